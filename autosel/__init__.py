@@ -1,0 +1,34 @@
+"""autosel: which kernel should run here, and can you prove it?
+
+`import autosel` loads neither torch nor SQLAlchemy: names resolve on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from autosel.candidates.user import candidate
+    from autosel.dispatch import best, epoch, use
+
+_HOME = {
+    "best": "autosel.dispatch",
+    "epoch": "autosel.dispatch",
+    "use": "autosel.dispatch",
+    "candidate": "autosel.candidates.user",
+}
+
+__all__ = ["__version__", "best", "candidate", "epoch", "use"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'autosel' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

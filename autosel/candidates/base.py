@@ -1,0 +1,33 @@
+"""One way to run an op. `candidates.registry` knows them all; workers and `dispatch` load them, nobody else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from autosel.values import Accepted, Backend, Fingerprint, Knobs, Recipe, Rejected, Support, Workload
+
+
+class Candidate(ABC):
+    """Subclass or instantiate once per way; stateless. `name` is unique: `<backend>:<what>`, lower case."""
+
+    name: str
+    op: str
+    backend: ClassVar[Backend] | Backend
+    deterministic: bool = True  # the same inputs give the same bits on every call
+    writes_out: bool = True  # False: it allocates its result, and is timed doing so
+
+    @abstractmethod
+    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+        """May it run this workload on this device? A rejection's reason is shown to the user."""
+
+    def knobs(self, w: Workload, fp: Fingerprint) -> Knobs:
+        """Its settings, in closed form."""
+        return Knobs()
+
+    @abstractmethod
+    def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
+        """How a worker obtains the callable."""
+
+
+__all__ = ["Accepted", "Candidate", "Rejected"]

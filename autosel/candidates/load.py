@@ -1,0 +1,64 @@
+"""From a recipe to the callable `f(*arguments, *outputs)`; only workers and `dispatch` call this.
+
+A native kernel takes the op's arguments, the outputs, then its knobs; the closure made here hides the knobs and, when
+an output is None, allocates it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from autosel.errors import BuildError, UnknownName
+from autosel.native.load import load_entry
+from autosel.ops.contract import Op
+from autosel.values import NativeRecipe, PythonRecipe, Recipe, Scalar
+
+
+def load(op: Op, recipe: Recipe, digest: str, knobs: Mapping[str, Scalar]) -> Callable[..., Any]:
+    """The loaded candidate. Raises BuildError or whatever the candidate's own module raises at import."""
+    if isinstance(recipe, NativeRecipe):
+        return _native(op, load_entry(digest, recipe.entry), tuple(knobs[name] for name in recipe.knob_args))
+    return load_python(recipe)
+
+
+def load_python(recipe: PythonRecipe) -> Callable[..., Any]:
+    if recipe.path and recipe.path not in sys.path:
+        sys.path.insert(0, recipe.path)
+    module, _, name = recipe.target.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except ModuleNotFoundError as error:
+        raise BuildError(f"cannot import {recipe.target}", why=str(error), todo="check the name and PYTHONPATH") from error
+    except AttributeError as error:
+        raise UnknownName("function", name, tuple(n for n in vars(import_module(module)) if n[0] != "_")) from error
+    function: Callable[..., Any] = getattr(found, "__autosel_function__", found)
+    return function
+
+
+def _native(op: Op, entry: Callable[..., Any], knob_values: tuple[Scalar, ...]) -> Callable[..., Any]:
+    """Generated with a fixed number of arguments: a starred call costs several times the lookup it follows."""
+    arguments = [a.name for a in op.args]
+    inout = {a.name for a in op.args if a.role == "inout"}
+    outputs = [f"out{i}" for i, name in enumerate(op.output_names) if name not in inout]
+    returned = ", ".join([*[n for n in arguments if n in inout], *outputs])
+    call = ", ".join([*arguments, *outputs, *(repr(v) for v in knob_values)])
+    lines = [f"def {op.name}({', '.join([*arguments, *(f'{o}=None' for o in outputs)])}):"]
+    if outputs:
+        names = ", ".join(outputs) + ("," if len(outputs) == 1 else "")
+        lines += [f"    if {outputs[0]} is None:", f"        {names} = allocate({', '.join(arguments)})"]
+    lines += [f"    entry({call})", f"    return {returned}"]
+
+    def allocate(*values: Any) -> tuple[Any, ...]:
+        w = op.workload_of(dict(zip(arguments, values, strict=True)))
+        return op.allocate(w)
+
+    scope: dict[str, Any] = {"entry": entry, "allocate": allocate}
+    exec("\n".join(lines), scope)  # the text above, from our own op table: no outside data reaches it
+    function: Callable[..., Any] = scope[op.name]
+    return function
+

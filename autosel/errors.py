@@ -1,0 +1,82 @@
+"""One tree of errors. Each says what happened, the values seen, and what to do next.
+
+An error knows its exit code (design: 1 failure, 2 usage, 3 regression, 4 parity, 5 too noisy) so that the CLI
+never has to guess. Raise these for the caller's mistakes; `assert` is for ours.
+"""
+
+from __future__ import annotations
+
+
+class AutoselError(Exception):
+    """What went wrong, then why (values seen), then what to do: each a line of its own."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, why: str = "", todo: str = "") -> None:
+        self.what, self.why, self.todo = what, why, todo
+        super().__init__("\n".join(line for line in (what, why, todo) if line))
+
+
+# --- the caller asked for something that does not exist or cannot be -------------------------------------------------
+
+
+class UsageError(AutoselError):
+    exit_code = 2
+
+
+class UnknownName(UsageError):
+    """An op, model, dtype, device or candidate nobody has heard of; carries the nearest known names."""
+
+    def __init__(self, kind: str, name: str, known: tuple[str, ...]) -> None:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, known, n=2, cutoff=0.5)
+        todo = f"did you mean {' or '.join(near)}?" if near else ""
+        super().__init__(f"unknown {kind} {name!r}", why=f"known: {', '.join(known)}", todo=todo)
+        self.kind, self.name, self.known = kind, name, known
+
+
+class BadConfig(UsageError):
+    """A settings file, model config or import file that cannot be understood."""
+
+
+class BadArguments(UsageError):
+    """Tensors or scalars that no workload of the op describes."""
+
+
+# --- building and running candidates ---------------------------------------------------------------------------------
+
+
+class BuildError(AutoselError):
+    """A compiler refused a source, or there is no compiler. `log` holds what it printed."""
+
+    def __init__(self, what: str, *, why: str = "", todo: str = "", log: str = "") -> None:
+        super().__init__(what, why=why, todo=todo)
+        self.log = log
+
+
+class WorkerError(AutoselError):
+    """A worker process did not give the whole reply: it died, hung, or said something that is not a reply."""
+
+    def __init__(self, what: str, *, cause: str, why: str = "", todo: str = "", retryable: bool = False) -> None:
+        super().__init__(what, why=why, todo=todo)
+        self.cause, self.retryable = cause, retryable
+
+
+class ParityError(AutoselError):
+    exit_code = 4
+
+
+class TooNoisy(AutoselError):
+    exit_code = 5
+
+
+# --- the ledger ------------------------------------------------------------------------------------------------------
+
+
+class LedgerError(AutoselError):
+    """The database is locked, read-only, corrupt, full, or from another version. Nothing stored was changed."""
+
+
+class ForeignDecision(AutoselError):
+    """A decision measured on another device or under other library versions was asked to serve here."""

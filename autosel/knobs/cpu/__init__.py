@@ -1,0 +1,1 @@
+"""CPU closed forms (research: likwid/STREAM practice, Little's law for cache lines); one file a kernel family."""

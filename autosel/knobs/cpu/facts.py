@@ -1,0 +1,96 @@
+"""The figures CPU formulas read, taken out of a fingerprint once, with conservative fallbacks where a rate is missing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from autosel.values import Fingerprint
+
+Isa = Literal["avx512bf16", "avx512", "avx2", "portable"]
+
+# Compiler flags per instruction set. AVX-512 means the F+BW+VL+DQ quartet every AVX-512 server since Skylake has.
+ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
+    "avx512bf16": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma", "-mf16c"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "portable": (),
+}
+ISA_NEEDS: dict[Isa, tuple[str, ...]] = {
+    "avx512bf16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "portable": (),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuFacts:
+    """What a CPU formula may know. Rates in SI units; `read_bytes_per_s[t-1]` is the rate of t threads."""
+
+    isa: Isa
+    cpus: int  # usable: affinity and quota applied, one a physical core
+    l1d_bytes: int
+    l2_bytes: int
+    l3_bytes: int
+    l3_domains: int
+    read_1: float  # bytes/s of one thread
+    read_all: float  # bytes/s of all cpus
+    read_l3_domain: float  # bytes/s one L3 domain can pull
+    flops_1: float  # fp32 FMA FLOP/s of one core
+    dot_flops_1: float  # bf16 dot FLOP/s of one core (= flops_1 without the instruction)
+    exp_per_s_1: float
+    dram_latency_s: float
+    fork_join_s: float  # one empty parallel region of all cpus
+
+
+def facts(fp: Fingerprint) -> CpuFacts:
+    """Facts of a CPU fingerprint; a missing rate takes a documented conservative default."""
+    identity, cpus = fp.identity, int(fp.identity["cpus"])
+
+    def rate(name: str, default: float) -> float:
+        return fp.rates[name].value if name in fp.rates else default
+
+    flops_1 = rate("fma_flops@1", 32e9)  # 2 FLOP x 8 lanes x 1 port x 2 GHz: the slowest AVX2 core in use
+    read_1 = rate("read_bytes_per_s@1", 8e9)
+    read_all = rate(f"read_bytes_per_s@{cpus}", read_1 * min(cpus, 4))
+    domains = int(identity.get("l3_domains", 1))
+    return CpuFacts(
+        isa=best_isa(tuple(identity["isa"])),
+        cpus=cpus,
+        l1d_bytes=int(identity["l1d_bytes"]),
+        l2_bytes=int(identity["l2_bytes"]),
+        l3_bytes=int(identity["l3_bytes"]),
+        l3_domains=domains,
+        read_1=read_1,
+        read_all=read_all,
+        read_l3_domain=rate("read_l3_domain_bytes_per_s", read_all / domains),
+        flops_1=flops_1,
+        dot_flops_1=rate("bf16_dot_flops@1", flops_1),
+        exp_per_s_1=rate("exp_per_s@1", flops_1 / 20),
+        dram_latency_s=rate("dram_latency_s", 120e-9),
+        fork_join_s=rate(f"fork_join_s@{cpus}", 2e-6),
+    )
+
+
+def best_isa(flags: tuple[str, ...]) -> Isa:
+    for isa, needs in ISA_NEEDS.items():
+        if set(needs) <= set(flags):
+            return isa
+    return "portable"
+
+
+def bandwidth_threads(f: CpuFacts) -> int:
+    """Fewest threads that saturate the memory of the node: per node min(cpus, max(n_L3 * ceil(b_L3 / b_1), ceil(b / b_1))),
+    spread over L3 domains first (research/knobs.md section 4; McCalpin 2025-02)."""
+    by_domain = f.l3_domains * math.ceil(f.read_l3_domain / f.read_1)
+    return max(1, min(f.cpus, max(by_domain, math.ceil(f.read_all / f.read_1 - 0.05))))
+
+
+def worthwhile_threads(f: CpuFacts, serial_s: float) -> int:
+    """Threads for a job of `serial_s` on one core: all of them once the time saved exceeds the fork-join it costs."""
+    saved = serial_s * (1 - 1 / f.cpus)
+    return f.cpus if f.cpus > 1 and saved > 2 * f.fork_join_s else 1
+
+

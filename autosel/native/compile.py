@@ -1,0 +1,167 @@
+"""Compile a kernel source on first use, and find it again by digest.
+
+The digest covers source, every header it includes from kernels/, flags, the compiler's own version and tvm-ffi's: what
+could change the machine code. An artefact is a folder `<home>/native/<digest>/` with kernel.so and receipt.json, made
+under another name and renamed, so that it is whole or absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from autosel import resources, settings
+from autosel.errors import BuildError
+
+BASE_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared", "-pthread")
+DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artefact:
+    """A compiled kernel on disk."""
+
+    digest: str
+    path: Path
+    seconds: float  # what the compilation took when it was made; 0 for one found in the cache
+    log: str
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiler:
+    path: str
+    version: str
+
+
+@cache
+def find_compiler() -> Compiler | None:
+    """The user's compiler, else g++, c++, clang++; None when there is none that answers."""
+    for name in filter(None, (settings.compiler(), "g++", "c++", "clang++")):
+        path = shutil.which(name)
+        if path is None:
+            continue
+        try:
+            found = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if found.returncode == 0:
+            return Compiler(path=path, version=found.stdout.splitlines()[0])
+    return None
+
+
+NO_COMPILER = "no C++ compiler found; install one (Debian: apt install g++) or set AUTOSEL_CXX"
+
+
+def source_digest(source: str, flags: tuple[str, ...]) -> str:
+    """The artefact's digest, without compiling. Raises BuildError if there is no compiler or no such source."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError(NO_COMPILER)
+    import tvm_ffi
+
+    hasher = hashlib.sha256()
+    for part in (compiler.version, tvm_ffi.__version__, *BASE_FLAGS, *flags):
+        hasher.update(part.encode() + b"\0")
+    for path in _sources(resources.kernels() / source):
+        hasher.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return hasher.hexdigest()
+
+
+def compile_source(source: str, flags: tuple[str, ...] = (), *, deadline_s: float = DEADLINE_S) -> Artefact:
+    """Compile `source` (a path below kernels/) into a shared object, or find it compiled.
+
+    Raises BuildError with the compiler's words if it refuses, or takes longer than the deadline.
+    """
+    digest = source_digest(source, flags)
+    found = find_artefact(digest)
+    if found is not None:
+        return found
+    started = time.monotonic()
+    folder = artefacts() / digest
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
+        making = Path(temporary) / "made"
+        making.mkdir()
+        command = _command(resources.kernels() / source, flags, making / "kernel.so")
+        log = _run(command, source, deadline_s)
+        seconds = time.monotonic() - started
+        receipt = {"source": source, "command": command, "seconds": seconds, "log": log, "kernel_sha256": _sha(making)}
+        (making / "receipt.json").write_text(json.dumps(receipt, indent=1))
+        try:
+            os.rename(making, folder)
+        except OSError:
+            if find_artefact(digest) is None:  # not merely lost a race against a twin
+                raise
+    return Artefact(digest=digest, path=folder / "kernel.so", seconds=seconds, log=log, command=tuple(command))
+
+
+def find_artefact(digest: str) -> Artefact | None:
+    """The artefact of this digest if it is on disk, whole, and its bytes are those that were compiled."""
+    folder = artefacts() / digest
+    try:
+        receipt = json.loads((folder / "receipt.json").read_text())
+        if _sha(folder) != receipt["kernel_sha256"]:
+            return None
+    except (OSError, ValueError, KeyError):
+        return None
+    return Artefact(
+        digest=digest, path=folder / "kernel.so", seconds=0.0, log=receipt["log"], command=tuple(receipt["command"])
+    )
+
+
+def artefacts() -> Path:
+    return settings.home() / "native"
+
+
+def _sha(folder: Path) -> str:
+    return hashlib.sha256((folder / "kernel.so").read_bytes()).hexdigest()
+
+
+def _sources(path: Path) -> list[Path]:
+    """The source and, transitively, the headers it includes by a quoted name beside it."""
+    todo, seen = [path], []
+    while todo:
+        current = todo.pop()
+        if current in seen:
+            continue
+        if not current.is_file():
+            raise BuildError(f"no such kernel source: {current}")
+        seen.append(current)
+        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', current.read_text(), flags=re.MULTILINE):
+            if (current.parent / name).is_file():
+                todo.append(current.parent / name)
+    return sorted(seen)
+
+
+def _command(source: Path, flags: tuple[str, ...], output: Path) -> list[str]:
+    import tvm_ffi.libinfo as info
+
+    compiler = find_compiler()
+    assert compiler is not None
+    includes = [f"-I{info.find_include_path()}", f"-I{info.find_dlpack_include_path()}"]
+    library = Path(info.find_libtvm_ffi()).parent
+    return [compiler.path, *BASE_FLAGS, *flags, *includes, str(source), "-o", str(output), f"-L{library}", "-ltvm_ffi"]
+
+
+def _run(command: list[str], source: str, deadline_s: float) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{source}: the compiler took longer than {deadline_s:.0f} s", why=" ".join(command)) from error
+    except OSError as error:
+        raise BuildError(f"{source}: the compiler could not be started", why=str(error)) from error
+    log = done.stdout + done.stderr
+    if done.returncode != 0:
+        first = next((line for line in log.splitlines() if "error" in line), log[:200])
+        raise BuildError(f"{source} does not compile", why=first, todo=" ".join(command), log=log)
+    return log

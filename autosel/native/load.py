@@ -1,0 +1,27 @@
+"""Load a compiled kernel by digest. Only workers and `dispatch` call this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autosel.errors import BuildError
+from autosel.native.compile import find_artefact
+
+_LOADED: dict[str, Any] = {}  # modules stay loaded: their thread team outlives any one caller
+
+
+def load_entry(digest: str, entry: str) -> Callable[..., Any]:
+    """The function `entry` of the artefact; its arguments are torch tensors, None, ints and floats.
+
+    Raises BuildError if the artefact is missing or damaged.
+    """
+    if digest not in _LOADED:
+        artefact = find_artefact(digest)
+        if artefact is None:
+            raise BuildError(f"compiled kernel {digest[:12]} is missing or damaged", todo="run tune again to rebuild it")
+        import tvm_ffi
+
+        _LOADED[digest] = tvm_ffi.load_module(str(artefact.path))
+    function: Callable[..., Any] = getattr(_LOADED[digest], entry)
+    return function

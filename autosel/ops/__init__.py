@@ -1,0 +1,1 @@
+"""The ops, by name. `gemv` and `gemm` address `linear` at M = 1 and above."""

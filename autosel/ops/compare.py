@@ -1,0 +1,126 @@
+"""Judge a result against a float64 reference: shared by parity, the race's own checks and the runtime guard.
+
+Accept only if (e) type, shape and dtype are exact, (d) the NaN/Inf pattern is the reference's, (a) *every* element lies
+within its bound (no match ratio), and, against a baseline that is right itself, (b) the RMS error is at most twice the
+baseline's and (c) the result is not biased. Letters as in research/method.md section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from autosel.ops.contract import Match, Mismatch, Op
+
+
+def compare(
+    op: Op,
+    got: Sequence[Tensor],
+    reference: Sequence[Tensor],
+    bound: Sequence[Tensor],
+    baseline: Sequence[Tensor] | None = None,
+) -> Match | Mismatch:
+    """Check every output of a float-valued op; the first failed check is returned, else the worst error / bound."""
+    from autosel.ops.contract import Match
+
+    worst = 0.0
+    for index, (g, ref, tol) in enumerate(zip(got, reference, bound, strict=True)):
+        found = _pattern(g, ref) or _elements(g, ref, tol)
+        if found is None and baseline is not None:
+            found = _rms_and_bias(g, ref, baseline[index])
+        if found is not None:
+            return found
+        worst = max(worst, _ratio(g, ref, tol).max().item() if ref.numel() else 0.0)
+    return Match(worst=worst)
+
+
+def _mismatch(check: str, reason: str, **evidence: object) -> Mismatch:
+    from autosel.ops.contract import Mismatch
+
+    return Mismatch(check=check, reason=reason, evidence=evidence)
+
+
+def _pattern(got: Tensor, ref: Tensor) -> Mismatch | None:
+    """(d) NaN where and only where the reference is NaN; Inf with the same sign likewise."""
+    g = got.double()
+    if got.dtype != torch.float64:
+        # A finite float64 reference beyond the output dtype's range rounds to Inf: that Inf is right.
+        ref = _saturate(ref, got.dtype)
+    wrong = (g.isnan() != ref.isnan()) | (g.isinf() != ref.isinf()) | (g.isinf() & (g != ref))
+    if not wrong.any():
+        return None
+    where = _first(wrong)
+    return _mismatch(
+        "nan_pattern",
+        f"element {list(where)}: got {g[where].item()}, reference {ref[where].item()}",
+        index=list(where),
+        got=str(g[where].item()),
+        reference=str(ref[where].item()),
+        wrong_elements=int(wrong.sum()),
+    )
+
+
+def _saturate(ref: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = ref.to(dtype).double()
+    return torch.where(rounded.isinf(), rounded, ref)
+
+
+def _ratio(got: Tensor, ref: Tensor, tol: Tensor) -> Tensor:
+    error = (got.double() - ref).abs()
+    ratio = error / tol
+    # Both infinite (same sign, checked before) or both NaN: no error. 0/0: no error.
+    return torch.where(ref.isfinite() & got.double().isfinite(), ratio, torch.zeros_like(ratio)).nan_to_num(0.0)
+
+
+def _elements(got: Tensor, ref: Tensor, tol: Tensor) -> Mismatch | None:
+    """(a) every element within its own bound."""
+    if not ref.numel():
+        return None
+    ratio = _ratio(got, ref, tol)
+    worst = int(ratio.argmax())
+    if ratio.flatten()[worst] <= 1.0:
+        return None
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), ratio.shape))
+    g, r, t = got[where].item(), ref[where].item(), tol[where].item()
+    return _mismatch(
+        "elements",
+        f"element {list(where)}: got {g:.6g}, reference {r:.6g}, allowed ±{t:.3g}",
+        index=list(where),
+        got=g,
+        reference=r,
+        allowed=t,
+        error_over_bound=ratio.flatten()[worst].item(),
+        wrong_elements=int((ratio > 1.0).sum()),
+        elements=ratio.numel(),
+    )
+
+
+def _rms_and_bias(got: Tensor, ref: Tensor, base: Tensor) -> Mismatch | None:
+    """(b) RMS error at most twice the baseline's plus a tenth of a rounding; (c) no bias beyond the baseline's."""
+    from autosel.ops.contract import DTYPE_NAME, UNIT
+
+    finite = ref.isfinite() & got.double().isfinite() & base.double().isfinite()
+    y, c, b = ref[finite], got.double()[finite], base.double()[finite]
+    if y.numel() < 64:  # too few elements for an average to mean anything
+        return None
+    u_out = UNIT[DTYPE_NAME[got.dtype]]
+    rms_y, rmse, rmse_b = (v.square().mean().sqrt().item() for v in (y, c - y, b - y))
+    if rmse > 2 * rmse_b + u_out * rms_y / 10:
+        return _mismatch("rmse", f"RMS error {rmse:.3g} against the baseline's {rmse_b:.3g}", rmse=rmse, baseline=rmse_b)
+    energy = y.square().sum().item()
+    if energy == 0.0:
+        return None
+    bias, bias_b = (((v - y) * y).sum().item() / energy for v in (c, b))
+    allowed = abs(bias_b) + 4 * rmse_b / (rms_y * math.sqrt(y.numel())) + u_out / 8
+    if abs(bias) > allowed:
+        return _mismatch("bias", f"bias {bias:.3g}, allowed ±{allowed:.3g}", bias=bias, allowed=allowed)
+    return None
+
+
+def _first(mask: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in mask.nonzero()[0])

@@ -1,0 +1,498 @@
+"""The values that travel down the pipeline: frozen, slotted, free of torch. Every unit is in the name.
+
+    Fingerprint -> Knobs -> Accepted -> Built -> Passed -> Race -> Verdict -> Decision
+
+A value that crosses a process or a disk goes through `to_json`/`from_json` and `canonical_json`: data, never pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Scalar = str | int | float | bool
+DTypeName = Literal["bf16", "fp16", "fp32", "fp8_e4m3"]
+DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32", "fp8_e4m3")
+DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1}
+Backend = Literal["TORCH", "INDUCTOR", "CPP", "TRITON", "CUDA_EXT", "CUTLASS", "USER"]
+DeviceKind = Literal["cpu", "cuda"]
+
+
+# --- workload --------------------------------------------------------------------------------------------------------
+
+# Dimensions a caller varies from step to step; every other dimension belongs to the model and is exact in a key.
+COUNT_DIMS = frozenset({"M", "B", "S"})
+LENGTH_DIMS = frozenset({"L"})
+
+
+def count_bucket(n: int) -> tuple[int, int]:
+    """The (lowest, highest) count that shares n's bucket: exact to 8, then (2^k, 2^(k+1)]."""
+    if n <= 8:
+        return n, n
+    high = 1 << (n - 1).bit_length()
+    return high // 2 + 1, high
+
+
+def length_bucket(n: int) -> tuple[int, int]:
+    """The (lowest, highest) context length that shares n's bucket: (2^k, 2^(k+1)], everything up to 16 together."""
+    high = max(16, 1 << (n - 1).bit_length())
+    return (1 if high == 16 else high // 2 + 1), high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """An op at one shape, dtype and layout.
+
+    `dims` are sizes in the op's own order (M, K, N; B, Hq, Hkv, S, D, L ...). `traits` are the static attributes that
+    make it another computation (bias, window, softcap, style, offset ...); a trait at its default is left out, so that
+    one computation has one key.
+    """
+
+    op: str
+    dims: tuple[tuple[str, int], ...]
+    dtype: DTypeName
+    traits: tuple[tuple[str, Scalar], ...] = ()
+
+    def __getitem__(self, dim: str) -> int:
+        for name, size in self.dims:
+            if name == dim:
+                return size
+        raise KeyError(f"{self.op} has no dimension {dim}; it has {', '.join(n for n, _ in self.dims)}")
+
+    def trait(self, name: str, default: Scalar) -> Scalar:
+        return dict(self.traits).get(name, default)
+
+    def at(self, **sizes: int) -> Workload:
+        """The same workload with some dimensions changed."""
+        unknown = set(sizes) - {name for name, _ in self.dims}
+        assert not unknown, f"{self.op} has no dimensions {unknown}"
+        return dataclasses.replace(self, dims=tuple((n, sizes.get(n, s)) for n, s in self.dims))
+
+    def _spell(self, dims: str) -> str:
+        traits = "".join(f".{name}={value}" for name, value in self.traits)
+        return f"{self.op}/{dims}/{self.dtype}{traits}"
+
+    @property
+    def key(self) -> str:
+        """The canonical key: `attn/B1.Hq32.Hkv8.S1.D128.L8192/bf16`."""
+        return self._spell(".".join(f"{n}{s}" for n, s in self.dims))
+
+    @property
+    def bucket(self) -> str:
+        """The key with the caller's dimensions widened to their bucket: the one bucket function of the code."""
+        return self._spell(".".join(f"{n}{_bucket_text(n, s)}" for n, s in self.dims))
+
+    @property
+    def shape_text(self) -> str:
+        """For people: `B1 Hq32 Hkv8 S1 D128 L8192`."""
+        return " ".join(f"{n}{s}" for n, s in self.dims)
+
+
+def _bucket_text(dim: str, size: int) -> str:
+    if dim in COUNT_DIMS:
+        low, high = count_bucket(size)
+    elif dim in LENGTH_DIMS:
+        low, high = length_bucket(size)
+    else:
+        return str(size)
+    return str(size) if low == high else f"{low}-{high}"
+
+
+# --- fingerprint -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """One measured (or datasheet) figure. `spread` is (p90 - p10) / median over its windows; 0 for a datasheet."""
+
+    value: float
+    unit: str
+    spread: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """Who this device is, and, kept apart, how fast it was found to be.
+
+    `identity` digests to `hw_id`, `environment` (driver, torch, compiler, kernel pack) with it to `env_id`; `rates` are
+    never part of a key. `contended` says that other work disturbed the measurement: the best windows are reported, not
+    an average. `source` is "measured" or the file the values came from.
+    """
+
+    kind: DeviceKind
+    name: str
+    identity: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    rates: Mapping[str, Rate]
+    contended: bool = False
+    notes: tuple[str, ...] = ()
+    source: str = "measured"
+
+    @property
+    def hw_id(self) -> str:
+        return digest({"kind": self.kind, **self.identity})
+
+    @property
+    def env_id(self) -> str:
+        return digest({"hw_id": self.hw_id, **self.environment})
+
+
+# --- knobs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """One setting with the formula that gave it and the inputs it was given, so that anyone can redo the sum."""
+
+    name: str
+    value: Scalar
+    formula: str
+    inputs: Mapping[str, Scalar]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """One candidate's frozen settings for one workload on one device."""
+
+    settings: tuple[Knob, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        for knob in self.settings:
+            if knob.name == name:
+                return knob.value
+        raise KeyError(name)
+
+    @property
+    def values(self) -> dict[str, Scalar]:
+        return {knob.name: knob.value for knob in self.settings}
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """The candidate can run this workload here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """The candidate cannot run this workload here, and why, in words a user can act on."""
+
+    reason: str
+
+
+Support = Accepted | Rejected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeRecipe:
+    """Compile `source` (a path below kernels/) with `flags`; call `entry` with the op's arguments, then `knob_args`."""
+
+    source: str
+    entry: str
+    flags: tuple[str, ...] = ()
+    knob_args: tuple[str, ...] = ()
+    kind: Literal["native"] = "native"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonRecipe:
+    """Import `module:function`; it takes the op's arguments, `out` last (None: allocate and return)."""
+
+    target: str
+    path: str = ""  # a folder to put on sys.path first, for a user's module outside site-packages
+    kind: Literal["python"] = "python"
+
+
+Recipe = NativeRecipe | PythonRecipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A receipt: the artefact exists under `digest`. Never a callable: candidates load only in workers and at bind."""
+
+    candidate: str
+    recipe: Recipe
+    digest: str
+    seconds: float
+    log: str = ""
+
+
+# --- parity ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """Every case within the op's bound. `worst` is the largest error divided by its bound."""
+
+    cases: int
+    worst: float
+    worst_case: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """One check did not hold: `check` names it, `case` the inputs, `evidence` the values seen."""
+
+    check: str
+    case: str
+    evidence: Mapping[str, Any]
+    reason: str = ""
+    seconds: float = 0.0
+
+
+Parity = Passed | Failed
+
+
+# --- race ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One visit to every arm. `order` is the coin-flipped order of arm indices, `samples_ns[arm]` the samples' times
+    per call in nanoseconds, in the order taken."""
+
+    order: tuple[int, ...]
+    samples_ns: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One fresh process. `arms[0]` is the baseline. `voided` says why its pairs do not count, or is empty."""
+
+    kind: Literal["screening", "confirming"]
+    seed: int
+    arms: tuple[str, ...]
+    pairs: tuple[Pair, ...]
+    calls_per_sample: tuple[int, ...]
+    read_bytes_per_s: float = 0.0  # best read probe interleaved in this session: the physical ceiling
+    aa_crossed: bool | None = None  # did the baseline's clone cross E >= 1/alpha_s? None: no clone ran
+    dropped_pairs: int = 0
+    voided: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """All sessions of one attempt at one workload, with the parameters the verdict needs."""
+
+    workload: Workload
+    baseline: str
+    incumbent: str
+    finalist: str | None
+    delta: float
+    alpha_session: float
+    pi: float
+    sessions: tuple[Session, ...]
+    nominees: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """A ratio of times, rival / winner: above 1 means the winner is faster. `lo`..`hi` covers 95 %."""
+
+    median: float
+    lo: float
+    hi: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """A candidate's time per call over the confirming (or screening) samples."""
+
+    median_us: float
+    lo_us: float
+    hi_us: float
+    p95_us: float
+    min_us: float
+    samples: int
+
+
+Outcome = Literal["promote", "tie", "lose", "undecided"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the samples justify, in words and figures; pure function of a Race."""
+
+    outcome: Outcome
+    winner: str
+    reason: str
+    effect: Effect | None  # winner over the baseline; None when nothing was timed
+    over_incumbent: Effect | None = None
+    next_best: tuple[str, float] | None = None  # candidate, its time over the winner's
+    timings: Mapping[str, Timing] = field(default_factory=dict)
+    e_values: tuple[float, ...] = ()
+    wins: tuple[tuple[int, int], ...] = ()  # (pairs won against the baseline, pairs) a confirming session
+    false_promotion_bound: float | None = None
+    read_bytes_per_s: float = 0.0
+    roofline: float | None = None  # fraction of what the read rate of this very race allows
+
+
+State = Literal["promoted", "kept", "demoted", "quarantined", "pinned"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """What exactly serves or was beaten: enough to load it again, and to tell when it has become another thing.
+
+    `digest` covers build and knobs (a native arm) or the versions of the libraries it calls (torch's).
+    """
+
+    candidate: str
+    backend: str
+    recipe: Recipe
+    knobs: Mapping[str, Scalar]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A verdict made durable. Appended, never edited."""
+
+    id: int
+    state: State
+    hw_id: str
+    op: str
+    bucket: str
+    mode: str
+    workload: Workload
+    arm: Arm
+    baseline: Arm
+    verdict: Verdict | None
+    reason: str
+    created_at: str  # UTC, ISO 8601
+    length_range: tuple[int, int] | None = None  # max_len this row serves, where its bucket was split at a crossover
+
+
+# --- data, not pickle ------------------------------------------------------------------------------------------------
+
+
+def canonical_json(value: Any) -> bytes:
+    """RFC 8785 bytes: one value, one spelling."""
+    import rfc8785
+
+    return rfc8785.dumps(to_json(value))
+
+
+def digest(value: Any) -> str:
+    """sha256 (hex) over the canonical JSON of a value."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def to_json(value: Any) -> Any:
+    """A value as plain JSON types; dataclasses become objects by field name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [to_json(v) for v in value]
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    raise TypeError(f"{type(value).__name__} is not a value")
+
+
+def from_json(kind: Any, data: Any) -> Any:
+    """The inverse of `to_json` for type `kind`. Raises ValueError, naming the field, on anything unexpected."""
+    return _decode(kind, data, kind.__name__ if isinstance(kind, type) else str(kind))
+
+
+def _decode(kind: Any, data: Any, where: str) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return data
+    if origin in (typing.Union, types.UnionType):
+        return _decode_union(args, data, where)
+    if origin is Literal:
+        if data not in args:
+            raise ValueError(f"{where}: {data!r} is none of {args}")
+        return data
+    if origin is tuple:
+        return _decode_tuple(args, data, where)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(data, dict):
+            raise ValueError(f"{where}: expected an object, got {type(data).__name__}")
+        return {k: _decode(args[1], v, f"{where}.{k}") for k, v in data.items()}
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(kind, data, where)
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if kind is type(None) and data is None:
+        return None
+    if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
+        raise ValueError(f"{where}: expected {getattr(kind, '__name__', kind)}, got {data!r:.80}")
+    return data
+
+
+def _decode_union(args: tuple[Any, ...], data: Any, where: str) -> Any:
+    for arm in args:
+        try:
+            return _decode(arm, data, where)
+        except ValueError:
+            continue
+    raise ValueError(f"{where}: {data!r:.80} is none of {', '.join(getattr(a, '__name__', str(a)) for a in args)}")
+
+
+def _decode_tuple(args: tuple[Any, ...], data: Any, where: str) -> Any:
+    if not isinstance(data, (list, tuple)):
+        raise ValueError(f"{where}: expected a list, got {type(data).__name__}")
+    if len(args) == 2 and args[1] is Ellipsis:
+        return tuple(_decode(args[0], v, f"{where}[{i}]") for i, v in enumerate(data))
+    if len(data) != len(args):
+        raise ValueError(f"{where}: expected {len(args)} items, got {len(data)}")
+    return tuple(_decode(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, data, strict=True)))
+
+
+def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: expected an object, got {type(data).__name__}")
+    hints = typing.get_type_hints(kind)
+    unknown = set(data) - set(hints)
+    if unknown:
+        raise ValueError(f"{where}: unknown fields {', '.join(sorted(unknown))}")
+    try:
+        return kind(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in data.items()})
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def parse_json(text: str | bytes, *, what: str = "document", depth: int = 32) -> Any:
+    """Strict JSON: refuses NaN/Infinity, duplicate keys and deep nesting, which Python's parser lets through.
+
+    Raises ValueError that names `what`.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError(f"{what}: a key appears twice in one object")
+        return found
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{what}: {name} is not JSON")
+
+    try:
+        data = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"{what}: {type(error).__name__}") from error
+    _refuse_depth(data, depth, what)
+    return data
+
+
+def _refuse_depth(data: Any, left: int, what: str) -> None:
+    if left < 0:
+        raise ValueError(f"{what}: nested too deeply")
+    items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    for item in items:
+        _refuse_depth(item, left - 1, what)

@@ -1,0 +1,39 @@
+// What every entry point does with its arguments: check, give pointers, choose the storage type.
+#pragma once
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+
+#include "simd.h"
+#include "team.h"
+
+namespace autosel {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+#define AUTOSEL_CHECK(condition, message) \
+  do {                                    \
+    if (!(condition)) TVM_FFI_THROW(ValueError) << message; \
+  } while (0)
+
+template <class T> static inline T* data(const TensorView& t) {
+  return reinterpret_cast<T*>(static_cast<char*>(t.data_ptr()) + t.byte_offset());
+}
+
+// Calls body(T{}) with T the tensor's storage type.
+template <class Body> static inline void by_dtype(const TensorView& t, const Body& body) {
+  DLDataType d = t.dtype();
+  if (d.code == kDLBfloat && d.bits == 16) return body(bf16{});
+  if (d.code == kDLFloat && d.bits == 16) return body(f16{});
+  if (d.code == kDLFloat && d.bits == 32) return body(float{});
+  TVM_FFI_THROW(TypeError) << "dtype must be bfloat16, float16 or float32";
+}
+
+static inline bool same_dtype(const TensorView& a, const TensorView& b) {
+  DLDataType x = a.dtype(), y = b.dtype();
+  return x.code == y.code && x.bits == y.bits && x.lanes == y.lanes;
+}
+
+}  // namespace autosel
