@@ -1,0 +1,221 @@
+"""The measuring instrument: runs inside a race worker, holds the arms and the operands, takes pairs on request.
+
+It decides nothing. The parent flips the coins, supplies fresh operands, bounds the claimed times by its own clock and
+judges. Cache temperature is set by operand: streamed ones (weights, KV) rotate over enough private copies that each
+call finds them cold; resident ones are rewritten just before the samples and are warm.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.candidates.load import load
+from autosel.ops import find
+from autosel.ops.contract import Op
+from autosel.race.judge import CLONE
+from autosel.values import Recipe, Scalar, Workload
+
+MAX_COPIES = 256
+IDLE_WINDOW_NS = 100_000
+IDLE_LIMIT_NS = 20_000_000  # libgomp's workers spin for about 5 ms after a parallel region
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadedArm:
+    """A candidate ready to be called; `runtime` says whose threads it leaves spinning."""
+
+    call: Callable[..., Any]
+    writes_out: bool
+    runtime: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Seat:
+    """An arm at a workload: one argument list for each copy of the streamed operands, and its own outputs."""
+
+    arm: LoadedArm
+    calls: list[tuple[Any, ...]]
+    outputs: tuple[Tensor, ...]
+    resident: Mapping[str, Tensor]
+    turn: int = 0
+    result: Any = field(default=None)
+
+
+class Bench:
+    """All arms loaded in this process, and the seats of the workload at hand."""
+
+    def __init__(self) -> None:
+        self.arms: dict[str, LoadedArm] = {}
+        self.seats: dict[str, Seat] = {}
+        self.op: Op | None = None
+        gc.disable()
+
+    def load(self, name: str, op: str, recipe: Recipe, digest: str, knobs: Mapping[str, Scalar], writes_out: bool) -> None:
+        self.arms[name] = LoadedArm(
+            call=load(find(op), recipe, digest, knobs),
+            writes_out=writes_out,
+            runtime="team" if recipe.kind == "native" else "torch",
+        )
+
+    # --- seating ----------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, w: Workload, inputs: Mapping[str, Any], arms: Mapping[str, str], copies: int, clone: str | None
+    ) -> None:
+        """Copy the operands privately and seat each arm: `arms` maps the race's arm name to a loaded one's."""
+        self.release()
+        self.op = op = find(w.op)
+        private = _Operands(op, inputs, copies)
+        for name, loaded in arms.items():
+            self.seats[name] = self._seat(op, w, self.arms[loaded], private)
+        if clone is not None:  # A/A sessions allocate apart: placement is part of the luck they calibrate
+            self.seats[CLONE] = self._seat(op, w, self.arms[clone], _Operands(op, inputs, copies))
+
+    def _seat(self, op: Op, w: Workload, arm: LoadedArm, private: _Operands) -> Seat:
+        outputs = tuple(t for t in op.allocate(w, fill=0.0) if t is not None)
+        passed: tuple[Any, ...] = outputs if arm.writes_out else (None,) * len(outputs)
+        calls = [(*op.arguments(operands), *passed) for operands in private.copies]
+        return Seat(arm=arm, calls=calls, outputs=outputs, resident=private.resident)
+
+    def release(self) -> None:
+        self.seats.clear()
+        gc.collect()
+
+    # --- measuring --------------------------------------------------------------------------------------------------
+
+    def warm(self, limit_ns: int) -> dict[str, float]:
+        """Alternate the arms until their medians settle or the time is up; nanoseconds a call, by arm."""
+        seen: dict[str, list[float]] = {name: [] for name in self.seats}
+        start = time.perf_counter_ns()
+        while True:
+            for name, seat in self.seats.items():
+                seen[name].append(_sample(seat, 1))
+            spent = time.perf_counter_ns() - start
+            rounds = len(next(iter(seen.values())))
+            if spent > limit_ns or (rounds >= 10 and spent > limit_ns // 4):
+                return {name: min(times[len(times) // 2 :]) for name, times in seen.items()}
+
+    def refresh(self, resident: Mapping[str, Tensor]) -> None:
+        """New contents for the resident operands, at the same addresses."""
+        for seat in self.seats.values():
+            for name, value in resident.items():
+                seat.resident[name].copy_(value)
+
+    def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
+        """One visit to each arm in this order; (nanoseconds a call by arm, why the pair must be dropped or "")."""
+        before = _Disturbance.read()
+        times: dict[str, list[float]] = {}
+        previous = ""
+        for name in order:
+            seat = self.seats[name]
+            if previous not in ("", seat.arm.runtime):
+                _wait_until_idle()
+            previous = seat.arm.runtime
+            _sample(seat, 1)  # untimed: wakes its own threads, loads its code
+            times[name] = [_sample(seat, calls) for _ in range(samples)]
+        return times, before.since()
+
+    def outputs(self, name: str) -> tuple[Tensor, ...]:
+        """What the arm's last call left or returned."""
+        seat = self.seats[name]
+        if seat.arm.writes_out and seat.outputs:
+            return seat.outputs
+        result = seat.result
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+class _Operands:
+    """Private operands of one seat: resident ones once, streamed and inout ones in `copies` copies."""
+
+    def __init__(self, op: Op, inputs: Mapping[str, Any], copies: int) -> None:
+        roles = {a.name: a.role for a in op.args}
+        self.resident = {
+            n: v.clone() for n, v in inputs.items() if isinstance(v, Tensor) and roles[n] == "resident"
+        }
+        self.copies: list[dict[str, Any]] = []
+        for _ in range(copies):
+            operands = {**inputs, **self.resident}
+            for name, value in inputs.items():
+                if isinstance(value, Tensor) and roles[name] != "resident":
+                    operands[name] = value.clone()
+            self.copies.append(operands)
+
+
+def _sample(seat: Seat, calls: int) -> float:
+    """Time `calls` consecutive calls on consecutive copies; nanoseconds a call."""
+    n, turn = len(seat.calls), seat.turn
+    visits = [seat.calls[(turn + i) % n] for i in range(calls)]
+    seat.turn = (turn + calls) % n
+    call = seat.arm.call
+    result = None
+    start = time.perf_counter_ns()
+    for arguments in visits:
+        result = call(*arguments)
+    elapsed = time.perf_counter_ns() - start
+    seat.result = result
+    return elapsed / calls
+
+
+def _wait_until_idle() -> None:
+    """Wait until this process burns no CPU but ours, so that one arm's spinning threads are not billed to the next."""
+    deadline = time.perf_counter_ns() + IDLE_LIMIT_NS
+    while time.perf_counter_ns() < deadline:
+        others = time.process_time_ns() - time.thread_time_ns()
+        until = time.perf_counter_ns() + IDLE_WINDOW_NS
+        while time.perf_counter_ns() < until:
+            pass
+        if time.process_time_ns() - time.thread_time_ns() - others < IDLE_WINDOW_NS // 10:
+            return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Disturbance:
+    """What took the CPU away: cgroup throttling and steal. Such a pair is dropped whole, both arms, by cause."""
+
+    throttled: int
+    steal_ticks: int
+    at_ns: int
+
+    @staticmethod
+    def read() -> _Disturbance:
+        return _Disturbance(throttled=_throttled(), steal_ticks=_steal_ticks(), at_ns=time.perf_counter_ns())
+
+    def since(self) -> str:
+        if _throttled() > self.throttled:
+            return "the cgroup was throttled"
+        lost_ns = (_steal_ticks() - self.steal_ticks) * 10_000_000
+        if lost_ns > 20_000_000 and lost_ns > 0.1 * (time.perf_counter_ns() - self.at_ns):
+            return "the hypervisor took the CPU"
+        return ""
+
+
+def _throttled() -> int:
+    for path in ("/sys/fs/cgroup/cpu.stat", "/sys/fs/cgroup/cpu/cpu.stat"):
+        try:
+            for line in Path(path).read_text().splitlines():
+                if line.startswith("nr_throttled "):
+                    return int(line.split()[1])
+        except OSError:
+            continue
+    return 0
+
+
+def _steal_ticks() -> int:
+    try:
+        with open("/proc/stat") as file:
+            return int(file.readline().split()[8])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def configure(threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)

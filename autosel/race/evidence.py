@@ -1,0 +1,105 @@
+"""The two statistics a promotion rests on, in exact integers, and the intervals that are only reported.
+
+E(n, k), for pairs. w_i = 1 if the rival's time is at least (1 + delta) times the candidate's; k wins in n pairs. The
+likelihood ratio against a win probability of 1/2, averaged uniformly over win probabilities in (1/2, 1]:
+
+    E(n, k) = sum_{j<=k} C(n+1, j) / ((n+1) C(n, k))
+
+is a supermartingale whenever P(w_i = 1 | past) <= 1/2, so by Ville's inequality P(E ever reaches 1/alpha) <= alpha: one
+may look after every pair. The coin that orders each pair forces P(win) <= 1/2 for identical arms under any drift,
+autocorrelation, periodicity or position effect, with no noise model.
+
+E_tail(n, x), for slow samples. x of n samples beyond the threshold; likelihood ratio against a rate of p0 = 1/10,
+averaged over rates in (0, p0). It must show that the candidate's tail is no heavier than the baseline's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import comb
+
+ALPHA_SESSION = 0.05
+E_PAIRS = 20  # 1 / ALPHA_SESSION
+E_TAIL = 100
+TAIL_RATE_INVERSE = 10  # p0 = 1/10
+
+
+@cache
+def _pairs_fraction(n: int, k: int) -> tuple[int, int]:
+    return sum(comb(n + 1, j) for j in range(k + 1)), (n + 1) * comb(n, k)
+
+
+def e_pairs(n: int, k: int) -> float:
+    """E(n, k) as a float, for people; decisions compare integers with `crossed`."""
+    assert 0 <= k <= n
+    top, bottom = _pairs_fraction(n, k)
+    return top / bottom
+
+
+def crossed(n: int, k: int, threshold: int = E_PAIRS) -> bool:
+    """E(n, k) >= threshold, in integers."""
+    top, bottom = _pairs_fraction(n, k)
+    return top >= threshold * bottom
+
+
+def futile(n: int, k: int, threshold: int = E_PAIRS) -> bool:
+    """The same evidence for the opposite: the candidate wins by delta in less than half of the pairs."""
+    return crossed(n, n - k, threshold)
+
+
+def _tail_likelihood(n: int, x: int) -> int:
+    """(n+1) C(n,x) p0^x (1-p0)^(n-x), times 10^(n): integers, as p0 = 1/10."""
+    return (n + 1) * comb(n, x) * 9 ** (n - x)
+
+
+@cache
+def _binomial_upper(n: int, x: int) -> int:
+    """P[Bin(n, 1/10) >= x] times 10^n."""
+    return sum(comb(n, j) * 9 ** (n - j) for j in range(x, n + 1))
+
+
+def tail_crossed(n: int, x: int, threshold: int = E_TAIL) -> bool:
+    """E_tail(n, x) = P[Bin(n+1,p0) >= x+1] / ((n+1) C(n,x) p0^(x+1) (1-p0)^(n-x)) >= threshold, in integers."""
+    return _binomial_upper(n + 1, x + 1) >= threshold * _tail_likelihood(n, x)
+
+
+def e_tail(n: int, x: int) -> float:
+    return _binomial_upper(n + 1, x + 1) / _tail_likelihood(n, x)
+
+
+def tail_futile(n: int, x: int, threshold: int = E_PAIRS) -> bool:
+    """The same ratio averaged over rates in (p0, 1]: the tail is heavier than allowed, no use to go on."""
+    lower = 10 ** (n + 1) - _binomial_upper(n + 1, x + 1)  # P[Bin(n+1, p0) <= x], times 10^(n+1)
+    # over (1-p0) = 9/10 and (n+1) C p0^x (1-p0)^(n-x) at 10^n: the common 10^(n+1) cancels into the 9
+    return lower >= threshold * 9 * _tail_likelihood(n, x)
+
+
+# --- reported, never decided on ---------------------------------------------------------------------------------------
+
+
+def median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Linear interpolation between order statistics (Hyndman-Fan type 7)."""
+    ordered = sorted(values)
+    at = q * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Distribution-free interval for the median from order statistics (binomial); the range when n is too small."""
+    ordered, n = sorted(values), len(values)
+    tail = (1 - confidence) / 2 * 2**n
+    below, rank = 0, 0
+    while rank < n // 2 and below + comb(n, rank) <= tail:
+        below += comb(n, rank)
+        rank += 1
+    low = max(rank - 1, 0)
+    return ordered[low], ordered[n - 1 - low]

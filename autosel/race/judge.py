@@ -1,0 +1,280 @@
+"""What the samples of a race justify. Pure: the same Race always gives the same Verdict.
+
+Promote iff, in each of the three confirming sessions, E >= 1/alpha against the baseline *and* against the incumbent,
+the session medians agree, and the tail is no heavier than the baseline's. The effect is reported from the confirming
+sessions only, so that having been selected as the fastest cannot flatter it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from autosel.race.evidence import (
+    E_PAIRS,
+    crossed,
+    e_pairs,
+    futile,
+    median,
+    median_interval,
+    quantile,
+    tail_crossed,
+    tail_futile,
+)
+from autosel.race.plan import SESSIONS
+from autosel.values import Effect, Outcome, Race, Session, Timing, Verdict
+
+CLONE = "~baseline"  # the arm name of the baseline's clone in an A/A comparison
+ROLLING = 15  # baseline samples in the rolling median that detrends the tail
+TAIL_SLACK = 1.05
+
+
+# --- counting --------------------------------------------------------------------------------------------------------
+
+
+def pair_medians(session: Session, arm: str) -> list[float]:
+    """The arm's median in each pair it took part in (screening drops the hopeless early)."""
+    index = session.arms.index(arm)
+    return [median(pair.samples_ns[index]) for pair in session.pairs if pair.samples_ns[index]]
+
+
+def duels(session: Session, candidate: str, rival: str) -> Iterator[tuple[float, float]]:
+    """(candidate's median, rival's median) of each pair that both took part in."""
+    own, other = session.arms.index(candidate), session.arms.index(rival)
+    for pair in session.pairs:
+        if pair.samples_ns[own] and pair.samples_ns[other]:
+            yield median(pair.samples_ns[own]), median(pair.samples_ns[other])
+
+
+def wins(session: Session, candidate: str, rival: str, delta: float) -> tuple[int, int]:
+    """(pairs the candidate won by delta, pairs). A tie is a loss: the burden is the candidate's."""
+    won = [theirs >= (1 + delta) * own for own, theirs in duels(session, candidate, rival)]
+    return sum(won), len(won)
+
+
+def has_won(session: Session, candidate: str, rivals: Sequence[str], delta: float) -> bool:
+    return all(crossed(n, k) for k, n in (wins(session, candidate, r, delta) for r in rivals))
+
+
+def has_lost(session: Session, candidate: str, rivals: Sequence[str], delta: float) -> bool:
+    return any(futile(n, k) for k, n in (wins(session, candidate, r, delta) for r in rivals) if n)
+
+
+def aa_crossed(session: Session, delta: float) -> bool | None:
+    """Did the baseline's clone, which cannot be faster, look faster? Either way round counts."""
+    if CLONE not in session.arms or not session.pairs:
+        return None
+    base = session.arms[0]
+    return has_won(session, CLONE, [base], delta) or has_won(session, base, [CLONE], delta)
+
+
+# --- the tail --------------------------------------------------------------------------------------------------------
+
+
+def relative_samples(session: Session, arm: str) -> list[float]:
+    """Each of the arm's samples over the rolling median of the last 15 baseline samples: drift cancels."""
+    base, index = 0, session.arms.index(arm)
+    recent: deque[float] = deque(maxlen=ROLLING)
+    ratios = []
+    for pair in session.pairs:
+        recent.extend(pair.samples_ns[base])
+        level = median(list(recent))
+        ratios += [sample / level for sample in pair.samples_ns[index]]
+    return ratios
+
+
+def tail_threshold(screening: Session) -> float:
+    return TAIL_SLACK * quantile(relative_samples(screening, screening.arms[0]), 0.95)
+
+
+def tail_counts(sessions: Sequence[Session], candidate: str, threshold: float) -> tuple[int, int]:
+    """(samples beyond the threshold, samples)."""
+    ratios = [r for session in sessions for r in relative_samples(session, candidate)]
+    return sum(r > threshold for r in ratios), len(ratios)
+
+
+# --- nomination ------------------------------------------------------------------------------------------------------
+
+
+def nominees(screening: Session, incumbent: str, delta: float, excluded: Sequence[str] = ()) -> list[str]:
+    """Candidates whose screening E crossed against the baseline, and which beat the incumbent's median: fastest first."""
+    base = screening.arms[0]
+    limit = median(pair_medians(screening, incumbent)) if incumbent in screening.arms else float("inf")
+    crossed_arms = [
+        arm
+        for arm in screening.arms[1:]
+        if arm not in (CLONE, incumbent, *excluded)
+        and has_won(screening, arm, [base], delta)
+        and median(pair_medians(screening, arm)) < limit
+    ]
+    return sorted(crossed_arms, key=lambda arm: median(pair_medians(screening, arm)))
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def judge(race: Race) -> Verdict:
+    """The verdict of a finished attempt. `race.sessions` holds voided ones too: they count for nothing."""
+    valid = [s for s in race.sessions if not s.voided and s.pairs]
+    screening = next((s for s in valid if s.kind == "screening"), None)
+    confirming = [s for s in valid if s.kind == "confirming" and race.finalist in s.arms]
+    if screening is None:
+        return _settle(race, "undecided", race.incumbent, _why_void(race), None, [])
+    if race.finalist is None:
+        return _unchallenged(race, screening)
+    if len(confirming) >= SESSIONS or _lost(race, confirming):
+        return _confirmed(race, screening, confirming)
+    why = race.notes[-1] if race.notes else "the race stopped before three sessions were complete"
+    return _settle(race, "undecided", race.incumbent, why, screening, confirming)
+
+
+def _lost(race: Race, confirming: Sequence[Session]) -> bool:
+    assert race.finalist is not None
+    return any(has_lost(s, race.finalist, _rivals(race), race.delta) for s in confirming)
+
+
+def _rivals(race: Race) -> list[str]:
+    return [race.baseline] if race.incumbent == race.baseline else [race.baseline, race.incumbent]
+
+
+def _why_void(race: Race) -> str:
+    reasons = [s.voided for s in race.sessions if s.voided]
+    return reasons[-1] if reasons else "nothing was timed"
+
+
+def _unchallenged(race: Race, screening: Session) -> Verdict:
+    """No nominee: the incumbent stays, and we say how close the best rival came."""
+    rivals = [a for a in screening.arms if a not in (race.incumbent, CLONE)]
+    if not rivals:
+        return _settle(race, "lose", race.incumbent, "no other candidate passed parity", screening, [])
+    best = min(rivals, key=lambda arm: median(pair_medians(screening, arm)))
+    ratio = _effect([screening], best, race.incumbent)
+    span = f"{100 * (ratio.lo - 1):+.1f} .. {100 * (ratio.hi - 1):+.1f} %"
+    if has_lost(screening, best, [race.incumbent], race.delta):
+        outcome: Outcome = "lose" if ratio.hi < 1 else "tie"
+        word = "slower" if outcome == "lose" else "a tie"
+        why = f"kept {race.incumbent}: the best rival, {best}, is {word} ({span})"
+        return _settle(race, outcome, race.incumbent, why, screening, [])
+    if ratio.lo < 1 + race.delta:
+        why = f"kept {race.incumbent}: {best} is not {race.delta:.0%} faster beyond doubt ({span})"
+        return _settle(race, "tie", race.incumbent, why, screening, [])
+    why = f"{best} looked faster ({span}) but its evidence did not reach {E_PAIRS} to 1"
+    return _settle(race, "undecided", race.incumbent, why, screening, [])
+
+
+def _confirmed(race: Race, screening: Session, confirming: list[Session]) -> Verdict:
+    finalist = race.finalist
+    assert finalist is not None
+    outcome, why = _rule(race, screening, confirming)
+    winner = finalist if outcome == "promote" else race.incumbent
+    return _settle(race, outcome, winner, why, screening, confirming)
+
+
+def _rule(race: Race, screening: Session, confirming: list[Session]) -> tuple[Outcome, str]:
+    finalist, rivals = race.finalist, _rivals(race)
+    assert finalist is not None
+    for number, session in enumerate(confirming, 1):
+        if has_won(session, finalist, rivals, race.delta):
+            continue
+        effect = _effect(confirming, finalist, rivals[-1])
+        span = f"{100 * (effect.lo - 1):+.1f} .. {100 * (effect.hi - 1):+.1f} %"
+        if effect.lo < 1 + race.delta:
+            return "tie", f"kept {race.incumbent}: {finalist} did not hold its lead in session {number} ({span})"
+        return "undecided", f"{finalist} led ({span}) but session {number} did not reach {E_PAIRS} to 1"
+    spread = _session_spread(confirming, finalist, rivals[-1])
+    medians = [_ratio(s, finalist, rivals[-1]) for s in confirming]
+    if spread > 2 * race.delta and min(medians) < 1 + 2 * race.delta:
+        return "undecided", f"{finalist}: its sessions disagree by {spread:.1%} (allowed {2 * race.delta:.0%})"
+    slow, n = tail_counts(confirming, finalist, tail_threshold(screening))
+    if tail_futile(n, slow):
+        return "tie", f"kept {race.incumbent}: {finalist} has the heavier tail ({slow} of {n} samples beyond the baseline's p95)"
+    if not tail_crossed(n, slow):
+        return "undecided", f"{finalist}: {slow} of {n} samples beyond the baseline's p95; not enough to clear its tail"
+    counts = [wins(s, finalist, race.baseline, race.delta) for s in confirming]
+    won = f"{sum(k for k, _ in counts)} of {sum(n for _, n in counts)}"
+    return "promote", f"{finalist} won {won} confirming pairs by at least {race.delta:.0%} in {len(confirming)} processes"
+
+
+def _session_spread(sessions: Sequence[Session], candidate: str, rival: str) -> float:
+    medians = [_ratio(s, candidate, rival) for s in sessions]
+    return max(medians) / min(medians) - 1
+
+
+def _ratio(session: Session, candidate: str, rival: str) -> float:
+    return median(list(_pair_ratios([session], candidate, rival)))
+
+
+def _pair_ratios(sessions: Sequence[Session], candidate: str, rival: str) -> Iterator[float]:
+    for session in sessions:
+        for own, theirs in duels(session, candidate, rival):
+            yield theirs / own
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def _effect(sessions: Sequence[Session], candidate: str, rival: str) -> Effect:
+    """Median of pair ratios; its interval is widened to the session medians, which differ by more than pairs do."""
+    ratios = list(_pair_ratios(sessions, candidate, rival))
+    low, high = median_interval(ratios)
+    per_session = [_ratio(s, candidate, rival) for s in sessions]
+    return Effect(median=median(ratios), lo=min(low, *per_session), hi=max(high, *per_session))
+
+
+def _timing(sessions: Sequence[Session], arm: str) -> Timing:
+    medians = [m / 1e3 for s in sessions if arm in s.arms for m in pair_medians(s, arm)]
+    samples = [x / 1e3 for s in sessions if arm in s.arms for p in s.pairs for x in p.samples_ns[s.arms.index(arm)]]
+    low, high = median_interval(medians)
+    return Timing(
+        median_us=median(medians),
+        lo_us=low,
+        hi_us=high,
+        p95_us=quantile(samples, 0.95),
+        min_us=min(samples),
+        samples=len(samples),
+    )
+
+
+def _settle(
+    race: Race, outcome: Outcome, winner: str, reason: str, screening: Session | None, confirming: list[Session]
+) -> Verdict:
+    """Fill in the figures: from the confirming sessions for who ran in them, from screening for the others."""
+    sources = [s for s in (*confirming, screening) if s is not None]
+    arms = sorted({arm for s in sources for arm in s.arms if arm != CLONE})
+    timings = {a: _timing([s for s in confirming if a in s.arms] or [s for s in sources if a in s.arms], a) for a in arms}
+    told = [s for s in confirming if winner in s.arms and race.baseline in s.arms] or [
+        s for s in sources if winner in s.arms
+    ]
+    finalist = race.finalist
+    return Verdict(
+        outcome=outcome,
+        winner=winner,
+        reason=reason,
+        effect=_effect(told, winner, race.baseline) if told else None,
+        over_incumbent=_effect(told, winner, race.incumbent) if told and race.incumbent != race.baseline else None,
+        next_best=_next_best(winner, screening, timings),
+        timings=timings,
+        e_values=tuple(_e_value(s, finalist, race) for s in confirming) if finalist else (),
+        wins=tuple(wins(s, finalist, race.baseline, race.delta) for s in confirming) if finalist else (),
+        false_promotion_bound=max(race.pi, race.alpha_session) ** SESSIONS if outcome == "promote" else None,
+        read_bytes_per_s=max((s.read_bytes_per_s for s in sources), default=0.0),
+    )
+
+
+def _e_value(session: Session, finalist: str, race: Race) -> float:
+    return min(e_pairs(n, k) for k, n in (wins(session, finalist, r, race.delta) for r in _rivals(race)))
+
+
+def _next_best(winner: str, screening: Session | None, timings: dict[str, Timing]) -> tuple[str, float] | None:
+    """The fastest other candidate and its time over the winner's, both from the same sessions where possible."""
+    others = [a for a in timings if a != winner]
+    if not others or winner not in timings:
+        return None
+    if screening is not None and winner in screening.arms:
+        own = median(pair_medians(screening, winner))
+        rated = {a: median(pair_medians(screening, a)) / own for a in others if a in screening.arms}
+        if rated:
+            best = min(rated, key=lambda a: rated[a])
+            return best, rated[best]
+    best = min(others, key=lambda a: timings[a].median_us)
+    return best, timings[best].median_us / timings[winner].median_us

@@ -1,0 +1,153 @@
+"""One session, pair by pair: whom to visit in which order, and when enough has been seen.
+
+Works on any `Instrument`: a worker process that times real kernels, or a synthetic one with a known truth, on which the
+error rates of these very rules are tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from random import Random
+from typing import Protocol
+
+from autosel.race.evidence import tail_crossed, tail_futile
+from autosel.race.judge import CLONE, aa_crossed, has_lost, has_won, tail_counts, tail_threshold
+from autosel.race.plan import DELTA_CALIBRATED, MAX_TAIL_SAMPLES, SESSIONS, Plan
+from autosel.values import Pair, Session
+
+MAX_DROPPED_SHARE = 0.5  # a session of which more than half was disturbed measured the disturbance
+
+
+class Instrument(Protocol):
+    """What takes the samples."""
+
+    def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[Mapping[str, Sequence[float]], str]:
+        """Visit the arms in this order; (nanoseconds a call by arm, why the pair must be dropped or "")."""
+
+    def probe(self) -> float:
+        """The memory read rate right now, bytes/s; 0 where the workload streams nothing."""
+
+
+Watch = Callable[[Session], None]
+
+
+def screen(
+    instrument: Instrument, arms: Sequence[str], plan: Plan, delta: float, seed: int, watch: Watch = lambda s: None
+) -> Session:
+    """Every arm against the baseline (arms[0]), until each has crossed or is hopeless. Nominates; promotes nothing.
+
+    The baseline is always visited for `plan.screening_pairs` pairs: its own tail is the yardstick later.
+    """
+    recorder = _Recorder("screening", instrument, arms, plan, seed)
+    active = list(arms)
+    while True:
+        session = recorder.take(active)
+        watch(session)
+        active = [a for a in active if a in (arms[0], CLONE) or not has_lost(session, a, [arms[0]], delta)]
+        undecided = [a for a in active if a not in (arms[0], CLONE) and not has_won(session, a, [arms[0]], delta)]
+        enough = len(session.pairs) >= plan.screening_pairs
+        if recorder.exhausted or (enough and not undecided) or len(session.pairs) >= 2 * plan.screening_pairs:
+            return recorder.finish()
+
+
+def confirm(
+    instrument: Instrument,
+    arms: Sequence[str],
+    finalist: str,
+    rivals: Sequence[str],
+    plan: Plan,
+    delta: float,
+    seed: int,
+    screening: Session,
+    earlier: Sequence[Session] = (),
+    watch: Watch = lambda s: None,
+) -> Session:
+    """Finalist against baseline and incumbent on fresh data: on until E crosses for both, or never will.
+
+    The last of the three sessions goes on for the tail gate alone, until it clears, cannot clear, or 720 samples.
+    """
+    recorder = _Recorder("confirming", instrument, arms, plan, seed)
+    threshold = tail_threshold(screening)
+    while True:
+        session = recorder.take(list(arms))
+        watch(session)
+        pairs = len(session.pairs)
+        if recorder.exhausted or has_lost(session, finalist, rivals, delta):
+            return recorder.finish()
+        if pairs < plan.min_pairs:
+            continue
+        if has_won(session, finalist, rivals, delta):
+            if len(earlier) + 1 < SESSIONS or _tail_settled([*earlier, session], finalist, threshold):
+                return recorder.finish()
+        elif pairs >= plan.max_pairs:
+            return recorder.finish()
+
+
+def _tail_settled(sessions: Sequence[Session], finalist: str, threshold: float) -> bool:
+    slow, n = tail_counts(sessions, finalist, threshold)
+    return n >= MAX_TAIL_SAMPLES or tail_crossed(n, slow) or tail_futile(n, slow)
+
+
+class _Recorder:
+    """Takes pairs in coin-flipped order and keeps them."""
+
+    def __init__(self, kind: str, instrument: Instrument, arms: Sequence[str], plan: Plan, seed: int) -> None:
+        self.kind, self.instrument, self.plan, self.seed = kind, instrument, plan, seed
+        self.arms = tuple(arms)
+        self.coin = Random(seed)
+        self.pairs: list[Pair] = []
+        self.dropped: list[str] = []
+        self.read_bytes_per_s = 0.0
+
+    @property
+    def exhausted(self) -> bool:
+        limit = 20 + MAX_DROPPED_SHARE * len(self.pairs)
+        return len(self.dropped) > limit
+
+    def take(self, active: Sequence[str]) -> Session:
+        """One more pair (unless it had to be dropped); the session so far."""
+        if (len(self.pairs) + len(self.dropped)) % self.plan.probe_every == 0:
+            self.read_bytes_per_s = max(self.read_bytes_per_s, self.instrument.probe())
+        order = list(active)
+        self.coin.shuffle(order)
+        times, disturbed = self.instrument.pair(order, self.plan.calls, self.plan.samples)
+        if disturbed:
+            self.dropped.append(disturbed)
+        else:
+            self.pairs.append(
+                Pair(
+                    order=tuple(self.arms.index(a) for a in order),
+                    samples_ns=tuple(tuple(times.get(a, ())) for a in self.arms),
+                )
+            )
+        return self._session()
+
+    def finish(self) -> Session:
+        return self._session(_main_reason(self.dropped) if self.exhausted else "")
+
+    def _session(self, voided: str = "") -> Session:
+        made = Session(
+            kind="screening" if self.kind == "screening" else "confirming",
+            seed=self.seed,
+            arms=self.arms,
+            pairs=tuple(self.pairs),
+            calls_per_sample=(self.plan.calls,) * len(self.arms),
+            read_bytes_per_s=self.read_bytes_per_s,
+            dropped_pairs=len(self.dropped),
+            voided=voided,
+        )
+        return made if CLONE not in self.arms else _with_aa(made)
+
+
+def _with_aa(session: Session) -> Session:
+    from dataclasses import replace
+
+    # Judged at the calibrated delta: only A/A sessions quiet at 2 % may buy a margin of 2 %.
+    return replace(session, aa_crossed=aa_crossed(session, DELTA_CALIBRATED))
+
+
+def _main_reason(reasons: Iterable[str]) -> str:
+    from collections import Counter
+
+    common = Counter(reasons).most_common(1)
+    return common[0][0] if common else ""
