@@ -94,6 +94,25 @@ def compiler() -> str:
     return get("cxx") or os.environ.get("CXX", "")
 
 
+# What a worker process may see of our environment: enough to find programs and libraries; no secret, and no variable by
+# which a library would load code from elsewhere (private caches are set instead).
+PASSED_NAMES = ("PATH", "HOME", "USER", "LANG", "TZ", "CXX", "CC", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+PASSED_PREFIXES = ("AUTOSEL_", "LC_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NVIDIA_")
+SECRET_ENDINGS = ("_DB", "_TOKEN", "_KEY", "_SECRET", "_PASSWORD")  # a database URL holds a password
+
+
+def passed_to_workers() -> dict[str, str]:
+    """The environment a worker process starts with: an allow-list, and the home and caches that it is to use."""
+    allowed = {n: v for n, v in os.environ.items() if n in PASSED_NAMES or n.startswith(PASSED_PREFIXES)}
+    passed = {n: v for n, v in allowed.items() if not n.endswith(SECRET_ENDINGS)}
+    caches = home() / "cache"
+    return passed | {
+        "AUTOSEL_HOME": str(home()),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+    }
+
+
 def spelling() -> str:
     """How the caller started us, for the commands we print: `./run` or `autosel`."""
     return os.environ.get("AUTOSEL_SPELLING") or "autosel"

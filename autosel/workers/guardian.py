@@ -1,0 +1,269 @@
+"""The small process between us and a worker: it starts the worker, bounds it, and leaves nothing of it behind.
+
+Run by path (`python -I -S guardian.py CONFIG`), standard library only, single-threaded. It is the worker's parent, so
+the parent-death signal comes from a thread that lives as long as it does, and it is a subreaper, so whatever a
+candidate detaches (setsid, double fork) comes back to it and is killed: no other process of ours needs to be one. It
+ends, and takes everything below it along, when the worker ends, when told to, at a limit, or when we are gone.
+
+One SOCK_SEQPACKET socket leads to us. We send `kill`, `tail` or `allow N`; it sends JSON: `{"pid": ...}` at the start,
+`{"stdout": ..., "stderr": ...}` for a tail, and the report at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38  # linux/prctl.h
+TICK_S = 0.25  # how often limits are looked at: a fork storm makes some hundred processes in that time
+SWEEP_S = 2.0  # how long killed processes may take to disappear
+HEAD_BYTES, TAIL_BYTES = 8 << 10, 32 << 10  # what is kept of each output stream: its beginning and its end
+
+
+def prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+class Stream:
+    """One output of the worker, read as fast as it comes: a flood neither blocks the worker nor grows here."""
+
+    def __init__(self) -> None:
+        self.read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self.read_fd, False)
+        self.head, self.tail, self.total = b"", b"", 0
+
+    def drain(self) -> bool:
+        """Take what is there, at most 1 MiB at a time; False at the end of the stream."""
+        for _ in range(16):
+            try:
+                data = os.read(self.read_fd, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self.total += len(data)
+            space = HEAD_BYTES - len(self.head)
+            self.head += data[:space]
+            self.tail = (self.tail + data[space:])[-TAIL_BYTES:]
+        return True
+
+    def text(self) -> str:
+        left_out = self.total - len(self.head) - len(self.tail)
+        gap = f"\n[... {left_out} bytes left out ...]\n".encode() if left_out else b""
+        return (self.head + gap + self.tail).decode(errors="replace")
+
+
+class Guardian:
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.life = socket.socket(fileno=config["life_fd"])
+        self.parent = os.getppid()
+        self.out, self.err = Stream(), Stream()
+        self.allowance = 0  # bytes of shared memory that we gave the worker
+        self.status: int | None = None
+        self.usage: Any = None
+        self.pid = self._start()
+        self.pidfd = os.pidfd_open(self.pid)
+
+    # --- start ------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> int:
+        me, pid = os.getpid(), os.fork()
+        if pid == 0:
+            try:
+                self._become_worker(me)
+            except BaseException as error:  # after fork, nothing may return into the guardian's own code
+                os.write(2, f"cannot start the worker: {error}\n".encode())
+            os._exit(127)
+        os.close(self.out.write_fd)
+        os.close(self.err.write_fd)
+        os.close(self.config["control_fd"])
+        return pid
+
+    def _become_worker(self, guardian: int) -> NoReturn:
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guardian:
+            os._exit(0)
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(self.out.write_fd, 1)
+        os.dup2(self.err.write_fd, 2)
+        os.set_inheritable(self.config["control_fd"], True)
+        for name, value in self.config["rlimits"].items():
+            kind = getattr(resource, name)
+            hard = resource.getrlimit(kind)[1]
+            bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (bound, bound))
+        if self.config["cpus"]:
+            os.sched_setaffinity(0, self.config["cpus"])
+        os.chdir(self.config["folder"])
+        argv = self.config["argv"]
+        os.execv(argv[0], argv)  # noqa: S606 (our own interpreter)
+
+    # --- watch ------------------------------------------------------------------------------------------------------
+
+    def watch(self) -> str:
+        """Until there is a reason to end everything: returns it ("" where the worker ended by itself)."""
+        poll = select.poll()
+        streams = {self.out.read_fd: self.out, self.err.read_fd: self.err}
+        for fd in (self.pidfd, self.life.fileno(), *streams):
+            poll.register(fd, select.POLLIN)
+        next_tick = time.monotonic() + TICK_S
+        while True:
+            for fd, _ in poll.poll(max(0.0, next_tick - time.monotonic()) * 1000):
+                if fd in streams and not streams[fd].drain():
+                    poll.unregister(fd)
+                elif fd == self.life.fileno() and not self._obey():
+                    return "killed"
+                elif fd == self.pidfd:
+                    return ""
+            if time.monotonic() >= next_tick:
+                next_tick = time.monotonic() + TICK_S
+                reason = "killed" if os.getppid() != self.parent else self._over_limits()
+                if reason:
+                    return reason
+
+    def _obey(self) -> bool:
+        """One message from us; False when the worker is to end."""
+        try:
+            command = self.life.recv(256)
+        except OSError:
+            return False
+        if command.startswith(b"allow "):
+            self.allowance += int(command[6:])
+        elif command == b"tail":
+            self.say({"stdout": self.out.text(), "stderr": self.err.text()})
+        else:
+            return False
+        return True
+
+    def _over_limits(self) -> str:
+        self.reap()
+        pids = descendants()
+        if len(pids) > self.config["processes"]:
+            return "processes"
+        pages = threads = 0
+        for pid in pids:
+            stat = read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+            if stat:
+                threads += int(stat[17])  # field 20, num_threads
+                pages += int(stat[21])  # field 24, rss in pages
+        if threads > self.config["threads"]:
+            return "processes"
+        limit = self.config["memory_bytes"] + self.allowance
+        return "memory" if pages * resource.getpagesize() > limit else ""
+
+    # --- end --------------------------------------------------------------------------------------------------------
+
+    def end(self, why: str) -> dict[str, Any]:
+        """Kill the worker's group and whatever escaped from it; returns the report."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)  # before it is reaped: the group's number is still its own
+        escaped, left = self._sweep()
+        self.out.drain(), self.err.drain()
+        shutil.rmtree(self.config["folder"], ignore_errors=True)
+        status = self.status
+        ended = status is not None
+        return {
+            "exit_code": os.WEXITSTATUS(status) if ended and os.WIFEXITED(status) else None,  # type: ignore[arg-type]
+            "signal": os.WTERMSIG(status) if ended and os.WIFSIGNALED(status) else None,  # type: ignore[arg-type]
+            "why": why,
+            "stdout": self.out.text(),
+            "stderr": self.err.text(),
+            "max_rss_bytes": self.usage.ru_maxrss * 1024 if self.usage else 0,
+            "escaped": escaped,
+            "left": left,
+        }
+
+    def _sweep(self) -> tuple[int, int]:
+        """(processes found outside the group, processes that would not go)."""
+        deadline = time.monotonic() + SWEEP_S
+        seen: set[int] = set()
+        while True:
+            self.reap()
+            pids = descendants()
+            if not pids or time.monotonic() > deadline:
+                return len(seen), len(pids)
+            for pid in pids:
+                if pid != self.pid:
+                    seen.add(pid)
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.001)
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.pid:
+                self.status, self.usage = status, usage
+
+    def say(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # we are gone: nobody is left to tell
+            self.life.send(json.dumps(message).encode())
+
+    def linger(self) -> None:
+        """Stay until the other end is closed: closing first, with a message unread, would destroy the report."""
+        with contextlib.suppress(OSError):
+            while self.life.recv(256):
+                pass
+
+
+def descendants() -> list[int]:
+    """All processes below this one."""
+    found, todo = [], [os.getpid()]
+    while todo:
+        children = children_of(todo.pop())
+        found += children
+        todo += children
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    if not Path("/proc/thread-self/children").exists():  # a kernel without CONFIG_PROC_CHILDREN
+        return [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _parent_of(p.name) == pid]
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
+    return [int(child) for task in tasks for child in read(task / "children").split()]
+
+
+def _parent_of(pid: str) -> int:
+    stat = read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return int(stat[1]) if stat else 0
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def main() -> None:
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    guardian = Guardian(json.loads(sys.argv[1]))
+    guardian.say({"pid": guardian.pid})
+    guardian.say(guardian.end(guardian.watch()))
+    guardian.linger()
+
+
+if __name__ == "__main__":
+    main()

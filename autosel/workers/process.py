@@ -1,0 +1,323 @@
+"""Our end of a worker: start it, ask it, bound it, and know how it ended.
+
+    with Worker("autosel.parity.child:serve") as worker:
+        reply = worker.request({"do": "call", ...}, deadline_s=10)
+
+A worker is a fresh interpreter below a guardian (guardian.py), in its own session, with an allow-listed environment and
+a private folder. Whatever the code in it does (crash, hang, fork, flood its output, send half a reply), `request`
+returns the whole reply by the deadline or raises WorkerError with the cause, and nothing of the worker is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autosel import settings
+from autosel.errors import WorkerError
+from autosel.values import from_json, parse_json
+from autosel.workers import protocol
+from autosel.workers.arena import Arena
+
+START_S = 120.0  # importing torch on a cold, slow disk
+END_S = 10.0  # the guardian sweeps for 2 s at most; past this it is itself in trouble
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "memoryerror")
+BUSY = ("device or resource busy", "resource temporarily unavailable", "device is busy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a worker may take. `memory_bytes` bounds its private memory (0: half of the machine's)."""
+
+    memory_bytes: int = 0
+    processes: int = 64
+    threads: int = 1024
+    files: int = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How a worker ended. `why`: "" by itself, "killed" by us, "memory" or "processes" at a limit.
+
+    `escaped` counts processes it had detached from its group, `left` those that would not die.
+    """
+
+    exit_code: int | None
+    signal: int | None
+    why: str
+    stdout: str
+    stderr: str
+    max_rss_bytes: int
+    escaped: int
+    left: int
+
+    @property
+    def cause(self) -> str:
+        if self.why in ("memory", "processes"):
+            return self.why
+        if self.signal is not None:
+            return signal.Signals(self.signal).name
+        return "unknown" if self.exit_code is None else f"exit {self.exit_code}"
+
+    @property
+    def retryable(self) -> bool:
+        """Not the candidate's fault for certain: memory ran out, or the kernel's out-of-memory killer came."""
+        killed_by_other = self.signal == signal.SIGKILL and self.why == ""
+        return self.why == "memory" or killed_by_other or _names(self.stderr, OUT_OF_MEMORY + BUSY)
+
+
+class RaisedError(WorkerError):
+    """The worker is well; what it ran raised an exception. `kind` is the exception's type."""
+
+    def __init__(self, what: str, *, kind: str, message: str, traceback: str) -> None:
+        retryable = _names(f"{kind} {message}", OUT_OF_MEMORY + BUSY)
+        super().__init__(what, cause=f"raised {kind}", why=f"{kind}: {message}", retryable=retryable)
+        self.kind, self.message, self.traceback = kind, message, traceback
+
+
+class Worker:
+    """One child process running `entry` ("module:function"). Starts at once; the first request awaits its imports."""
+
+    def __init__(
+        self,
+        entry: str,
+        *,
+        limits: Limits | None = None,
+        cpus: Sequence[int] = (),
+        threads: int = 0,
+        paths: Sequence[str] = (),
+        start_deadline_s: float = START_S,
+    ) -> None:
+        """`cpus`: affinity; `threads`: torch's, 0 its default; `paths`: folders put first on the child's sys.path."""
+        self.entry, self.exit = entry, None
+        self._ready, self._next_id = False, 1
+        self._start_until = time.monotonic() + start_deadline_s
+        self._folder = Path(tempfile.mkdtemp(prefix="autosel-worker-"))
+        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._life, life = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with control, life:
+            argv = [sys.executable, "-P", "-m", "autosel.workers.child", entry, str(control.fileno()), str(threads)]
+            config = _config(limits or Limits(), cpus) | {
+                "argv": argv,
+                "folder": str(self._folder),
+                "control_fd": control.fileno(),
+                "life_fd": life.fileno(),
+            }
+            guardian = Path(__file__).with_name("guardian.py")
+            self._guardian = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(guardian), json.dumps(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=_environment(paths, self._folder),
+                pass_fds=(control.fileno(), life.fileno()),
+                start_new_session=True,
+            )
+        self.pid = self._first_word()
+
+    exit: Exit | None
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    def request(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
+        """The entry's whole reply within `deadline_s` of now (start-up not counted).
+
+        Raises RaisedError if the entry raised; else WorkerError with the cause, and the worker is gone. ValueError
+        for a request that is not JSON.
+        """
+        return self._ask({"request": dict(request)}, deadline_s, stage="request")
+
+    def attach(self, arena: Arena) -> None:
+        """Let the worker see an arena; references into it may follow in requests."""
+        self._tell_guardian(f"allow {arena.size_bytes}")
+        self._ask({"attach": [[arena.name, arena.size_bytes]]}, 10.0, stage="attach", fds=(arena.fd,))
+
+    def detach(self, arena: Arena) -> None:
+        """Let the worker forget an arena."""
+        self._ask({"detach": arena.name}, 10.0, stage="detach")
+
+    def wait_ready(self) -> None:
+        """Wait until the entry is imported; `request` does this by itself."""
+        if not self._ready:
+            self._reply_to(0, self._start_until, stage="start")
+            self._ready = True
+
+    def output(self) -> tuple[str, str]:
+        """What the worker has written to stdout and stderr so far (the beginning and the end of much)."""
+        if self.exit is not None:
+            return self.exit.stdout, self.exit.stderr
+        self._tell_guardian("tail")
+        said = self._hear(END_S)
+        if said is None or "exit_code" in said:
+            self._take_report(said)
+            return self.output()
+        return said["stdout"], said["stderr"]
+
+    def _ask(
+        self, message: dict[str, Any], deadline_s: float, *, stage: str, fds: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        if self.exit is not None:
+            raise self._died("ask")
+        number = self._next_id
+        frame = protocol.encode({"id": number, **message})
+        try:
+            self.wait_ready()
+            self._next_id += 1
+            until = time.monotonic() + deadline_s
+            try:
+                protocol.send(self._control, frame, fds, until=until)
+            except protocol.ClosedError:
+                raise self._died(stage) from None
+            except protocol.LateError:
+                raise self._late(stage) from None
+            return self._reply_to(number, until, stage=stage)
+        except RaisedError:
+            raise
+        except BaseException:  # Ctrl-C too: nothing of the worker may outlive our interest in it
+            self.close()
+            raise
+
+    def _reply_to(self, number: int, until: float, *, stage: str) -> dict[str, Any]:
+        try:
+            reply, fds = protocol.receive(self._control, until=until)
+        except protocol.ClosedError:
+            raise self._died(stage) from None
+        except protocol.LateError:
+            raise self._late(stage) from None
+        except protocol.ProtocolError as error:
+            raise self._babbled(stage, str(error)) from None
+        for fd in fds:
+            os.close(fd)
+        if reply.get("id") != number or not isinstance(reply.get("ok", reply.get("error")), dict):
+            raise self._babbled(stage, f"no reply to message {number}: {str(reply)[:200]}")
+        if "error" in reply:
+            kind, message, lines = (str(reply["error"].get(k, "")) for k in ("type", "message", "traceback"))
+            raise RaisedError(f"{self.entry} raised {kind}", kind=kind, message=message, traceback=lines)
+        found: dict[str, Any] = reply["ok"]
+        return found
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> Exit:
+        """Kill the worker and everything it started; how it ended. Safe to call again."""
+        if self.exit is None:
+            self._await_report()
+        assert self.exit is not None
+        return self.exit
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_guardian", None) is not None and self.exit is None:
+            with contextlib.suppress(Exception):  # the interpreter may be half gone; the guardian needs no telling then
+                self.close()
+
+    def _died(self, stage: str) -> WorkerError:
+        """The control line is closed: the worker is dead or dying, unless it only closed the line."""
+        if self.exit is None:
+            self._await_report(grace_s=0.5)
+        assert self.exit is not None
+        return self._error(f"the worker ended during {stage}: {self.exit.cause}", self.exit.cause, self.exit.retryable)
+
+    def _late(self, stage: str) -> WorkerError:
+        self.close()
+        return self._error(f"no reply by the deadline ({stage})", f"timeout in {stage}", False)
+
+    def _babbled(self, stage: str, why: str) -> WorkerError:
+        self.close()
+        return self._error(f"the worker sent something that is no reply ({stage}): {why}", "protocol", False)
+
+    def _error(self, what: str, cause: str, retryable: bool) -> WorkerError:
+        assert self.exit is not None
+        return WorkerError(what, cause=cause, why=self.exit.stderr.strip()[-2000:], retryable=retryable)
+
+    # --- the guardian -----------------------------------------------------------------------------------------------
+
+    def _first_word(self) -> int:
+        said = self._hear(START_S)
+        if said is None or "pid" not in said:
+            self._take_report(said)
+            raise WorkerError("a worker process could not be started", cause="start", retryable=True)
+        return int(said["pid"])
+
+    def _await_report(self, grace_s: float = 0.0) -> None:
+        """Wait for the guardian's report; after `grace_s` without one, tell it to kill."""
+        said = self._hear(grace_s) if grace_s else None
+        if said is None:
+            self._tell_guardian("kill")
+            said = self._hear(END_S)
+        while said is not None and "exit_code" not in said:  # a tail that was asked for, and then not waited for
+            said = self._hear(END_S)
+        self._take_report(said)
+
+    def _take_report(self, said: dict[str, Any] | None) -> None:
+        if said is not None and "exit_code" in said:
+            self.exit = from_json(Exit, said)
+        else:  # the guardian itself was killed; the worker had asked the kernel to die with it
+            self.exit = Exit(
+                exit_code=None, signal=None, why="", stdout="", stderr="", max_rss_bytes=0, escaped=0, left=0
+            )
+        self._guardian.kill()
+        self._guardian.wait()
+        self._life.close()
+        self._control.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _tell_guardian(self, command: str) -> None:
+        with contextlib.suppress(OSError):  # it has ended, and its report is waiting
+            self._life.send(command.encode(), socket.MSG_NOSIGNAL)
+
+    def _hear(self, patience_s: float) -> dict[str, Any] | None:
+        """The guardian's next message; None if none comes, or it is gone."""
+        poll = select.poll()
+        poll.register(self._life, select.POLLIN)
+        if not poll.poll(patience_s * 1000):
+            return None
+        try:
+            data = self._life.recv(1 << 20)
+        except OSError:
+            return None
+        return parse_json(data, what="guardian") if data else None
+
+
+def _config(limits: Limits, cpus: Sequence[int]) -> dict[str, Any]:
+    memory = limits.memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return {
+        "cpus": list(cpus),
+        "memory_bytes": memory,
+        "processes": limits.processes,
+        "threads": limits.threads,
+        # DATA counts private writable memory, unlike AS, which counts what CUDA and allocators only reserve.
+        "rlimits": {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": limits.files, "RLIMIT_DATA": memory},
+    }
+
+
+def _environment(paths: Sequence[str], folder: Path) -> dict[str, str]:
+    environment = settings.passed_to_workers()
+    package = str(Path(__file__).resolve().parents[2])
+    inherited = [str(Path(p).absolute()) for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, package, *inherited])
+    environment["TMPDIR"] = str(folder)
+    return environment
+
+
+def _names(text: str, words: Sequence[str]) -> bool:
+    text = text.lower()
+    return any(word in text for word in words)
