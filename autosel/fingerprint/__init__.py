@@ -1,0 +1,7 @@
+"""Who this device is and how fast it was found to be. `take()` is the door; identity and rates are kept apart."""
+
+from __future__ import annotations
+
+from autosel.fingerprint.device import Drift, drifted, recheck, take
+
+__all__ = ["Drift", "drifted", "recheck", "take"]

@@ -8,6 +8,7 @@ under another name and renamed, so that it is whole or absent.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -17,7 +18,9 @@ import tempfile
 import time
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from autosel import resources, settings
 from autosel.errors import BuildError
@@ -67,10 +70,8 @@ def source_digest(source: str, flags: tuple[str, ...]) -> str:
     compiler = find_compiler()
     if compiler is None:
         raise BuildError(NO_COMPILER)
-    import tvm_ffi
-
     hasher = hashlib.sha256()
-    for part in (compiler.version, tvm_ffi.__version__, *BASE_FLAGS, *flags):
+    for part in (compiler.version, metadata.version("apache-tvm-ffi"), *BASE_FLAGS, *flags):
         hasher.update(part.encode() + b"\0")
     for path in _sources(resources.kernels() / source):
         hasher.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -144,13 +145,25 @@ def _sources(path: Path) -> list[Path]:
 
 
 def _command(source: Path, flags: tuple[str, ...], output: Path) -> list[str]:
-    import tvm_ffi.libinfo as info
-
-    compiler = find_compiler()
+    compiler, info = find_compiler(), _libinfo()
     assert compiler is not None
     includes = [f"-I{info.find_include_path()}", f"-I{info.find_dlpack_include_path()}"]
     library = Path(info.find_libtvm_ffi()).parent
     return [compiler.path, *BASE_FLAGS, *flags, *includes, str(source), "-o", str(output), f"-L{library}", "-ltvm_ffi"]
+
+
+def _libinfo() -> Any:
+    """tvm-ffi's own finder of its headers and library, run apart from its package: importing that imports torch."""
+    package = importlib.util.find_spec("tvm_ffi")
+    assert package is not None
+    assert package.submodule_search_locations
+    path = Path(package.submodule_search_locations[0]) / "libinfo.py"
+    spec = importlib.util.spec_from_file_location("tvm_ffi.libinfo", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _run(command: list[str], source: str, deadline_s: float) -> str:

@@ -1,28 +1,23 @@
-"""The figures CPU formulas read, taken out of a fingerprint once, with conservative fallbacks where a rate is missing."""
+"""The figures CPU formulas read, taken out of a fingerprint once; conservative fallbacks where a rate is missing."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
+from autosel.native.isa import ISA_FLAGS, ISA_NEEDS, Isa, best_isa
 from autosel.values import Fingerprint
 
-Isa = Literal["avx512bf16", "avx512", "avx2", "portable"]
-
-# Compiler flags per instruction set. AVX-512 means the F+BW+VL+DQ quartet every AVX-512 server since Skylake has.
-ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
-    "avx512bf16": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "portable": (),
-}
-ISA_NEEDS: dict[Isa, tuple[str, ...]] = {
-    "avx512bf16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"),
-    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
-    "avx2": ("avx2", "fma", "f16c"),
-    "portable": (),
-}
+__all__ = [
+    "ISA_FLAGS",
+    "ISA_NEEDS",
+    "CpuFacts",
+    "Isa",
+    "bandwidth_threads",
+    "best_isa",
+    "facts",
+    "worthwhile_threads",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +67,6 @@ def facts(fp: Fingerprint) -> CpuFacts:
         dram_latency_s=rate("dram_latency_s", 120e-9),
         fork_join_s=rate(f"fork_join_s@{cpus}", 2e-6),
     )
-
-
-def best_isa(flags: tuple[str, ...]) -> Isa:
-    for isa, needs in ISA_NEEDS.items():
-        if set(needs) <= set(flags):
-            return isa
-    return "portable"
 
 
 def bandwidth_threads(f: CpuFacts) -> int:

@@ -1,0 +1,226 @@
+"""How fast this CPU is: kernels/cpu/probes.cpp driven through ctypes, or numpy where there is no compiler.
+
+Every rate is the 90th percentile of many short windows, best side up (the 10th for a time): on a shared machine the
+undisturbed windows say what the hardware can, an average says what the neighbours did. The spread, (p90 - p10) /
+median, says how disturbed the rest was. Neither torch nor tvm-ffi is imported: two seconds, not four.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from autosel.errors import BuildError
+from autosel.fingerprint import machine
+from autosel.native.compile import compile_source, find_artefact
+from autosel.native.isa import ISA_FLAGS, best_isa
+from autosel.values import Rate
+
+SOURCE = "cpu/probes.cpp"
+BUFFER_OVER_LLC = 4  # what is read was last touched four last-level caches ago
+BUFFER_MIN = 128 << 20
+MOST_WINDOWS = 4096
+
+
+@dataclass(slots=True)
+class Probes:
+    """The loaded probes, and the two buffers they share for as long as the process lives."""
+
+    library: ctypes.CDLL
+    identity: Mapping[str, Any]
+    buffers: list[int] = field(default_factory=list)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return buffer_bytes(self.identity)
+
+    @property
+    def window_bytes(self) -> int:
+        """A quarter of the buffer, at most 32 MiB: about a millisecond."""
+        return min(self.buffer_bytes // 4, 32 << 20)
+
+    def buffer(self, index: int) -> ctypes.c_void_p:
+        while len(self.buffers) <= index:
+            cpus = ctypes.c_int64(self.identity["cpus"])
+            at = self.library.autosel_probe_map(ctypes.c_int64(self.buffer_bytes), cpus)
+            if not at:
+                raise MemoryError(f"no {self.buffer_bytes >> 20} MiB for the bandwidth probe")
+            self.buffers.append(at)
+        return ctypes.c_void_p(self.buffers[index])
+
+    def windows(self, name: str, *arguments: ctypes.c_void_p | int, seconds: float) -> list[float]:
+        """One figure a window, in the probe's unit; empty where this CPU lacks the instruction."""
+        out = (ctypes.c_double * MOST_WINDOWS)()
+        passed = [ctypes.c_int64(a) if isinstance(a, int) else a for a in arguments]
+        function = getattr(self.library, f"autosel_probe_{name}")
+        return out[: function(*passed, ctypes.c_double(seconds), out, ctypes.c_int64(MOST_WINDOWS))]
+
+    def read(self, threads: int, seconds: float) -> list[float]:
+        return self.windows("read", self.buffer(0), self.buffer_bytes, self.window_bytes, threads, seconds=seconds)
+
+
+def buffer_bytes(identity: Mapping[str, Any]) -> int:
+    """Four times the last-level caches the usable cores reach, at most an eighth of memory; a multiple of 2 MiB."""
+    wanted = max(BUFFER_MIN, BUFFER_OVER_LLC * identity["l3_bytes"] * identity["l3_domains"])
+    limit = max(BUFFER_MIN // 4, identity["memory_bytes"] // 8)
+    return int(min(wanted, limit)) >> 21 << 21
+
+
+@cache
+def load(digest: str = "") -> Probes:
+    """The probes for this CPU, compiled on first use, or by the digest of an earlier build.
+
+    Raises BuildError where there is no compiler (or no such build).
+    """
+    identity = machine.identity()
+    artefact = find_artefact(digest) if digest else compile_source(SOURCE, flags(identity))
+    if artefact is None:
+        raise BuildError(f"compiled probes {digest[:12]} are missing or damaged", todo="run fingerprint again")
+    try:
+        library = ctypes.CDLL(str(artefact.path))
+    except OSError as error:
+        raise BuildError("compiled probes do not load", why=str(error)) from error
+    library.autosel_probe_map.restype = ctypes.c_void_p
+    for name in ("read", "copy", "cache", "latency", "fma", "bf16_dot", "exp", "fork_join"):
+        getattr(library, f"autosel_probe_{name}").restype = ctypes.c_int64
+    return Probes(library=library, identity=identity)
+
+
+def flags(identity: Mapping[str, Any]) -> tuple[str, ...]:
+    # The probes use nothing of tvm-ffi: unless it is dropped from the link, the loader would want it beside them.
+    return ("-Wl,--as-needed", *ISA_FLAGS[best_isa(identity["isa"])])
+
+
+# --- the physical ceiling --------------------------------------------------------------------------------------------
+
+
+def read_rate(threads: int, seconds: float = 0.01, *, digest: str = "") -> float:
+    """Bytes/s: the best window of a read probe of `seconds`. What no kernel that reads memory can exceed.
+
+    Cheap after a process's first call, which maps a buffer (about 0.1 s). Without a compiler by numpy: a lower bound.
+    """
+    try:
+        return max(load(digest).read(threads, seconds))
+    except BuildError:
+        return max(_numpy_windows(_numpy_read, threads, seconds))
+
+
+# --- all rates -------------------------------------------------------------------------------------------------------
+
+
+def thread_counts(cpus: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and all."""
+    return tuple(sorted({1 << k for k in range(cpus.bit_length()) if 1 << k <= cpus} | {cpus}))
+
+
+def measure(*, budget_s: float = 1.6) -> dict[str, Rate]:
+    """Every rate of this CPU in about `budget_s`, after the compilation. Raises BuildError without a compiler."""
+    probes = load()
+    cpus = int(probes.identity["cpus"])
+    counts = thread_counts(cpus)
+    source = f"p{{}} of {{}} windows, {SOURCE} {best_isa(probes.identity['isa'])}"
+    rates: dict[str, Rate] = {}
+
+    def add(name: str, unit: str, figures: Sequence[float]) -> None:
+        if figures:
+            rates[name] = summary(figures, unit, source)
+
+    probes.read(cpus, 0.05)  # clocks and helpers awake
+    for threads in counts:
+        share = budget_s / len(counts)
+        add(f"read_bytes_per_s@{threads}", "B/s", probes.read(threads, 0.32 * share))
+        add(f"copy_bytes_per_s@{threads}", "B/s", _copy(probes, threads, 0.18 * share))
+        add(f"llc_bytes_per_s@{threads}", "B/s", _last_level(probes, threads, 0.10 * share))
+        if threads > 1:
+            add(f"fork_join_s@{threads}", "s", probes.windows("fork_join", threads, seconds=0.10 * share))
+    size = min(probes.buffer_bytes, 256 << 20)  # building a longer cycle costs more than it tells
+    chase = probes.buffer(1), size, probes.buffer(0), probes.buffer_bytes
+    add("dram_latency_s", "s", probes.windows("latency", *chase, seconds=0.08 * budget_s))
+    add("fma_flops@1", "FLOP/s", probes.windows("fma", seconds=0.03 * budget_s))
+    add("bf16_dot_flops@1", "FLOP/s", probes.windows("bf16_dot", seconds=0.03 * budget_s))
+    add("exp_per_s@1", "1/s", probes.windows("exp", seconds=0.03 * budget_s))
+    return rates
+
+
+def summary(figures: Sequence[float], unit: str, source: str) -> Rate:
+    """The best decile's edge, by linear interpolation: p90 of rates, p10 of times (unit "s")."""
+    if len(figures) < 2:
+        return Rate(value=figures[0], unit=unit, spread=0.0, source=source.format(100, 1))
+    cuts = statistics.quantiles(figures, n=10, method="inclusive")
+    low, high = cuts[0], cuts[-1]
+    value, percentile = (low, 10) if unit == "s" else (high, 90)
+    spread = (high - low) / statistics.median(figures)
+    return Rate(value=value, unit=unit, spread=round(spread, 4), source=source.format(percentile, len(figures)))
+
+
+def _copy(probes: Probes, threads: int, seconds: float) -> list[float]:
+    to, start = probes.buffer(1), probes.buffer(0)
+    return probes.windows("copy", to, start, probes.buffer_bytes, probes.window_bytes, threads, seconds=seconds)
+
+
+def _last_level(probes: Probes, threads: int, seconds: float) -> list[float]:
+    """Over four private caches a thread, hence never in them, if that fits the L3s of this many threads."""
+    identity = probes.identity
+    each = 4 * identity["l2_bytes"]
+    if each * min(threads, identity["l3_cpus"]) > identity["l3_bytes"] // 2 or each * threads > probes.buffer_bytes:
+        return []
+    return probes.windows("cache", probes.buffer(0), each * threads, 2, threads, seconds=seconds)
+
+
+# --- without a compiler ----------------------------------------------------------------------------------------------
+
+
+def measure_without_compiler(identity: Mapping[str, Any], *, budget_s: float = 0.8) -> dict[str, Rate]:
+    """Read and copy rates by numpy: lower bounds, and named so. The rest needs native code."""
+    counts = thread_counts(int(identity["cpus"]))
+    rates: dict[str, Rate] = {}
+    for threads in counts:
+        seconds = budget_s / len(counts) / 2
+        for name, work, label in (("read", _numpy_read, "numpy max"), ("copy", _numpy_copy, "numpy copyto")):
+            source = f"p{{}} of {{}} windows, {label}, no compiler: a lower bound"
+            figures = _numpy_windows(work, threads, seconds)
+            rates[f"{name}_bytes_per_s@{threads}"] = summary(figures, "B/s", source)
+    return rates
+
+
+@cache
+def _numpy_buffers() -> tuple[Any, Any]:
+    import numpy as np
+
+    count = buffer_bytes(machine.identity()) // 4
+    return np.ones(count, dtype=np.int32), np.zeros(count, dtype=np.int32)
+
+
+def _numpy_read(start: int, stop: int) -> int:
+    _numpy_buffers()[0][start:stop].max()
+    return 1
+
+
+def _numpy_copy(start: int, stop: int) -> int:
+    import numpy as np
+
+    source, target = _numpy_buffers()
+    np.copyto(target[start:stop], source[start:stop])
+    return 2
+
+
+def _numpy_windows(work: Callable[[int, int], int], threads: int, seconds: float) -> list[float]:
+    """Bytes/s a window; numpy releases the interpreter lock in both operations, so Python's threads do."""
+    total = len(_numpy_buffers()[0])
+    window = total // 4
+    bounds = [window * i // threads for i in range(threads + 1)]
+    found: list[float] = []
+    end = time.perf_counter() + seconds
+    with ThreadPoolExecutor(threads) as pool:
+        while len(found) < 3 or time.perf_counter() < end:
+            at = len(found) % 4 * window
+            started = time.perf_counter()
+            factor = max(pool.map(work, [at + b for b in bounds[:-1]], [at + b for b in bounds[1:]]))
+            found.append(4 * window * factor / (time.perf_counter() - started))
+    return found

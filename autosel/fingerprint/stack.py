@@ -1,0 +1,68 @@
+"""The software that decides how fast and how right a kernel runs here: with hw_id it makes env_id.
+
+Not in it: the operating system's kernel release. A kernel update changes what a page fault or a futex costs, which the
+rates show and `drifted` catches, but no machine code; unattended security updates would otherwise make a whole fleet
+measure again for nothing. Its huge-page policy is in it, for that changes the bandwidth of every tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from autosel import __version__, resources
+from autosel.fingerprint.machine import ROOT
+from autosel.native.compile import find_compiler
+
+
+def environment(root: Path = ROOT) -> dict[str, Any]:
+    """Versions, read from package metadata: nothing is imported for it."""
+    compiler = find_compiler()
+    return {
+        "autosel": __version__,
+        "kernel_pack": pack_digest("cpu"),
+        "torch": _version("torch"),
+        "tvm_ffi": _version("apache-tvm-ffi"),
+        "compiler": compiler.version if compiler else None,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "libc": _libc(),
+        "huge_pages": _huge_pages(root),
+    }
+
+
+def pack_digest(kind: str) -> str:
+    """sha256 over names and bytes of every source in kernels/<kind>/."""
+    hasher = hashlib.sha256()
+    folder = resources.kernels() / kind
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
+        hasher.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return hasher.hexdigest()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _libc() -> str | None:
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION")
+    except (ValueError, OSError, AttributeError):
+        return None  # musl, or not Linux
+
+
+def _huge_pages(root: Path) -> str | None:
+    """The transparent-huge-page policy in force: always, madvise or never."""
+    try:
+        text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return None
+    match = re.search(r"\[(\w+)\]", text)
+    return match[1] if match else None

@@ -1,0 +1,44 @@
+"""Measured fingerprints on disk, one file an env_id: rates are measured once and reused until they drift."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+
+from autosel import settings
+from autosel.values import Fingerprint, from_json, parse_json, to_json
+
+
+def path_of(env_id: str) -> Path:
+    return settings.home() / "fingerprint" / f"{env_id}.json"
+
+
+def read(env_id: str) -> Fingerprint | None:
+    """The stored fingerprint of this env_id; None if there is none or its file is not what was written."""
+    try:
+        fp: Fingerprint = from_json(Fingerprint, parse_json(path_of(env_id).read_bytes(), what="fingerprint"))
+    except (OSError, ValueError):
+        return None
+    positive = all(math.isfinite(r.value) and r.value > 0 and r.spread >= 0 for r in fp.rates.values())
+    return fp if positive and fp.env_id == env_id else None
+
+
+def write(fp: Fingerprint) -> str:
+    """Store it whole or not at all; the reason in words where that cannot be, else the empty string."""
+    path = path_of(fp.env_id)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".making-")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(to_json(fp), file, indent=1, allow_nan=False)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink()
+            raise
+    except OSError as error:
+        return f"rates are not kept: {path.parent}: {error.strerror or error}"
+    return ""

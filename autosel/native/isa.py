@@ -1,0 +1,30 @@
+"""Instruction sets the CPU sources compile for: what each needs from the CPU, and the compiler flags that give it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+Isa = Literal["avx512bf16", "avx512", "avx2", "portable"]
+
+# Compiler flags per instruction set. AVX-512 means the F+BW+VL+DQ quartet every AVX-512 server since Skylake has.
+ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
+    "avx512bf16": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma", "-mf16c"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "portable": (),
+}
+ISA_NEEDS: dict[Isa, tuple[str, ...]] = {
+    "avx512bf16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx2", "fma", "f16c"),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "portable": (),
+}
+
+
+def best_isa(flags: Collection[str]) -> Isa:
+    """The first instruction set whose needs are all among the CPU's flags (Linux cpuinfo names)."""
+    for isa, needs in ISA_NEEDS.items():
+        if set(needs) <= set(flags):
+            return isa
+    return "portable"
