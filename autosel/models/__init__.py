@@ -1,0 +1,52 @@
+"""Models by preset name, checkpoint folder or config.json, and the workloads their decode steps are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autosel.errors import BadConfig, UnknownName
+from autosel.models.config import read_config
+from autosel.models.presets import PRESETS
+from autosel.models.shape import ModelShape, Rope
+from autosel.models.workloads import Named, labels, step, workloads
+
+
+def load(name_or_path: str | Path) -> ModelShape:
+    """A preset (`llama-8b`), a Hugging Face checkpoint folder, or a config.json.
+
+    A preset's name wins over a folder of that name: write `./llama-8b` for the folder. Raises UnknownName or BadConfig.
+    """
+    text = str(name_or_path)
+    if text.lower() in PRESETS:
+        return PRESETS[text.lower()]
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _from_folder(path)
+    if path.exists():
+        return read_config(path)
+    if text.endswith(".json") or text.startswith(("/", ".", "~")):
+        raise BadConfig(f"no such checkpoint folder or config.json: {text}", todo="check the path")
+    if "/" in text:
+        raise BadConfig(
+            f"{text} is neither a preset nor a folder here",
+            why=f"nothing is downloaded; presets: {', '.join(PRESETS)}",
+            todo=f"fetch the checkpoint (hf download {text}) and name its folder",
+        )
+    raise UnknownName("model", text, tuple(PRESETS))
+
+
+def _from_folder(folder: Path) -> ModelShape:
+    path = folder / "config.json"
+    if path.is_file():
+        return read_config(path)
+    if (folder / "params.json").is_file():
+        raise BadConfig(
+            f"{folder} has no config.json",
+            why="it holds the publisher's original format (params.json)",
+            todo="name the Hugging Face version of the checkpoint",
+        )
+    held = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
+    raise BadConfig(f"{folder} has no config.json", why=f"it holds {held}", todo="name a checkpoint's own folder")
+
+
+__all__ = ["PRESETS", "ModelShape", "Named", "Rope", "labels", "load", "read_config", "step", "workloads"]

@@ -1,0 +1,369 @@
+"""A Hugging Face `config.json` as a ModelShape: strict, and without transformers.
+
+Both spellings are read: `torch_dtype` and `dtype`; `rope_theta` with `rope_scaling`, and `rope_parameters`, flat or by
+layer type. A field its family's configuration class gives a default may be missing, as it is in published checkpoints;
+sizes may not. Each refusal names file, field and value, and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from autosel.errors import BadConfig
+from autosel.models.presets import every_sixth_full
+from autosel.models.shape import Activation, Family, LayerType, ModelShape, Rope, RopeKind
+from autosel.values import DTypeName, parse_json
+
+FILE_LIMIT_BYTES = 4 << 20  # the largest published config.json are about 0.1 MB
+PARAMETER_LIMIT = 10**13
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
+}
+# A config saved from a configuration object alone has no `architectures`.
+FAMILY_OF_TYPE: Mapping[str, Family] = {
+    "llama": "llama",
+    "mistral": "mistral",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
+    "gemma3": "gemma3",
+}
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+# What the family's configuration class in transformers (5.23) assumes of a missing field.
+DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False},
+    "mistral": {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "qwen3": {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    "gemma3": {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+    },
+}
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+DTYPES: Mapping[str, DTypeName] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+LAYER_TYPES: Mapping[str, LayerType] = {"full_attention": "full", "sliding_attention": "sliding"}
+
+
+def read_config(path: Path) -> ModelShape:
+    """The model that `path`, a config.json, describes. Raises BadConfig."""
+    data = _document(path)
+    family = _family(path, data)
+    nested = data.get("text_config")
+    if nested is not None and not isinstance(nested, dict):
+        raise BadConfig(f"{path}: text_config is {_seen(nested)}", why="it must be an object")
+    fields = _Fields(path=path, data={**data, **nested} if nested else data, defaults=DEFAULTS[family])
+    _refuse_unsupported(fields, data)
+    return _shape(fields, family, path)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > FILE_LIMIT_BYTES:
+            raise BadConfig(
+                f"{path} is {path.stat().st_size} bytes",
+                why=f"a model's config.json is below {FILE_LIMIT_BYTES}",
+                todo="name the checkpoint's folder or its config.json",
+            )
+        data = parse_json(path.read_bytes(), what=str(path))
+    except OSError as error:
+        raise BadConfig(f"{path} cannot be read", why=error.strerror or str(error)) from error
+    except ValueError as error:
+        raise BadConfig(
+            f"{path} is not JSON", why=str(error), todo="fetch the file again, or name another checkpoint"
+        ) from error
+    if not isinstance(data, dict):
+        raise BadConfig(f"{path} holds {_seen(data)}", why="a config.json is an object")
+    return data
+
+
+def _family(path: Path, data: Mapping[str, Any]) -> Family:
+    """By `architectures`, else by `model_type`; anything but a dense decoder of a known family is refused."""
+    supported = f"supported: {', '.join(FAMILIES)}"
+    names, kind = data.get("architectures"), data.get("model_type")
+    if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+        raise BadConfig(f"{path}: architectures is {_seen(names)}", why="it must be a list of names", todo=supported)
+    for name in names or ():
+        if name in FAMILIES:
+            return FAMILIES[name]
+    if not names and isinstance(kind, str) and kind in FAMILY_OF_TYPE:
+        return FAMILY_OF_TYPE[kind]
+    if not names and kind is None:
+        raise BadConfig(
+            f"{path} names no architectures and no model_type", why="it is no transformers checkpoint", todo=supported
+        )
+    told = ", ".join(names) if names else f"model_type {kind!r}"
+    experts = any(data.get(f) for f in EXPERT_FIELDS) or "moe" in told.lower() or "mixtral" in told.lower()
+    raise BadConfig(
+        f"{path}: {told} is not supported",
+        why="mixture-of-experts layers have no op yet" if experts else "its layers are not those of a known family",
+        todo=supported,
+    )
+
+
+def _refuse_unsupported(fields: _Fields, top: Mapping[str, Any]) -> None:
+    """Things that would make the layers others than the ones we would list."""
+    quantised = fields.data.get("quantization_config") or top.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
+        raise BadConfig(
+            f"{fields.path}: quantization_config {method}".rstrip(),
+            why="quantised weights are another workload, not a cheaper bf16 one",
+            todo="name the unquantised checkpoint",
+        )
+    for name in EXPERT_FIELDS:
+        if fields.data.get(name):
+            fields.refuse(name, "mixture-of-experts layers have no op yet")
+    for name in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
+        if fields.flag(name, default=False):
+            fields.refuse(name, "no published checkpoint of the supported families has it, and no op takes it")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if fields.data.get(name) is not None:
+            fields.refuse(name, "Gemma 3 has none; null is expected")
+
+
+def _shape(fields: _Fields, family: Family, path: Path) -> ModelShape:
+    d, layers = fields.size("hidden_size", 1 << 17), fields.size("num_hidden_layers", 1024)
+    heads = fields.size("num_attention_heads", 1024)
+    kv_heads = fields.size("num_key_value_heads", 1024, default=heads)
+    if heads % kv_heads:
+        fields.refuse("num_key_value_heads", f"it must divide num_attention_heads = {heads}")
+    head = fields.size("head_dim", 1024, default=0)
+    if not head:
+        if d % heads:
+            fields.refuse("num_attention_heads", f"there is no head_dim, and it does not divide hidden_size = {d}")
+        head = d // heads
+    if head % 2:
+        fields.refuse("head_dim", f"rope turns pairs of components, and the head has {head}")
+    types, window = _layers(fields, family, layers)
+    gemma = family == "gemma3"
+    rope, local = _ropes(fields, family, head)
+    shape = ModelShape(
+        name=_name(path),
+        family=family,
+        layers=layers,
+        d=d,
+        Hq=heads,
+        Hkv=kv_heads,
+        D=head,
+        I=fields.size("intermediate_size", 1 << 20),
+        V=fields.size("vocab_size", 1 << 22),
+        dtype=_dtype(fields),
+        activation=fields.choice("hidden_activation" if gemma else "hidden_act", ACTIVATIONS),
+        rope=rope,
+        rope_local=local,
+        layer_types=types,
+        window=window,
+        rms_eps=fields.number("rms_norm_eps", 0.0, 0.1),
+        tied=fields.flag("tie_word_embeddings"),
+        max_context=fields.size("max_position_embeddings", 1 << 30, default=131072 if gemma else 2048),
+        norm_offset=1.0 if gemma else 0.0,
+        qk_norm=family in ("qwen3", "gemma3"),
+        sandwich=gemma,
+        attn_scale=fields.number("query_pre_attn_scalar", 0.0, 1e6) ** -0.5 if gemma else 0.0,
+        embedding_scale=d**0.5 if gemma else 1.0,
+    )
+    if shape.parameters > PARAMETER_LIMIT:
+        raise BadConfig(
+            f"{path} describes {shape.parameters:.2g} parameters",
+            why=f"layers {layers}, hidden {d}, intermediate {shape.I}, vocabulary {shape.V}",
+            todo="check these sizes",
+        )
+    return shape
+
+
+def _layers(fields: _Fields, family: Family, layers: int) -> tuple[tuple[LayerType, ...], int]:
+    """Which layers slide, and over how many positions (0 if none does)."""
+    types = _layer_types(fields, family, layers)
+    if "sliding" not in types:
+        return types, 0
+    return types, fields.size("sliding_window", 1 << 30)
+
+
+def _layer_types(fields: _Fields, family: Family, layers: int) -> tuple[LayerType, ...]:
+    listed = fields.data.get("layer_types")
+    if listed is not None:
+        if not isinstance(listed, list) or not all(isinstance(t, str) and t in LAYER_TYPES for t in listed):
+            fields.refuse("layer_types", f"a list of {' and '.join(LAYER_TYPES)} is expected")
+        if len(listed) != layers:
+            fields.refuse("layer_types", f"it has {len(listed)} entries for num_hidden_layers = {layers}", seen=False)
+        return tuple(LAYER_TYPES[t] for t in listed)
+    if family == "gemma3":
+        old = "_sliding_window_pattern" if "_sliding_window_pattern" in fields.data else "sliding_window_pattern"
+        return every_sixth_full(layers, fields.size(old, 1024, default=6))
+    if family == "qwen3" and fields.flag("use_sliding_window", default=False):
+        full = fields.size("max_window_layers", 1024, low=0)
+        return tuple("full" if i < full else "sliding" for i in range(layers))
+    # A null window means none; Mistral's class assumes 4096 only where the field is missing altogether.
+    slides = family == "mistral" and fields.data.get("sliding_window", 4096) is not None
+    one: tuple[LayerType, ...] = ("sliding",) if slides else ("full",)
+    return one * layers
+
+
+def _ropes(fields: _Fields, family: Family, head: int) -> tuple[Rope, Rope | None]:
+    """The rope of the full layers and, for Gemma, of the sliding ones."""
+    new, old = fields.data.get("rope_parameters"), fields.data.get("rope_scaling")
+    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if value is not None and not isinstance(value, dict):
+            fields.refuse(name, "an object or null is expected")
+    if new is not None and any(kind in new for kind in LAYER_TYPES):
+        for kind in LAYER_TYPES:
+            if not isinstance(new.get(kind), dict):
+                fields.refuse("rope_parameters", f"{kind} is missing or no object")
+        full = _rope(fields.inside("rope_parameters.full_attention", new["full_attention"]), head)
+        local = _rope(fields.inside("rope_parameters.sliding_attention", new["sliding_attention"]), head)
+        return full, local if family == "gemma3" else None
+    shared = {k: v for k, v in fields.data.items() if k in ("rope_theta", "partial_rotary_factor") and v is not None}
+    full = _rope(fields.inside("rope_parameters" if new else "rope_scaling", {**shared, **(new or old or {})}), head)
+    if family != "gemma3":
+        return full, None
+    return full, Rope(theta=fields.number("rope_local_base_freq", 1.0, 1e12), rotary_dim=full.rotary_dim)
+
+
+def _rope(fields: _Fields, head: int) -> Rope:
+    kind = fields.data.get("rope_type", fields.data.get("type", "default"))
+    known = get_args(RopeKind)
+    if kind not in known:
+        fields.refuse("rope_type" if "rope_type" in fields.data else "type", f"known: {', '.join(known)}")
+    if kind == "llama3":
+        for needed in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            if needed not in fields.data:
+                fields.refuse(needed, "rope type llama3 needs it", seen=False)
+    low = fields.number("low_freq_factor", 0.0, 1e6, default=1.0)
+    high = fields.number("high_freq_factor", 0.0, 1e6, default=4.0)
+    if kind == "llama3" and high <= low:
+        fields.refuse("high_freq_factor", f"it must exceed low_freq_factor = {low}")
+    partial = fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
+    if int(head * partial) < 2 or int(head * partial) % 2:
+        fields.refuse("partial_rotary_factor", f"it rotates {head * partial:g} of {head} components; that must be even")
+    return Rope(
+        theta=fields.number("rope_theta", 1.0, 1e12),
+        rotary_dim=int(head * partial),
+        kind=kind,
+        factor=fields.number("factor", 0.0, 1e6, default=1.0),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_context=fields.size("original_max_position_embeddings", 1 << 30, default=0, low=0),
+    )
+
+
+def _dtype(fields: _Fields) -> DTypeName:
+    """`dtype`, or `torch_dtype` as it was called; bf16, every supported family's own, where neither is given."""
+    told = {n: fields.data[n] for n in ("dtype", "torch_dtype") if fields.data.get(n) is not None}
+    if len({str(v).removeprefix("torch.") for v in told.values()}) > 1:
+        fields.refuse("dtype", f"torch_dtype = {_seen(told['torch_dtype'])} says another")
+    for name, value in told.items():
+        plain = value.removeprefix("torch.") if isinstance(value, str) else value
+        if plain not in DTYPES:
+            fields.refuse(name, f"supported: {', '.join(DTYPES)}")
+        return DTYPES[plain]
+    return "bf16"
+
+
+def _name(path: Path) -> str:
+    """The checkpoint folder's name; in a hub cache (models--owner--name/snapshots/<hash>) the model's own."""
+    folder = path.resolve().parent if path.name == "config.json" else path.with_suffix("")
+    for parent in folder.parents:
+        if parent.name.startswith("models--"):
+            return parent.name.split("--")[-1]
+    return folder.name or "model"
+
+
+def _seen(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fields:
+    """A config's fields, each read with its type and range; null counts as missing."""
+
+    path: Path
+    data: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    where: str = ""  # the object the fields lie in
+
+    def inside(self, where: str, data: Mapping[str, Any]) -> _Fields:
+        return _Fields(path=self.path, data=data, defaults=self.defaults, where=f"{where}.")
+
+    def refuse(self, name: str, why: str, *, seen: bool = True) -> Any:
+        told = "" if name in self.data else " is missing"
+        if seen and name in self.data:
+            told = f" = {_seen(self.data[name])}"
+        raise BadConfig(
+            f"{self.path}: {self.where}{name}{told}", why=why, todo="mend the field, or name another checkpoint"
+        )
+
+    def value(self, name: str, default: Any) -> Any:
+        """The field, else the call's default, else the family's."""
+        found = self.data.get(name)
+        if found is None:
+            found = self.defaults.get(name) if name in self.defaults else default
+        if found is None:
+            self.refuse(name, "it says what the layers are made of, and cannot be guessed")
+        return found
+
+    def size(self, name: str, high: int, *, low: int = 1, default: int | None = None) -> int:
+        value = self.value(name, default)
+        if value == default == 0 and self.data.get(name) is None:  # absent, and the caller knows what that means
+            return 0
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            self.refuse(name, f"a whole number from {low} to {high} is expected")
+        return int(value)
+
+    def number(self, name: str, above: float, high: float, *, default: float | None = None) -> float:
+        value = self.value(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value <= high:
+            self.refuse(name, f"a number above {above:g}, up to {high:g}, is expected")
+        return float(value) if math.isfinite(value) else self.refuse(name, "it is not finite")
+
+    def flag(self, name: str, *, default: bool | None = None) -> bool:
+        value = self.value(name, default)
+        if not isinstance(value, bool):
+            self.refuse(name, "true or false is expected")
+        return bool(value)
+
+    def choice(self, name: str, known: Mapping[str, Any]) -> Any:
+        value = self.value(name, None)
+        if not isinstance(value, str) or value not in known:
+            self.refuse(name, f"supported: {', '.join(known)}")
+        return known[value]

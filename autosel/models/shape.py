@@ -1,0 +1,144 @@
+"""What a decoder-only model is made of: enough to list its workloads, count its bytes and rebuild its layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from autosel.errors import BadConfig
+from autosel.values import DTYPE_BYTES, DTypeName
+
+Family = Literal["llama", "mistral", "qwen3", "gemma3"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+LayerType = Literal["full", "sliding"]
+RopeKind = Literal["default", "linear", "llama3", "dynamic", "yarn", "longrope"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary position embedding of the first `rotary_dim` components of each head.
+
+    Style 0 pairs component i with i + rotary_dim/2 (Hugging Face checkpoints), style 1 with its neighbour (the original
+    Llama weights). The factors belong to `kind`; `original_context` is the length before it was stretched.
+    """
+
+    theta: float
+    rotary_dim: int
+    style: Literal[0, 1] = 0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 0
+
+    def inverse_frequencies(self) -> tuple[float, ...]:
+        """The `rotary_dim / 2` angles a position, radians. Raises BadConfig for a kind that also rescales attention."""
+        plain = [self.theta ** (-2 * i / self.rotary_dim) for i in range(self.rotary_dim // 2)]
+        if self.kind == "default":
+            return tuple(plain)
+        if self.kind == "linear":
+            return tuple(f / self.factor for f in plain)
+        if self.kind == "llama3":
+            return tuple(self._llama3(f) for f in plain)
+        raise BadConfig(
+            f"rope type {self.kind!r} cannot be decoded yet",
+            why="default, linear and llama3 can; it can be tuned, for its shapes are those of any rope",
+            todo="run the model at its original context: remove rope_scaling from a copy of config.json",
+        )
+
+    def _llama3(self, frequency: float) -> float:
+        """Llama 3.1 (arXiv 2407.21783): long waves stretched by `factor`, short ones kept, those between blended."""
+        turns = self.original_context * frequency / (2 * math.pi)
+        if turns < self.low_freq_factor:
+            return frequency / self.factor
+        if turns > self.high_freq_factor:
+            return frequency
+        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return (1 - keep) * frequency / self.factor + keep * frequency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """One model. The capital letters are those of the workloads' dimensions.
+
+    `layer_types[i]` says whether layer i attends to everything or to the last `window` positions. `sandwich`: the
+    block's output is normalised before it joins the residual stream (Gemma). `qk_norm`: each query and key head is
+    normalised before rope. `norm_offset` is added to every norm weight (Gemma 1, the others 0). `attn_scale` 0 means
+    D ** -0.5. `embedding_scale` multiplies the input embedding (Gemma: sqrt(d)).
+    """
+
+    name: str
+    family: Family
+    layers: int
+    d: int  # hidden size
+    Hq: int
+    Hkv: int
+    D: int  # head dimension
+    I: int  # intermediate size of the feed-forward part
+    V: int  # vocabulary
+    dtype: DTypeName
+    activation: Activation
+    rope: Rope
+    layer_types: tuple[LayerType, ...]
+    rms_eps: float
+    tied: bool
+    max_context: int
+    window: int = 0
+    rope_local: Rope | None = None  # of the sliding layers, where it differs (Gemma)
+    norm_offset: float = 0.0
+    qk_norm: bool = False
+    sandwich: bool = False
+    attn_scale: float = 0.0
+    embedding_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert self.Hq % self.Hkv == 0
+        assert len(self.layer_types) == self.layers
+        assert (self.window > 0) == ("sliding" in self.layer_types)
+
+    @property
+    def full_layers(self) -> int:
+        return self.layer_types.count("full")
+
+    @property
+    def sliding_layers(self) -> int:
+        return self.layer_types.count("sliding")
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the joined query, key and value projection."""
+        return (self.Hq + 2 * self.Hkv) * self.D
+
+    @property
+    def parameters(self) -> int:
+        """All weights, a tied embedding once, norms included."""
+        return self._embedding * (1 if self.tied else 2) + self.layers * self._layer + self.d
+
+    @property
+    def _embedding(self) -> int:
+        return self.V * self.d
+
+    @property
+    def _layer(self) -> int:
+        projections = self.d * self.qkv_rows + self.Hq * self.D * self.d + 3 * self.d * self.I
+        norms = self.d * (4 if self.sandwich else 2) + (2 * self.D if self.qk_norm else 0)
+        return projections + norms
+
+    def weight_bytes(self, dtype: DTypeName | None = None) -> int:
+        """Bytes all weights occupy."""
+        return self.parameters * DTYPE_BYTES[dtype or self.dtype]
+
+    def weight_bytes_per_step(self, dtype: DTypeName | None = None) -> int:
+        """Weight bytes one decode step reads: every layer and the output head; of the input embedding only a row
+        (left out). The sum is b * [sum_l(d*D*(2Hq + 2Hkv) + 3*d*I) + V*d], with the norms."""
+        return (self.layers * self._layer + self.d + self._embedding) * DTYPE_BYTES[dtype or self.dtype]
+
+    def kv_bytes_per_token(self, dtype: DTypeName | None = None) -> int:
+        """Cache bytes one more token occupies over all layers, as long as no window has filled up."""
+        return self.layers * 2 * self.Hkv * self.D * DTYPE_BYTES[dtype or self.dtype]
+
+    def kv_bytes_read(self, context: int, dtype: DTypeName | None = None) -> int:
+        """Cache bytes one sequence's step reads at `context` = L tokens: b * 2 Hkv D * sum_l min(L, window_l)."""
+        tokens = self.full_layers * context + self.sliding_layers * min(context, self.window)
+        return tokens * 2 * self.Hkv * self.D * DTYPE_BYTES[dtype or self.dtype]

@@ -1,0 +1,222 @@
+"""The workloads of one decode step, by the ops' names, dimensions and traits (autosel/ops/ has the contracts).
+
+A step can run as a chain of fused ops (norm_qkv, gate_up, projections that add the residual) or split into their parts;
+the decoder takes whichever chain is faster as a whole, so both are listed. A window at least as long as the context
+changes nothing and is left out: one computation, one key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autosel.errors import UnknownName, UsageError
+from autosel.models.shape import Activation, ModelShape
+from autosel.values import DTypeName, Scalar, Workload
+
+Chain = Literal["fused", "split", "both"]
+
+SHORTEST_CONTEXT = 128
+CONTEXT_LIMIT = 1 << 24
+BATCH_LIMIT = 1 << 16
+PAGE = 16  # tokens a page: vLLM's and SGLang's default block size for these models on CUDA
+PREFILL_LENGTHS = (128, 512, 2048)
+ACTIVATION_CODE: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # gate_up's `activation`
+
+STEP_OPS = (
+    "attn", "norm_qkv", "rope", "kv_append", "linear", "add_rmsnorm", "gate_up", "swiglu", "geglu", "rmsnorm",
+    "lm_head", "sample",
+)  # fmt: skip
+ASKED_OPS = ("paged_attn", "prefill_attn")  # no part of our decoder's step: listed when named
+ALIASES = ("gemv", "gemm")  # linear at M = 1, and above
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A workload with its name in tables, and how often one decode step runs it in the chain(s) it belongs to.
+
+    Attention is listed at several lengths, of which a step runs one.
+    """
+
+    workload: Workload
+    label: str
+    calls_per_step: int
+    chain: Chain = "both"
+
+
+def workloads(
+    model: ModelShape,
+    *,
+    batch: int = 1,
+    context: int = 8192,
+    dtype: DTypeName | None = None,
+    ops: Sequence[str] | None = None,
+) -> tuple[Workload, ...]:
+    """What `step` names, without the names."""
+    return tuple(n.workload for n in step(model, batch=batch, context=context, dtype=dtype, ops=ops))
+
+
+def labels(model: ModelShape, *, batch: int = 1, context: int = 8192, dtype: DTypeName | None = None) -> dict[str, str]:
+    """Workload key -> its name in tables (`gemv o`), for everything the model can ask for."""
+    everything = STEP_OPS + ASKED_OPS
+    return {n.workload.key: n.label for n in step(model, batch=batch, context=context, dtype=dtype, ops=everything)}
+
+
+def step(
+    model: ModelShape,
+    *,
+    batch: int = 1,
+    context: int = 8192,
+    dtype: DTypeName | None = None,
+    ops: Sequence[str] | None = None,
+) -> tuple[Named, ...]:
+    """The workloads of one decode step of `batch` sequences, attention at every length bucket up to `context`.
+
+    `ops` keeps those of the named ops (gemv and gemm address linear at M = 1 and above); paged_attn and prefill_attn
+    are listed only when named. No workload appears twice. Raises UsageError, UnknownName.
+    """
+    _check("batch", batch, BATCH_LIMIT)
+    _check("context", context, CONTEXT_LIMIT)
+    wanted = _wanted(ops, batch)
+    lister = _Lister(model, batch, context, dtype or model.dtype)
+    found: dict[str, Named] = {}
+    for named in (*lister.step(), *lister.asked()):
+        if named.workload.op in wanted:
+            found.setdefault(named.workload.key, named)
+    return tuple(found.values())
+
+
+def context_lengths(context: int) -> tuple[int, ...]:
+    """The top of every length bucket from 128 up to the context, and the context itself."""
+    lengths = []
+    length = SHORTEST_CONTEXT
+    while length < context:
+        lengths.append(length)
+        length *= 2
+    return (*lengths, context)
+
+
+def _check(name: str, value: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+        raise UsageError(f"{name} {value!r}", why=f"a whole number from 1 to {high} is expected")
+
+
+def _wanted(ops: Sequence[str] | None, batch: int) -> frozenset[str]:
+    if ops is None:
+        return frozenset(STEP_OPS)
+    known = (*STEP_OPS, *ASKED_OPS, *ALIASES)
+    found = set()
+    for name in ops:
+        if name not in known:
+            raise UnknownName("op", name, known)
+        if name == ("gemm" if batch == 1 else "gemv"):
+            raise UsageError(
+                f"--op {name} with batch {batch}",
+                why="gemv is linear at batch 1, gemm above",
+                todo=f"use {'gemv' if batch == 1 else 'gemm'}, or another --batch",
+            )
+        found.add("linear" if name in ALIASES else name)
+    return frozenset(found)
+
+
+class _Lister:
+    """One model's workloads at one batch, context and dtype, in the order a step runs them."""
+
+    def __init__(self, model: ModelShape, batch: int, context: int, dtype: DTypeName) -> None:
+        self.model, self.batch, self.context, self.dtype = model, batch, context, dtype
+
+    def step(self) -> Iterator[Named]:
+        m, layers, norm = self.model, self.model.layers, self._offset()
+        hidden = {"M": self.batch, "d": m.d}
+        # The first layer's norm in the split chain, the final one in the fused.
+        yield self._named("rmsnorm", hidden, 1, "both", "rmsnorm", **norm)
+        yield self._named("norm_qkv", {**hidden, "N": m.qkv_rows}, layers, "fused", "norm_qkv", **norm)
+        yield self._linear("qkv", m.qkv_rows, m.d, layers, "split")
+        if m.qk_norm:
+            for part, count in (("q", m.Hq), ("k", m.Hkv)):
+                rows = {"M": self.batch * count, "d": m.D}
+                yield self._named("rmsnorm", rows, layers, "both", f"rmsnorm {part}", **norm)
+        heads = {"M": self.batch, "Hq": m.Hq, "Hkv": m.Hkv, "D": m.D, "R": m.rope.rotary_dim}
+        style: dict[str, Scalar] = {"style": m.rope.style} if m.rope.style else {}
+        yield self._named("rope", heads, layers, "both", "rope", **style)
+        yield self._named("kv_append", {"B": self.batch, "Hkv": m.Hkv, "S": 1, "D": m.D}, layers, "both", "kv_append")
+        yield from self._attention()
+        yield from self._into_residual("o", m.Hq * m.D)
+        sandwich: dict[str, Scalar] = {"sandwich": 1} if m.sandwich else {}
+        chain: Chain = "both" if m.sandwich else "split"
+        yield self._named("add_rmsnorm", hidden, 2 * layers, chain, "add_rmsnorm", **norm, **sandwich)
+        yield from self._feed_forward(norm)
+        yield from self._into_residual("down", m.I)
+        yield self._named("lm_head", {"M": self.batch, "V": m.V, "d": m.d}, 1, "both", "lm_head")
+        yield self._named("sample", {"B": self.batch, "V": m.V, "L": self.context}, 1, "both", "sample")
+
+    def asked(self) -> Iterator[Named]:
+        m = self.model
+        for length, window, layers in self._lengths():
+            dims = {"B": self.batch, "Hq": m.Hq, "Hkv": m.Hkv, "S": 1, "D": m.D, "L": length, "page": PAGE}
+            label = "paged_attn window" if window else "paged_attn"
+            yield self._named("paged_attn", dims, layers, "both", label, **_window(window))
+        for s in sorted({min(s, self.context) for s in PREFILL_LENGTHS}):
+            dims = {"B": self.batch, "Hq": m.Hq, "Hkv": m.Hkv, "S": s, "D": m.D}
+            if m.full_layers or s <= m.window:
+                yield self._named("prefill_attn", dims, 0, "both", "prefill_attn")
+            if m.window and s > m.window:
+                yield self._named("prefill_attn", dims, 0, "both", "prefill_attn window", **_window(m.window))
+
+    def _attention(self) -> Iterator[Named]:
+        m = self.model
+        # Sequences of one batch differ in length, so a batch comes with its lengths.
+        ragged: dict[str, Scalar] = {"ragged": True} if self.batch > 1 else {}
+        for length, window, layers in self._lengths():
+            dims = {"B": self.batch, "Hq": m.Hq, "Hkv": m.Hkv, "S": 1, "D": m.D, "L": length}
+            label = "attn window" if window else "attn"
+            yield self._named("attn", dims, layers, "both", label, **ragged, **_window(window))
+
+    def _lengths(self) -> Iterator[tuple[int, int, int]]:
+        """(context length, window or 0, layers that run it) of every attention; a window only where it cuts."""
+        m = self.model
+        for length in context_lengths(self.context):
+            whole = m.full_layers + (m.sliding_layers if length <= m.window else 0)
+            if whole:
+                yield length, 0, whole
+        for length in context_lengths(self.context):
+            if m.window and length > m.window:
+                yield length, m.window, m.sliding_layers
+
+    def _into_residual(self, name: str, k: int) -> Iterator[Named]:
+        """A projection back to the residual stream, which it can add to itself unless a norm comes first."""
+        m = self.model
+        if m.sandwich:
+            yield self._linear(name, m.d, k, m.layers, "both")
+            return
+        yield self._linear(name, m.d, k, m.layers, "split")
+        yield self._linear(f"{name}+res", m.d, k, m.layers, "fused", residual=True)
+
+    def _feed_forward(self, norm: dict[str, Scalar]) -> Iterator[Named]:
+        m = self.model
+        act: dict[str, Scalar] = {"activation": code} if (code := ACTIVATION_CODE[m.activation]) else {}
+        dims = {"M": self.batch, "d": m.d, "I": m.I}
+        yield self._named("gate_up", dims, m.layers, "fused", "gate_up", **norm, **act)
+        yield self._linear("gate", m.I, m.d, 2 * m.layers, "split")
+        pointwise = {"M": self.batch, "I": m.I}
+        if m.activation == "silu":
+            yield self._named("swiglu", pointwise, m.layers, "split", "swiglu")
+        else:
+            tanh: dict[str, Scalar] = {"tanh": 1} if m.activation == "gelu_tanh" else {}
+            yield self._named("geglu", pointwise, m.layers, "split", "geglu", **tanh)
+
+    def _offset(self) -> dict[str, Scalar]:
+        return {"offset": self.model.norm_offset} if self.model.norm_offset else {}
+
+    def _linear(self, name: str, n: int, k: int, calls: int, chain: Chain, **traits: Scalar) -> Named:
+        label = f"{'gemv' if self.batch == 1 else 'gemm'} {name}"
+        return self._named("linear", {"M": self.batch, "N": n, "K": k}, calls, chain, label, **traits)
+
+    def _named(self, op: str, dims: dict[str, int], calls: int, chain: Chain, label: str, /, **traits: Scalar) -> Named:
+        w = Workload(op=op, dims=tuple(dims.items()), dtype=self.dtype, traits=tuple(traits.items()))
+        return Named(workload=w, label=label, calls_per_step=calls, chain=chain)
+
+
+def _window(window: int) -> dict[str, Scalar]:
+    return {"window": window} if window else {}
