@@ -1,0 +1,127 @@
+"""Who races at what: the values a race starts from and the shared operands they all use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.ops import find
+from autosel.ops.contract import DTYPE, Inputs, Mismatch, Op
+from autosel.race.plan import Margin, TimeClass
+from autosel.values import Recipe, Scalar, Workload
+from autosel.workers.arena import Arena, Ref
+
+CHECKED_ROWS = 16
+SLACK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrant:
+    """A candidate that passed parity, as a worker needs it."""
+
+    candidate: str
+    op: str
+    recipe: Recipe
+    digest: str
+    knobs: Mapping[str, Scalar]
+    writes_out: bool
+
+    @property
+    def loaded_name(self) -> str:
+        """Unique to the callable: one candidate may race with several knob settings in one process."""
+        return f"{self.candidate}|{self.digest[:16]}|{sorted(self.knobs.items())}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """One workload and who competes for it; `margins` gives delta by time class."""
+
+    workload: Workload
+    baseline: Entrant
+    incumbent: Entrant
+    challengers: tuple[Entrant, ...]
+    margins: Mapping[TimeClass, Margin]
+    streamed_bytes: int
+    copies: int
+
+    @property
+    def op(self) -> Op:
+        return find(self.workload.op)
+
+    @property
+    def entrants(self) -> dict[str, Entrant]:
+        return {e.candidate: e for e in (self.baseline, self.incumbent, *self.challengers)}
+
+
+def streamed_bytes(op: Op, inputs: Inputs) -> int:
+    """Bytes of the operands that come cold: weights and KV."""
+    roles = {a.name: a.role for a in op.args}
+    return sum(v.numel() * v.element_size() for n, v in inputs.items() if isinstance(v, Tensor) and roles[n] == "streamed")
+
+
+def copies(op: Op, inputs: Inputs, llc_bytes: int, limit: int = 256) -> int:
+    """Copies of the streamed operands such that more than 3 LLC of other data passes before one comes round again."""
+    roles = {a.name: a.role for a in op.args}
+    size = sum(v.numel() * v.element_size() for n, v in inputs.items() if isinstance(v, Tensor) and roles[n] != "resident")
+    return 1 if size == 0 else min(limit, 1 + 3 * llc_bytes // size)
+
+
+class Operands:
+    """A workload's operands in shared memory: drawn once, copied privately by each session's process."""
+
+    def __init__(self, w: Workload, seed: int) -> None:
+        self.workload, self.op = w, find(w.op)
+        self.inputs = self.op.inputs(w, seed)
+        sizes = [v.numel() * v.element_size() for v in self.inputs.values() if isinstance(v, Tensor)]
+        outputs = sum(_bytes(s.shape, s.dtype) for s in self.op.outputs(w))
+        self.arena = Arena(sum(sizes) + 8 * outputs + SLACK_BYTES + 4096 * (len(sizes) + 64))
+        self.refs: dict[str, Any] = {}
+        for name, value in self.inputs.items():
+            if isinstance(value, Tensor):
+                self.refs[name] = self.arena.put(value)
+                self.inputs[name] = self.arena.tensor(self.refs[name])  # the drawn copy is freed here
+            else:
+                self.refs[name] = value
+        self._places: dict[str, tuple[Ref, ...]] = {}
+
+    def refresh(self, seed: int) -> dict[str, Ref]:
+        """New contents for the resident operands, in place; their references."""
+        fresh = self.op.refresh(self.workload, self.inputs, seed)
+        changed: dict[str, Ref] = {}
+        for arg in self.op.args:
+            value = fresh[arg.name]
+            if arg.role == "resident" and isinstance(value, Tensor):
+                self.inputs[arg.name].copy_(value)
+                changed[arg.name] = self.refs[arg.name]
+        return changed
+
+    def places(self, arm: str) -> tuple[Ref, ...]:
+        """Where the worker is to put this arm's outputs for checking."""
+        if arm not in self._places:
+            specs = self.op.outputs(self.workload)
+            self._places[arm] = tuple(
+                self.arena.empty(s.shape, torch.int64 if s.dtype == "int64" else DTYPE[s.dtype]) for s in specs
+            )
+        return self._places[arm]
+
+    def check(self, arm: str, seed: int) -> Mismatch | None:
+        """Judge 16 sampled rows of what the arm's last call gave, in float64, here and not in its process."""
+        rows = self.op.rows(self.workload, self.inputs, CHECKED_ROWS, seed)
+        got = rows.pick([self.arena.tensor(place) for place in self.places(arm)])
+        found = self.op.verify(rows.inputs, got)
+        return found if isinstance(found, Mismatch) else None
+
+    def close(self) -> None:
+        self.inputs = {}
+        self.arena.close()
+
+
+def _bytes(shape: Sequence[int], dtype: str) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count * (8 if dtype == "int64" else DTYPE[dtype].itemsize)

@@ -1,0 +1,508 @@
+"""Races: one screening session, three confirming sessions of the finalist, each in a fresh process.
+
+All workloads of a session share its process: four process starts whatever the number of workloads. A process that dies
+takes only its session with it; the culprit is found by running each challenger alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from autosel.errors import WorkerError
+from autosel.ops.contract import Mismatch
+from autosel.race.contest import Contest, Entrant, Operands
+from autosel.race.judge import CLONE, has_lost, nominees
+from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Plan, plan
+from autosel.race.session import confirm, screen
+from autosel.values import Race, Session, to_json
+from autosel.workers.process import Worker
+
+log = logging.getLogger(__name__)
+
+WARM_NS = 200_000_000
+CEILING_SLACK = 1.1
+CLONE_LIMIT_NS = 20_000_000  # a slower baseline carries no clone: an A/A arm would double a race of many seconds
+CLONE_LIMIT_BYTES = 512 << 20
+MAX_ATTEMPTS = 3  # nominees that may follow one another, each with its own debit
+LOAD_S, PREPARE_S = 60.0, 120.0
+CHECK_SHARE = 0.25  # of the pairs, by coin: any sample's output may be the one that is checked
+
+Progress = Callable[["Tick"], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Where a race is: for the line that moves."""
+
+    contest: Contest
+    stage: str  # "screening", "confirming 1" ...
+    candidate: str
+    pairs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disqualified:
+    """A challenger that failed while racing: wrong output, crash, or faster than memory allows."""
+
+    contest: Contest
+    candidate: str
+    check: str
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """A contest on its way through the sessions."""
+
+    contest: Contest
+    plan: Plan | None = None
+    screening: Session | None = None
+    finalist: str | None = None
+    nominees: list[str] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+    out: dict[str, str] = field(default_factory=dict)  # disqualified candidates and why
+    notes: list[str] = field(default_factory=list)
+    voids: int = 0
+    attempts: int = 0
+    done: bool = False
+
+    @property
+    def confirming(self) -> list[Session]:
+        return [s for s in self.sessions if s.kind == "confirming" and not s.voided and self.finalist in s.arms]
+
+    @property
+    def delta(self) -> float:
+        margins = self.contest.margins
+        return margins[self.plan.time_class if self.plan else "short"].delta
+
+    def arms(self) -> list[str]:
+        c = self.contest
+        names = [c.baseline.candidate]
+        if c.incumbent.candidate != c.baseline.candidate:
+            names.append(c.incumbent.candidate)
+        names += [e.candidate for e in c.challengers if e.candidate not in (*names, *self.out)]
+        return names
+
+    def rivals(self) -> list[str]:
+        c = self.contest
+        return list(dict.fromkeys((c.baseline.candidate, c.incumbent.candidate)))
+
+    def race(self) -> Race:
+        margin = self.contest.margins[self.plan.time_class if self.plan else "short"]
+        return Race(
+            workload=self.contest.workload,
+            baseline=self.contest.baseline.candidate,
+            incumbent=self.contest.incumbent.candidate,
+            finalist=self.finalist,
+            delta=margin.delta,
+            alpha_session=margin.alpha_session,
+            pi=margin.pi,
+            sessions=tuple(self.sessions),
+            nominees=tuple(self.nominees),
+            notes=tuple(self.notes),
+        )
+
+
+Finished = tuple[Contest, Race]
+
+
+def run(
+    contests: Sequence[Contest],
+    *,
+    threads: int,
+    rng: Random,
+    progress: Progress = lambda tick: None,
+    clock: Callable[[], float] = time.monotonic,
+    deadline: float = float("inf"),
+) -> Iterator[Finished | Disqualified]:
+    """Race every contest; each one's Race is yielded as soon as it is complete.
+
+    At `deadline` (on `clock`) no new work starts: what is unfinished is yielded unfinished, and judged undecided.
+    """
+    attempts = [_Attempt(contest=c) for c in contests]
+    operands = _Shelf(rng)
+    try:
+        yield from _screen_all(attempts, operands, threads, rng, progress, clock, deadline)
+        for _ in range(SESSIONS * MAX_ATTEMPTS + VOIDS_ALLOWED):
+            pending = [a for a in attempts if not a.done]
+            if not pending or clock() > deadline:
+                break
+            yield from _confirm_all(pending, operands, threads, rng, progress, clock, deadline)
+        for attempt in attempts:
+            if not attempt.done:
+                attempt.notes.append("the budget ended before three sessions were complete")
+                yield attempt.contest, attempt.race()
+    finally:
+        operands.close()
+
+
+# --- the two kinds of session ----------------------------------------------------------------------------------------
+
+
+def _screen_all(
+    attempts: Sequence[_Attempt],
+    shelf: _Shelf,
+    threads: int,
+    rng: Random,
+    progress: Progress,
+    clock: Callable[[], float],
+    deadline: float,
+) -> Iterator[Finished | Disqualified]:
+    process = _Process(threads)
+    try:
+        for attempt in attempts:
+            if clock() > deadline:
+                return
+            tell = _teller(progress, attempt, "screening")
+            while attempt.screening is None and attempt.voids < VOIDS_ALLOWED:
+                seated = _Seated(process, attempt, attempt.arms(), shelf, rng)
+                session = _guarded(seated, lambda s: _screen(s, rng, tell))
+                yield from _consequences(attempt, seated, session, process)
+                if not session.voided:
+                    attempt.screening = session
+            _nominate(attempt)
+            if attempt.done:
+                yield attempt.contest, attempt.race()
+    finally:
+        process.close()
+
+
+def _screen(seated: _Seated, rng: Random, tell: Callable[[Session], None]) -> Session:
+    attempt = seated.attempt
+    return screen(seated, seated.arms, seated.plan, attempt.delta, rng.getrandbits(32), tell)
+
+
+def _confirm_all(
+    pending: Sequence[_Attempt],
+    shelf: _Shelf,
+    threads: int,
+    rng: Random,
+    progress: Progress,
+    clock: Callable[[], float],
+    deadline: float,
+) -> Iterator[Finished | Disqualified]:
+    """One confirming session of every pending contest, in one fresh process."""
+    process = _Process(threads)
+    try:
+        for attempt in pending:
+            if clock() > deadline:
+                return
+            tell = _teller(progress, attempt, f"confirming {len(attempt.confirming) + 1}")
+            assert attempt.finalist is not None and attempt.screening is not None
+            seated = _Seated(process, attempt, [*attempt.rivals(), attempt.finalist], shelf, rng)
+            session = _guarded(seated, lambda s: _confirm(s, rng, tell))
+            yield from _consequences(attempt, seated, session, process)
+            _advance(attempt, session)
+            if attempt.done:
+                yield attempt.contest, attempt.race()
+    finally:
+        process.close()
+
+
+def _confirm(seated: _Seated, rng: Random, tell: Callable[[Session], None]) -> Session:
+    attempt = seated.attempt
+    assert attempt.finalist is not None and attempt.screening is not None
+    return confirm(
+        seated,
+        seated.arms,
+        attempt.finalist,
+        attempt.rivals(),
+        seated.plan,
+        attempt.delta,
+        rng.getrandbits(32),
+        attempt.screening,
+        attempt.confirming,
+        tell,
+    )
+
+
+# --- what follows from a session -------------------------------------------------------------------------------------
+
+
+def _guarded(seated: _Seated, take: Callable[[_Seated], Session]) -> Session:
+    """The session, or a voided one saying what ended it."""
+    try:
+        seated.sit()
+        session = take(seated)
+        seated.release()
+        return _below_ceiling(seated, session)
+    except (_WrongOutput, WorkerError) as error:
+        if isinstance(error, WorkerError):
+            seated.culprits = seated.process.find_culprit(seated, error)
+        else:
+            seated.culprits = {error.arm: error.mismatch}
+        kind = "confirming" if seated.attempt.screening else "screening"
+        return Session(
+            kind="confirming" if kind == "confirming" else "screening",
+            seed=0,
+            arms=tuple(seated.arms),
+            pairs=(),
+            calls_per_sample=(),
+            voided=str(error).splitlines()[0],
+        )
+
+
+def _below_ceiling(seated: _Seated, session: Session) -> Session:
+    """Void a session in which somebody streamed faster than memory can: something is not what it seems."""
+    from autosel.race.evidence import median
+    from autosel.race.judge import pair_medians
+
+    streamed = seated.attempt.contest.streamed_bytes
+    if not streamed or not session.read_bytes_per_s or session.voided or not session.pairs:
+        return session
+    floor_ns = streamed / (CEILING_SLACK * session.read_bytes_per_s) * 1e9
+    for arm in session.arms:
+        times = pair_medians(session, arm)
+        if times and median(times) < floor_ns:
+            why = f"{arm} took {median(times) / 1e3:.1f} us; reading its operands takes {floor_ns / 1e3:.1f} us or more"
+            return replace(session, voided=why)
+    return session
+
+
+def _consequences(
+    attempt: _Attempt, seated: _Seated, session: Session, process: _Process
+) -> Iterator[Disqualified]:
+    attempt.plan = seated.plan_or_none or attempt.plan
+    attempt.sessions.append(session)
+    if session.voided:
+        attempt.voids += 1
+        log.info("session voided: %s", session.voided)
+        process.renew()
+        if "reading its operands takes" in session.voided and attempt.voids >= VOIDS_ALLOWED:
+            arm = session.voided.split(" took ")[0]
+            seated.culprits = {arm: Mismatch(check="faster than memory", reason=session.voided, evidence={})}
+    for name, mismatch in seated.culprits.items():
+        if name not in (attempt.contest.baseline.candidate, CLONE) and name not in attempt.out:
+            attempt.out[name] = mismatch.reason
+            yield Disqualified(contest=attempt.contest, candidate=name, check=mismatch.check, reason=mismatch.reason)
+
+
+def _nominate(attempt: _Attempt) -> None:
+    """Choose the next finalist, or find that there is none."""
+    if attempt.screening is None:
+        attempt.done = True
+        return
+    fresh = nominees(
+        attempt.screening, attempt.contest.incumbent.candidate, attempt.delta, [*attempt.nominees, *attempt.out]
+    )
+    if fresh and attempt.attempts < MAX_ATTEMPTS:
+        attempt.finalist = fresh[0]
+        attempt.nominees.append(fresh[0])
+        attempt.attempts += 1
+    else:
+        attempt.done = True
+
+
+def _advance(attempt: _Attempt, session: Session) -> None:
+    if attempt.finalist in attempt.out:
+        attempt.notes.append(f"{attempt.finalist} fell: {attempt.out[attempt.finalist]}")
+        before = attempt.finalist
+        _nominate(attempt)
+        if attempt.finalist == before:
+            attempt.finalist = None
+    elif session.voided:
+        if attempt.voids >= VOIDS_ALLOWED:
+            attempt.notes.append(session.voided)
+            attempt.done = True
+    elif has_lost(session, str(attempt.finalist), attempt.rivals(), attempt.delta):
+        attempt.done = True
+    elif len(attempt.confirming) >= SESSIONS:
+        attempt.done = True
+
+
+def _teller(progress: Progress, attempt: _Attempt, stage: str) -> Callable[[Session], None]:
+    def tell(session: Session) -> None:
+        progress(
+            Tick(contest=attempt.contest, stage=stage, candidate=attempt.finalist or "", pairs=len(session.pairs))
+        )
+
+    return tell
+
+
+# --- processes and seats ---------------------------------------------------------------------------------------------
+
+
+class _WrongOutput(Exception):
+    def __init__(self, arm: str, mismatch: Mismatch) -> None:
+        super().__init__(f"{arm} gave a wrong result while racing: {mismatch.reason}")
+        self.arm, self.mismatch = arm, mismatch
+
+
+class _Shelf:
+    """The operands of the workload at hand, and of those still pending while memory lasts: drawn once."""
+
+    def __init__(self, rng: Random) -> None:
+        self.rng = rng
+        self.shelf: dict[str, Operands] = {}
+
+    def get(self, contest: Contest) -> Operands:
+        key = contest.workload.key
+        if key not in self.shelf:
+            self.shelf[key] = Operands(contest.workload, self.rng.getrandbits(31))
+        return self.shelf[key]
+
+    def close(self) -> None:
+        for operands in self.shelf.values():
+            operands.close()
+        self.shelf.clear()
+
+
+class _Process:
+    """A race worker that is replaced after a void or a death; remembers what it has loaded."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.worker: Worker | None = None
+        self.loaded: set[str] = set()
+
+    def get(self) -> Worker:
+        if self.worker is None:
+            self.worker = Worker("autosel.race.child:serve", threads=self.threads)
+            self.worker.request({"do": "configure", "threads": self.threads}, deadline_s=LOAD_S)
+            self.loaded = set()
+        return self.worker
+
+    def load(self, entrant: Entrant) -> None:
+        worker = self.get()
+        if entrant.loaded_name in self.loaded:
+            return
+        request = {
+            "do": "load",
+            "name": entrant.loaded_name,
+            "op": entrant.op,
+            "recipe": to_json(entrant.recipe),
+            "digest": entrant.digest,
+            "knobs": dict(entrant.knobs),
+            "writes_out": entrant.writes_out,
+        }
+        worker.request(request, deadline_s=LOAD_S)
+        self.loaded.add(entrant.loaded_name)
+
+    def find_culprit(self, seated: _Seated, error: WorkerError) -> dict[str, Mismatch]:
+        """Run each challenger alone with the baseline: whoever brings its process down again is the culprit."""
+        self.renew()
+        found: dict[str, Mismatch] = {}
+        base = seated.arms[0]
+        for arm in (a for a in seated.arms if a not in (base, CLONE)):
+            alone = _Seated(self, seated.attempt, [base, arm], seated.shelf, seated.rng)
+            try:
+                alone.sit()
+                for _ in range(3):
+                    alone.pair([base, arm], alone.plan.calls, alone.plan.samples)
+                alone.release()
+            except (WorkerError, _WrongOutput) as again:
+                cause = again.cause if isinstance(again, WorkerError) else "wrong output"
+                found[arm] = Mismatch(check="crash", reason=f"{again} ({cause})", evidence={"cause": cause})
+                self.renew()
+        return found
+
+    def renew(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+        self.loaded = set()
+
+
+class _Seated:
+    """Some arms of one contest seated in a worker: the Instrument of a session."""
+
+    def __init__(self, process: _Process, attempt: _Attempt, arms: Sequence[str], shelf: _Shelf, rng: Random) -> None:
+        self.process, self.attempt, self.shelf, self.rng = process, attempt, shelf, rng
+        self.arms = list(arms)
+        self.plan_or_none: Plan | None = attempt.plan
+        self.culprits: dict[str, Mismatch] = {}
+        self.operands: Operands | None = None
+        self.pairs = 0
+
+    @property
+    def plan(self) -> Plan:
+        assert self.plan_or_none is not None
+        return self.plan_or_none
+
+    def sit(self) -> None:
+        """Load, copy the operands, warm up; plan from the baseline's time."""
+        contest = self.attempt.contest
+        entrants = contest.entrants
+        for arm in self.arms:
+            self.process.load(entrants[arm])
+        self.operands = self.shelf.get(contest)
+        worker = self.process.get()
+        worker.attach(self.operands.arena)
+        self._prepare(worker, clone=None)
+        times = worker.request({"do": "warm", "limit_ns": WARM_NS}, deadline_s=PREPARE_S)["ns"]
+        base_ns = float(times[self.arms[0]])
+        if self.plan_or_none is None:
+            self.plan_or_none = self.attempt.plan = plan(base_ns)
+        if base_ns <= CLONE_LIMIT_NS and contest.streamed_bytes * contest.copies <= CLONE_LIMIT_BYTES:
+            self.arms.append(CLONE)
+            self._prepare(worker, clone=entrants[self.arms[0]].loaded_name)
+            worker.request({"do": "warm", "limit_ns": WARM_NS // 4}, deadline_s=PREPARE_S)
+
+    def _prepare(self, worker: Worker, clone: str | None) -> None:
+        contest, operands = self.attempt.contest, self.operands
+        assert operands is not None
+        request = {
+            "do": "prepare",
+            "workload": to_json(contest.workload),
+            "inputs": to_json(operands.refs),
+            "arms": {a: contest.entrants[a].loaded_name for a in self.arms if a != CLONE},
+            "copies": contest.copies,
+            "clone": clone,
+        }
+        worker.request(request, deadline_s=PREPARE_S)
+
+    def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[Mapping[str, Sequence[float]], str]:
+        """One pair on fresh resident operands; now and then its outputs are checked here. Raises _WrongOutput."""
+        operands = self.operands
+        assert operands is not None
+        seed = self.rng.getrandbits(31)
+        checked = self.pairs == 0 or self.rng.random() < CHECK_SHARE
+        self.pairs += 1
+        request = {
+            "do": "pair",
+            "order": list(order),
+            "calls": calls,
+            "samples": samples,
+            "resident": to_json(operands.refresh(seed)),
+            "outputs": {a: to_json(operands.places(a)) for a in order if a != CLONE} if checked else {},
+        }
+        started = time.perf_counter_ns()
+        reply = self.process.get().request(request, deadline_s=PREPARE_S)
+        self._bound_claims(reply["ns"], calls, time.perf_counter_ns() - started)
+        if checked:
+            self._check(order, seed)
+        return reply["ns"], reply["disturbed"]
+
+    def _bound_claims(self, times: Mapping[str, Sequence[float]], calls: int, wall_ns: int) -> None:
+        """The claimed times cannot exceed the wall time we saw; a patched clock is caught from the other side by the
+        ceiling and by the share of the wall time that nobody accounts for."""
+        claimed = sum(sum(ns) for ns in times.values()) * calls
+        if claimed > wall_ns or any(t <= 0 for ns in times.values() for t in ns):
+            raise WorkerError(f"samples of {claimed:.0f} ns in {wall_ns} ns of wall time", cause="clock")
+
+    def _check(self, order: Sequence[str], seed: int) -> None:
+        assert self.operands is not None
+        for arm in order:
+            if arm == CLONE:
+                continue
+            mismatch = self.operands.check(arm, seed)
+            if mismatch is not None:
+                raise _WrongOutput(arm, mismatch)
+
+    def probe(self) -> float:
+        if not self.attempt.contest.streamed_bytes:
+            return 0.0
+        return float(self.process.get().request({"do": "probe"}, deadline_s=PREPARE_S)["bytes_per_s"])
+
+    def release(self) -> None:
+        worker = self.process.get()
+        worker.request({"do": "release"}, deadline_s=PREPARE_S)
+        if self.operands is not None:
+            worker.detach(self.operands.arena)

@@ -1,0 +1,109 @@
+"""The statistics: exact, monotone, and calibrated by definition."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import comb
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autosel.race.evidence import (
+    crossed,
+    e_pairs,
+    e_tail,
+    futile,
+    median_interval,
+    quantile,
+    tail_crossed,
+    tail_futile,
+)
+from autosel.race.plan import clopper_pearson_upper, margin, plan
+
+
+@pytest.mark.parametrize(("threshold", "pairs"), [(20, 7), (100, 9), (1000, 13)])
+def test_all_wins_cross_after_the_published_number_of_pairs(threshold: int, pairs: int) -> None:
+    assert crossed(pairs, pairs, threshold)
+    assert not crossed(pairs - 1, pairs - 1, threshold)
+
+
+@given(st.integers(1, 60), st.data())
+def test_e_pairs_is_a_martingale_for_a_fair_coin(n: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(0, n))
+
+    def exact(n: int, k: int) -> Fraction:
+        return Fraction(sum(comb(n + 1, j) for j in range(k + 1)), (n + 1) * comb(n, k))
+
+    assert (exact(n + 1, k + 1) + exact(n + 1, k)) / 2 == exact(n, k)
+    assert e_pairs(n, k) == pytest.approx(float(exact(n, k)))
+
+
+@given(st.integers(1, 80), st.data())
+def test_more_wins_are_more_evidence(n: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(0, n - 1))
+    assert e_pairs(n, k) < e_pairs(n, k + 1)
+
+
+@given(st.integers(1, 120), st.data())
+def test_nobody_is_both_promoted_and_hopeless(n: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(0, n))
+    assert not (crossed(n, k) and futile(n, k))
+
+
+def test_a_clean_tail_clears_after_62_samples_and_not_before() -> None:
+    assert not tail_crossed(61, 0)
+    assert tail_crossed(62, 0)
+    assert e_tail(62, 0) == pytest.approx(108.9, abs=0.1)
+
+
+@given(st.integers(1, 200), st.data())
+def test_e_tail_is_a_supermartingale_at_the_boundary_rate(n: int, data: st.DataObject) -> None:
+    x = data.draw(st.integers(0, n))
+    p0 = Fraction(1, 10)
+
+    def exact(n: int, x: int) -> Fraction:
+        top = sum(comb(n + 1, j) * p0**j * (1 - p0) ** (n + 1 - j) for j in range(x + 1, n + 2))
+        return top / ((n + 1) * comb(n, x) * p0 ** (x + 1) * (1 - p0) ** (n - x))
+
+    assert p0 * exact(n + 1, x + 1) + (1 - p0) * exact(n + 1, x) == exact(n, x)
+    assert tail_crossed(n, x) == (exact(n, x) >= 100)
+    assert not (tail_crossed(n, x) and tail_futile(n, x))
+
+
+@given(st.lists(st.floats(1, 100), min_size=6, max_size=80))
+def test_the_median_interval_contains_the_median(values: list[float]) -> None:
+    low, high = median_interval(values)
+    assert low <= quantile(values, 0.5) <= high
+
+
+def test_the_median_interval_has_its_confidence() -> None:
+    # Of the 2^20 ways 20 values fall about the true median, the interval must cover at least 95 %.
+    low, high = median_interval(list(range(20)))
+    covered = sum(comb(20, j) for j in range(int(low) + 1, int(high) + 1))
+    assert covered >= 0.95 * 2**20
+    assert covered - comb(20, int(low) + 1) - comb(20, int(high)) < 0.95 * 2**20  # and no wider than needed
+
+
+def test_59_quiet_aa_sessions_buy_the_two_percent_margin() -> None:
+    assert margin(58, 0, 1e9).delta == 0.05
+    assert not margin(58, 0, 1e9).calibrated
+    assert margin(59, 0, 1e9).delta == 0.02
+    assert margin(59, 0, 1e9).false_promotion_bound <= 0.05**3
+    assert clopper_pearson_upper(59, 0) <= 0.05
+
+
+def test_a_noisy_device_does_not_get_the_two_percent_margin() -> None:
+    assert margin(60, 5, 1e9).delta == 0.05
+
+
+def test_a_sample_of_a_few_clock_ticks_widens_the_margin() -> None:
+    assert margin(59, 0, 4_000).delta == pytest.approx(0.1)
+
+
+def test_the_plan_depends_on_the_baseline_alone() -> None:
+    assert plan(2_000).calls == 200
+    assert plan(2_000).samples == 8
+    assert plan(5_000_000).calls == 1
+    assert plan(5_000_000).time_class == "long"
+    assert plan(5_000_000).min_pairs >= 12

@@ -1,0 +1,172 @@
+"""From samples to verdicts, on arms whose true speed is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from autosel.race.judge import CLONE, has_won, judge, nominees
+from autosel.race.plan import DELTA_UNCALIBRATED, Plan, plan
+from autosel.race.session import confirm, screen
+from autosel.values import Pair, Race, Session, Verdict, Workload, from_json, to_json
+from tests.null.synthetic import NOISES, Bench, Noise, iid
+
+WORK = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
+DELTA = DELTA_UNCALIBRATED
+
+
+def run_race(
+    true_ns: dict[str, float], noise: Noise, seed: int, incumbent: str = "base", trial: Plan | None = None
+) -> Race:
+    """An attempt exactly as the pipeline drives it, on synthetic arms; `base` is the baseline."""
+    random, trial = Random(seed), trial or plan(2e6)
+    screening = screen(Bench(true_ns, noise, random), list(true_ns), trial, DELTA, random.getrandbits(32))
+    found = nominees(screening, incumbent, DELTA)
+    sessions: list[Session] = [screening]
+    if found:
+        rivals = list(dict.fromkeys(["base", incumbent]))
+        arms = [*rivals, found[0]]
+        for _ in range(3):
+            bench = Bench(true_ns, noise, random)
+            sessions.append(
+                confirm(bench, arms, found[0], rivals, trial, DELTA, random.getrandbits(32), screening, sessions[1:])
+            )
+    return Race(
+        workload=WORK,
+        baseline="base",
+        incumbent=incumbent,
+        finalist=found[0] if found else None,
+        delta=DELTA,
+        alpha_session=0.05,
+        pi=0.05,
+        sessions=tuple(sessions),
+    )
+
+
+def verdict(true_ns: dict[str, float], noise: Noise | None = None, seed: int = 7, incumbent: str = "base") -> Verdict:
+    return judge(run_race(true_ns, noise or iid(), seed, incumbent))
+
+
+def test_a_candidate_twice_as_fast_is_promoted_with_an_interval_around_two() -> None:
+    found = verdict({"base": 2e6, "fast": 1e6, "slow": 3e6})
+    assert (found.outcome, found.winner) == ("promote", "fast")
+    assert found.effect is not None
+    assert found.effect.lo < 2 < found.effect.hi
+    assert found.false_promotion_bound == pytest.approx(0.05**3)
+    assert found.next_best is not None
+    assert found.next_best[0] == "base"
+
+
+def test_a_candidate_inside_the_margin_is_a_tie_and_the_baseline_stays() -> None:
+    found = verdict({"base": 2e6, "same": 1.98e6})
+    assert (found.outcome, found.winner) == ("tie", "base")
+    assert "tie" in found.reason or "not 5% faster" in found.reason
+
+
+def test_slower_candidates_lose() -> None:
+    found = verdict({"base": 2e6, "slow": 2.4e6})
+    assert (found.outcome, found.winner) == ("lose", "base")
+
+
+def test_a_challenger_slower_than_the_incumbent_is_not_promoted_though_it_beats_the_baseline() -> None:
+    found = verdict({"base": 4e6, "incumbent": 1e6, "challenger": 2e6}, incumbent="incumbent")
+    assert found.outcome != "promote"
+    assert found.winner == "incumbent"
+
+
+def test_a_challenger_faster_than_both_replaces_the_incumbent() -> None:
+    found = verdict({"base": 4e6, "incumbent": 2e6, "challenger": 1e6}, incumbent="incumbent")
+    assert (found.outcome, found.winner) == ("promote", "challenger")
+    assert found.over_incumbent is not None
+    assert found.over_incumbent.lo > 1.5
+
+
+def test_promotion_needs_all_three_sessions() -> None:
+    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 3)
+    unfinished = Race(**{f: getattr(race, f) for f in race.__slots__ if f != "sessions"}, sessions=race.sessions[:-1])
+    assert judge(unfinished).outcome == "undecided"
+
+
+def test_sessions_that_disagree_are_not_believed_when_the_weakest_is_near_the_margin() -> None:
+    def session(ratio: float, kind: str = "confirming") -> Session:
+        pairs = tuple(Pair(order=(0, 1), samples_ns=((100.0 * ratio,) * 2, (100.0,) * 2)) for _ in range(40))
+        return Session(kind=kind, seed=0, arms=("base", "fast"), pairs=pairs, calls_per_sample=(1, 1))  # type: ignore[arg-type]
+
+    def race(*ratios: float) -> Race:
+        return Race(
+            workload=WORK, baseline="base", incumbent="base", finalist="fast", delta=DELTA, alpha_session=0.05, pi=0.05,
+            sessions=(session(1.3, "screening"), *(session(r) for r in ratios)),
+        )  # fmt: skip
+
+    assert judge(race(1.07, 1.3, 1.3)).outcome == "undecided"
+    assert judge(race(1.25, 1.25, 1.25)).outcome == "promote"
+    assert judge(race(1.5, 1.9, 2.4)).outcome == "promote"  # they disagree, but even the smallest is far above
+
+
+def test_a_heavier_tail_stops_a_promotion() -> None:
+    class Stutters:
+        def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
+            times = {a: [100.0 if a == "base" else 80.0 for _ in range(samples)] for a in order}
+            times["fast"][-1] = 500.0  # one sample in eight: more than the one in ten allowed
+            return times, ""
+
+        def probe(self) -> float:
+            return 0.0
+
+    trial = plan(2_000)
+    screening = screen(Stutters(), ["base", "fast"], trial, DELTA, 1)
+    sessions = [screening]
+    for seed in range(3):
+        sessions.append(confirm(Stutters(), ["base", "fast"], "fast", ["base"], trial, DELTA, seed, screening, sessions[1:]))
+    race = Race(
+        workload=WORK, baseline="base", incumbent="base", finalist="fast", delta=DELTA, alpha_session=0.05, pi=0.05,
+        sessions=tuple(sessions),
+    )  # fmt: skip
+    found = judge(race)
+    assert found.outcome != "promote"
+    assert "tail" in found.reason or "p95" in found.reason
+
+
+def test_a_disturbed_session_is_voided_and_counts_for_nothing() -> None:
+    class Throttled(Bench):
+        def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
+            return {}, "the cgroup was throttled"
+
+    session = screen(Throttled({"base": 1.0, "fast": 0.5}, iid(), Random(0)), ["base", "fast"], plan(2e6), DELTA, 0)
+    assert session.voided == "the cgroup was throttled"
+    assert session.pairs == ()
+
+
+def test_screening_drops_the_hopeless_early_but_keeps_visiting_the_baseline() -> None:
+    race = run_race({"base": 2e6, "fast": 1e6, "hopeless": 9e6}, iid(), 5)
+    screening = race.sessions[0]
+    visits = [sum(bool(p.samples_ns[i]) for p in screening.pairs) for i in range(3)]
+    assert visits[0] == len(screening.pairs) >= 14
+    assert visits[2] < visits[0]
+
+
+@pytest.mark.parametrize("kind", sorted(NOISES))
+def test_identical_arms_are_hardly_ever_promoted(kind: str) -> None:
+    """400 races a noise; the rule's bound is 1.25e-4, so one promotion already has probability 5 %, two 0.1 %."""
+    promoted = sum(judge(run_race({"base": 2e6, "same": 2e6}, NOISES[kind](), s)).outcome == "promote" for s in range(400))
+    assert promoted <= 1
+
+
+def test_the_coin_matters_the_clone_wins_no_session_under_a_position_effect() -> None:
+    noise = NOISES["position_effect"]()
+    crossings = 0
+    for seed in range(200):
+        bench = Bench({"base": 2e6, CLONE: 2e6}, noise, Random(seed))
+        session = screen(bench, ["base", CLONE], plan(2e6), 0.0, seed)
+        crossings += has_won(session, CLONE, ["base"], 0.0)
+    assert crossings <= 0.05 * 200 + 3 * (0.05 * 0.95 * 200) ** 0.5
+
+
+def test_a_race_and_its_verdict_survive_json() -> None:
+    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 11)
+    found = judge(race)
+    assert from_json(Race, to_json(race)) == race
+    assert from_json(Verdict, to_json(found)) == found
+    assert judge(from_json(Race, to_json(race))) == found
