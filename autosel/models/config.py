@@ -292,7 +292,7 @@ def _dtype(fields: _Fields) -> DTypeName:
     if len({str(v).removeprefix("torch.") for v in told.values()}) > 1:
         fields.refuse("dtype", f"torch_dtype = {_seen(told['torch_dtype'])} says another")
     for name, value in told.items():
-        plain = value.removeprefix("torch.") if isinstance(value, str) else value
+        plain = value.removeprefix("torch.") if isinstance(value, str) else ""
         if plain not in DTYPES:
             fields.refuse(name, f"supported: {', '.join(DTYPES)}")
         return DTYPES[plain]
