@@ -61,7 +61,10 @@ constexpr int kReadBytes = 32;
 constexpr int kReadBytes = 16;  // wider than the registers, the compiler spills the chains and reads at half the rate
 #endif
 typedef uint64_t vread __attribute__((vector_size(kReadBytes)));
-static uint64_t sink[256];
+}
+extern "C" { uint64_t autosel_probe_sink[256]; }  // visible, hence never optimised away
+namespace autosel {
+static uint64_t* const sink = autosel_probe_sink;
 
 // Bitwise or in eight chains: one cheap instruction a load, so that loads are all there is to wait for.
 static uint64_t read_all(const char* p, int64_t bytes) {
@@ -224,7 +227,7 @@ int64_t autosel_probe_exp(double seconds, double* out, int64_t most) {
 
 // Seconds an empty parallel region of `threads`, back to back as in a decode step.
 int64_t autosel_probe_fork_join(int64_t threads, double seconds, double* out, int64_t most) {
-  constexpr int64_t kRegions = 8;  // few, so that one preempted helper spoils few
+  constexpr int64_t kRegions = 4;  // few, so that one preempted helper spoils few
   return windows(seconds, out, most, [&] {
     return timed([&] {
       for (int64_t i = 0; i < kRegions; ++i)

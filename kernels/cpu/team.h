@@ -14,6 +14,7 @@
 #include <thread>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -44,7 +45,10 @@ class Team {
     generation_.store(next << 8 | uint32_t(size), std::memory_order_seq_cst);
     if (asleep_.load(std::memory_order_seq_cst) > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
     job(context, 0, size);
-    while (pending_.load(std::memory_order_acquire) != 0) relax();
+    // On a busy machine a helper may be waiting for this very CPU: after a while give it away, or it waits a whole slice.
+    for (int spins = 0; pending_.load(std::memory_order_acquire) != 0;)
+      if (++spins < kSpins) relax();
+      else sched_yield();
   }
 
  private:
