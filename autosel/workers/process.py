@@ -102,17 +102,17 @@ class Worker:
         start_deadline_s: float = START_S,
     ) -> None:
         """`cpus`: affinity; `threads`: torch's, 0 its default; `paths`: folders put first on the child's sys.path."""
-        self.entry, self.exit = entry, None
+        self.entry, self.exit, self._cause = entry, None, ""
         self._ready, self._next_id = False, 1
         self._start_until = time.monotonic() + start_deadline_s
-        self._folder = Path(tempfile.mkdtemp(prefix="autosel-worker-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="autosel-worker-"))
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._life, life = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with control, life:
             argv = [sys.executable, "-P", "-m", "autosel.workers.child", entry, str(control.fileno()), str(threads)]
             config = _config(limits or Limits(), cpus) | {
                 "argv": argv,
-                "folder": str(self._folder),
+                "folder": str(self.folder),
                 "control_fd": control.fileno(),
                 "life_fd": life.fileno(),
             }
@@ -122,7 +122,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=_environment(paths, self._folder),
+                env=_environment(paths, self.folder),
                 pass_fds=(control.fileno(), life.fileno()),
                 start_new_session=True,
             )
@@ -170,7 +170,7 @@ class Worker:
         self, message: dict[str, Any], deadline_s: float, *, stage: str, fds: Sequence[int] = ()
     ) -> dict[str, Any]:
         if self.exit is not None:
-            raise self._died("ask")
+            raise self._error("the worker has ended", self._cause or "closed", self.exit.retryable)
         number = self._next_id
         frame = protocol.encode({"id": number, **message})
         try:
@@ -234,7 +234,8 @@ class Worker:
         if self.exit is None:
             self._await_report(grace_s=0.5)
         assert self.exit is not None
-        return self._error(f"the worker ended during {stage}: {self.exit.cause}", self.exit.cause, self.exit.retryable)
+        cause = "hung up" if self.exit.why == "killed" else self.exit.cause
+        return self._error(f"the worker ended during {stage}: {cause}", cause, self.exit.retryable)
 
     def _late(self, stage: str) -> WorkerError:
         self.close()
@@ -246,6 +247,7 @@ class Worker:
 
     def _error(self, what: str, cause: str, retryable: bool) -> WorkerError:
         assert self.exit is not None
+        self._cause = cause
         return WorkerError(what, cause=cause, why=self.exit.stderr.strip()[-2000:], retryable=retryable)
 
     # --- the guardian -----------------------------------------------------------------------------------------------
@@ -278,7 +280,7 @@ class Worker:
         self._guardian.wait()
         self._life.close()
         self._control.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _tell_guardian(self, command: str) -> None:
         with contextlib.suppress(OSError):  # it has ended, and its report is waiting

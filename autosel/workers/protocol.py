@@ -12,12 +12,14 @@ import select
 import socket
 import struct
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autosel.values import parse_json
 
 MAX_BYTES = 1 << 20
+MAX_FDS = 8
 _HEADER = struct.Struct("<I")
 
 
@@ -47,11 +49,9 @@ def send(peer: socket.socket, frame: bytes, fds: Sequence[int] = (), *, until: f
     while view:
         wait(peer, select.POLLOUT, until)
         try:
-            if fds:
-                count = socket.send_fds(peer, [view], list(fds), socket.MSG_DONTWAIT)
-                fds = ()
-            else:
-                count = peer.send(view, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+            count = peer.sendmsg([view], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            fds = ()
         except BlockingIOError:
             continue
         except (BrokenPipeError, ConnectionError) as error:
@@ -83,13 +83,16 @@ def _exactly(peer: socket.socket, count: int, until: float | None, fds: list[int
     while count:
         wait(peer, select.POLLIN, until)
         try:
+            # Not socket.recv_fds: it drops its flags argument (CPython 3.11).
             flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-            data, arrived, _, _ = socket.recv_fds(peer, min(count, 1 << 16), 8, flags)
+            data, rights, _, _ = peer.recvmsg(min(count, 1 << 16), socket.CMSG_SPACE(MAX_FDS * 4), flags)
         except BlockingIOError:
             continue
         except ConnectionError as error:
             raise ClosedError from error
-        fds += arrived
+        for level, kind, payload in rights:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds += array("i", payload[: len(payload) // 4 * 4])
         if not data:
             raise ClosedError
         parts.append(data)

@@ -1,0 +1,5 @@
+"""A worker entry whose import never ends."""
+
+import threading
+
+threading.Event().wait()

@@ -1,0 +1,309 @@
+"""Real processes and real faults: each is contained, its cause is known, and nothing of it is left."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from autosel.errors import WorkerError
+from autosel.values import to_json
+from autosel.workers import Arena, Limits, RaisedError, Worker
+
+HERE = Path(__file__).parent
+LIMITS = Limits(memory_bytes=400 << 20, processes=16)
+LONG_S, SHORT_S = 60.0, 0.3  # a deadline that is not to be met on purpose, and one that is to be missed
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    built = tmp_path_factory.mktemp("faults") / "faults.so"
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", str(HERE / "faults.cpp"), "-o", str(built)], check=True)
+    return str(built)
+
+
+@pytest.fixture
+def worker():
+    with Worker("faulty:serve", limits=LIMITS, paths=[str(HERE)]) as started:
+        yield started
+    assert survivors(started) == []
+
+
+def survivors(worker):
+    """Processes that still carry the worker's private folder in their environment."""
+    mark = f"TMPDIR={worker.folder}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:  # gone meanwhile
+            continue
+    return found
+
+
+def failure(worker, fault, deadline_s=LONG_S, **request):
+    with pytest.raises(WorkerError) as caught:
+        worker.request({"fault": fault, **request}, deadline_s)
+    return caught.value
+
+
+# --- the good case ---------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_answers_and_sees_only_the_allowed_environment(worker, monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "secret")
+    monkeypatch.setenv("AUTOSEL_DB", "postgresql://user:password@host/db")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with Worker("faulty:serve", paths=[str(HERE)]) as second:
+        seen = second.request({"fault": "none"}, LONG_S)
+    assert "SOME_TOKEN" not in seen["env"]
+    assert "AUTOSEL_DB" not in seen["env"]
+    assert seen["env"]["OMP_NUM_THREADS"] == "1"
+    assert seen["pid"] == second.pid
+    assert len(seen["files"]) <= 6  # three streams, the control line, the arena's none, the listing itself
+    assert not Path(seen["folder"]).exists()
+
+
+def test_tensors_travel_through_shared_memory(worker):
+    with Arena(1 << 20) as arena:
+        worker.attach(arena)
+        ref = arena.put(torch.arange(6, dtype=torch.bfloat16).view(2, 3))
+        worker.request({"fault": "double", "ref": to_json(ref)}, LONG_S)
+        assert arena.tensor(ref).tolist() == [[0, 2, 4], [6, 8, 10]]
+
+
+def test_a_closed_worker_says_so(worker):
+    worker.close()
+    assert failure(worker, "none").cause == "closed"
+
+
+def test_no_holder_can_shrink_shared_memory():
+    with Arena(1 << 16) as arena, pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, 0)
+
+
+def test_a_reference_that_leaves_the_arena_is_refused(worker):
+    with Arena(1 << 16) as arena:
+        worker.attach(arena)
+        ref = to_json(arena.put(torch.zeros(4))) | {"shape": [1 << 20]}
+        error = failure(worker, "double", ref=ref)
+    assert isinstance(error, RaisedError)
+    assert error.kind == "ValueError"
+    assert "leave the arena" in error.message
+
+
+def test_affinity_and_torch_threads_are_set():
+    cpu = min(os.sched_getaffinity(0))
+    with Worker("faulty:serve", paths=[str(HERE)], cpus=[cpu], threads=1) as pinned:
+        assert pinned.request({"fault": "threads"}, LONG_S) == {"threads": 1, "cpus": [cpu]}
+
+
+def test_a_worker_outlives_the_thread_that_started_it():
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Worker("faulty:serve", paths=[str(HERE)])))
+    thread.start()
+    thread.join()
+    with made[0] as started:
+        assert started.request({"fault": "none"}, LONG_S)["pid"] == started.pid
+
+
+# --- exceptions: the worker lives on -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("raise", "ValueError"),
+        ("raise_unprintable", "faulty.Unprintable"),
+        ("raise_system_exit", "SystemExit"),
+        ("raise_interrupt", "KeyboardInterrupt"),
+        ("not_json", "ValueError"),
+        ("too_much_json", "ValueError"),
+    ],
+)
+def test_an_exception_is_a_reply_and_the_worker_lives_on(worker, fault, kind):
+    error = failure(worker, fault)
+    assert isinstance(error, RaisedError)
+    assert error.kind == kind
+    assert not error.retryable
+    assert worker.request({"fault": "none"}, LONG_S)["pid"] == worker.pid
+
+
+def test_too_many_open_files_is_the_workers_own_problem(worker):
+    error = failure(worker, "descriptor_leak")
+    assert isinstance(error, RaisedError)
+    assert error.kind == "OSError"
+    assert "Too many open files" in error.message
+
+
+def test_running_out_of_private_memory_is_retryable(worker):
+    error = failure(worker, "memory_hog")
+    assert error.retryable
+    assert error.cause in ("raised MemoryError", "memory")
+
+
+# --- death -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "cause"),
+    [
+        ("null_read", [], "SIGSEGV"),
+        ("abort_now", [], "SIGABRT"),
+        ("illegal_instruction", [], "SIGILL"),
+        ("stack_overflow", [0], "SIGSEGV"),
+        ("heap_corruption", [], "SIGABRT"),
+        ("exit_without_a_word", [], "exit 0"),
+    ],
+)
+def test_a_crash_is_contained_and_named(worker, library, function, args, cause):
+    before = os.getpid()
+    error = failure(worker, "native", library=library, function=function, args=args)
+    assert error.cause == cause
+    assert not error.retryable
+    assert os.getpid() == before
+    assert failure(worker, "none").cause == cause  # asked again, it says the same
+    if cause != "exit 0":
+        assert "faulty.py" in error.why  # the Python frames it died under
+
+
+@pytest.mark.parametrize("function", ["spin", "signal_proof_spin"])
+def test_a_spin_that_holds_the_interpreter_ends_at_the_deadline(worker, library, function):
+    error = failure(worker, "native", SHORT_S, library=library, function=function, args=[])
+    assert error.cause == "timeout in request"
+    assert worker.exit.signal == signal.SIGKILL
+
+
+def test_half_a_reply_is_no_reply(worker):
+    assert failure(worker, "half_reply", SHORT_S).cause == "timeout in request"
+
+
+def test_a_worker_that_hangs_up_is_killed(worker):
+    assert failure(worker, "hang_up").cause == "hung up"
+
+
+def test_a_reply_that_drips_is_cut_off_at_the_deadline_of_the_whole(worker):
+    assert failure(worker, "endless_reply", SHORT_S).cause in ("timeout in request", "protocol")
+
+
+@pytest.mark.parametrize("fault", ["garbage_reply", "huge_reply", "forged_reply"])
+def test_what_is_not_a_reply_is_refused_as_data(worker, fault):
+    assert failure(worker, fault).cause == "protocol"
+
+
+@pytest.mark.parametrize("then", ["hang", "crash"])
+def test_a_process_that_left_the_session_is_found_and_killed(worker, then):
+    error = failure(worker, "escape", LONG_S if then == "crash" else SHORT_S, then=then)
+    assert error.cause == ("SIGSEGV" if then == "crash" else "timeout in request")
+    assert (worker.exit.escaped, worker.exit.left) == (1, 0)
+
+
+def test_a_fork_storm_is_stopped(worker):
+    assert failure(worker, "fork_storm").cause == "processes"
+    assert worker.exit.left == 0
+
+
+def test_a_hog_of_shared_memory_is_stopped(worker, library):
+    error = failure(worker, "native", library=library, function="shared_hog", args=[6 << 30])
+    assert error.cause == "memory"
+    assert error.retryable
+
+
+def test_a_flood_of_output_neither_blocks_nor_grows(worker):
+    assert worker.request({"fault": "output_flood"}, LONG_S)["written"] == 40_000_000
+    ended = worker.close()
+    assert ended.stdout.startswith("first words")
+    assert ended.stdout.endswith("last words\n")
+    assert len(ended.stdout) < 50_000
+    assert "bytes left out" in ended.stderr
+
+
+def test_output_can_be_read_while_the_worker_lives(worker):
+    worker.request({"fault": "output_flood"}, LONG_S)
+    out, _ = worker.output()
+    assert out.startswith("first words")
+    assert worker.request({"fault": "none"}, LONG_S)["pid"] == worker.pid
+
+
+def test_a_worker_dies_with_a_guardian_that_is_killed(worker):
+    handle = os.pidfd_open(worker.pid)
+    assert failure(worker, "kill_parent").cause == "unknown"
+    assert ended(handle)
+
+
+# --- start -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_import_that_hangs_ends_at_the_deadline_for_starting():
+    with Worker("hangs_at_import:serve", paths=[str(HERE)], start_deadline_s=SHORT_S) as started:
+        assert failure(started, "none").cause == "timeout in start"
+    assert survivors(started) == []
+
+
+def test_an_entry_that_does_not_exist_is_named():
+    with Worker("no_such_module:serve") as started:
+        error = failure(started, "none")
+    assert isinstance(error, RaisedError)
+    assert error.kind == "ModuleNotFoundError"
+
+
+# --- the end of us -----------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_passes_through_and_leaves_nothing(worker):
+    with pytest.raises(KeyboardInterrupt):
+        worker.request({"fault": "interrupt", "pid": os.getpid()}, LONG_S)
+    assert worker.exit.why == "killed"
+    assert survivors(worker) == []
+
+
+OWNER = """
+import sys
+from autosel.workers import Worker
+worker = Worker("faulty:serve", paths=[sys.argv[1]])
+worker.wait_ready()
+print(worker.pid, flush=True)
+worker.request({"fault": "escape"}, 600)
+"""
+
+
+def test_a_worker_and_its_escaped_children_end_when_we_are_killed():
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(HERE)], stdout=subprocess.PIPE, text=True)
+    pid = int(owner.stdout.readline())
+    family = [os.pidfd_open(p) for p in {pid, *escaped_child_of(pid)}]
+    owner.kill()
+    owner.wait()
+    assert len(family) == 2
+    assert all(ended(handle) for handle in family)
+
+
+def escaped_child_of(pid):
+    """The grandchild, once it is there: the process that shares the worker's private folder and is not below it."""
+    folder = Path(f"/proc/{pid}/cwd").readlink()
+    until = time.monotonic() + LONG_S
+    while time.monotonic() < until:
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
+                    found.append((int(entry.name), os.getsid(int(entry.name))))
+            except OSError:
+                continue
+        detached = [p for p, session in found if session not in (p, os.getsid(pid)) and p != pid]
+        if detached:
+            return detached
+    raise AssertionError("no escaped child was seen")
+
+
+def ended(handle):
+    """Has the process of this pidfd ended, or does it within the guardian's promise?"""
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    return bool(poll.poll(10_000))
