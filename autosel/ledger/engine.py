@@ -1,0 +1,280 @@
+"""Connections to the ledger's database, with the durability and the transactions we want and not the driver's.
+
+SQLite: WAL, synchronous=FULL, foreign keys, trusted_schema=OFF, and our own BEGIN: by default the driver starts no
+transaction before DDL, so that a rolled-back migration would leave its tables (research/reliability.md section 4).
+PostgreSQL: one advisory lock a writing transaction, lock_timeout.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import sqlalchemy as sa
+from sqlalchemy import Connection, Engine, event, exc
+from sqlalchemy.pool import NullPool
+
+from autosel.errors import LedgerError
+from autosel.ledger.locks import write_lock
+
+BUSY_S = 10.0  # a writing transaction takes milliseconds; who waits longer is told so
+WRITER_LOCK = 0x6175746F73656C  # "autosel": the advisory lock of PostgreSQL writers
+OLDEST_SQLITE = (3, 37, 0)  # STRICT tables
+
+
+class Database:
+    """The ledger's database by URL. `path` is its file, or None for a server; `writable` what was found on opening."""
+
+    def __init__(self, url: str) -> None:
+        self.url = _parse(url)
+        self.path = _file(self.url)
+        self.writable = True
+        self.immutable = False
+        self._failure: LedgerError | None = None
+        self.engine = self._sqlite_engine() if self.path else self._server_engine()
+
+    @property
+    def name(self) -> str:
+        return str(self.path) if self.path else self.url.render_as_string(hide_password=True)
+
+    def find_access(self) -> None:
+        """Find out, by taking and giving back a write transaction, how the file can be opened."""
+        try:
+            with self.writing():
+                pass
+        except LedgerError as error:
+            code = _code(error.__cause__) if isinstance(error.__cause__, exc.DBAPIError) else 0
+            if code not in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN) and not _cannot_lock(error):
+                raise
+            self.writable = False
+            self.immutable = not self._log_is_open()
+
+    def _log_is_open(self) -> bool:
+        """Is there a write-ahead log to read beside the file? A read-only folder without one takes `immutable`."""
+        assert self.path is not None
+        return Path(f"{self.path}-wal").exists() and Path(f"{self.path}-shm").exists()
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """One consistent view. Raises LedgerError."""
+        with self._explained(), self.engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """One transaction, committed and on disk on leaving. Raises LedgerError; nothing is stored then.
+
+        After a failed write or fsync nothing more is written through this object: a second fsync may lie.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not self.writable:
+            raise read_only(self.name)
+        try:
+            writer = self.engine.execution_options(autosel_write=True)
+            with self._serial(), self._explained(), writer.connect() as connection:
+                with connection.begin():
+                    yield connection
+                self._checkpoint(connection)
+        except LedgerError as error:
+            if isinstance(error.__cause__, exc.OperationalError) and _code(error.__cause__) in _IO:
+                self._failure = error
+            raise
+
+    @contextmanager
+    def _serial(self) -> Iterator[None]:
+        """SQLite: writers and checkpoints one at a time, which also removes the precondition of the WAL-reset race of
+        SQLite before 3.51.3; its own wait is no queue and starves under contention."""
+        if self.path is None:
+            yield
+            return
+        with write_lock(self.path, deadline_s=BUSY_S):
+            yield
+
+    def _checkpoint(self, connection: Connection) -> None:
+        """Under the writers' lock, never automatically. What it fails to move stays in the log, which is on disk."""
+        driver = connection.connection.driver_connection
+        if isinstance(driver, sqlite3.Connection):
+            with suppress(sqlite3.Error):
+                driver.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except exc.DBAPIError as error:
+            raise explain(error, self.name) from error
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    # --- engines --------------------------------------------------------------------------------------------------
+
+    def _sqlite_engine(self) -> Engine:
+        if sqlite3.sqlite_version_info < OLDEST_SQLITE:
+            raise LedgerError(
+                f"SQLite {sqlite3.sqlite_version} is too old for the ledger",
+                why="it needs STRICT tables, SQLite 3.37",
+                todo="use a newer Python build, or give a PostgreSQL URL in AUTOSEL_DB",
+            )
+        # No pool: a pooled SQLite connection must not be carried across a fork, and opening one takes 0.3 ms.
+        engine = sa.create_engine("sqlite://", creator=self._connect, poolclass=NullPool)
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
+
+    def _connect(self) -> sqlite3.Connection:
+        assert self.path is not None
+        options = "?immutable=1" if self.immutable else "?mode=rw" if self.writable else "?mode=ro"
+        uri = f"file:{quote(str(self.path))}{options}"
+        connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            for pragma in ("foreign_keys=ON", "recursive_triggers=ON", "trusted_schema=OFF", "mmap_size=0"):
+                connection.execute(f"PRAGMA {pragma}")
+            if self.writable:
+                for pragma in ("journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=0"):
+                    connection.execute(f"PRAGMA {pragma}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _server_engine(self) -> Engine:
+        try:
+            engine = sa.create_engine(self.url, pool_pre_ping=True)
+        except (ModuleNotFoundError, exc.ArgumentError) as error:
+            raise LedgerError(
+                f"no driver for {self.name}", why=str(error), todo="install the extra: autosel-kernels[fleet]"
+            ) from error
+        event.listen(engine, "begin", _begin_server)
+        return engine
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    writes = connection.get_execution_options().get("autosel_write", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _begin_server(connection: Connection) -> None:
+    if connection.get_execution_options().get("autosel_write", False):
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{int(BUSY_S * 1000)}ms'")
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITER_LOCK})")
+
+
+def _parse(url: str) -> sa.URL:
+    try:
+        return sa.make_url(url)
+    except exc.ArgumentError as error:
+        raise LedgerError(
+            f"not a database URL: {url!r}", why=str(error), todo="for example sqlite:////path/ledger.db"
+        ) from error
+
+
+def _file(url: sa.URL) -> Path | None:
+    if url.get_backend_name() != "sqlite":
+        return None
+    if not url.database or url.database == ":memory:":
+        raise LedgerError("the ledger must be a file", why=f"{url} lives in memory", todo="sqlite:////path/ledger.db")
+    return Path(url.database).absolute()
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder only we can enter. Raises LedgerError if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise LedgerError(
+            f"cannot make {folder}", why=str(error), todo="set AUTOSEL_HOME to a folder you can write"
+        ) from error
+
+
+def refuse_shared(path: Path) -> None:
+    """Raise LedgerError if another user could have written the file."""
+    info = path.stat()
+    if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o022:
+        raise LedgerError(
+            f"{path} may have been written by others",
+            why=f"owner {info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o}",
+            todo=f"if its content can be trusted: chown {os.getuid()} and chmod 600 {path}",
+        )
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+_IO = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+
+
+def _code(error: exc.DBAPIError) -> int:
+    return int(getattr(error.orig, "sqlite_errorcode", 0) or 0) & 0xFF
+
+
+def explain(error: exc.DBAPIError, name: str) -> LedgerError:
+    """A driver's error in words a user can act on."""
+    why = str(error.orig)
+    words: dict[int, Any] = {
+        sqlite3.SQLITE_BUSY: lambda: locked(name, why),
+        sqlite3.SQLITE_LOCKED: lambda: locked(name, why),
+        sqlite3.SQLITE_READONLY: lambda: read_only(name, why),
+        sqlite3.SQLITE_CORRUPT: lambda: corrupt(name, why),
+        sqlite3.SQLITE_NOTADB: lambda: corrupt(name, why),
+        sqlite3.SQLITE_FULL: lambda: full(name, why),
+        sqlite3.SQLITE_IOERR: lambda: full(name, why),
+    }
+    found = words.get(_code(error))
+    made: LedgerError = found() if found else LedgerError(f"the ledger {name} refused", why=why)
+    return made
+
+
+def locked(name: str, why: str = "") -> LedgerError:
+    return LedgerError(
+        f"the ledger {name} is locked by another process",
+        why=why or f"waited {BUSY_S:.0f} s",
+        todo="let the other process finish, or end it, then run the command again; nothing was changed",
+    )
+
+
+def _cannot_lock(error: LedgerError) -> bool:
+    return isinstance(error.__cause__, PermissionError) or (
+        isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.EROFS, errno.EACCES)
+    )
+
+
+def read_only(name: str, why: str = "") -> LedgerError:
+    return LedgerError(
+        f"the ledger {name} is read-only",
+        why=why or "its file or folder cannot be written by this user",
+        todo="make it writable, or set AUTOSEL_HOME to a folder of your own; reading still works",
+    )
+
+
+def corrupt(name: str, why: str = "") -> LedgerError:
+    return LedgerError(
+        f"the ledger {name} is damaged",
+        why=why,
+        todo="move it aside and bring back a backup (`db restore`), or import an export; the snapshot goes on serving",
+    )
+
+
+def full(name: str, why: str = "") -> LedgerError:
+    return LedgerError(
+        f"the ledger {name} could not be written",
+        why=f"{why}: the disk is full, or a limit or a fault stops writing",
+        todo="free some space and run the command again; everything acknowledged is safe",
+    )
+
+
+def newer(name: str, found: str, known: str) -> LedgerError:
+    return LedgerError(
+        f"the ledger {name} was written by a newer autosel",
+        why=f"its schema is {found}; this version knows up to {known}",
+        todo="upgrade autosel, or set AUTOSEL_HOME or AUTOSEL_DB to another ledger",
+    )

@@ -1,0 +1,34 @@
+"""What a decision is filed under: device, mode, bucket, and the context lengths it serves."""
+
+from __future__ import annotations
+
+from autosel.values import Workload
+
+LengthRange = tuple[int, int] | None
+
+
+def serving_key(hw_id: str, mode: str, bucket: str, length_range: LengthRange = None) -> str:
+    lengths = f"/{length_range[0]}-{length_range[1]}" if length_range else ""
+    return f"{hw_id}/{mode}/{bucket}{lengths}"
+
+
+def budget_key(hw_id: str, workload: Workload) -> str:
+    """The key of a lifetime error budget: library versions, builds and modes are left out, so that an upgrade buys no
+    new attempts."""
+    return f"{hw_id}/{workload.bucket}"
+
+
+def overlap(a: LengthRange, b: LengthRange) -> bool:
+    """Do two rows of one bucket serve a common length? None serves them all."""
+    return a is None or b is None or (a[0] <= b[1] and b[0] <= a[1])
+
+
+def current_mode(kind: str = "eager") -> str:
+    """How this process runs ops: `eager.t2.highest`: threads and torch's numeric flags change what is fastest, and what
+    is right. Affinity and quota belong to the device's identity."""
+    import torch
+
+    parts = [kind, f"t{torch.get_num_threads()}", torch.get_float32_matmul_precision()]
+    if torch.are_deterministic_algorithms_enabled():
+        parts.append("deterministic")
+    return ".".join(parts)

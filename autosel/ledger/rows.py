@@ -1,0 +1,267 @@
+"""Values into rows and back. Called inside a transaction of `engine.Database`; writers are one at a time, so that
+"look, then insert" is safe.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection, Row, Select, Table
+
+from autosel.errors import LedgerError
+from autosel.ledger import schema as t
+from autosel.values import (
+    Arm,
+    Decision,
+    Failed,
+    Fingerprint,
+    Parity,
+    Passed,
+    Race,
+    Verdict,
+    Workload,
+    digest,
+    from_json,
+    to_json,
+)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def text_of(value: Any) -> str:
+    """JSON that keeps 1.0 a float (RFC 8785 writes 1, and a trait would come back as another computation) and may hold
+    the NaN that a failed check saw."""
+    return json.dumps(to_json(value), sort_keys=True, separators=(",", ":"))
+
+
+@lru_cache(maxsize=4096)
+def value_of(kind: Any, text: str) -> Any:
+    """The value a stored document describes. Raises LedgerError: a document we wrote always decodes."""
+    try:
+        return from_json(kind, json.loads(text))
+    except ValueError as error:
+        raise LedgerError(
+            f"the ledger holds a {kind} that cannot be read", why=str(error), todo="run `db check`"
+        ) from error
+
+
+def insert(connection: Connection, table: Table, **values: Any) -> int:
+    result = connection.execute(sa.insert(table).values(**values))
+    made: int = result.inserted_primary_key[0] if result.inserted_primary_key else 0
+    return made
+
+
+def _once(connection: Connection, table: Table, column: str, **values: Any) -> int:
+    """The id of the row with this unique column, inserted if it is new."""
+    found = connection.execute(sa.select(table.c.id).where(table.c[column] == values[column])).scalar()
+    return int(found) if found is not None else insert(connection, table, **values)
+
+
+# --- evidence -----------------------------------------------------------------------------------------------------
+
+
+def put_fingerprint(connection: Connection, fp: Fingerprint) -> int:
+    return _once(
+        connection,
+        t.fingerprints,
+        "digest",
+        hw_id=fp.hw_id,
+        env_id=fp.env_id,
+        digest=digest(fp),
+        document=text_of(fp),
+        created_at=now(),
+    )
+
+
+def put_workload(connection: Connection, w: Workload) -> int:
+    return _once(connection, t.workloads, "key", key=w.key, op=w.op, bucket=w.bucket, document=text_of(w))
+
+
+def put_arm(connection: Connection, arm: Arm) -> int:
+    return _once(
+        connection,
+        t.candidates,
+        "document_digest",
+        name=arm.candidate,
+        backend=arm.backend,
+        digest=arm.digest,
+        document_digest=digest(arm),
+        document=text_of(arm),
+    )
+
+
+def put_parity(connection: Connection, hw_id: str, w: Workload, arm: Arm, parity: Parity) -> int:
+    """The id of this proof; one already stored is not stored again."""
+    values = {
+        "candidate_id": put_arm(connection, arm),
+        "workload_id": put_workload(connection, w),
+        "hw_id": hw_id,
+        "scope": w.bucket,
+        "outcome": "passed" if isinstance(parity, Passed) else "failed",
+        "document": text_of(parity),
+    }
+    same = sa.and_(*(t.parities.c[name] == value for name, value in values.items()))
+    found = connection.execute(sa.select(t.parities.c.id).where(same)).scalar()
+    return int(found) if found is not None else insert(connection, t.parities, **values, created_at=now())
+
+
+def parity_of(outcome: str, document: str) -> Parity:
+    made: Parity = value_of(Passed if outcome == "passed" else Failed, document)
+    return made
+
+
+def put_race(connection: Connection, fingerprint_id: int, race: Race) -> int:
+    document = text_of(race).encode()
+    return insert(
+        connection,
+        t.races,
+        workload_id=put_workload(connection, race.workload),
+        fingerprint_id=fingerprint_id,
+        digest=sha256(document).hexdigest(),
+        document=zlib.compress(document, 6),
+        created_at=now(),
+    )
+
+
+def race_of(document: bytes) -> Race:
+    try:
+        made: Race = from_json(Race, json.loads(zlib.decompress(document)))
+    except (ValueError, zlib.error) as error:
+        raise LedgerError(
+            "the ledger holds a race that cannot be read", why=str(error), todo="run `db check`"
+        ) from error
+    return made
+
+
+def put_verdict(connection: Connection, race_id: int | None, verdict: Verdict) -> int:
+    return insert(
+        connection,
+        t.verdicts,
+        race_id=race_id,
+        outcome=verdict.outcome,
+        document=text_of(verdict),
+        created_at=now(),
+    )
+
+
+# --- decisions ----------------------------------------------------------------------------------------------------
+
+_arm, _baseline = t.candidates.alias("arm"), t.candidates.alias("baseline")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A decision with the ids of its evidence."""
+
+    decision: Decision
+    key: str
+    workload_id: int
+    fingerprint_id: int | None
+    arm_id: int
+    baseline_id: int
+    race_id: int | None
+    verdict_id: int | None
+    previous_id: int | None
+    entrants: tuple[str, ...]
+    epoch: int | None = None  # where it serves now
+
+
+def stored(*, serving: bool = False) -> Select[Any]:
+    """Select decisions with what their values need; only those that serve now, or all."""
+    source = (
+        t.decisions.join(t.workloads, t.decisions.c.workload_id == t.workloads.c.id)
+        .join(_arm, t.decisions.c.arm_id == _arm.c.id)
+        .join(_baseline, t.decisions.c.baseline_id == _baseline.c.id)
+        .outerjoin(t.verdicts, t.decisions.c.verdict_id == t.verdicts.c.id)
+    )
+    on = t.serving.c.decision_id == t.decisions.c.id
+    source = source.join(t.serving, on) if serving else source.outerjoin(t.serving, on)
+    return sa.select(
+        t.decisions,
+        t.workloads.c.document.label("workload"),
+        _arm.c.document.label("arm"),
+        _baseline.c.document.label("baseline"),
+        t.verdicts.c.document.label("verdict"),
+        t.serving.c.epoch.label("epoch"),
+    ).select_from(source)
+
+
+def fetch(connection: Connection, query: Select[Any]) -> list[Stored]:
+    return [_stored_of(row) for row in connection.execute(query)]
+
+
+def _stored_of(row: Row[Any]) -> Stored:
+    decision = Decision(
+        id=row.id,
+        state=row.state,
+        hw_id=row.hw_id,
+        op=row.op,
+        bucket=row.bucket,
+        mode=row.mode,
+        workload=value_of(Workload, row.workload),
+        arm=value_of(Arm, row.arm),
+        baseline=value_of(Arm, row.baseline),
+        verdict=value_of(Verdict, row.verdict) if row.verdict else None,
+        reason=row.reason,
+        created_at=row.created_at,
+        length_range=None if row.length_from is None else (row.length_from, row.length_to),
+    )
+    return Stored(
+        decision=decision,
+        key=row.key,
+        workload_id=row.workload_id,
+        fingerprint_id=row.fingerprint_id,
+        arm_id=row.arm_id,
+        baseline_id=row.baseline_id,
+        race_id=row.race_id,
+        verdict_id=row.verdict_id,
+        previous_id=row.previous_id,
+        entrants=tuple(json.loads(row.entrants)),
+        epoch=row.epoch,
+    )
+
+
+def one(connection: Connection, decision_id: int) -> Stored:
+    """Raises LedgerError if there is no such decision."""
+    found = fetch(connection, stored().where(t.decisions.c.id == decision_id))
+    if not found:
+        last = connection.execute(sa.select(sa.func.max(t.decisions.c.id))).scalar()
+        raise LedgerError(
+            f"there is no decision {decision_id}", why=f"the last one is {last or 'none'}", todo="see `history`"
+        )
+    return found[0]
+
+
+def at_key(connection: Connection, key: str) -> Stored | None:
+    found = fetch(connection, stored(serving=True).where(t.serving.c.key == key))
+    return found[0] if found else None
+
+
+def of_bucket(connection: Connection, hw_id: str, mode: str, bucket: str) -> list[Stored]:
+    """What serves a bucket now: one row, or one for each part of a split."""
+    d = t.decisions.c
+    here = sa.and_(d.hw_id == hw_id, d.mode == mode, d.bucket == bucket)
+    return fetch(connection, stored(serving=True).where(here).order_by(d.length_to))
+
+
+def serve(connection: Connection, key: str, decision_id: int, displaced: Sequence[str] = ()) -> None:
+    """Let a decision serve its key from the next epoch on, instead of `displaced` keys."""
+    last = connection.execute(sa.select(sa.func.max(t.serving.c.epoch))).scalar() or 0
+    for gone in displaced:
+        if gone != key:
+            connection.execute(sa.delete(t.serving).where(t.serving.c.key == gone))
+    changed = connection.execute(
+        sa.update(t.serving).where(t.serving.c.key == key).values(decision_id=decision_id, epoch=last + 1)
+    )
+    if changed.rowcount == 0:
+        connection.execute(sa.insert(t.serving).values(key=key, decision_id=decision_id, epoch=last + 1))

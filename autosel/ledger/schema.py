@@ -1,0 +1,224 @@
+"""The ledger's tables. History is appended; only `serving` changes. `db/versions/` creates what this describes.
+
+Documents are canonical JSON of the values in `autosel.values`; a race's is compressed, for it holds every sample.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    CheckConstraint,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+)
+from sqlalchemy.dialects.sqlite import REAL
+from sqlalchemy.schema import SchemaItem
+from sqlalchemy.types import TypeEngine
+
+HEAD = "0001"  # the Alembic revision this code reads and writes; a test holds it to db/versions/
+
+METADATA = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    }
+)
+REAL64: TypeEngine[float] = Double().with_variant(REAL(), "sqlite")  # SQLite's STRICT tables know no other name for it
+
+
+def _table(name: str, *items: SchemaItem) -> Table:
+    return Table(name, METADATA, *items, sqlite_strict=True)
+
+
+def _id() -> Column[int]:
+    return Column("id", Integer, primary_key=True)
+
+
+def _to(table: str, column: str = "", *, required: bool = True) -> Column[int]:
+    return Column(column or f"{table[:-1]}_id", Integer, ForeignKey(f"{table}.id"), nullable=not required)
+
+
+def _text(name: str, *, unique: bool = False, required: bool = True) -> Column[str]:
+    return Column(name, Text, nullable=not required, unique=unique)
+
+
+def _digest_check(column: str = "digest") -> CheckConstraint:
+    return CheckConstraint(f"length({column}) > 0", name=f"{column}_given")
+
+
+fingerprints = _table(
+    "fingerprints",
+    _id(),
+    _text("hw_id"),
+    _text("env_id"),
+    _text("digest", unique=True),
+    _text("document"),
+    _text("created_at"),
+)
+
+workloads = _table("workloads", _id(), _text("key", unique=True), _text("op"), _text("bucket"), _text("document"))
+
+# One row for each thing that ever ran: a candidate with its build and knobs. `digest` is the arm's, `document_digest`
+# is of the whole row, for one digest may come with another recipe (a moved folder).
+candidates = _table(
+    "candidates",
+    _id(),
+    _text("name"),
+    _text("backend"),
+    _text("digest"),
+    _text("document_digest", unique=True),
+    _text("document"),
+    _digest_check(),
+)
+
+parities = _table(
+    "parities",
+    _id(),
+    _to("candidates"),
+    _to("workloads"),
+    _text("hw_id"),
+    _text("scope"),  # the bucket the proof covers
+    _text("outcome"),
+    _text("document"),
+    _text("created_at"),
+    CheckConstraint("outcome IN ('passed', 'failed')", name="outcome"),
+)
+Index(None, parities.c.scope, parities.c.hw_id)
+
+races = _table(
+    "races",
+    _id(),
+    _to("workloads"),
+    _to("fingerprints"),
+    _text("digest"),
+    Column("document", LargeBinary, nullable=False),
+    _text("created_at"),
+)
+
+verdicts = _table(
+    "verdicts",
+    _id(),
+    _to("races", required=False),
+    _text("outcome"),
+    _text("document"),
+    _text("created_at"),
+    CheckConstraint("outcome IN ('promote', 'tie', 'lose', 'undecided')", name="outcome"),
+)
+
+decisions = _table(
+    "decisions",
+    _id(),
+    _text("key"),
+    _text("state"),
+    _text("hw_id"),
+    _text("op"),
+    _text("bucket"),
+    _text("mode"),
+    Column("length_from", Integer),
+    Column("length_to", Integer),
+    _to("workloads"),
+    _to("fingerprints", required=False),
+    _to("candidates", "arm_id"),
+    _to("candidates", "baseline_id"),
+    _to("races", required=False),
+    _to("verdicts", required=False),
+    _to("decisions", "previous_id", required=False),
+    _text("entrants"),  # JSON list: the digest of every arm that was considered, so that a new one is noticed
+    _text("reason"),
+    _text("idempotency_key", unique=True),
+    _text("created_at"),
+    CheckConstraint("state IN ('promoted', 'kept', 'demoted', 'quarantined', 'pinned')", name="state"),
+    CheckConstraint("(length_from IS NULL) = (length_to IS NULL)", name="length_range"),
+    CheckConstraint("length_from IS NULL OR length_from BETWEEN 1 AND length_to", name="length_order"),
+)
+Index(None, decisions.c.op)
+Index(None, decisions.c.hw_id, decisions.c.bucket, decisions.c.mode)
+
+decision_parities = _table(
+    "decision_parities",
+    Column("decision_id", Integer, ForeignKey("decisions.id"), primary_key=True),
+    Column("parity_id", Integer, ForeignKey("parities.id"), primary_key=True),
+)
+
+# The only rows that change: what serves now. Each change takes the next epoch.
+serving = _table(
+    "serving",
+    Column("key", Text, primary_key=True),
+    _to("decisions"),
+    Column("epoch", Integer, nullable=False, unique=True),
+    CheckConstraint("epoch > 0", name="epoch"),
+)
+
+# A trial without an end was cut short: its process died with the candidate in it.
+trials = _table(
+    "trials",
+    _id(),
+    _to("candidates"),
+    _text("hw_id"),
+    _text("op"),
+    _text("stage"),
+    _text("created_at"),
+    CheckConstraint("stage IN ('worker', 'client')", name="stage"),
+)
+trial_ends = _table(
+    "trial_ends",
+    Column("trial_id", Integer, ForeignKey("trials.id"), primary_key=True),
+    _text("outcome"),
+    _text("created_at"),
+)
+
+quarantines = _table(
+    "quarantines",
+    _id(),
+    _to("candidates"),
+    _text("digest"),  # of the build: the same source with other knobs is held too
+    _text("hw_id"),
+    _text("op"),
+    _text("driver"),
+    _text("cause"),
+    _text("reason"),
+    _text("evidence"),
+    _text("created_at"),
+)
+Index(None, quarantines.c.hw_id, quarantines.c.op)
+releases = _table(
+    "releases",
+    Column("quarantine_id", Integer, ForeignKey("quarantines.id"), primary_key=True),
+    _text("reason"),
+    _text("created_at"),
+)
+
+# The lifetime error budget of a key: each attempt at a promotion debits the false-promotion probability it risked.
+debits = _table(
+    "debits",
+    _id(),
+    _text("key"),
+    Column("amount", REAL64, nullable=False),
+    _text("reason"),
+    _text("created_at"),
+    CheckConstraint("amount > 0 AND amount <= 1", name="amount"),
+)
+Index(None, debits.c.key)
+
+# A/A sessions: did a clone of the baseline "beat" the baseline? They calibrate pi for a device and time class.
+aa_sessions = _table(
+    "aa_sessions",
+    _id(),
+    _text("hw_id"),
+    _text("time_class"),
+    Column("crossed", Integer, nullable=False),
+    _text("created_at"),
+    CheckConstraint("crossed IN (0, 1)", name="crossed"),
+)
+Index(None, aa_sessions.c.hw_id, aa_sessions.c.time_class)
+
+HISTORY = tuple(name for name in METADATA.tables if name != "serving")

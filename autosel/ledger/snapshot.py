@@ -1,0 +1,168 @@
+"""The serving snapshot `decisions.json`: what `best()` reads, instead of the database. No SQLAlchemy, no torch here.
+
+    {"digest": ..., "format": "autosel.decisions", "version": 1, "epoch": 7, "rows": [...]}
+
+`digest` is the sha256 of the canonical JSON of the rest. Each row is {"key", "epoch", "decision"}. The file is
+replaced, never edited: a reader sees the old one or the new one. Exports and `autosel.lock` have this format too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autosel.errors import BadConfig, LedgerError
+from autosel.ledger.key import serving_key
+from autosel.values import Decision, digest, from_json, parse_json, to_json
+
+FORMAT = "autosel.decisions"
+VERSION = 1
+FILE = "decisions.json"
+MOST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One served key. `document` is its decision as JSON: decoding waits until somebody asks for that op."""
+
+    key: str
+    epoch: int
+    document: Mapping[str, Any]
+
+    @property
+    def decision(self) -> Decision:
+        """Raises BadConfig if the document is no decision, or not the key's."""
+        try:
+            made: Decision = from_json(Decision, self.document)
+        except ValueError as error:
+            raise BadConfig(f"the decision of {self.key} cannot be understood", why=str(error)) from error
+        key = serving_key(made.hw_id, made.mode, made.bucket, made.length_range)
+        if key != self.key or made.op != made.workload.op or made.bucket != made.workload.bucket:
+            raise BadConfig(f"the decision of {self.key} is another's", why=f"it says {key}, {made.workload.key}")
+        return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    epoch: int
+    rows: tuple[Row, ...]
+    digest: str
+
+
+def document(epoch: int, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The snapshot as JSON types, with its digest."""
+    body = {"format": FORMAT, "version": VERSION, "epoch": epoch, "rows": to_json(list(rows))}
+    return {"digest": digest(body), **body}
+
+
+def write(path: Path, made: Mapping[str, Any]) -> None:
+    """Replace the file at once and for good: its bytes and its folder are on disk on return. Raises LedgerError."""
+    making = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with suppress(FileNotFoundError):
+            making.unlink()  # left by a killed process that had our pid
+        descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(made, file, separators=(",", ":"), allow_nan=False)
+            file.flush()
+            os.fsync(file.fileno())
+        making.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            making.unlink()
+        raise LedgerError(
+            f"cannot write {path}", why=str(error), todo="free some space, or make its folder writable"
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> Snapshot | None:
+    """The snapshot, or None where there is none. Raises BadConfig, with the reason, for one not to be believed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise BadConfig(f"{path} cannot be read", why=str(error)) from error
+    with os.fdopen(descriptor, "rb") as file:
+        _refuse_strangers(path, os.fstat(descriptor))
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise BadConfig(f"{path} is too large", why=f"more than {MOST_BYTES >> 20} MiB")
+    return parse(content, str(path))
+
+
+def _refuse_strangers(path: Path, info: os.stat_result) -> None:
+    mode = stat.S_IMODE(info.st_mode)
+    if not stat.S_ISREG(info.st_mode):
+        raise BadConfig(f"{path} is not a regular file")
+    if info.st_uid not in (os.getuid(), 0) or mode & 0o022:
+        raise BadConfig(
+            f"{path} may have been written by others: not used",
+            why=f"owner {info.st_uid}, mode {mode:04o}; it says which code runs here",
+            todo=f"if you trust it: chown {os.getuid()} and chmod 600 {path}",
+        )
+
+
+def parse(content: bytes | str, where: str) -> Snapshot:
+    """Raises BadConfig naming `where` for anything that is not a whole snapshot of a version we know."""
+    try:
+        data = parse_json(content, what=where)
+    except ValueError as error:
+        raise BadConfig(f"{where} is not a snapshot of decisions", why=str(error)) from error
+    return validate(data, where)
+
+
+def validate(data: Any, where: str) -> Snapshot:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise BadConfig(f"{where} is not a snapshot of decisions", why=f'its "format" is not "{FORMAT}"')
+    if data.get("version") != VERSION:
+        raise BadConfig(
+            f"{where} is of version {data.get('version')!r:.40}",
+            why=f"this autosel reads {VERSION}",
+            todo="upgrade autosel",
+        )
+    body = {name: data.get(name) for name in ("format", "version", "epoch", "rows")}
+    try:
+        found = digest(body)
+    except (TypeError, ValueError) as error:  # integers past 2^53, lone surrogates
+        raise BadConfig(f"{where} is not a snapshot of decisions", why=str(error)) from error
+    if set(data) != {*body, "digest"} or data["digest"] != found:
+        raise BadConfig(f"{where} was damaged or edited", why="its digest does not match its content")
+    return Snapshot(epoch=_epoch(data["epoch"], where), rows=_rows(data["rows"], where), digest=found)
+
+
+def _epoch(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise BadConfig(f"{where}: epoch is {value!r:.40}")
+    return value
+
+
+def _rows(rows: Any, where: str) -> tuple[Row, ...]:
+    if not isinstance(rows, list):
+        raise BadConfig(f"{where}: rows is not a list")
+    made = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict) or set(row) != {"key", "epoch", "decision"} or not isinstance(row["key"], str):
+            raise BadConfig(f"{where}: row {number} is not {{key, epoch, decision}}")
+        if not isinstance(row["decision"], dict):
+            raise BadConfig(f"{where}: row {number} holds no decision")
+        made.append(Row(key=row["key"], epoch=_epoch(row["epoch"], where), document=row["decision"]))
+    if len({row.key for row in made}) != len(made):
+        raise BadConfig(f"{where}: a key appears twice")
+    return tuple(made)

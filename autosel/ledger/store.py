@@ -1,0 +1,711 @@
+"""The ledger: one object over the database, the device lock and the serving snapshot.
+
+Every method that changes something is one transaction, on disk and published when it returns: what it returned is
+acknowledged and survives `kill -9` and power loss. What a killed call had not returned may or may not be there; calling
+again with the same idempotency key gives the one decision.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from autosel import settings
+from autosel.errors import BadConfig, LedgerError, ParityError, UnknownName
+from autosel.ledger import containment, migrate, rows, snapshot
+from autosel.ledger import schema as t
+from autosel.ledger.containment import Quarantine, Stage, Strike
+from autosel.ledger.engine import Database, private_folder, refuse_shared
+from autosel.ledger.key import LengthRange, budget_key, overlap, serving_key
+from autosel.ledger.locks import device_lock, publish_lock
+from autosel.ledger.rows import Stored
+from autosel.values import (
+    Arm,
+    Decision,
+    Fingerprint,
+    NativeRecipe,
+    Parity,
+    Passed,
+    PythonRecipe,
+    Race,
+    State,
+    Verdict,
+    Workload,
+    canonical_json,
+    to_json,
+)
+
+LIFETIME_BUDGET = 0.01  # the false-promotion probability all attempts at one key may add up to (design section 7)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """A decision and all it rests on. `previous` is what served the key before."""
+
+    decision: Decision
+    fingerprint: Fingerprint | None
+    race: Race | None
+    parities: tuple[tuple[Arm, Parity], ...]
+    previous: Decision | None
+    serves: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    key: str
+    epoch: int
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """The decisions that serve now, and those only kept, each with the reason."""
+
+    served: tuple[Decision, ...]
+    kept: tuple[tuple[Decision, str], ...]
+
+
+def open_ledger(url: str | None = None, home: Path | None = None) -> Ledger:
+    """Create, migrate and check the ledger, then publish what it serves.
+
+    One that cannot be written is opened for reading. Raises LedgerError if it is corrupt, locked, of a newer version,
+    or not there and cannot be made.
+    """
+    home = home or settings.home()
+    database = Database(url or (f"sqlite:///{home / 'ledger.db'}" if home != settings.home() else settings.db_url()))
+    if database.path is not None:
+        _prepare_file(database, database.path)
+    ledger = Ledger(database, home)
+    migrate.check(database)
+    migrate.upgrade(database)
+    if ledger.writable:
+        ledger.publish()
+    return ledger
+
+
+class Ledger:
+    """Made by `open_ledger`. Threads may share it."""
+
+    def __init__(self, database: Database, home: Path) -> None:
+        self._database, self.home = database, home
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._database.close()
+
+    @property
+    def name(self) -> str:
+        return self._database.name
+
+    @property
+    def writable(self) -> bool:
+        return self._database.writable
+
+    # --- decide -----------------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        fp: Fingerprint,
+        workload: Workload,
+        *,
+        verdict: Verdict | None,
+        race: Race | None,
+        parities: Sequence[tuple[Arm, Parity]],
+        arm: Arm,
+        baseline: Arm,
+        mode: str,
+        state: State,
+        reason: str,
+        idempotency_key: str,
+        length_range: LengthRange = None,
+        entrants: Iterable[str] = (),
+    ) -> Decision:
+        """Store a decision with its evidence, and let it serve its key, unless a pin holds the key.
+
+        `entrants` adds digests of arms that were considered and not built; those in `parities` are counted anyway. A
+        promoted arm other than the baseline must have passed parity (ParityError), and must not be in quarantine.
+        """
+        canonical_json([workload, verdict, arm, baseline])  # refuse NaN and the like before anything is written
+        hw_id = fp.hw_id
+        considered = {a.digest for a, _ in parities} | {arm.digest, baseline.digest, *entrants}
+
+        def write(c: Connection) -> int:
+            if state in ("promoted", "pinned") and arm.digest != baseline.digest:
+                _refuse_unproven(arm, state, parities)
+                _refuse_quarantined(arm, containment.active(c, hw_id, workload.op))
+            fingerprint_id = rows.put_fingerprint(c, fp)
+            race_id = rows.put_race(c, fingerprint_id, race) if race else None
+            proofs = [rows.put_parity(c, hw_id, workload, a, p) for a, p in parities]
+            return _decide(
+                c,
+                state=state,
+                hw_id=hw_id,
+                workload=workload,
+                mode=mode,
+                length_range=length_range,
+                fingerprint_id=fingerprint_id,
+                arm_id=rows.put_arm(c, arm),
+                baseline_id=rows.put_arm(c, baseline),
+                race_id=race_id,
+                verdict_id=rows.put_verdict(c, race_id, verdict) if verdict else None,
+                entrants=sorted(considered),
+                reason=reason,
+                idempotency_key=idempotency_key,
+                proofs=proofs,
+            )
+
+        return self._acknowledged(write, idempotency_key)
+
+    def demote(self, decision_id: int, reason: str) -> Decision:
+        """The baseline serves this decision's key from now on. Demoting twice is demoting once."""
+        return self._change(decision_id, "demoted", reason, _baseline_of, f"demote-{decision_id}")
+
+    def promote(self, decision_id: int, candidate: str, reason: str) -> Decision:
+        """By hand: another arm of this decision's race serves its key. Raises ParityError if it has not passed."""
+        return self._by_hand(decision_id, "promoted", candidate, reason)
+
+    def pin(self, decision_id: int, reason: str, candidate: str | None = None) -> Decision:
+        """This decision's arm (or another that passed parity with it) serves until unpinned, whatever races say."""
+        return self._by_hand(decision_id, "pinned", candidate, reason)
+
+    def unpin(self, decision_id: int, reason: str) -> Decision:
+        """What the pin displaced serves again. Raises LedgerError if the decision is not a pin that serves."""
+
+        def write(c: Connection) -> int:
+            found = rows.one(c, decision_id)
+            if found.epoch is None or found.decision.state != "pinned":
+                raise LedgerError(f"decision {decision_id} is not a pin that serves", todo="see `history`")
+            back = found
+            while back.decision.state == "pinned" and back.previous_id is not None:
+                back = rows.one(c, back.previous_id)
+            state = back.decision.state if back is not found else "kept"
+            arm_id = back.arm_id if back is not found else back.baseline_id
+            return _follow(c, back, state=state, arm_id=arm_id, reason=reason, key=f"unpin-{decision_id}")
+
+        return self._acknowledged(write, f"unpin-{decision_id}")
+
+    def _by_hand(self, decision_id: int, state: State, candidate: str | None, reason: str) -> Decision:
+        def choose(c: Connection, found: Stored) -> int:
+            name = candidate or found.decision.arm.candidate
+            if name in (found.decision.arm.candidate, found.decision.baseline.candidate):
+                same = name == found.decision.arm.candidate
+                return found.arm_id if same else found.baseline_id
+            proofs = _proofs(c, decision_id)
+            passed = [arm for arm, parity in proofs if arm.candidate == name and isinstance(parity, Passed)]
+            if passed:
+                return rows.put_arm(c, passed[-1])
+            if any(arm.candidate == name for arm, _ in proofs):
+                raise ParityError(f"{name} failed parity for decision {decision_id}: it cannot be {state}")
+            known = {found.decision.arm.candidate, found.decision.baseline.candidate, *(a.candidate for a, _ in proofs)}
+            raise UnknownName("candidate", name, tuple(sorted(known)))
+
+        return self._change(decision_id, state, reason, choose, f"{state}-{decision_id}-{candidate or ''}")
+
+    def _change(
+        self, decision_id: int, state: State, reason: str, choose: Callable[[Connection, Stored], int], key: str
+    ) -> Decision:
+        """Append a decision that follows the one serving `decision_id`'s key."""
+
+        def write(c: Connection) -> int:
+            found = rows.one(c, decision_id)
+            now = rows.at_key(c, found.key)
+            if now is None:
+                raise LedgerError(
+                    f"decision {decision_id} does not serve here", why="it belongs to another device, or was split"
+                )
+            arm_id = choose(c, found)
+            if now.decision.state == state and now.arm_id == arm_id:
+                return now.decision.id
+            if state == "demoted" and now.arm_id != found.arm_id:
+                raise LedgerError(
+                    f"decision {decision_id} no longer serves",
+                    why=f"decision {now.decision.id} does, with {now.decision.arm.candidate}",
+                    todo=f"demote {now.decision.id} if you mean that",
+                )
+            basis = found if arm_id == found.arm_id else now
+            return _follow(c, basis, state=state, arm_id=arm_id, reason=reason, key=f"{key}@{now.epoch}")
+
+        return self._acknowledged(write, None)
+
+    def _acknowledged(self, write: Callable[[Connection], int], idempotency_key: str | None) -> Decision:
+        """Commit, publish, and only then return."""
+        with self._database.writing() as c:
+            known = _by_idempotency(c, idempotency_key) if idempotency_key else None
+            made = rows.one(c, known if known is not None else write(c))
+        self.publish()
+        return made.decision
+
+    # --- what serves ------------------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Replace the snapshot by what serves now. Raises LedgerError: stored, but not yet visible to `best()`."""
+        path = self.home / snapshot.FILE
+        with publish_lock(self.home):  # read under the lock, so that the last to publish publishes the latest
+            made = self.export()
+            try:
+                found = snapshot.read(path)
+            except BadConfig:
+                found = None
+            if found is None or found.digest != made["digest"]:
+                snapshot.write(path, made)
+
+    def serving(self) -> tuple[Served, ...]:
+        with self._database.reading() as c:
+            found = rows.fetch(c, rows.stored(serving=True).order_by(t.serving.c.key))
+        return tuple(Served(key=s.key, epoch=s.epoch or 0, decision=s.decision) for s in found)
+
+    def known(
+        self, hw_id: str, bucket: str, mode: str, digests: Iterable[str], *, length_range: LengthRange = None
+    ) -> Decision | None:
+        """The settled decision of a bucket, if nothing it rests on has changed: then there is nothing to measure.
+
+        `digests` are the arms eligible now, baseline included. A new or edited arm, another baseline, or an undecided
+        verdict means None. Of a split bucket without `length_range`: the row for the longest contexts.
+        """
+        found = self.known_rows(hw_id, bucket, mode, digests)
+        if length_range is not None:
+            found = tuple(d for d in found if d.length_range == length_range)
+        return found[-1] if found else None
+
+    def known_rows(self, hw_id: str, bucket: str, mode: str, digests: Iterable[str]) -> tuple[Decision, ...]:
+        """All rows of a settled bucket, or none."""
+        now = set(digests)
+        with self._database.reading() as c:
+            found = rows.of_bucket(c, hw_id, mode, bucket)
+        settled = all(_still_holds(s, now) for s in found)
+        return tuple(s.decision for s in found) if settled else ()
+
+    # --- evidence ---------------------------------------------------------------------------------------------------
+
+    def save_parity(self, hw_id: str, workload: Workload, arm: Arm, parity: Parity) -> int:
+        """Store one proof at once, so that a killed tune need not prove it again. Returns its id."""
+        with self._database.writing() as c:
+            return rows.put_parity(c, hw_id, workload, arm, parity)
+
+    def parity_known(self, hw_id: str, digest: str, workload: Workload) -> Parity | None:
+        """The latest proof about the arm of this digest in the workload's bucket, dtype and traits."""
+        p = t.parities.c
+        query = (
+            sa.select(p.outcome, p.document)
+            .join(t.candidates, p.candidate_id == t.candidates.c.id)
+            .where(p.hw_id == hw_id, p.scope == workload.bucket, t.candidates.c.digest == digest)
+            .order_by(p.id.desc())
+            .limit(1)
+        )
+        with self._database.reading() as c:
+            row = c.execute(query).first()
+        return rows.parity_of(row.outcome, row.document) if row else None
+
+    def decision(self, decision_id: int) -> Decision:
+        """Raises LedgerError if there is none."""
+        with self._database.reading() as c:
+            return rows.one(c, decision_id).decision
+
+    def evidence(self, decision_id: int) -> Evidence:
+        with self._database.reading() as c:
+            found = rows.one(c, decision_id)
+            race = _document(c, t.races, found.race_id)
+            fingerprint = _document(c, t.fingerprints, found.fingerprint_id)
+            return Evidence(
+                decision=found.decision,
+                fingerprint=rows.value_of(Fingerprint, fingerprint) if fingerprint else None,
+                race=rows.race_of(race) if race else None,
+                parities=tuple(_proofs(c, decision_id)),
+                previous=rows.one(c, found.previous_id).decision if found.previous_id else None,
+                serves=found.epoch is not None,
+            )
+
+    def history(self, op: str | None = None, *, limit: int | None = None) -> list[Decision]:
+        """Decisions, newest first."""
+        query = rows.stored().order_by(t.decisions.c.id.desc()).limit(limit)
+        if op is not None:
+            query = query.where(t.decisions.c.op == op)
+        with self._database.reading() as c:
+            return [s.decision for s in rows.fetch(c, query)]
+
+    def fingerprint(self, env_id: str) -> Fingerprint | None:
+        """The latest stored for this device and software, whose rates were measured then."""
+        f = t.fingerprints.c
+        query = sa.select(f.document).where(f.env_id == env_id).order_by(f.id.desc()).limit(1)
+        with self._database.reading() as c:
+            found = c.execute(query).scalar()
+        return rows.value_of(Fingerprint, found) if found else None
+
+    # --- containment ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def lock(self, hw_id: str) -> Iterator[list[Strike]]:
+        """The device is ours to measure on; LedgerError at once, naming the holder, if it is another's.
+
+        Gives the arms whose trial a predecessor's death cut short; those struck out are in quarantine already.
+        """
+        with device_lock(self.home, hw_id):
+            yield self.close_abandoned(hw_id, "worker") if self.writable else []
+
+    def close_abandoned(self, hw_id: str, stage: Stage) -> list[Strike]:
+        with self._database.writing() as c:
+            found = containment.close_abandoned(c, hw_id, stage)
+        for strike in found:
+            if strike.out:
+                reason = f"{strike.strikes} of its trials ended with the process"
+                self.quarantine(strike.arm, hw_id=hw_id, op=strike.op, cause=containment.CUT_SHORT, reason=reason)
+        return found
+
+    @contextmanager
+    def trial(self, hw_id: str, op: str, arm: Arm, stage: Stage = "worker") -> Iterator[int]:
+        """Journal that an arm is about to run; closed on leaving, also by an exception or Ctrl-C."""
+        with self._database.writing() as c:
+            trial_id = containment.open_trial(c, hw_id, op, arm, stage)
+        outcome = "finished"
+        try:
+            yield trial_id
+        except BaseException as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            with self._database.writing() as c:
+                containment.close_trial(c, trial_id, outcome)
+
+    def quarantine(
+        self,
+        arm: Arm,
+        *,
+        hw_id: str,
+        op: str,
+        cause: str,
+        reason: str,
+        digest: str = "",
+        driver: str = "",
+        evidence: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Hold a build (`digest`; default the arm's) of an op on a device; where it served, the baseline does now."""
+        with self._database.writing() as c:
+            made = containment.put_quarantine(
+                c,
+                arm,
+                digest=digest or arm.digest,
+                hw_id=hw_id,
+                op=op,
+                driver=driver,
+                cause=cause,
+                reason=reason,
+                evidence=evidence or {},
+            )
+            here = sa.and_(t.decisions.c.hw_id == hw_id, t.decisions.c.op == op)
+            for s in rows.fetch(c, rows.stored(serving=True).where(here)):
+                if s.decision.arm.candidate == arm.candidate and s.arm_id != s.baseline_id:
+                    key = f"quarantine-{made}-{s.decision.id}"
+                    _follow(c, s, state="quarantined", arm_id=s.baseline_id, reason=reason, key=key)
+        self.publish()
+        return made
+
+    def quarantined(self, hw_id: str, op: str | None = None, driver: str | None = None) -> dict[str, Quarantine]:
+        """By build digest."""
+        with self._database.reading() as c:
+            return {q.digest: q for q in containment.active(c, hw_id, op, driver)}
+
+    def release(self, quarantine_id: int, reason: str) -> None:
+        """End a quarantine. What it demoted stays demoted until raced again."""
+        with self._database.writing() as c:
+            containment.release(c, quarantine_id, reason)
+
+    # --- error budget -----------------------------------------------------------------------------------------------
+
+    def spend(self, key: str, amount: float, reason: str = "") -> bool:
+        """Debit an attempt's false-promotion bound from `budget_key(...)`'s lifetime; False, and nothing debited, when
+        it no longer fits."""
+        with self._database.writing() as c:
+            if _spent(c, key) + amount > LIFETIME_BUDGET * (1 + 1e-9):
+                return False
+            rows.insert(c, t.debits, key=key, amount=amount, reason=reason, created_at=rows.now())
+        return True
+
+    def spent(self, key: str) -> float:
+        with self._database.reading() as c:
+            return _spent(c, key)
+
+    def save_aa(self, hw_id: str, time_class: str, crossings: Iterable[bool]) -> None:
+        """Store A/A sessions: did a clone of the baseline cross the threshold against it?"""
+        with self._database.writing() as c:
+            for crossed in crossings:
+                values = {"hw_id": hw_id, "time_class": time_class, "crossed": int(crossed), "created_at": rows.now()}
+                rows.insert(c, t.aa_sessions, **values)
+
+    def aa(self, hw_id: str, time_class: str) -> tuple[int, int]:
+        """(A/A sessions, how many crossed) so far on this device for ops of this duration."""
+        a = t.aa_sessions.c
+        query = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(a.crossed), 0))
+        with self._database.reading() as c:
+            count, crossed = c.execute(query.where(a.hw_id == hw_id, a.time_class == time_class)).one()
+        return int(count), int(crossed)
+
+    # --- in and out -------------------------------------------------------------------------------------------------
+
+    def export(self, path: Path | None = None) -> dict[str, Any]:
+        """What serves now, in the snapshot's format; also written to `path` if given."""
+        served = self.serving()
+        epoch = max((s.epoch for s in served), default=0)
+        lines = [{"key": s.key, "epoch": s.epoch, "decision": to_json(s.decision)} for s in served]
+        made = snapshot.document(epoch, lines)
+        if path is not None:
+            snapshot.write(path, made)
+        return made
+
+    def import_(self, data: Mapping[str, Any] | bytes | str, hw_id: str) -> Imported:
+        """Take in an export. All rows or none; BadConfig for anything that is not a whole export.
+
+        Rows of another device do not serve here; neither does one that would import a module that is not autosel's: no
+        code from data. A pin of ours stays.
+        """
+        where = "the import"
+        found = snapshot.validate(data, where) if isinstance(data, Mapping) else snapshot.parse(data, where)
+        decisions = [row.decision for row in found.rows]
+        served: list[Decision] = []
+        kept: list[tuple[Decision, str]] = []
+        with self._database.writing() as c:
+            for d in decisions:
+                why = _refusal(c, d, hw_id)
+                made = rows.one(c, _import_one(c, d, found.digest, serves=not why)).decision
+                if why:
+                    kept.append((made, why))
+                else:
+                    served.append(made)
+        self.publish()
+        return Imported(served=tuple(served), kept=tuple(kept))
+
+    def backup(self, path: Path) -> None:
+        """A consistent copy of a SQLite ledger, made while it is in use."""
+        migrate.backup(self._database, path)
+
+    def check(self) -> None:
+        """Look at every page, index and reference. Raises LedgerError if something is damaged."""
+        migrate.check(self._database, deep=True)
+
+
+# --- opening ------------------------------------------------------------------------------------------------------
+
+
+def _prepare_file(database: Database, path: Path) -> None:
+    """Create a new file for us alone, or find out whether the one that is there can be written."""
+    if not path.exists():
+        private_folder(path.parent)
+        try:
+            path.touch(mode=0o600)
+        except OSError as error:
+            raise LedgerError(
+                f"cannot create the ledger {path}", why=str(error), todo="set AUTOSEL_HOME to a folder you can write"
+            ) from error
+        return
+    refuse_shared(path)
+    database.find_access()
+
+
+# --- decisions ----------------------------------------------------------------------------------------------------
+
+
+def _decide(
+    c: Connection,
+    *,
+    state: State,
+    hw_id: str,
+    workload: Workload,
+    mode: str,
+    length_range: LengthRange,
+    fingerprint_id: int | None,
+    arm_id: int,
+    baseline_id: int,
+    race_id: int | None,
+    verdict_id: int | None,
+    entrants: Sequence[str],
+    reason: str,
+    idempotency_key: str,
+    proofs: Iterable[int],
+    serves: bool = True,
+) -> int:
+    """Append a decision and let it serve in place of every row of its bucket that it overlaps."""
+    key = serving_key(hw_id, mode, workload.bucket, length_range)
+    served = rows.of_bucket(c, hw_id, mode, workload.bucket)
+    rivals = [s for s in served if overlap(s.decision.length_range, length_range)]
+    made = rows.insert(
+        c,
+        t.decisions,
+        key=key,
+        state=state,
+        hw_id=hw_id,
+        op=workload.op,
+        bucket=workload.bucket,
+        mode=mode,
+        length_from=length_range[0] if length_range else None,
+        length_to=length_range[1] if length_range else None,
+        workload_id=rows.put_workload(c, workload),
+        fingerprint_id=fingerprint_id,
+        arm_id=arm_id,
+        baseline_id=baseline_id,
+        race_id=race_id,
+        verdict_id=verdict_id,
+        previous_id=max((s.decision.id for s in rivals), default=None),
+        entrants=json.dumps(list(entrants)),
+        reason=reason,
+        idempotency_key=idempotency_key,
+        created_at=rows.now(),
+    )
+    for proof in dict.fromkeys(proofs):
+        c.execute(sa.insert(t.decision_parities).values(decision_id=made, parity_id=proof))
+    pinned = any(s.decision.state == "pinned" for s in rivals)
+    if serves and (state == "pinned" or not pinned):
+        rows.serve(c, key, made, [s.key for s in rivals])
+    return made
+
+
+def _baseline_of(_: Connection, found: Stored) -> int:
+    return found.baseline_id
+
+
+def _refuse_unproven(arm: Arm, state: State, parities: Sequence[tuple[Arm, Parity]]) -> None:
+    if not any(a.digest == arm.digest and isinstance(p, Passed) for a, p in parities):
+        raise ParityError(f"{arm.candidate} has not passed parity: it cannot be {state}")
+
+
+def _refuse_quarantined(arm: Arm, held: Sequence[Quarantine]) -> None:
+    for q in held:
+        if q.digest == arm.digest:
+            raise LedgerError(f"{arm.candidate} is in quarantine: {q.reason}", todo=f"release quarantine {q.id} first")
+
+
+def _follow(c: Connection, found: Stored, *, state: State, arm_id: int, reason: str, key: str) -> int:
+    """Append a decision about the same key on the same evidence, and let it serve, whatever served."""
+    d = found.decision
+    now = rows.at_key(c, found.key)
+    known = _by_idempotency(c, key)
+    if known is not None:
+        return known
+    made = rows.insert(
+        c,
+        t.decisions,
+        key=found.key,
+        state=state,
+        hw_id=d.hw_id,
+        op=d.op,
+        bucket=d.bucket,
+        mode=d.mode,
+        length_from=d.length_range[0] if d.length_range else None,
+        length_to=d.length_range[1] if d.length_range else None,
+        workload_id=found.workload_id,
+        fingerprint_id=found.fingerprint_id,
+        arm_id=arm_id,
+        baseline_id=found.baseline_id,
+        race_id=found.race_id,
+        verdict_id=found.verdict_id,
+        previous_id=now.decision.id if now else found.decision.id,
+        entrants=json.dumps(list(found.entrants)),
+        reason=reason,
+        idempotency_key=key,
+        created_at=rows.now(),
+    )
+    proofs = t.decision_parities.c
+    for proof in c.execute(sa.select(proofs.parity_id).where(proofs.decision_id == d.id)).scalars().all():
+        c.execute(sa.insert(t.decision_parities).values(decision_id=made, parity_id=proof))
+    rows.serve(c, found.key, made)
+    return made
+
+
+def _by_idempotency(c: Connection, key: str) -> int | None:
+    found = c.execute(sa.select(t.decisions.c.id).where(t.decisions.c.idempotency_key == key)).scalar()
+    return int(found) if found is not None else None
+
+
+def _still_holds(found: Stored, now: set[str]) -> bool:
+    d = found.decision
+    if d.baseline.digest not in now or d.arm.digest not in now:
+        return False
+    if d.state == "pinned":
+        return True
+    undecided = d.verdict is not None and d.verdict.outcome == "undecided"
+    return not undecided and now <= set(found.entrants)
+
+
+# --- evidence -----------------------------------------------------------------------------------------------------
+
+
+def _proofs(c: Connection, decision_id: int) -> list[tuple[Arm, Parity]]:
+    p = t.parities.c
+    query = (
+        sa.select(t.candidates.c.document.label("arm"), p.outcome, p.document)
+        .select_from(t.decision_parities)
+        .join(t.parities, t.decision_parities.c.parity_id == p.id)
+        .join(t.candidates, p.candidate_id == t.candidates.c.id)
+        .where(t.decision_parities.c.decision_id == decision_id)
+        .order_by(p.id)
+    )
+    return [(rows.value_of(Arm, r.arm), rows.parity_of(r.outcome, r.document)) for r in c.execute(query)]
+
+
+def _document(c: Connection, table: sa.Table, row_id: int | None) -> Any:
+    if row_id is None:
+        return None
+    return c.execute(sa.select(table.c.document).where(table.c.id == row_id)).scalar()
+
+
+def _spent(c: Connection, key: str) -> float:
+    total = c.execute(sa.select(sa.func.sum(t.debits.c.amount)).where(t.debits.c.key == key)).scalar()
+    return float(total or 0.0)
+
+
+# --- import -------------------------------------------------------------------------------------------------------
+
+
+def _refusal(c: Connection, d: Decision, hw_id: str) -> str:
+    """Why an imported decision may not serve here, or ""."""
+    if d.hw_id != hw_id:
+        return f"measured on another device ({d.hw_id[:12]}, this is {hw_id[:12]})"
+    for recipe in (d.arm.recipe, d.baseline.recipe):
+        if isinstance(recipe, PythonRecipe) and (recipe.path or not recipe.target.startswith("autosel.")):
+            return f"it would import {recipe.target}: race that candidate here instead"
+        if isinstance(recipe, NativeRecipe) and (recipe.source.startswith("/") or ".." in Path(recipe.source).parts):
+            return f"its source {recipe.source} is not one of autosel's"
+    if any(q.digest == d.arm.digest for q in containment.active(c, d.hw_id, d.op)):
+        return f"{d.arm.candidate} is in quarantine here"
+    now = rows.of_bucket(c, d.hw_id, d.mode, d.bucket)
+    if any(s.decision.state == "pinned" for s in now):
+        return "a pin holds its key here"
+    return ""
+
+
+def _import_one(c: Connection, d: Decision, digest: str, *, serves: bool) -> int:
+    key = f"import-{digest}-{d.id}"
+    known = _by_idempotency(c, key)
+    if known is not None:
+        return known
+    return _decide(
+        c,
+        state=d.state,
+        hw_id=d.hw_id,
+        workload=d.workload,
+        mode=d.mode,
+        length_range=d.length_range,
+        fingerprint_id=None,
+        arm_id=rows.put_arm(c, d.arm),
+        baseline_id=rows.put_arm(c, d.baseline),
+        race_id=None,
+        verdict_id=rows.put_verdict(c, None, d.verdict) if d.verdict else None,
+        entrants=sorted({d.arm.digest, d.baseline.digest}),
+        reason=f"imported (decision {d.id} of another ledger): {d.reason}",
+        idempotency_key=key,
+        proofs=(),
+        serves=serves,
+    )
+
+
+__all__ = ["Evidence", "Ledger", "Served", "budget_key", "open_ledger"]

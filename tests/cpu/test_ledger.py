@@ -1,0 +1,447 @@
+"""The ledger on real SQLite files: what is acknowledged is there, what is refused changed nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosel.errors import BadConfig, LedgerError, ParityError, UnknownName
+from autosel.ledger import Ledger, open_ledger, snapshot
+from autosel.ledger import schema as t
+from autosel.ledger.key import budget_key
+from autosel.values import (
+    Arm,
+    Decision,
+    Effect,
+    Failed,
+    Fingerprint,
+    NativeRecipe,
+    Pair,
+    Passed,
+    PythonRecipe,
+    Race,
+    Rate,
+    Session,
+    Timing,
+    Verdict,
+    Workload,
+)
+
+MODE = "eager.t2.highest"
+FP = Fingerprint(
+    kind="cpu",
+    name="a CPU",
+    identity={"model": "test", "cpus": 2},
+    environment={"torch": "2.13.0"},
+    rates={"read_bytes_per_s@1": Rate(value=2e10, unit="B/s", spread=0.01, source="probe")},
+)
+ATTN = Workload(
+    op="attn",
+    dims=(("B", 1), ("Hq", 32), ("Hkv", 8), ("S", 1), ("D", 128), ("L", 8192)),
+    dtype="bf16",
+    traits=(("softcap", 1.0),),
+)
+BASELINE = Arm(
+    candidate="torch:sdpa",
+    backend="TORCH",
+    recipe=PythonRecipe(target="autosel.candidates.torch_eager:attn"),
+    knobs={},
+    digest="b" * 64,
+)
+CPP = Arm(
+    candidate="cpp:attn",
+    backend="CPP",
+    recipe=NativeRecipe(source="cpu/attn.cpp", entry="attn", flags=("-mavx2",), knob_args=("threads",)),
+    knobs={"threads": 2, "share": 1.0},
+    digest="c" * 64,
+)
+PACKED = dataclasses.replace(BASELINE, candidate="torch:packed", digest="d" * 64)
+PASSED = Passed(cases=47, worst=0.61, worst_case="needle")
+FAILED = Failed(check="bound", case="strided", evidence={"row": 3, "got": float("nan")}, reason="ignores the stride")
+
+
+def race(w: Workload = ATTN) -> Race:
+    pairs = tuple(Pair(order=(0, 1), samples_ns=((100.5, 101.25), (50.0, 51.0))) for _ in range(30))
+    session = Session(
+        kind="confirming",
+        seed=2**61 + 1,
+        arms=("torch:sdpa", "cpp:attn"),
+        pairs=pairs,
+        calls_per_sample=(1, 2),
+        aa_crossed=False,
+    )
+    return Race(
+        workload=w,
+        baseline="torch:sdpa",
+        incumbent="torch:sdpa",
+        finalist="cpp:attn",
+        delta=0.05,
+        alpha_session=0.05,
+        pi=0.01,
+        sessions=(session,) * 4,
+    )
+
+
+def verdict(outcome: Any = "promote") -> Verdict:
+    return Verdict(
+        outcome=outcome,
+        winner="cpp:attn",
+        reason="won 42 of 42",
+        effect=Effect(median=2.0, lo=1.9, hi=2.1),
+        next_best=("torch:packed", 1.5),
+        timings={"cpp:attn": Timing(median_us=50, lo_us=49, hi_us=51, p95_us=53, min_us=48, samples=60)},
+        e_values=(30.0, 41.5),
+        wins=((14, 14),),
+    )
+
+
+def record(ledger: Ledger, key: str = "one", **changes: Any) -> Decision:
+    values: dict[str, Any] = {
+        "verdict": verdict(),
+        "race": race(),
+        "parities": [(CPP, PASSED), (PACKED, FAILED)],
+        "arm": CPP,
+        "baseline": BASELINE,
+        "mode": MODE,
+        "state": "promoted",
+        "reason": "faster in three sessions",
+        "idempotency_key": key,
+    }
+    fp, w = changes.pop("fp", FP), changes.pop("workload", ATTN)
+    return ledger.record(fp, w, **(values | changes))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def ledger(home: Path) -> Ledger:
+    return open_ledger(home=home)
+
+
+# --- decisions ----------------------------------------------------------------------------------------------------
+
+
+def test_a_decision_comes_back_whole_with_its_evidence(ledger: Ledger, home: Path) -> None:
+    made = record(ledger)
+    ledger.close()
+    again = open_ledger(home=home)
+    assert again.decision(made.id) == made
+    evidence = again.evidence(made.id)
+    assert evidence.race == race()
+    assert evidence.fingerprint == FP
+    assert evidence.serves
+    (cpp, passed), (packed, failed) = evidence.parities
+    assert (cpp, passed, packed) == (CPP, PASSED, PACKED)
+    assert isinstance(failed, Failed)
+    assert failed.reason == FAILED.reason
+    assert failed.evidence["got"] != failed.evidence["got"], "the NaN that was seen is kept"
+
+
+def test_a_float_trait_or_knob_stays_a_float(ledger: Ledger, home: Path) -> None:
+    made = record(ledger)
+    assert ledger.decision(made.id).workload.key == ATTN.key
+    assert type(ledger.decision(made.id).arm.knobs["share"]) is float
+    (row,) = read_snapshot(home).rows
+    assert row.decision == made
+
+
+def test_every_change_is_in_the_snapshot_when_it_is_acknowledged(ledger: Ledger, home: Path) -> None:
+    made = record(ledger)
+    assert [r.decision for r in read_snapshot(home).rows] == [made]
+    demoted = ledger.demote(made.id, "wrong once")
+    assert [r.decision for r in read_snapshot(home).rows] == [demoted]
+    assert demoted.arm == BASELINE
+    assert read_snapshot(home).epoch == 2
+
+
+def test_one_idempotency_key_is_one_decision(ledger: Ledger) -> None:
+    assert record(ledger, "k") == record(ledger, "k", reason="asked again")
+    assert len(ledger.history()) == 1
+
+
+def test_history_can_be_neither_updated_nor_deleted_nor_replaced(ledger: Ledger, home: Path) -> None:
+    record(ledger)
+    with sqlite3.connect(home / "ledger.db") as raw:
+        raw.execute("PRAGMA recursive_triggers=ON")
+        for table in t.HISTORY:
+            assert raw.execute(f"SELECT count(*) FROM {table}").fetchone() is not None
+            column = t.METADATA.tables[table].c[0].name
+            if raw.execute(f"SELECT count(*) FROM {table}").fetchone()[0]:
+                for sql in (f"UPDATE {table} SET {column} = {column}", f"DELETE FROM {table}"):
+                    with pytest.raises(sqlite3.IntegrityError, match="append only"):
+                        raw.execute(sql)
+        with pytest.raises(sqlite3.IntegrityError):
+            raw.execute("INSERT OR REPLACE INTO decisions SELECT * FROM decisions")
+
+
+def test_an_arm_that_has_not_passed_parity_is_not_promoted(ledger: Ledger) -> None:
+    for parities in ([], [(CPP, FAILED)], [(PACKED, PASSED)]):
+        with pytest.raises(ParityError, match="has not passed parity"):
+            record(ledger, parities=parities)
+    assert ledger.history() == []
+    assert ledger.serving() == ()
+
+
+def test_a_value_that_is_not_json_is_refused_before_anything_is_written(ledger: Ledger) -> None:
+    bad = dataclasses.replace(verdict(), roofline=float("nan"))
+    with pytest.raises(ValueError, match=r"(?i)nan"):
+        record(ledger, verdict=bad)
+    assert ledger.history() == []
+
+
+# --- known: what need not be measured again -----------------------------------------------------------------------
+
+
+def test_a_settled_bucket_is_known_until_something_it_rests_on_changes(ledger: Ledger) -> None:
+    made = record(ledger)
+    now = [CPP.digest, PACKED.digest, BASELINE.digest]
+
+    def known(digests: list[str]) -> Decision | None:
+        return ledger.known(FP.hw_id, ATTN.bucket, MODE, digests)
+
+    assert known(now) == made
+    assert known(now[::2]) == made, "a candidate that is gone changes nothing unless it won"
+    assert known([*now, "e" * 64]) is None, "a new candidate is raced"
+    assert known(["e" * 64, *now[1:]]) is None, "the winner was edited"
+    assert known([*now[:2], "e" * 64]) is None, "another torch"
+    assert ledger.known("other", ATTN.bucket, MODE, now) is None
+    assert ledger.known(FP.hw_id, ATTN.bucket, "eager.t1.highest", now) is None
+
+
+def test_an_undecided_verdict_is_not_known(ledger: Ledger) -> None:
+    record(ledger, verdict=verdict("undecided"), state="kept", arm=BASELINE)
+    assert ledger.known(FP.hw_id, ATTN.bucket, MODE, [CPP.digest, BASELINE.digest]) is None
+
+
+def test_parity_is_known_by_arm_and_bucket_across_a_restart(ledger: Ledger, home: Path) -> None:
+    ledger.save_parity(FP.hw_id, ATTN, CPP, PASSED)
+    again = open_ledger(home=home)
+    near = ATTN.at(L=5000)
+    assert again.parity_known(FP.hw_id, CPP.digest, near) == PASSED
+    assert again.parity_known(FP.hw_id, CPP.digest, ATTN.at(L=2048)) is None
+    assert again.parity_known(FP.hw_id, PACKED.digest, near) is None
+    assert again.parity_known("other", CPP.digest, near) is None
+    again.save_parity(FP.hw_id, ATTN, CPP, FAILED)
+    assert isinstance(again.parity_known(FP.hw_id, CPP.digest, near), Failed), "the latest proof counts"
+
+
+def test_a_split_bucket_serves_two_rows_and_a_whole_one_replaces_both(ledger: Ledger) -> None:
+    short = record(ledger, "a", length_range=(4097, 6000), arm=BASELINE, state="kept")
+    long = record(ledger, "b", length_range=(6001, 8192))
+    assert {s.decision.id for s in ledger.serving()} == {short.id, long.id}
+    digests = [CPP.digest, PACKED.digest, BASELINE.digest]
+    assert ledger.known_rows(FP.hw_id, ATTN.bucket, MODE, digests) == (short, long)
+    assert ledger.known(FP.hw_id, ATTN.bucket, MODE, digests, length_range=(4097, 6000)) == short
+    whole = record(ledger, "c")
+    assert [s.decision.id for s in ledger.serving()] == [whole.id]
+    assert ledger.evidence(whole.id).previous == long
+
+
+# --- by hand ------------------------------------------------------------------------------------------------------
+
+
+def test_demoting_twice_is_demoting_once_and_stays_after_a_restart(ledger: Ledger, home: Path) -> None:
+    made = record(ledger)
+    first = ledger.demote(made.id, "fault")
+    assert ledger.demote(made.id, "fault again") == first
+    assert open_ledger(home=home).serving()[0].decision == first
+
+
+def test_a_superseded_decision_cannot_be_demoted_by_mistake(ledger: Ledger) -> None:
+    old = record(ledger, "a")
+    new = record(ledger, "b", arm=PACKED, parities=[(PACKED, PASSED)])
+    with pytest.raises(LedgerError, match=f"decision {new.id} does"):
+        ledger.demote(old.id, "late report")
+    assert ledger.serving()[0].decision == new
+
+
+def test_promote_by_hand_takes_only_what_passed(ledger: Ledger) -> None:
+    made = record(ledger, arm=BASELINE, state="kept", verdict=verdict("tie"))
+    with pytest.raises(ParityError, match="failed parity"):
+        ledger.promote(made.id, "torch:packed", "I like it")
+    with pytest.raises(UnknownName, match="cpp:attn"):
+        ledger.promote(made.id, "cpp:attm", "typo")
+    promoted = ledger.promote(made.id, "cpp:attn", "a tie, but it saves memory")
+    assert (promoted.state, promoted.arm) == ("promoted", CPP)
+    assert ledger.evidence(promoted.id).previous == made
+
+
+def test_a_pin_holds_against_races_and_unpin_brings_back_what_it_displaced(ledger: Ledger, home: Path) -> None:
+    made = record(ledger, "a")
+    pinned = ledger.pin(made.id, "frozen for the demo", candidate="torch:sdpa")
+    later = record(ledger, "b")
+    assert ledger.serving()[0].decision == pinned
+    assert read_snapshot(home).rows[0].decision.arm == BASELINE
+    with pytest.raises(LedgerError, match="not a pin"):
+        ledger.unpin(later.id, "wrong id")
+    back = ledger.unpin(pinned.id, "demo over")
+    assert (back.state, back.arm, back.verdict) == ("promoted", CPP, made.verdict)
+
+
+# --- containment --------------------------------------------------------------------------------------------------
+
+
+def test_quarantine_takes_the_arm_out_everywhere_and_keeps_it_out(ledger: Ledger, home: Path) -> None:
+    record(ledger, "a")
+    record(ledger, "b", workload=ATTN.at(L=2048), race=race(ATTN.at(L=2048)))
+    held = ledger.quarantine(CPP, hw_id=FP.hw_id, op="attn", cause="SIGSEGV", reason="crashed at L=9")
+    assert {r.decision.state for r in read_snapshot(home).rows} == {"quarantined"}
+    assert {r.decision.arm.candidate for r in read_snapshot(home).rows} == {"torch:sdpa"}
+    assert ledger.quarantined(FP.hw_id, "attn")[CPP.digest].reason == "crashed at L=9"
+    assert ledger.quarantined("other") == {}
+    with pytest.raises(LedgerError, match="in quarantine"):
+        record(ledger, "c")
+    ledger.release(held, "fixed upstream")
+    ledger.release(held, "again")
+    assert ledger.quarantined(FP.hw_id) == {}
+    assert record(ledger, "d").state == "promoted"
+
+
+def test_trials_cut_short_by_a_killed_tuner_quarantine_on_the_second(home: Path) -> None:
+    for strikes in (1, 2):
+        run_and_kill(home, "with ledger.lock(FP.hw_id), ledger.trial(FP.hw_id, 'attn', CPP): die()")
+        ledger = open_ledger(home=home)
+        with ledger.lock(FP.hw_id) as found:
+            assert [(s.arm, s.strikes, s.out) for s in found] == [(CPP, strikes, strikes == 2)]
+        assert (CPP.digest in ledger.quarantined(FP.hw_id, "attn")) == (strikes == 2)
+
+
+def test_a_trial_that_raises_is_closed_and_is_no_strike(ledger: Ledger) -> None:
+    with pytest.raises(KeyboardInterrupt), ledger.trial(FP.hw_id, "attn", CPP):
+        raise KeyboardInterrupt
+    with ledger.lock(FP.hw_id) as found:
+        assert found == []
+
+
+def test_the_device_lock_names_its_holder_and_ends_with_it(ledger: Ledger, home: Path) -> None:
+    script = "with ledger.lock(FP.hw_id): print('held', flush=True); sys.stdin.read()"
+    child = subprocess.Popen(
+        child_command(home, script), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "held\n"
+    with pytest.raises(LedgerError, match=f"pid {child.pid} "), ledger.lock(FP.hw_id):
+        pass
+    with ledger.lock("another-device"):
+        pass
+    child.kill()
+    child.communicate()
+    with ledger.lock(FP.hw_id):
+        pass
+
+
+# --- budget -------------------------------------------------------------------------------------------------------
+
+
+def test_the_lifetime_budget_refuses_what_no_longer_fits_and_ignores_versions(ledger: Ledger, home: Path) -> None:
+    key = budget_key(FP.hw_id, ATTN)
+    newer = dataclasses.replace(FP, environment={"torch": "2.14.0"})
+    assert budget_key(newer.hw_id, ATTN.at(L=5000)) == key
+    assert [ledger.spend(key, 0.004) for _ in range(3)] == [True, True, False]
+    assert open_ledger(home=home).spent(key) == pytest.approx(0.008)
+    assert ledger.spend(key, 0.002), "exactly .01 fits"
+    assert ledger.spent("another") == 0.0
+
+
+def test_aa_sessions_add_up_by_device_and_time_class(ledger: Ledger) -> None:
+    ledger.save_aa(FP.hw_id, "us", [True, False, False])
+    ledger.save_aa(FP.hw_id, "us", [False])
+    ledger.save_aa(FP.hw_id, "ms", [True])
+    assert ledger.aa(FP.hw_id, "us") == (4, 1)
+    assert ledger.aa("other", "us") == (0, 0)
+
+
+# --- export and import --------------------------------------------------------------------------------------------
+
+
+def test_an_export_served_by_another_ledger_of_the_same_device(ledger: Ledger, tmp_path: Path) -> None:
+    made = record(ledger)
+    ledger.export(tmp_path / "out.json")
+    other = open_ledger(home=tmp_path / "other")
+    content = (tmp_path / "out.json").read_bytes()
+    imported = other.import_(content, FP.hw_id)
+    (served,) = imported.served
+    assert (served.arm, served.verdict, imported.kept) == (CPP, made.verdict, ())
+    assert other.serving()[0].decision == served
+    assert other.import_(content, FP.hw_id).served == (served,), "importing twice is importing once"
+
+
+def test_foreign_and_code_importing_rows_are_kept_but_do_not_serve(ledger: Ledger, tmp_path: Path) -> None:
+    user = dataclasses.replace(CPP, candidate="mine:f", recipe=PythonRecipe(target="os:system"))
+    record(ledger, "a", arm=user, parities=[(user, PASSED)])
+    other = open_ledger(home=tmp_path / "other")
+    imported = other.import_(ledger.export(), FP.hw_id)
+    assert [why for _, why in imported.kept] == ["it would import os:system: race that candidate here instead"]
+    record(ledger, "b")
+    third = open_ledger(home=tmp_path / "third")
+    imported = third.import_(ledger.export(), "another-device")
+    assert "another device" in imported.kept[0][1]
+    assert other.serving() == third.serving() == ()
+    assert len(other.history()) == len(third.history()) == 1
+
+
+def test_an_edited_cut_or_malformed_import_is_refused_whole(ledger: Ledger, tmp_path: Path) -> None:
+    record(ledger)
+    good = json.dumps(ledger.export())
+    other = open_ledger(home=tmp_path / "other")
+    bad = [
+        good[:-40],
+        good.replace("cpp:attn", "cpp:evil"),
+        good.replace('"version": 1', '"version": 2'),
+        "{}",
+        "[1]",
+        "",
+        '{"format": "autosel.decisions", "version": 1, "epoch": NaN, "rows": [], "digest": "x"}',
+        "[" * 10_000 + "]" * 10_000,
+        json.dumps(snapshot.document(1, [{"key": "k", "epoch": 1, "decision": {}}])),
+        json.dumps(snapshot.document(1, [{"key": "k", "epoch": True, "decision": {}}])),
+        json.dumps(snapshot.document(1, [{**ledger.export()["rows"][0], "key": "stolen"}])),
+    ]
+    for content in bad:
+        with pytest.raises(BadConfig):
+            other.import_(content, FP.hw_id)
+    assert other.history() == []
+
+
+# --- helpers ------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+PREAMBLE = """
+import os, signal, sys
+from pathlib import Path
+import importlib.util
+spec = importlib.util.spec_from_file_location("ledger_tests", {tests!r})
+module = importlib.util.module_from_spec(spec)
+sys.modules["ledger_tests"] = module
+spec.loader.exec_module(module)
+globals().update(vars(module))
+def die(): os.kill(os.getpid(), signal.SIGKILL)
+home = Path({home!r})
+ledger = open_ledger(home=home)
+"""
+
+
+def child_command(home: Path, script: str) -> list[str]:
+    return [sys.executable, "-c", PREAMBLE.format(tests=__file__, home=str(home)) + script]
+
+
+def run_and_kill(home: Path, script: str) -> None:
+    done = subprocess.run(child_command(home, script), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def read_snapshot(home: Path) -> snapshot.Snapshot:
+    found = snapshot.read(home / snapshot.FILE)
+    assert found is not None
+    return found
