@@ -293,6 +293,7 @@ class Race:
     alpha_session: float
     pi: float
     sessions: tuple[Session, ...]
+    time_class: Literal["short", "long"] = "short"  # which A/A history its sessions belong to
     nominees: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -346,7 +347,8 @@ State = Literal["promoted", "kept", "demoted", "quarantined", "pinned"]
 class Arm:
     """What exactly serves or was beaten: enough to load it again, and to tell when it has become another thing.
 
-    `digest` covers build and knobs (a native arm) or the versions of the libraries it calls (torch's).
+    `digest` covers build and knobs (a native arm) or the versions of the libraries it calls (torch's). `build` is the
+    compiled artefact's own digest, which `dispatch` loads; empty for an arm that is not compiled.
     """
 
     candidate: str
@@ -354,6 +356,7 @@ class Arm:
     recipe: Recipe
     knobs: Mapping[str, Scalar]
     digest: str
+    build: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -287,6 +287,11 @@ class Ledger:
         settled = all(_still_holds(s, now) for s in found)
         return tuple(s.decision for s in found) if settled else ()
 
+    def serving_rows(self, hw_id: str, bucket: str, mode: str) -> tuple[Decision, ...]:
+        """What serves a bucket now: one decision, or one for each part of a split, shortest contexts first."""
+        with self._database.reading() as c:
+            return tuple(s.decision for s in rows.of_bucket(c, hw_id, mode, bucket))
+
     # --- evidence ---------------------------------------------------------------------------------------------------
 
     def save_parity(self, hw_id: str, workload: Workload, arm: Arm, parity: Parity) -> int:
