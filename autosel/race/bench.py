@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autosel.candidates.load import load
 from autosel.ops import find
 from autosel.ops.contract import Op
+from autosel.race.contest import Entrant
 from autosel.race.judge import CLONE
-from autosel.values import Recipe, Scalar, Workload
+from autosel.values import Workload
 
-MAX_COPIES = 256
 IDLE_WINDOW_NS = 100_000
 IDLE_LIMIT_NS = 20_000_000  # libgomp's workers spin for about 5 ms after a parallel region
 
@@ -58,26 +57,26 @@ class Bench:
         self.op: Op | None = None
         gc.disable()
 
-    def load(self, name: str, op: str, recipe: Recipe, digest: str, knobs: Mapping[str, Scalar], writes_out: bool) -> None:
-        self.arms[name] = LoadedArm(
-            call=load(find(op), recipe, digest, knobs),
-            writes_out=writes_out,
-            runtime="team" if recipe.kind == "native" else "torch",
+    def load(self, entrant: Entrant) -> None:
+        self.arms[entrant.loaded_name] = LoadedArm(
+            call=load(find(entrant.op), entrant.recipe, entrant.digest, entrant.knobs),
+            writes_out=entrant.writes_out,
+            runtime="team" if entrant.recipe.kind == "native" else "torch",
         )
 
     # --- seating ----------------------------------------------------------------------------------------------------
 
-    def prepare(
-        self, w: Workload, inputs: Mapping[str, Any], arms: Mapping[str, str], copies: int, clone: str | None
-    ) -> None:
-        """Copy the operands privately and seat each arm: `arms` maps the race's arm name to a loaded one's."""
+    def prepare(self, w: Workload, inputs: Mapping[str, Any], arms: Mapping[str, str], copies: int) -> None:
+        """Copy the operands privately and seat each arm: `arms` maps the race's arm name to a loaded one's.
+
+        The baseline's clone gets operands of its own: placement is part of the luck that A/A sessions calibrate.
+        """
         self.release()
         self.op = op = find(w.op)
-        private = _Operands(op, inputs, copies)
+        shared = _Operands(op, inputs, copies)
         for name, loaded in arms.items():
-            self.seats[name] = self._seat(op, w, self.arms[loaded], private)
-        if clone is not None:  # A/A sessions allocate apart: placement is part of the luck they calibrate
-            self.seats[CLONE] = self._seat(op, w, self.arms[clone], _Operands(op, inputs, copies))
+            own = _Operands(op, inputs, copies) if name == CLONE else shared
+            self.seats[name] = self._seat(op, w, self.arms[loaded], own)
 
     def _seat(self, op: Op, w: Workload, arm: LoadedArm, private: _Operands) -> Seat:
         outputs = tuple(t for t in op.allocate(w, fill=0.0) if t is not None)
@@ -137,9 +136,7 @@ class _Operands:
 
     def __init__(self, op: Op, inputs: Mapping[str, Any], copies: int) -> None:
         roles = {a.name: a.role for a in op.args}
-        self.resident = {
-            n: v.clone() for n, v in inputs.items() if isinstance(v, Tensor) and roles[n] == "resident"
-        }
+        self.resident = {n: v.clone() for n, v in inputs.items() if isinstance(v, Tensor) and roles[n] == "resident"}
         self.copies: list[dict[str, Any]] = []
         for _ in range(copies):
             operands = {**inputs, **self.resident}
@@ -210,12 +207,6 @@ def _throttled() -> int:
 
 def _steal_ticks() -> int:
     try:
-        with open("/proc/stat") as file:
-            return int(file.readline().split()[8])
+        return int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8])
     except (OSError, IndexError, ValueError):
         return 0
-
-
-def configure(threads: int) -> None:
-    torch.set_num_threads(threads)
-    torch.set_grad_enabled(False)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from autosel.ops import find
-from autosel.ops.contract import DTYPE, Inputs, Mismatch, Op
+from autosel.ops.contract import DTYPE, Mismatch, Op
 from autosel.race.plan import Margin, TimeClass
 from autosel.values import Recipe, Scalar, Workload
 from autosel.workers.arena import Arena, Ref
 
 CHECKED_ROWS = 16
+MAX_COPIES = 256
 SLACK_BYTES = 1 << 20
 
 
@@ -45,8 +46,7 @@ class Contest:
     incumbent: Entrant
     challengers: tuple[Entrant, ...]
     margins: Mapping[TimeClass, Margin]
-    streamed_bytes: int
-    copies: int
+    llc_bytes: int  # of the whole device: what streamed operands must exceed to come cold
 
     @property
     def op(self) -> Op:
@@ -57,23 +57,10 @@ class Contest:
         return {e.candidate: e for e in (self.baseline, self.incumbent, *self.challengers)}
 
 
-def streamed_bytes(op: Op, inputs: Inputs) -> int:
-    """Bytes of the operands that come cold: weights and KV."""
-    roles = {a.name: a.role for a in op.args}
-    return sum(v.numel() * v.element_size() for n, v in inputs.items() if isinstance(v, Tensor) and roles[n] == "streamed")
-
-
-def copies(op: Op, inputs: Inputs, llc_bytes: int, limit: int = 256) -> int:
-    """Copies of the streamed operands such that more than 3 LLC of other data passes before one comes round again."""
-    roles = {a.name: a.role for a in op.args}
-    size = sum(v.numel() * v.element_size() for n, v in inputs.items() if isinstance(v, Tensor) and roles[n] != "resident")
-    return 1 if size == 0 else min(limit, 1 + 3 * llc_bytes // size)
-
-
 class Operands:
     """A workload's operands in shared memory: drawn once, copied privately by each session's process."""
 
-    def __init__(self, w: Workload, seed: int) -> None:
+    def __init__(self, w: Workload, seed: int, llc_bytes: int) -> None:
         self.workload, self.op = w, find(w.op)
         self.inputs = self.op.inputs(w, seed)
         sizes = [v.numel() * v.element_size() for v in self.inputs.values() if isinstance(v, Tensor)]
@@ -87,6 +74,14 @@ class Operands:
             else:
                 self.refs[name] = value
         self._places: dict[str, tuple[Ref, ...]] = {}
+        self.streamed_bytes = self._bytes_of("streamed")
+        rotated = self.streamed_bytes + self._bytes_of("inout")
+        # More than three last-level caches of other data pass before a copy comes round again.
+        self.copies = min(MAX_COPIES, 1 + 3 * llc_bytes // rotated) if rotated else 1
+
+    def _bytes_of(self, role: str) -> int:
+        tensors = [self.inputs[a.name] for a in self.op.args if a.role == role]
+        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
     def refresh(self, seed: int) -> dict[str, Ref]:
         """New contents for the resident operands, in place; their references."""

@@ -50,7 +50,7 @@ def futile(n: int, k: int, threshold: int = E_PAIRS) -> bool:
 
 def _tail_likelihood(n: int, x: int) -> int:
     """(n+1) C(n,x) p0^x (1-p0)^(n-x), times 10^(n): integers, as p0 = 1/10."""
-    return (n + 1) * comb(n, x) * 9 ** (n - x)
+    return int((n + 1) * comb(n, x) * 9 ** (n - x))
 
 
 @cache
@@ -70,7 +70,7 @@ def e_tail(n: int, x: int) -> float:
 
 def tail_futile(n: int, x: int, threshold: int = E_PAIRS) -> bool:
     """The same ratio averaged over rates in (p0, 1]: the tail is heavier than allowed, no use to go on."""
-    lower = 10 ** (n + 1) - _binomial_upper(n + 1, x + 1)  # P[Bin(n+1, p0) <= x], times 10^(n+1)
+    lower = int(10 ** (n + 1)) - _binomial_upper(n + 1, x + 1)  # P[Bin(n+1, p0) <= x], times 10^(n+1)
     # over (1-p0) = 9/10 and (n+1) C p0^x (1-p0)^(n-x) at 10^n: the common 10^(n+1) cancels into the 9
     return lower >= threshold * 9 * _tail_likelihood(n, x)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from autosel.race.evidence import (
     E_PAIRS,
@@ -97,7 +98,7 @@ def tail_counts(sessions: Sequence[Session], candidate: str, threshold: float) -
 
 
 def nominees(screening: Session, incumbent: str, delta: float, excluded: Sequence[str] = ()) -> list[str]:
-    """Candidates whose screening E crossed against the baseline, and which beat the incumbent's median: fastest first."""
+    """Candidates whose E crossed against the baseline and which beat the incumbent's median: fastest first."""
     base = screening.arms[0]
     limit = median(pair_medians(screening, incumbent)) if incumbent in screening.arms else float("inf")
     crossed_arms = [
@@ -119,13 +120,13 @@ def judge(race: Race) -> Verdict:
     screening = next((s for s in valid if s.kind == "screening"), None)
     confirming = [s for s in valid if s.kind == "confirming" and race.finalist in s.arms]
     if screening is None:
-        return _settle(race, "undecided", race.incumbent, _why_void(race), None, [])
+        return _settle(race, "undecided", race.incumbent, _why_void(race), _Told(screening=None, confirming=[]))
     if race.finalist is None:
         return _unchallenged(race, screening)
     if len(confirming) >= SESSIONS or _lost(race, confirming):
         return _confirmed(race, screening, confirming)
     why = race.notes[-1] if race.notes else "the race stopped before three sessions were complete"
-    return _settle(race, "undecided", race.incumbent, why, screening, confirming)
+    return _settle(race, "undecided", race.incumbent, why, _Told(screening=screening, confirming=confirming))
 
 
 def _lost(race: Race, confirming: Sequence[Session]) -> bool:
@@ -144,9 +145,10 @@ def _why_void(race: Race) -> str:
 
 def _unchallenged(race: Race, screening: Session) -> Verdict:
     """No nominee: the incumbent stays, and we say how close the best rival came."""
+    told = _Told(screening=screening, confirming=[])
     rivals = [a for a in screening.arms if a not in (race.incumbent, CLONE)]
     if not rivals:
-        return _settle(race, "lose", race.incumbent, "no other candidate passed parity", screening, [])
+        return _settle(race, "lose", race.incumbent, "no other candidate passed parity", told)
     best = min(rivals, key=lambda arm: median(pair_medians(screening, arm)))
     ratio = _effect([screening], best, race.incumbent)
     span = f"{100 * (ratio.lo - 1):+.1f} .. {100 * (ratio.hi - 1):+.1f} %"
@@ -154,12 +156,12 @@ def _unchallenged(race: Race, screening: Session) -> Verdict:
         outcome: Outcome = "lose" if ratio.hi < 1 else "tie"
         word = "slower" if outcome == "lose" else "a tie"
         why = f"kept {race.incumbent}: the best rival, {best}, is {word} ({span})"
-        return _settle(race, outcome, race.incumbent, why, screening, [])
+        return _settle(race, outcome, race.incumbent, why, told)
     if ratio.lo < 1 + race.delta:
         why = f"kept {race.incumbent}: {best} is not {race.delta:.0%} faster beyond doubt ({span})"
-        return _settle(race, "tie", race.incumbent, why, screening, [])
+        return _settle(race, "tie", race.incumbent, why, told)
     why = f"{best} looked faster ({span}) but its evidence did not reach {E_PAIRS} to 1"
-    return _settle(race, "undecided", race.incumbent, why, screening, [])
+    return _settle(race, "undecided", race.incumbent, why, told)
 
 
 def _confirmed(race: Race, screening: Session, confirming: list[Session]) -> Verdict:
@@ -167,7 +169,7 @@ def _confirmed(race: Race, screening: Session, confirming: list[Session]) -> Ver
     assert finalist is not None
     outcome, why = _rule(race, screening, confirming)
     winner = finalist if outcome == "promote" else race.incumbent
-    return _settle(race, outcome, winner, why, screening, confirming)
+    return _settle(race, outcome, winner, why, _Told(screening=screening, confirming=confirming))
 
 
 def _rule(race: Race, screening: Session, confirming: list[Session]) -> tuple[Outcome, str]:
@@ -179,7 +181,7 @@ def _rule(race: Race, screening: Session, confirming: list[Session]) -> tuple[Ou
         effect = _effect(confirming, finalist, rivals[-1])
         span = f"{100 * (effect.lo - 1):+.1f} .. {100 * (effect.hi - 1):+.1f} %"
         if effect.lo < 1 + race.delta:
-            return "tie", f"kept {race.incumbent}: {finalist} did not hold its lead in session {number} ({span})"
+            return "tie", f"{finalist} did not hold its lead in session {number} ({span})"
         return "undecided", f"{finalist} led ({span}) but session {number} did not reach {E_PAIRS} to 1"
     spread = _session_spread(confirming, finalist, rivals[-1])
     medians = [_ratio(s, finalist, rivals[-1]) for s in confirming]
@@ -187,12 +189,15 @@ def _rule(race: Race, screening: Session, confirming: list[Session]) -> tuple[Ou
         return "undecided", f"{finalist}: its sessions disagree by {spread:.1%} (allowed {2 * race.delta:.0%})"
     slow, n = tail_counts(confirming, finalist, tail_threshold(screening))
     if tail_futile(n, slow):
-        return "tie", f"kept {race.incumbent}: {finalist} has the heavier tail ({slow} of {n} samples beyond the baseline's p95)"
+        return "tie", f"{finalist} has the heavier tail ({slow} of {n} samples beyond the baseline's p95)"
     if not tail_crossed(n, slow):
-        return "undecided", f"{finalist}: {slow} of {n} samples beyond the baseline's p95; not enough to clear its tail"
+        return "undecided", f"{finalist}: {slow} of {n} samples beyond the baseline's p95 do not clear its tail"
     counts = [wins(s, finalist, race.baseline, race.delta) for s in confirming]
     won = f"{sum(k for k, _ in counts)} of {sum(n for _, n in counts)}"
-    return "promote", f"{finalist} won {won} confirming pairs by at least {race.delta:.0%} in {len(confirming)} processes"
+    return (
+        "promote",
+        f"{finalist} won {won} confirming pairs by at least {race.delta:.0%} in {len(confirming)} processes",
+    )
 
 
 def _session_spread(sessions: Sequence[Session], candidate: str, rival: str) -> float:
@@ -235,30 +240,49 @@ def _timing(sessions: Sequence[Session], arm: str) -> Timing:
     )
 
 
-def _settle(
-    race: Race, outcome: Outcome, winner: str, reason: str, screening: Session | None, confirming: list[Session]
-) -> Verdict:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """The sessions a verdict may quote."""
+
+    screening: Session | None
+    confirming: Sequence[Session]
+
+    @property
+    def all(self) -> list[Session]:
+        return [*self.confirming, *([self.screening] if self.screening else [])]
+
+    def of(self, *arms: str) -> list[Session]:
+        """The confirming sessions in which all these arms ran, else the screening one if they did."""
+        for source in (self.confirming, self.all):
+            found = [s for s in source if set(arms) <= set(s.arms)]
+            if found:
+                return found
+        return []
+
+
+def _settle(race: Race, outcome: Outcome, winner: str, reason: str, told: _Told) -> Verdict:
     """Fill in the figures: from the confirming sessions for who ran in them, from screening for the others."""
-    sources = [s for s in (*confirming, screening) if s is not None]
-    arms = sorted({arm for s in sources for arm in s.arms if arm != CLONE})
-    timings = {a: _timing([s for s in confirming if a in s.arms] or [s for s in sources if a in s.arms], a) for a in arms}
-    told = [s for s in confirming if winner in s.arms and race.baseline in s.arms] or [
-        s for s in sources if winner in s.arms
-    ]
-    finalist = race.finalist
+    arms = sorted({arm for s in told.all for arm in s.arms if arm != CLONE})
+    timings = {a: _timing(told.of(a), a) for a in arms}
+    quoted, confirming, finalist = told.of(winner, race.baseline), told.confirming, race.finalist
     return Verdict(
         outcome=outcome,
         winner=winner,
         reason=reason,
-        effect=_effect(told, winner, race.baseline) if told else None,
-        over_incumbent=_effect(told, winner, race.incumbent) if told and race.incumbent != race.baseline else None,
-        next_best=_next_best(winner, screening, timings),
+        effect=_effect(quoted, winner, race.baseline) if quoted else None,
+        over_incumbent=_over_incumbent(race, winner, told),
+        next_best=_next_best(winner, told.screening, timings),
         timings=timings,
         e_values=tuple(_e_value(s, finalist, race) for s in confirming) if finalist else (),
         wins=tuple(wins(s, finalist, race.baseline, race.delta) for s in confirming) if finalist else (),
         false_promotion_bound=max(race.pi, race.alpha_session) ** SESSIONS if outcome == "promote" else None,
-        read_bytes_per_s=max((s.read_bytes_per_s for s in sources), default=0.0),
+        read_bytes_per_s=max((s.read_bytes_per_s for s in told.all), default=0.0),
     )
+
+
+def _over_incumbent(race: Race, winner: str, told: _Told) -> Effect | None:
+    quoted = told.of(winner, race.incumbent)
+    return _effect(quoted, winner, race.incumbent) if quoted and race.incumbent != race.baseline else None
 
 
 def _e_value(session: Session, finalist: str, race: Race) -> float:

@@ -1,8 +1,9 @@
 """How much to measure: fixed from the baseline's time alone, so that no candidate can shorten its own trial.
 
-Short form (a call up to 1 ms): pairs of 8 samples of at least 400 us a sample of the baseline, 30 to 200 pairs.
+Short form (a call up to 1 ms): pairs of 8 samples, each of at least 400 us of the baseline, 30 to 200 pairs.
 Long form (above): a sample is one call, pairs of 2 samples, 12 to 60 pairs. delta is the smallest effect that can be
-promoted: 2 % or four clock quanta once 59 A/A sessions of this device and time class have not crossed at it, 5 % before.
+promoted: 2 % or four clock quanta once 59 A/A sessions of this device and time class have not crossed at it, 5 % until
+then.
 """
 
 from __future__ import annotations
@@ -68,9 +69,7 @@ def margin(aa_sessions: int, aa_crossings: int, sample_ns: float, alpha_session:
     if aa_sessions >= AA_SESSIONS:
         upper = clopper_pearson_upper(aa_sessions, aa_crossings)
         if upper <= alpha_session + 1e-9 or aa_crossings == 0:
-            return Margin(
-                delta=max(DELTA_CALIBRATED, quantum), alpha_session=alpha_session, pi=upper, calibrated=True
-            )
+            return Margin(delta=max(DELTA_CALIBRATED, quantum), alpha_session=alpha_session, pi=upper, calibrated=True)
     return Margin(
         delta=max(DELTA_UNCALIBRATED, quantum), alpha_session=alpha_session, pi=alpha_session, calibrated=False
     )

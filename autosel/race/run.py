@@ -16,8 +16,8 @@ from autosel.errors import WorkerError
 from autosel.ops.contract import Mismatch
 from autosel.race.contest import Contest, Entrant, Operands
 from autosel.race.judge import CLONE, has_lost, nominees
-from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Plan, plan
-from autosel.race.session import confirm, screen
+from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, Plan, plan
+from autosel.race.session import Duel, Trial, confirm, screen
 from autosel.values import Race, Session, to_json
 from autosel.workers.process import Worker
 
@@ -32,6 +32,7 @@ LOAD_S, PREPARE_S = 60.0, 120.0
 CHECK_SHARE = 0.25  # of the pairs, by coin: any sample's output may be the one that is checked
 
 Progress = Callable[["Tick"], None]
+Debit = Callable[[Contest, str, Margin], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ class _Attempt:
     """A contest on its way through the sessions."""
 
     contest: Contest
+    debit: Debit
     plan: Plan | None = None
     screening: Session | None = None
     finalist: str | None = None
@@ -75,9 +77,12 @@ class _Attempt:
         return [s for s in self.sessions if s.kind == "confirming" and not s.voided and self.finalist in s.arms]
 
     @property
+    def margin(self) -> Margin:
+        return self.contest.margins[self.plan.time_class if self.plan else "short"]
+
+    @property
     def delta(self) -> float:
-        margins = self.contest.margins
-        return margins[self.plan.time_class if self.plan else "short"].delta
+        return self.margin.delta
 
     def arms(self) -> list[str]:
         c = self.contest
@@ -92,7 +97,7 @@ class _Attempt:
         return list(dict.fromkeys((c.baseline.candidate, c.incumbent.candidate)))
 
     def race(self) -> Race:
-        margin = self.contest.margins[self.plan.time_class if self.plan else "short"]
+        margin = self.margin
         return Race(
             workload=self.contest.workload,
             baseline=self.contest.baseline.candidate,
@@ -102,6 +107,7 @@ class _Attempt:
             alpha_session=margin.alpha_session,
             pi=margin.pi,
             sessions=tuple(self.sessions),
+            time_class=self.plan.time_class if self.plan else "short",
             nominees=tuple(self.nominees),
             notes=tuple(self.notes),
         )
@@ -110,58 +116,70 @@ class _Attempt:
 Finished = tuple[Contest, Race]
 
 
-def run(
-    contests: Sequence[Contest],
-    *,
-    threads: int,
-    rng: Random,
-    progress: Progress = lambda tick: None,
-    clock: Callable[[], float] = time.monotonic,
-    deadline: float = float("inf"),
-) -> Iterator[Finished | Disqualified]:
+def _always(*_: object) -> bool:
+    """No budget to debit: a race outside a ledger."""
+    return True
+
+
+def _silent(*_: object) -> None:
+    """Nobody watches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What every race of a run shares. At `deadline` (on `clock`) no new work starts.
+
+    `debit` takes an attempt's error probability from its key's lifetime budget; False: the budget is spent.
+    """
+
+    threads: int
+    rng: Random
+    debit: Debit = _always
+    progress: Progress = _silent
+    clock: Callable[[], float] = time.monotonic
+    deadline: float = float("inf")
+
+    @property
+    def over(self) -> bool:
+        return self.clock() > self.deadline
+
+
+def run(contests: Sequence[Contest], terms: Terms) -> Iterator[Finished | Disqualified]:
     """Race every contest; each one's Race is yielded as soon as it is complete.
 
-    At `deadline` (on `clock`) no new work starts: what is unfinished is yielded unfinished, and judged undecided.
+    What is unfinished at the deadline is yielded unfinished, and will be judged undecided.
     """
-    attempts = [_Attempt(contest=c) for c in contests]
-    operands = _Shelf(rng)
+    attempts = [_Attempt(contest=c, debit=terms.debit) for c in contests]
+    shelf = _Shelf(terms.rng)
     try:
-        yield from _screen_all(attempts, operands, threads, rng, progress, clock, deadline)
+        yield from _screen_all(attempts, shelf, terms)
         for _ in range(SESSIONS * MAX_ATTEMPTS + VOIDS_ALLOWED):
             pending = [a for a in attempts if not a.done]
-            if not pending or clock() > deadline:
+            if not pending or terms.over:
                 break
-            yield from _confirm_all(pending, operands, threads, rng, progress, clock, deadline)
+            yield from _confirm_all(pending, shelf, terms)
         for attempt in attempts:
             if not attempt.done:
                 attempt.notes.append("the budget ended before three sessions were complete")
                 yield attempt.contest, attempt.race()
     finally:
-        operands.close()
+        shelf.close()
 
 
 # --- the two kinds of session ----------------------------------------------------------------------------------------
 
 
-def _screen_all(
-    attempts: Sequence[_Attempt],
-    shelf: _Shelf,
-    threads: int,
-    rng: Random,
-    progress: Progress,
-    clock: Callable[[], float],
-    deadline: float,
-) -> Iterator[Finished | Disqualified]:
-    process = _Process(threads)
+def _screen_all(attempts: Sequence[_Attempt], shelf: _Shelf, terms: Terms) -> Iterator[Finished | Disqualified]:
+    """Screen every contest in one process; those without a nominee are finished."""
+    process = _Process(terms.threads)
     try:
         for attempt in attempts:
-            if clock() > deadline:
+            if terms.over:
                 return
-            tell = _teller(progress, attempt, "screening")
             while attempt.screening is None and attempt.voids < VOIDS_ALLOWED:
-                seated = _Seated(process, attempt, attempt.arms(), shelf, rng)
-                session = _guarded(seated, lambda s: _screen(s, rng, tell))
-                yield from _consequences(attempt, seated, session, process)
+                seated = _Seated(process, attempt, attempt.arms(), shelf, terms.rng)
+                session = _guarded(seated, _screen, terms)
+                yield from _consequences(attempt, seated, session)
                 if not session.voided:
                     attempt.screening = session
             _nominate(attempt)
@@ -171,31 +189,17 @@ def _screen_all(
         process.close()
 
 
-def _screen(seated: _Seated, rng: Random, tell: Callable[[Session], None]) -> Session:
-    attempt = seated.attempt
-    return screen(seated, seated.arms, seated.plan, attempt.delta, rng.getrandbits(32), tell)
-
-
-def _confirm_all(
-    pending: Sequence[_Attempt],
-    shelf: _Shelf,
-    threads: int,
-    rng: Random,
-    progress: Progress,
-    clock: Callable[[], float],
-    deadline: float,
-) -> Iterator[Finished | Disqualified]:
+def _confirm_all(pending: Sequence[_Attempt], shelf: _Shelf, terms: Terms) -> Iterator[Finished | Disqualified]:
     """One confirming session of every pending contest, in one fresh process."""
-    process = _Process(threads)
+    process = _Process(terms.threads)
     try:
         for attempt in pending:
-            if clock() > deadline:
+            if terms.over:
                 return
-            tell = _teller(progress, attempt, f"confirming {len(attempt.confirming) + 1}")
-            assert attempt.finalist is not None and attempt.screening is not None
-            seated = _Seated(process, attempt, [*attempt.rivals(), attempt.finalist], shelf, rng)
-            session = _guarded(seated, lambda s: _confirm(s, rng, tell))
-            yield from _consequences(attempt, seated, session, process)
+            assert attempt.finalist is not None
+            seated = _Seated(process, attempt, [*attempt.rivals(), attempt.finalist], shelf, terms.rng)
+            session = _guarded(seated, _confirm, terms)
+            yield from _consequences(attempt, seated, session)
             _advance(attempt, session)
             if attempt.done:
                 yield attempt.contest, attempt.race()
@@ -203,41 +207,47 @@ def _confirm_all(
         process.close()
 
 
-def _confirm(seated: _Seated, rng: Random, tell: Callable[[Session], None]) -> Session:
+def _screen(seated: _Seated, terms: Terms) -> Session:
+    return screen(seated, seated.arms, _trial(seated, terms, "screening"))
+
+
+def _confirm(seated: _Seated, terms: Terms) -> Session:
     attempt = seated.attempt
-    assert attempt.finalist is not None and attempt.screening is not None
-    return confirm(
-        seated,
-        seated.arms,
-        attempt.finalist,
-        attempt.rivals(),
-        seated.plan,
-        attempt.delta,
-        rng.getrandbits(32),
-        attempt.screening,
-        attempt.confirming,
-        tell,
-    )
+    assert attempt.finalist is not None
+    assert attempt.screening is not None
+    duel = Duel(arms=tuple(seated.arms), finalist=attempt.finalist, rivals=tuple(attempt.rivals()))
+    trial = _trial(seated, terms, f"confirming {len(attempt.confirming) + 1}")
+    return confirm(seated, duel, trial, attempt.screening, attempt.confirming)
+
+
+def _trial(seated: _Seated, terms: Terms, stage: str) -> Trial:
+    attempt = seated.attempt
+
+    def watch(session: Session) -> None:
+        terms.progress(
+            Tick(contest=attempt.contest, stage=stage, candidate=attempt.finalist or "", pairs=len(session.pairs))
+        )
+
+    return Trial(plan=seated.plan, delta=attempt.delta, seed=terms.rng.getrandbits(32), watch=watch)
 
 
 # --- what follows from a session -------------------------------------------------------------------------------------
 
 
-def _guarded(seated: _Seated, take: Callable[[_Seated], Session]) -> Session:
+def _guarded(seated: _Seated, take: Callable[[_Seated, Terms], Session], terms: Terms) -> Session:
     """The session, or a voided one saying what ended it."""
     try:
         seated.sit()
-        session = take(seated)
+        session = take(seated, terms)
         seated.release()
         return _below_ceiling(seated, session)
-    except (_WrongOutput, WorkerError) as error:
+    except (_WrongOutputError, WorkerError) as error:
         if isinstance(error, WorkerError):
-            seated.culprits = seated.process.find_culprit(seated, error)
+            seated.culprits = seated.process.find_culprit(seated)
         else:
             seated.culprits = {error.arm: error.mismatch}
-        kind = "confirming" if seated.attempt.screening else "screening"
         return Session(
-            kind="confirming" if kind == "confirming" else "screening",
+            kind="confirming" if seated.attempt.screening else "screening",
             seed=0,
             arms=tuple(seated.arms),
             pairs=(),
@@ -251,7 +261,8 @@ def _below_ceiling(seated: _Seated, session: Session) -> Session:
     from autosel.race.evidence import median
     from autosel.race.judge import pair_medians
 
-    streamed = seated.attempt.contest.streamed_bytes
+    assert seated.operands is not None
+    streamed = seated.operands.streamed_bytes
     if not streamed or not session.read_bytes_per_s or session.voided or not session.pairs:
         return session
     floor_ns = streamed / (CEILING_SLACK * session.read_bytes_per_s) * 1e9
@@ -263,15 +274,14 @@ def _below_ceiling(seated: _Seated, session: Session) -> Session:
     return session
 
 
-def _consequences(
-    attempt: _Attempt, seated: _Seated, session: Session, process: _Process
-) -> Iterator[Disqualified]:
+def _consequences(attempt: _Attempt, seated: _Seated, session: Session) -> Iterator[Disqualified]:
+    """Keep the session; replace the process of a voided one; send off whoever is to blame."""
     attempt.plan = seated.plan_or_none or attempt.plan
     attempt.sessions.append(session)
     if session.voided:
         attempt.voids += 1
         log.info("session voided: %s", session.voided)
-        process.renew()
+        seated.process.renew()
         if "reading its operands takes" in session.voided and attempt.voids >= VOIDS_ALLOWED:
             arm = session.voided.split(" took ")[0]
             seated.culprits = {arm: Mismatch(check="faster than memory", reason=session.voided, evidence={})}
@@ -289,12 +299,15 @@ def _nominate(attempt: _Attempt) -> None:
     fresh = nominees(
         attempt.screening, attempt.contest.incumbent.candidate, attempt.delta, [*attempt.nominees, *attempt.out]
     )
-    if fresh and attempt.attempts < MAX_ATTEMPTS:
+    if not fresh or attempt.attempts >= MAX_ATTEMPTS:
+        attempt.done = True
+    elif not attempt.debit(attempt.contest, fresh[0], attempt.margin):
+        attempt.notes.append(f"{fresh[0]} leads, but this key's lifetime error budget is spent")
+        attempt.done = True
+    else:
         attempt.finalist = fresh[0]
         attempt.nominees.append(fresh[0])
         attempt.attempts += 1
-    else:
-        attempt.done = True
 
 
 def _advance(attempt: _Attempt, session: Session) -> None:
@@ -308,25 +321,15 @@ def _advance(attempt: _Attempt, session: Session) -> None:
         if attempt.voids >= VOIDS_ALLOWED:
             attempt.notes.append(session.voided)
             attempt.done = True
-    elif has_lost(session, str(attempt.finalist), attempt.rivals(), attempt.delta):
-        attempt.done = True
-    elif len(attempt.confirming) >= SESSIONS:
-        attempt.done = True
-
-
-def _teller(progress: Progress, attempt: _Attempt, stage: str) -> Callable[[Session], None]:
-    def tell(session: Session) -> None:
-        progress(
-            Tick(contest=attempt.contest, stage=stage, candidate=attempt.finalist or "", pairs=len(session.pairs))
-        )
-
-    return tell
+    else:
+        lost = has_lost(session, str(attempt.finalist), attempt.rivals(), attempt.delta)
+        attempt.done = lost or len(attempt.confirming) >= SESSIONS
 
 
 # --- processes and seats ---------------------------------------------------------------------------------------------
 
 
-class _WrongOutput(Exception):
+class _WrongOutputError(Exception):
     def __init__(self, arm: str, mismatch: Mismatch) -> None:
         super().__init__(f"{arm} gave a wrong result while racing: {mismatch.reason}")
         self.arm, self.mismatch = arm, mismatch
@@ -342,7 +345,7 @@ class _Shelf:
     def get(self, contest: Contest) -> Operands:
         key = contest.workload.key
         if key not in self.shelf:
-            self.shelf[key] = Operands(contest.workload, self.rng.getrandbits(31))
+            self.shelf[key] = Operands(contest.workload, self.rng.getrandbits(31), contest.llc_bytes)
         return self.shelf[key]
 
     def close(self) -> None:
@@ -362,7 +365,6 @@ class _Process:
     def get(self) -> Worker:
         if self.worker is None:
             self.worker = Worker("autosel.race.child:serve", threads=self.threads)
-            self.worker.request({"do": "configure", "threads": self.threads}, deadline_s=LOAD_S)
             self.loaded = set()
         return self.worker
 
@@ -370,19 +372,10 @@ class _Process:
         worker = self.get()
         if entrant.loaded_name in self.loaded:
             return
-        request = {
-            "do": "load",
-            "name": entrant.loaded_name,
-            "op": entrant.op,
-            "recipe": to_json(entrant.recipe),
-            "digest": entrant.digest,
-            "knobs": dict(entrant.knobs),
-            "writes_out": entrant.writes_out,
-        }
-        worker.request(request, deadline_s=LOAD_S)
+        worker.request({"do": "load", "entrant": to_json(entrant)}, deadline_s=LOAD_S)
         self.loaded.add(entrant.loaded_name)
 
-    def find_culprit(self, seated: _Seated, error: WorkerError) -> dict[str, Mismatch]:
+    def find_culprit(self, seated: _Seated) -> dict[str, Mismatch]:
         """Run each challenger alone with the baseline: whoever brings its process down again is the culprit."""
         self.renew()
         found: dict[str, Mismatch] = {}
@@ -394,7 +387,7 @@ class _Process:
                 for _ in range(3):
                     alone.pair([base, arm], alone.plan.calls, alone.plan.samples)
                 alone.release()
-            except (WorkerError, _WrongOutput) as again:
+            except (WorkerError, _WrongOutputError) as again:
                 cause = again.cause if isinstance(again, WorkerError) else "wrong output"
                 found[arm] = Mismatch(check="crash", reason=f"{again} ({cause})", evidence={"cause": cause})
                 self.renew()
@@ -435,31 +428,31 @@ class _Seated:
         self.operands = self.shelf.get(contest)
         worker = self.process.get()
         worker.attach(self.operands.arena)
-        self._prepare(worker, clone=None)
+        self._prepare(worker)
         times = worker.request({"do": "warm", "limit_ns": WARM_NS}, deadline_s=PREPARE_S)["ns"]
         base_ns = float(times[self.arms[0]])
         if self.plan_or_none is None:
             self.plan_or_none = self.attempt.plan = plan(base_ns)
-        if base_ns <= CLONE_LIMIT_NS and contest.streamed_bytes * contest.copies <= CLONE_LIMIT_BYTES:
+        if base_ns <= CLONE_LIMIT_NS and self.operands.streamed_bytes * self.operands.copies <= CLONE_LIMIT_BYTES:
             self.arms.append(CLONE)
-            self._prepare(worker, clone=entrants[self.arms[0]].loaded_name)
+            self._prepare(worker)
             worker.request({"do": "warm", "limit_ns": WARM_NS // 4}, deadline_s=PREPARE_S)
 
-    def _prepare(self, worker: Worker, clone: str | None) -> None:
+    def _prepare(self, worker: Worker) -> None:
         contest, operands = self.attempt.contest, self.operands
         assert operands is not None
+        names = {arm: contest.entrants[self.arms[0] if arm == CLONE else arm].loaded_name for arm in self.arms}
         request = {
             "do": "prepare",
             "workload": to_json(contest.workload),
             "inputs": to_json(operands.refs),
-            "arms": {a: contest.entrants[a].loaded_name for a in self.arms if a != CLONE},
-            "copies": contest.copies,
-            "clone": clone,
+            "arms": names,
+            "copies": operands.copies,
         }
         worker.request(request, deadline_s=PREPARE_S)
 
     def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[Mapping[str, Sequence[float]], str]:
-        """One pair on fresh resident operands; now and then its outputs are checked here. Raises _WrongOutput."""
+        """One pair on fresh resident operands; now and then its outputs are checked here. Raises _WrongOutputError."""
         operands = self.operands
         assert operands is not None
         seed = self.rng.getrandbits(31)
@@ -494,10 +487,10 @@ class _Seated:
                 continue
             mismatch = self.operands.check(arm, seed)
             if mismatch is not None:
-                raise _WrongOutput(arm, mismatch)
+                raise _WrongOutputError(arm, mismatch)
 
     def probe(self) -> float:
-        if not self.attempt.contest.streamed_bytes:
+        if self.operands is None or not self.operands.streamed_bytes:
             return 0.0
         return float(self.process.get().request({"do": "probe"}, deadline_s=PREPARE_S)["bytes_per_s"])
 

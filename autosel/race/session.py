@@ -6,15 +6,18 @@ error rates of these very rules are tested.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol
+from typing import Literal, Protocol
 
 from autosel.race.evidence import tail_crossed, tail_futile
 from autosel.race.judge import CLONE, aa_crossed, has_lost, has_won, tail_counts, tail_threshold
 from autosel.race.plan import DELTA_CALIBRATED, MAX_TAIL_SAMPLES, SESSIONS, Plan
 from autosel.values import Pair, Session
 
+Kind = Literal["screening", "confirming"]
 MAX_DROPPED_SHARE = 0.5  # a session of which more than half was disturbed measured the disturbance
 
 
@@ -28,21 +31,40 @@ class Instrument(Protocol):
         """The memory read rate right now, bytes/s; 0 where the workload streams nothing."""
 
 
-Watch = Callable[[Session], None]
+def _unwatched(session: Session) -> None:
+    """Nobody looks on."""
 
 
-def screen(
-    instrument: Instrument, arms: Sequence[str], plan: Plan, delta: float, seed: int, watch: Watch = lambda s: None
-) -> Session:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """How a session is held: how much to measure, by how much to win, which coins, who looks on."""
+
+    plan: Plan
+    delta: float
+    seed: int
+    watch: Callable[[Session], None] = _unwatched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duel:
+    """The arms of a confirming session: the rivals (the baseline first, then the incumbent), the finalist, a clone."""
+
+    arms: tuple[str, ...]
+    finalist: str
+    rivals: tuple[str, ...]
+
+
+def screen(instrument: Instrument, arms: Sequence[str], trial: Trial) -> Session:
     """Every arm against the baseline (arms[0]), until each has crossed or is hopeless. Nominates; promotes nothing.
 
     The baseline is always visited for `plan.screening_pairs` pairs: its own tail is the yardstick later.
     """
-    recorder = _Recorder("screening", instrument, arms, plan, seed)
+    recorder = _Recorder("screening", instrument, arms, trial)
+    plan, delta = trial.plan, trial.delta
     active = list(arms)
     while True:
         session = recorder.take(active)
-        watch(session)
+        trial.watch(session)
         active = [a for a in active if a in (arms[0], CLONE) or not has_lost(session, a, [arms[0]], delta)]
         undecided = [a for a in active if a not in (arms[0], CLONE) and not has_won(session, a, [arms[0]], delta)]
         enough = len(session.pairs) >= plan.screening_pairs
@@ -51,26 +73,18 @@ def screen(
 
 
 def confirm(
-    instrument: Instrument,
-    arms: Sequence[str],
-    finalist: str,
-    rivals: Sequence[str],
-    plan: Plan,
-    delta: float,
-    seed: int,
-    screening: Session,
-    earlier: Sequence[Session] = (),
-    watch: Watch = lambda s: None,
+    instrument: Instrument, duel: Duel, trial: Trial, screening: Session, earlier: Sequence[Session] = ()
 ) -> Session:
     """Finalist against baseline and incumbent on fresh data: on until E crosses for both, or never will.
 
     The last of the three sessions goes on for the tail gate alone, until it clears, cannot clear, or 720 samples.
     """
-    recorder = _Recorder("confirming", instrument, arms, plan, seed)
+    recorder = _Recorder("confirming", instrument, duel.arms, trial)
+    plan, delta, finalist, rivals = trial.plan, trial.delta, duel.finalist, duel.rivals
     threshold = tail_threshold(screening)
     while True:
-        session = recorder.take(list(arms))
-        watch(session)
+        session = recorder.take(duel.arms)
+        trial.watch(session)
         pairs = len(session.pairs)
         if recorder.exhausted or has_lost(session, finalist, rivals, delta):
             return recorder.finish()
@@ -91,10 +105,10 @@ def _tail_settled(sessions: Sequence[Session], finalist: str, threshold: float) 
 class _Recorder:
     """Takes pairs in coin-flipped order and keeps them."""
 
-    def __init__(self, kind: str, instrument: Instrument, arms: Sequence[str], plan: Plan, seed: int) -> None:
-        self.kind, self.instrument, self.plan, self.seed = kind, instrument, plan, seed
+    def __init__(self, kind: Kind, instrument: Instrument, arms: Sequence[str], trial: Trial) -> None:
+        self.kind, self.instrument, self.plan, self.seed = kind, instrument, trial.plan, trial.seed
         self.arms = tuple(arms)
-        self.coin = Random(seed)
+        self.coin = Random(trial.seed)
         self.pairs: list[Pair] = []
         self.dropped: list[str] = []
         self.read_bytes_per_s = 0.0
@@ -126,8 +140,8 @@ class _Recorder:
         return self._session(_main_reason(self.dropped) if self.exhausted else "")
 
     def _session(self, voided: str = "") -> Session:
-        made = Session(
-            kind="screening" if self.kind == "screening" else "confirming",
+        session = Session(
+            kind=self.kind,
             seed=self.seed,
             arms=self.arms,
             pairs=tuple(self.pairs),
@@ -136,18 +150,10 @@ class _Recorder:
             dropped_pairs=len(self.dropped),
             voided=voided,
         )
-        return made if CLONE not in self.arms else _with_aa(made)
-
-
-def _with_aa(session: Session) -> Session:
-    from dataclasses import replace
-
-    # Judged at the calibrated delta: only A/A sessions quiet at 2 % may buy a margin of 2 %.
-    return replace(session, aa_crossed=aa_crossed(session, DELTA_CALIBRATED))
+        # Judged at the calibrated delta: only A/A sessions quiet at 2 % may buy a margin of 2 %.
+        return replace(session, aa_crossed=aa_crossed(session, DELTA_CALIBRATED))
 
 
 def _main_reason(reasons: Iterable[str]) -> str:
-    from collections import Counter
-
     common = Counter(reasons).most_common(1)
     return common[0][0] if common else ""

@@ -67,7 +67,7 @@ class TwoClockStates:
 
 
 NOISES: Mapping[str, Callable[[], Noise]] = {
-    "iid": lambda: iid(),
+    "iid": iid,
     "warm_up_drift": lambda: warm_up_drift,
     "ar1": Autoregressive,
     "two_clock_states": TwoClockStates,

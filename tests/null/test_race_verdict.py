@@ -9,7 +9,7 @@ import pytest
 
 from autosel.race.judge import CLONE, has_won, judge, nominees
 from autosel.race.plan import DELTA_UNCALIBRATED, Plan, plan
-from autosel.race.session import confirm, screen
+from autosel.race.session import Duel, Trial, confirm, screen
 from autosel.values import Pair, Race, Session, Verdict, Workload, from_json, to_json
 from tests.null.synthetic import NOISES, Bench, Noise, iid
 
@@ -17,22 +17,24 @@ WORK = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
 DELTA = DELTA_UNCALIBRATED
 
 
+def drawn(trial: Plan, seed: int, delta: float = DELTA) -> Trial:
+    return Trial(plan=trial, delta=delta, seed=seed)
+
+
 def run_race(
     true_ns: dict[str, float], noise: Noise, seed: int, incumbent: str = "base", trial: Plan | None = None
 ) -> Race:
     """An attempt exactly as the pipeline drives it, on synthetic arms; `base` is the baseline."""
     random, trial = Random(seed), trial or plan(2e6)
-    screening = screen(Bench(true_ns, noise, random), list(true_ns), trial, DELTA, random.getrandbits(32))
+    screening = screen(Bench(true_ns, noise, random), list(true_ns), drawn(trial, random.getrandbits(32)))
     found = nominees(screening, incumbent, DELTA)
     sessions: list[Session] = [screening]
     if found:
         rivals = list(dict.fromkeys(["base", incumbent]))
-        arms = [*rivals, found[0]]
+        duel = Duel(arms=(*rivals, found[0]), finalist=found[0], rivals=tuple(rivals))
         for _ in range(3):
             bench = Bench(true_ns, noise, random)
-            sessions.append(
-                confirm(bench, arms, found[0], rivals, trial, DELTA, random.getrandbits(32), screening, sessions[1:])
-            )
+            sessions.append(confirm(bench, duel, drawn(trial, random.getrandbits(32)), screening, sessions[1:]))
     return Race(
         workload=WORK,
         baseline="base",
@@ -115,11 +117,11 @@ def test_a_heavier_tail_stops_a_promotion() -> None:
         def probe(self) -> float:
             return 0.0
 
-    trial = plan(2_000)
-    screening = screen(Stutters(), ["base", "fast"], trial, DELTA, 1)
+    trial, duel = plan(2_000), Duel(arms=("base", "fast"), finalist="fast", rivals=("base",))
+    screening = screen(Stutters(), duel.arms, drawn(trial, 1))
     sessions = [screening]
     for seed in range(3):
-        sessions.append(confirm(Stutters(), ["base", "fast"], "fast", ["base"], trial, DELTA, seed, screening, sessions[1:]))
+        sessions.append(confirm(Stutters(), duel, drawn(trial, seed), screening, sessions[1:]))
     race = Race(
         workload=WORK, baseline="base", incumbent="base", finalist="fast", delta=DELTA, alpha_session=0.05, pi=0.05,
         sessions=tuple(sessions),
@@ -134,7 +136,8 @@ def test_a_disturbed_session_is_voided_and_counts_for_nothing() -> None:
         def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
             return {}, "the cgroup was throttled"
 
-    session = screen(Throttled({"base": 1.0, "fast": 0.5}, iid(), Random(0)), ["base", "fast"], plan(2e6), DELTA, 0)
+    bench = Throttled({"base": 1.0, "fast": 0.5}, iid(), Random(0))
+    session = screen(bench, ["base", "fast"], drawn(plan(2e6), 0))
     assert session.voided == "the cgroup was throttled"
     assert session.pairs == ()
 
@@ -150,7 +153,8 @@ def test_screening_drops_the_hopeless_early_but_keeps_visiting_the_baseline() ->
 @pytest.mark.parametrize("kind", sorted(NOISES))
 def test_identical_arms_are_hardly_ever_promoted(kind: str) -> None:
     """400 races a noise; the rule's bound is 1.25e-4, so one promotion already has probability 5 %, two 0.1 %."""
-    promoted = sum(judge(run_race({"base": 2e6, "same": 2e6}, NOISES[kind](), s)).outcome == "promote" for s in range(400))
+    races = (run_race({"base": 2e6, "same": 2e6}, NOISES[kind](), seed) for seed in range(400))
+    promoted = sum(judge(race).outcome == "promote" for race in races)
     assert promoted <= 1
 
 
@@ -159,7 +163,7 @@ def test_the_coin_matters_the_clone_wins_no_session_under_a_position_effect() ->
     crossings = 0
     for seed in range(200):
         bench = Bench({"base": 2e6, CLONE: 2e6}, noise, Random(seed))
-        session = screen(bench, ["base", CLONE], plan(2e6), 0.0, seed)
+        session = screen(bench, ["base", CLONE], drawn(plan(2e6), seed, delta=0.0))
         crossings += has_won(session, CLONE, ["base"], 0.0)
     assert crossings <= 0.05 * 200 + 3 * (0.05 * 0.95 * 200) ** 0.5
 
