@@ -1,1 +1,29 @@
 """The ops, by name. `gemv` and `gemm` address `linear` at M = 1 and above."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autosel.errors import UnknownName
+from autosel.ops.add_rmsnorm import AddRmsNorm
+from autosel.ops.attn import Attn
+from autosel.ops.contract import Op
+from autosel.ops.gate_up import GateUp
+from autosel.ops.geglu import GeGlu
+from autosel.ops.linear import Linear
+from autosel.ops.rmsnorm import RmsNorm
+from autosel.ops.rope import Rope
+from autosel.ops.swiglu import SwiGlu
+
+OPS: Mapping[str, Op] = {
+    op.name: op for op in (Linear(), Attn(), RmsNorm(), AddRmsNorm(), Rope(), SwiGlu(), GeGlu(), GateUp())
+}
+ALIASES: Mapping[str, str] = {"gemv": "linear", "gemm": "linear"}
+
+
+def find(name: str) -> Op:
+    """The op of that name or alias. Raises UnknownName with the nearest names."""
+    op = OPS.get(ALIASES.get(name, name))
+    if op is None:
+        raise UnknownName("op", name, (*OPS, *ALIASES))
+    return op

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from autosel.ops.contract import DTYPE, Case
+from autosel.ops.contract import DTYPE, TINY_NORMAL, Case
 from autosel.values import DTypeName, Workload
 
 if TYPE_CHECKING:
     from autosel.ops.contract import Op
+
+Change = Callable[[dict[str, Any], "Draw"], None]
+
+# Magnitudes whose squares and sums of squares stay finite in fp32 (and, for fp16, whose value does).
+LARGE: dict[str, float] = {"bf16": 1e15, "fp16": 1e4, "fp32": 1e15}
 
 
 class Draw:
@@ -20,6 +26,7 @@ class Draw:
 
     def __init__(self, seed: int, dtype: DTypeName) -> None:
         self.generator = torch.Generator().manual_seed(seed)
+        self.name = dtype
         self.dtype = DTYPE[dtype]
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -39,6 +46,9 @@ class Draw:
     def uniform(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator)
 
+    def permutation(self, n: int) -> Tensor:
+        return torch.randperm(n, generator=self.generator)
+
     def _tiled(self, shape: tuple[int, ...], scale: float) -> Tensor:
         """Normal values; past 16 Mi elements a block is repeated with a shift, for drawing 500 M of them takes seconds.
 
@@ -49,6 +59,7 @@ class Draw:
         block = torch.randn(min(count, period), generator=self.generator).mul_(scale)
         if count <= period:
             return block.view(shape)
+        block = block.to(self.dtype)
         out = torch.empty(count, dtype=self.dtype)
         for start in range(0, count, period):
             part = out[start : start + period]
@@ -56,9 +67,188 @@ class Draw:
         return out.view(shape)
 
 
-def hostile_rows(op: Op, w: Workload, *, rows: str, count_dim: str, width_dim: str) -> tuple[Case, ...]:
-    """Cases for an op that treats each row of tensor `rows` [count, width] on its own."""
-    raise NotImplementedError("filled in beside the other ops")
+def resident_draw(seed: int, dtype: DTypeName) -> Draw:
+    """The source of activations: apart from `streamed_draw`, so that they can be refreshed alone."""
+    return Draw(2 * seed, dtype)
 
 
-__all__ = ["Any", "Draw", "hostile_rows"]
+def streamed_draw(seed: int, dtype: DTypeName) -> Draw:
+    return Draw(2 * seed + 1, dtype)
+
+
+def edge_sample(n: int, count: int, seed: int) -> Tensor:
+    """`count` distinct indices below n, sorted, the first and the last always among them: edges fail first."""
+    if n <= count:
+        return torch.arange(n)
+    picked = torch.randint(0, n, (count,), generator=torch.Generator().manual_seed(seed))
+    picked[0] = 0
+    picked[-1] = n - 1
+    return picked.unique()
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+def case(op: Op, w: Workload, name: str, covers: str = "", change: Change | None = None) -> Case:
+    """op.inputs at w, then `change(inputs, draw)` in place."""
+
+    def make(seed: int) -> dict[str, Any]:
+        made = op.inputs(w, seed)
+        if change is not None:
+            change(made, Draw(seed + 77_003, w.dtype))
+        return made
+
+    return Case(name=name, workload=w, make=make, covers=covers)
+
+
+def fit(dims: dict[str, int], **most: int) -> dict[str, int]:
+    return {name: min(size, most.get(name, size)) for name, size in dims.items()}
+
+
+# --- values that catch something ---------------------------------------------------------------------------------------
+
+
+def outliers(x: Tensor, draw: Draw) -> None:
+    """A thousandth of the elements (at least one) a thousand times larger, as in real activations."""
+    flat = x.view(-1)
+    hit = draw.integers(0, flat.numel(), max(1, flat.numel() // 1000))
+    flat[hit] = flat[hit] * 1000 + 100
+
+
+def large(x: Tensor, draw: Draw) -> None:
+    x.mul_(LARGE[draw.name])
+
+
+def equal(x: Tensor, draw: Draw) -> None:
+    """Three significant bits: exact in every dtype, and sums of it are too."""
+    x.fill_(0.75)
+
+
+def zeros(x: Tensor, draw: Draw) -> None:
+    x.zero_()
+    x.view(-1)[::3] = -0.0
+
+
+def subnormal(x: Tensor, draw: Draw) -> None:
+    """Every element below the smallest normal of the dtype, some above zero, some below."""
+    x.copy_((draw.uniform(*x.shape).double() * 2 - 1) * TINY_NORMAL[draw.name])
+
+
+def some_subnormal(x: Tensor, draw: Draw) -> None:
+    hit = draw.uniform(*x.shape) < 0.3
+    x[hit] = x[hit] * TINY_NORMAL[draw.name]
+
+
+def one_nan(x: Tensor, draw: Draw) -> None:
+    """One NaN in every second row."""
+    _one_per_row(x, draw, float("nan"))
+
+
+def one_inf(x: Tensor, draw: Draw) -> None:
+    _one_per_row(x, draw, float("inf"))
+
+
+def one_minus_inf(x: Tensor, draw: Draw) -> None:
+    _one_per_row(x, draw, float("-inf"))
+
+
+def _one_per_row(x: Tensor, draw: Draw, value: float) -> None:
+    rows = x.view(-1, x.shape[-1])
+    hit = draw.integers(0, x.shape[-1], rows.shape[0])
+    for i in range(0, rows.shape[0], 2):
+        rows[i, hit[i]] = value
+
+
+def away_from_zero(x: Tensor) -> None:
+    """Subnormals and zeros moved to the smallest well-behaved size: flushing one would turn Inf * x into NaN."""
+    least = TINY_NORMAL["fp16"] if x.dtype == torch.float16 else 2.0**-60
+    x[x.abs() < 2 * least] = 2 * least
+
+
+HOSTILE: tuple[tuple[str, str, Callable[[Tensor, Draw], None]], ...] = (
+    ("outliers", "accumulation below fp32; a norm's cancellation", outliers),
+    ("large", "overflow of intermediates below fp32's range", large),
+    ("all equal", "a result that depends on order; variance instead of mean square", equal),
+    ("zeros", "division by a zero norm; -0.0", zeros),
+    ("subnormal", "garbage instead of zero for subnormal inputs", subnormal),
+    ("some subnormal", "garbage instead of zero for subnormal inputs", some_subnormal),
+    ("nan", "a swallowed NaN", one_nan),
+    ("inf", "a swallowed infinity", one_inf),
+    ("-inf", "a swallowed infinity", one_minus_inf),
+)
+
+
+# --- layouts -----------------------------------------------------------------------------------------------------------
+
+
+def offset_by_one(x: Tensor) -> Tensor:
+    """The same values one element off an aligned address: 16-byte loads must not assume alignment."""
+    room = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    return room.copy_(x)
+
+
+def strided(x: Tensor, gap: int = 3) -> Tensor:
+    """The same values as a slice of wider rows: a row stride that is odd and not the row's length."""
+    room = torch.full((*x.shape[:-1], x.shape[-1] + gap), 1e4 if x.is_floating_point() else 0, dtype=x.dtype)
+    return room[..., : x.shape[-1]].copy_(x)
+
+
+def same_row(x: Tensor) -> Tensor:
+    """Every row the first one, by stride 0."""
+    return x[:1].expand_as(x)
+
+
+def relayout(names: Iterable[str], view: Callable[[Tensor], Tensor]) -> Change:
+    chosen = tuple(names)
+
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        for name in chosen:
+            if isinstance(inputs.get(name), Tensor):
+                inputs[name] = view(inputs[name])
+
+    return change
+
+
+def on(name: str, edit: Callable[[Tensor, Draw], None], *also: Callable[[dict[str, Any]], None]) -> Change:
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        edit(inputs[name], draw)
+        for more in also:
+            more(inputs)
+
+    return change
+
+
+COUNTS = (1, 2, 3, 7, 8, 9, 17)
+WIDTHS = (1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 257, 509, 1021)
+
+
+def hostile_rows(
+    op: Op, w: Workload, *, rows: str, count_dim: str, width_dim: str, skip: tuple[str, ...] = ()
+) -> tuple[Case, ...]:
+    """Cases for an op that treats each row of tensor `rows` [count, width] on its own.
+
+    `skip` names entries of HOSTILE the op's contract does not cover.
+    """
+    wide = w.at(**{count_dim: 2, width_dim: min(w[width_dim], 8192)})
+    small = w.at(**{count_dim: 5, width_dim: 193})
+    tensors = [a.name for a in op.args if a.kind != "int" and a.kind != "float"]
+    cases = [case(op, wide, f"random {wide.shape_text}", "the workload's own width")]
+    for i, width in enumerate(WIDTHS):
+        at = w.at(**{count_dim: COUNTS[i % len(COUNTS)], width_dim: width})
+        cases.append(case(op, at, f"random {at.shape_text}", "tails of vectors, tiles and teams"))
+    for name, covers, edit in HOSTILE:
+        if name not in skip:
+            clear = tuple((lambda inputs, n=n: away_from_zero(inputs[n])) for n in tensors) if "inf" in name else ()
+            cases.append(case(op, small, name, covers, on(rows, edit, *clear)))
+    cases.append(case(op, small, "strided rows", "row strides ignored", relayout(tensors, lambda t: _rows_only(t, strided))))
+    cases.append(case(op, small, "offset by one element", "alignment assumed", relayout(tensors, _offset_floats)))
+    cases.append(case(op, small, "stride 0", "row strides ignored", relayout((rows,), same_row)))
+    return tuple(cases)
+
+
+def _rows_only(x: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
+    return view(x) if x.dim() >= 2 and x.is_floating_point() else x
+
+
+def _offset_floats(x: Tensor) -> Tensor:
+    return offset_by_one(x) if x.is_floating_point() else x

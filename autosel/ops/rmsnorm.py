@@ -13,21 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosel.errors import BadArguments
-from autosel.ops.contract import (
-    DTYPE_NAME,
-    TINY_NORMAL,
-    U32,
-    UNIT,
-    Arg,
-    Case,
-    Inputs,
-    Op,
-    Rows,
-    TensorSpec,
-)
-from autosel.ops.draw import Draw, hostile_rows
+from autosel.ops.arguments import Binder
+from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, TINY_SUBNORMAL, U32, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.draw import Draw, edge_sample, hostile_rows
+from autosel.ops.rounding import flushable, stored
 from autosel.values import DTYPE_BYTES, Workload
+
+
+def normalise(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """The definition, in float64, of a float64 x."""
+    rstd = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x * rstd * (weight.double() + offset)
+
+
+def normalise_relative_error(width: int) -> float:
+    """fp32 roundings of a norm, relative to |y|: rstd carries half the relative error of the mean, a sum of `width`
+    non-negative terms (4 sqrt(width) u32), and eight more roundings cover rsqrt, products and 1 + weight."""
+    return (2 * width**0.5 + 8) * U32
+
+
+def normalise_flush(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """What flushing subnormals may add to the error: of x, of weight, and of the normalised value where it is stored."""
+    dtype, x64 = DTYPE_NAME[weight.dtype], x.double()
+    rstd = (x64.square().mean(-1, keepdim=True) + eps).rsqrt()
+    scale = (weight.double() + offset).abs()
+    normed = (x64 * rstd).abs()
+    middle = torch.where(normed < TINY_NORMAL[dtype], normed, TINY_SUBNORMAL[dtype])
+    lost = torch.where(x64.abs() < TINY_NORMAL[dtype], x64.abs(), 0.0) * rstd
+    return (lost + middle) * scale + normed * flushable(weight)
 
 
 class RmsNorm(Op):
@@ -43,51 +56,41 @@ class RmsNorm(Op):
     trait_defaults = {"offset": 0.0}
 
     def workload_of(self, inputs: Inputs) -> Workload:
-        x, weight = inputs["x"], inputs["weight"]
-        if x.dim() != 2 or weight.shape != x.shape[-1:]:
-            raise BadArguments(
-                f"rmsnorm takes x[M,d] and weight[d], got {tuple(x.shape)} and {tuple(weight.shape)}",
-                todo="flatten the leading dimensions: x.view(-1, d)",
-            )
-        m, d = x.shape
-        return self.workload(DTYPE_NAME[x.dtype], {"M": m, "d": d}, offset=float(inputs["offset"]))
+        take = Binder(self.name, inputs)
+        take.floats("x", "M d")
+        take.floats("weight", "d")
+        take.number("eps", 1e-6, low=0.0)
+        return self.workload(take.dtype_name, take.dims, offset=float(take.number("offset", 0.0)))
 
     def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
         return (TensorSpec(name="y", shape=(w["M"], w["d"]), dtype=w.dtype),)
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
         draw = Draw(seed, w.dtype)
+        offset = float(w.trait("offset", 0.0))
         return {
             "x": draw.normal(w["M"], w["d"]),
-            "weight": draw.around_one(w["d"], offset=float(w.trait("offset", 0.0))),
+            "weight": draw.around_one(w["d"], offset=offset),
             "eps": 1e-6,
-            "offset": w.trait("offset", 0.0),
+            "offset": offset,
         }
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
         return hostile_rows(self, w, rows="x", count_dim="M", width_dim="d")
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        x, weight = inputs["x"].double(), inputs["weight"].double()
-        rstd = (x.square().mean(-1, keepdim=True) + inputs["eps"]).rsqrt()
-        return (x * rstd * (weight + inputs["offset"]),)
+        return (normalise(inputs["x"].double(), inputs["weight"], inputs["eps"], inputs["offset"]),)
 
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        # y = round(round(x * rstd) * w): each output rounding is relative to |y|; rstd carries half the relative error
-        # of the mean, a sum of d non-negative terms (lambda * sqrt(d) * u32), and a few fp32 roundings of its own.
+        # y = round(round(x * rstd) * w): each of the two roundings is relative to |y|.
         (y,) = reference
         dtype = DTYPE_NAME[inputs["x"].dtype]
-        d = y.shape[-1]
-        relative = 2 * UNIT[dtype] * (1 + UNIT[dtype]) + (2 * d**0.5 + 8) * U32
-        weight = (inputs["weight"].double() + inputs["offset"]).abs()
-        # Gemma's 1 + w is formed in fp32: one more rounding, of size u32 * |1 + w|; inside the 8 above.
-        rstd = (inputs["x"].double().square().mean(-1, keepdim=True) + inputs["eps"]).rsqrt()
-        # Flush-to-zero is legal: a subnormal input, intermediate or output may count as zero.
-        flush = TINY_NORMAL[dtype] * (1 + weight * (1 + rstd))
-        return (relative * y.abs() + flush,)
+        error = (UNIT[dtype] + normalise_relative_error(y.shape[-1])) * y.abs()
+        error = error + normalise_flush(inputs["x"], inputs["weight"], inputs["eps"], inputs["offset"])
+        return (stored(y, error, dtype),)
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        picked = torch.randperm(w["M"], generator=torch.Generator().manual_seed(seed))[:count]
+        picked = edge_sample(w["M"], count, seed)
         return Rows(inputs={**inputs, "x": inputs["x"][picked]}, pick=lambda outs: (outs[0][picked],))
 
     def bytes_moved(self, w: Workload) -> int:
@@ -95,4 +98,3 @@ class RmsNorm(Op):
 
     def flops(self, w: Workload) -> int:
         return 4 * w["M"] * w["d"]
-

@@ -1,0 +1,56 @@
+"""SiLU and the two GELUs: definition, derivative and what fp32 may lose in them. Shared by swiglu, geglu and gate_up."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from autosel.ops.contract import TINY_NORMAL, U32
+
+Activation = Literal["silu", "gelu_erf", "gelu_tanh"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_erf", "gelu_tanh")  # gate_up's `activation` is an index
+
+# sup |f''| is 1/2 for SiLU (at 0) and 2 phi(0) = 0.798 for GELU (at 0).
+CURVATURE = 0.8
+TANH_SCALE, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
+
+
+def value(kind: Activation, g: Tensor) -> Tensor:
+    """The activation of a float64 tensor. silu(-inf) is NaN by x * sigmoid(x), and so it is here."""
+    if kind == "silu":
+        return g * torch.sigmoid(g)
+    if kind == "gelu_erf":
+        return 0.5 * g * (1 + torch.erf(g / math.sqrt(2)))
+    return 0.5 * g * (1 + torch.tanh(TANH_SCALE * (g + TANH_CUBE * g**3)))
+
+
+def slope(kind: Activation, g: Tensor) -> Tensor:
+    """|f'(g)|."""
+    if kind == "silu":
+        s = torch.sigmoid(g)
+        return (s * (1 + g * (1 - s))).abs()
+    if kind == "gelu_erf":
+        return (0.5 * (1 + torch.erf(g / math.sqrt(2))) + g * (-g.square() / 2).exp() / math.sqrt(2 * math.pi)).abs()
+    t = torch.tanh(TANH_SCALE * (g + TANH_CUBE * g**3))
+    inner = TANH_SCALE * (1 + 3 * TANH_CUBE * g.square())
+    return (0.5 * (1 + t) + 0.5 * g * (1 - t.square()) * inner).nan_to_num(1.0).abs()
+
+
+def evaluation_error(kind: Activation, g: Tensor, a: Tensor) -> Tensor:
+    """What computing f(g) in fp32 loses, float64.
+
+    silu: exp(-g) carries |g| u32 from its argument, relative; a sigmoid below fp32's range counts as zero. gelu: 1 + erf
+    and 1 + tanh cancel for negative g, so the error is absolute, a few u32 of |g|.
+    """
+    if kind == "silu":
+        return (8 + 2 * g.abs()) * U32 * a.abs() + 4 * g.abs() * TINY_NORMAL["fp32"]
+    return 8 * U32 * g.abs()
+
+
+def propagate(kind: Activation, g: Tensor, error: Tensor) -> Tensor:
+    """Bound on f(g'), |g' - g| <= error, evaluated in fp32."""
+    a = value(kind, g)
+    return slope(kind, g) * error + CURVATURE / 2 * error.square() + evaluation_error(kind, g, a)

@@ -1,0 +1,100 @@
+"""Check an op's arguments and bind the letters of its shapes: `x[M,K]`, `w[N,K]` -> {M, K, N}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.errors import BadArguments
+from autosel.ops.contract import DTYPE_NAME, Inputs
+from autosel.values import DTypeName
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Binder:
+    """Takes tensors one by one; the first use of a letter binds it, later uses must agree."""
+
+    def __init__(self, op: str, inputs: Inputs) -> None:
+        self.op, self.inputs = op, inputs
+        self.dims: dict[str, int] = {}
+        self.bound_by: dict[str, str] = {}
+        self.dtype: torch.dtype | None = None
+
+    @property
+    def dtype_name(self) -> DTypeName:
+        assert self.dtype is not None
+        return DTYPE_NAME[self.dtype]
+
+    def floats(self, name: str, shape: str) -> Tensor:
+        """A tensor in the workload's dtype. Raises BadArguments naming it."""
+        tensor = self._tensor(name, shape)
+        if tensor.dtype not in FLOATS:
+            raise BadArguments(f"{self.op}: {name} is {tensor.dtype}", why="bfloat16, float16 and float32 are supported")
+        if self.dtype is None:
+            self.dtype = tensor.dtype
+        elif tensor.dtype != self.dtype:
+            raise BadArguments(f"{self.op}: {name} is {tensor.dtype}, the arguments before it are {self.dtype}")
+        return tensor
+
+    def optional(self, name: str, shape: str) -> Tensor | None:
+        return None if self.inputs.get(name) is None else self.floats(name, shape)
+
+    def exactly(self, name: str, shape: str, dtype: torch.dtype) -> Tensor:
+        """A tensor of one fixed dtype (lengths, positions, tables)."""
+        tensor = self._tensor(name, shape)
+        if tensor.dtype != dtype:
+            raise BadArguments(f"{self.op}: {name} is {tensor.dtype}, expected {dtype}")
+        return tensor
+
+    def number(self, name: str, default: float, *, low: float = float("-inf")) -> Any:
+        value = self.inputs.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= low:
+            least = f" of at least {low:g}" if low > float("-inf") else ""
+            raise BadArguments(f"{self.op}: {name} is {value!r}, expected a number{least}")
+        return value
+
+    def among(self, name: str, default: int, known: tuple[int, ...]) -> int:
+        value = self.number(name, default)
+        if value not in known:
+            raise BadArguments(f"{self.op}: {name} is {value!r}", why=f"one of {', '.join(map(str, known))}")
+        return int(value)
+
+    def fail(self, name: str, problem: str, todo: str = "") -> BadArguments:
+        return BadArguments(f"{self.op}: {name} {problem}", todo=todo)
+
+    def _tensor(self, name: str, shape: str) -> Tensor:
+        tensor = self.inputs.get(name)
+        letters = shape.split()
+        expected = f"[{','.join(letters)}]"
+        if not isinstance(tensor, Tensor):
+            raise BadArguments(f"{self.op}: {name} is {type(tensor).__name__}, expected a tensor {expected}")
+        if tensor.dim() != len(letters):
+            raise BadArguments(f"{self.op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise BadArguments(f"{self.op}: {name}'s last dimension is not contiguous", todo=f"pass {name}.contiguous()")
+        for letter, size in zip(letters, tensor.shape, strict=True):
+            self._bind(name, letter, size, tuple(tensor.shape), expected)
+        return tensor
+
+    def _bind(self, name: str, letter: str, size: int, shape: tuple[int, ...], expected: str) -> None:
+        known = self.dims.setdefault(letter, size)
+        by = self.bound_by.setdefault(letter, name)
+        if size != known:
+            raise BadArguments(
+                f"{self.op}: {name} has shape {shape}, expected {expected} with {letter} = {known}",
+                why=f"{letter} = {known} by {by}",
+            )
+        if size < 1:
+            raise BadArguments(f"{self.op}: {name} has shape {shape}; {letter} must be at least 1")
+
+
+def need_multiple(binder: Binder, big: str, small: str) -> None:
+    """Query heads must be a multiple of KV heads."""
+    if binder.dims[big] % binder.dims[small]:
+        raise BadArguments(
+            f"{binder.op}: {big} = {binder.dims[big]} is no multiple of {small} = {binder.dims[small]}",
+            why="each KV head serves the same number of query heads",
+        )

@@ -1,0 +1,101 @@
+"""What the three attention ops share: who sees what, the float64 definition, the bound.
+
+Query i of S sits at position length - S + i and sees keys at positions <= its own and, with a window w, > its own - w.
+A query that sees nothing (length 0; fewer keys than queries) gives zeros. Scores are kept in fp32; the probabilities
+may be rounded to the dtype before they multiply V (tensor cores and torch's CPU kernel do), normalised or not.
+
+NaN: in q, its row; in a visible k, every query that sees it; in a visible v, its channel. Keys that a query does not
+see do not influence it, provided that they are finite. An infinite score has no contracted result (libraries differ).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, TINY_SUBNORMAL, U32, UNIT
+from autosel.ops.rounding import LAMBDA, flushable, matmul_error, stored
+
+
+def visible(s: int, keys: int, lengths: Tensor, window: int) -> Tensor:
+    """bool [B, S, keys]: does query i of batch row b see key j?"""
+    query = lengths.long()[:, None] - s + torch.arange(s)
+    key = torch.arange(keys)
+    seen = key <= query[..., None]
+    return seen & (key > query[..., None] - window) if window else seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exact:
+    """Attention in float64. Rows are packed by KV head: [B, Hkv, G*S, ...]."""
+
+    q: Tensor  # as given, packed
+    scores: Tensor  # [B, Hkv, R, L], after softcap, -inf where unseen
+    peak: Tensor  # [B, Hkv, R, 1], largest score (0 for a row that sees nothing)
+    p: Tensor  # [B, Hkv, R, L]
+    p_max: Tensor  # [B, Hkv, R, 1]
+    seen: Tensor  # bool [B, 1, R, L]
+    o: Tensor  # [B, Hkv, R, D]
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, window: int, softcap: float) -> Exact:
+    """q[B,Hq,S,D], k/v[B,Hkv,L,D], lengths[B] -> float64 attention. The queries are the last S of `lengths` positions."""
+    (b, hq, s, d), hkv, keys = q.shape, k.shape[1], k.shape[2]
+    packed = q.reshape(b, hkv, hq // hkv * s, d)
+    seen = visible(s, keys, lengths, window).repeat(1, hq // hkv, 1)[:, None]
+    scores = packed.double() @ k.double().mT * (scale or d**-0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    alive = seen.any(-1, keepdim=True)
+    peak = torch.where(alive, scores.amax(-1, keepdim=True), 0.0)
+    weights = torch.where(seen, (scores - peak).exp(), 0.0)
+    total = torch.where(alive, weights.sum(-1, keepdim=True), 1.0)
+    p = weights / total
+    return Exact(q=packed, scores=scores, peak=peak, p=p, p_max=p.amax(-1, keepdim=True), seen=seen, o=p @ v.double())
+
+
+def unpack(rows: Tensor, shape: torch.Size) -> Tensor:
+    """[B, Hkv, G*S, D] back to q's [B, Hq, S, D]."""
+    return rows.reshape(shape)
+
+
+def error_bound(e: Exact, k: Tensor, v: Tensor, scale: float, softcap: float) -> Tensor:
+    """[B, Hkv, R, D]: score errors through the softmax, rounded P, fp32 sums, one store."""
+    dtype, d, keys = DTYPE_NAME[v.dtype], k.shape[-1], k.shape[2]
+    # A score errs by its dot product's error (softcap only shrinks it) and a few fp32 roundings of s, max and exp.
+    score = matmul_error(e.q, k) * (scale or d**-0.5)
+    score = score + 8 * U32 * (torch.where(e.seen, e.scores.abs(), 0.0) + e.peak.abs())
+    score = torch.where(e.p > 0, score, 0.0)
+    # do = sum p e (v - o) <= sqrt(sum p e^2) * sqrt(sum p (v - o)^2), by Cauchy-Schwarz; exp() where e is not small.
+    v64, v_abs = v.double(), v.double().abs()
+    spread = (e.p @ v64.square() - e.o.square()).clamp_min(0).sqrt()
+    moved = (e.p * score.expm1().square()).sum(-1, keepdim=True).sqrt() * (e.p * score).sum(-1, keepdim=True).exp()
+    weighted = e.p @ v_abs
+    error = moved * spread + (2 * LAMBDA * math.sqrt(keys) + 8) * U32 * weighted
+    # P below the dtype's range (1 is its largest value before normalising), and exp that underflows.
+    floor = (TINY_SUBNORMAL[dtype] if dtype != "fp32" else 0.0) + TINY_NORMAL["fp32"]
+    error = error + floor * e.p_max * (e.seen.double() @ v_abs)
+    if dtype != "fp32":
+        error = error + UNIT[dtype] * weighted
+    v_flush = flushable(v)
+    if v_flush.any():
+        error = error + e.p @ v_flush
+    return stored(e.o, error, dtype)
+
+
+def keys_read(s: int, length: int, window: int) -> int:
+    """Keys that some query of the S last positions sees."""
+    return min(length, window + s - 1) if window else length
+
+
+def pairs_seen(s: int, length: int, window: int) -> int:
+    """(query, key) pairs that are visible."""
+    total = 0
+    for i in range(max(0, s - length), s):
+        at = length - s + i + 1
+        total += min(at, window) if window else at
+    return total

@@ -1,0 +1,288 @@
+"""The hostile battery of attention over a cache: needles where an off-by-one would lose them, and where it would let
+them in; junk beyond the lengths; scores that overflow without a maximum; every tail of every tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.ops import draw as d
+from autosel.ops.contract import Case, Op
+from autosel.ops.draw import Draw
+from autosel.values import DTYPE_BYTES, Workload
+
+LENGTHS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 509, 1021)
+NEEDLES = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 254, 255, 256)
+HEADS = ((1, 1), (4, 4), (8, 2), (8, 1), (6, 2), (5, 1), (16, 1), (14, 2))
+WIDTHS = (64, 80, 96, 128, 256)
+BUDGET = 3 << 19
+NEEDLE_SCORE = 12.0  # e^12 outweighs a quarter of a thousand keys by 500 to 1
+
+Edit = Callable[[dict[str, Any], Draw], None]
+
+
+def attn_cases(op: Op, w: Workload) -> tuple[Case, ...]:
+    cases: list[Case] = []
+
+    def add(name: str, covers: str, at: Workload, edit: Edit | None = None, *, room: int = 0, short: bool = True) -> None:
+        cases.append(Case(name=name, workload=at, make=_maker(op, at, edit, room, short), covers=covers))
+
+    _shapes(w, add)
+    _needles(w, add)
+    _values(w, add)
+    _layouts(w, add)
+    return tuple(cases)
+
+
+def _maker(op: Op, at: Workload, edit: Edit | None, room: int, short: bool) -> Callable[[int], dict[str, Any]]:
+    def make(seed: int) -> dict[str, Any]:
+        inputs, draw = op.inputs(at, seed), Draw(seed + 77_003, at.dtype)
+        if inputs["lengths"] is not None:
+            inputs["lengths"] = hostile_lengths(at["B"], at["L"]) if short else near_lengths(at["B"], at["L"])
+        if edit is not None:
+            edit(inputs, draw)
+        for name in ("k", "v"):
+            if room:
+                inputs[name] = torch.cat([inputs[name], torch.empty_like(inputs[name][:, :, :1].expand(-1, -1, room, -1))], 2)
+            bury(inputs[name], inputs["lengths"], at["L"], draw)
+        return inputs
+
+    return make
+
+
+def hostile_lengths(b: int, longest: int) -> Tensor:
+    pattern = (longest, 0, 1, longest - 1, 17, 64, longest // 2, 33)
+    return torch.tensor([min(longest, max(0, pattern[i % len(pattern)])) for i in range(b)], dtype=torch.int32)
+
+
+def near_lengths(b: int, longest: int) -> Tensor:
+    return torch.tensor([max(1, longest - i) for i in range(b)], dtype=torch.int32)
+
+
+def bury(cache: Tensor, lengths: Tensor | None, longest: int, draw: Draw) -> None:
+    """Large finite junk beyond the lengths: reading one key too many shows."""
+    for b in range(cache.shape[0]):
+        start = longest if lengths is None else int(lengths[b])
+        junk = cache[b, :, start:]
+        junk.copy_(torch.randint(0, 2, junk.shape, generator=draw.generator) * 1600.0 - 800.0)
+
+
+# --- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def _at(w: Workload, *, b: int, heads: tuple[int, int], keys: int, s: int = 0, width: int = 0) -> Workload:
+    """A small workload; batch rows are dropped, then the width halved, to stay within the budget."""
+    hq, hkv = heads
+    width, s = width or w["D"], s or min(w["S"], 8)
+    size = DTYPE_BYTES[w.dtype] * 2 * hkv * keys
+    while width > 64 and size * width > BUDGET:
+        width //= 2
+    return w.at(B=max(1, min(b, BUDGET // (size * width))), Hq=hq, Hkv=hkv, S=s, D=width, L=keys)
+
+
+def _group(w: Workload) -> int:
+    return min(w["Hq"] // w["Hkv"], 16)
+
+
+def _shapes(w: Workload, add: Any) -> None:
+    g = _group(w)
+    for i, keys in enumerate(LENGTHS):
+        at = _at(w, b=(8, 3, 1)[i % 3], heads=((g, 1), (2 * g, 2))[i % 2 if keys < 256 else 0], keys=keys)
+        add(f"random {at.shape_text}", "tails of tiles; splits of few keys", at, room=(0, 1, 5, 64)[i % 4])
+    for heads in HEADS:
+        at = _at(w, b=2, heads=heads, keys=97)
+        add(f"random {at.shape_text}", "query heads to KV heads", at)
+    for width in WIDTHS:
+        at = _at(w, b=2, heads=(g, 1), keys=130, width=width)
+        add(f"random {at.shape_text}", "head widths", at)
+    for s in (1, 2, 3, 5):
+        at = _at(w, b=4, heads=(2 * g, 2), keys=67, s=s)
+        add(f"random {at.shape_text}", "causality by cache offset", at, room=3)
+    add("more queries than keys", "positions before the first", _at(w, b=3, heads=(2 * g, 2), keys=2, s=5))
+    window = int(w.trait("window", 0))
+    for keys in (window - 1, window, window + 1, window + 77) if window else ():
+        if keys > 0:
+            at = _at(w, b=2, heads=(g, 1), keys=keys)
+            add(f"random {at.shape_text}", "the window's edge", at, room=3, short=False)
+
+
+# --- needles -----------------------------------------------------------------------------------------------------------
+
+
+def aim(inputs: dict[str, Any], draw: Draw, score: float) -> Tensor:
+    """Make all queries of a KV head point nearly the same way; returns the key [B, Hkv, D] whose score is `score`."""
+    q, hkv = inputs["q"], inputs["k"].shape[1]
+    grouped = q.unflatten(1, (hkv, -1))
+    lead = grouped[:, :, :1, :1].double()
+    near = lead * (1 + 0.05 * torch.randn(grouped.shape[:4], generator=draw.generator).double())[..., None]
+    grouped.copy_(near)
+    scale = inputs["scale"] or q.shape[-1] ** -0.5
+    first = lead[:, :, 0, 0]
+    return first * (score / (scale * first.square().sum(-1, keepdim=True)))
+
+
+def plant(inputs: dict[str, Any], draw: Draw, positions: Sequence[int], *, score: float = NEEDLE_SCORE) -> None:
+    """In batch row b, key positions[b % n] gets nearly all the weight, and values +-3 found nowhere else."""
+    key = aim(inputs, draw, score)
+    k, v = inputs["k"], inputs["v"]
+    for b in range(k.shape[0]):
+        at = positions[b % len(positions)]
+        k[b, :, at] = key[b].to(k.dtype)
+        v[b, :, at] = (torch.randint(0, 2, v[b, :, at].shape, generator=draw.generator) * 6.0 - 3.0).to(v.dtype)
+
+
+def _needles(w: Workload, add: Any) -> None:
+    g, window = _group(w), int(w.trait("window", 0))
+    long = _at(w, b=8, heads=(g, 1), keys=257)
+    first = max(0, 257 - window) if window else 0
+    inside = [p for p in NEEDLES if p >= first]
+    for start in range(0, len(inside), long["B"]):
+        some = inside[start : start + long["B"]]
+        add(f"needles at {', '.join(map(str, some))}", "a skipped or doubled key", long, _planter(some), short=False)
+
+    def last(inputs: dict[str, Any], draw: Draw) -> None:
+        lengths = inputs["lengths"]
+        ends = [inputs["max_len"]] * inputs["q"].shape[0] if lengths is None else [int(n) for n in lengths]
+        plant(inputs, draw, [n - 1 for n in ends])
+
+    for keys in (33, 64, 65, 128, 129, 200):
+        at = _at(w, b=8, heads=(2 * g, 2), keys=keys)
+        add(f"needle at the last of {keys}", "the last key skipped", at, last, room=2, short=False)
+    if window:
+        keys = window + 40
+        at = _at(w, b=2, heads=(g, 1), keys=keys)
+        s = at["S"]
+        add("needle just outside the window", "window off by one", at, _edge_planter(-s - window), short=False)
+        add("needle first in the window", "window off by one", at, _edge_planter(-window), short=False)
+        add("needle second in the window", "window off by one", at, _edge_planter(1 - window), short=False)
+
+
+def _planter(positions: Sequence[int]) -> Edit:
+    def edit(inputs: dict[str, Any], draw: Draw) -> None:
+        lengths = inputs["lengths"]
+        ends = [inputs["max_len"]] * inputs["q"].shape[0] if lengths is None else [int(n) for n in lengths]
+        rows = [min(positions[b % len(positions)], n - 1) for b, n in enumerate(ends)]
+        plant(inputs, draw, rows)
+
+    return edit
+
+
+def _edge_planter(from_end: int) -> Edit:
+    def edit(inputs: dict[str, Any], draw: Draw) -> None:
+        lengths = inputs["lengths"]
+        ends = [inputs["max_len"]] * inputs["q"].shape[0] if lengths is None else [int(n) for n in lengths]
+        plant(inputs, draw, [max(0, n + from_end) for n in ends])
+
+    return edit
+
+
+# --- values ------------------------------------------------------------------------------------------------------------
+
+
+def _values(w: Workload, add: Any) -> None:
+    g = _group(w)
+    at = _at(w, b=3, heads=(2 * g, 2), keys=193)
+    for name in ("q", "k", "v"):
+        add(f"outliers in {name}", "precision below fp32", at, _on(name, d.outliers if name == "v" else _few_outliers))
+        add(f"zeros in {name}", "-0.0; a uniform average", at, _on(name, d.zeros))
+        add(f"subnormal {name}", "garbage for subnormal inputs", at, _on(name, d.subnormal))
+        add(f"some subnormal {name}", "garbage for subnormal inputs", at, _on(name, d.some_subnormal))
+        add(f"nan in {name}", "a swallowed NaN", at, _spoil(name, float("nan")))
+    add("inf in v", "a swallowed infinity", at, _spoil("v", float("inf")))
+    add("large v", "overflow of sums", at, _on("v", d.large))
+    add("large scores", "exp without the maximum", at, _scaled(12.0))
+    add("huge scores", "exp without the maximum", at, _scaled(40.0))
+    add("very negative scores", "a maximum that starts at 0", at, _negative)
+    add("all equal", "a softmax that is not uniform", at, _all_equal)
+    add("v around one", "accumulation below fp32", at, _positive_values)
+    add("rivals", "a score off by little", at, _rivals)
+    rising = _at(w, b=1, heads=(g, 1), keys=509)
+    add("rising scores", "a running maximum not rescaled", rising, _slope(1.0), short=False)
+    add("falling scores", "a running maximum not kept", rising, _slope(-1.0), short=False)
+
+
+def _on(name: str, edit: Callable[[Tensor, Draw], None]) -> Edit:
+    return lambda inputs, draw: edit(inputs[name], draw)
+
+
+def _few_outliers(x: Tensor, draw: Draw) -> None:
+    """Ones of 30, not 1000: fp32 scores must stay meaningful after exp."""
+    flat = x.view(-1)
+    flat[draw.integers(0, flat.numel(), max(1, flat.numel() // 1000))] = 30.0
+
+
+def _spoil(name: str, value: float) -> Edit:
+    """One bad element in batch row 0, in a key that every query there sees."""
+
+    def edit(inputs: dict[str, Any], draw: Draw) -> None:
+        x, s = inputs[name], inputs["q"].shape[2]
+        position = x.shape[2] // 2 if name == "q" else inputs["max_len"] - s
+        x[0, -1, position, x.shape[3] // 3] = value
+        if value == float("inf"):
+            d.away_from_zero(inputs["k"])
+
+    return edit
+
+
+def _scaled(factor: float) -> Edit:
+    def edit(inputs: dict[str, Any], draw: Draw) -> None:
+        inputs["q"].mul_(factor)
+        inputs["k"].mul_(factor)
+
+    return edit
+
+
+def _negative(inputs: dict[str, Any], draw: Draw) -> None:
+    """All scores near -200."""
+    key = aim(inputs, draw, -200.0)
+    inputs["k"].copy_(key[:, :, None] + 0.1 * inputs["k"].double())
+
+
+def _all_equal(inputs: dict[str, Any], draw: Draw) -> None:
+    for name in ("q", "k", "v"):
+        inputs[name].fill_(0.75)
+
+
+def _positive_values(inputs: dict[str, Any], draw: Draw) -> None:
+    inputs["v"].mul_(0.1).add_(1.0)
+
+
+def _rivals(inputs: dict[str, Any], draw: Draw) -> None:
+    """Two keys share nearly all the weight, with opposite values."""
+    key, v = aim(inputs, draw, 30.0), inputs["v"]
+    n = inputs["max_len"]
+    for at, factor, value in ((0, 1.0, 3.0), (n // 2, 0.98, -3.0), (n - 1, 0.95, 3.0)):
+        inputs["k"][:, :, at] = (key * factor).to(v.dtype)
+        v[:, :, at] = value
+
+
+def _slope(sign: float) -> Edit:
+    """Scores rise (fall) along the keys: every tile brings a new maximum (none does)."""
+
+    def edit(inputs: dict[str, Any], draw: Draw) -> None:
+        key, n = aim(inputs, draw, 1.0), inputs["k"].shape[2]
+        ramp = sign * torch.linspace(-40.0, 40.0, n).double()
+        inputs["k"].copy_(key[:, :, None] * ramp[:, None] + 0.1 * inputs["k"].double())
+
+    return edit
+
+
+# --- layouts -----------------------------------------------------------------------------------------------------------
+
+
+def _layouts(w: Workload, add: Any) -> None:
+    g = _group(w)
+    at = _at(w, b=2, heads=(2 * g, 2), keys=131)
+    every = ("q", "k", "v")
+    add("offset by one element", "alignment assumed", at, d.relayout(every, d.offset_by_one))
+    add("strided rows", "row strides ignored", at, d.relayout(every, d.strided))
+    add("heads inside tokens", "layout [B, L, H, D] seen through strides", at, d.relayout(every, _heads_inside))
+    add("heads inside tokens, junk behind", "layout seen through strides", at, d.relayout(every, _heads_inside), room=3)
+
+
+def _heads_inside(x: Tensor) -> Tensor:
+    """The same [B, H, L, D] over memory laid out [B, L, H, D], as a QKV projection leaves it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,0 +1,194 @@
+"""Every op as ordinary eager PyTorch: the baseline that a candidate must beat, so as fast as eager sensibly goes.
+
+Each function takes its op's arguments in order, then its outputs: None allocates and returns, a tensor is written and
+returned. A PyTorch call that has no out= is followed by a copy, as it would be in a model.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATION = (F.silu, F.gelu, lambda g: F.gelu(g, approximate="tanh"))
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor | None = None) -> Tensor:
+    if y is None:
+        made = F.linear(x, w, bias)
+        return made if residual is None else made.add_(residual)
+    if bias is None:
+        torch.mm(x, w.t(), out=y)
+    else:
+        torch.addmm(bias, x, w.t(), out=y)
+    return y if residual is None else y.add_(residual)
+
+
+# --- attention ---------------------------------------------------------------------------------------------------------
+
+
+def attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    max_len: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    o: Tensor | None = None,
+) -> Tensor:
+    """SDPA over the part of the cache in use, with a mask only where one is needed."""
+    s = q.shape[2]
+    first = max(0, max_len - s - window + 1) if window and lengths is None else 0
+    k, v = k[:, :, first:max_len], v[:, :, first:max_len]
+    mask = _mask(s, k.shape[2], lengths, window)
+    return _written(_attend(q, k, v, mask, scale, softcap), o)
+
+
+def attn_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    max_len: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    o: Tensor | None = None,
+) -> Tensor:
+    """Decode (S = 1) with the query heads of a KV head as its queries: K and V are read once, not once a query head."""
+    b, hq, s, d = q.shape
+    hkv = k.shape[1]
+    assert s == 1, "packing more than one position would mix their masks"
+    packed = q.reshape(b, hkv, hq // hkv, d)
+    first = max(0, max_len - window) if window and lengths is None else 0
+    k, v = k[:, :, first:max_len], v[:, :, first:max_len]
+    made = _attend(packed, k, v, _mask(1, k.shape[2], lengths, window), scale, softcap)
+    return _written(made.reshape(q.shape), o)
+
+
+def _mask(s: int, keys: int, lengths: Tensor | None, window: int) -> Tensor | None:
+    """bool [B or 1, 1, S, keys], or None where every query sees every key."""
+    key = torch.arange(keys)
+    if lengths is None:
+        if s == 1 and not (window and window < keys):
+            return None
+        last = torch.arange(keys - s, keys)[None, :, None]
+    else:
+        last = (lengths[:, None].long() - s + torch.arange(s))[..., None]
+    seen = key <= last
+    if window:
+        seen &= key > last - window
+    return seen[:, None]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    if softcap:
+        return _matmul_attend(q, k, v, mask, scale, softcap)
+    gqa = q.shape[1] != k.shape[1]
+    made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale or None, enable_gqa=gqa)
+    return made if mask is None else _silence(made, mask)
+
+
+def _matmul_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """SDPA has no softcap. Scores in fp32: stored in bf16 they would be off by percents of a probability."""
+    b, hq, s, d = q.shape
+    hkv = k.shape[1]
+    scores = torch.matmul(q.view(b, hkv, -1, d).float(), k.float().transpose(-1, -2)).mul_(scale or d**-0.5)
+    scores = torch.tanh(scores.div_(softcap)).mul_(softcap).view(b, hq, s, -1)
+    if mask is not None:
+        scores.masked_fill_(~mask, -math.inf)
+    p = scores.softmax(-1).to(v.dtype).view(b, hkv, -1, k.shape[2])
+    made = torch.matmul(p, v).view(b, hq, s, d)
+    return made if mask is None else _silence(made, mask)
+
+
+def _silence(o: Tensor, mask: Tensor) -> Tensor:
+    """A query that sees nothing gives zeros, not the NaN of an empty softmax."""
+    return o.masked_fill_(~mask.any(-1, keepdim=True), 0.0)
+
+
+def _written(made: Tensor, out: Tensor | None) -> Tensor:
+    return made if out is None else out.copy_(made)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, offset: float, y: Tensor | None = None) -> Tensor:
+    width = (x.shape[-1],)
+    if not offset:
+        return _written(F.rms_norm(x, width, weight, eps), y)
+    return _written((F.rms_norm(x.float(), width, None, eps) * (weight.float() + offset)).to(x.dtype), y)
+
+
+def add_rmsnorm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    sandwich: int,
+    y: Tensor | None = None,
+    new_residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    if sandwich:
+        y = rmsnorm(x, weight, eps, offset, y)
+        return y, torch.add(residual, y, out=new_residual)
+    new_residual = torch.add(x, residual, out=new_residual)
+    return rmsnorm(new_residual, weight, eps, offset, y), new_residual
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    style: int,
+    q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    angle = positions[:, None].float() * inv_freq
+    repeated = angle.repeat_interleave(2, -1) if style else torch.cat((angle, angle), -1)
+    cos, sin = repeated.cos().to(q.dtype)[:, None], repeated.sin().to(q.dtype)[:, None]
+    return _rotated(q, cos, sin, style, q_out), _rotated(k, cos, sin, style, k_out)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, style: int, out: Tensor | None) -> Tensor:
+    rotated = cos.shape[-1]
+    turning = x[..., :rotated]
+    if style:
+        across = torch.stack((-turning[..., 1::2], turning[..., ::2]), -1).flatten(-2)
+    else:
+        across = torch.cat((-turning[..., rotated // 2 :], turning[..., : rotated // 2]), -1)
+    if rotated == x.shape[-1]:
+        return torch.add(turning * cos, across * sin, out=out)
+    return _written(torch.cat((turning * cos + across * sin, x[..., rotated:]), -1), out)
+
+
+def swiglu(gate: Tensor, up: Tensor, y: Tensor | None = None) -> Tensor:
+    return torch.mul(F.silu(gate), up, out=y)
+
+
+def geglu(gate: Tensor, up: Tensor, tanh: int, y: Tensor | None = None) -> Tensor:
+    return torch.mul(F.gelu(gate, approximate="tanh" if tanh else "none"), up, out=y)
+
+
+# --- fused chains ------------------------------------------------------------------------------------------------------
+
+
+def gate_up(
+    x: Tensor,
+    norm_weight: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    eps: float,
+    offset: float,
+    activation: int,
+    y: Tensor | None = None,
+) -> Tensor:
+    h = rmsnorm(x, norm_weight, eps, offset)
+    return torch.mul(ACTIVATION[activation](F.linear(h, w_gate)), F.linear(h, w_up), out=y)

@@ -1,0 +1,121 @@
+"""gate_up: y = act(h @ w_gate^T) * (h @ w_up^T), h = rmsnorm(x): a gated MLP up to its down projection.
+
+activation 0: silu, 1: gelu (erf), 2: gelu (tanh). The contract allows the eager composition's roundings: h twice (the
+norm's), both products, the activation and the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.ops import activation
+from autosel.ops.activation import ACTIVATIONS
+from autosel.ops.arguments import Binder
+from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.draw import edge_sample, resident_draw, streamed_draw
+from autosel.ops.linear import checked_columns, projection_cases
+from autosel.ops.rmsnorm import normalise, normalise_flush, normalise_relative_error
+from autosel.ops.rounding import LAMBDA, matmul_error, stored
+from autosel.values import DTYPE_BYTES, Workload
+
+
+def normed_matmul_error(x: Tensor, norm_weight: Tensor, w: Tensor, eps: float, offset: float) -> Tensor:
+    """Bound on rmsnorm(x) @ w^T before it is stored.
+
+    Storing h (two roundings) moves each product by up to 2u of itself. Roundings of different values are independent
+    and add in squares; equal values round alike and move the whole sum by 2u of itself.
+    """
+    dtype = DTYPE_NAME[x.dtype]
+    h, w64 = normalise(x.double(), norm_weight, eps, offset), w.double()
+    relative = 2 * UNIT[dtype] + normalise_relative_error(x.shape[-1])
+    flush = normalise_flush(x, norm_weight, eps, offset)
+    flush = flush + torch.where(h.abs() < TINY_NORMAL[dtype], h.abs(), 0.0)
+    rounded = LAMBDA * (h.square() @ w64.square().T).sqrt() + (h @ w64.T).abs()
+    return matmul_error(h, w) + relative * rounded + flush @ w64.abs().T
+
+
+class GateUp(Op):
+    name = "gate_up"
+    args = (
+        Arg(name="x", kind="tensor"),
+        Arg(name="norm_weight", kind="tensor"),
+        Arg(name="w_gate", kind="tensor", role="streamed"),
+        Arg(name="w_up", kind="tensor", role="streamed"),
+        Arg(name="eps", kind="float", default=1e-6),
+        Arg(name="offset", kind="float", default=0.0),
+        Arg(name="activation", kind="int", default=0),
+    )
+    output_names = ("y",)
+    dim_names = ("M", "d", "I")
+    trait_defaults = {"offset": 0.0, "activation": 0}
+
+    def workload_of(self, inputs: Inputs) -> Workload:
+        take = Binder(self.name, inputs)
+        take.floats("x", "M d")
+        take.floats("norm_weight", "d")
+        take.floats("w_gate", "I d")
+        take.floats("w_up", "I d")
+        take.number("eps", 1e-6, low=0.0)
+        offset, kind = float(take.number("offset", 0.0)), take.among("activation", 0, (0, 1, 2))
+        return self.workload(take.dtype_name, take.dims, offset=offset, activation=kind)
+
+    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(name="y", shape=(w["M"], w["I"]), dtype=w.dtype),)
+
+    def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
+        draw, shape = streamed_draw(seed, w.dtype), (w["I"], w["d"])
+        return self.refresh(w, {"w_gate": draw.weight(*shape), "w_up": draw.weight(*shape)}, seed)
+
+    def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
+        draw, offset = resident_draw(seed, w.dtype), float(w.trait("offset", 0.0))
+        return {
+            "x": draw.normal(w["M"], w["d"]),
+            "norm_weight": draw.around_one(w["d"], offset=offset),
+            "w_gate": inputs["w_gate"],
+            "w_up": inputs["w_up"],
+            "eps": 1e-6,
+            "offset": offset,
+            "activation": int(w.trait("activation", 0)),
+        }
+
+    def cases(self, w: Workload) -> tuple[Case, ...]:
+        # An infinite x normalises to NaN and zeros by a division of infinities; an infinite gate has no contracted sign.
+        return projection_cases(self, w, weights=("w_gate", "w_up"), width="d", out="I", skip=("inf", "-inf"))
+
+    def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        gate, up = self._products(inputs)
+        return (activation.value(ACTIVATIONS[inputs["activation"]], gate) * up,)
+
+    def _products(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        h = normalise(inputs["x"].double(), inputs["norm_weight"], inputs["eps"], inputs["offset"])
+        return h @ inputs["w_gate"].double().T, h @ inputs["w_up"].double().T
+
+    def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        (y,), (gate, up) = reference, self._products(inputs)
+        dtype, kind = DTYPE_NAME[inputs["x"].dtype], ACTIVATIONS[inputs["activation"]]
+
+        def product_error(value: Tensor, name: str) -> Tensor:
+            norm = (inputs["eps"], inputs["offset"])
+            return stored(value, normed_matmul_error(inputs["x"], inputs["norm_weight"], inputs[name], *norm), dtype)
+
+        gate_error, up_error = product_error(gate, "w_gate"), product_error(up, "w_up")
+        a = activation.value(kind, gate)
+        a_error = stored(a, activation.propagate(kind, gate, gate_error), dtype)
+        return (stored(y, a_error * up.abs() + a.abs() * up_error + a_error * up_error, dtype),)
+
+    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
+        m = edge_sample(w["M"], count, seed)
+        n = edge_sample(w["I"], checked_columns(2 * w["d"], len(m)), seed + 1)
+        part = {**inputs, "x": inputs["x"][m], "w_gate": inputs["w_gate"][n], "w_up": inputs["w_up"][n]}
+        return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
+
+    def bytes_moved(self, w: Workload) -> int:
+        m, d, i = w["M"], w["d"], w["I"]
+        return DTYPE_BYTES[w.dtype] * (m * d + d + 2 * i * d + m * i)
+
+    def flops(self, w: Workload) -> int:
+        return 4 * w["M"] * w["d"] * w["I"] + 4 * w["M"] * w["d"] + 5 * w["M"] * w["I"]

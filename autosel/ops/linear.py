@@ -1,0 +1,210 @@
+"""linear: y = x @ w^T (+ bias) (+ residual). At M = 1 people call it gemv, above gemm; it is one op.
+
+fp32 accumulation in any order, one rounding. The contract allows the roundings of the eager composition: the product
+may be stored before the bias is added, the sum before the residual is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.ops.arguments import Binder
+from autosel.ops.contract import DTYPE_NAME, U32, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.draw import (
+    COUNTS,
+    HOSTILE,
+    Draw,
+    away_from_zero,
+    case,
+    edge_sample,
+    offset_by_one,
+    on,
+    relayout,
+    resident_draw,
+    same_row,
+    streamed_draw,
+    strided,
+)
+from autosel.ops.rounding import flushable, matmul_error, stored
+from autosel.values import DTYPE_BYTES, Workload
+
+# N and K around the edges of register tiles, vectors and cache-line groups; primes.
+SIZES = ((1, 1), (2, 3), (3, 15), (4, 16), (5, 17), (7, 31), (8, 33), (9, 63), (15, 64), (16, 65), (17, 127), (31, 128),
+         (33, 129), (64, 255), (65, 256), (97, 257), (127, 509), (129, 1021))  # fmt: skip
+NEEDLES = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024, 1027, 1028)
+# 4 Mi products are checked in a few tens of milliseconds.
+CHECKED_PRODUCTS = 1 << 22
+
+
+class Linear(Op):
+    name = "linear"
+    args = (
+        Arg(name="x", kind="tensor"),
+        Arg(name="w", kind="tensor", role="streamed"),
+        Arg(name="bias", kind="optional"),
+        Arg(name="residual", kind="optional"),
+    )
+    output_names = ("y",)
+    dim_names = ("M", "N", "K")
+    trait_defaults = {"bias": False, "residual": False}
+
+    def workload_of(self, inputs: Inputs) -> Workload:
+        take = Binder(self.name, inputs)
+        take.floats("x", "M K")
+        take.floats("w", "N K")
+        bias, residual = take.optional("bias", "N"), take.optional("residual", "M N")
+        return self.workload(take.dtype_name, take.dims, bias=bias is not None, residual=residual is not None)
+
+    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(name="y", shape=(w["M"], w["N"]), dtype=w.dtype),)
+
+    def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
+        weight = streamed_draw(seed, w.dtype).weight(w["N"], w["K"])
+        return self.refresh(w, {"w": weight}, seed)
+
+    def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
+        draw = resident_draw(seed, w.dtype)
+        return {
+            "x": draw.normal(w["M"], w["K"]),
+            "w": inputs["w"],
+            "bias": draw.normal(w["N"]) if w.trait("bias", False) else None,
+            "residual": draw.normal(w["M"], w["N"]) if w.trait("residual", False) else None,
+        }
+
+    def cases(self, w: Workload) -> tuple[Case, ...]:
+        return projection_cases(self, w, weights=("w",), width="K")
+
+    def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        y = inputs["x"].double() @ inputs["w"].double().T
+        for extra in (inputs["bias"], inputs["residual"]):
+            if extra is not None:
+                y = y + extra.double()
+        return (y,)
+
+    def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        dtype = DTYPE_NAME[inputs["x"].dtype]
+        y = inputs["x"].double() @ inputs["w"].double().T
+        error = matmul_error(inputs["x"], inputs["w"])
+        for extra in (inputs["bias"], inputs["residual"]):
+            if extra is not None:
+                error = stored(y, error, dtype) + flushable(extra) + U32 * (y.abs() + extra.double().abs())
+                y = y + extra.double()
+        return (stored(y, error, dtype),)
+
+    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
+        m = edge_sample(w["M"], count, seed)
+        n = edge_sample(w["N"], checked_columns(w["K"], len(m)), seed + 1)
+        bias, residual = inputs["bias"], inputs["residual"]
+        part = {
+            "x": inputs["x"][m],
+            "w": inputs["w"][n],
+            "bias": None if bias is None else bias[n],
+            "residual": None if residual is None else residual[m][:, n],
+        }
+        return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
+
+    def bytes_moved(self, w: Workload) -> int:
+        m, n, k = w["M"], w["N"], w["K"]
+        extra = n * bool(w.trait("bias", False)) + m * n * bool(w.trait("residual", False))
+        return DTYPE_BYTES[w.dtype] * (m * k + n * k + m * n + extra)
+
+    def flops(self, w: Workload) -> int:
+        return 2 * w["M"] * w["N"] * w["K"]
+
+    def label(self, w: Workload) -> str:
+        return f"{'gemv' if w['M'] == 1 else 'gemm'} {w['N']}x{w['K']}"
+
+
+def checked_columns(k: int, rows: int) -> int:
+    """How many outputs a row to check in float64: enough to notice a wrong tile, few enough to do while racing."""
+    return max(16, CHECKED_PRODUCTS // (k * rows))
+
+
+# --- the battery of every op that multiplies x by streamed weights ----------------------------------------------------
+
+
+def projection_cases(
+    op: Op, w: Workload, *, weights: tuple[str, ...], width: str, out: str = "N", skip: tuple[str, ...] = ()
+) -> tuple[Case, ...]:
+    """Cases for y[M,out] = f(x[M,width] @ weights[out,width]^T ...). `skip`: entries of HOSTILE that do not apply."""
+
+    def at(m: int, n: int, k: int) -> Workload:
+        return w.at(**{"M": m, out: n, width: k})
+
+    cases = []
+    for i, (n, k) in enumerate(SIZES):
+        shape = at(COUNTS[i % len(COUNTS)], n, k)
+        cases.append(case(op, shape, f"random {shape.shape_text}", "tails of vectors, tiles and teams"))
+    # The workload's own K, rows of w as far as 2 MiB go.
+    k = min(w[width], 16384)
+    for m in {1, min(w["M"], 17)}:
+        shape = at(m, max(1, min(w[out], (1 << 20) // (k * DTYPE_BYTES[w.dtype] * len(weights)))), k)
+        cases.append(case(op, shape, f"random {shape.shape_text}", "long sums"))
+    cases += _needles(op, at)
+    cases += _values(op, at, weights, skip)
+    cases += _layouts(op, at, weights)
+    return tuple(cases)
+
+
+def _needles(op: Op, at: Any) -> list[Case]:
+    """x is zero but for one element a row: the only product that counts is at an edge."""
+
+    def needle(positions: tuple[int, ...]) -> Any:
+        def change(inputs: dict[str, Any], draw: Draw) -> None:
+            x = inputs["x"]
+            x.zero_()
+            for row in range(x.shape[0]):
+                x[row, positions[row % len(positions)]] = 3.0
+
+        return change
+
+    single = [case(op, at(1, 24, 1029), f"needle at {p}", "a skipped k", needle((p,))) for p in (0, 512, 1023, 1024, 1028)]
+    return [
+        *single,
+        case(op, at(24, 17, 1029), "needles at tile edges", "a skipped k; rows swapped", needle(NEEDLES)),
+        case(op, at(8, 40, 1029), "needles, 8 rows", "a skipped k", needle(NEEDLES[-8:])),
+    ]
+
+
+def _values(op: Op, at: Any, weights: tuple[str, ...], skip: tuple[str, ...]) -> list[Case]:
+    cases = []
+    for name, covers, edit in HOSTILE:
+        if name in skip:
+            continue
+        # Inf times a flushed subnormal would be NaN; keep the weights clear of it.
+        infinite = "inf" in name
+        clear = tuple((lambda inputs, n=n: away_from_zero(inputs[n])) for n in ("x", *weights)) if infinite else ()
+        for m in (1, 5):
+            shape = at(m, 37, 321)
+            cases.append(case(op, shape, f"{name} in x, M{m}", covers, on("x", _modest(edit), *clear)))
+        if name not in ("large", "-inf"):
+            shape = at(3, 37, 321)
+            cases.append(case(op, shape, f"{name} in {weights[-1]}", covers, on(weights[-1], edit, *clear)))
+    return cases
+
+
+def _modest(edit: Any) -> Any:
+    """fp16 products must stay below 65504 once stored: a tenth of the size is as large as sums can be."""
+
+    def change(x: Tensor, draw: Draw) -> None:
+        edit(x, draw)
+        if draw.name == "fp16":
+            x.copy_(torch.where(x.isfinite(), x.clamp(-1000, 1000), x))
+
+    return change
+
+
+def _layouts(op: Op, at: Any, weights: tuple[str, ...]) -> list[Case]:
+    floats = [a.name for a in op.args if a.kind in ("tensor", "optional")]
+    matrices = ["x", *weights, "residual"]
+    cases = []
+    for m in (1, 4):
+        shape = at(m, 37, 321)
+        cases.append(case(op, shape, f"strided rows, M{m}", "row strides ignored", relayout(matrices, strided)))
+        cases.append(case(op, shape, f"offset by one element, M{m}", "alignment assumed", relayout(floats, offset_by_one)))
+    cases.append(case(op, at(4, 37, 321), "stride 0", "row strides ignored", relayout(("x",), same_row)))
+    return cases

@@ -1,0 +1,51 @@
+"""The roundings a contract allows, propagated: dot products, stored values, flushed subnormals.
+
+One formula a source of error (research: probabilistic rounding analysis, Ipsen & Zhou, arXiv 1906.10465): a sum of K
+fp32 terms errs by about sqrt(K) * u32 * sum|terms| whatever its order; LAMBDA = 4 makes that a bound that no correct
+order exceeds in practice, where the deterministic K * u32 would let a dropped term through.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, TINY_SUBNORMAL, U32, UNIT
+
+LAMBDA = 4.0
+
+
+def flushable(x: Tensor) -> Tensor:
+    """|x| in float64 where x is subnormal in its own dtype, 0 elsewhere: what counting subnormals as zero may cost.
+
+    A float64 x is an intermediate that is never stored: nothing of it is flushed.
+    """
+    if x.dtype == torch.float64:
+        return torch.zeros_like(x)
+    magnitude = x.double().abs()
+    return torch.where(magnitude < TINY_NORMAL[DTYPE_NAME[x.dtype]], magnitude, 0.0)
+
+
+def matmul_error(x: Tensor, w: Tensor) -> Tensor:
+    """Bound on x[.., M, K] @ w[.., N, K]^T accumulated in fp32 in any order, before it is stored; float64 [.., M, N].
+
+    Operands come in their own dtype: their subnormals may have been flushed.
+    """
+    k = x.shape[-1]
+    x_abs, w_abs = x.double().abs(), w.double().abs().mT
+    error = LAMBDA * math.sqrt(k) * U32 * (x_abs @ w_abs) + 2 * k * TINY_NORMAL["fp32"]
+    x_flush, w_flush = flushable(x), flushable(w)
+    if x_flush.any():
+        error = error + x_flush @ w_abs
+    if w_flush.any():
+        error = error + x_abs @ w_flush.mT
+    return error
+
+
+def stored(y: Tensor, error: Tensor, dtype: str, roundings: int = 1) -> Tensor:
+    """Bound on a value known to within `error` once stored in `dtype` (rounded `roundings` times)."""
+    rounded = error + roundings * UNIT[dtype] * (y.abs() + error)
+    may_flush = y.abs() - error < TINY_NORMAL[dtype]
+    return rounded + torch.where(may_flush, TINY_NORMAL[dtype], TINY_SUBNORMAL[dtype])
