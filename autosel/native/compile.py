@@ -38,6 +38,7 @@ class Artefact:
     seconds: float  # what the compilation took when it was made; 0 for one found in the cache
     log: str
     command: tuple[str, ...]
+    sources: str  # `sources_digest` of what it was made from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,13 @@ def source_digest(source: str, flags: tuple[str, ...]) -> str:
     hasher = hashlib.sha256()
     for part in (compiler.version, metadata.version("apache-tvm-ffi"), *BASE_FLAGS, *flags):
         hasher.update(part.encode() + b"\0")
+    hasher.update(sources_digest(source).encode())
+    return hasher.hexdigest()
+
+
+def sources_digest(source: str) -> str:
+    """Of the source and its headers alone: has the kernel been edited since it was compiled? Needs no compiler."""
+    hasher = hashlib.sha256()
     for path in _sources(resources.kernels() / source):
         hasher.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return hasher.hexdigest()
@@ -96,14 +104,24 @@ def compile_source(source: str, flags: tuple[str, ...] = (), *, deadline_s: floa
         command = _command(resources.kernels() / source, flags, making / "kernel.so")
         log = _run(command, source, deadline_s)
         seconds = time.monotonic() - started
-        receipt = {"source": source, "command": command, "seconds": seconds, "log": log, "kernel_sha256": _sha(making)}
+        sources = sources_digest(source)
+        receipt = {
+            "source": source,
+            "sources": sources,
+            "command": command,
+            "seconds": seconds,
+            "log": log,
+            "kernel_sha256": _sha(making),
+        }
         (making / "receipt.json").write_text(json.dumps(receipt, indent=1))
         try:
             os.rename(making, folder)
         except OSError:
             if find_artefact(digest) is None:  # not merely lost a race against a twin
                 raise
-    return Artefact(digest=digest, path=folder / "kernel.so", seconds=seconds, log=log, command=tuple(command))
+    return Artefact(
+        digest=digest, path=folder / "kernel.so", seconds=seconds, log=log, command=tuple(command), sources=sources
+    )
 
 
 def find_artefact(digest: str) -> Artefact | None:
@@ -116,7 +134,12 @@ def find_artefact(digest: str) -> Artefact | None:
     except (OSError, ValueError, KeyError):
         return None
     return Artefact(
-        digest=digest, path=folder / "kernel.so", seconds=0.0, log=receipt["log"], command=tuple(receipt["command"])
+        digest=digest,
+        path=folder / "kernel.so",
+        seconds=0.0,
+        log=receipt["log"],
+        command=tuple(receipt["command"]),
+        sources=receipt["sources"],
     )
 
 
