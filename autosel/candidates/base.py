@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Literal
 
 from autosel.values import Accepted, Backend, Fingerprint, Knobs, Recipe, Rejected, Support, Workload
 
@@ -13,9 +13,10 @@ class Candidate(ABC):
 
     name: str
     op: str
-    backend: ClassVar[Backend] | Backend
+    backend: Backend
     deterministic: bool = True  # the same inputs give the same bits on every call
     writes_out: bool = True  # False: it allocates its result, and is timed doing so
+    effort: Literal["quick", "full"] = "quick"  # raced always, or only with `--effort full`
 
     @abstractmethod
     def supports(self, w: Workload, fp: Fingerprint) -> Support:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from autosel.candidates.convention import parameters_of, takes_outputs, with_outputs
 from autosel.errors import BuildError, UnknownName
 from autosel.native.load import load_entry
 from autosel.ops.contract import Op
@@ -21,7 +23,10 @@ def load(op: Op, recipe: Recipe, digest: str, knobs: Mapping[str, Scalar]) -> Ca
     """The loaded candidate. Raises BuildError or whatever the candidate's own module raises at import."""
     if isinstance(recipe, NativeRecipe):
         return _native(op, load_entry(digest, recipe.entry), tuple(knobs[name] for name in recipe.knob_args))
-    return load_python(recipe)
+    function = load_python(recipe)
+    if takes_outputs(op, parameters_of(function), recipe.target):
+        return function
+    return with_outputs(op, function, recipe.target)
 
 
 def load_python(recipe: PythonRecipe) -> Callable[..., Any]:
@@ -33,11 +38,27 @@ def load_python(recipe: PythonRecipe) -> Callable[..., Any]:
         for part in name.split("."):
             found = getattr(found, part)
     except ModuleNotFoundError as error:
-        raise BuildError(f"cannot import {recipe.target}", why=str(error), todo="check the name and PYTHONPATH") from error
+        raise BuildError(
+            f"cannot import {recipe.target}", why=str(error), todo="check the name and PYTHONPATH"
+        ) from error
     except AttributeError as error:
         raise UnknownName("function", name, tuple(n for n in vars(import_module(module)) if n[0] != "_")) from error
-    function: Callable[..., Any] = getattr(found, "__autosel_function__", found)
+    if not callable(found):
+        raise BuildError(f"{recipe.target} is {type(found).__name__}, not a function")
+    _refuse_namesake(recipe, module)
+    function: Callable[..., Any] = found
     return function
+
+
+def _refuse_namesake(recipe: PythonRecipe, module: str) -> None:
+    """Another module of that name, imported earlier or found first, is not what was raced."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if recipe.path and file is not None and Path(recipe.path).resolve() not in Path(file).resolve().parents:
+        raise BuildError(
+            f"{recipe.target} is not the one in {recipe.path}",
+            why=f"Python imported {file} by that name",
+            todo="give the module a name of its own",
+        )
 
 
 def _native(op: Op, entry: Callable[..., Any], knob_values: tuple[Scalar, ...]) -> Callable[..., Any]:
@@ -58,7 +79,6 @@ def _native(op: Op, entry: Callable[..., Any], knob_values: tuple[Scalar, ...]) 
         return op.allocate(w)
 
     scope: dict[str, Any] = {"entry": entry, "allocate": allocate}
-    exec("\n".join(lines), scope)  # the text above, from our own op table: no outside data reaches it
+    exec("\n".join(lines), scope)  # noqa: S102  (the text above, from our own op table: no outside data reaches it)
     function: Callable[..., Any] = scope[op.name]
     return function
-

@@ -1,0 +1,61 @@
+"""What exactly an arm of a race is: enough to load it again, and a digest that changes when it becomes another."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from autosel.candidates import inductor
+from autosel.candidates.base import Candidate
+from autosel.candidates.source import function_digest, module_digest
+from autosel.candidates.torch import EAGER
+from autosel.values import Arm, Fingerprint, Knobs, PythonRecipe, Workload, digest
+
+
+def arm(candidate: Candidate, w: Workload, fp: Fingerprint, built_digest: str, knobs: Knobs) -> Arm:
+    """The arm a candidate is for this workload. `built_digest` is the artefact's (native) or unused (Python)."""
+    recipe = candidate.recipe(w, fp, knobs)
+    build = "" if isinstance(recipe, PythonRecipe) else built_digest
+    source = python_digest(recipe) if isinstance(recipe, PythonRecipe) else built_digest
+    return Arm(
+        candidate=candidate.name,
+        backend=candidate.backend,
+        recipe=recipe,
+        knobs=knobs.values,
+        digest=digest({"source": source, "knobs": knobs.values}),
+        build=build,
+    )
+
+
+def python_digest(recipe: PythonRecipe) -> str:
+    """Digest of a Python arm: PyTorch and the libraries it brings, and the source behind the function.
+
+    Of autosel's own functions, the code each reaches; of a user's, the module and those it imports from beside it.
+    Raises BuildError if the module is gone.
+    """
+    module, _, name = recipe.target.partition(":")
+    if module == inductor.__name__:
+        source = function_digest(EAGER, name) + function_digest(module, "_lazy")
+    elif module == EAGER:
+        source = function_digest(module, name)
+    else:
+        source = module_digest(module, recipe.path)
+    return digest({"target": recipe.target, "source": source, **torch_identity()})
+
+
+@cache
+def torch_identity() -> dict[str, Any]:
+    """PyTorch as built: version, commit, its BLAS and oneDNN, the instruction set it dispatches to, CUDA and cuDNN.
+
+    The number of threads and the numeric flags are not here: they are the decision's mode.
+    """
+    import torch
+
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+    return {
+        "torch": torch.__version__,
+        "git": str(torch.version.git_version),
+        "built": torch.__config__.show(),
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(cudnn),
+    }

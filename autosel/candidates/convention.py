@@ -1,0 +1,139 @@
+"""How a user's function may be written, and what it takes to call it as `f(*arguments, *outputs)`.
+
+It takes the op's arguments in order and returns the result; or it takes the outputs too (each a tensor to write into,
+or None: allocate) and returns them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from autosel.errors import BadArguments, UsageError
+
+if TYPE_CHECKING:
+    from autosel.ops.contract import Op
+
+Default = Literal["required", "none", "other"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """What can be passed to a function by position."""
+
+    names: tuple[str, ...]
+    defaults: tuple[Default, ...]
+    starred: bool  # takes any number more
+    keyword_required: tuple[str, ...] = ()
+
+    def take(self, count: int) -> bool:
+        required = self.defaults.count("required")
+        return required <= count and (self.starred or count <= len(self.names))
+
+
+def parameters_of(function: Callable[..., Any]) -> Parameters | None:
+    """None for a callable that does not say (a builtin)."""
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    positional = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return Parameters(
+        names=tuple(p.name for p in positional),
+        defaults=tuple(
+            "required" if p.default is p.empty else "none" if p.default is None else "other" for p in positional
+        ),
+        starred=any(p.kind == p.VAR_POSITIONAL for p in found),
+        keyword_required=tuple(p.name for p in found if p.kind == p.KEYWORD_ONLY and p.default is p.empty),
+    )
+
+
+def parameters_in_source(node: ast.FunctionDef) -> Parameters:
+    """The same, read from the source without running it."""
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    told: list[Default] = [
+        "none" if isinstance(d, ast.Constant) and d.value is None else "other" for d in node.args.defaults
+    ]
+    required: list[Default] = ["required"] * (len(arguments) - len(told))
+    keyword = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    return Parameters(
+        names=tuple(a.arg for a in arguments),
+        defaults=(*required, *told),
+        starred=node.args.vararg is not None,
+        keyword_required=tuple(a.arg for a, default in keyword if default is None),
+    )
+
+
+def takes_outputs(op: Op, parameters: Parameters | None, who: str) -> bool:
+    """Does it take the outputs? Raises UsageError, with the signature to use, if it cannot be called at all.
+
+    A parameter in an output's place that has a default other than None is an option of the function's own.
+    """
+    if parameters is None:
+        return True
+    arguments, outputs = len(op.args), pure_outputs(op)
+    total = arguments + len(outputs)
+    if not parameters.keyword_required:
+        if parameters.take(total) and "other" not in parameters.defaults[arguments:total]:
+            return True
+        if parameters.take(arguments):
+            return False
+    taken = [*parameters.names, *(["*"] if parameters.starred else []), *parameters.keyword_required]
+    names = [a.name for a in op.args]
+    raise UsageError(
+        f"{who} cannot be called as {op.name}",
+        why=f"it takes ({', '.join(taken)}); {op.name} passes ({', '.join(names)})"
+        + (f", or ({', '.join([*names, *outputs])})" if outputs else ""),
+        todo="give it these parameters, by position",
+    )
+
+
+def pure_outputs(op: Op) -> tuple[str, ...]:
+    """Parameter names for the outputs that are not arguments already: out, or out0, out1, ..."""
+    inout = {a.name for a in op.args if a.role == "inout"}
+    count = sum(name not in inout for name in op.output_names)
+    return ("out",) if count == 1 else tuple(f"out{i}" for i in range(count))
+
+
+def with_outputs(op: Op, function: Callable[..., Any], who: str) -> Callable[..., Any]:
+    """A function that returns its result, made to copy it into outputs where they are given.
+
+    Raises BadArguments, when called with outputs, if the result has not their shape and dtype.
+    """
+    arguments, outputs = ", ".join(a.name for a in op.args), pure_outputs(op)
+    results = ("result",) if len(outputs) == 1 else tuple(f"result{i}" for i in range(len(outputs)))
+    lines = [f"def {op.name}({arguments}, {', '.join(f'{o}=None' for o in outputs)}):"]
+    lines += [f"    if {outputs[0]} is None:", f"        return function({arguments})"]
+    lines += [f"    {', '.join(results)} = function({arguments})"]
+    lines += [f"    keep({r}, {o}, {i})" for i, (r, o) in enumerate(zip(results, outputs, strict=True))]
+    lines += [f"    return {', '.join(outputs)}"]
+    scope: dict[str, Any] = {"function": function, "keep": _keeper(op, who)}
+    exec("\n".join(lines), scope)  # noqa: S102  (the text above, from our own op table: no outside data reaches it)
+    made: Callable[..., Any] = scope[op.name]
+    return made
+
+
+def _keeper(op: Op, who: str) -> Callable[[Any, Any, int], None]:
+    def keep(result: Any, out: Any, index: int) -> None:
+        # Without this, copy_ would broadcast a wrong shape and convert a wrong dtype, and parity would not see it.
+        if getattr(result, "shape", None) != out.shape or result.dtype != out.dtype:
+            raise BadArguments(
+                f"{who} returned {_told(result)} as {op.name}'s {_result_names(op)[index]}",
+                why=f"expected {_told(out)}",
+            )
+        out.copy_(result)
+
+    return keep
+
+
+def _result_names(op: Op) -> Sequence[str]:
+    inout = {a.name for a in op.args if a.role == "inout"}
+    return [name for name in op.output_names if name not in inout]
+
+
+def _told(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{str(value.dtype).removeprefix('torch.')}{list(shape)}"

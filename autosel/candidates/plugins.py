@@ -1,0 +1,93 @@
+"""Candidates from installed packages: the entry-point group `autosel.candidates`.
+
+    [project.entry-points."autosel.candidates"]
+    fastnorm = "fastnorm.autosel_candidates"
+
+Listing reads metadata only. The module named is imported once the user has allowed it (AUTOSEL_ALLOW=fastnorm); it
+registers by the decorator, or its value is a Candidate or several. One that fails is reported, and stops nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import Any
+
+from autosel import settings
+from autosel.candidates.base import Candidate
+from autosel.candidates.user import all_registered, register
+from autosel.errors import AutoselError
+
+GROUP = "autosel.candidates"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """One entry point. `problem` says why an allowed one gave no candidates."""
+
+    name: str
+    value: str
+    distribution: str
+    version: str
+    allowed: bool
+    candidates: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def discover() -> tuple[Plugin, ...]:
+    """Every entry point of the group, by name; imports nothing."""
+    allowed = _allowed()
+    return tuple(
+        _plugin(point, allowed) for point in sorted(entry_points(group=GROUP), key=lambda p: (p.name, p.value))
+    )
+
+
+@cache
+def load_allowed() -> tuple[Plugin, ...]:
+    """Import the allowed ones, once per process, and say what each gave."""
+    allowed = _allowed()
+    points = sorted(entry_points(group=GROUP), key=lambda p: (p.name, p.value))
+    return tuple(_load(point, _plugin(point, allowed)) for point in points)
+
+
+def _allowed() -> frozenset[str]:
+    return frozenset(part.strip() for part in str(settings.get("allow")).split(",") if part.strip())
+
+
+def _plugin(point: EntryPoint, allowed: frozenset[str]) -> Plugin:
+    distribution = point.dist.name if point.dist is not None else ""
+    version = point.dist.version if point.dist is not None else ""
+    # `name`, or `distribution:name` to tell two of one name apart.
+    may = point.name in allowed or f"{distribution}:{point.name}" in allowed
+    return Plugin(name=point.name, value=point.value, distribution=distribution, version=version, allowed=may)
+
+
+def _load(point: EntryPoint, plugin: Plugin) -> Plugin:
+    if not plugin.allowed:
+        return plugin
+    before = {id(c) for c in all_registered()}
+    try:
+        for found in _candidates(point.load()):
+            register(found)
+    except AutoselError as error:
+        return replace(plugin, problem=str(error))
+    except (Exception, SystemExit) as error:  # any module of anybody's: it may raise anything
+        return replace(plugin, problem=f"{type(error).__name__}: {error}")
+    names = tuple(c.name for c in all_registered() if id(c) not in before)
+    return replace(plugin, candidates=names, problem="" if names else "it registered no candidate")
+
+
+def _candidates(value: Any) -> Iterable[Candidate]:
+    """The candidates an entry point's value is; none for a module or function, whose import registered them."""
+    if isinstance(value, Candidate):
+        return (value,)
+    if isinstance(value, ModuleType) or callable(value):
+        return ()
+    found = tuple(value)
+    for item in found:
+        if not isinstance(item, Candidate):
+            raise TypeError(f"{item!r:.60} is no Candidate")
+    return found

@@ -1,0 +1,78 @@
+"""All candidates of this process, by op: PyTorch's, Inductor's, our C++ kernels, the user's."""
+
+from __future__ import annotations
+
+import pkgutil
+from functools import cache
+from importlib import import_module
+
+from autosel.candidates import cpp
+from autosel.candidates.base import Candidate
+from autosel.candidates.inductor import INDUCTOR
+from autosel.candidates.plugins import load_allowed
+from autosel.candidates.torch import BASELINES, TORCH
+from autosel.candidates.user import registered
+from autosel.errors import UnknownName
+from autosel.values import Fingerprint, Rejected, Support, Workload
+
+ALIASES = {"gemv": "linear", "gemm": "linear"}  # as in autosel.ops, which would load torch
+_BASELINE = {c.op: c for c in BASELINES}
+
+
+def all_candidates(op: str) -> tuple[Candidate, ...]:
+    """Every candidate for an op, the baseline first. Raises UnknownName."""
+    name = op_name(op)
+    load_allowed()
+    return (*(c for c in own_candidates() if c.op == name), *registered(name))
+
+
+def baseline(op: str) -> Candidate:
+    """What must be beaten: PyTorch's eager way. Raises UnknownName."""
+    return _BASELINE[op_name(op)]
+
+
+def find(op: str, name: str) -> Candidate:
+    """A candidate by its name, in either case. Raises UnknownName with the nearest."""
+    known = all_candidates(op)
+    for candidate in known:
+        if candidate.name.lower() == name.lower():
+            return candidate
+    raise UnknownName(f"candidate for {op}", name, tuple(c.name for c in known))
+
+
+def eligible(w: Workload, fp: Fingerprint, effort: str = "quick") -> tuple[tuple[Candidate, Support], ...]:
+    """Each candidate of the op with its answer, the baseline first. `quick` leaves out those that ask for `full`."""
+    wanted = [c for c in all_candidates(w.op) if effort == "full" or c.effort == "quick"]
+    return tuple((c, _supports(c, w, fp)) for c in wanted)
+
+
+def op_name(op: str) -> str:
+    """The op's own name for it or an alias (gemv, gemm). Raises UnknownName."""
+    name = ALIASES.get(op, op)
+    if name not in _BASELINE:
+        raise UnknownName("op", op, (*_BASELINE, *ALIASES))
+    return name
+
+
+@cache
+def own_candidates() -> tuple[Candidate, ...]:
+    """Those that come with autosel; kernels of every module below candidates/cpp."""
+    kernels: list[Candidate] = []
+    for module in sorted(m.name for m in pkgutil.iter_modules(cpp.__path__)):
+        kernels += getattr(import_module(f"{cpp.__name__}.{module}"), "KERNELS", ())
+    found = (*TORCH, *kernels, *INDUCTOR)
+    names = [(c.op, c.name) for c in found]
+    assert len(names) == len(set(names)), (
+        f"two candidates share a name: {sorted(n for n in names if names.count(n) > 1)}"
+    )
+    assert {c.op for c in found} <= set(_BASELINE)
+    return found
+
+
+def _supports(candidate: Candidate, w: Workload, fp: Fingerprint) -> Support:
+    try:
+        return candidate.supports(w, fp)
+    except Exception as error:  # a package's own Candidate may be wrong; it loses its place, not the run
+        if candidate.backend in ("TORCH", "INDUCTOR", "CPP"):
+            raise
+        return Rejected(reason=f"its supports() raised {type(error).__name__}: {error}")

@@ -1,0 +1,160 @@
+"""Where a Python candidate's source lies, and a digest of what it depends on, all without importing it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
+
+from autosel.errors import BuildError
+
+
+def find_source(module: str, path: str = "") -> Path | None:
+    """The file `import module` would load with the folder `path` first; None if there is none."""
+    top, *inner = module.split(".")
+    found = _top_level(top, path)
+    name = top
+    for part in inner:
+        if found is None or found.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        found = PathFinder.find_spec(name, list(found.submodule_search_locations))
+    if found is None or not found.has_location or found.origin is None:
+        return None
+    return Path(found.origin)
+
+
+def _top_level(name: str, path: str) -> ModuleSpec | None:
+    if path:
+        found = PathFinder.find_spec(name, [path])
+        if found is not None:
+            return found
+    try:
+        return find_spec(name)  # of a name without dots: imports nothing
+    except (ValueError, ModuleNotFoundError):  # __main__, or a module somebody put into sys.modules by hand
+        return PathFinder.find_spec(name, sys.path)
+
+
+def module_digest(module: str, path: str = "") -> str:
+    """sha256 over the module's file and, transitively, the modules it imports from the same folder or package.
+
+    Raises BuildError if there is no such module. A compiled module counts by its bytes.
+    """
+    first = _file(module, path)
+    root = Path(path) if path else _package_root(module, first)
+    todo, seen = [(module, first)], dict[Path, bytes]()
+    while todo:
+        name, file = todo.pop()
+        if file in seen:
+            continue
+        seen[file] = file.read_bytes()
+        todo += [(m, f) for m, f in _imports(name, file, path) if root in f.parents]
+    hasher = hashlib.sha256()
+    for file in sorted(seen):
+        hasher.update(str(file.relative_to(root)).encode() + b"\0" + seen[file] + b"\0")
+    return hasher.hexdigest()
+
+
+@cache
+def function_digest(module: str, name: str) -> str:
+    """sha256 over a function and all definitions of its package that it reaches by name: editing one op's code leaves
+    the digests of the others as they are. Comments, docstrings and layout do not count.
+    """
+    todo, seen = [(module, name)], dict[tuple[str, str], str]()
+    while todo:
+        key = todo.pop()
+        if key in seen:
+            continue
+        definitions, imported = _definitions(key[0])
+        if key[1] in imported:
+            seen[key] = ""
+            todo.append(imported[key[1]])
+        elif key[1] in definitions:
+            seen[key] = "\n".join(ast.dump(node) for node in definitions[key[1]])
+            todo += [(key[0], used) for node in definitions[key[1]] for used in _names(node)]
+    assert (module, name) in seen, f"{module} does not define {name}"
+    hasher = hashlib.sha256()
+    for place, name_ in sorted(seen):
+        hasher.update(f"{place}\0{name_}\0{seen[place, name_]}\0".encode())
+    return hasher.hexdigest()
+
+
+def _file(module: str, path: str) -> Path:
+    found = find_source(module, path)
+    if found is None:
+        raise BuildError(f"there is no module {module} any more", why=f"looked in {path or 'sys.path'}")
+    return found
+
+
+def _package_root(module: str, file: Path) -> Path:
+    """The folder that holds the module's top-level package or file."""
+    depth = module.count(".") + (1 if file.stem == "__init__" else 0)
+    return file.parents[depth]
+
+
+def _imports(module: str, file: Path, path: str) -> list[tuple[str, Path]]:
+    if file.suffix != ".py":
+        return []
+    try:
+        tree = ast.parse(file.read_bytes())
+    except SyntaxError:
+        return []
+    package = module if file.stem == "__init__" else module.rpartition(".")[0]
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += _imported_from(node, package)
+    found = ((name, find_source(name, path)) for name in dict.fromkeys(names))
+    return [(name, f) for name, f in found if f is not None]
+
+
+def _imported_from(node: ast.ImportFrom, package: str) -> list[str]:
+    """`from a import b` may name the module a.b or an attribute of a: both are tried."""
+    try:
+        base = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+    except ImportError:
+        return []
+    return [base, *(f"{base}.{alias.name}" for alias in node.names)]
+
+
+@cache
+def _definitions(module: str) -> tuple[dict[str, list[ast.stmt]], dict[str, tuple[str, str]]]:
+    """The module's top-level definitions by name, and the names it takes from other modules of its package."""
+    package = module.partition(".")[0]
+    tree = _WithoutDocstrings().visit(ast.parse(_file(module, "").read_bytes()))
+    defined: dict[str, list[ast.stmt]] = {}
+    imported: dict[str, tuple[str, str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package:
+            imported |= {a.asname or a.name: (node.module or "", a.name) for a in node.names}
+            continue
+        for name in _bound(node):
+            defined.setdefault(name, []).append(node)
+    return defined, imported
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    """Names a top-level statement binds (`import x` and `X[k] = v` included)."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return {node.name}
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return {(a.asname or a.name).partition(".")[0] for a in node.names}
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def _names(node: ast.stmt) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+class _WithoutDocstrings(ast.NodeTransformer):
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self.generic_visit(node)
+        if ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        return node

@@ -1,0 +1,53 @@
+"""PyTorch's way to run each op: the baseline every promotion must beat, and other formulations of its own.
+
+The functions are in autosel/ops/eager.py; this module loads no torch. Tried on CPU and left out, since none beats the
+baseline by more than noise at M = 1 (4096 x 4096 and 4096 x 14336; median of 15 interleaved rounds, 2 cores,
+AVX-512-BF16, torch 2.13): `mv` (bf16 0.57x, others 1.0x), `mm(w, x.T)` (1.0x), `bmm` over row blocks (0.54x in bf16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autosel.candidates.base import Candidate
+from autosel.values import Accepted, Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Rejected, Support, Workload
+
+EAGER = "autosel.ops.eager"
+OPS = (
+    "linear", "attn", "paged_attn", "prefill_attn", "kv_append", "rmsnorm", "add_rmsnorm", "rope", "swiglu", "geglu",
+    "norm_qkv", "gate_up", "lm_head", "sample",
+)  # fmt: skip
+
+
+Limits = Callable[[Workload], str]
+
+
+class TorchWay(Candidate):
+    """`torch:<what>`: one function of autosel/ops/eager.py. `limits(w)` returns why it cannot run w, or ""."""
+
+    backend: Backend = "TORCH"
+
+    def __init__(self, op: str, what: str, function: str, limits: Limits | None = None) -> None:
+        self.op, self.name, self.function, self.limits = op, f"torch:{what}", function, limits or _no_limits
+
+    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+        if w.dtype == "fp8_e4m3":
+            return Rejected(reason="PyTorch computes in bf16, fp16 and fp32; the workload is fp8_e4m3")
+        why = self.limits(w)
+        return Rejected(reason=why) if why else Accepted()
+
+    def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
+        return PythonRecipe(target=f"{EAGER}:{self.function}")
+
+
+def _no_limits(_: Workload) -> str:
+    return ""
+
+
+def _one_position(w: Workload) -> str:
+    """Packed, the query heads of a KV head are the rows of one product: several positions would share one mask."""
+    return "" if w["S"] == 1 else f"packs query heads where positions go; the workload has S = {w['S']}"
+
+
+BASELINES = tuple(TorchWay(op, {"attn": "sdpa"}.get(op, op), op) for op in OPS)
+TORCH = (*BASELINES, TorchWay("attn", "packed", "attn_packed", _one_position))

@@ -1,0 +1,301 @@
+"""A user's own kernel: a Python function with the decorator, or named `module:function`; raced like any other.
+
+    @autosel.candidate("rmsnorm", name="mine", dtypes=("bf16",))
+    def fast_rmsnorm(x, weight, eps, offset): ...
+
+The function takes the op's arguments by position (`./run knobs --op rmsnorm` and the docs list them) and returns the
+result, or takes the outputs too and fills them. It runs in worker processes, which import its module by name: it has to
+be a top-level function of a file, and a script that defines one needs `if __name__ == "__main__":` around its work.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from autosel.candidates.base import Candidate
+from autosel.candidates.convention import (
+    Parameters,
+    parameters_in_source,
+    parameters_of,
+    takes_outputs,
+)
+from autosel.candidates.source import find_source
+from autosel.errors import BadConfig, UnknownName, UsageError
+from autosel.values import (
+    DTYPES,
+    Accepted,
+    Backend,
+    Fingerprint,
+    Knobs,
+    PythonRecipe,
+    Recipe,
+    Rejected,
+    Support,
+    Workload,
+)
+
+if TYPE_CHECKING:
+    from autosel.ops.contract import Op
+
+Supports = Callable[[Workload, Fingerprint], Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
+EVERY_DTYPE = ("bf16", "fp16", "fp32")
+
+_REGISTERED: dict[tuple[str, str], Candidate] = {}  # (op, name)
+
+
+class UserCandidate(Candidate):
+    """`user:<name>`: `target` is `module:function`, `path` the folder to import it from ("" where it is installed).
+
+    `allows(w, fp)` may narrow what it runs: True or None to accept, False or a reason (text) to refuse.
+    """
+
+    backend: Backend = "USER"
+
+    def __init__(
+        self,
+        op: str,
+        target: str,
+        path: str,
+        *,
+        name: str,
+        dtypes: tuple[str, ...] = EVERY_DTYPE,
+        allows: Supports | None = None,
+        deterministic: bool = True,
+        writes_out: bool = True,
+    ) -> None:
+        self.op, self.target, self.path, self.name = op, target, path, f"user:{name}"
+        self.dtypes, self.allows = dtypes, allows
+        self.deterministic, self.writes_out = deterministic, writes_out
+
+    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+        if w.dtype not in self.dtypes:
+            return Rejected(reason=f"takes {', '.join(self.dtypes)}; the workload is {w.dtype}")
+        return Accepted() if self.allows is None else _answer(self.allows, w, fp)
+
+    def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
+        return PythonRecipe(target=self.target, path=self.path)
+
+
+def _answer(allows: Supports, w: Workload, fp: Fingerprint) -> Support:
+    try:
+        said = allows(w, fp)
+    except Exception as error:
+        return Rejected(reason=f"its supports() raised {type(error).__name__}: {error}")
+    if isinstance(said, (Accepted, Rejected)):
+        return said
+    if isinstance(said, str):
+        return Rejected(reason=said) if said else Accepted()
+    return Rejected(reason="its supports() said no") if said is not None and not said else Accepted()
+
+
+# --- the decorator ---------------------------------------------------------------------------------------------------
+
+
+def candidate(
+    op: str,
+    *,
+    name: str = "",
+    dtypes: Iterable[str] = EVERY_DTYPE,
+    supports: Supports | None = None,
+    deterministic: bool = True,
+) -> Callable[[Function], Function]:
+    """Register the decorated function as a candidate for `op`; it is returned as it is.
+
+    `name` (default: the function's) makes `user:<name>`; `supports(workload, fingerprint)` returns False, or a reason
+    as text, to refuse a workload; `deterministic=False` where the same inputs may give other bits. Raises UnknownName
+    or UsageError where the function stands.
+    """
+    contract = _op(op)
+    known = _dtypes(dtypes)
+
+    def register_function(function: Function) -> Function:
+        module, path = _home(function)
+        who = f"{module}:{function.__qualname__}"
+        writes_out = takes_outputs(contract, parameters_of(function), who)
+        register(
+            UserCandidate(
+                contract.name,
+                who,
+                path,
+                name=_checked_name(name or function.__name__),
+                dtypes=known,
+                allows=supports,
+                deterministic=deterministic,
+                writes_out=writes_out,
+            )
+        )
+        return function
+
+    return register_function
+
+
+def register(candidate: Candidate) -> None:
+    """Add a candidate to those of this process. Raises UsageError if another one has its name."""
+    key = (candidate.op, candidate.name)
+    present = _REGISTERED.get(key)
+    if present is not None and _identity(present) != _identity(candidate):
+        raise UsageError(
+            f"two candidates for {candidate.op} are called {candidate.name}",
+            why=f"{_identity(present)} and {_identity(candidate)}",
+            todo="give one another name=",
+        )
+    _REGISTERED[key] = candidate
+
+
+def registered(op: str) -> tuple[Candidate, ...]:
+    """In the order they were registered."""
+    return tuple(c for (name, _), c in _REGISTERED.items() if name == op)
+
+
+def all_registered() -> tuple[Candidate, ...]:
+    return tuple(_REGISTERED.values())
+
+
+def _identity(candidate: Candidate) -> str:
+    return candidate.target if isinstance(candidate, UserCandidate) else type(candidate).__qualname__
+
+
+def _op(name: str) -> Op:
+    from autosel.ops import find
+
+    return find(name)
+
+
+def _dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
+    found = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
+    for dtype in found:
+        if dtype not in DTYPES:
+            raise UnknownName("dtype", str(dtype), DTYPES)
+    return found
+
+
+def _checked_name(name: str) -> str:
+    plain = name.removeprefix("user:")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", plain):
+        raise UsageError(f"candidate name {name!r}", why="letters, digits, _ . - are allowed, 64 at most")
+    return plain
+
+
+def _home(function: Callable[..., Any]) -> tuple[str, str]:
+    """(module, folder to import it from or ""): how a worker will find this function."""
+    qualname = getattr(function, "__qualname__", None)
+    if qualname is None or "<" in qualname:
+        raise UsageError(
+            f"{qualname or function!r} cannot be imported by a worker",
+            why="a candidate runs in a process of its own, which imports it by name",
+            todo="define it at the top level of a file",
+        )
+    module = function.__module__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        raise UsageError(
+            f"{qualname} lies in no file (module {module})",
+            why="a candidate runs in a process of its own, which imports it by name",
+            todo="move it from the prompt or notebook into a .py file and import that",
+        )
+    if module == "__main__":
+        return _script(Path(file).resolve())
+    root = Path(file).resolve().parents[module.count(".") + (1 if Path(file).stem == "__init__" else 0)]
+    return module, _folder(root)
+
+
+def _script(file: Path) -> tuple[str, str]:
+    """A script's functions are importable by its file name; of `python -m a.b`, by the module's."""
+    spec = sys.modules["__main__"].__spec__
+    if spec is not None and not spec.name.endswith("__main__"):
+        return spec.name, _folder(file.parents[spec.name.count(".")])
+    if not file.stem.isidentifier():
+        raise UsageError(
+            f"{file} cannot be imported by a worker",
+            why=f"{file.stem!r} is no module name",
+            todo="rename the file: letters, digits and _",
+        )
+    return file.stem, _folder(file.parent)
+
+
+def _folder(root: Path) -> str:
+    return "" if root in _installed() else str(root)
+
+
+@cache
+def _installed() -> frozenset[Path]:
+    """Folders every interpreter of this environment has on its path already."""
+    paths = [sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return frozenset(Path(p).resolve() for p in (*paths, *site.getsitepackages(), site.getusersitepackages()))
+
+
+# --- by name, without importing --------------------------------------------------------------------------------------
+
+
+def from_target(target: str, op: str, *, folder: Path | None = None) -> UserCandidate:
+    """The candidate `module:function` for `op`, found in `folder` (default: the current one) or on the path.
+
+    Nothing is imported: file, function, parameters and the settings its decorator states as constants are read from
+    the source. Raises UsageError, BadConfig, UnknownName.
+    """
+    module, colon, name = target.partition(":")
+    if not colon or not re.fullmatch(r"\w+(\.\w+)*", module) or module.endswith(".py") or not name.isidentifier():
+        raise UsageError(
+            f"--candidate {target}",
+            why="it is named module:function, as Python imports it",
+            todo="for fast_rmsnorm in ./mykernels.py write mykernels:fast_rmsnorm",
+        )
+    here = str((folder or Path.cwd()).resolve())
+    file = find_source(module, here)
+    if file is None:
+        raise BadConfig(
+            f"no module {module}", why=f"looked in {here} and on Python's path", todo="check the name and the folder"
+        )
+    contract = _op(op)
+    parameters, told = _in_source(file, name)
+    root = file.resolve().parents[module.count(".") + (1 if file.stem == "__init__" else 0)]
+    return UserCandidate(
+        contract.name,
+        target,
+        _folder(root),
+        name=_checked_name(told.get("name") or name),
+        dtypes=_dtypes(told.get("dtypes") or EVERY_DTYPE),
+        deterministic=bool(told.get("deterministic", True)),
+        writes_out=takes_outputs(contract, parameters, target),
+    )
+
+
+def _in_source(file: Path, name: str) -> tuple[Parameters | None, dict[str, Any]]:
+    """A top-level function's parameters (None if only assigned there) and its decorator's constant settings."""
+    if file.suffix != ".py":
+        return None, {}
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        raise BadConfig(f"{file} is not Python", why=str(error)) from error
+    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    if name in functions:
+        return parameters_in_source(functions[name]), _decoration(functions[name])
+    bound = {n.id for s in tree.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    imported = {a.asname or a.name for s in tree.body if isinstance(s, ast.ImportFrom) for a in s.names}
+    if name in bound | imported:
+        return None, {}
+    raise UnknownName(f"function in {file}", name, tuple(functions))
+
+
+def _decoration(node: ast.FunctionDef) -> dict[str, Any]:
+    for decorator in node.decorator_list:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) in ("candidate", "autosel.candidate"):
+            return {k.arg: _constant(k.value) for k in decorator.keywords if k.arg and k.arg != "supports"}
+    return {}
+
+
+def _constant(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
