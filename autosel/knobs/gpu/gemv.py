@@ -1,0 +1,147 @@
+"""Few rows of activations against many weights, on CUDA cores: linear at M <= M1, norm_qkv, gate_up, lm_head.
+
+One warp a weight row, 16 bytes a lane and load. The kernel is as fast as its loads if enough bytes are in flight
+(`unroll`, `split_k`) and if decoding and multiplying a weight costs fewer instructions than there is time for
+(`cc_limit`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autosel.knobs.gpu.facts import ISSUE_LANES, VECTOR_BYTES, WARP, GpuFacts, power_of_two
+from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
+
+THREADS = 256
+UNROLL_MOST = 4  # loads a lane holds: 4 x 4 registers, twice for the double buffer; more spills the accumulators
+ROWS_MOST = 4
+M_MOST = 8  # accumulators: M x rows a lane
+
+# Instructions a lane spends on a weight beside the M multiply-adds: unpack bf16 by shift or mask, fp8 by the packed
+# conversion to half2, plus its share of loads and loop; fp32 needs no unpacking. Estimates, until machine code exists.
+DECODE = {"bf16": 1.3, "fp16": 1.3, "fp8_e4m3": 1.8, "fp32": 0.3}
+# The share of issue slots these instructions get. Estimate, to be fitted on five values of M an architecture.
+ISSUE_EFFICIENCY = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """y[M,N] = x[M,K] @ w[N,K]^T, whichever op it belongs to."""
+
+    rows: int  # M
+    outputs: int  # N
+    depth: int  # K
+    dtype: str
+
+    @property
+    def weight_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes_read(self) -> int:
+        return self.weight_bytes * self.outputs * self.depth
+
+
+def projection(w: Workload) -> Projection:
+    """The matrix product inside linear, norm_qkv, gate_up (gate and up rows interleaved) or lm_head."""
+    outputs, depth = {
+        "linear": ("N", "K"),
+        "norm_qkv": ("N", "d"),
+        "gate_up": ("I", "d"),
+        "lm_head": ("V", "d"),
+    }[w.op]
+    both = 2 if w.op == "gate_up" else 1
+    return Projection(rows=w["M"], outputs=both * w[outputs], depth=w[depth], dtype=w.dtype)
+
+
+def gemv(w: Workload, f: GpuFacts) -> Knobs:
+    """threads, ctas_per_sm, unroll, rows_per_warp, split_k, grid.
+
+    Bytes in flight an SM: c * threads * 16 * U >= X / S; c grows before U passes what registers hold. A warp holds
+    512 U bytes, so N warps hold 512 U N: fewer than X, and K is split. The grid is persistent (c S CTAs) unless plain
+    rows make four waves anyway. H200: 2 x 256 x U=4 = 32 KiB an SM; RTX 5070 Ti: 1 x 256 x U=2 = 8 KiB.
+    """
+    p = projection(w)
+    need = f.in_flight / f.sms
+    ctas = max(1, math.ceil(need / (THREADS * VECTOR_BYTES * UNROLL_MOST)))
+    unroll = power_of_two(need / (ctas * THREADS * VECTOR_BYTES))
+    rows = rows_per_warp(p, f)
+    split = split_k(p.outputs, unroll, f)
+    plain = math.ceil(p.outputs * split / (rows * (THREADS // WARP)))
+    grid = plain if plain >= 4 * ctas * f.sms else min(plain, ctas * f.sms)
+    told = {"X": f.in_flight, "S": f.sms}
+    predicted = f"{efficiency(p, f):.0%} of the read rate predicted"
+    return Knobs(
+        settings=(
+            Knob(name="threads", value=THREADS, formula="8 warps, one weight row each", inputs={}),
+            Knob(name="ctas_per_sm", value=ctas, formula="ceil(X / S / (threads * 16 * 4))", inputs=told),
+            Knob(
+                name="unroll",
+                value=unroll,
+                formula="power of two >= X / S / (c * threads * 16)",
+                inputs={**told, "c": ctas, "threads": THREADS},
+                reason=predicted,
+            ),
+            Knob(
+                name="rows_per_warp",
+                value=rows,
+                formula="ceil(2 * M * w / 64), at most 4",
+                inputs={"M": p.rows, "w": f.weights_per_clock(p.weight_bytes)},
+                reason="shared memory gives 64 activations a clock; a row more a warp uses each of them once more",
+            ),
+            Knob(
+                name="split_k",
+                value=split,
+                formula="ceil(X / (512 * U * N))",
+                inputs={"X": f.in_flight, "U": unroll, "N": p.outputs},
+                reason="partial sums are added in fp32 in a fixed order" if split > 1 else "",
+            ),
+            Knob(
+                name="grid",
+                value=grid,
+                formula="ceil(N * split / (rows * 8)), or c * S if that makes fewer than four waves",
+                inputs={"N": p.outputs, "split": split, "rows": rows, "c": ctas, "S": f.sms},
+            ),
+        )
+    )
+
+
+def split_k(outputs: int, unroll: int, f: GpuFacts) -> int:
+    return max(1, math.ceil(f.in_flight / (WARP * VECTOR_BYTES * unroll * outputs)))
+
+
+def rows_per_warp(p: Projection, f: GpuFacts) -> int:
+    wanted = math.ceil(p.rows / ISSUE_EFFICIENCY * f.weights_per_clock(p.weight_bytes) / 64)
+    return max(1, min(ROWS_MOST, wanted))
+
+
+def issue_budget(weight_bytes: int, f: GpuFacts) -> float:
+    """I: instructions a lane may spend on each weight while the weights arrive at the full read rate."""
+    return ISSUE_LANES * f.sms * f.clock_hz * weight_bytes / f.read
+
+
+def cc_limit(dtype: str, f: GpuFacts, rows: int = 2) -> int:
+    """M1 = min(8, (min(I - delta, 64 R / w)) / 2): the most activation rows CUDA cores serve at the full read rate.
+
+    H200: bf16 6, fp8 2; RTX 5070 Ti: 8 and 8.
+    """
+    weight_bytes = DTYPE_BYTES[dtype]
+    by_issue = issue_budget(weight_bytes, f) - DECODE[dtype]
+    by_smem = 64 * rows / f.weights_per_clock(weight_bytes)
+    return max(1, min(M_MOST, math.floor(ISSUE_EFFICIENCY * min(by_issue, by_smem))))
+
+
+def time_s(p: Projection, f: GpuFacts) -> float:
+    """Predicted time on CUDA cores: the slowest of loads, instructions and shared memory, plus the overhead."""
+    weights = p.outputs * p.depth
+    issued = p.rows / ISSUE_EFFICIENCY
+    loads = p.bytes_read / f.read
+    instructions = weights * (DECODE[p.dtype] + issued) / (ISSUE_LANES * f.sms * f.clock_hz)
+    smem = weights * issued / (64 * rows_per_warp(p, f) * f.sms * f.clock_hz)
+    return f.overhead_s + max(loads, instructions, smem)
+
+
+def efficiency(p: Projection, f: GpuFacts) -> float:
+    """The read rate's share that is left after the overhead. Consequence on fast parts: fuse q/k/v, and gate/up."""
+    return p.bytes_read / f.read / time_s(p, f)

@@ -1,0 +1,375 @@
+"""The GPU closed forms: figures worked by hand for an H200 and an RTX 5070 Ti; what must hold on every device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autosel.errors import BadConfig
+from autosel.fingerprint import known
+from autosel.knobs.gpu import attention, derive, facts, gemm, gemv, rows, sampling, step
+from autosel.knobs.gpu.gemv import Projection
+from autosel.values import Fingerprint, Knobs, Workload
+
+H200 = facts(known.load("h200"))
+TI = facts(known.load("rtx-5070-ti"))
+EVERY = {name: facts(known.load(name)) for name in known.names()}
+
+us = 1e-6
+
+
+def workload(op: str, dtype: str = "bf16", traits: tuple[tuple[str, object], ...] = (), **dims: int) -> Workload:
+    return Workload(op=op, dims=tuple(dims.items()), dtype=dtype, traits=traits)
+
+
+def linear(m: int, n: int, k: int = 4096, dtype: str = "bf16") -> Workload:
+    return workload("linear", dtype, M=m, N=n, K=k)
+
+
+def attn(b: int, length: int, **more: object) -> Workload:
+    traits = tuple(more.items())
+    return workload("attn", traits=traits, B=b, Hq=32, Hkv=8, S=1, D=128, L=length)
+
+
+def product(m: int, n: int, k: int = 4096, dtype: str = "bf16") -> Projection:
+    return Projection(rows=m, outputs=n, depth=k, dtype=dtype)
+
+
+# --- the three laws ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("f", "in_flight_kb", "sms_needed", "overhead_us"),
+    [(H200, 25.4, 58, 2.8), (TI, 7.1, 22, 2.2)],
+    ids=["H200", "5070Ti"],
+)
+def test_little_law_sms_needed_and_overhead(f, in_flight_kb, sms_needed, overhead_us):
+    assert f.in_flight / f.sms / 1e3 == pytest.approx(in_flight_kb, abs=0.05)
+    assert math.floor(f.sms_needed) == sms_needed
+    assert f.overhead_s / us == pytest.approx(overhead_us, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("threads", "regs", "smem", "ctas", "limit"),
+    [
+        (256, 128, 0, 2, "registers"),
+        (256, 32, 0, 8, "threads"),
+        (128, 32, 96 << 10, 2, "shared memory"),
+        (32, 16, 0, 32, "CTAs"),
+        (128, 32, 228 << 10, 0, "a CTA may not have all of an SM's shared memory"),
+    ],
+)
+def test_occupancy_is_the_scarcest_resource(threads, regs, smem, ctas, limit):
+    assert H200.occupancy(threads=threads, regs=regs, smem=smem) == ctas, limit
+
+
+# --- gemv -------------------------------------------------------------------------------------------------------------
+
+
+def test_gemv_keeps_enough_bytes_in_flight():
+    h200, ti = gemv.gemv(linear(1, 4096), H200), gemv.gemv(linear(1, 4096), TI)
+    assert (h200["ctas_per_sm"], h200["threads"], h200["unroll"]) == (2, 256, 4)
+    assert (ti["ctas_per_sm"], ti["threads"], ti["unroll"]) == (1, 256, 2)
+    for k, f in ((h200, H200), (ti, TI)):
+        assert k["ctas_per_sm"] * k["threads"] * 16 * k["unroll"] >= f.in_flight / f.sms
+
+
+def test_gemv_splits_k_where_rows_are_few():
+    assert gemv.split_k(1024, 4, H200) == 2
+    assert gemv.split_k(1024, 8, H200) == 1
+    assert gemv.split_k(1024, 2, TI) == 1
+
+
+@pytest.mark.parametrize(("f", "bf16", "fp8"), [(H200, 13.8, 6.9), (TI, 53, 27)], ids=["H200", "5070Ti"])
+def test_issue_budget_of_a_weight(f, bf16, fp8):
+    assert gemv.issue_budget(2, f) == pytest.approx(bf16, rel=0.01)
+    assert gemv.issue_budget(1, f) == pytest.approx(fp8, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("n", "h200"), [(4096, 0.73), (6144, 0.81), (28672, 0.95), (128256, 0.99)], ids=["o", "qkv", "gate_up", "lm_head"]
+)
+def test_predicted_efficiency_of_llama_8b(n, h200):
+    assert gemv.efficiency(product(1, n), H200) == pytest.approx(h200, abs=0.006)
+    assert 0.945 <= gemv.efficiency(product(1, n), TI) <= 1
+
+
+@pytest.mark.parametrize(("f", "bf16", "fp8"), [(H200, 6, 2), (TI, 8, 8)], ids=["H200", "5070Ti"])
+def test_rows_that_cuda_cores_serve_at_the_full_rate(f, bf16, fp8):
+    assert gemv.cc_limit("bf16", f) == bf16
+    assert gemv.cc_limit("fp8_e4m3", f) == fp8
+
+
+def test_a_few_rows_take_two_weight_rows_a_warp():
+    assert gemv.rows_per_warp(product(1, 4096), H200) == 1
+    assert gemv.rows_per_warp(product(6, 4096), H200) == 2
+
+
+# --- small M, the route -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "h200", "ti"), [(4096, 2, 1), (1024, 8, 3)])
+def test_streaming_split_gives_dram_enough_readers(n, h200, ti):
+    assert gemm.stream(linear(16, n), H200)["split_k"] == h200
+    assert gemm.stream(linear(16, n), TI)["split_k"] == ti
+
+
+def test_streaming_split_leaves_each_part_four_tiles_deep():
+    assert gemm.stream(linear(16, 128, k=512), H200)["split_k"] == 512 // (4 * 64)
+
+
+def test_crossover_to_large_tiles():
+    assert gemm.large_from("bf16", H200) == 181
+    assert gemm.large_from("bf16", TI) == 120
+
+
+def test_crossover_from_cuda_cores_is_one_past_what_they_serve():
+    # Up to M1 both routes wait for the same weights; at M1 + 1 instructions outlast them.
+    assert gemm.crossover(product(1, 4096), H200) == gemv.cc_limit("bf16", H200) + 1
+    assert gemm.crossover(product(1, 4096, dtype="fp8_e4m3"), H200) == gemv.cc_limit("fp8_e4m3", H200) + 1
+    assert gemm.crossover(product(1, 4096), TI) == 9
+
+
+@pytest.mark.parametrize(("m", "route"), [(1, "gemv"), (6, "gemv"), (7, "stream"), (181, "stream"), (182, "large")])
+def test_route_by_rows_on_an_h200(m, route):
+    assert list(derive(linear(m, 4096), H200)) == ["route", route]
+
+
+# --- large tiles ------------------------------------------------------------------------------------------------------
+
+
+def test_large_tile_feeds_the_tensor_cores_from_l2():
+    assert H200.bf16_flops / H200.l2 == pytest.approx(80, abs=0.5)
+    assert TI.bf16_flops / TI.l2 == pytest.approx(38, abs=0.5)
+    h200, ti = gemm.large(linear(8192, 8192), H200), gemm.large(linear(8192, 8192), TI)
+    assert (sorted((h200["tile_m"], h200["tile_n"])), h200["stages"], h200["cluster"]) == ([128, 256], 4, 1)
+    assert (sorted((ti["tile_m"], ti["tile_n"])), ti["stages"], ti["cluster"]) == ([64, 128], 3, 1)
+
+
+def test_a_tile_too_thin_for_a_b200_is_shared_by_a_cluster():
+    assert gemm.large(linear(8192, 8192), EVERY["b200"])["cluster"] == 2
+
+
+def test_a_short_last_wave_of_a_deep_product_goes_to_stream_k():
+    deep, shallow = gemm.large(linear(256, 1024, k=16384), H200), gemm.large(linear(256, 1024, k=1024), H200)
+    assert deep["schedule"] == "stream_k"
+    assert shallow["schedule"] == "tiles"
+    assert shallow["sms"] < H200.sms
+
+
+# --- decode attention -------------------------------------------------------------------------------------------------
+
+# 32/8 heads, D = 128, bf16: (device, batch, length, us of reading, best splits, their time, FA3's split and time).
+TABLE = [
+    ("H200", H200, 1, 8192, 7.8, range(8, 17), 10.6, 15, 11.1),
+    ("H200", H200, 8, 1024, 7.8, range(1, 2), 9.6, 2, 10.6),
+    ("5070Ti", TI, 1, 8192, 40.7, range(4, 9), 43.4, 8, 43.4),
+    ("5070Ti", TI, 8, 1024, 40.7, range(1, 2), 42.3, 1, 42.3),
+]
+
+
+def row_name(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+@pytest.mark.parametrize(
+    ("name", "f", "b", "length", "reading", "best", "time", "fa3", "fa3_time"), TABLE, ids=row_name
+)
+def test_decode_split_table(name, f, b, length, reading, best, time, fa3, fa3_time):
+    c = attention.cache_of(attn(b, length))
+    k = attention.shape(c, f)
+    assert c.bytes_read / f.read / us == pytest.approx(reading, abs=0.05)
+    s = attention.decode(attn(b, length), f)["split"]
+    assert s in best
+    for good in (s, best[-1]):
+        assert attention.time_s(c, k, f, good) / us == pytest.approx(time, abs=0.06)
+    assert attention.time_s(c, k, f, fa3) / us == pytest.approx(fa3_time, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("f", "b", "length", "ctas_per_sm", "time"),
+    [(H200, 1, 8192, 2, 10.6), (H200, 8, 1024, 4, 13.1), (TI, 1, 8192, 3, 43.5), (TI, 8, 1024, 3, 52.4)],
+)
+def test_sixteen_fixed_segments_cost_what_the_table_says(f, b, length, ctas_per_sm, time):
+    # The H200's 13.1 us is at four resident CTAs an SM, as a kernel with smaller tiles has.
+    c = attention.cache_of(attn(b, length))
+    k = replace(attention.shape(c, f), ctas_per_sm=ctas_per_sm)
+    assert attention.time_s(c, k, f, 16) / us == pytest.approx(time, abs=0.06)
+
+
+def test_decode_tile_and_stages():
+    h200, ti = attention.decode(attn(1, 8192), H200), attention.decode(attn(1, 8192), TI)
+    assert (h200["tile"], h200["stages"], h200["warps"]) == (64, 3, 4)
+    assert (ti["tile"], ti["stages"], ti["warps"]) == (32, 2, 4)
+
+
+@pytest.mark.parametrize(("f", "most"), [(H200, 6), (TI, 26)], ids=["H200", "5070Ti"])
+def test_cuda_cores_suffice_for_small_groups(f, most):
+    def matrix(group: int) -> bool:
+        return attention.decode(workload("attn", B=1, Hq=group, Hkv=1, S=1, D=128, L=8192), f)["matrix"]
+
+    assert not matrix(most)
+    assert matrix(most + 1)
+
+
+def test_query_rows_of_speculation_count_as_heads():
+    assert attention.cache_of(workload("attn", B=1, Hq=32, Hkv=8, S=4, D=128, L=8192)).group == 16
+
+
+def test_a_window_shortens_what_is_read():
+    assert attention.cache_of(attn(1, 8192, window=1024)).length == 1024
+
+
+def test_ragged_batches_get_equal_work_instead_of_a_split():
+    k = attention.decode(attn(8, 8192, ragged=True), H200)
+    assert (k["split"], k["schedule"]) == (1, "equal_work")
+    total, slots = 8 * 8 * 8192, k["ctas_per_sm"] * H200.sms
+    assert total / slots <= k["chunk"] < total / slots + k["tile"]
+
+
+def test_a_page_is_never_cut():
+    w = workload("paged_attn", B=1, Hq=32, Hkv=8, S=1, D=128, L=8192, page=256)
+    assert attention.decode(w, H200)["chunk"] % 256 == 0
+
+
+# --- rows, sampling, the step -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("f", "below"), [(H200, 18), (TI, 7)], ids=["H200", "5070Ti"])
+def test_rmsnorm_is_fused_while_rereading_is_cheaper_than_a_launch(f, below):
+    assert math.floor(rows.fuse_below(4096, 2, f)) == below
+    assert rows.rmsnorm(workload("rmsnorm", M=below, d=4096), f)["fuse"]
+    assert not rows.rmsnorm(workload("rmsnorm", M=below + 1, d=4096), f)["fuse"]
+
+
+def test_rmsnorm_keeps_a_row_in_registers():
+    assert rows.rmsnorm(workload("rmsnorm", M=64, d=4096), H200)["threads"] == 512
+
+
+def test_a_gate_as_prologue_of_down_would_cost_more_than_as_epilogue():
+    assert rows.prologue_s(14336, 2, H200) / us == pytest.approx(0.8, abs=0.05)
+
+
+@pytest.mark.parametrize(("f", "ctas"), [(H200, 12), (TI, 17)], ids=["H200", "5070Ti"])
+def test_ctas_that_share_a_row_of_logits(f, ctas):
+    assert sampling.sample(workload("sample", B=1, V=128256, L=0), f)["ctas_per_row"] == ctas
+    assert sampling.sample(workload("sample", B=64, V=128256, L=0), f)["ctas_per_row"] == f.sms // 64
+
+
+def test_graph_and_persistent_kernel_on_llama_8b():
+    # 15.01 GB of weights and 1.07 GB of cache at L = 8192, 192 kernels.
+    cost = step.StepCost(kernels=192, bytes_read=16.08e9, flops=17e9)
+    assert step.floor_s(cost, H200) * 1e3 == pytest.approx(3.74, abs=0.01)
+    assert step.floor_s(cost, TI) * 1e3 == pytest.approx(19.5, abs=0.02)
+    assert step.graph_saving_s(cost, H200) * 1e3 == pytest.approx(0.23, abs=0.005)
+    assert step.graph_saving_s(cost, TI) * 1e3 == pytest.approx(0.12, abs=0.005)
+    assert (step.step(cost, H200)["graph"], step.step(cost, TI)["graph"]) == (True, False)
+    for f, share in ((H200, 0.018), (TI, 0.0034)):
+        assert 192 * f.persistent_saving_s / step.floor_s(cost, f) == pytest.approx(share, rel=0.03)
+        assert not step.step(cost, f)["persistent"]
+
+
+def test_a_host_that_cannot_keep_up_makes_the_graph_worth_it():
+    cost = step.StepCost(kernels=192, bytes_read=16.08e9, flops=17e9, host_launch_s=110 * us, host_s=30e-3)
+    assert step.step(cost, TI)["graph"]
+    assert step.step(cost, TI)["host_depth"] == 3
+
+
+def test_pdl_ring_and_l2_persistence():
+    assert step.pdl_ring_bytes(H200) / 1e3 == pytest.approx(67, abs=0.5)
+    assert step.pdl_ring_bytes(TI) / 1e3 == pytest.approx(19, abs=0.5)
+    assert step.l2_persistence_s(H200) / us == pytest.approx(5, abs=0.2)
+    assert step.l2_persistence_s(EVERY["rtx-5080"]) / us == pytest.approx(40, abs=1.5)
+
+
+# --- what must hold on every device -----------------------------------------------------------------------------------
+
+OPS = [
+    linear(1, 4096), linear(4, 1024), linear(32, 6144), linear(1024, 4096), linear(1, 4096, dtype="fp8_e4m3"),
+    linear(64, 4096, dtype="fp32"),
+    workload("norm_qkv", M=1, d=4096, N=6144), workload("gate_up", M=1, d=4096, I=14336),
+    workload("lm_head", M=1, V=128256, d=4096),
+    attn(1, 8192), attn(32, 128), attn(8, 32768, ragged=True),
+    workload("paged_attn", B=4, Hq=64, Hkv=8, S=1, D=128, L=4096, page=16),
+    workload("prefill_attn", B=1, Hq=32, Hkv=8, S=2048, D=128),
+    workload("rmsnorm", M=1, d=4096), workload("add_rmsnorm", M=1, d=4096),
+    workload("rope", M=1, Hq=32, Hkv=8, D=128, R=128), workload("swiglu", M=1, I=14336), workload("geglu", M=1, I=6912),
+    workload("kv_append", B=1, Hkv=8, S=1, D=128), workload("sample", B=1, V=128256, L=1024),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", EVERY)
+@pytest.mark.parametrize("w", OPS, ids=lambda w: w.key)
+def test_every_op_has_a_form_on_every_device(device, w):
+    derived = derive(w, EVERY[device])
+    assert derived
+    for family, knobs in derived.items():
+        assert isinstance(knobs, Knobs), family
+        assert knobs.settings
+        for knob in knobs.settings:
+            assert knob.formula, f"{family}.{knob.name} says how it was derived"
+            assert isinstance(knob.value, str | bool) or knob.value > 0, f"{family}.{knob.name}"
+
+
+def test_an_op_without_a_form_has_no_knobs():
+    assert derive(workload("new_op", M=1), H200) == {}
+
+
+@pytest.mark.parametrize("device", EVERY)
+@given(b=st.integers(1, 64), length=st.integers(1, 1 << 17), group=st.integers(1, 16), kv=st.integers(1, 16))
+def test_a_split_never_loses_to_no_split_by_more_than_its_tolerance(device, b, length, group, kv):
+    f = EVERY[device]
+    c = attention.cache_of(workload("attn", B=b, Hq=group * kv, Hkv=kv, S=1, D=128, L=length))
+    k = attention.shape(c, f)
+    s = attention.split(c, k, f)
+    assert 1 <= s <= max(1, length // attention.CHUNK_LEAST)
+    assert s * c.heads <= max(c.heads, k.ctas_per_sm * f.sms)
+    if c.heads < 1.25 * f.sms_needed:
+        assert attention.time_s(c, k, f, s) <= 1.03 * attention.time_s(c, k, f, 1)
+
+
+@pytest.mark.parametrize("device", EVERY)
+@given(m=st.integers(1, 4096), n=st.integers(16, 1 << 17), k=st.integers(64, 1 << 15))
+def test_shapes_fit_the_device(device, m, n, k):
+    f = EVERY[device]
+    p = product(m, n, k)
+    s = gemm.stream_shape(p, f)
+    assert s.stages * (gemm.STREAM_ROWS + s.columns) * gemm.TILE_ROW_BYTES <= f.smem_per_cta
+    assert s.split * 4 * 64 <= max(k, 4 * 64)
+    tile = gemm.best_tile(p, f, f.bf16_flops / f.l2)
+    held = tile.stages * (tile.m + tile.n) * gemm.TILE_ROW_BYTES + gemm.epilogue_bytes(tile.m, tile.n, p, f)
+    assert held <= f.smem_per_cta
+    assert tile.count * tile.m * tile.n >= m * n
+
+
+@given(n=st.integers(16, 1 << 17), k=st.integers(64, 1 << 15), m=st.integers(1, 7))
+def test_predicted_time_never_falls_with_more_rows(n, k, m):
+    for f in (H200, TI):
+        assert gemv.time_s(product(m, n, k), f) <= gemv.time_s(product(m + 1, n, k), f)
+
+
+@pytest.mark.parametrize("device", EVERY)
+def test_crossovers_are_in_order(device):
+    f = EVERY[device]
+    for n in (1024, 4096, 28672):
+        assert 1 <= gemm.crossover(product(1, n), f) <= 9 < gemm.large_from("bf16", f) <= 256
+
+
+# --- what a fingerprint must bring ------------------------------------------------------------------------------------
+
+
+def test_a_cpu_fingerprint_is_refused():
+    cpu = Fingerprint(kind="cpu", name="a CPU", identity={}, environment={}, rates={})
+    with pytest.raises(BadConfig, match="not a GPU"):
+        facts(cpu)
+
+
+@pytest.mark.parametrize("missing", ["read_bytes_per_s", "graph_node_s"])
+def test_a_missing_rate_is_named(missing):
+    fp = known.load("h200")
+    with pytest.raises(BadConfig, match=missing):
+        facts(replace(fp, rates={k: v for k, v in fp.rates.items() if k != missing}))
