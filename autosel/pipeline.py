@@ -17,12 +17,13 @@ from typing import Protocol
 from autosel import fingerprint, ops
 from autosel.candidates import arms, registry
 from autosel.candidates.base import Candidate
+from autosel.candidates.registry import Effort
 from autosel.errors import BuildError, UsageError
 from autosel.ledger.key import LengthRange, budget_key, current_mode
 from autosel.ledger.store import Ledger
 from autosel.models.workloads import Named
 from autosel.native.compile import compile_source, source_digest
-from autosel.parity import check as parity_check
+from autosel.parity.check import Proof, check_all
 from autosel.race.contest import Contest, Entrant
 from autosel.race.judge import judge
 from autosel.race.plan import SAMPLE_NS, Margin, TimeClass, margin
@@ -56,7 +57,7 @@ class Request:
     """What to tune. `budget_s` 0: as long as it needs. `seed` makes the draw of operands and coins repeatable."""
 
     workloads: tuple[Named, ...]
-    effort: str = "quick"
+    effort: Effort = "quick"
     device: str = "cpu"
     budget_s: float = 0.0
     seed: int | None = None
@@ -247,7 +248,7 @@ def prove_all(jobs: Sequence[Job], fp: Fingerprint, ledger: Ledger, report: _Tal
     groups = _unproven(jobs, fp, ledger, report)
     done = 0
     with ThreadPoolExecutor(max_workers=2) as pool:
-        futures = {pool.submit(_prove, members): members for members in groups.values()}
+        futures = {pool.submit(_prove, members, fp): members for members in groups.values()}
         for future in as_completed(futures):
             done += 1
             for job, way, parity in future.result():
@@ -264,23 +265,23 @@ def _unproven(jobs: Sequence[Job], fp: Fingerprint, ledger: Ledger, report: _Tal
             if known is not None:
                 _take_parity(job, way, known, report)
             else:
-                groups.setdefault(f"{way.build_digest} {way.recipe.kind}", []).append((job, way))
+                groups.setdefault(_process_of(way), []).append((job, way))
     return groups
 
 
-def _prove(members: Sequence[tuple[Job, Way]]) -> list[tuple[Job, Way, Parity]]:
-    proofs = [
-        parity_check.Proof(
-            candidate=way.candidate,
-            recipe=way.recipe,
-            digest=way.build_digest,
-            knobs=way.knobs,
-            workload=job.workload,
-        )
-        for job, way in members
-    ]
-    found = parity_check.check_all(proofs)
+def _process_of(way: Way) -> str:
+    """A build gets a process of its own; PyTorch's own ways are one build."""
+    return way.arm.backend if way.arm.backend in ("TORCH", "INDUCTOR") else way.build_digest
+
+
+def _prove(members: Sequence[tuple[Job, Way]], fp: Fingerprint) -> list[tuple[Job, Way, Parity]]:
+    proofs = [proof_of(way, job.workload) for job, way in members]
+    found = check_all(proofs, fp=fp)
     return [(job, way, parity) for (job, way), parity in zip(members, found, strict=True)]
+
+
+def proof_of(way: Way, w: Workload) -> Proof:
+    return Proof(candidate=way.candidate, recipe=way.recipe, digest=way.build_digest, knobs=way.knobs, workload=w)
 
 
 def _take_parity(job: Job, way: Way, parity: Parity, report: _Tally) -> None:
@@ -344,15 +345,19 @@ def margins_of(fp: Fingerprint, ledger: Ledger) -> dict[TimeClass, Margin]:
 
 def contest_of(job: Job, fp: Fingerprint, margins: Mapping[TimeClass, Margin]) -> Contest:
     """The job as the race sees it: entrants, and how often operands must be copied to come cold."""
-    domains = int(fp.identity.get("l3_domains", 1))
     return Contest(
         workload=job.workload,
         baseline=_entrant(job.baseline),
         incumbent=_entrant(job.incumbent),
         challengers=tuple(_entrant(way) for way in job.ways if way is not job.incumbent),
         margins=margins,
-        llc_bytes=int(fp.identity["l3_bytes"]) * domains,
+        llc_bytes=llc_bytes(fp),
     )
+
+
+def llc_bytes(fp: Fingerprint) -> int:
+    """The last-level cache of the whole device: what streamed operands must exceed to come cold."""
+    return int(fp.identity["l3_bytes"]) * int(fp.identity.get("l3_domains", 1))
 
 
 def _entrant(way: Way) -> Entrant:
@@ -390,6 +395,66 @@ def _refuse_without_memory(contests: Sequence[Contest]) -> None:
             why=f"the largest is {worst}: {sizes[worst] / 2**30:.1f} GiB",
             todo="leave it out with --op, or use a smaller model, batch or context",
         )
+
+
+# --- one candidate, on trial ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """What `try_candidate` found at one workload; no race where parity failed or the candidate refused."""
+
+    named: Named
+    parity: Parity | None
+    race: Race | None = None
+    verdict: Verdict | None = None
+    reason: str = ""
+
+
+def try_candidate(
+    candidate: Candidate, named: Sequence[Named], fp: Fingerprint, listener: Listener, seed: int | None = None
+) -> Iterator[Tried]:
+    """Prove and race one candidate against the baseline, exactly as `tune` would; nothing is recorded.
+
+    Raises BuildError if it does not compile.
+    """
+    contests: dict[str, tuple[Named, Parity, Contest]] = {}
+    margins: dict[TimeClass, Margin] = {kind: margin(0, 0, SAMPLE_NS) for kind in ("short", "long")}
+    for n in named:
+        support = candidate.supports(n.workload, fp)
+        if not isinstance(support, Accepted):
+            yield Tried(named=n, parity=None, reason=support.reason)
+            continue
+        way, base = way_of(candidate, n.workload, fp), way_of(registry.baseline(n.workload.op), n.workload, fp)
+        listener.stage("build", candidate.name, 0, 1)
+        if isinstance(way.recipe, NativeRecipe):
+            compile_source(way.recipe.source, way.recipe.flags)
+        listener.stage("parity", candidate.name, 0, 1)
+        (parity,) = check_all([proof_of(way, n.workload)], fp=fp)
+        if isinstance(parity, Failed):
+            yield Tried(named=n, parity=parity, reason=parity.reason)
+            continue
+        job = Job(named=n, mode="", baseline=base, incumbent=base, ways=[way])
+        contests[n.workload.key] = (n, parity, contest_of(job, fp, margins))
+    yield from _race_tried(contests, fp, listener, seed)
+
+
+def _race_tried(
+    contests: Mapping[str, tuple[Named, Parity, Contest]], fp: Fingerprint, listener: Listener, seed: int | None
+) -> Iterator[Tried]:
+    def tell(tick: Tick) -> None:
+        listener.stage(tick.stage, f"{tick.contest.workload.key} {tick.pairs} pairs", 0, len(contests))
+
+    fallen: dict[str, str] = {}
+    terms = Terms(threads=threads(fp), rng=Random(seed), progress=tell)
+    for found in run_races([c for _, _, c in contests.values()], terms):
+        if isinstance(found, Disqualified):
+            fallen[found.contest.workload.key] = f"{found.check}: {found.reason}"
+            continue
+        entered, raced = found
+        n, parity, _ = contests[entered.workload.key]
+        verdict = with_roofline(judge(raced), entered.workload)
+        yield Tried(named=n, parity=parity, race=raced, verdict=verdict, reason=fallen.get(n.workload.key, ""))
 
 
 # --- decide ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import click
 
 from autosel import settings
 from autosel.cli.best import serving
-from autosel.cli.figures import against_baseline, decision_json, served_state, short_shape
+from autosel.cli.figures import decision_json, short_shape
 from autosel.cli.output import emit_json, json_option, microseconds, rate_text, ratio, table
 from autosel.errors import LedgerError, UsageError
 from autosel.ledger.store import Evidence, Ledger, open_ledger
@@ -82,7 +82,9 @@ def _race_lines(race: Race | None, verdict: Verdict | None) -> list[tuple[str, s
     if confirming and race.finalist:
         won = sum(k for k, _ in verdict.wins)
         of = sum(n for _, n in verdict.wins)
-        text += f"; confirming {' + '.join(str(len(s.pairs)) for s in confirming)} pairs, {race.finalist} won {won} of {of}"
+        text += (
+            f"; confirming {' + '.join(str(len(s.pairs)) for s in confirming)} pairs, {race.finalist} won {won} of {of}"
+        )
     if verdict.false_promotion_bound is not None:
         text += f"; false-promotion bound {verdict.false_promotion_bound:.2g}"
     voided = [s.voided for s in race.sessions if s.voided]
@@ -141,7 +143,8 @@ def _evidence_json(evidence: Evidence) -> dict[str, object]:
         "verdict": to_json(evidence.decision.verdict),
         "race": race_json(evidence.race) if evidence.race else None,
         "parities": [
-            {"candidate": arm.candidate, "outcome": type(p).__name__.lower(), **to_json(p)} for arm, p in evidence.parities
+            {"candidate": arm.candidate, "outcome": type(p).__name__.lower(), **to_json(p)}
+            for arm, p in evidence.parities
         ],
         "arm": to_json(evidence.decision.arm),
         "baseline": to_json(evidence.decision.baseline),
@@ -183,8 +186,8 @@ def _show_failed(ledger: Ledger, op: str | None, as_json: bool) -> None:
         for arm, parity in ledger.evidence(decision.id).parities:
             if isinstance(parity, Failed):
                 key = (arm.candidate, parity.check, parity.case)
-                found = {"op": decision.op, "workload": decision.workload.key, "candidate": arm.candidate}
-                seen.setdefault(key, {**found, **to_json(parity)})
+                who = {"op": decision.op, "workload": decision.workload.key, "candidate": arm.candidate}
+                seen.setdefault(key, {**who, **to_json(parity)})
     if as_json:
         emit_json(list(seen.values()))
         return
@@ -195,5 +198,3 @@ def _show_failed(ledger: Ledger, op: str | None, as_json: bool) -> None:
     click.echo(table(("op", "candidate", "check", "case"), rows))
     for found in seen.values():
         click.echo(f"\n{found['candidate']} at {found['workload']}\n  {found['reason']}")
-
-

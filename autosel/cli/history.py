@@ -36,7 +36,13 @@ def history_command(op: str | None, limit: int, as_json: bool) -> None:
         click.echo("no decisions yet")
         return
     rows = [
-        [str(d.id), d.created_at[:16].replace("T", " "), state_style(d.state)(d.state), d.arm.candidate, against_baseline(d)]
+        [
+            str(d.id),
+            d.created_at[:16].replace("T", " "),
+            state_style(d.state)(d.state),
+            d.arm.candidate,
+            against_baseline(d),
+        ]
         for d in found
     ]
     text = table(("id", "when (UTC)", "state", "serves", "vs baseline"), rows, right=(0,)).splitlines()

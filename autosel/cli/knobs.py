@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import click
 
@@ -12,7 +11,9 @@ from autosel.values import DTYPES, Accepted, Fingerprint, Knobs, Workload, to_js
 
 
 @click.command("knobs")
-@click.option("--model", default="llama-8b", show_default=True, help="a preset, a checkpoint folder, or its config.json")
+@click.option(
+    "--model", default="llama-8b", show_default=True, help="a preset, a checkpoint folder, or its config.json"
+)
 @click.option("--op", "ops", multiple=True, help="only this op; may be repeated")
 @click.option("--dtype", type=click.Choice(DTYPES), default=None, help="default: the model's own")
 @click.option("--batch", type=click.IntRange(1, 4096), default=1, show_default=True)
@@ -42,7 +43,7 @@ def knobs_command(
     from autosel.models.workloads import step
 
     fp = find(device)
-    shape = models.load(Path(model) if Path(model).exists() else model)
+    shape = models.load(model)
     named = step(shape, batch=batch, context=seq, dtype=dtype, ops=list(ops) or None)  # type: ignore[arg-type]
     found = [(n.workload, n.label, who, knobs) for n in named for who, knobs in settings_of(n.workload, fp)]
     if as_json:
@@ -68,7 +69,7 @@ def settings_of(w: Workload, fp: Fingerprint) -> Iterator[tuple[str, Knobs]]:
     if fp.kind == "cuda":
         from autosel.knobs import gpu
 
-        yield from gpu.derive(w, gpu.facts.facts(fp)).items()
+        yield from gpu.derive(w, gpu.facts(fp)).items()
         return
     from autosel.candidates import registry
 

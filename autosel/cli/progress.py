@@ -48,7 +48,9 @@ class Progress:
             return
         self.decided_now += 1
         if not self.live:
-            click.echo(f"{self._elapsed():>7}  {decision.workload.key}: {decision.state} {decision.arm.candidate}", err=True)
+            click.echo(
+                f"{self._elapsed():>7}  {decision.workload.key}: {decision.state} {decision.arm.candidate}", err=True
+            )
 
     def rejected(self, rejection: Rejection) -> None:
         if rejection.stage in ("parity", "race", "build"):

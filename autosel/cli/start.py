@@ -23,7 +23,9 @@ def start_command(ctx: click.Context, model: str) -> None:
     _step(2, "fingerprint", headline(fp), time.monotonic() - started)
     _step(3, f"tune {model}", "bf16, batch 1, context 8192", None)
     ctx.invoke(tune_command, **{p.name: p.get_default(ctx) for p in tune_command.params if p.name}, model=model)
-    click.echo(f"\nDecisions are in {settings.db_url().removeprefix('sqlite:///')}.   Why: {settings.spelling()} explain attn")
+    click.echo(
+        f"\nDecisions are in {settings.db_url().removeprefix('sqlite:///')}.   Why: {settings.spelling()} explain attn"
+    )
 
 
 def _step(number: int, name: str, text: str, seconds: float | None) -> None:

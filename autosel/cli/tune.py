@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
@@ -15,7 +14,12 @@ from autosel.values import DTYPES, to_json
 
 
 @click.command("tune")
-@click.option("--model", default="llama-8b", show_default=True, help="a preset, a Hugging Face checkpoint folder, or its config.json")
+@click.option(
+    "--model",
+    default="llama-8b",
+    show_default=True,
+    help="a preset, a Hugging Face checkpoint folder, or its config.json",
+)
 @click.option("--op", "ops", multiple=True, help="only this op (gemv, attn, rmsnorm ...); may be repeated")
 @click.option("--dtype", type=click.Choice(DTYPES[:3]), default=None, help="default: the model's own")
 @click.option("--batch", type=click.IntRange(1, 4096), default=1, show_default=True, help="sequences decoded together")
@@ -56,7 +60,7 @@ def tune_command(
     from autosel.pipeline import Request, tune
 
     seconds = parse_budget(budget) if budget else float(settings.get("budget"))
-    shape = models.load(Path(model) if Path(model).exists() else model)
+    shape = models.load(model)
     named = step(shape, batch=batch, context=seq, dtype=dtype, ops=list(ops) or None)  # type: ignore[arg-type]
     request = Request(
         workloads=named,
@@ -82,7 +86,13 @@ def tune_command(
             {
                 "decisions": [decision_json(d) for d in report.decisions],
                 "rejected": [
-                    {"op": r.workload.op, "workload": r.workload.key, "candidate": r.candidate, "stage": r.stage, "reason": r.reason}
+                    {
+                        "op": r.workload.op,
+                        "workload": r.workload.key,
+                        "candidate": r.candidate,
+                        "stage": r.stage,
+                        "reason": r.reason,
+                    }
                     for r in report.rejected
                 ],
                 "fingerprint": to_json(report.fingerprint),
