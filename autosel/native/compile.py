@@ -95,7 +95,7 @@ def compile_source(source: str, flags: tuple[str, ...] = (), *, deadline_s: floa
     found = find_artefact(digest)
     if found is not None:
         return found
-    started = time.monotonic()
+    started, sources = time.monotonic(), sources_digest(source)
     folder = artefacts() / digest
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
@@ -104,7 +104,6 @@ def compile_source(source: str, flags: tuple[str, ...] = (), *, deadline_s: floa
         command = _command(resources.kernels() / source, flags, making / "kernel.so")
         log = _run(command, source, deadline_s)
         seconds = time.monotonic() - started
-        sources = sources_digest(source)
         receipt = {
             "source": source,
             "sources": sources,

@@ -1,0 +1,228 @@
+"""From a workload to the kernel that serves it. Anything unknown, stale, foreign, missing or broken is the baseline,
+with the reason; nothing here derives, compiles or measures.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+from autosel import settings
+from autosel.candidates import arms, registry
+from autosel.candidates.load import load
+from autosel.dispatch.signature import generate, signature
+from autosel.errors import AutoselError
+from autosel.ledger.key import current_mode
+from autosel.ledger.snapshot import Row
+from autosel.native.compile import find_artefact, sources_digest
+from autosel.ops.contract import Op
+from autosel.values import (
+    Arm,
+    Decision,
+    Fingerprint,
+    Knobs,
+    NativeRecipe,
+    PythonRecipe,
+    Recipe,
+    Workload,
+    digest,
+    length_bucket,
+)
+
+log = logging.getLogger(__name__)
+SERVING = ("promoted", "kept", "pinned")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """What runs a workload, and why it."""
+
+    workload: Workload
+    run: Callable[..., Any]
+    candidate: str
+    decision: Decision | None
+    reason: str
+    parts: tuple[Resolution, ...] = ()  # of a bucket split at a crossover; `run` then chooses by max_len
+
+    @property
+    def served(self) -> bool:
+        """Does a decision's own arm run (be it the baseline, kept), and not a stand-in?"""
+        return self.decision is not None and self.candidate == self.decision.arm.candidate
+
+    def explain(self) -> str:
+        d = self.decision
+        lines = [f"{self.workload.op}  {self.workload.shape_text} {self.workload.dtype}   {self.candidate}"]
+        if d is not None:
+            lines.append(f"  decision  {d.id}, {d.state}, {d.created_at[:19]}Z")
+            if d.verdict is not None and d.verdict.effect is not None and self.served:
+                e = d.verdict.effect
+                lines.append(f"  effect    {e.median:.2f}x ({e.lo:.2f} .. {e.hi:.2f}) over {d.baseline.candidate}")
+        lines += [f"  lengths   to {p.workload['L']}: {p.candidate}" for p in self.parts]
+        return "\n".join([*lines, f"  reason    {self.reason}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What is served on this device: the snapshot's rows by (mode, bucket), or why there are none."""
+
+    device: Fingerprint  # identity alone
+    rows: dict[tuple[str, str], list[Row]]
+    foreign: frozenset[str]  # buckets other devices have decisions for
+    trouble: str = ""
+
+
+def index(rows: Sequence[Row], device: Fingerprint, trouble: str = "") -> Serving:
+    hw_id = device.hw_id
+    mine: dict[tuple[str, str], list[Row]] = {}
+    foreign = set()
+    for row in rows:
+        d = row.document
+        if d.get("hw_id") == hw_id:
+            mine.setdefault((str(d.get("mode")), str(d.get("bucket"))), []).append(row)
+        else:
+            foreign.add(str(d.get("bucket")))
+    return Serving(device=device, rows=mine, foreign=frozenset(foreign), trouble=trouble)
+
+
+def resolve(op: Op, w: Workload, serving: Serving) -> Resolution:
+    """Never raises for a decision's fault: then the baseline serves."""
+    standin = partial(_baseline, op, w, serving.device)
+    if settings.get("disable"):
+        return standin(None, "AUTOSEL_DISABLE is set")
+    if serving.trouble:
+        return standin(None, serving.trouble)
+    mode = current_mode()
+    try:
+        decisions = [row.decision for row in serving.rows.get((mode, w.bucket), [])]
+    except AutoselError as error:
+        return standin(None, str(error).replace("\n", ": "))
+    if not decisions:
+        return standin(None, _why_none(w, serving, mode))
+    if decisions[0].length_range is None:
+        return _serve(op, w, decisions[0], serving.device)
+    return _split(op, w, decisions, serving.device)
+
+
+def _serve(op: Op, w: Workload, decision: Decision, device: Fingerprint) -> Resolution:
+    standin = partial(_baseline, op, w, device)
+    if decision.state not in SERVING:
+        return standin(decision, f"{decision.state}: {decision.reason}")
+    stale = staleness(decision)
+    if stale:
+        return standin(decision, stale)
+    try:
+        run = load(op, decision.arm.recipe, decision.arm.build, decision.arm.knobs)
+    except Exception as error:  # a module or library that no longer loads costs speed, never the caller's request
+        log.warning("%s cannot be loaded: %s", decision.arm.candidate, error)
+        return standin(decision, f"{decision.arm.candidate} cannot be loaded: {first_line(error)}")
+    return Resolution(workload=w, run=run, candidate=decision.arm.candidate, decision=decision, reason=decision.reason)
+
+
+def _split(op: Op, w: Workload, decisions: Sequence[Decision], device: Fingerprint) -> Resolution:
+    """One callable for a bucket whose winner changes with the length; lengths no row covers get the baseline."""
+    spans: list[tuple[int, Resolution]] = []  # (longest length, what serves up to it)
+    covered = length_bucket(w["L"])[0] - 1
+    for d in sorted(decisions, key=lambda d: d.length_range or (0, 0)):
+        low, high = d.length_range or (0, 0)
+        if low > covered + 1:
+            spans.append((low - 1, _baseline(op, w, device, None, f"no decision for lengths to {low - 1}")))
+        spans.append((high, _serve(op, w.at(L=high), d, device)))
+        covered = high
+    rest = _baseline(op, w, device, None, f"no decision for lengths above {covered}")
+    now = next((r for high, r in spans if w["L"] <= high), rest)
+    run = _choose_by_length(op, [(high, r.run) for high, r in spans], rest.run)
+    return replace(now, workload=w, run=run, parts=(*(r for _, r in spans),))
+
+
+def _choose_by_length(
+    op: Op, spans: Sequence[tuple[int, Callable[..., Any]]], rest: Callable[..., Any]
+) -> Callable[..., Any]:
+    s = signature(op)
+    lines = [f"def {s.name}({s.parameters}):"]
+    for number, (high, _) in enumerate(spans):
+        lines.append(f"    if max_len <= {int(high)}: return run{number}({s.names})")
+    lines.append(f"    return rest({s.names})")
+    scope: dict[str, Any] = {"rest": rest, **{f"run{n}": run for n, (_, run) in enumerate(spans)}}
+    made: Callable[..., Any] = generate(lines, scope, s.name)
+    return made
+
+
+def _why_none(w: Workload, serving: Serving, mode: str) -> str:
+    modes = sorted(m for m, bucket in serving.rows if bucket == w.bucket and m != mode)
+    if modes:
+        return f"measured under {', '.join(modes)}; this process runs {mode}"
+    if w.bucket in serving.foreign:
+        return f"measured on another device only (this is {serving.device.hw_id[:12]})"
+    return f"no decision for {w.bucket}"
+
+
+# --- validity -----------------------------------------------------------------------------------------------------
+
+
+def staleness(decision: Decision) -> str:
+    """Why a decision no longer holds: one of its two arms is not the thing that was measured. Empty if both are."""
+    for arm in (decision.baseline, decision.arm):
+        why = _stale(arm)
+        if why:
+            return f"decision {decision.id} is stale: {why}"
+    return ""
+
+
+def _stale(arm: Arm) -> str:
+    recipe = arm.recipe
+    if isinstance(recipe, NativeRecipe):
+        if digest({"source": arm.build, "knobs": arm.knobs}) != arm.digest:
+            return f"{arm.candidate}'s build and knobs are not those of its digest"
+        return _edited(arm.build, recipe.source, arm.candidate)
+    try:
+        now = _python_digest(recipe)
+    except (AutoselError, OSError, AssertionError) as error:
+        return first_line(error)
+    if digest({"source": now, "knobs": arm.knobs}) != arm.digest:
+        return f"{arm.candidate}'s code or its libraries (torch {_torch()}) are not those that were measured"
+    return ""
+
+
+@lru_cache(maxsize=1024)
+def _edited(build: str, source: str, candidate: str) -> str:
+    """Once a process: a serving process keeps what it loaded, whatever becomes of the files."""
+    artefact = find_artefact(build)
+    if artefact is None:
+        return f"the compiled {candidate} ({build[:12]}) is missing or damaged; run tune again"
+    try:
+        current = sources_digest(source)
+    except AutoselError as error:
+        return error.what
+    return "" if artefact.sources == current else f"{candidate}'s source was edited since"
+
+
+@lru_cache(maxsize=1024)
+def _python_digest(recipe: PythonRecipe) -> str:
+    return arms.python_digest(recipe)
+
+
+def _torch() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+# --- baseline -----------------------------------------------------------------------------------------------------
+
+
+def _baseline(op: Op, w: Workload, device: Fingerprint, decision: Decision | None, reason: str) -> Resolution:
+    candidate = registry.baseline(op.name)
+    run = _function(op, candidate.recipe(w, device, Knobs()))
+    return Resolution(workload=w, run=run, candidate=candidate.name, decision=decision, reason=reason)
+
+
+@lru_cache(maxsize=64)
+def _function(op: Op, recipe: Recipe) -> Callable[..., Any]:
+    return load(op, recipe, "", {})
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

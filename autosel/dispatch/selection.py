@@ -1,0 +1,73 @@
+"""The selection: an op that looks at the shapes of each call.
+
+A hit is a tuple key, a dict lookup and the call. A miss asks the board which decision serves the workload, and
+remembers the answer until the snapshot changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from autosel.dispatch.resolve import Resolution
+from autosel.dispatch.signature import generate, signature
+from autosel.ops.contract import Op
+
+MOST_SHAPES = 4096  # distinct shapes remembered; past it the table starts anew
+
+# [the kernel, how often it ran, why it]: a list, because the call itself counts in it
+Entry = list[Any]
+
+
+class Selection(Protocol):
+    """A function with the op's parameters."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def explain(self) -> str: ...
+
+    def uses(self) -> list[tuple[Resolution, int]]:
+        """What ran so far in the present table, and how often."""
+
+
+def make_selection(op: Op, table: dict[Any, Entry], resolve: Callable[[dict[str, Any]], Entry]) -> Selection:
+    """`resolve` takes the arguments by name; it puts what it finds into `table` by the key under "key"."""
+    s = signature(op)
+    inputs = ", ".join(f"{a.name!r}: {a.name}" for a in op.args)
+    lines = [
+        f"def {s.name}({s.parameters}):",
+        *(f"    {line}" for line in s.fill),
+        "    try:",
+        f"        entry = table[{s.key}]",
+        "    except (KeyError, AttributeError, TypeError):",
+        "        entry = None",
+        "    if entry is None:",
+        f"        entry = resolve({{{inputs}}})",
+        "    entry[1] += 1",
+        f"    return entry[0]({s.names})",
+    ]
+    function = generate(lines, {"table": table, "resolve": resolve}, s.name)
+
+    def uses() -> list[tuple[Resolution, int]]:
+        return [(entry[2], entry[1]) for entry in list(table.values())]
+
+    def explain() -> str:
+        found: dict[str, tuple[Resolution, int]] = {}
+        for resolution, count in uses():
+            key = resolution.explain()
+            found[key] = (resolution, count + (found[key][1] if key in found else 0))
+        if not found:
+            return f"{op.name}: not called yet"
+        return "\n".join(f"{text}\n  calls     {count}" for text, (_, count) in found.items())
+
+    function.uses, function.explain = uses, explain
+    selection: Selection = function
+    return selection
+
+
+def key_function(op: Op) -> Callable[[dict[str, Any]], Any]:
+    """The table's key of arguments by name. Raises what the key expression raises for arguments that have none."""
+    s = signature(op)
+    lines = ["def key(inputs):", *(f"    {a.name} = inputs[{a.name!r}]" for a in op.args), f"    return {s.key}"]
+    made: Callable[[dict[str, Any]], Any] = generate(lines, {}, "key")
+    return made

@@ -1,0 +1,99 @@
+"""An op's signature as source text: what the functions that callers hold are generated from.
+
+Generated with a fixed number of arguments, because `*args` costs several times the lookup it would save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from autosel.errors import BadArguments
+from autosel.ops.contract import Op
+
+# The longest context a call may mean when it does not say: what the cache has room for.
+_ROOM = {"attn": "k.shape[2]", "paged_attn": "block_table.shape[1] * k_pages.shape[1]"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """Pieces of a function's text."""
+
+    name: str
+    parameters: str  # q, k, v, lengths=None, max_len=None, scale=0.0, ..., out=None
+    names: str  # the same without defaults: the call
+    fill: tuple[str, ...]  # lines that complete what was left out
+    key: str  # a tuple that is equal for calls of one workload
+
+
+@cache
+def signature(op: Op) -> Signature:
+    names = [a.name for a in op.args]
+    outputs = _outputs(op)
+    room = _ROOM.get(op.name)
+    fill = (f"if max_len is None: max_len = {room}",) if room else ()
+    return Signature(
+        name=op.name,
+        parameters=", ".join([*_with_defaults(op), *(f"{o}=None" for o in outputs)]),
+        names=", ".join([*names, *outputs]),
+        fill=fill,
+        key=f"({', '.join(_key_parts(op))},)",
+    )
+
+
+def _outputs(op: Op) -> tuple[str, ...]:
+    inout = {a.name for a in op.args if a.role == "inout"}
+    count = sum(name not in inout for name in op.output_names)
+    return ("out",) if count == 1 else tuple(f"out{i}" for i in range(count))
+
+
+def _with_defaults(op: Op) -> list[str]:
+    """Parameters with the defaults the op's table gives; only a trailing run of them can be left out in Python."""
+    texts: list[str] = []
+    optional = True
+    for arg in reversed(op.args):
+        given = arg.default is not None or arg.kind == "optional" or (arg.name == "max_len" and op.name in _ROOM)
+        optional = optional and given
+        texts.append(f"{arg.name}={arg.default!r}" if optional else arg.name)
+    return texts[::-1]
+
+
+def _key_parts(op: Op) -> list[str]:
+    """Shapes and dtypes of every tensor; the scalars that are traits; the length by its power of two.
+
+    Strides are not in it: the contract leaves leading strides free, and a kernel refuses a strided last dimension.
+    """
+    parts: list[str] = []
+    for arg in op.args:
+        n = arg.name
+        if arg.kind == "tensor":
+            parts += [f"{n}.shape", f"{n}.dtype"]
+        elif arg.kind == "optional":
+            parts.append(f"None if {n} is None else ({n}.shape, {n}.dtype)")
+        elif n == "max_len":
+            parts.append("(max_len - 1).bit_length()")
+        elif n in op.trait_defaults:
+            parts.append(n)
+    return parts
+
+
+def generate(lines: Sequence[str], scope: dict[str, Any], name: str) -> Any:
+    """Run text made from the op table alone (no outside data reaches it) and give what it defines as `name`."""
+    exec("\n".join(lines), scope)  # noqa: S102  (see above)
+    return scope[name]
+
+
+def inputs_of(op: Op, like: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, completed by the defaults. Raises BadArguments for ones that do not fit the signature."""
+    s = signature(op)
+    lines = [f"def {s.name}({s.parameters}):", *(f"    {line}" for line in s.fill)]
+    lines.append(f"    return dict({', '.join(f'{a.name}={a.name}' for a in op.args)})")
+    collect: Callable[..., dict[str, Any]] = generate(lines, {}, s.name)
+    try:
+        return collect(**like) if isinstance(like, Mapping) else collect(*like)
+    except (TypeError, AttributeError, IndexError) as error:
+        raise BadArguments(
+            f"these are not arguments of {op.name}", why=str(error), todo=f"{op.name}({s.parameters})"
+        ) from error
