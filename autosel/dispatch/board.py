@@ -49,6 +49,11 @@ class _Bound:
     function: weakref.ref[Any]
     cell: Cell
     resolution: Resolution
+    earlier: int = 0  # calls that ran what it was bound to before
+
+    @property
+    def calls(self) -> int:
+        return self.cell.calls() - self.earlier
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +103,7 @@ class Board:
         with self._lock:
             resolution = resolve(op, w, self._serving)
             function, cell = make_bound(op, resolution)
-            self._bound = [b for b in self._bound if b.function() is not None]
+            self._forget_dropped()
             self._bound.append(_Bound(op=op, function=weakref.ref(function), cell=cell, resolution=resolution))
         return function
 
@@ -137,6 +142,9 @@ class Board:
         function = held.function()
         if function is None:
             return
+        calls = held.calls
+        self._count(held.resolution, calls)
+        held.earlier += calls
         held.resolution = resolve(held.op, held.resolution.workload, self._serving)
         put(function, held.cell, held.resolution)
 
@@ -183,15 +191,25 @@ class Board:
         entries = list(table.values())
         table.clear()
         for _, count, resolution in entries:
-            key = _use_key(resolution)
-            self._past[key] = self._past.get(key, 0) + count
+            self._count(resolution, count)
+
+    def _forget_dropped(self) -> None:
+        """Callables nobody holds any more."""
+        for held in self._bound:
+            if held.function() is None:
+                self._count(held.resolution, held.calls)
+        self._bound = [b for b in self._bound if b.function() is not None]
+
+    def _count(self, resolution: Resolution, calls: int) -> None:
+        key = _use_key(resolution)
+        self._past[key] = self._past.get(key, 0) + calls
 
     def uses(self) -> list[Uses]:
         """What ran in this process, by what decided it; a miss is one without a decision."""
         with self._lock:
             total = dict(self._past)
             now = [(e[2], e[1]) for s in self._selected.values() for e in list(s.table.values())]
-            now += [(b.resolution, b.cell.calls()) for b in self._bound]
+            now += [(b.resolution, b.calls) for b in self._bound]
         for resolution, count in now:
             key = _use_key(resolution)
             total[key] = total.get(key, 0) + count

@@ -1,0 +1,476 @@
+"""Dispatch without kernels of ours: arms are Python functions on tiny tensors, snapshots are real files."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autosel import dispatch, ops, settings
+from autosel.candidates import arms, registry
+from autosel.dispatch import resolve
+from autosel.dispatch.board import Board, this_device
+from autosel.dispatch.signature import signature
+from autosel.errors import BadArguments, UnknownName
+from autosel.ledger import snapshot
+from autosel.ledger.key import current_mode, serving_key
+from autosel.values import Arm, Decision, Effect, Knobs, PythonRecipe, State, Verdict, Workload, digest, to_json
+
+ROOT = Path(__file__).resolve().parents[2]
+RMS, ATTN = ops.find("rmsnorm"), ops.find("attn")
+X, WEIGHT = torch.randn(2, 64), torch.ones(64)
+W = RMS.workload("fp32", {"M": 2, "d": 64})
+
+USER_MODULE = """
+import torch
+def sevens(x, weight, eps, offset, out=None):
+    out = torch.empty_like(x) if out is None else out
+    return out.fill_(7)
+def eights(x, weight, eps, offset):
+    return torch.full_like(x, 8)
+def lengths(q, k, v, lengths, max_len, scale, window, softcap, out=None):
+    return max_len
+def lengths_short(q, k, v, lengths, max_len, scale, window, softcap, out=None):
+    return -max_len
+"""
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "dispatch_test_kernels.py").write_text(USER_MODULE)
+    return folder
+
+
+@pytest.fixture
+def user(module: Path) -> Callable[[str], Arm]:
+    def arm(name: str) -> Arm:
+        recipe = PythonRecipe(target=f"dispatch_test_kernels:{name}", path=str(module))
+        return python_arm(f"user:{name}", recipe)
+
+    return arm
+
+
+def python_arm(name: str, recipe: PythonRecipe) -> Arm:
+    source = arms.python_digest(recipe)
+    return Arm(candidate=name, backend="USER", recipe=recipe, knobs={}, digest=digest({"source": source, "knobs": {}}))
+
+
+def baseline(op: str) -> Arm:
+    return arms.arm(registry.baseline(op), W, this_device(), "", Knobs())
+
+
+def decision(w: Workload, arm: Arm, **changes: Any) -> Decision:
+    effect = Effect(median=2.0, lo=1.9, hi=2.1)
+    values: dict[str, Any] = {
+        "id": 41,
+        "state": "promoted",
+        "hw_id": this_device().hw_id,
+        "op": w.op,
+        "bucket": w.bucket,
+        "mode": current_mode(),
+        "workload": w,
+        "arm": arm,
+        "baseline": baseline(w.op),
+        "verdict": Verdict(outcome="promote", winner=arm.candidate, reason="won", effect=effect),
+        "reason": "won 42 of 42",
+        "created_at": "2026-01-01T00:00:00.000000+00:00",
+    }
+    return Decision(**(values | changes))
+
+
+def publish(home: Path, decisions: Sequence[Decision], epoch: int = 1) -> None:
+    rows = []
+    for number, d in enumerate(decisions):
+        key = serving_key(d.hw_id, d.mode, d.bucket, d.length_range)
+        rows.append({"key": key, "epoch": epoch + number, "decision": to_json(d)})
+    snapshot.write(home / snapshot.FILE, snapshot.document(epoch, rows))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def board(home: Path) -> Iterator[Board]:
+    with dispatch.use(home) as found:
+        yield found
+
+
+def is_baseline(result: torch.Tensor) -> bool:
+    return torch.equal(result, torch.nn.functional.rms_norm(X, (64,), WEIGHT, 1e-6))
+
+
+# --- what is served -----------------------------------------------------------------------------------------------
+
+
+def test_a_decision_serves_by_shape_and_bound(home: Path, user: Callable[[str], Arm]) -> None:
+    publish(home, [decision(W, user("sevens"))])
+    with dispatch.use(home):
+        assert dispatch.best("rmsnorm")(X, WEIGHT).eq(7).all()
+        bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
+        assert bound(X, WEIGHT).eq(7).all()
+        assert bound.candidate == "user:sevens"
+        assert bound.decision is not None
+        assert bound.decision.id == 41
+        assert bound.calls() == 1
+        text = bound.explain()
+        assert "decision  41, promoted" in text
+        assert "2.00x (1.90 .. 2.10) over torch:rmsnorm" in text
+
+
+def test_out_is_written_and_returned(home: Path, user: Callable[[str], Arm]) -> None:
+    publish(home, [decision(W, user("sevens")), decision(W.at(M=1), user("eights"))])
+    with dispatch.use(home):
+        best = dispatch.best("rmsnorm")
+        out = torch.zeros_like(X)
+        assert best(X, WEIGHT, out=out) is out
+        assert out.eq(7).all()
+        small = torch.zeros(1, 64)
+        best(X[:1], WEIGHT, out=small)
+        assert small.eq(8).all(), "also where the candidate returns a result of its own"
+
+
+def test_another_bucket_than_the_decided_one_gets_the_baseline(home: Path, user: Callable[[str], Arm]) -> None:
+    publish(home, [decision(W, user("sevens"))])
+    with dispatch.use(home):
+        best = dispatch.best("rmsnorm")
+        for x in (X[:1], X.bfloat16()):
+            weight = WEIGHT.to(x.dtype)
+            assert not best(x, weight).eq(7).any()
+        assert best(X, WEIGHT, 1e-6, 1.0).eq(7).sum() == 0, "a trait is another computation"
+        assert best(X, WEIGHT, eps=1e-5).eq(7).all(), "eps is not"
+
+
+Change = Callable[[Decision], Decision]
+CHANGES: list[tuple[str, Change, str]] = [
+    ("another device", lambda d: dataclasses.replace(d, hw_id="0" * 64), "measured on another device only"),
+    ("another mode", lambda d: dataclasses.replace(d, mode="graph"), "measured under graph; this process runs eager"),
+    ("demoted", lambda d: dataclasses.replace(d, state="demoted", reason="NaN seen"), "demoted: NaN seen"),
+    ("quarantined", lambda d: dataclasses.replace(d, state="quarantined", reason="crash"), "quarantined: crash"),
+    (
+        "another torch",
+        lambda d: dataclasses.replace(d, baseline=dataclasses.replace(d.baseline, digest="0" * 64)),
+        "libraries",
+    ),
+    (
+        "edited candidate",
+        lambda d: dataclasses.replace(d, arm=dataclasses.replace(d.arm, digest="0" * 64)),
+        "code or its libraries",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), [c[1:] for c in CHANGES], ids=[c[0] for c in CHANGES])
+def test_what_is_foreign_stale_or_demoted_does_not_serve(
+    home: Path, user: Callable[[str], Arm], change: Change, why: str
+) -> None:
+    publish(home, [change(decision(W, user("sevens")))])
+    with dispatch.use(home):
+        best, bound = dispatch.best("rmsnorm"), dispatch.best("rmsnorm", like=(X, WEIGHT))
+        assert is_baseline(best(X, WEIGHT))
+        assert is_baseline(bound(X, WEIGHT))
+        assert why in bound.reason
+        assert why in best.explain()
+
+
+def test_a_user_module_that_is_gone_or_edited_does_not_serve(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "short_lived.py"
+    file.write_text("def f(x, weight, eps, offset, out=None):\n    return x\n")
+    recipe = PythonRecipe(target="short_lived:f", path=str(tmp_path))
+    publish(home, [decision(W, python_arm("user:f", recipe))])
+    file.write_text("def f(x, weight, eps, offset, out=None):\n    return -x\n")
+    resolve._python_digest.cache_clear()
+    with dispatch.use(home):
+        assert "not those that were measured" in dispatch.best("rmsnorm", like=(X, WEIGHT)).reason
+    file.unlink()
+    resolve._python_digest.cache_clear()
+    with dispatch.use(home):
+        bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
+        assert "no module" in bound.reason
+        assert is_baseline(bound(X, WEIGHT))
+
+
+def test_a_candidate_that_no_longer_imports_costs_speed_and_not_the_call(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken_at_import.py").write_text("raise SystemError('driver too old')\n")
+    recipe = PythonRecipe(target="broken_at_import:f", path=str(tmp_path))
+    publish(home, [decision(W, python_arm("user:f", recipe))])
+    with dispatch.use(home):
+        bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
+        assert is_baseline(bound(X, WEIGHT))
+        assert "cannot be loaded: driver too old" in bound.reason
+
+
+def test_disabled_serves_the_baseline(home: Path, user: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(home, [decision(W, user("sevens"))])
+    monkeypatch.setenv("AUTOSEL_DISABLE", "1")
+    settings.read.cache_clear()
+    try:
+        with dispatch.use(home):
+            assert is_baseline(dispatch.best("rmsnorm")(X, WEIGHT))
+            assert dispatch.best("rmsnorm", like=(X, WEIGHT)).reason == "AUTOSEL_DISABLE is set"
+    finally:
+        monkeypatch.undo()
+        settings.read.cache_clear()
+
+
+def test_a_split_bucket_chooses_by_length_also_when_bound(home: Path, user: Callable[[str], Arm]) -> None:
+    w = attn_workload(96)
+    publish(
+        home,
+        [
+            decision(w, user("lengths_short"), length_range=(65, 96), id=1),
+            decision(w, user("lengths"), length_range=(97, 120), id=2),
+        ],
+    )
+    q, k, v = attn_inputs(128)
+    with dispatch.use(home):
+        for run in (dispatch.best("attn"), dispatch.best("attn", like=(q, k, v, None, 80))):
+            assert [run(q, k, v, max_len=n) for n in (65, 96, 97, 120)] == [-65, -96, 97, 120]
+            assert isinstance(run(q, k, v, max_len=121), torch.Tensor), "no row covers it: the baseline"
+        assert "lengths   to 96: user:lengths_short" in dispatch.best("attn", like=(q, k, v)).explain()
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+
+def test_attention_takes_the_whole_cache_when_no_length_is_given(board: Board, user: Callable[[str], Arm]) -> None:
+    publish(board.path.parent, [decision(attn_workload(48), user("lengths"))])
+    board.refresh()
+    q, k, v = attn_inputs(48)
+    assert dispatch.best("attn")(q, k, v) == 48
+    assert dispatch.best("attn", like=(q, k, v))(q, k, v) == 48
+    assert dispatch.best("attn")(q=q, v=v, k=k, max_len=33) == 33
+
+
+def test_every_op_has_a_signature_with_the_defaults_of_its_table(board: Board) -> None:
+    for op in ops.OPS.values():
+        assert callable(board.selection(op)), op.name
+    assert signature(ATTN).parameters == (
+        "q, k, v, lengths=None, max_len=None, scale=0.0, window=0, softcap=0.0, out=None"
+    )
+    assert signature(RMS).parameters == "x, weight, eps=1e-06, offset=0.0, out=None"
+
+
+def test_every_op_runs_its_baseline_on_its_own_inputs(board: Board) -> None:
+    for op in ops.OPS.values():
+        inputs = op.inputs(op.cases(small(op))[0].workload, 1)
+        w = op.workload_of(inputs)
+        best, bound = dispatch.best(op.name), dispatch.best(op.name, like=inputs)
+        for run in (best, bound):
+            result = run(**inputs)
+            assert op.verify(inputs, result if isinstance(result, tuple) else (result,)), (op.name, w.key)
+
+
+def test_wrong_arguments_say_which_and_why(board: Board) -> None:
+    best = dispatch.best("rmsnorm")
+    for call, why in (
+        (lambda: best(X, WEIGHT[:3]), "weight"),
+        (lambda: best(None, WEIGHT), "x is NoneType"),
+        (lambda: dispatch.best("rmsnorm", like=(X,)), "weight"),
+        (lambda: dispatch.best("rmsnorm", like=(X, WEIGHT, 1e-6, 0.0, None, 3)), "arguments"),
+        (lambda: dispatch.best("rmsnorm", like={"x": X, "w": WEIGHT}), "'w'"),
+    ):
+        with pytest.raises(BadArguments, match=why):
+            call()
+    with pytest.raises(TypeError, match="missing 1 required"):
+        best(X)
+    with pytest.raises(UnknownName, match="did you mean rmsnorm"):
+        dispatch.best("rmsnrm")
+
+
+# --- changes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_demotion_reaches_what_is_already_bound_and_moves_the_epoch(board: Board, user: Callable[[str], Arm]) -> None:
+    home = board.path.parent
+    publish(home, [decision(W, user("sevens"))])
+    board.refresh()
+    before = dispatch.epoch()
+    best, bound = dispatch.best("rmsnorm"), dispatch.best("rmsnorm", like=(X, WEIGHT))
+    assert best(X, WEIGHT).eq(7).all()
+    publish(home, [decision(W, baseline("rmsnorm"), state="demoted", id=42, reason="fault")], epoch=2)
+    dispatch.refresh()
+    assert is_baseline(bound(X, WEIGHT))
+    assert is_baseline(best(X, WEIGHT))
+    assert (bound.candidate, bound.reason) == ("torch:rmsnorm", "demoted: fault")
+    assert dispatch.epoch() == before + 1
+    publish(home, [decision(W, user("eights"), id=43)], epoch=3)
+    dispatch.refresh()
+    assert bound(X, WEIGHT).eq(8).all()
+    assert dispatch.epoch() == before + 1, "a promotion takes nothing away"
+
+
+def test_the_watcher_sees_a_demotion_without_being_asked(board: Board, user: Callable[[str], Arm]) -> None:
+    home = board.path.parent
+    publish(home, [decision(W, user("sevens"))])
+    board.refresh()
+    bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
+    seen = threading.Event()
+    read = board._read
+
+    def noticing() -> Any:
+        seen.set()
+        return read()
+
+    board._read = noticing  # type: ignore[method-assign]
+    publish(home, [], epoch=2)
+    assert seen.wait(timeout=30)
+    with board._lock:  # held until everything is swapped
+        assert is_baseline(bound(X, WEIGHT))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"format": "autosel.decisions"}', b"\xff" * 100])
+def test_a_snapshot_that_is_not_whole_serves_the_baseline_until_it_is(
+    board: Board, user: Callable[[str], Arm], content: bytes
+) -> None:
+    home = board.path.parent
+    publish(home, [decision(W, user("sevens"))])
+    good = board.path.read_bytes()
+    bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
+    board.path.write_bytes(content)
+    board.refresh()
+    assert is_baseline(bound(X, WEIGHT))
+    assert "decisions" in bound.reason
+    board.path.write_bytes(good.replace(b"won 42 of 42", b"won 43 of 42"))
+    board.refresh()
+    assert "damaged or edited" in bound.reason
+    board.path.write_bytes(good)
+    board.refresh()
+    assert bound(X, WEIGHT).eq(7).all()
+
+
+def test_a_snapshot_others_could_have_written_is_not_believed(home: Path, user: Callable[[str], Arm]) -> None:
+    publish(home, [decision(W, user("sevens"))])
+    for mode in (0o620, 0o602):
+        (home / snapshot.FILE).chmod(mode)
+        with dispatch.use(home):
+            assert "may have been written by others" in dispatch.best("rmsnorm", like=(X, WEIGHT)).reason
+    (home / snapshot.FILE).chmod(0o644)
+    with dispatch.use(home):
+        assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "user:sevens"
+    if os.getuid() == 0:
+        os.chown(home / snapshot.FILE, 65534, 65534)
+        with dispatch.use(home):
+            assert "owner 65534" in dispatch.best("rmsnorm", like=(X, WEIGHT)).reason
+
+
+def test_a_row_whose_key_is_not_its_own_does_not_serve(home: Path, user: Callable[[str], Arm]) -> None:
+    d = decision(W, user("sevens"))
+    rows = [{"key": "stolen", "epoch": 1, "decision": to_json(d)}]
+    snapshot.write(home / snapshot.FILE, snapshot.document(1, rows))
+    with dispatch.use(home):
+        assert "is another's" in dispatch.best("rmsnorm", like=(X, WEIGHT)).reason
+
+
+def test_threads_call_while_decisions_change_and_always_get_one_of_the_arms(
+    board: Board, user: Callable[[str], Arm]
+) -> None:
+    home = board.path.parent
+    states: list[tuple[State, Arm]] = [("promoted", user("sevens")), ("promoted", user("eights"))]
+    publish(home, [decision(W, states[0][1])])
+    board.refresh()
+    best, bound = dispatch.best("rmsnorm"), dispatch.best("rmsnorm", like=(X, WEIGHT))
+    done, wrong = threading.Event(), []
+
+    def call() -> None:
+        while not done.is_set():
+            for run in (best, bound):
+                value = float(run(X, WEIGHT)[0, 0])
+                if value not in (7.0, 8.0):
+                    wrong.append(value)
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for turn in range(20):
+        publish(home, [decision(W, states[turn % 2][1])], epoch=turn + 2)
+        board.refresh()
+    last = best(X, WEIGHT)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert last.eq(8).all(), "after a refresh nobody serves the old arm"
+
+
+def test_uses_count_hits_and_misses_by_decision(board: Board, user: Callable[[str], Arm]) -> None:
+    publish(board.path.parent, [decision(W, user("sevens"))])
+    board.refresh()
+    best, bound = dispatch.best("rmsnorm"), dispatch.best("rmsnorm", like=(X, WEIGHT))
+    for _ in range(3):
+        best(X, WEIGHT)
+        bound(X, WEIGHT)
+    best(X[:1], WEIGHT)
+    publish(board.path.parent, [], epoch=2)
+    board.refresh()
+    bound(X, WEIGHT)
+    del bound
+    counted: dict[Any, int] = {}
+    for use in board.uses():
+        counted[use.candidate, use.decision_id] = counted.get((use.candidate, use.decision_id), 0) + use.calls
+    assert counted == {("user:sevens", 41): 6, ("torch:rmsnorm", None): 2}, "what ran then is counted as what it was"
+
+
+# --- processes ----------------------------------------------------------------------------------------------------
+
+
+def test_importing_autosel_loads_neither_torch_nor_the_database(tmp_path: Path) -> None:
+    code = "import sys, autosel; assert not {'torch', 'sqlalchemy', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_best_never_opens_the_database(home: Path, user: Callable[[str], Arm]) -> None:
+    publish(home, [decision(W, baseline("rmsnorm"), state="kept")])
+    code = (
+        "import sys, torch, autosel\n"
+        "best = autosel.best('rmsnorm'); best(torch.randn(2, 64), torch.ones(64))\n"
+        "assert 'decision  41, kept' in best.explain(), best.explain()\n"
+        "assert 'sqlalchemy' not in sys.modules and 'sqlite3' not in sys.modules"
+    )
+    environment = {**os.environ, "AUTOSEL_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    threads = str(torch.get_num_threads())
+    code = f"import torch; torch.set_num_threads({threads})\n{code}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment)
+
+
+def test_a_forked_child_goes_on_serving_and_watching(board: Board, user: Callable[[str], Arm]) -> None:
+    publish(board.path.parent, [decision(W, user("sevens"))])
+    board.refresh()
+    bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
+    child = os.fork()
+    if child == 0:
+        ok = bound(X, WEIGHT).eq(7).all().item() and any(t.name == "autosel-snapshot" for t in threading.enumerate())
+        publish(board.path.parent, [], epoch=2)
+        board.refresh()
+        os._exit(0 if ok and bound.candidate == "torch:rmsnorm" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# --- helpers ------------------------------------------------------------------------------------------------------
+
+
+def attn_workload(length: int) -> Workload:
+    return ATTN.workload("fp32", {"B": 1, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": length})
+
+
+def attn_inputs(room: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(1, 2, 1, 8), torch.randn(1, 1, room, 8), torch.randn(1, 1, room, 8)
+
+
+SIZES = {"B": 1, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 32, "page": 16, "R": 8, "V": 64}
+
+
+def small(op: Any) -> Workload:
+    made: Workload = op.workload("fp32", {name: SIZES.get(name, 16) for name in op.dim_names})
+    return made
