@@ -1,23 +1,73 @@
-"""Knobs of the row ops (rmsnorm, add_rmsnorm, rope, swiglu, geglu): only how many threads a call is worth."""
+"""Knobs of the row ops (rmsnorm, add_rmsnorm, rope, swiglu, geglu, sample): only how many threads a call is worth.
+
+At M = 1 their operands lie in the caller's L1 and L2, so a call takes bytes / L2 rate or, with exponentials, their rate.
+"""
 
 from __future__ import annotations
 
 from autosel.knobs.cpu.facts import CpuFacts, worthwhile_threads
-from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
+from autosel.values import DTYPE_BYTES, Knob, Knobs, Scalar, Workload
+
+FORMULA = "min(shares, cpus if serial_s * (1 - 1/cpus) > 2 * fork_join_s else 1)"
+
+# Exponentials (exp rate) a gated element costs with its division and polynomial; measured on Zen 4, AVX-512:
+# tests/cpu/test_kernels_rows.py holds the kernels, benchmarks/ the ratios.
+SWIGLU_EXPS, GEGLU_EXPS = 1.5, 2.5
+SHARE_ELEMENTS = 2048  # of a gated unit: less than this a thread, and its share is over before the others have woken
 
 
 def rmsnorm(w: Workload, f: CpuFacts) -> Knobs:
-    """threads: all once M*d elements, at about one L2 line a nanosecond, outlast two fork-joins; at most M."""
-    bytes_read = 2 * w["M"] * w["d"] * DTYPE_BYTES[w.dtype]
-    serial_s = bytes_read / max(f.read_1, 32e9)
-    threads = min(w["M"], worthwhile_threads(f, serial_s))
-    return Knobs(
-        settings=(
-            Knob(
-                name="threads",
-                value=threads,
-                formula="min(M, cpus if serial_s * (1 - 1/cpus) > 2 * fork_join_s else 1)",
-                inputs={"M": w["M"], "serial_s": serial_s, "cpus": f.cpus, "fork_join_s": f.fork_join_s},
-            ),
-        )
-    )
+    """threads: by rows; x is read twice (the second time from L1), y written."""
+    return _threads(f, serial_s=_resident_s(2 * w["M"] * w["d"], w, f), shares=w["M"], dims={"M": w["M"], "d": w["d"]})
+
+
+def add_rmsnorm(w: Workload, f: CpuFacts) -> Knobs:
+    """threads: by rows; x and residual read, y and new residual written."""
+    return _threads(f, serial_s=_resident_s(4 * w["M"] * w["d"], w, f), shares=w["M"], dims={"M": w["M"], "d": w["d"]})
+
+
+def rope(w: Workload, f: CpuFacts) -> Knobs:
+    """threads: by tokens; q and k read and written, and a sine and cosine (about six exponentials) a pair and token."""
+    heads = w["Hq"] + w["Hkv"]
+    serial_s = _resident_s(2 * w["M"] * heads * w["D"], w, f) + 6 * w["M"] * w["R"] / 2 / f.exp_per_s_1
+    return _threads(f, serial_s=serial_s, shares=w["M"], dims={"M": w["M"], "heads": heads, "D": w["D"]})
+
+
+def swiglu(w: Workload, f: CpuFacts) -> Knobs:
+    """threads: by runs of elements, so that one long row is shared; bound by the exponential."""
+    return _gated(w, f, SWIGLU_EXPS)
+
+
+def geglu(w: Workload, f: CpuFacts) -> Knobs:
+    """threads: as swiglu; erf costs a second division and a longer polynomial."""
+    return _gated(w, f, SWIGLU_EXPS if w.trait("tanh", 0) else GEGLU_EXPS)
+
+
+def sample(w: Workload, f: CpuFacts) -> Knobs:
+    """threads: by rows of logits; each is read, kept as fp32 and exponentiated about twice."""
+    serial_s = w["B"] * w["V"] * (8 / l2_rate(f) + 2 / f.exp_per_s_1)
+    return _threads(f, serial_s=serial_s, shares=w["B"], dims={"B": w["B"], "V": w["V"]})
+
+
+def l2_rate(f: CpuFacts) -> float:
+    """Bytes/s one core streams through its private caches; four times its memory rate, at least 32 GB/s.
+
+    A vector load and store a cycle would be more; one L2 line in about a nanosecond is what short rows get.
+    """
+    return max(4 * f.read_1, 32e9)
+
+
+def _gated(w: Workload, f: CpuFacts, exps: float) -> Knobs:
+    elements = w["M"] * w["I"]
+    serial_s = max(_resident_s(3 * elements, w, f), exps * elements / f.exp_per_s_1)
+    return _threads(f, serial_s=serial_s, shares=max(1, elements // SHARE_ELEMENTS), dims={"M": w["M"], "I": w["I"]})
+
+
+def _resident_s(elements: int, w: Workload, f: CpuFacts) -> float:
+    return elements * DTYPE_BYTES[w.dtype] / l2_rate(f)
+
+
+def _threads(f: CpuFacts, *, serial_s: float, shares: int, dims: dict[str, Scalar]) -> Knobs:
+    inputs = {**dims, "shares": shares, "serial_s": serial_s, "cpus": f.cpus, "fork_join_s": f.fork_join_s}
+    value = min(shares, worthwhile_threads(f, serial_s))
+    return Knobs(settings=(Knob(name="threads", value=value, formula=FORMULA, inputs=inputs),))
