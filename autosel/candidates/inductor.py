@@ -2,8 +2,8 @@
 
 Only where every dimension of a bucket is exact (M or B up to 8) and none grows with the context: compiled for static
 shapes, attention would compile again at every token. Loading `autosel.candidates.inductor:<op>` makes a function that
-compiles at its first call; each load has its own code object, so that Dynamo's limit on recompilations, which it counts
-by code object, is never shared between workloads.
+compiles at its first call with a shape. Dynamo stops at 8 compilations a code object, fewer than parity brings shapes:
+then the function starts afresh with a new code object.
 """
 
 from __future__ import annotations
@@ -57,24 +57,47 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 def _lazy(name: str) -> Callable[..., Any]:
+    _keep_artefacts()  # before Dynamo is imported: it settles the folder then
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    scope: dict[str, Any] = {"Full": FailOnRecompileLimitHit, "compiled": [_compiled(name)]}
+    scope["again"] = lambda: _compiled(name)
+    arguments, outputs = _signature(name)
+    call = f"compiled[0]({', '.join([*arguments, *outputs])})"
+    lines = [f"def {name}({', '.join([*arguments, *(f'{o}=None' for o in outputs)])}):"]
+    lines += ["    try:", f"        return {call}"]
+    lines += ["    except Full:", "        compiled[0] = again()", f"        return {call}"]
+    return _defined(name, lines, scope)
+
+
+def _compiled(name: str) -> Callable[..., Any]:
+    """Eager, then the copy into the outputs, which Inductor folds into the last kernel where it can."""
     import torch
 
-    from autosel.ops import OPS, eager
+    from autosel.ops import eager
 
-    _keep_artefacts()
-    arguments = [a.name for a in OPS[name].args]
-    outputs = [f"out{i}" for i in range(len(OPS[name].output_names))]
-    results = ", ".join(f"y{i}" for i in range(len(outputs)))
-    lines = [f"def {name}({', '.join(arguments)}, {', '.join(f'{o}=None' for o in outputs)}):"]
+    arguments, outputs = _signature(name)
+    results = ", ".join(o.replace("out", "result") for o in outputs)
+    lines = [f"def {name}({', '.join([*arguments, *outputs])}):"]
     lines += [f"    {results} = eager({', '.join(arguments)}, {', '.join('None' for _ in outputs)})"]
     lines += ["    if out0 is None:", f"        return {results}"]
-    lines += [f"    out{i}.copy_(y{i})" for i in range(len(outputs))]
+    lines += [f"    {o}.copy_({o.replace('out', 'result')})" for o in outputs]
     lines += [f"    return {', '.join(outputs)}"]
-    scope: dict[str, Any] = {"eager": getattr(eager, name)}
-    exec(compile("\n".join(lines), f"<inductor {name}>", "exec"), scope)  # noqa: S102 (text from our own op table)
-    made = scope[name]
-    own = FunctionType(made.__code__.replace(), scope, name, made.__defaults__)
-    return torch.compile(own, fullgraph=True, dynamic=False)
+    return torch.compile(_defined(name, lines, {"eager": getattr(eager, name)}), fullgraph=True, dynamic=False)
+
+
+def _signature(name: str) -> tuple[list[str], list[str]]:
+    from autosel.ops import find
+
+    op = find(name)
+    return [a.name for a in op.args], [f"out{i}" for i in range(len(op.output_names))]
+
+
+def _defined(name: str, lines: list[str], scope: dict[str, Any]) -> FunctionType:
+    """Each time with a code object of its own: Dynamo keeps its compilations by code object."""
+    exec("\n".join(lines), scope)  # noqa: S102  (text from our own op table)
+    made: FunctionType = scope[name]
+    return made
 
 
 def _keep_artefacts() -> None:

@@ -1,0 +1,224 @@
+"""PyTorch's candidates against the references, Inductor compiled for real, and users' kernels in real workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosel import models, settings
+from autosel.candidates import arms, inductor, registry, user
+from autosel.candidates.base import Candidate
+from autosel.candidates.load import load
+from autosel.models.workloads import ASKED_OPS, STEP_OPS
+from autosel.ops import OPS
+from autosel.ops.contract import Match
+from autosel.parity.check import check
+from autosel.parity.session import Proof
+from autosel.values import (
+    Accepted,
+    DTypeName,
+    Failed,
+    Fingerprint,
+    Knobs,
+    Passed,
+    PythonRecipe,
+    Rejected,
+    Workload,
+    from_json,
+)
+
+CPU = Fingerprint(
+    kind="cpu",
+    name="made up",
+    identity={"cpus": 2, "isa": ["avx2", "fma", "f16c"], "l1d_bytes": 32768, "l2_bytes": 1 << 20, "l3_bytes": 1 << 25},
+    environment={},
+    rates={},
+)
+NORM = Workload(op="rmsnorm", dims=(("M", 1), ("d", 256)), dtype="fp32")
+
+
+def tiny(name: str) -> models.ModelShape:
+    """The preset's kind of layers at sizes that float64 checks in milliseconds."""
+    shape = models.load(name)
+    rope = replace(shape.rope, rotary_dim=32)
+    return replace(
+        shape, layers=2, layer_types=shape.layer_types[4:6], d=96, Hq=4, Hkv=2, D=32, I=160, V=500, rope=rope,
+        window=64 if shape.window else 0, rope_local=None,
+    )  # fmt: skip
+
+
+def workloads_of_a_step() -> list[Any]:
+    everything = (*STEP_OPS, *ASKED_OPS)
+    found: dict[str, Workload] = {}
+    for name in ("llama-1b", "qwen3-0.6b", "gemma3-1b"):
+        for batch in (1, 3):
+            for w in models.workloads(tiny(name), batch=batch, context=200, ops=everything):
+                found[w.key] = w
+    return [pytest.param(w, id=w.key) for w in found.values()]
+
+
+def callable_of(candidate: Candidate, w: Workload) -> Any:
+    knobs = candidate.knobs(w, CPU)
+    return load(OPS[w.op], candidate.recipe(w, CPU, knobs), "", knobs.values)
+
+
+# --- PyTorch ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("w", workloads_of_a_step())
+def test_every_torch_way_is_right_at_every_workload_of_a_step(w: Workload, dtype: DTypeName) -> None:
+    op, w = OPS[w.op], replace(w, dtype=dtype)
+    ways = [c for c, s in registry.eligible(w, CPU) if c.backend == "TORCH" and isinstance(s, Accepted)]
+    assert registry.baseline(w.op) in ways
+    for way in ways:
+        call = callable_of(way, w)
+        inputs = op.inputs(w, 5)
+        returned = call(*op.arguments(inputs), *(None for _ in op.allocate(w)))
+        returned = returned if isinstance(returned, tuple) else (returned,)
+        assert isinstance(op.verify(op.inputs(w, 5), returned), Match), way.name
+        outs = op.allocate(w, fill=float("nan"))
+        again = op.inputs(w, 5)
+        written = call(*op.arguments(again), *outs)
+        written = written if isinstance(written, tuple) else (written,)
+        assert isinstance(op.verify(op.inputs(w, 5), written), Match), way.name
+        assert {id(o) for o in outs} <= {id(t) for t in written}
+
+
+def test_packed_attention_answers_for_decode_only() -> None:
+    decode = OPS["attn"].workload("bf16", {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 64, "L": 128})
+    packed = registry.find("attn", "torch:packed")
+    assert isinstance(packed.supports(decode, CPU), Accepted)
+    refused = packed.supports(decode.at(S=4), CPU)
+    assert isinstance(refused, Rejected)
+    assert "S = 4" in refused.reason
+
+
+# --- Inductor --------------------------------------------------------------------------------------------------------
+
+
+def test_inductors_artefacts_live_below_the_home_unless_the_user_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "home", lambda: tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    inductor._keep_artefacts()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    inductor._keep_artefacts()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
+
+
+def test_inductor_compiles_each_shape_and_outlives_dynamos_limit() -> None:
+    import torch._dynamo.config
+
+    op = OPS["add_rmsnorm"]
+    way = registry.find("add_rmsnorm", "inductor:add_rmsnorm")
+    call = callable_of(way, op.workload("fp32", {"M": 1, "d": 64}))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for d in (64, 96):
+            w = op.workload("fp32", {"M": 1, "d": d})
+            inputs, outs = op.inputs(w, 3), op.allocate(w, fill=float("nan"))
+            got = call(*op.arguments(inputs), *outs)
+            assert isinstance(op.verify(inputs, got), Match)
+            assert got[0] is outs[0]
+            assert got[1] is outs[1]
+
+
+# --- users' kernels, in processes of their own -----------------------------------------------------------------------
+
+KERNELS = """
+import torch
+import autosel
+
+@autosel.candidate("rmsnorm", name="right")
+def right(x, weight, eps, offset):
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    return (x.float() * rstd * (weight.float() + offset)).to(x.dtype)
+
+def forgets_eps(x, weight, eps, offset):
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True))
+    return (x.float() * rstd * (weight.float() + offset)).to(x.dtype)
+
+def wider(x, weight, eps, offset):
+    return right(x, weight, eps, offset).double()
+
+def scribbles(x, weight, eps, offset):
+    made = right(x, weight, eps, offset)
+    x.zero_()
+    return made
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine_kernels.py").write_text(KERNELS)
+    return tmp_path
+
+
+def proven(name: str, folder: Path) -> Passed | Failed:
+    candidate = user.from_target(f"mine_kernels:{name}", "rmsnorm", folder=folder)
+    recipe = candidate.recipe(NORM, CPU, Knobs())
+    arm = arms.arm(candidate, NORM, CPU, "", Knobs())
+    return check(Proof(candidate=candidate, recipe=recipe, digest=arm.digest, knobs=Knobs(), workload=NORM))
+
+
+def test_a_users_function_that_returns_its_result_passes_parity_in_a_worker(folder: Path) -> None:
+    found = proven("right", folder)
+    assert isinstance(found, Passed), found
+    assert found.cases > 10
+    assert "mine_kernels" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["forgets_eps", "wider", "scribbles"])
+def test_a_users_function_that_is_wrong_fails_parity_in_a_worker(folder: Path, name: str) -> None:
+    found = proven(name, folder)
+    assert isinstance(found, Failed)
+    assert found.reason
+
+
+SCRIPT = """
+import json, sys
+import autosel
+
+@autosel.candidate("swiglu", name="scripted")
+def scripted(gate, up):
+    import torch
+    return torch.nn.functional.silu(gate) * up
+
+if __name__ == "__main__":
+    from autosel.candidates import registry
+    from autosel.values import Fingerprint, Knobs, Workload, to_json
+    w = Workload(op="swiglu", dims=(("M", 1), ("I", 8)), dtype="fp32")
+    fp = Fingerprint(kind="cpu", name="", identity={}, environment={}, rates={})
+    print(json.dumps(to_json(registry.find("swiglu", "user:scripted").recipe(w, fp, Knobs()))))
+"""
+
+
+def test_a_candidate_defined_in_a_script_can_be_loaded_by_another_process(tmp_path: Path) -> None:
+    script = tmp_path / "tuning_script.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    ran = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment, cwd="/", timeout=120, check=True
+    )
+    recipe = from_json(PythonRecipe, json.loads(ran.stdout))
+    assert recipe == PythonRecipe(target="tuning_script:scripted", path=str(tmp_path))
+    op = OPS["swiglu"]
+    w = op.workload("fp32", {"M": 2, "I": 8})
+    inputs = op.inputs(w, 1)
+    before = list(sys.path)
+    try:
+        got = load(op, recipe, "", {})(*op.arguments(inputs), None)
+    finally:
+        sys.path[:] = before
+        sys.modules.pop("tuning_script", None)
+    assert isinstance(op.verify(inputs, (got,)), Match)
