@@ -1,0 +1,119 @@
+"""Race the jobs that have a challenger, and fill in what the samples justify."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from autosel import ops
+from autosel.errors import UsageError
+from autosel.ledger.key import budget_key
+from autosel.race.contest import Contest, Entrant
+from autosel.race.judge import judge
+from autosel.race.plan import SAMPLE_NS, Margin, TimeClass, margin
+from autosel.race.run import Disqualified, Terms, run
+from autosel.tuning.build import drop
+from autosel.tuning.job import Job, Tuning, Way
+from autosel.values import Failed, Fingerprint, Verdict, Workload
+
+TIME_CLASSES: tuple[TimeClass, TimeClass] = ("short", "long")
+OTHERS_BYTES = 1 << 30  # two interpreters with torch, and room to breathe
+
+
+def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
+    """Each job with its race and verdict, as soon as its race is complete; those without a challenger at once.
+
+    Raises UsageError if the operands do not fit in memory.
+    """
+    yield from (job for job in jobs if not job.ways)
+    contested = {job.workload.key: job for job in jobs if job.ways}
+    margins = {kind: margin(*tuning.ledger.aa(tuning.fp.hw_id, kind), SAMPLE_NS) for kind in TIME_CLASSES}
+    contests = [contest_of(job, tuning.fp, margins) for job in contested.values()]
+    refuse_without_memory(contests)
+    tuning.tally.races += len(contests)
+    for found in run(contests, _terms(tuning)):
+        if isinstance(found, Disqualified):
+            _disqualify(tuning, contested[found.contest.workload.key], found)
+            continue
+        contest, race = found
+        job = contested[contest.workload.key]
+        crossings = [s.aa_crossed for s in race.sessions if s.aa_crossed is not None and not s.voided]
+        tuning.ledger.save_aa(tuning.fp.hw_id, race.time_class, crossings)
+        job.race, job.verdict = race, with_roofline(judge(race), job.workload)
+        yield job
+
+
+def _terms(tuning: Tuning) -> Terms:
+    def debit(contest: Contest, candidate: str, allowed: Margin) -> bool:
+        key = budget_key(tuning.fp.hw_id, contest.workload)
+        return tuning.ledger.spend(key, allowed.false_promotion_bound, candidate)
+
+    return Terms(
+        threads=tuning.threads,
+        rng=tuning.rng,
+        debit=debit,
+        progress=tuning.tally.tick,
+        clock=tuning.clock,
+        deadline=tuning.deadline,
+    )
+
+
+def contest_of(job: Job, fp: Fingerprint, margins: Mapping[TimeClass, Margin]) -> Contest:
+    """The job as the race sees it."""
+    return Contest(
+        workload=job.workload,
+        baseline=_entrant(job.baseline),
+        incumbent=_entrant(job.incumbent),
+        challengers=tuple(_entrant(way) for way in job.ways if way is not job.incumbent),
+        margins=margins,
+        llc_bytes=int(fp.identity["l3_bytes"]) * int(fp.identity.get("l3_domains", 1)),
+    )
+
+
+def _entrant(way: Way) -> Entrant:
+    return Entrant(
+        candidate=way.candidate.name,
+        op=way.candidate.op,
+        recipe=way.recipe,
+        digest=way.build_digest,
+        knobs=way.knobs.values,
+        writes_out=way.candidate.writes_out,
+    )
+
+
+def _disqualify(tuning: Tuning, job: Job, found: Disqualified) -> None:
+    """A challenger fell while racing: recorded as a failed proof, quarantined, and out of the job."""
+    way = next(x for x in job.ways if x.candidate.name == found.candidate)
+    failed = Failed(check=found.check, case="while racing", evidence={}, reason=found.reason)
+    hw_id = tuning.fp.hw_id
+    job.parities.append((way.arm, failed))
+    tuning.ledger.save_parity(hw_id, job.workload, way.arm, failed)
+    tuning.ledger.quarantine(way.arm, hw_id=hw_id, op=job.workload.op, cause=found.check, reason=found.reason)
+    tuning.tally.rejected(job.workload, found.candidate, "race", f"{found.check}: {found.reason}")
+    drop(job, way)
+
+
+def with_roofline(verdict: Verdict, w: Workload) -> Verdict:
+    """Fraction of what the read rate of this very race allows; only for workloads that read memory."""
+    if not verdict.read_bytes_per_s or verdict.winner not in verdict.timings:
+        return verdict
+    floor_us = ops.find(w.op).bytes_moved(w) / verdict.read_bytes_per_s * 1e6
+    return replace(verdict, roofline=floor_us / verdict.timings[verdict.winner].median_us)
+
+
+def refuse_without_memory(contests: Sequence[Contest]) -> None:
+    """Operands live once in shared memory and once more, in copies, in the process that races. Raises UsageError."""
+    import psutil
+
+    if not contests:
+        return
+    sizes = {c.workload.key: c.op.bytes_moved(c.workload) for c in contests}
+    private = max(size + 4 * c.llc_bytes for c, size in zip(contests, sizes.values(), strict=True))
+    need, free = sum(sizes.values()) + private + OTHERS_BYTES, psutil.virtual_memory().available
+    if need > free:
+        worst = max(sizes, key=lambda key: sizes[key])
+        raise UsageError(
+            f"racing these workloads takes {need / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free",
+            why=f"the largest is {worst}: {sizes[worst] / 2**30:.1f} GiB",
+            todo="leave it out with --op, or use a smaller model, batch or context",
+        )

@@ -1,0 +1,34 @@
+"""Make a verdict durable: a winner by race is promoted; otherwise the incumbent is kept, and the reason said."""
+
+from __future__ import annotations
+
+from autosel.ledger.key import LengthRange
+from autosel.tuning.job import Job, Tuning
+from autosel.values import Decision, Workload, digest
+
+
+def decide(tuning: Tuning, job: Job, *, lengths: LengthRange = None, workload: Workload | None = None) -> Decision:
+    """Record the job's outcome; acknowledged when this returns. `lengths` limits it to part of its bucket."""
+    verdict, w = job.verdict, workload or job.workload
+    identity = {
+        "hw": tuning.fp.hw_id,
+        "bucket": w.bucket,
+        "mode": job.mode,
+        "lengths": lengths,
+        "race": digest(job.race) if job.race else digest([arm.digest for arm, _ in job.parities]),
+    }
+    return tuning.ledger.record(
+        tuning.fp,
+        w,
+        verdict=verdict,
+        race=job.race,
+        parities=job.parities,
+        arm=job.winner.arm,
+        baseline=job.baseline.arm,
+        mode=job.mode,
+        state="promoted" if verdict is not None and verdict.outcome == "promote" else "kept",
+        reason=verdict.reason if verdict is not None else "no other candidate can run this here",
+        idempotency_key=digest(identity),
+        length_range=lengths,
+        entrants=[way.arm.digest for way in job.ways],
+    )

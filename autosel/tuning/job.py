@@ -1,0 +1,159 @@
+"""What tuning passes along: the request, the ways of running a workload, the job they make up, and the tally."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+from autosel.candidates.base import Candidate
+from autosel.ledger.key import LengthRange
+from autosel.ledger.store import Ledger
+from autosel.models.workloads import Named
+from autosel.race.run import Tick
+from autosel.values import Arm, Decision, Fingerprint, Knobs, Parity, Race, Recipe, Verdict, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to tune. `budget_s` 0: as long as it needs. `seed` makes the draw of operands and coins repeatable."""
+
+    workloads: tuple[Named, ...]
+    effort: str = "quick"
+    device: str = "cpu"
+    budget_s: float = 0.0
+    seed: int | None = None
+    force: bool = False  # measure again what is settled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """A candidate that does not race, or fell: `stage` is eligible, build, parity or race."""
+
+    workload: Workload
+    candidate: str
+    stage: str
+    reason: str
+
+
+class Listener(Protocol):
+    """Who wants to know how it goes."""
+
+    def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
+
+    def decided(self, decision: Decision, settled_before: bool) -> None: ...
+
+    def rejected(self, rejection: Rejection) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A candidate at a workload, ready to be built: its knobs, its recipe, and the arm it would be."""
+
+    candidate: Candidate
+    knobs: Knobs
+    recipe: Recipe
+    build_digest: str
+    arm: Arm
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One workload on its way to a decision.
+
+    `probe` marks a workload raced only to learn who wins at the other end of a bucket; it is not a decision by itself.
+    """
+
+    named: Named
+    mode: str
+    baseline: Way
+    ways: list[Way]  # challengers, the incumbent among them if it is not the baseline
+    incumbent: Way
+    probe: bool = False
+    settled: tuple[Decision, ...] = ()
+    parities: list[tuple[Arm, Parity]] = field(default_factory=list)
+    race: Race | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def workload(self) -> Workload:
+        return self.named.workload
+
+    @property
+    def winner(self) -> Way:
+        """Who is to serve: the verdict's winner, or the incumbent where nothing was raced."""
+        if self.verdict is None:
+            return self.incumbent
+        return next(way for way in [self.baseline, *self.ways] if way.candidate.name == self.verdict.winner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Where one call of `tune` works: the device, the ledger, the request, who listens, the coins and the clock."""
+
+    fp: Fingerprint
+    ledger: Ledger
+    request: Request
+    tally: Tally
+    rng: Random
+    clock: Callable[[], float]
+    deadline: float
+
+    @property
+    def threads(self) -> int:
+        """How many threads every arm may use: all usable cores, for baseline and challengers alike."""
+        return int(self.fp.identity["cpus"])
+
+
+class Tally:
+    """What happened so far, told to the listener as it happens."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.decisions: list[Decision] = []
+        self.rejections: list[Rejection] = []
+        self.undecided: list[Named] = []
+        self.measured = 0
+        self.races = 0
+
+    def stage(self, name: str, detail: str, done: int, total: int) -> None:
+        self.listener.stage(name, detail, done, total)
+
+    def tick(self, tick: Tick) -> None:
+        """A pair was taken."""
+        w = tick.contest.workload
+        detail = f"{w.op} {w.shape_text}  {tick.candidate}  {tick.pairs} pairs"
+        self.listener.stage(tick.stage, detail, self.measured, self.races)
+
+    def settled(self, job: Job) -> None:
+        for decision in job.settled:
+            self.decisions.append(decision)
+            self.listener.decided(decision, settled_before=True)
+
+    def decided(self, job: Job, decision: Decision, lengths: LengthRange = None) -> None:
+        self.measured += 1
+        if lengths is not None:  # a part of a bucket: the decision about the whole bucket no longer holds
+            self.decisions = [d for d in self.decisions if d.bucket != decision.bucket or d.length_range is not None]
+        self.decisions.append(decision)
+        if decision.verdict is not None and decision.verdict.outcome == "undecided":
+            self.undecided.append(job.named)
+        self.listener.decided(decision, settled_before=False)
+
+    def rejected(self, w: Workload, candidate: str, stage: str, reason: str) -> None:
+        rejection = Rejection(workload=w, candidate=candidate, stage=stage, reason=reason)
+        self.rejections.append(rejection)
+        self.listener.rejected(rejection)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `tune` returns. `measured` of the decisions were made now; the others were settled before."""
+
+    fingerprint: Fingerprint
+    decisions: tuple[Decision, ...]
+    measured: int
+    rejected: tuple[Rejection, ...]
+    undecided: tuple[Named, ...]
+    seconds: float
+    labels: Mapping[str, str] = field(default_factory=dict)

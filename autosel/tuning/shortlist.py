@@ -1,0 +1,85 @@
+"""Who may race at a workload, with which knobs, and what is already known about it."""
+
+from __future__ import annotations
+
+from autosel.candidates import arms, registry
+from autosel.candidates.base import Candidate
+from autosel.errors import BuildError, UsageError
+from autosel.ledger.containment import Quarantine
+from autosel.ledger.key import current_mode
+from autosel.models.workloads import Named
+from autosel.native.compile import source_digest
+from autosel.tuning.job import Job, Tuning, Way
+from autosel.values import Accepted, Fingerprint, NativeRecipe, Workload
+
+
+def shortlist(tuning: Tuning, named: Named, *, probe: bool = False) -> Job:
+    """The job of one workload. Its `settled` decisions, if any, need no measurement.
+
+    Raises UsageError where not even the baseline can run the workload.
+    """
+    w, fp = named.workload, tuning.fp
+    held = tuning.ledger.quarantined(fp.hw_id, w.op)
+    offered = [_offer(tuning, w, candidate, held) for candidate in _eligible(tuning, w)]
+    ways = [way for way in offered if way is not None]
+    name = registry.baseline(w.op).name
+    baseline = next((way for way in ways if way.candidate.name == name), None)
+    if baseline is None:
+        raise UsageError(
+            f"the baseline {name} cannot run {w.key}",
+            why="without a baseline nothing can be proven faster",
+            todo=f"release it from quarantine, or leave {w.op} out",
+        )
+    job = Job(
+        named=named,
+        mode=current_mode(),
+        baseline=baseline,
+        incumbent=baseline,
+        ways=[way for way in ways if way is not baseline],
+        probe=probe,
+    )
+    if not tuning.request.force and not probe:
+        job.settled = tuning.ledger.known_rows(fp.hw_id, w.bucket, job.mode, [x.arm.digest for x in ways])
+    job.incumbent = _incumbent(tuning, job)
+    return job
+
+
+def _eligible(tuning: Tuning, w: Workload) -> list[Candidate]:
+    accepted = []
+    for candidate, support in registry.eligible(w, tuning.fp, tuning.request.effort):
+        if isinstance(support, Accepted):
+            accepted.append(candidate)
+        else:
+            tuning.tally.rejected(w, candidate.name, "eligible", support.reason)
+    return accepted
+
+
+def _offer(tuning: Tuning, w: Workload, candidate: Candidate, held: dict[str, Quarantine]) -> Way | None:
+    try:
+        way = way_of(candidate, w, tuning.fp)
+    except BuildError as error:
+        tuning.tally.rejected(w, candidate.name, "build", error.what)
+        return None
+    quarantine = held.get(way.build_digest) or held.get(way.arm.digest)
+    if quarantine is None:
+        return way
+    tuning.tally.rejected(w, candidate.name, "eligible", f"in quarantine: {quarantine.reason}")
+    return None
+
+
+def way_of(candidate: Candidate, w: Workload, fp: Fingerprint) -> Way:
+    """Derive the knobs and name the arm, without building. Raises BuildError if there is nothing to build with."""
+    knobs = candidate.knobs(w, fp)
+    recipe = candidate.recipe(w, fp, knobs)
+    built = source_digest(recipe.source, recipe.flags) if isinstance(recipe, NativeRecipe) else ""
+    arm = arms.arm(candidate, w, fp, built, knobs)
+    return Way(candidate=candidate, knobs=knobs, recipe=recipe, build_digest=built or arm.digest, arm=arm)
+
+
+def _incumbent(tuning: Tuning, job: Job) -> Way:
+    """What serves this bucket now, if it is still the thing it was; else the baseline."""
+    for served in tuning.ledger.serving_rows(tuning.fp.hw_id, job.workload.bucket, job.mode):
+        for way in job.ways:
+            if way.arm.digest == served.arm.digest and served.state in ("promoted", "kept", "pinned"):
+                return way
+    return job.baseline

@@ -1,0 +1,92 @@
+"""One candidate on trial: proven and raced exactly as `tune` would, with nothing recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from autosel.candidates import registry
+from autosel.candidates.base import Candidate
+from autosel.models.workloads import Named
+from autosel.native.compile import compile_source
+from autosel.parity.check import check
+from autosel.race.contest import Contest
+from autosel.race.judge import judge
+from autosel.race.plan import SAMPLE_NS, margin
+from autosel.race.run import Disqualified, Terms, Tick, run
+from autosel.tuning.contend import TIME_CLASSES, contest_of, refuse_without_memory, with_roofline
+from autosel.tuning.job import Job, Listener
+from autosel.tuning.prove import proof_of
+from autosel.tuning.shortlist import way_of
+from autosel.values import Accepted, Failed, Fingerprint, NativeRecipe, Parity, Race, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """What was found at one workload; no race where parity failed or the candidate refused."""
+
+    named: Named
+    parity: Parity | None
+    race: Race | None = None
+    verdict: Verdict | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entered:
+    named: Named
+    parity: Parity
+    contest: Contest
+
+
+def try_candidate(
+    candidate: Candidate, named: Sequence[Named], fp: Fingerprint, listener: Listener, seed: int | None = None
+) -> Iterator[Tried]:
+    """Prove and race one candidate against the baseline at each workload. Raises BuildError if it does not compile."""
+    entered: dict[str, _Entered] = {}
+    for n in named:
+        support = candidate.supports(n.workload, fp)
+        if not isinstance(support, Accepted):
+            yield Tried(named=n, parity=None, reason=support.reason)
+            continue
+        contest, parity = _enter(candidate, n, fp, listener)
+        if isinstance(parity, Failed):
+            yield Tried(named=n, parity=parity, reason=parity.reason)
+        else:
+            entered[n.workload.key] = _Entered(named=n, parity=parity, contest=contest)
+    yield from _race(entered, fp, listener, seed)
+
+
+def _enter(candidate: Candidate, n: Named, fp: Fingerprint, listener: Listener) -> tuple[Contest, Parity]:
+    way, base = way_of(candidate, n.workload, fp), way_of(registry.baseline(n.workload.op), n.workload, fp)
+    listener.stage("build", candidate.name, 0, 1)
+    if isinstance(way.recipe, NativeRecipe):
+        compile_source(way.recipe.source, way.recipe.flags)
+    listener.stage("parity", candidate.name, 0, 1)
+    parity = check(proof_of(way, n.workload), fp=fp)
+    margins = {kind: margin(0, 0, SAMPLE_NS) for kind in TIME_CLASSES}
+    job = Job(named=n, mode="", baseline=base, incumbent=base, ways=[way])
+    return contest_of(job, fp, margins), parity
+
+
+def _race(entered: Mapping[str, _Entered], fp: Fingerprint, listener: Listener, seed: int | None) -> Iterator[Tried]:
+    def tell(tick: Tick) -> None:
+        listener.stage(tick.stage, f"{tick.contest.workload.key} {tick.pairs} pairs", 0, len(entered))
+
+    contests = [e.contest for e in entered.values()]
+    refuse_without_memory(contests)
+    fallen: dict[str, str] = {}
+    for found in run(contests, Terms(threads=int(fp.identity["cpus"]), rng=Random(seed), progress=tell)):
+        if isinstance(found, Disqualified):
+            fallen[found.contest.workload.key] = f"{found.check}: {found.reason}"
+            continue
+        contest, race = found
+        key = contest.workload.key
+        yield Tried(
+            named=entered[key].named,
+            parity=entered[key].parity,
+            race=race,
+            verdict=with_roofline(judge(race), contest.workload),
+            reason=fallen.get(key, ""),
+        )
