@@ -63,6 +63,7 @@ def module_digest(module: str, path: str = "") -> str:
 def function_digest(module: str, name: str) -> str:
     """sha256 over a function and all definitions of its package that it reaches by name: editing one op's code leaves
     the digests of the others as they are. Comments, docstrings and layout do not count.
+    Raises BuildError if there is no such function.
     """
     todo, seen = [(module, name)], dict[tuple[str, str], str]()
     while todo:
@@ -76,7 +77,8 @@ def function_digest(module: str, name: str) -> str:
         elif key[1] in definitions:
             seen[key] = "\n".join(ast.dump(node) for node in definitions[key[1]])
             todo += [(key[0], used) for node in definitions[key[1]] for used in _names(node)]
-    assert (module, name) in seen, f"{module} does not define {name}"
+    if (module, name) not in seen:
+        raise BuildError(f"{module} does not define {name} any more")
     hasher = hashlib.sha256()
     for place, name_ in sorted(seen):
         hasher.update(f"{place}\0{name_}\0{seen[place, name_]}\0".encode())

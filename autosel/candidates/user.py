@@ -3,8 +3,8 @@
     @autosel.candidate("rmsnorm", name="mine", dtypes=("bf16",))
     def fast_rmsnorm(x, weight, eps, offset): ...
 
-The function takes the op's arguments by position (`./run knobs --op rmsnorm` and the docs list them) and returns the
-result, or takes the outputs too and fills them. It runs in worker processes, which import its module by name: it has to
+The function takes the op's arguments by position (autosel/ops/<op>.py lists them) and returns the result, or takes the
+outputs too and fills them. It runs in worker processes, which import its module by name: it has to
 be a top-level function of a file, and a script that defines one needs `if __name__ == "__main__":` around its work.
 """
 

@@ -19,11 +19,14 @@ def load(name_or_path: str | Path) -> ModelShape:
     text = str(name_or_path)
     if text.lower() in PRESETS:
         return PRESETS[text.lower()]
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return _from_folder(path)
-    if path.exists():
-        return read_config(path)
+    try:
+        path = Path(text).expanduser()
+        if path.is_dir():
+            return _from_folder(path)
+        if path.exists():
+            return read_config(path)
+    except (OSError, RuntimeError) as error:  # a name too long, a folder closed to us, a ~user nobody knows
+        raise BadConfig(f"{text[:200]} cannot be read", why=str(error)[:200], todo="check the path") from error
     if text.endswith(".json") or text.startswith(("/", ".", "~")):
         raise BadConfig(f"no such checkpoint folder or config.json: {text}", todo="check the path")
     if "/" in text:

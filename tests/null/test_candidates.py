@@ -443,6 +443,8 @@ def test_a_users_digest_does_not_depend_on_where_the_folder_lies(folder: Path) -
 def test_a_digest_of_a_module_that_is_gone_says_so(folder: Path) -> None:
     with pytest.raises(BuildError, match="no module gone_module"):
         module_digest("gone_module", str(folder))
+    with pytest.raises(BuildError, match=r"autosel\.ops\.eager does not define gone"):
+        arms.python_digest(PythonRecipe(target="autosel.ops.eager:gone"))
 
 
 PACKAGE = '''

@@ -405,6 +405,12 @@ def test_a_missing_path_and_a_folder_without_config_are_said(tmp_path: Path) -> 
         models.load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["x/" * 5000, "~nobody_of_that_name/model", "\0", "/proc/1/root/model", ""])
+def test_a_path_no_system_would_open_is_refused(name: str) -> None:
+    with pytest.raises(UsageError):
+        models.load(name)
+
+
 def test_a_preset_wins_over_a_folder_of_its_name_and_a_path_over_the_preset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
