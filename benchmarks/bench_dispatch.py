@@ -1,0 +1,217 @@
+"""What `best()` costs: the kernel called directly, bound, and dispatched by shape, in one process, interleaved.
+
+    python benchmarks/bench_dispatch.py [--rounds 31] [--calls 2000] [--json]
+
+Each round times every way once, in an order rotated by one; the overhead is the median over rounds of the difference to
+the direct call of the same round, with the quartiles. "direct again" is the A/A control: its median must be within
+30 ns of zero, or the run is void (exit code 5). The kernel that does nothing shows the overhead alone; the real ones,
+that it does not change where there is work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import timeit
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autosel import dispatch, ops
+from autosel.candidates import arms, registry
+from autosel.candidates.load import load
+from autosel.dispatch.board import this_device
+from autosel.errors import BuildError
+from autosel.ledger import snapshot
+from autosel.ledger.key import current_mode, serving_key
+from autosel.native.compile import compile_source
+from autosel.ops.contract import Op
+from autosel.values import Arm, Decision, Knobs, NativeRecipe, PythonRecipe, Workload, digest, to_json
+
+NOTHING = """
+def rmsnorm(x, weight, eps, offset, out=None):
+    return out
+
+def attn(q, k, v, lengths, max_len, scale, window, softcap, out=None):
+    return out
+"""
+BOUND_LIMIT_NS, SHAPE_LIMIT_NS, CONTROL_NS, IMPORT_LIMIT_MS = 100.0, 1000.0, 30.0, 100.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    imported = import_times(8)
+    with tempfile.TemporaryDirectory() as folder:
+        lines = [measure(*case, Path(folder), options.rounds, options.calls) for case in cases(Path(folder))]
+    if options.json:
+        json.dump({"import": imported, "calls": lines}, sys.stdout, indent=1)
+        print()
+    else:
+        show(lines, imported)
+    if any(abs(line["direct again"]["median_ns"]) > CONTROL_NS for line in lines):
+        print("void: the direct call does not agree with itself", file=sys.stderr)
+        return 5
+    return 0
+
+
+# --- cases --------------------------------------------------------------------------------------------------------
+
+
+def cases(folder: Path) -> list[tuple[str, Op, Arm, tuple[Any, ...]]]:
+    """(name, op, arm, arguments with the output last)."""
+    (folder / "bench_dispatch_nothing.py").write_text(NOTHING)
+    rms, attn = ops.find("rmsnorm"), ops.find("attn")
+    x, weight = torch.randn(1, 64).bfloat16(), torch.ones(64).bfloat16()
+    rms_call = (x, weight, 1e-6, 0.0, torch.empty_like(x))
+    q, k = torch.randn(1, 4, 1, 64).bfloat16(), torch.randn(1, 2, 16, 64).bfloat16()
+    attn_call = (q, k, k.clone(), None, 16, 0.0, 0, 0.0, torch.empty_like(q))
+    found = [
+        ("rmsnorm, a kernel that does nothing", rms, nothing("rmsnorm", folder), rms_call),
+        ("attn, a kernel that does nothing", attn, nothing("attn", folder), attn_call),
+    ]
+    for op, call in ((rms, rms_call), (attn, attn_call)):
+        arm = native(op, op.workload_of(arguments(op, call)))
+        if arm is not None:
+            found.append((f"{op.name}, {arm.candidate}", op, arm, call))
+    return found
+
+
+def nothing(name: str, folder: Path) -> Arm:
+    recipe = PythonRecipe(target=f"bench_dispatch_nothing:{name}", path=str(folder))
+    source = arms.python_digest(recipe)
+    return Arm(
+        candidate="nothing", backend="USER", recipe=recipe, knobs={}, digest=digest({"source": source, "knobs": {}})
+    )
+
+
+def native(op: Op, w: Workload) -> Arm | None:
+    """The op's C++ kernel, compiled now; None where there is none that runs this."""
+    device = this_device()
+    for candidate in registry.all_candidates(op.name):
+        if candidate.backend == "CPP" and not hasattr(candidate.supports(w, device), "reason"):
+            knobs = candidate.knobs(w, device)
+            recipe = candidate.recipe(w, device, knobs)
+            assert isinstance(recipe, NativeRecipe)
+            try:
+                built = compile_source(recipe.source, recipe.flags).digest
+            except BuildError as error:
+                print(f"{candidate.name}: {error}", file=sys.stderr)
+                continue
+            return arms.arm(candidate, w, device, built, knobs)
+    return None
+
+
+def arguments(op: Op, call: Sequence[Any]) -> dict[str, Any]:
+    return {a.name: value for a, value in zip(op.args, call, strict=False)}
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+def measure(
+    name: str, op: Op, arm: Arm, call: tuple[Any, ...], folder: Path, rounds: int, calls: int
+) -> dict[str, Any]:
+    w = op.workload_of(arguments(op, call))
+    home = folder / digest(name)[:8]
+    publish(home, op, w, arm)
+    direct = load(op, arm.recipe, arm.build, arm.knobs)
+    with dispatch.use(home):
+        bound = dispatch.best(op.name, like=arguments(op, call))
+        assert bound.candidate == arm.candidate, bound.explain()
+        ways = {"direct": direct, "direct again": direct, "bound": bound, "by shape": dispatch.best(op.name)}
+        times = interleaved(ways, call, rounds, calls)
+    line: dict[str, Any] = {"case": name, "direct_ns": statistics.median(times["direct"])}
+    for way in ("direct again", "bound", "by shape"):
+        over = [t - d for t, d in zip(times[way], times["direct"], strict=True)]
+        low, median, high = statistics.quantiles(over, n=4)
+        line[way] = {"median_ns": median, "q25_ns": low, "q75_ns": high}
+    return line
+
+
+def publish(home: Path, op: Op, w: Workload, arm: Arm) -> None:
+    device, mode = this_device(), current_mode()
+    made = Decision(
+        id=1,
+        state="promoted",
+        hw_id=device.hw_id,
+        op=op.name,
+        bucket=w.bucket,
+        mode=mode,
+        workload=w,
+        arm=arm,
+        baseline=arms.arm(registry.baseline(op.name), w, device, "", Knobs()),
+        verdict=None,
+        reason="for the benchmark",
+        created_at="2026-01-01T00:00:00+00:00",
+    )
+    row = {"key": serving_key(device.hw_id, mode, w.bucket), "epoch": 1, "decision": to_json(made)}
+    snapshot.write(home / snapshot.FILE, snapshot.document(1, [row]))
+
+
+def interleaved(
+    ways: dict[str, Callable[..., Any]], call: tuple[Any, ...], rounds: int, calls: int
+) -> dict[str, list[float]]:
+    """Nanoseconds a call, per round."""
+    names = [f"a{i}" for i in range(len(call))]
+    scope = dict(zip(names, call, strict=True))
+    timers = {n: timeit.Timer(f"f({', '.join(names)})", globals={"f": f, **scope}) for n, f in ways.items()}
+    for timer in timers.values():
+        timer.timeit(calls)
+    order = list(timers)
+    times: dict[str, list[float]] = {name: [] for name in order}
+    for _ in range(rounds):
+        for name in order:
+            times[name].append(min(timers[name].repeat(repeat=3, number=calls)) / calls * 1e9)
+        order = order[1:] + order[:1]
+    return times
+
+
+def import_times(count: int) -> dict[str, Any]:
+    """`import autosel` in fresh processes, after one that fills the page cache."""
+    code = (
+        "import sys, time; t = time.perf_counter(); import autosel; "
+        "print(time.perf_counter() - t, 'torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    seconds, torches = [], []
+    for _ in range(count + 1):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        took, loaded = done.stdout.split()
+        seconds.append(float(took))
+        torches.append(loaded == "True")
+    kept = seconds[1:]
+    return {"median_ms": statistics.median(kept) * 1e3, "most_ms": max(kept) * 1e3, "loads_torch": any(torches)}
+
+
+# --- showing ------------------------------------------------------------------------------------------------------
+
+
+def show(lines: Sequence[dict[str, Any]], imported: dict[str, Any]) -> None:
+    print("time over the direct call, ns: median (quartiles)          wanted: bound <= 100, by shape <= 1000\n")
+    print(f"{'':36}{'direct':>8}  {'A/A':>6}  {'bound':>16}  {'by shape':>17}")
+    for line in lines:
+        cells = [
+            f"{x['median_ns']:.0f} ({x['q25_ns']:.0f}..{x['q75_ns']:.0f})" for x in (line["bound"], line["by shape"])
+        ]
+        control = line["direct again"]["median_ns"]
+        print(f"{line['case']:36}{line['direct_ns']:8.0f}  {control:6.0f}  {cells[0]:>16}  {cells[1]:>17}")
+    torch_too = "loads torch" if imported["loads_torch"] else "without torch"
+    print(
+        f"\nimport autosel: {imported['median_ms']:.1f} ms (most {imported['most_ms']:.1f}), {torch_too}; wanted <= 100"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

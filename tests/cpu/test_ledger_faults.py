@@ -1,0 +1,485 @@
+"""The ledger under kill -9, full disks, damage, other versions, other users and many processes at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from autosel import resources
+from autosel.errors import LedgerError
+from autosel.ledger import Ledger, engine, migrate, open_ledger, snapshot
+from autosel.ledger import schema as t
+from autosel.values import Decision
+from tests.cpu.test_ledger import ATTN, CPP, FP, MODE, PASSED, child_command, race, read_snapshot, record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+# --- kill -9 ------------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Kills this process at its n-th step: each statement before and after, each begin and commit, each file step."""
+
+    def __init__(self, ledger: Ledger | None, fuse: int) -> None:
+        self.left = fuse
+        if ledger is not None:
+            self._wire(ledger._database.engine)
+        else:
+            sa.event.listen(sa.engine.Engine, "before_cursor_execute", self.tick)
+        for place, name in ((os, "fsync"), (Path, "replace"), (snapshot, "_sync_folder")):
+            self._around(place, name)
+
+    def _wire(self, wired: sa.Engine) -> None:
+        for name in ("before_cursor_execute", "after_cursor_execute", "begin", "commit"):
+            sa.event.listen(wired, name, self.tick)
+
+    def _around(self, place: Any, name: str) -> None:
+        original = getattr(place, name)
+
+        def around(*args: Any, **kwargs: Any) -> Any:
+            self.tick()
+            done = original(*args, **kwargs)
+            self.tick()
+            return done
+
+        setattr(place, name, around)
+
+    def tick(self, *_: Any, **__: Any) -> None:
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+
+
+def in_child(work: Callable[[], None]) -> bool:
+    """Fork, work, and tell whether it came to its end; any end but that or SIGKILL is a failure."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:
+            sys.stderr.write(repr(error))
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL), status
+    return status == 0
+
+
+def test_killed_at_every_step_of_a_record_nothing_acknowledged_is_lost_and_nothing_is_half_there(home: Path) -> None:
+    ledger = open_ledger(home=home)
+    steps = 0
+    while True:
+        key = f"step-{steps}"
+
+        def die_recording(key: str = key, fuse: int = steps) -> None:
+            Bomb(ledger, fuse)
+            record(ledger, key)
+
+        finished = in_child(die_recording)
+        published = read_snapshot(home)  # whole, whatever happened
+        with ledger._database.reading() as c:
+            stored = c.execute(sa.select(t.decisions.c.id).where(t.decisions.c.idempotency_key == key)).scalar()
+        if stored is not None:
+            evidence = ledger.evidence(stored)
+            assert evidence.race is not None
+            assert len(evidence.parities) == 2
+            assert evidence.serves
+        if finished:
+            assert stored is not None
+            assert published.rows[0].decision.id == stored
+            break
+        again = record(ledger, key)
+        assert stored in (None, again.id), "the retry is the same decision"
+        assert read_snapshot(home).rows[0].decision == again
+        steps += 1
+    assert steps > 40, "the bomb went off in every statement"
+    ledger.check()
+    assert len(ledger.history()) == steps + 1
+
+
+def test_killed_at_any_step_of_its_creation_a_ledger_opens_the_next_time(home: Path) -> None:
+    steps = 0
+    while True:
+
+        def die_creating(fuse: int = steps) -> None:
+            Bomb(None, fuse)
+            open_ledger(home=home)
+
+        finished = in_child(die_creating)
+        ledger = open_ledger(home=home)
+        assert record(ledger).id == 1
+        ledger.check()
+        if finished:
+            break
+        shutil.rmtree(home)
+        steps += 7  # every seventh statement, for time's sake
+    assert steps > 40
+
+
+def test_killed_at_random_moments_a_writer_loses_no_acknowledged_decision(home: Path) -> None:
+    ledger, rng, acknowledged = open_ledger(home=home), random.Random(7), []
+    for turn in range(12):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read)
+            for n in range(1000):
+                made = record(ledger, f"{turn}-{n}")
+                os.write(write, f"{made.id}\n".encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as acks:
+            for _ in range(rng.randrange(1, 6)):
+                acknowledged.append(int(acks.readline()))
+            os.kill(child, signal.SIGKILL)  # somewhere in the next record
+            acknowledged += [int(line) for line in acks if line.endswith("\n")]
+        os.waitpid(child, 0)
+    again = open_ledger(home=home)
+    again.check()
+    stored = {d.id for d in again.history()}
+    assert set(acknowledged) <= stored
+    assert len(stored) - len(acknowledged) <= 12, "at most one unacknowledged decision a kill"
+    assert read_snapshot(home).rows[0].decision.id == max(stored)
+
+
+# --- a disk that does not take it ---------------------------------------------------------------------------------
+
+
+def test_a_full_disk_loses_nothing_acknowledged_and_reading_goes_on(home: Path) -> None:
+    ledger = open_ledger(home=home)
+    record(ledger, "before")
+    room = (home / "ledger.db").stat().st_size + 60_000
+    script = f"""
+import resource, json
+resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))
+acks, trouble = [], []
+for n in range(400):
+    try:
+        acks.append(record(ledger, str(n)).id)
+    except LedgerError as error:
+        trouble.append(str(error))
+        if len(trouble) == 3: break
+print(json.dumps([acks, trouble, [d.id for d in ledger.history()]]))
+"""
+    done = subprocess.run(child_command(home, script), cwd=ROOT, capture_output=True, text=True, check=True)
+    acks, trouble, seen = json.loads(done.stdout)
+    assert len(acks) > 3
+    assert len(trouble) == 3, "the limit was reached"
+    assert all("could not be written" in text and "free some space" in text for text in trouble)
+    assert set(acks) <= set(seen), "reading goes on"
+    again = open_ledger(home=home)
+    again.check()
+    assert set(acks) <= {d.id for d in again.history()}
+    assert record(again, "after").id > max(acks)
+
+
+def test_a_snapshot_that_cannot_be_written_is_no_acknowledgement_and_comes_with_the_next_open(home: Path) -> None:
+    ledger = open_ledger(home=home)
+    for n in range(24):
+        w = ATTN.at(B=n % 8 + 1, L=2048 << n // 8)
+        record(ledger, str(n), workload=w, race=race(w))
+    room = 33_000  # SQLite's shared index fits (32 KiB), the snapshot does not
+    assert (home / snapshot.FILE).stat().st_size > room
+    before = read_snapshot(home)
+    with ledger._database.writing() as c:  # a change that is committed and not yet published
+        c.execute(sa.delete(t.serving).where(t.serving.c.decision_id == 24))
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+        try:
+            ledger.publish()
+        except LedgerError as error:
+            os._exit(7 if "decisions.json" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert read_snapshot(home) == before, "the old one is whole"
+    assert list(home.glob(".decisions*")) == []
+    open_ledger(home=home)
+    assert len(read_snapshot(home).rows) == 23
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """A folder another user can reach; pytest's own are closed to them."""
+    folder = Path(tempfile.mkdtemp(prefix="autosel-test-"))
+    folder.chmod(0o755)
+    yield folder
+    for path in (folder, *folder.rglob("*")):
+        if path.is_dir():
+            path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def test_a_read_only_ledger_can_be_read_and_says_that_it_cannot_be_written(shared_folder: Path) -> None:
+    home = shared_folder / "home"
+    made = record(open_ledger(home=home))
+    for path in (home, *home.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = {p.name: p.read_bytes() for p in home.glob("*") if p.is_file()}
+    child = os.fork()
+    if child == 0:
+        if os.getuid() == 0:  # root may write anything
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        os._exit(7 if reads_and_is_refused(home, made) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert {p.name: p.read_bytes() for p in home.glob("*") if p.is_file()} == before
+
+
+def reads_and_is_refused(home: Path, made: Decision) -> bool:
+    try:
+        ledger = open_ledger(home=home)
+        assert not ledger.writable
+        assert ledger.history() == [made]
+        assert ledger.serving()[0].decision == made
+        assert ledger.evidence(made.id).race is not None
+        with ledger.lock("x"):
+            pass
+    except LedgerError as error:
+        assert "cannot take the lock" in str(error), error  # noqa: PT017
+    try:
+        ledger.demote(made.id, "try")
+    except LedgerError as error:
+        return "is read-only" in str(error)
+    return False
+
+
+def test_a_home_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LedgerError, match="cannot make"):
+        open_ledger(home=tmp_path / "file" / "home")
+
+
+# --- damage and other versions ------------------------------------------------------------------------------------
+
+
+def damage_header(data: bytearray) -> None:
+    data[:64] = bytes(64)
+
+
+def damage_a_page(data: bytearray) -> None:
+    data[3 * 4096 : 4 * 4096] = bytes(range(256)) * 16
+
+
+def damage_the_schema(data: bytearray) -> None:
+    data[100:108] = b"\xff" * 8
+
+
+def cut(data: bytearray) -> None:
+    del data[len(data) // 2 :]
+
+
+@pytest.mark.parametrize("damage", [damage_header, damage_a_page, damage_the_schema, cut])
+def test_a_damaged_ledger_is_refused_left_as_it_is_and_the_snapshot_goes_on(
+    home: Path, damage: Callable[[bytearray], None]
+) -> None:
+    record(open_ledger(home=home))
+    served = read_snapshot(home)
+    data = bytearray((home / "ledger.db").read_bytes())
+    damage(data)
+    (home / "ledger.db").write_bytes(data)
+    with pytest.raises(LedgerError, match=r"is damaged[\s\S]*backup"):
+        open_ledger(home=home)
+    assert (home / "ledger.db").read_bytes() == data
+    assert read_snapshot(home) == served
+
+
+def test_another_program_s_file_or_database_is_refused(home: Path) -> None:
+    home.mkdir()
+    (home / "ledger.db").write_text("not a database, whatever it is called\n" * 40)
+    (home / "ledger.db").chmod(0o600)
+    with pytest.raises(LedgerError, match="damaged"):
+        open_ledger(home=home)
+    (home / "ledger.db").unlink()
+    with sqlite3.connect(home / "ledger.db") as raw:
+        raw.execute("CREATE TABLE photos (id)")
+    (home / "ledger.db").chmod(0o600)
+    with pytest.raises(LedgerError, match=r"not a ledger[\s\S]*photos"):
+        open_ledger(home=home)
+
+
+def test_a_ledger_of_a_newer_version_is_refused_and_unchanged(home: Path) -> None:
+    record(open_ledger(home=home))
+    with sqlite3.connect(home / "ledger.db") as raw:
+        raw.execute("UPDATE alembic_version SET version_num = '9999'")
+    raw.close()
+    before = (home / "ledger.db").read_bytes()
+    with pytest.raises(LedgerError, match=r"newer autosel[\s\S]*9999"):
+        open_ledger(home=home)
+    assert (home / "ledger.db").read_bytes() == before
+
+
+def test_a_ledger_others_could_have_written_is_refused(home: Path) -> None:
+    open_ledger(home=home).close()
+    (home / "ledger.db").chmod(0o666)
+    with pytest.raises(LedgerError, match="written by others"):
+        open_ledger(home=home)
+
+
+@pytest.mark.parametrize("url", ["nonsense", "sqlite://", "sqlite:///:memory:", "nosuchdb://host/x"])
+def test_a_url_that_names_no_ledger_is_refused(url: str, home: Path) -> None:
+    with pytest.raises(LedgerError):
+        open_ledger(url, home=home)
+
+
+def test_the_migrations_make_exactly_the_schema_the_code_uses(home: Path) -> None:
+    ledger = open_ledger(home=home)
+    with ledger._database.reading() as c:
+        assert compare_metadata(MigrationContext.configure(c), t.METADATA) == []
+        strict = c.exec_driver_sql("SELECT name FROM pragma_table_list WHERE strict = 1").scalars().all()
+        triggers = c.exec_driver_sql("SELECT tbl_name FROM sqlite_master WHERE type = 'trigger'").scalars().all()
+    assert set(strict) == set(t.METADATA.tables)
+    assert sorted(triggers) == sorted(t.HISTORY * 2)
+    assert ScriptDirectory(str(resources.migrations())).get_current_head() == t.HEAD
+
+
+def test_the_database_runs_as_durable_as_promised(home: Path) -> None:
+    ledger = open_ledger(home=home)
+    with ledger._database.writing() as c:
+        wanted = {
+            "journal_mode": "wal",
+            "synchronous": 2,
+            "foreign_keys": 1,
+            "trusted_schema": 0,
+            "wal_autocheckpoint": 0,
+        }
+        assert {name: c.exec_driver_sql(f"PRAGMA {name}").scalar() for name in wanted} == wanted
+    assert home.stat().st_mode & 0o777 == 0o700
+    assert (home / "ledger.db").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_backup_is_a_whole_ledger(home: Path, tmp_path: Path) -> None:
+    ledger = open_ledger(home=home)
+    made = record(ledger)
+    ledger.backup(tmp_path / "copy.db")
+    record(ledger, "later")
+    copy = open_ledger(f"sqlite:///{tmp_path / 'copy.db'}", home=tmp_path / "other")
+    assert copy.history() == [made]
+    copy.check()
+    with pytest.raises(LedgerError, match="cannot write the backup"):
+        ledger.backup(tmp_path / "no" / "such" / "folder.db")
+
+
+def test_check_finds_a_reference_to_nothing(home: Path) -> None:
+    ledger = open_ledger(home=home)
+    record(ledger)
+    with sqlite3.connect(home / "ledger.db") as raw:  # foreign keys are off here
+        raw.execute("UPDATE serving SET decision_id = 99")
+    raw.close()
+    with pytest.raises(LedgerError, match="not there, first in serving"):
+        ledger.check()
+
+
+# --- many processes -----------------------------------------------------------------------------------------------
+
+
+def test_a_locked_ledger_is_said_to_be_locked_after_a_bounded_wait(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = open_ledger(home=home)
+    monkeypatch.setattr(engine, "BUSY_S", 0.05)
+    with sqlite3.connect(home / "ledger.db", isolation_level=None) as raw:
+        raw.execute("BEGIN IMMEDIATE")
+        with pytest.raises(LedgerError, match="locked by another process"):
+            record(ledger)
+        raw.execute("ROLLBACK")
+    with ledger._database.writing():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                record(ledger, "from the child")
+            except LedgerError as error:
+                os._exit(7 if f"pid {os.getppid()} " in str(error) else 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert record(ledger).id == 1
+
+
+def test_many_writers_lose_nothing_and_every_change_has_its_epoch(home: Path) -> None:
+    ledger = open_ledger(home=home)
+    writers = []
+    for number in range(4):
+        child = os.fork()
+        if child == 0:
+            try:
+                for n in range(15):
+                    ledger.save_parity(FP.hw_id, record(ledger, f"{number}-{n}").workload, CPP, PASSED)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        writers.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(w, 0)[1]) for w in writers] == [0] * 4
+    assert len(ledger.history()) == 60
+    (row,) = read_snapshot(home).rows
+    assert (row.epoch, row.decision.id) == (60, 60)
+    ledger.check()
+
+
+def test_readers_never_see_half_a_change_while_one_writes(home: Path) -> None:
+    ledger = open_ledger(home=home)
+    record(ledger, "first")
+    stop_read, stop_write = os.pipe()
+    readers = []
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            os.close(stop_write)
+            os.set_blocking(stop_read, False)
+            try:
+                read_until_told(ledger, home, stop_read)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        readers.append(child)
+    for n in range(40):
+        record(ledger, str(n))
+    os.close(stop_write)
+    os.close(stop_read)
+    assert [os.waitstatus_to_exitcode(os.waitpid(r, 0)[1]) for r in readers] == [0] * 3
+
+
+def read_until_told(ledger: Ledger, home: Path, stop: int) -> None:
+    epoch = 0
+    while True:
+        found = read_snapshot(home)
+        assert found.epoch >= epoch
+        epoch = found.epoch
+        (served,) = ledger.serving()
+        assert served.epoch >= epoch
+        assert served.decision.mode == MODE
+        assert ledger.evidence(served.decision.id).race is not None
+        try:
+            if os.read(stop, 1) == b"":
+                return
+        except BlockingIOError:
+            continue
+
+
+def test_migrating_is_refused_without_the_migrations(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(migrate.resources, "migrations", lambda: tmp_path / "nothing")
+    with pytest.raises(LedgerError, match="migrations are missing"):
+        open_ledger(home=home)
