@@ -163,9 +163,9 @@ def large(w: Workload, f: GpuFacts) -> Knobs:
 
     Legal tiles fit registers and, with three stages, shared memory. Of those whose intensity BM BN / (BM + BN) feeds
     the tensor cores from L2 (>= pi / beta2, for b = 2) take the fewest waves, then the fullest last wave, then the
-    least waste (DeepGEMM's order). If the largest is too thin, a cluster of two shares one operand. Then as few SMs as these
-    waves need; Stream-K if the last wave leaves more than 15 % idle and K > 3N. H200: 128 x 256 with 4 stages; RTX
-    5070 Ti: 128 x 64 with 3.
+    least waste (DeepGEMM's order). If the largest is too thin, a cluster of two shares one operand. Then as few SMs
+    as these waves need; Stream-K if the last wave leaves more than 15 % idle and K > 3N. H200: 128 x 256 with 4
+    stages; RTX 5070 Ti: 128 x 64 with 3.
     """
     p = projection(w)
     needed = f.matrix_flops(p.dtype) * p.weight_bytes / (2 * f.l2)

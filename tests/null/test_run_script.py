@@ -1,0 +1,478 @@
+"""`./run` itself: real environments made from tiny projects, without network; decisions it must never get wrong."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SCRIPT = CHECKOUT / "run"
+
+# A project small enough to set up in seconds: no dependencies, a build backend of its own, and a command line that only
+# says what it was handed.
+PYPROJECT = """\
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+
+[project]
+name = "autosel-kernels"
+version = "0"
+dependencies = []
+"""
+BACKEND = """\
+import os, zipfile
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    name = "autosel_kernels-0-py3-none-any.whl"
+    info = "autosel_kernels-0.dist-info/"
+    files = {
+        "autosel_here.pth": os.getcwd() + "\\n",
+        info + "METADATA": "Metadata-Version: 2.1\\nName: autosel-kernels\\nVersion: 0\\nProvides-Extra: test\\n",
+        info + "WHEEL": "Wheel-Version: 1.0\\nGenerator: test\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+    }
+    files[info + "RECORD"] = "".join(f"{n},,\\n" for n in (*files, info + "RECORD"))
+    with zipfile.ZipFile(os.path.join(folder, name), "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+    return name
+"""
+ECHO = """\
+import json, os, sys
+print(json.dumps({"arguments": sys.argv[1:], "spelling": os.environ["AUTOSEL_SPELLING"], "python": sys.executable}))
+"""
+
+
+def make_checkout(folder: Path) -> Path:
+    (folder / "autosel" / "cli").mkdir(parents=True)
+    for name, text in (
+        ("pyproject.toml", PYPROJECT),
+        ("backend.py", BACKEND),
+        ("hatch_build.py", ""),
+        ("autosel/__init__.py", ""),
+        ("autosel/cli/__init__.py", ""),
+        ("autosel/cli/main.py", ECHO),
+    ):
+        (folder / name).write_text(text)
+    shutil.copy(SCRIPT, folder / "run")
+    return folder
+
+
+def offline(**more: str) -> dict[str, str]:
+    """An environment in which pip reaches nothing, whatever this machine has configured."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
+    return {**kept, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", **more}
+
+
+def start(checkout: Path, *arguments: str, python: tuple[str, ...] = (sys.executable,), **more: str):
+    command = [*python, str(checkout / "run"), *arguments]
+    return subprocess.Popen(
+        command, cwd=checkout, env=offline(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(checkout: Path, *arguments: str, **more) -> subprocess.CompletedProcess[str]:
+    process = start(checkout, *arguments, **more)
+    out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def script():
+    """`run` as a module, for the decisions that no network-less machine can play through."""
+    loader = importlib.machinery.SourceFileLoader("autosel_run", str(SCRIPT))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("autosel_run", loader))
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    loader.exec_module(module)
+    sys.dont_write_bytecode = writes
+    return module
+
+
+# --- one environment, made by two at once ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(a checkout that two ./run set up at the same moment, what each of them said)"""
+    checkout = make_checkout(tmp_path_factory.mktemp("checkout"))
+    pair = [start(checkout, "best", "attn", "--json") for _ in range(2)]
+    said = [(*p.communicate(timeout=300), p.returncode) for p in pair]
+    return checkout, said
+
+
+def stamp_of(checkout: Path) -> dict:
+    return json.loads((checkout / ".venv" / "autosel-setup.json").read_text())
+
+
+def test_two_at_once_both_work_and_one_waits(made):
+    checkout, said = made
+    assert [code for _, _, code in said] == [0, 0], said
+    assert sum("making .venv" in err for _, err, _ in said) == 1
+    assert sum("waiting for it" in err for _, err, _ in said) == 1
+    assert not (checkout / ".venv" / "autosel-installing").exists()
+
+
+def test_the_verb_gets_its_arguments_and_the_callers_spelling(made):
+    checkout, said = made
+    handed = json.loads(said[0][0])
+    assert handed["arguments"] == ["best", "attn", "--json"]
+    assert handed["spelling"] == "./run"
+    assert Path(handed["python"]) == checkout / ".venv" / "bin" / "python"
+
+
+def test_a_torch_of_the_active_environment_is_reused(made):
+    import torch
+
+    checkout, _ = made
+    stamp = stamp_of(checkout)
+    assert stamp["reused"]
+    assert stamp["torch"] == torch.__version__
+    assert not list(checkout.glob(".venv/lib/*/site-packages/torch"))
+    seen = [
+        str(checkout / ".venv" / "bin" / "python"),
+        "-c",
+        "import importlib.util as u; print(u.find_spec('torch').origin)",
+    ]
+    assert subprocess.run(seen, capture_output=True, text=True).stdout.strip() == torch.__file__
+
+
+def test_a_second_start_does_nothing_but_hand_over(made):
+    checkout, _ = made
+    before = {p.name: p.stat().st_mtime_ns for p in (checkout / ".venv").iterdir()}
+    again = run(checkout, "doctor", "-v")
+    assert json.loads(again.stdout)["arguments"] == ["doctor", "-v"]
+    assert again.stderr == ""
+    assert {p.name: p.stat().st_mtime_ns for p in (checkout / ".venv").iterdir()} == before
+
+
+def test_no_verb_starts_and_says_what_it_runs_on(made):
+    checkout, _ = made
+    started = run(checkout)
+    assert json.loads(started.stdout)["arguments"] == ["start"]
+    assert started.stderr.startswith("[1/3] environment   python 3.")
+    assert all(len(line) <= 80 for line in started.stderr.splitlines())
+
+
+def test_without_a_compiler_it_warns_and_goes_on(made):
+    checkout, _ = made
+    started = run(checkout, PATH="/nowhere", CXX="", AUTOSEL_CXX="")
+    assert started.returncode == 0
+    assert "warning: no C++ compiler found" in started.stderr
+
+
+def test_from_elsewhere_the_spelling_is_the_callers_path(made, tmp_path):
+    checkout, _ = made
+    told = subprocess.run(
+        [sys.executable, str(checkout / "run"), "status"], cwd=tmp_path, env=offline(), capture_output=True, text=True
+    )
+    assert json.loads(told.stdout)["spelling"] == str(checkout / "run")
+
+
+def test_a_module_in_the_callers_folder_does_not_replace_ours(made, tmp_path):
+    checkout, _ = made
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    told = subprocess.run(
+        [sys.executable, str(checkout / "run"), "status"], cwd=tmp_path, env=offline(), capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stderr
+
+
+def test_another_pyproject_is_installed_again_into_the_same_environment(made):
+    checkout, _ = made
+    (checkout / "pyproject.toml").write_text(PYPROJECT + "# changed\n")
+    before, marker = stamp_of(checkout), checkout / ".venv" / "kept"
+    marker.write_text("")
+    again = run(checkout, "status")
+    assert again.returncode == 0, again.stderr
+    assert stamp_of(checkout)["inputs"] != before["inputs"]
+    assert marker.exists()
+
+
+def test_an_environment_in_pieces_is_made_anew(made):
+    checkout, _ = made
+    (checkout / ".venv" / "autosel-installing").write_text("a ./run was killed here")
+    debris = checkout / ".venv" / "debris"
+    debris.write_text("")
+    again = run(checkout, "status")
+    assert again.returncode == 0, again.stderr
+    assert "making .venv anew" in again.stderr
+    assert not debris.exists()
+    assert not (checkout / ".venv" / "autosel-installing").exists()
+
+
+def test_a_dependency_that_cannot_be_had_is_an_error_with_pips_words_and_no_stamp(made):
+    checkout, _ = made
+    # From here on the checkout is broken: this test comes last of those that share it.
+    (checkout / "pyproject.toml").write_text(PYPROJECT.replace("dependencies = []", 'dependencies = ["autosel-none"]'))
+    (checkout / "backend.py").write_text(
+        BACKEND.replace("Version: 0\\n", "Version: 0\\nRequires-Dist: autosel-none\\n")
+    )
+    before = stamp_of(checkout)
+    failed = run(checkout, "status")
+    assert failed.returncode == 1
+    assert failed.stdout == ""
+    assert "error: autosel and its dependencies cannot be installed" in failed.stderr
+    assert "No matching distribution found for autosel-none" in failed.stderr
+    assert str(checkout / ".venv" / "autosel-setup.log") in failed.stderr
+    assert stamp_of(checkout) == before
+    assert run(checkout, "status").returncode == 1, "and it is not taken for done"
+
+
+# --- without network, from a folder of wheels ------------------------------------------------------------------------
+
+
+def torch_wheel(folder: Path, version: str = "2.13.0") -> None:
+    """A wheel that pip takes for torch: `run` reads no more of one than its version.py."""
+    info = f"torch-{version}.dist-info/"
+    files = {
+        "torch/__init__.py": "",
+        "torch/version.py": f"__version__ = '{version}+cpu'\ncuda = None\n",
+        info + "METADATA": f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n",
+        info + "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[info + "RECORD"] = "".join(f"{n},,\n" for n in (*files, info + "RECORD"))
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+
+
+def test_a_wheelhouse_replaces_the_network(tmp_path):
+    checkout = make_checkout(tmp_path / "checkout")
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    torch_wheel(wheels)
+    bare = (sys._base_executable, "-S")  # -S: a Python that sees no torch of its own
+    done = run(checkout, "--wheelhouse", str(wheels), "status", python=bare)
+    assert done.returncode == 0, done.stderr
+    assert stamp_of(checkout)["torch"] == "2.13.0+cpu"
+    assert not stamp_of(checkout)["reused"]
+    assert list(checkout.glob(".venv/lib/*/site-packages/torch/version.py"))
+
+
+# --- choosing a torch ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pip_that(script, monkeypatch):
+    """Replace pip, which has no network here, by one that records what it is asked for and answers by a rule."""
+
+    def install(succeeds, words="ERROR: No matching distribution found"):
+        asked: list[str] = []
+
+        def pip(what, options):
+            asked.append(" ".join(what))
+            return 0 if succeeds(asked[-1]) else 1
+
+        monkeypatch.setattr(script, "pip", pip)
+        monkeypatch.setattr(script, "last_words", lambda: words)
+        monkeypatch.setattr(script, "need_space", lambda what: None)
+        return asked
+
+    return install
+
+
+OPTIONS = {"wheelhouse": "", "accept_cuda_torch": False}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere plain torch is the CPU build")
+def test_without_a_gpu_no_plain_torch_is_ever_asked_for(script, pip_that):
+    asked = pip_that(lambda what: False)
+    with pytest.raises(script.Stop) as stopped:
+        script.install_torch(None, OPTIONS)
+    assert len(asked) == 2
+    assert all("+cpu" in what for what in asked)
+    assert "--accept-cuda-torch" in "\n".join(stopped.value.lines)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere plain torch is the CPU build")
+def test_without_a_gpu_the_cuda_build_comes_last_and_only_if_accepted(script, pip_that, capsys):
+    asked = pip_that(lambda what: "+cpu" not in what)
+    script.install_torch(None, {**OPTIONS, "accept_cuda_torch": True})
+    assert asked[-1] == f"torch=={script.TORCH}"
+    assert "3 GB" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere plain torch is the CPU build")
+def test_a_cpu_build_that_pip_can_see_is_taken_at_once(script, pip_that):
+    asked = pip_that(lambda what: True)
+    script.install_torch(None, OPTIONS)
+    assert asked == [f"torch=={script.TORCH}+cpu"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere plain torch is the CPU build")
+def test_without_network_it_says_so_and_how_to_do_without(script, pip_that):
+    pip_that(lambda what: False, words="WARNING: Retrying after NewConnectionError: [Errno 101] Network is unreachable")
+    with pytest.raises(script.Stop) as stopped:
+        script.install_torch(None, OPTIONS)
+    said = "\n".join(stopped.value.lines)
+    assert "cannot be reached" in said
+    assert "--wheelhouse" in said
+    assert "accept-cuda" not in said
+
+
+@pytest.mark.parametrize(
+    ("gpu", "wanted"),
+    [
+        ({"cuda": [13, 0], "cc_major": 9}, "torch==2.13.0+cu130"),
+        ({"cuda": [12, 8], "cc_major": 9}, "torch==2.13.0+cu126"),
+        ({"cuda": [12, 8], "cc_major": 12}, "torch==2.11.0+cu128"),
+    ],
+)
+def test_with_a_gpu_the_build_its_driver_runs(script, pip_that, monkeypatch, gpu, wanted):
+    asked = pip_that(lambda what: True)
+    cpu_build = {"version": "2.13.0+cpu", "cuda": None, "file": ""}
+    monkeypatch.setattr(script, "torch_of_venv", lambda: cpu_build)  # pip saw a +cpu build, which sorts higher
+    script.install_torch(gpu, OPTIONS)
+    assert asked[-1].startswith(wanted + " --index-url")
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "gpu", "good"),
+    [
+        ("2.13.0+cpu", None, None, True),
+        ("2.13.0", "13.0", None, True),
+        ("2.9.1", None, None, False),
+        ("2.10.0", None, None, True),
+        ("3.0.0a1", None, None, True),
+        ("2.13.0+cpu", None, {"cuda": [13, 0]}, False),
+        ("2.13.0", "13.0", {"cuda": [13, 0]}, True),
+    ],
+)
+def test_which_torch_can_be_reused(script, version, cuda, gpu, good):
+    assert script.usable({"version": version, "cuda": cuda, "file": ""}, gpu) is good
+
+
+def test_torch_is_read_without_being_imported(script):
+    import torch
+
+    found = script.read_torch(torch.__file__)
+    assert found["version"] == torch.__version__
+    assert found["cuda"] == torch.version.cuda
+
+
+# --- mistakes and bad machines ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["test", "--tier", "gqu"], "unknown tier 'gqu'"),
+        (["--wheelhouse", "/no/such/folder", "tune"], "'/no/such/folder'"),
+        (["--wheelhouse"], "takes a folder"),
+        (["gpu"], "not part of this version"),
+    ],
+)
+def test_a_mistake_is_a_usage_error_before_any_work(tmp_path, arguments, says):
+    checkout = make_checkout(tmp_path)
+    told = run(checkout, *arguments)
+    assert told.returncode == 2
+    assert told.stderr.startswith("error: ")
+    assert says in told.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_help_needs_no_environment(tmp_path):
+    checkout = make_checkout(tmp_path)
+    told = run(checkout, "--help")
+    assert told.returncode == 0
+    assert "./run test" in told.stdout
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_full_disk_is_noticed_before_anything_is_downloaded(script, monkeypatch):
+    monkeypatch.setattr(script.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 10**12, 10**9))
+    script.need_space("present")
+    with pytest.raises(script.Stop) as stopped:
+        script.need_space("cpu")
+    assert "1.0 GB free, about 2.1 GB needed" in stopped.value.lines[0]
+
+
+def test_a_disk_that_fills_up_while_pip_writes_is_named(script, pip_that, monkeypatch):
+    pip_that(lambda what: False, words="ERROR: Could not install packages due to an OSError: No space left on device")
+    monkeypatch.setattr(script, "all_present", lambda: False)
+    with pytest.raises(script.Stop) as stopped:
+        script.install_project([], OPTIONS)
+    assert "the disk is full" in "\n".join(stopped.value.lines)
+
+
+def test_a_python_that_is_too_old_can_read_the_script():
+    ast.parse(SCRIPT.read_text(), feature_version=(3, 9))
+
+
+def test_a_python_that_is_too_old_is_told_so(tmp_path):
+    pretend = (
+        "import runpy, sys; sys.version_info = (3, 9, 2, 'final', 0); sys.argv = ['run', 'tune'];"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    told = subprocess.run([sys.executable, "-c", pretend], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert told.returncode == 1
+    assert "needs Python 3.11 or newer" in told.stderr
+    assert "this is Python 3.9.2" in told.stderr
+
+
+def test_a_python_that_is_too_old_hands_over_to_a_newer_one(tmp_path):
+    newer = tmp_path / "python3.12"
+    newer.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 0\nshift; echo "newer: $@"\n')
+    newer.chmod(0o755)
+    pretend = (
+        "import runpy, sys; sys.version_info = (3, 9, 2, 'final', 0); sys.argv = ['run', 'tune'];"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    told = subprocess.run([sys.executable, "-c", pretend], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert told.stdout == "newer: tune\n"
+
+
+# --- tiers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(script, monkeypatch, tmp_path):
+    """A checkout with some tiers on a machine that has nothing."""
+    for tier in ("null", "cpu", "gpu", "compile"):
+        (tmp_path / "tests" / tier).mkdir(parents=True)
+    monkeypatch.setattr(script, "ROOT", str(tmp_path))
+    monkeypatch.setattr(script, "driver", lambda: None)
+    monkeypatch.setattr(script.shutil, "which", lambda name: None)
+    return monkeypatch
+
+
+def test_every_tier_the_machine_can_run_is_run_and_the_others_say_why(script, machine):
+    chosen, skipped = script.choose_tiers([])
+    assert chosen == ["null", "cpu"]
+    assert skipped == [("compile", "no nvcc found"), ("gpu", "no GPU found")]
+
+
+def test_a_gpu_adds_its_tier(script, machine):
+    machine.setattr(script, "driver", lambda: {"cuda": [13, 0], "cc_major": 9})
+    assert script.choose_tiers([])[0] == ["null", "cpu", "gpu"]
+
+
+def test_a_tier_that_is_asked_for_runs_alone_or_says_why_not(script, machine):
+    assert script.choose_tiers(["null"]) == (["null"], [])
+    assert script.choose_tiers(["gpu"]) == ([], [("gpu", "no GPU found")])
+    assert script.choose_tiers(["fleet"]) == ([], [("fleet", "this version has no tests there")])
+
+
+def test_tier_options_are_taken_from_between_pytests(script):
+    assert script.split_tiers(["-x", "--tier", "null,cpu", "-k", "rope"]) == (["null", "cpu"], ["-x", "-k", "rope"])
+    assert script.split_tiers(["--tier=cpu"]) == (["cpu"], [])
+
+
+@pytest.mark.parametrize("tier", [path.name for path in (CHECKOUT / "tests").iterdir() if path.is_dir()])
+def test_every_folder_of_tests_is_a_tier(script, tier):
+    if any((CHECKOUT / "tests" / tier).glob("test_*.py")):
+        assert tier in script.TIERS
+    with contextlib.suppress(KeyError):
+        extras, _ = script.TIERS[tier]
+        assert "test" in extras
