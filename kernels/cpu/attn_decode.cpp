@@ -1,0 +1,65 @@
+// attn   o = softmax(scale q K^T, causal by cache offset) V     q[B,Hq,S,D], k/v[B,Hkv,Lmax,D], lengths[B] -> o[B,Hq,S,D]
+//
+// bytes   2 B Hkv L D b + 2 B Hq S D b (b = bytes an element)      FLOPs   4 B Hq S L D
+// roofline at B=1, 32/8 heads, D=128, L=8192, bf16: 33.6 MB; at 36 GB/s (Zen 4, 2 cores) 930 us. Arithmetic of the same call
+// is 53 cycles a key and KV head, 470 us on these two cores: bandwidth decides, if loads and arithmetic overlap.
+// knobs (knobs/cpu/attention.py)
+//   threads   enough for the memory's rate and for the arithmetic
+//   tile      keys at a time: a tile of K is half of L1
+//   chunk     fewest keys a thread's share is worth: below, waking it costs more than it saves
+//   prefetch  keys by which the second request for a row precedes its use, the loaded latency in keys; 0 = no prefetch
+// design  attention.h: packed queries, tiles, intervals for masks, equal cut of the work.
+//
+// Versions tried, Zen 4 (2 cores, shared machine), the shape above, fraction of a read probe interleaved with the calls:
+//   no prefetch, tile 16 / 32 / 64 / 128                               0.70 / 0.52 / 0.51 / 0.55
+//     while one stream is worked on, the hardware prefetcher loses the other; small tiles keep both alive
+//   prefetch one tile ahead into L1 (t0)                               0.34: fills of L1 wait in its 24 miss buffers
+//   prefetch one tile ahead into L2 (t1), tile 64                      0.80
+//     every second or fourth line only                                 0.57: this core fetches no line unasked
+//   V's lines asked for as the channels are worked on, not all at once 0.83
+//   probabilities rounded to bf16, V by dots of two tokens             0.87   (P V: 20 cycles a key instead of 33)
+//   asked for a second time 16 keys ahead                              0.91   (alone on one core: 0.75 -> 0.80)
+//     a prefetch into L2 that finds the queue to memory full is dropped (174 GB/s of them issue, 29 GB/s arrive)
+//   scores with a row to a 128-bit lane (four partial sums a token, not sixteen)   25 cycles a key instead of 21: the
+//     broadcasting load shares a pipe with the dots; given up
+//   fp32 P V by widening: kept for fp16, fp32 and cores without the dot; P split into two bf16 parts costs as much
+#include "attention.h"
+
+namespace autosel {
+namespace {
+
+template <class T> struct Contiguous {
+  attention::Strided4<const T> keys, values;
+  struct Tile { const T *k, *v; };
+  Tile (*tiles)[2];
+  void fill(int rank, int slot, int64_t b, int64_t h, int64_t first, int64_t) const {
+    tiles[rank][slot] = {keys.at(b, h, first), values.at(b, h, first)};
+  }
+  attention::Spaced<T> k(int rank, int slot) const { return {tiles[rank][slot].k, keys.s2}; }
+  attention::Spaced<T> v(int rank, int slot) const { return {tiles[rank][slot].v, values.s2}; }
+};
+
+void attn_decode(TensorView q, TensorView k, TensorView v, Optional<TensorView> lengths, int64_t max_len, double scale,
+                 int64_t window, double softcap, TensorView o, int64_t threads, int64_t tile, int64_t chunk,
+                 int64_t prefetch) {
+  AUTOSEL_CHECK(k.ndim() == 4 && v.ndim() == 4, "attn takes k[B,Hkv,Lmax,D] and v[B,Hkv,Lmax,D]");
+  attention::check_queries(q, o, lengths, k.size(1), k.size(3));
+  for (int i = 0; i < 4; ++i) AUTOSEL_CHECK(k.size(i) == v.size(i), "attn: k and v differ in size");
+  AUTOSEL_CHECK(k.size(0) == q.size(0), "attn: batches of q and k differ");
+  AUTOSEL_CHECK(k.stride(3) == 1 && v.stride(3) == 1, "attn: last dimension not contiguous");
+  AUTOSEL_CHECK(same_dtype(q, k) && same_dtype(q, v), "attn: dtypes differ");
+  AUTOSEL_CHECK(max_len >= 0 && max_len <= k.size(2), "attn: max_len exceeds the cache");
+  by_dtype(q, [&](auto tag) {
+    using T = decltype(tag);
+    using namespace attention;
+    typename Contiguous<T>::Tile tiles[256][2];
+    Contiguous<T> source{strided4<const T>(k), strided4<const T>(v), tiles};
+    attend<T>(shape_of(q, k.size(1), scale, window, softcap, tile), strided4<const T>(q), strided4<T>(o),
+              Lengths(lengths, max_len, k.size(2)), threads, chunk, prefetch, source);
+  });
+}
+
+}  // namespace
+}  // namespace autosel
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attn_decode, autosel::attn_decode);
