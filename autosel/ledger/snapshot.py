@@ -14,12 +14,13 @@ import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from autosel.errors import BadConfig, LedgerError
 from autosel.ledger.key import serving_key
-from autosel.values import Decision, digest, from_json, parse_json, to_json
+from autosel.values import Decision, from_json, parse_json
 
 FORMAT = "autosel.decisions"
 VERSION = 1
@@ -57,8 +58,29 @@ class Snapshot:
 
 def document(epoch: int, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The snapshot as JSON types, with its digest."""
-    body = {"format": FORMAT, "version": VERSION, "epoch": epoch, "rows": to_json(list(rows))}
-    return {"digest": digest(body), **body}
+    body = {"format": FORMAT, "version": VERSION, "epoch": epoch, "rows": list(rows)}
+    return {"digest": _digest(body), **body}
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    """`values.digest` of what is JSON already: a snapshot is written at each decision, and most of it is unchanged."""
+    import rfc8785
+
+    return sha256(rfc8785.dumps(body)).hexdigest()
+
+
+def publish(path: Path, made: Mapping[str, Any]) -> None:
+    """Write it unless it is there already. Raises LedgerError."""
+    try:
+        same = path.read_text(encoding="utf-8") == _text(made)
+    except (OSError, UnicodeDecodeError):
+        same = False
+    if not same:
+        write(path, made)
+
+
+def _text(made: Mapping[str, Any]) -> str:
+    return json.dumps(made, separators=(",", ":"), allow_nan=False)
 
 
 def write(path: Path, made: Mapping[str, Any]) -> None:
@@ -70,7 +92,7 @@ def write(path: Path, made: Mapping[str, Any]) -> None:
             making.unlink()  # left by a killed process that had our pid
         descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(made, file, separators=(",", ":"), allow_nan=False)
+            file.write(_text(made))
             file.flush()
             os.fsync(file.fileno())
         making.replace(path)
@@ -139,7 +161,7 @@ def validate(data: Any, where: str) -> Snapshot:
         )
     body = {name: data.get(name) for name in ("format", "version", "epoch", "rows")}
     try:
-        found = digest(body)
+        found = _digest(body)
     except (TypeError, ValueError) as error:  # integers past 2^53, lone surrogates
         raise BadConfig(f"{where} is not a snapshot of decisions", why=str(error)) from error
     if set(data) != {*body, "digest"} or data["digest"] != found:

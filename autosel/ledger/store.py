@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from autosel import settings
-from autosel.errors import BadConfig, LedgerError, ParityError, UnknownName
+from autosel.errors import LedgerError, ParityError, UnknownName
 from autosel.ledger import containment, migrate, rows, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.containment import Quarantine, Stage, Strike
@@ -95,6 +95,7 @@ class Ledger:
 
     def __init__(self, database: Database, home: Path) -> None:
         self._database, self.home = database, home
+        self._documents: dict[int, dict[str, Any]] = {}
 
     def __enter__(self) -> Ledger:
         return self
@@ -251,15 +252,8 @@ class Ledger:
 
     def publish(self) -> None:
         """Replace the snapshot by what serves now. Raises LedgerError: stored, but not yet visible to `best()`."""
-        path = self.home / snapshot.FILE
         with publish_lock(self.home):  # read under the lock, so that the last to publish publishes the latest
-            made = self.export()
-            try:
-                found = snapshot.read(path)
-            except BadConfig:
-                found = None
-            if found is None or found.digest != made["digest"]:
-                snapshot.write(path, made)
+            snapshot.publish(self.home / snapshot.FILE, self.export())
 
     def serving(self) -> tuple[Served, ...]:
         with self._database.reading() as c:
@@ -462,11 +456,17 @@ class Ledger:
         """What serves now, in the snapshot's format; also written to `path` if given."""
         served = self.serving()
         epoch = max((s.epoch for s in served), default=0)
-        lines = [{"key": s.key, "epoch": s.epoch, "decision": to_json(s.decision)} for s in served]
+        lines = [{"key": s.key, "epoch": s.epoch, "decision": self._document(s.decision)} for s in served]
         made = snapshot.document(epoch, lines)
         if path is not None:
             snapshot.write(path, made)
         return made
+
+    def _document(self, decision: Decision) -> dict[str, Any]:
+        """A decision never changes: its JSON is made once."""
+        if decision.id not in self._documents:
+            self._documents[decision.id] = to_json(decision)
+        return self._documents[decision.id]
 
     def import_(self, data: Mapping[str, Any] | bytes | str, hw_id: str) -> Imported:
         """Take in an export. All rows or none; BadConfig for anything that is not a whole export.
