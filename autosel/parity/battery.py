@@ -1,0 +1,234 @@
+"""The checks: each calls the candidate, and refuses it, with a name and the values seen, where something does not hold.
+
+Names a Failed may carry: elements, rmse, bias, nan_pattern (ops/compare.py); result, inputs, guards (what it returned
+and what it touched); unwritten, outside_reads, repeat (runs that should agree); retention, anti_cache, global_state,
+leak; and of the process: raised, crash, timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.ops.contract import Case, Inputs, Mismatch, Op
+from autosel.parity.session import Proof, RefusedError, Session
+from autosel.parity.stage import Placed, bits, place
+from autosel.parity.truth import Truth, Truths
+
+REPEATS = 20
+FRESH_SEEDS = 6
+LEAK_CALLS, LEAK_LOOP_S = 1000, 0.15
+LEAK_BYTES = 1 << 20  # growth between two readings that counts, twice in a row: 1 KiB a call over 1,000 calls
+
+
+@dataclass(slots=True)
+class Tally:
+    """How many cases passed, and the nearest to its bound."""
+
+    cases: int = 0
+    worst: float = 0.0
+    worst_case: str = ""
+
+    def add(self, case: str, worst: float) -> None:
+        self.cases += 1
+        if worst >= self.worst:
+            self.worst, self.worst_case = worst, case
+
+    def merge(self, other: Tally) -> None:
+        self.cases += other.cases
+        if other.worst >= self.worst:
+            self.worst, self.worst_case = other.worst, other.worst_case
+
+
+class Battery:
+    """All checks of one build with one set of knobs, run through a session."""
+
+    def __init__(self, session: Session, proof: Proof, op: Op, truths: Truths, seed: Callable[[str], int]) -> None:
+        self.session, self.proof, self.op, self.truths, self.seed = session, proof, op, truths, seed
+        self.name = session.load(proof)
+
+    # --- one case -----------------------------------------------------------------------------------------------------
+
+    def hostile(self, case: Case, tally: Tally) -> None:
+        """Two runs of one case, with different guards and poisons; then the judgement of the values."""
+        truth = self.truths.of(self.op, case, self.seed(case.name))
+        placed = self.place(case, truth.inputs)
+        got = self.twice(placed, case.name, truth.inputs)
+        tally.add(case.name, self.judge(case.name, truth, got))
+
+    def twice(self, placed: Placed, case: str, inputs: Inputs, *, keep: Sequence[str] = ()) -> tuple[Tensor, ...]:
+        """Guards and poison NaN, then random finite numbers: nothing may show in the outputs."""
+        placed.fill("none", keep=keep)
+        first = self.call(placed, case, skip=keep)
+        placed.fill("some", keep=keep)
+        second = self.call(placed, case, skip=keep)
+        left = placed.unwritten(first, second)
+        if left is not None:
+            name, count = left
+            raise RefusedError("unwritten", case, f"{count} elements of {name} are not written", {"elements": count})
+        if not self.agree(first, second, inputs):
+            placed.fill("none", keep=keep)
+            if self.agree(first, self.call(placed, case, skip=keep), inputs):
+                reason = "the result depends on memory outside its inputs (or on what the outputs held before)"
+                raise RefusedError("outside_reads", case, reason, _difference(first, second))
+            raise RefusedError("repeat", case, "two runs on the same inputs differ", _difference(first, second))
+        return first
+
+    def judge(self, case: str, truth: Truth, got: Sequence[Tensor]) -> float:
+        """Against the float64 reference. Returns the worst error over its bound."""
+        found = truth.judge(got)
+        if isinstance(found, Mismatch):
+            raise RefusedError(found.check, case, found.reason, found.evidence)
+        return found.worst
+
+    def agree(self, one: Sequence[Tensor], other: Sequence[Tensor], inputs: Inputs) -> bool:
+        """Bitwise; a candidate declared nondeterministic may spread over a quarter of the bound."""
+        if all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True)):
+            return True
+        if self.proof.candidate.deterministic:
+            return False
+        reference = self.op.reference(inputs)
+        for a, b, tolerance in zip(one, other, self.op.bound(inputs, reference), strict=True):
+            apart = (a.double() - b.double()).abs()
+            if not ((apart <= tolerance / 4) | (bits(a) == bits(b))).all():
+                return False
+        return True
+
+    # --- many calls ---------------------------------------------------------------------------------------------------
+
+    def habits(self, plain: Case, other: Case, tally: Tally) -> None:
+        """Everything that shows only over several calls, on a plain case with another one in between."""
+        first, second = plain.make(self.seed("habits 1")), plain.make(self.seed("habits 2"))
+        here, there = self.place(plain, first, side=0), self.place(other, other.make(self.seed("habits 3")))
+        self._repeat(here, there, first)
+        self._retention(here, plain, second)
+        self._fresh(here, plain, tally)
+        self._gaps(plain, first, tally)
+        self._leak(here)
+
+    def _repeat(self, here: Placed, there: Placed, inputs: Inputs) -> None:
+        case = "repeated calls"
+        here.fill("none")
+        there.fill("none")
+        first = self.call(here, case)
+        for i in range(REPEATS - 1):
+            self.call(there, case)
+            again = self.call(here, case)
+            if not self.agree(first, again, inputs):
+                evidence = _difference(first, again) | {"run": i + 2}
+                raise RefusedError("repeat", case, f"run {i + 2} on the same inputs differs from the first", evidence)
+
+    def _retention(self, here: Placed, plain: Case, second: Inputs) -> None:
+        """A result, kept, must not change when the candidate is called again on other tensors."""
+        case = "a result kept across later calls"
+        here.fill("none")
+        kept = self.call(here, case, hold="kept")
+        elsewhere = self.place(plain, second)
+        elsewhere.fill("none")
+        self.call(elsewhere, case)
+        elsewhere.fill("some")
+        self.call(elsewhere, case)
+        now = here.results() if self.proof.candidate.writes_out else self.session.dump("kept", self.proof, here)
+        if not all(torch.equal(bits(a), bits(b)) for a, b in zip(kept, now, strict=True)):
+            reason = "an earlier result changed when it was called again: it reuses or still writes that memory"
+            raise RefusedError("retention", case, reason, _difference(kept, now))
+        damage = here.damage()
+        if damage is not None:
+            raise RefusedError("retention", case, f"after a later call, {damage.reason}", damage.evidence)
+
+    def _fresh(self, here: Placed, plain: Case, tally: Tally) -> None:
+        """Other contents at the same addresses, then the same contents at other addresses."""
+        for i in range(FRESH_SEEDS):
+            case = f"fresh inputs {i + 1}"
+            inputs = plain.make(self.seed(case))
+            here.renew(inputs)
+            here.fill("none")
+            got = self.call(here, case)
+            try:
+                tally.add(case, self.judge(case, self.truths.fresh(self.op, inputs), got))
+            except RefusedError as refused:
+                raise self._cached(plain, inputs, case, got, refused) from None
+        moved = self.place(plain, inputs)
+        moved.fill("none")
+        if not self.agree(got, self.call(moved, case), inputs):
+            reason = "the same contents at other addresses give another result"
+            raise RefusedError("anti_cache", case, reason, {})
+
+    def _cached(self, plain: Case, inputs: Inputs, case: str, got: Sequence[Tensor], was: RefusedError) -> RefusedError:
+        """Wrong at a known address: if it is right at a new one, it remembers by address."""
+        moved = self.place(plain, inputs)
+        moved.fill("none")
+        if self.agree(got, self.call(moved, case), inputs):
+            return was
+        reason = f"other contents at the same addresses give a result that is not theirs: {was.reason}"
+        return RefusedError("anti_cache", case, reason, was.evidence)
+
+    def _gaps(self, plain: Case, inputs: Inputs, tally: Tally) -> None:
+        """Outputs whose rows lie apart; candidates that allocate their results have no say in that."""
+        if not self.proof.candidate.writes_out or not self.op.outputs(plain.workload):
+            return
+        case = "strided outputs"
+        placed = self.place(plain, inputs, gap=5)
+        truth = self.truths.fresh(self.op, inputs)
+        tally.add(case, self.judge(case, truth, self.twice(placed, case, inputs)))
+
+    def _leak(self, here: Placed) -> None:
+        """Private memory of the worker over three stretches of calls: growth in the last two is a leak."""
+        self.session.case = "many calls"
+        once_s = self._time(here)
+        times = max(20, min(LEAK_CALLS, int(LEAK_LOOP_S / once_s)))
+        deadline_s = self.session.call_deadline_s + 20 * times * once_s
+        readings = []
+        for _ in range(3):
+            self.session.loop(self.name, self.proof, here, times, deadline_s)
+            readings.append(self.session.private_bytes())
+        growths = [b - a for a, b in pairwise(readings)]
+        if min(growths) > LEAK_BYTES:
+            grown = sum(growths) / (2 * times)
+            reason = f"the process grows by {grown:.0f} bytes a call"
+            raise RefusedError("leak", "many calls", reason, {"bytes_per_call": grown, "calls": 2 * times})
+
+    def _time(self, here: Placed) -> float:
+        self.call(here, "many calls")
+        return max(1e-6, self.session.last_call_ns * 1e-9)
+
+    def state(self) -> None:
+        """Process-wide state is as it was before the candidate was loaded."""
+        self.session.case = "process-wide state"
+        before, after = self.session.state or {}, self.session.look()
+        changed = {n: [before[n], after.get(n, "")] for n in before if before[n] != after.get(n)}
+        if changed:
+            name, (was, now) = next(iter(changed.items()))
+            reason = f"it changed the process's {name}: {was} became {now}"
+            raise RefusedError("global_state", "process-wide state", reason, changed)
+
+    # --- help ---------------------------------------------------------------------------------------------------------
+
+    def place(self, case: Case, inputs: Inputs, *, gap: int = 0, side: int = 1) -> Placed:
+        """Operands in a scratch area (0: the one that stays, 1: the other), over what was there."""
+        arena = self.session.scratch[side]
+        arena.used_bytes = 0
+        return place(arena, self.op, case.workload, inputs, gap=gap)
+
+    def call(self, placed: Placed, case: str, *, hold: str = "", skip: Sequence[str] = ()) -> tuple[Tensor, ...]:
+        return self.session.call(self.name, self.proof, placed, case, hold=hold, skip=skip)
+
+
+def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> dict[str, Any]:
+    """How many elements differ, and the first of them."""
+    for index, (a, b) in enumerate(zip(one, other, strict=True)):
+        apart = bits(a) != bits(b)
+        if apart.any():
+            where = tuple(int(i) for i in apart.nonzero()[0])
+            return {
+                "output": index,
+                "elements": int(apart.sum()),
+                "index": list(where),
+                "values": [str(a[where].item()), str(b[where].item())],
+            }
+    return {}

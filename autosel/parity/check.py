@@ -1,0 +1,151 @@
+"""Prove that a built candidate meets its op's bound: one worker a build, all its workloads.
+
+Inputs are drawn from seeds no candidate can know; references are computed in this process, after a candidate has
+returned. A candidate that crashes, hangs or raises has failed; so has one whose values are right, but which wrote, read
+or kept what is not its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from autosel.errors import WorkerError
+from autosel.ops import OPS
+from autosel.ops.contract import Case, Op
+from autosel.parity.battery import Battery, Tally
+from autosel.parity.fullsize import FullSize
+from autosel.parity.session import CALL_S, Proof, RefusedError, Session
+from autosel.parity.truth import Truths
+from autosel.values import Accepted, Failed, Fingerprint, Parity, Passed
+from autosel.workers import RaisedError
+
+_SECRET = secrets.token_bytes(16)  # one a process: candidates of one tune see the same inputs, and none can know them
+_TRUTHS = Truths()
+
+
+def check(proof: Proof, *, fp: Fingerprint | None = None, call_deadline_s: float = CALL_S) -> Parity:
+    """The proof of one candidate at one workload."""
+    return check_all([proof], fp=fp, call_deadline_s=call_deadline_s)[0]
+
+
+def check_all(
+    proofs: Sequence[Proof], *, fp: Fingerprint | None = None, call_deadline_s: float = CALL_S
+) -> list[Parity]:
+    """Proofs of one build, in order: a parity each. With `fp`, cases the candidate does not support are left out."""
+    prover = _Prover(fp, call_deadline_s)
+    try:
+        with one_thread():
+            return [prover.prove(proof) for proof in proofs]
+    finally:
+        prover.close()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small tensors on one thread: forking a team for each of thousands of small operations costs more than they do,
+    and the cores are the candidate's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Prover:
+    """Keeps the worker from proof to proof while it lives, and remembers cases already passed with the same knobs."""
+
+    def __init__(self, fp: Fingerprint | None, call_deadline_s: float) -> None:
+        self.fp, self.call_deadline_s = fp, call_deadline_s
+        self.session: Session | None = Session(fp, call_deadline_s)
+        self.known: dict[tuple[str, str], Tally | RefusedError] = {}
+
+    def prove(self, proof: Proof) -> Parity:
+        started = time.monotonic()
+        if self.session is None:
+            self.session = Session(self.fp, self.call_deadline_s)
+        tally = Tally()
+        try:
+            self._prove(self.session, proof, tally)
+        except RefusedError as refused:
+            found: Parity = Failed(
+                check=refused.check, case=refused.case, evidence=refused.evidence, reason=refused.reason
+            )
+        except WorkerError as error:
+            found = _fallen(error, self.session.case)
+        else:
+            found = Passed(cases=tally.cases, worst=tally.worst, worst_case=tally.worst_case)
+        if self.session.worker.exit is not None:
+            self.close()
+        return replace(found, seconds=time.monotonic() - started)
+
+    def _prove(self, session: Session, proof: Proof, tally: Tally) -> None:
+        op = OPS[proof.candidate.op]
+        full = FullSize(op, proof.workload, seed_of)  # drawn while the worker imports
+        battery = Battery(session, proof, op, _TRUTHS, seed_of)
+        cases = cases_of(op, proof, self.fp)
+        for case in cases:
+            self._once(battery, f"{case.name} {case.workload.key}", tally, partial(battery.hostile, case))
+        if cases:
+            plain, other = cases[0], cases[len(cases) // 2]
+            kind = f"habits {proof.workload.dtype} {proof.workload.traits}"
+            self._once(battery, kind, tally, partial(battery.habits, plain, other))
+        full.check(battery, tally)
+        battery.state()
+
+    def _once(self, battery: Battery, what: str, tally: Tally, run: Callable[[Tally], None]) -> None:
+        """Workloads of one build share most cases: run each once, and give the same answer again."""
+        key = (battery.name, what)
+        if key not in self.known:
+            own = Tally()
+            try:
+                run(own)
+            except RefusedError as refused:
+                self.known[key] = refused
+                raise
+            self.known[key] = own
+        known = self.known[key]
+        if isinstance(known, RefusedError):
+            raise known
+        tally.merge(known)
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+
+def seed_of(what: str) -> int:
+    """A secret seed by name: the same for every candidate proven in this process."""
+    return int.from_bytes(hashlib.blake2b(what.encode(), key=_SECRET, digest_size=3).digest(), "little")
+
+
+def cases_of(op: Op, proof: Proof, fp: Fingerprint | None) -> list[Case]:
+    """The hostile battery as far as the candidate supports it."""
+    cases = op.cases(proof.workload)
+    if fp is None:
+        return list(cases)
+    return [c for c in cases if isinstance(proof.candidate.supports(c.workload, fp), Accepted)]
+
+
+def _fallen(error: WorkerError, case: str) -> Failed:
+    """A worker that did not answer: why, in words that blame the candidate only for what is its own."""
+    evidence: dict[str, Any] = {"cause": error.cause, "retryable": error.retryable}
+    if isinstance(error, RaisedError):
+        evidence |= {"type": error.kind, "message": error.message, "traceback": error.traceback}
+        return Failed(check="raised", case=case, evidence=evidence, reason=f"{error.kind}: {error.message}")
+    evidence["stderr"] = error.why
+    check = "timeout" if error.cause.startswith("timeout") else "crash"
+    return Failed(check=check, case=case, evidence=evidence, reason=error.what)
+
+
+__all__ = ["Proof", "check", "check_all"]

@@ -1,0 +1,142 @@
+"""The parity worker's side: load a candidate, call it on shared memory, tell what it returned. It judges nothing.
+
+`Worker("autosel.parity.child:serve")` starts it. The parent generates inputs, owns the guards around them and compares;
+what this process says is only believed about the form of a result (type, shape, dtype), which it also has to hold true
+for the copy into shared memory to succeed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autosel.candidates.load import load
+from autosel.ops import OPS
+from autosel.values import NativeRecipe, PythonRecipe, from_json
+from autosel.workers.arena import Arenas
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+_HELD: dict[str, list[Any]] = {}
+
+
+def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
+    """Answer one request; `do` names a function below."""
+    handlers: dict[str, Callable[[dict[str, Any], Arenas], dict[str, Any]]] = {
+        "load": _load,
+        "call": _call,
+        "loop": _loop,
+        "dump": _dump,
+        "state": _state,
+    }
+    return handlers[request["do"]](request, arenas)
+
+
+def _load(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
+    kind = NativeRecipe if request["recipe"]["kind"] == "native" else PythonRecipe
+    recipe = from_json(kind, request["recipe"])
+    _FUNCTIONS[request["name"]] = load(OPS[request["op"]], recipe, request["digest"], request["knobs"])
+    return {}
+
+
+def _call(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
+    """One call. Results go to `into` where their form allows; `hold` keeps the result objects for a later dump."""
+    arguments, outputs = _tensors(request["arguments"], arenas), _tensors(request["outputs"], arenas)
+    started = time.perf_counter_ns()
+    returned = _FUNCTIONS[request["name"]](*arguments, *outputs)
+    elapsed_ns = time.perf_counter_ns() - started
+    results = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    if request.get("hold"):
+        _HELD[request["hold"]] = results
+    _copy(results, request["into"], arenas)
+    return {"results": [_form(r, arguments + outputs) for r in results], "ns": elapsed_ns}
+
+
+def _loop(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
+    """Many calls on the same operands, results dropped."""
+    arguments, outputs = _tensors(request["arguments"], arenas), _tensors(request["outputs"], arenas)
+    function = _FUNCTIONS[request["name"]]
+    for _ in range(request["times"]):
+        function(*arguments, *outputs)
+    gc.collect()
+    return {}
+
+
+def _dump(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
+    """Copy held results once more, and let go of them."""
+    _copy(_HELD.pop(request["hold"]), request["into"], arenas)
+    return {}
+
+
+def _tensors(values: Sequence[Any], arenas: Arenas) -> list[Any]:
+    return [arenas.tensor(v) if isinstance(v, dict) else v for v in values]
+
+
+def _copy(results: Sequence[Any], places: Sequence[Mapping[str, Any] | None], arenas: Arenas) -> None:
+    for result, place in zip(results, places, strict=False):
+        if place is None or not isinstance(result, torch.Tensor):
+            continue
+        target = arenas.tensor(place)
+        if target.shape == result.shape and target.dtype == result.dtype:
+            target.copy_(result)
+
+
+def _form(result: Any, passed: Sequence[Any]) -> dict[str, Any]:
+    """What a result is; `is_argument` is the position of the passed tensor whose memory it shares from the start."""
+    kind = f"{type(result).__module__}.{type(result).__qualname__}"
+    if not isinstance(result, torch.Tensor):
+        return {"type": kind}
+    pointer = result.data_ptr() if result.numel() else -1
+    same = [i for i, t in enumerate(passed) if isinstance(t, torch.Tensor) and t.numel() and t.data_ptr() == pointer]
+    return {
+        "type": kind,
+        "dtype": str(result.dtype).removeprefix("torch."),
+        "shape": list(result.shape),
+        "strides": list(result.stride()),
+        "device": result.device.type,
+        "is_argument": same[0] if same else None,
+    }
+
+
+# --- what a candidate must leave as it was ---------------------------------------------------------------------------
+
+
+def _state(_: dict[str, Any], __: Arenas) -> dict[str, Any]:
+    """Process-wide state that an op has no business changing, as comparable text."""
+    state = {
+        "torch threads": torch.get_num_threads(),
+        "torch interop threads": torch.get_num_interop_threads(),
+        "default dtype": str(torch.get_default_dtype()),
+        "default device": str(torch.get_default_device()),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "oneDNN": torch.backends.mkldnn.enabled,
+        "torch random state": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16],
+        "python random state": hashlib.sha256(repr(random.getstate()).encode()).hexdigest()[:16],
+        "rounding mode": ctypes.CDLL(None).fegetround(),
+        "subnormals": _subnormals(),
+        "recursion limit": sys.getrecursionlimit(),
+        "working folder": Path.cwd(),
+        "affinity": str(sorted(os.sched_getaffinity(0))),
+    }
+    return {name: str(value) for name, value in state.items()}
+
+
+def _subnormals() -> str:
+    """Are subnormal numbers kept by this thread's arithmetic (FTZ and DAZ off)?"""
+    tiny = 2.0**-1060
+    return "kept" if tiny * 0.5 > 0.0 and tiny * 2.0**40 > 0.0 else "flushed"
+
+
+__all__ = ["serve"]

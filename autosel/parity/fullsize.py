@@ -1,0 +1,98 @@
+"""The workload itself, at full size: random inputs, new ones at the same and at other addresses, repeats, a needle.
+
+Values are checked on sampled rows; what lies around the operands, and the operands themselves, in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from autosel.ops.contract import DTYPE, Inputs, Op
+from autosel.parity.battery import Battery, Tally
+from autosel.parity.needle import needle
+from autosel.parity.session import RefusedError
+from autosel.parity.stage import GUARD_BYTES, Placed, bits, place
+from autosel.parity.truth import Truth
+from autosel.values import Workload
+from autosel.workers import Arena
+
+ROWS = 8
+REPEATS = 3
+
+
+class FullSize:
+    """Inputs are drawn at once, so that this can go on while a worker starts."""
+
+    def __init__(self, op: Op, w: Workload, seed: Callable[[str], int]) -> None:
+        self.op, self.w, self.seed = op, w, seed
+        self.streamed = [a.name for a in op.args if a.role == "streamed"]
+        self.first = op.inputs(w, seed(f"{w.key} 1"))
+        self.second = op.refresh(w, self.first, seed(f"{w.key} 2"))
+
+    def check(self, battery: Battery, tally: Tally) -> None:
+        """Every check that full size allows; refuses like the battery."""
+        with Arena(self._room()) as arena:
+            try:
+                here = place(arena, self.op, self.w, self.first)
+                got = battery.twice(here, self._case("random"), self.first, keep=self.streamed)
+                self._judge(battery, self.first, got, "random", tally)
+                there = place(arena, self.op, self.w, self.second, share=here)
+                self._fresh(battery, here, there, tally)
+                self._untouched(here)
+                planted = needle(self.op, self.w, self.second, self.seed(f"{self.w.key} 3"))
+                here.renew(planted)
+                here.fill("none", keep=self.streamed)
+                got = battery.call(here, self._case("needle"))
+                self._judge(battery, planted, got, "needle", tally)
+            finally:
+                battery.session.detach(arena)
+
+    def _fresh(self, battery: Battery, here: Placed, there: Placed, tally: Tally) -> None:
+        """New activations at the old addresses, the same ones at new addresses, and again."""
+        here.renew(self.second)
+        got = self._call(battery, here, "fresh inputs")
+        self._judge(battery, self.second, got, "fresh inputs", tally)
+        if not self._same(battery, got, self._call(battery, there, "fresh inputs")):
+            reason = "the same contents at other addresses give another result"
+            raise RefusedError("anti_cache", self._case("fresh inputs"), reason, {})
+        for _ in range(REPEATS):
+            self._call(battery, there, "repeated")
+            if not self._same(battery, got, self._call(battery, here, "repeated")):
+                raise RefusedError("repeat", self._case("repeated"), "two runs on the same inputs differ", {})
+
+    def _call(self, battery: Battery, placed: Placed, what: str) -> tuple[Tensor, ...]:
+        placed.fill("none", keep=self.streamed)
+        return battery.call(placed, self._case(what), skip=self.streamed)
+
+    def _untouched(self, here: Placed) -> None:
+        """The streamed operands, hundreds of megabytes, are compared once for all calls above."""
+        damage = here.damage()
+        if damage is not None:
+            raise RefusedError(damage.check, self._case("random"), damage.reason, damage.evidence)
+
+    def _same(self, battery: Battery, one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+        """Bitwise in full; where that is not promised, within the spread on the sampled rows."""
+        if all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True)):
+            return True
+        rows = self.op.rows(self.w, self.second, ROWS, self.seed(self.w.key))
+        return battery.agree(rows.pick(one), rows.pick(other), rows.inputs)
+
+    def _judge(self, battery: Battery, inputs: Inputs, got: Sequence[Tensor], what: str, tally: Tally) -> None:
+        case = self._case(what)
+        rows = self.op.rows(self.w, inputs, ROWS, self.seed(case))
+        tally.add(case, battery.judge(case, Truth(self.op, rows.inputs), rows.pick(got)))
+
+    def _case(self, what: str) -> str:
+        return f"{what} at {self.w.shape_text}"
+
+    def _room(self) -> int:
+        """Bytes for one set of streamed operands and two of everything else, with guards."""
+        tensors = {n: v for n, v in self.first.items() if isinstance(v, Tensor)}
+        total = sum(v.nbytes * (1 if n in self.streamed else 2) for n, v in tensors.items())
+        for spec in self.op.outputs(self.w):
+            itemsize = 8 if spec.dtype == "int64" else DTYPE[spec.dtype].itemsize
+            total += 2 * itemsize * int(torch.Size(spec.shape).numel())
+        return total + 4 * (GUARD_BYTES + 4096) * (len(tensors) + len(self.op.output_names) + 1)

@@ -1,0 +1,50 @@
+"""A needle at full size: inputs whose result hangs on few elements, in secret places, so that a skipped one shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.ops.contract import Inputs, Op
+from autosel.ops.draw import Draw
+from autosel.values import Workload
+
+
+def needle(op: Op, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
+    """The given inputs with a needle planted; tensors that change are new ones."""
+    draw = Draw(seed, w.dtype)
+    if {"q", "k", "v", "max_len"} <= set(inputs):
+        return _in_cache(inputs, draw)
+    resident = {a.name for a in op.args if a.role == "resident"}
+    planted = dict(inputs)
+    for name, value in inputs.items():
+        if name in resident and isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2:
+            planted[name] = _one_a_row(value, draw)
+    return planted
+
+
+def _one_a_row(x: Tensor, draw: Draw) -> Tensor:
+    """Zero but for one element a row; the first row's is the last element: what a tail loop drops."""
+    rows = torch.zeros_like(x, memory_format=torch.contiguous_format).view(-1, x.shape[-1])
+    at = draw.integers(0, x.shape[-1], rows.shape[0])
+    at[0] = x.shape[-1] - 1
+    rows[torch.arange(rows.shape[0]), at] = 3.0
+    return rows.view(x.shape)
+
+
+def _in_cache(inputs: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
+    """One key a batch row takes nearly all the weight: the last one, or one at a secret place inside the window."""
+    from autosel.ops.attention_cases import plant
+
+    planted = dict(inputs) | {n: inputs[n].clone() for n in ("q", "k", "v")}
+    lengths, window = inputs["lengths"], int(inputs["window"])
+    ends = [inputs["max_len"]] * planted["q"].shape[0] if lengths is None else [max(1, int(n)) for n in lengths]
+    places = []
+    for row, end in enumerate(ends):
+        first = max(0, end - window) if window else 0
+        places.append(end - 1 if row % 2 == 0 else int(draw.integers(first, end, 1)))
+    plant(planted, draw, places)
+    return planted

@@ -1,0 +1,170 @@
+"""One worker with one build in it, and what every check needs of it: load, call, look at what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from autosel.candidates.base import Candidate
+from autosel.ops import OPS
+from autosel.ops.contract import Op
+from autosel.parity.stage import Placed
+from autosel.values import Fingerprint, Knobs, Recipe, Workload, to_json
+from autosel.workers import Arena, Worker
+
+START_S, LOAD_S = 120.0, 120.0
+CALL_S = 60.0  # for a microsecond's work; a call that compiles first may need most of it
+SCRATCH_BYTES = 96 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What is to be proven: this build with these knobs is right at this workload, and at every small one like it."""
+
+    candidate: Candidate
+    recipe: Recipe
+    digest: str
+    knobs: Knobs
+    workload: Workload
+
+
+class RefusedError(Exception):
+    """A check did not hold."""
+
+    def __init__(self, check: str, case: str, reason: str, evidence: Mapping[str, Any]) -> None:
+        super().__init__(reason)
+        self.check, self.case, self.reason, self.evidence = check, case, reason, evidence
+
+
+class Session:
+    """Starts its worker at once, so that the child imports while the parent draws inputs."""
+
+    def __init__(self, fp: Fingerprint | None, call_deadline_s: float) -> None:
+        self.fp, self.call_deadline_s = fp, call_deadline_s
+        self.worker = Worker("autosel.parity.child:serve", start_deadline_s=START_S)
+        self.scratch = (Arena(SCRATCH_BYTES), Arena(SCRATCH_BYTES))
+        self.case = "load"  # what the worker is at, for the record of a death
+        self.state: Mapping[str, str] | None = None
+        self._loaded: dict[str, Op] = {}
+        self._attached: set[str] = set()
+        self.last_call_ns = 0
+
+    def close(self) -> None:
+        self.worker.close()
+        for arena in self.scratch:
+            arena.close()
+
+    # --- loading ----------------------------------------------------------------------------------------------------
+
+    def load(self, proof: Proof) -> str:
+        """The name under which the worker knows this build with these knobs."""
+        op = OPS[proof.candidate.op]
+        name = f"{op.name} {proof.digest} {sorted(proof.knobs.values.items())}"
+        if name not in self._loaded:
+            if self.state is None:
+                self.state = self.look()
+            request = {
+                "do": "load",
+                "name": name,
+                "op": op.name,
+                "recipe": to_json(proof.recipe),
+                "digest": proof.digest,
+                "knobs": proof.knobs.values,
+            }
+            self.worker.request(request, LOAD_S)
+            self._loaded[name] = op
+        return name
+
+    def look(self) -> Mapping[str, str]:
+        """The worker's process-wide state."""
+        return self.worker.request({"do": "state"}, self.call_deadline_s)
+
+    def attach(self, arena: Arena) -> None:
+        if arena.name not in self._attached:
+            self.worker.attach(arena)
+            self._attached.add(arena.name)
+
+    def detach(self, arena: Arena) -> None:
+        if arena.name in self._attached:
+            self.worker.detach(arena)
+            self._attached.discard(arena.name)
+
+    # --- calling ----------------------------------------------------------------------------------------------------
+
+    def call(
+        self, name: str, proof: Proof, placed: Placed, case: str, *, hold: str = "", skip: Sequence[str] = ()
+    ) -> tuple[Tensor, ...]:
+        """One call on operands in place. Returns copies of the outputs; refuses wrong forms and any damage (to inputs
+        other than those in `skip`)."""
+        self.case = case
+        self.attach(placed.arena)
+        places = placed.places()
+        request = self._request("call", name, proof, placed) | {"hold": hold, "into": self._into(proof, placed, places)}
+        reply = self.worker.request(request, self.call_deadline_s)
+        self.last_call_ns = int(reply["ns"])
+        self._judge_forms(proof, placed, case, reply["results"])
+        damage = placed.damage(skip=skip)
+        if damage is not None:
+            raise RefusedError(damage.check, case, damage.reason, damage.evidence)
+        return placed.results()
+
+    def private_bytes(self) -> int:
+        """The worker's private memory, as the kernel counts it."""
+        status = Path(f"/proc/{self.worker.pid}/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+    def loop(self, name: str, proof: Proof, placed: Placed, times: int, deadline_s: float) -> None:
+        self.worker.request(self._request("loop", name, proof, placed) | {"times": times}, deadline_s)
+
+    def dump(self, hold: str, proof: Proof, placed: Placed) -> tuple[Tensor, ...]:
+        """Once more the result objects of an earlier call, as they are now."""
+        into = self._into(proof, placed, placed.places())
+        self.worker.request({"do": "dump", "hold": hold, "into": into}, self.call_deadline_s)
+        return placed.results()
+
+    def _request(self, do: str, name: str, proof: Proof, placed: Placed) -> dict[str, Any]:
+        places = placed.places()
+        outputs = places if proof.candidate.writes_out else [None] * len(places)
+        return {"do": do, "name": name, "arguments": placed.arguments(), "outputs": outputs}
+
+    def _into(self, proof: Proof, placed: Placed, places: Sequence[Any]) -> list[Any]:
+        """Where the child copies results that the candidate allocated itself, in the op's order of outputs."""
+        inout = {a.name for a in placed.op.args if a.role == "inout"}
+        left = list(places)
+        if proof.candidate.writes_out:
+            return [None] * len(placed.op.output_names)
+        return [None if name in inout else left.pop(0) for name in placed.op.output_names]
+
+    def _judge_forms(self, proof: Proof, placed: Placed, case: str, forms: Sequence[Mapping[str, Any]]) -> None:
+        """Type, dtype, shape and layout of what was returned; results written into outputs must be those outputs."""
+        specs = placed.op.outputs(placed.workload)
+        if len(forms) != len(specs):
+            reason = f"it returned {len(forms)} results; {placed.op.name} has {len(specs)}"
+            raise RefusedError("result", case, reason, {"returned": len(forms), "expected": len(specs)})
+        position = len(placed.op.args)
+        inout = {a.name: i for i, a in enumerate(placed.op.args) if a.role == "inout"}
+        for spec, form in zip(specs, forms, strict=True):
+            expected: dict[str, Any] = {
+                "type": "torch.Tensor",
+                "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(spec.dtype, spec.dtype),
+                "shape": list(spec.shape),
+                "device": "cpu",
+            }
+            if spec.name in inout:
+                expected["is_argument"] = inout[spec.name]
+            elif proof.candidate.writes_out:
+                expected["is_argument"] = position
+                position += 1
+            for what, value in expected.items():
+                if form.get(what) != value:
+                    words = {"is_argument": "memory"}.get(what, what)
+                    told = "not the one passed in" if what == "is_argument" else f"{form.get(what)}, not {value}"
+                    evidence = {"output": spec.name, "got": str(form.get(what)), "expected": str(value)}
+                    raise RefusedError("result", case, f"{spec.name}: the {words} is {told}", evidence)
+            if spec.shape and spec.shape[-1] > 1 and form["strides"][-1] != 1:
+                evidence = {"output": spec.name, "strides": form["strides"]}
+                raise RefusedError("result", case, f"{spec.name}: the last dimension is not contiguous", evidence)

@@ -1,0 +1,249 @@
+"""Operands laid out in shared memory with guards around them: what a candidate is called on, and what it may not touch.
+
+Every tensor has at least 64 KiB of guard on each side, and so have the gaps between rows of a strided one. Two fillings
+exist: NONE, bytes 0xFF, which is NaN in every float and -1 in every integer; and SOME, random bytes that are small
+finite floats. Outputs start as filling too: what a candidate leaves unwritten differs between the two.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from autosel.ops.contract import DTYPE, Inputs, Op
+from autosel.values import Workload, to_json
+from autosel.workers.arena import ALIGN_BYTES, Arena, Ref, contiguous
+
+GUARD_BYTES = 64 << 10
+Filling = Literal["none", "some"]
+_NONE = b"\xff" * GUARD_BYTES
+# High bits cleared: exponents stay far from all ones, so every float pattern is finite and below 2 in magnitude.
+_SOME = bytes(byte & 63 for byte in random.Random(20).randbytes(1 << 20))
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """Bytes changed that were not the candidate's to change. `check` is "inputs" or "guards"."""
+
+    check: str
+    reason: str
+    evidence: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One tensor's place."""
+
+    name: str
+    ref: Ref
+    role: Literal["in", "inout", "out"]
+    start: int
+    end: int
+
+    @property
+    def dense(self) -> bool:
+        return math.prod(self.ref.shape) * self.ref.span == 0 or math.prod(self.ref.shape) == self.ref.span
+
+
+@dataclass(slots=True, kw_only=True)
+class Placed:
+    """One set of operands with its outputs, in place."""
+
+    op: Op
+    workload: Workload
+    inputs: Inputs
+    arena: Arena
+    pieces: tuple[Piece, ...]
+    filling: Filling = "none"
+    written: set[str] = field(default_factory=set)
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def fill(self, filling: Filling, *, keep: Sequence[str] = ()) -> None:
+        """Guards, gaps and outputs get the filling, inputs their values (`keep`: those that are in place already)."""
+        self.filling = filling
+        for start, end, _ in self._guards():
+            self._fill(start, end)
+        for piece in self.pieces:
+            if piece.role == "out" or not piece.dense:
+                self._fill(piece.start, piece.end)
+            if piece.role != "out" and not (piece.name in keep and piece.name in self.written and piece.dense):
+                writable(self.arena.tensor(piece.ref)).copy_(writable(self.inputs[piece.name]))
+                self.written.add(piece.name)
+
+    def renew(self, inputs: Inputs) -> None:
+        """Other values for the same places: shapes and strides as before. Written by the next `fill`."""
+        changed = {n for n, v in inputs.items() if v is not self.inputs.get(n)}
+        self.inputs, self.written = inputs, self.written - changed
+
+    def _fill(self, start: int, end: int) -> None:
+        self.arena.memory[start:end] = self._expected(start, end)
+
+    # --- what is sent -----------------------------------------------------------------------------------------------
+
+    def arguments(self) -> list[Any]:
+        places = {p.name: to_json(p.ref) for p in self.pieces if p.role != "out"}
+        return [places.get(a.name, self.inputs[a.name]) for a in self.op.args]
+
+    def places(self) -> list[Any]:
+        """References to the pure outputs, in order."""
+        return [to_json(p.ref) for p in self.pieces if p.role == "out"]
+
+    # --- what is there afterwards -----------------------------------------------------------------------------------
+
+    def results(self) -> tuple[Tensor, ...]:
+        """Copies of all outputs in the op's order, inout ones among them."""
+        by_name = {p.name: p for p in self.pieces if p.role != "in"}
+        return tuple(self.arena.tensor(by_name[name].ref).clone() for name in self.op.output_names)
+
+    def damage(self, *, skip: Sequence[str] = ()) -> Damage | None:
+        """The first thing that changed and should not have; the inputs in `skip` are not looked at."""
+        for piece in self.pieces:
+            if piece.role == "in" and piece.name not in skip:
+                found = self._changed_input(piece)
+                if found is not None:
+                    return found
+        for start, end, where in self._guards():
+            found = self._changed_guard(self.arena.memory[start:end], self._expected(start, end), where)
+            if found is not None:
+                return found
+        for piece in self.pieces:
+            if not piece.dense:
+                found = self._changed_gap(piece)
+                if found is not None:
+                    return found
+        return None
+
+    def unwritten(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[str, int] | None:
+        """(output, elements) still as the fillings left them: `before` under NONE, `after` under SOME."""
+        for piece, one, other in zip(self._outputs(), before, after, strict=True):
+            if piece.role == "inout" or not one.numel():
+                continue
+            expected = strided(bytearray(_some(piece.start, piece.end)), piece.ref)
+            left = (bits(one) == -1) & (bits(other) == bits(expected))
+            if left.any():
+                return piece.name, int(left.sum())
+        return None
+
+    def _outputs(self) -> list[Piece]:
+        by_name = {p.name: p for p in self.pieces if p.role != "in"}
+        return [by_name[name] for name in self.op.output_names]
+
+    def _changed_input(self, piece: Piece) -> Damage | None:
+        now, was = self.arena.tensor(piece.ref), self.inputs[piece.name]
+        if torch.equal(bits(now), bits(was)):
+            return None
+        changed = bits(now) != bits(was)
+        where = tuple(int(i) for i in changed.nonzero()[0])
+        before, after = was[where].item(), now[where].item()
+        return Damage(
+            check="inputs",
+            reason=f"it changed its input {piece.name} at {list(where)}: {before} became {after}",
+            evidence={"input": piece.name, "index": list(where), "elements": int(changed.sum())},
+        )
+
+    def _changed_guard(self, now: bytes, expected: bytes, where: Callable[[int], str]) -> Damage | None:
+        if now == expected:
+            return None
+        changed = [i for i, (a, b) in enumerate(zip(now, expected, strict=True)) if a != b]
+        place = where(changed[0])
+        return Damage(
+            check="guards",
+            reason=f"it wrote outside its outputs: {place}",
+            evidence={"where": place, "bytes": len(changed)},
+        )
+
+    def _changed_gap(self, piece: Piece) -> Damage | None:
+        expected = bytearray(self._expected(piece.start, piece.end))
+        writable(strided(expected, piece.ref)).copy_(writable(self.arena.tensor(piece.ref)))
+        now = self.arena.memory[piece.start : piece.end]
+        return self._changed_guard(now, bytes(expected), lambda _: f"in the gap after a row of {piece.name}")
+
+    def _expected(self, start: int, end: int) -> bytes:
+        if self.filling == "some":
+            return _some(start, end)
+        return _NONE if end - start == len(_NONE) else b"\xff" * (end - start)
+
+    def _guards(self) -> Iterator[tuple[int, int, Callable[[int], str]]]:
+        """(start, end, words for a byte in it) of every guard."""
+        for piece in self.pieces:
+            yield piece.start - GUARD_BYTES, piece.start, _words("before", piece, GUARD_BYTES)
+            yield piece.end, piece.end + GUARD_BYTES, _words("after", piece, 0)
+
+
+def place(arena: Arena, op: Op, w: Workload, inputs: Inputs, *, gap: int = 0, share: Placed | None = None) -> Placed:
+    """Lay operands and outputs out. `gap`: elements between the rows of outputs (0: contiguous). `share`: another
+    placement whose streamed operands, already in place, are used."""
+    roles = {a.name: a.role for a in op.args}
+    shared = {p.name: p for p in share.pieces if roles.get(p.name) == "streamed"} if share else {}
+    pieces = []
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and name not in shared:
+            # Keep how far the tensor is off an aligned address: kernels must not assume alignment.
+            shift = int(value.storage_offset()) * value.itemsize % ALIGN_BYTES
+            role: Literal["in", "inout"] = "inout" if roles[name] == "inout" else "in"
+            pieces.append(_piece(arena, name, role, value.shape, value.dtype, value.stride(), shift))
+    for spec in op.outputs(w):
+        if roles.get(spec.name) == "inout":
+            continue
+        dtype = torch.int64 if spec.dtype == "int64" else DTYPE[spec.dtype]
+        row = (*spec.shape[:-1], spec.shape[-1] + gap) if spec.shape else ()
+        pieces.append(_piece(arena, spec.name, "out", spec.shape, dtype, contiguous(row), 0))
+    made = Placed(op=op, workload=w, inputs=inputs, arena=arena, pieces=(*pieces, *shared.values()))
+    made.written |= set(shared)
+    return made
+
+
+def _piece(
+    arena: Arena,
+    name: str,
+    role: Literal["in", "inout", "out"],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    strides: Sequence[int],
+    shift_bytes: int,
+) -> Piece:
+    arena.reserve(GUARD_BYTES)
+    ref = arena.empty(shape, dtype, strides, shift_bytes=shift_bytes)
+    end = ref.offset + ref.span * dtype.itemsize
+    arena.reserve(GUARD_BYTES, align_bytes=1)
+    return Piece(name=name, ref=ref, role=role, start=ref.offset, end=end)
+
+
+def _words(side: str, piece: Piece, origin: int) -> Callable[[int], str]:
+    return lambda byte: f"{abs(byte - origin) + (side == 'after')} bytes {side} {piece.name}"
+
+
+def _some(start: int, end: int) -> bytes:
+    """The random filling of bytes [start, end): it depends on the place alone."""
+    phase, count = start % len(_SOME), end - start
+    if phase + count <= len(_SOME):
+        return _SOME[phase : phase + count]
+    return (_SOME * -(-(phase + count) // len(_SOME)))[phase : phase + count]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same bytes as integers, so that NaN equals itself and 0 differs from -0."""
+    return tensor.view(_BITS[tensor.itemsize]) if tensor.is_floating_point() else tensor
+
+
+def strided(span: bytearray, ref: Ref) -> Tensor:
+    """The bytes of a piece's span seen as its tensor."""
+    dtype = getattr(torch, ref.dtype)
+    return torch.frombuffer(span, dtype=dtype).as_strided(ref.shape, ref.strides)
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """Each element once: dimensions repeated by stride 0 are cut to one."""
+    for dim in range(tensor.dim()):
+        if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -1,0 +1,83 @@
+"""What is right, for one set of inputs: computed in this process, only after a candidate has answered, and kept.
+
+Candidates proven one after the other meet the same cases; the float64 reference of each is computed once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from autosel.ops.compare import compare
+from autosel.ops.contract import Case, Inputs, Match, Mismatch, Op
+
+KEPT_BYTES = 256 << 20
+
+Baseline = Callable[..., Any] | None
+
+
+class Truth:
+    """Inputs, and from the first judgement on the reference, its bound and the baseline's result."""
+
+    def __init__(self, op: Op, inputs: Inputs) -> None:
+        self.op, self.inputs = op, inputs
+        self._known: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None] | None = None
+        self._lock = threading.Lock()
+
+    def judge(self, got: Sequence[Tensor]) -> Match | Mismatch:
+        """Is `got` a right result? A baseline that is wrong itself is no measure of how large errors may be."""
+        if type(self.op).verify is not Op.verify:
+            return self.op.verify(self.inputs, got, run_baseline(self.op, self.inputs))
+        with self._lock:
+            if self._known is None:
+                reference = self.op.reference(self.inputs)
+                bound = self.op.bound(self.inputs, reference)
+                base = run_baseline(self.op, self.inputs)
+                if base is not None and isinstance(compare(self.op, base, reference, bound), Mismatch):
+                    base = None
+                self._known = reference, bound, base
+        return compare(self.op, got, *self._known)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(v.nbytes for v in self.inputs.values() if isinstance(v, Tensor))
+
+
+class Truths:
+    """Truths of cases by name; the least recently used go when they hold more than KEPT_BYTES of inputs."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str, int], Truth] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, op: Op, case: Case, seed: int) -> Truth:
+        key = (case.name, case.workload.key, seed)
+        with self._lock:
+            found = self._kept.pop(key, None)
+        if found is None:
+            found = Truth(op, case.make(seed))
+        with self._lock:
+            self._kept[key] = found
+            while sum(t.size_bytes for t in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return found
+
+    def fresh(self, op: Op, inputs: Inputs) -> Truth:
+        """For inputs that only one candidate will see."""
+        return Truth(op, inputs)
+
+
+def run_baseline(op: Op, inputs: Inputs) -> tuple[Tensor, ...] | None:
+    """The eager composition's outputs, on copies of what it may write; None where there is no eager composition."""
+    baseline: Baseline = getattr(import_module("autosel.ops.eager"), op.name, None)
+    if baseline is None:
+        return None
+    inout = {a.name for a in op.args if a.role == "inout"}
+    own = {n: v.clone() if n in inout and isinstance(v, Tensor) else v for n, v in inputs.items()}
+    found = baseline(*op.arguments(own))
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
