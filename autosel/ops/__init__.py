@@ -10,13 +10,35 @@ from autosel.ops.attn import Attn
 from autosel.ops.contract import Op
 from autosel.ops.gate_up import GateUp
 from autosel.ops.geglu import GeGlu
+from autosel.ops.kv_append import KvAppend
 from autosel.ops.linear import Linear
+from autosel.ops.lm_head import LmHead
+from autosel.ops.norm_qkv import NormQkv
+from autosel.ops.paged_attn import PagedAttn
+from autosel.ops.prefill_attn import PrefillAttn
 from autosel.ops.rmsnorm import RmsNorm
 from autosel.ops.rope import Rope
+from autosel.ops.sample import Sample
 from autosel.ops.swiglu import SwiGlu
 
 OPS: Mapping[str, Op] = {
-    op.name: op for op in (Linear(), Attn(), RmsNorm(), AddRmsNorm(), Rope(), SwiGlu(), GeGlu(), GateUp())
+    op.name: op
+    for op in (
+        Linear(),
+        Attn(),
+        PagedAttn(),
+        PrefillAttn(),
+        KvAppend(),
+        RmsNorm(),
+        AddRmsNorm(),
+        Rope(),
+        SwiGlu(),
+        GeGlu(),
+        NormQkv(),
+        GateUp(),
+        LmHead(),
+        Sample(),
+    )
 }
 ALIASES: Mapping[str, str] = {"gemv": "linear", "gemm": "linear"}
 

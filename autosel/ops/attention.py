@@ -42,7 +42,10 @@ class Exact:
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, window: int, softcap: float) -> Exact:
-    """q[B,Hq,S,D], k/v[B,Hkv,L,D], lengths[B] -> float64 attention. The queries are the last S of `lengths` positions."""
+    """q[B,Hq,S,D], k/v[B,Hkv,L,D], lengths[B] -> float64 attention.
+
+    The queries are the last S of `lengths` positions.
+    """
     (b, hq, s, d), hkv, keys = q.shape, k.shape[1], k.shape[2]
     packed = q.reshape(b, hkv, hq // hkv * s, d)
     seen = visible(s, keys, lengths, window).repeat(1, hq // hkv, 1)[:, None]
@@ -63,7 +66,7 @@ def unpack(rows: Tensor, shape: torch.Size) -> Tensor:
     return rows.reshape(shape)
 
 
-def error_bound(e: Exact, k: Tensor, v: Tensor, scale: float, softcap: float) -> Tensor:
+def error_bound(e: Exact, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """[B, Hkv, R, D]: score errors through the softmax, rounded P, fp32 sums, one store."""
     dtype, d, keys = DTYPE_NAME[v.dtype], k.shape[-1], k.shape[2]
     # A score errs by its dot product's error (softcap only shrinks it) and a few fp32 roundings of s, max and exp.

@@ -24,16 +24,19 @@ NEEDLE_SCORE = 12.0  # e^12 outweighs a quarter of a thousand keys by 500 to 1
 Edit = Callable[[dict[str, Any], Draw], None]
 
 
-def attn_cases(op: Op, w: Workload) -> tuple[Case, ...]:
+def attn_cases(op: Op, w: Workload, *, layouts: bool = True) -> tuple[Case, ...]:
     cases: list[Case] = []
 
-    def add(name: str, covers: str, at: Workload, edit: Edit | None = None, *, room: int = 0, short: bool = True) -> None:
+    def add(
+        name: str, covers: str, at: Workload, edit: Edit | None = None, *, room: int = 0, short: bool = True
+    ) -> None:
         cases.append(Case(name=name, workload=at, make=_maker(op, at, edit, room, short), covers=covers))
 
     _shapes(w, add)
     _needles(w, add)
     _values(w, add)
-    _layouts(w, add)
+    if layouts:
+        _layouts(w, add)
     return tuple(cases)
 
 
@@ -46,7 +49,8 @@ def _maker(op: Op, at: Workload, edit: Edit | None, room: int, short: bool) -> C
             edit(inputs, draw)
         for name in ("k", "v"):
             if room:
-                inputs[name] = torch.cat([inputs[name], torch.empty_like(inputs[name][:, :, :1].expand(-1, -1, room, -1))], 2)
+                behind = inputs[name].new_empty(at["B"], at["Hkv"], room, at["D"])
+                inputs[name] = torch.cat([inputs[name], behind], 2)
             bury(inputs[name], inputs["lengths"], at["L"], draw)
         return inputs
 

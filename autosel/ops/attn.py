@@ -91,8 +91,7 @@ class Attn(Op):
         return (attention.unpack(self._exact(inputs)[0].o, inputs["q"].shape),)
 
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        exact, k, v = self._exact(inputs)
-        error = attention.error_bound(exact, k, v, inputs["scale"], inputs["softcap"])
+        error = attention.error_bound(*self._exact(inputs), inputs["scale"])
         return (attention.unpack(error, inputs["q"].shape),)
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
@@ -140,4 +139,5 @@ def head_pairs(w: Workload, count: int, seed: int) -> Tensor:
 
 def pick_heads(rows: Tensor, b: Tensor, h: Tensor, group: int) -> Tensor:
     """[B, Hq, S, D] -> the query heads of KV heads (b, h): [n, G, S, D]."""
-    return rows.unflatten(1, (-1, group))[b, h]
+    b_, hq, s, d = rows.shape
+    return rows.view(b_, hq // group, group, s, d)[b, h]

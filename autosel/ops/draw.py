@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -89,7 +89,11 @@ def edge_sample(n: int, count: int, seed: int) -> Tensor:
 # --- cases -----------------------------------------------------------------------------------------------------------
 
 
-def case(op: Op, w: Workload, name: str, covers: str = "", change: Change | None = None) -> Case:
+class Source(Protocol):
+    def inputs(self, w: Workload, seed: int) -> dict[str, Any]: ...
+
+
+def case(op: Source, w: Workload, name: str, covers: str = "", change: Change | None = None) -> Case:
     """op.inputs at w, then `change(inputs, draw)` in place."""
 
     def make(seed: int) -> dict[str, Any]:
@@ -99,10 +103,6 @@ def case(op: Op, w: Workload, name: str, covers: str = "", change: Change | None
         return made
 
     return Case(name=name, workload=w, make=make, covers=covers)
-
-
-def fit(dims: dict[str, int], **most: int) -> dict[str, int]:
-    return {name: min(size, most.get(name, size)) for name, size in dims.items()}
 
 
 # --- values that catch something ---------------------------------------------------------------------------------------

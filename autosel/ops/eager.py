@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 ACTIVATION = (F.silu, F.gelu, lambda g: F.gelu(g, approximate="tanh"))
@@ -68,6 +68,52 @@ def attn_packed(
     k, v = k[:, :, first:max_len], v[:, :, first:max_len]
     made = _attend(packed, k, v, _mask(1, k.shape[2], lengths, window), scale, softcap)
     return _written(made.reshape(q.shape), o)
+
+
+def paged_attn(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    max_len: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    o: Tensor | None = None,
+) -> Tensor:
+    """PyTorch has no paged kernel for CPU: the pages in use are gathered, then attended to."""
+    page = k_pages.shape[1]
+    table = block_table[:, : -(-max_len // page)].clamp(min=0)  # entries beyond a row's length may be -1
+    k, v = (pages[table].flatten(1, 2).transpose(1, 2) for pages in (k_pages, v_pages))
+    return attn(q, k, v, lengths, max_len, scale, window, softcap, o)
+
+
+def prefill_attn(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, o: Tensor | None = None
+) -> Tensor:
+    s = q.shape[2]
+    if softcap or (window and window < s):
+        return _written(_attend(q, k, v, _mask(s, s, None, window), scale, softcap), o)
+    gqa = q.shape[1] != k.shape[1]
+    return _written(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale or None, enable_gqa=gqa), o)
+
+
+def kv_append(
+    k: Tensor, v: Tensor, positions: Tensor, block_table: Tensor | None, k_cache: Tensor, v_cache: Tensor
+) -> tuple[Tensor, Tensor]:
+    b, s = k.shape[0], k.shape[2]
+    position = positions[:, None].long() + torch.arange(s)
+    if block_table is None:
+        row = torch.arange(b)[:, None]
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            cache.transpose(1, 2)[row, position] = new.transpose(1, 2)
+        return k_cache, v_cache
+    page = k_cache.shape[1]
+    found = block_table.long().gather(1, position // page)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache[found, position % page] = new.transpose(1, 2)
+    return k_cache, v_cache
 
 
 def _mask(s: int, keys: int, lengths: Tensor | None, window: int) -> Tensor | None:
@@ -192,3 +238,62 @@ def gate_up(
 ) -> Tensor:
     h = rmsnorm(x, norm_weight, eps, offset)
     return torch.mul(ACTIVATION[activation](F.linear(h, w_gate)), F.linear(h, w_up), out=y)
+
+
+def norm_qkv(
+    x: Tensor, norm_weight: Tensor, w: Tensor, eps: float, offset: float, y: Tensor | None = None
+) -> Tensor:
+    return linear(rmsnorm(x, norm_weight, eps, offset), w, None, None, y)
+
+
+# --- the end of a step ---------------------------------------------------------------------------------------------------
+
+
+def lm_head(x: Tensor, w: Tensor, greedy: int, out: Tensor | None = None) -> Tensor:
+    if not greedy:
+        return linear(x, w, None, None, out)
+    return torch.argmax(F.linear(x, w), dim=-1, out=out)
+
+
+def sample(
+    logits: Tensor,
+    history: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    repetition_penalty: Tensor,
+    uniform: Tensor,
+    token: Tensor | None = None,
+) -> Tensor:
+    scores = _penalised(logits.float(), history, repetition_penalty)
+    greedy = scores.argmax(-1)
+    scores = scores / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    if bool((top_k > 0).any() or (top_p < 1).any()):
+        probabilities = _truncated(scores, top_k, top_p)
+    else:
+        probabilities = scores.softmax(-1)
+    cumulative = probabilities.cumsum(-1)
+    drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    # Rounding may put the target at the very end, past the last token that has any probability.
+    last = probabilities.shape[-1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1)
+    return _written(torch.where(temperature > 0, torch.minimum(drawn, last), greedy), token)
+
+
+def _penalised(scores: Tensor, history: Tensor, penalty: Tensor) -> Tensor:
+    width = scores.shape[-1]
+    seen = torch.zeros(scores.shape[0], width + 1, dtype=torch.bool)
+    seen.scatter_(1, torch.where(history >= 0, history, width), True)
+    factor = penalty[:, None]
+    return torch.where(seen[:, :width], torch.where(scores > 0, scores / factor, scores * factor), scores)
+
+
+def _truncated(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Probabilities in index order, zero outside the top_k and top_p sets."""
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scores.shape[-1])
+    kept = torch.where(top_k > 0, top_k, scores.shape[-1])[:, None]
+    p = ordered.masked_fill(rank >= kept, -math.inf).softmax(-1)
+    enough = (p.cumsum(-1) - p >= top_p[:, None]) & (rank > 0) & (top_p < 1)[:, None]
+    p = p.masked_fill(enough, 0.0)
+    p = p / p.sum(-1, keepdim=True)
+    return torch.zeros_like(scores).scatter_(1, order, p)

@@ -9,33 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autosel.ops import activation
 from autosel.ops.activation import ACTIVATIONS
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.contract import DTYPE_NAME, Arg, Case, Inputs, Op, Rows, TensorSpec
 from autosel.ops.draw import edge_sample, resident_draw, streamed_draw
 from autosel.ops.linear import checked_columns, projection_cases
-from autosel.ops.rmsnorm import normalise, normalise_flush, normalise_relative_error
-from autosel.ops.rounding import LAMBDA, matmul_error, stored
+from autosel.ops.norm_qkv import normed_matmul_error
+from autosel.ops.rmsnorm import normalise
+from autosel.ops.rounding import stored
 from autosel.values import DTYPE_BYTES, Workload
-
-
-def normed_matmul_error(x: Tensor, norm_weight: Tensor, w: Tensor, eps: float, offset: float) -> Tensor:
-    """Bound on rmsnorm(x) @ w^T before it is stored.
-
-    Storing h (two roundings) moves each product by up to 2u of itself. Roundings of different values are independent
-    and add in squares; equal values round alike and move the whole sum by 2u of itself.
-    """
-    dtype = DTYPE_NAME[x.dtype]
-    h, w64 = normalise(x.double(), norm_weight, eps, offset), w.double()
-    relative = 2 * UNIT[dtype] + normalise_relative_error(x.shape[-1])
-    flush = normalise_flush(x, norm_weight, eps, offset)
-    flush = flush + torch.where(h.abs() < TINY_NORMAL[dtype], h.abs(), 0.0)
-    rounded = LAMBDA * (h.square() @ w64.square().T).sqrt() + (h @ w64.T).abs()
-    return matmul_error(h, w) + relative * rounded + flush @ w64.abs().T
 
 
 class GateUp(Op):
@@ -83,8 +68,8 @@ class GateUp(Op):
         }
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
-        # An infinite x normalises to NaN and zeros by a division of infinities; an infinite gate has no contracted sign.
-        return projection_cases(self, w, weights=("w_gate", "w_up"), width="d", out="I", skip=("inf", "-inf"))
+        # An infinite weight makes an infinite gate, which has no contracted result (see swiglu); an infinite x gives NaN.
+        return projection_cases(self, w, weights=("w_gate", "w_up"), width="d", out="I", skip=("inf in weights",))
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
         gate, up = self._products(inputs)

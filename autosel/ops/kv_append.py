@@ -1,0 +1,187 @@
+"""kv_append: write the keys and values of new tokens into the cache, bit for bit; nothing else of it changes.
+
+Token s of batch row b goes to position positions[b] + s: of k_cache[B, Hkv, Lmax, D], or, with a block table, to page
+block_table[b, position // page], slot position % page, of k_cache[P, page, Hkv, D].
+`verify` needs the inputs as they were before the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.ops.arguments import Binder
+from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.draw import (
+    Change,
+    Draw,
+    case,
+    edge_sample,
+    offset_by_one,
+    one_inf,
+    one_nan,
+    relayout,
+    resident_draw,
+    streamed_draw,
+    strided,
+    subnormal,
+)
+from autosel.values import DTYPE_BYTES, Workload
+
+CAPACITY = 1024  # positions a row of the generated cache has room for, beside the new tokens
+SMALL_CAPACITY = 96
+
+
+class KvAppend(Op):
+    name = "kv_append"
+    args = (
+        Arg(name="k", kind="tensor"),
+        Arg(name="v", kind="tensor"),
+        Arg(name="positions", kind="tensor"),
+        Arg(name="block_table", kind="optional"),
+        Arg(name="k_cache", kind="tensor", role="inout"),
+        Arg(name="v_cache", kind="tensor", role="inout"),
+    )
+    output_names = ("k_cache", "v_cache")
+    dim_names = ("B", "Hkv", "S", "D")
+    trait_defaults = {"page": 0}
+
+    def workload_of(self, inputs: Inputs) -> Workload:
+        take = Binder(self.name, inputs)
+        take.floats("k", "B Hkv S D")
+        take.floats("v", "B Hkv S D")
+        take.exactly("positions", "B", torch.int32)
+        paged = inputs.get("block_table") is not None
+        if paged:
+            take.exactly("block_table", "B n", torch.int32)
+        for name in ("k_cache", "v_cache"):
+            take.floats(name, "P page Hkv D" if paged else "B Hkv Lmax D")
+        page = take.dims["page"] if paged else 0
+        dims = {name: take.dims[name] for name in self.dim_names}
+        return self.workload(take.dtype_name, dims, page=page)
+
+    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
+        shape = cache_shape(w, CAPACITY)
+        return tuple(TensorSpec(name=n, shape=shape, dtype=w.dtype) for n in self.output_names)
+
+    def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
+        return self.sized(w, seed, CAPACITY)
+
+    def sized(self, w: Workload, seed: int, capacity: int) -> dict[str, Any]:
+        """Inputs with a cache of room for `capacity` positions beside the new ones."""
+        draw, shape = streamed_draw(seed, w.dtype), cache_shape(w, capacity)
+        table = draw.permutation(shape[0]).view(w["B"], -1).int() if w.trait("page", 0) else None
+        caches = {"k_cache": draw.normal(*shape), "v_cache": draw.normal(*shape)}
+        return self.refresh(w, {**caches, "block_table": table, "capacity": capacity}, seed)
+
+    def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
+        draw, new = resident_draw(seed, w.dtype), (w["B"], w["Hkv"], w["S"], w["D"])
+        capacity = inputs.get("capacity", CAPACITY)
+        return {
+            "k": draw.normal(*new),
+            "v": draw.normal(*new),
+            "positions": draw.integers(0, capacity + 1, w["B"], dtype=torch.int32),
+            "block_table": inputs["block_table"],
+            "k_cache": inputs["k_cache"],
+            "v_cache": inputs["v_cache"],
+        }
+
+    def cases(self, w: Workload) -> tuple[Case, ...]:
+        small = _Small(self)
+        cases = []
+        for b, hkv, s, d in ((1, 1, 1, 64), (1, 8, 1, 128), (3, 2, 1, 80), (8, 1, 2, 96), (2, 2, 17, 40), (1, 3, 33, 66),
+                             (5, 1, 5, 256), (1, 1, 1, 2)):  # fmt: skip
+            at = w.at(B=b, Hkv=hkv, S=s, D=d)
+            cases.append(case(small, at, f"random {at.shape_text}", "heads, widths and counts"))
+        at = w.at(B=3, Hkv=2, S=w["S"] if w["S"] <= 8 else 5, D=min(w["D"], 256))
+        two = at.at(S=2)
+        end = SMALL_CAPACITY
+        news, caches = ("k", "v"), ("k_cache", "v_cache")
+        cases += [
+            case(small, at, "first positions", "a slot off by one", _positions(0, 0, 1)),
+            case(small, at, "last positions", "a write past the end", _positions(end, end - 1, end)),
+            case(small, two, "across a page", "a page boundary inside one call", _positions(15, 31, 63)),
+            case(small, at, "nan in k", "copied bit for bit", lambda i, draw: one_nan(i["k"], draw)),
+            case(small, at, "inf in v", "copied bit for bit", lambda i, draw: one_inf(i["v"], draw)),
+            case(small, at, "subnormal v", "flushed by arithmetic: this is a copy", lambda i, draw: subnormal(i["v"], draw)),
+            case(small, at, "nan in the cache", "untouched slots rewritten", lambda i, draw: one_nan(i["k_cache"], draw)),
+            case(small, at, "strided rows", "row strides ignored", relayout(news + caches, strided)),
+            case(small, at, "offset by one element", "alignment assumed", relayout(news + caches, offset_by_one)),
+            case(small, at, "slices of one projection", "token strides ignored", relayout(news, _tokens_outside)),
+            case(small, at, "cache axes swapped in memory", "cache strides ignored", relayout(caches, _tokens_outside)),
+        ]
+        return tuple(cases)
+
+    def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        return tuple(_appended(inputs, new, cache) for new, cache in (("k", "k_cache"), ("v", "v_cache")))
+
+    def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(r) for r in reference)  # a copy
+
+    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
+        """About `count` tokens' batch rows with their whole part of the cache."""
+        b = edge_sample(w["B"], max(1, count // w["S"]), seed)
+        part = {n: inputs[n][b] for n in ("k", "v", "positions")}
+        table = inputs["block_table"]
+        if table is None:
+            part |= {"block_table": None, "k_cache": inputs["k_cache"][b], "v_cache": inputs["v_cache"][b]}
+            return Rows(inputs=part, pick=lambda outs: (outs[0][b], outs[1][b]))
+        pages = table[b].long().flatten()
+        part["block_table"] = torch.arange(pages.numel(), dtype=torch.int32).view(len(b), -1)
+        part |= {"k_cache": inputs["k_cache"][pages], "v_cache": inputs["v_cache"][pages]}
+        return Rows(inputs=part, pick=lambda outs: (outs[0][pages], outs[1][pages]))
+
+    def bytes_moved(self, w: Workload) -> int:
+        return 4 * DTYPE_BYTES[w.dtype] * w["B"] * w["Hkv"] * w["S"] * w["D"] + 4 * w["B"]
+
+    def flops(self, w: Workload) -> int:
+        return 0
+
+
+def cache_shape(w: Workload, capacity: int) -> tuple[int, ...]:
+    keys, page = capacity + w["S"], int(w.trait("page", 0))
+    if page:
+        return (w["B"] * -(-keys // page), page, w["Hkv"], w["D"])
+    return (w["B"], w["Hkv"], keys, w["D"])
+
+
+def slots(inputs: Inputs) -> tuple[Tensor, ...]:
+    """Index of each new token in the cache seen as [outer, slot, Hkv, D]: outer is the batch row or the page; [B, S] each."""
+    b, s = inputs["k"].shape[0], inputs["k"].shape[2]
+    position = inputs["positions"].long()[:, None] + torch.arange(s)
+    if inputs["block_table"] is None:
+        return torch.arange(b)[:, None].expand(b, s), position
+    page = inputs["k_cache"].shape[1]
+    return inputs["block_table"].long().gather(1, position // page), position % page
+
+
+def _appended(inputs: Inputs, new: str, cache: str) -> Tensor:
+    made = inputs[cache].double()  # a copy: double() of bf16, fp16 and fp32 always is
+    by_token = made if inputs["block_table"] is not None else made.transpose(1, 2)
+    by_token[slots(inputs)] = inputs[new].double().transpose(1, 2)
+    return made
+
+
+class _Small:
+    """KvAppend with a small cache, for `case`."""
+
+    def __init__(self, op: KvAppend) -> None:
+        self.op = op
+
+    def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
+        return self.op.sized(w, seed, SMALL_CAPACITY)
+
+
+def _positions(*where: int) -> Change:
+    def change(inputs: dict[str, Any], _: Draw) -> None:
+        inputs["positions"].copy_(torch.tensor(where)[: len(inputs["positions"])])
+
+    return change
+
+
+def _tokens_outside(x: Tensor) -> Tensor:
+    """The same tensor with its two middle axes swapped in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,0 +1,232 @@
+"""lm_head: logits = x @ w^T (greedy 0), or the token of the largest logit (greedy 1).
+
+Greedy: two logits are indistinguishable if their difference is below the sum of their bounds; any such token is right.
+Where the arithmetic is exact (small integers: every order of summation gives the same logit) equal logits are equal for
+every kernel, and the lowest index is the one right answer. A NaN logit counts as the greatest, as in torch.argmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.ops.arguments import Binder
+from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Arg, Case, Inputs, Match, Mismatch, Op, Rows, TensorSpec
+from autosel.ops.draw import Change, Draw, case, edge_sample, offset_by_one, relayout, resident_draw, streamed_draw, strided
+from autosel.ops.linear import checked_columns, projection_cases
+from autosel.ops.rounding import LAMBDA, matmul_error, stored
+from autosel.values import DTYPE_BYTES, Workload
+
+BLOCK = 4096  # vocabulary rows converted at a time: 64 MB of fp32 at d = 4096
+# Operands that are multiples of this, with sum|x w| below 2^24 of its square, multiply and add exactly in fp32.
+QUANTUM = 2.0**-6
+
+
+class LmHead(Op):
+    name = "lm_head"
+    args = (
+        Arg(name="x", kind="tensor"),
+        Arg(name="w", kind="tensor", role="streamed"),
+        Arg(name="greedy", kind="int", default=0),
+    )
+    output_names = ("logits",)  # or the tokens
+    dim_names = ("M", "V", "d")
+    trait_defaults = {"greedy": 0}
+
+    def workload_of(self, inputs: Inputs) -> Workload:
+        take = Binder(self.name, inputs)
+        take.floats("x", "M d")
+        take.floats("w", "V d")
+        return self.workload(take.dtype_name, take.dims, greedy=take.among("greedy", 0, (0, 1)))
+
+    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
+        if w.trait("greedy", 0):
+            return (TensorSpec(name="token", shape=(w["M"],), dtype="int64"),)
+        return (TensorSpec(name="logits", shape=(w["M"], w["V"]), dtype=w.dtype),)
+
+    def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
+        return self.refresh(w, {"w": streamed_draw(seed, w.dtype).weight(w["V"], w["d"])}, seed)
+
+    def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
+        x = resident_draw(seed, w.dtype).normal(w["M"], w["d"])
+        return {"x": x, "w": inputs["w"], "greedy": int(w.trait("greedy", 0))}
+
+    def cases(self, w: Workload) -> tuple[Case, ...]:
+        if w.trait("greedy", 0):
+            return _greedy_cases(self, w)
+        return projection_cases(self, w, weights=("w",), width="d", out="V")
+
+    def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        if not inputs["greedy"]:
+            return (inputs["x"].double() @ inputs["w"].double().T,)
+        x = inputs["x"].double()
+        blocks = [x @ rows.double().T for rows in inputs["w"].split(BLOCK)]
+        return (torch.cat(blocks, 1).argmax(-1),)
+
+    def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if inputs["greedy"]:
+            return (torch.zeros_like(reference[0], dtype=torch.float64),)
+        return (stored(reference[0], matmul_error(inputs["x"], inputs["w"]), DTYPE_NAME[inputs["x"].dtype]),)
+
+    def verify(self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
+        if not inputs["greedy"]:
+            return super().verify(inputs, got, baseline)
+        x, w, (tokens,) = inputs["x"], inputs["w"], got
+        logits = torch.cat([x.float() @ rows.float().T for rows in w.split(BLOCK)], 1)
+        largest_row = max(rows.float().square().sum(-1).nan_to_num(posinf=0.0).max().item() for rows in w.split(BLOCK)) ** 0.5
+        worst = 0.0
+        for m, token in enumerate(tokens.tolist()):
+            found = _judge(x[m], w, logits[m], token, largest_row)
+            if isinstance(found, Mismatch):
+                return Mismatch(check=found.check, reason=f"row {m}: {found.reason}", evidence={"row": m, **found.evidence})
+            worst = max(worst, found)
+        return Match(worst=worst)
+
+    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
+        if w.trait("greedy", 0):
+            few = edge_sample(w["M"], min(count, 4), seed)  # each costs a pass over the weights
+            return Rows(inputs={**inputs, "x": inputs["x"][few]}, pick=lambda outs: (outs[0][few],))
+        m = edge_sample(w["M"], count, seed)
+        n = edge_sample(w["V"], checked_columns(w["d"], len(m)), seed + 1)
+        part = {**inputs, "x": inputs["x"][m], "w": inputs["w"][n]}
+        return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
+
+    def bytes_moved(self, w: Workload) -> int:
+        m, v, d = w["M"], w["V"], w["d"]
+        out = 8 * m if w.trait("greedy", 0) else DTYPE_BYTES[w.dtype] * m * v
+        return DTYPE_BYTES[w.dtype] * (m * d + v * d) + out
+
+    def flops(self, w: Workload) -> int:
+        return 2 * w["M"] * w["V"] * w["d"]
+
+
+# --- greedy ------------------------------------------------------------------------------------------------------------
+
+
+def _judge(x: Tensor, w: Tensor, logits: Tensor, token: int, largest_row: float) -> Mismatch | float:
+    """Is `token` an argmax of x @ w^T, given fp32 logits to shortlist by? Its distance from the top over what is allowed."""
+    vocabulary = logits.numel()
+    if not 0 <= token < vocabulary:
+        return Mismatch(check="range", reason=f"token {token} of {vocabulary}", evidence={"token": token})
+    top = logits.max()
+    if not top.isfinite():
+        first = int(logits.argmax())
+        return 0.0 if token == first else _wrong("nan_pattern", token, first, logits)
+    # Rows further below the top than any two bounds together can explain need no float64.
+    accumulated = LAMBDA * x.numel() ** 0.5 * U32 * x.double().norm().item() * largest_row
+    margin = 2.1 * UNIT[DTYPE_NAME[x.dtype]] * top.abs().item() + 4 * accumulated + 1e-30
+    near = (logits >= top - margin).nonzero()[:, 0]
+    if token not in near.tolist():
+        return _wrong("argmax", token, int(near[0]), logits)
+    return _judge_near(x, w, near, token)
+
+
+def _judge_near(x: Tensor, w: Tensor, near: Tensor, token: int) -> Mismatch | float:
+    exact, bound, size = [], [], []
+    for rows in near.split(BLOCK):
+        y = w[rows].double() @ x.double()
+        exact.append(y)
+        bound.append(stored(y, matmul_error(x[None], w[rows])[0], DTYPE_NAME[x.dtype]))
+        size.append(_exact_arithmetic(x, w[rows]))
+    y, tolerance, certain = torch.cat(exact), torch.cat(bound), torch.cat(size)
+    at = int((near == token).nonzero()[0, 0])
+    allowed = tolerance[at] + tolerance
+    behind = y - y[at]
+    if (behind > allowed).any():
+        return _wrong("argmax", token, int(near[int((behind - allowed).argmax())]), None, float(behind.max()))
+    tied = (near < token) & (y == y[at]) & certain
+    if tied.any() and certain[at]:
+        return _wrong("tie", token, int(near[tied][0]), None)
+    return float((behind / allowed).max().clamp_min(0))
+
+
+def _exact_arithmetic(x: Tensor, w: Tensor) -> Tensor:
+    """bool [rows]: is x . w the same in fp32 whatever the order of summation?"""
+    a, b = x.double() / QUANTUM, w.double() / QUANTUM
+    whole = bool((a == a.round()).all()) & (b == b.round()).all(-1)
+    return whole & (b.abs() @ a.abs() < 2**24)
+
+
+def _wrong(check: str, token: int, expected: int, logits: Tensor | None, behind: float = 0.0) -> Mismatch:
+    if logits is not None:
+        behind = float(logits[expected] - logits[token])
+    reason = f"token {token}, expected {expected}: {behind:.4g} below it" if check != "tie" else (
+        f"token {token}, but token {expected} has the very same logit and a lower index"
+    )
+    return Mismatch(check=check, reason=reason, evidence={"token": token, "expected": expected, "behind": behind})
+
+
+def _greedy_cases(op: Op, w: Workload) -> tuple[Case, ...]:
+    cases = []
+    for i, (v, d) in enumerate(((1, 1), (2, 3), (3, 64), (15, 17), (16, 128), (17, 129), (64, 33), (129, 257), (1021, 65))):
+        at = w.at(M=(1, 2, 3, 7, 8, 9, 17)[i % 7], V=v, d=d)
+        cases.append(case(op, at, f"random {at.shape_text}", "tails of vectors, tiles and teams"))
+    wide = w.at(M=1, V=max(1, min(w["V"], (1 << 20) // (w["d"] * DTYPE_BYTES[w.dtype]))))
+    cases.append(case(op, wide, f"random {wide.shape_text}", "long sums"))
+    one, many = w.at(M=1, V=1025, d=96), w.at(M=9, V=1025, d=96)
+    for at in (0, 511, 512, 1023, 1024):
+        cases.append(case(op, one, f"largest at {at}", "a skipped row of w", _largest_at((at,))))
+    edges = (0, 1, 7, 8, 15, 16, 17, 1023, 1024)
+    cases += [
+        case(op, many, "largest at the edges", "a skipped row of w; rows swapped", _largest_at(edges)),
+        case(op, many, "two equal rows of w", "the higher index of a tie", _tied((3, 700))),
+        case(op, one, "equal rows across the halves", "the higher index of a tie between threads", _tied((511, 512, 1024))),
+        case(op, one, "equal neighbours", "the higher index of a tie within a vector", _tied((5, 6, 7, 8))),
+        case(op, many, "all zero", "an index other than 0", _all_zero),
+        case(op, many, "all negative", "a maximum that starts at 0", _all_negative),
+        case(op, many, "nan in x", "a token out of range", _nan_in_x),
+        case(op, one, "nan in w", "a NaN that loses", _nan_in_w),
+        case(op, one, "inf in w", "an infinity that loses", _inf_in_w),
+        case(op, many, "strided rows", "row strides ignored", relayout(("x", "w"), strided)),
+        case(op, one, "offset by one element", "alignment assumed", relayout(("x", "w"), offset_by_one)),
+    ]
+    return tuple(cases)
+
+
+def _largest_at(where: tuple[int, ...]) -> Change:
+    def change(inputs: dict[str, Any], _: Draw) -> None:
+        x, w = inputs["x"], inputs["w"]
+        for m in range(x.shape[0]):
+            row = x[m].double()
+            w[where[m % len(where)]] = (row * (8 / row.square().sum().sqrt())).to(w.dtype)
+
+    return change
+
+
+def _tied(where: tuple[int, ...]) -> Change:
+    """Small integers; the rows at `where` equal the largest."""
+
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        x, w = inputs["x"], inputs["w"]
+        x.copy_(draw.integers(-3, 4, *x.shape))
+        x[:] = x[:1]  # one direction for all rows, so that the tie is every row's
+        w.copy_(draw.integers(-1, 2, *w.shape))
+        for at in where:
+            w[at] = x[0].sign() * 2
+
+    return change
+
+
+def _all_zero(inputs: dict[str, Any], _: Draw) -> None:
+    inputs["x"].zero_()
+
+
+def _all_negative(inputs: dict[str, Any], _: Draw) -> None:
+    inputs["x"].abs_().add_(0.5)
+    inputs["w"].abs_().add_(0.5).neg_()
+
+
+def _nan_in_x(inputs: dict[str, Any], _: Draw) -> None:
+    inputs["x"][::2, 5] = float("nan")
+
+
+def _nan_in_w(inputs: dict[str, Any], _: Draw) -> None:
+    inputs["w"][700, 5] = float("nan")
+
+
+def _inf_in_w(inputs: dict[str, Any], _: Draw) -> None:
+    inputs["x"][:, 5] = 1.0
+    inputs["w"][700, 5] = float("inf")

@@ -1,0 +1,191 @@
+"""paged_attn: attention over a KV cache kept in pages, [P, page, Hkv, D], found through a block table. See attention.py.
+
+Position j of batch row b lives in page block_table[b, j // page], slot j % page. Entries beyond a row's length may hold
+anything, -1 included; what they point to must not influence the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.ops import attention
+from autosel.ops.arguments import Binder, need_multiple
+from autosel.ops.attention_cases import attn_cases
+from autosel.ops.attn import Attn, head_pairs, pick_heads, ragged_lengths
+from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.draw import Change, Draw, offset_by_one, relayout, resident_draw, streamed_draw
+from autosel.values import DTYPE_BYTES, Workload
+
+ATTN = Attn()
+
+
+class PagedAttn(Op):
+    name = "paged_attn"
+    args = (
+        Arg(name="q", kind="tensor"),
+        Arg(name="k_pages", kind="tensor", role="streamed"),
+        Arg(name="v_pages", kind="tensor", role="streamed"),
+        Arg(name="block_table", kind="tensor"),
+        Arg(name="lengths", kind="tensor"),
+        Arg(name="max_len", kind="int"),
+        Arg(name="scale", kind="float", default=0.0),
+        Arg(name="window", kind="int", default=0),
+        Arg(name="softcap", kind="float", default=0.0),
+    )
+    output_names = ("o",)
+    dim_names = ("B", "Hq", "Hkv", "S", "D", "L", "page")
+    trait_defaults = {"window": 0, "softcap": 0.0}
+
+    def workload_of(self, inputs: Inputs) -> Workload:
+        take = Binder(self.name, inputs)
+        take.floats("q", "B Hq S D")
+        take.floats("k_pages", "P page Hkv D")
+        take.floats("v_pages", "P page Hkv D")
+        take.exactly("block_table", "B n", torch.int32)
+        take.exactly("lengths", "B", torch.int32)
+        need_multiple(take, "Hq", "Hkv")
+        room = take.dims.pop("n") * take.dims["page"]
+        take.dims.pop("P")
+        take.dims["L"] = int(take.number("max_len", room, low=1))
+        if take.dims["L"] > room:
+            raise take.fail("max_len", f"is {take.dims['L']}, the block table reaches {room}")
+        take.number("scale", 0.0, low=0.0)
+        window, softcap = take.number("window", 0, low=0), take.number("softcap", 0.0, low=0.0)
+        return self.workload(take.dtype_name, take.dims, window=int(window), softcap=float(softcap))
+
+    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(name="o", shape=(w["B"], w["Hq"], w["S"], w["D"]), dtype=w.dtype),)
+
+    def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
+        draw, blocks = streamed_draw(seed, w.dtype), _blocks(w)
+        shape = (w["B"] * blocks, w["page"], w["Hkv"], w["D"])
+        table = draw.permutation(w["B"] * blocks).view(w["B"], blocks).int()
+        pages = {"k_pages": draw.normal(*shape), "v_pages": draw.normal(*shape)}
+        return self.refresh(w, {**pages, "block_table": table}, seed)
+
+    def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
+        draw = resident_draw(seed, w.dtype)
+        return {
+            "q": draw.normal(w["B"], w["Hq"], w["S"], w["D"]),
+            "k_pages": inputs["k_pages"],
+            "v_pages": inputs["v_pages"],
+            "block_table": inputs["block_table"],
+            "lengths": ragged_lengths(w["B"], w["L"])[draw.permutation(w["B"])],
+            "max_len": w["L"],
+            "scale": 0.0,
+            "window": int(w.trait("window", 0)),
+            "softcap": float(w.trait("softcap", 0.0)),
+        }
+
+    def cases(self, w: Workload) -> tuple[Case, ...]:
+        """attn's battery, its caches cut into pages; the workload's page size and three others."""
+        cases = []
+        for i, found in enumerate(attn_cases(ATTN, contiguous(w), layouts=False)):
+            page = w["page"] if i % 2 == 0 else (16, 1, 64, 24)[i // 2 % 4]
+            at = _paged(w, found.workload, page)
+            cases.append(Case(name=found.name, workload=at, make=_cut(found, page), covers=found.covers))
+        small = next(c for c in cases if "Hkv2" in c.workload.key and c.workload["L"] > 100 and c.workload["page"] > 1)
+        floats = ("q", "k_pages", "v_pages")
+        for name, covers, change in (
+            ("offset by one element", "alignment assumed", relayout(floats, offset_by_one)),
+            ("k and v share pages", "page strides ignored", _share_pages),
+            ("heads outside slots", "head strides ignored", relayout(floats[1:], _heads_outside)),
+        ):
+            cases.append(Case(name=name, workload=small.workload, make=_then(small, change), covers=covers))
+        return tuple(cases)
+
+    def _exact(self, inputs: Inputs) -> tuple[attention.Exact, Tensor, Tensor]:
+        k, v = (gather(inputs[n], inputs["block_table"], inputs["max_len"]) for n in ("k_pages", "v_pages"))
+        q, lengths, scale, window, softcap = (inputs[n] for n in ("q", "lengths", "scale", "window", "softcap"))
+        return attention.exact(q, k, v, lengths, scale, window, softcap), k, v
+
+    def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        return (attention.unpack(self._exact(inputs)[0].o, inputs["q"].shape),)
+
+    def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        error = attention.error_bound(*self._exact(inputs), inputs["scale"])
+        return (attention.unpack(error, inputs["q"].shape),)
+
+    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
+        pairs, group = head_pairs(w, count, seed), w["Hq"] // w["Hkv"]
+        b, h = pairs // w["Hkv"], pairs % w["Hkv"]
+        table = inputs["block_table"]
+        part = {**inputs, "q": pick_heads(inputs["q"], b, h, group), "lengths": inputs["lengths"][b]}
+        for name in ("k_pages", "v_pages"):
+            own = [inputs[name][table[i].long().clamp_min(0)][:, :, j : j + 1] for i, j in zip(b, h, strict=True)]
+            part[name] = torch.cat(own)
+        part["block_table"] = torch.arange(len(pairs) * table.shape[1], dtype=torch.int32).view(len(pairs), -1)
+        return Rows(inputs=part, pick=lambda outs: (pick_heads(outs[0], b, h, group),))
+
+    def bytes_moved(self, w: Workload) -> int:
+        return ATTN.bytes_moved(contiguous(w)) + 4 * w["B"] * _blocks(w)
+
+    def flops(self, w: Workload) -> int:
+        return ATTN.flops(contiguous(w))
+
+
+def contiguous(w: Workload) -> Workload:
+    """The same attention over a contiguous cache with lengths."""
+    dims = {name: size for name, size in w.dims if name != "page"}
+    return ATTN.workload(w.dtype, dims, ragged=True, **dict(w.traits))
+
+
+def gather(pages: Tensor, table: Tensor, keys: int) -> Tensor:
+    """[P, page, Hkv, D] -> the contiguous cache [B, Hkv, keys, D]."""
+    found = pages[table.long().clamp_min(0)].flatten(1, 2)
+    return found.transpose(1, 2)[:, :, :keys]
+
+
+def _blocks(w: Workload) -> int:
+    return -(-w["L"] // w["page"])
+
+
+def _paged(w: Workload, at: Workload, page: int) -> Workload:
+    return w.at(**dict(at.dims), page=page)
+
+
+def _cut(found: Case, page: int) -> Any:
+    def make(seed: int) -> dict[str, Any]:
+        inputs, draw = found.make(seed), Draw(seed + 99_991, found.workload.dtype)
+        k, v, lengths = inputs.pop("k"), inputs.pop("v"), inputs["lengths"]
+        b, blocks = k.shape[0], -(-k.shape[2] // page)
+        order = draw.permutation(b * blocks + 2)[: b * blocks].view(b, blocks)
+        table = order.int()
+        pages = {"k_pages": _pages(k, page, order), "v_pages": _pages(v, page, order)}
+        table[torch.arange(blocks) * page >= lengths[:, None]] = -1
+        return {"q": inputs.pop("q"), **pages, "block_table": table, **inputs}
+
+    return make
+
+
+def _pages(cache: Tensor, page: int, order: Tensor) -> Tensor:
+    b, hkv, keys, d = cache.shape
+    padded = torch.full((b, hkv, order.shape[1] * page, d), 800.0, dtype=cache.dtype)
+    padded[:, :, :keys] = cache
+    pages = torch.full((order.numel() + 2, page, hkv, d), -800.0, dtype=cache.dtype)
+    pages[order.flatten()] = padded.unflatten(2, (-1, page)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    return pages
+
+
+def _then(found: Case, change: Change) -> Any:
+    def make(seed: int) -> dict[str, Any]:
+        inputs = found.make(seed)
+        change(inputs, Draw(seed, found.workload.dtype))
+        return inputs
+
+    return make
+
+
+def _share_pages(inputs: dict[str, Any], _: Draw) -> None:
+    """One buffer [P, 2, page, Hkv, D], as some engines keep K and V."""
+    both = torch.stack((inputs["k_pages"], inputs["v_pages"]), 1)
+    inputs["k_pages"], inputs["v_pages"] = both[:, 0], both[:, 1]
+
+
+def _heads_outside(pages: Tensor) -> Tensor:
+    """The same [P, page, Hkv, D] over memory laid out [P, Hkv, page, D]."""
+    return pages.transpose(1, 2).contiguous().transpose(1, 2)

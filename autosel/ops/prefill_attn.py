@@ -1,0 +1,183 @@
+"""prefill_attn: causal attention of a prompt over itself; query i sees keys 0..i (the last `window` of them). See
+attention.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.ops import attention
+from autosel.ops import attention_cases as hostile
+from autosel.ops.arguments import Binder, need_multiple
+from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.draw import Change, Draw, large, offset_by_one, outliers, relayout, strided, subnormal, zeros
+from autosel.values import DTYPE_BYTES, Workload
+
+LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 193)
+CHECKED_SCORES = 1 << 22  # scores computed in float64 while racing
+
+
+class PrefillAttn(Op):
+    name = "prefill_attn"
+    args = (
+        Arg(name="q", kind="tensor"),
+        Arg(name="k", kind="tensor"),
+        Arg(name="v", kind="tensor"),
+        Arg(name="scale", kind="float", default=0.0),
+        Arg(name="window", kind="int", default=0),
+        Arg(name="softcap", kind="float", default=0.0),
+    )
+    output_names = ("o",)
+    dim_names = ("B", "Hq", "Hkv", "S", "D")
+    trait_defaults = {"window": 0, "softcap": 0.0}
+
+    def workload_of(self, inputs: Inputs) -> Workload:
+        take = Binder(self.name, inputs)
+        take.floats("q", "B Hq S D")
+        take.floats("k", "B Hkv S D")
+        take.floats("v", "B Hkv S D")
+        need_multiple(take, "Hq", "Hkv")
+        take.number("scale", 0.0, low=0.0)
+        window, softcap = take.number("window", 0, low=0), take.number("softcap", 0.0, low=0.0)
+        return self.workload(take.dtype_name, take.dims, window=int(window), softcap=float(softcap))
+
+    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(name="o", shape=(w["B"], w["Hq"], w["S"], w["D"]), dtype=w.dtype),)
+
+    def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
+        draw, cache = Draw(seed, w.dtype), (w["B"], w["Hkv"], w["S"], w["D"])
+        return {
+            "q": draw.normal(w["B"], w["Hq"], w["S"], w["D"]),
+            "k": draw.normal(*cache),
+            "v": draw.normal(*cache),
+            "scale": 0.0,
+            "window": int(w.trait("window", 0)),
+            "softcap": float(w.trait("softcap", 0.0)),
+        }
+
+    def cases(self, w: Workload) -> tuple[Case, ...]:
+        return tuple(_cases(self, w))
+
+    def _exact(self, inputs: Inputs) -> tuple[attention.Exact, Tensor, Tensor]:
+        q, k, v, scale, window, softcap = (inputs[a.name] for a in self.args)
+        lengths = torch.full((k.shape[0],), k.shape[2])
+        return attention.exact(q, k, v, lengths, scale, window, softcap), k, v
+
+    def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        return (attention.unpack(self._exact(inputs)[0].o, inputs["q"].shape),)
+
+    def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        error = attention.error_bound(*self._exact(inputs), inputs["scale"])
+        return (attention.unpack(error, inputs["q"].shape),)
+
+    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
+        """A run of queries of one head, against the keys up to its end: the reference takes fewer queries than keys."""
+        generator = torch.Generator().manual_seed(seed)
+        wanted = max(1, min(w["S"], count))
+        end = w["S"] if seed % 2 else int(torch.randint(wanted, w["S"] + 1, (1,), generator=generator))
+        b, h = (int(torch.randint(0, w[n], (1,), generator=generator)) for n in ("B", "Hkv"))
+        group = w["Hq"] // w["Hkv"]
+        rows, heads = slice(end - wanted, end), slice(h * group, (h + 1) * group)
+        part = {**inputs, "q": inputs["q"][b : b + 1, heads, rows]}
+        part |= {n: inputs[n][b : b + 1, h : h + 1, :end] for n in ("k", "v")}
+        return Rows(inputs=part, pick=lambda outs: (outs[0][b : b + 1, heads, rows],))
+
+    def bytes_moved(self, w: Workload) -> int:
+        return DTYPE_BYTES[w.dtype] * 2 * w["B"] * (w["Hq"] + w["Hkv"]) * w["S"] * w["D"]
+
+    def flops(self, w: Workload) -> int:
+        pairs = attention.pairs_seen(w["S"], w["S"], int(w.trait("window", 0)))
+        return 4 * w["B"] * w["Hq"] * w["D"] * pairs
+
+
+# --- cases -------------------------------------------------------------------------------------------------------------
+
+
+def _cases(op: Op, w: Workload) -> list[Case]:
+    g, window, d = min(w["Hq"] // w["Hkv"], 8), int(w.trait("window", 0)), min(w["D"], 256)
+    cases: list[Case] = []
+
+    def add(name: str, covers: str, s: int, change: Change | None = None, **dims: int) -> None:
+        at = w.at(**{"B": 2 if s < 100 else 1, "Hq": g, "Hkv": 1, "S": s, "D": d, **dims})
+        name = f"random {at.shape_text}" if name == "random" else name
+        cases.append(Case(name=name, workload=at, make=_maker(op, at, change), covers=covers))
+
+    for s in LENGTHS:
+        add("random", "tails of tiles; the diagonal", s)
+    for hq, hkv in hostile.HEADS:
+        add("random", "query heads to KV heads", 37, Hq=hq, Hkv=hkv)
+    for width in hostile.WIDTHS:
+        add("random", "head widths", 66, D=width)
+    for at in (0, 1, 15, 16, 17, 63, 64, 65, 126, 127, 128):
+        add(f"needle at {at}", "the diagonal off by one; a skipped key", 129, _needle(at))
+    if window:
+        for s in sorted({window, window + 1, window + 33} if window <= 1024 else {window + 1}):
+            add(f"needle leaves the window, S{s}", "the window off by one", s, _needle(0), B=1, Hq=1, D=min(d, 64))
+    _add_values(add, window)
+    for name, covers, view in (
+        ("offset by one element", "alignment assumed", offset_by_one),
+        ("strided rows", "row strides ignored", strided),
+        ("heads inside tokens", "layout [B, S, H, D] seen through strides", lambda x: x.transpose(1, 2).contiguous().mT),
+    ):
+        if name != "heads inside tokens":
+            add(name, covers, 67, relayout(("q", "k", "v"), view), Hq=2 * g, Hkv=2)
+    add("heads inside tokens", "layout seen through strides", 67, relayout(("q", "k", "v"), _heads_inside), Hq=2 * g, Hkv=2)
+    return cases
+
+
+def _add_values(add: Any, window: int) -> None:
+    for name in ("q", "k", "v"):
+        add(f"zeros in {name}", "-0.0; a uniform average", 97, _on(name, zeros))
+        add(f"subnormal {name}", "garbage for subnormal inputs", 97, _on(name, subnormal))
+        if name == "q" or not window:  # every query must see a bad key, for a library may read what it masks
+            add(f"nan in {name}", "a swallowed NaN", 97, _nan(name))
+    add("outliers in v", "precision below fp32", 97, _on("v", outliers))
+    add("large v", "overflow of sums", 97, _on("v", large))
+    add("large scores", "exp without the maximum", 97, _scaled)
+    add("all equal", "a softmax that is not uniform", 97, _all_equal)
+
+
+def _maker(op: Op, at: Workload, change: Change | None) -> Callable[[int], dict[str, Any]]:
+    def make(seed: int) -> dict[str, Any]:
+        inputs = op.inputs(at, seed)
+        if change is not None:
+            change(inputs, Draw(seed + 77_003, at.dtype))
+        return inputs
+
+    return make
+
+
+def _needle(at: int) -> Change:
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        hostile.plant(inputs, draw, [at])
+
+    return change
+
+
+def _on(name: str, edit: Callable[[Tensor, Draw], None]) -> Change:
+    return lambda inputs, draw: edit(inputs[name], draw)
+
+
+def _nan(name: str) -> Change:
+    def change(inputs: dict[str, Any], _: Draw) -> None:
+        inputs[name][0, 0, 40 if name == "q" else 0, 3] = float("nan")
+
+    return change
+
+
+def _scaled(inputs: dict[str, Any], _: Draw) -> None:
+    inputs["q"].mul_(12.0)
+    inputs["k"].mul_(12.0)
+
+
+def _all_equal(inputs: dict[str, Any], _: Draw) -> None:
+    for name in ("q", "k", "v"):
+        inputs[name].fill_(0.75)
+
+
+def _heads_inside(x: Tensor) -> Tensor:
+    """The same [B, H, S, D] over memory laid out [B, S, H, D]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
