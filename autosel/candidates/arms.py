@@ -51,11 +51,11 @@ def torch_identity() -> dict[str, Any]:
     """
     import torch
 
-    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+    cudnn_version: Any = torch.backends.cudnn.version  # untyped in some versions
     return {
         "torch": torch.__version__,
         "git": str(torch.version.git_version),
         "built": torch.__config__.show(),
         "cuda": str(torch.version.cuda),
-        "cudnn": str(cudnn),
+        "cudnn": str(cudnn_version() if torch.cuda.is_available() else None),
     }

@@ -50,7 +50,7 @@ def tiny(name: str) -> models.ModelShape:
     rope = replace(shape.rope, rotary_dim=32)
     return replace(
         shape, layers=2, layer_types=shape.layer_types[4:6], d=96, Hq=4, Hkv=2, D=32, I=160, V=500, rope=rope,
-        window=64 if shape.window else 0, rope_local=None,
+        window=16 if shape.window else 0, rope_local=None,
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def workloads_of_a_step() -> list[Any]:
     found: dict[str, Workload] = {}
     for name in ("llama-1b", "qwen3-0.6b", "gemma3-1b"):
         for batch in (1, 3):
-            for w in models.workloads(tiny(name), batch=batch, context=200, ops=everything):
+            for w in models.workloads(tiny(name), batch=batch, context=40, ops=everything):
                 found[w.key] = w
     return [pytest.param(w, id=w.key) for w in found.values()]
 
