@@ -41,11 +41,9 @@ def best_command(op: str, workload: str, as_json: bool) -> None:
 def serving(op: str | None) -> list[Decision]:
     """What serves here now, in the ledger's order; gemv and gemm are linear at M = 1 and above."""
     from autosel.candidates.registry import op_name
-    from autosel.fingerprint import machine
     from autosel.ledger.store import open_ledger
-    from autosel.values import digest
 
-    hw_id = digest({"kind": "cpu", **machine.identity()})
+    hw_id = this_device()
     name = op_name(op) if op else None
     with open_ledger() as ledger:
         rows = [s.decision for s in ledger.serving() if s.decision.hw_id == hw_id]
@@ -53,3 +51,11 @@ def serving(op: str | None) -> list[Decision]:
     if op in ("gemv", "gemm"):
         rows = [d for d in rows if (d.workload["M"] == 1) == (op == "gemv")]
     return rows
+
+
+def this_device() -> str:
+    """This machine's hw_id, without measuring anything."""
+    from autosel.fingerprint import machine
+    from autosel.values import digest
+
+    return digest({"kind": "cpu", **machine.identity()})

@@ -1,9 +1,13 @@
 // What every entry point does with its arguments: check, give pointers, choose the storage type.
 #pragma once
+#if defined(AUTOSEL_PLAIN_C)
+#include "plain_c.h"
+#else
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
+#endif
 
 #include "simd.h"
 #include "team.h"

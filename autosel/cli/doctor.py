@@ -1,0 +1,165 @@
+"""`doctor`: what works here, what does not, and what to do about it. Exit code 1 if something is broken."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from autosel import settings
+from autosel.cli.output import bytes_text, emit_json, json_option
+from autosel.errors import AutoselError
+
+Level = Literal["ok", "note", "bad"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing looked at. `todo` is empty where nothing needs doing."""
+
+    what: str
+    level: Level
+    text: str
+    todo: str = ""
+
+
+@click.command("doctor")
+@json_option
+def doctor_command(as_json: bool) -> None:
+    """Check compiler, libraries, noise, ledger, snapshot, plug-ins, quarantine; say what to do.
+
+    \b
+    Examples:
+      doctor
+      doctor --json
+    """
+    findings = list(examine())
+    if as_json:
+        emit_json(findings)
+    else:
+        width = max(len(f.what) for f in findings)
+        for f in findings:
+            mark = {"ok": "ok  ", "note": "note", "bad": "BAD "}[f.level]
+            colour = {"ok": "green", "note": "yellow", "bad": "red"}[f.level]
+            click.echo(f"{click.style(mark, fg=colour)}  {f.what:<{width}}  {f.text}")
+            if f.todo:
+                click.echo(f"      {'':<{width}}  -> {f.todo}")
+    if any(f.level == "bad" for f in findings):
+        raise click.exceptions.Exit(1)
+
+
+def examine() -> Iterator[Finding]:
+    """Every check, each on its own: one that breaks is a finding, not the end."""
+    for what, check in CHECKS.items():
+        try:
+            yield from check(what)
+        except AutoselError as error:
+            yield Finding(what=what, level="bad", text=f"{error.what}: {error.why}".rstrip(": "), todo=error.todo)
+
+
+def _compiler(what: str) -> Iterator[Finding]:
+    from autosel.native.compile import NO_COMPILER, find_compiler
+
+    found = find_compiler()
+    if found is None:
+        yield Finding(what=what, level="note", text="none: the C++ kernels are not eligible", todo=NO_COMPILER)
+    else:
+        yield Finding(what=what, level="ok", text=f"{found.path}  {found.version}")
+
+
+def _libraries(what: str) -> Iterator[Finding]:
+    from importlib.metadata import version
+
+    yield Finding(what=what, level="ok", text=f"torch {version('torch')}, apache-tvm-ffi {version('apache-tvm-ffi')}")
+
+
+def _device(what: str) -> Iterator[Finding]:
+    from autosel import fingerprint
+    from autosel.fingerprint.describe import headline
+
+    fp = fingerprint.take("cpu")
+    yield Finding(what=what, level="ok", text=headline(fp))
+    for note in fp.notes:
+        yield Finding(what=what, level="note", text=note)
+    if fp.contended:
+        todo = f"for cleaner rates close other work, then {settings.spelling()} fingerprint --refresh"
+        yield Finding(what="noise", level="note", text="contended when it was measured", todo=todo)
+
+
+def _home(what: str) -> Iterator[Finding]:
+    home = settings.home()
+    parent = next(p for p in (home, *home.parents) if p.exists())
+    free = shutil.disk_usage(parent).free
+    text = f"{home}, {bytes_text(float(free))} free"
+    if free < 200 << 20:
+        yield Finding(what=what, level="bad", text=text, todo="free some space, or set AUTOSEL_HOME to another disk")
+    else:
+        yield Finding(what=what, level="ok", text=text)
+
+
+def _ledger(what: str) -> Iterator[Finding]:
+    from autosel.cli.best import this_device
+    from autosel.ledger.store import open_ledger
+
+    with open_ledger() as ledger:
+        ledger.check()
+        decisions, served = ledger.history(), ledger.serving()
+        text = f"{Path(ledger.name).name}: {len(decisions)} decisions, {len(served)} serve"
+        yield Finding(what=what, level="ok", text=text + ("" if ledger.writable else ", read-only"))
+        hw_ids = {s.decision.hw_id for s in served}
+        here = this_device()
+        if served and here not in hw_ids:
+            todo = f"{settings.spelling()} tune"
+            yield Finding(what=what, level="note", text="none of them was measured on this device", todo=todo)
+        for held in ledger.quarantined(here).values():
+            text = f"{held.arm.candidate} for {held.op}: {held.cause}: {held.reason}"
+            yield Finding(what="quarantine", level="note", text=text)
+        yield from _calibration(ledger.aa(here, "short"), ledger.aa(here, "long"))
+
+
+def _calibration(short: tuple[int, int], long: tuple[int, int]) -> Iterator[Finding]:
+    from autosel.race.plan import AA_SESSIONS, SAMPLE_NS, margin
+
+    for name, (sessions, crossings) in (("short ops", short), ("long ops", long)):
+        m = margin(sessions, crossings, SAMPLE_NS)
+        text = f"{name}: minimum effect {m.delta:.0%}; {crossings} of {sessions} A/A sessions crossed"
+        todo = "" if m.calibrated else f"{max(0, AA_SESSIONS - sessions)} more quiet A/A sessions (each tune adds some)"
+        yield Finding(what="margin", level="ok" if m.calibrated else "note", text=text, todo=todo)
+
+
+def _snapshot(what: str) -> Iterator[Finding]:
+    from autosel.ledger import snapshot
+
+    path = settings.home() / snapshot.FILE
+    found = snapshot.read(path)
+    if found is None:
+        yield Finding(what=what, level="note", text="no decisions yet: best() serves the baseline", todo="tune")
+        return
+    yield Finding(what=what, level="ok", text=f"{path.name}: {len(found.rows)} rows, epoch {found.epoch}")
+
+
+def _plugins(what: str) -> Iterator[Finding]:
+    from autosel.candidates.plugins import discover
+
+    for plugin in discover():
+        text = f"{plugin.name} ({plugin.distribution} {plugin.version})"
+        if plugin.allowed:
+            yield Finding(what=what, level="bad" if plugin.problem else "ok", text=f"{text} {plugin.problem}".strip())
+        else:
+            todo = f"to race it: AUTOSEL_ALLOW={plugin.name}"
+            yield Finding(what=what, level="note", text=f"{text}: installed, not imported", todo=todo)
+
+
+CHECKS: dict[str, Callable[[str], Iterator[Finding]]] = {
+    "compiler": _compiler,
+    "libraries": _libraries,
+    "device": _device,
+    "home": _home,
+    "ledger": _ledger,
+    "snapshot": _snapshot,
+    "plug-ins": _plugins,
+}
