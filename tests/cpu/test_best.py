@@ -1,0 +1,176 @@
+"""From the ledger to the served kernel: compiled code, a real database, the real snapshot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autosel import dispatch, ops, resources, settings
+from autosel.candidates import arms, registry
+from autosel.dispatch import resolve
+from autosel.dispatch.board import this_device
+from autosel.ledger import Ledger, open_ledger
+from autosel.ledger.key import current_mode
+from autosel.native.compile import compile_source
+from autosel.values import Arm, Decision, Knobs, NativeRecipe, Passed, Workload
+
+ROOT = Path(__file__).resolve().parents[2]
+RMS = ops.find("rmsnorm")
+X, WEIGHT = torch.randn(3, 256), torch.randn(256)
+W = RMS.workload("fp32", {"M": 3, "d": 256})
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of artefacts, compiled once."""
+    return tmp_path_factory.mktemp("built")
+
+
+@pytest.fixture
+def home(tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An own home, kernels included, for everything that reads settings."""
+    monkeypatch.delenv("AUTOSEL_DB", raising=False)
+    for folder in (built, tmp_path / "home"):
+        monkeypatch.setenv("AUTOSEL_HOME", str(folder))
+        settings.read.cache_clear()
+        if folder is built:
+            native_arm()
+    shutil.copytree(built / "native", tmp_path / "home" / "native")
+    (tmp_path / "home").chmod(0o700)
+    forget()
+    yield tmp_path / "home"
+    monkeypatch.undo()
+    settings.read.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    """What a new process would not know."""
+    resolve._edited.cache_clear()
+    resolve._python_digest.cache_clear()
+
+
+def native_arm() -> Arm:
+    candidate, device = registry.find("rmsnorm", "cpp:rmsnorm"), this_device()
+    knobs = candidate.knobs(W, device)
+    recipe = candidate.recipe(W, device, knobs)
+    assert isinstance(recipe, NativeRecipe)
+    return arms.arm(candidate, W, device, compile_source(recipe.source, recipe.flags).digest, knobs)
+
+
+def promote(ledger: Ledger, arm: Arm, w: Workload = W, **changes: Any) -> Decision:
+    passed = Passed(cases=1, worst=0.1, worst_case="random")
+    values: dict[str, Any] = {
+        "verdict": None,
+        "race": None,
+        "parities": [(arm, passed)],
+        "arm": arm,
+        "baseline": arms.arm(registry.baseline(w.op), w, this_device(), "", Knobs()),
+        "mode": current_mode(),
+        "state": "promoted",
+        "reason": "for the test",
+        "idempotency_key": "one",
+    }
+    return ledger.record(this_device(), w, **(values | changes))
+
+
+def close(result: torch.Tensor) -> bool:
+    inputs = {"x": X, "weight": WEIGHT, "eps": 1e-6, "offset": 0.0}
+    return isinstance(RMS.verify(inputs, (result,)), ops.contract.Match)
+
+
+def test_what_the_ledger_promotes_runs_natively_and_what_it_demotes_does_not(home: Path) -> None:
+    ledger = open_ledger()
+    made = promote(ledger, native_arm())
+    with dispatch.use(home):
+        best, bound = dispatch.best("rmsnorm"), dispatch.best("rmsnorm", like=(X, WEIGHT))
+        assert bound.candidate == "cpp:rmsnorm"
+        assert bound.decision == made
+        out = torch.empty_like(X)
+        assert close(bound(X, WEIGHT, out=out))
+        assert close(out)
+        for _ in range(2):  # allocating, first by describing the result, then by looking it up
+            result = best(X, WEIGHT)
+            assert result.shape == X.shape
+            assert close(result)
+        assert close(bound(X.repeat(1, 2)[:, :256], WEIGHT)), "rows may be strided"
+        ledger.demote(made.id, "fault")
+        dispatch.refresh()
+        assert bound.candidate == "torch:rmsnorm"
+        assert close(bound(X, WEIGHT))
+        assert "demoted: fault" in best.explain() or best.explain() == "rmsnorm: not called yet"
+
+
+def test_a_missing_or_damaged_artefact_is_the_baseline_with_the_reason(home: Path) -> None:
+    arm = native_arm()
+    promote(open_ledger(), arm)
+    kernel = home / "native" / arm.build / "kernel.so"
+    content = kernel.read_bytes()
+    for damaged in (content[:-1] + b"x", b""):
+        kernel.write_bytes(damaged)
+        forget()
+        with dispatch.use(home):
+            bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
+            assert close(bound(X, WEIGHT))
+            assert "missing or damaged; run tune again" in bound.reason
+    kernel.unlink()
+    forget()
+    with dispatch.use(home):
+        assert "missing or damaged" in dispatch.best("rmsnorm", like=(X, WEIGHT)).reason
+
+
+def test_editing_a_kernel_voids_its_own_decisions_and_no_others(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    promote(open_ledger(), native_arm())
+    edited = home / "kernels"
+    edited.mkdir()
+    for path in (resources.kernels() / "cpu").glob("*"):
+        if path.is_file():
+            (edited / "cpu").mkdir(exist_ok=True)
+            (edited / "cpu" / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(resources, "kernels", lambda: edited)
+    (edited / "cpu" / "gemv.cpp").write_text("// another kernel\n")
+    with dispatch.use(home):
+        assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "cpp:rmsnorm"
+    source = edited / "cpu" / "rmsnorm.cpp"
+    source.write_text(source.read_text() + "\n// edited\n")
+    forget()
+    with dispatch.use(home):
+        assert "source was edited since" in dispatch.best("rmsnorm", like=(X, WEIGHT)).reason
+
+
+def test_another_thread_count_is_another_mode(home: Path) -> None:
+    promote(open_ledger(), native_arm())
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        with dispatch.use(home):
+            assert f"this process runs {current_mode()}" in dispatch.best("rmsnorm", like=(X, WEIGHT)).reason
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_read_only_home_serves_in_a_process_that_cannot_write(home: Path) -> None:
+    made = promote(open_ledger(), native_arm())
+    (home / "ledger.db").unlink()  # a container gets the snapshot and the builds
+    for path in (home, *home.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    code = (
+        f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
+        "import autosel\n"
+        "bound = autosel.best('rmsnorm', like=(torch.randn(3, 256), torch.randn(256)))\n"
+        "print(bound.candidate, bound.decision.id, bound.reason, sep='|')"
+    )
+    environment = {**os.environ, "AUTOSEL_HOME": str(home), "PYTHONPATH": str(ROOT), "CXX": "", "PATH": "/nonexistent"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    for path in (home, *home.rglob("*")):
+        if path.is_dir():
+            path.chmod(0o755)
+    assert done.stdout.strip() == f"cpp:rmsnorm|{made.id}|for the test"
