@@ -1,4 +1,4 @@
-"""SiLU and the two GELUs: definition, derivative and what fp32 may lose in them. Shared by swiglu, geglu and gate_up."""
+"""SiLU and the two GELUs: definition, derivative, what fp32 may lose in them. Shared by swiglu, geglu and gate_up."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def slope(kind: Activation, g: Tensor) -> Tensor:
 def evaluation_error(kind: Activation, g: Tensor, a: Tensor) -> Tensor:
     """What computing f(g) in fp32 loses, float64.
 
-    silu: exp(-g) carries |g| u32 from its argument, relative; a sigmoid below fp32's range counts as zero. gelu: 1 + erf
-    and 1 + tanh cancel for negative g, so the error is absolute, a few u32 of |g|.
+    silu: exp(-g) carries |g| u32 from its argument, relative; a sigmoid below fp32's range counts as zero. gelu:
+    1 + erf and 1 + tanh cancel for negative g, so the error is absolute, a few u32 of |g|.
     """
     if kind == "silu":
         return (8 + 2 * g.abs()) * U32 * a.abs() + 4 * g.abs() * TINY_NORMAL["fp32"]

@@ -88,7 +88,7 @@ class AddRmsNorm(Op):
         flushed = flushable(x) + flushable(residual)
         energy, fourth = r.square().sum(-1, keepdim=True), r.pow(4).sum(-1, keepdim=True)
         shared = (LAMBDA * fourth.sqrt() / energy).clamp_max(1.0).nan_to_num(1.0)
-        # A flushed element of x or residual moves r_k by that much: y_k by its share, rstd hardly (included as relative).
+        # A flushed element of x or residual moves r_k by that much: y_k by its share, rstd by `moved`, relative.
         rstd = (energy / r.shape[-1] + inputs["eps"]).rsqrt()
         scale = (weight.double() + inputs["offset"]).abs()
         moved = (flushed.square().sum(-1, keepdim=True) / (energy + r.shape[-1] * inputs["eps"])).sqrt()
@@ -109,5 +109,5 @@ class AddRmsNorm(Op):
         return 5 * w["M"] * w["d"]
 
 
-def _cancel(inputs: dict[str, Any], draw: Draw) -> None:
+def _cancel(inputs: dict[str, Any], _: Draw) -> None:
     inputs["residual"].copy_(-inputs["x"] * 1.01)

@@ -32,7 +32,7 @@ class Binder:
         """A tensor in the workload's dtype. Raises BadArguments naming it."""
         tensor = self._tensor(name, shape)
         if tensor.dtype not in FLOATS:
-            raise BadArguments(f"{self.op}: {name} is {tensor.dtype}", why="bfloat16, float16 and float32 are supported")
+            raise BadArguments(f"{self.op}: {name} is {tensor.dtype}", why="it must be bfloat16, float16 or float32")
         if self.dtype is None:
             self.dtype = tensor.dtype
         elif tensor.dtype != self.dtype:
@@ -74,7 +74,7 @@ class Binder:
         if tensor.dim() != len(letters):
             raise BadArguments(f"{self.op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise BadArguments(f"{self.op}: {name}'s last dimension is not contiguous", todo=f"pass {name}.contiguous()")
+            raise self.fail(name, "is not contiguous in its last dimension", todo=f"pass {name}.contiguous()")
         for letter, size in zip(letters, tensor.shape, strict=True):
             self._bind(name, letter, size, tuple(tensor.shape), expected)
         return tensor

@@ -74,7 +74,7 @@ def bury(cache: Tensor, lengths: Tensor | None, longest: int, draw: Draw) -> Non
         junk.copy_(torch.randint(0, 2, junk.shape, generator=draw.generator) * 1600.0 - 800.0)
 
 
-# --- shapes ------------------------------------------------------------------------------------------------------------
+# --- shapes -----------------------------------------------------------------------------------------------------------
 
 
 def _at(w: Workload, *, b: int, heads: tuple[int, int], keys: int, s: int = 0, width: int = 0) -> Workload:
@@ -113,7 +113,7 @@ def _shapes(w: Workload, add: Any) -> None:
             add(f"random {at.shape_text}", "the window's edge", at, room=3, short=False)
 
 
-# --- needles -----------------------------------------------------------------------------------------------------------
+# --- needles ----------------------------------------------------------------------------------------------------------
 
 
 def aim(inputs: dict[str, Any], draw: Draw, score: float) -> Tensor:
@@ -125,7 +125,8 @@ def aim(inputs: dict[str, Any], draw: Draw, score: float) -> Tensor:
     grouped.copy_(near)
     scale = inputs["scale"] or q.shape[-1] ** -0.5
     first = lead[:, :, 0, 0]
-    return first * (score / (scale * first.square().sum(-1, keepdim=True)))
+    key: Tensor = first * (score / (scale * first.square().sum(-1, keepdim=True)))
+    return key
 
 
 def plant(inputs: dict[str, Any], draw: Draw, positions: Sequence[int], *, score: float = NEEDLE_SCORE) -> None:
@@ -183,7 +184,7 @@ def _edge_planter(from_end: int) -> Edit:
     return edit
 
 
-# --- values ------------------------------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def _values(w: Workload, add: Any) -> None:
@@ -221,7 +222,7 @@ def _few_outliers(x: Tensor, draw: Draw) -> None:
 def _spoil(name: str, value: float) -> Edit:
     """One bad element in batch row 0, in a key that every query there sees."""
 
-    def edit(inputs: dict[str, Any], draw: Draw) -> None:
+    def edit(inputs: dict[str, Any], _: Draw) -> None:
         x, s = inputs[name], inputs["q"].shape[2]
         position = x.shape[2] // 2 if name == "q" else inputs["max_len"] - s
         x[0, -1, position, x.shape[3] // 3] = value
@@ -232,7 +233,7 @@ def _spoil(name: str, value: float) -> Edit:
 
 
 def _scaled(factor: float) -> Edit:
-    def edit(inputs: dict[str, Any], draw: Draw) -> None:
+    def edit(inputs: dict[str, Any], _: Draw) -> None:
         inputs["q"].mul_(factor)
         inputs["k"].mul_(factor)
 
@@ -245,12 +246,12 @@ def _negative(inputs: dict[str, Any], draw: Draw) -> None:
     inputs["k"].copy_(key[:, :, None] + 0.1 * inputs["k"].double())
 
 
-def _all_equal(inputs: dict[str, Any], draw: Draw) -> None:
+def _all_equal(inputs: dict[str, Any], _: Draw) -> None:
     for name in ("q", "k", "v"):
         inputs[name].fill_(0.75)
 
 
-def _positive_values(inputs: dict[str, Any], draw: Draw) -> None:
+def _positive_values(inputs: dict[str, Any], _: Draw) -> None:
     inputs["v"].mul_(0.1).add_(1.0)
 
 
@@ -274,7 +275,7 @@ def _slope(sign: float) -> Edit:
     return edit
 
 
-# --- layouts -----------------------------------------------------------------------------------------------------------
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 def _layouts(w: Workload, add: Any) -> None:

@@ -72,9 +72,10 @@ def _saturate(ref: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _ratio(got: Tensor, ref: Tensor, tol: Tensor) -> Tensor:
     error = (got.double() - ref).abs()
-    ratio = error / tol
-    # Both infinite (same sign, checked before) or both NaN: no error. 0/0: no error.
-    return torch.where(ref.isfinite() & got.double().isfinite(), ratio, torch.zeros_like(ratio)).nan_to_num(0.0)
+    # No error needs no allowance; a bound that is NaN allows nothing.
+    ratio = torch.where(error == 0, 0.0, error / tol).nan_to_num(nan=math.inf, posinf=math.inf)
+    # Both infinite (same sign, checked before) or both NaN: no error.
+    return torch.where(ref.isfinite() & got.double().isfinite(), ratio, 0.0)
 
 
 def _elements(got: Tensor, ref: Tensor, tol: Tensor) -> Mismatch | None:
@@ -116,7 +117,8 @@ def _rms_and_bias(got: Tensor, ref: Tensor, tol: Tensor, base: Tensor) -> Mismat
     u_out = UNIT[DTYPE_NAME[got.dtype]]
     rms_y, rmse, rmse_b = (v.square().mean().sqrt().item() for v in (y, c - y, b - y))
     if rmse > 2 * rmse_b + max(u_out / 10, U32) * rms_y:
-        return _mismatch("rmse", f"RMS error {rmse:.3g} against the baseline's {rmse_b:.3g}", rmse=rmse, baseline=rmse_b)
+        reason = f"RMS error {rmse:.3g} against the baseline's {rmse_b:.3g}"
+        return _mismatch("rmse", reason, rmse=rmse, baseline=rmse_b)
     energy = y.square().sum().item()
     if energy == 0.0:
         return None

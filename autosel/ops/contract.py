@@ -157,7 +157,9 @@ class Op(ABC):
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The largest error allowed at each element, float64: the contracted roundings, propagated to first order."""
 
-    def verify(self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
+    def verify(
+        self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None
+    ) -> Match | Mismatch:
         """Is `got` a right result? Index-valued ops override this (ties, supports)."""
         from autosel.ops.compare import compare
 

@@ -83,10 +83,11 @@ def edge_sample(n: int, count: int, seed: int) -> Tensor:
     picked = torch.randint(0, n, (count,), generator=torch.Generator().manual_seed(seed))
     picked[0] = 0
     picked[-1] = n - 1
-    return picked.unique()
+    distinct: Tensor = torch.sort(picked).values.unique_consecutive()
+    return distinct
 
 
-# --- cases -----------------------------------------------------------------------------------------------------------
+# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 class Source(Protocol):
@@ -105,7 +106,7 @@ def case(op: Source, w: Workload, name: str, covers: str = "", change: Change | 
     return Case(name=name, workload=w, make=make, covers=covers)
 
 
-# --- values that catch something ---------------------------------------------------------------------------------------
+# --- values that catch something --------------------------------------------------------------------------------------
 
 
 def outliers(x: Tensor, draw: Draw) -> None:
@@ -119,12 +120,12 @@ def large(x: Tensor, draw: Draw) -> None:
     x.mul_(LARGE[draw.name])
 
 
-def equal(x: Tensor, draw: Draw) -> None:
+def equal(x: Tensor, _: Draw) -> None:
     """Three significant bits: exact in every dtype, and sums of it are too."""
     x.fill_(0.75)
 
 
-def zeros(x: Tensor, draw: Draw) -> None:
+def zeros(x: Tensor, _: Draw) -> None:
     x.zero_()
     x.view(-1)[::3] = -0.0
 
@@ -178,7 +179,7 @@ HOSTILE: tuple[tuple[str, str, Callable[[Tensor, Draw], None]], ...] = (
 )
 
 
-# --- layouts -----------------------------------------------------------------------------------------------------------
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 def offset_by_one(x: Tensor) -> Tensor:
@@ -201,7 +202,7 @@ def same_row(x: Tensor) -> Tensor:
 def relayout(names: Iterable[str], view: Callable[[Tensor], Tensor]) -> Change:
     chosen = tuple(names)
 
-    def change(inputs: dict[str, Any], draw: Draw) -> None:
+    def change(inputs: dict[str, Any], _: Draw) -> None:
         for name in chosen:
             if isinstance(inputs.get(name), Tensor):
                 inputs[name] = view(inputs[name])
@@ -231,7 +232,7 @@ def hostile_rows(
     """
     wide = w.at(**{count_dim: 2, width_dim: min(w[width_dim], 8192)})
     small = w.at(**{count_dim: 5, width_dim: 193})
-    tensors = [a.name for a in op.args if a.kind != "int" and a.kind != "float"]
+    tensors = [a.name for a in op.args if a.kind in ("tensor", "optional")]
     cases = [case(op, wide, f"random {wide.shape_text}", "the workload's own width")]
     for i, width in enumerate(WIDTHS):
         at = w.at(**{count_dim: COUNTS[i % len(COUNTS)], width_dim: width})
@@ -240,15 +241,14 @@ def hostile_rows(
         if name not in skip:
             clear = tuple((lambda inputs, n=n: away_from_zero(inputs[n])) for n in tensors) if "inf" in name else ()
             cases.append(case(op, small, name, covers, on(rows, edit, *clear)))
-    cases.append(case(op, small, "strided rows", "row strides ignored", relayout(tensors, lambda t: _rows_only(t, strided))))
-    cases.append(case(op, small, "offset by one element", "alignment assumed", relayout(tensors, _offset_floats)))
-    cases.append(case(op, small, "stride 0", "row strides ignored", relayout((rows,), same_row)))
+    for name, covers, which, view in (
+        ("strided rows", "row strides ignored", tensors, _rows_only_strided),
+        ("offset by one element", "alignment assumed", tensors, offset_by_one),
+        ("stride 0", "row strides ignored", [rows], same_row),
+    ):
+        cases.append(case(op, small, name, covers, relayout(which, view)))
     return tuple(cases)
 
 
-def _rows_only(x: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
-    return view(x) if x.dim() >= 2 and x.is_floating_point() else x
-
-
-def _offset_floats(x: Tensor) -> Tensor:
-    return offset_by_one(x) if x.is_floating_point() else x
+def _rows_only_strided(x: Tensor) -> Tensor:
+    return strided(x) if x.dim() >= 2 else x

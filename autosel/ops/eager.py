@@ -26,7 +26,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, y
     return y if residual is None else y.add_(residual)
 
 
-# --- attention ---------------------------------------------------------------------------------------------------------
+# --- attention --------------------------------------------------------------------------------------------------------
 
 
 def attn(
@@ -143,7 +143,7 @@ def _matmul_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
     """SDPA has no softcap. Scores in fp32: stored in bf16 they would be off by percents of a probability."""
     b, hq, s, d = q.shape
     hkv = k.shape[1]
-    scores = torch.matmul(q.view(b, hkv, -1, d).float(), k.float().transpose(-1, -2)).mul_(scale or d**-0.5)
+    scores = torch.matmul(q.reshape(b, hkv, -1, d).float(), k.float().transpose(-1, -2)).mul_(scale or d**-0.5)
     scores = torch.tanh(scores.div_(softcap)).mul_(softcap).view(b, hq, s, -1)
     if mask is not None:
         scores.masked_fill_(~mask, -math.inf)
@@ -161,7 +161,7 @@ def _written(made: Tensor, out: Tensor | None) -> Tensor:
     return made if out is None else out.copy_(made)
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, offset: float, y: Tensor | None = None) -> Tensor:
@@ -223,7 +223,7 @@ def geglu(gate: Tensor, up: Tensor, tanh: int, y: Tensor | None = None) -> Tenso
     return torch.mul(F.gelu(gate, approximate="tanh" if tanh else "none"), up, out=y)
 
 
-# --- fused chains ------------------------------------------------------------------------------------------------------
+# --- fused chains -----------------------------------------------------------------------------------------------------
 
 
 def gate_up(
@@ -240,13 +240,11 @@ def gate_up(
     return torch.mul(ACTIVATION[activation](F.linear(h, w_gate)), F.linear(h, w_up), out=y)
 
 
-def norm_qkv(
-    x: Tensor, norm_weight: Tensor, w: Tensor, eps: float, offset: float, y: Tensor | None = None
-) -> Tensor:
+def norm_qkv(x: Tensor, norm_weight: Tensor, w: Tensor, eps: float, offset: float, y: Tensor | None = None) -> Tensor:
     return linear(rmsnorm(x, norm_weight, eps, offset), w, None, None, y)
 
 
-# --- the end of a step ---------------------------------------------------------------------------------------------------
+# --- the end of a step ------------------------------------------------------------------------------------------------
 
 
 def lm_head(x: Tensor, w: Tensor, greedy: int, out: Tensor | None = None) -> Tensor:

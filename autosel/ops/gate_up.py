@@ -68,7 +68,7 @@ class GateUp(Op):
         }
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
-        # An infinite weight makes an infinite gate, which has no contracted result (see swiglu); an infinite x gives NaN.
+        # An infinite weight makes an infinite gate, without a contracted result (swiglu). An infinite x gives NaN.
         return projection_cases(self, w, weights=("w_gate", "w_up"), width="d", out="I", skip=("inf in weights",))
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:

@@ -106,8 +106,16 @@ class KvAppend(Op):
             case(small, two, "across a page", "a page boundary inside one call", _positions(15, 31, 63)),
             case(small, at, "nan in k", "copied bit for bit", lambda i, draw: one_nan(i["k"], draw)),
             case(small, at, "inf in v", "copied bit for bit", lambda i, draw: one_inf(i["v"], draw)),
-            case(small, at, "subnormal v", "flushed by arithmetic: this is a copy", lambda i, draw: subnormal(i["v"], draw)),
-            case(small, at, "nan in the cache", "untouched slots rewritten", lambda i, draw: one_nan(i["k_cache"], draw)),
+            case(
+                small,
+                at,
+                "subnormal v",
+                "flushed by arithmetic: this is a copy",
+                lambda i, draw: subnormal(i["v"], draw),
+            ),
+            case(
+                small, at, "nan in the cache", "untouched slots rewritten", lambda i, draw: one_nan(i["k_cache"], draw)
+            ),
             case(small, at, "strided rows", "row strides ignored", relayout(news + caches, strided)),
             case(small, at, "offset by one element", "alignment assumed", relayout(news + caches, offset_by_one)),
             case(small, at, "slices of one projection", "token strides ignored", relayout(news, _tokens_outside)),

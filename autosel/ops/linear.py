@@ -35,7 +35,8 @@ from autosel.values import DTYPE_BYTES, Workload
 # N and K around the edges of register tiles, vectors and cache-line groups; primes.
 SIZES = ((1, 1), (2, 3), (3, 15), (4, 16), (5, 17), (7, 31), (8, 33), (9, 63), (15, 64), (16, 65), (17, 127), (31, 128),
          (33, 129), (64, 255), (65, 256), (97, 257), (127, 509), (129, 1021))  # fmt: skip
-NEEDLES = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024, 1027, 1028)
+NEEDLES = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024, 1027,
+           1028)  # fmt: skip
 # 4 Mi products are checked in a few tens of milliseconds.
 CHECKED_PRODUCTS = 1 << 22
 
@@ -130,7 +131,7 @@ def checked_columns(k: int, rows: int) -> int:
 def projection_cases(
     op: Op, w: Workload, *, weights: tuple[str, ...], width: str, out: str = "N", skip: tuple[str, ...] = ()
 ) -> tuple[Case, ...]:
-    """Cases for y[M,out] = f(x[M,width] @ weights[out,width]^T ...). `skip`: "inf in weights" where it has no result."""
+    """Cases for y[M,out] = f(x[M,width] @ weights[out,width]^T ...). `skip`: "inf in weights" or nothing."""
 
     def at(m: int, n: int, k: int) -> Workload:
         return w.at(**{"M": m, out: n, width: k})
@@ -154,7 +155,7 @@ def _needles(op: Op, at: Any) -> list[Case]:
     """x is zero but for one element a row: the only product that counts is at an edge."""
 
     def needle(positions: tuple[int, ...]) -> Any:
-        def change(inputs: dict[str, Any], draw: Draw) -> None:
+        def change(inputs: dict[str, Any], _: Draw) -> None:
             x = inputs["x"]
             x.zero_()
             for row in range(x.shape[0]):
@@ -162,9 +163,9 @@ def _needles(op: Op, at: Any) -> list[Case]:
 
         return change
 
-    single = [case(op, at(1, 24, 1029), f"needle at {p}", "a skipped k", needle((p,))) for p in (0, 512, 1023, 1024, 1028)]
+    one = at(1, 24, 1029)
     return [
-        *single,
+        *(case(op, one, f"needle at {p}", "a skipped k", needle((p,))) for p in (0, 512, 1023, 1024, 1028)),
         case(op, at(24, 17, 1029), "needles at tile edges", "a skipped k; rows swapped", needle(NEEDLES)),
         case(op, at(8, 40, 1029), "needles, 8 rows", "a skipped k", needle(NEEDLES[-8:])),
     ]
@@ -202,7 +203,8 @@ def _layouts(op: Op, at: Any, weights: tuple[str, ...]) -> list[Case]:
     cases = []
     for m in (1, 4):
         shape = at(m, 37, 321)
-        cases.append(case(op, shape, f"strided rows, M{m}", "row strides ignored", relayout(matrices, strided)))
-        cases.append(case(op, shape, f"offset by one element, M{m}", "alignment assumed", relayout(floats, offset_by_one)))
+        gaps, shift = relayout(matrices, strided), relayout(floats, offset_by_one)
+        cases.append(case(op, shape, f"strided rows, M{m}", "row strides ignored", gaps))
+        cases.append(case(op, shape, f"offset by one element, M{m}", "alignment assumed", shift))
     cases.append(case(op, at(4, 37, 321), "stride 0", "row strides ignored", relayout(("x",), same_row)))
     return cases

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Arg, Case, Inputs, Match, Mismatch, Op, Rows, TensorSpec
-from autosel.ops.draw import Change, Draw, case, edge_sample, offset_by_one, relayout, resident_draw, streamed_draw, strided
+from autosel.ops.draw import (
+    Change,
+    Draw,
+    case,
+    edge_sample,
+    offset_by_one,
+    relayout,
+    resident_draw,
+    streamed_draw,
+    strided,
+)
 from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.rounding import LAMBDA, matmul_error, stored
 from autosel.values import DTYPE_BYTES, Workload
@@ -71,17 +81,23 @@ class LmHead(Op):
             return (torch.zeros_like(reference[0], dtype=torch.float64),)
         return (stored(reference[0], matmul_error(inputs["x"], inputs["w"]), DTYPE_NAME[inputs["x"].dtype]),)
 
-    def verify(self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
+    def verify(
+        self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None
+    ) -> Match | Mismatch:
         if not inputs["greedy"]:
             return super().verify(inputs, got, baseline)
         x, w, (tokens,) = inputs["x"], inputs["w"], got
         logits = torch.cat([x.float() @ rows.float().T for rows in w.split(BLOCK)], 1)
-        largest_row = max(rows.float().square().sum(-1).nan_to_num(posinf=0.0).max().item() for rows in w.split(BLOCK)) ** 0.5
+        largest_row = (
+            max(rows.float().square().sum(-1).nan_to_num(posinf=0.0).max().item() for rows in w.split(BLOCK)) ** 0.5
+        )
         worst = 0.0
         for m, token in enumerate(tokens.tolist()):
             found = _judge(x[m], w, logits[m], token, largest_row)
             if isinstance(found, Mismatch):
-                return Mismatch(check=found.check, reason=f"row {m}: {found.reason}", evidence={"row": m, **found.evidence})
+                return Mismatch(
+                    check=found.check, reason=f"row {m}: {found.reason}", evidence={"row": m, **found.evidence}
+                )
             worst = max(worst, found)
         return Match(worst=worst)
 
@@ -103,11 +119,11 @@ class LmHead(Op):
         return 2 * w["M"] * w["V"] * w["d"]
 
 
-# --- greedy ------------------------------------------------------------------------------------------------------------
+# --- greedy -----------------------------------------------------------------------------------------------------------
 
 
 def _judge(x: Tensor, w: Tensor, logits: Tensor, token: int, largest_row: float) -> Mismatch | float:
-    """Is `token` an argmax of x @ w^T, given fp32 logits to shortlist by? Its distance from the top over what is allowed."""
+    """Is `token` an argmax of x @ w^T? Then its distance from the top over what is allowed. `logits` are fp32's."""
     vocabulary = logits.numel()
     if not 0 <= token < vocabulary:
         return Mismatch(check="range", reason=f"token {token} of {vocabulary}", evidence={"token": token})
@@ -153,27 +169,37 @@ def _exact_arithmetic(x: Tensor, w: Tensor) -> Tensor:
 def _wrong(check: str, token: int, expected: int, logits: Tensor | None, behind: float = 0.0) -> Mismatch:
     if logits is not None:
         behind = float(logits[expected] - logits[token])
-    reason = f"token {token}, expected {expected}: {behind:.4g} below it" if check != "tie" else (
-        f"token {token}, but token {expected} has the very same logit and a lower index"
+    reason = (
+        f"token {token}, expected {expected}: {behind:.4g} below it"
+        if check != "tie"
+        else (f"token {token}, but token {expected} has the very same logit and a lower index")
     )
     return Mismatch(check=check, reason=reason, evidence={"token": token, "expected": expected, "behind": behind})
 
 
 def _greedy_cases(op: Op, w: Workload) -> tuple[Case, ...]:
     cases = []
-    for i, (v, d) in enumerate(((1, 1), (2, 3), (3, 64), (15, 17), (16, 128), (17, 129), (64, 33), (129, 257), (1021, 65))):
+    for i, (v, d) in enumerate(
+        ((1, 1), (2, 3), (3, 64), (15, 17), (16, 128), (17, 129), (64, 33), (129, 257), (1021, 65))
+    ):
         at = w.at(M=(1, 2, 3, 7, 8, 9, 17)[i % 7], V=v, d=d)
         cases.append(case(op, at, f"random {at.shape_text}", "tails of vectors, tiles and teams"))
     wide = w.at(M=1, V=max(1, min(w["V"], (1 << 20) // (w["d"] * DTYPE_BYTES[w.dtype]))))
     cases.append(case(op, wide, f"random {wide.shape_text}", "long sums"))
     one, many = w.at(M=1, V=1025, d=96), w.at(M=9, V=1025, d=96)
-    for at in (0, 511, 512, 1023, 1024):
-        cases.append(case(op, one, f"largest at {at}", "a skipped row of w", _largest_at((at,))))
+    for row in (0, 511, 512, 1023, 1024):
+        cases.append(case(op, one, f"largest at {row}", "a skipped row of w", _largest_at((row,))))
     edges = (0, 1, 7, 8, 15, 16, 17, 1023, 1024)
     cases += [
         case(op, many, "largest at the edges", "a skipped row of w; rows swapped", _largest_at(edges)),
         case(op, many, "two equal rows of w", "the higher index of a tie", _tied((3, 700))),
-        case(op, one, "equal rows across the halves", "the higher index of a tie between threads", _tied((511, 512, 1024))),
+        case(
+            op,
+            one,
+            "equal rows across the halves",
+            "the higher index of a tie between threads",
+            _tied((511, 512, 1024)),
+        ),
         case(op, one, "equal neighbours", "the higher index of a tie within a vector", _tied((5, 6, 7, 8))),
         case(op, many, "all zero", "an index other than 0", _all_zero),
         case(op, many, "all negative", "a maximum that starts at 0", _all_negative),

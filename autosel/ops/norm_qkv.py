@@ -5,6 +5,7 @@ The contract allows the eager composition's roundings: the norm's two, and the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, U32, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
 from autosel.ops.draw import edge_sample, resident_draw, streamed_draw
 from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.rmsnorm import normalise, normalise_flush, normalise_relative_error
@@ -24,15 +25,16 @@ def normed_matmul_error(x: Tensor, norm_weight: Tensor, w: Tensor, eps: float, o
     """Bound on rmsnorm(x) @ w^T before it is stored.
 
     Storing h (two roundings) moves each product by up to 2u of itself. Roundings of different values are independent
-    and add in squares; equal values round alike and move the whole sum by 2u of itself.
+    and add in squares; equal values round alike and move the whole sum by 2u of itself, as an error of rstd does.
     """
     dtype = DTYPE_NAME[x.dtype]
     h, w64 = normalise(x.double(), norm_weight, eps, offset), w.double()
-    relative = 2 * UNIT[dtype] + normalise_relative_error(x.shape[-1])
+    apart = LAMBDA * (math.sqrt(2) * UNIT[dtype] + 4 * U32)
+    together = 2 * UNIT[dtype] + normalise_relative_error(x.shape[-1])
     flush = normalise_flush(x, norm_weight, eps, offset)
     flush = flush + torch.where(h.abs() < TINY_NORMAL[dtype], h.abs(), 0.0)
-    rounded = LAMBDA * (h.square() @ w64.square().T).sqrt() + (h @ w64.T).abs()
-    return matmul_error(h, w) + relative * rounded + flush @ w64.abs().T
+    rounded = apart * (h.square() @ w64.square().T).sqrt() + together * (h @ w64.T).abs()
+    return matmul_error(h, w) + rounded + flush @ w64.abs().T
 
 
 class NormQkv(Op):

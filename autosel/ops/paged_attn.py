@@ -1,4 +1,4 @@
-"""paged_attn: attention over a KV cache kept in pages, [P, page, Hkv, D], found through a block table. See attention.py.
+"""paged_attn: attention over a KV cache in pages, [P, page, Hkv, D], found through a block table. See attention.py.
 
 Position j of batch row b lives in page block_table[b, j // page], slot j % page. Entries beyond a row's length may hold
 anything, -1 included; what they point to must not influence the result.
@@ -18,7 +18,7 @@ from autosel.ops.attention_cases import attn_cases
 from autosel.ops.attn import Attn, head_pairs, pick_heads, ragged_lengths
 from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
 from autosel.ops.draw import Change, Draw, offset_by_one, relayout, resident_draw, streamed_draw
-from autosel.values import DTYPE_BYTES, Workload
+from autosel.values import Workload
 
 ATTN = Attn()
 

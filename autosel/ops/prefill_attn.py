@@ -93,7 +93,7 @@ class PrefillAttn(Op):
         return 4 * w["B"] * w["Hq"] * w["D"] * pairs
 
 
-# --- cases -------------------------------------------------------------------------------------------------------------
+# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 def _cases(op: Op, w: Workload) -> list[Case]:
@@ -120,11 +120,22 @@ def _cases(op: Op, w: Workload) -> list[Case]:
     for name, covers, view in (
         ("offset by one element", "alignment assumed", offset_by_one),
         ("strided rows", "row strides ignored", strided),
-        ("heads inside tokens", "layout [B, S, H, D] seen through strides", lambda x: x.transpose(1, 2).contiguous().mT),
+        (
+            "heads inside tokens",
+            "layout [B, S, H, D] seen through strides",
+            lambda x: x.transpose(1, 2).contiguous().mT,
+        ),
     ):
         if name != "heads inside tokens":
             add(name, covers, 67, relayout(("q", "k", "v"), view), Hq=2 * g, Hkv=2)
-    add("heads inside tokens", "layout seen through strides", 67, relayout(("q", "k", "v"), _heads_inside), Hq=2 * g, Hkv=2)
+    add(
+        "heads inside tokens",
+        "layout seen through strides",
+        67,
+        relayout(("q", "k", "v"), _heads_inside),
+        Hq=2 * g,
+        Hkv=2,
+    )
     return cases
 
 

@@ -7,6 +7,7 @@ of the output dtype; fused kernels that round once are within it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,19 @@ import torch
 from torch import Tensor
 
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, TINY_SUBNORMAL, U32, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.contract import (
+    DTYPE_NAME,
+    TINY_NORMAL,
+    TINY_SUBNORMAL,
+    U32,
+    UNIT,
+    Arg,
+    Case,
+    Inputs,
+    Op,
+    Rows,
+    TensorSpec,
+)
 from autosel.ops.draw import Draw, edge_sample, hostile_rows
 from autosel.ops.rounding import flushable, stored
 from autosel.values import DTYPE_BYTES, Workload
@@ -29,11 +42,11 @@ def normalise(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 def normalise_relative_error(width: int) -> float:
     """fp32 roundings of a norm, relative to |y|: rstd carries half the relative error of the mean, a sum of `width`
     non-negative terms (4 sqrt(width) u32), and eight more roundings cover rsqrt, products and 1 + weight."""
-    return (2 * width**0.5 + 8) * U32
+    return (2 * math.sqrt(width) + 8) * U32
 
 
 def normalise_flush(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """What flushing subnormals may add to the error: of x, of weight, and of the normalised value where it is stored."""
+    """What flushing subnormals may add to the error: of x, of weight, of the normalised value where it is stored."""
     dtype, x64 = DTYPE_NAME[weight.dtype], x.double()
     rstd = (x64.square().mean(-1, keepdim=True) + eps).rsqrt()
     scale = (weight.double() + offset).abs()

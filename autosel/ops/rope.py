@@ -31,8 +31,8 @@ from autosel.ops.rounding import flushable, stored
 from autosel.values import DTYPE_BYTES, Workload
 
 # (Hq, Hkv, D, R): head groups, widths, partial rotations, odd tails of vectors.
-SHAPES = ((1, 1, 64, 64), (4, 2, 80, 80), (3, 1, 96, 24), (8, 2, 128, 128), (2, 2, 256, 64), (5, 5, 40, 10), (2, 1, 34, 34),
-          (7, 1, 66, 2), (16, 4, 64, 32))  # fmt: skip
+SHAPES = ((1, 1, 64, 64), (4, 2, 80, 80), (3, 1, 96, 24), (8, 2, 128, 128), (2, 2, 256, 64), (5, 5, 40, 10),
+          (2, 1, 34, 34), (7, 1, 66, 2), (16, 4, 64, 32))  # fmt: skip
 ANGLE_ROUNDINGS = 4  # of fp32, in the product, the range reduction and sin or cos
 
 
@@ -122,7 +122,9 @@ class Rope(Op):
 
 def frequencies(rotated: int, base: float) -> Tensor:
     """base^(-2i/R), fp32 [R/2]."""
-    return (base ** (-torch.arange(0, rotated, 2).double() / rotated)).float()
+    exponent = -torch.arange(0, rotated, 2).double() / rotated
+    frequency: Tensor = base**exponent
+    return frequency.float()
 
 
 def _angle(inputs: Inputs) -> Tensor:
@@ -174,11 +176,11 @@ def _on_both(edit: Any, *, finite: bool) -> Change:
     return change
 
 
-def _positions(inputs: dict[str, Any], draw: Draw) -> None:
+def _positions(inputs: dict[str, Any], _: Draw) -> None:
     inputs["positions"].copy_(torch.tensor([0, 1, 2, 4095, 131_071, 1_000_000])[: len(inputs["positions"])])
 
 
-def _cancelling(inputs: dict[str, Any], draw: Draw) -> None:
+def _cancelling(inputs: dict[str, Any], _: Draw) -> None:
     """Each pair rotated onto an axis: one member of the result is all cancellation."""
     angle = _angle(inputs)
     for name in ("q", "k"):
@@ -187,11 +189,11 @@ def _cancelling(inputs: dict[str, Any], draw: Draw) -> None:
         x.copy_(join(a * angle.sin(), a * angle.cos(), x[..., rotated:].double(), inputs["style"]))
 
 
-def _scaled_frequencies(inputs: dict[str, Any], draw: Draw) -> None:
+def _scaled_frequencies(inputs: dict[str, Any], _: Draw) -> None:
     inputs["inv_freq"] = inputs["inv_freq"] / 8
 
 
-def _packed(inputs: dict[str, Any], draw: Draw) -> None:
+def _packed(inputs: dict[str, Any], _: Draw) -> None:
     """q and k as slices of one QKV projection's output."""
     q, k = inputs["q"], inputs["k"]
     both = torch.cat((q, k, k), 1)

@@ -79,12 +79,16 @@ class Sample(Op):
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (torch.zeros_like(reference[0], dtype=torch.float64),)
 
-    def verify(self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
+    def verify(
+        self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None
+    ) -> Match | Mismatch:
         worst = 0.0
         for b, token in enumerate(got[0].tolist()):
             found = _Row.of(inputs, b).judge(token)
             if isinstance(found, Mismatch):
-                return Mismatch(check=found.check, reason=f"row {b}: {found.reason}", evidence={"row": b, **found.evidence})
+                return Mismatch(
+                    check=found.check, reason=f"row {b}: {found.reason}", evidence={"row": b, **found.evidence}
+                )
             worst = max(worst, found)
         return Match(worst=worst)
 
@@ -100,7 +104,7 @@ class Sample(Op):
         return 6 * w["B"] * w["V"]
 
 
-# --- the definition ------------------------------------------------------------------------------------------------------
+# --- the definition ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +130,9 @@ class _Row:
         penalty, temperature = (float(inputs[n][b]) for n in ("repetition_penalty", "temperature"))
         hit &= penalty != 1.0
         value = torch.where(hit, torch.where(raw > 0, raw / penalty, raw * penalty), raw)
-        error = torch.where(hit, U32 * value.abs(), 0.0) + flushable(inputs["logits"][b]) * max(1.0, penalty, 1 / penalty)
+        error = torch.where(hit, U32 * value.abs(), 0.0) + flushable(inputs["logits"][b]) * max(
+            1.0, penalty, 1 / penalty
+        )
         if temperature > 0:
             value, error = value / temperature, error / temperature + 2 * U32 * value.abs() / temperature
         return _Row(
@@ -238,7 +244,9 @@ class _Row:
         if start - error <= u <= end + error:
             return max(0.0, start - u, u - end) / error
         reason = f"token {token} covers {start:.6g}..{end:.6g} of the probability, uniform is {u:.6g}"
-        return Mismatch(check="interval", reason=reason, evidence={"token": token, "start": start, "end": end, "uniform": u})
+        return Mismatch(
+            check="interval", reason=reason, evidence={"token": token, "start": start, "end": end, "uniform": u}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +270,7 @@ class _Kept:
         return low, high
 
 
-# --- cases -------------------------------------------------------------------------------------------------------------
+# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 def _cases(op: Op, w: Workload) -> tuple[Case, ...]:

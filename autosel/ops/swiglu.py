@@ -83,8 +83,8 @@ class SwiGlu(GatedUnit):
 
 
 def _scaled(factor: float) -> Any:
-    return lambda x, draw: x.mul_(factor)
+    return lambda x, _: x.mul_(factor)
 
 
-def _ramp(x: Tensor, draw: Draw) -> None:
+def _ramp(x: Tensor, _: Draw) -> None:
     x.copy_(torch.linspace(-120.0, 120.0, x.numel()).view(x.shape))
