@@ -13,6 +13,7 @@ output or the tuple of them. An `inout` argument (a KV cache) is written in plac
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,7 +201,7 @@ class Op(ABC):
         ]
         if fill is not None:
             for tensor in made:
-                tensor.fill_(fill if tensor.is_floating_point() else int(fill) if fill == fill else -(2**62))
+                tensor.fill_(fill if tensor.is_floating_point() else int(fill) if math.isfinite(fill) else -(2**62))
         return tuple(made)
 
 

@@ -33,6 +33,9 @@ from autosel.values import DTYPE_BYTES, Workload
 
 CAPACITY = 1024  # positions a row of the generated cache has room for, beside the new tokens
 SMALL_CAPACITY = 96
+# (B, Hkv, S, D)
+SHAPES = ((1, 1, 1, 64), (1, 8, 1, 128), (3, 2, 1, 80), (8, 1, 2, 96), (2, 2, 17, 40), (1, 3, 33, 66), (5, 1, 5, 256),
+          (1, 1, 1, 2))  # fmt: skip
 
 
 class KvAppend(Op):
@@ -92,8 +95,7 @@ class KvAppend(Op):
     def cases(self, w: Workload) -> tuple[Case, ...]:
         small = _Small(self)
         cases = []
-        for b, hkv, s, d in ((1, 1, 1, 64), (1, 8, 1, 128), (3, 2, 1, 80), (8, 1, 2, 96), (2, 2, 17, 40), (1, 3, 33, 66),
-                             (5, 1, 5, 256), (1, 1, 1, 2)):  # fmt: skip
+        for b, hkv, s, d in SHAPES:
             at = w.at(B=b, Hkv=hkv, S=s, D=d)
             cases.append(case(small, at, f"random {at.shape_text}", "heads, widths and counts"))
         at = w.at(B=3, Hkv=2, S=w["S"] if w["S"] <= 8 else 5, D=min(w["D"], 256))
@@ -110,7 +112,7 @@ class KvAppend(Op):
                 small,
                 at,
                 "subnormal v",
-                "flushed by arithmetic: this is a copy",
+                "a copy must not flush",
                 lambda i, draw: subnormal(i["v"], draw),
             ),
             case(
@@ -157,7 +159,7 @@ def cache_shape(w: Workload, capacity: int) -> tuple[int, ...]:
 
 
 def slots(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Index of each new token in the cache seen as [outer, slot, Hkv, D]: outer is the batch row or the page; [B, S] each."""
+    """Index of each new token in the cache seen as [batch row or page, slot, Hkv, D]: two of [B, S]."""
     b, s = inputs["k"].shape[0], inputs["k"].shape[2]
     position = inputs["positions"].long()[:, None] + torch.arange(s)
     if inputs["block_table"] is None:
@@ -167,7 +169,7 @@ def slots(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def _appended(inputs: Inputs, new: str, cache: str) -> Tensor:
-    made = inputs[cache].double()  # a copy: double() of bf16, fp16 and fp32 always is
+    made: Tensor = inputs[cache].double()  # a copy: double() of bf16, fp16 and fp32 always is
     by_token = made if inputs["block_table"] is not None else made.transpose(1, 2)
     by_token[slots(inputs)] = inputs[new].double().transpose(1, 2)
     return made

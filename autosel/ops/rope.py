@@ -8,6 +8,7 @@ and sin, both products and the sum may each be stored in the dtype, so the error
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,8 +124,7 @@ class Rope(Op):
 def frequencies(rotated: int, base: float) -> Tensor:
     """base^(-2i/R), fp32 [R/2]."""
     exponent = -torch.arange(0, rotated, 2).double() / rotated
-    frequency: Tensor = base**exponent
-    return frequency.float()
+    return (exponent * math.log(base)).exp().float()
 
 
 def _angle(inputs: Inputs) -> Tensor:
