@@ -200,7 +200,8 @@ def import_times(count: int) -> dict[str, Any]:
 
 def show(lines: Sequence[dict[str, Any]], imported: dict[str, Any]) -> None:
     print(
-        f"time over the direct call, ns: median (quartiles); wanted <= {BOUND_LIMIT_NS} bound, <= {SHAPE_LIMIT_NS} by shape\n"
+        f"time over the direct call, ns: median (quartiles); wanted: bound <= {BOUND_LIMIT_NS}, "
+        f"by shape <= {SHAPE_LIMIT_NS}\n"
     )
     print(f"{'':36}{'direct':>8}  {'A/A':>6}  {'bound':>16}  {'by shape':>17}")
     for line in lines:
