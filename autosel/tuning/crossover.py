@@ -40,7 +40,7 @@ def lowest_ends(named: Sequence[Named]) -> tuple[Named, ...]:
 
 
 def split_buckets(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[tuple[Job, tuple[int, int], Workload]]:
-    """For each part of a split bucket: the job whose winner serves, the lengths it serves, the workload it is filed as."""
+    """For each part of a split bucket: the job whose winner serves, the lengths it serves, its workload."""
     raced = {job.workload.key: job for job in jobs if job.verdict is not None and _has_length(job.workload)}
     for job in raced.values():
         if job.probe or _undecided(job):

@@ -30,5 +30,5 @@ def decide(tuning: Tuning, job: Job, *, lengths: LengthRange = None, workload: W
         reason=verdict.reason if verdict is not None else "no other candidate can run this here",
         idempotency_key=digest(identity),
         length_range=lengths,
-        entrants=[way.arm.digest for way in job.ways],
+        entrants=job.offered,
     )

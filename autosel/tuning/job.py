@@ -70,6 +70,7 @@ class Job:
     baseline: Way
     ways: list[Way]  # challengers, the incumbent among them if it is not the baseline
     incumbent: Way
+    offered: tuple[str, ...] = ()  # digests of all arms considered: a new one, and only that, opens a settled bucket
     probe: bool = False
     settled: tuple[Decision, ...] = ()
     parities: list[tuple[Arm, Parity]] = field(default_factory=list)

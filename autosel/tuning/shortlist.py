@@ -36,10 +36,11 @@ def shortlist(tuning: Tuning, named: Named, *, probe: bool = False) -> Job:
         baseline=baseline,
         incumbent=baseline,
         ways=[way for way in ways if way is not baseline],
+        offered=tuple(way.arm.digest for way in ways),
         probe=probe,
     )
     if not tuning.request.force and not probe:
-        job.settled = tuning.ledger.known_rows(fp.hw_id, w.bucket, job.mode, [x.arm.digest for x in ways])
+        job.settled = tuning.ledger.known_rows(fp.hw_id, w.bucket, job.mode, job.offered)
     job.incumbent = _incumbent(tuning, job)
     return job
 

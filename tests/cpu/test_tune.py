@@ -1,0 +1,227 @@
+"""The main job end to end on this machine: one real tune of a tiny model, then everything a user does with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosel import settings
+from autosel.cli.main import run
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+OPS = ("--op", "rmsnorm", "--op", "attn")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
+    patch = pytest.MonkeyPatch()
+    patch.setenv("AUTOSEL_HOME", str(folder))
+    settings.read.cache_clear()
+    yield folder
+    patch.undo()
+    settings.read.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def tuned(home: Path) -> dict[str, Any]:
+    """The JSON of the first tune."""
+    return verb(home, "tune", "--model", str(home / "model"), "--seq", "200", *OPS, "--json")
+
+
+def verb(home: Path, *arguments: str, code: int = 0) -> Any:
+    """Run a verb in a process of its own, as a user would; its JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "autosel.cli.main", *arguments],
+        env={**os.environ, "AUTOSEL_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout) if "--json" in arguments else done.stdout + done.stderr
+
+
+def test_tune_decides_every_workload_with_its_evidence(tuned: dict[str, Any]) -> None:
+    assert {d["op"] for d in tuned["decisions"]} == {"rmsnorm", "attn"}
+    assert tuned["measured"] == len(tuned["decisions"]) >= 3
+    for decision in tuned["decisions"]:
+        assert decision["state"] in ("promoted", "kept")
+        assert decision["reason"]
+        if decision["state"] == "promoted":
+            assert decision["speedup"]["lo"] > 1.0
+            assert decision["time_us"] < decision["baseline_us"]
+
+
+def test_a_second_tune_measures_nothing(home: Path, tuned: dict[str, Any]) -> None:
+    again = verb(home, "tune", "--model", str(home / "model"), "--seq", "200", *OPS, "--json")
+    settled = [d for d in tuned["decisions"] if d["outcome"] != "undecided"]
+    assert again["measured"] == len(tuned["decisions"]) - len(settled)
+    assert {d["decision_id"] for d in settled} <= {d["decision_id"] for d in again["decisions"]}
+
+
+def test_best_says_what_serves(home: Path, tuned: dict[str, Any]) -> None:
+    found = verb(home, "best", "attn", "--json")
+    fields = {
+        "op", "workload", "state", "backend", "candidate", "decision_id", "speedup", "next_best", "baseline_us",
+        "time_us", "roofline", "reason",
+    }  # fmt: skip
+    assert fields <= set(found)
+    assert found["op"] == "attn"
+
+
+def test_the_library_serves_the_decision(home: Path, tuned: dict[str, Any]) -> None:
+    import torch
+
+    import autosel
+
+    best = verb(home, "best", "rmsnorm", "--json")
+    with autosel.use(home):
+        x, weight = torch.randn(1, 512).bfloat16(), torch.ones(512).bfloat16()
+        step = autosel.best("rmsnorm", like=(x, weight))
+        assert step.candidate == best["candidate"]
+        reference = torch.nn.functional.rms_norm(x.float(), (512,), weight.float(), 1e-6)
+        torch.testing.assert_close(step(x, weight).float(), reference, rtol=2**-7, atol=1e-6)
+
+
+def test_explain_tells_parity_race_effect_and_how_to_reproduce(home: Path, tuned: dict[str, Any]) -> None:
+    text = verb(home, "explain", "rmsnorm")
+    for word in ("parity", "race", "verdict", "times", "reproduce"):
+        assert word in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_a_demotion_by_hand_serves_the_baseline_and_stays_in_the_history(home: Path, tuned: dict[str, Any]) -> None:
+    decision = verb(home, "best", "rmsnorm", "--json")
+    demoted = verb(home, "demote", str(decision["decision_id"]), "--reason", "a test", "--json")
+    assert demoted["backend"] == "TORCH"
+    assert verb(home, "best", "rmsnorm", "--json")["backend"] == "TORCH"
+    assert verb(home, "history", "rmsnorm", "--json")[0]["reason"] == "a test"
+    back = verb(home, "promote", str(decision["decision_id"]), decision["candidate"], "--reason", "back", "--json")
+    assert back["candidate"] == decision["candidate"]
+
+
+def test_a_pin_holds_until_it_is_taken_away(home: Path, tuned: dict[str, Any]) -> None:
+    decision = verb(home, "best", "rmsnorm", "--json")
+    pinned = verb(home, "pin", str(decision["decision_id"]), "torch:rmsnorm", "--reason", "freeze", "--json")
+    assert pinned["state"] == "pinned"
+    assert verb(home, "best", "rmsnorm", "--json")["candidate"] == "torch:rmsnorm"
+    verb(home, "pin", str(pinned["decision_id"]), "--off", "--reason", "thaw", "--json")
+    assert verb(home, "best", "rmsnorm", "--json")["candidate"] == decision["candidate"]
+
+
+def test_an_export_moves_decisions_to_another_ledger(home: Path, tuned: dict[str, Any], tmp_path: Path) -> None:
+    verb(home, "export", str(tmp_path / "decisions.json"))
+    found = verb(tmp_path / "other", "import", str(tmp_path / "decisions.json"), "--json")
+    assert len(found["served"]) == len(tuned["decisions"])
+    assert verb(tmp_path / "other", "best", "rmsnorm", "--json")["op"] == "rmsnorm"
+
+
+def test_a_reproduction_script_needs_only_torch(home: Path, tuned: dict[str, Any], tmp_path: Path) -> None:
+    promoted = [d for d in tuned["decisions"] if d["backend"] == "CPP"]
+    if not promoted:
+        pytest.skip("no kernel won on this machine this time")
+    verb(home, "export", "--repro", str(promoted[0]["decision_id"]), str(tmp_path / "race.py"))
+    done = subprocess.run(
+        [sys.executable, "-P", "race.py", "--pairs", "4"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "speedup" in done.stdout
+    assert "autosel" not in (tmp_path / "race.py").read_text().split("SOURCES")[0].replace("autosel export", "").split(
+        "import torch"
+    )[0].replace("autosel-repro", "")
+
+
+def test_a_killed_tune_loses_nothing_acknowledged_and_continues(home: Path, tmp_path: Path) -> None:
+    model, own = str(home / "model"), tmp_path / "killed"
+    command = [sys.executable, "-m", "autosel.cli.main", "tune", "--model", model, "--seq", "128", *OPS]
+    child = subprocess.Popen(
+        command, env={**os.environ, "AUTOSEL_HOME": str(own)}, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert child.stderr is not None
+    for line in child.stderr:  # until the first decision has been acknowledged
+        if ": promoted" in line or ": kept" in line:
+            break
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    child.stderr.close()
+    before = verb(own, "history", "--json")
+    assert before
+    finished = verb(own, "tune", "--model", model, "--seq", "128", *OPS, "--json")
+    kept = {d["decision_id"] for d in before if d["outcome"] != "undecided"}
+    assert kept <= {d["decision_id"] for d in finished["decisions"]}
+    assert finished["measured"] < len(finished["decisions"])
+
+
+def test_two_tuners_of_one_device_the_second_is_told_who_holds_it(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from autosel.cli.best import this_device
+    from autosel.ledger.store import open_ledger
+
+    settings.read.cache_clear()
+    with open_ledger() as ledger, ledger.lock(this_device()):
+        assert run(["tune", "--model", str(home / "model"), "--op", "rmsnorm"]) == 1
+    assert "in use by another process" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_what_was_kept_and_how_to_go_on(home: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "autosel.cli.main",
+        "tune",
+        "--model",
+        str(home / "model"),
+        "--op",
+        "attn",
+        "--seq",
+        "128",
+    ]
+    child = subprocess.Popen(
+        command,
+        env={**os.environ, "AUTOSEL_HOME": str(tmp_path / "interrupted")},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert child.stderr is not None
+    said = []
+    for line in child.stderr:
+        said.append(line)
+        if "screening" in line:
+            break
+    started = time.monotonic()
+    os.killpg(child.pid, signal.SIGINT)
+    rest, _ = child.stderr.read(), child.wait(timeout=60)
+    child.stderr.close()
+    assert child.returncode == 130, "".join(said) + rest
+    assert "stopped; 0 of 1 decided and kept" in rest
+    assert "continues" in rest
+    assert time.monotonic() - started < 60
