@@ -1,6 +1,6 @@
 """Knobs of the row ops (rmsnorm, add_rmsnorm, rope, swiglu, geglu, sample): only how many threads a call is worth.
 
-At M = 1 their operands lie in the caller's L1 and L2, so a call takes bytes / L2 rate or, with exponentials, their rate.
+At M = 1 their operands lie in the caller's L1 and L2: a call takes bytes over L2 rate, or exponentials over theirs.
 """
 
 from __future__ import annotations

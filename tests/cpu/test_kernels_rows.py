@@ -1,0 +1,271 @@
+"""The row kernels (rmsnorm, add_rmsnorm, rope, swiglu, geglu, sample) in every instruction set this CPU has."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autosel.fingerprint import machine
+from autosel.native.compile import compile_source, find_compiler
+from autosel.native.isa import ISA_FLAGS, ISA_NEEDS, Isa, best_isa
+from autosel.native.load import load_entry
+from autosel.ops import OPS
+from autosel.ops.contract import Case, Mismatch, Op
+from autosel.values import DTypeName
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+HERE = Path(__file__).parent
+DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
+FLAGS = tuple(machine.identity()["isa"])
+ISAS = [
+    pytest.param(isa, marks=pytest.mark.skipif(not set(needs) <= set(FLAGS), reason=f"this CPU lacks {isa}"))
+    for isa, needs in ISA_NEEDS.items()
+]
+
+# op -> its own shape, and the traits to take in all combinations
+SHAPES: dict[str, tuple[dict[str, int], dict[str, tuple[Any, ...]]]] = {
+    "rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0)}),
+    "add_rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0), "sandwich": (0, 1)}),
+    "rope": ({"M": 4, "Hq": 32, "Hkv": 8, "D": 128, "R": 128}, {"style": (0, 1)}),
+    "swiglu": ({"M": 3, "I": 14336}, {}),
+    "geglu": ({"M": 3, "I": 6912}, {"tanh": (0, 1)}),
+    "sample": ({"B": 2, "V": 128_256, "L": 64}, {}),
+}
+
+
+@cache
+def entry(op: str, isa: Isa) -> Callable[..., None]:
+    """The kernel as it is built for this machine; other instruction sets from one source with all of them."""
+    own = isa == best_isa(FLAGS)
+    source = f"cpu/{op}.cpp" if own else str(HERE / "row_kernels.cpp")
+    return load_entry(compile_source(source, ISA_FLAGS[isa]).digest, op)
+
+
+def failure(op: Op, made: Case, isa: Isa, threads: int) -> Mismatch | None:
+    """Run one case into outputs full of NaN (or nonsense integers); the op's own judgement."""
+    inputs = made.make(11)
+    outputs = op.allocate(made.workload, fill=float("nan"))
+    entry(op.name, isa)(*op.arguments(inputs), *outputs, threads)
+    found = op.verify(inputs, [o for o in outputs if o is not None])
+    return found if isinstance(found, Mismatch) else None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_row_kernel_meets_its_contract_in_every_case(name: str, isa: Isa, dtype: DTypeName) -> None:
+    op, (dims, traits) = OPS[name], SHAPES[name]
+    wrong = []
+    for values in itertools.product(*traits.values()):
+        w = op.workload(dtype, dims, **dict(zip(traits, values, strict=True)))
+        for number, made in enumerate(op.cases(w)):
+            threads = 1 + number % 3
+            found = failure(op, made, isa, threads)
+            if found is not None:
+                wrong.append(f"{made.workload.key} {made.name}, {threads} threads: {found.reason}")
+    assert not wrong, "\n".join(wrong)
+
+
+# --- what the op's battery does not reach ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sandwich", [0, 1])
+def test_the_residual_stream_may_be_updated_in_place(sandwich: int) -> None:
+    """A decoder passes residual itself as new_residual, and may pass x as y."""
+    op = OPS["add_rmsnorm"]
+    w = op.workload("bf16", {"M": 3, "d": 1021}, sandwich=sandwich)
+    inputs = op.inputs(w, 5)
+    kept = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+    entry("add_rmsnorm", best_isa(FLAGS))(*op.arguments(inputs), inputs["x"], inputs["residual"], 2)
+    assert not isinstance(op.verify(kept, [inputs["x"], inputs["residual"]]), Mismatch)
+
+
+@pytest.mark.parametrize("style", [0, 1])
+def test_rope_may_rotate_slices_of_one_projection_in_place(style: int) -> None:
+    op = OPS["rope"]
+    w = op.workload("bf16", {"M": 5, "Hq": 4, "Hkv": 2, "D": 80, "R": 48}, style=style)
+    inputs = op.inputs(w, 5)
+    fused = torch.cat([inputs["q"], inputs["k"], inputs["k"]], dim=1)
+    q, k = fused[:, :4], fused[:, 4:6]
+    entry("rope", best_isa(FLAGS))(q, k, inputs["positions"], inputs["inv_freq"], style, q, k, 2)
+    assert not isinstance(op.verify(inputs, [q.contiguous(), k.contiguous()]), Mismatch)
+    assert torch.equal(fused[:, 6:], inputs["k"])
+
+
+@pytest.mark.parametrize("position", [1 << 17, (1 << 20) + 7, (1 << 31) - 1])
+def test_rope_keeps_the_angle_of_a_far_position(position: int) -> None:
+    """In fp32 out, against float64: 2^31 radians in float would be off by a hundred turns."""
+    inv_freq = torch.tensor([1.0, 0.7654321, 0.0123])
+    q = torch.zeros(1, 1, 6)
+    q[..., :3] = 1.0
+    out, unused = torch.empty_like(q), torch.empty_like(q)
+    entry("rope", best_isa(FLAGS))(q, q, torch.tensor([position]), inv_freq, 0, out, unused, 1)
+    angle = position * inv_freq.double()
+    want = torch.cat([angle.cos(), angle.sin()])
+    assert (out[0, 0].double() - want).abs().max() < 1e-6
+
+
+SAMPLING = [
+    ("a nucleus of thousands", {"top_k": 0, "top_p": 0.9, "temperature": 1.0}),
+    ("a nucleus of nearly all", {"top_k": 0, "top_p": 0.999, "temperature": 5.0}),
+    ("a small nucleus", {"top_k": 0, "top_p": 0.3, "temperature": 0.3}),
+    ("k beyond the blocks", {"top_k": 5000, "top_p": 1.0}),
+    ("k beyond the blocks, then p", {"top_k": 5000, "top_p": 0.5, "temperature": 3.0}),
+    ("k of all but one", {"top_k": 128_255, "top_p": 1.0}),
+    ("everything", {"top_k": 0, "top_p": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("what", "settings"), SAMPLING, ids=[s[0] for s in SAMPLING])
+def test_a_real_vocabulary_is_sampled_as_defined(what: str, settings: dict[str, float]) -> None:
+    op = OPS["sample"]
+    inputs = op.inputs(op.workload("bf16", {"B": 2, "V": 128_256, "L": 16}), 21)
+    for name, value in settings.items():
+        inputs[name].fill_(value)
+    token = torch.full((2,), -1)
+    entry("sample", best_isa(FLAGS))(*op.arguments(inputs), token, 2)
+    found = op.verify(inputs, [token])
+    assert not isinstance(found, Mismatch), found
+
+
+def test_equal_logits_are_kept_from_the_lowest_index_up() -> None:
+    """128256 tokens of one probability, p = 1/4: the first quarter is the nucleus, uniform walks through it."""
+    op, v = OPS["sample"], 128_256
+    inputs = op.inputs(op.workload("bf16", {"B": 4, "V": v, "L": 1}), 0)
+    inputs["logits"].fill_(1.5)
+    inputs["history"].fill_(-1)
+    for name, value in (("top_k", 0), ("top_p", 0.25), ("repetition_penalty", 1.0)):
+        inputs[name].fill_(value)
+    inputs["uniform"].copy_(torch.tensor([0.0, 0.25, 0.5, 0.9999999]))
+    token = torch.full((4,), -1)
+    entry("sample", best_isa(FLAGS))(*op.arguments(inputs), token, 1)
+    assert token.tolist() == [pytest.approx(v / 4 * u, abs=2) for u in (0.0, 0.25, 0.5, 1.0)]
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_logits_without_a_distribution_still_give_a_token_in_range(poison: float) -> None:
+    op, v = OPS["sample"], 4099
+    for settings in ({"top_k": 0, "top_p": 0.9}, {"top_k": 7, "top_p": 0.9}, {"top_k": 4000, "top_p": 1.0}):
+        inputs = op.inputs(op.workload("fp32", {"B": 3, "V": v, "L": 9}), 3)
+        inputs["logits"][0, ::2], inputs["logits"][1], inputs["logits"][2, -1] = poison, poison, poison
+        for name, value in settings.items():
+            inputs[name].fill_(value)
+        token = torch.full((3,), -1)
+        entry("sample", best_isa(FLAGS))(*op.arguments(inputs), token, 3)
+        assert ((token >= 0) & (token < v)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("rmsnorm", lambda t: (t(2, 8), t(9), 1e-6, 0.0, t(2, 8), 1)),
+        ("rmsnorm", lambda t: (t(8, 2).T, t(8), 1e-6, 0.0, t(2, 8), 1)),
+        ("add_rmsnorm", lambda t: (t(2, 8), t(2, 7), t(8), 1e-6, 0.0, 0, t(2, 8), t(2, 8), 1)),
+        ("swiglu", lambda t: (t(2, 8), t(2, 8), t(3, 8), 1)),
+        ("geglu", lambda t: (t(2, 8), t(2, 8).half(), 0, t(2, 8), 1)),
+        ("rope", lambda t: (t(1, 1, 8), t(1, 1, 8), torch.zeros(1).int(), t(4), 0, t(1, 1, 8), t(1, 1, 8), 1)),
+        ("rope", lambda t: (t(1, 1, 8), t(1, 1, 8), torch.zeros(1).long(), t(5), 0, t(1, 1, 8), t(1, 1, 8), 1)),
+        ("sample", lambda t: (t(1, 8), torch.zeros(1, 1), *[t(1)] * 5, torch.zeros(1).long(), 1)),
+    ],
+)
+def test_arguments_of_another_shape_or_dtype_are_refused(
+    name: str, arguments: Callable[[Any], tuple[Any, ...]]
+) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        entry(name, best_isa(FLAGS))(*arguments(torch.zeros))
+
+
+# --- the vector functions --------------------------------------------------------------------------------------------
+
+
+@cache
+def vectors(isa: Isa) -> ctypes.CDLL:
+    made = compile_source(str(HERE / "vectors.cpp"), ("-Wl,--as-needed", *ISA_FLAGS[isa]))
+    return ctypes.CDLL(str(made.path))
+
+
+def mapped(isa: Isa, function: str, x: np.ndarray, out: type = np.float32) -> np.ndarray:
+    assert len(x) % 16 == 0
+    y = np.empty(len(x), dtype=out)
+    getattr(vectors(isa), function)(
+        x.ctypes.data_as(ctypes.c_void_p), y.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(len(x))
+    )
+    return y
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_exp_is_right_to_the_last_bit_but_one(isa: Isa) -> None:
+    x = np.concatenate([np.linspace(-87.33, 88.72, 1 << 20), np.geomspace(1e-30, 1, 1 << 12)]).astype(np.float32)
+    want = np.exp(x.astype(np.float64))
+    with np.errstate(over="ignore"):
+        got = mapped(isa, "map_exp", x).astype(np.float64)
+    assert (np.abs(got - want) / want).max() < 2.0**-23
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_exp_at_its_ends(isa: Isa) -> None:
+    x = np.array([-np.inf, -1e30, -88.0, 0.0, -0.0, 88.8, 1e30, np.inf, np.nan, *[1.0] * 7], dtype=np.float32)
+    y = mapped(isa, "map_exp", x)
+    assert y[:8].tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, math.inf, math.inf, math.inf]
+    assert math.isnan(y[8])
+
+
+def tanh_argument(x: torch.Tensor) -> torch.Tensor:
+    return 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("function", "exact", "argument"),
+    [
+        ("map_silu", lambda x: x * torch.sigmoid(x), lambda x: x),
+        ("map_gelu_tanh", lambda x: x * torch.sigmoid(tanh_argument(x)), tanh_argument),
+        ("map_gelu_erf", lambda x: x * torch.special.erfc(-x / math.sqrt(2)) / 2, lambda x: x.square() / 2),
+    ],
+    ids=["silu", "gelu_tanh", "gelu_erf"],
+)
+def test_an_activation_keeps_its_digits_where_the_textbook_form_cancels(
+    isa: Isa, function: str, exact: Callable[..., torch.Tensor], argument: Callable[..., torch.Tensor]
+) -> None:
+    """Relative error, not absolute: gelu(-5) is -1.4e-6, of which 1 + erf in fp32 keeps one digit.
+
+    Allowed: three roundings of exp's argument, eight more around it.
+    """
+    x = torch.linspace(-6, 12, 1 << 16)
+    want = exact(x.double()).numpy()
+    got = mapped(isa, function, x.numpy()).astype(np.float64)
+    allowed = (8 + 3 * argument(x.double()).abs().numpy()) * 2.0**-24 * np.abs(want)
+    assert (np.abs(got - want) <= allowed + 2.0**-126).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
+def test_every_half_precision_number_survives_the_round_trip(isa: Isa, name: str, dtype: torch.dtype) -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    want = torch.from_numpy(bits.view(np.int16)).view(dtype).float().numpy()
+    got = mapped(isa, f"widen_{name}", bits)
+    assert np.array_equal(got, want, equal_nan=True)
+    back = mapped(isa, f"narrow_{name}", got, np.uint16)
+    normal = ~np.isnan(want) & ~((name == "bf16") & (np.abs(want) < 2.0**-126))  # vcvtneps2bf16 flushes: allowed
+    assert np.array_equal(back[normal], bits[normal])
+    assert np.isnan(torch.from_numpy(back.view(np.int16)).view(dtype).float().numpy()[np.isnan(want)]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
+def test_stores_round_to_nearest_even(isa: Isa, name: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1 << 16, generator=generator) * torch.logspace(-4, 5.5, 1 << 16)
+    halfway = (x.to(dtype).float() + x.to(dtype).nextafter(torch.tensor(9.0, dtype=dtype)).float()) / 2
+    for values in (x, halfway):
+        got = torch.from_numpy(mapped(isa, f"narrow_{name}", values.numpy(), np.uint16).view(np.int16)).view(dtype)
+        assert torch.equal(got, values.to(dtype))
