@@ -120,8 +120,9 @@ template <class T> static inline vreg multiply(vreg acc, vreg w, float x) {
   return fma(w, splat(x), acc);
 }
 
-// c[Rows][kStrip] (+)= x[lanes][Rows]^T w[lanes][kStrip]; with Ahead, two lines a lane are asked for, from a and b on.
-template <class T, int Rows, bool Ahead>
+// c[Rows][kStrip] (+)= x[lanes][Rows]^T w[lanes][kStrip], asking L2 for two lines a lane, from a and b on. There are
+// issue slots to spare for that: a tile that has nothing to ask for points at w itself.
+template <class T, int Rows>
 static void tile(const float* w, const float* x, int64_t lanes, float* c, bool first, const char* a, const char* b) {
   vreg acc[Rows][2];
 #pragma GCC unroll 16
@@ -129,7 +130,7 @@ static void tile(const float* w, const float* x, int64_t lanes, float* c, bool f
     for (int v = 0; v < 2; ++v) acc[r][v] = first ? vreg{} : load(c + r * kStrip + v * kLanes);
   for (int64_t l = 0; l < lanes; ++l, w += kStrip, x += Rows) {
     vreg w0 = load(w), w1 = load(w + kLanes);
-    if (Ahead) prefetch_l2(a + l * 64), prefetch_l2(b + l * 64);
+    prefetch_l2(a + l * 64), prefetch_l2(b + l * 64);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) acc[r][0] = multiply<T>(acc[r][0], w0, x[r]), acc[r][1] = multiply<T>(acc[r][1], w1, x[r]);
   }
@@ -139,12 +140,11 @@ static void tile(const float* w, const float* x, int64_t lanes, float* c, bool f
 }
 
 using TileKernel = void (*)(const float*, const float*, int64_t, float*, bool, const char*, const char*);
-struct TilePair { TileKernel plain, ahead; };
 
-template <class T, int Rows> static TilePair tile_pair(int64_t rows) {
+template <class T, int Rows = kTileRows> static TileKernel tile_kernel(int64_t rows) {
   if constexpr (Rows > 1)
-    if (rows < Rows) return tile_pair<T, Rows - 1>(rows);
-  return {tile<T, Rows, false>, tile<T, Rows, true>};
+    if (rows < Rows) return tile_kernel<T, Rows - 1>(rows);
+  return tile<T, Rows>;
 }
 
 // --- strips ----------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ template <class T> struct Ahead {
 // c[tiles][rows][kStrip] = x . (the strip's weights)^T; `after` is the strip that this thread will want next.
 template <class T>
 static void multiply_strip(const float* x, int64_t m, int64_t k, const Strip<T>& at, const Strip<T>& after,
-                           const Walk& walk, TilePair kernel, float* w, float* c) {
+                           const Walk& walk, TileKernel kernel, float* w, float* c) {
   constexpr int P = kPerLane<T>;
   int64_t rows = tile_rows_for(m), tiles = (m + rows - 1) / rows, lanes = lanes_of<T>(k);
   int64_t part_lines = ((walk.k_ahead < k ? walk.k_ahead : k) * int64_t(sizeof(T)) + 63) / 64;
@@ -196,9 +196,10 @@ static void multiply_strip(const float* x, int64_t m, int64_t k, const Strip<T>&
       int64_t wide = part_end - j < walk.k_block ? part_end - j : walk.k_block, l = lanes_of<T>(wide);
       for (int v = 0; v < 2; ++v) turn_rows<T, P>(at.w[v] + j, at.stride[v], at.rows[v], wide, w + v * kLanes, kLanes, kStrip);
       for (int64_t t = 0; t < tiles; ++t) {
-        TileKernel run = t * l < share ? kernel.ahead : kernel.plain;
-        run(w, x + (t * lanes + j / P) * rows, l, c + t * rows * kStrip, j == 0, next.run(0, line + t * l),
-            next.run(1, line + t * l));
+        bool ask = t * l < share;
+        const char* nothing = reinterpret_cast<const char*>(w);
+        kernel(w, x + (t * lanes + j / P) * rows, l, c + t * rows * kStrip, j == 0,
+               ask ? next.run(0, line + t * l) : nothing, ask ? next.run(1, line + t * l) : nothing);
       }
     }
   }
@@ -216,7 +217,7 @@ static void blocked(const X& x, int64_t m, const Matrix<const T>* w, int64_t thr
     static thread_local Scratch panels, blocks;
     for (int64_t m0 = 0; m0 < m; m0 += walk.m_block) {
       int64_t taken = m - m0 < walk.m_block ? m - m0 : walk.m_block;
-      TilePair kernel = tile_pair<T, kTileRows>(tile_rows_for(taken));
+      TileKernel kernel = tile_kernel<T>(tile_rows_for(taken));
       float* panel = panels.get<float>(tile_panel_floats<T>(taken, k));
       pack_for_tiles<T>(x(m0, taken), panel);
       int64_t turned = walk.k_block / kPerLane<T> * kStrip;

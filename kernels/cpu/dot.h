@@ -144,48 +144,64 @@ template <class T, int M> static DotBlock<T> dot_block_of(int64_t rows) {
   return nullptr;
 }
 
-// Raises ValueError for a number of rows that has no kernel: the closed form (knobs/cpu/linear.py) never asks for one.
-template <class T> static DotBlock<T> dot_block_for(int64_t m, int64_t rows) {
-  DotBlock<T> found = nullptr;
-  switch (m) {
-    case 1: found = dot_block_of<T, 1>(rows); break;
-    case 2: found = dot_block_of<T, 2>(rows); break;
-    case 3: found = dot_block_of<T, 3>(rows); break;
-    case 4: found = dot_block_of<T, 4>(rows); break;
-    case 5: found = dot_block_of<T, 5>(rows); break;
-    case 6: found = dot_block_of<T, 6>(rows); break;
-    case 7: found = dot_block_of<T, 7>(rows); break;
-    case 8: found = dot_block_of<T, 8>(rows); break;
+// The kernel for m <= kMaxRows rows of x and `rows` of weights; where there is none, `rows` becomes the next lower number
+// that has one (a knob derived for another M must not be an error).
+template <class T> static DotBlock<T> dot_block_for(int64_t m, int64_t& rows) {
+  for (;; --rows) {
+    DotBlock<T> found = nullptr;
+    switch (m) {
+      case 1: found = dot_block_of<T, 1>(rows); break;
+      case 2: found = dot_block_of<T, 2>(rows); break;
+      case 3: found = dot_block_of<T, 3>(rows); break;
+      case 4: found = dot_block_of<T, 4>(rows); break;
+      case 5: found = dot_block_of<T, 5>(rows); break;
+      case 6: found = dot_block_of<T, 6>(rows); break;
+      case 7: found = dot_block_of<T, 7>(rows); break;
+      case 8: found = dot_block_of<T, 8>(rows); break;
+    }
+    if (found) return found;
   }
-  AUTOSEL_CHECK(found, "no kernel for M=" << m << " with " << rows << " rows of weights together");
-  return found;
 }
 
 // --- all of it, shared by threads ------------------------------------------------------------------------------------
 
-// x(0, m) gives the rows of x (each thread asks once); done(rank, i, n, count, v) takes, for row i of y and columns
-// n .. n + count, v[p][0 .. count) = x[i] . w[p][n ..] for each of the Parts matrices. v[p] may be read to kLanes.
+// One thread's columns [begin, end) of y for at most kMaxRows rows of x.
+template <class T, int Parts, class S, class Done>
+static void stream_share(const Matrix<const S>& x, const Matrix<const T>* w, int64_t begin, int64_t end, int64_t rows,
+                         const Done& done) {
+  static thread_local Scratch scratch;
+  int64_t m = x.rows, k = x.columns, single = 1;
+  DotBlock<T> several = dot_block_for<T>(m, rows), one = dot_block_for<T>(m, single);
+  Wide<T>* panel = scratch.get<Wide<T>>(dot_panel_elements<T>(m, k));
+  pack_for_dot<T>(x, panel);
+  float out[Parts][kAccumulators + kLanes];
+  for (int64_t n = begin; n < end;) {
+    int64_t taken = n + rows <= end ? rows : 1;
+    for (int p = 0; p < Parts; ++p) {
+      const T* next = p + 1 < Parts ? w[p + 1].row(n) : w[0].row(n + taken);
+      (taken == rows ? several : one)(w[p].row(n), w[p].stride, panel, k, next, out[p]);
+    }
+    for (int64_t i = 0; i < m; ++i) {
+      const float* v[Parts];
+      for (int p = 0; p < Parts; ++p) v[p] = out[p] + i * taken;
+      done(i, n, taken, v);
+    }
+    n += taken;
+  }
+}
+
+// x(m0, m) gives rows m0 .. m0 + m of x (each thread asks, kMaxRows at a time); done(rank, i, n, count, v) takes, for row
+// i of y and columns n .. n + count, v[p][0 .. count) = x[i] . w[p][n ..] for each of the Parts matrices. v[p] may be read
+// up to kLanes.
 template <class T, int Parts, class X, class Done>
 static void stream(const X& x, int64_t m, const Matrix<const T>* w, int64_t threads, int64_t rows, const Done& done) {
-  DotBlock<T> several = dot_block_for<T>(m, rows), one = dot_block_for<T>(m, 1);
-  int64_t k = w->columns;
-  parallel(threads, w->rows, rows, [&](int64_t begin, int64_t end, int rank) {
-    static thread_local Scratch scratch;
-    Wide<T>* panel = scratch.get<Wide<T>>(dot_panel_elements<T>(m, k));
-    pack_for_dot<T>(x(0, m), panel);
-    float out[Parts][kAccumulators + kLanes];
-    for (int64_t n = begin; n < end;) {
-      int64_t taken = n + rows <= end ? rows : 1;
-      for (int p = 0; p < Parts; ++p) {
-        const T* next = p + 1 < Parts ? w[p + 1].row(n) : w[0].row(n + taken);
-        (taken == rows ? several : one)(w[p].row(n), w[p].stride, panel, k, next, out[p]);
-      }
-      for (int64_t i = 0; i < m; ++i) {
-        const float* v[Parts];
-        for (int p = 0; p < Parts; ++p) v[p] = out[p] + i * taken;
-        done(rank, i, n, taken, v);
-      }
-      n += taken;
+  AUTOSEL_CHECK(rows >= 1, "rows is " << rows << ", expected at least 1");
+  parallel(threads, w->rows, 8, [&](int64_t begin, int64_t end, int rank) {
+    for (int64_t m0 = 0; m0 < m; m0 += kMaxRows) {
+      int64_t some = m - m0 < kMaxRows ? m - m0 : kMaxRows;
+      stream_share<T, Parts>(x(m0, some), w, begin, end, rows, [&](int64_t i, int64_t n, int64_t count, const float* const* v) {
+        done(rank, m0 + i, n, count, v);
+      });
     }
   });
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from autosel.candidates.base import Candidate
 from autosel.knobs.cpu.facts import ISA_FLAGS, CpuFacts, Isa, facts
@@ -62,7 +63,8 @@ class CppKernel(Candidate):
         return Accepted()
 
     def knobs(self, w: Workload, fp: Fingerprint) -> Knobs:
-        return self.formula(w, facts(fp))
+        f = facts(fp)
+        return self.formula(w, replace(f, isa=self.isa) if self.isa else f)
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
         isa = self.isa or facts(fp).isa

@@ -1,0 +1,179 @@
+"""Knobs of the projections: linear (gemv, gemm), norm_qkv, gate_up, lm_head.
+
+Few rows of x (M <= 8) stream the weights through dot.h; more of them turn the weights for block.h. Both ask L2 ahead of
+use, so L2 bounds what goes together; L1 holds what is turned. Figures behind the constants: kernels/cpu/{dot,block}.h.
+"""
+
+from __future__ import annotations
+
+import math
+
+from autosel.knobs.cpu.facts import CpuFacts, bandwidth_threads, worthwhile_threads
+from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
+
+MAX_ROWS = 8  # of x that dot.h has kernels for
+
+# (rows of x, rows of all weights, their length) by op.
+_SHAPE = {
+    "linear": ("M", "N", "K"),
+    "norm_qkv": ("M", "N", "d"),
+    "gate_up": ("M", "I", "d"),
+    "lm_head": ("M", "V", "d"),
+}
+
+
+def gemv(w: Workload, f: CpuFacts) -> Knobs:
+    """threads and rows."""
+    return Knobs(settings=(_threads(w, f), _rows(w, f)))
+
+
+def gemm(w: Workload, f: CpuFacts) -> Knobs:
+    """threads, k_block, k_ahead and m_block."""
+    return Knobs(settings=(_threads(w, f), *_walk(w, f)))
+
+
+def fused(w: Workload, f: CpuFacts) -> Knobs:
+    """threads; rows up to M = 8, 0 above: then gemm's walk. All are given: the way not taken ignores its own."""
+    if w["M"] <= MAX_ROWS:
+        rows = _rows(w, f)
+    else:
+        rows = Knob(name="rows", value=0, formula="0 where M > 8: blocked", inputs={"M": w["M"]})
+    return Knobs(settings=(_threads(w, f), rows, *_walk(w, f)))
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+def _threads(w: Workload, f: CpuFacts) -> Knob:
+    """One while a fork-join costs more than it saves; else what saturates memory; all cores where arithmetic binds."""
+    m, n, k = _dims(w)
+    bytes_read, flops, rate = n * k * DTYPE_BYTES[w.dtype], 2 * m * n * k, _multiply_rate(w, f)
+    serial_s = max(bytes_read / f.read_1, flops / rate)
+    saturating = bandwidth_threads(f)
+    compute_bound = flops / (saturating * rate) > bytes_read / f.read_all
+    if worthwhile_threads(f, serial_s) == 1:
+        value, reason = 1, "a fork-join costs more than it saves"
+    elif compute_bound:
+        value, reason = f.cpus, "compute-bound: M > b * T * flops / (2 * read)"
+    else:
+        value, reason = saturating, "memory-bound: fewest threads that saturate the memory"
+    return Knob(
+        name="threads",
+        value=value,
+        formula="1 if serial_s * (1 - 1/cpus) <= 2 * fork_join_s; cpus if flops / (T * rate) > bytes / read_all; "
+        "else T = min(cpus, max(L3 domains * ceil(read_L3 / read_1), ceil(read_all / read_1)))",
+        inputs={
+            "serial_s": serial_s,
+            "fork_join_s": f.fork_join_s,
+            "cpus": f.cpus,
+            "T": saturating,
+            "flops": flops,
+            "rate": rate,
+            "bytes": bytes_read,
+            "read_all": f.read_all,
+        },
+        reason=reason,
+    )
+
+
+def _multiply_rate(w: Workload, f: CpuFacts) -> float:
+    """FLOP/s of one core at this dtype: the bf16 dot, or fp32 FMA after widening."""
+    return f.dot_flops_1 if _paired(w, f) else f.flops_1
+
+
+# --- dot.h -----------------------------------------------------------------------------------------------------------
+
+
+def _rows(w: Workload, f: CpuFacts) -> Knob:
+    """Rows of weights that share one load of x: as many as registers hold sums for, while two lots fit half of L2."""
+    (m, _, k), registers = _dims(w), _registers(f)
+    row_bytes = k * DTYPE_BYTES[w.dtype]
+    most = next(r for r in (8, 4, 3, 2, 1) if r * m <= registers)
+    fits = f.l2_bytes // 4 // row_bytes
+    value = most if most <= fits else 4 if most == 8 and fits >= 4 else 1
+    return Knob(
+        name="rows",
+        value=value,
+        formula="largest R of 8, 4, 3, 2, 1 with R * M <= registers and R * K * b <= L2 / 4",
+        inputs={"M": m, "registers": registers, "K*b": row_bytes, "L2": f.l2_bytes},
+        reason="x is loaded once for R rows; the next R rows are fetched into L2 meanwhile",
+    )
+
+
+# --- block.h ---------------------------------------------------------------------------------------------------------
+
+
+def _walk(w: Workload, f: CpuFacts) -> tuple[Knob, Knob, Knob]:
+    k_block = _k_block(w, f)
+    return k_block, _k_ahead(w, f, int(k_block.value)), _m_block(w, f)
+
+
+def _k_block(w: Workload, f: CpuFacts) -> Knob:
+    """Elements of K turned at a time: the turned block, strip x lanes x 4 bytes, takes half of L1."""
+    vector, per_lane = _lanes(f), 2 if _paired(w, f) else 1
+    lanes = max(vector, f.l1d_bytes // 2 // (4 * 2 * vector) // vector * vector)
+    return Knob(
+        name="k_block",
+        value=lanes * per_lane,
+        formula="L1 / 2 / (4 * strip), down to whole vectors, times elements a lane",
+        inputs={"L1": f.l1d_bytes, "strip": 2 * vector, "elements a lane": per_lane},
+        reason="the block is read by every tile of x; x's tile and the sums have the other half",
+    )
+
+
+def _k_ahead(w: Workload, f: CpuFacts, k_block: int) -> Knob:
+    """Elements of each row of a strip that are fetched together: a quarter of L2, in whole blocks."""
+    strip, size = 2 * _lanes(f), DTYPE_BYTES[w.dtype]
+    blocks = max(1, f.l2_bytes // 4 // (strip * size) // k_block)
+    return Knob(
+        name="k_ahead",
+        value=blocks * k_block,
+        formula="L2 / 4 / (strip * b), down to whole blocks, at least one",
+        inputs={"L2": f.l2_bytes, "strip": strip, "b": size, "k_block": k_block},
+        reason="this part and the next take half of L2; longer runs in a row are the better order for memory",
+    )
+
+
+def _m_block(w: Workload, f: CpuFacts) -> Knob:
+    """Rows of x multiplied by a strip once turned: as half of L3 holds them packed, an eighth of L2 their sums."""
+    (m, _, k), lanes = _dims(w), _lanes(f)
+    tile, strip = _registers(f) // 2, 2 * lanes
+    row_bytes = math.ceil(k / (2 if _paired(w, f) else 1)) * 4
+    by_l3 = f.l3_bytes // (2 * f.cpus * row_bytes)
+    by_l2 = f.l2_bytes // (8 * 4 * strip)
+    return Knob(
+        name="m_block",
+        value=max(1, min(by_l3, by_l2) // tile) * tile,
+        formula="min(L3 / (2 * cpus * row_bytes), L2 / (8 * 4 * strip)), down to whole tiles, at least one",
+        inputs={
+            "M": m,
+            "L3": f.l3_bytes,
+            "L2": f.l2_bytes,
+            "cpus": f.cpus,
+            "row_bytes": row_bytes,
+            "strip": strip,
+            "tile": tile,
+        },
+        reason="weights are turned anew for every such chunk; each thread packs x for itself",
+    )
+
+
+# --- the kernels' constants (dot.h, block.h), by instruction set -----------------------------------------------------
+
+
+def _lanes(f: CpuFacts) -> int:
+    return 16 if f.isa.startswith("avx512") else 8
+
+
+def _registers(f: CpuFacts) -> int:
+    """Of 32 (AVX-512) or 16, those that hold sums."""
+    return 24 if f.isa.startswith("avx512") else 12
+
+
+def _paired(w: Workload, f: CpuFacts) -> bool:
+    return w.dtype == "bf16" and f.isa == "avx512bf16"
+
+
+def _dims(w: Workload) -> tuple[int, int, int]:
+    m, n, k = (w[d] for d in _SHAPE[w.op])
+    return m, n * 2 if w.op == "gate_up" else n, k

@@ -1,0 +1,292 @@
+"""The projections' kernels on real hardware: every instruction set this CPU has, every dtype, every hostile case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from autosel.candidates.cpp.base import CppKernel
+from autosel.candidates.cpp.linear import KERNELS
+from autosel.candidates.load import load
+from autosel.fingerprint import machine
+from autosel.knobs.cpu import linear as knobs
+from autosel.knobs.cpu.facts import facts
+from autosel.native.compile import compile_source, find_compiler
+from autosel.native.isa import ISA_NEEDS, Isa
+from autosel.native.load import load_entry
+from autosel.ops import OPS
+from autosel.ops.contract import DTYPE, Match
+from autosel.values import Accepted, DTypeName, Fingerprint, NativeRecipe, Rate, Rejected, Workload
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+
+HAVE = frozenset(machine.identity()["isa"])
+ISAS = [
+    pytest.param(isa, marks=pytest.mark.skipif(not set(needs) <= HAVE, reason=f"this CPU lacks {set(needs) - HAVE}"))
+    for isa, needs in ISA_NEEDS.items()
+]
+NATIVE: Isa = next(isa for isa, needs in ISA_NEEDS.items() if set(needs) <= HAVE)
+DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
+NAMES = tuple(k.source for k in KERNELS)
+
+# A workload of each op; lm_head twice, for its two outputs.
+WORKLOADS: dict[str, tuple[tuple[dict[str, int], dict[str, Any]], ...]] = {
+    "linear": (({"M": 17, "N": 512, "K": 1024}, {}), ({"M": 5, "N": 64, "K": 256}, {"bias": True, "residual": True})),
+    "norm_qkv": (({"M": 17, "d": 512, "N": 256}, {}), ({"M": 3, "d": 256, "N": 96}, {"offset": 1.0})),
+    "gate_up": tuple(({"M": 17, "d": 256, "I": 128}, {"activation": a}) for a in (0, 1, 2)),
+    "lm_head": tuple(({"M": 9, "V": 1000, "d": 256}, {"greedy": g}) for g in (0, 1)),
+}
+
+
+def device(isa: tuple[str, ...] = tuple(sorted(HAVE)), cpus: int = 2, **sizes: int) -> Fingerprint:
+    """A small two-core machine, whatever runs the tests: the knobs under test are the same anywhere."""
+    caches = {"l1d_bytes": 32 << 10, "l2_bytes": 1 << 20, "l3_bytes": 32 << 20, "l3_domains": 1}
+    rates = {
+        "read_bytes_per_s@1": 20e9,
+        f"read_bytes_per_s@{cpus}": 38e9,
+        "fma_flops@1": 118e9,
+        "bf16_dot_flops@1": 236e9,
+        f"fork_join_s@{cpus}": 1e-6,
+    }
+    return Fingerprint(
+        kind="cpu",
+        name="test",
+        identity={"isa": list(isa), "cpus": cpus, **caches, **sizes},
+        environment={},
+        rates={n: Rate(value=v, unit="", spread=0.0, source="test") for n, v in rates.items()},
+    )
+
+
+def variant(name: str, isa: Isa) -> CppKernel:
+    """The kernel of that name, built for one instruction set."""
+    k = next(k for k in KERNELS if k.source == name)
+    return CppKernel(k.op, k.source, formula=k.formula, knob_args=k.knob_args, limits=k.limits, isa=isa)
+
+
+@cache
+def digest(name: str, isa: Isa) -> tuple[NativeRecipe, str]:
+    kernel = variant(name, isa)
+    dims, traits = WORKLOADS[kernel.op][0]
+    recipe = kernel.recipe(OPS[kernel.op].workload("bf16", dims, **traits), device(), kernel_knobs(kernel, "bf16"))
+    assert isinstance(recipe, NativeRecipe)
+    return recipe, compile_source(recipe.source, recipe.flags).digest
+
+
+def kernel_knobs(kernel: CppKernel, dtype: DTypeName) -> Any:
+    dims, traits = WORKLOADS[kernel.op][0]
+    return kernel.knobs(OPS[kernel.op].workload(dtype, dims, **traits), device())
+
+
+def bound(kernel: CppKernel, w: Workload) -> Callable[..., Any]:
+    """The kernel with the knobs its formula gives for w."""
+    assert kernel.isa is not None
+    recipe, built = digest(kernel.source, kernel.isa)
+    return load(OPS[kernel.op], recipe, built, kernel.knobs(w, device()).values)
+
+
+def entry(name: str, isa: Isa = NATIVE) -> Callable[..., Any]:
+    """The bare native function, for knobs of our own."""
+    recipe, built = digest(name, isa)
+    return load_entry(built, recipe.entry)
+
+
+# --- every case ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", NAMES)
+def test_kernel_meets_the_bound_on_every_hostile_case(name: str, isa: Isa, dtype: DTypeName) -> None:
+    kernel = variant(name, isa)
+    op, ran = OPS[kernel.op], 0
+    for dims, traits in WORKLOADS[kernel.op]:
+        for case in op.cases(op.workload(dtype, dims, **traits)):
+            if not isinstance(kernel.supports(case.workload, device()), Accepted):
+                continue
+            inputs = case.make(7)
+            outputs = op.allocate(case.workload, fill=float("nan"))
+            bound(kernel, case.workload)(*op.arguments(inputs), *outputs)
+            found = op.verify(inputs, [o for o in outputs if o is not None])
+            assert isinstance(found, Match), f"{case.workload.key}, {case.name}: {found}"
+            ran += 1
+    assert ran > 20
+
+
+# --- shapes and knobs beyond the formulas' ---------------------------------------------------------------------------
+
+
+def check_linear(
+    function: Callable[..., Any], settings: tuple[int, ...], m: int, n: int, k: int, dtype: DTypeName
+) -> None:
+    """y = x w^T + bias + residual with every operand a strided, odd-aligned view, and y surrounded by guards."""
+    op = OPS["linear"]
+    made = op.inputs(op.workload(dtype, {"M": m, "N": n, "K": k}, bias=True, residual=True), m * n + k)
+
+    def view(t: torch.Tensor) -> torch.Tensor:
+        wide = torch.full((t.shape[0] + 1, t.shape[1] + 3), float("nan"), dtype=t.dtype)
+        wide[:-1, 1:-2] = t
+        return wide[:-1, 1:-2]
+
+    inputs = {**made, **{a: view(made[a]) for a in ("x", "w", "residual")}}
+    guarded = torch.full((m + 2, n + 4), 7.0, dtype=DTYPE[dtype])
+    y = guarded[1:-1, 1:-3]
+    function(*op.arguments(inputs), y, *settings)
+    found = op.verify(inputs, (y,))
+    assert isinstance(found, Match), f"M{m} N{n} K{k} {settings}: {found}"
+    y.fill_(7.0)
+    assert bool((guarded == 7.0).all()), f"M{m} N{n} K{k} {settings}: written outside y"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gemv_is_right_for_any_rows_threads_and_m(dtype: DTypeName) -> None:
+    for m in (1, 2, 3, 4, 5, 6, 7, 8, 9, 20):
+        for rows in (1, 2, 3, 4, 5, 8, 100):
+            for threads, n, k in ((1, 61, 70), (2, 67, 1), (3, 2, 519)):
+                check_linear(entry("gemv"), (threads, rows), m, n, k, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gemm_is_right_for_any_blocking_threads_and_m(dtype: DTypeName) -> None:
+    for m in (1, 2, 5, 11, 12, 13, 24, 25, 50):
+        for walk in ((64, 64, 7), (64, 192, 1000), (256, 1024, 24)):
+            for threads, n, k in ((1, 61, 70), (2, 67, 1), (3, 130, 519)):
+                check_linear(entry("gemm"), (threads, *walk), m, n, k, dtype)
+
+
+def test_residual_may_be_the_output() -> None:
+    op = OPS["linear"]
+    inputs = op.inputs(op.workload("bf16", {"M": 3, "N": 100, "K": 64}, residual=True), 1)
+    expected = torch.empty(3, 100, dtype=torch.bfloat16)
+    entry("gemv")(*op.arguments(inputs), expected, 2, 4)
+    y = inputs["residual"]
+    entry("gemv")(inputs["x"], inputs["w"], None, y, y, 2, 4)
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_inputs_give_the_same_bits(name: str) -> None:
+    kernel = variant(name, NATIVE)
+    op = OPS[kernel.op]
+    dims, traits = WORKLOADS[kernel.op][0]
+    w = op.workload("bf16", {**dims, "M": 6}, **traits)
+    inputs, function = op.inputs(w, 3), bound(kernel, w)
+    first, again = op.allocate(w), op.allocate(w)
+    function(*op.arguments(inputs), *first)
+    function(*op.arguments(inputs), *again)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))  # type: ignore[arg-type]
+
+
+# --- greedy ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 4])
+def test_greedy_token_is_the_argmax_of_the_kernels_own_logits(dtype: DTypeName, rows: int) -> None:
+    walk = (64, 64, 24)
+    for seed, (m, v) in enumerate(((1, 1000), (3, 37), (8, 5), (8, 513))):
+        generator = torch.Generator().manual_seed(seed)
+        # Few distinct values: ties everywhere, also across threads.
+        x = torch.randint(-1, 2, (m, 8), generator=generator).to(DTYPE[dtype])
+        w = torch.randint(-1, 2, (v, 8), generator=generator).to(DTYPE[dtype])
+        if seed == 3:
+            w[300, 2], x[:4, 2], x[4:, 2] = float("nan"), 1.0, float("nan")
+        logits, token = torch.empty(m, v, dtype=x.dtype), torch.empty(m, dtype=torch.int64)
+        for threads in (1, 2, 3):
+            entry("lm_head")(x, w, 0, logits, threads, rows, *walk)
+            entry("lm_head")(x, w, 1, token, threads, rows, *walk)
+            assert torch.equal(token, logits.argmax(-1)), (seed, threads)
+
+
+def test_greedy_compares_logits_as_they_would_be_stored() -> None:
+    x = torch.tensor([[1.0, 1.0]], dtype=torch.bfloat16)
+    w = torch.tensor([[1.0, 0.0], [1.0, 2.0**-12]], dtype=torch.bfloat16)  # equal once rounded to bf16
+    token = torch.empty(1, dtype=torch.int64)
+    entry("lm_head")(x, w, 1, token, 1, 1, 64, 64, 24)
+    assert token.item() == 0
+
+
+# --- the caller's mistakes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"w": torch.zeros(8, 5)}, "w is 8 x 5"),
+        ({"y": torch.zeros(2, 7)}, "y is 2 x 7"),
+        ({"w": torch.zeros(8, 4, dtype=torch.bfloat16)}, "dtypes differ"),
+        ({"x": torch.zeros(4, 2).t()}, "not contiguous"),
+        ({"bias": torch.zeros(7)}, "bias must have 8"),
+    ],
+)
+@pytest.mark.parametrize(("name", "settings"), [("gemv", (1, 1)), ("gemm", (1, 64, 64, 12))])
+def test_wrong_arguments_are_refused_by_name(
+    name: str, settings: tuple[int, ...], change: dict[str, torch.Tensor], problem: str
+) -> None:
+    given: dict[str, Any] = {"x": torch.zeros(2, 4), "w": torch.zeros(8, 4), "bias": None, "y": torch.zeros(2, 8)}
+    given |= change
+    with pytest.raises(ValueError, match=problem):
+        entry(name)(given["x"], given["w"], given["bias"], None, given["y"], *settings)
+
+
+# --- knobs -----------------------------------------------------------------------------------------------------------
+
+
+def linear(m: int, n: int, k: int, dtype: DTypeName = "bf16") -> Workload:
+    return OPS["linear"].workload(dtype, {"M": m, "N": n, "K": k})
+
+
+AVX512 = ISA_NEEDS["avx512bf16"]
+
+
+def test_rows_shrink_with_m_registers_and_l2() -> None:
+    wide, narrow = facts(device(AVX512)), facts(device(ISA_NEEDS["avx2"]))
+    by_m = [knobs.gemv(linear(m, 4096, 4096), wide)["rows"] for m in range(1, 9)]
+    assert by_m == [8, 8, 8, 4, 4, 4, 3, 3]
+    assert [knobs.gemv(linear(m, 4096, 4096), narrow)["rows"] for m in (1, 2, 4, 6, 8)] == [8, 4, 3, 2, 1]
+    small_l2 = facts(device(AVX512, l2_bytes=512 << 10))
+    assert knobs.gemv(linear(1, 4096, 14336), wide)["rows"] == 8
+    assert knobs.gemv(linear(1, 4096, 14336), small_l2)["rows"] == 4
+    assert knobs.gemv(linear(1, 4096, 40000), small_l2)["rows"] == 1
+
+
+def test_threads_follow_the_work() -> None:
+    many = facts(device(AVX512, cpus=16))
+    assert knobs.gemv(linear(1, 16, 64), many)["threads"] == 1  # over before another thread has woken
+    assert knobs.gemv(linear(1, 8192, 8192), many)["threads"] == 2  # two threads saturate this memory
+    assert knobs.gemm(linear(512, 8192, 8192), many)["threads"] == 16  # compute-bound
+
+
+def test_blocks_fit_the_caches_they_are_meant_for() -> None:
+    for isa in ISA_NEEDS:
+        for dtype in DTYPES:
+            f = facts(device(ISA_NEEDS[isa]))
+            k = knobs.gemm(linear(256, 4096, 14336, dtype), f)
+            strip = 32 if isa.startswith("avx512") else 16
+            per_lane = 2 if isa == "avx512bf16" and dtype == "bf16" else 1
+            assert k["k_block"] // per_lane * strip * 4 <= f.l1d_bytes / 2
+            assert k["k_block"] % (strip // 2 * per_lane) == 0
+            assert k["k_ahead"] % k["k_block"] == 0
+            assert k["k_ahead"] * strip * (4 if dtype == "fp32" else 2) <= f.l2_bytes / 4
+            assert k["m_block"] % (strip * 3 // 8) == 0
+
+
+def test_ranges_are_divided_with_a_reason() -> None:
+    gemv, gemm = (next(k for k in KERNELS if k.source == name) for name in ("gemv", "gemm"))
+    above, below = gemv.supports(linear(9, 64, 64), device()), gemm.supports(linear(1, 64, 64), device())
+    assert isinstance(above, Rejected)
+    assert "gemm" in above.reason
+    assert isinstance(below, Rejected)
+    assert "gemv" in below.reason
+    assert isinstance(gemm.supports(linear(9, 64, 64), device()), Accepted)
+
+
+def test_fused_kernels_stream_few_rows_and_block_many() -> None:
+    f = facts(device(AVX512))
+    op = OPS["gate_up"]
+    few, many = (knobs.fused(op.workload("bf16", {"M": m, "d": 4096, "I": 14336}), f) for m in (1, 9))
+    assert few["rows"] > 0
+    assert many["rows"] == 0
