@@ -1,0 +1,139 @@
+"""Knobs of attention over a cache (attn, paged_attn), of causal prefill and of the append to a cache.
+
+A key costs one row of K and one of V, read once for all query heads that share them. Figures behind the constants:
+kernels/cpu/{attn_decode,paged_attn_decode,attn_prefill}.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+
+from autosel.knobs.cpu.facts import CpuFacts, bandwidth_threads
+from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
+
+LEAST_TILE, MOST_TILE = 16, 128  # below, softmax and loop ends weigh; above, scores leave L1 and nothing is gained
+PEAK_SHARE = (
+    0.5  # of the multiplier's peak, reached by scores, softmax and P V together: 53 cycles a key, 32 the dots alone
+)
+
+
+def decode(w: Workload, f: CpuFacts) -> Knobs:
+    """threads, tile, chunk and prefetch."""
+    return Knobs(settings=(_threads(w, f), _tile(w, f), _chunk(w, f), _prefetch(w, f)))
+
+
+def prefill(w: Workload, f: CpuFacts) -> Knobs:
+    """threads and tile: compute-bound from a few dozen positions on."""
+    flops = 2 * w["B"] * w["Hq"] * w["S"] * w["S"] * w["D"]
+    serial_s = flops / (PEAK_SHARE * _multiply_rate(w, f))
+    threads = f.cpus if serial_s * (1 - 1 / f.cpus) > 2 * f.fork_join_s else 1
+    return Knobs(
+        settings=(
+            Knob(
+                name="threads",
+                value=threads,
+                formula="cpus if serial_s * (1 - 1/cpus) > 2 * fork_join_s else 1",
+                inputs={"serial_s": serial_s, "cpus": f.cpus, "fork_join_s": f.fork_join_s},
+            ),
+        )
+    )
+
+
+def append(w: Workload, f: CpuFacts) -> Knobs:
+    """threads: one until the copy outlasts two fork-joins."""
+    copied = 4 * w["B"] * w["Hkv"] * w["S"] * w["D"] * DTYPE_BYTES[w.dtype]
+    serial_s = copied / f.read_1
+    threads = bandwidth_threads(f) if serial_s * (1 - 1 / f.cpus) > 2 * f.fork_join_s else 1
+    return Knobs(
+        settings=(
+            Knob(
+                name="threads",
+                value=threads,
+                formula="T = threads that saturate memory if serial_s * (1 - 1/cpus) > 2 * fork_join_s else 1",
+                inputs={"serial_s": serial_s, "cpus": f.cpus, "fork_join_s": f.fork_join_s, "T": bandwidth_threads(f)},
+            ),
+        )
+    )
+
+
+# --- decode -----------------------------------------------------------------------------------------------------------
+
+
+def _threads(w: Workload, f: CpuFacts) -> Knob:
+    """What saturates memory, or all cores where arithmetic binds; `chunk` lowers it for a short cache."""
+    keys = _keys(w) * w["B"] * w["Hkv"]
+    bytes_read = keys * _key_bytes(w)
+    flops = 4 * keys * w["Hq"] // w["Hkv"] * w["S"] * w["D"]
+    saturating, rate = bandwidth_threads(f), PEAK_SHARE * _multiply_rate(w, f)
+    compute_bound = flops / (saturating * rate) > bytes_read / f.read_all
+    return Knob(
+        name="threads",
+        value=f.cpus if compute_bound else saturating,
+        formula="cpus if flops / (T * rate) > bytes / read_all, "
+        "else T = min(cpus, max(L3 domains * ceil(read_L3 / read_1), ceil(read_all / read_1)))",
+        inputs={
+            "cpus": f.cpus,
+            "T": saturating,
+            "flops": flops,
+            "rate": rate,
+            "bytes": bytes_read,
+            "read_all": f.read_all,
+        },
+        reason="compute-bound: all cores" if compute_bound else "memory-bound: fewest threads that saturate the memory",
+    )
+
+
+def _tile(w: Workload, f: CpuFacts) -> Knob:
+    """Keys worked on together: K's rows of a tile take half of L1, V's follow through the other half."""
+    row_bytes = w["D"] * DTYPE_BYTES[w.dtype]
+    fits = max(1, f.l1d_bytes // 2 // row_bytes)
+    return Knob(
+        name="tile",
+        value=min(MOST_TILE, max(LEAST_TILE, 1 << (fits.bit_length() - 1))),
+        formula=f"largest power of two <= L1 / 2 / (D * b), within {LEAST_TILE}..{MOST_TILE}",
+        inputs={"L1": f.l1d_bytes, "D*b": row_bytes},
+        reason="further blocks of query rows find the tile in L1; the next tile is fetched into L2 meanwhile",
+    )
+
+
+def _chunk(w: Workload, f: CpuFacts) -> Knob:
+    """Fewest keys a thread's share is worth: their time is that of two fork-joins."""
+    flops = 4 * w["Hq"] // w["Hkv"] * w["S"] * w["D"]
+    key_s = max(_key_bytes(w) / f.read_1, flops / (PEAK_SHARE * _multiply_rate(w, f)))
+    return Knob(
+        name="chunk",
+        value=max(1, math.ceil(2 * f.fork_join_s / key_s)),
+        formula="ceil(2 * fork_join_s / key_s), key_s = max(2 * D * b / read_1, 4 * G * S * D / rate)",
+        inputs={"fork_join_s": f.fork_join_s, "key_s": key_s},
+        reason="the kernel wakes min(threads, keys / chunk): the cut follows the real lengths, not the bucket",
+    )
+
+
+def _prefetch(w: Workload, f: CpuFacts) -> Knob:
+    """Keys by which the second request for a row precedes its use: twice what memory delivers within its latency."""
+    ahead = 2 * f.read_1 * f.dram_latency_s / _key_bytes(w)
+    return Knob(
+        name="prefetch",
+        value=max(4, math.ceil(ahead / 4) * 4),
+        formula="2 * read_1 * latency / (2 * D * b), up to a multiple of 4",
+        inputs={"read_1": f.read_1, "latency": f.dram_latency_s, "2*D*b": _key_bytes(w)},
+        reason="the first request, a tile ahead, is dropped where the queue to memory is full",
+    )
+
+
+# --- shared -----------------------------------------------------------------------------------------------------------
+
+
+def _keys(w: Workload) -> int:
+    """Keys that some query sees."""
+    window = int(w.trait("window", 0))
+    return min(w["L"], window + w["S"] - 1) if window else w["L"]
+
+
+def _key_bytes(w: Workload) -> int:
+    return 2 * w["D"] * DTYPE_BYTES[w.dtype]
+
+
+def _multiply_rate(w: Workload, f: CpuFacts) -> float:
+    """FLOP/s of one core: the bf16 dot where there is one, else fp32 FMA after widening."""
+    return f.dot_flops_1 if w.dtype == "bf16" and f.isa == "avx512bf16" else f.flops_1
