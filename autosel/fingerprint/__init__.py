@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from autosel.fingerprint.device import Drift, drifted, recheck, take
+from autosel.fingerprint.known import load, names
 
-__all__ = ["Drift", "drifted", "recheck", "take"]
+__all__ = ["Drift", "drifted", "load", "names", "recheck", "take"]
