@@ -10,4 +10,6 @@ DECODE = ("threads", "tile", "chunk", "prefetch")
 KERNELS = (
     CppKernel("attn", "attn_decode", formula=attention.decode, knob_args=DECODE),
     CppKernel("paged_attn", "paged_attn_decode", formula=attention.decode, knob_args=DECODE),
+    CppKernel("prefill_attn", "attn_prefill", formula=attention.prefill, knob_args=("threads",)),
+    CppKernel("kv_append", "kv_append", formula=attention.append, knob_args=("threads",)),
 )

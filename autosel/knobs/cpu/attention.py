@@ -12,9 +12,8 @@ from autosel.knobs.cpu.facts import CpuFacts, bandwidth_threads
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
 LEAST_TILE, MOST_TILE = 16, 128  # below, softmax and loop ends weigh; above, scores leave L1 and nothing is gained
-PEAK_SHARE = (
-    0.5  # of the multiplier's peak, reached by scores, softmax and P V together: 53 cycles a key, 32 the dots alone
-)
+# Of the multiplier's peak, reached by scores, softmax and P V together: on Zen 4 53 cycles a key, the dots alone 32.
+PEAK_SHARE = 0.5
 
 
 def decode(w: Workload, f: CpuFacts) -> Knobs:
@@ -23,7 +22,7 @@ def decode(w: Workload, f: CpuFacts) -> Knobs:
 
 
 def prefill(w: Workload, f: CpuFacts) -> Knobs:
-    """threads and tile: compute-bound from a few dozen positions on."""
+    """threads: all cores, compute-bound from a few dozen positions on."""
     flops = 2 * w["B"] * w["Hq"] * w["S"] * w["S"] * w["D"]
     serial_s = flops / (PEAK_SHARE * _multiply_rate(w, f))
     threads = f.cpus if serial_s * (1 - 1 / f.cpus) > 2 * f.fork_join_s else 1
