@@ -8,11 +8,14 @@ from __future__ import annotations
 from autosel.knobs.cpu.facts import CpuFacts, worthwhile_threads
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Scalar, Workload
 
-FORMULA = "min(shares, cpus if serial_s * (1 - 1/cpus) > 2 * fork_join_s else 1)"
+FORMULA = "min(shares, cpus if serial_s > wake_s and serial_s * (1 - 1/cpus) > 2 * fork_join_s else 1)"
 
-# Exponentials (exp rate) a gated element costs with its division and polynomial; measured on Zen 4, AVX-512:
-# tests/cpu/test_kernels_rows.py holds the kernels, benchmarks/ the ratios.
-SWIGLU_EXPS, GEGLU_EXPS = 1.5, 2.5
+# Exponentials (at the exp rate) an element's activation, product and store are worth: division and polynomial included.
+# Best of 60 windows, one Zen 4 core, bf16: swiglu I=14336 5.4 us, geglu I=6912 3.1 us (tanh), 4.9 us (erf), at 5.6 G/s.
+SWIGLU_EXPS, GEGLU_TANH_EXPS, GEGLU_ERF_EXPS = 2.1, 2.5, 4.0
+# A fork-join is cheap only while the helpers spin (about 40 us after the last one, team.h). Waking them, or sharing a CPU
+# with a neighbour, took 175-360 us where one thread alone took 5: a shorter call has less to win than that to lose.
+WAKE_S = 20e-6
 SHARE_ELEMENTS = 2048  # of a gated unit: less than this a thread, and its share is over before the others have woken
 
 
@@ -40,7 +43,7 @@ def swiglu(w: Workload, f: CpuFacts) -> Knobs:
 
 def geglu(w: Workload, f: CpuFacts) -> Knobs:
     """threads: as swiglu; erf costs a second division and a longer polynomial."""
-    return _gated(w, f, SWIGLU_EXPS if w.trait("tanh", 0) else GEGLU_EXPS)
+    return _gated(w, f, GEGLU_TANH_EXPS if w.trait("tanh", 0) else GEGLU_ERF_EXPS)
 
 
 def sample(w: Workload, f: CpuFacts) -> Knobs:
@@ -68,6 +71,13 @@ def _resident_s(elements: int, w: Workload, f: CpuFacts) -> float:
 
 
 def _threads(f: CpuFacts, *, serial_s: float, shares: int, dims: dict[str, Scalar]) -> Knobs:
-    inputs = {**dims, "shares": shares, "serial_s": serial_s, "cpus": f.cpus, "fork_join_s": f.fork_join_s}
-    value = min(shares, worthwhile_threads(f, serial_s))
+    inputs = {
+        **dims,
+        "shares": shares,
+        "serial_s": serial_s,
+        "wake_s": WAKE_S,
+        "cpus": f.cpus,
+        "fork_join_s": f.fork_join_s,
+    }
+    value = min(shares, worthwhile_threads(f, serial_s)) if serial_s > WAKE_S else 1
     return Knobs(settings=(Knob(name="threads", value=value, formula=FORMULA, inputs=inputs),))
