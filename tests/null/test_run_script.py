@@ -229,6 +229,31 @@ def test_a_dependency_that_cannot_be_had_is_an_error_with_pips_words_and_no_stam
     assert run(checkout, "status").returncode == 1, "and it is not taken for done"
 
 
+# --- killed ----------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_kill_the_next_start_waits_for_the_orphaned_pip_and_begins_anew(tmp_path):
+    checkout = make_checkout(tmp_path / "checkout")
+    gate = tmp_path / "gate"  # pip's build reads it to the end
+    os.mkfifo(gate)
+    held = f"    if os.path.exists({str(gate)!r}): open({str(gate)!r}).read()\n"
+    (checkout / "backend.py").write_text(BACKEND.replace("    name =", held + "    name =", 1))
+    killed = start(checkout, "status")
+    with gate.open("w"):  # opens once the build reads at the other end: pip is at work, and stays so
+        gate.unlink()
+        killed.kill()
+        killed.wait()
+        second = start(checkout, "status")
+        first_words = second.stderr.readline()
+    out, err = second.communicate(timeout=300)
+    for pipe in (killed.stdout, killed.stderr):
+        pipe.close()
+    assert "waiting for it" in first_words
+    assert second.returncode == 0, err
+    assert "making .venv anew" in err
+    assert json.loads(out)["arguments"] == ["status"]
+
+
 # --- without network, from a folder of wheels ------------------------------------------------------------------------
 
 
