@@ -13,8 +13,8 @@ FORMULA = "min(shares, cpus if serial_s > wake_s and serial_s * (1 - 1/cpus) > 2
 # Exponentials (at the exp rate) an element's activation, product and store are worth: division and polynomial included.
 # Best of 60 windows, one Zen 4 core, bf16: swiglu I=14336 5.4 us, geglu I=6912 3.1 us (tanh), 4.9 us (erf), at 5.6 G/s.
 SWIGLU_EXPS, GEGLU_TANH_EXPS, GEGLU_ERF_EXPS = 2.1, 2.5, 4.0
-# A fork-join is cheap only while the helpers spin (about 40 us after the last one, team.h). Waking them, or sharing a CPU
-# with a neighbour, took 175-360 us where one thread alone took 5: a shorter call has less to win than that to lose.
+# A fork-join is cheap only while the helpers spin (about 40 us after the last one, team.h). Waking them, or sharing a
+# CPU with a neighbour, took 175-360 us where one thread alone took 5: a shorter call can lose more than it can win.
 WAKE_S = 20e-6
 SHARE_ELEMENTS = 2048  # of a gated unit: less than this a thread, and its share is over before the others have woken
 
