@@ -124,7 +124,8 @@ class Rope(Op):
 def frequencies(rotated: int, base: float) -> Tensor:
     """base^(-2i/R), fp32 [R/2]."""
     exponent = -torch.arange(0, rotated, 2).double() / rotated
-    return (exponent * math.log(base)).exp().float()
+    frequency: Tensor = (exponent * math.log(base)).exp()
+    return frequency.float()
 
 
 def _angle(inputs: Inputs) -> Tensor:

@@ -1,0 +1,222 @@
+"""What every op promises, whatever it computes: names, shapes, seeds, refusals, sampled rows, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autosel.errors import BadArguments, UnknownName
+from autosel.ops import OPS, eager, find
+from autosel.ops.contract import Match, Mismatch
+from autosel.values import Workload
+
+SHAPES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "linear": ({"M": 3, "N": 70, "K": 96}, {"bias": True, "residual": True}),
+    "attn": ({"B": 3, "Hq": 8, "Hkv": 2, "S": 1, "D": 64, "L": 50}, {"ragged": True, "window": 20}),
+    "paged_attn": ({"B": 3, "Hq": 8, "Hkv": 2, "S": 2, "D": 64, "L": 50, "page": 16}, {"softcap": 30.0}),
+    "prefill_attn": ({"B": 2, "Hq": 4, "Hkv": 2, "S": 33, "D": 64}, {}),
+    "kv_append": ({"B": 3, "Hkv": 2, "S": 2, "D": 64}, {"page": 16}),
+    "rmsnorm": ({"M": 5, "d": 96}, {"offset": 1.0}),
+    "add_rmsnorm": ({"M": 5, "d": 96}, {"sandwich": 1}),
+    "rope": ({"M": 5, "Hq": 4, "Hkv": 2, "D": 64, "R": 32}, {"style": 1}),
+    "swiglu": ({"M": 5, "I": 96}, {}),
+    "geglu": ({"M": 5, "I": 96}, {"tanh": 1}),
+    "norm_qkv": ({"M": 3, "d": 96, "N": 70}, {"offset": 1.0}),
+    "gate_up": ({"M": 3, "d": 96, "I": 70}, {"activation": 2}),
+    "lm_head": ({"M": 3, "V": 70, "d": 96}, {"greedy": 1}),
+    "sample": ({"B": 4, "V": 70, "L": 6}, {}),
+}
+WORKLOADS = [OPS[op].workload("bf16", dims, **traits) for op, (dims, traits) in SHAPES.items()]
+by_op = pytest.mark.parametrize("w", WORKLOADS, ids=lambda w: w.op)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(w: Workload, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+    op = OPS[w.op]
+    inout = {a.name for a in op.args if a.role == "inout"}
+    values = [inputs[a.name].clone() if a.name in inout else inputs[a.name] for a in op.args]
+    made = getattr(eager, w.op)(*values, *op.allocate(w))
+    return made if isinstance(made, tuple) else (made,)
+
+
+def tensors(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    return {n: v for n, v in inputs.items() if isinstance(v, Tensor)}
+
+
+def test_every_op_is_registered_under_its_name_with_a_baseline() -> None:
+    assert set(OPS) == set(SHAPES)
+    for name, op in OPS.items():
+        assert op.name == name and callable(getattr(eager, name))
+
+
+def test_gemv_and_gemm_are_linear() -> None:
+    assert find("gemv") is find("gemm") is find("linear") is OPS["linear"]
+
+
+def test_an_unknown_op_is_refused_with_its_neighbours() -> None:
+    with pytest.raises(UnknownName, match="did you mean rmsnorm"):
+        find("rmsnrom")
+
+
+@by_op
+def test_arguments_describe_the_workload_they_were_made_for(w: Workload) -> None:
+    op = OPS[w.op]
+    inputs = op.inputs(w, 1)
+    assert list(inputs) == [a.name for a in op.args]
+    assert op.workload_of(inputs) == w
+
+
+@by_op
+def test_a_trait_at_its_default_is_not_in_the_key(w: Workload) -> None:
+    op = OPS[w.op]
+    assert op.workload(w.dtype, dict(w.dims), **op.trait_defaults).traits == ()
+
+
+@by_op
+def test_a_seed_fixes_the_inputs_and_another_changes_them(w: Workload) -> None:
+    op = OPS[w.op]
+    first, again, other = (tensors(op.inputs(w, seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(first[n], again[n]) for n in first)
+    assert any(not torch.equal(first[n], other[n]) for n in first)
+
+
+@by_op
+def test_refresh_keeps_the_streamed_operands_and_redraws_the_others(w: Workload) -> None:
+    op = OPS[w.op]
+    inputs = op.inputs(w, 1)
+    fresh = op.refresh(w, inputs, 2)
+    for arg in op.args:
+        if arg.role != "resident":
+            assert fresh[arg.name] is inputs[arg.name]
+    assert op.workload_of(fresh) == w
+    floats = [n for n, v in tensors(inputs).items() if v.is_floating_point() and fresh[n] is not inputs[n]]
+    assert any(not torch.equal(fresh[n], inputs[n]) for n in floats)
+
+
+@by_op
+def test_activations_and_weights_are_drawn_apart(w: Workload) -> None:
+    """One stream for both would make q the beginning of k."""
+    floats = [v.flatten()[:16] for v in tensors(OPS[w.op].inputs(w, 1)).values() if v.dtype == torch.bfloat16]
+    for i, a in enumerate(floats):
+        assert all(not torch.equal(a, b) for b in floats[i + 1 :])
+
+
+@by_op
+def test_outputs_have_the_shapes_the_op_says(w: Workload) -> None:
+    op = OPS[w.op]
+    for spec, got in zip(op.outputs(w), run(w, op.inputs(w, 1)), strict=True):
+        assert tuple(got.shape) == spec.shape
+        assert got.dtype == (torch.int64 if spec.dtype == "int64" else torch.bfloat16)
+
+
+@by_op
+def test_sampled_rows_judge_as_the_whole_does(w: Workload) -> None:
+    op = OPS[w.op]
+    inputs = op.inputs(w, 1)
+    outputs = run(w, inputs)
+    assert isinstance(op.verify(inputs, outputs), Match)
+    for seed in range(4):
+        rows = op.rows(w, inputs, 16, seed)
+        assert isinstance(op.verify(rows.inputs, rows.pick(outputs)), Match)
+
+
+@by_op
+def test_sampled_rows_see_a_result_of_other_inputs(w: Workload) -> None:
+    op = OPS[w.op]
+    inputs = op.inputs(w, 1)
+    outputs = run(w, op.inputs(w, 2))
+    rows = op.rows(w, inputs, 16, 0)
+    assert isinstance(op.verify(rows.inputs, rows.pick(outputs)), Mismatch)
+
+
+@by_op
+def test_the_reference_itself_is_right_and_its_bound_covers_every_element(w: Workload) -> None:
+    op = OPS[w.op]
+    inputs = op.inputs(w, 3)
+    reference = op.reference(inputs)
+    for r, tolerance in zip(reference, op.bound(inputs, reference), strict=True):
+        assert tolerance.shape == r.shape and tolerance.dtype == torch.float64
+        assert bool((tolerance >= 0).all()) and bool(tolerance.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "w", [w for w in WORKLOADS if w.op not in ("attn", "paged_attn", "kv_append", "sample")], ids=lambda w: w.op
+)
+def test_bytes_moved_are_each_operand_and_result_once(w: Workload) -> None:
+    op = OPS[w.op]
+    operands = tensors(op.inputs(w, 1)).values()
+    results = op.allocate(w)
+    assert op.bytes_moved(w) == sum(t.numel() * t.element_size() for t in (*operands, *results) if t is not None)
+
+
+@by_op
+def test_costs_grow_with_the_work(w: Workload) -> None:
+    op, count = OPS[w.op], w.dims[0][0]
+    twice = w.at(**{count: 2 * w[count]})
+    assert op.bytes_moved(twice) > op.bytes_moved(w) > 0
+    assert op.flops(twice) >= op.flops(w) >= 0
+
+
+def test_a_window_bounds_the_bytes_attention_reads() -> None:
+    op = OPS["attn"]
+    full = op.workload("bf16", {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 64, "L": 4096})
+    near = op.workload("bf16", dict(full.dims), window=512)
+    assert op.bytes_moved(near) < op.bytes_moved(full) / 7
+    assert op.flops(near) == op.flops(full) // 8
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def half(x: Tensor) -> Tensor:
+    return x.to(torch.float16)
+
+
+REFUSED = [
+    ("linear", "w", lambda i: i["w"][:, :-1].contiguous(), "K = 96"),
+    ("linear", "w", lambda i: half(i["w"]), "float16"),
+    ("linear", "x", lambda i: i["x"][0], r"\[M,K\]"),
+    ("linear", "x", lambda i: i["x"].double(), "float64"),
+    ("linear", "w", lambda i: i["w"].T.contiguous().T, "not contiguous"),
+    ("linear", "bias", lambda i: i["bias"][:-1], "N = 70"),
+    ("linear", "x", lambda i: None, "expected a tensor"),
+    ("attn", "k", lambda i: i["k"][:, :, :, :32].contiguous(), "D = 64"),
+    ("attn", "lengths", lambda i: i["lengths"].long(), "int32"),
+    ("attn", "max_len", lambda i: 51, "cache holds 50"),
+    ("attn", "max_len", lambda i: 0, "at least 1"),
+    ("attn", "window", lambda i: -1, "at least 0"),
+    ("attn", "q", lambda i: i["q"][:, :7], "multiple"),
+    ("paged_attn", "block_table", lambda i: i["block_table"][:, :-1].contiguous(), "max_len"),
+    ("prefill_attn", "v", lambda i: i["v"][:, :, 1:], "S = 33"),
+    ("kv_append", "positions", lambda i: i["positions"].long(), "int32"),
+    ("rmsnorm", "weight", lambda i: i["weight"][1:], "d = 96"),
+    ("rmsnorm", "eps", lambda i: "1e-6", "a number"),
+    ("add_rmsnorm", "sandwich", lambda i: 2, "one of 0, 1"),
+    ("rope", "inv_freq", lambda i: torch.ones(33), "rotates 66 elements of a head of 64"),
+    ("rope", "positions", lambda i: i["positions"].int(), "int64"),
+    ("geglu", "tanh", lambda i: 2, "one of 0, 1"),
+    ("gate_up", "w_up", lambda i: i["w_up"][1:], "I = 70"),
+    ("lm_head", "greedy", lambda i: 3, "one of 0, 1"),
+    ("sample", "top_k", lambda i: i["top_k"].long(), "int32"),
+    ("sample", "uniform", lambda i: i["uniform"][:-1], "B = 4"),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "change", "said"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
+def test_wrong_arguments_are_refused_by_name(name: str, argument: str, change: Any, said: str) -> None:
+    op = OPS[name]
+    inputs = op.inputs(next(w for w in WORKLOADS if w.op == name), 1)
+    with pytest.raises(BadArguments, match=said) as caught:
+        op.workload_of({**inputs, argument: change(inputs)})
+    assert name in caught.value.what
