@@ -211,6 +211,15 @@ def test_an_environment_in_pieces_is_made_anew(made):
     assert not (checkout / ".venv" / "autosel-installing").exists()
 
 
+def test_where_pip_cannot_build_but_nothing_is_missing_it_runs_from_the_checkout(made):
+    checkout, _ = made
+    (checkout / "pyproject.toml").write_text(PYPROJECT.replace("requires = []", 'requires = ["autosel-none"]'))
+    again = run(checkout, "status")
+    assert again.returncode == 0, again.stderr
+    assert "running from the checkout" in again.stderr
+    assert json.loads(again.stdout)["arguments"] == ["status"]
+
+
 def test_a_dependency_that_cannot_be_had_is_an_error_with_pips_words_and_no_stamp(made):
     checkout, _ = made
     # From here on the checkout is broken: this test comes last of those that share it.
@@ -413,6 +422,17 @@ def test_help_needs_no_environment(tmp_path):
     assert told.returncode == 0
     assert "./run test" in told.stdout
     assert not (checkout / ".venv").exists()
+
+
+def test_a_python_without_ensurepip_says_which_package_brings_it(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "VENV", str(tmp_path / ".venv"))
+    monkeypatch.setattr(
+        script, "quiet", lambda *command: (1, "... because ensurepip is not\navailable.  On Debian ...")
+    )
+    with pytest.raises(script.Stop) as stopped:
+        script.make_venv()
+    assert stopped.value.lines[-1].endswith("apt install python{}.{}-venv".format(*sys.version_info[:2]))
+    assert not (tmp_path / ".venv").exists()
 
 
 def test_a_full_disk_is_noticed_before_anything_is_downloaded(script, monkeypatch):
