@@ -1,0 +1,453 @@
+"""The figures this project holds itself to, measured in one command: goal, reached, verdict.
+
+    python benchmarks/figures.py                 all of them: about five minutes on two quiet cores
+    python benchmarks/figures.py --only attn     those whose name contains a word; may be repeated
+    python benchmarks/figures.py --quick         few rounds and a small tune: to try the command, never to quote
+    python benchmarks/figures.py --write         also keep them in benchmarks/results/ and in the documentation
+
+Every speed is a ratio within one run: each round visits every arm and the read probe in a coin-flipped order, with the
+race's own instrument (autosel/race/bench.py: weights and KV come cold, activations warm). The value is the median over
+rounds, with the 95 % interval of that median. Nothing is measured against a number of another day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autosel.values import Fingerprint, Workload
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SCHEMA = 1
+PROBE_S = 0.02
+CEILING = 1.1  # a share of the read rate above this says that the machine changed between probe and kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """A figure to reach: at least, or at most, `limit`. `tie` allows an interval that covers the limit."""
+
+    name: str
+    what: str
+    limit: float
+    unit: str  # "x", "%", "s", "ms", "us"
+    at_most: bool = False
+    tie: bool = False
+
+    @property
+    def text(self) -> str:
+        if self.tie:
+            return "faster, or a tie"
+        return f"{'<=' if self.at_most else '>='} {amount(self.limit, self.unit)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """What was reached. `lo`..`hi` is the interval of a median; equal to `value` where it was measured once."""
+
+    name: str
+    value: float
+    lo: float
+    hi: float
+    note: str = ""
+
+
+GOALS = (
+    Goal(name="gemv/read", what="gemv bf16, M=1, K=N=4096: share of the read rate", limit=90, unit="%"),
+    Goal(name="gemv/torch", what="the same: against torch", limit=1.5, unit="x"),
+    Goal(name="attn/packed", what="attn bf16, 32/8 heads, D=128, L=8192: against packed torch", limit=3, unit="x"),
+    Goal(name="attn/sdpa", what="the same: against SDPA with enable_gqa", limit=8, unit="x"),
+    Goal(name="attn/read", what="the same: share of the read rate", limit=70, unit="%"),
+    Goal(name="rmsnorm/torch", what="rmsnorm bf16, M=1, d=4096: against torch", limit=1, unit="x", tie=True),
+    Goal(name="rope/torch", what="rope bf16, M=1, 32/8 heads, D=128: against torch", limit=1, unit="x", tie=True),
+    Goal(name="swiglu/torch", what="swiglu bf16, M=1, I=14336: against torch", limit=1, unit="x", tie=True),
+    Goal(name="tune/cold", what="tune llama-8b, nothing compiled or known", limit=150, unit="s", at_most=True),
+    Goal(name="tune/second", what="tune llama-8b again, nothing changed", limit=5, unit="s", at_most=True),
+    Goal(name="best/bound", what="best(op, like=...): over calling the kernel", limit=0.1, unit="us", at_most=True),
+    Goal(name="best/shape", what="best(op), dispatched by shape: over the kernel", limit=1, unit="us", at_most=True),
+    Goal(name="start/import", what="import autosel, without torch", limit=100, unit="ms", at_most=True),
+    Goal(name="start/help", what="autosel --help, whole process", limit=200, unit="ms", at_most=True),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="figures whose name contains it")
+    parser.add_argument("--quick", action="store_true", help="few rounds and a small tune; not to be quoted")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--write", action="store_true", help="keep the result, and put it into the documentation")
+    options = parser.parse_args()
+    if options.write and (options.quick or options.only):
+        parser.error("--write keeps whole results only: without --quick and --only")
+    wanted = [g for g in GOALS if not options.only or any(word in g.name for word in options.only)]
+    if not wanted:
+        parser.error(f"no figure is called so; there are {', '.join(g.name for g in GOALS)}")
+    document = measure(wanted, quick=options.quick)
+    if options.json:
+        json.dump(document, sys.stdout, indent=1)
+        print()
+    else:
+        print(text_table(document))
+    if options.write:
+        path = keep(document)
+        print(f"written to {path.relative_to(ROOT)}", file=sys.stderr)
+        subprocess.run([sys.executable, str(ROOT / "docs" / "generate.py")], check=True)
+    return 0
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(wanted: Sequence[Goal], *, quick: bool) -> dict[str, Any]:
+    """The document of a run. Works in a home of its own, so that nothing is compiled or known."""
+    names = {g.name for g in wanted}
+    with tempfile.TemporaryDirectory(prefix="autosel-figures-") as folder:
+        os.environ["AUTOSEL_HOME"] = str(Path(folder) / "home")
+        sys.path.insert(0, str(ROOT))
+        from autosel import fingerprint
+
+        say("fingerprint")
+        fp = fingerprint.take("cpu")
+        found = [f for part in PARTS for f in _part(part, names, fp, Path(folder), quick)]
+        return describe(fp, found, quick)
+
+
+def _part(part: Part, names: set[str], fp: Fingerprint, folder: Path, quick: bool) -> Iterator[Figure]:
+    if any(name.startswith(part.prefix) for name in names):
+        say(part.prefix.rstrip("/"))
+        yield from (f for f in part.measure(fp, folder, quick) if f.name in names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Figures that are measured together: those whose name starts with `prefix`."""
+
+    prefix: str
+    measure: Callable[[Fingerprint, Path, bool], Iterator[Figure]]
+
+
+def gemv(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
+    raced = race(_workload("linear", {"M": 1, "N": 4096, "K": 4096}), fp, 8 if quick else 120)
+    yield raced.share("gemv/read")
+    yield raced.over("gemv/torch", "torch:linear")
+
+
+def attn(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
+    w = _workload("attn", {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192})
+    raced = race(w, fp, 5 if quick else 60)
+    yield raced.over("attn/packed", "torch:packed")
+    yield raced.over("attn/sdpa", "torch:sdpa")
+    yield raced.share("attn/read")
+
+
+def row_op(op: str, **dims: int) -> Callable[[Fingerprint, Path, bool], Iterator[Figure]]:
+    def measured(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
+        yield race(_workload(op, dims), fp, 8 if quick else 100).over(f"{op}/torch", f"torch:{op}")
+
+    return measured
+
+
+def _workload(op: str, dims: Mapping[str, int]) -> Workload:
+    from autosel import ops
+
+    return ops.find(op).workload("bf16", dims)
+
+
+def tune(_: Fingerprint, folder: Path, quick: bool) -> Iterator[Figure]:
+    """The verb in processes of their own, in a home where nothing is compiled, proven or decided."""
+    home, scope = folder / "cold", ["--op", "rmsnorm"] if quick else []
+    cold_s, cold = _verb(home, "tune", "--model", "llama-8b", *scope, "--json")
+    decided = f"{len(cold['decisions'])} decisions, {cold['measured']} measured"
+    yield once("tune/cold", cold_s, decided + (", rmsnorm alone" if quick else ""))
+    again_s, again = _verb(home, "tune", "--model", "llama-8b", *scope, "--json")
+    yield once("tune/second", again_s, f"{again['measured']} measured")
+
+
+def _verb(home: Path, *arguments: str) -> tuple[float, Any]:
+    environment = {**os.environ, "AUTOSEL_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "autosel.cli.main", *arguments], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    seconds = time.perf_counter() - started
+    if done.returncode != 0:
+        raise SystemExit(f"autosel {' '.join(arguments)} ended with {done.returncode}")
+    return seconds, json.loads(done.stdout)
+
+
+def best(_: Fingerprint, __: Path, quick: bool) -> Iterator[Figure]:
+    """bench_dispatch.py's kernels that do nothing, in a process of its own: it uses one thread."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_dispatch.py"), "--json"]
+    command += ["--rounds", "5"] if quick else []
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode not in (0, 5):
+        raise SystemExit("bench_dispatch.py failed")
+    lines = json.loads(done.stdout)["calls"]
+    note = "void: the direct call did not agree with itself" if done.returncode == 5 else ""
+    for name, way in (("best/bound", "bound"), ("best/shape", "by shape")):
+        worst = max((line for line in lines if "does nothing" in line["case"]), key=lambda line: line[way]["median_ns"])
+        found = worst[way]
+        values = [found[key] / 1e3 for key in ("median_ns", "q25_ns", "q75_ns")]
+        yield Figure(name=name, value=values[0], lo=values[1], hi=values[2], note=note or "quartiles over rounds")
+
+
+def start(_: Fingerprint, __: Path, quick: bool) -> Iterator[Figure]:
+    from bench_dispatch import import_times  # type: ignore[import-not-found]
+
+    count = 3 if quick else 11
+    imported = import_times(count)
+    loads = "loads torch" if imported["loads_torch"] else "torch not loaded"
+    yield Figure(
+        name="start/import",
+        value=imported["median_ms"],
+        lo=imported["median_ms"],
+        hi=imported["most_ms"],
+        note=f"median and most of {count} processes; {loads}",
+    )
+    command = [sys.executable, "-m", "autosel.cli.main", "--help"]
+    taken = []
+    for _ in range(count + 1):
+        started = time.perf_counter()
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
+        taken.append((time.perf_counter() - started) * 1e3)
+    kept = taken[1:]  # the first filled the page cache
+    yield Figure(
+        name="start/help", value=statistics.median(kept), lo=min(kept), hi=max(kept), note=f"{count} processes"
+    )
+
+
+def once(name: str, value: float, note: str = "") -> Figure:
+    return Figure(name=name, value=value, lo=value, hi=value, note=note)
+
+
+PARTS = (
+    Part(prefix="start/", measure=start),
+    Part(prefix="best/", measure=best),
+    Part(prefix="gemv/", measure=gemv),
+    Part(prefix="attn/", measure=attn),
+    Part(prefix="rmsnorm/", measure=row_op("rmsnorm", M=1, d=4096)),
+    Part(prefix="rope/", measure=row_op("rope", M=1, Hq=32, Hkv=8, D=128, R=128)),
+    Part(prefix="swiglu/", measure=row_op("swiglu", M=1, I=14336)),
+    Part(prefix="tune/", measure=tune),
+)
+
+
+# --- a race without a verdict -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raced:
+    """Rounds of one workload: each arm's median and best nanoseconds a call, and the read probe's best bytes/s."""
+
+    ours: str
+    bytes_moved: int
+    rounds: Sequence[Mapping[str, tuple[float, float]]]
+    reads: Sequence[float]
+    dropped: int
+
+    def over(self, name: str, rival: str) -> Figure:
+        """The rival's time over ours, both medians of the same round."""
+        return self._figure(name, [r[rival][0] / r[self.ours][0] for r in self.rounds])
+
+    def share(self, name: str) -> Figure:
+        """Percent: bytes over our best time of a round, over the probe's best window of the same round."""
+        shares = [
+            100 * self.bytes_moved / (r[self.ours][1] * 1e-9) / read
+            for r, read in zip(self.rounds, self.reads, strict=True)
+        ]
+        return self._figure(name, shares, f"; read {statistics.median(self.reads) / 1e9:.1f} GB/s")
+
+    def _figure(self, name: str, values: Sequence[float], more: str = "") -> Figure:
+        from autosel.race.evidence import median, median_interval
+
+        low, high = median_interval(values)
+        ours_us = statistics.median(r[self.ours][0] for r in self.rounds) / 1e3
+        note = f"{self.ours} {ours_us:.3g} us, {len(values)} rounds{more}"
+        return Figure(name=name, value=median(values), lo=low, hi=high, note=note)
+
+
+def race(w: Workload, fp: Fingerprint, rounds: int) -> Raced:
+    """Every PyTorch and C++ way to run w, and the read probe, visited in random order each round."""
+    import torch
+
+    from autosel import ops
+    from autosel.fingerprint.probe import read_rate
+    from autosel.race.bench import Bench
+    from autosel.race.plan import plan
+
+    cpus = int(fp.identity["cpus"])
+    torch.set_num_threads(cpus)
+    torch.set_grad_enabled(False)
+    bench, op, coin = Bench(), ops.find(w.op), Random(20)
+    arms = _seat(bench, w, fp)
+    base = arms[0]
+    p = plan(bench.warm(200_000_000)[base])
+    reads: list[float] = []
+    taken: list[dict[str, tuple[float, float]]] = []
+    dropped = 0
+    read_rate(cpus, PROBE_S)
+    while len(taken) < rounds and dropped < rounds:
+        order = list(arms)
+        coin.shuffle(order)
+        times, disturbed = bench.pair(order, p.calls, p.samples)
+        if disturbed:
+            dropped += 1
+            continue
+        taken.append({arm: (statistics.median(ns), min(ns)) for arm, ns in times.items()})
+        reads.append(read_rate(cpus, PROBE_S))
+    bench.release()
+    ours = min((a for a in arms if a.startswith("cpp:")), key=lambda a: statistics.median(r[a][0] for r in taken))
+    return Raced(ours=ours, bytes_moved=op.bytes_moved(w), rounds=taken, reads=reads, dropped=dropped)
+
+
+def _seat(bench: Any, w: Workload, fp: Fingerprint) -> list[str]:
+    """Load every eligible arm, the baseline first, and seat it on fresh operands; their names."""
+    from autosel.candidates import registry
+    from autosel.native.compile import compile_source
+    from autosel.race.contest import Entrant, Operands
+    from autosel.values import Accepted, NativeRecipe
+
+    arms: dict[str, str] = {}
+    for candidate, support in registry.eligible(w, fp):
+        if not isinstance(support, Accepted):
+            continue
+        knobs = candidate.knobs(w, fp)
+        recipe = candidate.recipe(w, fp, knobs)
+        built = compile_source(recipe.source, recipe.flags).digest if isinstance(recipe, NativeRecipe) else ""
+        entrant = Entrant(
+            candidate=candidate.name,
+            op=w.op,
+            recipe=recipe,
+            digest=built,
+            knobs=knobs.values,
+            writes_out=candidate.writes_out,
+        )
+        bench.load(entrant)
+        arms[candidate.name] = entrant.loaded_name
+    operands = Operands(w, 20, int(fp.identity["l3_bytes"]) * int(fp.identity["l3_domains"]))
+    bench.prepare(w, operands.inputs, arms, operands.copies)
+    operands.close()
+    return list(arms)
+
+
+# --- the document -----------------------------------------------------------------------------------------------------
+
+
+def describe(fp: Fingerprint, figures: Sequence[Figure], quick: bool) -> dict[str, Any]:
+    from autosel.fingerprint.describe import headline
+
+    return {
+        "schema": SCHEMA,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": _commit(),
+        "device": headline(fp),
+        "hw_id": fp.hw_id,
+        "torch": fp.environment["torch"],
+        "compiler": fp.environment["compiler"],
+        "load": round(os.getloadavg()[0], 2),
+        "notes": list(fp.notes),
+        "quick": quick,
+        "figures": [asdict(f) | {"verdict": verdict(goal(f.name), f)} for f in figures],
+    }
+
+
+def goal(name: str) -> Goal:
+    return next(g for g in GOALS if g.name == name)
+
+
+def verdict(g: Goal, f: Figure) -> str:
+    """reached, missed, void; or, where a tie is allowed: faster, tie, slower."""
+    if f.note.startswith("void") or (g.unit == "%" and f.value > 100 * CEILING):
+        return "void"
+    if g.tie:
+        return "faster" if f.lo > g.limit else "tie" if f.hi >= g.limit else "slower"
+    return "reached" if (f.value <= g.limit if g.at_most else f.value >= g.limit) else "missed"
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    dirty = git("status", "--porcelain", "--untracked-files=no", "--", "autosel", "kernels", "benchmarks")
+    return git("rev-parse", "--short=10", "HEAD") + (" with changes" if dirty else "")
+
+
+def keep(document: Mapping[str, Any]) -> Path:
+    """benchmarks/results/<device>/figures.json; what stood there before is in the history of the repository."""
+    device = document["device"].partition("   ")[0]
+    path = RESULTS / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") / "figures.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path
+
+
+def stored() -> list[dict[str, Any]]:
+    """Every kept document, by device."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/figures.json"))]
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def amount(value: float, unit: str) -> str:
+    digits = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return digits + {"x": "x", "%": " %"}.get(unit, f" {unit}")
+
+
+def rows(document: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """(what, goal, reached, verdict)."""
+    found = []
+    for f in document["figures"]:
+        g = goal(f["name"])
+        reached = amount(f["value"], g.unit)
+        if f["lo"] != f["hi"]:
+            reached += f" ({amount(f['lo'], g.unit)} .. {amount(f['hi'], g.unit)})"
+        found.append((g.what, g.text, reached, f["verdict"]))
+    return found
+
+
+def heading(document: Mapping[str, Any]) -> str:
+    quick = "quick: not to be quoted; " if document["quick"] else ""
+    return (
+        f"{document['device']}; torch {document['torch']}; {document['date']}, commit {document['commit']} "
+        f"({quick}load average {document['load']})"
+    )
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    lines = ["| what | goal | reached | verdict |", "| --- | --- | --- | --- |"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows(document)]
+    return f"{heading(document)}\n\n" + "\n".join(lines)
+
+
+def text_table(document: Mapping[str, Any]) -> str:
+    shown = [("what", "goal", "reached", "verdict"), *rows(document)]
+    widths = [max(len(row[i]) for row in shown) for i in range(4)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
+    notes = [f"  {f['name']}: {f['note']}" for f in document["figures"] if f["note"]]
+    return "\n".join([heading(document), "", *lines, "", *notes])
+
+
+def say(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {what} ...", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,631 @@
+#!/usr/bin/env python3
+"""Rewrite what is generated in the documentation: from the code, from benchmarks/results/, from docs/transcripts/.
+
+    python docs/generate.py              rewrite every block between markers, in docs/*.md and README.md
+    python docs/generate.py --check      change nothing; exit code 1 and a list if a block is out of date
+    python docs/generate.py --record     run the commands that the documentation shows, and store what they print
+    python docs/generate.py --record NAME [COMMAND ...]    only this one, with another command (a smaller scope)
+
+A block stands between `<!-- generated: NAME [ARGUMENT] -->` and `<!-- end -->`. Nothing in it depends on this machine:
+formulas are shown for the devices in fingerprints/ and for one example CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import shlex
+import sys
+import tempfile
+import textwrap
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+for _name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
+    del os.environ[_name]  # the documentation shows defaults and says `autosel`, whoever generates it
+os.environ["AUTOSEL_HOME"] = str(Path(tempfile.gettempdir()) / "autosel-no-such-home")
+
+from autosel import settings  # noqa: E402
+from autosel.values import Fingerprint, Knobs, Rate, Workload  # noqa: E402
+
+TRANSCRIPTS = ROOT / "docs" / "transcripts"
+BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+)(?: (?P<argument>[^ ]+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+COLUMNS = 80
+
+# What the documentation shows, by the name of its transcript.
+COMMANDS: Mapping[str, str] = {
+    "run": "./run",
+    "second": "./run",
+    "test": "./run test -q",
+    "explain": "./run explain attn --workload L8192",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a block is out of date")
+    parser.add_argument(
+        "--record", nargs=argparse.REMAINDER, help="run the documented commands: all, or NAME [COMMAND]"
+    )
+    options = parser.parse_args()
+    if options.record is not None:
+        record(options.record)
+    stale = list(rewrite(write=not options.check))
+    for path in stale:
+        _say(f"{'out of date' if options.check else 'rewritten'}: {path.relative_to(ROOT)}")
+    if stale and options.check:
+        _say("run: python docs/generate.py")
+    return 1 if stale and options.check else 0
+
+
+def pages() -> list[Path]:
+    return [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+
+
+def rewrite(*, write: bool) -> Iterator[Path]:
+    """Every page whose blocks are not what they should be; rewritten if `write`."""
+    for path in pages():
+        text = path.read_text()
+        made = BLOCK.sub(_block, text)
+        if made != text:
+            if write:
+                path.write_text(made)
+            yield path
+
+
+def _block(match: re.Match[str]) -> str:
+    make = BLOCKS.get(match["name"])
+    if make is None:
+        raise SystemExit(f"no block is called {match['name']!r}; known: {', '.join(BLOCKS)}")
+    arguments = [match["argument"]] if match["argument"] else []
+    return f"{match[1]}\n{make(*arguments).strip()}\n\n{match[5]}"
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+
+
+# --- markdown --------------------------------------------------------------------------------------------------------
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(_cell(c) for c in line) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def code(value: object) -> str:
+    return f"`{value}`" if str(value) else ""
+
+
+def fence(text: str, language: str = "text") -> str:
+    return f"```{language}\n{text.rstrip()}\n```"
+
+
+def prose(docstring: str | None) -> str:
+    """A docstring as paragraphs."""
+    return textwrap.dedent(inspect.cleandoc(docstring or "")).strip()
+
+
+def short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# --- command line, settings, errors ----------------------------------------------------------------------------------
+
+
+def cli() -> str:
+    """Every verb's --help, as it is printed."""
+    import click
+
+    from autosel.cli.main import VERBS
+    from autosel.cli.main import cli as top
+
+    parts = [fence(_help(top, "autosel", None))]
+    context = click.Context(top, info_name="autosel")
+    for verb in VERBS:
+        command = top.get_command(context, verb)
+        assert command is not None
+        parts += [f"## {verb}", fence(_help(command, verb, context))]
+        if isinstance(command, click.Group):
+            inner = click.Context(command, info_name=verb, parent=context)
+            for name, child in command.commands.items():
+                parts += [f"### {verb} {name}", fence(_help(child, name, inner))]
+    return "\n\n".join(parts)
+
+
+def _help(command: Any, name: str, parent: Any) -> str:
+    import click
+
+    context = click.Context(
+        command, info_name=name, parent=parent, terminal_width=COLUMNS, help_option_names=["-h", "--help"]
+    )
+    return "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
+
+
+def settings_table() -> str:
+    rows = [
+        (code(s.variable), code(s.name), _kind(s), code(s.default) if s.default not in (None, "") else "", s.help)
+        for s in settings.SETTINGS
+    ]
+    return table(("variable", "in config.toml", "type", "default", "what it does"), rows)
+
+
+def _kind(setting: settings.Setting) -> str:
+    return " or ".join(code(c) for c in setting.choices) if setting.choices else setting.kind.__name__.lower()
+
+
+def passed_names() -> str:
+    names = ", ".join(map(code, settings.PASSED_NAMES))
+    prefixes = ", ".join(code(p + "*") for p in settings.PASSED_PREFIXES)
+    endings = ", ".join(code("*" + e) for e in settings.SECRET_ENDINGS)
+    return f"Passed: {names}; {prefixes}. Never passed: {endings}."
+
+
+def errors_table() -> str:
+    from autosel import errors
+
+    classes = [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, errors.AutoselError)]
+    rows = [
+        (code(c.__name__), c.exit_code, code(c.__mro__[1].__name__), " ".join(_own_words(c).split())) for c in classes
+    ]
+    return table(("error", "exit code", "kind of", "means"), rows)
+
+
+def _own_words(kind: type) -> str:
+    return kind.__doc__ or "" if "__doc__" in vars(kind) else ""
+
+
+# --- architecture ----------------------------------------------------------------------------------------------------
+
+
+def packages() -> str:
+    """Each package and module below autosel/, top layer first, with the first line of its docstring."""
+    rows = []
+    for number, layer in enumerate(_layers(), 1):
+        for name in layer:
+            path = ROOT / "autosel" / name
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            if file.is_file():
+                rows.append((number, code(f"autosel/{name}{'/' if path.is_dir() else '.py'}"), _promise(file)))
+    return table(("layer", "where", "what"), rows)
+
+
+def _layers() -> list[list[str]]:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (c["layers"] for c in contracts if c["type"] == "layers")
+    return [[name.strip(" ()") for name in layer.split("|")] for layer in layers]
+
+
+def _promise(file: Path) -> str:
+    """The first paragraph of a module's docstring."""
+    import ast
+
+    words = ast.get_docstring(ast.parse(file.read_text())) or ""
+    if not words and file.name == "__init__.py":  # a package without words of its own: what is in it
+        return ", ".join(code(p.stem) for p in sorted(file.parent.glob("*.py")) if p.stem != "__init__")
+    return " ".join(words.split("\n\n")[0].split())
+
+
+def story() -> str:
+    from autosel import pipeline
+
+    return fence(inspect.getsource(pipeline.tune), "python")
+
+
+def ledger_tables() -> str:
+    from autosel.ledger import schema
+
+    rows = [(code(t.name), ", ".join(c.name for c in t.columns)) for t in schema.METADATA.sorted_tables]
+    return table(("table", "columns"), sorted(rows))
+
+
+# --- method ----------------------------------------------------------------------------------------------------------
+
+# The numbers the method's text speaks of: (module below autosel, constant, what it is). Values come from the code.
+CONSTANTS: Sequence[tuple[str, str, str]] = (
+    ("race.plan", "SAMPLE_NS", "shortest sample of the short form, of the baseline's time, ns"),
+    ("race.plan", "LONG_CALL_NS", "a baseline call above this takes the long form, ns"),
+    ("race.plan", "SESSIONS", "confirming sessions, each in a fresh process"),
+    ("race.plan", "AA_SESSIONS", "A/A sessions that calibrate a device and time class"),
+    ("race.plan", "DELTA_CALIBRATED", "minimum effect delta once calibrated"),
+    ("race.plan", "DELTA_UNCALIBRATED", "minimum effect delta until then"),
+    ("race.plan", "MAX_TAIL_SAMPLES", "samples after which an unsettled tail is `undecided`"),
+    ("race.plan", "VOIDS_ALLOWED", "voided sessions before an attempt ends"),
+    ("race.evidence", "ALPHA_SESSION", "alpha_s: error probability of one session"),
+    ("race.evidence", "E_PAIRS", "1 / alpha_s: evidence a session needs against each rival"),
+    ("race.evidence", "E_TAIL", "evidence the tail gate needs"),
+    ("race.evidence", "TAIL_RATE_INVERSE", "1 / p0: allowed rate of slow samples"),
+    ("race.judge", "ROLLING", "baseline samples in the rolling median of the tail gate"),
+    ("race.judge", "TAIL_SLACK", "tail threshold over the baseline's p95"),
+    ("race.session", "MAX_DROPPED_SHARE", "share of disturbed pairs above which a session is void"),
+    ("race.run", "WARM_NS", "longest warm-up of a workload in a session, ns"),
+    ("race.run", "CEILING_SLACK", "faster than this times the read probe voids a session"),
+    ("race.run", "MAX_ATTEMPTS", "nominees of one attempt, each with its own debit"),
+    ("race.run", "CHECK_SHARE", "share of pairs whose outputs are checked"),
+    ("race.contest", "CHECKED_ROWS", "rows of such an output checked in float64"),
+    ("ledger.store", "LIFETIME_BUDGET", "error probability of all attempts at one key, for ever"),
+    ("parity.stage", "GUARD_BYTES", "guard on each side of every operand, bytes"),
+    ("parity.battery", "REPEATS", "runs on the same inputs, other work between"),
+    ("parity.battery", "FRESH_SEEDS", "fresh inputs at the same addresses"),
+    ("parity.battery", "LEAK_CALLS", "calls over which growth of memory is watched, at most"),
+    ("parity.fullsize", "ROWS", "rows checked in float64 at full size, each time"),
+    ("tuning.crossover", "BRACKET", "a crossover is known to within this ratio of lengths"),
+    ("fingerprint.device", "DRIFT_LIMIT", "a rate has moved if it is off by more, in three looks"),
+    ("fingerprint.noise", "SPREAD_LIMIT", "spread of the read windows above which a machine is `contended`"),
+    ("fingerprint.noise", "STEAL_LIMIT", "stolen CPU time above which it is"),
+    ("dispatch.board", "LOOK_EVERY_S", "seconds between looks at the snapshot"),
+)
+
+
+def constants() -> str:
+    rows = []
+    for module, name, what in CONSTANTS:
+        value = getattr(import_module(f"autosel.{module}"), name)
+        rows.append(
+            (
+                code(name),
+                short(value) if isinstance(value, float) else f"{value:,}".replace(",", " "),
+                what,
+                code(module),
+            )
+        )
+    return table(("constant", "value", "what it is", "module"), rows)
+
+
+def crossings() -> str:
+    """How many pairs must be won, out of how many, for E >= 20."""
+    from autosel.race.evidence import crossed, e_pairs, futile
+
+    first = next(n for n in range(1, 100) if crossed(n, n))
+    rows = []
+    for n in (first, 10, 12, 20, 30, 60, 100, 200):
+        least = next(k for k in range(n + 1) if crossed(n, k))
+        most = next((k for k in range(n, -1, -1) if futile(n, k)), None)
+        rows.append((n, least, f"{e_pairs(n, least):.1f}", f"{most} or fewer" if most is not None else "not yet"))
+    return table(("pairs", "wins needed", "E there", "given up at"), rows)
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------
+
+# The CPU the documentation reckons for: two cores of a Zen 4 server part, as a cloud machine offers them. Rounded from
+# measurements of such a machine; it is an example, not a known device.
+EXAMPLE_CPU = Fingerprint(
+    kind="cpu",
+    name="example: 2 cores of Zen 4, AVX-512-BF16",
+    identity={
+        "isa": ["avx", "avx2", "avx512_bf16", "avx512bw", "avx512dq", "avx512f", "avx512vl", "bmi2", "f16c", "fma"],
+        "cpus": 2, "l1d_bytes": 32 << 10, "l2_bytes": 1 << 20, "l3_bytes": 32 << 20, "l3_domains": 1,
+    },
+    environment={},
+    rates={
+        name: Rate(value=value, unit=unit, spread=0.0, source="example")
+        for name, value, unit in (
+            ("read_bytes_per_s@1", 30e9, "B/s"), ("read_bytes_per_s@2", 45e9, "B/s"), ("fork_join_s@2", 0.5e-6, "s"),
+            ("fma_flops@1", 118e9, "FLOP/s"), ("bf16_dot_flops@1", 236e9, "FLOP/s"), ("exp_per_s@1", 5.6e9, "1/s"),
+            ("dram_latency_s", 130e-9, "s"),
+        )
+    },
+    source="docs/generate.py",
+)  # fmt: skip
+EXAMPLE_GPUS = ("h200", "rtx-5070-ti")
+MODEL = "llama-8b"
+
+
+def cpu_formulas() -> str:
+    """Every C++ kernel's knobs at the example CPU."""
+    from autosel.candidates.cpp.base import CppKernel
+    from autosel.candidates.registry import own_candidates
+
+    parts = [_example_cpu()]
+    kernels = [c for c in own_candidates() if isinstance(c, CppKernel) and c.isa is None]
+    for kernel in sorted(kernels, key=lambda c: c.name):
+        w = next((w for w in _workloads(kernel.op) if not kernel.limits(w)), None)
+        if w is None:
+            continue
+        parts += [
+            f"### {kernel.name}",
+            f"Knobs of `{kernel.op}` at {w.shape_text}, {w.dtype}; kernels/cpu/{kernel.source}.cpp.",
+        ]
+        words = prose(kernel.formula.__doc__)
+        parts += [words] if words else []
+        parts.append(_knob_table(kernel.knobs(w, EXAMPLE_CPU)))
+    return "\n\n".join(parts)
+
+
+def _example_cpu() -> str:
+    rows = [(code(k), short(v) if not isinstance(v, list) else " ".join(v)) for k, v in EXAMPLE_CPU.identity.items()]
+    rows += [(code(k), f"{r.value:.4g} {r.unit}") for k, r in EXAMPLE_CPU.rates.items()]
+    return "The example CPU:\n\n" + table(("input", "value"), rows)
+
+
+def _knob_table(knobs: Knobs) -> str:
+    rows = [
+        (
+            code(k.name),
+            short(k.value),
+            code(k.formula),
+            ", ".join(f"{n} {short(v)}" for n, v in k.inputs.items()),
+            k.reason,
+        )
+        for k in knobs.settings
+    ]
+    return table(("knob", "value", "formula", "inputs", "why"), rows)
+
+
+def _workloads(op: str) -> list[Workload]:
+    """The example workloads of an op: llama-8b's decode step at batch 1 (the longest context), then at batch 64."""
+    from autosel import models
+    from autosel.models.workloads import ASKED_OPS, STEP_OPS, workloads
+
+    shape = models.load("gemma3-4b" if op == "geglu" else MODEL)
+    found = []
+    for batch in (1, 64):
+        found += reversed(workloads(shape, batch=batch, context=8192, ops=[*STEP_OPS, *ASKED_OPS]))
+    return [w for w in found if w.op == op]
+
+
+def gpu_formulas() -> str:
+    """Every kernel family's knobs at two known devices, side by side."""
+    from autosel import ops
+    from autosel.fingerprint import known
+    from autosel.knobs import gpu
+
+    facts = [gpu.facts(known.load(name)) for name in EXAMPLE_GPUS]
+    parts, seen = [], set()
+    for op in ops.OPS:
+        for w in _workloads(op):
+            derived = [gpu.derive(w, f) for f in facts]
+            if w["M" if "M" in dict(w.dims) else "B"] == 64 and op != "linear":
+                continue
+            for family in derived[0]:
+                if family == "route" or (family, op) in seen:
+                    continue
+                seen.add((family, op))
+                parts += [f"### {family} for {op}", f"At {w.shape_text}, {w.dtype}."]
+                parts.append(_side_by_side([d.get(family) for d in derived]))
+    return "\n\n".join(parts)
+
+
+def _side_by_side(knobs: Sequence[Knobs | None]) -> str:
+    first = next(k for k in knobs if k is not None)
+    values = [k.values if k is not None else {} for k in knobs]
+    rows = [
+        (code(k.name), *(short(v.get(k.name, "another route")) for v in values), code(k.formula))
+        for k in first.settings
+    ]
+    return table(("knob", *EXAMPLE_GPUS, "formula"), rows)
+
+
+def gpu_words() -> str:
+    """The derivations, from the docstrings of the formulas' modules."""
+    from autosel.knobs import gpu
+
+    parts = []
+    for name in ("facts", "gemv", "gemm", "attention", "rows", "sampling", "step"):
+        module = import_module(f"{gpu.__name__}.{name}")
+        parts += [f"### knobs/gpu/{name}.py", prose(module.__doc__)]
+        for function in _own_functions(module):
+            words = prose(function.__doc__)
+            if words and not function.__name__.startswith("_"):
+                parts.append(f"- `{function.__name__}`: " + " ".join(words.split()))
+    return "\n\n".join(parts)
+
+
+def _own_functions(module: Any) -> list[Callable[..., Any]]:
+    return [f for f in vars(module).values() if inspect.isfunction(f) and f.__module__ == module.__name__]
+
+
+def gpu_facts() -> str:
+    """What the three laws say of each known device."""
+    from autosel.fingerprint import known
+    from autosel.knobs import gpu
+    from autosel.knobs.gpu import gemm, gemv
+
+    rows = []
+    for name in known.names():
+        f = gpu.facts(known.load(name))
+        rows.append(
+            (
+                name,
+                f"{f.in_flight / 2**10:.0f} KiB",
+                f"{f.sms_needed:.0f} of {f.sms}",
+                f"{f.overhead_s * 1e6:.2f} us",
+                gemv.cc_limit("bf16", f),
+                gemm.large_from("bf16", f),
+            )
+        )
+    return table(("device", "X in flight", "SMs that saturate DRAM", "overhead a", "M1, bf16", "M2, bf16"), rows)
+
+
+# --- known devices ---------------------------------------------------------------------------------------------------
+
+
+def devices() -> str:
+    from autosel.fingerprint import known
+
+    rows = []
+    for name in known.names():
+        fp = known.load(name)
+        i, r = fp.identity, fp.rates
+        measured = [k for k, rate in r.items() if not rate.source.startswith("estimate") and not k.startswith("peak")]
+        rows.append(
+            (
+                code(name), fp.name, i["cc"], i["sm_count"], f"{i['l2_bytes'] / 2**20:.0f} MiB",
+                f"{i['memory_bytes'] / 2**30:.0f} GiB", f"{r['peak_read_bytes_per_s'].value / 1e12:.2f}",
+                f"{r['read_bytes_per_s'].value / 1e12:.2f}", f"{r['peak_bf16_flops'].value / 1e12:.0f}",
+                f"{r['bf16_matrix_flops'].value / 1e12:.0f}", len(measured) or "none",
+            )
+        )  # fmt: skip
+    headers = (
+        "name", "device", "cc", "SMs", "L2", "memory", "peak read TB/s", "read TB/s", "peak bf16 TFLOP/s",
+        "bf16 TFLOP/s", "figures measured by autosel",
+    )  # fmt: skip
+    return table(headers, rows)
+
+
+def device_sources() -> str:
+    import json
+
+    from autosel import resources
+
+    parts = []
+    for path in sorted(resources.fingerprints().glob("*.json")):
+        data = json.loads(path.read_text())
+        sections = {
+            "datasheet, limits": data["datasheet"]["limits"],
+            "datasheet, peaks": data["datasheet"]["peaks"],
+            "estimated": data["estimated"],
+            "measured": {k: v for k, v in data["measured"].items() if v is not None},
+        }
+        rows = [
+            (kind, code(key), short(figure["value"]), figure["unit"], figure["source"])
+            for kind, figures in sections.items()
+            for key, figure in figures.items()
+        ]
+        parts += [f"### {path.stem}", table(("kind", "figure", "value", "unit", "source"), rows)]
+    return "\n\n".join(parts)
+
+
+# --- kernel authors --------------------------------------------------------------------------------------------------
+
+
+def op_table() -> str:
+    """Arguments and results of every op, in calling order."""
+    from autosel.ops import OPS
+
+    rows = []
+    for op in OPS.values():
+        arguments = ", ".join(f"{a.name}{_mark(a)}" for a in op.args)
+        traits = ", ".join(f"{n} {v}" for n, v in op.trait_defaults.items())
+        rows.append((code(op.name), arguments, ", ".join(op.output_names), " ".join(op.dim_names), traits))
+    return table(("op", "arguments", "results", "dimensions", "traits and their defaults"), rows)
+
+
+def _mark(arg: Any) -> str:
+    optional = "?" if arg.kind == "optional" else ""
+    return optional + {"streamed": " (s)", "inout": " (io)", "resident": ""}[arg.role]
+
+
+def cases(op_name: str) -> str:
+    """The hostile battery of an op at llama-8b's shape."""
+    from autosel.ops import OPS
+
+    op, w = OPS[op_name], _workloads(op_name)[0]
+    return table(
+        ("case", "at", "what would slip through without it"),
+        [(c.name, c.workload.shape_text, c.covers) for c in op.cases(w)],
+    )
+
+
+def case_counts() -> str:
+    from autosel.ops import OPS
+
+    return table(
+        ("op", "hostile cases, bf16"), [(code(op.name), len(op.cases(_workloads(op.name)[0]))) for op in OPS.values()]
+    )
+
+
+def rmsnorm_kernel() -> str:
+    return fence((ROOT / "kernels" / "cpu" / "rmsnorm.cpp").read_text(), "cpp")
+
+
+# --- figures and transcripts -----------------------------------------------------------------------------------------
+
+
+def figures() -> str:
+    """The table of every machine on which benchmarks/figures.py was run with --write."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from figures import markdown, stored  # type: ignore[import-not-found]
+
+    found = stored()
+    return (
+        "\n\n".join(markdown(document) for document in found)
+        or "No machine has run `benchmarks/figures.py --write` yet."
+    )
+
+
+def transcript(name: str) -> str:
+    path = TRANSCRIPTS / f"{name}.txt"
+    return fence(path.read_text() if path.is_file() else f"$ {COMMANDS[name]}\n(not recorded yet)")
+
+
+def record(arguments: Sequence[str]) -> None:
+    """Run documented commands on a terminal of 80 columns, and store what stays on the screen."""
+    wanted = {arguments[0]: shlex.join(arguments[1:])} if len(arguments) > 1 else {n: COMMANDS[n] for n in arguments}
+    TRANSCRIPTS.mkdir(exist_ok=True)
+    for name, command in (wanted or COMMANDS).items():
+        _say(f"recording {name}: {command}")
+        text = screen(_on_terminal(shlex.split(command)))
+        (TRANSCRIPTS / f"{name}.txt").write_text(f"$ {command}\n{text}\n")
+
+
+def _on_terminal(command: Sequence[str]) -> str:
+    """All that a command writes to a terminal. It works in the home a user would have."""
+    import pty
+
+    written = bytearray()
+
+    def read(descriptor: int) -> bytes:
+        data = os.read(descriptor, 1 << 16)
+        written.extend(data)
+        return data
+
+    os.environ.pop("AUTOSEL_HOME", None)
+    os.environ |= {"COLUMNS": str(COLUMNS), "LINES": "40", "NO_COLOR": "1"}
+    here = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        pty.spawn(list(command), read)
+    finally:
+        os.chdir(here)
+    return written.decode(errors="replace")
+
+
+def screen(written: str) -> str:
+    """What is left on the screen: lines that were written over are gone, so are colours; a home is `~`."""
+    lines = []
+    for raw in written.replace("\r\n", "\n").split("\n"):
+        wiped = "\r" in raw or "\x1b[2K" in raw
+        left = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.rsplit("\x1b[2K", 1)[-1].rsplit("\r", 1)[-1]).rstrip()
+        if left or not wiped:
+            lines.append(left.replace(str(Path.home()), "~"))
+    return "\n".join(lines).strip("\n")
+
+
+BLOCKS: Mapping[str, Callable[..., str]] = {
+    "cli": cli,
+    "settings": settings_table,
+    "passed-names": passed_names,
+    "errors": errors_table,
+    "packages": packages,
+    "story": story,
+    "ledger-tables": ledger_tables,
+    "constants": constants,
+    "crossings": crossings,
+    "cpu-formulas": cpu_formulas,
+    "gpu-formulas": gpu_formulas,
+    "gpu-words": gpu_words,
+    "gpu-facts": gpu_facts,
+    "devices": devices,
+    "device-sources": device_sources,
+    "ops": op_table,
+    "cases": cases,
+    "case-counts": case_counts,
+    "kernel": rmsnorm_kernel,
+    "figures": figures,
+    "transcript": transcript,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
