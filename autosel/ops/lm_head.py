@@ -87,10 +87,7 @@ class LmHead(Op):
         if not inputs["greedy"]:
             return super().verify(inputs, got, baseline)
         x, w, (tokens,) = inputs["x"], inputs["w"], got
-        logits = torch.cat([x.float() @ rows.float().T for rows in w.split(BLOCK)], 1)
-        largest_row = (
-            max(rows.float().square().sum(-1).nan_to_num(posinf=0.0).max().item() for rows in w.split(BLOCK)) ** 0.5
-        )
+        logits, largest_row = _shortlist_by(x, w)
         worst = 0.0
         for m, token in enumerate(tokens.tolist()):
             found = _judge(x[m], w, logits[m], token, largest_row)
@@ -120,6 +117,17 @@ class LmHead(Op):
 
 
 # --- greedy -----------------------------------------------------------------------------------------------------------
+
+
+def _shortlist_by(x: Tensor, w: Tensor) -> tuple[Tensor, float]:
+    """fp32 logits [M, V], and the largest finite norm of a row of w: what their error goes with. One pass over w."""
+    logits, largest = [], 0.0
+    for rows in w.split(BLOCK):
+        wide = rows.float()
+        logits.append(x.float() @ wide.T)
+        norms = torch.linalg.vector_norm(wide, dim=-1)
+        largest = max(largest, float(norms[norms.isfinite()].max()) if norms.isfinite().any() else 0.0)
+    return torch.cat(logits, 1), largest
 
 
 def _judge(x: Tensor, w: Tensor, logits: Tensor, token: int, largest_row: float) -> Mismatch | float:

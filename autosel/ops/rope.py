@@ -124,13 +124,13 @@ class Rope(Op):
 def frequencies(rotated: int, base: float) -> Tensor:
     """base^(-2i/R), fp32 [R/2]."""
     exponent = -torch.arange(0, rotated, 2).double() / rotated
-    frequency: Tensor = (exponent * math.log(base)).exp()
-    return frequency.float()
+    return (exponent * math.log(base)).exp().float()
 
 
 def _angle(inputs: Inputs) -> Tensor:
     """float64 [M, 1, R/2]."""
-    return (inputs["positions"].double()[:, None] * inputs["inv_freq"].double())[:, None]
+    angle: Tensor = inputs["positions"].double()[:, None] * inputs["inv_freq"].double()
+    return angle[:, None]
 
 
 def halves(x: Tensor, rotated: int, style: int) -> tuple[Tensor, Tensor]:

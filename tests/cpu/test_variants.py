@@ -86,7 +86,7 @@ def run_eager(op: str, inputs: Mapping[str, Any], *, allocate: bool) -> Outputs:
     return made if isinstance(made, tuple) else (made,)
 
 
-# --- correct ways of their own -----------------------------------------------------------------------------------------
+# --- correct ways of their own ----------------------------------------------------------------------------------------
 
 
 def linear_32(i: dict[str, Any]) -> Outputs:
@@ -97,7 +97,8 @@ def linear_32(i: dict[str, Any]) -> Outputs:
 
 
 def linear_split_k(i: dict[str, Any]) -> Outputs:
-    parts = [a.flip(-1).float() @ b.flip(-1).float().T for a, b in zip(i["x"].split(96, 1), i["w"].split(96, 1))]
+    blocks = (i[n].flip(-1).float().split(96, 1) for n in ("x", "w"))
+    parts = [a @ b.T for a, b in zip(*blocks, strict=True)]
     y = sum(reversed(parts), torch.zeros(()))
     for extra in (i["residual"], i["bias"]):
         y = y if extra is None else y + extra.float()
@@ -253,7 +254,7 @@ def gate_up_32(i: dict[str, Any]) -> Outputs:
 def gate_up_split(i: dict[str, Any]) -> Outputs:
     h = norm_32(i["x"], i["norm_weight"], i["eps"], i["offset"]).to(i["x"].dtype).float()
     products = [
-        sum((a @ b.float().T for a, b in zip(h.split(64, 1), i[n].split(64, 1))), torch.zeros(()))
+        sum((a @ b.float().T for a, b in zip(h.split(64, 1), i[n].split(64, 1), strict=True)), torch.zeros(()))
         for n in ("w_gate", "w_up")
     ]
     return ((eager.ACTIVATION[i["activation"]](products[0]) * products[1]).to(i["x"].dtype),)
@@ -362,7 +363,7 @@ def test_cases_are_small_distinct_and_of_the_workload_they_say(w: Workload) -> N
             assert case.workload.traits == w.traits
 
 
-# --- wrong ways ----------------------------------------------------------------------------------------------------------
+# --- wrong ways -------------------------------------------------------------------------------------------------------
 
 
 def through(op: str, **wrong: Callable[[dict[str, Any]], Any]) -> Way:

@@ -69,7 +69,7 @@ def test_only_subnormals_are_flushable() -> None:
     assert flushable(x).tolist() == pytest.approx([0, 0, x[2].item(), x[2].item(), 0, 0, 0])
 
 
-# --- comparing ---------------------------------------------------------------------------------------------------------
+# --- comparing --------------------------------------------------------------------------------------------------------
 
 
 def judged(got: list[float], reference: list[float], bound: list[float]) -> Match | Mismatch:
