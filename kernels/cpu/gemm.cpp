@@ -18,8 +18,7 @@ static void gemm(TensorView x, TensorView w, Optional<TensorView> bias, Optional
     auto to = matrix<T>(y, "y", x, from.rows, weights.rows);
     auto add = residual ? matrix<const T>(*residual, "residual", x, from.rows, weights.rows) : Matrix<const T>{};
     const T* b = bias ? vector<const T>(*bias, "bias", x, weights.rows) : nullptr;
-    auto rows = [&](int64_t m0, int64_t m) { return Matrix<const T>{from.row(m0), m, from.columns, from.stride}; };
-    blocked<T, 1>(rows, from.rows, &weights, threads, Walk{k_block, k_ahead, m_block},
+    blocked<T, 1>(from, from.rows, &weights, threads, Walk{k_block, k_ahead, m_block},
                   [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) {
                     vreg value = load(v[0]);
                     if (b) value = value + load_some(b + n, count);

@@ -1,4 +1,4 @@
-// gemv   y = x @ w^T (+ bias) (+ residual), few rows of x        x[M,K], w[N,K], bias[N], residual[M,N] -> y[M,N], M <= 8
+// gemv   y = x @ w^T (+ bias) (+ residual), few rows of x        x[M,K], w[N,K], bias[N], residual[M,N] -> y[M,N]
 //
 // bytes   N K b + (M K + M N + ...) b, b bytes an element      FLOPs   2 M N K
 // roofline at M=1, N=K=4096, bf16 on two cores of Zen 4 reading 37 GB/s: 33.6 MB is 0.9 ms; the multiplies are 0.02 ms.
@@ -17,7 +17,7 @@ static void gemv(TensorView x, TensorView w, Optional<TensorView> bias, Optional
     auto to = matrix<T>(y, "y", x, from.rows, weights.rows);
     auto add = residual ? matrix<const T>(*residual, "residual", x, from.rows, weights.rows) : Matrix<const T>{};
     const T* b = bias ? vector<const T>(*bias, "bias", x, weights.rows) : nullptr;
-    stream<T, 1>([&](int64_t, int64_t) { return from; }, from.rows, &weights, threads, rows,
+    stream<T, 1>(from, from.rows, &weights, threads, rows,
                  [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) {
                    for (int64_t c = 0; c < count; ++c) {
                      float value = v[0][c];

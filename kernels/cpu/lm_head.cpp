@@ -38,11 +38,10 @@ static void lm_head(TensorView x, TensorView w, int64_t greedy, TensorView out, 
     auto from = matrix<const T>(x, "x", x);
     auto weights = matrix<const T>(w, "w", x, -1, from.columns);
     int64_t m = from.rows;
-    auto x_rows = [&](int64_t m0, int64_t taken) { return Matrix<const T>{from.row(m0), taken, from.columns, from.stride}; };
     Plan plan{threads, rows, {k_block, k_ahead, m_block}};
     if (!greedy) {
       auto to = matrix<T>(out, "logits", x, m, weights.rows);
-      return project<T, 1>(x_rows, m, &weights, plan, [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) {
+      return project<T, 1>(from, m, &weights, plan, [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) {
         store_some(to.row(i) + n, load(v[0]), count);
       });
     }
@@ -52,7 +51,7 @@ static void lm_head(TensorView x, TensorView w, int64_t greedy, TensorView out, 
     static thread_local std::vector<Best> kept;
     kept.assign(size_t(threads * m), Best{0, -1});
     Best* best = kept.data();
-    project<T, 1>(x_rows, m, &weights, plan, [&](int rank, int64_t i, int64_t n, int64_t count, const float* const* v) {
+    project<T, 1>(from, m, &weights, plan, [&](int rank, int64_t i, int64_t n, int64_t count, const float* const* v) {
       challenge<T>(best[rank * m + i], n, count, v[0]);
     });
     for (int64_t i = 0; i < m; ++i) {

@@ -30,6 +30,7 @@ template <class T> struct Matrix {
   T* at;
   int64_t rows, columns, stride;
   T* row(int64_t i) const { return at + i * stride; }
+  Matrix operator()(int64_t first, int64_t count) const { return {row(first), count, columns, stride}; }  // some rows
 };
 
 // Raises ValueError unless t is rows x columns (-1: any) with contiguous rows and `like`'s dtype.
