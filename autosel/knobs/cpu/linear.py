@@ -88,7 +88,7 @@ def _rows(w: Workload, f: CpuFacts) -> Knob:
     """Rows of weights that share one load of x: as many as registers hold sums for, while two lots fit half of L2."""
     (m, _, k), registers = _dims(w), _registers(f)
     row_bytes = k * DTYPE_BYTES[w.dtype]
-    most = next(r for r in (8, 4, 3, 2, 1) if r * m <= registers)
+    most = next(r for r in (8, 4, 3, 2, 1) if r * min(m, MAX_ROWS) <= registers)
     fits = f.l2_bytes // 4 // row_bytes
     value = most if most <= fits else 4 if most == 8 and fits >= 4 else 1
     return Knob(

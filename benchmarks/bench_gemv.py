@@ -1,0 +1,172 @@
+"""The projections of a decode step against PyTorch and against a plain streaming read, interleaved in one run.
+
+    python benchmarks/bench_gemv.py [--m 1] [--dtype bf16] [--seconds 4] [--only o --only lm_head] [--json]
+
+Each round visits read probe, kernel and PyTorch in a shuffled order; every visit runs once untimed, to wake its own
+threads, then once timed on the next of enough copies of the weights that the one at hand was last touched three
+last-level caches ago. The probe reads the very same copies, with the same threads. On a shared machine the read rate
+itself moves by a factor of two or more within a run, so three figures stand side by side: best window over best
+window, and the median over rounds of the round's own ratio with its quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autosel import fingerprint
+from autosel.candidates.cpp.linear import KERNELS
+from autosel.candidates.load import load
+from autosel.fingerprint import probe
+from autosel.native.compile import compile_source
+from autosel.ops import OPS, eager
+from autosel.values import Accepted, Fingerprint, NativeRecipe, Scalar, Workload
+
+# llama-8b: name, op, dims without M, traits.
+SHAPES: tuple[tuple[str, str, dict[str, int], dict[str, Scalar]], ...] = (
+    ("o", "linear", {"N": 4096, "K": 4096}, {}),
+    ("qkv", "linear", {"N": 6144, "K": 4096}, {}),
+    ("down", "linear", {"N": 4096, "K": 14336}, {}),
+    ("gate+up", "linear", {"N": 28672, "K": 4096}, {}),
+    ("lm_head", "linear", {"N": 128256, "K": 4096}, {}),
+    ("norm_qkv", "norm_qkv", {"N": 6144, "d": 4096}, {}),
+    ("gate_up", "gate_up", {"I": 14336, "d": 4096}, {}),
+    ("greedy", "lm_head", {"V": 128256, "d": 4096}, {"greedy": 1}),
+)
+ARMS = ("read", "cpp", "torch")
+LEAST_ROUNDS = 9
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--m", type=int, default=1, help="rows of x")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="for each shape; at least 9 rounds whatever it takes"
+    )
+    parser.add_argument("--only", action="append", default=[], choices=[name for name, *_ in SHAPES])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    fp = fingerprint.take("cpu")
+    torch.set_num_threads(int(fp.identity["cpus"]))
+    rows = []
+    for name, op, dims, traits in SHAPES:
+        if options.only and name not in options.only:
+            continue
+        w = OPS[op].workload(options.dtype, {d: {"M": options.m, **dims}[d] for d in OPS[op].dim_names}, **traits)
+        print(f"{name}: {w.key}", file=sys.stderr, flush=True)
+        rows.append({"name": name, **measure(w, fp, options.seconds)})
+    if options.json:
+        json.dump({"device": fp.name, "m": options.m, "dtype": options.dtype, "rows": rows}, sys.stdout, indent=1)
+        print()
+    else:
+        table(rows, fp, options.m, options.dtype)
+    return 0
+
+
+def measure(w: Workload, fp: Fingerprint, budget_s: float) -> dict[str, Any]:
+    """Times of every arm in microseconds, and the two ratios, for one workload."""
+    op = OPS[w.op]
+    inputs = op.inputs(w, 1)
+    streamed = [a.name for a in op.args if a.role == "streamed"]
+    weight_bytes = sum(inputs[n].numel() * inputs[n].element_size() for n in streamed)
+    copies = 1 + -(-3 * int(fp.identity["l3_bytes"]) // weight_bytes)
+    if weight_bytes > 8 * int(fp.identity["l3_bytes"]):
+        copies = 1  # reading it evicts its own beginning
+    operands = [{**inputs, **{n: inputs[n].clone() for n in streamed}} for _ in range(copies)]
+    arms = {"read": reader(streamed, fp), "cpp": ours(w, fp), "torch": getattr(eager, w.op)}
+    outputs = op.allocate(w)
+    times: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    turn, order, rng, end = 0, list(ARMS), random.Random(1), time.perf_counter() + budget_s
+    while len(times["cpp"]) < LEAST_ROUNDS or time.perf_counter() < end:
+        rng.shuffle(order)
+        for arm in order:
+            for timed in (False, True):
+                turn += 1
+                given = operands[turn % copies]
+                took = arms[arm](given) if arm == "read" else seconds(arms[arm], (*op.arguments(given), *outputs))
+                if timed:
+                    times[arm].append(took)
+    return {"key": w.key, "bytes": weight_bytes, **summary(times)}
+
+
+def ours(w: Workload, fp: Fingerprint) -> Callable[..., Any]:
+    """The C++ kernel for w with the knobs of its closed forms."""
+    kernel = next(k for k in KERNELS if k.op == w.op and isinstance(k.supports(w, fp), Accepted))
+    knobs = kernel.knobs(w, fp)
+    recipe = kernel.recipe(w, fp, knobs)
+    assert isinstance(recipe, NativeRecipe)
+    return load(OPS[w.op], recipe, compile_source(recipe.source, recipe.flags).digest, knobs.values)
+
+
+def reader(streamed: list[str], fp: Fingerprint) -> Callable[[dict[str, Any]], float]:
+    """Seconds to read the weights of some operands once, by the fingerprint's own probe, on all cores."""
+    library, out = probe.load().library, (ctypes.c_double * 1)()
+
+    def read(operands: dict[str, Any]) -> float:
+        total = 0.0
+        for name in streamed:
+            size = operands[name].numel() * operands[name].element_size()
+            library.autosel_probe_read(
+                ctypes.c_void_p(operands[name].data_ptr()),
+                *(ctypes.c_int64(v) for v in (size, size, int(fp.identity["cpus"]))),
+                ctypes.c_double(0.0),
+                out,
+                ctypes.c_int64(1),
+            )
+            total += size / out[0]
+        return total
+
+    return read
+
+
+def seconds(call: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    start = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - start
+
+
+def summary(times: dict[str, list[float]]) -> dict[str, Any]:
+    best = {f"{arm}_us": min(taken) * 1e6 for arm, taken in times.items()}
+    return {
+        **best,
+        "share_best": best["read_us"] / best["cpp_us"],
+        "share": quartiles([a / b for a, b in zip(times["read"], times["cpp"], strict=True)]),
+        "speedup_best": best["torch_us"] / best["cpp_us"],
+        "rounds": len(times["cpp"]),
+        "speedup": quartiles([a / b for a, b in zip(times["torch"], times["cpp"], strict=True)]),
+    }
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return low, middle, high
+
+
+def table(rows: list[dict[str, Any]], fp: Fingerprint, m: int, dtype: str) -> None:
+    print(f"{fp.name}, {fp.identity['cpus']} cores; M={m}, {dtype}, weights cold; times: best window")
+    print(f"{'':9}{'us':>8}{'GB/s':>6}  {'share of the read rate':^24}  {'times torch':^24}")
+    print(f"{'':9}{'':8}{'':6}  {'best':>6} {'median (quartiles)':>17}  {'best':>6} {'median (quartiles)':>17}")
+    for r in rows:
+        print(
+            f"{r['name']:9}{r['cpp_us']:8.0f}{r['bytes'] / r['cpp_us'] / 1e3:6.1f}"
+            f"  {r['share_best']:6.2f} {spread(r['share']):>17}  {r['speedup_best']:6.2f} {spread(r['speedup']):>17}"
+        )
+
+
+def spread(value: tuple[float, float, float]) -> str:
+    low, middle, high = value
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
