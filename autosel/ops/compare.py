@@ -106,7 +106,9 @@ def _rms_and_bias(got: Tensor, ref: Tensor, tol: Tensor, base: Tensor) -> Mismat
 
     Elements whose bound reaches their value (flushed to zero by right, or cancelled) say nothing about precision. Where
     the result is as precise as the sums behind it, their order alone makes one right kernel's error several times
-    another's, and shifts whole rows: an eighth of the bound is allowed then.
+    another's, and shifts whole rows: an eighth of the bound is allowed then. A quarter of a rounding of bias is allowed
+    because bf16 has only 128 significands: rounding x times a row's common factor is biased by up to 0.2 of one (seen);
+    truncation, which (c) is to catch, by 0.7.
     """
     from autosel.ops.contract import DTYPE_NAME, U32, UNIT
 
@@ -124,7 +126,7 @@ def _rms_and_bias(got: Tensor, ref: Tensor, tol: Tensor, base: Tensor) -> Mismat
     # Where one value fills a row, rounding it rightly shifts the row: what the reference loses to it is allowed too.
     rounded = ref.to(got.dtype).double()[telling]
     bias, bias_b, bias_r = (((v - y) * y).sum().item() / energy for v in (c, b, rounded))
-    allowed = max(abs(bias_b), abs(bias_r)) + 4 * rmse_b / (rms_y * math.sqrt(y.numel())) + max(u_out / 8, order / rms_y)
+    allowed = max(abs(bias_b), abs(bias_r)) + 4 * rmse_b / (rms_y * math.sqrt(y.numel())) + max(u_out / 4, order / rms_y)
     if abs(bias) > allowed:
         return _mismatch("bias", f"bias {bias:.3g}, allowed ±{allowed:.3g}", bias=bias, allowed=allowed)
     return None
