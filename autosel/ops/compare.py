@@ -126,7 +126,11 @@ def _rms_and_bias(got: Tensor, ref: Tensor, tol: Tensor, base: Tensor) -> Mismat
     # Where one value fills a row, rounding it rightly shifts the row: what the reference loses to it is allowed too.
     rounded = ref.to(got.dtype).double()[telling]
     bias, bias_b, bias_r = (((v - y) * y).sum().item() / energy for v in (c, b, rounded))
-    allowed = max(abs(bias_b), abs(bias_r)) + 4 * rmse_b / (rms_y * math.sqrt(y.numel())) + max(u_out / 4, order / rms_y)
+    # Four standard deviations of the bias that unbiased roundings have by chance, the larger of two estimates: from the
+    # baseline's errors, and from uniform roundings (variance u^2/3) where a few large values carry the energy.
+    by_errors = rmse_b / (rms_y * math.sqrt(y.numel()))
+    by_weight = u_out / math.sqrt(3) * y.pow(4).sum().sqrt().item() / energy
+    allowed = max(abs(bias_b), abs(bias_r)) + 4 * max(by_errors, by_weight) + max(u_out / 4, order / rms_y)
     if abs(bias) > allowed:
         return _mismatch("bias", f"bias {bias:.3g}, allowed ±{allowed:.3g}", bias=bias, allowed=allowed)
     return None
