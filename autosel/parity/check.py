@@ -38,10 +38,11 @@ def check(proof: Proof, *, fp: Fingerprint | None = None, call_deadline_s: float
 
 
 def check_all(
-    proofs: Sequence[Proof], *, fp: Fingerprint | None = None, call_deadline_s: float = CALL_S
+    proofs: Sequence[Proof], *, fp: Fingerprint | None = None, call_deadline_s: float = CALL_S, only: str = ""
 ) -> list[Parity]:
-    """Proofs of one build, in order: a parity each. With `fp`, cases the candidate does not support are left out."""
-    prover = _Prover(fp, call_deadline_s)
+    """Proofs of one build, in order: a parity each. With `fp`, cases the candidate does not support are left out; with
+    `only`, the hostile case of that name is all that is run."""
+    prover = _Prover(fp, call_deadline_s, only)
     try:
         with one_thread():
             return [prover.prove(proof) for proof in proofs]
@@ -64,15 +65,15 @@ def one_thread() -> Iterator[None]:
 class _Prover:
     """Keeps the worker from proof to proof while it lives, and remembers cases already passed with the same knobs."""
 
-    def __init__(self, fp: Fingerprint | None, call_deadline_s: float) -> None:
-        self.fp, self.call_deadline_s = fp, call_deadline_s
-        self.session: Session | None = Session(fp, call_deadline_s)
+    def __init__(self, fp: Fingerprint | None, call_deadline_s: float, only: str) -> None:
+        self.fp, self.call_deadline_s, self.only = fp, call_deadline_s, only
+        self.session: Session | None = Session(call_deadline_s)
         self.known: dict[tuple[str, str], Tally | RefusedError] = {}
 
     def prove(self, proof: Proof) -> Parity:
         started = time.monotonic()
         if self.session is None:
-            self.session = Session(self.fp, self.call_deadline_s)
+            self.session = Session(self.call_deadline_s)
         tally = Tally()
         try:
             self._prove(self.session, proof, tally)
@@ -84,12 +85,18 @@ class _Prover:
             found = _fallen(error, self.session.case)
         else:
             found = Passed(cases=tally.cases, worst=tally.worst, worst_case=tally.worst_case)
-        if self.session.worker.exit is not None:
+        if isinstance(found, Failed) and self._spoiled(self.session, found):
             self.close()
         return replace(found, seconds=time.monotonic() - started)
 
     def _prove(self, session: Session, proof: Proof, tally: Tally) -> None:
         op = OPS[proof.candidate.op]
+        if self.only:
+            battery = Battery(session, proof, op, _TRUTHS, seed_of)
+            for case in cases_of(op, proof, self.fp):
+                if case.name == self.only:
+                    battery.hostile(case, tally)
+            return
         full = FullSize(op, proof.workload, seed_of)  # drawn while the worker imports
         battery = Battery(session, proof, op, _TRUTHS, seed_of)
         cases = cases_of(op, proof, self.fp)
@@ -101,6 +108,15 @@ class _Prover:
             self._once(battery, kind, tally, partial(battery.habits, plain, other))
         full.check(battery, tally)
         battery.state()
+
+    def _spoiled(self, session: Session, failed: Failed) -> bool:
+        """Would the next candidate be blamed for what this one left behind?"""
+        if session.worker.exit is not None or failed.check == "guards":
+            return True
+        try:
+            return bool(session.changed())
+        except WorkerError:
+            return True
 
     def _once(self, battery: Battery, what: str, tally: Tally, run: Callable[[Tally], None]) -> None:
         """Workloads of one build share most cases: run each once, and give the same answer again."""

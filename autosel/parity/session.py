@@ -13,7 +13,7 @@ from autosel.candidates.base import Candidate
 from autosel.ops import OPS
 from autosel.ops.contract import Op
 from autosel.parity.stage import Placed
-from autosel.values import Fingerprint, Knobs, Recipe, Workload, to_json
+from autosel.values import Knobs, Recipe, Workload, to_json
 from autosel.workers import Arena, Worker
 
 START_S, LOAD_S = 120.0, 120.0
@@ -43,8 +43,8 @@ class RefusedError(Exception):
 class Session:
     """Starts its worker at once, so that the child imports while the parent draws inputs."""
 
-    def __init__(self, fp: Fingerprint | None, call_deadline_s: float) -> None:
-        self.fp, self.call_deadline_s = fp, call_deadline_s
+    def __init__(self, call_deadline_s: float) -> None:
+        self.call_deadline_s = call_deadline_s
         self.worker = Worker("autosel.parity.child:serve", start_deadline_s=START_S)
         self.scratch = (Arena(SCRATCH_BYTES), Arena(SCRATCH_BYTES))
         self.case = "load"  # what the worker is at, for the record of a death
@@ -82,6 +82,11 @@ class Session:
     def look(self) -> Mapping[str, str]:
         """The worker's process-wide state."""
         return self.worker.request({"do": "state"}, self.call_deadline_s)
+
+    def changed(self) -> dict[str, list[str]]:
+        """What of it is not as before the first load, with its values then and now."""
+        before, after = self.state or {}, self.look()
+        return {n: [before[n], after.get(n, "")] for n in before if before[n] != after.get(n)}
 
     def attach(self, arena: Arena) -> None:
         if arena.name not in self._attached:
@@ -156,6 +161,7 @@ class Session:
             }
             if spec.name in inout:
                 expected["is_argument"] = inout[spec.name]
+                expected["shape"] = list(placed.inputs[spec.name].shape)  # a cache's room is no dimension of the workload
             elif proof.candidate.writes_out:
                 expected["is_argument"] = position
                 position += 1
