@@ -59,17 +59,16 @@ def append(w: Workload, f: CpuFacts) -> Knobs:
 
 
 def _threads(w: Workload, f: CpuFacts) -> Knob:
-    """What saturates memory, or all cores where arithmetic binds; `chunk` lowers it for a short cache."""
+    """What saturates memory, or more where arithmetic would not keep pace; `chunk` lowers it for a short cache."""
     keys = _keys(w) * w["B"] * w["Hkv"]
-    bytes_read = keys * _key_bytes(w)
+    bytes_read, saturating, rate = keys * _key_bytes(w), bandwidth_threads(f), PEAK_SHARE * _multiply_rate(w, f)
     flops = 4 * keys * w["Hq"] // w["Hkv"] * w["S"] * w["D"]
-    saturating, rate = bandwidth_threads(f), PEAK_SHARE * _multiply_rate(w, f)
-    compute_bound = flops / (saturating * rate) > bytes_read / f.read_all
+    keeping_pace = math.ceil(flops / rate * f.read_all / bytes_read)
     return Knob(
         name="threads",
-        value=f.cpus if compute_bound else saturating,
-        formula="cpus if flops / (T * rate) > bytes / read_all, "
-        "else T = min(cpus, max(L3 domains * ceil(read_L3 / read_1), ceil(read_all / read_1)))",
+        value=min(f.cpus, max(saturating, keeping_pace)),
+        formula="min(cpus, max(T, ceil(flops / rate * read_all / bytes))), "
+        "T = min(cpus, max(L3 domains * ceil(read_L3 / read_1), ceil(read_all / read_1)))",
         inputs={
             "cpus": f.cpus,
             "T": saturating,
@@ -78,7 +77,7 @@ def _threads(w: Workload, f: CpuFacts) -> Knob:
             "bytes": bytes_read,
             "read_all": f.read_all,
         },
-        reason="compute-bound: all cores" if compute_bound else "memory-bound: fewest threads that saturate the memory",
+        reason="memory-bound" if keeping_pace <= saturating else "compute-bound: as many as keep pace with memory",
     )
 
 

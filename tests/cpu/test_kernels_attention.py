@@ -1,0 +1,330 @@
+"""attn, paged_attn, prefill_attn and kv_append in every instruction set this CPU has.
+
+The op's own battery under several cuts of the work, and what it does not reach: reads past the end, masked NaN,
+repeatability, refusals.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import mmap
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autosel.candidates.cpp.attention import KERNELS
+from autosel.fingerprint import machine
+from autosel.knobs.cpu import attention as knobs
+from autosel.knobs.cpu.facts import CpuFacts
+from autosel.native.compile import compile_source, find_compiler
+from autosel.native.isa import ISA_FLAGS, ISA_NEEDS, Isa, best_isa
+from autosel.native.load import load_entry
+from autosel.ops import OPS, eager
+from autosel.ops.contract import Case, Inputs, Mismatch, Op
+from autosel.values import DTypeName, Workload
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+HERE = Path(__file__).parent
+DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
+FLAGS = tuple(machine.identity()["isa"])
+NATIVE = best_isa(FLAGS)
+ISAS = [
+    pytest.param(isa, marks=pytest.mark.skipif(not set(needs) <= set(FLAGS), reason=f"this CPU lacks {isa}"))
+    for isa, needs in ISA_NEEDS.items()
+]
+SOURCES = {kernel.op: kernel.source for kernel in KERNELS}
+
+CACHE = {"B": 2, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 512}
+PROMPT = {"B": 2, "Hq": 8, "Hkv": 2, "S": 200, "D": 128}
+# op -> (shape, traits) whose batteries are run
+SHAPES: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
+    "attn": [(CACHE, {}), ({**CACHE, "S": 3}, {"ragged": True}), ({**CACHE, "S": 2}, {"window": 37, "softcap": 20.0})],
+    "paged_attn": [({**CACHE, "page": 16}, {}), ({**CACHE, "S": 3, "page": 24}, {"window": 37, "softcap": 20.0})],
+    "prefill_attn": [(PROMPT, {}), (PROMPT, {"window": 37, "softcap": 20.0})],
+    "kv_append": [({"B": 2, "Hkv": 2, "S": 3, "D": 128}, {}), ({"B": 2, "Hkv": 2, "S": 3, "D": 128}, {"page": 16})],
+}
+# threads, tile, chunk, prefetch: whole heads, cuts inside heads, more threads than tiles, a tile of one vector
+DECODE_CUTS = ((2, 64, 64, 16), (1, 16, 1, 0), (2, 32, 7, 4), (3, 128, 1, 8))
+CUTS = {
+    "attn": DECODE_CUTS,
+    "paged_attn": DECODE_CUTS,
+    "prefill_attn": ((1,), (2,), (3,)),
+    "kv_append": ((1,), (2,), (3,)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Any:
+    """The references are small: OpenMP's barriers would take longer than the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def entry(op: str, isa: Isa = NATIVE) -> Callable[..., None]:
+    """The kernel as built for this machine; other instruction sets from one source with all kernels."""
+    source = f"cpu/{SOURCES[op]}.cpp" if isa == NATIVE else str(HERE / "attention_kernels.cpp")
+    return load_entry(compile_source(source, ISA_FLAGS[isa]).digest, SOURCES[op])
+
+
+def run(op: Op, w: Workload, inputs: Inputs, cut: tuple[int, ...], isa: Isa = NATIVE) -> list[Tensor]:
+    """The results, from outputs that were full of NaN."""
+    outputs = [o for o in op.allocate(w, fill=float("nan")) if o is not None]
+    entry(op.name, isa)(*op.arguments(inputs), *outputs, *cut)
+    return outputs or [inputs["k_cache"], inputs["v_cache"]]
+
+
+def failure(op: Op, made: Case, cut: tuple[int, ...], isa: Isa) -> Mismatch | None:
+    """One case, judged against float64 and against PyTorch's own error."""
+    inputs = made.make(11)
+    baseline = getattr(eager, op.name)(*op.arguments(made.make(11)))
+    got = run(op, made.workload, made.make(11), cut, isa)
+    found = op.verify(inputs, got, baseline if isinstance(baseline, tuple) else (baseline,))
+    return found if isinstance(found, Mismatch) else None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_kernel_meets_its_contract_in_every_case(name: str, isa: Isa, dtype: DTypeName) -> None:
+    op, wrong, number = OPS[name], [], 0
+    for dims, traits in SHAPES[name][0 if isa == NATIVE else -1 :]:  # the others by what has most in it
+        for made in op.cases(op.workload(dtype, dims, **traits)):
+            cut, number = CUTS[name][number % len(CUTS[name])], number + 1
+            found = failure(op, made, cut, isa)
+            if found is not None:
+                wrong.append(f"{made.workload.key} {made.name}, {cut}: {found.check}: {found.reason}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", ["attn", "prefill_attn"])
+def test_a_correctly_rounded_result_passes_every_case(name: str) -> None:
+    """Or the battery would prefer a kernel with PyTorch's own errors to a better one."""
+    op, (dims, traits) = OPS[name], SHAPES[name][-1]
+    for made in op.cases(op.workload("bf16", dims, **traits)):
+        inputs = made.make(11)
+        baseline = getattr(eager, name)(*op.arguments(made.make(11)))
+        found = op.verify(inputs, [op.reference(inputs)[0].to(torch.bfloat16)], (baseline,))
+        assert not isinstance(found, Mismatch), (made.name, found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 7, 8, 20, 40, 72, 112, 192, 320])
+def test_any_head_width_is_right(width: int, dtype: DTypeName) -> None:
+    for name in ("attn", "paged_attn", "prefill_attn"):
+        op, (dims, _) = OPS[name], SHAPES[name][0]
+        w = op.workload(dtype, {**dims, "Hq": 6, "D": width, **({"L": 83} if "L" in dims else {"S": 83})})
+        inputs = op.inputs(w, 3)
+        for cut in CUTS[name]:
+            found = op.verify(inputs, run(op, w, inputs, cut))
+            assert not isinstance(found, Mismatch), (name, cut, found)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 12])
+def test_any_number_of_query_heads_a_kv_head_is_right(group: int) -> None:
+    op = OPS["attn"]
+    for s in (1, 2, 4):
+        w = op.workload("bf16", {"B": 3, "Hq": 2 * group, "Hkv": 2, "S": s, "D": 64, "L": 150}, ragged=True)
+        inputs = op.inputs(w, 3)
+        for cut in DECODE_CUTS:
+            found = op.verify(inputs, run(op, w, inputs, cut))
+            assert not isinstance(found, Mismatch), (s, cut, found)
+
+
+# --- what must not be read -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_past_the_end_of_a_cache_is_read(dtype: DTypeName, isa: Isa) -> None:
+    """K and V end at a page that may not be touched; a read of one byte more ends the process."""
+    for width, keys, window in ((128, 67, 0), (80, 33, 0), (20, 5, 0), (7, 1, 0), (96, 70, 9)):
+        for name in ("attn", "prefill_attn"):
+            op = OPS[name]
+            dims = {"B": 1, "Hq": 4, "Hkv": 1, "D": width}
+            dims = {**dims, "S": 1, "L": keys} if name == "attn" else {**dims, "S": keys}
+            w = op.workload(dtype, dims, window=window)
+            inputs = op.inputs(w, 3)
+            walls = [Walled(inputs[n]) for n in ("q", "k", "v")]
+            inputs |= {n: wall.tensor for n, wall in zip(("q", "k", "v"), walls, strict=True)}
+            for cut in CUTS[name]:
+                found = op.verify(inputs, run(op, w, inputs, cut, isa))
+                assert not isinstance(found, Mismatch), (name, width, cut, found)
+
+
+class Walled:
+    """A copy of a tensor that ends where a page without access begins."""
+
+    def __init__(self, x: Tensor) -> None:
+        size = x.numel() * x.element_size()
+        room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+        at = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(at + room), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+        flat = torch.frombuffer(self.memory, dtype=x.dtype, count=x.numel(), offset=room - size)
+        self.tensor = flat.view(x.shape).copy_(x)
+
+
+def test_nan_beyond_the_lengths_does_not_reach_the_result() -> None:
+    op = OPS["attn"]
+    w = op.workload("bf16", {"B": 3, "Hq": 8, "Hkv": 2, "S": 2, "D": 128, "L": 200}, ragged=True)
+    inputs = op.inputs(w, 3)
+    clean = run(op, w, inputs, (2, 64, 1, 16))[0]
+    for b, length in enumerate(inputs["lengths"].tolist()):
+        inputs["k"][b, :, length:] = float("nan")
+        inputs["v"][b, :, length:] = float("nan")
+    assert torch.equal(run(op, w, inputs, (2, 64, 1, 16))[0], clean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_that_causality_or_a_window_hides_stays_hidden(dtype: DTypeName) -> None:
+    op = OPS["attn"]
+    w = op.workload(dtype, {"B": 1, "Hq": 2, "Hkv": 1, "S": 4, "D": 64, "L": 90}, window=40)
+    inputs = op.inputs(w, 3)
+    inputs["v"][0, 0, 89] = float("nan")  # only the last query sees it
+    inputs["k"][0, 0, 47] = float("nan")  # only the first query still sees it
+    rows = run(op, w, inputs, (1, 32, 1, 0))[0].isnan().all(-1)[0]
+    assert rows.tolist() == [[True, False, False, True]] * 2
+    assert run(op, w, inputs, (2, 16, 1, 0))[0].isnan().any(-1)[0].tolist() == [[True, False, False, True]] * 2
+
+
+# --- the cut ---------------------------------------------------------------------------------------------------------
+
+
+def test_same_inputs_give_the_same_bits() -> None:
+    for name in ("attn", "paged_attn", "prefill_attn"):
+        op, (dims, traits) = OPS[name], SHAPES[name][-1]
+        w = op.workload("bf16", dims, **traits)
+        inputs = op.inputs(w, 3)
+        for cut in CUTS[name]:
+            first = run(op, w, inputs, cut)[0]
+            assert all(torch.equal(run(op, w, inputs, cut)[0], first) for _ in range(5)), (name, cut)
+
+
+def test_a_head_cut_among_many_threads_is_merged() -> None:
+    """One KV head over up to 24 threads: the merge itself is then shared out."""
+    op = OPS["attn"]
+    w = op.workload("fp32", {"B": 1, "Hq": 4, "Hkv": 1, "S": 1, "D": 64, "L": 1000})
+    inputs = op.inputs(w, 3)
+    inputs["k"][0, 0, ::97] *= 20  # ranges with far apart maxima
+    for threads in (2, 3, 5, 9, 24):
+        found = op.verify(inputs, run(op, w, inputs, (threads, 16, 1, 4)))
+        assert not isinstance(found, Mismatch), (threads, found)
+
+
+def test_a_length_changes_the_result_without_a_new_bind() -> None:
+    op = OPS["attn"]
+    w = op.workload("bf16", {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 512}, ragged=True)
+    inputs = op.inputs(w, 3)
+    for length in (512, 0, 1, 300, 511):
+        inputs["lengths"].fill_(length)
+        found = op.verify(inputs, run(op, w, inputs, (2, 64, 64, 16)))
+        assert not isinstance(found, Mismatch), (length, found)
+
+
+# --- the caller's mistakes -------------------------------------------------------------------------------------------
+
+
+def test_a_page_that_does_not_exist_is_refused() -> None:
+    op = OPS["paged_attn"]
+    w = op.workload("bf16", {"B": 1, "Hq": 4, "Hkv": 1, "S": 1, "D": 64, "L": 64, "page": 16})
+    for stray in (-1, 4, 1 << 30):
+        inputs = op.inputs(w, 3)
+        inputs["block_table"][0, 2] = stray
+        with pytest.raises(ValueError, match="page that does not exist"):
+            run(op, w, inputs, (2, 64, 1, 16))
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_an_append_outside_the_cache_is_refused_before_anything_is_written(page: int) -> None:
+    op = OPS["kv_append"]
+    w = op.workload("bf16", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, page=page)
+    inputs = op.inputs(w, 3)
+    slots = inputs["k_cache"].shape[2] if not page else inputs["block_table"].shape[1] * page
+    before = inputs["k_cache"].clone()
+    for bad in (-1, slots - 2, 2**31 - 1):
+        inputs["positions"][1] = bad
+        with pytest.raises(ValueError, match="outside the cache"):
+            run(op, w, inputs, (1,))
+    assert torch.equal(inputs["k_cache"], before)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        {"k": lambda x: x[..., :32]},
+        {"k": lambda x: x.float()},
+        {"v": lambda x: x[:, :, 1:]},
+        {"q": lambda x: x.mT},
+        {"q": lambda x: x[:, :3]},
+        {"max_len": lambda n: n + 1},
+        {"lengths": lambda _: torch.ones(1, dtype=torch.int64)},
+        {"lengths": lambda _: torch.ones(2, dtype=torch.int32)},
+    ],
+)
+def test_arguments_of_another_shape_or_dtype_are_refused(spoil: dict[str, Callable[[Any], Any]]) -> None:
+    op = OPS["attn"]
+    w = op.workload("bf16", {"B": 1, "Hq": 4, "Hkv": 2, "S": 1, "D": 64, "L": 32})
+    inputs = op.inputs(w, 3)
+    inputs |= {name: change(inputs[name]) for name, change in spoil.items()}
+    with pytest.raises(ValueError, match=r"attention|attn"):
+        entry("attn")(*op.arguments(inputs), torch.empty(1, 4, 1, 64, dtype=torch.bfloat16), 1, 64, 1, 0)
+
+
+# --- knobs -----------------------------------------------------------------------------------------------------------
+
+TWO_CORES = CpuFacts(
+    isa="avx512bf16",
+    cpus=2,
+    l1d_bytes=32 << 10,
+    l2_bytes=1 << 20,
+    l3_bytes=32 << 20,
+    l3_domains=1,
+    read_1=30e9,
+    read_all=38e9,
+    read_l3_domain=38e9,
+    flops_1=118e9,
+    dot_flops_1=236e9,
+    exp_per_s_1=4e9,
+    dram_latency_s=110e-9,
+    fork_join_s=2e-6,
+)
+LLAMA = {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192}
+
+
+def test_decode_knobs_follow_their_formulas() -> None:
+    got = knobs.decode(OPS["attn"].workload("bf16", LLAMA), TWO_CORES)
+    # tile: 16 KiB / 256 B. chunk: 4 us at 2048 / 118e9 s of arithmetic a key.
+    # prefetch: 2 * 30e9 * 110e-9 / 512 = 12.9, up to 16.
+    assert got.values == {"threads": 2, "tile": 64, "chunk": 231, "prefetch": 16}
+
+
+@pytest.mark.parametrize(("dtype", "width", "tile"), [("fp32", 128, 32), ("bf16", 64, 128), ("bf16", 256, 32)])
+def test_a_tile_of_keys_takes_half_of_l1(dtype: DTypeName, width: int, tile: int) -> None:
+    w = OPS["attn"].workload(dtype, {**LLAMA, "D": width})
+    assert knobs.decode(w, TWO_CORES)["tile"] == tile
+
+
+def test_threads_grow_with_the_arithmetic_a_key_needs() -> None:
+    many = dataclasses.replace(TWO_CORES, cpus=64, read_all=90e9, read_l3_domain=90e9)
+    one = OPS["attn"].workload("bf16", LLAMA)
+    assert knobs.decode(one.at(Hq=8), many)["threads"] == 3  # 90 / 30 GB/s
+    assert knobs.decode(one, many)["threads"] == 4  # 134 MFLOP at 118 GFLOP/s against 33.6 MB at 90 GB/s: 3.05 cores
+    assert knobs.decode(one.at(S=4), many)["threads"] == 13
+    assert knobs.decode(one.at(S=64), many)["threads"] == 64
+
+
+def test_a_short_prompt_and_a_single_token_are_not_worth_a_team() -> None:
+    prompt = OPS["prefill_attn"].workload("bf16", {"B": 1, "Hq": 4, "Hkv": 1, "S": 4, "D": 64})
+    token = OPS["kv_append"].workload("bf16", {"B": 1, "Hkv": 8, "S": 1, "D": 128})
+    assert knobs.prefill(prompt, TWO_CORES)["threads"] == knobs.append(token, TWO_CORES)["threads"] == 1
+    assert knobs.prefill(prompt.at(S=512), TWO_CORES)["threads"] == 2
+    assert knobs.append(token.at(S=4096), TWO_CORES)["threads"] == 2
