@@ -30,6 +30,8 @@ def compare(
 
     worst = 0.0
     for index, (g, ref, tol) in enumerate(zip(got, reference, bound, strict=True)):
+        if torch.equal(g.double(), ref):  # exact, as a copy is
+            continue
         found = _pattern(g, ref) or _elements(g, ref, tol)
         if found is None and baseline is not None:
             found = _rms_and_bias(g, ref, tol, baseline[index])

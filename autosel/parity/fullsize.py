@@ -44,8 +44,9 @@ class FullSize:
                 self._untouched(here)
                 planted = needle(self.op, self.w, self.second, self.seed(f"{self.w.key} 3"))
                 here.renew(planted)
-                here.fill("none", keep=self.streamed)
-                got = battery.call(here, self._case("needle"))
+                same = [n for n in self.streamed if planted[n] is self.second[n]]
+                here.fill("none", keep=same)
+                got = battery.call(here, self._case("needle"), skip=same)
                 self._judge(battery, planted, got, "needle", tally)
             finally:
                 battery.session.detach(arena)

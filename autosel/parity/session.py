@@ -160,8 +160,9 @@ class Session:
                 "device": "cpu",
             }
             if spec.name in inout:
+                # A cache's room is no dimension of the workload.
+                expected["shape"] = list(placed.inputs[spec.name].shape)
                 expected["is_argument"] = inout[spec.name]
-                expected["shape"] = list(placed.inputs[spec.name].shape)  # a cache's room is no dimension of the workload
             elif proof.candidate.writes_out:
                 expected["is_argument"] = position
                 position += 1
