@@ -49,7 +49,7 @@ class AddRmsNorm(Op):
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
         draw, offset = Draw(seed, w.dtype), float(w.trait("offset", 0.0))
         return {
-            "x": draw.normal(w["M"], w["d"]),
+            "x": draw.stream(w["M"], w["d"]),
             "residual": draw.normal(w["M"], w["d"], scale=3.0),
             "weight": draw.around_one(w["d"], offset=offset),
             "eps": 1e-6,

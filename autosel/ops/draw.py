@@ -32,6 +32,11 @@ class Draw:
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return self._tiled(shape, scale).to(self.dtype)
 
+    def stream(self, *shape: int) -> Tensor:
+        """A residual stream's rows. Not of unit variance: a norm's 1/rms within half a unit of 1 rounds away, and every
+        element would carry the same error."""
+        return self.normal(*shape, scale=1.3)
+
     def weight(self, *shape: int) -> Tensor:
         """A projection's weights: variance 1/fan-in, so that outputs are of order one."""
         return self._tiled(shape, 1.0 / math.sqrt(shape[-1])).to(self.dtype)

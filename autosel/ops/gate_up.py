@@ -58,7 +58,7 @@ class GateUp(Op):
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         draw, offset = resident_draw(seed, w.dtype), float(w.trait("offset", 0.0))
         return {
-            "x": draw.normal(w["M"], w["d"]),
+            "x": draw.stream(w["M"], w["d"]),
             "norm_weight": draw.around_one(w["d"], offset=offset),
             "w_gate": inputs["w_gate"],
             "w_up": inputs["w_up"],

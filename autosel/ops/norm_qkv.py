@@ -67,7 +67,7 @@ class NormQkv(Op):
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         draw, offset = resident_draw(seed, w.dtype), float(w.trait("offset", 0.0))
         return {
-            "x": draw.normal(w["M"], w["d"]),
+            "x": draw.stream(w["M"], w["d"]),
             "norm_weight": draw.around_one(w["d"], offset=offset),
             "w": inputs["w"],
             "eps": 1e-6,

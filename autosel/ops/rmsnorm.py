@@ -82,7 +82,7 @@ class RmsNorm(Op):
         draw = Draw(seed, w.dtype)
         offset = float(w.trait("offset", 0.0))
         return {
-            "x": draw.normal(w["M"], w["d"]),
+            "x": draw.stream(w["M"], w["d"]),
             "weight": draw.around_one(w["d"], offset=offset),
             "eps": 1e-6,
             "offset": offset,
