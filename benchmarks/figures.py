@@ -5,9 +5,9 @@
     python benchmarks/figures.py --quick         few rounds and a small tune: to try the command, never to quote
     python benchmarks/figures.py --write         also keep them in benchmarks/results/ and in the documentation
 
-Every speed is a ratio within one run: each round visits every arm and the read probe in a coin-flipped order, with the
-race's own instrument (autosel/race/bench.py: weights and KV come cold, activations warm). The value is the median over
-rounds, with the 95 % interval of that median. Nothing is measured against a number of another day.
+Every speed is a ratio within one run: each round visits every arm, and the read probe where there is one, in random
+order; the value is the median over rounds. bench_gemv.py, bench_attn.py and bench_dispatch.py measure; the row ops are
+timed by the race's own instrument (autosel/race/bench.py). Nothing is compared with a number of another day.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = 1
-PROBE_S = 0.02
 CEILING = 1.1  # a share of the read rate above this says that the machine changed between probe and kernel
 
 
@@ -142,22 +141,35 @@ class Part:
 
 
 def gemv(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
-    raced = race(_workload("linear", {"M": 1, "N": 4096, "K": 4096}), fp, 8 if quick else 120)
-    yield raced.share("gemv/read")
-    yield raced.over("gemv/torch", "torch:linear")
+    from bench_gemv import measure as measured  # type: ignore[import-not-found]
+
+    found = measured(_workload("linear", {"M": 1, "N": 4096, "K": 4096}), fp, 1.0 if quick else 10.0)
+    note = f"{found['cpp_us']:.0f} us at best, {found['rounds']} rounds"
+    yield of_rounds("gemv/read", found["share"], note, scale=100)
+    yield of_rounds("gemv/torch", found["speedup"], note)
 
 
 def attn(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
+    from bench_attn import measure as measured  # type: ignore[import-not-found]
+
     w = _workload("attn", {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192})
-    raced = race(w, fp, 5 if quick else 60)
-    yield raced.over("attn/packed", "torch:packed")
-    yield raced.over("attn/sdpa", "torch:sdpa")
-    yield raced.share("attn/read")
+    found = measured(w, fp, 1.0 if quick else 20.0)
+    note = f"{found['best_us']['cpp']:.0f} us at best, {found['rounds']} rounds"
+    over = found["over_cpp"]
+    yield of_rounds("attn/packed", over["packed"]["quartiles"], note)
+    yield of_rounds("attn/sdpa", over["sdpa"]["quartiles"], note)
+    yield of_rounds("attn/read", over["read"]["quartiles"], note, scale=100)
+
+
+def of_rounds(name: str, quartiles: Sequence[float], note: str, *, scale: float = 1.0) -> Figure:
+    """The median over rounds of the round's own ratio, with its quartiles."""
+    low, middle, high = (scale * q for q in quartiles)
+    return Figure(name=name, value=middle, lo=low, hi=high, note=f"quartiles; {note}")
 
 
 def row_op(op: str, **dims: int) -> Callable[[Fingerprint, Path, bool], Iterator[Figure]]:
     def measured(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
-        yield race(_workload(op, dims), fp, 8 if quick else 100).over(f"{op}/torch", f"torch:{op}")
+        yield race(_workload(op, dims), fp, f"{op}/torch", f"torch:{op}", 8 if quick else 100)
 
     return measured
 
@@ -248,72 +260,39 @@ PARTS = (
 )
 
 
-# --- a race without a verdict -----------------------------------------------------------------------------------------
+# --- a race without a verdict: the row ops ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Raced:
-    """Rounds of one workload: each arm's median and best nanoseconds a call, and the read probe's best bytes/s."""
-
-    ours: str
-    bytes_moved: int
-    rounds: Sequence[Mapping[str, tuple[float, float]]]
-    reads: Sequence[float]
-    dropped: int
-
-    def over(self, name: str, rival: str) -> Figure:
-        """The rival's time over ours, both medians of the same round."""
-        return self._figure(name, [r[rival][0] / r[self.ours][0] for r in self.rounds])
-
-    def share(self, name: str) -> Figure:
-        """Percent: bytes over our best time of a round, over the probe's best window of the same round."""
-        shares = [
-            100 * self.bytes_moved / (r[self.ours][1] * 1e-9) / read
-            for r, read in zip(self.rounds, self.reads, strict=True)
-        ]
-        return self._figure(name, shares, f"; read {statistics.median(self.reads) / 1e9:.1f} GB/s")
-
-    def _figure(self, name: str, values: Sequence[float], more: str = "") -> Figure:
-        from autosel.race.evidence import median, median_interval
-
-        low, high = median_interval(values)
-        ours_us = statistics.median(r[self.ours][0] for r in self.rounds) / 1e3
-        note = f"{self.ours} {ours_us:.3g} us, {len(values)} rounds{more}"
-        return Figure(name=name, value=median(values), lo=low, hi=high, note=note)
-
-
-def race(w: Workload, fp: Fingerprint, rounds: int) -> Raced:
-    """Every PyTorch and C++ way to run w, and the read probe, visited in random order each round."""
+def race(w: Workload, fp: Fingerprint, name: str, rival: str, rounds: int) -> Figure:
+    """Every PyTorch and C++ way to run w, visited in random order each round: the rival's time over our best way's."""
     import torch
 
-    from autosel import ops
-    from autosel.fingerprint.probe import read_rate
     from autosel.race.bench import Bench
+    from autosel.race.evidence import median, median_interval
     from autosel.race.plan import plan
 
-    cpus = int(fp.identity["cpus"])
-    torch.set_num_threads(cpus)
+    torch.set_num_threads(int(fp.identity["cpus"]))
     torch.set_grad_enabled(False)
-    bench, op, coin = Bench(), ops.find(w.op), Random(20)
+    bench, coin = Bench(), Random(20)
     arms = _seat(bench, w, fp)
-    base = arms[0]
-    p = plan(bench.warm(200_000_000)[base])
-    reads: list[float] = []
-    taken: list[dict[str, tuple[float, float]]] = []
+    p = plan(bench.warm(200_000_000)[rival])
+    taken: list[dict[str, float]] = []
     dropped = 0
-    read_rate(cpus, PROBE_S)
     while len(taken) < rounds and dropped < rounds:
-        order = list(arms)
-        coin.shuffle(order)
-        times, disturbed = bench.pair(order, p.calls, p.samples)
+        coin.shuffle(arms)
+        times, disturbed = bench.pair(arms, p.calls, p.samples)
         if disturbed:
             dropped += 1
-            continue
-        taken.append({arm: (statistics.median(ns), min(ns)) for arm, ns in times.items()})
-        reads.append(read_rate(cpus, PROBE_S))
+        else:
+            taken.append({arm: median(ns) for arm, ns in times.items()})
     bench.release()
-    ours = min((a for a in arms if a.startswith("cpp:")), key=lambda a: statistics.median(r[a][0] for r in taken))
-    return Raced(ours=ours, bytes_moved=op.bytes_moved(w), rounds=taken, reads=reads, dropped=dropped)
+    if not taken:
+        return Figure(name=name, value=0.0, lo=0.0, hi=0.0, note="void: every round was disturbed")
+    ours = min((a for a in arms if a.startswith("cpp:")), key=lambda a: median([r[a] for r in taken]))
+    ratios = [r[rival] / r[ours] for r in taken]
+    low, high = median_interval(ratios)
+    note = f"95 % interval; {ours} {median([r[ours] for r in taken]) / 1e3:.3g} us, {len(taken)} rounds"
+    return Figure(name=name, value=median(ratios), lo=low, hi=high, note=note)
 
 
 def _seat(bench: Any, w: Workload, fp: Fingerprint) -> list[str]:

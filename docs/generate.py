@@ -7,7 +7,8 @@
     python docs/generate.py --record NAME [COMMAND ...]    only this one, with another command (a smaller scope)
 
 A block stands between `<!-- generated: NAME [ARGUMENT] -->` and `<!-- end -->`. Nothing in it depends on this machine:
-formulas are shown for the devices in fingerprints/ and for one example CPU.
+formulas are shown for the devices in fingerprints/ and for one example CPU. Run it with the Python of the environment
+(.venv/bin/python); --record runs the commands in a terminal of 80 columns, with the caller's own home.
 """
 
 from __future__ import annotations
