@@ -15,6 +15,7 @@ class Candidate(ABC):
     op: str
     backend: Backend
     deterministic: bool = True  # the same inputs give the same bits on every call
+    static_shapes: bool = False  # compiled anew for each shape it meets: seconds each
     writes_out: bool = True  # False: it allocates its result, and is timed doing so
     effort: Literal["quick", "full"] = "quick"  # raced always, or only with `--effort full`
 

@@ -29,6 +29,7 @@ class Inductor(Candidate):
 
     backend: Backend = "INDUCTOR"
     effort: Literal["quick", "full"] = "full"
+    static_shapes = True
 
     def __init__(self, op: str) -> None:
         self.op, self.name = op, f"inductor:{op}"

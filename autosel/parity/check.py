@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -146,11 +147,15 @@ def seed_of(what: str) -> int:
 
 
 def cases_of(op: Op, proof: Proof, fp: Fingerprint | None) -> list[Case]:
-    """The hostile battery as far as the candidate supports it."""
-    cases = op.cases(proof.workload)
-    if fp is None:
-        return list(cases)
-    return [c for c in cases if isinstance(proof.candidate.supports(c.workload, fp), Accepted)]
+    """The hostile battery as far as the candidate supports it. One that compiles for each shape meets one small shape,
+    with every hostile value and layout, and then its own: no other is ever served by what is proven here."""
+    cases = list(op.cases(proof.workload))
+    if fp is not None:
+        cases = [c for c in cases if isinstance(proof.candidate.supports(c.workload, fp), Accepted)]
+    if proof.candidate.static_shapes and cases:
+        commonest, _ = Counter(c.workload for c in cases).most_common(1)[0]
+        cases = [c for c in cases if c.workload == commonest]
+    return cases
 
 
 def _fallen(error: WorkerError, case: str) -> Failed:

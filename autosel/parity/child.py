@@ -12,7 +12,6 @@ import gc
 import hashlib
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -126,7 +125,6 @@ def _state(_: dict[str, Any], __: Arenas) -> dict[str, Any]:
         "python random state": hashlib.sha256(repr(random.getstate()).encode()).hexdigest()[:16],
         "rounding mode": ctypes.CDLL(None).fegetround(),
         "subnormals": _subnormals(),
-        "recursion limit": sys.getrecursionlimit(),
         "working folder": Path.cwd(),
         "affinity": str(sorted(os.sched_getaffinity(0))),
     }
