@@ -14,7 +14,7 @@ from random import Random
 from autosel import fingerprint
 from autosel.ledger.store import Ledger
 from autosel.tuning.build import build_all
-from autosel.tuning.contend import contend
+from autosel.tuning.contend import contend, contests, refuse_without_memory
 from autosel.tuning.crossover import lowest_ends, split_buckets
 from autosel.tuning.decide import decide
 from autosel.tuning.job import Listener, Rejection, Report, Request, Tally, Tuning
@@ -54,12 +54,17 @@ def tune(
             tuning.tally.settled(job)
         todo = [job for job in jobs if not job.settled]
         todo += [shortlist(tuning, end, probe=True) for end in lowest_ends([job.named for job in todo])]
+        refuse_without_memory(contests(tuning, todo))
         build_all(tuning, todo)
         prove_all(tuning, todo)
-        for job in contend(tuning, todo):
+        ready = [job for job in todo if not job.late]
+        for job in contend(tuning, ready):
             if not job.probe:
                 tuning.tally.decided(job, decide(tuning, job))
-        for job, lengths, workload in split_buckets(tuning, todo):
+        for job in todo:
+            if job.late and not job.probe:
+                tuning.tally.late(job)
+        for job, lengths, workload in split_buckets(tuning, ready):
             tuning.tally.decided(job, decide(tuning, job, lengths=lengths, workload=workload), lengths)
     return _report(tuning, clock() - started)
 

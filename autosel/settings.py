@@ -34,7 +34,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(name="home", kind=Path, default=None, help="where the ledger, builds and snapshot live"),
     Setting(name="db", kind=str, default=None, help="SQLAlchemy URL of the ledger (default: SQLite below the home)"),
     Setting(name="disable", kind=bool, default=False, help="1: best() serves the baseline everywhere"),
-    Setting(name="allow", kind=str, default="", help="comma-separated entry points of autosel.candidates that may be imported"),
+    Setting(name="allow", kind=str, default="", help="entry points of autosel.candidates that may be imported: a,b"),
     Setting(name="effort", kind=str, default="quick", help="how hard `tune` tries", choices=("quick", "full")),
     Setting(name="budget", kind=float, default=0.0, help="seconds `tune` may take; 0: as long as it needs"),
     Setting(name="cxx", kind=str, default="", help="C++ compiler (default: $CXX, g++, c++)"),
@@ -62,6 +62,8 @@ def resolve(environment: Mapping[str, str], file: tuple[str, Mapping[str, Any]],
     if unknown:
         known = ", ".join(s.name for s in SETTINGS)
         raise BadConfig(f"{path}: unknown settings {', '.join(sorted(unknown))}", why=f"known: {known}")
+    if "home" in entries:
+        raise BadConfig(f"{path}: home = {entries['home']!r}", why="the file lies in the home: set AUTOSEL_HOME")
     found: dict[str, Value] = {}
     for setting in SETTINGS:
         if environment.get(setting.variable):
@@ -113,6 +115,17 @@ def passed_to_workers() -> dict[str, str]:
     }
 
 
+def colour() -> bool | None:
+    """False where the user wants none (NO_COLOR, a dumb terminal); None: wherever the output is a terminal."""
+    return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
+
+
+def unknown_variables() -> tuple[str, ...]:
+    """Names in the environment that look like ours and are not: most likely misspelt."""
+    known = {s.variable for s in SETTINGS} | {"AUTOSEL_SPELLING"}
+    return tuple(sorted(name for name in os.environ if name.startswith("AUTOSEL_") and name not in known))
+
+
 def spelling() -> str:
     """How the caller started us, for the commands we print: `./run` or `autosel`."""
     return os.environ.get("AUTOSEL_SPELLING") or "autosel"
@@ -132,7 +145,8 @@ def _file(path: Path) -> tuple[str, Mapping[str, Any]]:
     except (FileNotFoundError, NotADirectoryError):
         return str(path), {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadConfig(f"{path} is not TOML", why=str(error), todo="mend it, or delete it to use the defaults") from error
+        todo = "mend it, or delete it to use the defaults"
+        raise BadConfig(f"{path} is not TOML", why=str(error), todo=todo) from error
     except OSError as error:
         raise BadConfig(f"{path} cannot be read", why=str(error)) from error
 
@@ -147,7 +161,10 @@ def _parse(setting: Setting, raw: Any, where: str) -> Any:
         else:
             value = setting.kind(text)
     except (ValueError, KeyError) as error:
-        raise BadConfig(f"{where}: {setting.name} = {text!r} is not a {setting.kind.__name__}", why=setting.help) from error
+        kind = {bool: "yes or no", int: "a whole number", float: "a number"}.get(setting.kind, "text")
+        raise BadConfig(f"{where}: {setting.name} = {text!r}", why=f"{kind} is expected: {setting.help}") from error
+    if setting.kind in (int, float) and not 0 <= value < float("inf"):
+        raise BadConfig(f"{where}: {setting.name} = {text!r}", why=f"a number from 0 is expected: {setting.help}")
     if setting.choices and value not in setting.choices:
         raise BadConfig(f"{where}: {setting.name} = {text!r}", why=f"one of {', '.join(setting.choices)}")
     return value

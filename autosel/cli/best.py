@@ -2,45 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import click
 
 from autosel import settings
 from autosel.cli.figures import decision_json, decision_table
-from autosel.cli.output import emit_json, json_option
-from autosel.errors import LedgerError
+from autosel.cli.options import json_option, verb
+from autosel.cli.output import emit_json, paragraph
+from autosel.errors import UsageError
 from autosel.values import Decision
 
 
-@click.command("best")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Now:
+    """A decision that serves this device, and why the baseline runs instead of it, if it does (`stale`)."""
+
+    decision: Decision
+    stale: str
+
+
+@verb("best", "best attn", "best gemv --json", "best attn --workload L8192")
 @click.argument("op")
-@click.option("--workload", default="", help="only workloads whose key contains this text, as D128.L8192")
+@click.option("--workload", default="", metavar="TEXT", help="only workloads whose key contains it, as D128.L8192")
 @json_option
 def best_command(op: str, workload: str, as_json: bool) -> None:
-    """What serves OP here. --json: one object, for the longest context if there are several; `all` lists the rest.
+    """What serves OP here.
 
-    \b
-    Examples:
-      best attn
-      best gemv --json
-      best attn --workload L8192
+    --json: one object, for the longest context if there are several; its `all` lists every one.
     """
-    rows = [d for d in serving(op) if workload in d.workload.key]
-    if not rows:
-        raise LedgerError(
-            f"no decision for {op}" + (f" with {workload!r} in its key" if workload else "") + " on this device",
-            why="the baseline serves it",
-            todo=f"{settings.spelling()} tune --op {op}",
-        )
+    everything = serving(op)
+    rows = [n for n in everything if workload in n.decision.workload.key]
+    if everything and not rows:
+        keys = ", ".join(n.decision.workload.key for n in everything)
+        raise UsageError(f"no workload of {op} has {workload!r} in its key", why=f"known: {keys}")
     if as_json:
-        first = max(rows, key=lambda d: (dict(d.workload.dims).get("L", 0), d.workload.key))
-        emit_json({**decision_json(first), "all": [decision_json(d) for d in rows]})
-        return
-    click.echo(decision_table(rows, {}))
+        emit_json(_document(op, rows))
+    elif rows:
+        click.echo(decision_table([n.decision for n in rows], {}, {n.decision.id: n.stale for n in rows}))
+        show_stale(rows, op)
+    else:
+        click.echo(f"{op}: {_undecided(op)['reason']}; the baseline serves, {_undecided(op)['candidate']}")
+        click.echo(f"measure:  {settings.spelling()} tune --op {op}", err=True)
 
 
-def serving(op: str | None) -> list[Decision]:
+def _document(op: str, rows: Sequence[Now]) -> dict[str, Any]:
+    if not rows:
+        return _undecided(op)
+    first = max(rows, key=lambda n: (dict(n.decision.workload.dims).get("L", 0), n.decision.workload.key))
+    return {**now_json(first), "all": [now_json(n) for n in rows]}
+
+
+def now_json(now: Now) -> dict[str, Any]:
+    """What a caller of best() gets: a stale decision's baseline, with the reason."""
+    made = decision_json(now.decision)
+    if not now.stale:
+        return made
+    baseline = now.decision.baseline
+    instead = {"backend": baseline.backend, "candidate": baseline.candidate, "knobs": dict(baseline.knobs)}
+    gone = dict.fromkeys(("speedup", "next_best", "time_interval_us", "roofline"))
+    return made | instead | gone | {"state": "baseline", "time_us": made["baseline_us"], "reason": now.stale}
+
+
+def _undecided(op: str) -> dict[str, Any]:
+    from autosel.candidates.registry import baseline
+
+    unknown = dict.fromkeys(
+        ("workload", "decision_id", "speedup", "next_best", "baseline_us", "time_us", "roofline", "read_bytes_per_s")
+    )
+    candidate = baseline(op)
+    who = {"op": candidate.op, "state": "baseline", "backend": candidate.backend, "candidate": candidate.name}
+    return {**who, **unknown, "reason": "nothing is decided on this device", "all": []}
+
+
+def show_stale(rows: Sequence[Now], op: str) -> None:
+    """Under a table: which of its decisions do not run, and what to do."""
+    reasons = dict.fromkeys(n.stale for n in rows if n.stale)
+    for reason in reasons:
+        click.echo(paragraph(f"{reason}; the baseline runs instead", hang="  "))
+    if reasons:
+        click.echo(f"measure again:  {settings.spelling()} tune --op {op}", err=True)
+
+
+def serving(op: str | None) -> list[Now]:
     """What serves here now, in the ledger's order; gemv and gemm are linear at M = 1 and above."""
     from autosel.candidates.registry import op_name
+    from autosel.dispatch.resolve import staleness
     from autosel.ledger.store import open_ledger
 
     hw_id = this_device()
@@ -50,7 +99,15 @@ def serving(op: str | None) -> list[Decision]:
     rows = [d for d in rows if name in (None, d.op)]
     if op in ("gemv", "gemm"):
         rows = [d for d in rows if (d.workload["M"] == 1) == (op == "gemv")]
-    return rows
+    return [Now(decision=d, stale=_elsewhere(d) or staleness(d)) for d in rows]
+
+
+def _elsewhere(decision: Decision) -> str:
+    """A decision holds for one number of threads and torch's numeric flags."""
+    from autosel.ledger.key import current_mode
+
+    mode = current_mode()
+    return "" if decision.mode == mode else f"decision {decision.id} is for {decision.mode}; this process runs {mode}"
 
 
 def this_device() -> str:

@@ -5,28 +5,35 @@ from __future__ import annotations
 import click
 
 from autosel import settings
-from autosel.cli.output import emit_json, json_option, table
+from autosel.cli.options import json_option, verb
+from autosel.cli.output import emit_json, paragraph, table
 
 
-@click.command("config")
+@verb("config", "config", "config --json")
 @json_option
 def config_command(as_json: bool) -> None:
-    """Every setting with its value and origin. Set them in the environment (AUTOSEL_NAME) or in config.toml.
-
-    \b
-    Example:
-      AUTOSEL_EFFORT=full config
-    """
+    """Every setting with its value and origin. Set them in the environment (AUTOSEL_NAME) or in config.toml."""
     values = settings.read()
     if as_json:
         emit_json({n: {"value": _plain(v.value), "origin": v.origin} for n, v in values.items()})
         return
-    rows = [[s.variable, str(_plain(values[s.name].value) or "-"), values[s.name].origin] for s in settings.SETTINGS]
+    rows = [[s.variable, _text(values[s.name].value), values[s.name].origin] for s in settings.SETTINGS]
     click.echo(table(("setting", "value", "from"), rows))
     click.echo()
-    for setting in settings.SETTINGS:
-        click.echo(f"{setting.variable}: {setting.help}")
-    click.echo(f"\nsettings file: {settings.home() / 'config.toml'} (the same names in lower case, without AUTOSEL_)")
+    click.echo(table(("setting", "what it does"), [[s.variable, s.help] for s in settings.SETTINGS], wrap=1))
+    file = settings.home() / "config.toml"
+    told = f"settings file: {file} (the same names in lower case, without AUTOSEL_; the environment wins)"
+    click.echo("\n" + paragraph(told, hang="  "))
+    for name in settings.unknown_variables():
+        click.echo(f"note: {name} is no setting of autosel", err=True)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        return f"{value:g}"
+    return str(value or "-")
 
 
 def _plain(value: object) -> str | int | float | bool | None:

@@ -6,22 +6,20 @@ from pathlib import Path
 
 import click
 
-from autosel.cli.output import bytes_text, emit_json, json_option
+from autosel import settings
+from autosel.cli.options import VerbGroup, json_option, reason_option
+from autosel.cli.output import bytes_text, emit_json
+from autosel.errors import UsageError
+
+EXAMPLES = ("db info", "db check", "db backup /backups/ledger.db", "db restore /backups/ledger.db")
 
 
-@click.group("db")
+@click.group("db", cls=VerbGroup, examples=EXAMPLES)
 def db_command() -> None:
-    """The ledger: where it is, whether it is whole, a copy of it.
-
-    \b
-    Examples:
-      db info
-      db check
-      db backup /backups/ledger.db
-    """
+    """The ledger: where it is, whether it is whole, copies of it."""
 
 
-@db_command.command("info")
+@db_command.command("info", examples=("db info", "db info --json"))
 @json_option
 def info(as_json: bool) -> None:
     """Where the ledger is and what it holds."""
@@ -44,31 +42,77 @@ def info(as_json: bool) -> None:
     click.echo(f"{facts['decisions']} decisions, {facts['serving']} of them serve")
 
 
-@db_command.command("check")
-def check() -> None:
+@db_command.command("check", examples=("db check",))
+@json_option
+def check(as_json: bool) -> None:
     """Look at every page, index and reference."""
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
         ledger.check()
-    click.echo("the ledger is whole")
+        _say(f"{ledger.name} is whole", {"ledger": ledger.name, "whole": True}, as_json)
 
 
-@db_command.command("upgrade")
-def upgrade() -> None:
-    """Bring the schema to this version (done by itself whenever the ledger is opened)."""
+@db_command.command("upgrade", examples=("db upgrade",))
+@json_option
+def upgrade(as_json: bool) -> None:
+    """Bring the schema to this version, as opening the ledger does."""
+    from autosel.ledger.schema import HEAD
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
-        click.echo(f"{ledger.name} is up to date")
+        _say(f"{ledger.name} is up to date", {"ledger": ledger.name, "schema": HEAD}, as_json)
 
 
-@db_command.command("backup")
+@db_command.command("backup", examples=("db backup /backups/ledger.db",))
 @click.argument("path", type=click.Path(path_type=Path))
-def backup(path: Path) -> None:
+@json_option
+def backup(path: Path, as_json: bool) -> None:
     """A consistent copy at PATH, made while the ledger is in use."""
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
-        ledger.backup(path)
-    click.echo(f"copied to {path}")
+        ledger.backup(path.absolute())
+        _say(f"copied to {path}", {"ledger": ledger.name, "backup": str(path.absolute())}, as_json)
+
+
+@db_command.command("restore", examples=("db restore /backups/ledger.db",))
+@click.argument("path", type=click.Path(path_type=Path))
+@json_option
+def restore(path: Path, as_json: bool) -> None:
+    """Put a backup in the place of the ledger, which is kept."""
+    from autosel.cli.best import this_device
+    from autosel.ledger.engine import Database
+    from autosel.ledger.locks import device_lock
+    from autosel.ledger.restore import restore as put_back
+    from autosel.ledger.store import open_ledger
+
+    target = Database(settings.db_url()).path
+    if target is None:
+        raise UsageError("the ledger is on a server", todo="restore it with the server's own tools")
+    with device_lock(settings.home(), this_device()):  # no tune is under way
+        aside = put_back(path.absolute(), target)
+        with open_ledger() as ledger:  # publishes what it serves
+            text = f"{target} is the backup now, {len(ledger.history())} decisions"
+    text += f"; the old one is {aside}" if aside else ""
+    _say(text, {"ledger": str(target), "replaced": str(aside) if aside else None}, as_json)
+
+
+@db_command.command("release", examples=('db release 3 --reason "the driver was at fault"',))
+@click.argument("quarantine_id", type=int)
+@reason_option
+@json_option
+def release(quarantine_id: int, reason: str, as_json: bool) -> None:
+    """End a quarantine (doctor lists them): that build may race again."""
+    from autosel.ledger.store import open_ledger
+
+    with open_ledger() as ledger:
+        ledger.release(quarantine_id, reason)
+        _say(f"quarantine {quarantine_id} has ended", {"released": quarantine_id, "reason": reason}, as_json)
+
+
+def _say(text: str, document: dict[str, object], as_json: bool) -> None:
+    if as_json:
+        emit_json(document)
+    else:
+        click.echo(text)

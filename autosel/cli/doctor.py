@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,7 +11,8 @@ from typing import Literal
 import click
 
 from autosel import settings
-from autosel.cli.output import bytes_text, emit_json, json_option
+from autosel.cli.options import json_option, verb
+from autosel.cli.output import bytes_text, emit_json, paragraph
 from autosel.errors import AutoselError
 
 Level = Literal["ok", "note", "bad"]
@@ -27,29 +28,32 @@ class Finding:
     todo: str = ""
 
 
-@click.command("doctor")
+@verb("doctor", "doctor", "doctor --json")
 @json_option
 def doctor_command(as_json: bool) -> None:
-    """Check compiler, libraries, noise, ledger, snapshot, plug-ins, quarantine; say what to do.
+    """Check settings, compiler, libraries, noise, ledger, snapshot, plug-ins, quarantine; say what to do.
 
-    \b
-    Examples:
-      doctor
-      doctor --json
+    Exit code 1 if something is broken.
     """
     findings = list(examine())
     if as_json:
         emit_json(findings)
     else:
-        width = max(len(f.what) for f in findings)
-        for f in findings:
-            mark = {"ok": "ok  ", "note": "note", "bad": "BAD "}[f.level]
-            colour = {"ok": "green", "note": "yellow", "bad": "red"}[f.level]
-            click.echo(f"{click.style(mark, fg=colour)}  {f.what:<{width}}  {f.text}")
-            if f.todo:
-                click.echo(f"      {'':<{width}}  -> {f.todo}")
+        _show(findings)
     if any(f.level == "bad" for f in findings):
         raise click.exceptions.Exit(1)
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    width = max(len(f.what) for f in findings)
+    margin = " " * (6 + width + 2)
+    for f in findings:
+        mark = {"ok": "ok  ", "note": "note", "bad": "BAD "}[f.level]
+        colour = {"ok": "green", "note": "yellow", "bad": "red"}[f.level]
+        text = paragraph(f"{f.what:<{width}}  {f.text}", indent=" " * 6, hang=margin)
+        click.echo(click.style(mark, fg=colour) + text[4:])
+        for line in f.todo.splitlines():
+            click.echo(f"{margin}-> {line}")
 
 
 def examine() -> Iterator[Finding]:
@@ -58,13 +62,29 @@ def examine() -> Iterator[Finding]:
         try:
             yield from check(what)
         except AutoselError as error:
-            yield Finding(what=what, level="bad", text=f"{error.what}: {error.why}".rstrip(": "), todo=error.todo)
+            text = f"{error.what}: {error.why}".rstrip(": ").replace("\n", " ")
+            yield Finding(what=what, level="bad", text=text, todo=error.todo)
+        except OSError as error:
+            yield Finding(what=what, level="bad", text=str(error))
+
+
+def _settings(what: str) -> Iterator[Finding]:
+    changed = [f"{name} from {v.origin}" for name, v in settings.read().items() if v.origin != "default"]
+    yield Finding(what=what, level="ok", text=", ".join(changed) or "all at their defaults")
+    for name in settings.unknown_variables():
+        todo = f"{settings.spelling()} config lists them"
+        yield Finding(what=what, level="note", text=f"{name} is no setting of autosel", todo=todo)
+    if settings.get("disable"):
+        yield Finding(what=what, level="note", text="AUTOSEL_DISABLE is set: best() serves the baseline everywhere")
 
 
 def _compiler(what: str) -> Iterator[Finding]:
     from autosel.native.compile import NO_COMPILER, find_compiler
 
-    found = find_compiler()
+    found, asked = find_compiler(), settings.compiler()
+    if asked and shutil.which(asked) is None:
+        todo = "AUTOSEL_CXX or CXX names it"
+        yield Finding(what=what, level="note", text=f"{asked} is not there or cannot be run", todo=todo)
     if found is None:
         yield Finding(what=what, level="note", text="none: the C++ kernels are not eligible", todo=NO_COMPILER)
     else:
@@ -84,7 +104,7 @@ def _device(what: str) -> Iterator[Finding]:
     fp = fingerprint.take("cpu")
     yield Finding(what=what, level="ok", text=headline(fp))
     for note in fp.notes:
-        yield Finding(what=what, level="note", text=note)
+        yield Finding(what="noise", level="note", text=note)
     if fp.contended:
         todo = f"for cleaner rates close other work, then {settings.spelling()} fingerprint --refresh"
         yield Finding(what="noise", level="note", text="contended when it was measured", todo=todo)
@@ -109,7 +129,10 @@ def _ledger(what: str) -> Iterator[Finding]:
         ledger.check()
         decisions, served = ledger.history(), ledger.serving()
         text = f"{Path(ledger.name).name}: {len(decisions)} decisions, {len(served)} serve"
-        yield Finding(what=what, level="ok", text=text + ("" if ledger.writable else ", read-only"))
+        yield Finding(what=what, level="ok", text=text)
+        if not ledger.writable:
+            todo = "make it writable, or set AUTOSEL_HOME to a folder of your own; reading works"
+            yield Finding(what=what, level="note", text="it can only be read: nothing can be decided", todo=todo)
         hw_ids = {s.decision.hw_id for s in served}
         here = this_device()
         if served and here not in hw_ids:
@@ -117,7 +140,8 @@ def _ledger(what: str) -> Iterator[Finding]:
             yield Finding(what=what, level="note", text="none of them was measured on this device", todo=todo)
         for held in ledger.quarantined(here).values():
             text = f"{held.arm.candidate} for {held.op}: {held.cause}: {held.reason}"
-            yield Finding(what="quarantine", level="note", text=text)
+            todo = f"{settings.spelling()} db release {held.id} --reason ... lets it race again"
+            yield Finding(what="quarantine", level="note", text=text, todo=todo)
         yield from _calibration(ledger.aa(here, "short"), ledger.aa(here, "long"))
 
 
@@ -137,24 +161,34 @@ def _snapshot(what: str) -> Iterator[Finding]:
     path = settings.home() / snapshot.FILE
     found = snapshot.read(path)
     if found is None:
-        yield Finding(what=what, level="note", text="no decisions yet: best() serves the baseline", todo="tune")
+        yield Finding(
+            what=what,
+            level="note",
+            text="no decisions yet: best() serves the baseline",
+            todo=f"{settings.spelling()} tune",
+        )
         return
     yield Finding(what=what, level="ok", text=f"{path.name}: {len(found.rows)} rows, epoch {found.epoch}")
 
 
 def _plugins(what: str) -> Iterator[Finding]:
-    from autosel.candidates.plugins import discover
+    from autosel.candidates.plugins import load_allowed
 
-    for plugin in discover():
+    found = load_allowed()
+    if not found:
+        yield Finding(what=what, level="ok", text="none installed (entry points of autosel.candidates)")
+    for plugin in found:
         text = f"{plugin.name} ({plugin.distribution} {plugin.version})"
         if plugin.allowed:
-            yield Finding(what=what, level="bad" if plugin.problem else "ok", text=f"{text} {plugin.problem}".strip())
+            names = ", ".join(plugin.candidates)
+            yield Finding(what=what, level="bad" if plugin.problem else "ok", text=f"{text}: {plugin.problem or names}")
         else:
             todo = f"to race it: AUTOSEL_ALLOW={plugin.name}"
             yield Finding(what=what, level="note", text=f"{text}: installed, not imported", todo=todo)
 
 
 CHECKS: dict[str, Callable[[str], Iterator[Finding]]] = {
+    "settings": _settings,
     "compiler": _compiler,
     "libraries": _libraries,
     "device": _device,

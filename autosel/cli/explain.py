@@ -3,59 +3,74 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from autosel import settings
-from autosel.cli.best import serving
+from autosel.cli.best import Now, serving
 from autosel.cli.figures import decision_json, short_shape
-from autosel.cli.output import emit_json, json_option, microseconds, rate_text, ratio, table
+from autosel.cli.options import json_option, verb
+from autosel.cli.output import bandwidth, emit_json, microseconds, paragraph, ratio, table
 from autosel.errors import LedgerError, UsageError
-from autosel.ledger.store import Evidence, Ledger, open_ledger
-from autosel.race.judge import duels
-from autosel.values import Decision, Failed, Passed, Race, Session, Verdict, to_json
+from autosel.values import Decision, Effect, Failed, Passed, Race, Rejected, Session, Verdict, to_json
+
+if TYPE_CHECKING:
+    from autosel.ledger.store import Evidence, Ledger
+
+Line = tuple[str, str]  # its name in the margin, its text
 
 
-@click.command("explain")
+@verb("explain", "explain attn", "explain --id 41", "explain --failed")
 @click.argument("op", required=False)
-@click.option("--id", "decision_id", type=int, help="a decision by its number")
+@click.option("--id", "decision_id", type=int, metavar="N", help="a decision by its number")
 @click.option("--failed", is_flag=True, help="the candidates that failed, and where")
 @json_option
 def explain_command(op: str | None, decision_id: int | None, failed: bool, as_json: bool) -> None:
-    """Why OP is served as it is: the evidence behind each decision.
+    """Why OP is served as it is: the evidence behind each decision."""
+    from autosel.ledger.store import open_ledger
 
-    \b
-    Examples:
-      explain attn
-      explain --id 41
-      explain --failed
-    """
+    if sum((op is not None, decision_id is not None, failed)) == 0:
+        raise UsageError("explain what?", todo=f"{settings.spelling()} explain OP, --id N or --failed")
     with open_ledger() as ledger:
         if failed:
             _show_failed(ledger, op, as_json)
             return
-        if decision_id is None and op is None:
-            raise UsageError("explain what?", todo=f"{settings.spelling()} explain OP, --id NUMBER or --failed")
-        chosen = [ledger.decision(decision_id)] if decision_id is not None else serving(op)
-        if not chosen:
-            raise LedgerError(f"no decision for {op} on this device", todo=f"{settings.spelling()} tune --op {op}")
-        evidence = [ledger.evidence(d.id) for d in chosen]
+        stale = {n.decision.id: n.stale for n in _chosen(ledger, op, decision_id)}
+        evidence = [ledger.evidence(number) for number in stale]
     if as_json:
-        emit_json([_evidence_json(e) for e in evidence])
+        emit_json([{**_evidence_json(e), "stale": stale[e.decision.id]} for e in evidence])
         return
-    click.echo("\n\n".join(explain_text(e) for e in evidence))
+    click.echo("\n\n".join(explain_text(e, stale[e.decision.id]) for e in evidence))
 
 
-def explain_text(evidence: Evidence) -> str:
+def _chosen(ledger: Ledger, op: str | None, decision_id: int | None) -> list[Now]:
+    if decision_id is not None:
+        return [Now(decision=ledger.decision(decision_id), stale="")]
+    found = serving(op)
+    if not found:
+        raise LedgerError(
+            f"no decision for {op} on this device",
+            why="the baseline serves it",
+            todo=f"{settings.spelling()} tune --op {op}",
+        )
+    return found
+
+
+def explain_text(evidence: Evidence, stale: str = "") -> str:
     """The decision in about ten lines of at most 80 columns."""
     d, v = evidence.decision, evidence.decision.verdict
     head = f"{d.op}  {short_shape(d)} {d.workload.dtype}   {d.state} {d.arm.backend}   decision {d.id}, {_ago(d)}"
-    lines = [*_parity_lines(evidence), *_race_lines(evidence.race, v)]
+    lines: list[Line] = [("stale", f"{stale}; the baseline runs instead")] if stale else []
+    if v is None or d.reason != v.reason:
+        lines.append(("decided", d.reason))
+    lines += [*_parity_lines(evidence), *_race_lines(evidence.race, v)]
     if v is not None:
         lines += _effect_lines(d, v)
-    lines += _knob_lines(d)
+    lines += [*_knob_lines(d), ("changes", _what_would_change_it(d))]
     lines.append(("reproduce", f"{settings.spelling()} export --repro {d.id}      one file that needs only torch"))
-    return "\n".join([head, *(_field(name, text) for name, text in lines)])
+    return "\n".join([paragraph(head, hang="  "), *(_field(name, text) for name, text in lines)])
 
 
 def _field(name: str, text: str) -> str:
@@ -63,7 +78,7 @@ def _field(name: str, text: str) -> str:
     return "\n".join(f"  {name if i == 0 else '':<10}{line}" for i, line in enumerate(wrapped))
 
 
-def _parity_lines(evidence: Evidence) -> list[tuple[str, str]]:
+def _parity_lines(evidence: Evidence) -> list[Line]:
     lines = []
     for arm, parity in evidence.parities:
         if arm.digest == evidence.decision.arm.digest and isinstance(parity, Passed):
@@ -72,7 +87,7 @@ def _parity_lines(evidence: Evidence) -> list[tuple[str, str]]:
     return lines[-1:]
 
 
-def _race_lines(race: Race | None, verdict: Verdict | None) -> list[tuple[str, str]]:
+def _race_lines(race: Race | None, verdict: Verdict | None) -> list[Line]:
     if race is None or verdict is None:
         return [("race", "none was run")]
     valid = [s for s in race.sessions if not s.voided]
@@ -82,46 +97,57 @@ def _race_lines(race: Race | None, verdict: Verdict | None) -> list[tuple[str, s
     if confirming and race.finalist:
         won = sum(k for k, _ in verdict.wins)
         of = sum(n for _, n in verdict.wins)
-        text += (
-            f"; confirming {' + '.join(str(len(s.pairs)) for s in confirming)} pairs, {race.finalist} won {won} of {of}"
-        )
+        pairs = " + ".join(str(len(s.pairs)) for s in confirming)
+        text += f"; confirming {pairs} pairs, {race.finalist} won {won} of {of}"
     if verdict.false_promotion_bound is not None:
         text += f"; false-promotion bound {verdict.false_promotion_bound:.2g}"
     voided = [s.voided for s in race.sessions if s.voided]
     lines = [("race", text)]
     if voided:
-        lines.append(("voided", f"{len(voided)} sessions: {voided[-1]}"))
+        lines.append(("voided", f"{len(voided)} session{'s' if len(voided) > 1 else ''}: {voided[-1]}"))
     return lines
 
 
-def _effect_lines(d: Decision, v: Verdict) -> list[tuple[str, str]]:
-    lines = [("verdict", v.reason)]
+def _effect_lines(d: Decision, v: Verdict) -> Iterator[Line]:
+    yield "verdict", v.reason
     base, own = v.timings.get(d.baseline.candidate), v.timings.get(v.winner)
     if v.effect is not None and v.winner != d.baseline.candidate:
-        text = f"{ratio(v.effect.median)} ({v.effect.lo:.2f} .. {v.effect.hi:.2f}) over {d.baseline.candidate}"
+        text = f"{_interval(v.effect)} over {d.baseline.candidate}"
         if v.next_best and v.next_best[0] != d.baseline.candidate:
             text += f", {ratio(v.next_best[1])} over the next best ({v.next_best[0]})"
-        lines.append(("effect", text))
-    if own is not None:
-        tail = f"median {microseconds(own.median_us)} us, p95 {microseconds(own.p95_us)} us"
-        if base is not None and base is not own:
-            tail += f" against {microseconds(base.median_us)} and {microseconds(base.p95_us)} us"
-        lines.append(("times", tail))
-    if v.roofline is not None and own is not None:
+        yield "effect", text
+    if own is None:
+        return
+    other = base if base is not None and base is not own else None
+    yield "median", f"{microseconds(own.median_us)} us" + (f" against {microseconds(other.median_us)}" if other else "")
+    yield "tail", f"p95 {microseconds(own.p95_us)} us" + (f" against {microseconds(other.p95_us)}" if other else "")
+    if v.roofline is not None:
         from autosel.ops import find
 
         moved = find(d.op).bytes_moved(d.workload)
         floor = moved / v.read_bytes_per_s * 1e6
-        text = f"memory: {moved / 1e6:.1f} MB at {rate_text(v.read_bytes_per_s, 'bytes/s')} = {microseconds(floor)} us"
-        lines.append(("limit", f"{text}, reached {v.roofline:.0%}"))
-    return lines
+        text = f"memory: {moved / 1e6:.3g} MB at {bandwidth(v.read_bytes_per_s)} = {microseconds(floor)} us"
+        yield "limit", f"{text}, reached {v.roofline:.0%}"
 
 
-def _knob_lines(d: Decision) -> list[tuple[str, str]]:
+def _interval(effect: Effect) -> str:
+    return f"{ratio(effect.median)} ({ratio(effect.lo)[:-1]} .. {ratio(effect.hi)[:-1]})"
+
+
+def _knob_lines(d: Decision) -> list[Line]:
     if not d.arm.knobs:
         return []
     text = ", ".join(f"{name} {value}" for name, value in d.arm.knobs.items())
     return [("knobs", f"{text}          {settings.spelling()} knobs --op {d.op} --explain")]
+
+
+def _what_would_change_it(d: Decision) -> str:
+    lengths = ""
+    if d.length_range is not None:
+        low, high = d.length_range
+        lengths = f"a context below {low} or above {high} tokens (measured crossover), "
+    kernel = "an edited kernel, " if d.arm.build else ""
+    return f"{lengths}{kernel}another torch, another CPU"
 
 
 def _ago(d: Decision) -> str:
@@ -152,7 +178,7 @@ def _evidence_json(evidence: Evidence) -> dict[str, object]:
 
 
 def race_json(race: Race) -> dict[str, object]:
-    """The race without its samples (they are in `export`): who, how many pairs, who won."""
+    """The race without its samples: who, how many pairs, who won."""
     return {
         "delta": race.delta,
         "finalist": race.finalist,
@@ -163,6 +189,8 @@ def race_json(race: Race) -> dict[str, object]:
 
 
 def _session_json(session: Session) -> dict[str, object]:
+    from autosel.race.judge import duels
+
     ratios = {
         arm: sorted(theirs / own for own, theirs in duels(session, arm, session.arms[0]))
         for arm in session.arms[1:]
@@ -180,21 +208,49 @@ def _session_json(session: Session) -> dict[str, object]:
 
 
 def _show_failed(ledger: Ledger, op: str | None, as_json: bool) -> None:
-    """Everything whose proof failed, newest first; one line a candidate and check."""
+    """Everything that failed or may not race, newest first."""
+    from autosel.candidates.registry import op_name
+
+    decisions = ledger.history(op_name(op) if op else None)
+    found = [*_failures(ledger, decisions), *_ineligible(decisions)]
+    if as_json:
+        emit_json(found)
+    elif not found:
+        click.echo("no candidate has failed parity, fallen while racing or been refused")
+    else:
+        rows = [[str(f["op"]), str(f["candidate"]), str(f["stage"]), _where_and_why(f)] for f in found]
+        click.echo(table(("op", "candidate", "stage", "reason"), rows, wrap=3))
+
+
+def _failures(ledger: Ledger, decisions: Sequence[Decision]) -> list[dict[str, object]]:
+    """Failed proofs: one for each candidate, check and case."""
     seen: dict[tuple[str, str, str], dict[str, object]] = {}
-    for decision in ledger.history(op):
+    for decision in decisions:
         for arm, parity in ledger.evidence(decision.id).parities:
             if isinstance(parity, Failed):
-                key = (arm.candidate, parity.check, parity.case)
                 who = {"op": decision.op, "workload": decision.workload.key, "candidate": arm.candidate}
-                seen.setdefault(key, {**who, **to_json(parity)})
-    if as_json:
-        emit_json(list(seen.values()))
-        return
-    if not seen:
-        click.echo("no candidate has failed parity or fallen while racing")
-        return
-    rows = [[str(f["op"]), str(f["candidate"]), str(f["check"]), str(f["case"])] for f in seen.values()]
-    click.echo(table(("op", "candidate", "check", "case"), rows))
-    for found in seen.values():
-        click.echo(f"\n{found['candidate']} at {found['workload']}\n  {found['reason']}")
+                stage = "race" if parity.case == "while racing" else "parity"
+                seen.setdefault((arm.candidate, parity.check, parity.case), {**who, "stage": stage, **to_json(parity)})
+    return list(seen.values())
+
+
+def _ineligible(decisions: Sequence[Decision]) -> list[dict[str, object]]:
+    """Who may not race, asked again today, at the workloads that were decided here: one for each reason."""
+    from autosel import fingerprint
+    from autosel.candidates import registry
+
+    seen: dict[tuple[str, str, str], dict[str, object]] = {}
+    fp = fingerprint.take("cpu") if decisions else None
+    for w in {d.workload.key: d.workload for d in decisions if fp and d.hw_id == fp.hw_id}.values():
+        assert fp is not None
+        for candidate, support in registry.eligible(w, fp, "full"):
+            if isinstance(support, Rejected):
+                who = {"op": w.op, "workload": w.key, "candidate": candidate.name, "stage": "eligible"}
+                seen.setdefault((w.op, candidate.name, support.reason), {**who, "reason": support.reason})
+    return list(seen.values())
+
+
+def _where_and_why(found: Mapping[str, object]) -> str:
+    if found["stage"] == "eligible":
+        return str(found["reason"])
+    return f"{found['check']}, case {found['case']}, at {found['workload']}: {found['reason']}"

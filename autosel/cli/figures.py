@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from autosel.cli.output import microseconds, ratio, state_style, table
-from autosel.values import Decision, Timing, Verdict
+from autosel.values import Decision, Timing, Verdict, Workload
 
 
 def decision_json(decision: Decision) -> dict[str, Any]:
@@ -56,32 +56,41 @@ def _next_best(verdict: Verdict | None) -> dict[str, Any] | None:
     return {"candidate": verdict.next_best[0], "speedup": verdict.next_best[1]}
 
 
-HEADERS = ("op", "workload", "winner", "time us", "", "vs baseline", "next best", "roofline")
+HEADERS = ("op", "workload", "winner", "time us", "vs baseline", "next best", "roofline")
+NO_STALE: Mapping[int, str] = {}
 
 
-def decision_table(decisions: Sequence[Decision], labels: Mapping[str, str]) -> str:
-    """The verdict table: at most 80 columns for the ops we know."""
-    return table(HEADERS, [_row(d, labels) for d in decisions], right=(3,))
+def decision_table(
+    decisions: Sequence[Decision], labels: Mapping[str, str], stale: Mapping[int, str] = NO_STALE
+) -> str:
+    """The verdict table. `labels`: names of workloads by key; `stale`: why a decision, by id, does not run here."""
+    rows = [_row(d, labels.get(d.workload.key, d.op), bool(stale.get(d.id))) for d in decisions]
+    return table(HEADERS, rows, right=(3,), wrap=1)
 
 
-def _row(decision: Decision, labels: Mapping[str, str]) -> list[str]:
-    verdict, style = decision.verdict, state_style(decision.state)
+def _row(decision: Decision, label: str, stale: bool) -> list[str]:
+    verdict = decision.verdict
+    if stale:
+        return [label, short_shape(decision), decision.baseline.backend, "", click.style("stale", fg="yellow"), "", ""]
     timing = verdict.timings.get(decision.arm.candidate) if verdict else None
     return [
-        labels.get(decision.workload.key, decision.op),
+        label,
         short_shape(decision),
-        style(decision.arm.backend) + (" (pinned)" if decision.state == "pinned" else ""),
-        microseconds(timing.median_us) if timing else "-",
-        spread(timing),
+        state_style(decision.state)(decision.arm.backend),
+        f"{microseconds(timing.median_us)} {spread(timing)}" if timing else "-",
         against_baseline(decision),
-        f"{ratio(verdict.next_best[1])}" if verdict and verdict.next_best and verdict.outcome == "promote" else "",
+        ratio(verdict.next_best[1]) if verdict and verdict.next_best else "",
         f"{verdict.roofline:.0%}" if verdict and verdict.roofline is not None else "",
     ]
 
 
 def short_shape(decision: Decision) -> str:
+    return shape(decision.workload)
+
+
+def shape(w: Workload) -> str:
     """`B1 H32/8 D128 L8192`, `M1 K4096 N28672`: the dimensions people know, nothing else."""
-    dims = dict(decision.workload.dims)
+    dims = dict(w.dims)
     if "Hq" in dims and "Hkv" in dims:
         dims = {"H": f"{dims.pop('Hq')}/{dims.pop('Hkv')}", **dims}  # type: ignore[dict-item]
     for dull in ("S", "R"):
@@ -89,19 +98,20 @@ def short_shape(decision: Decision) -> str:
             dims.pop(dull)
     first = [n for n in ("B", "M") if n in dims]
     order = [*first, *(n for n in dims if n not in first)]
-    traits = "".join(f" {n}={v}" for n, v in decision.workload.traits if n not in ("residual",))
+    traits = "".join(f" {n}={v}" for n, v in w.traits if n not in ("residual",))
     return " ".join(f"{n}{dims[n]}" for n in order) + traits
 
 
-def spread(timing: Timing | None) -> str:
-    if timing is None:
-        return ""
+def spread(timing: Timing) -> str:
+    """Half the interval of the median, right-aligned to five characters."""
     half = max(timing.hi_us - timing.median_us, timing.median_us - timing.lo_us) / timing.median_us
-    return f"±{half:.1%}" if half < 0.0995 else f"±{half:.0%}"
+    return f"{f'±{half:.1%}' if half < 0.0995 else f'±{half:.0%}' if half < 1 else 'noisy':>5}"
 
 
 def against_baseline(decision: Decision) -> str:
     """`23x ≥22`: the lower confidence bound is the only number a promotion rests on. A tie is said."""
+    if decision.state in ("pinned", "demoted", "quarantined"):
+        return decision.state
     verdict = decision.verdict
     if verdict is None:
         return "not raced"

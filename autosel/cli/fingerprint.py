@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import click
 
-from autosel.cli.output import emit_json, json_option, table
+from autosel import settings
+from autosel.cli.options import json_option, verb
+from autosel.cli.output import emit_json, paragraph, table
+from autosel.errors import UnknownName, UsageError
 from autosel.values import Fingerprint, to_json
 
 
-@click.command("fingerprint")
+@verb("fingerprint", "fingerprint", "fingerprint --refresh --json", "fingerprint h200")
 @click.argument("device", default="cpu")
 @click.option("--refresh", is_flag=True, help="measure the rates again instead of reusing them")
 @json_option
 def fingerprint_command(device: str, refresh: bool, as_json: bool) -> None:
-    """Who this DEVICE is, and how fast it was measured to be. A known device's name shows what its file holds.
-
-    \b
-    Examples:
-      fingerprint
-      fingerprint --refresh --json
-      fingerprint h200
-    """
+    """Who this DEVICE is, and how fast it was measured to be. A known device's name shows what its file holds."""
     fp = find(device, refresh)
     if as_json:
         emit_json({**to_json(fp), "hw_id": fp.hw_id, "env_id": fp.env_id})
-        return
-    show(fp)
+    else:
+        show(fp)
 
 
 def find(device: str, refresh: bool = False) -> Fingerprint:
-    """This machine's `cpu`, or a known device that need not be here."""
+    """This machine's `cpu`, or a known device that need not be here. Raises UnknownName."""
     from autosel import fingerprint
-    from autosel.errors import UnknownName
     from autosel.fingerprint import known
 
     try:
@@ -42,42 +40,51 @@ def find(device: str, refresh: bool = False) -> Fingerprint:
         raise UnknownName("device", device, (*error.known, *known.names())) from None
 
 
-def show(fp: Fingerprint) -> None:
-    from autosel.fingerprint.describe import describe, headline
+def refuse_absent(device: str) -> None:
+    """Raise UsageError unless the device is one that this version can measure on: this machine's CPU."""
+    from autosel.fingerprint import known
 
-    click.echo(headline(fp))
-    click.echo()
+    if device == "cpu":
+        return
+    if device in known.names() or re.fullmatch(r"(cuda|gpu)(:\d+)?", device):
+        raise UsageError(
+            f"{device} cannot be tuned here",
+            why="tune measures, and this version measures CPUs: --device cpu",
+            todo=f"{settings.spelling()} knobs --fingerprint {device if device in known.names() else 'h200'}",
+        )
+    raise UnknownName("device", device, ("cpu", *known.names()))
+
+
+def show(fp: Fingerprint) -> None:
+    from autosel.fingerprint.describe import describe, headline, rate_label
+
+    labels = {rate_label(name) for name in fp.rates}
     rows = [list(row) for row in describe(fp)]
-    facts = [row[:2] for row in rows if not row[2] and not _is_rate(fp, row)]
-    rates = [row[:3] for row in rows if row[2] or _is_rate(fp, row)]
-    click.echo(_wrapped(facts))
+    click.echo(f"{headline(fp)}\n")
+    click.echo(table(("fact", "value"), [_fact(row) for row in rows if row[0] not in labels], wrap=1))
+    rates = [row for row in rows if row[0] in labels]
     if rates:
+        method, shown = _common(rates)
         click.echo()
-        click.echo(table(("rate", "value", "spread"), rates, right=(1, 2)))
-        for source in dict.fromkeys(row[3] for row in rows if row[3] and row[:3] in rates):
-            click.echo(f"  {source}")
+        click.echo(table(("rate", "value", "spread", "source"), shown, right=(1, 2), wrap=3))
+        if method:
+            click.echo(f"measured with {method}")
     click.echo()
     for note in fp.notes:
-        click.echo(f"note: {note}")
+        click.echo(paragraph(f"note: {note}", hang="  "))
     if fp.contended:
-        click.echo("contended: other work disturbed the measurement; the best windows are shown, not an average")
+        click.echo("contended: other work ran meanwhile; the best windows are shown, not an average")
     click.echo(f"hw_id {fp.hw_id[:16]}   env_id {fp.env_id[:16]}   ({fp.source})")
 
 
-def _is_rate(fp: Fingerprint, row: list[str]) -> bool:
-    from autosel.fingerprint.describe import rate_label
+def _fact(row: Sequence[str]) -> list[str]:
+    """Digests by their first figures: --json has the rest."""
+    return [row[0], row[1][:16] if re.fullmatch(r"[0-9a-f]{64}", row[1]) else row[1]]
 
-    return row[0] in {rate_label(name) for name in fp.rates}
 
-
-def _wrapped(facts: list[list[str]]) -> str:
-    """Two columns; a long value (the instruction sets) continues below itself."""
-    import textwrap
-
-    width = max(len(name) for name, _ in facts) + 2
-    lines = []
-    for name, value in facts:
-        parts = textwrap.wrap(value, 79 - width, break_long_words=False, break_on_hyphens=False) or [""]
-        lines.append(f"{name:<{width}}{parts[0]}")
-        lines += [" " * width + part for part in parts[1:]]
-    return "\n".join(lines)
+def _common(rates: Sequence[Sequence[str]]) -> tuple[str, list[Sequence[str]]]:
+    """What all sources end with (`cpu/probes.cpp avx512bf16`) once, and the rates without it."""
+    endings = {row[3].rpartition(", ")[2] for row in rates}
+    if len(endings) != 1 or not all(", " in row[3] for row in rates):
+        return "", list(rates)
+    return endings.pop(), [[*row[:3], row[3].rpartition(", ")[0]] for row in rates]

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import click
 
+from autosel import settings
 from autosel.cli.figures import against_baseline, decision_json
-from autosel.cli.output import emit_json, json_option, state_style, table
+from autosel.cli.options import json_option, verb
+from autosel.cli.output import emit_json, paragraph, state_style, table
+from autosel.values import Decision
 
 
-@click.command("history")
+@verb("history", "history", "history attn -n 5 --json")
 @click.argument("op", required=False)
-@click.option("-n", "limit", type=click.IntRange(1), default=30, show_default=True, help="how many")
+@click.option("-n", "limit", type=click.IntRange(1), default=30, show_default=True, metavar="N", help="how many")
 @json_option
 def history_command(op: str | None, limit: int, as_json: bool) -> None:
-    """Decisions about OP (or all), newest first, with their reasons.
-
-    \b
-    Examples:
-      history
-      history attn -n 5 --json
-    """
+    """Decisions about OP (or all), newest first, with their reasons."""
     from autosel.ledger.store import open_ledger
 
     name = None
@@ -33,7 +30,8 @@ def history_command(op: str | None, limit: int, as_json: bool) -> None:
         emit_json([{**decision_json(d), "state": d.state} for d in found])
         return
     if not found:
-        click.echo("no decisions yet")
+        click.echo(f"no decisions{f' about {op}' if op else ''} yet: the baseline serves")
+        click.echo(f"measure:  {settings.spelling()} tune{f' --op {op}' if op else ''}", err=True)
         return
     rows = [
         [
@@ -48,6 +46,12 @@ def history_command(op: str | None, limit: int, as_json: bool) -> None:
     text = table(("id", "when (UTC)", "state", "serves", "vs baseline"), rows, right=(0,)).splitlines()
     click.echo(text[0])
     for line, decision in zip(text[1:], found, strict=True):
-        click.echo(line)
-        click.echo(f"      {decision.workload.key}")
-        click.echo(f"      {decision.reason}")
+        click.echo(
+            f"{line}\n      {decision.bucket}{_lengths(decision)}\n{paragraph(decision.reason, indent='      ')}"
+        )
+
+
+def _lengths(decision: Decision) -> str:
+    return (
+        "" if decision.length_range is None else f" for contexts {decision.length_range[0]}..{decision.length_range[1]}"
+    )

@@ -1,51 +1,56 @@
 """The command line: verbs load on first use, errors speak in three lines, exit codes mean something.
 
-Results go to stdout (`--json`: one JSON document), progress and logs to stderr. 0 ok, 1 failure, 2 usage,
-3 regression, 4 parity failure, 5 too noisy to decide.
+Results go to stdout (`--json`: one JSON document, also of an error), progress and logs to stderr. 0 ok, 1 failure,
+2 usage, 3 regression, 4 parity failure, 5 too noisy to decide, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 import sys
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
+from io import TextIOWrapper
 from typing import Any
 
 import click
 
 from autosel import __version__, settings
-from autosel.errors import AutoselError
+from autosel.cli.options import show_examples
+from autosel.cli.output import Stopped, error_json, report
+from autosel.errors import AutoselError, UsageError
 
-# verb -> (module below autosel.cli, one line for the overview); the command object has the verb's name, "-" as "_"
+# verb -> (module below autosel.cli, one line for the overview); the command object has the verb's name
 VERBS: dict[str, tuple[str, str]] = {
     "start": ("start", "fingerprint, tune llama-8b, show the decisions"),
     "fingerprint": ("fingerprint", "who this device is, and how fast it was measured to be"),
     "knobs": ("knobs", "every kernel's settings, each with the formula that gave it"),
-    "tune": ("tune", "race what is eligible, prove it right, decide, and keep the evidence"),
+    "tune": ("tune", "race what is eligible, prove it right, decide, keep the evidence"),
     "best": ("best", "what serves an op now"),
-    "explain": ("explain", "why: parity, race, effect, tail, limit, knobs, how to reproduce"),
+    "explain": ("explain", "why: parity, race, effect, tail, limit, how to reproduce"),
     "history": ("history", "every decision ever made, newest first"),
     "promote": ("decide", "serve a candidate that passed parity, by your word"),
     "demote": ("decide", "stop serving a decision; the baseline takes over"),
     "pin": ("decide", "serve this candidate whatever later races say"),
-    "race": ("race", "prove and time one candidate, yours included, against the baseline"),
-    "doctor": ("doctor", "check compiler, noise, ledger and caches; say what to do"),
-    "export": ("transfer", "decisions with their evidence, as one file"),
+    "race": ("race", "prove and time one candidate, yours included"),
+    "doctor": ("doctor", "check compiler, noise, ledger and plug-ins; say what to do"),
+    "export": ("transfer", "decisions as one file, or one decision's race as a script"),
     "import": ("transfer", "decisions from such a file"),
     "config": ("config", "every setting, its value and where it came from"),
-    "db": ("db", "the ledger's file: where, how large, check, backup, upgrade"),
+    "db": ("db", "the ledger: where, how large, check, backup, restore"),
 }
 
-EXAMPLES = """
-\b
-Examples:
-  {me} fingerprint
-  {me} tune --model llama-8b --seq 8192
-  {me} explain attn
-  {me} race rmsnorm --candidate mykernels:fast_rmsnorm
-"""
+EXAMPLES = (
+    "fingerprint",
+    "tune --model llama-8b --seq 8192",
+    "explain attn",
+    "race rmsnorm --candidate mykernels:fast_rmsnorm",
+)
 
 
 class Verbs(click.Group):
@@ -58,89 +63,127 @@ class Verbs(click.Group):
         if cmd_name not in VERBS:
             return None
         module = import_module(f"autosel.cli.{VERBS[cmd_name][0]}")
-        command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        from difflib import get_close_matches
-
         if args and args[0] not in VERBS and not args[0].startswith("-"):
-            near = get_close_matches(args[0], VERBS, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else f" {settings.spelling()} --help lists them."
-            raise click.UsageError(f"no verb '{args[0]}'.{hint}", ctx)
+            raise UsageError(f"no verb {args[0]!r}", todo=_nearest(args[0], VERBS) or f"{ctx.command_path} --help")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
             formatter.write_dl([(verb, line) for verb, (_, line) in VERBS.items()])
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        show_examples(EXAMPLES, formatter)
+
 
 @click.group(
     cls=Verbs,
-    invoke_without_command=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Which kernel should run here, and can you prove it?\n" + EXAMPLES.format(me=settings.spelling()),
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Which kernel should run here, and can you prove it?",
 )
-@click.version_option(__version__, prog_name="autosel")
-@click.option("-v", "--verbose", count=True, help="say more (commands run, cases checked); twice: debug")
-@click.pass_context
-def cli(ctx: click.Context, verbose: int) -> None:
-    import logging
+@click.version_option(__version__, prog_name="autosel", message="%(prog)s %(version)s")
+@click.option("-v", "--verbose", count=True, help="say more (commands run); twice: debug")
+def cli(verbose: int) -> None:
+    logging.basicConfig(stream=sys.stderr, level=_log_level(verbose), format="%(name)s: %(message)s")
 
-    level = ("warning", "info", "debug")[min(verbose, 2)] if verbose else settings.get("log")
-    logging.basicConfig(stream=sys.stderr, level=level.upper(), format="%(name)s: %(message)s")
-    ctx.obj = {"verbose": verbose}
+
+def _log_level(verbose: int) -> str:
+    if verbose:
+        return ("INFO", "DEBUG")[min(verbose, 2) - 1]
+    try:
+        return str(settings.get("log")).upper()
+    except AutoselError:  # the verb says it, if it needs a setting; --help and doctor go on
+        return "WARNING"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run, and turn whatever is raised into words and an exit code."""
-    sys.exit(run(argv))
+    """Run, and leave with the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without "≥" gets "?", not an exception
+    code = run(argv)
+    if code == Stopped.exit_code:  # at once: a thread may be waiting for a proof; workers end with us
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(argv: list[str] | None = None) -> int:
+    """Run a command line; turn whatever is raised into words and an exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        result = cli.main(args=argv, prog_name=settings.spelling(), standalone_mode=False)
+        result = cli.main(args=arguments, prog_name=settings.spelling(), standalone_mode=False, color=settings.colour())
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as leave:
         return leave.exit_code
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        return _failed(_in_our_words(error), arguments)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("stopped", err=True)
-        return 130
+        return _failed(Stopped("stopped"), arguments)
     except AutoselError as error:
-        return _report(error, argv)
-    except BrokenPipeError:
-        sys.stderr.close()
+        return _failed(error, arguments)
+    except SystemExit:  # click's answer to a reader that went away, as `| head` does
         return 0
+    except OSError as error:
+        return _failed(_no_space(error), arguments) if error.errno in _FULL else _our_bug(error, arguments)
     except Exception as error:
-        return _our_bug(error)
+        return _our_bug(error, arguments)
 
 
-def _report(error: AutoselError, argv: list[str] | None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
+def _failed(error: AutoselError, arguments: Sequence[str]) -> int:
     if "--json" in arguments:
-        document = {"error": {"what": error.what, "why": error.why, "todo": error.todo, "exit_code": error.exit_code}}
-        click.echo(json.dumps(document))
-    click.echo(click.style("error: ", fg="red", bold=True) + error.what, err=True)
-    for line in (*error.why.splitlines(), *error.todo.splitlines()):
-        click.echo(f"  {line}", err=True)
+        click.echo(json.dumps({"error": error_json(error)}))
+    report(error)
     return error.exit_code
 
 
-def _our_bug(error: Exception) -> int:
+def _in_our_words(error: click.ClickException) -> AutoselError:
+    """A mistake on the command line, as what, what to do."""
+    ctx = getattr(error, "ctx", None)
+    todo = f"{ctx.command_path if ctx else settings.spelling()} --help"
+    what = error.format_message().rstrip(".")
+    if isinstance(error, click.NoSuchOption):
+        what = f"no option {error.option_name}"
+        todo = _nearest(error.option_name, error.possibilities or ()) or todo
+    elif isinstance(error, click.exceptions.NoSuchCommand):
+        what = f"no command {error.command_name!r}"
+        todo = _nearest(error.command_name, error.possibilities or ()) or todo
+    return UsageError(what[:1].lower() + what[1:], todo=todo)
+
+
+def _nearest(name: str, known: Sequence[str] | dict[str, Any]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, list(known), n=2, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def _no_space(error: OSError) -> AutoselError:
+    return AutoselError(
+        f"cannot write{f' {error.filename}' if error.filename else ''}: {os.strerror(error.errno or 0)}",
+        todo="free some space, or set AUTOSEL_HOME (or TMPDIR) to another disk; everything acknowledged is safe",
+    )
+
+
+def _our_bug(error: Exception, arguments: Sequence[str]) -> int:
     text = "".join(traceback.format_exception(error))
-    where = ""
     try:
-        path = Path(settings.home()) / "crash.log"
+        path = settings.home() / "crash.log"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.write_text(f"autosel {__version__}\n{' '.join(sys.argv)}\n{text}")
-        where = f"\n  the details are in {path}"
+        path.write_text(f"autosel {__version__}\n{' '.join(arguments)}\n{text}")
+        where = f"the details are in {path}"
     except (OSError, AutoselError):
-        where = "\n" + text
-    click.echo(f"error: this is a bug in autosel: {type(error).__name__}: {error}{where}", err=True)
-    return 1
+        where = text
+    summary = f"{type(error).__name__}: {error}"
+    return _failed(AutoselError("this is a bug in autosel", why=summary, todo=where), arguments)
 
 
 if __name__ == "__main__":

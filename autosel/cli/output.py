@@ -4,32 +4,94 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
+from autosel import settings
+from autosel.errors import AutoselError, TooNoisy
 from autosel.values import to_json
 
-json_option = click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
+WIDTH = 80
 
 
 def emit_json(value: Any) -> None:
+    """The one document of a verb: indented for a person, one line for a pipe."""
     click.echo(json.dumps(to_json(value), indent=2 if sys.stdout.isatty() else None))
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "") -> str:
-    """Columns as wide as their widest cell, never truncated; `right` lists right-aligned columns."""
+def error_json(error: AutoselError) -> dict[str, Any]:
+    """What stands under "error" where a verb failed."""
+    return {"what": error.what, "why": error.why, "todo": error.todo, "exit_code": error.exit_code}
+
+
+class Stopped(AutoselError):
+    """Ctrl-C: nobody's mistake."""
+
+    exit_code = 130
+
+
+def report(error: AutoselError) -> None:
+    """What, why and what to do, on stderr. What to do is often a command: it stays on one line."""
+    mark = "" if isinstance(error, Stopped) else "undecided: " if isinstance(error, TooNoisy) else "error: "
+    told = [click.style(mark, fg="yellow" if isinstance(error, TooNoisy) else "red", bold=True) + error.what]
+    told += [paragraph(line, indent="  ") for line in error.why.splitlines()]
+    told += [f"  {line}" for line in error.todo.splitlines()]
+    click.echo("\n".join(told), err=True, color=settings.colour())
+
+
+def paragraph(text: str, indent: str = "", hang: str | None = None) -> str:
+    """Text wrapped to the width, between words only."""
+    lines = textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent if hang is None else hang,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines)
+
+
+def table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), wrap: int | None = None
+) -> str:
+    """Columns as wide as their widest cell, nothing ever cut; `right` lists right-aligned columns.
+
+    A table wider than the width gets narrower gaps, then column `wrap` continues below itself.
+    """
     shown = [list(headers), *[list(r) for r in rows]]
     widths = [max(_width(r[i]) for r in shown) for i in range(len(headers))]
+    gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else 1
+    excess = sum(widths) + gap * (len(widths) - 1) - WIDTH
+    if wrap is not None and excess > 0:
+        widths[wrap] = max(_longest_word(shown, wrap), widths[wrap] - excess)
     lines = []
     for row in shown:
-        cells = [
-            " " * (w - _width(c)) + c if i in right else c + " " * (w - _width(c))
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append((indent + "  ".join(cells)).rstrip())
+        for part in _continued(row, wrap, widths):
+            cells = [_padded(c, w, i in right) for i, (c, w) in enumerate(zip(part, widths, strict=True))]
+            lines.append((" " * gap).join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _continued(row: Sequence[str], wrap: int | None, widths: Sequence[int]) -> list[list[str]]:
+    """The row, and below it what of column `wrap` did not fit."""
+    if wrap is None or _width(row[wrap]) <= widths[wrap]:
+        return [list(row)]
+    parts = textwrap.wrap(row[wrap], widths[wrap], break_long_words=False, break_on_hyphens=False)
+    first = [*row[:wrap], parts[0], *row[wrap + 1 :]]
+    return [first, *([*[""] * wrap, part, *[""] * (len(row) - wrap - 1)] for part in parts[1:])]
+
+
+def _longest_word(rows: Sequence[Sequence[str]], column: int) -> int:
+    return max(len(word) for row in rows for word in row[column].split() or [""])
+
+
+def _padded(cell: str, width: int, right: bool) -> str:
+    space = " " * (width - _width(cell))
+    return space + cell if right else cell + space
 
 
 def _width(text: str) -> int:
@@ -56,20 +118,12 @@ def bytes_text(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def rate_text(value: float, unit: str) -> str:
-    """`46.1 GB/s`, `131 GFLOP/s`, `170 ns`: SI prefixes, three digits."""
-    if unit == "s":
-        for name, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
-            if value >= size:
-                return f"{value / size:.3g} {name}"
-        return f"{value:.3g} s"
-    base = {"bytes/s": "B/s", "FLOP/s": "FLOP/s", "B/s": "B/s"}.get(unit, unit)
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {prefix}{base}"
-    return f"{value:.3g} {base}"
+def bandwidth(value: float) -> str:
+    """`46.1 GB/s`."""
+    return f"{value / 1e9:.3g} GB/s"
 
 
 def state_style(state: str) -> Callable[[str], str]:
+    """Colours that only repeat what the word says; taken away again where the output is no terminal."""
     colour = {"promoted": "green", "pinned": "cyan", "demoted": "red", "quarantined": "red"}.get(state)
-    return lambda text: click.style(text, fg=colour) if colour and sys.stdout.isatty() else text
+    return lambda text: click.style(text, fg=colour) if colour else text

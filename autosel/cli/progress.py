@@ -1,46 +1,62 @@
 """The line that moves, on stderr: stage, candidate, pairs so far, elapsed, ETA. Never minutes of silence.
 
-On a terminal one line is rewritten; into a file or a pipe, one line a stage and a decision.
+On a terminal one line is rewritten, also while nothing is reported; into a file or a pipe goes a line for each stage
+and each decision, and one now and then that says what is under way.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
 
 import click
 
-from autosel.pipeline import Rejection
+from autosel import settings
+from autosel.cli.figures import against_baseline, shape
+from autosel.cli.output import WIDTH, paragraph
+from autosel.tuning.job import Rejection
 from autosel.values import Decision
 
 # Share of a cold tune that each stage takes, measured on two cores (docs/figures.md): only the ETA depends on it.
 WEIGHTS = {"fingerprint": 0.03, "build": 0.15, "parity": 0.22, "screening": 0.24, "confirming": 0.36}
-REFRESH_S = 0.1
+BEAT_S = 0.5
+QUIET_S = 15.0  # into a pipe, the longest silence
 
 
 class Progress:
-    """A `pipeline.Listener` that writes to stderr."""
+    """A listener of tuning that writes to stderr while it is entered (`with`)."""
 
     def __init__(self, budget_s: float = 0.0, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock, self.budget_s = clock, budget_s
-        self.started = clock()
-        self.live = sys.stderr.isatty()
-        self.shown_at = 0.0
-        self.last_stage = ""
-        self.decided_now = 0
-        self.settled = 0
+        self.started = self.said_at = clock()
+        self.live = sys.stderr.isatty() and settings.colour() is None
+        self.now = ("", "", 0, 0)  # stage, detail, done, total
+        self.decided_now = self.settled = 0
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._pulse = threading.Thread(target=self._beat, name="autosel-progress", daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._pulse.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._pulse.join()
+        self._say("")
+
+    # --- told by tuning ---------------------------------------------------------------------------------------------
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None:
-        """Show where we are; at most ten times a second on a terminal, once a stage elsewhere."""
-        now = self.clock()
-        if not self.live:
-            if name != self.last_stage:
-                click.echo(f"{self._elapsed():>7}  {name} ...", err=True)
-        elif now - self.shown_at >= REFRESH_S or name != self.last_stage:
-            self.shown_at = now
-            self._show(name, detail, done, total)
-        self.last_stage = name
+        fresh = name != self.now[0]
+        self.now = (name, detail, done, total)
+        if fresh and not self.live:
+            self._say(f"{self._elapsed():>7}  {name} ...")
 
     def decided(self, decision: Decision, settled_before: bool) -> None:
         if settled_before:
@@ -48,38 +64,57 @@ class Progress:
             return
         self.decided_now += 1
         if not self.live:
-            click.echo(
-                f"{self._elapsed():>7}  {decision.workload.key}: {decision.state} {decision.arm.candidate}", err=True
-            )
+            what = f"{decision.op} {shape(decision.workload)}: {decision.state} {decision.arm.candidate}"
+            self._say(f"{self._elapsed():>7}  {what}, {click.unstyle(against_baseline(decision))}")
 
     def rejected(self, rejection: Rejection) -> None:
         if rejection.stage in ("parity", "race", "build"):
-            self.clear()
-            text = f"rejected ({rejection.stage}) {rejection.candidate} at {rejection.workload.key}: {rejection.reason}"
-            click.echo(text, err=True)
+            w = rejection.workload
+            text = f"rejected ({rejection.stage}): {rejection.candidate} at {w.op} {shape(w)}: {rejection.reason}"
+            self._say(paragraph(text, hang="  "))
 
-    def clear(self) -> None:
-        """Take the moving line away, so that other output starts clean."""
-        if self.live:
-            click.echo("\r\x1b[2K", nl=False, err=True)
+    # --- said to people ---------------------------------------------------------------------------------------------
 
-    def _show(self, name: str, detail: str, done: int, total: int) -> None:
-        count = f"{done}/{total} " if total > 1 else ""
-        left = self._left(name, done, total)
-        line = f"{name} {count} {detail}"
-        tail = f"  {self._elapsed()}{left}"
-        width = 79 - len(tail)
-        click.echo(f"\r\x1b[2K{line[:width]:<{width}}{tail}", nl=False, err=True)
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_S):
+            if self.live:
+                self._write(f"\r\x1b[2K{self.line()}")
+            elif self.clock() - self.said_at >= QUIET_S:
+                self._say(f"{self._elapsed():>7}  {self._under_way()}{self._left()}")
 
-    def _left(self, name: str, done: int, total: int) -> str:
+    def line(self) -> str:
+        """The moving line: what is under way, cut to fit, and the time."""
+        tail = f"  {self._elapsed()}{self._left()}"
+        width = WIDTH - 1 - len(tail)
+        return f"{self._under_way()[:width]:<{width}}{tail}"
+
+    def _under_way(self) -> str:
+        name, detail, done, total = self.now
+        return " ".join(part for part in (name, f"{done}/{total} " if total > 1 else "", detail) if part)
+
+    def _say(self, text: str) -> None:
+        """A line that stays, in place of the moving one."""
+        self.said_at = self.clock()
+        if text or self.live:
+            self._write(("\r\x1b[2K" if self.live else "") + (f"{text}\n" if text else ""))
+
+    def _write(self, text: str) -> None:
+        """A reader who goes away loses the progress, and does not end the work."""
+        with self._lock:
+            try:
+                sys.stderr.write(text)
+                sys.stderr.flush()
+            except (OSError, ValueError):
+                self._over.set()
+
+    def _left(self) -> str:
         """Time left by the stages' usual shares; a budget bounds it."""
+        name, _, done, total = self.now
         known = next((k for k in WEIGHTS if name.startswith(k)), "")
         if not known:
             return ""
-        order = list(WEIGHTS)
-        before = sum(WEIGHTS[k] for k in order[: order.index(known)])
-        within = WEIGHTS[known] * (done / total if total else 0.0)
-        share = before + within
+        before = sum(WEIGHTS[k] for k in list(WEIGHTS)[: list(WEIGHTS).index(known)])
+        share = before + WEIGHTS[known] * (done / total if total else 0.0)
         elapsed = self.clock() - self.started
         if share < 0.02 or elapsed < 2:
             return ""

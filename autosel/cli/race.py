@@ -2,80 +2,122 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from autosel import settings
-from autosel.cli.output import emit_json, json_option, microseconds, ratio, table
-from autosel.errors import ParityError, TooNoisy, UsageError
-from autosel.values import DTYPES, Failed, to_json
+from autosel.cli.figures import shape
+from autosel.cli.options import (
+    batch_option,
+    dtype_option,
+    given_options,
+    json_option,
+    model_option,
+    seed_option,
+    seq_option,
+    verb,
+)
+from autosel.cli.output import emit_json, error_json, microseconds, ratio, report, table
+from autosel.errors import AutoselError, ParityError, TooNoisy, UsageError
+from autosel.values import DTypeName, Failed, to_json
 
 if TYPE_CHECKING:
+    from autosel.candidates.base import Candidate
     from autosel.pipeline import Tried
 
+CALL_S = 60.0  # as parity.session.CALL_S, which would load torch
+EXAMPLES = (
+    "race rmsnorm --candidate mykernels:fast_rmsnorm",
+    'race rmsnorm --candidate mykernels:fast_rmsnorm --case "random M2 d512"',
+    "race gemv --candidate cpp:gemv --model qwen3-8b",
+)
 
-@click.command("race")
+
+@verb("race", *EXAMPLES)
 @click.argument("op")
-@click.option("--candidate", "target", required=True, help="module:function, or a candidate's name as cpp:rmsnorm")
-@click.option("--model", default="llama-8b", show_default=True, help="whose shapes to race at")
-@click.option("--dtype", type=click.Choice(DTYPES[:3]), default=None)
-@click.option("--batch", type=click.IntRange(1, 4096), default=1, show_default=True)
-@click.option("--seq", type=click.IntRange(1, 1 << 20), default=8192, show_default=True)
-@click.option("--case", default="", help="only this hostile case of parity: what was expected, what came")
-@click.option("--seed", type=int, default=None, help="repeat the same operands and coin flips")
+@click.option("--candidate", "target", required=True, metavar="WHO", help="module:function, or a name as cpp:rmsnorm")
+@model_option
+@dtype_option()
+@batch_option
+@seq_option
+@click.option("--case", default="", metavar="NAME", help="only this case of parity: what was expected, what came")
+@click.option(
+    "--deadline",
+    type=click.FloatRange(0.1, 3600),
+    default=CALL_S,
+    metavar="SECONDS",
+    help=f"a call of the proof that takes longer has hung  [default: {CALL_S:.0f}]",
+)
+@seed_option
 @json_option
 def race_command(
     op: str,
     target: str,
     model: str,
-    dtype: str | None,
+    dtype: DTypeName | None,
     batch: int,
     seq: int,
     case: str,
+    deadline: float,
     seed: int | None,
     as_json: bool,
 ) -> None:
-    """Prove and time a candidate for OP against the baseline, exactly as `tune` would. Nothing is recorded.
+    """Prove and time a candidate for OP against the baseline, as `tune` would. Nothing is recorded.
 
-    \b
-    Examples:
-      race rmsnorm --candidate mykernels:fast_rmsnorm
-      race rmsnorm --candidate mykernels:fast_rmsnorm --case "strided input"
-      race gemv --candidate cpp:gemv --model qwen3-8b
+    Exit codes: 4 it failed parity or fell while racing, 5 too noisy to decide, 2 it takes none of the workloads.
     """
     from autosel import fingerprint, models
-    from autosel.candidates import registry, user
     from autosel.cli.progress import Progress
     from autosel.models.workloads import step
     from autosel.pipeline import try_candidate
 
-    named = step(models.load(model), batch=batch, context=seq, dtype=dtype, ops=[op])  # type: ignore[arg-type]
+    named = step(models.load(model), batch=batch, context=seq, dtype=dtype, ops=[op])
     if not named:
         raise UsageError(f"{model} does not run {op}", todo="choose another --model")
-    known = {c.name for c in registry.all_candidates(op)}
-    candidate = registry.find(op, target) if target in known else user.from_target(target, registry.op_name(op))
+    candidate = find_candidate(op, target)
     fp = fingerprint.take("cpu")
     if case:
         from autosel.parity.reproduce import reproduce
 
-        click.echo(reproduce(candidate, named[0].workload, fp, case))
+        said = reproduce(candidate, named[0].workload, fp, case)
+        emit_json({"passed": said}) if as_json else click.echo(said)
         return
-    progress = Progress()
-    tried = list(try_candidate(candidate, named, fp, progress, seed))
-    progress.clear()
+    with Progress() as progress:
+        tried = list(try_candidate(candidate, named, fp, progress, seed, call_deadline_s=deadline))
+    failure = judge(tried, again_command(click.get_current_context()))
     if as_json:
-        emit_json([_document(t) for t in tried])
+        races = [_document(t) for t in tried]
+        emit_json({"op": op, "candidate": candidate.name, "races": races, "error": failure and error_json(failure)})
     else:
-        click.echo(table(HEADERS, [_row(t, candidate.name) for t in tried], right=(3,)))
-    _judge(tried, f"{settings.spelling()} race {op} --candidate {target}")
+        click.echo(table(HEADERS, [_row(t, candidate.name) for t in tried], right=(3,), wrap=1))
+    if failure is not None:
+        report(failure)
+        raise click.exceptions.Exit(failure.exit_code)
+
+
+def find_candidate(op: str, target: str) -> Candidate:
+    """One of autosel's by its name, else a user's by `module:function`. Raises UnknownName, UsageError, BadConfig."""
+    from autosel.candidates import registry, user
+
+    known = {c.name for c in registry.all_candidates(op)}
+    if target in known or target.partition(":")[0] in {name.partition(":")[0] for name in known}:
+        return registry.find(op, target)
+    return user.from_target(target, registry.op_name(op))
+
+
+def again_command(ctx: click.Context) -> str:
+    """This race's command."""
+    words = [settings.spelling(), "race", str(ctx.params["op"]), "--candidate", str(ctx.params["target"])]
+    return " ".join([*words, *given_options(ctx, ("model", "dtype", "batch", "seq"))])
 
 
 HEADERS = ("op", "workload", "outcome", "time us", "vs baseline", "parity", "roofline")
 
 
 def _row(tried: Tried, name: str) -> list[str]:
-    start = [tried.named.label, tried.named.workload.shape_text]
+    start = [tried.named.label, shape(tried.named.workload)]
     verdict = tried.verdict
     if tried.parity is None:
         return [*start, "not eligible", "", "", "", ""]
@@ -106,18 +148,21 @@ def _document(tried: Tried) -> dict[str, object]:
     }
 
 
-def _judge(tried: list[Tried], again: str) -> None:
-    """Exit codes: 4 where parity failed, 5 where it was too noisy, 2 where nothing was eligible."""
+def judge(tried: Sequence[Tried], again: str) -> AutoselError | None:
+    """What there is to say beside the figures: the worst that was found, with its exit code."""
     for t in tried:
         if isinstance(t.parity, Failed):
-            raise ParityError(
+            return ParityError(
                 f'the candidate failed parity (check "{t.parity.check}", case "{t.parity.case}")',
                 why=t.parity.reason,
-                todo=f'reproduce:   {again} --case "{t.parity.case}"',
+                todo="" if t.parity.case == "load" else f'reproduce:  {again} --case "{t.parity.case}"',
             )
         if t.verdict is not None and t.reason:
-            raise ParityError("the candidate fell while racing", why=t.reason)
+            return ParityError("the candidate fell while racing", why=t.reason)
     if all(t.parity is None for t in tried):
-        raise UsageError("the candidate accepts none of these workloads", why=tried[0].reason)
-    if any(t.verdict is not None and t.verdict.outcome == "undecided" for t in tried):
-        raise TooNoisy("too noisy to decide", todo="close other work on this machine and race again")
+        return UsageError("the candidate takes none of these workloads", why=tried[0].reason)
+    open_ones = [t for t in tried if t.verdict is not None and t.verdict.outcome == "undecided"]
+    if open_ones:
+        reasons = "\n".join(f"{t.named.workload.key}: {t.verdict.reason}" for t in open_ones if t.verdict)
+        return TooNoisy(f"{len(open_ones)} of {len(tried)}", why=reasons, todo=f"race again:  {again}")
+    return None

@@ -1,7 +1,7 @@
 """Write one decision's race as a single file that needs only torch (and a C++ compiler where the winner is a kernel).
 
 The script carries the kernel's sources, the baseline's source, the shapes and how each operand was distributed. It
-draws operands, compares the two results, and times the two arms in coin-flipped pairs on cold operands, as the race did.
+draws operands, compares the two results, and times both arms in coin-flipped pairs on cold operands, as the race did.
 """
 
 from __future__ import annotations

@@ -7,25 +7,28 @@ import time
 import click
 
 from autosel import settings
+from autosel.cli.options import model_option, verb
 
 
-@click.command("start")
-@click.option("--model", default="llama-8b", show_default=True)
+@verb("start", "start", "start --model qwen3-1.7b")
+@model_option
 @click.pass_context
 def start_command(ctx: click.Context, model: str) -> None:
     """First contact: fingerprint, tune, show. A second start takes seconds and measures nothing."""
-    from autosel import fingerprint
+    from autosel import fingerprint, models
     from autosel.cli.tune import tune_command
     from autosel.fingerprint.describe import headline
 
+    shape = models.load(model)
     started = time.monotonic()
     fp = fingerprint.take("cpu")
     _step(2, "fingerprint", headline(fp), time.monotonic() - started)
-    _step(3, f"tune {model}", "bf16, batch 1, context 8192", None)
-    ctx.invoke(tune_command, **{p.name: p.get_default(ctx) for p in tune_command.params if p.name}, model=model)
-    click.echo(
-        f"\nDecisions are in {settings.db_url().removeprefix('sqlite:///')}.   Why: {settings.spelling()} explain attn"
-    )
+    _step(3, f"tune {model}", f"{shape.dtype}, batch 1, context 8192", None)
+    try:
+        ctx.invoke(tune_command, model=model)
+    finally:
+        where = settings.get("db") or settings.home() / "ledger.db"
+        click.echo(f"\nDecisions are in {where}.   Why: {settings.spelling()} explain attn", err=True)
 
 
 def _step(number: int, name: str, text: str, seconds: float | None) -> None:

@@ -7,21 +7,16 @@ from pathlib import Path
 import click
 
 from autosel import settings
-from autosel.cli.output import emit_json, json_option
+from autosel.cli.options import json_option, verb
+from autosel.cli.output import emit_json
 from autosel.errors import BadConfig
 
 
-@click.command("export")
+@verb("export", "export decisions.json", "export --repro 41 race41.py")
 @click.argument("path", type=click.Path(path_type=Path, allow_dash=True), default="-")
 @click.option("--repro", "decision_id", type=int, help="write a script that reproduces this decision's race")
 def export_command(path: Path, decision_id: int | None) -> None:
-    """What serves now, as one file in the snapshot's format (PATH, default stdout).
-
-    \b
-    Examples:
-      export decisions.json
-      export --repro 41 race41.py
-    """
+    """What serves now, as one file in the snapshot's format (PATH, default stdout)."""
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
@@ -49,16 +44,11 @@ def _write(path: Path, text: str) -> None:
         raise BadConfig(f"cannot write {path}", why=str(error)) from error
 
 
-@click.command("import")
+@verb("import", "import decisions.json")
 @click.argument("path", type=click.Path(path_type=Path))
 @json_option
 def import_command(path: Path, as_json: bool) -> None:
-    """Take in an export. Decisions of this device serve; those of another are kept as history and never serve here.
-
-    \b
-    Example:
-      import decisions.json
-    """
+    """Take in an export. Decisions of this device serve; those of another are kept as history and never serve here."""
     from autosel.cli.best import this_device
     from autosel.ledger.store import open_ledger
 

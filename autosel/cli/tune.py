@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from autosel import settings
 from autosel.cli.figures import decision_json, decision_table
-from autosel.cli.output import emit_json, json_option, rate_text
-from autosel.errors import UsageError
-from autosel.values import DTYPES, to_json
-
-
-@click.command("tune")
-@click.option(
-    "--model",
-    default="llama-8b",
-    show_default=True,
-    help="a preset, a Hugging Face checkpoint folder, or its config.json",
+from autosel.cli.options import (
+    Known,
+    batch_option,
+    dtype_option,
+    given_options,
+    json_option,
+    model_option,
+    ops_option,
+    seed_option,
+    seq_option,
+    verb,
 )
-@click.option("--op", "ops", multiple=True, help="only this op (gemv, attn, rmsnorm ...); may be repeated")
-@click.option("--dtype", type=click.Choice(DTYPES[:3]), default=None, help="default: the model's own")
-@click.option("--batch", type=click.IntRange(1, 4096), default=1, show_default=True, help="sequences decoded together")
-@click.option("--seq", type=click.IntRange(1, 1 << 20), default=8192, show_default=True, help="longest context, tokens")
-@click.option("--budget", default="", help="time allowed, as 90s or 5m; what is unfinished stays undecided")
-@click.option("--effort", type=click.Choice(["quick", "full"]), default=None, help="full also races torch.compile")
+from autosel.cli.output import Stopped, bandwidth, emit_json, error_json, report
+from autosel.errors import TooNoisy, UsageError
+from autosel.values import DTypeName, to_json
+
+if TYPE_CHECKING:
+    from autosel.models.workloads import Named
+    from autosel.pipeline import Report
+
+EXAMPLES = (
+    "tune --model llama-8b",
+    "tune --model qwen3-1.7b --op attn --seq 32768",
+    "tune --model ~/checkpoints/my-llama --budget 5m --json",
+)
+
+
+@verb("tune", *EXAMPLES)
+@model_option
+@ops_option
+@dtype_option()
+@batch_option
+@seq_option
+@click.option("--budget", default="", metavar="TIME", help="as 90s or 5m; what is unfinished then stays undecided")
+@click.option("--effort", type=Known("effort", ("quick", "full")), help="full also races torch.compile")
 @click.option("--resume/--force", "resume", default=True, help="--force measures again what is settled")
-@click.option("--device", default="cpu", show_default=True, help="what to tune for")
-@click.option("--seed", type=int, default=None, help="repeat the same operands and coin flips")
+@click.option("--device", default="cpu", metavar="DEVICE", help="what to tune for  [default: cpu]")
+@seed_option
 @json_option
 def tune_command(
     model: str,
     ops: Sequence[str],
-    dtype: str | None,
+    dtype: DTypeName | None,
     batch: int,
     seq: int,
     budget: str,
@@ -45,23 +64,17 @@ def tune_command(
 ) -> None:
     """Race what is eligible for a model's decode step, prove it right, decide, and keep the evidence.
 
-    Settled decisions are not measured again. Ctrl-C keeps what is decided; the same command continues.
-
-    \b
-    Examples:
-      tune --model llama-8b
-      tune --model qwen3-1.7b --op attn --seq 32768
-      tune --model ~/checkpoints/my-llama --budget 5m --json
+    Settled decisions are not measured again. Ctrl-C keeps what is decided; the same command continues. Exit code 5:
+    some stayed undecided.
     """
     from autosel import models
-    from autosel.cli.progress import Progress
-    from autosel.ledger.store import open_ledger
+    from autosel.cli.fingerprint import refuse_absent
     from autosel.models.workloads import step
-    from autosel.pipeline import Request, tune
+    from autosel.pipeline import Request
 
+    refuse_absent(device)
     seconds = parse_budget(budget) if budget else float(settings.get("budget"))
-    shape = models.load(model)
-    named = step(shape, batch=batch, context=seq, dtype=dtype, ops=list(ops) or None)  # type: ignore[arg-type]
+    named = step(models.load(model), batch=batch, context=seq, dtype=dtype, ops=list(ops) or None)
     request = Request(
         workloads=named,
         effort=effort or settings.get("effort"),
@@ -70,65 +83,92 @@ def tune_command(
         seed=seed,
         force=not resume,
     )
-    progress = Progress(seconds)
+    ctx = click.get_current_context()
+    report_on(request, named, again_command(ctx), as_json)
+
+
+def report_on(request: Any, named: Sequence[Named], again: str, as_json: bool) -> None:
+    """Tune, and say what came of it."""
+    found = run_to_end(request, len(named), again)
+    undecided = unfinished(found, again)
+    if as_json:
+        emit_json({**report_json(found), "error": error_json(undecided) if undecided else None})
+    else:
+        click.echo(decision_table(found.decisions, {n.workload.key: n.label for n in named}))
+        show_remarks(found)
+    if undecided is not None:
+        report(undecided)
+        raise click.exceptions.Exit(undecided.exit_code)
+
+
+def run_to_end(request: Any, workloads: int, again: str) -> Report:
+    """The pipeline with its progress. Raises Stopped on Ctrl-C, with what was kept."""
+    from autosel.cli.progress import Progress
+    from autosel.ledger.store import open_ledger
+    from autosel.pipeline import tune
+
+    progress = Progress(request.budget_s)
     with open_ledger() as ledger:
         try:
-            report = tune(request, ledger, progress)
+            with progress:
+                return tune(request, ledger, progress)
         except KeyboardInterrupt:
-            progress.clear()
             done = progress.settled + progress.decided_now
-            again = f"{settings.spelling()} tune --model {model}"
-            click.echo(f"stopped; {done} of {len(named)} decided and kept; `{again}` continues", err=True)
-            raise click.exceptions.Exit(130) from None
-        progress.clear()
-    if as_json:
-        emit_json(
-            {
-                "decisions": [decision_json(d) for d in report.decisions],
-                "rejected": [
-                    {
-                        "op": r.workload.op,
-                        "workload": r.workload.key,
-                        "candidate": r.candidate,
-                        "stage": r.stage,
-                        "reason": r.reason,
-                    }
-                    for r in report.rejected
-                ],
-                "fingerprint": to_json(report.fingerprint),
-                "hw_id": report.fingerprint.hw_id,
-                "measured": report.measured,
-                "seconds": report.seconds,
-            }
-        )
-        return
-    labels = {n.workload.key: n.label for n in named}
-    click.echo(decision_table(report.decisions, labels))
-    show_remarks(report)
+            raise Stopped(f"stopped; {done} of {workloads} decided and kept; `{again}` continues") from None
 
 
-def show_remarks(report: object) -> None:
-    from autosel.pipeline import Report
+def again_command(ctx: click.Context) -> str:
+    """The command that goes on with this one: the same model and what else decides which workloads there are."""
+    words = [settings.spelling(), "tune", "--model", shlex.quote(str(ctx.params["model"]))]
+    return " ".join([*words, *given_options(ctx, ("ops", "dtype", "batch", "seq", "effort"))])
 
-    assert isinstance(report, Report)
-    me = settings.spelling()
-    failed = {r.candidate for r in report.rejected if r.stage in ("parity", "race", "build")}
-    ineligible = {r.candidate for r in report.rejected if r.stage == "eligible"}
-    if failed or ineligible:
-        words = []
-        if failed:
-            words.append(f"{len(failed)} candidate{'s' if len(failed) > 1 else ''} failed")
-        if ineligible:
-            words.append(f"{len(ineligible)} {'were' if len(ineligible) > 1 else 'was'} not eligible")
-        click.echo(f"{', '.join(words)}       {me} explain --failed")
-    rates = [d.verdict.read_bytes_per_s for d in report.decisions if d.verdict and d.verdict.read_bytes_per_s]
+
+def unfinished(found: Report, again: str) -> TooNoisy | None:
+    """Which workloads stayed undecided, why, and how to go on; None if none did."""
+    if not found.undecided:
+        return None
+    reasons = {d.workload.key: d.reason for d in found.decisions}
+    keys = list(dict.fromkeys(n.workload.key for n in found.undecided))
+    return TooNoisy(
+        f"{len(keys)} of {len(found.labels)}; what served before goes on serving",
+        why="\n".join(f"{key}: {reasons.get(key, 'the budget ended before it could be raced')}" for key in keys),
+        todo=f"go on:  {again}",
+    )
+
+
+def report_json(found: Report) -> dict[str, Any]:
+    return {
+        "decisions": [decision_json(d) for d in found.decisions],
+        "rejected": [
+            {"op": r.workload.op, "workload": r.workload.key, "candidate": r.candidate}
+            | {"stage": r.stage, "reason": r.reason}
+            for r in found.rejected
+        ],
+        "undecided": [n.workload.key for n in found.undecided],
+        "fingerprint": to_json(found.fingerprint),
+        "hw_id": found.fingerprint.hw_id,
+        "measured": found.measured,
+        "seconds": found.seconds,
+    }
+
+
+def show_remarks(found: Report) -> None:
+    """Below the table: who did not make it, what the roofline stands on, what disturbed."""
+    failed = {r.candidate for r in found.rejected if r.stage != "eligible"}
+    refused = {r.candidate for r in found.rejected if r.stage == "eligible"} - failed
+    told = [f"{len(failed)} candidate{'s' if len(failed) > 1 else ''} failed"] if failed else []
+    told += [f"{len(refused)} {'were' if len(refused) > 1 else 'was'} not eligible"] if refused else []
+    if told:
+        click.echo(f"{', '.join(told)}       {settings.spelling()} explain --failed")
+    rates = [d.verdict.read_bytes_per_s for d in found.decisions if d.verdict and d.verdict.read_bytes_per_s]
     if rates:
-        low, high = rate_text(min(rates), "bytes/s"), rate_text(max(rates), "bytes/s")
-        click.echo(f"roofline: fraction of {low if low == high else f'{low} .. {high}'}, read beside these races")
-    if report.fingerprint.contended:
-        click.echo("contended: other work ran on this machine; best windows are reported, never an average")
-    if report.measured == 0:
-        click.echo(f"nothing measured: all {len(report.decisions)} decisions hold ({report.seconds:.1f} s)")
+        low, high = bandwidth(min(rates)), bandwidth(max(rates))
+        told_rate = low if low == high else f"{low} .. {high}"
+        click.echo(f"roofline: fraction of {told_rate}, read beside these races")
+    if found.fingerprint.contended and found.measured:
+        click.echo("contended: other work ran on this machine; see the intervals")
+    if found.measured == 0:
+        click.echo(f"nothing measured: all {len(found.decisions)} decisions hold ({found.seconds:.1f} s)")
 
 
 def parse_budget(text: str) -> float:
@@ -136,7 +176,7 @@ def parse_budget(text: str) -> float:
     import re
 
     match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
-    if not text.strip() or match is None or not any(match.groups()):
+    found = [float(group or 0) for group in match.groups()] if match and text.strip() else []
+    if not sum(found):
         raise UsageError(f"--budget {text!r} is no time", todo="write it as 90s, 5m or 1h30m")
-    hours, minutes, seconds = (float(g or 0) for g in match.groups())
-    return hours * 3600 + minutes * 60 + seconds
+    return found[0] * 3600 + found[1] * 60 + found[2]

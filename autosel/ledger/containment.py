@@ -14,6 +14,7 @@ from typing import Any, Literal
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
+from autosel import settings
 from autosel.errors import LedgerError
 from autosel.ledger import schema as t
 from autosel.ledger.rows import insert, now, put_arm, text_of, value_of
@@ -79,7 +80,7 @@ def active(connection: Connection, hw_id: str, op: str | None = None, driver: st
 def release(connection: Connection, quarantine_id: int, reason: str) -> None:
     known = connection.execute(sa.select(t.quarantines.c.id).where(t.quarantines.c.id == quarantine_id)).scalar()
     if known is None:
-        raise LedgerError(f"there is no quarantine {quarantine_id}", todo="see `history`")
+        raise LedgerError(f"there is no quarantine {quarantine_id}", todo=f"{settings.spelling()} doctor lists them")
     done = sa.select(t.releases.c.quarantine_id).where(t.releases.c.quarantine_id == quarantine_id)
     if connection.execute(done).scalar() is None:
         connection.execute(sa.insert(t.releases).values(quarantine_id=quarantine_id, reason=reason, created_at=now()))

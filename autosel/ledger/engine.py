@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, event, exc
 from sqlalchemy.pool import NullPool
 
+from autosel import settings
 from autosel.errors import LedgerError
 from autosel.ledger.locks import write_lock
 
@@ -260,7 +261,7 @@ def corrupt(name: str, why: str = "") -> LedgerError:
     return LedgerError(
         f"the ledger {name} is damaged",
         why=why,
-        todo="move it aside and bring back a backup (`db restore`), or import an export; the snapshot goes on serving",
+        todo=f"bring back a backup: {settings.spelling()} db restore FILE; until then the snapshot goes on serving",
     )
 
 

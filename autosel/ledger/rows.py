@@ -16,6 +16,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import Connection, Row, Select, Table
 
+from autosel import settings
 from autosel.errors import LedgerError
 from autosel.ledger import schema as t
 from autosel.values import (
@@ -237,7 +238,9 @@ def one(connection: Connection, decision_id: int) -> Stored:
     if not found:
         last = connection.execute(sa.select(sa.func.max(t.decisions.c.id))).scalar()
         raise LedgerError(
-            f"there is no decision {decision_id}", why=f"the last one is {last or 'none'}", todo="see `history`"
+            f"there is no decision {decision_id}",
+            why=f"the last one is {last}" if last else "there are none yet",
+            todo=f"{settings.spelling()} history",
         )
     return found[0]
 

@@ -187,7 +187,9 @@ class Ledger:
         def write(c: Connection) -> int:
             found = rows.one(c, decision_id)
             if found.epoch is None or found.decision.state != "pinned":
-                raise LedgerError(f"decision {decision_id} is not a pin that serves", todo="see `history`")
+                raise LedgerError(
+                    f"decision {decision_id} is not a pin that serves", todo=f"{settings.spelling()} history"
+                )
             back = found
             while back.decision.state == "pinned" and back.previous_id is not None:
                 back = rows.one(c, back.previous_id)
@@ -586,7 +588,10 @@ def _refuse_unproven(arm: Arm, state: State, parities: Sequence[tuple[Arm, Parit
 def _refuse_quarantined(arm: Arm, held: Sequence[Quarantine]) -> None:
     for q in held:
         if q.digest == arm.digest:
-            raise LedgerError(f"{arm.candidate} is in quarantine: {q.reason}", todo=f"release quarantine {q.id} first")
+            raise LedgerError(
+                f"{arm.candidate} is in quarantine: {q.reason}",
+                todo=f"{settings.spelling()} db release {q.id} --reason ... if you know better",
+            )
 
 
 def _follow(c: Connection, found: Stored, *, state: State, arm_id: int, reason: str, key: str) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
+import logging
 import re
 import shutil
 import subprocess
@@ -24,6 +24,8 @@ from typing import Any
 
 from autosel import resources, settings
 from autosel.errors import BuildError
+
+log = logging.getLogger(__name__)
 
 BASE_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared", "-pthread")
 DEADLINE_S = 300.0
@@ -102,24 +104,24 @@ def compile_source(source: str, flags: tuple[str, ...] = (), *, deadline_s: floa
         making = Path(temporary) / "made"
         making.mkdir()
         command = _command(resources.kernels() / source, flags, making / "kernel.so")
-        log = _run(command, source, deadline_s)
+        said = _run(command, source, deadline_s)
         seconds = time.monotonic() - started
         receipt = {
             "source": source,
             "sources": sources,
             "command": command,
             "seconds": seconds,
-            "log": log,
+            "log": said,
             "kernel_sha256": _sha(making),
         }
         (making / "receipt.json").write_text(json.dumps(receipt, indent=1))
         try:
-            os.rename(making, folder)
+            making.rename(folder)
         except OSError:
             if find_artefact(digest) is None:  # not merely lost a race against a twin
                 raise
     return Artefact(
-        digest=digest, path=folder / "kernel.so", seconds=seconds, log=log, command=tuple(command), sources=sources
+        digest=digest, path=folder / "kernel.so", seconds=seconds, log=said, command=tuple(command), sources=sources
     )
 
 
@@ -189,14 +191,17 @@ def _libinfo() -> Any:
 
 
 def _run(command: list[str], source: str, deadline_s: float) -> str:
+    log.info("%s", " ".join(command))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{source}: the compiler took longer than {deadline_s:.0f} s", why=" ".join(command)) from error
+        raise BuildError(
+            f"{source}: the compiler took longer than {deadline_s:.0f} s", why=" ".join(command)
+        ) from error
     except OSError as error:
         raise BuildError(f"{source}: the compiler could not be started", why=str(error)) from error
-    log = done.stdout + done.stderr
+    said = done.stdout + done.stderr
     if done.returncode != 0:
-        first = next((line for line in log.splitlines() if "error" in line), log[:200])
-        raise BuildError(f"{source} does not compile", why=first, todo=" ".join(command), log=log)
-    return log
+        first = next((line for line in said.splitlines() if "error" in line), said[:200])
+        raise BuildError(f"{source} does not compile", why=first, todo=" ".join(command), log=said)
+    return said

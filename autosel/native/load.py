@@ -19,7 +19,7 @@ def load_entry(digest: str, entry: str) -> Callable[..., Any]:
     if digest not in _LOADED:
         artefact = find_artefact(digest)
         if artefact is None:
-            raise BuildError(f"compiled kernel {digest[:12]} is missing or damaged", todo="run tune again to rebuild it")
+            raise BuildError(f"compiled kernel {digest[:12]} is missing or damaged", todo="tune again to rebuild it")
         import tvm_ffi
 
         _LOADED[digest] = tvm_ffi.load_module(str(artefact.path))

@@ -21,17 +21,12 @@ OTHERS_BYTES = 1 << 30  # two interpreters with torch, and room to breathe
 
 
 def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
-    """Each job with its race and verdict, as soon as its race is complete; those without a challenger at once.
-
-    Raises UsageError if the operands do not fit in memory.
-    """
+    """Each job with its race and verdict, as soon as its race is complete; those without a challenger at once."""
     yield from (job for job in jobs if not job.ways)
     contested = {job.workload.key: job for job in jobs if job.ways}
-    margins = {kind: margin(*tuning.ledger.aa(tuning.fp.hw_id, kind), SAMPLE_NS) for kind in TIME_CLASSES}
-    contests = [contest_of(job, tuning.fp, margins) for job in contested.values()]
-    refuse_without_memory(contests)
-    tuning.tally.races += len(contests)
-    for found in run(contests, _terms(tuning)):
+    found_contests = contests(tuning, jobs)
+    tuning.tally.races += len(found_contests)
+    for found in run(found_contests, _terms(tuning)):
         if isinstance(found, Disqualified):
             _disqualify(tuning, contested[found.contest.workload.key], found)
             continue
@@ -41,6 +36,12 @@ def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
         tuning.ledger.save_aa(tuning.fp.hw_id, race.time_class, crossings)
         job.race, job.verdict = race, with_roofline(judge(race), job.workload)
         yield job
+
+
+def contests(tuning: Tuning, jobs: Sequence[Job]) -> list[Contest]:
+    """What is to be raced of the jobs, at the margins that this device's A/A sessions allow."""
+    margins = {kind: margin(*tuning.ledger.aa(tuning.fp.hw_id, kind), SAMPLE_NS) for kind in TIME_CLASSES}
+    return [contest_of(job, tuning.fp, margins) for job in jobs if job.ways]
 
 
 def _terms(tuning: Tuning) -> Terms:

@@ -79,6 +79,8 @@ def _race_at(tuning: Tuning, job: Job, length: int) -> Job | None:
     extra = shortlist(tuning, named, probe=True)
     build_all(tuning, [extra])
     prove_all(tuning, [extra])
+    if extra.late:
+        return None
     for finished in contend(tuning, [extra]):
         if finished.verdict is not None and not _undecided(finished):
             return finished

@@ -72,6 +72,7 @@ class Job:
     incumbent: Way
     offered: tuple[str, ...] = ()  # digests of all arms considered: a new one, and only that, opens a settled bucket
     probe: bool = False
+    late: bool = False  # the budget ended before all its ways were built and proven: it is not raced
     settled: tuple[Decision, ...] = ()
     parities: list[tuple[Arm, Parity]] = field(default_factory=list)
     race: Race | None = None
@@ -100,6 +101,11 @@ class Tuning:
     rng: Random
     clock: Callable[[], float]
     deadline: float
+
+    @property
+    def over(self) -> bool:
+        """Has the budget ended? Then nothing new begins."""
+        return self.clock() > self.deadline
 
     @property
     def threads(self) -> int:
@@ -140,6 +146,10 @@ class Tally:
         if decision.verdict is not None and decision.verdict.outcome == "undecided":
             self.undecided.append(job.named)
         self.listener.decided(decision, settled_before=False)
+
+    def late(self, job: Job) -> None:
+        """The budget ended before the race: nothing is recorded, and the next tune goes on from the proofs."""
+        self.undecided.append(job.named)
 
     def rejected(self, w: Workload, candidate: str, stage: str, reason: str) -> None:
         rejection = Rejection(workload=w, candidate=candidate, stage=stage, reason=reason)

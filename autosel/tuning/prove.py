@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 
 from autosel.parity.check import Proof, check_all
 from autosel.tuning.build import drop
 from autosel.tuning.job import Job, Tuning, Way
-from autosel.values import Fingerprint, Parity, Passed, Workload
+from autosel.tuning.pool import pool
+from autosel.values import Parity, Passed, Workload
 
 log = logging.getLogger(__name__)
 
@@ -22,16 +23,23 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
     """Proofs are stored as they come, and stored ones reused; a way that fails leaves its job, with the reason.
 
     One process a build covers all its workloads. The baseline is proven like the rest; if it fails that is reported,
-    and it still is what must be beaten: a failing baseline does not shield itself.
+    and it still is what must be beaten: a failing baseline does not shield itself. At the deadline no proof starts, and
+    a job with a way left unproven is late.
     """
     groups = _unproven(tuning, jobs)
-    with ThreadPoolExecutor(max_workers=PROVERS) as pool:
-        futures = {pool.submit(_prove, members, tuning.fp): members for members in groups.values()}
+    with pool(PROVERS) as executor:
+        futures = {executor.submit(_prove, tuning, members): members for members in groups.values()}
+        if groups:
+            tuning.tally.stage("parity", next(iter(groups.values()))[0][1].candidate.name, 0, len(groups))
         for done, future in enumerate(as_completed(futures), 1):
-            for (job, way), parity in zip(futures[future], future.result(), strict=True):
+            members = futures[future]
+            proofs = future.result()
+            for job, _ in members if not proofs else ():
+                job.late = True
+            for (job, way), parity in zip(members, proofs, strict=False):
                 tuning.ledger.save_parity(tuning.fp.hw_id, job.workload, way.arm, parity)
                 _take(tuning, job, way, parity)
-            tuning.tally.stage("parity", futures[future][0][1].candidate.name, done, len(groups))
+            tuning.tally.stage("parity", members[0][1].candidate.name, done, len(groups))
 
 
 def _unproven(tuning: Tuning, jobs: Sequence[Job]) -> dict[str, list[Member]]:
@@ -51,8 +59,11 @@ def _process_of(way: Way) -> str:
     return way.arm.backend if way.arm.backend in ("TORCH", "INDUCTOR") else way.build_digest
 
 
-def _prove(members: Sequence[Member], fp: Fingerprint) -> list[Parity]:
-    return check_all([proof_of(way, job.workload) for job, way in members], fp=fp)
+def _prove(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
+    """Nothing where the time was over before it began."""
+    if tuning.over:
+        return []
+    return check_all([proof_of(way, job.workload) for job, way in members], fp=tuning.fp)
 
 
 def proof_of(way: Way, w: Workload) -> Proof:

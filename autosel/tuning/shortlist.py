@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autosel import settings
 from autosel.candidates import arms, registry
 from autosel.candidates.base import Candidate
 from autosel.errors import BuildError, UsageError
@@ -28,7 +29,7 @@ def shortlist(tuning: Tuning, named: Named, *, probe: bool = False) -> Job:
         raise UsageError(
             f"the baseline {name} cannot run {w.key}",
             why="without a baseline nothing can be proven faster",
-            todo=f"release it from quarantine, or leave {w.op} out",
+            todo=f"{settings.spelling()} doctor says why; or leave {w.op} out with --op",
         )
     job = Job(
         named=named,

@@ -10,7 +10,9 @@ from autosel.candidates import registry
 from autosel.candidates.base import Candidate
 from autosel.models.workloads import Named
 from autosel.native.compile import compile_source
+from autosel.parity.check import Terms as ProofTerms
 from autosel.parity.check import check
+from autosel.parity.session import CALL_S
 from autosel.race.contest import Contest
 from autosel.race.judge import judge
 from autosel.race.plan import SAMPLE_NS, margin
@@ -41,16 +43,25 @@ class _Entered:
 
 
 def try_candidate(
-    candidate: Candidate, named: Sequence[Named], fp: Fingerprint, listener: Listener, seed: int | None = None
+    candidate: Candidate,
+    named: Sequence[Named],
+    fp: Fingerprint,
+    listener: Listener,
+    seed: int | None = None,
+    *,
+    call_deadline_s: float = CALL_S,
 ) -> Iterator[Tried]:
-    """Prove and race one candidate against the baseline at each workload. Raises BuildError if it does not compile."""
+    """Prove and race one candidate against the baseline at each workload. A call of its proof that takes longer than
+    the deadline has hung. Raises BuildError if it does not compile, UsageError where memory does not suffice."""
     entered: dict[str, _Entered] = {}
     for n in named:
         support = candidate.supports(n.workload, fp)
         if not isinstance(support, Accepted):
             yield Tried(named=n, parity=None, reason=support.reason)
             continue
-        contest, parity = _enter(candidate, n, fp, listener)
+        contest = _contest(candidate, n, fp)
+        refuse_without_memory([contest])
+        parity = _prove(candidate, n, fp, listener, call_deadline_s)
         if isinstance(parity, Failed):
             yield Tried(named=n, parity=parity, reason=parity.reason)
         else:
@@ -58,16 +69,19 @@ def try_candidate(
     yield from _race(entered, fp, listener, seed)
 
 
-def _enter(candidate: Candidate, n: Named, fp: Fingerprint, listener: Listener) -> tuple[Contest, Parity]:
+def _contest(candidate: Candidate, n: Named, fp: Fingerprint) -> Contest:
     way, base = way_of(candidate, n.workload, fp), way_of(registry.baseline(n.workload.op), n.workload, fp)
-    listener.stage("build", candidate.name, 0, 1)
+    margins = {kind: margin(0, 0, SAMPLE_NS) for kind in TIME_CLASSES}
+    return contest_of(Job(named=n, mode="", baseline=base, incumbent=base, ways=[way]), fp, margins)
+
+
+def _prove(candidate: Candidate, n: Named, fp: Fingerprint, listener: Listener, call_deadline_s: float) -> Parity:
+    way = way_of(candidate, n.workload, fp)
     if isinstance(way.recipe, NativeRecipe):
+        listener.stage("build", way.recipe.source, 0, 1)
         compile_source(way.recipe.source, way.recipe.flags)
     listener.stage("parity", candidate.name, 0, 1)
-    parity = check(proof_of(way, n.workload), fp=fp)
-    margins = {kind: margin(0, 0, SAMPLE_NS) for kind in TIME_CLASSES}
-    job = Job(named=n, mode="", baseline=base, incumbent=base, ways=[way])
-    return contest_of(job, fp, margins), parity
+    return check(proof_of(way, n.workload), fp=fp, terms=ProofTerms(call_deadline_s=call_deadline_s))
 
 
 def _race(entered: Mapping[str, _Entered], fp: Fingerprint, listener: Listener, seed: int | None) -> Iterator[Tried]:

@@ -1,0 +1,100 @@
+"""What verbs share: how their help looks, and the options that mean the same everywhere."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from autosel import settings
+from autosel.errors import UnknownName
+from autosel.values import DTYPES
+
+Decorator = Callable[[Callable[..., Any]], click.Command]
+
+
+class Verb(click.Command):
+    """A verb. Its help ends with examples, written as the caller would type them."""
+
+    def __init__(self, *arguments: Any, examples: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.examples = examples
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        show_examples(self.examples, formatter)
+
+
+class VerbGroup(click.Group):
+    """A verb with verbs below it."""
+
+    command_class = Verb
+
+    def __init__(self, *arguments: Any, examples: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.examples = examples
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        show_examples(self.examples, formatter)
+
+
+def show_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> None:
+    if examples:
+        with formatter.section("Examples"):
+            for line in examples:
+                formatter.write(f"{'':>{formatter.current_indent}}{settings.spelling()} {line}\n")
+
+
+def verb(name: str, *examples: str) -> Decorator:
+    """A command with its examples, each without the program's name."""
+    return click.command(name, cls=Verb, examples=examples)
+
+
+class Known(click.Choice[str]):
+    """One of a few names; another suggests the nearest."""
+
+    def __init__(self, kind: str, known: Sequence[str]) -> None:
+        super().__init__(known)
+        self.kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in self.choices:
+            raise UnknownName(self.kind, str(value), tuple(self.choices))
+        return str(value)
+
+
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+json_option = click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
+model_option = click.option(
+    "--model",
+    default="llama-8b",
+    show_default=True,
+    metavar="NAME|DIR",
+    help="a preset, a Hugging Face checkpoint folder, or its config.json",
+)
+ops_option = click.option("--op", "ops", multiple=True, metavar="OP", help="only this op (gemv, attn ...); repeatable")
+batch_option = click.option(
+    "--batch", type=click.IntRange(1, 4096), default=1, metavar="N", help="sequences decoded together  [default: 1]"
+)
+seq_option = click.option(
+    "--seq", type=click.IntRange(1, 1 << 20), default=8192, metavar="N", help="longest context, tokens  [default: 8192]"
+)
+seed_option = click.option("--seed", type=int, default=None, help="repeat the same operands and coin flips")
+reason_option = click.option("--reason", required=True, help="why; it is kept with the decision")
+
+
+def dtype_option(known: Sequence[str] = DTYPES[:3]) -> Option:
+    return click.option("--dtype", type=Known("dtype", known), default=None, help="default: the model's own")
+
+
+def given_options(ctx: click.Context, names: Sequence[str]) -> list[str]:
+    """Those of the named options that are not at their default, as words of a command line."""
+    words: list[str] = []
+    for parameter in ctx.command.params:
+        value = ctx.params.get(str(parameter.name))
+        if parameter.name in names and value and value != parameter.get_default(ctx):
+            for one in value if isinstance(value, (tuple, list)) else (value,):
+                words += [parameter.opts[0], shlex.quote(str(one))]
+    return words
