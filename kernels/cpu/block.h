@@ -1,16 +1,19 @@
 // x[M,K] . w[N,K]^T for many rows of x: compute-bound, so weights are turned so that lanes run along N and a register
 // tile of kTileRows x 2 kLanes takes 2 loads of weights and kTileRows broadcasts of x for twice kTileRows multiplies.
 //
-// A thread owns columns of y, 2 kLanes at a time ("strip"). For each strip, for each block of K: turn the weights' block
-// into L1 (k_block lanes x 2 kLanes x 4 bytes <= half of it), run every tile of x over it, add into c. A lane is 32 bits:
-// an fp32 (fp16 and, without the dot instruction, bf16 are widened while turning) or two neighbours along K in bf16.
+// A thread owns columns of y, 2 kLanes at a time ("strip"). For each strip, for each block of K: turn the weights'
+// block into L1 (k_block lanes x 2 kLanes x 4 bytes <= half of it), run every tile of x over it, add into c. A lane
+// is 32 bits: an fp32 (fp16 and, without the dot instruction, bf16 are widened while turning) or two neighbours along
+// K in bf16.
 //   Turning costs 4.5 cycles a cache line of weights, multiplying M (Zen 4: one 512-bit vdpbf16ps or FMA a cycle): from
 //   M = 8 or so it is cheaper than dot.h, which reads x from L2 for every few rows of weights.
 //   Reading 2 kLanes rows in blocks of K is a bad order for memory, so tiles ask L2, line by line and in the order of
-//   addresses, for the strip (or part of one) that comes next: see `Ahead`. Without: 0.7 of the speed at M = 12.
+//   addresses, for the strip (or part of one) that comes next: see `Ahead`. Without: 0.6 of the
+//   speed at M = 12, 0.87 at 64.
 //
-// The register tile runs at one multiply a cycle (24.1 cycles for 12 x 2). bf16, 2048 x 4096, one core of Zen 4, times
-// torch's: 1.3 at M=12..16, 1.16 at 32, 1.05 at 64, 1.0 at 128 and above (218 of 236 GFLOP/s at M=480).
+// The register tile runs at one multiply a cycle (24.1 cycles for 12 x 2). 2048 x 4096, one core of Zen 4, times
+// torch's speed, bf16: 1.3-1.6 at M=12, 1.3 at 16, 1.2 at 32, 1.05 at 64, 0.91-1.0 from 128 on (up to 218 of 236 GFLOP/s);
+// 2048 x 2048: fp16 3.5-3.9, fp32 1.4 at M=16 and 1.2 at 64.
 // Losers: sixteen rows turned at once; the rows copied together before turning (1.1x slower at M=16); chunks of x of 64
 // rows (0.88 of 480 at once: weights are turned for every chunk).
 #pragma once
@@ -65,11 +68,12 @@ static inline void store_eight(float* p, vreg v, int half) {
 
 // to[l * pitch + r] = lane l of row r, r < columns; missing rows and elements are zero.
 //
-// Eight rows at a time: sixteen rows a multiple of 4 KB apart share 8 ways of L1 and throw each other out (6.4 cycles a
-// line for sixteen, 4.5 for eight; a staged copy of the rows 7.2). Groups go from the last to the first, and write eight
-// values a lane whatever `columns`: what is too much gets overwritten, but for 7 values behind the last lane.
+// Eight rows at a time: sixteen rows a multiple of 4 KB apart share 8 ways of L1 and throw each other out (6.4 cycles
+// a line for sixteen, 4.5 for eight; a staged copy of the rows 7.2). Groups go from the last to the first, and write
+// eight values a lane whatever `columns`: what is too much gets overwritten, but for 7 values behind the last lane.
 template <class S, int kPer>
-static void turn_rows(const S* from, int64_t stride, int64_t rows, int64_t k, float* to, int64_t columns, int64_t pitch) {
+static void turn_rows(const S* from, int64_t stride, int64_t rows, int64_t k, float* to, int64_t columns,
+                      int64_t pitch) {
   for (int64_t group = (columns - 1) / 8 * 8; group >= 0; group -= 8) {
     float* out = to + group;
     for (int64_t j = 0; j < k; j += kLanes * kPer) {
@@ -132,7 +136,10 @@ static void tile(const float* w, const float* x, int64_t lanes, float* c, bool f
     vreg w0 = load(w), w1 = load(w + kLanes);
     prefetch_l2(a + l * 64), prefetch_l2(b + l * 64);
 #pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r) acc[r][0] = multiply<T>(acc[r][0], w0, x[r]), acc[r][1] = multiply<T>(acc[r][1], w1, x[r]);
+    for (int r = 0; r < Rows; ++r) {
+      acc[r][0] = multiply<T>(acc[r][0], w0, x[r]);
+      acc[r][1] = multiply<T>(acc[r][1], w1, x[r]);
+    }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r)
@@ -166,7 +173,8 @@ template <class T, int Parts> static Strip<T> strip_at(const Matrix<const T>* w,
   for (int v = 0; v < 2; ++v) {
     const Matrix<const T>& part = w[Parts == 2 ? v : 0];
     int64_t first = Parts == 2 ? s * kLanes : s * kStrip + v * kLanes, left = part.rows - first;
-    found.w[v] = part.row(first), found.stride[v] = part.stride, found.rows[v] = left < 0 ? 0 : left < kLanes ? left : kLanes;
+    found.w[v] = part.row(first), found.stride[v] = part.stride;
+    found.rows[v] = left < 0 ? 0 : left < kLanes ? left : kLanes;
   }
   return found;
 }
@@ -187,14 +195,16 @@ static void multiply_strip(const float* x, int64_t m, int64_t k, const Strip<T>&
   constexpr int P = kPerLane<T>;
   int64_t rows = tile_rows_for(m), tiles = (m + rows - 1) / rows, lanes = lanes_of<T>(k);
   int64_t part_lines = ((walk.k_ahead < k ? walk.k_ahead : k) * int64_t(sizeof(T)) + 63) / 64;
-  int64_t share = kLanes * (walk.k_block < k ? walk.k_block : k) * int64_t(sizeof(T)) / 64;  // lines of each half to ask for during one block
+  // Lines of each half to ask for during one block.
+  int64_t share = kLanes * (walk.k_block < k ? walk.k_block : k) * int64_t(sizeof(T)) / 64;
   for (int64_t part = 0; part < k; part += walk.k_ahead) {
     int64_t part_end = part + walk.k_ahead < k ? part + walk.k_ahead : k;
     bool last = part_end == k;
     Ahead<T> next{last ? after : at, last ? 0 : part_end, part_lines};
     for (int64_t j = part, line = 0; j < part_end; j += walk.k_block, line += share) {
       int64_t wide = part_end - j < walk.k_block ? part_end - j : walk.k_block, l = lanes_of<T>(wide);
-      for (int v = 0; v < 2; ++v) turn_rows<T, P>(at.w[v] + j, at.stride[v], at.rows[v], wide, w + v * kLanes, kLanes, kStrip);
+      for (int v = 0; v < 2; ++v)
+        turn_rows<T, P>(at.w[v] + j, at.stride[v], at.rows[v], wide, w + v * kLanes, kLanes, kStrip);
       for (int64_t t = 0; t < tiles; ++t) {
         bool ask = t * l < share;
         const char* nothing = reinterpret_cast<const char*>(w);
@@ -207,7 +217,8 @@ static void multiply_strip(const float* x, int64_t m, int64_t k, const Strip<T>&
 
 // As `stream` in dot.h, for any m; x(m0, m) is asked for each chunk of rows by each thread.
 template <class T, int Parts, class X, class Done>
-static void blocked(const X& x, int64_t m, const Matrix<const T>* w, int64_t threads, const Walk& walk, const Done& done) {
+static void blocked(const X& x, int64_t m, const Matrix<const T>* w, int64_t threads, const Walk& walk,
+                    const Done& done) {
   constexpr int64_t columns = Parts == 2 ? kLanes : kStrip;
   AUTOSEL_CHECK(walk.k_block > 0 && walk.k_block % (kLanes * kPerLane<T>) == 0 && walk.k_ahead > 0 &&
                     walk.k_ahead % walk.k_block == 0 && walk.m_block > 0,

@@ -1,10 +1,11 @@
 // x[M,K] . w[N,K]^T for a few rows of x: weights stream from memory once, each line against every row of x.
 //
-// Both operands run along K, so no weight is repacked: an accumulator holds kLanes partial sums, added up at a row's end.
-//   R rows of weights go together, so that one load of x serves R of them: x beyond L1 (K = 14336 in bf16 is 28 KB)
-//   comes from L2 at the price of a weight line. R * M accumulators stay in registers (kAccumulators).
-//   R streams a row apart defeat the hardware prefetcher (measured below), so each step also asks L2 for one line of the
-//   *next* R rows, in the order of addresses: to memory it is one linear stream, whatever the order of use.
+// Both operands run along K, so no weight is repacked: an accumulator holds kLanes partial sums, added up at a row's
+// end.
+// R rows of weights go together, so that one load of x serves R of them: x beyond L1 (K = 14336 in bf16 is 28 KB)
+// comes from L2 at the price of a weight line. R * M accumulators stay in registers (kAccumulators).
+// R streams a row apart defeat the hardware prefetcher (measured below), so each step also asks L2 for one line of
+// the *next* R rows, in the order of addresses: to memory it is one linear stream, whatever the order of use.
 //
 // Measured on 2 cores of Zen 4 (AVX-512-BF16, bf16), against a plain streaming read in the same run, medians:
 //   M=1, K=4096    R=1: 0.90-0.99, reading 2 KB ahead: 1.0    R=2: 0.65    R=4 or 8, next block ahead: 1.0-1.1
@@ -98,8 +99,10 @@ template <class T, class S> static void pack_for_dot(const Matrix<const S>& x, W
 
 // --- R rows of weights against M rows of x ---------------------------------------------------------------------------
 
-// out[m * R + r] = w[r] . x[m]. `next` is where the weights of the following call lie, or any address if there are none.
-template <class T> using DotBlock = void (*)(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T* next, float* out);
+// out[m * R + r] = w[r] . x[m]. `next` is where the weights of the following call lie, or any address if there are
+// none.
+template <class T>
+using DotBlock = void (*)(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T* next, float* out);
 
 template <class T, int M, int R>
 static void dot_block(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T* next, float* out) {
@@ -144,8 +147,8 @@ template <class T, int M> static DotBlock<T> dot_block_of(int64_t rows) {
   return nullptr;
 }
 
-// The kernel for m <= kMaxRows rows of x and `rows` of weights; where there is none, `rows` becomes the next lower number
-// that has one (a knob derived for another M must not be an error).
+// The kernel for m <= kMaxRows rows of x and `rows` of weights; where there is none, `rows` becomes the next lower
+// number that has one (a knob derived for another M must not be an error).
 template <class T> static DotBlock<T> dot_block_for(int64_t m, int64_t& rows) {
   for (;; --rows) {
     DotBlock<T> found = nullptr;
@@ -190,18 +193,19 @@ static void stream_share(const Matrix<const S>& x, const Matrix<const T>* w, int
   }
 }
 
-// x(m0, m) gives rows m0 .. m0 + m of x (each thread asks, kMaxRows at a time); done(rank, i, n, count, v) takes, for row
-// i of y and columns n .. n + count, v[p][0 .. count) = x[i] . w[p][n ..] for each of the Parts matrices. v[p] may be read
-// up to kLanes.
+// x(m0, m) gives rows m0 .. m0 + m of x (each thread asks, kMaxRows at a time); done(rank, i, n, count, v) takes, for
+// row i of y and columns n .. n + count, v[p][0 .. count) = x[i] . w[p][n ..] for each of the Parts matrices. v[p]
+// may be read up to kLanes.
 template <class T, int Parts, class X, class Done>
 static void stream(const X& x, int64_t m, const Matrix<const T>* w, int64_t threads, int64_t rows, const Done& done) {
   AUTOSEL_CHECK(rows >= 1, "rows is " << rows << ", expected at least 1");
   parallel(threads, w->rows, 8, [&](int64_t begin, int64_t end, int rank) {
     for (int64_t m0 = 0; m0 < m; m0 += kMaxRows) {
       int64_t some = m - m0 < kMaxRows ? m - m0 : kMaxRows;
-      stream_share<T, Parts>(x(m0, some), w, begin, end, rows, [&](int64_t i, int64_t n, int64_t count, const float* const* v) {
+      auto offset = [&](int64_t i, int64_t n, int64_t count, const float* const* v) {
         done(rank, m0 + i, n, count, v);
-      });
+      };
+      stream_share<T, Parts>(x(m0, some), w, begin, end, rows, offset);
     }
   });
 }

@@ -1,4 +1,4 @@
-// gemm   y = x @ w^T (+ bias) (+ residual)                       x[M,K], w[N,K], bias[N], residual[M,N] -> y[M,N], any M
+// gemm   y = x @ w^T (+ bias) (+ residual)                      x[M,K], w[N,K], bias[N], residual[M,N] -> y[M,N], any M
 //
 // bytes   N K b + (M K + M N + ...) b, b bytes an element      FLOPs   2 M N K
 // roofline at M=64, N=K=4096, bf16 on two cores of Zen 4: 2.1 GFLOP at 2 x 236 GFLOP/s is 4.6 ms; 34 MB is 0.9 ms.

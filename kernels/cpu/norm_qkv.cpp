@@ -16,7 +16,8 @@ static void norm_qkv(TensorView x, TensorView norm_weight, TensorView w, double 
     auto from = matrix<const T>(x, "x", x);
     auto weights = matrix<const T>(w, "w", x, -1, from.columns);
     auto to = matrix<T>(y, "y", x, from.rows, weights.rows);
-    Normalised<T> normalised{from, vector<const T>(norm_weight, "norm_weight", x, from.columns), float(eps), float(offset)};
+    auto scale = vector<const T>(norm_weight, "norm_weight", x, from.columns);
+    Normalised<T> normalised{from, scale, float(eps), float(offset)};
     project<T, 1>(normalised, from.rows, &weights, Plan{threads, rows, {k_block, k_ahead, m_block}},
                   [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) {
                     store_some(to.row(i) + n, load(v[0]), count);

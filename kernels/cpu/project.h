@@ -35,10 +35,12 @@ template <class T> struct Matrix {
 
 // Raises ValueError unless t is rows x columns (-1: any) with contiguous rows and `like`'s dtype.
 template <class T>
-static Matrix<T> matrix(const TensorView& t, const char* name, const TensorView& like, int64_t rows = -1, int64_t columns = -1) {
+static Matrix<T> matrix(const TensorView& t, const char* name, const TensorView& like, int64_t rows = -1,
+                        int64_t columns = -1) {
   AUTOSEL_CHECK(t.ndim() == 2, name << " must have two dimensions");
   AUTOSEL_CHECK((rows < 0 || t.size(0) == rows) && (columns < 0 || t.size(1) == columns),
-                name << " is " << t.size(0) << " x " << t.size(1) << ", expected " << rows << " x " << columns << " (-1: any)");
+                name << " is " << t.size(0) << " x " << t.size(1) << ", expected " << rows << " x " << columns
+                     << " (-1: any)");
   AUTOSEL_CHECK(t.size(1) <= 1 || t.stride(1) == 1, name << ": last dimension not contiguous");
   AUTOSEL_CHECK(same_dtype(t, like), name << ": dtypes differ");
   return {data<T>(t), t.size(0), t.size(1), t.stride(0)};
@@ -53,7 +55,9 @@ template <class T> static T* vector(const TensorView& t, const char* name, const
 }
 
 // The first n (<= kLanes) elements of p into a vector, or out of one.
-template <class T> static inline vreg load_some(const T* p, int64_t n) { return n == kLanes ? load(p) : load_tail(p, n); }
+template <class T> static inline vreg load_some(const T* p, int64_t n) {
+  return n == kLanes ? load(p) : load_tail(p, n);
+}
 template <class T> static inline void store_some(T* p, vreg v, int64_t n) {
   if (n == kLanes) store(p, v);
   else store_tail(p, v, n);
