@@ -186,8 +186,9 @@ template <class Rows> static inline void fetch(const Rows& rows, int64_t t, int6
 template <class Rows> struct Ahead {
   Rows rows;
   int64_t n, again;  // 0, 0: nothing
+  int64_t first;     // rows before it have been asked for already
   void ask(const Rows& own, int64_t own_n, int64_t t, int64_t from, int64_t to) const {
-    fetch(rows, t, n, from, to);
+    if (t >= first) fetch(rows, t, n, from, to);
     if (again) fetch(own, t + again, own_n, from, to);
   }
 };
@@ -246,35 +247,50 @@ static AUTOSEL_NOINLINE void scores(const Factor<T>* q, int64_t width, Rows k, i
   }
 }
 
-// --- online softmax of one row ---------------------------------------------------------------------------------------
+// --- online softmax --------------------------------------------------------------------------------------------------
 
-// s[0, n) raw dot products -> weights exp(s - m) on [begin, end), zero elsewhere up to a whole vector, in place (bf16
-// weights at the front of their row). Updates the row's maximum m and sum l; returns the factor for what was accumulated
+static constexpr int64_t softening_slots(int64_t rows, int64_t n) { return rows * ((n + kLanes - 1) / kLanes); }
+
+// kNR rows at once, for a row alone waits on its own maximum and exponentials. s[r][0, n) raw dot products -> weights
+// exp(s - m) on [begin[r], end[r]), zero elsewhere up to a whole vector, in place (bf16 weights at the front of their
+// row); begin = nullptr: everywhere. Updates each row's maximum m and sum l; keep[r] is the factor for what was accumulated
 // before. m never becomes NaN; l and the weights do. Rounded weights are summed as rounded: o stays a mean of V.
-template <class T>
-static AUTOSEL_NOINLINE float soften(float* s, int64_t n, int64_t begin, int64_t end, float scale, float softcap, float& m,
-                                     float& l) {
-  for (int64_t i = 0; i < begin; ++i) s[i] = -INFINITY;
-  for (int64_t i = end > begin ? end : begin; i < round_up(n, kLanes); ++i) s[i] = -INFINITY;
-  vreg top = splat(-INFINITY), by = splat(scale);
-  for (int64_t i = 0; i < n; i += kLanes) {
-    vreg x = load(s + i) * by;
-    if (softcap > 0) x = x == splat(-INFINITY) ? x : cap(x, softcap);
-    store(s + i, x);
-    top = max(x, top);  // in this order a NaN x keeps top
+// between(i) is called for i = 0 .. softening_slots(kNR, n) - 1: prefetches for a phase that loads nothing new itself.
+template <class T, int kNR, class Between>
+static AUTOSEL_NOINLINE void soften(float* s, int64_t ld, int64_t n, const int64_t* begin, const int64_t* end, float scale,
+                                    float softcap, float* m, float* l, float* keep, const Between& between) {
+  static_assert(kNR <= kLanes, "one vector holds what is kept of each row");
+  int64_t padded = round_up(n, kLanes);
+  for (int r = 0; r < kNR; ++r) {
+    float* x = s + r * ld;
+    int64_t lo = begin ? begin[r] : 0, hi = begin ? end[r] : n;
+    for (int64_t i = 0; i < lo; ++i) x[i] = -INFINITY;
+    for (int64_t i = hi > lo ? hi : lo; i < padded; ++i) x[i] = -INFINITY;
   }
-  float peak = max(top), now = peak > m ? peak : m, base = now == -INFINITY ? 0.0f : now;
-  vreg all{}, shift = splat(base);
-  Factor<T>* weights = reinterpret_cast<Factor<T>*>(s);
-  for (int64_t i = 0; i < n; i += kLanes) {
-    vreg p = exp_nonpositive(load(s + i) - shift);
-    store(weights + i, p);
-    all += kDot<T> ? load(weights + i) : p;
+  vreg top[kNR], all[kNR], base[kNR], by = splat(scale);
+  for (int r = 0; r < kNR; ++r) top[r] = splat(-INFINITY), all[r] = vreg{};
+  for (int64_t i = 0; i < n; i += kLanes)
+    for (int r = 0; r < kNR; ++r) {
+      vreg x = load(s + r * ld + i) * by;
+      if (softcap > 0) x = x == splat(-INFINITY) ? x : cap(x, softcap);
+      store(s + r * ld + i, x);
+      top[r] = max(x, top[r]);  // in this order a NaN x keeps top
+    }
+  float fall[kLanes] = {};
+  for (int r = 0; r < kNR; ++r) {
+    float peak = max(top[r]), now = peak > m[r] ? peak : m[r], from = now == -INFINITY ? 0.0f : now;
+    fall[r] = m[r] - from, m[r] = now, base[r] = splat(from);
   }
-  float keep = m == now ? 1.0f : expf(m - base);
-  l = l * keep + sum(all);
-  m = now;
-  return keep;
+  for (int64_t i = 0; i < n; i += kLanes)
+    for (int r = 0; r < kNR; ++r) {
+      Factor<T>* weights = reinterpret_cast<Factor<T>*>(s + r * ld);
+      vreg p = exp_nonpositive(load(s + r * ld + i) - base[r]);
+      store(weights + i, p);
+      between(i / kLanes * kNR + r);
+      all[r] += kDot<T> ? load(weights + i) : p;
+    }
+  store(fall, exp_nonpositive(load(fall)));
+  for (int r = 0; r < kNR; ++r) keep[r] = fall[r], l[r] = l[r] * keep[r] + sum(all[r]);
 }
 
 // --- o = o * keep + weights V ----------------------------------------------------------------------------------------
@@ -282,7 +298,8 @@ static AUTOSEL_NOINLINE float soften(float* s, int64_t n, int64_t begin, int64_t
 // One step of tokens [t, t + 2) where bf16 dots take two, else of token t. Pairs: channels 8i..8i+3 of two tokens, woven,
 // fall to vector a, 8i+4..8i+7 to b; store2 puts them back. An odd last token is woven with zeros.
 template <int kNR, int kPairs, bool kTail, bool kSingle, class T, class Rows>
-static inline void gather_step(vreg (*acc)[2 * kPairs], const Factor<T>* p, int64_t ld, Rows v, int64_t t, int64_t c, int64_t left) {
+static inline void gather_step(vreg (*acc)[2 * kPairs], const Factor<T>* p, int64_t ld, Rows v, int64_t t, int64_t c,
+                               int64_t left) {
 #if defined(AUTOSEL_BF16_DOT)
   if constexpr (kDot<T>) {
     const T *one = v(t) + c, *two = kSingle ? nullptr : v(t + 1) + c;
@@ -397,8 +414,8 @@ template <class T> struct Bench {
   void start(const Shape& a, const Strided4<const T>& query, int64_t b, int64_t h) {
     memset(q, 0, size_t(round_up(a.rows, kRows) * a.width) * sizeof(Factor<T>));
     memset(o, 0, size_t(a.rows * a.width) * 4);
+    for (int64_t r = 0; r < round_up(a.rows, kRows); ++r) m[r] = -INFINITY, l[r] = 0;
     for (int64_t r = 0; r < a.rows; ++r) {
-      m[r] = -INFINITY, l[r] = 0;
       const T* from = query.at(b, h * a.group + r % a.group, r / a.group);
       Factor<T>* to = q + r * a.width;
       if constexpr (std::is_same_v<Factor<T>, T>) {
@@ -416,9 +433,11 @@ template <class T> struct Bench {
 
   // Keys [first, first + n) of a sequence of `length` keys.
   template <class Rows>
-  void tile(const Shape& a, int64_t length, int64_t first, int64_t n, Rows k, Rows v, Ahead<Rows> next_k, Ahead<Rows> next_v) {
+  void tile(const Shape& a, int64_t length, int64_t first, int64_t n, Rows k, Rows v, Ahead<Rows> next_k,
+            Ahead<Rows> next_v) {
+    const int64_t row_bytes = a.d * int64_t(sizeof(T));
     for (int64_t r0 = 0; r0 < a.rows; r0 += kRows) {
-      int64_t rows = a.rows - r0 < kRows ? a.rows - r0 : kRows, begin[kRows], end[kRows];
+      int64_t rows = a.rows - r0 < kRows ? a.rows - r0 : kRows, begin[kRows] = {}, end[kRows] = {};
       bool whole = true, some = false;
       for (int64_t r = 0; r < rows; ++r) {
         int64_t position = length - a.positions + (r0 + r) / a.group;
@@ -430,8 +449,8 @@ template <class T> struct Bench {
       if (!some) continue;
       scores<T>(q + r0 * a.width, a.width, k, n, a.d, s, ld, next_k);
       float keep[kRows];
-      for (int64_t r = 0; r < rows; ++r)
-        keep[r] = soften<T>(s + r * ld, n, begin[r], end[r], a.scale, a.softcap, m[r0 + r], l[r0 + r]);
+      soften<T, kRows>(s, ld, n, whole ? nullptr : begin, end, a.scale, a.softcap, m + r0, l + r0, keep,
+                       [&](int64_t t) { fetch(next_v.rows, t, next_v.n, 0, row_bytes); });
       const Factor<T>* p = reinterpret_cast<const Factor<T>*>(s);
       int64_t p_ld = ld * int64_t(sizeof(float) / sizeof(Factor<T>));
       if (whole) {
@@ -449,7 +468,8 @@ template <class T> struct Bench {
 
 // Writes rows o / l; a row that sees no key at all (its position lies before the first) is zero.
 template <class T>
-static void finish(const Shape& a, const Strided4<T>& out, int64_t b, int64_t h, int64_t length, const float* o, const float* l) {
+static void finish(const Shape& a, const Strided4<T>& out, int64_t b, int64_t h, int64_t length, const float* o,
+                   const float* l) {
   for (int64_t r = 0; r < a.rows; ++r) {
     T* to = out.at(b, h * a.group + r % a.group, r / a.group);
     bool blind = length - a.positions + r / a.group < 0;
@@ -549,7 +569,8 @@ static void attend(const Shape& a, const Strided4<const T>& query, const Strided
         int64_t next = i + 1 < end ? fill(i + 1) : 0, asked = prefetch ? next : 0;
         using Rows = decltype(source.k(rank, slot));
         bench.tile(a, q.length, q.low + tile * a.tile, n, source.k(rank, slot), source.v(rank, slot),
-                   Ahead<Rows>{source.k(rank, slot ^ 1), asked, prefetch}, Ahead<Rows>{source.v(rank, slot ^ 1), asked, prefetch});
+                   Ahead<Rows>{source.k(rank, slot ^ 1), asked, prefetch, 0},
+                   Ahead<Rows>{source.v(rank, slot ^ 1), asked, prefetch, softening_slots(kRows, n)});
         n = next;
       }
       if (from == 0 && to == q.tiles) {
@@ -611,7 +632,8 @@ static inline void check_queries(const TensorView& q, const TensorView& o, const
   }
 }
 
-static inline Shape shape_of(const TensorView& q, int64_t kv_heads, double scale, int64_t window, double softcap, int64_t tile) {
+static inline Shape shape_of(const TensorView& q, int64_t kv_heads, double scale, int64_t window, double softcap,
+                             int64_t tile) {
   Shape a{};
   a.batch = q.size(0), a.q_heads = q.size(1), a.kv_heads = kv_heads, a.positions = q.size(2), a.d = q.size(3);
   a.group = a.q_heads / kv_heads, a.rows = a.group * a.positions, a.width = round_up(a.d, kPair);

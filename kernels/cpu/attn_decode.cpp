@@ -20,6 +20,8 @@
 //   probabilities rounded to bf16, V by dots of two tokens             0.87   (P V: 20 cycles a key instead of 33)
 //   asked for a second time 16 keys ahead                              0.91   (alone on one core: 0.75 -> 0.80)
 //     a prefetch into L2 that finds the queue to memory full is dropped (174 GB/s of them issue, 29 GB/s arrive)
+//   four rows softened together, V's first rows asked for meanwhile  0.93   (alone on one core: 0.83)
+//     at the machine's quietest, probe at 57 GB/s: 0.75; the rest is arithmetic that waits for lines dropped twice
 //   scores with a row to a 128-bit lane (four partial sums a token, not sixteen)   25 cycles a key instead of 21: the
 //     broadcasting load shares a pipe with the dots; given up
 //   fp32 P V by widening: kept for fp16, fp32 and cores without the dot; P split into two bf16 parts costs as much

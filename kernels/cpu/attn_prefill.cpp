@@ -64,8 +64,8 @@ static AUTOSEL_NOINLINE void multiply(const Factor<T>* a, int64_t a_ld, const Fa
 }
 
 template <class T>
-static void multiply(int vectors, const Factor<T>* a, int64_t a_ld, const Factor<T>* b, int64_t b_ld, int64_t steps, float* c,
-                     int64_t c_ld, const float* keep) {
+static void multiply(int vectors, const Factor<T>* a, int64_t a_ld, const Factor<T>* b, int64_t b_ld, int64_t steps,
+                     float* c, int64_t c_ld, const float* keep) {
   if (vectors >= 4) return multiply<kNV < 4 ? kNV : 4, T>(a, a_ld, b, b_ld, steps, c, c_ld, keep);
   if (vectors == 3) return multiply<kNV < 3 ? kNV : 3, T>(a, a_ld, b, b_ld, steps, c, c_ld, keep);
   if (vectors == 2) return multiply<2, T>(a, a_ld, b, b_ld, steps, c, c_ld, keep);
@@ -139,11 +139,12 @@ template <class T> struct Block {
       for (int64_t c = 0; c < n; c += kPanel)
         multiply<kNV, T>(q + r0 * p.depth, p.depth, packed + c * p.depth, kPanel * kDeep<T>, p.depth / kDeep<T>,
                          scores + c, kScoreLd, nullptr);
+      int64_t begin[kMR], end[kMR];
       for (int64_t r = 0; r < kMR; ++r) {
         int64_t position = at + r0 + r, lo = a.window > 0 ? position - a.window + 1 - first : 0, hi = position + 1 - first;
-        lo = lo < 0 ? 0 : lo > n ? n : lo, hi = hi < lo ? lo : hi > n ? n : hi;
-        keep[r] = soften<T>(scores + r * kScoreLd, n, lo, hi, a.scale, a.softcap, m[r0 + r], l[r0 + r]);
+        begin[r] = lo < 0 ? 0 : lo > n ? n : lo, end[r] = hi < begin[r] ? begin[r] : hi > n ? n : hi;
       }
+      soften<T, kMR>(scores, kScoreLd, n, begin, end, a.scale, a.softcap, m + r0, l + r0, keep, [](int64_t) {});
       const Factor<T>* weights = reinterpret_cast<const Factor<T>*>(scores);
       for (int64_t c = 0; c < p.width; c += kPanel) {
         int64_t vectors = (p.width - c) / kLanes;
