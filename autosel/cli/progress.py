@@ -17,11 +17,13 @@ import click
 from autosel import settings
 from autosel.cli.figures import against_baseline, shape
 from autosel.cli.output import WIDTH, paragraph
+from autosel.race.plan import SESSIONS
 from autosel.tuning.job import Rejection
 from autosel.values import Decision
 
 # Share of a cold tune that each stage takes, measured on two cores (docs/figures.md): only the ETA depends on it.
 WEIGHTS = {"fingerprint": 0.03, "build": 0.15, "parity": 0.22, "screening": 0.24, "confirming": 0.36}
+KNOWN_FROM = 0.1  # share of the work below which an ETA would be a guess
 BEAT_S = 0.5
 QUIET_S = 15.0  # into a pipe, the longest silence
 
@@ -114,9 +116,11 @@ class Progress:
         if not known:
             return ""
         before = sum(WEIGHTS[k] for k in list(WEIGHTS)[: list(WEIGHTS).index(known)])
-        share = before + WEIGHTS[known] * (done / total if total else 0.0)
-        elapsed = self.clock() - self.started
-        if share < 0.02 or elapsed < 2:
+        within = done / total if total else 0.0
+        if known == "confirming":  # three sessions, each of which takes every race
+            within = (int(name.split()[-1]) - 1 + within) / SESSIONS
+        share, elapsed = before + WEIGHTS[known] * within, self.clock() - self.started
+        if share < KNOWN_FROM:
             return ""
         left = elapsed * (1 - share) / share
         if self.budget_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -20,11 +21,12 @@ from autosel.cli.options import (
     verb,
 )
 from autosel.cli.output import emit_json, error_json, microseconds, ratio, report, table
-from autosel.errors import AutoselError, ParityError, TooNoisy, UsageError
-from autosel.values import DTypeName, Failed, to_json
+from autosel.errors import AutoselError, ParityError, TooNoisy, UnknownName, UsageError
+from autosel.values import DTypeName, Failed, Fingerprint, to_json
 
 if TYPE_CHECKING:
     from autosel.candidates.base import Candidate
+    from autosel.models.workloads import Named
     from autosel.pipeline import Tried
 
 CALL_S = 60.0  # as parity.session.CALL_S, which would load torch
@@ -79,9 +81,7 @@ def race_command(
     candidate = find_candidate(op, target)
     fp = fingerprint.take("cpu")
     if case:
-        from autosel.parity.reproduce import reproduce
-
-        said = reproduce(candidate, named[0].workload, fp, case)
+        said = reproduce_case(candidate, named, fp, case)
         emit_json({"passed": said}) if as_json else click.echo(said)
         return
     with Progress() as progress:
@@ -95,6 +95,16 @@ def race_command(
     if failure is not None:
         report(failure)
         raise click.exceptions.Exit(failure.exit_code)
+
+
+def reproduce_case(candidate: Candidate, named: Sequence[Named], fp: Fingerprint, case: str) -> str:
+    """One case of parity at the first workload that has it. Raises ParityError with the values seen, UnknownName."""
+    from autosel.parity.reproduce import reproduce
+
+    for n in named[:-1]:
+        with suppress(UnknownName):
+            return reproduce(candidate, n.workload, fp, case)
+    return reproduce(candidate, named[-1].workload, fp, case)
 
 
 def find_candidate(op: str, target: str) -> Candidate:

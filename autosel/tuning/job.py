@@ -130,7 +130,7 @@ class Tally:
     def tick(self, tick: Tick) -> None:
         """A pair was taken."""
         w = tick.contest.workload
-        detail = f"{w.op} {w.shape_text}  {tick.candidate}  {tick.pairs} pairs"
+        detail = "  ".join(x for x in (f"{tick.pairs} pairs", tick.candidate, f"{w.op} {w.shape_text}") if x)
         self.listener.stage(tick.stage, detail, self.measured, self.races)
 
     def settled(self, job: Job) -> None:

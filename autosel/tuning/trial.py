@@ -10,7 +10,6 @@ from autosel.candidates import registry
 from autosel.candidates.base import Candidate
 from autosel.models.workloads import Named
 from autosel.native.compile import compile_source
-from autosel.parity.check import Terms as ProofTerms
 from autosel.parity.check import check
 from autosel.parity.session import CALL_S
 from autosel.race.contest import Contest
@@ -81,12 +80,12 @@ def _prove(candidate: Candidate, n: Named, fp: Fingerprint, listener: Listener, 
         listener.stage("build", way.recipe.source, 0, 1)
         compile_source(way.recipe.source, way.recipe.flags)
     listener.stage("parity", candidate.name, 0, 1)
-    return check(proof_of(way, n.workload), fp=fp, terms=ProofTerms(call_deadline_s=call_deadline_s))
+    return check(proof_of(way, n.workload), fp=fp, call_deadline_s=call_deadline_s)
 
 
 def _race(entered: Mapping[str, _Entered], fp: Fingerprint, listener: Listener, seed: int | None) -> Iterator[Tried]:
     def tell(tick: Tick) -> None:
-        listener.stage(tick.stage, f"{tick.contest.workload.key} {tick.pairs} pairs", 0, len(entered))
+        listener.stage(tick.stage, f"{tick.pairs} pairs  {tick.contest.workload.key}", 0, len(entered))
 
     contests = [e.contest for e in entered.values()]
     refuse_without_memory(contests)
