@@ -8,12 +8,13 @@ or kept what is not its own.
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from autosel.ops import OPS
 from autosel.ops.contract import Case, Op
 from autosel.parity.battery import Battery, Tally
 from autosel.parity.fullsize import FullSize
-from autosel.parity.session import CALL_S, Proof, RefusedError, Session
+from autosel.parity.session import CALL_S, PROOF_S, Proof, RefusedError, Session
 from autosel.parity.truth import Truths
 from autosel.values import Accepted, Failed, Fingerprint, Parity, Passed
 from autosel.workers import RaisedError
@@ -33,17 +34,26 @@ _SECRET = secrets.token_bytes(16)  # one a process: candidates of one tune see t
 _TRUTHS = Truths()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """`only`: the one hostile case to run. The deadlines are those of a single call and of a whole proof."""
+
+    only: str = ""
+    call_deadline_s: float = CALL_S
+    proof_deadline_s: float = PROOF_S
+
+
 def check(proof: Proof, *, fp: Fingerprint | None = None, call_deadline_s: float = CALL_S) -> Parity:
     """The proof of one candidate at one workload."""
-    return check_all([proof], fp=fp, call_deadline_s=call_deadline_s)[0]
+    return check_all([proof], fp=fp, terms=Terms(call_deadline_s=call_deadline_s))[0]
 
 
-def check_all(
-    proofs: Sequence[Proof], *, fp: Fingerprint | None = None, call_deadline_s: float = CALL_S, only: str = ""
-) -> list[Parity]:
-    """Proofs of one build, in order: a parity each. With `fp`, cases the candidate does not support are left out; with
-    `only`, the hostile case of that name is all that is run."""
-    prover = _Prover(fp, call_deadline_s, only)
+def check_all(proofs: Sequence[Proof], *, fp: Fingerprint | None = None, terms: Terms | None = None) -> list[Parity]:
+    """Proofs of one build, in order: a parity each. With `fp`, cases the candidate does not support are left out.
+
+    Raises WorkerError only where no worker process can be started at all.
+    """
+    prover = _Prover(fp, terms or Terms())
     try:
         with one_thread():
             return [prover.prove(proof) for proof in proofs]
@@ -66,21 +76,21 @@ def one_thread() -> Iterator[None]:
 class _Prover:
     """Keeps the worker from proof to proof while it lives, and remembers cases already passed with the same knobs."""
 
-    def __init__(self, fp: Fingerprint | None, call_deadline_s: float, only: str) -> None:
-        self.fp, self.call_deadline_s, self.only = fp, call_deadline_s, only
-        self.session: Session | None = Session(call_deadline_s)
+    def __init__(self, fp: Fingerprint | None, terms: Terms) -> None:
+        self.fp, self.terms = fp, terms
+        self.session: Session | None = Session(terms.call_deadline_s)
         self.known: dict[tuple[str, str], Tally | RefusedError] = {}
 
     def prove(self, proof: Proof) -> Parity:
         started = time.monotonic()
         if self.session is None:
-            self.session = Session(self.call_deadline_s)
+            self.session = Session(self.terms.call_deadline_s)
         tally = Tally()
         try:
             self._prove(self.session, proof, tally)
         except RefusedError as refused:
             found: Parity = Failed(
-                check=refused.check, case=refused.case, evidence=refused.evidence, reason=refused.reason
+                check=refused.check, case=refused.case, evidence=plain(refused.evidence), reason=refused.reason
             )
         except WorkerError as error:
             found = _fallen(error, self.session.case)
@@ -92,21 +102,18 @@ class _Prover:
 
     def _prove(self, session: Session, proof: Proof, tally: Tally) -> None:
         op = OPS[proof.candidate.op]
-        if self.only:
-            battery = Battery(session, proof, op, _TRUTHS, seed_of)
-            for case in cases_of(op, proof, self.fp):
-                if case.name == self.only:
-                    battery.hostile(case, tally)
-            return
-        full = FullSize(op, proof.workload, seed_of)  # drawn while the worker imports
+        full = None if self.terms.only else FullSize(op, proof.workload, seed_of)  # drawn while the worker imports
+        session.begin(self.terms.proof_deadline_s)
         battery = Battery(session, proof, op, _TRUTHS, seed_of)
-        cases = cases_of(op, proof, self.fp)
+        cases = [c for c in cases_of(op, proof, self.fp) if self.terms.only in ("", c.name)]
         for case in cases:
             self._once(battery, f"{case.name} {case.workload.key}", tally, partial(battery.hostile, case))
+        if full is None:
+            return
         if cases:
-            plain, other = cases[0], cases[len(cases) // 2]
+            plain_case, other = cases[0], cases[len(cases) // 2]
             kind = f"habits {proof.workload.dtype} {proof.workload.traits}"
-            self._once(battery, kind, tally, partial(battery.habits, plain, other))
+            self._once(battery, kind, tally, partial(battery.habits, plain_case, other))
         full.check(battery, tally)
         battery.state()
 
@@ -158,6 +165,19 @@ def cases_of(op: Op, proof: Proof, fp: Fingerprint | None) -> list[Case]:
     return cases
 
 
+def plain(value: Any) -> Any:
+    """Evidence as canonical JSON can hold it: numbers it has no spelling for become text."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if abs(value) < 2**53 else str(value)
+    return value
+
+
 def _fallen(error: WorkerError, case: str) -> Failed:
     """A worker that did not answer: why, in words that blame the candidate only for what is its own."""
     evidence: dict[str, Any] = {"cause": error.cause, "retryable": error.retryable}
@@ -169,4 +189,4 @@ def _fallen(error: WorkerError, case: str) -> Failed:
     return Failed(check=check, case=case, evidence=evidence, reason=error.what)
 
 
-__all__ = ["Proof", "check", "check_all"]
+__all__ = ["Proof", "Terms", "check", "check_all"]

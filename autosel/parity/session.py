@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from autosel.workers import Arena, Worker
 
 START_S, LOAD_S = 120.0, 120.0
 CALL_S = 60.0  # for a microsecond's work; a call that compiles first may need most of it
+PROOF_S = 600.0  # a candidate this slow loses every race
 SCRATCH_BYTES = 96 << 20
 
 
@@ -45,6 +48,7 @@ class Session:
 
     def __init__(self, call_deadline_s: float) -> None:
         self.call_deadline_s = call_deadline_s
+        self.until = math.inf  # when the proof at hand must be done, on the monotonic clock
         self.worker = Worker("autosel.parity.child:serve", start_deadline_s=START_S)
         self.scratch = (Arena(SCRATCH_BYTES), Arena(SCRATCH_BYTES))
         self.case = "load"  # what the worker is at, for the record of a death
@@ -52,6 +56,16 @@ class Session:
         self._loaded: dict[str, Op] = {}
         self._attached: set[str] = set()
         self.last_call_ns = 0
+
+    def begin(self, proof_deadline_s: float) -> None:
+        """Wait for the worker's imports; from here on the proof's time runs."""
+        self.case = "load"
+        self.worker.wait_ready()
+        self.until = time.monotonic() + proof_deadline_s
+
+    def ask(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
+        """A request within its own deadline and the proof's."""
+        return self.worker.request(request, min(deadline_s, self.until - time.monotonic()))
 
     def close(self) -> None:
         self.worker.close()
@@ -75,13 +89,13 @@ class Session:
                 "digest": proof.digest,
                 "knobs": proof.knobs.values,
             }
-            self.worker.request(request, LOAD_S)
+            self.ask(request, LOAD_S)
             self._loaded[name] = op
         return name
 
     def look(self) -> Mapping[str, str]:
         """The worker's process-wide state."""
-        return self.worker.request({"do": "state"}, self.call_deadline_s)
+        return self.ask({"do": "state"}, self.call_deadline_s)
 
     def changed(self) -> dict[str, list[str]]:
         """What of it is not as before the first load, with its values then and now."""
@@ -109,7 +123,7 @@ class Session:
         self.attach(placed.arena)
         places = placed.places()
         request = self._request("call", name, proof, placed) | {"hold": hold, "into": self._into(proof, placed, places)}
-        reply = self.worker.request(request, self.call_deadline_s)
+        reply = self.ask(request, self.call_deadline_s)
         self.last_call_ns = int(reply["ns"])
         self._judge_forms(proof, placed, case, reply["results"])
         damage = placed.damage(skip=skip)
@@ -123,12 +137,12 @@ class Session:
         return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
     def loop(self, name: str, proof: Proof, placed: Placed, times: int, deadline_s: float) -> None:
-        self.worker.request(self._request("loop", name, proof, placed) | {"times": times}, deadline_s)
+        self.ask(self._request("loop", name, proof, placed) | {"times": times}, deadline_s)
 
     def dump(self, hold: str, proof: Proof, placed: Placed) -> tuple[Tensor, ...]:
         """Once more the result objects of an earlier call, as they are now."""
         into = self._into(proof, placed, placed.places())
-        self.worker.request({"do": "dump", "hold": hold, "into": into}, self.call_deadline_s)
+        self.ask({"do": "dump", "hold": hold, "into": into}, self.call_deadline_s)
         return placed.results()
 
     def _request(self, do: str, name: str, proof: Proof, placed: Placed) -> dict[str, Any]:

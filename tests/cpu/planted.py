@@ -4,6 +4,7 @@ import ctypes
 import os
 import random
 import signal
+import time
 
 import torch
 
@@ -249,6 +250,11 @@ def raises_at_one_width(x, weight, eps, offset, y):
 def crashes_on_nan(x, weight, eps, offset, y):
     if x.isnan().any():
         os.kill(os.getpid(), signal.SIGSEGV)
+    return right(x, weight, eps, offset, y)
+
+
+def dawdles(x, weight, eps, offset, y):
+    time.sleep(0.1)
     return right(x, weight, eps, offset, y)
 
 

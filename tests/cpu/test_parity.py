@@ -10,9 +10,9 @@ from autosel.candidates.base import Candidate
 from autosel.errors import ParityError, UnknownName
 from autosel.native.compile import find_compiler
 from autosel.ops import OPS
-from autosel.parity.check import Proof, check, check_all
+from autosel.parity.check import Proof, Terms, check, check_all, plain
 from autosel.parity.reproduce import built, reproduce
-from autosel.values import Accepted, Failed, Knobs, Passed, PythonRecipe
+from autosel.values import Accepted, Failed, Knobs, Passed, PythonRecipe, canonical_json
 
 HERE = str(Path(__file__).parent)
 RMSNORM = OPS["rmsnorm"].workload("bf16", {"M": 3, "d": 512})
@@ -159,6 +159,19 @@ def test_a_hang_ends_at_the_deadline():
     assert (found.check, found.evidence["cause"]) == ("timeout", "timeout in request")
 
 
+def test_a_proof_that_takes_too_long_as_a_whole_ends():
+    (found,) = check_all([proof("dawdles")], terms=Terms(proof_deadline_s=1.0))
+    assert isinstance(found, Failed)
+    assert found.check == "timeout"
+
+
+def test_evidence_can_always_be_stored():
+    seen = {"ratio": float("inf"), "token": -(2**62), "index": [1, (2, float("nan"))], "check": True, "value": 0.5}
+    stored = plain(seen)
+    assert stored == {"ratio": "inf", "token": str(-(2**62)), "index": [1, [2, "nan"]], "check": True, "value": 0.5}
+    assert canonical_json(stored)
+
+
 def test_a_module_that_is_not_there_is_named():
     candidate = Planted("rmsnorm", "right")
     recipe = PythonRecipe(target="no_such_module:f")
@@ -188,6 +201,8 @@ def test_one_case_can_be_run_alone(device):
     with pytest.raises(ParityError, match="strided rows") as refused:
         reproduce(Planted("rmsnorm", "ignores_strides"), RMSNORM, device, "strided rows")
     assert "outside its inputs" in refused.value.why
+    with pytest.raises(ParityError, match='check "repeat"'):
+        reproduce(Planted("rmsnorm", "flips_a_coin"), RMSNORM, device, "repeated calls")
     with pytest.raises(UnknownName, match="did you mean strided rows"):
         reproduce(Planted("rmsnorm", "right"), RMSNORM, device, "strided row")
 
