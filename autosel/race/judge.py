@@ -48,9 +48,15 @@ def duels(session: Session, candidate: str, rival: str) -> Iterator[tuple[float,
 
 
 def wins(session: Session, candidate: str, rival: str, delta: float) -> tuple[int, int]:
-    """(pairs the candidate won by delta, pairs). A tie is a loss: the burden is the candidate's."""
-    won = [theirs >= (1 + delta) * own for own, theirs in duels(session, candidate, rival)]
+    """(pairs the candidate won, pairs)."""
+    won = [beats(own, theirs, delta) for own, theirs in duels(session, candidate, rival)]
     return sum(won), len(won)
+
+
+def beats(own: float, theirs: float, delta: float) -> bool:
+    """Won by more than delta. A tie is a loss, at the margin too: the burden is the candidate's, and with ties as wins a
+    clock of few ticks would give equal arms more than half of the pairs."""
+    return theirs > (1 + delta) * own
 
 
 def has_won(session: Session, candidate: str, rivals: Sequence[str], delta: float) -> bool:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal, Protocol
 
-from autosel.race.evidence import tail_crossed, tail_futile
-from autosel.race.judge import CLONE, aa_crossed, has_lost, has_won, tail_counts, tail_threshold
+from autosel.race.evidence import crossed, futile, median, tail_crossed, tail_futile
+from autosel.race.judge import CLONE, aa_crossed, beats, tail_counts, tail_threshold
 from autosel.race.plan import DELTA_CALIBRATED, MAX_TAIL_SAMPLES, SESSIONS, Plan
 from autosel.values import Pair, Session
 
@@ -60,13 +60,13 @@ def screen(instrument: Instrument, arms: Sequence[str], trial: Trial) -> Session
     The baseline is always visited for `plan.screening_pairs` pairs: its own tail is the yardstick later.
     """
     recorder = _Recorder("screening", instrument, arms, trial)
-    plan, delta = trial.plan, trial.delta
+    plan, score = trial.plan, _Score([(arm, arms[0]) for arm in arms[1:] if arm != CLONE], trial.delta)
     active = list(arms)
     while True:
-        session = recorder.take(active)
+        session = recorder.take(active, score)
         trial.watch(session)
-        active = [a for a in active if a in (arms[0], CLONE) or not has_lost(session, a, [arms[0]], delta)]
-        undecided = [a for a in active if a not in (arms[0], CLONE) and not has_won(session, a, [arms[0]], delta)]
+        active = [a for a in active if a in (arms[0], CLONE) or not score.lost(a)]
+        undecided = [a for a in active if a not in (arms[0], CLONE) and not score.won(a)]
         enough = len(session.pairs) >= plan.screening_pairs
         if recorder.exhausted or (enough and not undecided) or len(session.pairs) >= 2 * plan.screening_pairs:
             return recorder.finish()
@@ -80,17 +80,18 @@ def confirm(
     The last of the three sessions goes on for the tail gate alone, until it clears, cannot clear, or 720 samples.
     """
     recorder = _Recorder("confirming", instrument, duel.arms, trial)
-    plan, delta, finalist, rivals = trial.plan, trial.delta, duel.finalist, duel.rivals
+    plan, finalist = trial.plan, duel.finalist
+    score = _Score([(finalist, rival) for rival in duel.rivals], trial.delta)
     threshold = tail_threshold(screening)
     while True:
-        session = recorder.take(duel.arms)
+        session = recorder.take(duel.arms, score)
         trial.watch(session)
         pairs = len(session.pairs)
-        if recorder.exhausted or has_lost(session, finalist, rivals, delta):
+        if recorder.exhausted or score.lost(finalist):
             return recorder.finish()
         if pairs < plan.min_pairs:
             continue
-        if has_won(session, finalist, rivals, delta):
+        if score.won(finalist):
             if len(earlier) + 1 < SESSIONS or _tail_settled([*earlier, session], finalist, threshold):
                 return recorder.finish()
         elif pairs >= plan.max_pairs:
@@ -100,6 +101,25 @@ def confirm(
 def _tail_settled(sessions: Sequence[Session], finalist: str, threshold: float) -> bool:
     slow, n = tail_counts(sessions, finalist, threshold)
     return n >= MAX_TAIL_SAMPLES or tail_crossed(n, slow) or tail_futile(n, slow)
+
+
+class _Score:
+    """What `judge.wins` would count of some duels (arm, rival), kept pair by pair: a pair costs the same at any length."""
+
+    def __init__(self, duels: Iterable[tuple[str, str]], delta: float) -> None:
+        self.counts = {duel: (0, 0) for duel in duels}  # (pairs won, pairs)
+        self.delta = delta
+
+    def add(self, medians: Mapping[str, float]) -> None:
+        for (arm, rival), (k, n) in self.counts.items():
+            if arm in medians and rival in medians:
+                self.counts[arm, rival] = k + beats(medians[arm], medians[rival], self.delta), n + 1
+
+    def won(self, arm: str) -> bool:
+        return all(crossed(n, k) for (own, _), (k, n) in self.counts.items() if own == arm)
+
+    def lost(self, arm: str) -> bool:
+        return any(futile(n, k) for (own, _), (k, n) in self.counts.items() if own == arm)
 
 
 class _Recorder:
@@ -118,7 +138,7 @@ class _Recorder:
         limit = 20 + MAX_DROPPED_SHARE * len(self.pairs)
         return len(self.dropped) > limit
 
-    def take(self, active: Sequence[str]) -> Session:
+    def take(self, active: Sequence[str], score: _Score) -> Session:
         """One more pair (unless it had to be dropped); the session so far."""
         if (len(self.pairs) + len(self.dropped)) % self.plan.probe_every == 0:
             self.read_bytes_per_s = max(self.read_bytes_per_s, self.instrument.probe())
@@ -128,6 +148,7 @@ class _Recorder:
         if disturbed:
             self.dropped.append(disturbed)
         else:
+            score.add({arm: median(times[arm]) for arm in order})
             self.pairs.append(
                 Pair(
                     order=tuple(self.arms.index(a) for a in order),
@@ -137,10 +158,12 @@ class _Recorder:
         return self._session()
 
     def finish(self) -> Session:
-        return self._session(_main_reason(self.dropped) if self.exhausted else "")
+        session = self._session(_main_reason(self.dropped) if self.exhausted else "")
+        # Judged at the calibrated delta: only A/A sessions quiet at 2 % may buy a margin of 2 %.
+        return replace(session, aa_crossed=aa_crossed(session, DELTA_CALIBRATED))
 
     def _session(self, voided: str = "") -> Session:
-        session = Session(
+        return Session(
             kind=self.kind,
             seed=self.seed,
             arms=self.arms,
@@ -150,8 +173,6 @@ class _Recorder:
             dropped_pairs=len(self.dropped),
             voided=voided,
         )
-        # Judged at the calibrated delta: only A/A sessions quiet at 2 % may buy a margin of 2 %.
-        return replace(session, aa_crossed=aa_crossed(session, DELTA_CALIBRATED))
 
 
 def _main_reason(reasons: Iterable[str]) -> str:

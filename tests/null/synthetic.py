@@ -1,101 +1,272 @@
 """Synthetic candidates with a known truth, on which the very rules that judge real kernels are judged.
 
-A `Noise` turns the true time of a call at a moment into an observed one. `Bench` is an `Instrument`: it keeps its own
-clock, so drift, clock states and interference depend on when and in which position an arm is visited.
+A `Noise` says by what factor a call takes longer than its true time at each moment of a session. `Bench` is an
+`Instrument`: it keeps its own clock, so drift, clock states and interference depend on when and in which position an
+arm is visited. `attempt` drives the rules as the pipeline does.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
+from typing import Protocol
 
-Noise = Callable[[Random, float, int], float]  # (random source, session clock in samples, position in pair) -> factor
+import numpy as np
+from numpy.typing import NDArray
+
+from autosel.race.judge import CLONE, has_lost, has_won, nominees
+from autosel.race.plan import SESSIONS, Margin, Plan
+from autosel.race.session import Duel, Trial, confirm, screen
+from autosel.values import Race, Session, Workload
+
+Factors = NDArray[np.float64]
+WORK = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
+CHUNK = 512  # samples drawn at once
+
+
+class Noise(Protocol):
+    """`later_slots` is the factor of every visit of a pair but the first."""
+
+    later_slots: float
+
+    def factors(self, rng: np.random.Generator, start: int) -> Factors:
+        """The factors of CHUNK samples from session clock `start` on."""
+
+
+# --- what disturbs a clock --------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Lognormal:
+    """Independent factors about a level that depends on the session clock alone."""
+
+    spread: float = 0.02
+    level: Callable[[Factors], Factors | float] = lambda now: 1.0
+    later_slots: float = 1.0
+
+    def factors(self, rng: np.random.Generator, start: int) -> Factors:
+        now = np.arange(start, start + CHUNK, dtype=np.float64)
+        return self.level(now) * np.exp(rng.normal(0, self.spread, CHUNK))
 
 
 def iid(spread: float = 0.02) -> Noise:
-    return lambda random, now, position: math.exp(random.gauss(0, spread))
+    return Lognormal(spread=spread)
 
 
-def warm_up_drift(random: Random, now: float, position: int) -> float:
-    return (1 + 0.3 * math.exp(-now / 60)) * math.exp(random.gauss(0, 0.02))
+def warm_up_drift() -> Noise:
+    """30 % slow at first, over after a few hundred samples."""
+    return Lognormal(level=lambda now: 1 + 0.3 * np.exp(-now / 60))
 
 
-def linear_drift(random: Random, now: float, position: int) -> float:
-    return (1 + 0.001 * now) * math.exp(random.gauss(0, 0.02))
+def linear_drift() -> Noise:
+    return Lognormal(level=lambda now: 1 + 0.001 * now)
 
 
-def pareto_spikes(random: Random, now: float, position: int) -> float:
-    spike = random.paretovariate(1.5) if random.random() < 0.05 else 0.0
-    return math.exp(random.gauss(0, 0.02)) * (1 + spike)
+def period_two() -> Noise:
+    """Every other sample meets a neighbour's timer."""
+    return Lognormal(spread=0.01, level=lambda now: np.where(now % 2 == 1, 1.05, 1.0))
 
 
-def period_two(random: Random, now: float, position: int) -> float:
-    return (1.05 if int(now) % 2 else 1.0) * math.exp(random.gauss(0, 0.01))
+def position_effect() -> Noise:
+    """Whoever comes second in a pair is 3 % slower."""
+    return Lognormal(spread=0.01, later_slots=1.03)
 
 
-def second_slot_slower(random: Random, now: float, position: int) -> float:
-    return (1.03 if position else 1.0) * math.exp(random.gauss(0, 0.01))
+@dataclass(slots=True)
+class ParetoSpikes:
+    """One sample in twenty is hit by something without a mean to speak of."""
+
+    later_slots: float = 1.0
+
+    def factors(self, rng: np.random.Generator, start: int) -> Factors:
+        spikes = np.where(rng.random(CHUNK) < 0.05, 1 + rng.pareto(1.5, CHUNK), 0.0)
+        return np.exp(rng.normal(0, 0.02, CHUNK)) * (1 + spikes)
 
 
-def quantised(random: Random, now: float, position: int) -> float:
-    return round(20 * math.exp(random.gauss(0, 0.02))) / 20
+@dataclass(slots=True)
+class Quantised:
+    """A clock of twenty ticks: most pairs of equal arms are exact ties."""
+
+    later_slots: float = 1.0
+
+    def factors(self, rng: np.random.Generator, start: int) -> Factors:
+        return np.round(20 * np.exp(rng.normal(0, 0.02, CHUNK))) / 20
 
 
+@dataclass(slots=True)
 class Autoregressive:
     """AR(1) with coefficient 0.95: what a neighbour on the machine looks like."""
 
-    def __init__(self) -> None:
-        self.level = 0.0
+    level: float = 0.0
+    later_slots: float = 1.0
 
-    def __call__(self, random: Random, now: float, position: int) -> float:
-        self.level = 0.95 * self.level + random.gauss(0, 0.02)
-        return math.exp(self.level)
+    def factors(self, rng: np.random.Generator, start: int) -> Factors:
+        levels, level = [], self.level
+        for shock in rng.normal(0, 0.02, CHUNK).tolist():
+            level = 0.95 * level + shock
+            levels.append(level)
+        self.level = level
+        return np.exp(np.array(levels))
 
 
+@dataclass(slots=True)
 class TwoClockStates:
     """A clock that switches between two speeds 10 % apart every 50 samples or so."""
 
-    def __init__(self) -> None:
-        self.slow = False
+    slow: int = 0
+    later_slots: float = 1.0
 
-    def __call__(self, random: Random, now: float, position: int) -> float:
-        if random.random() < 0.02:
-            self.slow = not self.slow
-        return (1.1 if self.slow else 1.0) * math.exp(random.gauss(0, 0.01))
+    def factors(self, rng: np.random.Generator, start: int) -> Factors:
+        states = (self.slow + np.cumsum(rng.random(CHUNK) < 0.02)) % 2
+        self.slow = int(states[-1])
+        return np.where(states == 1, 1.1, 1.0) * np.exp(rng.normal(0, 0.01, CHUNK))
 
 
 NOISES: Mapping[str, Callable[[], Noise]] = {
     "iid": iid,
-    "warm_up_drift": lambda: warm_up_drift,
+    "warm_up_drift": warm_up_drift,
     "ar1": Autoregressive,
     "two_clock_states": TwoClockStates,
-    "linear_drift": lambda: linear_drift,
-    "pareto_spikes": lambda: pareto_spikes,
-    "period_two": lambda: period_two,
-    "position_effect": lambda: second_slot_slower,
-    "quantised": lambda: quantised,
+    "linear_drift": linear_drift,
+    "pareto_spikes": ParetoSpikes,
+    "period_two": period_two,
+    "position_effect": position_effect,
+    "quantised": Quantised,
 }
+
+
+# --- the instrument ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Bench:
-    """Arms with true times (ns) under a noise; an Instrument."""
+    """Arms with true times (ns) under a noise, in one process; an Instrument.
+
+    `stutters` gives the share of an arm's samples that take three times as long. `fixed_order` ignores the coin and
+    visits the baseline last.
+    """
 
     true_ns: Mapping[str, float]
     noise: Noise
     random: Random
-    now: float = 0.0
+    stutters: Mapping[str, float] = field(default_factory=dict)
+    fixed_order: bool = False
+    rng: np.random.Generator = field(init=False)
+    ahead: list[float] = field(init=False, default_factory=list)
+    now: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.Generator(np.random.SFC64(self.random.getrandbits(64)))
 
     def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
+        visits = sorted(order, key=list(self.true_ns).index, reverse=True) if self.fixed_order else order
         taken: dict[str, list[float]] = {}
-        for position, arm in enumerate(order):
-            taken[arm] = []
-            for _ in range(samples):
-                taken[arm].append(self.true_ns[arm] * self.noise(self.random, self.now, position))
-                self.now += 1
+        for position, arm in enumerate(visits):
+            factor = self.true_ns[arm] * (self.noise.later_slots if position else 1.0)
+            taken[arm] = [factor * f for f in self.take(samples)]
+            if arm in self.stutters:
+                share = self.stutters[arm]
+                taken[arm] = [t * 3 if self.random.random() < share else t for t in taken[arm]]
         return taken, ""
+
+    def take(self, samples: int) -> list[float]:
+        """The noise of the next samples."""
+        while len(self.ahead) < samples:
+            start = self.now + len(self.ahead)
+            self.ahead += self.noise.factors(self.rng, start).tolist()
+        taken, self.ahead = self.ahead[:samples], self.ahead[samples:]
+        self.now += samples
+        return taken
+
+    def block(self, arm: str, samples: int) -> Factors:
+        """This many samples of one arm alone, one after the other: how most tuners measure."""
+        return self.true_ns[arm] * np.array(self.take(samples))
 
     def probe(self) -> float:
         return 0.0
+
+
+# --- an attempt, as the pipeline drives it ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The truth of a race and how it is held. `base` is the baseline.
+
+    `session_spread`: standard deviation of the luck (in logarithms) that each arm but the baseline draws once a session.
+    """
+
+    true_ns: Mapping[str, float]
+    noise: Callable[[], Noise]
+    plan: Plan
+    margin: Margin
+    incumbent: str = "base"
+    session_spread: float = 0.0
+    stutters: Mapping[str, float] = field(default_factory=dict)
+    fixed_order: bool = False
+
+    @property
+    def delta(self) -> float:
+        return self.margin.delta
+
+    @property
+    def rivals(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(("base", self.incumbent)))
+
+    def bench(self, random: Random) -> Bench:
+        """A fresh process."""
+        lucky = self.true_ns
+        if self.session_spread:
+            lucky = {
+                arm: ns if arm == "base" else ns * float(np.exp(random.gauss(0, self.session_spread)))
+                for arm, ns in self.true_ns.items()
+            }
+        return Bench(lucky, self.noise(), random, self.stutters, self.fixed_order)
+
+    def trial(self, random: Random) -> Trial:
+        return Trial(plan=self.plan, delta=self.delta, seed=random.getrandbits(32))
+
+
+def screened(setting: Setting, random: Random) -> Session:
+    return screen(setting.bench(random), list(setting.true_ns), setting.trial(random))
+
+
+def confirmed(
+    setting: Setting, finalist: str, random: Random, screening: Session, earlier: Sequence[Session] = ()
+) -> Session:
+    """One confirming session of the finalist in a fresh process."""
+    arms = (*setting.rivals, finalist, *([CLONE] if CLONE in setting.true_ns else []))
+    duel = Duel(arms=arms, finalist=finalist, rivals=setting.rivals)
+    return confirm(setting.bench(random), duel, setting.trial(random), screening, earlier)
+
+
+def attempt(setting: Setting, random: Random, *, nominate: str = "") -> Race:
+    """Screening, then the finalist's confirming sessions until it has lost or there are three.
+
+    `nominate` names the finalist whatever screening found: the most that luck in screening could do for it. What can no
+    longer be promoted is not raced to the end.
+    """
+    screening = screened(setting, random)
+    found = [nominate] if nominate else nominees(screening, setting.incumbent, setting.delta)
+    sessions = [screening]
+    while found and len(sessions) <= SESSIONS:
+        session = confirmed(setting, found[0], random, screening, sessions[1:])
+        sessions.append(session)
+        if has_lost(session, found[0], setting.rivals, setting.delta) or not won(setting, session, found[0]):
+            break
+    return Race(
+        workload=WORK,
+        baseline="base",
+        incumbent=setting.incumbent,
+        finalist=found[0] if found else None,
+        delta=setting.delta,
+        alpha_session=setting.margin.alpha_session,
+        pi=setting.margin.pi,
+        sessions=tuple(sessions),
+        time_class=setting.plan.time_class,
+    )
+
+
+def won(setting: Setting, session: Session, finalist: str) -> bool:
+    return has_won(session, finalist, setting.rivals, setting.delta)
