@@ -54,8 +54,8 @@ def wins(session: Session, candidate: str, rival: str, delta: float) -> tuple[in
 
 
 def beats(own: float, theirs: float, delta: float) -> bool:
-    """Won by more than delta. A tie is a loss, at the margin too: the burden is the candidate's, and with ties as wins a
-    clock of few ticks would give equal arms more than half of the pairs."""
+    """Won by more than delta. A tie is a loss, at the margin too: the burden is the candidate's, and with ties as wins
+    a clock of few ticks would give equal arms more than half of the pairs."""
     return theirs > (1 + delta) * own
 
 

@@ -104,10 +104,10 @@ def _tail_settled(sessions: Sequence[Session], finalist: str, threshold: float) 
 
 
 class _Score:
-    """What `judge.wins` would count of some duels (arm, rival), kept pair by pair: a pair costs the same at any length."""
+    """What `judge.wins` would count of some duels (arm, rival), kept pair by pair: a pair costs the same at any time."""
 
     def __init__(self, duels: Iterable[tuple[str, str]], delta: float) -> None:
-        self.counts = {duel: (0, 0) for duel in duels}  # (pairs won, pairs)
+        self.counts = dict.fromkeys(duels, (0, 0))  # (pairs won, pairs)
         self.delta = delta
 
     def add(self, medians: Mapping[str, float]) -> None:

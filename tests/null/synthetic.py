@@ -194,7 +194,7 @@ class Bench:
 class Setting:
     """The truth of a race and how it is held. `base` is the baseline.
 
-    `session_spread`: standard deviation of the luck (in logarithms) that each arm but the baseline draws once a session.
+    `session_spread`: standard deviation of the luck, in logarithms, that each arm but the baseline draws per session.
     """
 
     true_ns: Mapping[str, float]

@@ -509,6 +509,14 @@ def test_a_tier_that_is_asked_for_runs_alone_or_says_why_not(script, machine):
     assert script.choose_tiers(["fleet"]) == ([], [("fleet", "this version has no tests there")])
 
 
+def test_the_long_forms_run_only_when_asked_for(script, machine, tmp_path):
+    (tmp_path / "tests" / "soak").mkdir()
+    chosen, skipped = script.choose_tiers([])
+    assert "soak" not in chosen
+    assert ("soak", "takes long; ask for it with --tier soak") in skipped
+    assert script.choose_tiers(["soak"]) == (["soak"], [])
+
+
 def test_tier_options_are_taken_from_between_pytests(script):
     assert script.split_tiers(["-x", "--tier", "null,cpu", "-k", "rope"]) == (["null", "cpu"], ["-x", "-k", "rope"])
     assert script.split_tiers(["--tier=cpu"]) == (["cpu"], [])
