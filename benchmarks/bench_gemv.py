@@ -2,11 +2,12 @@
 
     python benchmarks/bench_gemv.py [--m 1] [--dtype bf16] [--seconds 4] [--only o --only lm_head] [--json]
 
-Each round visits read probe, kernel and PyTorch in a shuffled order; every visit runs once untimed, to wake its own
-threads, then once timed on the next of enough copies of the weights that the one at hand was last touched three
-last-level caches ago. The probe reads the very same copies, with the same threads. On a shared machine the read rate
-itself moves by a factor of two or more within a run, so three figures stand side by side: best window over best
-window, and the median over rounds of the round's own ratio with its quartiles.
+Each round visits read probe, kernel and PyTorch in a shuffled order; every visit waits until the threads of the one
+before have stopped spinning, runs once untimed, to wake its own, then once timed on the next of enough copies of the
+weights that the one at hand was last touched three last-level caches ago. The probe reads the very same copies, with
+the same threads. On a shared machine the read rate itself moves by a factor of two or more within a run, so three
+figures stand side by side: best window over best window, and the median over rounds of the round's own ratio with its
+quartiles.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def measure(w: Workload, fp: Fingerprint, budget_s: float) -> dict[str, Any]:
     while len(times["cpp"]) < LEAST_ROUNDS or time.perf_counter() < end:
         rng.shuffle(order)
         for arm in order:
+            settle()
             for timed in (False, True):
                 turn += 1
                 given = operands[turn % copies]
@@ -127,6 +129,17 @@ def reader(streamed: list[str], fp: Fingerprint) -> Callable[[dict[str, Any]], f
         return total
 
     return read
+
+
+def settle(limit_s: float = 0.05, window_s: float = 0.0005) -> None:
+    """Wait until no other thread of this process spins: OpenMP's do for milliseconds after PyTorch has returned."""
+    end = time.perf_counter() + limit_s
+    while time.perf_counter() < end:
+        others, until = time.process_time() - time.thread_time(), time.perf_counter() + window_s
+        while time.perf_counter() < until:
+            pass
+        if time.process_time() - time.thread_time() - others < window_s / 10:
+            return
 
 
 def seconds(call: Callable[..., Any], arguments: tuple[Any, ...]) -> float:

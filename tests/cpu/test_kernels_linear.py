@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -272,6 +273,13 @@ def test_threads_follow_the_work() -> None:
     assert knobs.gemv(linear(1, 16, 64), many)["threads"] == 1  # over before another thread has woken
     assert knobs.gemv(linear(1, 8192, 8192), many)["threads"] == 2  # two threads saturate this memory
     assert knobs.gemm(linear(512, 8192, 8192), many)["threads"] == 16  # compute-bound
+
+
+def test_disturbed_rates_do_not_cost_threads() -> None:
+    fp = device(AVX512, cpus=16)
+    assert knobs.gemv(linear(1, 8192, 8192), facts(dataclasses.replace(fp, contended=True)))["threads"] == 16
+    slower = {**fp.rates, "read_bytes_per_s@16": dataclasses.replace(fp.rates["read_bytes_per_s@1"], value=15e9)}
+    assert knobs.gemv(linear(1, 8192, 8192), facts(dataclasses.replace(fp, rates=slower)))["threads"] == 16
 
 
 def test_blocks_fit_the_caches_they_are_meant_for() -> None:

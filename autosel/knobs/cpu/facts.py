@@ -38,6 +38,7 @@ class CpuFacts:
     exp_per_s_1: float
     dram_latency_s: float
     fork_join_s: float  # one empty parallel region of all cpus
+    contended: bool = False  # other work disturbed the rates: their ratios say little
 
 
 def facts(fp: Fingerprint) -> CpuFacts:
@@ -66,12 +67,18 @@ def facts(fp: Fingerprint) -> CpuFacts:
         exp_per_s_1=rate("exp_per_s@1", flops_1 / 20),
         dram_latency_s=rate("dram_latency_s", 120e-9),
         fork_join_s=rate(f"fork_join_s@{cpus}", 2e-6),
+        contended=fp.contended,
     )
 
 
 def bandwidth_threads(f: CpuFacts) -> int:
-    """Fewest threads that saturate the memory of the node: per node min(cpus, max(n_L3 * ceil(b_L3 / b_1), ceil(b / b_1))),
-    spread over L3 domains first (research/knobs.md section 4; McCalpin 2025-02)."""
+    """Fewest threads that saturate the node's memory: min(cpus, max(n_L3 * ceil(b_L3 / b_1), ceil(b / b_1))).
+
+    Spread over L3 domains first (research/knobs.md section 4; McCalpin 2025-02). All of them where the rates were
+    disturbed, or contradict each other: a thread too many costs a little fork-join, one too few half the bandwidth.
+    """
+    if f.contended or f.read_all < f.read_1:
+        return f.cpus
     by_domain = f.l3_domains * math.ceil(f.read_l3_domain / f.read_1)
     return max(1, min(f.cpus, max(by_domain, math.ceil(f.read_all / f.read_1 - 0.05))))
 
@@ -80,5 +87,3 @@ def worthwhile_threads(f: CpuFacts, serial_s: float) -> int:
     """Threads for a job of `serial_s` on one core: all of them once the time saved exceeds the fork-join it costs."""
     saved = serial_s * (1 - 1 / f.cpus)
     return f.cpus if f.cpus > 1 and saved > 2 * f.fork_join_s else 1
-
-

@@ -61,7 +61,7 @@ def _threads(w: Workload, f: CpuFacts) -> Knob:
         name="threads",
         value=value,
         formula="1 if serial_s * (1 - 1/cpus) <= 2 * fork_join_s; cpus if flops / (T * rate) > bytes / read_all; "
-        "else T = min(cpus, max(L3 domains * ceil(read_L3 / read_1), ceil(read_all / read_1)))",
+        "else T = min(cpus, max(L3 domains * ceil(read_L3 / read_1), ceil(read_all / read_1))), cpus if contended",
         inputs={
             "serial_s": serial_s,
             "fork_join_s": f.fork_join_s,
@@ -71,6 +71,8 @@ def _threads(w: Workload, f: CpuFacts) -> Knob:
             "rate": rate,
             "bytes": bytes_read,
             "read_all": f.read_all,
+            "read_1": f.read_1,
+            "contended": f.contended,
         },
         reason=reason,
     )
