@@ -6,14 +6,15 @@
 // keys (causal, window, length), so a mask is an interval, never a value: keys outside it are not multiplied by zero,
 // they are not touched, and a NaN there stays there.
 //
-// Cut: the tiles of all (sequence, KV head) units, laid end to end, fall into `threads` equal ranges. A unit wholly inside
-// a range is written at once; the parts of one that crosses are merged after the join, in order: the same bits every time.
+// Cut: the tiles of all (sequence, KV head) units, laid end to end, fall into `threads` equal ranges. A unit wholly
+// inside a range is written at once; the parts of one that crosses are merged after the join, in order: the same bits
+// every time.
 #pragma once
 #include <cstdlib>
 
 #include "tensor.h"
 
-#define AUTOSEL_NOINLINE __attribute__((noinline))  // hot loops keep the registers to themselves, and a name in a profile
+#define AUTOSEL_NOINLINE __attribute__((noinline))  // a hot loop keeps the registers to itself, and a name in a profile
 #define AUTOSEL_PREFETCH_L2 2                       // __builtin_prefetch's locality: into L2, past L1
 
 namespace autosel {
@@ -126,7 +127,8 @@ static inline vreg exp_nonpositive(vreg x) {
 #endif
 }
 
-// c * tanh(s / c). tanh by 1 - 2 / (exp(2|x|) + 1) loses small x to cancellation: an odd polynomial below 0.625 (Cephes).
+// c * tanh(s / c). tanh by 1 - 2 / (exp(2|x|) + 1) loses small x to cancellation: an odd polynomial below 0.625
+// (Cephes).
 static inline vreg cap(vreg s, float softcap) {
   vreg x = s / splat(softcap), a = x < vreg{} ? -x : x;
   vreg e = exp(a + a), big = splat(1.0f) - splat(2.0f) / (e + splat(1.0f));
@@ -181,8 +183,8 @@ template <class Rows> static inline void fetch(const Rows& rows, int64_t t, int6
   for (int64_t i = from; i < to; i += 64) __builtin_prefetch(p + i, 0, AUTOSEL_PREFETCH_L2);
 }
 
-// What to ask for while row t of a tile of n is worked on: row t of the next tile, and once more, `again` rows ahead, the
-// tile's own: a prefetch into L2 that finds the queue to memory full is dropped, so a burst loses lines.
+// What to ask for while row t of a tile of n is worked on: row t of the next tile, and once more, `again` rows ahead,
+// the tile's own: a prefetch into L2 that finds the queue to memory full is dropped, so a burst loses lines.
 template <class Rows> struct Ahead {
   Rows rows;
   int64_t n, again;  // 0, 0: nothing
@@ -195,11 +197,12 @@ template <class Rows> struct Ahead {
 
 // --- scores of four rows against a tile ------------------------------------------------------------------------------
 
-// kLanes sums at a time: four rows by kLanes / 4 tokens, each a vector along D, joined in one go. Keys past the n-th are the
-// n-th again, so that nothing beyond the tile is read; their scores land in the padding.
+// kLanes sums at a time: four rows by kLanes / 4 tokens, each a vector along D, joined in one go. Keys past the n-th
+// are the n-th again, so that nothing beyond the tile is read; their scores land in the padding.
 
 template <class T, bool kTail>
-static inline void scores_step(vreg* acc, const Factor<T>* q, int64_t width, const T* const* row, int64_t c, int64_t left) {
+static inline void scores_step(vreg* acc, const Factor<T>* q, int64_t width, const T* const* row, int64_t c,
+                               int64_t left) {
   constexpr int kTokens = kLanes / kRows;
 #if defined(AUTOSEL_BF16_DOT)
   if constexpr (kDot<T>) {
@@ -231,8 +234,8 @@ static inline void scores_step(vreg* acc, const Factor<T>* q, int64_t width, con
 
 // q: [4 rows][width], as stored for the dot instruction, else fp32 in load2's order; zero past d.
 template <class T, class Rows>
-static AUTOSEL_NOINLINE void scores(const Factor<T>* q, int64_t width, Rows k, int64_t n, int64_t d, float* s, int64_t ld,
-                                    Ahead<Rows> ahead) {
+static AUTOSEL_NOINLINE void scores(const Factor<T>* q, int64_t width, Rows k, int64_t n, int64_t d, float* s,
+                                    int64_t ld, Ahead<Rows> ahead) {
   constexpr int kTokens = kLanes / kRows;
   int64_t whole = d / kPair * kPair, bytes = d * int64_t(sizeof(T));
   for (int64_t t = 0; t < n; t += kTokens) {
@@ -253,12 +256,14 @@ static constexpr int64_t softening_slots(int64_t rows, int64_t n) { return rows 
 
 // kNR rows at once, for a row alone waits on its own maximum and exponentials. s[r][0, n) raw dot products -> weights
 // exp(s - m) on [begin[r], end[r]), zero elsewhere up to a whole vector, in place (bf16 weights at the front of their
-// row); begin = nullptr: everywhere. Updates each row's maximum m and sum l; keep[r] is the factor for what was accumulated
-// before. m never becomes NaN; l and the weights do. Rounded weights are summed as rounded: o stays a mean of V.
-// between(i) is called for i = 0 .. softening_slots(kNR, n) - 1: prefetches for a phase that loads nothing new itself.
+// row); begin = nullptr: everywhere. Updates each row's maximum m and sum l; keep[r] is the factor for what was
+// accumulated before. m never becomes NaN; l and the weights do. Rounded weights are summed as rounded: o stays a mean
+// of V. between(i) is called for i = 0 .. softening_slots(kNR, n) - 1: prefetches for a phase that loads nothing new
+// itself.
 template <class T, int kNR, class Between>
-static AUTOSEL_NOINLINE void soften(float* s, int64_t ld, int64_t n, const int64_t* begin, const int64_t* end, float scale,
-                                    float softcap, float* m, float* l, float* keep, const Between& between) {
+static AUTOSEL_NOINLINE void soften(float* s, int64_t ld, int64_t n, const int64_t* begin, const int64_t* end,
+                                    float scale, float softcap, float* m, float* l, float* keep,
+                                    const Between& between) {
   static_assert(kNR <= kLanes, "one vector holds what is kept of each row");
   int64_t padded = round_up(n, kLanes);
   for (int r = 0; r < kNR; ++r) {
@@ -295,8 +300,8 @@ static AUTOSEL_NOINLINE void soften(float* s, int64_t ld, int64_t n, const int64
 
 // --- o = o * keep + weights V ----------------------------------------------------------------------------------------
 
-// One step of tokens [t, t + 2) where bf16 dots take two, else of token t. Pairs: channels 8i..8i+3 of two tokens, woven,
-// fall to vector a, 8i+4..8i+7 to b; store2 puts them back. An odd last token is woven with zeros.
+// One step of tokens [t, t + 2) where bf16 dots take two, else of token t. Pairs: channels 8i..8i+3 of two tokens,
+// woven, fall to vector a, 8i+4..8i+7 to b; store2 puts them back. An odd last token is woven with zeros.
 template <int kNR, int kPairs, bool kTail, bool kSingle, class T, class Rows>
 static inline void gather_step(vreg (*acc)[2 * kPairs], const Factor<T>* p, int64_t ld, Rows v, int64_t t, int64_t c,
                                int64_t left) {
@@ -335,8 +340,8 @@ static inline void gather_step(vreg (*acc)[2 * kPairs], const Factor<T>* p, int6
 }
 
 template <int kNR, int kPairs, bool kTail, class T, class Rows>
-static AUTOSEL_NOINLINE void gather(float* o, int64_t width, const Factor<T>* p, int64_t ld, Rows v, int64_t n, int64_t c,
-                                    int64_t left, const float* keep, Ahead<Rows> ahead) {
+static AUTOSEL_NOINLINE void gather(float* o, int64_t width, const Factor<T>* p, int64_t ld, Rows v, int64_t n,
+                                    int64_t c, int64_t left, const float* keep, Ahead<Rows> ahead) {
   constexpr int kTokens = kDot<T> ? 2 : 1;
   int64_t from = c * int64_t(sizeof(T)), to = (c + (kTail ? left : kPairs * kPair)) * int64_t(sizeof(T)), t = 0;
   vreg acc[kNR][2 * kPairs];
@@ -370,15 +375,15 @@ static void gather_rows(float* o, int64_t width, const Factor<T>* p, int64_t ld,
 }
 
 template <class T, class Rows>
-static void gather_rows(int64_t rows, float* o, int64_t width, const Factor<T>* p, int64_t ld, Rows v, int64_t n, int64_t d,
-                        const float* keep, Ahead<Rows> ahead) {
+static void gather_rows(int64_t rows, float* o, int64_t width, const Factor<T>* p, int64_t ld, Rows v, int64_t n,
+                        int64_t d, const float* keep, Ahead<Rows> ahead) {
   if (rows == 4) return gather_rows<4, T>(o, width, p, ld, v, n, d, keep, ahead);
   if (rows == 3) return gather_rows<3, T>(o, width, p, ld, v, n, d, keep, ahead);
   if (rows == 2) return gather_rows<2, T>(o, width, p, ld, v, n, d, keep, ahead);
   gather_rows<1, T>(o, width, p, ld, v, n, d, keep, ahead);
 }
 
-// --- one unit: the R rows of a (sequence, KV head) ---------------------------------------------------------------------
+// --- one unit: the R rows of a (sequence, KV head) -------------------------------------------------------------------
 
 struct Shape {
   int64_t batch, q_heads, kv_heads, positions, d;

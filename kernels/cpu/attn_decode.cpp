@@ -1,8 +1,8 @@
-// attn   o = softmax(scale q K^T, causal by cache offset) V     q[B,Hq,S,D], k/v[B,Hkv,Lmax,D], lengths[B] -> o[B,Hq,S,D]
+// attn   o = softmax(scale q K^T, causal by cache offset) V   q[B,Hq,S,D], k/v[B,Hkv,Lmax,D], lengths[B] -> o[B,Hq,S,D]
 //
 // bytes   2 B Hkv L D b + 2 B Hq S D b (b = bytes an element)      FLOPs   4 B Hq S L D
-// roofline at B=1, 32/8 heads, D=128, L=8192, bf16: 33.6 MB; at 36 GB/s (Zen 4, 2 cores) 930 us. Arithmetic of the same call
-// is 53 cycles a key and KV head, 470 us on these two cores: bandwidth decides, if loads and arithmetic overlap.
+// roofline at B=1, 32/8 heads, D=128, L=8192, bf16: 33.6 MB; at 36 GB/s (Zen 4, 2 cores) 930 us. Arithmetic of it is
+// 50 cycles a key and KV head, 470 us on these two cores: bandwidth decides, if loads and arithmetic overlap.
 // knobs (knobs/cpu/attention.py)
 //   threads   enough for the memory's rate and for the arithmetic
 //   tile      keys at a time: a tile of K is half of L1
@@ -10,7 +10,8 @@
 //   prefetch  keys by which the second request for a row precedes its use, the loaded latency in keys; 0 = no prefetch
 // design  attention.h: packed queries, tiles, intervals for masks, equal cut of the work.
 //
-// Versions tried, Zen 4 (2 cores, shared machine), the shape above, fraction of a read probe interleaved with the calls:
+// Versions tried, Zen 4 (2 cores, shared machine), the shape above, fraction of a read probe interleaved with the
+// calls:
 //   no prefetch, tile 16 / 32 / 64 / 128                               0.70 / 0.52 / 0.51 / 0.55
 //     while one stream is worked on, the hardware prefetcher loses the other; small tiles keep both alive
 //   prefetch one tile ahead into L1 (t0)                               0.34: fills of L1 wait in its 24 miss buffers

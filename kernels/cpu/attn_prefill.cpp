@@ -1,4 +1,4 @@
-// prefill_attn   o = softmax(scale q K^T, causal) V over the prompt itself     q[B,Hq,S,D], k/v[B,Hkv,S,D] -> o[B,Hq,S,D]
+// prefill_attn   o = softmax(scale q K^T, causal) V over the prompt itself   q[B,Hq,S,D], k/v[B,Hkv,S,D] -> o[B,Hq,S,D]
 //
 // bytes   2 B (Hq + Hkv) S D b (b = bytes an element)      FLOPs   2 B Hq S^2 D (the causal half of 4)
 // roofline at B=1, 32/8 heads, D=128, S=2048, bf16: 34 GFLOP; at 2 x 236 GFLOP/s of dots (Zen 4, 2 cores) 73 ms.
@@ -7,8 +7,8 @@
 // that read them: K turned, so that a vector is one channel (a pair, for the bf16 dot) of kLanes keys; V with two keys
 // woven. Then blocks of 48 queries of one head walk over tiles of keys, a 6 x 4-vector register tile for both products
 // (24 sums, 4 of B, 1 of A in 32 registers; 6 x 2 in 16), online softmax between them, tiles beyond the diagonal or the
-// window skipped. Blocks are handed out one at a time, the longest first: each is computed the same way by whoever takes it.
-// A key that a query may not see gets weight 0: unlike in decode it must be finite, as the contract says.
+// window skipped. Blocks are handed out one at a time, the longest first: each is computed the same way by whoever
+// takes it. A key that a query may not see gets weight 0: unlike in decode it must be finite, as the contract says.
 #include "attention.h"
 
 namespace autosel {
@@ -131,7 +131,8 @@ template <class T> struct Block {
   }
 
   // Keys [first, first + n) against `rows` queries, the first of which is at position `at`.
-  void tile(const Shape& a, const Packing& p, const Factor<T>* packed, int64_t first, int64_t n, int64_t at, int64_t rows) {
+  void tile(const Shape& a, const Packing& p, const Factor<T>* packed, int64_t first, int64_t n, int64_t at,
+            int64_t rows) {
     const Factor<T>* v = packed + p.k_tile;
     int64_t weights_ld = kScoreLd * int64_t(sizeof(float) / sizeof(Factor<T>));
     for (int64_t r0 = 0; r0 < rows; r0 += kMR) {
@@ -141,7 +142,7 @@ template <class T> struct Block {
                          scores + c, kScoreLd, nullptr);
       int64_t begin[kMR], end[kMR];
       for (int64_t r = 0; r < kMR; ++r) {
-        int64_t position = at + r0 + r, lo = a.window > 0 ? position - a.window + 1 - first : 0, hi = position + 1 - first;
+        int64_t hi = at + r0 + r + 1 - first, lo = a.window > 0 ? hi - a.window : 0;
         begin[r] = lo < 0 ? 0 : lo > n ? n : lo, end[r] = hi < begin[r] ? begin[r] : hi > n ? n : hi;
       }
       soften<T, kMR>(scores, kScoreLd, n, begin, end, a.scale, a.softcap, m + r0, l + r0, keep, [](int64_t) {});
@@ -170,7 +171,8 @@ static void prefill(const Shape& a, const Strided4<const T>& q, const Strided4<c
   static thread_local Scratch scratch;
   int64_t s = a.positions;
   Packing p = packing_of<T>(s, a.d);
-  auto* packed = reinterpret_cast<Factor<T>*>(scratch.reserve(size_t(a.batch * a.kv_heads * p.head) * sizeof(Factor<T>)));
+  size_t packed_bytes = size_t(a.batch * a.kv_heads * p.head) * sizeof(Factor<T>);
+  auto* packed = reinterpret_cast<Factor<T>*>(scratch.reserve(packed_bytes));
   parallel(threads, a.batch * a.kv_heads * p.tiles, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       int64_t head = i / p.tiles, first = i % p.tiles * kTile, b = head / a.kv_heads, h = head % a.kv_heads;

@@ -58,7 +58,8 @@ void kv_append(TensorView k, TensorView v, TensorView positions, Optional<Tensor
     if (paged)
       for (int64_t i = at / page; i <= (at + count - 1) / page; ++i) {
         int64_t id = table[b * row + i * column];
-        AUTOSEL_CHECK(id >= 0 && id < k_cache.size(0), "kv_append: block_table names page " << id << " of " << k_cache.size(0));
+        AUTOSEL_CHECK(id >= 0 && id < k_cache.size(0),
+                      "kv_append: block_table names page " << id << " of " << k_cache.size(0));
       }
   }
 
@@ -70,7 +71,8 @@ void kv_append(TensorView k, TensorView v, TensorView positions, Optional<Tensor
       if (paged) outer = table[b * row + slot / page * column], slot %= page;
       for (const Copy& c : copies)
         for (int64_t h = 0; h < heads; ++h)
-          memcpy(c.to + outer * c.batch + slot * c.page + h * c.head, c.from + b * c.b + h * c.h + s * c.s, size_t(bytes));
+          memcpy(c.to + outer * c.batch + slot * c.page + h * c.head, c.from + b * c.b + h * c.h + s * c.s,
+                 size_t(bytes));
     }
   });
 }

@@ -2,9 +2,10 @@
 //              q[B,Hq,S,D], k/v_pages[P,page,Hkv,D], block_table[B,n] int32, lengths[B] int32 -> o[B,Hq,S,D]
 //
 // bytes, FLOPs, roofline, knobs: attn_decode.cpp's, plus 4 bytes of table a page.
-// A tile is a list of row addresses, built one tile ahead, so that a tile may span pages of any size and the prefetches of
-// attention.h reach into pages that do not follow each other; rows of one head lie Hkv*D apart, where no hardware
-// prefetcher helps: asked for in software or missed. One address a row against 50 cycles of work: the list is free.
+// A tile is a list of row addresses, built one tile ahead, so that a tile may span pages of any size and the
+// prefetches of attention.h reach into pages that do not follow each other; rows of one head lie Hkv*D apart, where no
+// hardware prefetcher helps: asked for in software or missed. One address a row against 50 cycles of work: the list is
+// free.
 #include "attention.h"
 
 namespace autosel {
@@ -52,8 +53,8 @@ void paged_attn_decode(TensorView q, TensorView k, TensorView v, TensorView tabl
     auto** rows = reinterpret_cast<const T**>(scratch.reserve(size_t(threads * 4 * a.tile) * sizeof(T*)));
     Paged<T> source{strided4<const T>(k), strided4<const T>(v), data<int32_t>(table), table.stride(0), table.stride(1),
                     k.size(0), k.size(1), a.tile, rows, &stray};
-    attend<T>(a, strided4<const T>(q), strided4<T>(o), Lengths(given, max_len, table.size(1) * k.size(1)), threads, chunk,
-              prefetch, source);
+    attend<T>(a, strided4<const T>(q), strided4<T>(o), Lengths(given, max_len, table.size(1) * k.size(1)), threads,
+              chunk, prefetch, source);
   });
   AUTOSEL_CHECK(!stray.load(), "paged_attn: block_table names a page that does not exist");
 }
