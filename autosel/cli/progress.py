@@ -39,7 +39,7 @@ class Progress:
         self.decided_now = self.settled = 0
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._pulse = threading.Thread(target=self._beat, name="autosel-progress", daemon=True)
+        self._pulse = threading.Thread(target=self._run, name="autosel-progress", daemon=True)
 
     def __enter__(self) -> Progress:
         self._pulse.start()
@@ -77,12 +77,16 @@ class Progress:
 
     # --- said to people ---------------------------------------------------------------------------------------------
 
-    def _beat(self) -> None:
+    def _run(self) -> None:
         while not self._over.wait(BEAT_S):
-            if self.live:
-                self._write(f"\r\x1b[2K{self.line()}")
-            elif self.clock() - self.said_at >= QUIET_S:
-                self._say(f"{self._elapsed():>7}  {self._under_way()}{self._left()}")
+            self.beat()
+
+    def beat(self) -> None:
+        """Redraw the moving line; into a pipe, break a silence that has lasted."""
+        if self.live:
+            self._write(f"\r\x1b[2K{self.line()}")
+        elif self.clock() - self.said_at >= QUIET_S:
+            self._say(f"{self._elapsed():>7}  {self._under_way()}{self._left()}")
 
     def line(self) -> str:
         """The moving line: what is under way, cut to fit, and the time."""

@@ -1,0 +1,625 @@
+"""The command line without a device: help, mistakes, tables, the moving line, settings, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from autosel import settings
+from autosel.cli import figures, output
+from autosel.cli import race as race_verb
+from autosel.cli import tune as tune_verb
+from autosel.cli.main import VERBS, cli, run
+from autosel.cli.options import VerbGroup, given_options
+from autosel.cli.output import emit_json, paragraph, report, table
+from autosel.cli.progress import QUIET_S, Progress
+from autosel.cli.tune import parse_budget
+from autosel.errors import AutoselError, BadConfig, TooNoisy, UsageError
+from autosel.models.workloads import Named
+from autosel.tuning.job import Rejection
+from autosel.tuning.trial import Tried
+from autosel.values import (
+    Arm,
+    Decision,
+    Effect,
+    Failed,
+    Passed,
+    PythonRecipe,
+    Timing,
+    Verdict,
+    Workload,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL_VERBS = [(v,) for v in VERBS] + [
+    ("db", sub) for sub in ("info", "check", "upgrade", "backup", "restore", "release")
+]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty home, and an environment in which nothing else is set."""
+    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
+    settings.read.cache_clear()
+    yield tmp_path
+    settings.read.cache_clear()
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command line: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(list(arguments))
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+# --- help ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ALL_VERBS, ids=" ".join)
+def test_help_of_every_verb_fits_80_columns_and_ends_with_examples_one_can_type(
+    verb: tuple[str, ...], said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOSEL_SPELLING", "./run")
+    code, text, trouble = said(*verb, "--help")
+    assert (code, trouble) == (0, "")
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "..." not in text.partition("Examples:")[0].replace("attn ...", "").replace("l4 ...", "").replace(
+        "[ARGS]...", ""
+    )
+    examples = text.partition("Examples:\n")[2].splitlines()
+    assert examples
+    assert all(line.startswith(f"  ./run {verb[0]}") for line in examples)
+
+
+def test_the_examples_are_accepted_by_the_verbs_they_are_for() -> None:
+    """Each example parses: no option in it has been renamed."""
+    import shlex
+
+    for verb in VERBS:
+        command = cli.get_command(click.Context(cli), verb)
+        assert command is not None
+        commands = [command, *(command.commands.values() if isinstance(command, VerbGroup) else ())]
+        for one in commands:
+            for example in one.examples:  # type: ignore[attr-defined]
+                words = shlex.split(example)[1:]
+                words = words[1:] if one is not command else words
+                one.make_context(verb, words)
+
+
+def test_help_loads_neither_a_tensor_library_nor_a_database(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from autosel.cli.main import run
+for verb in {ALL_VERBS!r}:
+    assert run([*verb, "--help"]) == 0
+assert run(["--help"]) == 0
+heavy = {{"torch", "numpy", "sqlalchemy", "alembic", "rich", "psutil", "tvm_ffi"}} & set(sys.modules)
+sys.exit(str(heavy) if heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_overview_names_every_verb_of_this_version_on_one_screen(said: Any) -> None:
+    _, text, _ = said("--help")
+    assert all(f"\n  {verb} " in text for verb in VERBS)
+    assert len(text.splitlines()) <= 40
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "todo"),
+    [
+        (["tun"], "no verb 'tun'", "did you mean tune?"),
+        (["tune", "--modle", "x"], "no option --modle", "did you mean --model?"),
+        (["tune", "--dtype", "bf61"], "unknown dtype 'bf61'", "did you mean bf16"),
+        (["tune", "--effort", "ful"], "unknown effort 'ful'", "did you mean full?"),
+        (["tune", "--model", "lama-8b"], "lama-8b", "did you mean llama-8b"),
+        (["tune", "--op", "atn"], "unknown op 'atn'", "did you mean attn"),
+        (["best", "atn"], "unknown op 'atn'", "did you mean attn"),
+        (["explain", "rmsnrom"], "unknown op 'rmsnrom'", "did you mean rmsnorm"),
+        (["race", "atn", "--candidate", "x:y"], "unknown op 'atn'", "did you mean attn"),
+        (["tune", "--device", "cpus"], "unknown device 'cpus'", "did you mean cpu"),
+        (["tune", "--device", "h200"], "h200 cannot be tuned here", "knobs --fingerprint h200"),
+        (["tune", "--device", "cuda:0"], "cuda:0 cannot be tuned here", "knobs --fingerprint"),
+        (["fingerprint", "h20"], "unknown device 'h20'", "did you mean h200"),
+        (["knobs", "--fingerprint", "h20"], "unknown device 'h20'", "did you mean h200"),
+        (["tune", "--budget", "soon"], "--budget 'soon' is no time", "90s, 5m or 1h30m"),
+        (["tune", "--batch", "0"], "'--batch'", "tune --help"),
+        (["tune", "--op", "gemm"], "--op gemm with batch 1", "use gemv"),
+        (["tune", "--seq", "many"], "'--seq'", "tune --help"),
+        (["demote", "one", "--reason", "x"], "'DECISION_ID'", "demote --help"),
+        (["demote", "1"], "missing option '--reason'", "demote --help"),
+        (["best"], "missing argument 'OP'", "best --help"),
+        (["explain"], "explain what?", "explain OP, --id N or --failed"),
+        (["db", "chek"], "no command 'chek'", "did you mean check?"),
+        (["import", "/nonexistent.json"], "cannot read /nonexistent.json", "check the path"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_said_with_what_to_do_and_is_one_json_document_for_programs(
+    arguments: list[str], what: str, todo: str, said: Any
+) -> None:
+    code, out, err = said(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert what in err.splitlines()[0]
+    assert todo in err
+    code, out, _ = said(*arguments, "--json")
+    error = json.loads(out)["error"]
+    assert error["exit_code"] == code == 2
+    assert error["what"]
+
+
+def test_no_verb_at_all_shows_the_overview_and_is_a_usage_error(said: Any) -> None:
+    code, out, err = said()
+    assert code == 2
+    assert "Verbs:" in out + err
+
+
+def test_a_bug_of_ours_says_so_and_where_the_details_are(
+    said: Any, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("seven")
+
+    monkeypatch.setattr(settings, "unknown_variables", broken)
+    code, out, err = said("config", "--json")  # the fault comes after the document, which stays the only one
+    assert (code, len(out.splitlines())) == (0, 1)
+    code, _, err = said("config")
+    assert code == 1
+    assert "this is a bug in autosel" in err
+    assert str(home / "crash.log") in err
+    assert "ZeroDivisionError: seven" in (home / "crash.log").read_text()
+
+
+def test_ctrl_c_anywhere_is_no_error_and_130(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(settings, "unknown_variables", interrupted)
+    code, _, err = said("config")
+    assert (code, err.strip()) == (130, "stopped")
+
+
+# --- settings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AUTOSEL_BUDGET", "soon"),
+        ("AUTOSEL_BUDGET", "-5"),
+        ("AUTOSEL_BUDGET", "nan"),
+        ("AUTOSEL_BUDGET", "inf"),
+        ("AUTOSEL_DISABLE", "maybe"),
+        ("AUTOSEL_EFFORT", "utmost"),
+        ("AUTOSEL_LOG", "loud"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_named_with_what_it_may_be(
+    name: str, value: str, said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    settings.read.cache_clear()
+    code, out, err = said("config")
+    assert (code, out) == (2, "")
+    assert f"{name}: {name.removeprefix('AUTOSEL_').lower()} = '{value}'" in err
+    assert len(err.splitlines()) >= 2, "and why"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("budget = ", "is not TOML"),
+        ("\x00", "is not TOML"),
+        ("budgte = 5", "unknown settings budgte"),
+        ("budget = 'soon'", "budget = 'soon'"),
+        ("budget = [1]", "budget = '[1]'"),
+        ("home = '/elsewhere'", "set AUTOSEL_HOME"),
+    ],
+)
+def test_a_broken_settings_file_is_named_and_help_and_doctor_still_work(
+    text: str, told: str, said: Any, home: Path
+) -> None:
+    (home / "config.toml").write_text(text)
+    settings.read.cache_clear()
+    code, _, err = said("config")
+    assert code == 2
+    assert str(home / "config.toml") in err
+    assert told in err
+    assert said("tune", "--help")[0] == 0
+    code, out, _ = said("doctor")
+    assert code == 1
+    assert "BAD   settings" in out
+
+
+def test_every_setting_is_shown_with_its_origin(said: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "config.toml").write_text("budget = 30\n")
+    monkeypatch.setenv("AUTOSEL_EFFORT", "full")
+    monkeypatch.setenv("AUTOSEL_EFORT", "full")
+    settings.read.cache_clear()
+    found = json.loads(said("config", "--json")[1])
+    assert found["effort"] == {"value": "full", "origin": "environment"}
+    assert found["budget"] == {"value": 30.0, "origin": str(home / "config.toml")}
+    assert found["disable"] == {"value": False, "origin": "default"}
+    _, out, err = said("config")
+    assert all(s.variable in out for s in settings.SETTINGS)
+    assert "AUTOSEL_EFORT is no setting" in err
+
+
+# --- output -------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_too_wide_gets_narrow_gaps_then_continues_in_one_column_and_loses_nothing() -> None:
+    rows = [["gemv down+res", "M1 K14336 N4096", "a" * 20, "25 900 ±1.1%"], ["x", "word " * 20, "b", "1"]]
+    text = table(("op", "workload", "who", "time us"), rows, right=(3,), wrap=1)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert text.count("word") == 20
+    assert "25 900 ±1.1%" in text
+    assert "a" * 20 in text
+
+
+def test_a_word_longer_than_the_line_is_kept_whole() -> None:
+    path = "/home/" + "x" * 100
+    assert path in paragraph(f"the ledger {path} is locked", indent="  ")
+    assert path in table(("a", "b"), [["1", path]], wrap=1)
+
+
+def test_colour_is_for_terminals_and_never_where_the_user_wants_none(
+    said: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "\x1b" not in said("tun")[2]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert settings.colour() is None
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert settings.colour() is False
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert settings.colour() is False
+
+
+def test_a_command_to_type_is_never_broken_over_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "autosel race rmsnorm --candidate mykernels:fast_rmsnorm --model /a/long/path --case 'random M2 d512' x"
+    report(UsageError("w" * 100, why="because " * 30, todo=command))
+    err = capsys.readouterr().err
+    assert f"  {command}\n" in err
+    assert all(len(line) <= 80 for line in err.splitlines() if "because" in line)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1010.4, "1 010"), (123456.0, "123 456"), (741.0, "741"), (74.14, "74.1"), (0.715, "0.71")]
+)
+def test_times_have_three_digits_or_more(value: float, text: str) -> None:
+    assert output.microseconds(value) == text
+
+
+def test_json_for_a_pipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    emit_json({"a": [1, 2], "b": {"c": "≥"}})
+    out = capsys.readouterr().out
+    assert json.loads(out) == {"a": [1, 2], "b": {"c": "≥"}}
+    assert out.count("\n") == 1
+
+
+def test_a_reader_that_goes_away_and_a_full_disk_behind_stdout_are_handled() -> None:
+    def shell(line: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+
+    me = f"{sys.executable} -m autosel.cli.main"
+    gone = shell(f"set -o pipefail; {me} config | true")
+    assert "Traceback" not in gone.stderr
+    assert "BrokenPipe" not in gone.stderr
+    full = shell(f"{me} config > /dev/full")
+    assert full.returncode == 1
+    assert "No space left on device" in full.stderr
+    assert "Traceback" not in full.stderr
+
+
+def test_a_stream_that_cannot_spell_a_sign_still_gets_the_text() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "autosel.cli.main", "config"],
+        cwd=ROOT,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "AUTOSEL_CXX": "/opt/größer/g++"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"/opt/gr" in done.stdout
+
+
+# --- what is said about a decision --------------------------------------------------------------------------------
+
+TORCH = Arm(candidate="torch:linear", backend="TORCH", recipe=PythonRecipe(target="a:b"), knobs={}, digest="b" * 64)
+CPP = Arm(candidate="cpp:gemv", backend="CPP", recipe=PythonRecipe(target="a:c"), knobs={"rows": 8}, digest="c" * 64)
+ATTN = Workload(
+    op="attn", dims=(("B", 1), ("Hq", 32), ("Hkv", 8), ("S", 1), ("D", 128), ("L", 8192)), dtype="bf16", traits=()
+)
+
+
+def timing(median_us: float) -> Timing:
+    return Timing(
+        median_us=median_us,
+        lo_us=0.99 * median_us,
+        hi_us=1.011 * median_us,
+        p95_us=1.1 * median_us,
+        min_us=0.9 * median_us,
+        samples=60,
+    )
+
+
+def decision(outcome: Any = "promote", arm: Arm = CPP, state: Any = "promoted", **verdict: Any) -> Decision:
+    values: dict[str, Any] = {
+        "effect": Effect(median=23.4, lo=22.1, hi=24.0),
+        "next_best": ("torch:packed", 2.94),
+        "timings": {"cpp:gemv": timing(1010), "torch:linear": timing(24000)},
+        "read_bytes_per_s": 46e9,
+        "roofline": 0.72,
+    }
+    made = Verdict(outcome=outcome, winner=arm.candidate, reason="a reason", **(values | verdict))
+    return Decision(
+        id=41,
+        state=state,
+        hw_id="h" * 64,
+        op="attn",
+        bucket=ATTN.bucket,
+        mode="eager.t2.highest",
+        workload=ATTN,
+        arm=arm,
+        baseline=TORCH,
+        verdict=made,
+        reason="a reason",
+        created_at="2026-11-20T11:17:24+00:00",
+    )
+
+
+def row(made: Decision, **options: Any) -> str:
+    return click.unstyle(figures.decision_table([made], {}, **options)).splitlines()[1]
+
+
+def test_a_promotion_shows_the_lower_bound_it_rests_on() -> None:
+    expected = "attn B1 H32/8 D128 L8192 CPP 1 010 ±1.1% 23x ≥22 2.9x 72%"
+    assert row(decision()).split() == expected.split()
+
+
+def test_a_tie_is_said_and_not_hidden() -> None:
+    even = Effect(median=1.0, lo=1.0, hi=1.0)
+    assert " tie " in row(decision("tie", TORCH, "kept", effect=even, next_best=("cpp:gemv", 1.01))) + " "
+    assert "23x kept" in row(decision("tie", CPP, "kept")), "a tie with an incumbent that is not the baseline keeps it"
+
+
+def test_what_is_undecided_pinned_demoted_or_stale_is_named_so() -> None:
+    assert "undecided" in row(decision("undecided", TORCH, "kept"))
+    assert "pinned" in row(decision(state="pinned"))
+    assert "demoted" in row(decision(arm=TORCH, state="demoted"))
+    stale = row(decision(), stale={41: "another torch"})
+    assert "stale" in stale
+    assert "TORCH" in stale
+    assert "23x" not in stale
+
+
+def test_an_interval_wider_than_its_median_is_called_noisy() -> None:
+    wild = Timing(median_us=10, lo_us=1, hi_us=900, p95_us=900, min_us=1, samples=9)
+    assert "10.0 noisy" in row(decision(timings={"cpp:gemv": wild}))
+
+
+def test_the_verdict_table_of_long_names_fits_80_columns() -> None:
+    labels = {ATTN.key: "attn window"}
+    wide = decision(next_best=("x", 1.91), effect=Effect(median=1.91, lo=1.85, hi=1.99))
+    inductor = Arm(
+        candidate="cpp:gemv", backend="INDUCTOR", recipe=PythonRecipe(target="a:c"), knobs={}, digest="e" * 64
+    )
+    text = click.unstyle(figures.decision_table([wide, decision(arm=inductor)], labels))
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "1.91x ≥1.85" in text
+
+
+def test_the_json_of_a_decision_has_what_the_design_promises() -> None:
+    made = figures.decision_json(decision())
+    assert made["state"] == "promoted"
+    assert made["speedup"] == {"median": 23.4, "lo": 22.1, "hi": 24.0}
+    assert made["next_best"] == {"candidate": "torch:packed", "speedup": 2.94}
+    assert (made["baseline_us"], made["time_us"], made["roofline"]) == (24000, 1010, 0.72)
+    assert figures.decision_json(decision(arm=TORCH, state="demoted"))["state"] == "baseline"
+
+
+# --- the line that moves ------------------------------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    """A stderr that is a terminal, or has been closed at the other end."""
+
+    def __init__(self, *, terminal: bool = True, broken: bool = False) -> None:
+        super().__init__()
+        self.terminal, self.broken = terminal, broken
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def write(self, text: str) -> int:
+        if self.broken:
+            raise BrokenPipeError
+        return super().write(text)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    class Clock:
+        now = 0.0
+
+        def __call__(self) -> float:
+            return self.now
+
+    return Clock()
+
+
+def progress(screen: Screen, clock: Any, monkeypatch: pytest.MonkeyPatch, budget_s: float = 0.0) -> Progress:
+    monkeypatch.setattr(sys, "stderr", screen)
+    return Progress(budget_s, clock=clock)
+
+
+def test_the_line_moves_with_the_clock_fits_and_says_what_is_under_way(
+    clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = progress(Screen(), clock, monkeypatch)
+    shown.stage("parity", "cpp:attn_decode", 2, 9)
+    clock.now = 30.0
+    first = shown.line()
+    assert first.startswith("parity 2/9  cpp:attn_decode")
+    assert "30s, about " in first
+    clock.now = 31.0
+    assert shown.line() != first
+    shown.stage("confirming 2", "13 pairs  cpp:" + "x" * 90, 3, 9)
+    assert len(shown.line()) == 79
+    assert "13 pairs" in shown.line()
+
+
+def test_the_eta_falls_as_work_is_done_is_no_wild_guess_and_keeps_to_the_budget(
+    clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = progress(Screen(), clock, monkeypatch, budget_s=70.0)
+    shown.stage("fingerprint", "cpu", 0, 1)
+    clock.now = 5.0
+    assert "left" not in shown.line()
+    clock.now = 60.0
+    for stage in ("screening", "confirming 1", "confirming 2", "confirming 3"):
+        shown.stage(stage, "", 0, 4)
+        assert seconds_left(shown) <= 10
+    free = progress(Screen(), clock, monkeypatch)
+    clock.now = 120.0
+    left = []
+    for number in (1, 2, 3):
+        free.stage(f"confirming {number}", "", 0, 4)
+        left.append(seconds_left(free))
+    assert left == sorted(left, reverse=True)
+    assert left[0] > left[2] > 0
+
+
+def seconds_left(shown: Progress) -> int:
+    return int(shown.line().partition("about ")[2].removesuffix("s left"))
+
+
+def test_into_a_pipe_goes_a_line_a_stage_and_a_decision_without_control_characters(
+    clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Screen(terminal=False)
+    with progress(screen, clock, monkeypatch) as shown:
+        for done in range(5):
+            shown.stage("build", "cpu/gemv.cpp", done, 5)
+        shown.stage("parity", "cpp:gemv", 0, 5)
+        shown.decided(decision(), settled_before=False)
+        shown.decided(decision(), settled_before=True)
+        shown.rejected(Rejection(workload=ATTN, candidate="user:x", stage="parity", reason="wrong " * 30))
+        shown.rejected(Rejection(workload=ATTN, candidate="user:y", stage="eligible", reason="no"))
+    text = screen.getvalue()
+    assert "\x1b" not in text
+    assert text.count("build ...") == text.count("parity ...") == 1
+    assert "attn B1 H32/8 D128 L8192: promoted cpp:gemv, 23x ≥22" in text
+    assert "rejected (parity): user:x" in text
+    assert "user:y" not in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert (shown.decided_now, shown.settled) == (1, 1)
+
+
+def test_a_pipe_hears_something_now_and_then_while_a_stage_lasts(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(terminal=False)
+    shown = progress(screen, clock, monkeypatch)
+    shown.stage("screening", "3 pairs  attn", 1, 4)
+    clock.now = QUIET_S + 1
+    shown.beat()
+    shown.beat()
+    assert screen.getvalue().count("3 pairs  attn") == 1
+
+
+def test_a_reader_of_the_progress_who_goes_away_does_not_end_the_tune(
+    clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with progress(Screen(broken=True), clock, monkeypatch) as shown:
+        shown.stage("build", "cpu/gemv.cpp", 0, 5)
+        shown.decided(decision(), settled_before=False)
+    assert shown.decided_now == 1
+
+
+def test_a_dumb_terminal_gets_lines_and_no_escapes(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    screen = Screen()
+    with progress(screen, clock, monkeypatch) as shown:
+        shown.stage("build", "x", 0, 5)
+    assert "\x1b" not in screen.getvalue()
+    assert "build ..." in screen.getvalue()
+
+
+# --- options and exit codes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("1h30m", 5400), ("45", 45), ("1.5s", 1.5)])
+def test_a_budget_is_read_as_people_write_it(text: str, seconds: float) -> None:
+    assert parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", " ", "0", "0s", "-5", "5x", "m", "1e3", "nan", "5m 3"])
+def test_what_is_no_budget_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is no time"):
+        parse_budget(text)
+
+
+def test_the_command_that_continues_has_the_options_that_choose_the_work() -> None:
+    words = ["--model", "my model", "--op", "attn", "--op", "gemv", "--seq", "200", "--budget", "5s", "--json"]
+    ctx = tune_verb.tune_command.make_context("tune", words)
+    assert tune_verb.again_command(ctx) == "autosel tune --model 'my model' --op attn --op gemv --seq 200"
+    assert given_options(tune_verb.tune_command.make_context("tune", []), ("ops", "batch", "seq", "effort")) == []
+
+
+NAMED = Named(workload=ATTN, label="attn", calls_per_step=1)
+PASSED = Passed(cases=3, worst=0.5, worst_case="random")
+
+
+def tried(**values: Any) -> Tried:
+    return Tried(**({"named": NAMED, "parity": PASSED} | values))
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "told"),
+    [
+        (tried(verdict=decision().verdict), None, ""),
+        (tried(verdict=decision("tie").verdict), None, ""),
+        (tried(verdict=decision("lose").verdict), None, ""),
+        (tried(verdict=decision("undecided").verdict), 5, "race again:  AGAIN"),
+        (tried(verdict=decision().verdict, reason="crash: SIGSEGV"), 4, "crash: SIGSEGV"),
+        (tried(parity=None, reason="takes bf16"), 2, "takes bf16"),
+        (tried(parity=Failed(check="elements", case="strided", evidence={}, reason="row 3")), 4, '--case "strided"'),
+        (tried(parity=Failed(check="raised", case="load", evidence={}, reason="no module")), 4, "no module"),
+    ],
+)
+def test_a_race_ends_with_the_code_of_what_was_found(found: Tried, code: int | None, told: str) -> None:
+    error = race_verb.judge([found], "AGAIN")
+    assert (error.exit_code if error else None) == code
+    assert told in str(error or "")
+    if isinstance(found.parity, Failed) and found.parity.case == "load":
+        assert "--case" not in str(error), "loading is no case that can be repeated alone"
+
+
+def test_errors_carry_their_exit_codes() -> None:
+    assert (AutoselError("x").exit_code, UsageError("x").exit_code, TooNoisy("x").exit_code) == (1, 2, 5)
+    assert BadConfig("x").exit_code == 2
