@@ -10,7 +10,6 @@ from autosel.parity.check import Terms, cases_of, check_all
 from autosel.parity.session import Proof
 from autosel.values import Failed, Fingerprint, NativeRecipe, Workload
 
-
 HABITS = ("repeated calls", "a result kept across later calls", "strided outputs", "many calls", "process-wide state")
 
 
