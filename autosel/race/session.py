@@ -104,7 +104,7 @@ def _tail_settled(sessions: Sequence[Session], finalist: str, threshold: float) 
 
 
 class _Score:
-    """What `judge.wins` would count of some duels (arm, rival), kept pair by pair: a pair costs the same at any time."""
+    """Wins in some duels (arm, rival), kept pair by pair as `judge.wins` would count them: its cost does not grow."""
 
     def __init__(self, duels: Iterable[tuple[str, str]], delta: float) -> None:
         self.counts = dict.fromkeys(duels, (0, 0))  # (pairs won, pairs)
