@@ -29,9 +29,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-for _name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
-    del os.environ[_name]  # the documentation shows defaults and says `autosel`, whoever generates it
-os.environ["AUTOSEL_HOME"] = str(Path(tempfile.gettempdir()) / "autosel-no-such-home")
 
 from autosel import settings  # noqa: E402
 from autosel.values import Fingerprint, Knobs, Rate, Workload  # noqa: E402
@@ -43,9 +40,8 @@ COLUMNS = 80
 # What the documentation shows, by the name of its transcript.
 COMMANDS: Mapping[str, str] = {
     "run": "./run",
-    "second": "./run",
     "test": "./run test -q",
-    "explain": "./run explain attn --workload L8192",
+    "explain": "./run explain gate_up",
 }
 
 
@@ -58,12 +54,20 @@ def main() -> int:
     options = parser.parse_args()
     if options.record is not None:
         record(options.record)
+    forget_caller()
     stale = list(rewrite(write=not options.check))
     for path in stale:
         _say(f"{'out of date' if options.check else 'rewritten'}: {path.relative_to(ROOT)}")
     if stale and options.check:
         _say("run: python docs/generate.py")
     return 1 if stale and options.check else 0
+
+
+def forget_caller() -> None:
+    """The documentation shows defaults and says `autosel`, whoever generates it."""
+    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
+        del os.environ[name]
+    os.environ["AUTOSEL_HOME"] = str(Path(tempfile.gettempdir()) / "autosel-no-such-home")
 
 
 def pages() -> list[Path]:
@@ -557,8 +561,10 @@ def figures() -> str:
 
 
 def transcript(name: str) -> str:
+    """What a command printed; pytest's rows of dots are left out."""
     path = TRANSCRIPTS / f"{name}.txt"
-    return fence(path.read_text() if path.is_file() else f"$ {COMMANDS[name]}\n(not recorded yet)")
+    text = path.read_text() if path.is_file() else f"$ {COMMANDS[name]}\n(not recorded yet)"
+    return fence(re.sub(r"(?m)(^[.sx]+ +\[ *\d+%\]\n)+", "...\n", text))
 
 
 def record(arguments: Sequence[str]) -> None:

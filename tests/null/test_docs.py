@@ -1,0 +1,287 @@
+"""The documentation says what the code does: blocks are current, links lead somewhere, commands and constants exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import click
+import pytest
+
+from autosel import errors, settings
+from autosel.cli.main import VERBS, cli
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+EXECUTABLE = {"autosel", "./run"}
+
+
+def module(path):
+    """A script that is no part of the package, imported by its file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def generate():
+    return module(ROOT / "docs" / "generate.py")
+
+
+@pytest.fixture(scope="module")
+def figures():
+    return module(ROOT / "benchmarks" / "figures.py")
+
+
+def fences(page):
+    """(language, text) of each fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def prose(page):
+    """The page without fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def by_name(page):
+    return str(page.relative_to(ROOT))
+
+
+# --- generated blocks -------------------------------------------------------------------------------------------------
+
+
+def test_every_generated_block_is_what_the_code_gives_now():
+    done = subprocess.run(
+        [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def page(generate, tmp_path, monkeypatch):
+    path = tmp_path / "page.md"
+    monkeypatch.setattr(generate, "pages", lambda: [path])
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    return path
+
+
+def test_a_block_that_differs_from_the_code_is_found_and_mended(generate, page):
+    page.write_text("before\n<!-- generated: settings -->\n\nan old table\n\n<!-- end -->\nafter\n")
+    assert list(generate.rewrite(write=False)) == [page]
+    assert "an old table" in page.read_text()
+    assert list(generate.rewrite(write=True)) == [page]
+    assert list(generate.rewrite(write=False)) == []
+    text = page.read_text()
+    assert "AUTOSEL_EFFORT" in text
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+
+
+def test_a_block_nobody_can_make_is_an_error(generate, page):
+    page.write_text("<!-- generated: no-such-block -->\n<!-- end -->\n")
+    with pytest.raises(SystemExit, match="no-such-block"):
+        list(generate.rewrite(write=False))
+
+
+def test_what_the_generator_can_make_is_used_somewhere(generate):
+    used = {m["name"] for page in PAGES for m in generate.BLOCK.finditer(page.read_text())}
+    assert used == set(generate.BLOCKS)
+
+
+def test_a_recorded_screen_keeps_what_stays_on_it(generate):
+    written = "\r\x1b[2Kbuild 1/2  3s\r\x1b[2Kbuild 2/2  5s\r\x1b[2K\x1b[32mCPP\x1b[0m  1.4x\r\n\r\nkept\r\n"
+    assert generate.screen(written) == "CPP  1.4x\n\nkept"
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def anchors(path):
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def test_every_page_is_listed_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert [p.name for p in (ROOT / "docs").glob("*.md") if p.name != "README.md" and f"({p.name})" not in index] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_code_blocks_say_their_language_and_are_of_it(page):
+    for language, text in fences(page):
+        assert language in ("text", "python", "sh", "toml", "cpp"), text[:80]
+        if language == "python":
+            ast.parse(text)
+        if language == "toml":
+            tomllib.loads(text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_written_lines_fit_the_line_length(page):
+    text = re.sub(r"<!-- generated:.*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_nobody_is_told_to_install_the_other_project_called_autosel():
+    """That name on PyPI is another project's."""
+    bad = re.compile(r"(pip|uv|pipx)[ \w-]* " + "install" + r"( -{1,2}[\w-]+)* ['\"]?autosel(?![\w-])")
+    assert bad.search("pip " + "install autosel")
+    folders = ("autosel", "docs", "benchmarks", "kernels", "tests", ".ci")
+    files = [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in (".py", ".md", ".cpp", ".h", ".txt", "")]
+    for path in [*files, *ROOT.glob("*.md"), ROOT / "run", ROOT / "pyproject.toml"]:
+        if path.is_file() and "__pycache__" not in path.parts:
+            assert not bad.search(path.read_text(errors="replace")), path
+
+
+# --- commands, settings, errors, constants ----------------------------------------------------------------------------
+
+
+def commands(page):
+    """Each command of ours that a page tells somebody to type: fenced as sh, indented, or in backquotes."""
+    text = page.read_text()
+    lines = [line for language, block in fences(page) if language == "sh" for line in block.splitlines()]
+    lines += re.findall(r"^    (.*)$", prose(page), re.MULTILINE)
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    for line in lines:
+        words = shlex.split(re.split(r"\s{3,}|\s#", line)[0].replace("'", ""))
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words = words[1:]
+        if words and words[0] in EXECUTABLE and len(words) > 1:
+            yield words
+
+
+def test_commands_are_found_in_the_documentation():
+    found = [" ".join(words) for page in PAGES for words in commands(page)]
+    assert "autosel race rmsnorm --candidate mykernels:fused" in found
+    assert "autosel knobs --fingerprint h200 --explain" in found
+    assert len(found) > 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_documented_commands_have_verbs_and_options_that_exist(page):
+    context = click.Context(cli, info_name="autosel")
+    for words in commands(page):
+        verb, rest = words[1], words[2:]
+        if verb.startswith("-") or (words[0] == "./run" and verb in ("test", "setup", "VERB")):
+            continue
+        assert verb in VERBS or verb in ("VERB", "OP"), words
+        if verb not in VERBS:
+            continue
+        command = cli.get_command(context, verb)
+        if isinstance(command, click.Group):
+            assert rest, words
+            command = command.commands[rest.pop(0)]
+        known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help", "-h"}
+        assert {w.partition("=")[0] for w in rest if re.match(r"--?[a-z]", w)} <= known, words
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_is_documented(verb):
+    assert f"\n## {verb}\n" in (ROOT / "docs" / "cli.md").read_text()
+
+
+def test_every_variable_the_documentation_names_is_one_that_is_read():
+    known = {s.variable for s in settings.SETTINGS} | {"AUTOSEL_SPELLING"}
+    for page in PAGES:
+        assert set(re.findall(r"\bAUTOSEL_[A-Z]+\b", prose(page))) <= known, page
+
+
+def test_every_exit_code_of_an_error_is_explained():
+    kinds = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.AutoselError)]
+    text = (ROOT / "docs" / "errors.md").read_text()
+    for code in {c.exit_code for c in kinds}:
+        assert f"\n| {code} | " in text
+
+
+SAID = (
+    ("race.plan", "AA_SESSIONS", "Once {} of them"),
+    ("race.plan", "MAX_TAIL_SAMPLES", "or {} samples"),
+    ("race.plan", "DELTA_UNCALIBRATED", "delta falls from {:.0%} to"),
+    ("race.plan", "DELTA_CALIBRATED", "to {:.0%}."),
+    ("race.judge", "ROLLING", "last {} baseline samples"),
+    ("race.judge", "TAIL_SLACK", "tau is {} times"),
+    ("race.evidence", "E_PAIRS", "`E >= {}`"),
+    ("race.evidence", "E_TAIL", "must reach {}."),
+    ("race.evidence", "TAIL_RATE_INVERSE", "p0 = 1/{}:"),
+    ("race.run", "CEILING_SLACK", "faster than {} times its best"),
+    ("ledger.store", "LIFETIME_BUDGET", "a budget of {} per key"),
+)
+
+
+@pytest.mark.parametrize(("where", "name", "words"), SAID, ids=[name for _, name, _ in SAID])
+def test_the_method_speaks_of_the_numbers_the_code_has(where, name, words):
+    text = " ".join((ROOT / "docs" / "method.md").read_text().split()).replace(" %", "%")
+    assert words.format(getattr(import_module(f"autosel.{where}"), name)) in text
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def figure(figures, value, lo=None, hi=None, note=""):
+    return figures.Figure(
+        name="x", value=value, lo=value if lo is None else lo, hi=value if hi is None else hi, note=note
+    )
+
+
+def test_a_figure_is_reached_missed_or_void(figures):
+    least = figures.Goal(name="x", what="", limit=3, unit="x")
+    most = figures.Goal(name="x", what="", limit=5, unit="s", at_most=True)
+    share = figures.Goal(name="x", what="", limit=90, unit="%")
+    assert figures.verdict(least, figure(figures, 3)) == "reached"
+    assert figures.verdict(least, figure(figures, 2.99)) == "missed"
+    assert figures.verdict(most, figure(figures, 5)) == "reached"
+    assert figures.verdict(most, figure(figures, 5.01)) == "missed"
+    assert figures.verdict(share, figure(figures, 109)) == "reached"
+    assert figures.verdict(share, figure(figures, 111)) == "void"
+    assert figures.verdict(least, figure(figures, 9, note="void: disturbed")) == "void"
+
+
+def test_a_tie_is_an_interval_that_covers_one(figures):
+    goal = figures.Goal(name="x", what="", limit=1, unit="x", tie=True)
+    assert figures.verdict(goal, figure(figures, 1.2, 1.1, 1.3)) == "faster"
+    assert figures.verdict(goal, figure(figures, 1.05, 0.98, 1.1)) == "tie"
+    assert figures.verdict(goal, figure(figures, 0.9, 0.8, 0.95)) == "slower"
+
+
+def test_every_goal_is_measured_by_one_part(figures):
+    for goal in figures.GOALS:
+        assert [p.prefix for p in figures.PARTS if goal.name.startswith(p.prefix)] == [goal.name.split("/")[0] + "/"]
+
+
+def test_kept_figures_are_whole_and_were_not_taken_in_a_hurry(figures):
+    for document in figures.stored():
+        assert document["quick"] is False
+        assert [f["name"] for f in sorted(document["figures"], key=lambda f: f["name"])] == sorted(
+            g.name for g in figures.GOALS
+        )
+        for f in document["figures"]:
+            stored = figures.Figure(**{k: v for k, v in f.items() if k != "verdict"})
+            assert figures.verdict(figures.goal(f["name"]), stored) == f["verdict"]
+
+
+def test_a_result_in_a_hurry_or_in_part_is_not_kept():
+    for option in ("--quick", "--only=start"):
+        command = [sys.executable, "benchmarks/figures.py", "--write", option]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert "whole results only" in done.stderr
