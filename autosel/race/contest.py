@@ -47,6 +47,7 @@ class Contest:
     challengers: tuple[Entrant, ...]
     margins: Mapping[TimeClass, Margin]
     llc_bytes: int  # of the whole device: what streamed operands must exceed to come cold
+    read_bytes_per_s: float = 0.0  # the best ever read here: who beats it by far is not reading; 0: not known
 
     @property
     def op(self) -> Op:

@@ -15,7 +15,8 @@ from random import Random
 from autosel.errors import WorkerError
 from autosel.ops.contract import Mismatch
 from autosel.race.contest import Contest, Entrant, Operands
-from autosel.race.judge import CLONE, has_lost, nominees
+from autosel.race.evidence import median
+from autosel.race.judge import CLONE, has_lost, nominees, pair_medians
 from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, Plan, plan
 from autosel.race.session import Duel, Trial, confirm, screen
 from autosel.values import Race, Session, to_json
@@ -257,20 +258,23 @@ def _guarded(seated: _Seated, take: Callable[[_Seated, Terms], Session], terms: 
 
 
 def _below_ceiling(seated: _Seated, session: Session) -> Session:
-    """Void a session in which somebody streamed faster than memory can: something is not what it seems."""
-    from autosel.race.evidence import median
-    from autosel.race.judge import pair_medians
+    """Void a session in which somebody streamed faster than the probe beside it: one of the two is not what it seems.
 
+    Blame falls only on who is also faster than this device has ever read: a disturbed probe is nobody's fault.
+    """
     assert seated.operands is not None
-    streamed = seated.operands.streamed_bytes
-    if not streamed or not session.read_bytes_per_s or session.voided or not session.pairs:
+    streamed, probed = seated.operands.streamed_bytes, session.read_bytes_per_s
+    if not streamed or not probed or session.voided or not session.pairs:
         return session
-    floor_ns = streamed / (CEILING_SLACK * session.read_bytes_per_s) * 1e9
     for arm in session.arms:
         times = pair_medians(session, arm)
-        if times and median(times) < floor_ns:
-            why = f"{arm} took {median(times) / 1e3:.1f} us; reading its operands takes {floor_ns / 1e3:.1f} us or more"
-            return replace(session, voided=why)
+        rate = streamed / (median(times) * 1e-9) if times else 0.0
+        if rate <= CEILING_SLACK * probed:
+            continue
+        why = f"{arm} took its operands at {rate / 1e9:.1f} GB/s; memory read beside it at {probed / 1e9:.1f} GB/s"
+        if rate > CEILING_SLACK * max(probed, seated.attempt.contest.read_bytes_per_s):
+            seated.too_fast[arm] = why
+        return replace(session, voided=why)
     return session
 
 
@@ -282,9 +286,9 @@ def _consequences(attempt: _Attempt, seated: _Seated, session: Session) -> Itera
         attempt.voids += 1
         log.info("session voided: %s", session.voided)
         seated.process.renew()
-        if "reading its operands takes" in session.voided and attempt.voids >= VOIDS_ALLOWED:
-            arm = session.voided.split(" took ")[0]
-            seated.culprits = {arm: Mismatch(check="faster than memory", reason=session.voided, evidence={})}
+        if attempt.voids >= VOIDS_ALLOWED:
+            for arm, why in seated.too_fast.items():
+                seated.culprits[arm] = Mismatch(check="faster than memory", reason=why, evidence={})
     for name, mismatch in seated.culprits.items():
         if name not in (attempt.contest.baseline.candidate, CLONE) and name not in attempt.out:
             attempt.out[name] = mismatch.reason
@@ -411,6 +415,7 @@ class _Seated:
         self.arms = list(arms)
         self.plan_or_none: Plan | None = attempt.plan
         self.culprits: dict[str, Mismatch] = {}
+        self.too_fast: dict[str, str] = {}
         self.operands: Operands | None = None
         self.pairs = 0
 

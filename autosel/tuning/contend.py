@@ -68,6 +68,7 @@ def contest_of(job: Job, fp: Fingerprint, margins: Mapping[TimeClass, Margin]) -
         challengers=tuple(_entrant(way) for way in job.ways if way is not job.incumbent),
         margins=margins,
         llc_bytes=int(fp.identity["l3_bytes"]) * int(fp.identity.get("l3_domains", 1)),
+        read_bytes_per_s=max((r.value for n, r in fp.rates.items() if n.startswith("read_bytes_per_s")), default=0.0),
     )
 
 

@@ -78,10 +78,28 @@ static uint64_t read_all(const char* p, int64_t bytes) {
   return all;
 }
 
-static double read_window(const char* p, int64_t bytes, int64_t threads) {
+// The same bytes as eight rows at a time, the next eight asked for meanwhile: more lines in flight than one stream's
+// hardware prefetcher keeps. Which of the two is faster differs by machine and moment (0.9 to 1.25 seen here).
+static uint64_t read_rows(const char* p, int64_t bytes) {
+  constexpr int64_t kRow = 8192, kBlock = 8 * kRow;
+  vread a[8] = {};
+  int64_t at = 0;
+  for (; at + 2 * kBlock <= bytes; at += kBlock)
+    for (int64_t i = 0; i < kRow; i += 64) {
+      const char* ahead = p + at + kBlock + 8 * i;
+      for (int r = 0; r < 8; ++r) __builtin_prefetch(ahead + 64 * r, 0, 2);
+      for (int r = 0; r < 8; ++r)
+        for (int64_t part = 0; part < 64; part += kReadBytes)
+          a[r] |= *reinterpret_cast<const vread*>(p + at + r * kRow + i + part);
+    }
+  for (int k = 1; k < 8; ++k) a[0] |= a[k];
+  return read_all(p + at, bytes - at) | uint64_t(a[0][0]);
+}
+
+static double read_window(const char* p, int64_t bytes, int64_t threads, bool rows = false) {
   return timed([&] {
     parallel(threads, bytes, 4096, [&](int64_t begin, int64_t end, int rank) {
-      sink[rank & 255] = read_all(p + begin, end - begin);
+      sink[rank & 255] = rows ? read_rows(p + begin, end - begin) : read_all(p + begin, end - begin);
     });
   });
 }
@@ -133,13 +151,16 @@ extern "C" {
 // A buffer that lives as long as the process, or null. Mapping and first touch cost about 0.2 s a GB.
 void* autosel_probe_map(int64_t bytes, int64_t threads) { return map(bytes, threads).at; }
 
-// Bytes/s. Windows of `window` bytes walk round the buffer: what is read was last touched a whole buffer ago.
+// Bytes/s. Windows of `window` bytes walk round the buffer: what is read was last touched a whole buffer ago. They are
+// read as one stream a thread and by rows in turn: the ceiling is what the better way reaches.
 int64_t autosel_probe_read(const char* p, int64_t bytes, int64_t window, int64_t threads, double seconds, double* out,
                            int64_t most) {
   int64_t at = 0;
+  bool rows = false;
   return windows(seconds, out, most, [&] {
-    double taken = read_window(p + at, window, threads);
+    double taken = read_window(p + at, window, threads, rows);
     at = at + 2 * window <= bytes ? at + window : 0;
+    rows = !rows;
     return taken;
   }, [&](double s) { return double(window) / s; });
 }
