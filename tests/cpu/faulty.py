@@ -144,7 +144,7 @@ def _output_flood(request, arenas):
 def _descriptor_leak(request, arenas):
     kept = []
     while True:
-        kept.append(open("/dev/null"))
+        kept.append(os.open("/dev/null", os.O_RDONLY))
 
 
 def _kill_parent(request, arenas):

@@ -114,7 +114,7 @@ def test_a_worker_outlives_the_thread_that_started_it():
         assert started.request({"fault": "none"}, LONG_S)["pid"] == started.pid
 
 
-# --- exceptions: the worker lives on -----------------------------------------------------------------------------------
+# --- exceptions: the worker lives on ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_running_out_of_private_memory_is_retryable(worker):
     assert error.cause in ("raised MemoryError", "memory")
 
 
-# --- death -------------------------------------------------------------------------------------------------------------
+# --- death -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_worker_dies_with_a_guardian_that_is_killed(worker):
     assert ended(handle)
 
 
-# --- start -------------------------------------------------------------------------------------------------------------
+# --- start -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_import_that_hangs_ends_at_the_deadline_for_starting():
@@ -254,7 +254,7 @@ def test_an_entry_that_does_not_exist_is_named():
     assert error.kind == "ModuleNotFoundError"
 
 
-# --- the end of us -----------------------------------------------------------------------------------------------------
+# --- the end of us ---------------------------------------------------------------------------------------------------
 
 
 def test_an_interrupt_passes_through_and_leaves_nothing(worker):
