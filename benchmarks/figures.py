@@ -184,8 +184,9 @@ def tune(_: Fingerprint, folder: Path, quick: bool) -> Iterator[Figure]:
     """The verb in processes of their own, in a home where nothing is compiled, proven or decided."""
     home, scope = folder / "cold", ["--op", "rmsnorm"] if quick else []
     cold_s, cold = _verb(home, "tune", "--model", "llama-8b", *scope, "--json")
-    decided = f"{len(cold['decisions'])} decisions, {cold['measured']} measured"
-    yield once("tune/cold", cold_s, decided + (", rmsnorm alone" if quick else ""))
+    decided = f"{len(cold['decisions'])} decisions, {cold['measured']} measured, {len(cold['undecided'])} undecided"
+    scope_text = "; rmsnorm alone" if quick else ""
+    yield once("tune/cold", cold_s, f"{decided}{scope_text}; {cold['shares']}")
     again_s, again = _verb(home, "tune", "--model", "llama-8b", *scope, "--json")
     yield once("tune/second", again_s, f"{again['measured']} measured")
 
@@ -194,12 +195,23 @@ def _verb(home: Path, *arguments: str) -> tuple[float, Any]:
     environment = {**os.environ, "AUTOSEL_HOME": str(home), "PYTHONPATH": str(ROOT)}
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "autosel.cli.main", *arguments], env=environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "autosel.cli.main", *arguments], env=environment, capture_output=True, text=True
     )
     seconds = time.perf_counter() - started
-    if done.returncode != 0:
-        raise SystemExit(f"autosel {' '.join(arguments)} ended with {done.returncode}")
-    return seconds, json.loads(done.stdout)
+    if done.returncode not in (0, 5):  # 5: some workloads stayed undecided
+        raise SystemExit(f"autosel {' '.join(arguments)} ended with {done.returncode}\n{done.stderr}")
+    return seconds, {**json.loads(done.stdout), "shares": stage_shares(done.stderr, seconds)}
+
+
+def stage_shares(progress: str, seconds: float) -> str:
+    """Each stage's share of the time, from when the progress on stderr says that it began."""
+    began: list[tuple[float, str]] = []
+    for minutes, rest, stage in re.findall(r"^ *(?:(\d+)m)?(\d+)s  ([a-z]+)(?: \d+)? \.\.\.$", progress, re.MULTILINE):
+        began.append((60 * int(minutes or 0) + int(rest), stage))
+    shares: dict[str, float] = {}
+    for (start, stage), (end, _) in zip(began, [*began[1:], (seconds, "")], strict=True):
+        shares[stage] = shares.get(stage, 0.0) + (end - start) / seconds
+    return ", ".join(f"{stage} {share:.0%}" for stage, share in shares.items())
 
 
 def best(_: Fingerprint, __: Path, quick: bool) -> Iterator[Figure]:

@@ -160,7 +160,13 @@ def _help(command: Any, name: str, parent: Any) -> str:
 
 def settings_table() -> str:
     rows = [
-        (code(s.variable), code(s.name), _kind(s), code(s.default) if s.default not in (None, "") else "", s.help)
+        (
+            code(s.variable),
+            "" if s.name == "home" else code(s.name),
+            _kind(s),
+            code(s.default) if s.default not in (None, "") else "",
+            s.help,
+        )
         for s in settings.SETTINGS
     ]
     return table(("variable", "in config.toml", "type", "default", "what it does"), rows)
@@ -299,6 +305,21 @@ def crossings() -> str:
         most = next((k for k in range(n, -1, -1) if futile(n, k)), None)
         rows.append((n, least, f"{e_pairs(n, least):.1f}", f"{most} or fewer" if most is not None else "not yet"))
     return table(("pairs", "wins needed", "E there", "given up at"), rows)
+
+
+def guard() -> str:
+    """What checks a served kernel, in the words of its modules."""
+    folder = ROOT / "autosel" / "guard"
+    parts = [_whole(folder / f"{name}.py") for name in ("rate", "call", "judge", "replay", "detector", "watch", "held")]
+    return "\n\n".join(p for p in parts if p) or "This version has no runtime guard."
+
+
+def _whole(file: Path) -> str:
+    """A module's docstring under its name."""
+    import ast
+
+    words = ast.get_docstring(ast.parse(file.read_text())) if file.is_file() else ""
+    return f"### guard/{file.name}\n\n{words}" if words else ""
 
 
 # --- formulas --------------------------------------------------------------------------------------------------------
@@ -619,6 +640,7 @@ BLOCKS: Mapping[str, Callable[..., str]] = {
     "story": story,
     "ledger-tables": ledger_tables,
     "constants": constants,
+    "guard": guard,
     "crossings": crossings,
     "cpu-formulas": cpu_formulas,
     "gpu-formulas": gpu_formulas,

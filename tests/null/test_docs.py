@@ -279,6 +279,25 @@ def test_kept_figures_are_whole_and_were_not_taken_in_a_hurry(figures):
             assert figures.verdict(figures.goal(f["name"]), stored) == f["verdict"]
 
 
+def test_a_kept_document_becomes_a_row_of_the_page(figures, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
+    found = {"name": "gemv/read", "value": 93.21, "lo": 90.0, "hi": 95.4, "note": "", "verdict": "reached"}
+    document = {
+        "device": "ACME 9000 2 cores AVX2   read 40 GB/s", "torch": "2.13", "date": "2026-01-02", "commit": "abc",
+        "load": 0.1, "quick": False, "figures": [found],
+    }  # fmt: skip
+    path = figures.keep(document)
+    assert path.parent.name == "acme-9000-2-cores-avx2"
+    assert figures.stored() == [document]
+    assert "| >= 90 % | 93.2 % (90 % .. 95.4 %) | reached |" in figures.markdown(document)
+    assert "2026-01-02, commit abc" in figures.markdown(document)
+
+
+def test_the_shares_of_stages_are_read_off_the_progress(figures):
+    told = "     0s  fingerprint ...\n     2s  build ...\n    10s  confirming 1 ...\n  1m10s  confirming 2 ...\nrejected x\n"
+    assert figures.stage_shares(told, 100.0) == "fingerprint 2%, build 8%, confirming 90%"
+
+
 def test_a_result_in_a_hurry_or_in_part_is_not_kept():
     for option in ("--quick", "--only=start"):
         command = [sys.executable, "benchmarks/figures.py", "--write", option]
