@@ -1,4 +1,8 @@
-"""What serves in this process: the snapshot, looked at off the hot path, and the callables that were handed out."""
+"""What serves in this process: the snapshot, looked at off the hot path, and the callables that were handed out.
+
+A fault that the guard sees puts the baseline in the arm's place here at once, then goes into the journal beside the
+snapshot, where other processes of this home, and later ones, find it; the database is never opened.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,30 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from autosel.dispatch.bound import Bound, Cell, make_bound, put
+from autosel import settings
+from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
 from autosel.dispatch.resolve import SERVING, Resolution, Serving, index, resolve
-from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, key_function, make_selection
+from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
 from autosel.dispatch.signature import inputs_of
 from autosel.errors import BadConfig
 from autosel.fingerprint import machine
-from autosel.ledger import snapshot
+from autosel.guard import NEVER, Held, Policy, Subject, Watch
+from autosel.ledger import faults, snapshot
+from autosel.ledger.faults import Fault
 from autosel.ops.contract import Op
-from autosel.values import Fingerprint
+from autosel.values import Fingerprint, Workload
 
 log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5  # a demotion must reach us within a second (design section 9)
 
-Stamp = tuple[int, int, int]
+Stamp = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +56,7 @@ class _Bound:
     function: weakref.ref[Any]
     cell: Cell
     resolution: Resolution
+    watch: Watch | None = None
     earlier: int = 0  # calls that ran what it was bound to before
 
     @property
@@ -66,16 +74,20 @@ class _Selected:
 
 
 class Board:
-    """Serves from `place`: a home folder or a snapshot file. Threads share it; it never writes."""
+    """Serves from `place`: a home folder or a snapshot file. Threads share it. It writes nothing but faults."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, policy: Policy | None = None) -> None:
         self.path = place if place.suffix == ".json" else place / snapshot.FILE
+        self.home = self.path.parent if self.path.name == snapshot.FILE else settings.home()
+        self.policy = policy or Policy.from_settings()
         self.epoch = 0
+        self._watches: dict[tuple[Any, ...], Watch] = {}
+        self._seen: dict[str, Fault] = {}  # by this process
         self._lock = threading.RLock()
         self._bound: list[_Bound] = []
         self._selected: dict[str, _Selected] = {}
         self._past: dict[tuple[Any, ...], int] = {}
-        self._stamp = _stamp(self.path)
+        self._stamp = _stamp(self.path, self.home)
         self._rows: tuple[snapshot.Row, ...] = ()
         self._serving = self._read()
         self._closed = threading.Event()
@@ -93,7 +105,7 @@ class Board:
                 def look(inputs: dict[str, Any]) -> Entry:
                     return self._entry(op, table, key, inputs)
 
-                function = make_selection(op, table, look)
+                function = make_selection(op, table, look, self._checked_entry(op), self._failed_entry(op))
                 self._selected[op.name] = _Selected(op=op, function=function, table=table)
             return self._selected[op.name].function
 
@@ -101,63 +113,149 @@ class Board:
         """Raises BadArguments."""
         w = op.workload_of(inputs_of(op, like))
         with self._lock:
-            resolution = resolve(op, w, self._serving)
-            function, cell = make_bound(op, resolution)
+            resolution = self._resolve(op, w)
+            held: _Bound
+
+            def checked(*values: Any) -> Any:
+                return _ask(op, held.watch, held.resolution, values, lambda: held.cell.grant(_gap(held.watch)))
+
+            def failed(error: Exception, *values: Any) -> Any:
+                return _replace(op, held.watch, error, values)
+
+            function, cell = make_bound(op, resolution, checked, failed)
+            watch = self._watch_of(op, resolution)
+            held = _Bound(op=op, function=weakref.ref(function), cell=cell, resolution=resolution, watch=watch)
+            put(function, cell, resolution, watch)
             self._forget_dropped()
-            self._bound.append(_Bound(op=op, function=weakref.ref(function), cell=cell, resolution=resolution))
+            self._bound.append(held)
         return function
 
     def _entry(self, op: Op, table: dict[Any, Entry], key: Any, inputs: dict[str, Any]) -> Entry:
         """The miss: a microsecond's work becomes some hundred, once a shape. Raises BadArguments."""
         w = op.workload_of(inputs)
         with self._lock:
-            entry: Entry = [None, 0, resolve(op, w, self._serving)]
-            entry[0] = entry[2].run
+            resolution = self._resolve(op, w)
+            watch = self._watch_of(op, resolution)
+            left = _gap(watch)
+            entry: Entry = [resolution.run, left, resolution, left, watch]
             if len(table) >= MOST_SHAPES:
                 self._fold(table)
             with suppress(AttributeError, TypeError):  # arguments no key can be made of are looked up each time
                 table[key(inputs)] = entry
             return entry
 
+    def _resolve(self, op: Op, w: Workload) -> Resolution:
+        return resolve(op, w, self._serving, lambda part: self._part(op, part))
+
+    # --- guarding ---------------------------------------------------------------------------------------------------
+
+    def _watch_of(self, op: Op, resolution: Resolution) -> Watch | None:
+        """The guard of what a resolution runs: one for all callables of its decision; None where nobody need watch."""
+        d, instead = resolution.decision, resolution.instead
+        if not self.policy.on or d is None or instead is None:
+            return None
+        key = (d.id, d.hw_id, d.mode, d.bucket, d.length_range, d.arm.digest)
+        if key not in self._watches:
+            subject = Subject(op=op, decision=d, candidate=resolution.run, baseline=instead)
+            self._watches[key] = Watch(subject=subject, policy=self.policy, report=self._report)
+        return self._watches[key]
+
+    def _part(self, op: Op, part: Resolution) -> Callable[..., Any]:
+        watch = self._watch_of(op, part)
+        if watch is None:
+            return part.run
+
+        def checked(regrant: Callable[[int], None], *values: Any) -> Any:
+            return _ask(op, watch, part, values, lambda: regrant(_gap(watch)))
+
+        def failed(error: Exception, *values: Any) -> Any:
+            return _replace(op, watch, error, values)
+
+        return make_part(op, part.run, watch, checked, failed)
+
+    def _checked_entry(self, op: Op) -> Callable[..., Any]:
+        def checked(entry: Entry, *values: Any) -> Any:
+            return _ask(op, entry[4], entry[2], values, lambda: grant(entry, _gap(entry[4])))
+
+        return checked
+
+    def _failed_entry(self, op: Op) -> Callable[..., Any]:
+        def failed(entry: Entry, error: Exception, *values: Any) -> Any:
+            return _replace(op, entry[4], error, values)
+
+        return failed
+
+    def _report(self, fault: Fault) -> None:
+        """The baseline serves in place of this arm, everywhere in this process, when this returns."""
+        with self._lock:
+            before = self._served()
+            self._seen[fault.id] = fault
+            self._serving = replace(self._serving, held=self._held())
+            self._renew(before)
+        log.error("%s for %s no longer serves: %s", fault.arm.candidate, fault.decision.bucket, fault.reason)
+        if fault.cause == "unchecked":  # says nothing about the arm
+            return
+        try:
+            faults.write(self.home, fault)
+        except OSError as error:
+            log.warning("the fault holds for this process only: it cannot be kept in %s: %s", self.home, error)
+
+    def _held(self) -> Held:
+        found = []
+        for _, fault in faults.pending(self.home):
+            if isinstance(fault, BadConfig):
+                log.warning("%s", fault)
+            else:
+                found.append(fault)
+        return Held([*found, *self._seen.values()], this_device().hw_id)
+
+    def _served(self) -> dict[str, str]:
+        return _served(self._rows, self._serving.held)
+
     # --- watching ---------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
         """Look at the snapshot; if it changed, everything handed out serves from the new one when this returns."""
-        stamp = _stamp(self.path)
+        stamp = _stamp(self.path, self.home)
         with self._lock:
             if stamp == self._stamp:
                 return
             self._stamp = stamp
-            before = _served(self._rows)
+            before = self._served()
             self._serving = self._read()
-            for selected in self._selected.values():
-                self._fold(selected.table)
-            for held in self._bound:
-                self._rebind(held)
-            after = _served(self._rows)
-            if any(after.get(key) != arm for key, arm in before.items()):
-                self.epoch += 1
+            self._renew(before)
+
+    def _renew(self, before: Mapping[str, str]) -> None:
+        """Everything handed out serves what is to be served now."""
+        for selected in self._selected.values():
+            self._fold(selected.table)
+        for held in self._bound:
+            self._rebind(held)
+        after = self._served()
+        if any(after.get(key) != arm for key, arm in before.items()):
+            self.epoch += 1
 
     def _rebind(self, held: _Bound) -> None:
         function = held.function()
         if function is None:
             return
-        calls = held.calls
-        self._count(held.resolution, calls)
-        held.earlier += calls
-        held.resolution = resolve(held.op, held.resolution.workload, self._serving)
-        put(function, held.cell, held.resolution)
+        count = held.calls
+        self._count(held.resolution, count)
+        held.earlier += count
+        held.resolution = self._resolve(held.op, held.resolution.workload)
+        held.watch = self._watch_of(held.op, held.resolution)
+        put(function, held.cell, held.resolution, held.watch)
 
     def _read(self) -> Serving:
-        device = this_device()
+        device, held = this_device(), self._held()
         try:
             found = snapshot.read(self.path)
         except BadConfig as error:
             log.warning("%s", error)
             self._rows = ()
-            return index((), device, trouble=str(error).replace("\n", ": "))
+            return index((), device, held, trouble=str(error).replace("\n", ": "))
         self._rows = found.rows if found else ()
-        return index(self._rows, device, trouble="" if found else f"nothing is decided here yet ({self.path})")
+        return index(self._rows, device, held, trouble="" if found else f"nothing is decided here yet ({self.path})")
 
     def _watch(self) -> None:
         closed, this = self._closed, weakref.ref(self)
@@ -179,6 +277,8 @@ class Board:
         """Threads and their locks do not survive a fork."""
         self._lock = threading.RLock()
         self._closed = threading.Event()
+        for watch in self._watches.values():
+            watch.lock = threading.Lock()
         self._watch()
 
     def close(self) -> None:
@@ -190,8 +290,8 @@ class Board:
         """Forget the shapes, keep the counts."""
         entries = list(table.values())
         table.clear()
-        for _, count, resolution in entries:
-            self._count(resolution, count)
+        for entry in entries:
+            self._count(entry[2], calls(entry))
 
     def _forget_dropped(self) -> None:
         """Callables nobody holds any more."""
@@ -208,7 +308,7 @@ class Board:
         """What ran in this process, by what decided it; a miss is one without a decision."""
         with self._lock:
             total = dict(self._past)
-            now = [(e[2], e[1]) for s in self._selected.values() for e in list(s.table.values())]
+            now = [(e[2], calls(e)) for s in self._selected.values() for e in list(s.table.values())]
             now += [(b.resolution, b.calls) for b in self._bound]
         for resolution, count in now:
             key = _use_key(resolution)
@@ -222,22 +322,54 @@ def _use_key(r: Resolution) -> tuple[Any, ...]:
     return r.workload.op, r.workload.bucket, r.candidate, r.decision.id if r.decision else None, r.reason
 
 
-def _served(rows: Sequence[snapshot.Row]) -> dict[str, str]:
+def _ask(
+    op: Op, watch: Watch | None, resolution: Resolution, values: Sequence[Any], regrant: Callable[[], None]
+) -> Any:
+    """A call at which a countdown ended: the guard's, or a fresh countdown where nobody watches."""
+    try:
+        if watch is None:
+            return resolution.run(*values)
+        return watch(values[: len(op.args)], values[len(op.args) :])
+    finally:
+        regrant()
+
+
+def _replace(op: Op, watch: Watch | None, error: Exception, values: Sequence[Any]) -> Any:
+    """A call whose kernel raised."""
+    if watch is None:
+        raise error
+    return watch.raised(error, values[: len(op.args)], values[len(op.args) :])
+
+
+def _gap(watch: Watch | None) -> int:
+    return watch.gap() if watch else NEVER
+
+
+def _served(rows: Sequence[snapshot.Row], held: Held) -> dict[str, str]:
     """Of the keys that something other than the baseline serves: the digest of what serves."""
     found = {}
     for row in rows:
         arm, baseline = row.document.get("arm", {}), row.document.get("baseline", {})
-        if row.document.get("state") in SERVING and arm.get("digest") != baseline.get("digest"):
+        other = row.document.get("state") in SERVING and arm.get("digest") != baseline.get("digest")
+        if other and not (held.faults and _is_held(row, held)):
             found[row.key] = str(arm.get("digest"))
     return found
 
 
-def _stamp(path: Path) -> Stamp:
+def _is_held(row: snapshot.Row, held: Held) -> bool:
+    try:
+        return bool(held.why(row.decision))
+    except BadConfig:
+        return True
+
+
+def _stamp(path: Path, home: Path) -> Stamp:
+    """Changes when the snapshot or the journal of faults does."""
     try:
         info = path.stat()
     except OSError:
-        return (0, 0, 0)
-    return (info.st_ino, info.st_mtime_ns, info.st_size)
+        return (0, 0, 0, faults.stamp(home))
+    return (info.st_ino, info.st_mtime_ns, info.st_size, faults.stamp(home))
 
 
 @cache

@@ -15,6 +15,7 @@ from autosel.candidates import arms, registry
 from autosel.candidates.load import load
 from autosel.dispatch.signature import generate, signature
 from autosel.errors import AutoselError
+from autosel.guard import Held
 from autosel.ledger.key import current_mode
 from autosel.ledger.snapshot import Row
 from autosel.native.compile import find_artefact, sources_digest
@@ -45,6 +46,7 @@ class Resolution:
     candidate: str
     decision: Decision | None
     reason: str
+    instead: Callable[..., Any] | None = None  # the baseline, where what runs is another arm and may fail
     parts: tuple[Resolution, ...] = ()  # of a bucket split at a crossover; `run` then chooses by max_len
 
     @property
@@ -71,10 +73,11 @@ class Serving:
     device: Fingerprint  # identity alone
     rows: dict[tuple[str, str], list[Row]]
     foreign: frozenset[str]  # buckets other devices have decisions for
+    held: Held
     trouble: str = ""
 
 
-def index(rows: Sequence[Row], device: Fingerprint, trouble: str = "") -> Serving:
+def index(rows: Sequence[Row], device: Fingerprint, held: Held, trouble: str = "") -> Serving:
     hw_id = device.hw_id
     mine: dict[tuple[str, str], list[Row]] = {}
     foreign = set()
@@ -84,11 +87,21 @@ def index(rows: Sequence[Row], device: Fingerprint, trouble: str = "") -> Servin
             mine.setdefault((str(d.get("mode")), str(d.get("bucket"))), []).append(row)
         else:
             foreign.add(str(d.get("bucket")))
-    return Serving(device=device, rows=mine, foreign=frozenset(foreign), trouble=trouble)
+    return Serving(device=device, rows=mine, foreign=frozenset(foreign), held=held, trouble=trouble)
 
 
-def resolve(op: Op, w: Workload, serving: Serving) -> Resolution:
-    """Never raises for a decision's fault: then the baseline serves."""
+Guarded = Callable[[Resolution], Callable[..., Any]]
+
+
+def unguarded(resolution: Resolution) -> Callable[..., Any]:
+    return resolution.run
+
+
+def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded) -> Resolution:
+    """Never raises for a decision's fault: then the baseline serves.
+
+    `guarded` gives what runs the part of a split bucket.
+    """
     standin = partial(_baseline, op, w, serving.device)
     if settings.get("disable"):
         return standin(None, "AUTOSEL_DISABLE is set")
@@ -102,39 +115,47 @@ def resolve(op: Op, w: Workload, serving: Serving) -> Resolution:
     if not decisions:
         return standin(None, _why_none(w, serving, mode))
     if decisions[0].length_range is None:
-        return _serve(op, w, decisions[0], serving.device)
-    return _split(op, w, decisions, serving.device)
+        return _serve(op, w, decisions[0], serving)
+    return _split(op, w, decisions, serving, guarded)
 
 
-def _serve(op: Op, w: Workload, decision: Decision, device: Fingerprint) -> Resolution:
-    standin = partial(_baseline, op, w, device)
+def _serve(op: Op, w: Workload, decision: Decision, serving: Serving) -> Resolution:
+    standin = partial(_baseline, op, w, serving.device)
     if decision.state not in SERVING:
         return standin(decision, f"{decision.state}: {decision.reason}")
-    stale = staleness(decision)
-    if stale:
-        return standin(decision, stale)
+    unfit = serving.held.why(decision) or staleness(decision)
+    if unfit:
+        return standin(decision, unfit)
     try:
         run = load(op, decision.arm.recipe, decision.arm.build, decision.arm.knobs)
     except Exception as error:  # a module or library that no longer loads costs speed, never the caller's request
         log.warning("%s cannot be loaded: %s", decision.arm.candidate, error)
         return standin(decision, f"{decision.arm.candidate} cannot be loaded: {first_line(error)}")
-    return Resolution(workload=w, run=run, candidate=decision.arm.candidate, decision=decision, reason=decision.reason)
+    return Resolution(
+        workload=w,
+        run=run,
+        candidate=decision.arm.candidate,
+        decision=decision,
+        reason=decision.reason,
+        instead=standin(decision, "").run if decision.arm.digest != decision.baseline.digest else None,
+    )
 
 
-def _split(op: Op, w: Workload, decisions: Sequence[Decision], device: Fingerprint) -> Resolution:
+def _split(op: Op, w: Workload, decisions: Sequence[Decision], serving: Serving, guarded: Guarded) -> Resolution:
     """One callable for a bucket whose winner changes with the length; lengths no row covers get the baseline."""
+    device = serving.device
     spans: list[tuple[int, Resolution]] = []  # (longest length, what serves up to it)
     covered = length_bucket(w["L"])[0] - 1
     for d in sorted(decisions, key=lambda d: d.length_range or (0, 0)):
         low, high = d.length_range or (0, 0)
         if low > covered + 1:
             spans.append((low - 1, _baseline(op, w, device, None, f"no decision for lengths to {low - 1}")))
-        spans.append((high, _serve(op, w.at(L=high), d, device)))
+        spans.append((high, _serve(op, w.at(L=high), d, serving)))
         covered = high
     rest = _baseline(op, w, device, None, f"no decision for lengths above {covered}")
     now = next((r for high, r in spans if w["L"] <= high), rest)
-    run = _choose_by_length(op, [(high, r.run) for high, r in spans], rest.run)
-    return replace(now, workload=w, run=run, parts=(*(r for _, r in spans),))
+    run = _choose_by_length(op, [(high, guarded(r)) for high, r in spans], rest.run)
+    return replace(now, workload=w, run=run, instead=None, parts=(*(r for _, r in spans),))
 
 
 def _choose_by_length(

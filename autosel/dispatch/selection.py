@@ -15,8 +15,19 @@ from autosel.ops.contract import Op
 
 MOST_SHAPES = 4096  # distinct shapes remembered; past it the table starts anew
 
-# [the kernel, how often it ran, why it]: a list, because the call itself counts in it
+# [the kernel, calls left until the guard is asked, why that kernel, calls granted so far, who guards it]: a list,
+# because the call itself counts in it
 Entry = list[Any]
+
+
+def calls(entry: Entry) -> int:
+    return int(entry[3] - entry[1])
+
+
+def grant(entry: Entry, count: int) -> None:
+    """So many calls go straight to the kernel, the last of them not."""
+    entry[3] += count - entry[1]
+    entry[1] = count
 
 
 class Selection(Protocol):
@@ -30,8 +41,18 @@ class Selection(Protocol):
         """What ran so far in the present table, and how often."""
 
 
-def make_selection(op: Op, table: dict[Any, Entry], resolve: Callable[[dict[str, Any]], Entry]) -> Selection:
-    """`resolve` takes the arguments by name; it puts what it finds into `table` by the key under "key"."""
+def make_selection(
+    op: Op,
+    table: dict[Any, Entry],
+    resolve: Callable[[dict[str, Any]], Entry],
+    checked: Callable[..., Any],
+    failed: Callable[..., Any],
+) -> Selection:
+    """`resolve` takes the arguments by name; it puts what it finds into `table` by the key under "key".
+
+    `checked(entry, *values)` takes the call at which an entry's countdown ends; `failed(entry, error, *values)` one
+    whose kernel raised.
+    """
     s = signature(op)
     inputs = ", ".join(f"{a.name!r}: {a.name}" for a in op.args)
     lines = [
@@ -43,13 +64,19 @@ def make_selection(op: Op, table: dict[Any, Entry], resolve: Callable[[dict[str,
         "        entry = None",
         "    if entry is None:",
         f"        entry = resolve({{{inputs}}})",
-        "    entry[1] += 1",
-        f"    return entry[0]({s.names})",
+        "    left = entry[1] = entry[1] - 1",
+        "    if left < 1:",
+        f"        return checked(entry, {s.names})",
+        "    try:",
+        f"        return entry[0]({s.names})",
+        "    except Exception as error:",
+        f"        return failed(entry, error, {s.names})",
     ]
-    function = generate(lines, {"table": table, "resolve": resolve}, s.name)
+    scope = {"table": table, "resolve": resolve, "checked": checked, "failed": failed}
+    function = generate(lines, scope, s.name)
 
     def uses() -> list[tuple[Resolution, int]]:
-        return [(entry[2], entry[1]) for entry in list(table.values())]
+        return [(entry[2], calls(entry)) for entry in list(table.values())]
 
     def explain() -> str:
         found: dict[str, tuple[Resolution, int]] = {}

@@ -34,6 +34,13 @@ def publish_lock(home: Path) -> Iterator[None]:
 
 
 @contextmanager
+def faults_lock(home: Path) -> Iterator[None]:
+    """Exclusive right to take in the journal of faults."""
+    with _locked(home / "locks" / "faults", "the journal of faults", 10.0):
+        yield
+
+
+@contextmanager
 def device_lock(home: Path, hw_id: str) -> Iterator[None]:
     """Exclusive right to measure on a device; at once, or LedgerError that names the holder.
 

@@ -19,7 +19,7 @@ from sqlalchemy import Connection
 
 from autosel import settings
 from autosel.errors import LedgerError, ParityError, UnknownName
-from autosel.ledger import containment, migrate, rows, snapshot
+from autosel.ledger import containment, intake, migrate, rows, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.containment import Quarantine, Stage, Strike
 from autosel.ledger.engine import Database, private_folder, refuse_shared
@@ -73,7 +73,7 @@ class Imported:
 
 
 def open_ledger(url: str | None = None, home: Path | None = None) -> Ledger:
-    """Create, migrate and check the ledger, then publish what it serves.
+    """Create, migrate and check the ledger, take in the faults seen in service, then publish what it serves.
 
     One that cannot be written is opened for reading. Raises LedgerError if it is corrupt, locked, of a newer version,
     or not there and cannot be made.
@@ -86,6 +86,7 @@ def open_ledger(url: str | None = None, home: Path | None = None) -> Ledger:
     migrate.check(database)
     migrate.upgrade(database)
     if ledger.writable:
+        intake.take_in(ledger)
         ledger.publish()
     return ledger
 
@@ -406,7 +407,8 @@ class Ledger:
             )
             here = sa.and_(t.decisions.c.hw_id == hw_id, t.decisions.c.op == op)
             for s in rows.fetch(c, rows.stored(serving=True).where(here)):
-                if s.decision.arm.candidate == arm.candidate and s.arm_id != s.baseline_id:
+                same = s.decision.arm.candidate == arm.candidate and s.decision.arm.build == arm.build
+                if same and s.arm_id != s.baseline_id:
                     key = f"quarantine-{made}-{s.decision.id}"
                     _follow(c, s, state="quarantined", arm_id=s.baseline_id, reason=reason, key=key)
         self.publish()
@@ -587,7 +589,7 @@ def _refuse_unproven(arm: Arm, state: State, parities: Sequence[tuple[Arm, Parit
 
 def _refuse_quarantined(arm: Arm, held: Sequence[Quarantine]) -> None:
     for q in held:
-        if q.digest == arm.digest:
+        if q.digest in (arm.digest, arm.build):
             raise LedgerError(
                 f"{arm.candidate} is in quarantine: {q.reason}",
                 todo=f"{settings.spelling()} db release {q.id} --reason ... if you know better",
@@ -685,7 +687,7 @@ def _refusal(c: Connection, d: Decision, hw_id: str) -> str:
             return f"it would import {recipe.target}: race that candidate here instead"
         if isinstance(recipe, NativeRecipe) and (recipe.source.startswith("/") or ".." in Path(recipe.source).parts):
             return f"its source {recipe.source} is not one of autosel's"
-    if any(q.digest == d.arm.digest for q in containment.active(c, d.hw_id, d.op)):
+    if any(q.digest in (d.arm.digest, d.arm.build) for q in containment.active(c, d.hw_id, d.op)):
         return f"{d.arm.candidate} is in quarantine here"
     now = rows.of_bucket(c, d.hw_id, d.mode, d.bucket)
     if any(s.decision.state == "pinned" for s in now):

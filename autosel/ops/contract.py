@@ -85,6 +85,14 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Written(Rows):
+    """What a call writes in place, with some of what lies beside it: `inputs` hold copies of it as it was before the
+    call, `pick` reads it from the operands afterwards, `restore` puts it back."""
+
+    restore: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
     """The first check that a result fails, with the element at which it fails worst."""
 
@@ -170,6 +178,10 @@ class Op(ABC):
     @abstractmethod
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         """About `count` output rows to check in float64 at full size without computing the rest."""
+
+    def written(self, w: Workload, inputs: Inputs) -> Written | None:
+        """What this call is about to write in place; None for an op that writes its outputs alone."""
+        return None
 
     # --- cost -------------------------------------------------------------------------------------------------------
 

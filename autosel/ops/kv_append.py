@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec, Written
 from autosel.ops.draw import (
     Change,
     Draw,
@@ -33,6 +33,7 @@ from autosel.values import DTYPE_BYTES, Workload
 
 CAPACITY = 1024  # positions a row of the generated cache has room for, beside the new tokens
 SMALL_CAPACITY = 96
+BESIDE = 8  # positions before and after the new tokens that must stay as they are
 # (B, Hkv, S, D)
 SHAPES = ((1, 1, 1, 64), (1, 8, 1, 128), (3, 2, 1, 80), (8, 1, 2, 96), (2, 2, 17, 40), (1, 3, 33, 66), (5, 1, 5, 256),
           (1, 1, 1, 2))  # fmt: skip
@@ -144,6 +145,26 @@ class KvAppend(Op):
         part |= {"k_cache": inputs["k_cache"][pages], "v_cache": inputs["v_cache"][pages]}
         return Rows(inputs=part, pick=lambda outs: (outs[0][pages], outs[1][pages]))
 
+    def written(self, w: Workload, inputs: Inputs) -> Written:
+        """The new tokens' slots and `BESIDE` more on each side; of a paged cache the pages they lie in."""
+        where, part = _touched(w, inputs)
+        caches = (inputs["k_cache"], inputs["v_cache"])
+        before = tuple(cache[where] for cache in caches)
+        paged = inputs["block_table"] is not None
+
+        def small(part_of: Tensor) -> Tensor:  # [B, slots, Hkv, D] as a cache of the op
+            return part_of.clone() if paged else part_of.transpose(1, 2).contiguous()
+
+        def restore() -> None:
+            for cache, values in zip(caches, before, strict=True):
+                cache[where] = values
+
+        return Written(
+            inputs={**inputs, **part, "k_cache": small(before[0]), "v_cache": small(before[1])},
+            pick=lambda outs: tuple(small(out[where]) for out in outs),
+            restore=restore,
+        )
+
     def bytes_moved(self, w: Workload) -> int:
         return 4 * DTYPE_BYTES[w.dtype] * w["B"] * w["Hkv"] * w["S"] * w["D"] + 4 * w["B"]
 
@@ -156,6 +177,24 @@ def cache_shape(w: Workload, capacity: int) -> tuple[int, ...]:
     if page:
         return (w["B"] * -(-keys // page), page, w["Hkv"], w["D"])
     return (w["B"], w["Hkv"], keys, w["D"])
+
+
+def _touched(w: Workload, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+    """An index of the caches, and the positions and block table that say the same within what it picks."""
+    positions, table, s = inputs["positions"].long(), inputs["block_table"], w["S"]
+    if table is None:
+        room = inputs["k_cache"].shape[2]
+        count = min(room, s + 2 * BESIDE)
+        start = (positions - BESIDE).clamp(0, room - count)
+        slot = start[:, None] + torch.arange(count)
+        rows = torch.arange(len(positions))[:, None].expand_as(slot)
+        return (rows, slice(None), slot), {"positions": (positions - start).int()}
+    page = inputs["k_cache"].shape[1]
+    count = min(table.shape[1], (s - 1) // page + 2)
+    start = (positions // page).clamp(0, table.shape[1] - count)
+    pages = table.long().gather(1, start[:, None] + torch.arange(count)).clamp_min(0)
+    own = torch.arange(pages.numel(), dtype=torch.int32).view_as(pages)
+    return pages.flatten(), {"positions": (positions - start * page).int(), "block_table": own}
 
 
 def slots(inputs: Inputs) -> tuple[Tensor, ...]:

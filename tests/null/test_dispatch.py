@@ -43,6 +43,16 @@ def lengths_short(q, k, v, lengths, max_len, scale, window, softcap, out=None):
 """
 
 
+@pytest.fixture(autouse=True)
+def unguarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """These kernels are wrong, and only who is called matters here; tests/null/test_guard.py has the guard on."""
+    monkeypatch.setenv("AUTOSEL_GUARD", "off")
+    settings.read.cache_clear()
+    yield
+    monkeypatch.undo()
+    settings.read.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("user")

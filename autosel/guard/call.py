@@ -1,0 +1,168 @@
+"""One checked call: both arms on the same inputs, into outputs of their own, so that either result can be served.
+
+What an op writes in place is kept before, and put back between the arms. Small operands are kept too: a candidate that
+writes into its inputs must not spoil them for the baseline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.ops.contract import Mismatch, Op, Rows, Written
+from autosel.values import Workload
+
+Arm = Callable[..., Any]
+Clock = Callable[[], int]
+KEPT_BYTES = 16 << 20  # operands up to this size together are kept; weights and caches are not
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What an arm gave: `outputs` to be judged, or the error it raised."""
+
+    arm: Arm
+    outputs: tuple[Any, ...] = ()
+    error: Exception | None = None
+    ns: int = 0
+    spoilt: str = ""  # an input that it changed
+
+
+@dataclass(slots=True)
+class Call:
+    """Raises BadArguments for arguments outside the op's contract."""
+
+    op: Op
+    args: Sequence[Any]
+    outs: Sequence[Any]
+    clock: Clock = time.perf_counter_ns
+    inputs: dict[str, Any] = field(init=False)
+    workload: Workload = field(init=False)
+    written: Written | None = field(init=False)
+    kept: dict[str, Tensor] = field(init=False)
+    last: Result | None = None  # whose writes an in-place op's operands hold now
+
+    def __post_init__(self) -> None:
+        self.inputs = {a.name: value for a, value in zip(self.op.args, self.args, strict=True)}
+        self.workload = self.op.workload_of(self.inputs)
+        self.written = self.op.written(self.workload, self.inputs)
+        self.kept = _keep(self.op, self.inputs)
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def run(self, arm: Arm) -> Result:
+        if self.written is not None and self.last is not None:
+            self.written.restore()
+        outs = tuple(_alike(out) for out in self.outs)
+        _settle(self.args)
+        start = self.clock()
+        try:
+            returned = arm(*self.args, *outs)
+            _settle(self.args)
+        except Exception as error:
+            result = Result(arm=arm, error=error)
+        else:
+            result = Result(arm=arm, ns=self.clock() - start)
+            result.outputs = self._outputs(returned, outs)
+        result.spoilt = self._mend()
+        self.last = result
+        return result
+
+    def _outputs(self, returned: Any, outs: Sequence[Any]) -> tuple[Any, ...]:
+        if self.written is not None:
+            return self.written.pick(tuple(self.inputs[name] for name in self.op.output_names))
+        made = returned if isinstance(returned, tuple) else (returned,)
+        if len(made) != len(outs):
+            return made
+        return tuple(m if out is None else out for m, out in zip(made, outs, strict=True))
+
+    def _mend(self) -> str:
+        """The first input that is not what it was, after putting all back."""
+        spoilt = ""
+        for name, before in self.kept.items():
+            if not torch.equal(_bits(before), _bits(self.inputs[name])):
+                with torch.no_grad():
+                    self.inputs[name].copy_(before)
+                spoilt = spoilt or name
+        return spoilt
+
+    # --- serving ----------------------------------------------------------------------------------------------------
+
+    def serve(self, result: Result) -> Any:
+        """What the caller gets: this result, in the caller's own outputs. Raises the error it holds."""
+        if result.error is not None:
+            raise result.error
+        if self.written is not None:
+            if self.last is None or not _same(result.outputs, self.last.outputs):
+                self.run(result.arm)
+            returned = tuple(self.inputs[name] for name in self.op.output_names)
+        else:
+            returned = tuple(_into(out, made) for out, made in zip(self.outs, result.outputs, strict=True))
+        return returned if len(returned) > 1 else returned[0]
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def rows(self, count: int, seed: int) -> Rows:
+        """A part to check in float64: of an in-place op what it writes, of the others some rows."""
+        return self.written or self.op.rows(self.workload, self.inputs, count, seed)
+
+    def whole(self) -> Rows:
+        return self.written or Rows(inputs=self.inputs, pick=tuple)
+
+    def same_form(self, outputs: Sequence[Any], as_these: Sequence[Any]) -> Mismatch | None:
+        told = [_told(o) for o in outputs]
+        wanted = [_told(o) for o in as_these]
+        if told == wanted:
+            return None
+        reason = f"gave {', '.join(told)}; expected {', '.join(wanted)}"
+        return Mismatch(check="result", reason=reason, evidence={"got": told, "expected": wanted})
+
+
+def _keep(op: Op, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    resident = {a.name: inputs[a.name] for a in op.args if a.role == "resident"}
+    tensors = {name: t for name, t in resident.items() if isinstance(t, Tensor)}
+    if sum(t.nbytes for t in tensors.values()) > KEPT_BYTES:
+        return {}
+    return {name: t.clone() for name, t in tensors.items()}
+
+
+def _alike(out: Any) -> Any:
+    if not isinstance(out, Tensor):
+        return out
+    return torch.empty_strided(out.size(), out.stride(), dtype=out.dtype, device=out.device)
+
+
+def _into(out: Any, made: Any) -> Any:
+    return out.copy_(made) if isinstance(out, Tensor) else made
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.uint8) if t.dim() else t.reshape(1).view(torch.uint8)
+
+
+def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(_bits(a), _bits(b)) for a, b in zip(one, other, strict=True))
+
+
+def _told(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device.type}"
+
+
+def _settle(values: Sequence[Any]) -> None:
+    """Wait until the device has done what was asked of it: times are of work, not of launches."""
+    device = next((v.device for v in values if isinstance(v, Tensor) and v.is_cuda), None)
+    if device is not None:
+        torch.cuda.synchronize(device)
+
+
+def captured(values: Sequence[Any]) -> bool:
+    """Is a CUDA graph being captured? Then nothing may be waited for, and nothing can be compared."""
+    on_gpu = any(isinstance(v, Tensor) and v.is_cuda for v in values)
+    return on_gpu and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,36 @@
+"""What may not serve since a fault was seen, here or by another process of this home."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autosel.ledger.faults import Fault
+from autosel.values import Decision
+
+
+class Held:
+    """Faults of this device. A wrong or raising build is held for all shapes of its op; a slow one for its decision; a
+    device that is suspect, for everything.
+
+    A decision made after the fault is not held by it: whoever made it knew.
+    """
+
+    def __init__(self, faults: Iterable[Fault] = (), hw_id: str = "") -> None:
+        self.faults = {fault.id: fault for fault in faults if fault.decision.hw_id == hw_id}
+
+    def why(self, d: Decision) -> str:
+        """Why this decision's arm may not serve, or ""."""
+        for fault in self.faults.values():
+            if d.created_at <= fault.seen_at and _concerns(fault, d):
+                return fault.reason
+        return ""
+
+
+def _concerns(fault: Fault, d: Decision) -> bool:
+    if fault.cause == "device":
+        return True
+    f = fault.decision
+    same = (d.op, d.arm.candidate, d.arm.build) == (f.op, f.arm.candidate, f.arm.build)
+    if fault.cause in ("slow", "unchecked"):
+        return same and (d.id, d.bucket, d.mode) == (f.id, f.bucket, f.mode)
+    return same

@@ -1,0 +1,178 @@
+"""Is a served result right? The whole of it against the baseline's, and some rows against float64.
+
+The baseline is a second witness, not the truth: where the two differ more than they used to, float64 decides, on the
+whole result where that is affordable. A check gives a Finding, which can be asked again of other results of that call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autosel.guard.call import Call, Result
+from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Mismatch, Rows
+from autosel.ops.rounding import LAMBDA
+
+ROWS = 8
+WHOLE_BYTES = 64 << 20  # the most an op may move for float64 of all of it, when something looks wrong
+MORE_ROWS = 4  # samples of rows otherwise
+UNUSUAL = 2.0  # times the largest difference that was found right; only decides whether float64 is asked
+FEW_ULPS = 8.0
+
+Check = Callable[[Sequence[Tensor]], Mismatch | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What is wrong, and the check that says so of any result of the same call."""
+
+    mismatch: Mismatch
+    check: Check
+
+
+class Judge:
+    """Judges the results of one served arm. Learns how far from the baseline right results are."""
+
+    def __init__(self) -> None:
+        self.usual = 0.0
+
+    def look(self, call: Call, candidate: Result, baseline: Result, seed: int, *, deep: bool) -> Finding | None:
+        """The first check that the candidate's result fails. `deep`: float64 rows also where nothing looks wrong."""
+        if candidate.spoilt:
+            reason = f"it wrote into its input {candidate.spoilt}"
+            evidence = {"input": candidate.spoilt}
+            return Finding(mismatch=Mismatch(check="inputs", reason=reason, evidence=evidence), check=_nothing)
+        base = baseline.outputs
+
+        def form(outputs: Sequence[Tensor]) -> Mismatch | None:
+            return call.same_form(outputs, base)
+
+        def finite(outputs: Sequence[Tensor]) -> Mismatch | None:
+            return more_nonfinite(outputs, base)
+
+        found = _first([form, finite], candidate.outputs)
+        if found is not None:
+            return found
+        distance = apart(candidate.outputs, base)
+        unusual = distance > UNUSUAL * self.usual + FEW_ULPS
+        checks: list[Check] = []
+        if deep:
+            checks += hull(call)
+        if deep or unusual:
+            checks.append(_against_float64(call, call.rows(ROWS, seed)))
+        if unusual:
+            checks += _everywhere(call, seed)
+        found = _first(checks, candidate.outputs)
+        if found is None and math.isfinite(distance):
+            self.usual = max(self.usual, distance if deep or unusual else 0.0)
+        return found
+
+
+def _nothing(_: Sequence[Tensor]) -> Mismatch | None:
+    return None
+
+
+def _first(checks: Sequence[Check], outputs: Sequence[Tensor]) -> Finding | None:
+    for check in checks:
+        mismatch = check(outputs)
+        if mismatch is not None:
+            return Finding(mismatch=mismatch, check=check)
+    return None
+
+
+# --- against float64 ----------------------------------------------------------------------------------------------
+
+
+def _against_float64(call: Call, rows: Rows) -> Check:
+    """Without the baseline's statistics: RMS error and bias are tests at four standard deviations, which parity passes
+    once, and a million shadow checks would fail by chance."""
+    inputs = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in rows.inputs.items()}
+
+    def check(outputs: Sequence[Tensor]) -> Mismatch | None:
+        with torch.no_grad():
+            found = call.op.verify(inputs, [o.cpu() for o in rows.pick(outputs)])
+        return found if isinstance(found, Mismatch) else None
+
+    return check
+
+
+def _everywhere(call: Call, seed: int) -> list[Check]:
+    if call.op.bytes_moved(call.workload) <= WHOLE_BYTES:
+        return [_against_float64(call, call.whole())]
+    return [_against_float64(call, call.rows(ROWS, seed + 1 + i)) for i in range(MORE_ROWS)]
+
+
+# --- against the baseline -----------------------------------------------------------------------------------------
+
+
+def apart(outputs: Sequence[Tensor], base: Sequence[Tensor]) -> float:
+    """The largest difference, in units of the largest value's roundoff; inf where integers differ."""
+    most = 0.0
+    for got, ref in zip(outputs, base, strict=True):
+        if not got.is_floating_point():
+            most = max(most, 0.0 if torch.equal(got, ref) else math.inf)
+            continue
+        if not got.numel():
+            continue
+        g, r = got.detach().float(), ref.detach().float()
+        difference = (g - r).abs().nan_to_num(nan=0.0, posinf=0.0).max().item()  # NaN, Inf: more_nonfinite's
+        largest = r.abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
+        unit = UNIT[DTYPE_NAME[got.dtype]] * largest
+        most = max(most, difference / unit if unit else (math.inf if difference else 0.0))
+    return most
+
+
+def more_nonfinite(outputs: Sequence[Tensor], base: Sequence[Tensor]) -> Mismatch | None:
+    """NaN or Inf where the baseline has a number that is not near the end of the dtype's range, or another NaN
+    pattern than it."""
+    for index, (got, ref) in enumerate(zip(outputs, base, strict=True)):
+        if not got.is_floating_point():
+            continue
+        wild = ~got.isfinite()
+        if not wild.any():
+            continue
+        wrong = wild & ref.isfinite() & (ref.abs() < torch.finfo(ref.dtype).max / 2)
+        if wrong.any():
+            where = [int(i) for i in wrong.nonzero()[0]]
+            g, r = got[tuple(where)].item(), ref[tuple(where)].item()
+            reason = f"element {where}: {g} where the baseline gives {r:.6g} ({int(wrong.sum())} such elements)"
+            evidence = {"output": index, "index": where, "got": str(g), "baseline": r, "elements": int(wrong.sum())}
+            return Mismatch(check="nonfinite", reason=reason, evidence=evidence)
+    return None
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+_VALUES = {"attn": "v", "prefill_attn": "v"}  # whose values are at hand for all heads; [B, Hkv, keys, D]
+
+
+def hull(call: Call) -> list[Check]:
+    """Attention averages values: each channel of o lies between the smallest and the largest of V, or is 0 where a
+    query sees nothing. Costs one pass over V, for all heads. Not asked where V holds NaN or Inf."""
+    name = _VALUES.get(call.op.name)
+    if name is None:
+        return []
+
+    def check(outputs: Sequence[Tensor]) -> Mismatch | None:
+        o, v = outputs[0].detach(), call.inputs[name].detach()
+        v = v[:, :, : call.inputs.get("max_len") or v.shape[2]]
+        low, high = (t.float().repeat_interleave(o.shape[1] // v.shape[1], 1) for t in (v.amin(2), v.amax(2)))
+        if not (low.isfinite().all() and high.isfinite().all()):
+            return None
+        # The contract's roundings (ops/attention.py) at their largest: fp32 sums over the keys, P rounded, the store.
+        relative = (2 * LAMBDA * math.sqrt(v.shape[2]) + 8) * U32 + 3 * UNIT[DTYPE_NAME[o.dtype]]
+        room = relative * torch.maximum(low.abs(), high.abs())
+        low, high = (low.clamp_max(0) - room)[:, :, None], (high.clamp_min(0) + room)[:, :, None]
+        outside = (o.float() < low) | (o.float() > high)
+        if not outside.any():
+            return None
+        where = [int(i) for i in outside.nonzero()[0]]
+        value = o[tuple(where)].item()
+        reason = f"element {where}: {value:.6g} is outside of V's channel"
+        return Mismatch(check="hull", reason=reason, evidence={"index": where, "got": value})
+
+    return [check]

@@ -1,0 +1,87 @@
+"""Which calls are checked: law of the gaps between them. No torch, no clock.
+
+The first CANARY calls of a bucket in a process are all checked. After them each call is checked with probability p,
+independently: the distance to the next one is drawn from the geometric distribution, so that a call costs a countdown
+and not a random number, and no period of the model (32 layers, 2000 calls) can hide from it. A fault that shows in a
+share f of the calls is found within ln(100) / (p f) calls in 99 of 100 cases.
+
+p is ten times the rate at first, for FRESH_CHECKS checks: a restart, another driver or a new bucket is when faults
+show. And it is as much smaller as it takes for the checks to use MAX_SHARE of the bucket's time: the float64 rows of a
+microsecond's kernel take a millisecond.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from random import Random, SystemRandom
+
+from autosel import settings
+
+CANARY = 32  # sgl-project/sglang PR 34412 checks one output, then trusts
+FRESH_CHECKS = 100  # finds a fault of rate 4.5 % in 99 of 100 cases: 1 - 0.01^(1/100)
+FRESH_FACTOR = 10
+MAX_SHARE = 0.01
+NEVER = (1 << 30) - 1  # the largest countdown that Python keeps in one digit; it is then granted again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How much is checked. `shadow_rate` 0: the first calls only."""
+
+    on: bool = True
+    shadow_rate: float = 1 / 2000
+
+    @staticmethod
+    def from_settings() -> Policy:
+        return Policy(on=settings.get("guard") == "on", shadow_rate=min(1.0, settings.get("shadow_rate")))
+
+
+@dataclass(slots=True, kw_only=True)
+class Rate:
+    """Counts the checks of one bucket and draws the gaps between them."""
+
+    shadow_rate: float
+    random: Random = field(default_factory=SystemRandom)  # a forked process draws its own
+    checks: int = 0
+    own_ns: float = 0.0  # a call's time, and what a check adds to it: moving averages
+    extra_ns: float = 0.0
+
+    @property
+    def canary(self) -> bool:
+        return self.checks < CANARY
+
+    @property
+    def probability(self) -> float:
+        """Of the next call being checked."""
+        if self.canary:
+            return 1.0
+        p = self.shadow_rate
+        if self.extra_ns > 0:
+            p = min(p, MAX_SHARE * self.own_ns / self.extra_ns)
+        return min(1.0, p * FRESH_FACTOR) if self.checks < CANARY + FRESH_CHECKS else p
+
+    def gap(self) -> int:
+        """Calls to the next check, that one included."""
+        p = self.probability
+        if p >= 1.0:
+            return 1
+        if p <= 0.0:
+            return NEVER
+        # Geometric by inversion; 1 - random() is in (0, 1].
+        return min(NEVER, 1 + int(math.log(1.0 - self.random.random()) / math.log1p(-p)))
+
+    def checked(self, own_ns: float, extra_ns: float) -> None:
+        """One check is done. The canary's times are the last ones to be believed: cold caches, first-call work."""
+        weight = 0.5 if self.checks < CANARY else 0.1
+        first = self.own_ns == 0
+        self.own_ns = own_ns if first else (1 - weight) * self.own_ns + weight * own_ns
+        self.extra_ns = extra_ns if first else (1 - weight) * self.extra_ns + weight * extra_ns
+        self.checks += 1
+
+
+def is_deep(checks: int) -> bool:
+    """Does the check after `checks` others compute float64 rows? Of the canary's, six do: all 32 may fall into the
+    first token of a model with 32 layers. The others compare the whole result with the baseline's."""
+    number = checks + 1
+    return number > CANARY or number & (number - 1) == 0

@@ -1,0 +1,248 @@
+"""The life of one served arm: which of its calls are checked, what they showed, when it has to go.
+
+A caller gets the candidate's result, or, of every call that was checked and found wrong, the baseline's; of the first
+calls always the baseline's. What goes wrong in the guard itself costs the candidate its place, never the caller's call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from random import Random, SystemRandom
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.errors import AutoselError
+from autosel.guard.call import Arm, Call, Clock, Result, captured
+from autosel.guard.detector import MIN_DWELL_S, Detector
+from autosel.guard.judge import Finding, Judge
+from autosel.guard.rate import CANARY, NEVER, Policy, Rate, is_deep
+from autosel.guard.replay import replay
+from autosel.ledger.faults import Cause, Fault
+from autosel.ops.contract import Op
+from autosel.values import Decision
+
+log = logging.getLogger(__name__)
+MOST_TROUBLES = 3  # checks that could not be made; then the baseline serves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is watched: the arm of a decision, loaded, and the baseline that stands in for it."""
+
+    op: Op
+    decision: Decision
+    candidate: Arm
+    baseline: Arm
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """`report` takes the fault off the caller's hands: it must put the baseline in the candidate's place. Threads share
+    a watch."""
+
+    subject: Subject
+    policy: Policy
+    report: Callable[[Fault], None]
+    random: Random = field(default_factory=SystemRandom)
+    clock: Clock = time.perf_counter_ns
+    now: Callable[[], datetime] = utc_now
+    rate: Rate = field(init=False)
+    detector: Detector = field(default_factory=Detector)
+    judge: Judge = field(default_factory=Judge)
+    fault: Fault | None = None
+    troubles: int = 0
+    unjudged: int = 0
+    lock: Any = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.rate = Rate(shadow_rate=self.policy.shadow_rate, random=self.random)
+
+    def gap(self) -> int:
+        """Calls to the next one that must come here."""
+        with self.lock:
+            return self.rate.gap() if self.fault is None else NEVER
+
+    def describe(self) -> str:
+        d, checks = self.detector, self.rate.checks
+        told = f"{checks} calls checked" if checks >= CANARY else f"{checks} of the first {CANARY} calls checked"
+        return f"{told}; slower than the baseline in {d.lost} of {d.pairs}" if d.pairs else told
+
+    # --- a call that is checked -------------------------------------------------------------------------------------
+
+    def __call__(self, args: Sequence[Any], outs: Sequence[Any]) -> Any:
+        s = self.subject
+        if self.fault is not None:
+            return s.baseline(*args, *outs)
+        if captured(args):
+            return s.candidate(*args, *outs)
+        try:
+            call = Call(s.op, args, outs, self.clock)
+        except AutoselError:  # outside the contract: what the candidate does with it is the caller's affair
+            return s.candidate(*args, *outs)
+        except Exception as error:
+            return self._trouble(error, args, outs)
+        return self._both(call)
+
+    def _both(self, call: Call) -> Any:
+        s, start = self.subject, self.clock()
+        number = self.rate.checks
+        if self.random.random() < 0.5:
+            candidate, baseline = call.run(s.candidate), call.run(s.baseline)
+        else:
+            baseline = call.run(s.baseline)
+            candidate = call.run(s.candidate)
+        if baseline.error is not None:
+            return call.serve(candidate)  # no witness; if the candidate failed too, its error is the caller's
+        if candidate.error is not None:
+            self._raised(candidate.error, call)
+            return call.serve(baseline)
+        try:
+            finding = self.judge.look(call, candidate, baseline, self._seed(), deep=is_deep(number))
+            wrong = finding is not None and self._wrong(call, finding, baseline, number)
+        except Exception as error:
+            self._troubled(error)
+            return call.serve(baseline)
+        if finding is not None:
+            if not wrong:
+                self.unjudged += 1
+            return call.serve(baseline)
+        served = call.serve(baseline if number < CANARY else candidate)
+        self._account(call, candidate, baseline, self.clock() - start, number)
+        return served
+
+    def _seed(self) -> int:
+        return self.random.getrandbits(31)
+
+    def _account(self, call: Call, candidate: Result, baseline: Result, took_ns: int, number: int) -> None:
+        """The check's cost, and, after the first calls, who was faster."""
+        with self.lock:
+            self.rate.checked(candidate.ns, max(0, took_ns - candidate.ns))
+            if number < CANARY or self.subject.decision.state == "pinned":  # a pin serves whatever it takes
+                return
+            self.detector.add(candidate.ns > baseline.ns)
+            if not self.detector.alarm or self._dwelt_s() < MIN_DWELL_S:
+                return
+            d = self.detector
+        reason = f"slower than the baseline in service: lost {d.lost} of {d.pairs} shadow pairs"
+        evidence = {"lost": d.lost, "pairs": d.pairs, "detector": d.value, "last_ns": [candidate.ns, baseline.ns]}
+        self._report("slow", reason, call.workload.key, evidence)
+
+    def _dwelt_s(self) -> float:
+        try:
+            since = datetime.fromisoformat(self.subject.decision.created_at)
+        except ValueError:
+            return MIN_DWELL_S
+        since = since if since.tzinfo else since.replace(tzinfo=UTC)
+        return (self.now() - since).total_seconds()
+
+    # --- wrong ------------------------------------------------------------------------------------------------------
+
+    def _wrong(self, call: Call, finding: Finding, baseline: Result, number: int) -> bool:
+        """Find out why, and report it; False where nobody can tell."""
+        again = replay(call, finding, self.subject.candidate, baseline)
+        mismatch = finding.mismatch
+        if again.cause == "unjudged":
+            if not self.unjudged:
+                log.warning("%s cannot be judged on %s: %s", self._name, call.workload.key, again.words)
+            return False
+        reason = f"wrong in service: {mismatch.check}: {mismatch.reason}; {again.words}"
+        evidence = {
+            "check": mismatch.check,
+            **dict(mismatch.evidence),
+            **again.evidence,
+            "checks_before": number,
+            "canary": number < CANARY,
+        }
+        self._report(again.cause, reason, call.workload.key, evidence)
+        return True
+
+    # --- raised -----------------------------------------------------------------------------------------------------
+
+    def raised(self, error: Exception, args: Sequence[Any], outs: Sequence[Any]) -> Any:
+        """The candidate raised on a call that was not checked: the baseline's result, or the error where that raises
+        too or cannot be had."""
+        s = self.subject
+        if self.fault is not None:
+            return s.baseline(*args, *outs)
+        try:
+            w = s.op.workload_of({a.name: value for a, value in zip(s.op.args, args, strict=True)})
+        except AutoselError:
+            raise error from None
+        if _overlap(args, outs):  # it may have overwritten what the baseline would read
+            raise error
+        try:
+            result = s.baseline(*args, *outs)
+        except Exception:
+            raise error from None
+        if w.bucket == s.decision.bucket and not _out_of_memory(error):
+            self._blame(error, w.key)
+        return result
+
+    def _raised(self, error: Exception, call: Call) -> None:
+        if call.workload.bucket == self.subject.decision.bucket and not _out_of_memory(error):
+            self._blame(error, call.workload.key)
+
+    def _blame(self, error: Exception, workload: str) -> None:
+        first = (str(error) or "no message").splitlines()[0]
+        evidence = {"error": type(error).__name__, "message": str(error)[:2000]}
+        self._report("raised", f"raised in service: {type(error).__name__}: {first:.200}", workload, evidence)
+
+    # --- trouble of our own -----------------------------------------------------------------------------------------
+
+    def _trouble(self, error: Exception, args: Sequence[Any], outs: Sequence[Any]) -> Any:
+        self._troubled(error)
+        return self.subject.baseline(*args, *outs)
+
+    def _troubled(self, error: Exception) -> None:
+        self.troubles += 1
+        log.warning("%s could not be checked: %s: %s", self._name, type(error).__name__, error, exc_info=error)
+        if self.troubles >= MOST_TROUBLES:
+            reason = f"cannot be checked here: {type(error).__name__}: {str(error)[:200]}"
+            self._report("unchecked", reason, self.subject.decision.workload.key, {})
+
+    # --- reporting --------------------------------------------------------------------------------------------------
+
+    def _report(self, cause: Cause, reason: str, workload: str, evidence: dict[str, Any]) -> None:
+        with self.lock:
+            if self.fault is not None:
+                return
+            self.fault = Fault(
+                cause=cause,
+                reason=reason,
+                decision=self.subject.decision,
+                workload=workload,
+                evidence=evidence,
+                seen_at=self.now().isoformat(timespec="microseconds"),
+            )
+        self.report(self.fault)
+
+    @property
+    def _name(self) -> str:
+        return self.subject.decision.arm.candidate
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+def _overlap(args: Sequence[Any], outs: Sequence[Any]) -> bool:
+    """Does an output share memory with an argument?"""
+    written = [_span(o) for o in outs if isinstance(o, Tensor)]
+    read = [_span(a) for a in args if isinstance(a, Tensor)]
+    return any(w[0] < r[1] and r[0] < w[1] for w in written for r in read)
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    return t.data_ptr(), t.data_ptr() + (reach + 1) * t.element_size()

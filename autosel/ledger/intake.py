@@ -1,0 +1,72 @@
+"""From the journal of faults into the ledger: quarantine and demotion with the evidence that a serving process saw."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autosel.errors import AutoselError, BadConfig
+from autosel.ledger import faults
+from autosel.ledger.faults import Fault
+from autosel.ledger.locks import faults_lock
+
+if TYPE_CHECKING:
+    from autosel.ledger.store import Ledger
+
+log = logging.getLogger(__name__)
+
+
+def take_in(ledger: Ledger) -> list[Fault]:
+    """Decide every fault of the journal, then remove its file; taking one in twice is taking it in once.
+
+    What cannot be believed is put aside, what cannot be stored stays: neither keeps the ledger from opening.
+    """
+    if not any(path.suffix == ".json" for path in _files(ledger.home)):
+        return []
+    taken = []
+    try:
+        with faults_lock(ledger.home):
+            for path, found in faults.pending(ledger.home):
+                if isinstance(found, BadConfig):
+                    log.warning("a fault was put aside: %s", found)
+                    with suppress(OSError):
+                        path.replace(path.with_suffix(".refused"))
+                    continue
+                _decide(ledger, found)
+                taken.append(found)
+                log.warning("a fault in service was taken in: %s %s", found.arm.candidate, found.reason)
+                with suppress(OSError):
+                    path.unlink()
+    except AutoselError as error:
+        log.warning("faults in service wait in %s: %s", faults.folder(ledger.home), error)
+    return taken
+
+
+def _files(home: Path) -> list[Path]:
+    try:
+        return list(faults.folder(home).iterdir())
+    except OSError:
+        return []
+
+
+def _decide(ledger: Ledger, fault: Fault) -> None:
+    d, arm = fault.decision, fault.arm
+    if fault.cause in ("slow", "device"):  # neither proves the build wrong
+        for row in ledger.serving_rows(d.hw_id, d.bucket, d.mode):
+            same = row.arm.digest == arm.digest and row.length_range == d.length_range
+            if same and row.created_at <= fault.seen_at:  # a later attempt may have brought it back
+                ledger.demote(row.id, fault.reason)
+        return
+    held = ledger.quarantined(d.hw_id, d.op).values()
+    if not any(q.evidence.get("fault") == fault.id for q in held):
+        ledger.quarantine(
+            arm,
+            hw_id=d.hw_id,
+            op=d.op,
+            cause=fault.cause,
+            reason=fault.reason,
+            digest=arm.build or arm.digest,
+            evidence={**fault.evidence, "fault": fault.id, "workload": fault.workload, "seen_at": fault.seen_at},
+        )
