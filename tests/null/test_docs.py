@@ -294,7 +294,8 @@ def test_a_kept_document_becomes_a_row_of_the_page(figures, tmp_path, monkeypatc
 
 
 def test_the_shares_of_stages_are_read_off_the_progress(figures):
-    told = "     0s  fingerprint ...\n     2s  build ...\n    10s  confirming 1 ...\n  1m10s  confirming 2 ...\nrejected x\n"
+    stages = ("     0s  fingerprint", "     2s  build", "    10s  confirming 1", "  1m10s  confirming 2")
+    told = "".join(f"{stage} ...\n" for stage in stages) + "rejected (parity) x: y\n"
     assert figures.stage_shares(told, 100.0) == "fingerprint 2%, build 8%, confirming 90%"
 
 
