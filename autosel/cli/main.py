@@ -130,7 +130,9 @@ def run(argv: list[str] | None = None) -> int:
     except SystemExit:  # click's answer to a reader that went away, as `| head` does
         return 0
     except OSError as error:
-        return _failed(_no_space(error), arguments) if error.errno in _FULL else _our_bug(error, arguments)
+        return _failed(_no_room(error), arguments) if error.errno in NO_ROOM else _our_bug(error, arguments)
+    except MemoryError as error:
+        return _failed(_no_room(OSError(errno.ENOMEM, str(error))), arguments)
     except Exception as error:
         return _our_bug(error, arguments)
 
@@ -163,12 +165,18 @@ def _nearest(name: str, known: Sequence[str] | dict[str, Any]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENOMEM)
 
 
-def _no_space(error: OSError) -> AutoselError:
+def _no_room(error: OSError) -> AutoselError:
+    reason = os.strerror(error.errno or 0)
+    if error.errno == errno.ENOMEM:
+        return AutoselError(
+            f"not enough memory: {reason}",
+            todo="use a smaller model, batch or context; everything acknowledged is safe",
+        )
     return AutoselError(
-        f"cannot write{f' {error.filename}' if error.filename else ''}: {os.strerror(error.errno or 0)}",
+        f"cannot write{f' {error.filename}' if error.filename else ''}: {reason}",
         todo="free some space, or set AUTOSEL_HOME (or TMPDIR) to another disk; everything acknowledged is safe",
     )
 

@@ -19,6 +19,11 @@ def export_command(path: Path, decision_id: int | None) -> None:
     """What serves now, as one file in the snapshot's format (PATH, default stdout)."""
     from autosel.ledger.store import open_ledger
 
+    if not path.parent.is_dir():
+        raise BadConfig(
+            f"cannot write {path}", why=f"there is no folder {path.parent}", todo="make it, or check the path"
+        )
+
     with open_ledger() as ledger:
         if decision_id is not None:
             from autosel.cli.repro import script
@@ -41,7 +46,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        raise BadConfig(f"cannot write {path}", why=str(error)) from error
+        raise BadConfig(f"cannot write {path}", why=error.strerror or str(error)) from error
 
 
 @verb("import", "import decisions.json")
@@ -55,7 +60,7 @@ def import_command(path: Path, as_json: bool) -> None:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise BadConfig(f"cannot read {path}", why=str(error), todo="check the path") from error
+        raise BadConfig(f"cannot read {path}", why=error.strerror or str(error), todo="check the path") from error
     with open_ledger() as ledger:
         found = ledger.import_(data, this_device())
     if as_json:

@@ -52,14 +52,16 @@ def try_candidate(
 ) -> Iterator[Tried]:
     """Prove and race one candidate against the baseline at each workload. A call of its proof that takes longer than
     the deadline has hung. Raises BuildError if it does not compile, UsageError where memory does not suffice."""
-    entered: dict[str, _Entered] = {}
+    contests: list[tuple[Named, Contest]] = []
     for n in named:
         support = candidate.supports(n.workload, fp)
-        if not isinstance(support, Accepted):
+        if isinstance(support, Accepted):
+            contests.append((n, _contest(candidate, n, fp)))
+        else:
             yield Tried(named=n, parity=None, reason=support.reason)
-            continue
-        contest = _contest(candidate, n, fp)
-        refuse_without_memory([contest])
+    refuse_without_memory([contest for _, contest in contests])
+    entered: dict[str, _Entered] = {}
+    for n, contest in contests:
         parity = _prove(candidate, n, fp, listener, call_deadline_s)
         if isinstance(parity, Failed):
             yield Tried(named=n, parity=parity, reason=parity.reason)
@@ -88,7 +90,6 @@ def _race(entered: Mapping[str, _Entered], fp: Fingerprint, listener: Listener, 
         listener.stage(tick.stage, f"{tick.pairs} pairs  {tick.contest.workload.key}", 0, len(entered))
 
     contests = [e.contest for e in entered.values()]
-    refuse_without_memory(contests)
     fallen: dict[str, str] = {}
     for found in run(contests, Terms(threads=int(fp.identity["cpus"]), rng=Random(seed), progress=tell)):
         if isinstance(found, Disqualified):

@@ -1,0 +1,591 @@
+"""What users get wrong and what machines do to them, at the command line: a clear error or a recorded rejection, the
+right exit code, and nothing lost that was stored."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosel import settings
+from autosel.candidates import arms, registry, user
+from autosel.cli.main import run
+from autosel.dispatch.board import this_device
+from autosel.ledger import open_ledger, snapshot
+from autosel.ledger import store as ledger_store
+from autosel.ledger.key import current_mode
+from autosel.ledger.locks import write_lock
+from autosel.native.compile import find_compiler
+from autosel.values import Arm, Decision, Knobs, NativeRecipe, Passed, Workload, digest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+}
+KERNELS = """
+import ctypes, time
+import torch
+
+def good(x, weight, eps, offset):
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return (y * (weight.float() + offset)).to(x.dtype)
+
+def wrong(x, weight, eps, offset):
+    return good(x, weight, eps, offset) * 1.1
+
+def raises(x, weight, eps, offset):
+    raise ValueError("no such kernel image")
+
+def crashes(x, weight, eps, offset):
+    ctypes.string_at(0)
+
+def hangs(x, weight, eps, offset):
+    time.sleep(3600)
+
+def narrow(x, weight, eps, offset):
+    return good(x, weight, eps, offset)[..., :-1]
+
+def wide(x, weight, eps, offset):
+    return good(x, weight, eps, offset).double()
+
+def scribbles(x, weight, eps, offset):
+    y = good(x, weight, eps, offset)
+    x.zero_()
+    return y
+
+def takes_less(x):
+    return x
+"""
+RMS = Workload(op="rmsnorm", dims=(("M", 1), ("d", 512)), dtype="bf16", traits=())
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home in which this device has been fingerprinted, once for all tests."""
+    folder = tmp_path_factory.mktemp("measured")
+    done = subprocess.run(
+        [sys.executable, "-m", "autosel.cli.main", "fingerprint", "--json"],
+        cwd=ROOT,
+        env={**os.environ, "AUTOSEL_HOME": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path: Path, measured: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An own home and folder, with a tiny model and users' kernels in it."""
+    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
+        monkeypatch.delenv(name)
+    shutil.copytree(measured, tmp_path / "home")
+    (tmp_path / "home").chmod(0o700)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "mykernels.py").write_text(KERNELS)
+    monkeypatch.chdir(tmp_path)
+    use(monkeypatch, AUTOSEL_HOME=str(tmp_path / "home"))
+    yield tmp_path / "home"
+    monkeypatch.undo()
+    forget()
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    forget()
+
+
+def forget() -> None:
+    """What a new process would not know."""
+    settings.read.cache_clear()
+    find_compiler.cache_clear()
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Run a command line: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(list(arguments))
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+def decided(home: Path, key: str = "one", w: Workload = RMS) -> Decision:
+    """A decision of this device as tune would record it, with a second arm that passed parity."""
+    device = this_device()
+    baseline = arms.arm(registry.baseline(w.op), w, device, "", Knobs())
+    with open_ledger() as ledger:
+        return ledger.record(
+            device,
+            w,
+            verdict=None,
+            race=None,
+            parities=[(OTHER, Passed(cases=1, worst=0.1, worst_case="random"))],
+            arm=baseline,
+            baseline=baseline,
+            mode=current_mode(),
+            state="kept",
+            reason="for the test",
+            idempotency_key=key,
+        )
+
+
+OTHER = Arm(
+    candidate="cpp:rmsnorm",
+    backend="CPP",
+    recipe=NativeRecipe(source="cpu/rmsnorm.cpp", entry="rmsnorm", flags=(), knob_args=("threads",)),
+    knobs={"threads": 1},
+    digest=digest({"source": "d" * 64, "knobs": {"threads": 1}}),
+    build="d" * 64,
+)
+
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "is not JSON"),
+        ('{"hidden_size": 512,', "is not JSON"),
+        ("[1, 2]", "a config.json is an object"),
+        ("null", "a config.json is an object"),
+        ("\x80\x81", "is not JSON"),
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
+        ({"architectures": 3, "model_type": 4}, "config.json"),
+        ({"hidden_size": None}, "hidden_size = None"),
+        ({"hidden_size": "many"}, "hidden_size = 'many'"),
+        ({"hidden_size": -512}, "hidden_size = -512"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers"),
+        ({"rope_scaling": "yarn"}, "rope_scaling"),
+        ({"num_local_experts": 8}, "experts"),
+        ({"torch_dtype": "int4"}, "torch_dtype"),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_be_understood_is_refused_by_file_and_field_before_anything_starts(
+    content: Any, told: str, home: Path, said: Said
+) -> None:
+    path = home.parent / "model" / "config.json"
+    data = json.dumps({**CONFIG, **content}) if isinstance(content, dict) else content
+    path.write_bytes(data.encode("latin-1"))
+    for verb in (
+        ["tune", "--model", "model"],
+        ["knobs", "--model", str(path)],
+        ["race", "rmsnorm", "--candidate", "a:b", "--model", "model"],
+    ):
+        code, out, err = said(*verb, "--json")
+        assert code == 2, err
+        assert told in err
+        assert json.loads(out)["error"]["exit_code"] == 2
+    assert not (home / "ledger.db").exists()
+
+
+@pytest.mark.parametrize("name", ["nonexistent/folder", ".", "llama-9b", "meta-llama/Llama-3.1-8B", "\0", "x" * 5000])
+def test_a_model_that_is_not_there_is_said_so(name: str, home: Path, said: Said) -> None:
+    code, _, err = said("tune", "--model", name)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert "bug" not in err
+
+
+# --- candidates ---------------------------------------------------------------------------------------------------
+
+
+def race(*arguments: str) -> list[str]:
+    return ["race", "rmsnorm", "--model", "model", "--candidate", *arguments]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["mykernels:wrong"], 'check "elements"'),
+        (["mykernels:raises"], "ValueError: no such kernel image"),
+        (["mykernels:crashes"], "SIGSEGV"),
+        (["mykernels:hangs", "--deadline", "1"], 'check "timeout"'),
+        (["mykernels:narrow"], "the shape is"),
+        (["mykernels:wide"], "the dtype is float64, not bfloat16"),
+        (["mykernels:scribbles"], "it changed its input x"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_candidate_that_misbehaves_fails_parity_with_code_4_and_how_to_see_it(
+    arguments: list[str], told: str, home: Path, said: Said
+) -> None:
+    code, out, err = said(*race(*arguments), "--json")
+    assert code == 4, err
+    found = json.loads(out)
+    assert found["races"][0]["parity"]["outcome"] == "failed"
+    assert told in err
+    assert f"race rmsnorm --candidate {arguments[0]} --model model --case" in found["error"]["todo"]
+    assert not (home / "ledger.db").exists(), "race records nothing"
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("mykernels:wrogn", "did you mean wrong?"),
+        ("mykernels:takes_less", "rmsnorm passes (x, weight, eps, offset)"),
+        ("mykernel:good", "no module mykernel"),
+        ("./mykernels.py", "it is named module:function"),
+        ("broken:good", "is not Python"),
+        ("cpp:rmsnrom", "did you mean cpp:rmsnorm"),
+    ],
+)
+def test_a_candidate_that_is_not_there_is_refused_without_being_run(
+    target: str, told: str, home: Path, said: Said
+) -> None:
+    (home.parent / "broken.py").write_text("def good(:")
+    code, out, err = said(*race(target))
+    assert (code, out) == (2, "")
+    assert told in err
+
+
+def test_one_case_can_be_seen_alone_and_a_misspelt_one_lists_the_cases(home: Path, said: Said) -> None:
+    code, _, err = said(*race("mykernels:good", "--case", "random M2 d513"))
+    assert code == 2
+    assert "did you mean random M2 d512" in err
+    code, _, err = said(*race("mykernels:wrong", "--case", "random M2 d512"))
+    assert code == 4
+    assert "allowed ±" in err
+    code, out, _ = said(*race("mykernels:good", "--case", "random M2 d512", "--json"))
+    assert code == 0
+    assert "worst error" in json.loads(out)["passed"]
+
+
+def test_a_candidate_that_takes_none_of_the_shapes_is_told_why(home: Path, said: Said) -> None:
+    head = "import autosel\n@autosel.candidate('rmsnorm', dtypes=('fp32',))\n"
+    (home.parent / "single.py").write_text(f"{head}def single(x, weight, eps, offset): return x\n")
+    code, out, err = said(*race("single:single"))
+    assert code == 2
+    assert "not eligible" in out
+    assert "takes fp32; the workload is bf16" in err
+
+
+def test_a_good_candidate_is_proven_timed_and_not_recorded(home: Path, said: Said) -> None:
+    code, out, err = said(*race("mykernels:good", "--json"))
+    found = json.loads(out)
+    assert found["races"][0]["parity"]["outcome"] == "passed", err
+    assert found["races"][0]["verdict"]["timings"]["user:good"]["median_us"] > 0
+    assert code == (5 if found["races"][0]["verdict"]["outcome"] == "undecided" else 0)
+    assert (found["error"] is None) == (code == 0)
+    assert not (home / "ledger.db").exists()
+
+
+def test_without_a_compiler_tune_keeps_pytorch_and_records_who_could_not_race(
+    home: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tune with all that can go wrong with candidates: no compiler, and a user's that crashes."""
+    use(monkeypatch, AUTOSEL_CXX="/nonexistent", PATH="/nonexistent", CXX="")
+    monkeypatch.setattr(user, "_REGISTERED", {})
+    user.register(user.from_target("mykernels:crashes", "rmsnorm"))
+    code, out, err = said("tune", "--model", "model", "--op", "rmsnorm", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert [d["candidate"] for d in found["decisions"]] == ["torch:rmsnorm"]
+    reasons = {(r["candidate"], r["stage"]): r["reason"] for r in found["rejected"]}
+    assert "no C++ compiler found" in reasons["cpp:rmsnorm", "eligible"]
+    assert "SIGSEGV" in reasons["user:crashes", "parity"]
+    code, out, _ = said("explain", "--failed", "--json")
+    assert {(f["candidate"], f["stage"]) for f in json.loads(out)} >= {
+        ("cpp:rmsnorm", "eligible"),
+        ("user:crashes", "parity"),
+    }
+    code, out, _ = said("explain", "--failed")
+    assert max(len(line) for line in out.splitlines()) <= 80
+    code, out, _ = said("tune", "--model", "model", "--op", "rmsnorm", "--json")
+    assert (code, json.loads(out)["measured"]) == (0, 0), "what failed is not tried again while nothing has changed"
+    code, out, _ = said("doctor")
+    assert "none: the C++ kernels are not eligible" in out
+    assert "/nonexistent is not there" in out
+    assert said("best", "rmsnorm")[0] == said("knobs", "--fingerprint", "h200", "--op", "attn")[0] == 0
+
+
+# --- limits -------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_too_small_leaves_everything_undecided_says_so_and_exits_5(home: Path, said: Said) -> None:
+    before = decided(home, w=RMS.at(d=1024))
+    code, out, err = said("tune", "--model", "model", "--op", "rmsnorm", "--op", "rope", "--budget", "0.001s", "--json")
+    found = json.loads(out)
+    assert code == found["error"]["exit_code"] == 5
+    assert (found["measured"], len(found["undecided"])) == (0, 2)
+    assert "the budget ended" in err
+    assert "go on:  autosel tune --model model --op rmsnorm --op rope" in err
+    assert [d["decision_id"] for d in json.loads(said("history", "--json")[1])] == [before.id]
+
+
+@pytest.mark.parametrize("verb", [["tune", "--op", "attn"], ["race", "attn", "--candidate", "torch:packed"]])
+def test_more_memory_than_there_is_is_refused_before_anything_is_drawn(
+    verb: list[str], home: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, err = said(*verb, "--model", "llama-70b", "--batch", "4096", "--seq", "1048576")
+    assert code == 2
+    assert "GiB of memory" in err
+    assert "use a smaller model, batch or context" in err
+
+
+# --- the ledger ---------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_ledger_is_refused_kept_as_it_is_and_a_backup_brings_it_back(home: Path, said: Said) -> None:
+    made = decided(home)
+    assert said("db", "backup", str(home / "backup.db"))[0] == 0
+    damaged = bytearray((home / "ledger.db").read_bytes())
+    damaged[:200] = bytes(200)
+    (home / "ledger.db").write_bytes(damaged)
+    for verb in (["history"], ["best", "rmsnorm"], ["tune", "--model", "model", "--op", "rmsnorm"], ["db", "check"]):
+        code, out, err = said(*verb)
+        assert (code, out) == (1, "")
+        assert "is damaged" in err
+        assert "db restore FILE" in err
+    assert (home / "ledger.db").read_bytes() == damaged
+    served = snapshot.read(home / snapshot.FILE)
+    assert served is not None
+    assert [row.decision.id for row in served.rows] == [made.id], "what serves goes on serving"
+    code, out, _ = said("doctor")
+    assert code == 1
+    assert "BAD   ledger" in out
+    for bad in ("mykernels.py", "nonexistent", "home/decisions.json"):
+        assert said("db", "restore", bad)[0] == 1
+    assert (home / "ledger.db").read_bytes() == damaged
+    code, out, _ = said("db", "restore", str(home / "backup.db"), "--json")
+    assert code == 0
+    assert Path(json.loads(out)["replaced"]).read_bytes() == damaged
+    assert [d["decision_id"] for d in json.loads(said("history", "--json")[1])] == [made.id]
+
+
+def test_a_backup_that_is_damaged_inside_is_not_restored(home: Path, said: Said) -> None:
+    made = decided(home)
+    assert said("db", "backup", str(home / "backup.db"))[0] == 0
+    data = bytearray((home / "backup.db").read_bytes())
+    data[4096 : 4096 + 2000] = b"\x5a" * 2000
+    (home / "backup.db").write_bytes(data)
+    code, _, err = said("db", "restore", str(home / "backup.db"))
+    assert code == 1
+    assert "damaged" in err
+    assert [d["decision_id"] for d in json.loads(said("history", "--json")[1])] == [made.id]
+    assert not list(home.glob(".restoring-*"))
+
+
+def test_a_ledger_of_a_newer_version_is_left_alone(home: Path, said: Said) -> None:
+    decided(home)
+    database = sqlite3.connect(home / "ledger.db")
+    database.execute("UPDATE alembic_version SET version_num = '9999'")
+    database.commit()
+    database.close()
+    code, _, err = said("history")
+    assert code == 1
+    assert "was written by a newer autosel" in err
+    assert "upgrade autosel" in err
+
+
+def test_a_locked_ledger_is_said_to_be_locked(home: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = decided(home)
+    monkeypatch.setattr("autosel.ledger.engine.BUSY_S", 0.05)
+    with write_lock(home / "ledger.db", deadline_s=1):
+        code, _, err = said("demote", str(made.id), "--reason", "x")
+    assert code == 1
+    assert "in use by another process" in err or "locked by another process" in err
+    assert said("best", "rmsnorm")[0] == 0
+
+
+def test_a_full_disk_loses_nothing_stored_and_the_verb_says_so(home: Path) -> None:
+    made = decided(home)
+    room = (home / "ledger.db").stat().st_size // 4
+
+    def small_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+    def verb(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "autosel.cli.main", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, **options)
+
+    for number in range(40):
+        full = verb("pin", str(made.id), "cpp:rmsnorm", "--reason", str(number) * 9000, preexec_fn=small_disk)
+        if full.returncode:
+            break
+        assert verb("pin", str(made.id), "torch:rmsnorm", "--reason", "back").returncode == 0
+    assert full.returncode == 1, full.stderr
+    assert "could not be written" in full.stderr or "cannot write" in full.stderr
+    assert "free some space" in full.stderr
+    assert "Traceback" not in full.stderr
+    kept = json.loads(verb("history", "-n", "1000", "--json").stdout)
+    assert made.id in {d["decision_id"] for d in kept}
+    assert verb("db", "check").returncode == 0
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """A folder another user can reach; pytest's own are closed to them."""
+    folder = Path(tempfile.mkdtemp(prefix="autosel-test-"))
+    folder.chmod(0o755)
+    yield folder
+    for path in (folder, *folder.rglob("*")):
+        if path.is_dir():
+            path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def test_a_read_only_home_is_read_and_every_change_is_refused(
+    home: Path, shared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = decided(home)
+    own = shared_folder / "home"
+    shutil.copytree(home, own)
+    for path in (own, *own.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    code, out, err = as_nobody(own, "history")
+    assert code == 0, err
+    assert f"{made.id:2}" in out
+    assert as_nobody(own, "best", "rmsnorm")[0] == 0
+    code, _, err = as_nobody(own, "demote", str(made.id), "--reason", "x")
+    assert code == 1
+    assert "read-only" in err
+    code, _, err = as_nobody(own, "tune", "--model", "llama-8b", "--op", "rmsnorm")
+    assert code == 1
+    assert "error: " in err
+    assert "bug" not in err
+    code, _, err = as_nobody(own / "below", "history")
+    assert code == 1
+    assert "set AUTOSEL_HOME to a folder you can write" in err
+
+
+def as_nobody(home: Path, *arguments: str) -> tuple[int, str, str]:
+    """Run a verb in a process that may not write the home: root may write anything."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if child == 0:
+            code = 99
+            try:
+                sys.stdout, sys.stderr = out, err
+                os.environ["AUTOSEL_HOME"] = str(home)
+                forget()
+                if os.getuid() == 0:
+                    os.setgroups([])
+                    os.setgid(65534)
+                    os.setuid(65534)
+                code = run(list(arguments))
+                out.flush()
+                err.flush()
+            finally:
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out.seek(0)
+        err.seek(0)
+        return code, out.read(), err.read()
+
+
+def test_a_home_that_is_a_file_is_said_so_by_every_verb_that_needs_it(
+    home: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home.parent / "file").touch()
+    use(monkeypatch, AUTOSEL_HOME=str(home.parent / "file"))
+    for verb in (["history"], ["best", "rmsnorm"], ["tune", "--model", "model", "--op", "rmsnorm"]):
+        code, _, err = said(*verb)
+        assert code == 1, err
+        assert "cannot" in err
+        assert "bug" not in err
+
+
+# --- changes by hand ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", [["demote", "7"], ["promote", "7", "x"], ["pin", "7"], ["pin", "7", "--off"]])
+def test_a_decision_that_is_not_there_is_said_so_and_nothing_changes(verb: list[str], home: Path, said: Said) -> None:
+    made = decided(home)
+    code, out, err = said(*verb, "--reason", "x", "--json")
+    assert (code, json.loads(out)["error"]["what"]) == (1, "there is no decision 7")
+    assert f"the last one is {made.id}" in err
+    assert len(json.loads(said("history", "--json")[1])) == 1
+
+
+def test_only_a_candidate_that_passed_parity_can_be_promoted(home: Path, said: Said) -> None:
+    made = decided(home)
+    code, _, err = said("promote", str(made.id), "cpp:rmsnrom", "--reason", "x")
+    assert code == 2
+    assert "did you mean cpp:rmsnorm" in err
+    code, out, _ = said("promote", str(made.id), "cpp:rmsnorm", "--reason", "because", "--json")
+    assert (code, json.loads(out)["candidate"]) == (0, "cpp:rmsnorm")
+    code, out, _ = said("best", "rmsnorm", "--json")
+    assert (code, json.loads(out)["state"]) == (0, "baseline"), "its build is not here: the baseline runs"
+    assert "missing or damaged" in json.loads(out)["reason"]
+    code, out, _ = said("best", "rmsnorm")
+    assert "stale" in out
+    code, out, _ = said("explain", "rmsnorm")
+    assert code == 0
+    assert "because" in out
+    assert "the baseline runs instead" in out.replace("\n            ", " ")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "is not a snapshot"),
+        ("{}", "is not a snapshot"),
+        ('{"format": "autosel.decisions", "version": 99}', "of version 99"),
+        ("damaged", "was damaged or edited"),
+    ],
+)
+def test_an_import_that_is_not_a_whole_export_changes_nothing(content: str, told: str, home: Path, said: Said) -> None:
+    made, path = decided(home), home / "export.json"
+    assert said("export", str(path))[0] == 0
+    path.write_text(path.read_text().replace("for the test", "for another") if content == "damaged" else content)
+    code, out, err = said("import", str(path), "--json")
+    assert code == json.loads(out)["error"]["exit_code"] == 2
+    assert told in err
+    assert [d["decision_id"] for d in json.loads(said("history", "--json")[1])] == [made.id]
+
+
+def test_an_export_to_nowhere_is_said_so_and_makes_no_folders(home: Path, said: Said) -> None:
+    made = decided(home)
+    for folder in (home / "none", home / "decisions.json"):
+        for arguments in (["x.json"], ["--repro", str(made.id), "x.py"]):
+            code, _, err = said("export", *arguments[:-1], str(folder / arguments[-1]))
+            assert code == 2
+            assert f"cannot write {folder}" in err
+    assert not (home / "none").exists()
+
+
+# --- nothing there yet --------------------------------------------------------------------------------------------
+
+
+def test_before_anything_is_decided_the_answers_are_the_baseline_and_what_to_do(home: Path, said: Said) -> None:
+    code, out, err = said("best", "attn")
+    assert code == 0
+    assert "the baseline serves, torch:" in out
+    assert "autosel tune --op attn" in err
+    found = json.loads(said("best", "attn", "--json")[1])
+    assert (found["state"], found["decision_id"], found["backend"]) == ("baseline", None, "TORCH")
+    assert "no decisions yet" in said("history")[1]
+    assert json.loads(said("history", "--json")[1]) == []
+    assert said("explain", "--failed")[0] == 0
+    code, _, err = said("explain", "attn")
+    assert code == 1
+    assert "no decision for attn on this device" in err
+    assert json.loads(said("export")[1])["rows"] == []
+    assert ledger_store.open_ledger().history() == []
