@@ -53,12 +53,20 @@ def check_all(proofs: Sequence[Proof], *, fp: Fingerprint | None = None, terms: 
 
     Raises WorkerError only where no worker process can be started at all.
     """
-    prover = _Prover(fp, terms or Terms())
+    prover = _Prover(fp, terms or Terms(), _torch_threads(proofs))
     try:
         with one_thread():
             return [prover.prove(proof) for proof in proofs]
     finally:
         prover.close()
+
+
+def _torch_threads(proofs: Sequence[Proof]) -> int:
+    """PyTorch's own eager code and our kernels (whose team is their own) need one torch thread; anyone else gets all.
+
+    PyTorch's parallel regions leave a thread spinning for milliseconds after each of thousands of tiny calls.
+    """
+    return 1 if all(p.candidate.backend in ("TORCH", "CPP") for p in proofs) else 0
 
 
 @contextmanager
@@ -76,15 +84,15 @@ def one_thread() -> Iterator[None]:
 class _Prover:
     """Keeps the worker from proof to proof while it lives, and remembers cases already passed with the same knobs."""
 
-    def __init__(self, fp: Fingerprint | None, terms: Terms) -> None:
-        self.fp, self.terms = fp, terms
-        self.session: Session | None = Session(terms.call_deadline_s)
+    def __init__(self, fp: Fingerprint | None, terms: Terms, threads: int) -> None:
+        self.fp, self.terms, self.threads = fp, terms, threads
+        self.session: Session | None = Session(terms.call_deadline_s, threads)
         self.known: dict[tuple[str, str], Tally | RefusedError] = {}
 
     def prove(self, proof: Proof) -> Parity:
         started = time.monotonic()
         if self.session is None:
-            self.session = Session(self.terms.call_deadline_s)
+            self.session = Session(self.terms.call_deadline_s, self.threads)
         tally = Tally()
         try:
             self._prove(self.session, proof, tally)

@@ -46,10 +46,11 @@ class RefusedError(Exception):
 class Session:
     """Starts its worker at once, so that the child imports while the parent draws inputs."""
 
-    def __init__(self, call_deadline_s: float) -> None:
+    def __init__(self, call_deadline_s: float, threads: int = 0) -> None:
+        """`threads`: torch's in the worker; 0 its default."""
         self.call_deadline_s = call_deadline_s
         self.until = math.inf  # when the proof at hand must be done, on the monotonic clock
-        self.worker = Worker("autosel.parity.child:serve", start_deadline_s=START_S)
+        self.worker = Worker("autosel.parity.child:serve", threads=threads, start_deadline_s=START_S)
         self.scratch = (Arena(SCRATCH_BYTES), Arena(SCRATCH_BYTES))
         self.case = "load"  # what the worker is at, for the record of a death
         self.state: Mapping[str, str] | None = None

@@ -55,8 +55,11 @@ def _unproven(tuning: Tuning, jobs: Sequence[Job]) -> dict[str, list[Member]]:
 
 
 def _process_of(way: Way) -> str:
-    """A build gets a process of its own; PyTorch's own ways are one build."""
-    return way.arm.backend if way.arm.backend in ("TORCH", "INDUCTOR") else way.build_digest
+    """A build gets a process of its own; PyTorch's own ways are one build, in two processes: attention takes as long
+    as all the rest."""
+    if way.arm.backend in ("TORCH", "INDUCTOR"):
+        return f"{way.arm.backend} {'attention' if 'attn' in way.candidate.op else ''}"
+    return way.build_digest
 
 
 def _prove(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
