@@ -141,7 +141,7 @@ class Part:
 
 
 def gemv(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
-    from bench_gemv import measure as measured  # type: ignore[import-not-found]
+    from bench_gemv import measure as measured
 
     found = measured(_workload("linear", {"M": 1, "N": 4096, "K": 4096}), fp, 1.0 if quick else 10.0)
     note = f"{found['cpp_us']:.0f} us at best, {found['rounds']} rounds"
@@ -150,7 +150,7 @@ def gemv(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
 
 
 def attn(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
-    from bench_attn import measure as measured  # type: ignore[import-not-found]
+    from bench_attn import measure as measured
 
     w = _workload("attn", {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192})
     found = measured(w, fp, 1.0 if quick else 20.0)
@@ -232,7 +232,7 @@ def best(_: Fingerprint, __: Path, quick: bool) -> Iterator[Figure]:
 
 
 def start(_: Fingerprint, __: Path, quick: bool) -> Iterator[Figure]:
-    from bench_dispatch import import_times  # type: ignore[import-not-found]
+    from bench_dispatch import import_times
 
     count = 3 if quick else 11
     imported = import_times(count)
@@ -246,7 +246,7 @@ def start(_: Fingerprint, __: Path, quick: bool) -> Iterator[Figure]:
     )
     command = [sys.executable, "-m", "autosel.cli.main", "--help"]
     taken = []
-    for _ in range(count + 1):
+    for _attempt in range(count + 1):
         started = time.perf_counter()
         subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
         taken.append((time.perf_counter() - started) * 1e3)

@@ -395,7 +395,7 @@ def _workloads(op: str) -> list[Workload]:
     from autosel.models.workloads import ASKED_OPS, STEP_OPS, workloads
 
     shape = models.load("gemma3-4b" if op == "geglu" else MODEL)
-    found = []
+    found: list[Workload] = []
     for batch in (1, 64):
         found += reversed(workloads(shape, batch=batch, context=8192, ops=[*STEP_OPS, *ASKED_OPS]))
     return [w for w in found if w.op == op]
@@ -572,7 +572,7 @@ def rmsnorm_kernel() -> str:
 def figures() -> str:
     """The table of every machine on which benchmarks/figures.py was run with --write."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from figures import markdown, stored  # type: ignore[import-not-found]
+    from figures import markdown, stored
 
     found = stored()
     return (
