@@ -109,10 +109,14 @@ class Call:
 
     def rows(self, count: int, seed: int) -> Rows:
         """A part to check in float64: of an in-place op what it writes, of the others some rows."""
-        return self.written or self.op.rows(self.workload, self.inputs, count, seed)
+        if self.written is not None:
+            return self.whole()
+        return self.op.rows(self.workload, self.inputs, count, seed)
 
     def whole(self) -> Rows:
-        return self.written or Rows(inputs=self.inputs, pick=tuple)
+        """All that was kept of the outputs."""
+        inputs = self.inputs if self.written is None else self.written.inputs
+        return Rows(inputs=inputs, pick=tuple)
 
     def same_form(self, outputs: Sequence[Any], as_these: Sequence[Any]) -> Mismatch | None:
         told = [_told(o) for o in outputs]
