@@ -87,7 +87,9 @@ class Verbs(click.Group):
 @click.version_option(__version__, prog_name="autosel", message="%(prog)s %(version)s")
 @click.option("-v", "--verbose", count=True, help="say more (commands run); twice: debug")
 def cli(verbose: int) -> None:
-    logging.basicConfig(stream=sys.stderr, level=_log_level(verbose), format="%(name)s: %(message)s")
+    wipe = "\r\x1b[2K" if sys.stderr.isatty() and settings.colour() is None else ""  # the moving line of progress
+    logging.basicConfig(stream=sys.stderr, format=f"{wipe}%(name)s: %(message)s")
+    logging.getLogger("autosel").setLevel(_log_level(verbose))  # ours alone: libraries have much to say
 
 
 def _log_level(verbose: int) -> str:

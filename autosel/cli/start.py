@@ -8,6 +8,7 @@ import click
 
 from autosel import settings
 from autosel.cli.options import model_option, verb
+from autosel.cli.output import paragraph
 
 
 @verb("start", "start", "start --model qwen3-1.7b")
@@ -33,4 +34,4 @@ def start_command(ctx: click.Context, model: str) -> None:
 
 def _step(number: int, name: str, text: str, seconds: float | None) -> None:
     took = f"{seconds:.0f} s" if seconds is not None else ""
-    click.echo(f"{f'[{number}/3] {name:<14}{text}':<75} {took}".rstrip(), err=True)
+    click.echo(paragraph(f"{f'[{number}/3] {name:<14}{text}':<75} {took}".rstrip(), hang=" " * 20), err=True)

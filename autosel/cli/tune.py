@@ -94,7 +94,8 @@ def report_on(request: Any, named: Sequence[Named], again: str, as_json: bool) -
     if as_json:
         emit_json({**report_json(found), "error": error_json(undecided) if undecided else None})
     else:
-        click.echo(decision_table(found.decisions, {n.workload.key: n.label for n in named}))
+        if found.decisions:
+            click.echo(decision_table(found.decisions, {n.workload.key: n.label for n in named}))
         show_remarks(found)
     if undecided is not None:
         report(undecided)
@@ -127,13 +128,19 @@ def unfinished(found: Report, again: str) -> TooNoisy | None:
     """Which workloads stayed undecided, why, and how to go on; None if none did."""
     if not found.undecided:
         return None
-    reasons = {d.workload.key: d.reason for d in found.decisions}
-    keys = list(dict.fromkeys(n.workload.key for n in found.undecided))
+    decided = {d.workload.key: d.reason for d in found.decisions}
+    by_reason: dict[str, list[str]] = {}
+    for key in dict.fromkeys(n.workload.key for n in found.undecided):
+        by_reason.setdefault(decided.get(key, "the budget ended before the race"), []).append(key)
     return TooNoisy(
-        f"{len(keys)} of {len(found.labels)}; what served before goes on serving",
-        why="\n".join(f"{key}: {reasons.get(key, 'the budget ended before it could be raced')}" for key in keys),
+        f"{sum(map(len, by_reason.values()))} of {len(found.labels)}; what served before goes on serving",
+        why="\n".join(f"{_few(keys)}: {reason}" for reason, keys in by_reason.items()),
         todo=f"go on:  {again}",
     )
+
+
+def _few(keys: Sequence[str]) -> str:
+    return ", ".join(keys) if len(keys) <= 2 else f"{keys[0]} and {len(keys) - 1} more"
 
 
 def report_json(found: Report) -> dict[str, Any]:
@@ -167,7 +174,7 @@ def show_remarks(found: Report) -> None:
         click.echo(f"roofline: fraction of {told_rate}, read beside these races")
     if found.fingerprint.contended and found.measured:
         click.echo("contended: other work ran on this machine; see the intervals")
-    if found.measured == 0:
+    if found.measured == 0 and found.decisions:
         click.echo(f"nothing measured: all {len(found.decisions)} decisions hold ({found.seconds:.1f} s)")
 
 
