@@ -82,7 +82,7 @@ def show_stale(rows: Sequence[Now], op: str) -> None:
     reasons = dict.fromkeys(n.stale for n in rows if n.stale)
     for reason in reasons:
         click.echo(paragraph(f"{reason}; the baseline runs instead", hang="  "))
-    if reasons:
+    if reasons and not settings.get("disable"):
         click.echo(f"measure again:  {settings.spelling()} tune --op {op}", err=True)
 
 
@@ -103,9 +103,11 @@ def serving(op: str | None) -> list[Now]:
 
 
 def _elsewhere(decision: Decision) -> str:
-    """A decision holds for one number of threads and torch's numeric flags."""
+    """A decision holds for one number of threads and torch's numeric flags, unless nothing is to be served at all."""
     from autosel.ledger.key import current_mode
 
+    if settings.get("disable"):
+        return "AUTOSEL_DISABLE is set"
     mode = current_mode()
     return "" if decision.mode == mode else f"decision {decision.id} is for {decision.mode}; this process runs {mode}"
 

@@ -22,7 +22,7 @@ from autosel.cli.options import (
     seq_option,
     verb,
 )
-from autosel.cli.output import Stopped, bandwidth, emit_json, error_json, report
+from autosel.cli.output import Stopped, bandwidth, emit_json, error_json, paragraph, report
 from autosel.errors import TooNoisy, UsageError
 from autosel.values import DTypeName, to_json
 
@@ -161,7 +161,9 @@ def report_json(found: Report) -> dict[str, Any]:
 
 def show_remarks(found: Report) -> None:
     """Below the table: who did not make it, what the roofline stands on, what disturbed."""
-    failed = {r.candidate for r in found.rejected if r.stage != "eligible"}
+    for candidate, reason in {r.candidate: r.reason for r in found.rejected if r.stage == "build"}.items():
+        click.echo(paragraph(f"{candidate} could not be built: {reason}", hang="  "))
+    failed = {r.candidate for r in found.rejected if r.stage in ("parity", "race")}
     refused = {r.candidate for r in found.rejected if r.stage == "eligible"} - failed
     told = [f"{len(failed)} candidate{'s' if len(failed) > 1 else ''} failed"] if failed else []
     told += [f"{len(refused)} {'were' if len(refused) > 1 else 'was'} not eligible"] if refused else []

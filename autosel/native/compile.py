@@ -61,7 +61,7 @@ def find_compiler() -> Compiler | None:
         except (OSError, subprocess.TimeoutExpired):
             continue
         if found.returncode == 0:
-            return Compiler(path=path, version=found.stdout.splitlines()[0])
+            return Compiler(path=path, version=(found.stdout.splitlines() or [name])[0])
     return None
 
 
@@ -105,6 +105,8 @@ def compile_source(source: str, flags: tuple[str, ...] = (), *, deadline_s: floa
         making.mkdir()
         command = _command(resources.kernels() / source, flags, making / "kernel.so")
         said = _run(command, source, deadline_s)
+        if not (making / "kernel.so").is_file():
+            raise BuildError(f"{source}: {command[0]} is no C++ compiler", why="it left no library")
         seconds = time.monotonic() - started
         receipt = {
             "source": source,

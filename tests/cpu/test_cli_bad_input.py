@@ -21,11 +21,12 @@ from autosel import settings
 from autosel.candidates import arms, registry, user
 from autosel.cli.main import run
 from autosel.dispatch.board import this_device
+from autosel.errors import BuildError
 from autosel.ledger import open_ledger, snapshot
 from autosel.ledger import store as ledger_store
 from autosel.ledger.key import current_mode
 from autosel.ledger.locks import write_lock
-from autosel.native.compile import find_compiler
+from autosel.native.compile import compile_source, find_compiler
 from autosel.values import Arm, Decision, Knobs, NativeRecipe, Passed, Workload, digest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -322,6 +323,17 @@ def test_without_a_compiler_tune_keeps_pytorch_and_records_who_could_not_race(
     assert "none: the C++ kernels are not eligible" in out
     assert "/nonexistent is not there" in out
     assert said("best", "rmsnorm")[0] == said("knobs", "--fingerprint", "h200", "--op", "attn")[0] == 0
+
+
+def test_a_compiler_that_is_none_costs_its_kernels_and_nothing_else(
+    home: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, AUTOSEL_CXX="/bin/true")
+    with pytest.raises(BuildError, match="is no C\\+\\+ compiler"):
+        compile_source("cpu/rmsnorm.cpp")
+    code, out, _ = said("fingerprint", "--json")
+    assert code == 0
+    assert any("rates by numpy" in note for note in json.loads(out)["notes"])
 
 
 # --- limits -------------------------------------------------------------------------------------------------------
