@@ -17,6 +17,7 @@ from autosel import ops, settings
 from autosel.dispatch.board import Board, Uses
 from autosel.dispatch.bound import Bound
 from autosel.dispatch.selection import Selection
+from autosel.guard import Policy
 
 __all__ = ["Board", "Bound", "Selection", "Use", "Uses", "best", "board", "epoch", "refresh", "use"]
 
@@ -58,12 +59,13 @@ def refresh() -> None:
     board().refresh()
 
 
-def use(place: Path | str) -> Use:
+def use(place: Path | str, guard: Policy | None = None) -> Use:
     """Serve from another home or snapshot file from now on, or, in a `with`, until it ends.
 
-    Callables bound before stay with the board that bound them.
+    Callables bound before stay with the board that bound them. `guard` says how much is checked, instead of the
+    settings.
     """
-    return Use(Board(Path(place)))
+    return Use(Board(Path(place), guard))
 
 
 class Use:

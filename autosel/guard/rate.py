@@ -6,8 +6,8 @@ and not a random number, and no period of the model (32 layers, 2000 calls) can 
 share f of the calls is found within ln(100) / (p f) calls in 99 of 100 cases.
 
 p is ten times the rate at first, for FRESH_CHECKS checks: a restart, another driver or a new bucket is when faults
-show. And it is as much smaller as it takes for the checks to use MAX_SHARE of the bucket's time: the float64 rows of a
-microsecond's kernel take a millisecond.
+show. And, unless the user set the rate, it is as much smaller as it takes for the checks to use MAX_SHARE of the
+bucket's time: the float64 rows of a microsecond's kernel take a millisecond.
 """
 
 from __future__ import annotations
@@ -27,21 +27,27 @@ NEVER = (1 << 30) - 1  # the largest countdown that Python keeps in one digit; i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How much is checked. `shadow_rate` 0: the first calls only."""
+    """How much is checked. `shadow_rate` 0: the first calls only. `max_share` inf: whatever it takes."""
 
     on: bool = True
     shadow_rate: float = 1 / 2000
+    max_share: float = MAX_SHARE
 
     @staticmethod
     def from_settings() -> Policy:
-        return Policy(on=settings.get("guard") == "on", shadow_rate=min(1.0, settings.get("shadow_rate")))
+        rate = settings.read()["shadow_rate"]
+        return Policy(
+            on=settings.get("guard") == "on",
+            shadow_rate=min(1.0, rate.value),
+            max_share=MAX_SHARE if rate.origin == "default" else math.inf,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
 class Rate:
     """Counts the checks of one bucket and draws the gaps between them."""
 
-    shadow_rate: float
+    policy: Policy
     random: Random = field(default_factory=SystemRandom)  # a forked process draws its own
     checks: int = 0
     own_ns: float = 0.0  # a call's time, and what a check adds to it: moving averages
@@ -56,9 +62,9 @@ class Rate:
         """Of the next call being checked."""
         if self.canary:
             return 1.0
-        p = self.shadow_rate
+        p = self.policy.shadow_rate
         if self.extra_ns > 0:
-            p = min(p, MAX_SHARE * self.own_ns / self.extra_ns)
+            p = min(p, self.policy.max_share * self.own_ns / self.extra_ns)
         return min(1.0, p * FRESH_FACTOR) if self.checks < CANARY + FRESH_CHECKS else p
 
     def gap(self) -> int:

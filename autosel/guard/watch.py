@@ -66,7 +66,7 @@ class Watch:
     lock: Any = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.rate = Rate(shadow_rate=self.policy.shadow_rate, random=self.random)
+        self.rate = Rate(policy=self.policy, random=self.random)
 
     def gap(self) -> int:
         """Calls to the next one that must come here."""

@@ -42,11 +42,11 @@ Kernel = Callable[..., Any]
 
 def settled(rate: float, seed: int = 1) -> Rate:
     """Past its first checks."""
-    return Rate(shadow_rate=rate, random=Random(seed), checks=CANARY + FRESH_CHECKS)
+    return Rate(policy=Policy(shadow_rate=rate), random=Random(seed), checks=CANARY + FRESH_CHECKS)
 
 
 def test_the_first_calls_of_a_bucket_are_all_checked_then_ten_times_as_many_for_a_while() -> None:
-    rate = Rate(shadow_rate=1e-3, random=Random(1))
+    rate = Rate(policy=Policy(shadow_rate=1e-3), random=Random(1))
     for number in range(CANARY + FRESH_CHECKS + 1):
         wanted = 1.0 if number < CANARY else 1e-3 * FRESH_FACTOR if number < CANARY + FRESH_CHECKS else 1e-3
         assert rate.probability == pytest.approx(wanted), number
@@ -99,11 +99,14 @@ def test_checks_take_no_more_than_their_share_of_the_time() -> None:
     cheap = settled(1 / 2000)
     cheap.checked(own_ns=5_000_000, extra_ns=1_000_000)
     assert cheap.probability == 1 / 2000
+    asked = Rate(policy=Policy(shadow_rate=0.5, max_share=math.inf), checks=CANARY + FRESH_CHECKS)
+    asked.checked(own_ns=5_000, extra_ns=1_000_000)
+    assert asked.probability == 0.5
 
 
 def test_a_rate_of_zero_checks_the_first_calls_only() -> None:
     assert settled(0.0).gap() == NEVER
-    assert Rate(shadow_rate=0.0).gap() == 1
+    assert Rate(policy=Policy(shadow_rate=0.0)).gap() == 1
 
 
 def test_six_of_the_first_checks_compute_float64_and_all_later_ones() -> None:
@@ -786,10 +789,11 @@ def test_guard_off_means_off(home: Path, user: Callable[[str], Arm], monkeypatch
 
 
 def test_the_settings_say_how_much_is_checked(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Policy.from_settings() == Policy(on=True, shadow_rate=1 / 2000, max_share=MAX_SHARE)
     for given, wanted in (("0.25", 0.25), ("0", 0.0), ("7", 1.0)):
         monkeypatch.setenv("AUTOSEL_SHADOW_RATE", given)
         settings.read.cache_clear()
-        assert Policy.from_settings() == Policy(on=True, shadow_rate=wanted)
+        assert Policy.from_settings() == Policy(on=True, shadow_rate=wanted, max_share=math.inf)
 
 
 def switch_of(user: Callable[[str], Arm]) -> Any:
