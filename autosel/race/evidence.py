@@ -55,8 +55,8 @@ def _tail_likelihood(n: int, x: int) -> int:
 
 @cache
 def _binomial_upper(n: int, x: int) -> int:
-    """P[Bin(n, 1/10) >= x] times 10^n."""
-    return sum(comb(n, j) * 9 ** (n - j) for j in range(x, n + 1))
+    """P[Bin(n, 1/10) >= x] times 10^n, by the complement: few of many samples are slow."""
+    return int(10**n - sum(comb(n, j) * 9 ** (n - j) for j in range(x)))
 
 
 def tail_crossed(n: int, x: int, threshold: int = E_TAIL) -> bool:
@@ -91,6 +91,19 @@ def quantile(values: Sequence[float], q: float) -> float:
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def quantile_lower(values: Sequence[float], q: float, confidence: float = 0.95) -> float:
+    """A lower confidence limit of the q-quantile, distribution-free: the largest of the order statistics X_(k) with
+    P[Bin(n, q) >= k] >= confidence; the least value when n is too small for any."""
+    ordered, n = sorted(values), len(values)
+    k, exactly = n, q**n
+    at_least = exactly  # P[Bin(n, q) >= k]
+    while at_least < confidence and k > 1:
+        exactly *= k / (n - k + 1) * (1 - q) / q
+        at_least += exactly
+        k -= 1
+    return ordered[k - 1]
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:

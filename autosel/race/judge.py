@@ -19,6 +19,7 @@ from autosel.race.evidence import (
     median,
     median_interval,
     quantile,
+    quantile_lower,
     tail_crossed,
     tail_futile,
 )
@@ -78,20 +79,29 @@ def aa_crossed(session: Session, delta: float) -> bool | None:
 # --- the tail --------------------------------------------------------------------------------------------------------
 
 
+class Level:
+    """The rolling median of the last 15 baseline samples: what drifts, drifts in both."""
+
+    def __init__(self) -> None:
+        self.recent: deque[float] = deque(maxlen=ROLLING)
+
+    def relative(self, base: Sequence[float], own: Sequence[float]) -> list[float]:
+        """The own samples of a pair over the level, once the baseline's of that pair have been seen."""
+        self.recent.extend(base)
+        level = median(list(self.recent))
+        return [sample / level for sample in own]
+
+
 def relative_samples(session: Session, arm: str) -> list[float]:
-    """Each of the arm's samples over the rolling median of the last 15 baseline samples: drift cancels."""
-    base, index = 0, session.arms.index(arm)
-    recent: deque[float] = deque(maxlen=ROLLING)
-    ratios = []
-    for pair in session.pairs:
-        recent.extend(pair.samples_ns[base])
-        level = median(list(recent))
-        ratios += [sample / level for sample in pair.samples_ns[index]]
-    return ratios
+    """Each of the arm's samples over the baseline's level."""
+    base, index, level = 0, session.arms.index(arm), Level()
+    return [r for pair in session.pairs for r in level.relative(pair.samples_ns[base], pair.samples_ns[index])]
 
 
 def tail_threshold(screening: Session) -> float:
-    return TAIL_SLACK * quantile(relative_samples(screening, screening.arms[0]), 0.95)
+    """What counts as slow: 5 % beyond the 95th percentile of the baseline's own samples, of which the lower confidence
+    limit is taken. The plain estimate blinds the gate whenever a rare hiccup of the baseline happens to reach it."""
+    return TAIL_SLACK * quantile_lower(relative_samples(screening, screening.arms[0]), 0.95)
 
 
 def tail_counts(sessions: Sequence[Session], candidate: str, threshold: float) -> tuple[int, int]:
@@ -104,17 +114,19 @@ def tail_counts(sessions: Sequence[Session], candidate: str, threshold: float) -
 
 
 def nominees(screening: Session, incumbent: str, delta: float, excluded: Sequence[str] = ()) -> list[str]:
-    """Candidates whose E crossed against the baseline and which beat the incumbent's median: fastest first."""
+    """Candidates whose E crossed against the baseline and which lead the incumbent: fastest first.
+
+    Compared within pairs: medians of whole sessions are led astray by a clock that changes its speed.
+    """
     base = screening.arms[0]
-    limit = median(pair_medians(screening, incumbent)) if incumbent in screening.arms else float("inf")
     crossed_arms = [
         arm
         for arm in screening.arms[1:]
         if arm not in (CLONE, incumbent, *excluded)
         and has_won(screening, arm, [base], delta)
-        and median(pair_medians(screening, arm)) < limit
+        and (incumbent not in screening.arms or _ratio(screening, arm, incumbent) > 1)
     ]
-    return sorted(crossed_arms, key=lambda arm: median(pair_medians(screening, arm)))
+    return sorted(crossed_arms, key=lambda arm: -_ratio(screening, arm, base))
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ class Plan:
     min_pairs: int
     max_pairs: int
     screening_pairs: int
+    tail_samples: int  # after which an unsettled tail stays unsettled
 
     @property
     def probe_every(self) -> int:
@@ -44,9 +45,26 @@ class Plan:
 def plan(baseline_ns: float) -> Plan:
     """The plan for a baseline that takes `baseline_ns` a call."""
     if baseline_ns > LONG_CALL_NS:
-        return Plan(time_class="long", calls=1, samples=2, min_pairs=12, max_pairs=60, screening_pairs=14)
+        return Plan(
+            time_class="long",
+            calls=1,
+            samples=2,
+            min_pairs=12,
+            max_pairs=60,
+            screening_pairs=14,
+            tail_samples=MAX_TAIL_SAMPLES,
+        )
     calls = max(1, -(-SAMPLE_NS // max(1, int(baseline_ns))))
-    return Plan(time_class="short", calls=calls, samples=8, min_pairs=30, max_pairs=200, screening_pairs=30)
+    # Three sessions of 30 pairs are 720 samples already: what clears the tail at .96 has to go on to clear it at .99.
+    return Plan(
+        time_class="short",
+        calls=calls,
+        samples=8,
+        min_pairs=30,
+        max_pairs=200,
+        screening_pairs=30,
+        tail_samples=2 * MAX_TAIL_SAMPLES,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

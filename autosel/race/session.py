@@ -13,8 +13,8 @@ from random import Random
 from typing import Literal, Protocol
 
 from autosel.race.evidence import crossed, futile, median, tail_crossed, tail_futile
-from autosel.race.judge import CLONE, aa_crossed, beats, tail_counts, tail_threshold
-from autosel.race.plan import DELTA_CALIBRATED, MAX_TAIL_SAMPLES, SESSIONS, Plan
+from autosel.race.judge import CLONE, Level, aa_crossed, beats, tail_counts, tail_threshold
+from autosel.race.plan import DELTA_CALIBRATED, SESSIONS, Plan
 from autosel.values import Pair, Session
 
 Kind = Literal["screening", "confirming"]
@@ -57,18 +57,19 @@ class Duel:
 def screen(instrument: Instrument, arms: Sequence[str], trial: Trial) -> Session:
     """Every arm against the baseline (arms[0]), until each has crossed or is hopeless. Nominates; promotes nothing.
 
-    The baseline is always visited for `plan.screening_pairs` pairs: its own tail is the yardstick later.
+    The baseline is always visited for `plan.screening_pairs` pairs: its own tail is the yardstick later. Who is still
+    undecided then gets as many pairs as a confirming session has; nobody is passed over for want of patience.
     """
-    recorder = _Recorder("screening", instrument, arms, trial)
     plan, score = trial.plan, _Score([(arm, arms[0]) for arm in arms[1:] if arm != CLONE], trial.delta)
+    recorder = _Recorder("screening", instrument, arms, trial, [score])
     active = list(arms)
     while True:
-        session = recorder.take(active, score)
+        session = recorder.take(active)
         trial.watch(session)
         active = [a for a in active if a in (arms[0], CLONE) or not score.lost(a)]
         undecided = [a for a in active if a not in (arms[0], CLONE) and not score.won(a)]
         enough = len(session.pairs) >= plan.screening_pairs
-        if recorder.exhausted or (enough and not undecided) or len(session.pairs) >= 2 * plan.screening_pairs:
+        if recorder.exhausted or (enough and not undecided) or len(session.pairs) >= plan.max_pairs:
             return recorder.finish()
 
 
@@ -77,14 +78,15 @@ def confirm(
 ) -> Session:
     """Finalist against baseline and incumbent on fresh data: on until E crosses for both, or never will.
 
-    The last of the three sessions goes on for the tail gate alone, until it clears, cannot clear, or 720 samples.
+    The last of the three sessions goes on for the tail gate alone, until it clears, cannot clear, or
+    `plan.tail_samples`.
     """
-    recorder = _Recorder("confirming", instrument, duel.arms, trial)
     plan, finalist = trial.plan, duel.finalist
     score = _Score([(finalist, rival) for rival in duel.rivals], trial.delta)
-    threshold = tail_threshold(screening)
+    tail = _Tail(duel, tail_threshold(screening), earlier)
+    recorder = _Recorder("confirming", instrument, duel.arms, trial, [score, tail])
     while True:
-        session = recorder.take(duel.arms, score)
+        session = recorder.take(duel.arms)
         trial.watch(session)
         pairs = len(session.pairs)
         if recorder.exhausted or score.lost(finalist):
@@ -92,25 +94,27 @@ def confirm(
         if pairs < plan.min_pairs:
             continue
         if score.won(finalist):
-            if len(earlier) + 1 < SESSIONS or _tail_settled([*earlier, session], finalist, threshold):
+            if len(earlier) + 1 < SESSIONS or tail.settled(plan.tail_samples):
                 return recorder.finish()
         elif pairs >= plan.max_pairs:
             return recorder.finish()
 
 
-def _tail_settled(sessions: Sequence[Session], finalist: str, threshold: float) -> bool:
-    slow, n = tail_counts(sessions, finalist, threshold)
-    return n >= MAX_TAIL_SAMPLES or tail_crossed(n, slow) or tail_futile(n, slow)
+class _Tally(Protocol):
+    """What is counted as pairs come in, so that a pair costs the same however long the session is."""
+
+    def add(self, times: Mapping[str, Sequence[float]]) -> None: ...
 
 
 class _Score:
-    """Wins in some duels (arm, rival), kept pair by pair as `judge.wins` would count them: its cost does not grow."""
+    """Wins in some duels (arm, rival), as `judge.wins` counts them."""
 
     def __init__(self, duels: Iterable[tuple[str, str]], delta: float) -> None:
         self.counts = dict.fromkeys(duels, (0, 0))  # (pairs won, pairs)
         self.delta = delta
 
-    def add(self, medians: Mapping[str, float]) -> None:
+    def add(self, times: Mapping[str, Sequence[float]]) -> None:
+        medians = {arm: median(samples) for arm, samples in times.items()}
         for (arm, rival), (k, n) in self.counts.items():
             if arm in medians and rival in medians:
                 self.counts[arm, rival] = k + beats(medians[arm], medians[rival], self.delta), n + 1
@@ -122,10 +126,29 @@ class _Score:
         return any(futile(n, k) for (own, _), (k, n) in self.counts.items() if own == arm)
 
 
+class _Tail:
+    """The finalist's slow samples, as `judge.tail_counts` counts them over all confirming sessions."""
+
+    def __init__(self, duel: Duel, threshold: float, earlier: Sequence[Session]) -> None:
+        self.base, self.finalist, self.threshold, self.level = duel.arms[0], duel.finalist, threshold, Level()
+        self.slow, self.n = tail_counts(earlier, duel.finalist, threshold)
+
+    def add(self, times: Mapping[str, Sequence[float]]) -> None:
+        ratios = self.level.relative(times[self.base], times[self.finalist])
+        self.slow += sum(r > self.threshold for r in ratios)
+        self.n += len(ratios)
+
+    def settled(self, most: int) -> bool:
+        return self.n >= most or tail_crossed(self.n, self.slow) or tail_futile(self.n, self.slow)
+
+
 class _Recorder:
     """Takes pairs in coin-flipped order and keeps them."""
 
-    def __init__(self, kind: Kind, instrument: Instrument, arms: Sequence[str], trial: Trial) -> None:
+    def __init__(
+        self, kind: Kind, instrument: Instrument, arms: Sequence[str], trial: Trial, tallies: Sequence[_Tally]
+    ) -> None:
+        self.tallies = tallies
         self.kind, self.instrument, self.plan, self.seed = kind, instrument, trial.plan, trial.seed
         self.arms = tuple(arms)
         self.coin = Random(trial.seed)
@@ -138,7 +161,7 @@ class _Recorder:
         limit = 20 + MAX_DROPPED_SHARE * len(self.pairs)
         return len(self.dropped) > limit
 
-    def take(self, active: Sequence[str], score: _Score) -> Session:
+    def take(self, active: Sequence[str]) -> Session:
         """One more pair (unless it had to be dropped); the session so far."""
         if (len(self.pairs) + len(self.dropped)) % self.plan.probe_every == 0:
             self.read_bytes_per_s = max(self.read_bytes_per_s, self.instrument.probe())
@@ -148,7 +171,8 @@ class _Recorder:
         if disturbed:
             self.dropped.append(disturbed)
         else:
-            score.add({arm: median(times[arm]) for arm in order})
+            for tally in self.tallies:
+                tally.add(times)
             self.pairs.append(
                 Pair(
                     order=tuple(self.arms.index(a) for a in order),

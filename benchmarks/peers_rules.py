@@ -1,0 +1,100 @@
+"""How kernels are usually chosen, imitated in a few lines each: what would each rule do with these samples?
+
+A rule sees the times of two arms, last axis the samples in the order taken, and says of each race (the leading axes)
+whether the second arm replaces the first. They are imitations of decision rules, not the peers' code: PyTorch's
+TunableOp keeps the least mean, Triton's autotuner the least median or minimum, and tuners with a margin ask for a few
+per cent. Statistics from textbooks stand beside them as they are commonly used: in blocks, or looking after every pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+Times = NDArray[np.float64]
+Promoted = NDArray[np.bool_]
+P_VALUE = 0.01
+FIRST_LOOK = 10  # pairs before the first look of the peeking t test
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """`paired`: sample i of both arms belongs together, so it makes no sense on blocks."""
+
+    name: str
+    decide: Callable[[Times, Times], Promoted]
+    paired: bool = False
+
+
+def least_mean(base: Times, own: Times) -> Promoted:
+    return own.mean(-1) < base.mean(-1)
+
+
+def least_minimum(base: Times, own: Times) -> Promoted:
+    return own.min(-1) < base.min(-1)
+
+
+def lower_median(base: Times, own: Times) -> Promoted:
+    return np.median(own, -1) < np.median(base, -1)
+
+
+def margin(delta: float) -> Callable[[Times, Times], Promoted]:
+    def decide(base: Times, own: Times) -> Promoted:
+        return np.median(base, -1) > (1 + delta) * np.median(own, -1)
+
+    return decide
+
+
+def mann_whitney(base: Times, own: Times) -> Promoted:
+    """One-sided Mann-Whitney test at p < .01: normal approximation with continuity and tie correction."""
+    n, m = base.shape[-1], own.shape[-1]
+    if base.ndim > 1:  # race by race: all pairwise comparisons of one race are held at once
+        rows = zip(base.reshape(-1, n), own.reshape(-1, m), strict=True)
+        return np.array([bool(mann_whitney(b, o)) for b, o in rows]).reshape(base.shape[:-1])
+    faster = (own[:, None] < base).sum() + 0.5 * (own[:, None] == base).sum()
+    _, ties = np.unique(np.concatenate((base, own)), return_counts=True)
+    total = n + m
+    variance = n * m / 12 * (total + 1 - (ties.astype(float) ** 3 - ties).sum() / (total * (total - 1)))
+    if variance <= 0:
+        return np.bool_(False)
+    return np.bool_((faster - n * m / 2 - 0.5) / variance**0.5 > NormalDist().inv_cdf(1 - P_VALUE))
+
+
+def peeking_t(base: Times, own: Times) -> Promoted:
+    """Paired one-sided t test of log ratios at p < .01, looked at after every pair from the tenth on."""
+    logs = np.log(base) - np.log(own)
+    n = np.arange(1, logs.shape[-1] + 1)
+    mean = np.cumsum(logs, -1) / n
+    square = np.maximum(np.cumsum(logs**2, -1) / n - mean**2, 1e-300)
+    late = slice(FIRST_LOOK - 1, None)
+    t = mean[..., late] * np.sqrt(n[late] - 1) / np.sqrt(square[..., late])
+    limits = np.array([_student(int(count) - 1) for count in n[late]])
+    return (t > limits).any(-1)
+
+
+@cache
+def _student(degrees: int) -> float:
+    """The value that Student's t exceeds with probability .01, by integrating its density."""
+    x = np.linspace(0, 100, 200_001)
+    density = (1 + x**2 / degrees) ** (-(degrees + 1) / 2)
+    below = np.cumsum(density)
+    return float(x[np.searchsorted(below, below[-1] * (1 - 2 * P_VALUE))])
+
+
+RULES: Mapping[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule(name="least mean", decide=least_mean),
+        Rule(name="least minimum", decide=least_minimum),
+        Rule(name="lower median", decide=lower_median),
+        Rule(name="median 2 % lower", decide=margin(0.02)),
+        Rule(name="median 5 % lower", decide=margin(0.05)),
+        Rule(name="Mann-Whitney, p < .01", decide=mann_whitney),
+        Rule(name="peeking t test, p < .01", decide=peeking_t, paired=True),
+    )
+}

@@ -1,0 +1,448 @@
+"""What the rules of `autosel.race` do on arms of known speed, counted: the cells of the tables in docs/method.md.
+
+Each `Cell` counts how often something happens in many simulated races and says how often it may. The rules are the very
+ones that judge real kernels (`session.screen`, `session.confirm`, `judge`); only the instrument is synthetic. The usual
+rules run in the same simulator, where they must fail: if they did not, it could not show anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from random import Random
+from typing import Any, Literal
+
+import numpy as np
+
+from autosel.race.evidence import ALPHA_SESSION, crossed
+from autosel.race.judge import CLONE, judge
+from autosel.race.plan import DELTA_CALIBRATED, DELTA_UNCALIBRATED, SESSIONS, Margin, Plan, clopper_pearson_upper, plan
+from autosel.values import Session
+from benchmarks.peers_rules import RULES
+from tests.null.synthetic import CHUNK, NOISES, Setting, attempt, confirmed, screened, won
+
+Must = Literal["at most", "at least", "fail", "shown"]
+SHORT, LONG = plan(2e3), plan(2e6)
+NOMINAL = ALPHA_SESSION**SESSIONS  # what an attempt may cost: 1.25e-4
+BLOCK = 100  # samples an arm, where arms are measured one after the other
+POWER = 0.99
+RETRIES = 20
+ALARM, STEP = 1e4, 0.4  # the demotion rule: M <- (M + 1)(1 + 0.4 s), demoted at M >= 10^4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """How often it happened. `limit`, where the simulation itself says how often it may."""
+
+    events: int
+    races: int
+    limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One count. `must`: at most or at least `limit`; `fail`: a control that must exceed it under some noise."""
+
+    study: str
+    what: str
+    noise: str
+    count: Callable[[int, Random], Count]
+    must: Must
+    limit: float
+    scale: float = 1.0  # of the number of races asked for
+
+    def measure(self, races: int) -> Rate:
+        found = self.count(max(1, round(races * self.scale)), Random(f"{self.study}|{self.what}|{self.noise}"))
+        return Rate(
+            study=self.study,
+            what=self.what,
+            noise=self.noise,
+            must=self.must,
+            limit=self.limit if found.limit is None else found.limit,
+            events=found.events,
+            races=found.races,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """A measured cell."""
+
+    study: str
+    what: str
+    noise: str
+    must: Must
+    limit: float
+    events: int
+    races: int
+
+    @property
+    def rate(self) -> float:
+        return self.events / self.races
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % (Clopper-Pearson)."""
+        return binomial_interval(self.races, self.events)
+
+    @property
+    def slack(self) -> float:
+        """Three standard errors of a rate that is exactly at the limit."""
+        return 3 * (self.limit * (1 - self.limit) / self.races) ** 0.5
+
+    @property
+    def holds(self) -> bool:
+        """For a control under one noise: did it fail, beyond chance?"""
+        if self.must == "at most":
+            return self.rate <= self.limit + self.slack
+        if self.must == "at least":
+            return self.rate >= self.limit - self.slack
+        return self.must == "shown" or self.rate > self.limit + self.slack
+
+    def as_json(self) -> dict[str, Any]:
+        low, high = self.interval
+        return asdict(self) | {"rate": self.rate, "lo": low, "hi": high}
+
+
+def binomial_interval(n: int, x: int, confidence: float = 0.95) -> tuple[float, float]:
+    one_sided = (1 + confidence) / 2
+    high = clopper_pearson_upper(n, x, one_sided)
+    return 1 - clopper_pearson_upper(n, n - x, one_sided), high
+
+
+def broken(rates: Sequence[Rate]) -> list[str]:
+    """What does not hold. A control must fail under one noise at least; everything else must hold under each."""
+    found = [f"{r.study}: {r.what}, {r.noise}: {r.rate:.4g}, {r.must} {r.limit:.4g}" for r in rates if not _fine(r)]
+    controls = dict.fromkeys((r.study, r.what) for r in rates if r.must == "fail")
+    for study, what in controls:
+        if not any(r.holds for r in rates if (r.study, r.what) == (study, what)):
+            found.append(f"{study}: {what} fails under no noise: the simulator is toothless")
+    return found
+
+
+def _fine(rate: Rate) -> bool:
+    return rate.holds or rate.must == "fail"
+
+
+# --- counting with the very rules -------------------------------------------------------------------------------------
+
+
+def margin_of(delta: float, pi: float = ALPHA_SESSION) -> Margin:
+    return Margin(delta=delta, alpha_session=ALPHA_SESSION, pi=pi, calibrated=delta == DELTA_CALIBRATED)
+
+
+def setting(ratio: float, noise: str, form: Plan, delta: float, **more: Any) -> Setting:
+    """A candidate `same`, truly `ratio` times as fast; times that divide well, so that ties are exact."""
+    ns = 2_000 if form.time_class == "short" else 2_000_000
+    true_ns = {"base": ns * ratio, "same": float(ns)}
+    return Setting(true_ns=true_ns, noise=NOISES[noise], plan=form, margin=margin_of(delta), **more)
+
+
+def sessions(s: Setting, races: int, random: Random) -> Count:
+    """One confirming session each: did E cross?"""
+    screening = screened(s, random)
+    brief = Session(kind="screening", seed=0, arms=screening.arms, pairs=screening.pairs[:1], calls_per_sample=(1, 1))
+    crossings = sum(won(s, confirmed(s, "same", random, brief), "same") for _ in range(races))
+    return Count(events=crossings, races=races)
+
+
+def attempts(s: Setting, races: int, random: Random, *, nominate: str = "") -> Count:
+    """Whole attempts, judged: was it promoted?"""
+    return Count(events=sum(promoted(s, random, nominate) for _ in range(races)), races=races)
+
+
+def promoted(s: Setting, random: Random, nominate: str = "") -> bool:
+    race = attempt(s, random, nominate=nominate)
+    if len(race.sessions) <= SESSIONS:  # `judge` promotes nothing before three confirming sessions: save its figures
+        return False
+    return judge(race).outcome == "promote"
+
+
+# --- the studies ------------------------------------------------------------------------------------------------------
+
+
+def identical() -> Iterator[Cell]:
+    """Two identical arms, under every noise, at the margins in force."""
+    for noise in NOISES:
+        for delta in (DELTA_UNCALIBRATED, DELTA_CALIBRATED):
+            for form in (SHORT, LONG):
+                name = f"one session, {delta:.0%}, {form.time_class}"
+                count = partial(sessions, setting(1.0, noise, form, delta))
+                yield Cell(study="identical", what=name, noise=noise, count=count, must="at most", limit=ALPHA_SESSION)
+        for form in (SHORT, LONG):
+            count = partial(attempts, setting(1.0, noise, form, DELTA_CALIBRATED))
+            name = f"attempt, {DELTA_CALIBRATED:.0%}, {form.time_class}"
+            yield Cell(study="identical", what=name, noise=noise, count=count, must="at most", limit=NOMINAL)
+
+
+def boundary() -> Iterator[Cell]:
+    """A candidate exactly as much faster as the margin: where the rule has no room left. Also a margin of nothing."""
+    for noise in NOISES:
+        for form, delta in ((SHORT, DELTA_UNCALIBRATED), (LONG, DELTA_UNCALIBRATED), (LONG, 0.0)):
+            s = setting(1 + delta, noise, form, delta)
+            name = f"one session, {delta:.0%}, {form.time_class}"
+            yield Cell(
+                study="boundary",
+                what=name,
+                noise=noise,
+                count=partial(sessions, s),
+                must="at most",
+                limit=ALPHA_SESSION,
+            )
+        s = setting(1 + DELTA_UNCALIBRATED, noise, LONG, DELTA_UNCALIBRATED)
+        yield Cell(
+            study="boundary",
+            what="attempt, nominated, long",
+            noise=noise,
+            count=partial(attempts, s, nominate="same"),
+            must="at most",
+            limit=NOMINAL,
+        )
+
+
+def power() -> Iterator[Cell]:
+    """Truly faster candidates: 5 % faster at the calibrated margin, and 5 % beyond the uncalibrated one."""
+    for noise in NOISES:
+        for form in (SHORT, LONG):
+            for ratio, delta in ((1.05, DELTA_CALIBRATED), (1.05 * 1.05, DELTA_UNCALIBRATED)):
+                yield Cell(
+                    study="power",
+                    what=f"{ratio - 1:.1%} faster, {delta:.0%}, {form.time_class}",
+                    noise=noise,
+                    count=partial(attempts, setting(ratio, noise, form, delta)),
+                    must="at least",
+                    limit=POWER,
+                )
+
+
+def three_arms() -> Iterator[Cell]:
+    """A challenger twice as fast as the baseline, against an incumbent that is as fast, or faster by 3 %."""
+    for noise in NOISES:
+        for behind in (0.0, 0.03):
+            true_ns = {"base": 4_000.0, "incumbent": 2_000.0, "same": 2_000.0 * (1 + behind)}
+            s = Setting(
+                true_ns=true_ns,
+                noise=NOISES[noise],
+                plan=SHORT,
+                margin=margin_of(DELTA_CALIBRATED),
+                incumbent="incumbent",
+            )
+            yield Cell(
+                study="three arms",
+                what=f"challenger {behind:.0%} slower, nominated",
+                noise=noise,
+                count=partial(attempts, s, nominate="same"),
+                must="at most",
+                limit=NOMINAL,
+            )
+
+
+# --- luck that is fixed inside a process ------------------------------------------------------------------------------
+
+SPREADS = (0.005, 0.01, 0.02)
+
+
+def session_bias() -> Iterator[Cell]:
+    """Each session draws luck of its own for each arm: no number of pairs averages it away, only sessions do."""
+    for spread in SPREADS:
+        s = setting(1.0, "iid", LONG, DELTA_CALIBRATED, session_spread=spread)
+        name = f"luck {spread:.1%} a session"
+        yield Cell(
+            study="session bias", what=f"{name}: A/A session", noise="iid", count=partial(aa, s), must="shown", limit=1
+        )
+        yield Cell(
+            study="session bias",
+            what=f"{name}: one session",
+            noise="iid",
+            count=partial(sessions, s),
+            must="shown",
+            limit=1,
+        )
+        yield Cell(
+            study="session bias",
+            what=f"{name}: attempt",
+            noise="iid",
+            count=partial(biased_attempts, s),
+            must="at most",
+            limit=NOMINAL,
+        )
+
+
+def aa(s: Setting, races: int, random: Random) -> Count:
+    """A/A sessions as they calibrate a device: the baseline's clone with luck of its own, alone with the baseline."""
+    twins = Setting(
+        true_ns={"base": s.true_ns["base"], CLONE: s.true_ns["base"]},
+        noise=s.noise,
+        plan=s.plan,
+        margin=s.margin,
+        session_spread=s.session_spread,
+    )
+    return Count(events=sum(bool(screened(twins, random).aa_crossed) for _ in range(races)), races=races)
+
+
+def biased_attempts(s: Setting, races: int, random: Random) -> Count:
+    """Attempts of a candidate that is not faster, against the bound that as many A/A sessions give."""
+    calibration = aa(s, races, random)
+    found = attempts(s, races, random, nominate="same")
+    bound = max(calibration.events / calibration.races, ALPHA_SESSION) ** SESSIONS
+    return Count(events=found.events, races=races, limit=bound)
+
+
+# --- many attempts ----------------------------------------------------------------------------------------------------
+
+
+def lifetime() -> Iterator[Cell]:
+    """Twenty attempts at one key, as far as its budget goes; and what twenty tests at .01 do instead."""
+    from autosel.ledger.store import LIFETIME_BUDGET
+
+    for pi in (ALPHA_SESSION, 0.12):
+        s = setting(1 + DELTA_UNCALIBRATED, "iid", LONG, DELTA_UNCALIBRATED)
+        yield Cell(
+            study="lifetime",
+            what=f"20 attempts, pi {pi:.2f}",
+            noise="iid",
+            count=partial(lives, s, margin_of(DELTA_UNCALIBRATED, pi), LIFETIME_BUDGET),
+            must="at most",
+            limit=LIFETIME_BUDGET,
+            scale=0.25,
+        )
+    yield Cell(
+        study="lifetime", what="20 tests at .01", noise="iid", count=naive_lives, must="fail", limit=LIFETIME_BUDGET
+    )
+
+
+def lives(s: Setting, margin: Margin, budget: float, races: int, random: Random) -> Count:
+    """Was a candidate exactly at the margin ever promoted? Each attempt debits its bound, as the ledger does."""
+    allowed = min(RETRIES, int(budget * (1 + 1e-9) / margin.false_promotion_bound))
+    events = sum(any(promoted(s, random, "same") for _ in range(allowed)) for _ in range(races))
+    return Count(events=events, races=races)
+
+
+def naive_lives(races: int, random: Random) -> Count:
+    """One session at E >= 100, twenty times over, no budget: 200 fair coins each."""
+    rng = _numpy(random)
+    limits = np.array([_needed(n, 100) for n in range(1, SHORT.max_pairs + 1)])
+    events = 0
+    for _ in range(races):
+        wins = np.cumsum(rng.random((RETRIES, SHORT.max_pairs)) < 0.5, axis=1)
+        events += bool((wins >= limits).any())
+    return Count(events=events, races=races)
+
+
+def _needed(n: int, threshold: int) -> int:
+    """The fewest wins of n pairs that cross; n + 1 if none do."""
+    return next((k for k in range(n + 1) if crossed(n, k, threshold)), n + 1)
+
+
+# --- the tail ---------------------------------------------------------------------------------------------------------
+
+
+def tail() -> Iterator[Cell]:
+    """A candidate a fifth faster, some of whose samples take three times as long; the baseline's do in 3 of 100."""
+    for share, must, limit in (
+        (0.03, "at least", POWER),
+        (0.05, "shown", 1.0),
+        (0.10, "at most", 0.01),
+        (0.15, "at most", 0.01),
+    ):
+        s = setting(1.2, "iid", SHORT, DELTA_CALIBRATED, stutters={"base": 0.03, "same": share})
+        yield Cell(
+            study="tail",
+            what=f"{share:.0%} of samples slow: promoted",
+            noise="iid",
+            count=partial(attempts, s),
+            must=must,  # type: ignore[arg-type]
+            limit=limit,
+        )
+
+
+# --- the usual rules, in the same simulator ---------------------------------------------------------------------------
+
+
+def controls() -> Iterator[Cell]:
+    """Identical arms. The first arm is measured first, in blocks; in pairs the candidate comes first, always."""
+    for noise in NOISES:
+        for rule in RULES.values():
+            yield Cell(
+                study="controls",
+                what=rule.name,
+                noise=noise,
+                count=partial(usual, rule.name, noise),
+                must="fail",
+                limit=ALPHA_SESSION,
+            )
+        s = setting(1.0, noise, SHORT, DELTA_CALIBRATED, fixed_order=True)
+        yield Cell(
+            study="controls",
+            what="ours, 2 %, without the coin",
+            noise=noise,
+            count=partial(sessions, s),
+            must="fail",
+            limit=ALPHA_SESSION,
+        )
+
+
+def usual(name: str, noise: str, races: int, random: Random) -> Count:
+    """A usual rule on blocks of 100 samples, or on 100 pairs in fixed order."""
+    rule, rng = RULES[name], _numpy(random)
+    drawn = (NOISES[noise]() for _ in range(races))
+    factors = [(n.factors(rng, 0), n.later_slots) for n in drawn]
+    assert 2 * BLOCK <= CHUNK
+    times = np.array([f[: 2 * BLOCK] for f, _ in factors])
+    if not rule.paired:
+        base, own = times[:, :BLOCK], times[:, BLOCK:]
+    else:
+        own, base = times[:, ::2], times[:, 1::2] * np.array([[later] for _, later in factors])
+    return Count(events=int(rule.decide(base, own).sum()), races=races)
+
+
+def _numpy(random: Random) -> np.random.Generator:
+    return np.random.Generator(np.random.SFC64(random.getrandbits(64)))
+
+
+STUDIES: Mapping[str, Callable[[], Iterator[Cell]]] = {
+    "identical": identical,
+    "boundary": boundary,
+    "power": power,
+    "three arms": three_arms,
+    "session bias": session_bias,
+    "lifetime": lifetime,
+    "tail": tail,
+    "controls": controls,
+}
+
+
+# --- demotion: not a rate but a length --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Length:
+    """Shadow pairs until the demotion rule speaks, when the promoted kernel loses with this probability."""
+
+    lost: float
+    mean: float
+    error: float  # standard error of the mean
+    p95: float
+    runs: int
+
+    @property
+    def holds(self) -> bool:
+        """At even odds the mean run to a false alarm is 10^4 pairs at least."""
+        return self.lost > 0.5 or self.mean + 3 * self.error >= ALARM
+
+
+def demotion(runs: int) -> list[Length]:
+    return [length(lost, runs, Random(f"demotion {lost}")) for lost in (0.5, 0.6, 0.75, 0.9, 1.0)]
+
+
+def length(lost: float, runs: int, random: Random) -> Length:
+    """M <- (M + 1)(1 + 0.4 s) in many shadows at once, s = +1 where the promoted kernel lost the pair, else -1."""
+    rng = _numpy(random)
+    state, pairs, ended = np.zeros(runs), 0, np.zeros(runs)
+    while not ended.all():
+        pairs += 1
+        state = (state + 1) * np.where(rng.random(runs) < lost, 1 + STEP, 1 - STEP)
+        ended[(state >= ALARM) & (ended == 0)] = pairs
+    error = float(ended.std(ddof=1)) / runs**0.5
+    return Length(lost=lost, mean=float(ended.mean()), error=error, p95=float(np.quantile(ended, 0.95)), runs=runs)
