@@ -68,14 +68,6 @@ def has_lost(session: Session, candidate: str, rivals: Sequence[str], delta: flo
     return any(futile(n, k) for k, n in (wins(session, candidate, r, delta) for r in rivals) if n)
 
 
-def aa_crossed(session: Session, delta: float) -> bool | None:
-    """Did the baseline's clone, which cannot be faster, look faster? Either way round counts."""
-    if CLONE not in session.arms or not session.pairs:
-        return None
-    base = session.arms[0]
-    return has_won(session, CLONE, [base], delta) or has_won(session, base, [CLONE], delta)
-
-
 # --- the tail --------------------------------------------------------------------------------------------------------
 
 
