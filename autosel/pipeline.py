@@ -13,7 +13,6 @@ from random import Random
 
 from autosel import fingerprint
 from autosel.ledger.store import Ledger
-from autosel.tuning.build import build_all
 from autosel.tuning.contend import contend, contests, refuse_without_memory
 from autosel.tuning.crossover import lowest_ends, split_buckets
 from autosel.tuning.decide import decide
@@ -55,7 +54,6 @@ def tune(
         todo = [job for job in jobs if not job.settled]
         todo += [shortlist(tuning, end, probe=True) for end in lowest_ends([job.named for job in todo])]
         refuse_without_memory(contests(tuning, todo))
-        build_all(tuning, todo)
         prove_all(tuning, todo)
         ready = [job for job in todo if not job.late]
         for job in contend(tuning, ready):

@@ -22,7 +22,7 @@ from autosel.tuning.job import Rejection
 from autosel.values import Decision
 
 # Share of a cold tune that each stage takes, measured on two cores (docs/figures.md): only the ETA depends on it.
-WEIGHTS = {"fingerprint": 0.03, "build": 0.15, "parity": 0.22, "screening": 0.24, "confirming": 0.36}
+WEIGHTS = {"fingerprint": 0.03, "parity": 0.32, "screening": 0.25, "confirming": 0.40}
 KNOWN_FROM = 0.1  # share of the work below which an ETA would be a guess
 BEAT_S = 0.5
 QUIET_S = 15.0  # into a pipe, the longest silence

@@ -12,7 +12,6 @@ from autosel.race.contest import Contest, Entrant
 from autosel.race.judge import judge
 from autosel.race.plan import SAMPLE_NS, Margin, TimeClass, margin
 from autosel.race.run import Disqualified, Terms, run
-from autosel.tuning.build import drop
 from autosel.tuning.job import Job, Tuning, Way
 from autosel.values import Failed, Fingerprint, Verdict, Workload
 
@@ -92,7 +91,7 @@ def _disqualify(tuning: Tuning, job: Job, found: Disqualified) -> None:
     tuning.ledger.save_parity(hw_id, job.workload, way.arm, failed)
     tuning.ledger.quarantine(way.arm, hw_id=hw_id, op=job.workload.op, cause=found.check, reason=found.reason)
     tuning.tally.rejected(job.workload, found.candidate, "race", f"{found.check}: {found.reason}")
-    drop(job, way)
+    job.drop(way)
 
 
 def with_roofline(verdict: Verdict, w: Workload) -> Verdict:

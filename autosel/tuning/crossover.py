@@ -12,7 +12,6 @@ from dataclasses import replace
 from math import isqrt
 
 from autosel.models.workloads import Named
-from autosel.tuning.build import build_all
 from autosel.tuning.contend import contend
 from autosel.tuning.job import Job, Tuning
 from autosel.tuning.prove import prove_all
@@ -77,7 +76,6 @@ def _race_at(tuning: Tuning, job: Job, length: int) -> Job | None:
     """One more race of the family at `length`; None if it could not be decided."""
     named = replace(job.named, workload=job.workload.at(L=length))
     extra = shortlist(tuning, named, probe=True)
-    build_all(tuning, [extra])
     prove_all(tuning, [extra])
     if extra.late:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
+from threading import Lock
 from typing import Protocol
 
 from autosel.candidates.base import Candidate
@@ -82,6 +83,13 @@ class Job:
     def workload(self) -> Workload:
         return self.named.workload
 
+    def drop(self, way: Way) -> None:
+        """Take a way out; if it was the incumbent, the baseline is."""
+        if way in self.ways:
+            self.ways.remove(way)
+        if way is self.incumbent:
+            self.incumbent = self.baseline
+
     @property
     def winner(self) -> Way:
         """Who is to serve: the verdict's winner, or the incumbent where nothing was raced."""
@@ -123,9 +131,11 @@ class Tally:
         self.undecided: list[Named] = []
         self.measured = 0
         self.races = 0
+        self._one = Lock()  # builds and proofs tell from threads
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None:
-        self.listener.stage(name, detail, done, total)
+        with self._one:
+            self.listener.stage(name, detail, done, total)
 
     def tick(self, tick: Tick) -> None:
         """A pair was taken."""

@@ -1,4 +1,4 @@
-"""Parity of every way at every workload it may race at."""
+"""Compile what needs compiling, then prove every way at every workload it may race at."""
 
 from __future__ import annotations
 
@@ -6,52 +6,53 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import as_completed
 
+from autosel.errors import BuildError
+from autosel.native.compile import compile_source
 from autosel.parity.check import Proof, check_all
-from autosel.tuning.build import drop
 from autosel.tuning.job import Job, Tuning, Way
 from autosel.tuning.pool import pool
-from autosel.values import Parity, Passed, Workload
+from autosel.values import NativeRecipe, Parity, Passed, Workload
 
 log = logging.getLogger(__name__)
 
-PROVERS = 2
+AT_ONCE = 2  # builds or proofs; nothing is timed here, so that cores may be shared
 
 Member = tuple[Job, Way]
 
 
 def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
-    """Proofs are stored as they come, and stored ones reused; a way that fails leaves its job, with the reason.
+    """Each build and its proofs in one task; proofs are stored as they come, and stored ones reused.
 
-    One process a build covers all its workloads. The baseline is proven like the rest; if it fails that is reported,
-    and it still is what must be beaten: a failing baseline does not shield itself. At the deadline no proof starts, and
-    a job with a way left unproven is late.
+    A way that does not compile, or fails, leaves its job with the reason. The baseline is proven like the rest; if it
+    fails that is reported, and it still is what must be beaten: a failing baseline does not shield itself. At the
+    deadline nothing new starts, and a job with a way left unproven is late.
     """
-    groups = _unproven(tuning, jobs)
-    with pool(PROVERS) as executor:
-        futures = {executor.submit(_prove, tuning, members): members for members in groups.values()}
-        if groups:
-            tuning.tally.stage("parity", next(iter(groups.values()))[0][1].candidate.name, 0, len(groups))
+    groups = _groups(jobs)
+    with pool(AT_ONCE) as executor:
+        futures = {executor.submit(_prepare, tuning, members): members for members in groups}
         for done, future in enumerate(as_completed(futures), 1):
             members = futures[future]
-            proofs = future.result()
-            for job, _ in members if not proofs else ():
+            try:
+                parities = future.result()
+            except BuildError as error:
+                for job, way in members:
+                    job.drop(way)
+                    tuning.tally.rejected(job.workload, way.candidate.name, "build", f"{error.what}: {error.why}")
+                continue
+            for job, _ in members if not parities else ():
                 job.late = True
-            for (job, way), parity in zip(members, proofs, strict=False):
-                tuning.ledger.save_parity(tuning.fp.hw_id, job.workload, way.arm, parity)
+            for (job, way), parity in zip(members, parities, strict=False):
                 _take(tuning, job, way, parity)
             tuning.tally.stage("parity", members[0][1].candidate.name, done, len(groups))
 
 
-def _unproven(tuning: Tuning, jobs: Sequence[Job]) -> dict[str, list[Member]]:
+def _groups(jobs: Sequence[Job]) -> list[list[Member]]:
+    """The ways of one process each; PyTorch's first, for they take longest and need no compiler."""
     groups: dict[str, list[Member]] = {}
     for job in jobs:
         for way in [job.baseline, *job.ways]:
-            known = tuning.ledger.parity_known(tuning.fp.hw_id, way.arm.digest, job.workload)
-            if known is None:
-                groups.setdefault(_process_of(way), []).append((job, way))
-            else:
-                _take(tuning, job, way, known)
-    return groups
+            groups.setdefault(_process_of(way), []).append((job, way))
+    return sorted(groups.values(), key=lambda members: members[0][1].arm.backend != "TORCH")
 
 
 def _process_of(way: Way) -> str:
@@ -62,11 +63,26 @@ def _process_of(way: Way) -> str:
     return way.build_digest
 
 
-def _prove(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
-    """Nothing where the time was over before it began."""
+def _prepare(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
+    """Compile the group's recipe, then prove what the ledger does not know yet; nothing where the time was over
+    before it began. Raises BuildError."""
+    way = members[0][1]
     if tuning.over:
         return []
-    return check_all([proof_of(way, job.workload) for job, way in members], fp=tuning.fp)
+    if isinstance(way.recipe, NativeRecipe):
+        tuning.tally.stage("parity", f"compiling {way.recipe.source}", 0, 0)
+        compile_source(way.recipe.source, way.recipe.flags)
+    known = [tuning.ledger.parity_known(tuning.fp.hw_id, way.arm.digest, job.workload) for job, way in members]
+    missing = [member for member, parity in zip(members, known, strict=True) if parity is None]
+    if missing and tuning.clock() > tuning.deadline:  # a compiler may have taken the rest
+        return []
+    tuning.tally.stage("parity", way.candidate.name, 0, 0)
+    found = iter(check_all([proof_of(way, job.workload) for job, way in missing], fp=tuning.fp) if missing else [])
+    for index, (job, way) in enumerate(members):
+        if known[index] is None:
+            known[index] = parity = next(found)
+            tuning.ledger.save_parity(tuning.fp.hw_id, job.workload, way.arm, parity)
+    return [parity for parity in known if parity is not None]
 
 
 def proof_of(way: Way, w: Workload) -> Proof:
@@ -82,4 +98,4 @@ def _take(tuning: Tuning, job: Job, way: Way, parity: Parity) -> None:
     if way is job.baseline:
         log.warning("the baseline itself fails parity at %s: %s", job.workload.key, parity.reason)
     else:
-        drop(job, way)
+        job.drop(way)

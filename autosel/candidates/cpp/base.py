@@ -71,6 +71,6 @@ class CppKernel(Candidate):
         return NativeRecipe(
             source=f"cpu/{self.source}.cpp",
             entry=self.entry,
-            flags=ISA_FLAGS[isa] + self.extra_flags.get(isa, ()),
+            flags=(*ISA_FLAGS[isa], f"-DAUTOSEL_{w.dtype.upper()}", *self.extra_flags.get(isa, ())),
             knob_args=self.knob_args,
         )
