@@ -17,7 +17,7 @@ from autosel.guard.call import Call, Result
 from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Mismatch, Rows
 from autosel.ops.rounding import LAMBDA
 
-ROWS = 8
+ROWS = 4
 WHOLE_BYTES = 64 << 20  # the most an op may move for float64 of all of it, when something looks wrong
 MORE_ROWS = 4  # samples of rows otherwise
 UNUSUAL = 2.0  # times the largest difference that was found right; only decides whether float64 is asked

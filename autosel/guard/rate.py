@@ -6,13 +6,15 @@ and not a random number, and no period of the model (32 layers, 2000 calls) can 
 share f of the calls is found within ln(100) / (p f) calls in 99 of 100 cases.
 
 p is ten times the rate at first, for FRESH_CHECKS checks: a restart, another driver or a new bucket is when faults
-show. And, unless the user set the rate, it is as much smaller as it takes for the checks to use MAX_SHARE of the
-bucket's time: the float64 rows of a microsecond's kernel take a millisecond.
+show. But, unless the user set the rate, it is never so large that the checks use more than MAX_SHARE of the bucket's
+time: the float64 rows of a microsecond's kernel take a millisecond.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from dataclasses import dataclass, field
 from random import Random, SystemRandom
 
@@ -43,6 +45,10 @@ class Policy:
         )
 
 
+def _latest() -> deque[float]:
+    return deque(maxlen=15)
+
+
 @dataclass(slots=True, kw_only=True)
 class Rate:
     """Counts the checks of one bucket and draws the gaps between them."""
@@ -50,8 +56,8 @@ class Rate:
     policy: Policy
     random: Random = field(default_factory=SystemRandom)  # a forked process draws its own
     checks: int = 0
-    own_ns: float = 0.0  # a call's time, and what a check adds to it: moving averages
-    extra_ns: float = 0.0
+    own: deque[float] = field(default_factory=_latest)
+    extra: deque[float] = field(default_factory=_latest)
 
     @property
     def canary(self) -> bool:
@@ -62,10 +68,10 @@ class Rate:
         """Of the next call being checked."""
         if self.canary:
             return 1.0
-        p = self.policy.shadow_rate
-        if self.extra_ns > 0:
-            p = min(p, self.policy.max_share * self.own_ns / self.extra_ns)
-        return min(1.0, p * FRESH_FACTOR) if self.checks < CANARY + FRESH_CHECKS else p
+        fresh = self.checks < CANARY + FRESH_CHECKS
+        p = min(1.0, self.policy.shadow_rate * (FRESH_FACTOR if fresh else 1))
+        extra = self.extra_ns
+        return min(p, self.policy.max_share * self.own_ns / extra) if extra > 0 else p
 
     def gap(self) -> int:
         """Calls to the next check, that one included."""
@@ -78,16 +84,24 @@ class Rate:
         return min(NEVER, 1 + int(math.log(1.0 - self.random.random()) / math.log1p(-p)))
 
     def checked(self, own_ns: float, extra_ns: float) -> None:
-        """One check is done. The canary's times are the last ones to be believed: cold caches, first-call work."""
-        weight = 0.5 if self.checks < CANARY else 0.1
-        first = self.own_ns == 0
-        self.own_ns = own_ns if first else (1 - weight) * self.own_ns + weight * own_ns
-        self.extra_ns = extra_ns if first else (1 - weight) * self.extra_ns + weight * extra_ns
+        """One check is done: the call itself took `own_ns`, the check `extra_ns` more."""
+        self.own.append(own_ns)
+        if is_deep(self.checks):
+            self.extra.append(extra_ns)
         self.checks += 1
+
+    @property
+    def own_ns(self) -> float:
+        """A call's time: the median, for a checked call may come cold or be interrupted."""
+        return statistics.median(self.own) if self.own else 0.0
+
+    @property
+    def extra_ns(self) -> float:
+        """What a check with float64 rows adds: the mean, for that is what is paid."""
+        return statistics.fmean(self.extra) if self.extra else 0.0
 
 
 def is_deep(checks: int) -> bool:
-    """Does the check after `checks` others compute float64 rows? Of the canary's, six do: all 32 may fall into the
+    """Does the check after `checks` others compute float64 rows? Of the canary's, three do: all 32 may fall into the
     first token of a model with 32 layers. The others compare the whole result with the baseline's."""
-    number = checks + 1
-    return number > CANARY or number & (number - 1) == 0
+    return checks + 1 in (1, 8) or checks + 1 >= CANARY

@@ -94,7 +94,7 @@ class GateUp(Op):
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         m = edge_sample(w["M"], count, seed)
-        n = edge_sample(w["I"], checked_columns(2 * w["d"], len(m)), seed + 1)
+        n = edge_sample(w["I"], checked_columns(2 * w["d"], len(m), count), seed + 1)
         part = {**inputs, "x": inputs["x"][m], "w_gate": inputs["w_gate"][n], "w_up": inputs["w_up"][n]}
         return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 

@@ -103,7 +103,7 @@ class LmHead(Op):
             few = edge_sample(w["M"], min(count, 4), seed)  # each costs a pass over the weights
             return Rows(inputs={**inputs, "x": inputs["x"][few]}, pick=lambda outs: (outs[0][few],))
         m = edge_sample(w["M"], count, seed)
-        n = edge_sample(w["V"], checked_columns(w["d"], len(m)), seed + 1)
+        n = edge_sample(w["V"], checked_columns(w["d"], len(m), count), seed + 1)
         part = {**inputs, "x": inputs["x"][m], "w": inputs["w"][n]}
         return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 

@@ -88,7 +88,7 @@ class NormQkv(Op):
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         m = edge_sample(w["M"], count, seed)
-        n = edge_sample(w["N"], checked_columns(w["d"], len(m)), seed + 1)
+        n = edge_sample(w["N"], checked_columns(w["d"], len(m), count), seed + 1)
         part = {**inputs, "x": inputs["x"][m], "w": inputs["w"][n]}
         return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 
