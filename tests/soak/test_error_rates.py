@@ -1,0 +1,21 @@
+"""The long form of tests/null/test_error_rates.py: at least 4,000 races a cell, where the limits are tight."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.null.error_rates import STUDIES, broken, demotion, measure
+
+RACES = 4_000
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_rates_are_as_promised_and_the_usual_rules_fail(study: str) -> None:
+    rates = measure(list(STUDIES[study]()), RACES, jobs=len(os.sched_getaffinity(0)))
+    assert broken(rates) == []
+
+
+def test_false_alarms_of_the_demotion_rule_are_rare() -> None:
+    assert all(found.holds for found in demotion(1_000))
