@@ -93,15 +93,11 @@ def measured(races: int, only: Sequence[str], jobs: int) -> dict[str, Any]:
 
 def markdown(document: Mapping[str, Any]) -> str:
     parts = [f"Simulated, seeded, {document['races']:,} races a cell unless said otherwise."]
+    shapes = {"lifetime": plain, "tail": plain, "session bias": bias}
     for study, title in SAYS.items():
         rates = [r for r in document["rates"] if r["study"] == study]
         if rates:
-            wide = len({r["noise"] for r in rates}) > len({r["what"] for r in rates}) / 2
-            wide = wide and study != "session bias"
-            parts += [
-                f"**{title}**",
-                by_noise(rates) if wide else bias(rates) if study == "session bias" else plain(rates),
-            ]
+            parts += [f"**{title}**", shapes.get(study, by_noise)(rates)]
     if document["demotion"]:
         parts += ["**Demotion: shadow pairs until the guard speaks**", demotion(document["demotion"])]
     return "\n\n".join(parts)
@@ -149,7 +145,7 @@ def demotion(lengths: Sequence[Mapping[str, Any]]) -> str:
 
 
 def allowed(rate: Mapping[str, Any]) -> str:
-    sign = {"at most": "<= ", "at least": ">= ", "fail": "fails above ", "shown": ""}[rate["must"]]
+    sign = {"at most": "<= ", "at least": ">= ", "fail": "fails: > ", "shown": ""}[rate["must"]]
     return f"{sign}{number(rate['limit'])}" if sign else "-"
 
 
@@ -158,11 +154,10 @@ def figure(rate: Mapping[str, Any]) -> str:
 
 
 def number(value: float) -> str:
+    """A probability: at least two digits that count, no leading zero."""
     if value in (0.0, 1.0):
         return f"{value:.0f}"
-    return (
-        f"{value:.2g}" if value < 0.001 else f"{value:.4f}" if value < 0.1 or value > 0.9 else f"{value:.3f}"
-    ).lstrip("0")
+    return (f"{value:.3g}" if value < 0.001 else f"{value:.4f}" if value < 0.1 or value > 0.9 else f"{value:.3f}")[1:]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
