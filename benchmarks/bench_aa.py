@@ -1,0 +1,430 @@
+"""Two identical functions raced for real on this machine: how often does each rule prefer one of them?
+
+    python benchmarks/bench_aa.py                      300 races of PyTorch's rmsnorm against itself: a few minutes
+    python benchmarks/bench_aa.py --op swiglu          another short op
+    python benchmarks/bench_aa.py --races 20           to try the command, never to quote
+    python benchmarks/bench_aa.py --write              also keep it in benchmarks/results/<device>/aa.{json,md}
+    python benchmarks/bench_aa.py --calibrate 59       instead: A/A sessions in fresh processes, kept in your ledger
+
+In a race the same candidate is loaded twice; the twin has operands and outputs of its own, as the clone in a tune. Each
+race takes a tape of 60 coin-ordered pairs, on which our one-session rule and the usual rules decide, blocks of 100
+samples an arm, on which the usual rules decide as they usually do, and, where our rule nominates, three confirming
+sessions. Sessions here share a process, so luck that is fixed in a process shows only in --calibrate. The usual rules
+are imitations on the race's own timer, not the peers' code. Nothing is recorded without --calibrate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from peers_rules import RULES
+
+if TYPE_CHECKING:
+    from autosel.race.bench import Bench
+    from autosel.race.contest import Entrant, Operands
+    from autosel.race.plan import Plan
+    from autosel.values import Fingerprint, Race, Session, Workload
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SCHEMA = 1
+SEED = 20
+PAIRS, BLOCK, FEW = 60, 100, 10
+WARM_NS = 20_000_000
+# llama-8b. LONG_OP is raced only to calibrate its time class.
+SHORT_OPS: Mapping[str, Mapping[str, int]] = {
+    "rmsnorm": {"M": 1, "d": 4096},
+    "swiglu": {"M": 1, "I": 14336},
+    "rope": {"M": 1, "Hq": 32, "Hkv": 8, "D": 128, "R": 128},
+}
+LONG_OP = ("linear", {"M": 1, "N": 4096, "K": 4096})  # between 1 and 20 ms a call: a slower baseline has no clone
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--races", type=int, default=300)
+    parser.add_argument("--op", default="rmsnorm", choices=sorted(SHORT_OPS))
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/<device>/")
+    parser.add_argument("--calibrate", type=int, metavar="N", help="N A/A sessions per time class, into your ledger")
+    options = parser.parse_args()
+    if options.write and options.races < 300:
+        parser.error("--write keeps whole results of at least 300 races only")
+    sys.path.insert(0, str(ROOT))
+    if options.calibrate:
+        return calibrate(options.calibrate, options.op)
+    with tempfile.TemporaryDirectory(prefix="autosel-aa-") as home:
+        os.environ["AUTOSEL_HOME"] = home  # nothing is read from the user's, or written there
+        document = measured(options.races, options.op)
+    print(json.dumps(document, indent=1) if options.json else markdown(document))
+    if options.write:
+        folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", document["device"].partition("   ")[0].lower()).strip("-")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "aa.json").write_text(json.dumps(document, indent=1) + "\n")
+        (folder / "aa.md").write_text(markdown(document) + "\n")
+    return 0
+
+
+# --- the instrument ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Live:
+    """`base` and its twin `same` on this machine; an Instrument, in this process."""
+
+    bench: Bench
+    workload: Workload
+    operands: Operands
+    loaded: Mapping[str, str]  # arm of the race -> loaded arm
+    random: Random
+
+    def sit(self) -> None:
+        """Fresh allocations, then warm."""
+        from autosel.race.judge import CLONE
+
+        arms = {"base": self.loaded["base"], CLONE: self.loaded["same"]}  # a clone gets operands of its own
+        self.bench.prepare(self.workload, self.operands.inputs, arms, self.operands.copies)
+        self.bench.warm(WARM_NS)
+
+    def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
+        from autosel.race.judge import CLONE
+
+        seats = {"base": "base", "same": CLONE}
+        changed = self.operands.refresh(self.random.getrandbits(31))
+        self.bench.refresh({name: self.operands.inputs[name] for name in changed})
+        times, disturbed = self.bench.pair([seats[arm] for arm in order], calls, samples)
+        return {arm: times[seats[arm]] for arm in order}, disturbed
+
+    def block(self, arm: str, calls: int, samples: int) -> np.ndarray:
+        """The samples of one arm alone, one after the other, after three to warm up: how most tuners measure."""
+        while True:
+            times, disturbed = self.pair([arm], calls, samples + 3)
+            if not disturbed:
+                return np.array(times[arm][3:])
+
+    def probe(self) -> float:
+        return 0.0
+
+
+@dataclass(slots=True)
+class Tape:
+    """Coin-ordered pairs, recorded once and played as often as a rule wants to see them; an Instrument."""
+
+    pairs: list[dict[str, list[float]]] = field(default_factory=list)
+    orders: list[tuple[str, ...]] = field(default_factory=list)
+    at: int = 0
+
+    def record(self, live: Live, plan: Plan) -> None:
+        while len(self.pairs) < PAIRS:
+            order = ["base", "same"]
+            live.random.shuffle(order)
+            times, disturbed = live.pair(order, plan.calls, plan.samples)
+            if not disturbed:
+                self.pairs.append(times)
+                self.orders.append(tuple(order))
+
+    def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
+        self.at += 1
+        return self.pairs[self.at - 1], ""
+
+    def probe(self) -> float:
+        return 0.0
+
+    def samples(self, arm: str) -> np.ndarray:
+        return np.concatenate([pair[arm] for pair in self.pairs])
+
+    def medians(self, arm: str) -> np.ndarray:
+        return np.median([pair[arm] for pair in self.pairs], axis=1)
+
+
+# --- the races --------------------------------------------------------------------------------------------------------
+
+
+def measured(races: int, op: str) -> dict[str, Any]:
+    import torch
+
+    from autosel import fingerprint
+    from autosel.race.plan import plan
+
+    fp = fingerprint.take("cpu")
+    torch.set_num_threads(int(fp.identity["cpus"]))
+    torch.set_grad_enabled(False)
+    live = seated(op, fp)
+    full = plan(live.bench.warm(10 * WARM_NS)["base"])
+    counts: dict[tuple[str, str], int] = {}
+    slots: list[float] = []
+    started = time.monotonic()
+    try:
+        for number in range(races):
+            if number % 20 == 0:
+                print(f"{time.strftime('%H:%M:%S')}  race {number} of {races}", file=sys.stderr)
+            live.sit()
+            for what, promoted in race(live, full, slots):
+                counts[what] = counts.get(what, 0) + bool(promoted)
+    finally:
+        live.bench.release()
+        live.operands.close()
+    return describe(fp, live.workload, races, counts, slots, time.monotonic() - started)
+
+
+def seated(op: str, fp: Fingerprint) -> Live:
+    """The baseline of the op, loaded twice."""
+    from autosel.race.bench import Bench
+    from autosel.race.contest import Operands
+
+    bench, first = Bench(), entrant(op, SHORT_OPS[op], fp)
+    second = replace(first, candidate=f"{first.candidate} again")
+    for one in (first, second):
+        bench.load(one)
+    w = workload(op, SHORT_OPS[op])
+    live = Live(
+        bench=bench,
+        workload=w,
+        operands=Operands(w, SEED, int(fp.identity["l3_bytes"]) * int(fp.identity["l3_domains"])),
+        loaded={"base": first.loaded_name, "same": second.loaded_name},
+        random=Random(SEED),
+    )
+    live.sit()
+    return live
+
+
+def workload(op: str, dims: Mapping[str, int]) -> Workload:
+    from autosel import ops
+
+    return ops.find(op).workload("bf16", dims)
+
+
+def entrant(op: str, dims: Mapping[str, int], fp: Fingerprint) -> Entrant:
+    from autosel.candidates import registry
+    from autosel.race.contest import Entrant
+
+    w, candidate = workload(op, dims), registry.baseline(op)
+    knobs = candidate.knobs(w, fp)
+    return Entrant(
+        candidate=candidate.name,
+        op=op,
+        recipe=candidate.recipe(w, fp, knobs),
+        digest="",
+        knobs=knobs.values,
+        writes_out=candidate.writes_out,
+    )
+
+
+def race(live: Live, full: Plan, slots: list[float]) -> Iterator[tuple[tuple[str, str], bool]]:
+    """One A/A race: ((rule, samples), did it promote the twin?) for every rule."""
+    from autosel.race.plan import DELTA_CALIBRATED, DELTA_UNCALIBRATED
+
+    short, tape = replace(full, max_pairs=PAIRS), Tape()
+    tape.record(live, full)
+    first = np.array([np.median(pair[order[0]]) for pair, order in zip(tape.pairs, tape.orders, strict=True)])
+    second = np.array([np.median(pair[order[1]]) for pair, order in zip(tape.pairs, tape.orders, strict=True)])
+    slots.append(float(np.median(second / first)))
+    for delta in (0.0, DELTA_CALIBRATED, DELTA_UNCALIBRATED):
+        yield (f"ours, one session, margin {delta:.0%}", "pairs"), one_session(tape, short, delta)
+    for delta in (DELTA_CALIBRATED, DELTA_UNCALIBRATED):
+        yield (f"ours, attempt, margin {delta:.0%}", "pairs"), attempt(live, tape, full, delta)
+    for rule in RULES.values():
+        paired = tape.medians if rule.paired else tape.samples
+        yield (rule.name, "pairs"), bool(rule.decide(paired("base"), paired("same")))
+    blocks = {arm: live.block(arm, full.calls, BLOCK) for arm in ("base", "same")}
+    for rule in RULES.values():
+        if not rule.paired:
+            yield (rule.name, f"blocks of {BLOCK}"), bool(rule.decide(blocks["base"], blocks["same"]))
+            few = {arm: times[-FEW:] if arm == "base" else times[:FEW] for arm, times in blocks.items()}
+            yield (rule.name, f"blocks of {FEW}"), bool(rule.decide(few["base"], few["same"]))
+
+
+def one_session(tape: Tape, plan: Plan, delta: float) -> bool:
+    from autosel.race.judge import has_won
+    from autosel.race.session import Duel, Trial, confirm
+
+    tape.at = 0
+    duel = Duel(arms=("base", "same"), finalist="same", rivals=("base",))
+    screening = screened(tape, plan, delta)
+    tape.at = 0
+    session = confirm(tape, duel, Trial(plan=plan, delta=delta, seed=SEED), screening)
+    return has_won(session, "same", ["base"], delta)
+
+
+def screened(tape: Tape, plan: Plan, delta: float) -> Session:
+    from autosel.race.session import Trial, screen
+
+    tape.at = 0
+    return screen(tape, ["base", "same"], Trial(plan=replace(plan, max_pairs=PAIRS), delta=delta, seed=SEED))
+
+
+def attempt(live: Live, tape: Tape, plan: Plan, delta: float) -> bool:
+    """The tape screens; confirming sessions, each on fresh allocations, are live."""
+    from autosel.race.judge import has_won, judge, nominees
+    from autosel.race.plan import SESSIONS
+    from autosel.race.session import Duel, Trial, confirm
+    from autosel.values import Race
+
+    sessions = [screened(tape, plan, delta)]
+    if not nominees(sessions[0], "base", delta):
+        return False
+    duel = Duel(arms=("base", "same"), finalist="same", rivals=("base",))
+    while len(sessions) <= SESSIONS:
+        live.sit()
+        trial = Trial(plan=plan, delta=delta, seed=live.random.getrandbits(32))
+        sessions.append(confirm(live, duel, trial, sessions[0], sessions[1:]))
+        if not has_won(sessions[-1], "same", ["base"], delta):
+            return False
+    found = Race(
+        workload=live.workload,
+        baseline="base",
+        incumbent="base",
+        finalist="same",
+        delta=delta,
+        alpha_session=0.05,
+        pi=0.05,
+        sessions=tuple(sessions),
+    )
+    return judge(found).outcome == "promote"
+
+
+# --- calibrating ------------------------------------------------------------------------------------------------------
+
+
+def calibrate(count: int, op: str) -> int:
+    """A/A sessions as a tune holds them: fresh processes, the clone beside the baseline; into the ledger."""
+    from autosel import fingerprint
+    from autosel.ledger.store import open_ledger
+    from autosel.race.contest import Contest
+    from autosel.race.plan import SAMPLE_NS, margin
+    from autosel.race.run import Disqualified, Terms, run
+
+    fp = fingerprint.take("cpu")
+    terms = Terms(threads=int(fp.identity["cpus"]), rng=Random())
+    margins = {kind: margin(0, 0, SAMPLE_NS) for kind in ("short", "long")}
+    with open_ledger() as ledger, ledger.lock(fp.hw_id):
+        for name, dims in ((op, SHORT_OPS[op]), LONG_OP):
+            own = entrant(name, dims, fp)
+            contest = Contest(
+                workload=workload(name, dims),
+                baseline=own,
+                incumbent=own,
+                challengers=(),
+                margins=margins,
+                llc_bytes=int(fp.identity["l3_bytes"]) * int(fp.identity["l3_domains"]),
+            )
+            for number in range(count):
+                for found in run([contest], terms):
+                    assert not isinstance(found, Disqualified)
+                    kind = found[1].time_class
+                    crossings = [s.aa_crossed for s in found[1].sessions if s.aa_crossed is not None and not s.voided]
+                    ledger.save_aa(fp.hw_id, kind, crossings)
+                print(
+                    f"{time.strftime('%H:%M:%S')}  {name} {number + 1} of {count}: {_told(found[1])}", file=sys.stderr
+                )
+            sessions, crossed = ledger.aa(fp.hw_id, kind)
+            now = margin(sessions, crossed, SAMPLE_NS)
+            print(
+                f"{kind}: {crossed} of {sessions} A/A sessions crossed at 2 %; margin {now.delta:.0%}, pi {now.pi:.3f}"
+            )
+    return 0
+
+
+def _told(race: Race) -> str:
+    session = race.sessions[-1]
+    if session.voided or session.aa_crossed is None:
+        return f"not counted: {session.voided or 'its baseline is too slow to carry a clone'}"
+    return f"{'crossed' if session.aa_crossed else 'quiet'} after {len(session.pairs)} pairs"
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def describe(
+    fp: Fingerprint,
+    w: Workload,
+    races: int,
+    counts: Mapping[tuple[str, str], int],
+    slots: Sequence[float],
+    seconds: float,
+) -> dict[str, Any]:
+    from autosel.fingerprint.describe import headline
+    from autosel.race.evidence import median, median_interval
+
+    low, high = median_interval(slots)
+    return {
+        "schema": SCHEMA,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": _commit(),
+        "device": headline(fp),
+        "hw_id": fp.hw_id,
+        "torch": fp.environment["torch"],
+        "load": round(os.getloadavg()[0], 2),
+        "workload": w.key,
+        "races": races,
+        "seconds": round(seconds),
+        "second_slot": {"median": median(slots), "lo": low, "hi": high},
+        "rules": [
+            {"rule": rule, "samples": samples, "promoted": n, "rate": n / races, **interval(races, n)}
+            for (rule, samples), n in counts.items()
+        ],
+    }
+
+
+def interval(n: int, x: int) -> dict[str, float]:
+    """95 % (Clopper-Pearson)."""
+    from autosel.race.plan import clopper_pearson_upper
+
+    return {"lo": 1 - clopper_pearson_upper(n, n - x, 0.975), "hi": clopper_pearson_upper(n, x, 0.975)}
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    kinds = ["pairs", f"blocks of {BLOCK}", f"blocks of {FEW}"]
+    found = {(r["rule"], r["samples"]): r for r in document["rules"]}
+    lines = ["| rule | " + " | ".join(kinds) + " |", "| --- | " + " | ".join("---" for _ in kinds) + " |"]
+    for rule in dict.fromkeys(r["rule"] for r in document["rules"]):
+        cells = [_cell(found.get((rule, kind))) for kind in kinds]
+        lines.append(f"| {rule} | " + " | ".join(cells) + " |")
+    slot = document["second_slot"]
+    costs = f"{slot['median'] - 1:+.2%} ({slot['lo'] - 1:+.2%} .. {slot['hi'] - 1:+.2%})"
+    head = f"{document['device']}; torch {document['torch']}; {document['date']}, commit {document['commit']}"
+    races = f"{document['workload']} against itself, {document['races']} races in {document['seconds']} s"
+    return "\n".join(
+        [
+            f"{head} (load average {document['load']})",
+            "",
+            f"{races}: false promotions, with 95 % intervals.",
+            "",
+            *lines,
+            "",
+            f"Coming second in a pair costs {costs}.",
+        ]
+    )
+
+
+def _cell(rate: Mapping[str, Any] | None) -> str:
+    if rate is None:
+        return ""
+    return f"{rate['promoted']} = {rate['rate']:.1%} ({rate['lo']:.1%} .. {rate['hi']:.1%})"
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    dirty = git("status", "--porcelain", "--untracked-files=no", "--", "autosel", "kernels", "benchmarks")
+    return git("rev-parse", "--short=10", "HEAD") + (" with changes" if dirty else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
