@@ -35,6 +35,15 @@ SAYS = {
     "tail": "A candidate 20 % faster with slow samples; 3 % of the baseline's are slow",
     "controls": "Two identical arms under the usual rules: false promotions",
 }
+NOTES = {
+    "power": "\\* Not promised. Slot: coming second costs 3 %, as much as the effect beyond the margin, so that half of the "
+    "pairs are lost whoever is faster. Spikes, long form: where one sample in twenty is slow in both arms, the tail gate "
+    "is still undecided after 720 samples in one attempt of thirty.",
+    "tail": "A candidate with as many slow samples as the gate allows, 10 %, may pass in 1 % of all attempts, and in 5 % more "
+    "where the baseline's percentile was overestimated.",
+    "controls": "Blocks of 100 samples, the baseline's first; the t test: 100 pairs, the candidate first. A rule fails if it "
+    "exceeds .05 under one noise.",
+}
 COLUMNS = {
     "iid": "iid",
     "warm_up_drift": "warm-up",
@@ -98,6 +107,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         rates = [r for r in document["rates"] if r["study"] == study]
         if rates:
             parts += [f"**{title}**", shapes.get(study, by_noise)(rates)]
+            parts += [NOTES[study]] if study in NOTES else []
     if document["demotion"]:
         parts += ["**Demotion: shadow pairs until the guard speaks**", demotion(document["demotion"])]
     return "\n\n".join(parts)
@@ -109,7 +119,7 @@ def by_noise(rates: Sequence[Mapping[str, Any]]) -> str:
     for what in dict.fromkeys(r["what"] for r in rates):
         found = {r["noise"]: r for r in rates if r["what"] == what}
         first = next(r for r in found.values() if r["must"] != "shown")
-        rows.append([what, allowed(first), *(figure(found[noise]) for noise in COLUMNS)])
+        rows.append([what, allowed(first), *(figure(found[noise], star="\\*") for noise in COLUMNS)])
     return table(rows)
 
 
@@ -149,8 +159,8 @@ def allowed(rate: Mapping[str, Any]) -> str:
     return f"{sign}{number(rate['limit'])}" if sign else "-"
 
 
-def figure(rate: Mapping[str, Any]) -> str:
-    return number(rate["rate"])
+def figure(rate: Mapping[str, Any], star: str = "") -> str:
+    return number(rate["rate"]) + (star if rate["must"] == "shown" else "")
 
 
 def number(value: float) -> str:
