@@ -36,13 +36,13 @@ SAYS = {
     "controls": "Two identical arms under the usual rules: false promotions",
 }
 NOTES = {
-    "power": "\\* Not promised. Slot: coming second costs 3 %, as much as the effect beyond the margin, so that half of the "
-    "pairs are lost whoever is faster. Spikes, long form: where one sample in twenty is slow in both arms, the tail gate "
-    "is still undecided after 720 samples in one attempt of thirty.",
-    "tail": "A candidate with as many slow samples as the gate allows, 10 %, may pass in 1 % of all attempts, and in 5 % more "
-    "where the baseline's percentile was overestimated.",
-    "controls": "Blocks of 100 samples, the baseline's first; the t test: 100 pairs, the candidate first. A rule fails if it "
-    "exceeds .05 under one noise.",
+    "power": "\\* Not promised. Slot: coming second costs 3 %, as much as the effect beyond the margin, so half of the "
+    "pairs are lost whoever is faster. Spikes, long form: where one sample in twenty is slow in both arms, the tail "
+    "gate is still undecided after 720 samples in one attempt of thirty.",
+    "tail": "A candidate with as many slow samples as the gate allows, 10 %, may pass in 1 % of all attempts, and in "
+    "5 % more where the baseline's percentile was overestimated.",
+    "controls": "Blocks of 100 samples, the baseline's first; the t test: 100 pairs, the candidate first. A rule "
+    "fails if it exceeds .05 under one noise.",
 }
 COLUMNS = {
     "iid": "iid",
