@@ -166,19 +166,19 @@ def measured(races: int, op: str) -> dict[str, Any]:
     live = seated(op, fp)
     full = plan(live.bench.warm(10 * WARM_NS)["base"])
     counts: dict[tuple[str, str], int] = {}
-    slots: list[float] = []
+    seen: dict[str, list[float]] = {"second_slot": [], "twin": []}
     started = time.monotonic()
     try:
         for number in range(races):
             if number % 20 == 0:
                 print(f"{time.strftime('%H:%M:%S')}  race {number} of {races}", file=sys.stderr)
             live.sit()
-            for what, promoted in race(live, full, slots):
+            for what, promoted in race(live, full, seen):
                 counts[what] = counts.get(what, 0) + bool(promoted)
     finally:
         live.bench.release()
         live.operands.close()
-    return describe(fp, live.workload, races, counts, slots, time.monotonic() - started)
+    return describe(fp, live.workload, races, counts, seen, time.monotonic() - started)
 
 
 def seated(op: str, fp: Fingerprint) -> Live:
@@ -224,7 +224,7 @@ def entrant(op: str, dims: Mapping[str, int], fp: Fingerprint) -> Entrant:
     )
 
 
-def race(live: Live, full: Plan, slots: list[float]) -> Iterator[tuple[tuple[str, str], bool]]:
+def race(live: Live, full: Plan, seen: Mapping[str, list[float]]) -> Iterator[tuple[tuple[str, str], bool]]:
     """One A/A race: ((rule, samples), did it promote the twin?) for every rule."""
     from autosel.race.plan import DELTA_CALIBRATED, DELTA_UNCALIBRATED
 
@@ -232,7 +232,8 @@ def race(live: Live, full: Plan, slots: list[float]) -> Iterator[tuple[tuple[str
     tape.record(live, full)
     first = np.array([np.median(pair[order[0]]) for pair, order in zip(tape.pairs, tape.orders, strict=True)])
     second = np.array([np.median(pair[order[1]]) for pair, order in zip(tape.pairs, tape.orders, strict=True)])
-    slots.append(float(np.median(second / first)))
+    seen["second_slot"].append(float(np.median(second / first)))
+    seen["twin"].append(float(np.median(tape.medians("same") / tape.medians("base"))))
     for delta in (0.0, DELTA_CALIBRATED, DELTA_UNCALIBRATED):
         yield (f"ours, one session, margin {delta:.0%}", "pairs"), one_session(tape, short, delta)
     for delta in (DELTA_CALIBRATED, DELTA_UNCALIBRATED):
@@ -354,13 +355,13 @@ def describe(
     w: Workload,
     races: int,
     counts: Mapping[tuple[str, str], int],
-    slots: Sequence[float],
+    seen: Mapping[str, Sequence[float]],
     seconds: float,
 ) -> dict[str, Any]:
     from autosel.fingerprint.describe import headline
     from autosel.race.evidence import median, median_interval
 
-    low, high = median_interval(slots)
+    spread = {name: (median(ratios), *median_interval(ratios)) for name, ratios in seen.items()}
     return {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -372,7 +373,7 @@ def describe(
         "workload": w.key,
         "races": races,
         "seconds": round(seconds),
-        "second_slot": {"median": median(slots), "lo": low, "hi": high},
+        **{name: {"median": m, "lo": low, "hi": high} for name, (m, low, high) in spread.items()},
         "rules": [
             {"rule": rule, "samples": samples, "promoted": n, "rate": n / races, **interval(races, n)}
             for (rule, samples), n in counts.items()
@@ -394,8 +395,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     for rule in dict.fromkeys(r["rule"] for r in document["rules"]):
         cells = [_cell(found.get((rule, kind))) for kind in kinds]
         lines.append(f"| {rule} | " + " | ".join(cells) + " |")
-    slot = document["second_slot"]
-    costs = f"{slot['median'] - 1:+.2%} ({slot['lo'] - 1:+.2%} .. {slot['hi'] - 1:+.2%})"
+    second, twin = _costs(document["second_slot"]), _costs(document["twin"])
     head = f"{document['device']}; torch {document['torch']}; {document['date']}, commit {document['commit']}"
     races = f"{document['workload']} against itself, {document['races']} races in {document['seconds']} s"
     return "\n".join(
@@ -406,9 +406,13 @@ def markdown(document: Mapping[str, Any]) -> str:
             "",
             *lines,
             "",
-            f"Coming second in a pair costs {costs}.",
+            f"Coming second in a pair costs {second}; being the twin, seated later, costs {twin}.",
         ]
     )
+
+
+def _costs(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['median'] - 1:+.2%} ({ratio['lo'] - 1:+.2%} .. {ratio['hi'] - 1:+.2%})"
 
 
 def _cell(rate: Mapping[str, Any] | None) -> str:
