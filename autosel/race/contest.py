@@ -110,9 +110,14 @@ class Operands:
 
     def check(self, arm: str, seed: int) -> Mismatch | None:
         """Judge 16 sampled rows of what the arm's last call gave, in float64, here and not in its process."""
-        rows = self.op.rows(self.workload, self.inputs, CHECKED_ROWS, seed)
-        got = rows.pick([self.arena.tensor(place) for place in self.places(arm)])
-        found = self.op.verify(rows.inputs, got)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # small tensors; a second thread would spin on the worker's core
+        try:
+            rows = self.op.rows(self.workload, self.inputs, CHECKED_ROWS, seed)
+            got = rows.pick([self.arena.tensor(place) for place in self.places(arm)])
+            found = self.op.verify(rows.inputs, got)
+        finally:
+            torch.set_num_threads(threads)
         return found if isinstance(found, Mismatch) else None
 
     def close(self) -> None:

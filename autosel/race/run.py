@@ -17,7 +17,7 @@ from autosel.ops.contract import Mismatch
 from autosel.race.contest import Contest, Entrant, Operands
 from autosel.race.evidence import median
 from autosel.race.judge import CLONE, has_lost, nominees, pair_medians
-from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, Plan, plan
+from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, Plan, TimeClass, plan
 from autosel.race.session import Duel, Trial, confirm, screen
 from autosel.values import Race, Session, to_json
 from autosel.workers.process import Worker
@@ -26,11 +26,14 @@ log = logging.getLogger(__name__)
 
 WARM_NS = 200_000_000
 CEILING_SLACK = 1.1
-CLONE_LIMIT_NS = 20_000_000  # a slower baseline carries no clone: an A/A arm would double a race of many seconds
-CLONE_LIMIT_BYTES = 512 << 20
+# One contest of each time class carries the A/A comparison of a session, drawn by coin from those where it is cheap: it
+# must go on as long as a confirming session may, whatever the others need.
+CLONE_LIMIT_NS = 3_000_000
+CLONE_LIMIT_BYTES = 256 << 20
+CLONE_SHARE = 0.3
 MAX_ATTEMPTS = 3  # nominees that may follow one another, each with its own debit
 LOAD_S, PREPARE_S = 60.0, 120.0
-CHECK_SHARE = 0.25  # of the pairs, by coin: any sample's output may be the one that is checked
+CHECK_SHARE = 0.1  # of the pairs after the first, by coin: any sample's output may be the one that is checked
 
 Progress = Callable[["Tick"], None]
 Debit = Callable[[Contest, str, Margin], bool]
@@ -365,6 +368,7 @@ class _Process:
         self.threads = threads
         self.worker: Worker | None = None
         self.loaded: set[str] = set()
+        self.cloned: set[TimeClass] = set()  # classes whose A/A comparison this process has carried
 
     def get(self) -> Worker:
         if self.worker is None:
@@ -438,10 +442,17 @@ class _Seated:
         base_ns = float(times[self.arms[0]])
         if self.plan_or_none is None:
             self.plan_or_none = self.attempt.plan = plan(base_ns)
-        if base_ns <= CLONE_LIMIT_NS and self.operands.streamed_bytes * self.operands.copies <= CLONE_LIMIT_BYTES:
+        if self._carries_clone(base_ns):
             self.arms.append(CLONE)
+            self.process.cloned.add(self.plan.time_class)
             self._prepare(worker)
             worker.request({"do": "warm", "limit_ns": WARM_NS // 4}, deadline_s=PREPARE_S)
+
+    def _carries_clone(self, base_ns: float) -> bool:
+        assert self.operands is not None
+        size = self.operands.streamed_bytes * self.operands.copies
+        wanted = self.plan.time_class not in self.process.cloned and self.rng.random() < CLONE_SHARE
+        return wanted and base_ns <= CLONE_LIMIT_NS and size <= CLONE_LIMIT_BYTES
 
     def _prepare(self, worker: Worker) -> None:
         contest, operands = self.attempt.contest, self.operands
