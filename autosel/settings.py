@@ -34,7 +34,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(name="home", kind=Path, default=None, help="where the ledger, builds and snapshot live"),
     Setting(name="db", kind=str, default=None, help="SQLAlchemy URL of the ledger (default: SQLite below the home)"),
     Setting(name="guard", kind=str, default="on", help="check served kernels on some calls", choices=("on", "off")),
-    Setting(name="shadow_rate", kind=float, default=0.0005, help="share of calls the guard checks; 0: first calls only"),
+    Setting(
+        name="shadow_rate", kind=float, default=0.0005, help="share of calls the guard checks; 0: first calls only"
+    ),
     Setting(name="disable", kind=bool, default=False, help="1: best() serves the baseline everywhere"),
     Setting(name="allow", kind=str, default="", help="entry points of autosel.candidates that may be imported: a,b"),
     Setting(name="effort", kind=str, default="quick", help="how hard `tune` tries", choices=("quick", "full")),
