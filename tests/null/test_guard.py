@@ -343,6 +343,27 @@ def test_one_wrong_element_outside_the_sampled_rows_is_found_by_the_baselines_di
     assert told[0].evidence["index"] == [217, 3]
 
 
+def test_one_call_with_large_right_differences_does_not_make_the_dissent_mute() -> None:
+    w = RMS.workload("fp32", {"M": 400, "d": 64})
+    x = torch.randn(400, 64)
+    wrong = False
+
+    def one_element(*values: Any) -> Tensor:
+        made = good(*values)
+        made[217, 3] += float(wrong)
+        return made
+
+    watch, told = watched(one_element, w=w)
+    watch.rate.checks = CANARY
+    watch.judge.usual = 1e9
+    for _ in range(200):
+        call(watch, x)
+    assert not told
+    wrong = True
+    call(watch, x)
+    assert told[0].evidence["index"] == [217, 3]
+
+
 def test_a_kernel_that_turns_wrong_later_is_found_by_the_shadow() -> None:
     count = 0
 
