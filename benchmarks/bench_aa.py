@@ -45,13 +45,13 @@ SCHEMA = 1
 SEED = 20
 PAIRS, BLOCK, FEW = 60, 100, 10
 WARM_NS = 20_000_000
-# llama-8b. LONG_OP is raced only to calibrate its time class.
+# llama-8b. LONG_OPS are raced only to calibrate their time class.
 SHORT_OPS: Mapping[str, Mapping[str, int]] = {
     "rmsnorm": {"M": 1, "d": 4096},
     "swiglu": {"M": 1, "I": 14336},
     "rope": {"M": 1, "Hq": 32, "Hkv": 8, "D": 128, "R": 128},
 }
-LONG_OP = ("linear", {"M": 1, "N": 4096, "K": 4096})  # between 1 and 20 ms a call: a slower baseline has no clone
+LONG_OPS = [("linear", {"M": 1, "N": n, "K": 4096}) for n in (2048, 1024, 4096)]  # 1 to 3 ms a call, here or there
 
 
 def main() -> int:
@@ -302,36 +302,28 @@ def attempt(live: Live, tape: Tape, plan: Plan, delta: float) -> bool:
 
 
 def calibrate(count: int, op: str) -> int:
-    """A/A sessions as a tune holds them: fresh processes, the clone beside the baseline; into the ledger."""
+    """A/A sessions as a tune holds them: fresh processes, the clone beside the baseline; into the ledger.
+
+    Whether a shape is long enough, and short enough to carry a clone, shows only when it is timed.
+    """
     from autosel import fingerprint
     from autosel.ledger.store import open_ledger
-    from autosel.race.contest import Contest
     from autosel.race.plan import SAMPLE_NS, margin
-    from autosel.race.run import Disqualified, Terms, run
 
     fp = fingerprint.take("cpu")
-    terms = Terms(threads=int(fp.identity["cpus"]), rng=Random())
-    margins = {kind: margin(0, 0, SAMPLE_NS) for kind in ("short", "long")}
+    shapes = {"short": [(op, SHORT_OPS[op])], "long": LONG_OPS}
     with open_ledger() as ledger, ledger.lock(fp.hw_id):
-        for name, dims in ((op, SHORT_OPS[op]), LONG_OP):
-            own = entrant(name, dims, fp)
-            contest = Contest(
-                workload=workload(name, dims),
-                baseline=own,
-                incumbent=own,
-                challengers=(),
-                margins=margins,
-                llc_bytes=int(fp.identity["l3_bytes"]) * int(fp.identity["l3_domains"]),
-            )
-            for number in range(count):
-                for found in run([contest], terms):
-                    assert not isinstance(found, Disqualified)
-                    kind = found[1].time_class
-                    crossings = [s.aa_crossed for s in found[1].sessions if s.aa_crossed is not None and not s.voided]
-                    ledger.save_aa(fp.hw_id, kind, crossings)
-                print(
-                    f"{time.strftime('%H:%M:%S')}  {name} {number + 1} of {count}: {_told(found[1])}", file=sys.stderr
-                )
+        for kind, choices in shapes.items():
+            before = ledger.aa(fp.hw_id, kind)[0]
+            for number in range(4 * count):
+                found = aa_session(*choices[number % len(choices)], fp)
+                crossings = [s.aa_crossed for s in found.sessions if s.aa_crossed is not None and not s.voided]
+                ledger.save_aa(fp.hw_id, found.time_class, crossings)
+                counted = ledger.aa(fp.hw_id, kind)[0] - before
+                told = f"{kind} {counted} of {count}: {found.workload.key} {_told(found)}"
+                print(f"{time.strftime('%H:%M:%S')}  {told}", file=sys.stderr)
+                if counted >= count:
+                    break
             sessions, crossed = ledger.aa(fp.hw_id, kind)
             now = margin(sessions, crossed, SAMPLE_NS)
             print(
@@ -340,10 +332,30 @@ def calibrate(count: int, op: str) -> int:
     return 0
 
 
+def aa_session(op: str, dims: Mapping[str, int], fp: Fingerprint) -> Race:
+    """The baseline of the op against its clone in one fresh process: a screening session without a challenger."""
+    from autosel.race.contest import Contest
+    from autosel.race.plan import SAMPLE_NS, margin
+    from autosel.race.run import Disqualified, Terms, run
+
+    own = entrant(op, dims, fp)
+    contest = Contest(
+        workload=workload(op, dims),
+        baseline=own,
+        incumbent=own,
+        challengers=(),
+        margins={kind: margin(0, 0, SAMPLE_NS) for kind in ("short", "long")},
+        llc_bytes=int(fp.identity["l3_bytes"]) * int(fp.identity["l3_domains"]),
+    )
+    [found] = run([contest], Terms(threads=int(fp.identity["cpus"]), rng=Random(), clone_share=1.0))
+    assert not isinstance(found, Disqualified)
+    return found[1]
+
+
 def _told(race: Race) -> str:
     session = race.sessions[-1]
     if session.voided or session.aa_crossed is None:
-        return f"not counted: {session.voided or 'its baseline is too slow to carry a clone'}"
+        return f"not counted: {session.voided or 'too slow to carry a clone'}"
     return f"{'crossed' if session.aa_crossed else 'quiet'} after {len(session.pairs)} pairs"
 
 

@@ -134,6 +134,7 @@ class Terms:
     """What every race of a run shares. At `deadline` (on `clock`) no new work starts.
 
     `debit` takes an attempt's error probability from its key's lifetime budget; False: the budget is spent.
+    `clone_share` is the chance that a contest carries the A/A comparison; who calibrates sets it to 1.
     """
 
     threads: int
@@ -142,6 +143,7 @@ class Terms:
     progress: Progress = _silent
     clock: Callable[[], float] = time.monotonic
     deadline: float = float("inf")
+    clone_share: float = CLONE_SHARE
 
     @property
     def over(self) -> bool:
@@ -175,7 +177,7 @@ def run(contests: Sequence[Contest], terms: Terms) -> Iterator[Finished | Disqua
 
 def _screen_all(attempts: Sequence[_Attempt], shelf: _Shelf, terms: Terms) -> Iterator[Finished | Disqualified]:
     """Screen every contest in one process; those without a nominee are finished."""
-    process = _Process(terms.threads)
+    process = _Process(terms.threads, terms.clone_share)
     try:
         for attempt in attempts:
             if terms.over:
@@ -195,7 +197,7 @@ def _screen_all(attempts: Sequence[_Attempt], shelf: _Shelf, terms: Terms) -> It
 
 def _confirm_all(pending: Sequence[_Attempt], shelf: _Shelf, terms: Terms) -> Iterator[Finished | Disqualified]:
     """One confirming session of every pending contest, in one fresh process."""
-    process = _Process(terms.threads)
+    process = _Process(terms.threads, terms.clone_share)
     try:
         for attempt in pending:
             if terms.over:
@@ -364,8 +366,8 @@ class _Shelf:
 class _Process:
     """A race worker that is replaced after a void or a death; remembers what it has loaded."""
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
+    def __init__(self, threads: int, clone_share: float) -> None:
+        self.threads, self.clone_share = threads, clone_share
         self.worker: Worker | None = None
         self.loaded: set[str] = set()
         self.cloned: set[TimeClass] = set()  # classes whose A/A comparison this process has carried
@@ -451,7 +453,7 @@ class _Seated:
     def _carries_clone(self, base_ns: float) -> bool:
         assert self.operands is not None
         size = self.operands.streamed_bytes * self.operands.copies
-        wanted = self.plan.time_class not in self.process.cloned and self.rng.random() < CLONE_SHARE
+        wanted = self.plan.time_class not in self.process.cloned and self.rng.random() < self.process.clone_share
         return wanted and base_ns <= CLONE_LIMIT_NS and size <= CLONE_LIMIT_BYTES
 
     def _prepare(self, worker: Worker) -> None:
