@@ -20,10 +20,11 @@ from typing import Any
 
 import click
 
-from autosel import __version__, settings
+from autosel import settings
 from autosel.cli.options import show_examples
 from autosel.cli.output import Stopped, error_json, report
 from autosel.errors import AutoselError, UsageError
+from autosel.version import __version__
 
 # verb -> (module below autosel.cli, one line for the overview); the command object has the verb's name
 VERBS: dict[str, tuple[str, str]] = {

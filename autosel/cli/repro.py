@@ -13,10 +13,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from autosel import __version__, resources
+from autosel import resources
 from autosel.errors import UsageError
 from autosel.ledger.store import Evidence
 from autosel.values import Arm, NativeRecipe, Workload
+from autosel.version import __version__
 
 LLC_FALLBACK_BYTES = 32 << 20
 

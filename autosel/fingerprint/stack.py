@@ -15,9 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autosel import __version__, resources
+from autosel import resources
 from autosel.fingerprint.machine import ROOT
 from autosel.native.compile import find_compiler
+from autosel.version import __version__
 
 
 def environment(root: Path = ROOT) -> dict[str, Any]:
