@@ -150,8 +150,10 @@ class Tally:
 
     def decided(self, job: Job, decision: Decision, lengths: LengthRange = None) -> None:
         self.measured += 1
-        if lengths is not None:  # a part of a bucket: the decision about the whole bucket no longer holds
-            self.decisions = [d for d in self.decisions if d.bucket != decision.bucket or d.length_range is not None]
+        if lengths is not None:  # a part of a bucket: what was decided for the whole of it, just now, no longer holds
+            kept = [d for d in self.decisions if d.bucket != decision.bucket or d.length_range is not None]
+            self.measured -= len(self.decisions) - len(kept)
+            self.decisions = kept
         self.decisions.append(decision)
         if decision.verdict is not None and decision.verdict.outcome == "undecided":
             self.undecided.append(job.named)
