@@ -1,0 +1,197 @@
+"""One measured decode: what was asked (`Plan`), what served it (`Choice`), what came out (`DecodeRun`).
+
+Values alone, free of torch: the command line, the certificate and a report read them without loading a model.
+
+    weights = load_weights(plan, listener)                    # decode.weights
+    run = measure(plan, weights, listener=listener)           # decode.measure: a DecodeRun
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from autosel.errors import UsageError
+from autosel.models.shape import ModelShape
+from autosel.values import Backend, DTypeName, Fingerprint, State
+
+Mode = Literal["eager", "graph", "team"]
+Layout = Literal["contiguous", "paged"]
+LARGEST = {"batch": 1 << 16, "seq": 1 << 24, "iters": 10**6, "warmup": 10**6, "page": 1 << 12, "speculate": 64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0 is greedy; top_k 0, top_p 1 and penalty 1 change nothing."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _among("temperature", self.temperature, 0.0, 100.0)
+        _among("top-k", self.top_k, 0, 1 << 22)
+        _among("top-p", self.top_p, 0.0, 1.0)
+        _among("repetition penalty", self.repetition_penalty, 0.01, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to run. Raises UsageError for what no run can be.
+
+    `seq` counts the tokens that a timed step attends to, the one it adds included: with `advance` off each timed step
+    is that very step (the cache is rewound by a token), so every sample does the same work; with it on, the stream goes
+    on and timed step i attends to seq + i. `layers` below the model's own run the first so many and the output head.
+    """
+
+    model: ModelShape  # the whole model, whatever `layers` says
+    layers: int = 0  # how many of them run; 0: all
+    weights: str = "random"  # or a checkpoint folder
+    prompt: str = "random"  # or a file of text (needs the checkpoint's tokenizer) or of token ids
+    dtype: DTypeName = "bf16"
+    batch: int = 1  # sequences that share a step
+    seq: int = 128
+    iters: int = 100
+    warmup: int = 10
+    advance: bool = False
+    mode: Mode = "eager"
+    cache: Layout = "contiguous"
+    page: int = 64  # tokens a page of a paged cache
+    prealloc: bool = True  # every op writes into buffers made once; off: ops allocate their results
+    small_batch: bool = False  # the batch stands for one stream's tokens in flight: time per token = step / batch
+    sampling: Sampling = GREEDY
+    speculate: int = 0  # n-gram speculation: tokens drafted a step; 0: none
+    device: str = "cpu"
+    seed: int = 0  # of random weights, random prompt and the coins that order the steps
+
+    def __post_init__(self) -> None:
+        for name, low in (("batch", 1), ("seq", 2), ("iters", 1), ("warmup", 0), ("page", 1), ("speculate", 0)):
+            _among(name, getattr(self, name), low, LARGEST[name])
+        _among("layers", self.layers, 0, self.model.layers)
+        if self.dtype == "fp8_e4m3":
+            raise UsageError("--dtype fp8_e4m3", why="the decoder computes in bf16, fp16 or fp32")
+        if self.longest > self.model.max_context:
+            raise UsageError(
+                f"--seq {self.seq}: the run reaches {self.longest} tokens",
+                why=f"{self.model.name} was made for contexts of at most {self.model.max_context}",
+                todo="use a shorter --seq",
+            )
+
+    @property
+    def layers_run(self) -> int:
+        return self.layers or self.model.layers
+
+    @property
+    def full_layers(self) -> int:
+        return self.model.layers
+
+    @property
+    def longest(self) -> int:
+        """The most tokens a sequence will hold: the cache's size."""
+        return self.seq + (self.iters if self.advance else 0) + self.speculate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What served one op of the step. `baseline`: nothing is decided, so PyTorch's way ran."""
+
+    op: str
+    label: str  # its name in tables: `gemv o`
+    workload_key: str
+    count_per_step: int
+    backend: Backend
+    candidate: str
+    decision_id: int | None
+    state: State | Literal["baseline"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTime:
+    """One op's time within real steps, over all its calls of a step; bytes and FLOPs are those of one call."""
+
+    op: str
+    label: str
+    workload_key: str
+    count_per_step: int
+    median_us: float  # of one call
+    bytes_moved: int
+    flops: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRun:
+    """What one run measured. Raw times, so that whoever reads them does the arithmetic.
+
+    Step i of both arms is the same step: same tokens fed, same context; `optimised_first[i]` is the coin that ordered
+    them. `bytes_per_step` counts each weight, each cached key and value in reach, once, and what is written: what must
+    cross the memory bus. `read_bytes_per_s` is the best of the probes interleaved with the steps.
+    """
+
+    plan: Plan
+    fingerprint: Fingerprint
+    mode_key: str  # `eager.t2.highest`: what decisions were looked up under
+    started_at: str  # UTC, ISO 8601
+    seconds: float  # the whole measurement, loading left out
+    optimised_ns: tuple[int, ...]
+    baseline_ns: tuple[int, ...]
+    optimised_first: tuple[bool, ...]
+    ttft_ns: int  # prompt in, first token out
+    baseline_ttft_ns: int
+    prompt_tokens: int  # that the two times above are for, a sequence
+    bytes_per_step: int
+    flops_per_step: int
+    weights_bytes: int
+    kv_cache_bytes: int  # allocated
+    peak_memory_bytes: int
+    read_bytes_per_s: float
+    read_probes: tuple[float, ...]
+    choices: tuple[Choice, ...]
+    per_op: tuple[OpTime, ...]
+    tokens_checked: int  # steps at which both arms chose a token from the same state, times the batch
+    tokens_equal: int
+    max_logit_error: float  # the optimised path's largest distance from the reference logits
+    logit_bound: float  # what it may be
+    python_overhead_share: float  # of a median optimised step: the time our own Python takes
+    tokens_per_step: float = 1.0  # a sequence; above 1 only where speculation found something
+    energy_joules: float | None = None  # of the optimised steps, where the device tells
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.bytes_per_step / (self.plan.batch * self.tokens_per_step)
+
+
+class Listener(Protocol):
+    """Who wants to know how it goes."""
+
+    def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
+
+
+class Silent:
+    """A listener that says nothing."""
+
+    def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
+
+
+class Measure(Protocol):
+    """`decode.measure.measure`: both arms interleaved in one run. `clock` gives nanoseconds.
+
+    Raises UsageError (what cannot be run), BadConfig (weights or prompt that cannot be read), AutoselError.
+    """
+
+    def __call__(self, plan: Plan, weights: Any, *, listener: Listener = ..., clock: Any = ...) -> DecodeRun: ...
+
+
+def _among(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise UsageError(f"{name} {value!r}", why=f"a number from {low:g} to {high:g} is expected")
