@@ -20,6 +20,11 @@ Layout = Literal["contiguous", "paged"]
 LARGEST = {"batch": 1 << 16, "seq": 1 << 24, "iters": 10**6, "warmup": 10**6, "page": 1 << 12, "speculate": 64}
 
 
+def _among(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise UsageError(f"{name} {value!r}", why=f"a number from {low:g} to {high:g} is expected")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the next token is chosen. Temperature 0 is greedy; top_k 0, top_p 1 and penalty 1 change nothing."""
@@ -190,8 +195,3 @@ class Measure(Protocol):
     """
 
     def __call__(self, plan: Plan, weights: Any, *, listener: Listener = ..., clock: Any = ...) -> DecodeRun: ...
-
-
-def _among(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise UsageError(f"{name} {value!r}", why=f"a number from {low:g} to {high:g} is expected")
