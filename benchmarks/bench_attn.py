@@ -33,7 +33,9 @@ from autosel.candidates.load import load
 from autosel.fingerprint import probe
 from autosel.native.compile import compile_source
 from autosel.ops import OPS, eager
+from autosel.race.idle import wait_until_idle
 from autosel.values import Fingerprint, NativeRecipe, Workload
+from autosel.workers import pages
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 LEAST_ROUNDS = 9
@@ -92,7 +94,7 @@ def measure(w: Workload, fp: Fingerprint, budget_s: float) -> dict[str, Any]:
     streamed = [a.name for a in op.args if a.role == "streamed"]
     cache_bytes = sum(inputs[n].numel() * inputs[n].element_size() for n in streamed)
     copies = max(2, 1 + -(-3 * int(fp.identity["l3_bytes"]) // cache_bytes))
-    operands = [{**inputs, **{n: inputs[n].clone() for n in streamed}} for _ in range(copies)]
+    operands = [{**inputs, **{n: pages.clone(inputs[n]) for n in streamed}} for _ in range(copies)]
     arms = {"read": reader(streamed, fp), "cpp": ours(w, fp), "sdpa": getattr(eager, w.op)}
     if w.op == "attn":
         arms["packed"] = eager.attn_packed
@@ -102,6 +104,7 @@ def measure(w: Workload, fp: Fingerprint, budget_s: float) -> dict[str, Any]:
     while len(times["cpp"]) < LEAST_ROUNDS or time.perf_counter() < end:
         rng.shuffle(order)
         for arm in order:
+            wait_until_idle()
             for timed in (False, True):
                 turn += 1
                 given = operands[turn % copies]

@@ -30,7 +30,9 @@ from autosel.candidates.load import load
 from autosel.fingerprint import probe
 from autosel.native.compile import compile_source
 from autosel.ops import OPS, eager
+from autosel.race.idle import wait_until_idle
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Scalar, Workload
+from autosel.workers import pages
 
 # llama-8b: name, op, dims without M, traits.
 SHAPES: tuple[tuple[str, str, dict[str, int], dict[str, Scalar]], ...] = (
@@ -83,7 +85,7 @@ def measure(w: Workload, fp: Fingerprint, budget_s: float) -> dict[str, Any]:
     copies = 1 + -(-3 * int(fp.identity["l3_bytes"]) // weight_bytes)
     if weight_bytes > 8 * int(fp.identity["l3_bytes"]):
         copies = 1  # reading it evicts its own beginning
-    operands = [{**inputs, **{n: inputs[n].clone() for n in streamed}} for _ in range(copies)]
+    operands = [{**inputs, **{n: pages.clone(inputs[n]) for n in streamed}} for _ in range(copies)]
     arms = {"read": reader(streamed, fp), "cpp": ours(w, fp), "torch": getattr(eager, w.op)}
     outputs = op.allocate(w)
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
@@ -91,7 +93,7 @@ def measure(w: Workload, fp: Fingerprint, budget_s: float) -> dict[str, Any]:
     while len(times["cpp"]) < LEAST_ROUNDS or time.perf_counter() < end:
         rng.shuffle(order)
         for arm in order:
-            settle()
+            wait_until_idle()
             for timed in (False, True):
                 turn += 1
                 given = operands[turn % copies]
@@ -129,17 +131,6 @@ def reader(streamed: list[str], fp: Fingerprint) -> Callable[[dict[str, Any]], f
         return total
 
     return read
-
-
-def settle(limit_s: float = 0.05, window_s: float = 0.0005) -> None:
-    """Wait until no other thread of this process spins: OpenMP's do for milliseconds after PyTorch has returned."""
-    end = time.perf_counter() + limit_s
-    while time.perf_counter() < end:
-        others, until = time.process_time() - time.thread_time(), time.perf_counter() + window_s
-        while time.perf_counter() < until:
-            pass
-        if time.process_time() - time.thread_time() - others < window_s / 10:
-            return
 
 
 def seconds(call: Callable[..., Any], arguments: tuple[Any, ...]) -> float:

@@ -20,11 +20,10 @@ from autosel.candidates.load import load
 from autosel.ops import find
 from autosel.ops.contract import Op
 from autosel.race.contest import Entrant
+from autosel.race.idle import wait_until_idle
 from autosel.race.judge import CLONE
 from autosel.values import Workload
-
-IDLE_WINDOW_NS = 100_000
-IDLE_LIMIT_NS = 20_000_000  # libgomp's workers spin for about 5 ms after a parallel region
+from autosel.workers import pages
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +54,7 @@ class Bench:
         self.arms: dict[str, LoadedArm] = {}
         self.seats: dict[str, Seat] = {}
         self.op: Op | None = None
+        self.runtime = ""  # whose threads ran last
         gc.disable()
 
     def load(self, entrant: Entrant) -> None:
@@ -96,6 +96,7 @@ class Bench:
         start = time.perf_counter_ns()
         while True:
             for name, seat in self.seats.items():
+                self._hush(seat.arm)
                 seen[name].append(_sample(seat, 1))
             spent = time.perf_counter_ns() - start
             rounds = len(next(iter(seen.values())))
@@ -112,15 +113,18 @@ class Bench:
         """One visit to each arm in this order; (nanoseconds a call by arm, why the pair must be dropped or "")."""
         before = _Disturbance.read()
         times: dict[str, list[float]] = {}
-        previous = ""
         for name in order:
             seat = self.seats[name]
-            if previous not in ("", seat.arm.runtime):
-                _wait_until_idle()
-            previous = seat.arm.runtime
+            self._hush(seat.arm)
             _sample(seat, 1)  # untimed: wakes its own threads, loads its code
             times[name] = [_sample(seat, calls) for _ in range(samples)]
         return times, before.since()
+
+    def _hush(self, arm: LoadedArm) -> None:
+        """Let the threads of another runtime go to sleep before this arm is called."""
+        if self.runtime not in ("", arm.runtime):
+            wait_until_idle()
+        self.runtime = arm.runtime
 
     def outputs(self, name: str) -> tuple[Tensor, ...]:
         """What the arm's last call left or returned."""
@@ -132,7 +136,7 @@ class Bench:
 
 
 class _Operands:
-    """Private operands of one seat: resident ones once, streamed and inout ones in `copies` copies."""
+    """Private operands of one seat: resident ones once, streamed and inout ones in `copies` copies on large pages."""
 
     def __init__(self, op: Op, inputs: Mapping[str, Any], copies: int) -> None:
         roles = {a.name: a.role for a in op.args}
@@ -142,7 +146,7 @@ class _Operands:
             operands = {**inputs, **self.resident}
             for name, value in inputs.items():
                 if isinstance(value, Tensor) and roles[name] != "resident":
-                    operands[name] = value.clone()
+                    operands[name] = pages.clone(value)
             self.copies.append(operands)
 
 
@@ -159,18 +163,6 @@ def _sample(seat: Seat, calls: int) -> float:
     elapsed = time.perf_counter_ns() - start
     seat.result = result
     return elapsed / calls
-
-
-def _wait_until_idle() -> None:
-    """Wait until this process burns no CPU but ours, so that one arm's spinning threads are not billed to the next."""
-    deadline = time.perf_counter_ns() + IDLE_LIMIT_NS
-    while time.perf_counter_ns() < deadline:
-        others = time.process_time_ns() - time.thread_time_ns()
-        until = time.perf_counter_ns() + IDLE_WINDOW_NS
-        while time.perf_counter_ns() < until:
-            pass
-        if time.process_time_ns() - time.thread_time_ns() - others < IDLE_WINDOW_NS // 10:
-            return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
