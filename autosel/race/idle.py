@@ -1,14 +1,13 @@
 """Has every other thread of this process gone to sleep?
 
-A parallel runtime leaves its threads spinning after a region, in wait for the next one: libgomp's for some milliseconds.
-On a machine whose every core is in use they take the next arm's core for a whole scheduler slice (seen: 4 of 5 ms, in
+A parallel runtime leaves its threads spinning after a region, in wait for the next one: libgomp's for some
+milliseconds. On a machine whose every core is in use they take the next arm's core for a whole scheduler slice (seen: 4 of 5 ms, in
 one sample of ten, always charged to the arm that follows PyTorch). A clock does not show them: the kernel adds up the
 CPU time of a thread that runs elsewhere only at its ticks, every 1 to 10 ms. Its state does.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -38,15 +37,14 @@ def wait_until_idle(limit_ns: int = LIMIT_NS) -> bool:
 def _others_run() -> bool:
     own = str(threading.get_native_id())
     try:
-        return any(_state(task) == "R" for task in os.listdir(_TASKS) if task != own)
+        return any(_state(task) == "R" for task in _TASKS.iterdir() if task.name != own)
     except OSError:
         return False
 
 
-def _state(task: str) -> str:
+def _state(task: Path) -> str:
     """One letter: R runs or waits for a core; its name, in parentheses, may hold anything."""
     try:
-        with open(f"/proc/self/task/{task}/stat", "rb") as file:
-            return chr(file.read().rpartition(b")")[2].split()[0][0])
+        return chr((task / "stat").read_bytes().rpartition(b")")[2].split()[0][0])
     except (OSError, IndexError):  # it has just ended
         return "X"

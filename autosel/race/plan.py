@@ -2,13 +2,16 @@
 
 Short form (a call up to 1 ms): pairs of 8 samples, each of at least 400 us of the baseline, 30 to 200 pairs.
 Long form (above): a sample is one call, pairs of 2 samples, 12 to 60 pairs. delta is the smallest effect that can be
-promoted: 2 % or four clock quanta once 59 A/A sessions of this device and time class have not crossed at it, 5 % until
-then.
+promoted: 2 % or four clock quanta once the A/A sessions of this device and time class show that they rarely cross at it
+(59 in a row do), 5 % until then.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from math import comb, exp, fsum, lgamma, log, log1p
 from typing import Literal
 
 SAMPLE_NS = 400_000
@@ -16,9 +19,12 @@ LONG_CALL_NS = 1_000_000
 CLOCK_NS = 100  # perf_counter_ns and the call around it, measured both ways on Linux
 SESSIONS = 3
 AA_SESSIONS = 59  # none of 59 crossing gives pi <= .05 with 95 % confidence
+AA_CONFIDENCE = 20  # 1 / .05: evidence that pi <= alpha_s
+AA_ALL_QUIET = Fraction(97, 100)  # prior weight of "they never cross": as little as still lets 59 quiet ones suffice
 DELTA_CALIBRATED = 0.02
 DELTA_UNCALIBRATED = 0.05
-MAX_TAIL_SAMPLES = 720
+# Where one sample in twenty is slow in both arms, 720 samples leave 3 % of all attempts undecided, these .3 %.
+MAX_TAIL_SAMPLES = 1080
 VOIDS_ALLOWED = 3
 
 TimeClass = Literal["short", "long"]
@@ -55,7 +61,6 @@ def plan(baseline_ns: float) -> Plan:
             tail_samples=MAX_TAIL_SAMPLES,
         )
     calls = max(1, -(-SAMPLE_NS // max(1, int(baseline_ns))))
-    # Three sessions of 30 pairs are 720 samples already: what clears the tail at .96 has to go on to clear it at .99.
     return Plan(
         time_class="short",
         calls=calls,
@@ -63,7 +68,7 @@ def plan(baseline_ns: float) -> Plan:
         min_pairs=30,
         max_pairs=200,
         screening_pairs=30,
-        tail_samples=2 * MAX_TAIL_SAMPLES,
+        tail_samples=MAX_TAIL_SAMPLES,
     )
 
 
@@ -84,24 +89,43 @@ class Margin:
 def margin(aa_sessions: int, aa_crossings: int, sample_ns: float, alpha_session: float = 0.05) -> Margin:
     """delta and pi from this device's A/A history in a time class."""
     quantum = 4 * CLOCK_NS / max(sample_ns, 1.0)
-    if aa_sessions >= AA_SESSIONS:
+    if calibrated(aa_sessions, aa_crossings, Fraction(alpha_session).limit_denominator(1000)):
         upper = clopper_pearson_upper(aa_sessions, aa_crossings)
-        if upper <= alpha_session + 1e-9 or aa_crossings == 0:
-            return Margin(delta=max(DELTA_CALIBRATED, quantum), alpha_session=alpha_session, pi=upper, calibrated=True)
+        return Margin(delta=max(DELTA_CALIBRATED, quantum), alpha_session=alpha_session, pi=upper, calibrated=True)
     return Margin(
         delta=max(DELTA_UNCALIBRATED, quantum), alpha_session=alpha_session, pi=alpha_session, calibrated=False
     )
 
 
+@cache
+def calibrated(sessions: int, crossings: int, limit: Fraction = Fraction(1, 20)) -> bool:
+    """Do so many crossings show pi <= limit, with 95 % confidence, however often one has looked?
+
+    A history grows with every tune, and whoever waits for it looks after each session: an interval for a fixed number of
+    sessions would in the end clear one device in five whose pi is at the limit. Therefore a likelihood ratio against
+    pi >= limit, as for pairs: of "never", and of all rates in (0, limit) alike.
+    """
+    a, b = limit.as_integer_ratio()
+
+    def mass(n: int, k: int) -> int:
+        """P[Bin(n, limit) = k], times b^n."""
+        return comb(n, k) * a**k * (b - a) ** (n - k)
+
+    never = Fraction(b, b - a) ** sessions if crossings == 0 else 0
+    above = b ** (sessions + 1) - sum(mass(sessions + 1, j) for j in range(crossings + 1))
+    rarely = Fraction(above, a * (sessions + 1) * mass(sessions, crossings))
+    return AA_ALL_QUIET * never + (1 - AA_ALL_QUIET) * rarely >= AA_CONFIDENCE
+
+
 def clopper_pearson_upper(n: int, x: int, confidence: float = 0.95) -> float:
     """Upper limit of a binomial rate: the p at which P[Bin(n, p) <= x] = 1 - confidence, by bisection."""
-    from math import comb
-
     if x >= n:
         return 1.0
+    ways = [lgamma(n + 1) - lgamma(j + 1) - lgamma(n - j + 1) for j in range(x + 1)]  # logs: comb(n, j) passes 1e308
     low, high = x / n, 1.0
     for _ in range(60):
         p = (low + high) / 2
-        below = sum(comb(n, j) * p**j * (1 - p) ** (n - j) for j in range(x + 1))
+        won, lost = log(p), log1p(-p)
+        below = fsum(exp(w + j * won + (n - j) * lost) for j, w in enumerate(ways))
         low, high = (p, high) if below > 1 - confidence else (low, p)
     return high
