@@ -8,7 +8,7 @@ Values alone, free of torch: the command line, the certificate and a report read
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from autosel.errors import UsageError
@@ -61,7 +61,9 @@ class Plan:
     model: ModelShape  # the whole model, whatever `layers` says
     layers: int = 0  # how many of them run; 0: all
     weights: str = "random"  # or a checkpoint folder
-    prompt: str = "random"  # or a file of text (needs the checkpoint's tokenizer) or of token ids
+    # "random" tokens, run through the model; "synthetic": the cache is filled with random keys and values instead, and
+    # no time to first token is measured; or a file of token ids, or of text (needs the checkpoint's tokenizer)
+    prompt: str = "random"
     dtype: DTypeName = "bf16"
     batch: int = 1  # sequences that share a step
     seq: int = 128
@@ -98,6 +100,15 @@ class Plan:
     @property
     def full_layers(self) -> int:
         return self.model.layers
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model cut to the layers that run."""
+        types = self.model.layer_types[: self.layers_run]
+        slides = "sliding" in types
+        return replace(
+            self.model, layers=self.layers_run, layer_types=types, window=self.model.window if slides else 0
+        )
 
     @property
     def longest(self) -> int:
@@ -150,8 +161,8 @@ class DecodeRun:
     optimised_ns: tuple[int, ...]
     baseline_ns: tuple[int, ...]
     optimised_first: tuple[bool, ...]
-    ttft_ns: int  # prompt in, first token out
-    baseline_ttft_ns: int
+    ttft_ns: int | None  # prompt in, first token out; None for a synthetic prompt
+    baseline_ttft_ns: int | None
     prompt_tokens: int  # that the two times above are for, a sequence
     bytes_per_step: int
     flops_per_step: int

@@ -1,0 +1,102 @@
+"""Keys and values of past tokens: contiguous [B, Hkv, Lmax, D] a layer, or pages [P, page, Hkv, D] and a block table.
+
+A cache knows where its tensors are; how many tokens each sequence holds is the caller's to say, so that a step can be
+taken back by counting one less. Everything is allocated at once, on 2 MiB pages where there are any.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autosel.decode.pages import Arena, padded
+from autosel.decode.run import Plan
+from autosel.errors import UsageError
+from autosel.models.shape import ModelShape
+from autosel.values import DTYPE_BYTES, DTypeName
+
+NOWHERE = -1  # a block table's entry for a page not yet given out
+ALIGN_TOKENS = 16  # rows of Lmax: a whole number of 32-byte groups even at the smallest heads
+
+
+@dataclass(slots=True, kw_only=True)
+class Cache:
+    """`k[i]`, `v[i]` of layer i. `block_table` int32 [B, blocks] makes it paged; `free` are pages not given out."""
+
+    rows: int
+    room: int  # tokens a sequence may hold
+    page: int  # 0: contiguous
+    k: list[Tensor]
+    v: list[Tensor]
+    block_table: Tensor | None = None
+    free: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)  # pages of each row
+
+    @property
+    def paged(self) -> bool:
+        return self.block_table is not None
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+
+    def reserve(self, row: int, tokens: int) -> None:
+        """Room for the row's first `tokens` tokens. Raises UsageError where there is none."""
+        if tokens > self.room:
+            raise UsageError(
+                f"sequence {row} would hold {tokens} tokens; the cache has room for {self.room}",
+                todo="make a longer cache, or stop earlier",
+            )
+        if self.block_table is None:
+            return
+        while self.held[row] * self.page < tokens:
+            if not self.free:
+                raise UsageError("the KV cache has no free page", why=f"{sum(self.held)} are given out")
+            self.block_table[row, self.held[row]] = self.free.pop()
+            self.held[row] += 1
+
+    def release(self, row: int) -> None:
+        """The row's pages go back to the others."""
+        if self.block_table is None:
+            return
+        self.free += self.block_table[row, : self.held[row]].tolist()
+        self.block_table[row] = NOWHERE
+        self.held[row] = 0
+
+
+def make_cache(
+    shape: ModelShape, dtype: DTypeName, *, rows: int, room: int, page: int = 0, device: torch.device | str = "cpu"
+) -> Cache:
+    """An empty cache for `rows` sequences of at most `room` tokens; `page` above 0 makes it paged.
+
+    A window does not make it shorter: the ops address a cache by absolute position.
+    """
+    size = _layer_shape(shape, rows, room, page)
+    each = math.prod(size) * DTYPE_BYTES[dtype]
+    arena = Arena(2 * shape.layers * padded(each), torch.device(device))
+    pairs = [(arena.tensor(size, dtype), arena.tensor(size, dtype)) for _ in range(shape.layers)]
+    if torch.device(device).type != "cpu":  # junk beyond a row's length must be finite
+        arena.memory.zero_()
+    cache = Cache(rows=rows, room=room, page=page, k=[k for k, _ in pairs], v=[v for _, v in pairs])
+    if page:
+        blocks = -(-room // page)
+        cache.block_table = torch.full((rows, blocks), NOWHERE, dtype=torch.int32, device=device)
+        cache.free = torch.randperm(rows * blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        cache.held = [0] * rows
+    return cache
+
+
+def cache_bytes(plan: Plan) -> int:
+    """What the cache of a plan takes."""
+    page = plan.page if plan.cache == "paged" else 0
+    each = math.prod(_layer_shape(plan.shape, plan.batch, plan.longest, page)) * DTYPE_BYTES[plan.dtype]
+    return 2 * plan.layers_run * padded(each)
+
+
+def _layer_shape(shape: ModelShape, rows: int, room: int, page: int) -> tuple[int, ...]:
+    if page:
+        return rows * -(-room // page), page, shape.Hkv, shape.D
+    return rows, shape.Hkv, -(-room // ALIGN_TOKENS) * ALIGN_TOKENS, shape.D

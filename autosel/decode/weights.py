@@ -1,0 +1,323 @@
+"""A model's weights as the step wants them: query, key and value projections stacked, everything in one arena.
+
+Read from a checkpoint folder of safetensors, or drawn at random at the preset's shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from autosel.decode.cache import cache_bytes
+from autosel.decode.pages import Arena, padded
+from autosel.decode.run import Listener, Plan, Silent
+from autosel.decode.safetensors import Tensors, open_folder
+from autosel.errors import BadConfig, UsageError
+from autosel.models.shape import ModelShape
+from autosel.ops.contract import DTYPE
+from autosel.values import DTYPE_BYTES, DTypeName
+
+# Where the decoder's tensors may begin: plain checkpoints; Gemma 3 with its vision tower, newer and older spelling;
+# a base model saved without its head.
+PREFIXES = (("model.", ""), ("model.language_model.", ""), ("language_model.model.", "language_model."), ("", ""))
+# Buffers that some checkpoints carry and that follow from config.json.
+DERIVED = ("rotary_emb.inv_freq",)
+BLOCK = (1 << 24) - 3  # elements drawn; prime, so that no row or tile of a real shape repeats another
+OTHERS_BYTES = 1 << 30  # the interpreter with torch, activations, probes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer. Shapes by the letters of ModelShape; None where the family has no such norm."""
+
+    attn_norm: Tensor  # [d]
+    qkv: Tensor  # [(Hq + 2 Hkv) D, d], queries first
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    o: Tensor  # [d, Hq D]
+    attn_post_norm: Tensor | None  # [d]
+    mlp_norm: Tensor  # [d]
+    gate: Tensor  # [I, d]
+    up: Tensor  # [I, d]
+    down: Tensor  # [d, I]
+    mlp_post_norm: Tensor | None  # [d]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """All of them. `head` is the embedding itself where the model ties the two."""
+
+    shape: ModelShape
+    dtype: DTypeName
+    embedding: Tensor  # [V, d]
+    layers: tuple[Layer, ...]
+    norm: Tensor  # [d]
+    head: Tensor  # [V, d]
+    source: str  # "random" or the folder
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.weight_bytes(self.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+
+def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
+    """The weights a plan names. Raises BadConfig (unreadable or of another model), UsageError (no memory for them)."""
+    shape, device = plan.shape, torch.device(plan.device)
+    tensors = None if plan.weights == "random" else _Checkpoint(open_folder(Path(plan.weights)), shape, plan.full_layers)
+    refuse_without_memory(plan)
+    arena = Arena(arena_bytes(shape, plan.dtype), device)
+    with torch.inference_mode():
+        fill = _random(plan) if tensors is None else tensors.read
+        return _Builder(shape, plan.dtype, arena, fill, listener or Silent()).build(plan.weights)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def arena_bytes(shape: ModelShape, dtype: DTypeName) -> int:
+    return sum(padded(math.prod(size) * DTYPE_BYTES[dtype]) for _, size in _tensors(shape))
+
+
+def memory_need(plan: Plan) -> int:
+    """Bytes the run will take: weights, the caches of both arms, logits, and the rest of the process."""
+    arms = 1 if plan.cache == "contiguous" else 2  # both arms read one contiguous cache
+    logits = 4 * plan.batch * plan.shape.V * DTYPE_BYTES["fp32"]
+    return arena_bytes(plan.shape, plan.dtype) + arms * cache_bytes(plan) + logits + OTHERS_BYTES
+
+
+def free_memory(device: str) -> int:
+    """Bytes that can be had now without driving anyone out."""
+    if device != "cpu":
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def refuse_without_memory(plan: Plan) -> None:
+    """Raises UsageError, with the sums, if the plan needs more than is free."""
+    need, free = memory_need(plan), free_memory(plan.device)
+    if need <= free:
+        return
+    weights, cache = arena_bytes(plan.shape, plan.dtype), cache_bytes(plan)
+    raise UsageError(
+        f"this run takes {need / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free",
+        why=f"weights {weights / 2**30:.1f}, KV cache {cache / 2**30:.1f} GiB for {plan.batch} x {plan.longest} tokens",
+        todo="use fewer --layers, a shorter --seq, a smaller --batch or a smaller model",
+    )
+
+
+# --- building --------------------------------------------------------------------------------------------------------
+
+
+def _tensors(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Our name and shape of every tensor, in the order a step reads them."""
+    yield "embedding", (s.V, s.d)
+    for i in range(s.layers):
+        for name, size in _layer_tensors(s):
+            yield f"{i}.{name}", size
+    yield "norm", (s.d,)
+    if not s.tied:
+        yield "head", (s.V, s.d)
+
+
+def _layer_tensors(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "attn_norm", (s.d,)
+    yield "qkv", (s.qkv_rows, s.d)
+    if s.qk_norm:
+        yield "q_norm", (s.D,)
+        yield "k_norm", (s.D,)
+    yield "o", (s.d, s.Hq * s.D)
+    if s.sandwich:
+        yield "attn_post_norm", (s.d,)
+    yield "mlp_norm", (s.d,)
+    yield "gate", (s.I, s.d)
+    yield "up", (s.I, s.d)
+    yield "down", (s.d, s.I)
+    if s.sandwich:
+        yield "mlp_post_norm", (s.d,)
+
+
+Fill = Callable[[str, Tensor], None]
+
+
+class _Builder:
+    def __init__(self, shape: ModelShape, dtype: DTypeName, arena: Arena, fill: Fill, listener: Listener) -> None:
+        self.shape, self.dtype, self.arena, self.fill, self.listener = shape, dtype, arena, fill, listener
+
+    def build(self, source: str) -> Weights:
+        sizes = list(_tensors(self.shape))
+        found: dict[str, Tensor] = {}
+        for i, (name, size) in enumerate(sizes):
+            self.listener.stage("weights", name, i, len(sizes))
+            found[name] = self.arena.tensor(size, self.dtype)
+            self.fill(name, found[name])
+        self.listener.stage("weights", source, len(sizes), len(sizes))
+        names = [f.name for f in fields(Layer)]
+        return Weights(
+            shape=self.shape,
+            dtype=self.dtype,
+            embedding=found["embedding"],
+            layers=tuple(
+                Layer(**{n: found.get(f"{i}.{n}") for n in names})  # type: ignore[arg-type]
+                for i in range(self.shape.layers)
+            ),
+            norm=found["norm"],
+            head=found.get("head", found["embedding"]),
+            source=source,
+        )
+
+
+def _random(plan: Plan) -> Fill:
+    """Projections of variance 1/fan-in, so that activations stay of order one; norms near one.
+
+    One block of normals is drawn and laid out again and again, each tensor from another start: drawing billions takes
+    minutes.
+    """
+    device = torch.device(plan.device)
+    generator = torch.Generator(device=device).manual_seed(plan.seed)
+    offset = plan.model.norm_offset
+    block = torch.randn(min(BLOCK, plan.model.V * plan.model.d), generator=generator, device=device).to(DTYPE[plan.dtype])
+
+    def fill(name: str, out: Tensor) -> None:
+        if out.dim() == 1:
+            out.copy_(torch.randn(out.shape, generator=generator, device=device) * 0.1 + (1.0 - offset))
+            return
+        start, flat = _start(name, len(block)), out.view(-1)
+        while flat.numel():
+            part = block[start : start + flat.numel()]
+            torch.mul(part, out.shape[-1] ** -0.5, out=flat[: part.numel()])
+            start, flat = 0, flat[part.numel() :]
+
+    return fill
+
+
+def _start(name: str, length: int) -> int:
+    """Somewhere in the block, by the tensor's name."""
+    from zlib import crc32
+
+    return crc32(name.encode()) % length
+
+
+# --- Hugging Face's names --------------------------------------------------------------------------------------------
+
+
+class _Checkpoint:
+    """Tensors by our names. Raises BadConfig at once for what is missing or what we would leave out."""
+
+    def __init__(self, tensors: Tensors, shape: ModelShape, layers_there: int) -> None:
+        self.tensors, self.shape = tensors, shape
+        names = tensors.entries
+        if not names:
+            raise BadConfig(f"{tensors.folder} holds no tensors", todo="name a whole checkpoint")
+        quantised = next((n for n in names if n.endswith(("weight_scale", "weight_scale_inv", "qweight", "absmax"))), "")
+        if quantised:
+            raise BadConfig(
+                f"{tensors.folder} is quantised: it holds {quantised}",
+                why="quantised weights are another workload, not a cheaper bf16 one",
+                todo="name the unquantised checkpoint",
+            )
+        self.base, self.top = self._prefix()
+        self._refuse_vocabulary()
+        expected = {n for name, _ in _tensors(shape) for n in self._sources(name)}
+        self._refuse_missing(expected)
+        self._refuse_unknown(layers_there, expected)
+
+    def read(self, name: str, out: Tensor) -> None:
+        sources = self._sources(name)
+        rows = self._rows(name, out)
+        for source, part in zip(sources, out.split(rows) if len(sources) > 1 else [out], strict=True):
+            self.tensors.read_into(source, part)
+
+    def _prefix(self) -> tuple[str, str]:
+        for base, top in PREFIXES:
+            if f"{base}embed_tokens.weight" in self.tensors.entries:
+                return base, top
+        some = ", ".join(sorted(self.tensors.entries)[:3])
+        raise BadConfig(
+            f"{self.tensors.folder} has no embed_tokens.weight",
+            why=f"it holds {some}, ...",
+            todo="name a checkpoint of a supported family, in Hugging Face's names",
+        )
+
+    def _sources(self, name: str) -> tuple[str, ...]:
+        if name == "embedding":
+            return (f"{self.base}embed_tokens.weight",)
+        if name == "norm":
+            return (f"{self.base}norm.weight",)
+        if name == "head":
+            return (f"{self.top}lm_head.weight",)
+        layer, _, part = name.partition(".")
+        return tuple(f"{self.base}layers.{layer}.{theirs}.weight" for theirs in self._theirs(part))
+
+    def _theirs(self, part: str) -> tuple[str, ...]:
+        # In Gemma the norm after attention is a sandwich's second half; elsewhere that name is the next block's norm.
+        before_mlp = "pre_feedforward_layernorm" if self.shape.sandwich else "post_attention_layernorm"
+        return {
+            "attn_norm": ("input_layernorm",),
+            "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "q_norm": ("self_attn.q_norm",),
+            "k_norm": ("self_attn.k_norm",),
+            "o": ("self_attn.o_proj",),
+            "attn_post_norm": ("post_attention_layernorm",),
+            "mlp_norm": (before_mlp,),
+            "gate": ("mlp.gate_proj",),
+            "up": ("mlp.up_proj",),
+            "down": ("mlp.down_proj",),
+            "mlp_post_norm": ("post_feedforward_layernorm",),
+        }[part]
+
+    def _rows(self, name: str, out: Tensor) -> list[int]:
+        s = self.shape
+        return [s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D] if name.endswith("qkv") else [out.shape[0]]
+
+    def _refuse_vocabulary(self) -> None:
+        name = f"{self.base}embed_tokens.weight"
+        found = self.tensors.entries[name].shape
+        if len(found) == 2 and found[0] != self.shape.V:
+            raise BadConfig(
+                f"{self.tensors.folder}: the vocabulary is {found[0]} by {name}, {self.shape.V} by config.json",
+                why="tokens would name other rows",
+                todo="fetch the checkpoint again: its config.json belongs to other weights",
+            )
+
+    def _refuse_missing(self, expected: set[str]) -> None:
+        missing = sorted(expected - set(self.tensors.entries))
+        if missing:
+            raise BadConfig(
+                f"{self.tensors.folder} lacks {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
+                why=f"{len(missing)} of the {len(expected)} tensors that config.json asks for",
+                todo="fetch the checkpoint again, or check that config.json is its own",
+            )
+
+    def _refuse_unknown(self, layers_there: int, expected: set[str]) -> None:
+        """A tensor within the decoder that we would not use (a bias, a norm) makes it another model."""
+        used_layers = tuple(f"{self.base}layers.{i}." for i in range(self.shape.layers, layers_there))
+        for name in self.tensors.entries:
+            inside = name.startswith((f"{self.base}layers.", f"{self.base}embed", f"{self.base}norm"))
+            if inside and name not in expected and not name.endswith(DERIVED) and not name.startswith(used_layers):
+                raise BadConfig(
+                    f"{self.tensors.folder}: nothing uses {name}",
+                    why=f"{self.shape.family} has no such tensor; leaving it out would give another model",
+                    todo="check that config.json is this checkpoint's own",
+                )
+
+
+def refuse_other_tokens(tokens: Iterator[int] | list[int], shape: ModelShape) -> None:
+    """Raises UsageError for token ids the model has no row for."""
+    for token in tokens:
+        if not 0 <= token < shape.V:
+            raise UsageError(
+                f"token {token} is outside the vocabulary of {shape.V}",
+                why=f"{shape.name} has no such token",
+                todo="use the tokenizer that belongs to the checkpoint",
+            )
