@@ -1,7 +1,8 @@
-"""Trials and quarantine: a candidate that took its process down is remembered, and not tried again unasked.
+"""Trials and quarantine: a candidate that took more than its worker down is remembered, and not tried again unasked.
 
-A trial is opened before a candidate runs and closed after it. One that was never closed was cut short. In a worker the
-cause may as well be the machine or the user's `kill -9` of the tuner, so it takes two; in a client's own process one.
+A trial is opened before a candidate is first run and closed after it. One that was never closed was cut short: with the
+machine (or the container), which a candidate can bring down, or with the tuner alone, which is rather somebody's
+`kill -9`. So it takes two in a row of the first kind, or five of any kind, before a candidate is held.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
@@ -20,9 +22,11 @@ from autosel.ledger import schema as t
 from autosel.ledger.rows import insert, now, put_arm, text_of, value_of
 from autosel.values import Arm
 
-Stage = Literal["worker", "client"]
-STRIKES: Mapping[Stage, int] = {"worker": 2, "client": 1}
-CUT_SHORT = "cut short"
+MACHINE_STRIKES = 2  # in a row: a power cut happens, hardly twice with the same candidate
+STRIKES = 5  # in a row, of any kind: no tune gets past this candidate
+CUT_SHORT = "cut short"  # the machine or the container went down with it
+ENDED = "the tuner ended"  # alone
+FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +93,26 @@ def release(connection: Connection, quarantine_id: int, reason: str) -> None:
 # --- trials -------------------------------------------------------------------------------------------------------
 
 
-def open_trial(connection: Connection, hw_id: str, op: str, arm: Arm, stage: Stage) -> int:
-    candidate_id = put_arm(connection, arm)
-    return insert(connection, t.trials, candidate_id=candidate_id, hw_id=hw_id, op=op, stage=stage, created_at=now())
+def boot() -> str:
+    """Names this run of the machine, or of our container: the kernel's boot id, and when process 1 started."""
+    try:
+        started = Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19]  # field 22, starttime
+    except (OSError, IndexError):
+        started = ""
+    return f"{machine()} {started}"
+
+
+def machine() -> str:
+    """Names this run of the machine: all its containers see the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def open_trial(connection: Connection, hw_id: str, op: str, arm: Arm) -> int:
+    values = {"hw_id": hw_id, "op": op, "stage": "worker", "boot": boot(), "created_at": now()}
+    return insert(connection, t.trials, candidate_id=put_arm(connection, arm), **values)
 
 
 def close_trial(connection: Connection, trial_id: int, outcome: str) -> None:
@@ -100,41 +121,58 @@ def close_trial(connection: Connection, trial_id: int, outcome: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """An arm whose trial was cut short; `strikes` so far, `out` when that is too many."""
+    """An arm whose trial was cut short; `reason` says why it is to be held, or is empty."""
 
     arm: Arm
     op: str
-    strikes: int
-    out: bool
+    strikes: int  # in a row, of its build
+    reason: str
+
+    @property
+    def out(self) -> bool:
+        return bool(self.reason)
 
 
-def close_abandoned(connection: Connection, hw_id: str, stage: Stage) -> list[Strike]:
-    """Close every open trial of a device as cut short. Only for the one process that may hold such trials there."""
-    trials, ends = t.trials.c, t.trial_ends.c
-    mine = sa.and_(trials.hw_id == hw_id, trials.stage == stage)
+def close_abandoned(connection: Connection, hw_id: str) -> list[Strike]:
+    """Close every open trial of a device. Only for the one process that may hold such trials there."""
+    trials, ends, here = t.trials.c, t.trial_ends.c, boot()
     query = (
-        sa.select(trials.id, trials.op, t.candidates.c.document)
+        sa.select(trials.id, trials.op, trials.boot, t.candidates.c.document)
         .join(t.candidates, trials.candidate_id == t.candidates.c.id)
         .outerjoin(t.trial_ends, ends.trial_id == trials.id)
-        .where(mine, ends.trial_id.is_(None))
+        .where(trials.hw_id == hw_id, ends.trial_id.is_(None))
     )
     found: dict[tuple[str, str], Strike] = {}
-    for trial_id, op, document in connection.execute(query).all():
-        close_trial(connection, trial_id, CUT_SHORT)
+    for trial_id, op, then, document in connection.execute(query).all():
+        close_trial(connection, trial_id, ENDED if then in ("", here) else CUT_SHORT)
         arm = value_of(Arm, document)
-        count = _strikes(connection, hw_id, op, arm, stage)
-        found[op, arm.digest] = Strike(arm=arm, op=op, strikes=count, out=count >= STRIKES[stage])
+        found[op, arm.build or arm.digest] = _strike(connection, hw_id, op, arm)
     return list(found.values())
 
 
-def _strikes(connection: Connection, hw_id: str, op: str, arm: Arm, stage: Stage) -> int:
-    trials = t.trials.c
+def _strike(connection: Connection, hw_id: str, op: str, arm: Arm) -> Strike:
+    """What the ends of this build's trials add up to since the last one that was finished."""
+    trials, ends = t.trials.c, t.trial_ends.c
     query = (
-        sa.select(sa.func.count())
+        sa.select(ends.outcome, t.candidates.c.document)
         .select_from(t.trials)
         .join(t.candidates, trials.candidate_id == t.candidates.c.id)
-        .join(t.trial_ends, t.trial_ends.c.trial_id == trials.id)
-        .where(trials.hw_id == hw_id, trials.op == op, trials.stage == stage)
-        .where(t.candidates.c.digest == arm.digest, t.trial_ends.c.outcome == CUT_SHORT)
+        .join(t.trial_ends, ends.trial_id == trials.id)
+        .where(trials.hw_id == hw_id, trials.op == op, t.candidates.c.name == arm.candidate)
+        .order_by(trials.id.desc())
     )
-    return int(connection.execute(query).scalar() or 0)
+    with_machine = strikes = 0
+    for outcome, document in connection.execute(query):
+        other = value_of(Arm, document)
+        if (other.build or other.digest) != (arm.build or arm.digest):
+            continue
+        if outcome == FINISHED:
+            break
+        with_machine += outcome == CUT_SHORT
+        strikes += outcome in (CUT_SHORT, ENDED)
+    reason = ""
+    if with_machine >= MACHINE_STRIKES:
+        reason = f"the machine went down {with_machine} times while it was tried"
+    elif strikes >= STRIKES:
+        reason = f"{strikes} tunes in a row ended while it was tried"
+    return Strike(arm=arm, op=op, strikes=strikes, reason=reason)

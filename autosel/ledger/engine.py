@@ -23,9 +23,10 @@ from sqlalchemy.pool import NullPool
 
 from autosel import settings
 from autosel.errors import LedgerError
-from autosel.ledger.locks import write_lock
+from autosel.ledger.locks import InUseError, write_lock
 
 BUSY_S = 10.0  # a writing transaction takes milliseconds; who waits longer is told so
+OPEN_S = 0.2  # whoever only opens it, to read as a rule, does not wait for a writer
 WRITER_LOCK = 0x6175746F73656C  # "autosel": the advisory lock of PostgreSQL writers
 OLDEST_SQLITE = (3, 37, 0)  # STRICT tables
 
@@ -47,9 +48,12 @@ class Database:
 
     def find_access(self) -> None:
         """Find out, by taking and giving back a write transaction, how the file can be opened."""
+        assert self.path is not None
         try:
-            with self.writing():
+            with self.writing(patience_s=OPEN_S):
                 pass
+        except InUseError:  # somebody writes there just now
+            self.writable = os.access(self.path, os.W_OK)
         except LedgerError as error:
             code = _code(error.__cause__) if isinstance(error.__cause__, exc.DBAPIError) else 0
             if code not in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN) and not _cannot_lock(error):
@@ -69,7 +73,7 @@ class Database:
             yield connection
 
     @contextmanager
-    def writing(self) -> Iterator[Connection]:
+    def writing(self, *, patience_s: float | None = None) -> Iterator[Connection]:
         """One transaction, committed and on disk on leaving. Raises LedgerError; nothing is stored then.
 
         After a failed write or fsync nothing more is written through this object: a second fsync may lie.
@@ -80,7 +84,8 @@ class Database:
             raise read_only(self.name)
         try:
             writer = self.engine.execution_options(autosel_write=True)
-            with self._serial(), self._explained(), writer.connect() as connection:
+            patience_s = BUSY_S if patience_s is None else patience_s
+            with self._serial(patience_s), self._explained(), writer.connect() as connection:
                 with connection.begin():
                     yield connection
                 self._checkpoint(connection)
@@ -90,13 +95,13 @@ class Database:
             raise
 
     @contextmanager
-    def _serial(self) -> Iterator[None]:
+    def _serial(self, patience_s: float) -> Iterator[None]:
         """SQLite: writers and checkpoints one at a time, which also removes the precondition of the WAL-reset race of
         SQLite before 3.51.3; its own wait is no queue and starves under contention."""
         if self.path is None:
             yield
             return
-        with write_lock(self.path, deadline_s=BUSY_S):
+        with write_lock(self.path, deadline_s=patience_s):
             yield
 
     def _checkpoint(self, connection: Connection) -> None:

@@ -18,6 +18,10 @@ from autosel.errors import LedgerError
 _POLL_S = 0.002
 
 
+class InUseError(LedgerError):
+    """Another process holds the lock, and held it until our patience ended."""
+
+
 @contextmanager
 def write_lock(database: Path, *, deadline_s: float) -> Iterator[None]:
     """Exclusive right to write to a database file. Raises LedgerError past the deadline."""
@@ -27,9 +31,9 @@ def write_lock(database: Path, *, deadline_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def publish_lock(home: Path) -> Iterator[None]:
+def publish_lock(home: Path, deadline_s: float) -> Iterator[None]:
     """Exclusive right to replace the serving snapshot."""
-    with _locked(home / "locks" / "publish", "the serving snapshot", 10.0):
+    with _locked(home / "locks" / "publish", "the serving snapshot", deadline_s):
         yield
 
 
@@ -57,14 +61,14 @@ def _locked(path: Path, what: str, deadline_s: float) -> Iterator[None]:
     descriptor = _open(path)
     try:
         if not _take(descriptor, deadline_s):
-            raise LedgerError(
+            raise InUseError(
                 f"{what} is in use by another process",
                 why=f"held by {_holder(descriptor)}",
                 todo="let it finish, or end it; its lock ends with it",
             )
         with suppress(OSError):  # a full disk costs only the name in the message
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, _self().encode(), 0)
+            os.pwrite(descriptor, whoami().encode(), 0)
         yield
     finally:
         os.close(descriptor)  # releases the lock, unless a child inherited it
@@ -90,7 +94,8 @@ def _take(descriptor: int, deadline_s: float) -> bool:
             time.sleep(_POLL_S)
 
 
-def _self() -> str:
+def whoami() -> str:
+    """This process, for messages."""
     try:
         command = Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:

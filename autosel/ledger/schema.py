@@ -21,7 +21,7 @@ from sqlalchemy.dialects.sqlite import REAL
 from sqlalchemy.schema import SchemaItem
 from sqlalchemy.types import TypeEngine
 
-HEAD = "0001"  # the Alembic revision this code reads and writes; a test holds it to db/versions/
+HEAD = "0002"  # the Alembic revision this code reads and writes; a test holds it to db/versions/
 
 METADATA = MetaData(
     naming_convention={
@@ -158,7 +158,18 @@ serving = _table(
     CheckConstraint("epoch > 0", name="epoch"),
 )
 
-# A trial without an end was cut short: its process died with the candidate in it.
+# Who may measure on a device. The latest of a device and machine is in force; an older one cannot write any more.
+leases = _table(
+    "leases",
+    _id(),
+    _text("hw_id"),
+    _text("machine"),
+    _text("holder"),
+    _text("created_at"),
+)
+Index(None, leases.c.hw_id, leases.c.machine)
+
+# A trial without an end was cut short: the tuner, or the machine, ended with the candidate in a worker.
 trials = _table(
     "trials",
     _id(),
@@ -167,6 +178,7 @@ trials = _table(
     _text("op"),
     _text("stage"),
     _text("created_at"),
+    Column("boot", Text, nullable=False, server_default=""),
     CheckConstraint("stage IN ('worker', 'client')", name="stage"),
 )
 trial_ends = _table(

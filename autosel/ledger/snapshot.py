@@ -105,6 +105,13 @@ def write(path: Path, made: Mapping[str, Any]) -> None:
         ) from error
 
 
+def sweep(path: Path) -> None:
+    """Remove what killed writers left half written; only for the one who may replace the file now."""
+    for left in path.parent.glob(f".{path.name}.*"):
+        with suppress(OSError):
+            left.unlink()
+
+
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

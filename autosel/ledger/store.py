@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from autosel import settings
 from autosel.errors import LedgerError, ParityError, UnknownName
 from autosel.ledger import containment, intake, migrate, rows, snapshot
 from autosel.ledger import schema as t
-from autosel.ledger.containment import Quarantine, Stage, Strike
-from autosel.ledger.engine import Database, private_folder, refuse_shared
+from autosel.ledger.containment import Quarantine, Strike
+from autosel.ledger.engine import BUSY_S, OPEN_S, Database, private_folder, refuse_shared
 from autosel.ledger.key import LengthRange, budget_key, overlap, serving_key
-from autosel.ledger.locks import device_lock, publish_lock
+from autosel.ledger.locks import InUseError, device_lock, publish_lock, whoami
 from autosel.ledger.rows import Stored
 from autosel.values import (
     Arm,
@@ -87,7 +87,8 @@ def open_ledger(url: str | None = None, home: Path | None = None) -> Ledger:
     migrate.upgrade(database)
     if ledger.writable:
         intake.take_in(ledger)
-        ledger.publish()
+        with suppress(InUseError):  # whoever is publishing now, or waits to, publishes what is there
+            ledger.publish(patience_s=OPEN_S)
     return ledger
 
 
@@ -97,6 +98,8 @@ class Ledger:
     def __init__(self, database: Database, home: Path) -> None:
         self._database, self.home = database, home
         self._documents: dict[int, dict[str, Any]] = {}
+        self._leases: dict[str, int] = {}  # of the devices we hold
+        self._trials: set[int] = set()  # open ones
 
     def __enter__(self) -> Ledger:
         return self
@@ -144,6 +147,7 @@ class Ledger:
         considered = {a.digest for a, _ in parities} | {arm.digest, baseline.digest, *entrants}
 
         def write(c: Connection) -> int:
+            self._refuse_stale(c, hw_id)
             if state in ("promoted", "pinned") and arm.digest != baseline.digest:
                 _refuse_unproven(arm, state, parities)
                 _refuse_quarantined(arm, containment.active(c, hw_id, workload.op))
@@ -253,10 +257,12 @@ class Ledger:
 
     # --- what serves ------------------------------------------------------------------------------------------------
 
-    def publish(self) -> None:
+    def publish(self, *, patience_s: float = BUSY_S) -> None:
         """Replace the snapshot by what serves now. Raises LedgerError: stored, but not yet visible to `best()`."""
-        with publish_lock(self.home):  # read under the lock, so that the last to publish publishes the latest
-            snapshot.publish(self.home / snapshot.FILE, self.export())
+        path = self.home / snapshot.FILE
+        with publish_lock(self.home, patience_s):  # read under the lock: the last to publish publishes the latest
+            snapshot.sweep(path)
+            snapshot.publish(path, self.export())
 
     def serving(self) -> tuple[Served, ...]:
         with self._database.reading() as c:
@@ -351,34 +357,77 @@ class Ledger:
     def lock(self, hw_id: str) -> Iterator[list[Strike]]:
         """The device is ours to measure on; LedgerError at once, naming the holder, if it is another's.
 
-        Gives the arms whose trial a predecessor's death cut short; those struck out are in quarantine already.
+        Gives the arms whose trial a predecessor's death cut short; those struck out are in quarantine already. Should
+        the lock get lost, and another take the device, what we measured can no longer be stored.
         """
         with device_lock(self.home, hw_id):
-            yield self.close_abandoned(hw_id, "worker") if self.writable else []
+            if not self.writable:
+                yield []
+                return
+            strikes = self._take_over(hw_id)
+            try:
+                yield strikes
+            finally:
+                with suppress(LedgerError):
+                    self._stop_trials()
+                self._leases.pop(hw_id, None)
 
-    def close_abandoned(self, hw_id: str, stage: Stage) -> list[Strike]:
+    def _take_over(self, hw_id: str) -> list[Strike]:
+        """A new lease, which ends all earlier ones; what their holders left open is closed."""
         with self._database.writing() as c:
-            found = containment.close_abandoned(c, hw_id, stage)
-        for strike in found:
-            if strike.out:
-                reason = f"{strike.strikes} of its trials ended with the process"
-                self.quarantine(strike.arm, hw_id=hw_id, op=strike.op, cause=containment.CUT_SHORT, reason=reason)
+            values = {"hw_id": hw_id, "machine": containment.machine(), "holder": whoami(), "created_at": rows.now()}
+            lease = rows.insert(c, t.leases, **values)
+            found = containment.close_abandoned(c, hw_id)
+            for strike in found:
+                if strike.out:
+                    held = strike.arm.build or strike.arm.digest
+                    cause, evidence = containment.CUT_SHORT, {"strikes": strike.strikes}
+                    _hold(c, strike.arm, held, hw_id, strike.op, cause, strike.reason, evidence)
+        self._leases[hw_id] = lease
+        if any(strike.out for strike in found):
+            self.publish()
         return found
 
+    def _refuse_stale(self, c: Connection, hw_id: str) -> None:
+        """Raise LedgerError if we held the device, and another has taken it since."""
+        if hw_id not in self._leases:
+            return
+        lease = t.leases.c
+        mine = sa.and_(lease.hw_id == hw_id, lease.machine == containment.machine())
+        query = sa.select(lease.id, lease.holder, lease.created_at).where(mine).order_by(lease.id.desc()).limit(1)
+        last = c.execute(query).one()
+        if last.id != self._leases[hw_id]:
+            raise LedgerError(
+                "another process has taken this device over: what was measured here since is not stored",
+                why=f"{last.holder} took it at {last.created_at[:19]}Z; was the folder of locks deleted?",
+                todo="let it finish, then run the command again",
+            )
+
     @contextmanager
-    def trial(self, hw_id: str, op: str, arm: Arm, stage: Stage = "worker") -> Iterator[int]:
+    def trial(self, hw_id: str, op: str, arm: Arm) -> Iterator[int]:
         """Journal that an arm is about to run; closed on leaving, also by an exception or Ctrl-C."""
         with self._database.writing() as c:
-            trial_id = containment.open_trial(c, hw_id, op, arm, stage)
-        outcome = "finished"
+            self._refuse_stale(c, hw_id)
+            trial_id = containment.open_trial(c, hw_id, op, arm)
+            self._trials.add(trial_id)
+        outcome = containment.FINISHED
         try:
             yield trial_id
         except BaseException as error:
             outcome = type(error).__name__
             raise
         finally:
-            with self._database.writing() as c:
-                containment.close_trial(c, trial_id, outcome)
+            self._close_trial(trial_id, outcome)
+
+    def _close_trial(self, trial_id: int, outcome: str) -> None:
+        with suppress(KeyError), self._database.writing() as c:
+            self._trials.remove(trial_id)  # KeyError: stopped meanwhile, by another thread
+            containment.close_trial(c, trial_id, outcome)
+
+    def _stop_trials(self) -> None:
+        """A thread that Ctrl-C did not wait for may still be in a trial: that is no strike."""
+        for trial_id in sorted(self._trials):
+            self._close_trial(trial_id, "stopped")
 
     def quarantine(
         self,
@@ -394,23 +443,7 @@ class Ledger:
     ) -> int:
         """Hold a build (`digest`; default the arm's) of an op on a device; where it served, the baseline does now."""
         with self._database.writing() as c:
-            made = containment.put_quarantine(
-                c,
-                arm,
-                digest=digest or arm.digest,
-                hw_id=hw_id,
-                op=op,
-                driver=driver,
-                cause=cause,
-                reason=reason,
-                evidence=evidence or {},
-            )
-            here = sa.and_(t.decisions.c.hw_id == hw_id, t.decisions.c.op == op)
-            for s in rows.fetch(c, rows.stored(serving=True).where(here)):
-                same = s.decision.arm.candidate == arm.candidate and s.decision.arm.build == arm.build
-                if same and s.arm_id != s.baseline_id:
-                    key = f"quarantine-{made}-{s.decision.id}"
-                    _follow(c, s, state="quarantined", arm_id=s.baseline_id, reason=reason, key=key)
+            made = _hold(c, arm, digest or arm.digest, hw_id, op, cause, reason, evidence or {}, driver)
         self.publish()
         return made
 
@@ -430,6 +463,7 @@ class Ledger:
         """Debit an attempt's false-promotion bound from `budget_key(...)`'s lifetime; False, and nothing debited, when
         it no longer fits."""
         with self._database.writing() as c:
+            self._refuse_stale(c, key.partition("/")[0])
             if _spent(c, key) + amount > LIFETIME_BUDGET * (1 + 1e-9):
                 return False
             rows.insert(c, t.debits, key=key, amount=amount, reason=reason, created_at=rows.now())
@@ -442,6 +476,7 @@ class Ledger:
     def save_aa(self, hw_id: str, time_class: str, crossings: Iterable[bool]) -> None:
         """Store A/A sessions: did a clone of the baseline cross the threshold against it?"""
         with self._database.writing() as c:
+            self._refuse_stale(c, hw_id)
             for crossed in crossings:
                 values = {"hw_id": hw_id, "time_class": time_class, "crossed": int(crossed), "created_at": rows.now()}
                 rows.insert(c, t.aa_sessions, **values)
@@ -646,6 +681,30 @@ def _still_holds(found: Stored, now: set[str]) -> bool:
         return True
     undecided = d.verdict is not None and d.verdict.outcome == "undecided"
     return not undecided and now <= set(found.entrants)
+
+
+def _hold(
+    c: Connection,
+    arm: Arm,
+    digest: str,
+    hw_id: str,
+    op: str,
+    cause: str,
+    reason: str,
+    evidence: Mapping[str, Any],
+    driver: str = "",
+) -> int:
+    """Quarantine a build; where it served, the baseline does now."""
+    made = containment.put_quarantine(
+        c, arm, digest=digest, hw_id=hw_id, op=op, driver=driver, cause=cause, reason=reason, evidence=evidence
+    )
+    here = sa.and_(t.decisions.c.hw_id == hw_id, t.decisions.c.op == op)
+    for s in rows.fetch(c, rows.stored(serving=True).where(here)):
+        same = s.decision.arm.candidate == arm.candidate and s.decision.arm.build == arm.build
+        if same and s.arm_id != s.baseline_id:
+            key = f"quarantine-{made}-{s.decision.id}"
+            _follow(c, s, state="quarantined", arm_id=s.baseline_id, reason=reason, key=key)
+    return made
 
 
 # --- evidence -----------------------------------------------------------------------------------------------------

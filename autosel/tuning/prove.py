@@ -77,12 +77,23 @@ def _prepare(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
     if missing and tuning.clock() > tuning.deadline:  # a compiler may have taken the rest
         return []
     tuning.tally.stage("parity", way.candidate.name, 0, 0)
-    found = iter(check_all([proof_of(way, job.workload) for job, way in missing], fp=tuning.fp) if missing else [])
+    found = iter(_on_trial(tuning, missing) if missing else [])
     for index, (job, way) in enumerate(members):
         if known[index] is None:
             known[index] = parity = next(found)
             tuning.ledger.save_parity(tuning.fp.hw_id, job.workload, way.arm, parity)
     return [parity for parity in known if parity is not None]
+
+
+def _on_trial(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
+    """Run the proofs of one build; the ledger keeps who was running, should this process or the machine not survive it.
+    PyTorch's own ways are not journaled: the baseline, one of them, can never be held back."""
+    proofs = [proof_of(way, job.workload) for job, way in members]
+    way = members[0][1]
+    if way.arm.backend == "TORCH":
+        return check_all(proofs, fp=tuning.fp)
+    with tuning.ledger.trial(tuning.fp.hw_id, way.candidate.op, way.arm):
+        return check_all(proofs, fp=tuning.fp)
 
 
 def proof_of(way: Way, w: Workload) -> Proof:

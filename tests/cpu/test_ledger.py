@@ -8,13 +8,14 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autosel.errors import BadConfig, LedgerError, ParityError, UnknownName
-from autosel.ledger import Ledger, open_ledger, snapshot
+from autosel.ledger import Ledger, containment, open_ledger, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.key import budget_key
 from autosel.values import (
@@ -308,13 +309,50 @@ def test_quarantine_takes_the_arm_out_everywhere_and_keeps_it_out(ledger: Ledger
     assert record(ledger, "d").state == "promoted"
 
 
-def test_trials_cut_short_by_a_killed_tuner_quarantine_on_the_second(home: Path) -> None:
+DIE_IN_A_TRIAL = "with ledger.lock(FP.hw_id), ledger.trial(FP.hw_id, 'attn', CPP): die()"
+
+
+def struck(home: Path) -> list[tuple[str, int, bool]]:
+    """What the next tuner is told: (candidate, strikes, held from now on?)."""
+    with open_ledger(home=home) as ledger, ledger.lock(FP.hw_id) as found:
+        return [(s.arm.candidate, s.strikes, s.out) for s in found]
+
+
+def test_a_candidate_whose_trials_ended_with_the_machine_twice_in_a_row_is_held(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(open_ledger(home=home))
     for strikes in (1, 2):
-        run_and_kill(home, "with ledger.lock(FP.hw_id), ledger.trial(FP.hw_id, 'attn', CPP): die()")
-        ledger = open_ledger(home=home)
-        with ledger.lock(FP.hw_id) as found:
-            assert [(s.arm, s.strikes, s.out) for s in found] == [(CPP, strikes, strikes == 2)]
-        assert (CPP.digest in ledger.quarantined(FP.hw_id, "attn")) == (strikes == 2)
+        run_and_kill(home, DIE_IN_A_TRIAL)
+        monkeypatch.setattr(containment, "boot", lambda strikes=strikes: f"boot {strikes}")
+        assert struck(home) == [("cpp:attn", strikes, strikes == 2)]
+        assert struck(home) == []
+        monkeypatch.undo()
+    held = open_ledger(home=home).quarantined(FP.hw_id, "attn")[CPP.digest]
+    assert held.reason == "the machine went down 2 times while it was tried"
+    (row,) = read_snapshot(home).rows
+    assert (row.decision.state, row.decision.arm) == ("quarantined", BASELINE)
+
+
+def test_a_candidate_that_five_killed_tunes_in_a_row_could_not_get_past_is_held(home: Path) -> None:
+    for strikes in (1, 2, 3):
+        run_and_kill(home, DIE_IN_A_TRIAL)
+        assert struck(home) == [("cpp:attn", strikes, False)]
+    ledger = open_ledger(home=home)
+    with ledger.lock(FP.hw_id), ledger.trial(FP.hw_id, "attn", CPP):
+        """It gets to the end of a trial: whatever ended the others was not this candidate."""
+    for strikes in (1, 2, 3, 4, 5):
+        run_and_kill(home, DIE_IN_A_TRIAL)
+        assert struck(home) == [("cpp:attn", strikes, strikes == 5)]
+    assert CPP.digest in ledger.quarantined(FP.hw_id, "attn")
+
+
+def test_a_trial_that_ctrl_c_leaves_running_in_a_thread_is_no_strike(ledger: Ledger, home: Path) -> None:
+    with ExitStack() as thread:
+        with ledger.lock(FP.hw_id):
+            thread.enter_context(ledger.trial(FP.hw_id, "attn", CPP))
+        assert struck(home) == []
+    assert struck(home) == []
 
 
 def test_a_trial_that_raises_is_closed_and_is_no_strike(ledger: Ledger) -> None:
