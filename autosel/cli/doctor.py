@@ -146,12 +146,13 @@ def _ledger(what: str) -> Iterator[Finding]:
 
 
 def _calibration(short: tuple[int, int], long: tuple[int, int]) -> Iterator[Finding]:
-    from autosel.race.plan import AA_SESSIONS, SAMPLE_NS, margin
+    from autosel.race.plan import SAMPLE_NS, margin, quiet_sessions_needed
 
     for name, (sessions, crossings) in (("short ops", short), ("long ops", long)):
         m = margin(sessions, crossings, SAMPLE_NS)
         text = f"{name}: minimum effect {m.delta:.0%}; {crossings} of {sessions} A/A sessions crossed"
-        todo = "" if m.calibrated else f"{max(0, AA_SESSIONS - sessions)} more quiet A/A sessions (each tune adds some)"
+        needed = quiet_sessions_needed(sessions, crossings)
+        todo = f"{needed} more quiet A/A sessions (each tune adds some)" if needed else ""
         yield Finding(what="margin", level="ok" if m.calibrated else "note", text=text, todo=todo)
 
 

@@ -101,20 +101,28 @@ def margin(aa_sessions: int, aa_crossings: int, sample_ns: float, alpha_session:
 def calibrated(sessions: int, crossings: int, limit: Fraction = Fraction(1, 20)) -> bool:
     """Do so many crossings show pi <= limit, with 95 % confidence, however often one has looked?
 
-    A history grows with every tune, and whoever waits for it looks after each session: an interval for a fixed number of
-    sessions would in the end clear one device in five whose pi is at the limit. Therefore a likelihood ratio against
+    A history grows with every tune, and whoever waits for it looks after each session: an interval for a fixed number
+    of sessions would in the end clear one device in five whose pi is at the limit. Therefore a likelihood ratio against
     pi >= limit, as for pairs: of "never", and of all rates in (0, limit) alike.
     """
     a, b = limit.as_integer_ratio()
 
     def mass(n: int, k: int) -> int:
         """P[Bin(n, limit) = k], times b^n."""
-        return comb(n, k) * a**k * (b - a) ** (n - k)
+        return int(comb(n, k) * a**k * (b - a) ** (n - k))
 
     never = Fraction(b, b - a) ** sessions if crossings == 0 else 0
     above = b ** (sessions + 1) - sum(mass(sessions + 1, j) for j in range(crossings + 1))
     rarely = Fraction(above, a * (sessions + 1) * mass(sessions, crossings))
     return AA_ALL_QUIET * never + (1 - AA_ALL_QUIET) * rarely >= AA_CONFIDENCE
+
+
+def quiet_sessions_needed(sessions: int, crossings: int) -> int:
+    """How many more A/A sessions, none of them crossing, would calibrate this device."""
+    more = 0
+    while not calibrated(sessions + more, crossings):
+        more += 1
+    return more
 
 
 def clopper_pearson_upper(n: int, x: int, confidence: float = 0.95) -> float:

@@ -9,22 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from random import Random
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autosel.guard.detector import ALARM, Detector
+from autosel.guard.detector import ALARM, STEP, Detector
 from autosel.ledger.store import LIFETIME_BUDGET
 from autosel.race.evidence import ALPHA_SESSION, E_TAIL, crossed
 from autosel.race.judge import CLONE, judge
-from autosel.race.plan import DELTA_CALIBRATED, DELTA_UNCALIBRATED, SESSIONS, Margin, Plan, clopper_pearson_upper, plan
+from autosel.race.plan import (
+    DELTA_CALIBRATED,
+    DELTA_UNCALIBRATED,
+    SESSIONS,
+    Margin,
+    Plan,
+    calibrated,
+    clopper_pearson_upper,
+    plan,
+)
 from autosel.values import Session
 from benchmarks.peers_rules import RULES
-from tests.null.synthetic import CHUNK, NOISES, Setting, attempt, confirmed, screened, won
+from tests.null.synthetic import CHUNK, NOISES, Factors, Noise, Setting, attempt, confirmed, screened, won
 
 Must = Literal["at most", "at least", "fail", "shown"]
 SHORT, LONG = plan(2e3), plan(2e6)
@@ -217,50 +228,64 @@ def boundary() -> Iterator[Cell]:
         )
 
 
-# Where .99 is not reached, and why; reported all the same.
-OUT_OF_REACH = {
-    ("position_effect", DELTA_CALIBRATED, "short"),  # coming second costs 3 %, as much as the effect beyond the margin
-    ("position_effect", DELTA_CALIBRATED, "long"),
-    ("pareto_spikes", DELTA_CALIBRATED, "long"),  # the tail gate gives up after 720 samples: at a rate of 5 %, .965
-    ("pareto_spikes", DELTA_UNCALIBRATED, "long"),
-}
+# (truly so much faster, margin): 5 % at the calibrated margin, and 5 % beyond the uncalibrated one.
+FASTER = ((1.05, DELTA_CALIBRATED), (1.05 * 1.05, DELTA_UNCALIBRATED))
+# Where coming second costs 3 %, half of the pairs of a candidate that leads by no more than 3 % beyond the margin are
+# lost whoever is faster: no rule that compares within pairs can tell. Reported; promised from 5 % beyond both.
+OUT_OF_REACH = {("position_effect", 1.05)}
+BEYOND_THE_SLOT = 1.05 * 1.03
 
 
 def power() -> Iterator[Cell]:
-    """Truly faster candidates: 5 % faster at the calibrated margin, and 5 % beyond the uncalibrated one."""
+    """Truly faster candidates."""
     for noise in NOISES:
+        slot = [(BEYOND_THE_SLOT, DELTA_CALIBRATED)] if noise == "position_effect" else []
         for form in (SHORT, LONG):
-            for ratio, delta in ((1.05, DELTA_CALIBRATED), (1.05 * 1.05, DELTA_UNCALIBRATED)):
+            for ratio, delta in (*FASTER, *slot):
                 yield Cell(
                     study="power",
                     what=f"{ratio - 1:.0%} faster, {delta:.0%}, {form.time_class}",
                     noise=noise,
                     count=partial(attempts, setting(ratio, noise, form, delta)),
-                    must="shown" if (noise, delta, form.time_class) in OUT_OF_REACH else "at least",
+                    must="shown" if (noise, ratio) in OUT_OF_REACH else "at least",
                     limit=POWER,
                 )
 
 
 def three_arms() -> Iterator[Cell]:
     """A challenger twice as fast as the baseline, against an incumbent that is as fast, or faster by 3 %."""
+    for noise, form, behind in product(NOISES, (SHORT, LONG), (0.0, 0.03)):
+        ns = 2_000.0 if form is SHORT else 2_000_000.0
+        s = Setting(
+            true_ns={"base": 2 * ns, "incumbent": ns, "same": ns * (1 + behind)},
+            noise=NOISES[noise],
+            plan=form,
+            margin=margin_of(DELTA_CALIBRATED),
+            incumbent="incumbent",
+        )
+        yield Cell(
+            study="three arms",
+            what=f"challenger {behind:.0%} slower, {form.time_class}",
+            noise=noise,
+            count=partial(attempts, s, nominate="same"),
+            must="at most",
+            limit=NOMINAL,
+        )
+
+
+def selection() -> Iterator[Cell]:
+    """Eight candidates exactly at the margin, of which screening sends its favourite on."""
     for noise in NOISES:
-        for behind in (0.0, 0.03):
-            true_ns = {"base": 4_000.0, "incumbent": 2_000.0, "same": 2_000.0 * (1 + behind)}
-            s = Setting(
-                true_ns=true_ns,
-                noise=NOISES[noise],
-                plan=SHORT,
-                margin=margin_of(DELTA_CALIBRATED),
-                incumbent="incumbent",
-            )
-            yield Cell(
-                study="three arms",
-                what=f"challenger {behind:.0%} slower, nominated",
-                noise=noise,
-                count=partial(attempts, s, nominate="same"),
-                must="at most",
-                limit=NOMINAL,
-            )
+        s = setting(1 + DELTA_UNCALIBRATED, noise, LONG, DELTA_UNCALIBRATED)
+        eight = {"base": s.true_ns["base"]} | {f"candidate {i}": s.true_ns["same"] for i in range(8)}
+        yield Cell(
+            study="selection",
+            what="attempt, 5%, long",
+            noise=noise,
+            count=partial(attempts, replace(s, true_ns=eight)),
+            must="at most",
+            limit=NOMINAL,
+        )
 
 
 # --- luck that is fixed inside a process ------------------------------------------------------------------------------
@@ -270,14 +295,14 @@ SPREADS = (0.01, 0.014, 0.02, 0.03)
 
 def session_bias() -> Iterator[Cell]:
     """Each session draws luck of its own for each arm: no number of pairs averages it away, only sessions do."""
-    for form, noise in ((SHORT, "iid"), (SHORT, "ar1"), (LONG, "iid")):
-        for spread in SPREADS:
-            s = setting(1.0, noise, form, DELTA_CALIBRATED, session_spread=spread)
-            share = partial(Cell, study="session bias", noise=noise)
-            name = f"{spread:.1%} luck, {form.time_class}"
-            yield share(what=f"{name}: pi", count=partial(aa, s), must="shown", limit=1.0)
-            yield share(what=f"{name}: session", count=partial(sessions, s), must="shown", limit=1.0)
-            yield share(what=f"{name}: attempt", count=partial(biased_attempts, s), must="at most", limit=NOMINAL)
+    steady = [("iid", form, spread) for form in (SHORT, LONG) for spread in SPREADS]
+    for noise, form, spread in (*steady, *((noise, SHORT, 0.02) for noise in NOISES if noise != "iid")):
+        s = setting(1.0, noise, form, DELTA_CALIBRATED, session_spread=spread)
+        share = partial(Cell, study="session bias", noise=noise)
+        name = f"{spread:.1%} luck, {form.time_class}"
+        yield share(what=f"{name}: pi", count=partial(aa, s), must="shown", limit=1.0)
+        yield share(what=f"{name}: session", count=partial(sessions, s), must="shown", limit=1.0)
+        yield share(what=f"{name}: attempt", count=partial(biased_attempts, s), must="at most", limit=NOMINAL)
 
 
 def aa(s: Setting, races: int, random: Random) -> Count:
@@ -298,6 +323,42 @@ def biased_attempts(s: Setting, races: int, random: Random) -> Count:
     found = attempts(s, races, random, nominate="same")
     bound = max(calibration.events / calibration.races, ALPHA_SESSION) ** SESSIONS
     return Count(events=found.events, races=races, limit=bound)
+
+
+# --- who gets the narrow margin ---------------------------------------------------------------------------------------
+
+LOOKS = 400  # A/A sessions of a device, after each of which somebody looks
+
+
+def calibration() -> Iterator[Cell]:
+    """Devices whose A/A sessions cross with probability pi: who is ever believed to cross in at most .05 of them?"""
+    ours = partial(Cell, study="calibration", noise="iid")
+    first, usual = first_looks(calibrated), first_looks(_by_interval)
+    for pi in (ALPHA_SESSION, 0.07):
+        yield ours(what=f"pi {pi:.2f}", count=partial(believed, first, pi), must="at most", limit=ALPHA_SESSION)
+    for pi in (0.02, 0.01, 0.0):
+        yield ours(what=f"pi {pi:.2f}", count=partial(believed, first, pi), must="shown", limit=1.0)
+    yield ours(what="pi 0.05, by an interval", count=partial(believed, usual, 0.05), must="fail", limit=0.05)
+
+
+def first_looks(shown: Callable[[int, int], bool]) -> list[int]:
+    """By number of crossings: after how many sessions it is first shown; in so far as LOOKS are enough."""
+    looks, sessions = [], 1
+    while True:
+        sessions = next((n for n in range(sessions, LOOKS + 1) if shown(n, len(looks))), 0)
+        if not sessions:
+            return looks
+        looks.append(sessions)
+
+
+def _by_interval(sessions: int, crossings: int) -> bool:
+    return clopper_pearson_upper(sessions, crossings) <= ALPHA_SESSION
+
+
+def believed(looks: Sequence[int], pi: float, races: int, random: Random) -> Count:
+    """A device is believed if its crossing number x + 1 comes after look x, for any x."""
+    gaps = _numpy(random).geometric(max(pi, 1e-12), (races, len(looks)))
+    return Count(events=int((np.cumsum(gaps, axis=1) > np.array(looks)).any(axis=1).sum()), races=races)
 
 
 # --- many attempts ----------------------------------------------------------------------------------------------------
@@ -417,6 +478,47 @@ def usual(name: str, noise: str, races: int, random: Random) -> Count:
     return Count(events=int(rule.decide(base, own).sum()), races=races)
 
 
+# --- demotion ---------------------------------------------------------------------------------------------------------
+
+SHADOW = 1_000  # shadow pairs
+SLOWER = 1.05
+
+
+def demotion() -> Iterator[Cell]:
+    """A served kernel as fast as the baseline is rarely demoted; one that has become slower, soon."""
+    for noise in NOISES:
+        share = partial(Cell, study="demotion", noise=noise)
+        alarms = partial(demoted, noise, 1.0, SHADOW)
+        yield share(what="as fast: within 1000 pairs", count=alarms, must="at most", limit=SHADOW / ALARM)
+        found = partial(demoted, noise, SLOWER, SHADOW // 2)
+        yield share(what="5% slower: within 500 pairs", count=found, must="at least", limit=POWER)
+
+
+def demoted(noise: str, slower: float, pairs: int, races: int, random: Random) -> Count:
+    """Shadow pairs of one call an arm, in coin-flipped order."""
+    rng = _numpy(random)
+    times = np.array([_one_call_each(NOISES[noise](), rng, pairs) for _ in range(races)])
+    served_second = rng.random((races, pairs)) < 0.5
+    first, second = times[..., 0], times[..., 1]
+    lost = np.where(served_second, slower * second > first, slower * first > second)
+    return Count(events=int(alarmed(lost).sum()), races=races)
+
+
+def alarmed(lost: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Does a Detector ever speak? Of each row of pairs, all rows at once."""
+    value, alarm = np.zeros(len(lost)), np.zeros(len(lost), dtype=bool)
+    for step in np.where(lost, 1 + STEP, 1 - STEP).T:
+        value = (value + 1) * step
+        alarm |= value >= ALARM
+    return alarm
+
+
+def _one_call_each(noise: Noise, rng: np.random.Generator, pairs: int) -> Factors:
+    """The factors of the first and the second call of each pair."""
+    chunks = [noise.factors(rng, start) for start in range(0, 2 * pairs, CHUNK)]
+    return np.concatenate(chunks)[: 2 * pairs].reshape(pairs, 2) * np.array([1.0, noise.later_slots])
+
+
 def _numpy(random: Random) -> np.random.Generator:
     return np.random.Generator(np.random.SFC64(random.getrandbits(64)))
 
@@ -426,10 +528,13 @@ STUDIES: Mapping[str, Callable[[], Iterator[Cell]]] = {
     "boundary": boundary,
     "power": power,
     "three arms": three_arms,
+    "selection": selection,
     "session bias": session_bias,
+    "calibration": calibration,
     "lifetime": lifetime,
     "tail": tail,
     "controls": controls,
+    "demotion": demotion,
 }
 
 
@@ -452,7 +557,7 @@ class Length:
         return self.lost > 0.5 or self.mean + 3 * self.error >= ALARM
 
 
-def demotion(runs: int) -> list[Length]:
+def run_lengths(runs: int) -> list[Length]:
     return [length(lost, runs, Random(f"demotion {lost}")) for lost in (0.5, 0.6, 0.75, 0.9, 1.0)]
 
 

@@ -11,15 +11,24 @@ from dataclasses import replace
 from math import comb
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosel.guard.detector import ALARM
+from autosel.guard.detector import ALARM, Detector
 from autosel.ledger.store import open_ledger
 from autosel.race.evidence import quantile_lower
 from autosel.race.judge import CLONE, beats, has_lost, has_won, nominees, tail_counts, tail_threshold
-from autosel.race.plan import DELTA_CALIBRATED, SESSIONS, margin
+from autosel.race.plan import (
+    AA_SESSIONS,
+    DELTA_CALIBRATED,
+    SESSIONS,
+    calibrated,
+    clopper_pearson_upper,
+    margin,
+    quiet_sessions_needed,
+)
 from autosel.race.session import Trial, screen
 from tests.null import error_rates
 from tests.null.error_rates import LONG, NOMINAL, POWER, RETRIES, SHORT, STUDIES, Rate, attempts, broken, setting
@@ -27,14 +36,17 @@ from tests.null.synthetic import NOISES, attempt, confirmed, screened
 
 # Races a cell, so that all of it takes about twenty seconds of one core.
 RACES = {
-    "identical": 150,
-    "boundary": 80,
-    "power": 25,
-    "three arms": 60,
-    "session bias": 60,
+    "identical": 120,
+    "boundary": 60,
+    "power": 20,
+    "three arms": 40,
+    "selection": 25,
+    "session bias": 40,
+    "calibration": 4_000,
     "lifetime": 60,
-    "tail": 40,
+    "tail": 30,
     "controls": 150,
+    "demotion": 300,
 }
 
 
@@ -176,6 +188,43 @@ def test_a_candidate_at_the_margin_is_nominated_by_luck_and_still_not_promoted()
     assert found.events <= 400 * NOMINAL + 3 * (400 * NOMINAL) ** 0.5
 
 
+# --- who gets the narrow margin ---------------------------------------------------------------------------------------
+
+
+def test_one_crossing_costs_a_device_many_quiet_sessions() -> None:
+    assert [quiet_sessions_needed(x, x) + x for x in range(4)] == [AA_SESSIONS, 222, 267, 308]
+    assert quiet_sessions_needed(58, 0) == 1
+    assert quiet_sessions_needed(60, 0) == 0
+
+
+@given(st.integers(1, 300), st.floats(0.05, 1))
+def test_evidence_of_quiet_sessions_is_not_expected_to_grow_where_they_cross(n: int, pi: float) -> None:
+    """One more session changes the evidence that pi <= .05 by a factor of mean 1 at most, if pi is not."""
+    for x in range(min(n, 4)):
+        mean = pi * evidence(n + 1, x + 1) + (1 - pi) * evidence(n + 1, x)
+        assert mean <= evidence(n, x) * (1 + 1e-9)
+
+
+def evidence(sessions: int, crossings: int) -> float:
+    """What `calibrated` compares with 20, by numerical integration over the rates in (0, .05)."""
+    rates = (np.arange(2_000) + 0.5) * 0.05 / 2_000
+    logs = crossings * np.log(rates / 0.05) + (sessions - crossings) * np.log((1 - rates) / 0.95)
+    never = 0.95**-sessions if crossings == 0 else 0.0
+    return 0.97 * never + 0.03 * float(np.exp(logs).mean())
+
+
+@given(st.integers(1, 500), st.integers(0, 12))
+def test_a_device_is_calibrated_at_twenty_to_one(n: int, x: int) -> None:
+    found = evidence(n, min(x, n))
+    assert calibrated(n, min(x, n)) == (found >= 20) or abs(found - 20) < 1e-3
+
+
+@pytest.mark.parametrize(("n", "x"), [(4_000, 2_000), (20_000, 700)])
+def test_an_interval_of_a_long_history_is_near_the_normal_one(n: int, x: int) -> None:
+    rate = x / n
+    assert clopper_pearson_upper(n, x) == pytest.approx(rate + 1.645 * (rate * (1 - rate) / n) ** 0.5, abs=2 / n)
+
+
 # --- many attempts ----------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +251,15 @@ def test_a_kernel_that_has_become_slower_is_found_in_tens_or_hundreds_of_pairs()
     assert [round(found.mean, -1) for found in lengths[1:]] == [30, 20]
     assert 250 < lengths[0].mean < 350
     assert lengths[2].p95 == lengths[2].mean  # 24 losses in a row, always
+
+
+@given(st.lists(st.lists(st.sampled_from([True, True, False]), min_size=40, max_size=40), min_size=1, max_size=4))
+def test_many_detectors_at_once_are_detectors(rows: list[list[bool]]) -> None:
+    def speaks(row: list[bool]) -> bool:
+        detector = Detector()
+        return any(detector.add(lost) or detector.alarm for lost in row)
+
+    assert list(error_rates.alarmed(np.array(rows))) == [speaks(row) for row in rows]
 
 
 def test_power_is_what_an_attempt_reaches_not_a_session() -> None:

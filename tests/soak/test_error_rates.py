@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.null.error_rates import STUDIES, broken, demotion, measure
+from tests.null.error_rates import STUDIES, broken, measure, run_lengths
 
 RACES = 4_000
 
@@ -18,4 +18,4 @@ def test_rates_are_as_promised_and_the_usual_rules_fail(study: str) -> None:
 
 
 def test_false_alarms_of_the_demotion_rule_are_rare() -> None:
-    assert all(found.holds for found in demotion(1_000))
+    assert all(found.holds for found in run_lengths(1_000))
