@@ -1,0 +1,261 @@
+"""Text in, text out, in token ids: prefill, then one step a token; or, speculating, several tokens a step.
+
+Sequences of a batch may differ in length: shorter prompts are filled up on the right, where causal attention never
+looks back from, and each sequence's next token overwrites the filling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autosel.decode.cache import Cache, make_cache
+from autosel.decode.model import FUSED, Batch, Chain, Decoder
+from autosel.decode.run import GREEDY, Sampling
+from autosel.decode.sample import Sampler
+from autosel.decode.step import Direct, Place, write_step
+from autosel.decode.weights import refuse_other_tokens
+from autosel.errors import UsageError
+
+CHUNK = 2048  # prompt tokens a pass: what a pass allocates stays far below the weights
+NGRAM = 3  # longest run of tokens looked for in the text so far
+
+
+@dataclass(slots=True, kw_only=True)
+class Generated:
+    """`tokens[b]` are the new ones of row b. `passes` counts the forward passes after prefill."""
+
+    tokens: list[list[int]]
+    passes: int = 0
+    logits: list[Tensor] = field(default_factory=list)  # [B, V] of each step, where asked for
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    *,
+    sampling: Sampling = GREEDY,
+    page: int = 0,
+    prealloc: bool = True,
+    speculate: int = 0,
+    stop: frozenset[int] = frozenset(),
+    chain: Chain = FUSED,
+    keep_logits: bool = False,
+    heard: Callable[[list[int]], None] | None = None,
+) -> Generated:
+    """`count` new tokens for each prompt, fewer where one of `stop` comes up (it is the last one then).
+
+    `speculate` K drafts K tokens a step from what the text has said before and keeps those that greedy decoding would
+    have chosen. `heard` gets each step's tokens as they come. Raises UsageError.
+    """
+    asked = [list(p) for p in prompts]
+    _refuse(decoder, asked, count, sampling, speculate)
+    longest = max(map(len, asked)) + count + speculate
+    shape, weights = decoder.shape, decoder.weights
+    cache = make_cache(shape, weights.dtype, rows=len(asked), room=longest, page=page, device=weights.device)
+    with torch.inference_mode():
+        sampler = Sampler(sampling, asked, longest, weights.device)
+        logits = prefill(decoder, cache, asked)
+        token = torch.empty(len(asked), dtype=torch.int64, device=weights.device)
+        sampler.choose(logits, token)
+        told = Generated(tokens=[[t] for t in token.tolist()], logits=[logits.clone()] if keep_logits else [])
+        if heard:
+            heard(token.tolist())
+        if speculate:
+            return _speculating(decoder, cache, asked, told, count, speculate, stop)
+        one = _Written if prealloc else _AtOnce
+        return _decoding(one(decoder, cache, token, asked, chain), sampler, told, count, stop, keep_logits, heard)
+
+
+def _refuse(decoder: Decoder, prompts: list[list[int]], count: int, sampling: Sampling, speculate: int) -> None:
+    if not prompts or not all(prompts):
+        raise UsageError("an empty prompt", why="the first token follows from at least one")
+    if count < 1:
+        raise UsageError(f"{count} tokens to generate", why="at least one is expected")
+    for prompt in prompts:
+        refuse_other_tokens(prompt, decoder.shape)
+    longest = max(map(len, prompts)) + count
+    if longest > decoder.shape.max_context:
+        raise UsageError(
+            f"{longest} tokens, prompt and answer",
+            why=f"{decoder.shape.name} was made for contexts of at most {decoder.shape.max_context}",
+            todo="use a shorter prompt, or generate fewer",
+        )
+    if speculate and not (sampling.greedy and sampling.repetition_penalty == 1.0):
+        raise UsageError("speculation with sampling", why="drafts are checked against greedy decoding", todo="drop one")
+
+
+# --- prefill ---------------------------------------------------------------------------------------------------------
+
+
+def prefill(decoder: Decoder, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Run the prompts; their keys and values are in the cache. Logits [B, V] after each prompt's last token."""
+    device, longest = decoder.weights.device, max(map(len, prompts))
+    for row in range(len(prompts)):
+        cache.reserve(row, longest)
+    filled = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
+    last = torch.tensor([len(p) - 1 for p in prompts], device=device)
+    hidden = torch.empty(len(prompts), decoder.shape.d, dtype=decoder.weights.embedding.dtype, device=device)
+    run = Direct()
+    for start in range(0, longest, CHUNK):
+        part = filled[:, start : start + CHUNK]
+        made = decoder.hidden(run, batch_of(part, start), cache).view(*part.shape, -1)
+        here = (last >= start) & (last < start + part.shape[1])
+        hidden[here] = made[here, last[here] - start]
+    return decoder.logits(run, hidden)
+
+
+def batch_of(tokens: Tensor, start: int) -> Batch:
+    """Tokens [B, S] that follow `start` others in every row."""
+    rows, s = tokens.shape
+    position = torch.arange(start, start + s, device=tokens.device)
+    return Batch(
+        tokens=tokens.reshape(-1),
+        positions=position.repeat(rows),
+        starts=torch.full((rows,), start, dtype=torch.int32, device=tokens.device),
+        lengths=None,
+        max_len=start + s,
+        rows=rows,
+        fresh=start == 0,
+    )
+
+
+# --- decode ----------------------------------------------------------------------------------------------------------
+
+
+class _Written:
+    """Steps by the written list."""
+
+    def __init__(self, decoder: Decoder, cache: Cache, token: Tensor, prompts: list[list[int]], chain: Chain) -> None:
+        self.cache, self.place = cache, Place.at(token, [len(p) for p in prompts])
+        self.step = write_step(decoder, cache, self.place, chain)
+
+    def logits(self) -> Tensor:
+        return self.step.run()
+
+
+class _AtOnce:
+    """Steps op by op, each allocating its result."""
+
+    def __init__(self, decoder: Decoder, cache: Cache, token: Tensor, prompts: list[list[int]], chain: Chain) -> None:
+        self.decoder, self.cache, self.chain = decoder, cache, chain
+        self.place, self.run = Place.at(token, [len(p) for p in prompts]), Direct()
+
+    def logits(self) -> Tensor:
+        return at_once(self.decoder, self.cache, self.place, self.run, self.chain)
+
+
+def at_once(decoder: Decoder, cache: Cache, place: Place, run: Direct, chain: Chain = FUSED) -> Tensor:
+    """One decode step op by op: logits [B, V]."""
+    rows = place.tokens.shape[0]
+    batch = Batch(
+        tokens=place.tokens,
+        positions=place.positions,
+        starts=place.starts,
+        lengths=place.lengths if cache.paged or rows > 1 else None,
+        max_len=place.longest,
+        rows=rows,
+    )
+    return decoder.logits(run, decoder.hidden(run, batch, cache, chain))
+
+
+def _decoding(
+    stepper: _Written | _AtOnce,
+    sampler: Sampler,
+    told: Generated,
+    count: int,
+    stop: frozenset[int],
+    keep_logits: bool,
+    heard: Callable[[list[int]], None] | None,
+) -> Generated:
+    place, done = stepper.place, [bool(stop) and row[-1] in stop for row in told.tokens]
+    lengths = place.lengths.tolist()
+    while not all(done) and len(max(told.tokens, key=len)) < count:
+        for row, length in enumerate(lengths):
+            stepper.cache.reserve(row, length + told.passes)
+        logits = stepper.logits()
+        tokens = sampler.choose(logits, place.tokens).tolist()
+        place.advance()
+        told.passes += 1
+        if keep_logits:
+            told.logits.append(logits.clone())
+        for row, token in enumerate(tokens):
+            if not done[row]:
+                told.tokens[row].append(token)
+                done[row] = token in stop
+        if heard:
+            heard(tokens)
+    return told
+
+
+# --- speculation -----------------------------------------------------------------------------------------------------
+
+
+def draft(text: Sequence[int], count: int) -> list[int]:
+    """What followed the last time the text ended like this: at most `count` tokens, by the longest n-gram found."""
+    for n in range(min(NGRAM, len(text) - 1), 0, -1):
+        ending = list(text[-n:])
+        for start in range(len(text) - n - 1, -1, -1):
+            if list(text[start : start + n]) == ending:
+                return list(text[start + n : start + n + count])
+    return []
+
+
+def _speculating(
+    decoder: Decoder,
+    cache: Cache,
+    prompts: list[list[int]],
+    told: Generated,
+    count: int,
+    speculate: int,
+    stop: frozenset[int],
+) -> Generated:
+    """Each pass is fed the last token and its draft, row by row; a draft token is kept if it is what greedy decoding
+    chose in its place. All rows are fed the same number; what is filled up is never kept."""
+    run, rows, device = Direct(), len(prompts), decoder.weights.device
+    held = [len(p) for p in prompts]  # tokens in the cache
+    done = [row[-1] in stop or len(row) >= count for row in told.tokens]
+    while not all(done):
+        drafts = [[] if done[b] else draft(prompts[b] + told.tokens[b], speculate) for b in range(rows)]
+        s = 1 + max(map(len, drafts))
+        fed = [[told.tokens[b][-1], *drafts[b], *[0] * (s - 1 - len(drafts[b]))] for b in range(rows)]
+        for row in range(rows):
+            cache.reserve(row, held[row] + s)
+        starts = torch.tensor(held, device=device)
+        batch = Batch(
+            tokens=torch.tensor(fed, device=device).view(-1),
+            positions=(starts[:, None] + torch.arange(s, device=device)).view(-1),
+            starts=starts.int(),
+            lengths=(starts + s).int() if cache.paged or rows > 1 else None,
+            max_len=max(held) + s,
+            rows=rows,
+        )
+        chosen = decoder.logits(run, decoder.hidden(run, batch, cache)).argmax(-1).view(rows, s).tolist()
+        told.passes += 1
+        for b in range(rows):
+            if not done[b]:
+                kept = _accepted(drafts[b], chosen[b])
+                done[b] = _append(told.tokens[b], kept, count, stop)
+                held[b] += len(kept)
+    return told
+
+
+def _accepted(drafted: list[int], chosen: list[int]) -> list[int]:
+    """The chosen tokens up to the first that the draft did not foresee, that one included."""
+    agreed = 0
+    while agreed < len(drafted) and drafted[agreed] == chosen[agreed]:
+        agreed += 1
+    return chosen[: agreed + 1]
+
+
+def _append(told: list[int], kept: list[int], count: int, stop: frozenset[int]) -> bool:
+    """Is the row done?"""
+    for token in kept:
+        told.append(token)
+        if token in stop or len(told) >= count:
+            return True
+    return False

@@ -1,0 +1,172 @@
+"""The decoder: Llama, Mistral, Qwen3 and Gemma 3, each op by `best()`.
+
+It is written once, as calls through a `Runner`: one runs them at once (prefill, several tokens a sequence, ops that
+allocate), one writes them down as a flat list of (callable, arguments) with every buffer made beforehand (the decode
+step). Rows are tokens, M = B * S of them: x[M, d].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from autosel.decode.cache import Cache
+from autosel.decode.rope import frequencies
+from autosel.decode.weights import Layer, Weights
+from autosel.models.workloads import ACTIVATION_CODE
+
+# How a block's input becomes its first projection: everything in one op; the residual added by the projection before,
+# then norm and projection apart; or residual and norm in one op, then the projection.
+Form = Literal["fused", "normed", "added"]
+FORMS: tuple[Form, ...] = ("fused", "normed", "added")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Which ops a step is made of. A sandwich of norms (Gemma) leaves no residual for a projection to add."""
+
+    attn: Form = "fused"
+    mlp: Form = "fused"
+
+
+FUSED = Chain()
+
+
+class Runner(Protocol):
+    """Runs ops. `site` names the place in the step, and with it the buffer of the result."""
+
+    def __call__(self, op: str, site: str, *arguments: Any) -> Any: ...
+
+    def embed(self, table: Tensor, tokens: Tensor, scale: float) -> Tensor: ...
+
+    def packed(self, site: str, heads: Tensor) -> Tensor:
+        """[M, H, D] as [M * H, D]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The tokens that one forward pass adds: S of each of B sequences, the first at `starts`.
+
+    `lengths` (None for a single sequence, and in prefill) counts what each sequence holds with them, `max_len` the
+    longest. `fresh`: nothing came before, so attention needs no cache.
+    """
+
+    tokens: Tensor  # int64 [M]
+    positions: Tensor  # int64 [M]
+    starts: Tensor  # int32 [B]
+    lengths: Tensor | None  # int32 [B]
+    max_len: int
+    rows: int
+    fresh: bool = False
+
+    @property
+    def per_row(self) -> int:
+        return self.tokens.shape[0] // self.rows
+
+
+class Decoder:
+    """Weights, the angles of rope, and the order of the ops."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights, self.shape = weights, weights.shape
+        self.inv_freq = frequencies(weights.shape, weights.device)
+        self.norm = (weights.shape.rms_eps, weights.shape.norm_offset)
+
+    def hidden(self, run: Runner, batch: Batch, cache: Cache, chain: Chain = FUSED) -> Tensor:
+        """Tokens -> [M, d], normalised for the output head; their keys and values are in the cache afterwards."""
+        s = self.shape
+        x, branch = run.embed(self.weights.embedding, batch.tokens, s.embedding_scale), None
+        for i, layer in enumerate(self.weights.layers):
+            qkv, x = self._project_qkv(run, x, branch, layer, chain)
+            o = self._attention(run, i, layer, qkv, batch, cache)
+            x, branch = self._leave(run, "o", o, layer.o, x, layer.attn_post_norm, later=chain.mlp == "added")
+            y, x = self._gated(run, x, branch, layer, chain)
+            later = chain.attn == "added"
+            x, branch = self._leave(run, "down", y, layer.down, x, layer.mlp_post_norm, later=later)
+        if branch is not None:
+            return run("add_rmsnorm", "attn add", branch, x, self.weights.norm, *self.norm, 0)[0]  # type: ignore[no-any-return]
+        return run("rmsnorm", "norm", x, self.weights.norm, *self.norm)  # type: ignore[no-any-return]
+
+    def logits(self, run: Runner, hidden: Tensor) -> Tensor:
+        """[M, d] -> [M, V]."""
+        return run("lm_head", "logits", hidden, self.weights.head, 0)  # type: ignore[no-any-return]
+
+    # --- one block's way in ------------------------------------------------------------------------------------------
+
+    def _project_qkv(
+        self, run: Runner, x: Tensor, branch: Tensor | None, layer: Layer, chain: Chain
+    ) -> tuple[Tensor, Tensor]:
+        """(queries, keys and values [M, (Hq + 2 Hkv) D], the residual stream)."""
+        if branch is None and chain.attn == "fused":
+            return run("norm_qkv", "qkv", x, layer.attn_norm, layer.qkv, *self.norm), x
+        h, x = self._normed(run, "attn", x, branch, layer.attn_norm)
+        return run("linear", "qkv", h, layer.qkv, None, None), x
+
+    def _gated(
+        self, run: Runner, x: Tensor, branch: Tensor | None, layer: Layer, chain: Chain
+    ) -> tuple[Tensor, Tensor]:
+        """(act(gate) * up [M, I], the residual stream)."""
+        kind = ACTIVATION_CODE[self.shape.activation]
+        if branch is None and chain.mlp == "fused":
+            return run("gate_up", "gate_up", x, layer.mlp_norm, layer.gate, layer.up, *self.norm, kind), x
+        h, x = self._normed(run, "mlp", x, branch, layer.mlp_norm)
+        gate = run("linear", "gate", h, layer.gate, None, None)
+        up = run("linear", "up", h, layer.up, None, None)
+        if kind == 0:
+            return run("swiglu", "gate_up", gate, up), x
+        return run("geglu", "gate_up", gate, up, int(kind == 2)), x
+
+    def _normed(self, run: Runner, site: str, x: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if branch is None:
+            return run("rmsnorm", f"{site} norm", x, weight, *self.norm), x
+        return run("add_rmsnorm", f"{site} add", branch, x, weight, *self.norm, 0)  # type: ignore[no-any-return]
+
+    # --- and its way out ---------------------------------------------------------------------------------------------
+
+    def _leave(
+        self, run: Runner, site: str, y: Tensor, w: Tensor, x: Tensor, post_norm: Tensor | None, *, later: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(the residual stream, what is yet to be added to it)."""
+        if post_norm is not None:
+            made = run("linear", site, y, w, None, None)
+            return run("add_rmsnorm", f"{site} sandwich", made, x, post_norm, *self.norm, 1)[1], None
+        if later:
+            return x, run("linear", site, y, w, None, None)
+        return run("linear", site, y, w, None, x), None
+
+    # --- attention ---------------------------------------------------------------------------------------------------
+
+    def _attention(self, run: Runner, i: int, layer: Layer, qkv: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        """[M, (Hq + 2 Hkv) D] -> [M, Hq D]."""
+        s, m = self.shape, qkv.shape[0]
+        q, k, v = qkv.view(m, -1, s.D).split((s.Hq, s.Hkv, s.Hkv), 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = run("rmsnorm", "q norm", run.packed("q", q), layer.q_norm, *self.norm).view(m, s.Hq, s.D)
+            k = run("rmsnorm", "k norm", run.packed("k", k), layer.k_norm, *self.norm).view(m, s.Hkv, s.D)
+        q, k = run("rope", "rope", q, k, batch.positions, self.inv_freq[i], s.rope.style)
+        q, k, v = (t.view(batch.rows, batch.per_row, -1, s.D).transpose(1, 2) for t in (q, k, v))
+        run("kv_append", "kv_append", k, v, batch.starts, cache.block_table, cache.k[i], cache.v[i])
+        o = self._attend(run, i, q, k, v, batch, cache)
+        return o.transpose(1, 2).reshape(m, s.Hq * s.D)
+
+    def _attend(
+        self, run: Runner, i: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: Cache
+    ) -> Tensor:
+        scale, window = self.shape.attn_scale, self.window(i, batch.max_len)
+        if batch.fresh:
+            return run("prefill_attn", "attn", q, k, v, scale, window, 0.0)  # type: ignore[no-any-return]
+        past = (cache.k[i], cache.v[i])
+        if cache.block_table is not None:
+            lengths = batch.starts + batch.per_row if batch.lengths is None else batch.lengths
+            return run(  # type: ignore[no-any-return]
+                "paged_attn", "attn", q, *past, cache.block_table, lengths, batch.max_len, scale, window, 0.0
+            )
+        return run("attn", "attn", q, *past, batch.lengths, batch.max_len, scale, window, 0.0)  # type: ignore[no-any-return]
+
+    def window(self, i: int, length: int) -> int:
+        """Layer i's window at a context of `length`: 0 where it cuts nothing, which is another workload's key."""
+        window = self.shape.window if self.shape.layer_types[i] == "sliding" else 0
+        return window if length > window else 0

@@ -1,0 +1,234 @@
+"""Two ways to run the decoder's ops: at once, or as a list written down beforehand.
+
+A written step is plain values: `calls` with op, workload, callable and arguments; the buffers are the arguments. To run
+it is to go through the list; Python then takes a microsecond or two a call and allocates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel import dispatch, ops
+from autosel.decode.cache import Cache
+from autosel.decode.model import FUSED, Batch, Chain, Decoder
+from autosel.dispatch import Bound
+from autosel.ops.contract import DTYPE, Op
+from autosel.values import Workload, length_bucket
+
+ATTENTION = ("attn", "paged_attn")
+
+
+# --- at once ---------------------------------------------------------------------------------------------------------
+
+
+class Direct:
+    """Each op runs as it is called and allocates its result."""
+
+    def __init__(self) -> None:
+        self.best = {name: dispatch.best(name) for name in ops.OPS}
+
+    def __call__(self, op: str, site: str, *arguments: Any) -> Any:
+        return self.best[op](*arguments)
+
+    def embed(self, table: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        x = table[tokens]
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
+
+    def packed(self, site: str, heads: Tensor) -> Tensor:
+        return heads.reshape(-1, heads.shape[-1])
+
+
+# --- written down ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One op of the step. `arguments` are complete, outputs included; those of attention change with the length."""
+
+    op: str  # or "glue": embedding, copies
+    site: str
+    workload: Workload | None
+    function: Callable[..., Any]
+    arguments: list[Any]
+    layer: int = -1  # of attention
+
+
+@dataclass(slots=True, kw_only=True)
+class Place:
+    """Where each sequence stands: the tensors that change from step to step, and their largest on the host."""
+
+    tokens: Tensor  # int64 [B]: what the next step is fed
+    positions: Tensor  # int64 [B]: of those tokens
+    starts: Tensor  # the same, int32
+    lengths: Tensor  # int32 [B]: tokens in the cache once they are appended
+    longest: int
+
+    @staticmethod
+    def at(tokens: Tensor, counts: list[int]) -> Place:
+        """Sequences that hold `counts` tokens, about to be fed `tokens`."""
+        held = torch.tensor(counts, dtype=torch.int64, device=tokens.device)
+        return Place(
+            tokens=tokens.clone(),
+            positions=held,
+            starts=held.int(),
+            lengths=held.int() + 1,
+            longest=max(counts) + 1,
+        )
+
+    def advance(self, count: int = 1) -> None:
+        """Every sequence holds `count` more tokens (fewer, if negative)."""
+        self.positions += count
+        self.starts += count
+        self.lengths += count
+        self.longest += count
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One decode step of B sequences, `logits` [B, V] its result. `place` and the cache are its state.
+
+    `flat` is what runs; `calls` say what each entry is.
+    """
+
+    decoder: Decoder
+    cache: Cache
+    chain: Chain
+    place: Place
+    calls: list[Call]
+    logits: Tensor
+    length: int
+    flat: list[tuple[Callable[..., Any], list[Any]]]
+
+    def run(self) -> Tensor:
+        if self.place.longest != self.length:
+            self._set_length(self.place.longest)
+        for function, arguments in self.flat:
+            function(*arguments)
+        return self.logits
+
+    def _set_length(self, length: int) -> None:
+        """Another bucket, or a window that begins to cut, is another workload: bound anew."""
+        window, before = self.decoder.shape.window, self.length
+        self.length = length
+        same = length_bucket(before) == length_bucket(length) and (before <= window) == (length <= window)
+        for call in self.calls:
+            if call.op in ATTENTION:
+                _lengthen(call, length, self.decoder.window(call.layer, length), bind=not same)
+        if not same:
+            self.flat = [(call.function, call.arguments) for call in self.calls]
+
+
+def write_step(decoder: Decoder, cache: Cache, place: Place, chain: Chain = FUSED) -> Step:
+    """The step as a list, every op bound to what `best()` gives for it and every buffer made."""
+    rows = place.tokens.shape[0]
+    recorder = Recorder(decoder.weights.embedding)
+    batch = Batch(
+        tokens=place.tokens,
+        positions=place.positions,
+        starts=place.starts,
+        lengths=place.lengths if cache.paged or rows > 1 else None,
+        max_len=place.longest,
+        rows=rows,
+    )
+    logits = decoder.logits(recorder, decoder.hidden(recorder, batch, cache, chain))
+    calls = recorder.calls
+    for layer, call in enumerate(c for c in calls if c.op in ATTENTION):
+        call.layer = layer
+    return Step(
+        decoder=decoder,
+        cache=cache,
+        chain=chain,
+        place=place,
+        calls=calls,
+        logits=logits,
+        length=place.longest,
+        flat=[(call.function, call.arguments) for call in calls],
+    )
+
+
+class Recorder:
+    """Writes calls down instead of running them. A site's results have one buffer each, shared by all layers.
+
+    Sharing is right because a site's result is last read before the same site comes again; the residual stream
+    alternates between the sites that write it.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.calls: list[Call] = []
+        self.buffers: dict[tuple[str, int], Tensor] = {}
+        self.bound: dict[str, Bound] = {}
+
+    def __call__(self, op: str, site: str, *arguments: Any) -> Any:
+        contract = ops.find(op)
+        inputs = dict(zip((a.name for a in contract.args), arguments, strict=True))
+        w = contract.workload_of(inputs)
+        if w.key not in self.bound:
+            self.bound[w.key] = dispatch.best(op, like=inputs)
+        outputs = self._outputs(contract, w, site)
+        for out in outputs:
+            held = [t for t in arguments if isinstance(t, Tensor) and t.untyped_storage().data_ptr() == out.data_ptr()]
+            assert not held, f"{site}'s buffer is one of its own arguments"
+        call = Call(op=op, site=site, workload=w, function=self.bound[w.key], arguments=[*arguments, *outputs])
+        self.calls.append(call)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def embed(self, table: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        out = self._buffer("embed", 0, (tokens.shape[0], table.shape[1]), table.dtype)
+        self._glue("embed", _embed, table, tokens, out)
+        if scale != 1.0:
+            self._glue("embed", _scale, out, torch.tensor(scale, dtype=table.dtype, device=table.device))
+        return out
+
+    def packed(self, site: str, heads: Tensor) -> Tensor:
+        m, h, d = heads.shape
+        if m == 1:
+            return heads.view(h, d)
+        out = self._buffer(f"packed {site}", 0, (m, h, d), heads.dtype)
+        self._glue(f"packed {site}", _copy, out, heads)
+        return out.view(m * h, d)
+
+    def _glue(self, site: str, function: Callable[..., Any], *arguments: Any) -> None:
+        self.calls.append(Call(op="glue", site=site, workload=None, function=function, arguments=[*arguments]))
+
+    def _outputs(self, contract: Op, w: Workload, site: str) -> list[Tensor]:
+        inout = {a.name for a in contract.args if a.role == "inout"}
+        specs = [s for s in contract.outputs(w) if s.name not in inout]
+        dtypes = [torch.int64 if s.dtype == "int64" else DTYPE[s.dtype] for s in specs]
+        return [self._buffer(site, n, s.shape, t) for n, (s, t) in enumerate(zip(specs, dtypes, strict=True))]
+
+    def _buffer(self, site: str, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if (site, index) not in self.buffers:
+            self.buffers[site, index] = torch.empty(shape, dtype=dtype, device=self.like.device)
+        found = self.buffers[site, index]
+        assert found.shape == shape and found.dtype == dtype
+        return found
+
+
+def _lengthen(call: Call, length: int, window: int, *, bind: bool) -> None:
+    """The same attention at another length."""
+    contract = ops.find(call.op)
+    names = [a.name for a in contract.args]
+    call.arguments[names.index("max_len")] = length
+    call.arguments[names.index("window")] = window
+    if bind:
+        inputs = dict(zip(names, call.arguments, strict=False))  # the output comes last
+        call.workload = contract.workload_of(inputs)
+        call.function = dispatch.best(call.op, like=inputs)
+
+
+def _embed(table: Tensor, tokens: Tensor, out: Tensor) -> None:
+    torch.index_select(table, 0, tokens, out=out)
+
+
+def _scale(x: Tensor, scale: Tensor) -> None:
+    x.mul_(scale)
+
+
+def _copy(out: Tensor, source: Tensor) -> None:
+    out.copy_(source)
