@@ -16,6 +16,8 @@ from typing import Any
 
 from autosel.errors import BadConfig
 
+FILE_LIMIT_BYTES = 64 << 10
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -42,7 +44,6 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(name="effort", kind=str, default="quick", help="how hard `tune` tries", choices=("quick", "full")),
     Setting(name="budget", kind=float, default=0.0, help="seconds `tune` may take; 0: as long as it needs"),
     Setting(name="cxx", kind=str, default="", help="C++ compiler (default: $CXX, g++, c++)"),
-    Setting(name="threads", kind=int, default=0, help="threads for kernels; 0: by the closed form"),
     Setting(name="log", kind=str, default="warning", help="log level", choices=("debug", "info", "warning", "error")),
 )
 
@@ -65,9 +66,9 @@ def resolve(environment: Mapping[str, str], file: tuple[str, Mapping[str, Any]],
     unknown = set(entries) - {s.name for s in SETTINGS}
     if unknown:
         known = ", ".join(s.name for s in SETTINGS)
-        raise BadConfig(f"{path}: unknown settings {', '.join(sorted(unknown))}", why=f"known: {known}")
+        raise BadConfig(f"{path}: unknown settings {_shortened(_plain(', '.join(sorted(unknown))))}", why=f"known: {known}")
     if "home" in entries:
-        raise BadConfig(f"{path}: home = {entries['home']!r}", why="the file lies in the home: set AUTOSEL_HOME")
+        raise BadConfig(f"{path}: home = {_shown(entries['home'])}", why="the file lies in the home: set AUTOSEL_HOME")
     found: dict[str, Value] = {}
     for setting in SETTINGS:
         if environment.get(setting.variable):
@@ -98,6 +99,11 @@ def db_url() -> str:
 def compiler() -> str:
     """The C++ compiler the user asked for, or the empty string."""
     return get("cxx") or os.environ.get("CXX", "")
+
+
+def cuda_home() -> str:
+    """The folder of the CUDA toolkit the user asked for, or the empty string."""
+    return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH", "")
 
 
 # What a worker process may see of our environment: enough to find programs and libraries; no secret, and no variable by
@@ -137,38 +143,68 @@ def spelling() -> str:
 
 def _home(environment: Mapping[str, str]) -> Path:
     if environment.get("AUTOSEL_HOME"):
-        return Path(environment["AUTOSEL_HOME"]).expanduser().absolute()
+        return _path(environment["AUTOSEL_HOME"], "AUTOSEL_HOME")
     import platformdirs
 
     return Path(platformdirs.user_data_dir("autosel", appauthor=False))
 
 
+def _path(text: str, where: str) -> Path:
+    try:
+        if "\0" in text:
+            raise ValueError("a path has no NUL in it")
+        return Path(text).expanduser().absolute()
+    except (RuntimeError, ValueError) as error:  # ~nobody
+        raise BadConfig(f"{where} = {_shown(text)}", why=str(error), todo="name a folder") from error
+
+
 def _file(path: Path) -> tuple[str, Mapping[str, Any]]:
     try:
-        return str(path), tomllib.loads(path.read_text())
+        with path.open("rb") as file:
+            content = file.read(FILE_LIMIT_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         return str(path), {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        todo = "mend it, or delete it to use the defaults"
-        raise BadConfig(f"{path} is not TOML", why=str(error), todo=todo) from error
     except OSError as error:
-        raise BadConfig(f"{path} cannot be read", why=str(error)) from error
+        raise BadConfig(f"{path} cannot be read", why=error.strerror or str(error)) from error
+    todo = "mend it, or delete it to use the defaults"
+    if len(content) > FILE_LIMIT_BYTES:
+        raise BadConfig(f"{path} is too large", why=f"more than {FILE_LIMIT_BYTES >> 10} KiB", todo=todo)
+    try:
+        return str(path), tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:  # more than TOMLDecodeError: bytes, huge numbers, deep nesting
+        raise BadConfig(f"{path} is not TOML", why=_shortened(str(error)), todo=todo) from error
 
 
 def _parse(setting: Setting, raw: Any, where: str) -> Any:
+    """The value of a setting, given as text or as TOML's own type. Raises BadConfig."""
+    told = f"{where}: {setting.name} = {_shown(raw)}"
     text = str(raw).strip()
     try:
+        if not isinstance(raw, str if setting.kind in (str, Path) else (str, int, float, bool)):
+            raise TypeError
         if setting.kind is bool:
             value: Any = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
         elif setting.kind is Path:
-            value = Path(text).expanduser().absolute()
+            value = _path(text, where)
         else:
             value = setting.kind(text)
-    except (ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError) as error:
         kind = {bool: "yes or no", int: "a whole number", float: "a number"}.get(setting.kind, "text")
-        raise BadConfig(f"{where}: {setting.name} = {text!r}", why=f"{kind} is expected: {setting.help}") from error
+        raise BadConfig(told, why=f"{kind} is expected: {setting.help}") from error
     if setting.kind in (int, float) and not 0 <= value < float("inf"):
-        raise BadConfig(f"{where}: {setting.name} = {text!r}", why=f"a number from 0 is expected: {setting.help}")
+        raise BadConfig(told, why=f"a number from 0 is expected: {setting.help}")
     if setting.choices and value not in setting.choices:
-        raise BadConfig(f"{where}: {setting.name} = {text!r}", why=f"one of {', '.join(setting.choices)}")
+        raise BadConfig(told, why=f"one of {', '.join(setting.choices)}")
     return value
+
+
+def _shown(value: Any) -> str:
+    return _shortened(repr(value))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _plain(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)

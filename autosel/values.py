@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -471,7 +472,8 @@ def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
 
 
 def parse_json(text: str | bytes, *, what: str = "document", depth: int = 32) -> Any:
-    """Strict JSON: refuses NaN/Infinity, duplicate keys and deep nesting, which Python's parser lets through.
+    """Strict JSON: refuses NaN, infinity (1e999 too), duplicate keys, deep nesting and lone surrogates, all of which
+    Python's parser lets through.
 
     Raises ValueError that names `what`.
     """
@@ -485,11 +487,16 @@ def parse_json(text: str | bytes, *, what: str = "document", depth: int = 32) ->
     def refuse(name: str) -> Any:
         raise ValueError(f"{what}: {name} is not JSON")
 
+    def finite(digits: str) -> float:
+        number = float(digits)
+        return number if math.isfinite(number) else refuse(digits[:40])
+
     try:
-        data = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+        data = json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
     except (RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"{what}: {type(error).__name__}") from error
     _refuse_depth(data, depth, what)
+    _refuse_surrogates(data, what)
     return data
 
 
@@ -499,3 +506,11 @@ def _refuse_depth(data: Any, left: int, what: str) -> None:
     items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
     for item in items:
         _refuse_depth(item, left - 1, what)
+
+
+def _refuse_surrogates(data: Any, what: str) -> None:
+    """Half a character is not text: it can be neither stored nor printed."""
+    if isinstance(data, str) and not data.isascii() and any("\ud800" <= c <= "\udfff" for c in data):
+        raise ValueError(f"{what}: a lone surrogate is not text")
+    for item in (*data, *data.values()) if isinstance(data, dict) else data if isinstance(data, list) else ():
+        _refuse_surrogates(item, what)

@@ -87,7 +87,8 @@ def describe(error: BaseException) -> dict[str, str]:
         lines = "".join(traceback.format_exception(error))
     except Exception:
         lines = ""
-    return {"type": name, "message": message[:MAX_TEXT], "traceback": lines[-MAX_TEXT:]}
+    found = {"type": name[:MAX_TEXT], "message": message[:MAX_TEXT], "traceback": lines[-MAX_TEXT:]}
+    return {k: v.encode(errors="replace").decode() for k, v in found.items()}  # lone surrogates do not travel
 
 
 if __name__ == "__main__":
