@@ -1,0 +1,124 @@
+"""Where a step's time goes: each op's share, how close it comes to what the device allows, and what limits it.
+
+floor     max(bytes / read rate, FLOPs / arithmetic rate)           of all calls of one step
+roofline  floor / time
+limit     memory or compute, whichever floor is higher; overhead where neither explains a quarter of the time
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from autosel.certify.certificate import Certificate, OpFigures
+from autosel.values import to_json
+
+Limit = Literal["memory", "compute", "overhead", "cache", "unknown"]
+EXPLAINED = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One op of the step: all its calls together, microseconds. `share` is of the sum of all timed ops and the rest."""
+
+    label: str
+    calls: int
+    call_us: float
+    time_us: float
+    share: float
+    bytes: int
+    flops: int
+    bytes_per_s: float
+    roofline: float
+    limit: Limit
+    backend: str
+    candidate: str
+    decision_id: int | None
+    runner_up: str
+    runner_up_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """`rest_us`: of the median step, what no op accounts for (our Python, norms inside fused ops, gaps); where ops by
+    themselves add up to more than the step, it is 0."""
+
+    model: str
+    step_us: float
+    rows: tuple[Row, ...]
+    rest_us: float
+    read_bytes_per_s: float
+    peak_flops: float
+    untimed: tuple[str, ...]
+
+    @property
+    def rest_share(self) -> float:
+        return self.rest_us / self.whole_us
+
+    @property
+    def whole_us(self) -> float:
+        return sum(r.time_us for r in self.rows) + self.rest_us
+
+
+def audit(made: Certificate) -> Audit:
+    """From the certificate alone, slowest op first."""
+    step_us = made.latency_ms.med * 1e3
+    timed = {label: o for label, o in made.per_op.items() if o.median_us}
+    spent = sum(_time_us(o) for o in timed.values())
+    whole = max(step_us, spent)
+    rows = [_row(label, o, made, whole) for label, o in timed.items()]
+    return Audit(
+        model=made.model,
+        step_us=step_us,
+        rows=tuple(sorted(rows, key=lambda r: -r.time_us)),
+        rest_us=whole - spent,
+        read_bytes_per_s=made.read_bytes_per_s,
+        peak_flops=made.peak_flops,
+        untimed=tuple(label for label in made.per_op if label not in timed),
+    )
+
+
+def document(found: Audit) -> dict[str, Any]:
+    """The audit as JSON, with its shares worked out."""
+    return {**to_json(found), "rest_share": found.rest_share}
+
+
+def _time_us(o: OpFigures) -> float:
+    return (o.median_us or 0.0) * o.calls
+
+
+def _row(label: str, o: OpFigures, made: Certificate, whole_us: float) -> Row:
+    time_us = _time_us(o)
+    moved, flops = (o.bytes or 0) * o.calls, (o.flops or 0) * o.calls
+    roofline, limit = _limits(time_us, moved, flops, made)
+    return Row(
+        label=label,
+        calls=o.calls,
+        call_us=o.median_us or 0.0,
+        time_us=time_us,
+        share=time_us / whole_us,
+        bytes=moved,
+        flops=flops,
+        bytes_per_s=moved / time_us * 1e6,
+        roofline=roofline,
+        limit=limit,
+        backend=made.autosel[label],
+        candidate=o.candidate,
+        decision_id=o.decision_id,
+        runner_up=o.runner_up.candidate if o.runner_up else "",
+        runner_up_ratio=o.runner_up.ratio if o.runner_up else None,
+    )
+
+
+def _limits(time_us: float, moved: int, flops: int, made: Certificate) -> tuple[float, Limit]:
+    """Fraction of the roofline, and which part of the device that is. Above 1.1 the bytes came from a cache."""
+    memory = moved / made.read_bytes_per_s * 1e6 if made.read_bytes_per_s else 0.0
+    compute = flops / made.peak_flops * 1e6 if made.peak_flops else 0.0
+    fraction = max(memory, compute) / time_us
+    if not memory and not compute:
+        return 0.0, "unknown"
+    if fraction < EXPLAINED:
+        return fraction, "overhead"
+    if compute > memory:
+        return fraction, "compute"
+    return fraction, "memory" if fraction <= 1.1 else "cache"

@@ -1,0 +1,293 @@
+"""The certificate: one decode run as a document whose every figure can be recomputed from the rest of it.
+
+A line of a JSONL file is the RFC 8785 spelling of a `Certificate`: one document, one sequence of bytes. `checksum` is
+the sha256 over that spelling of everything but itself and `signature`; `field_digests` holds eight hex digits for each
+field, so that a reader who finds the checksum broken can be told which field was touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from autosel.certify.slo import Judged
+from autosel.certify.statistics import Interval
+from autosel.values import Scalar, canonical_json, from_json, parse_json, to_json
+
+FORMAT = "autosel.certificate"
+VERSION = 1
+MOST_BYTES = 1 << 20  # of a line
+MOST_STEPS = 20_000  # whose times fit into a line
+UNSEALED = ("field_digests", "checksum", "signature")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Of a step, milliseconds: the middle of the sorted times, and the time that 95 % of the steps do not exceed."""
+
+    med: float
+    p95: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaps:
+    """Between two tokens of a sequence, milliseconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """How many layers ran, and how many the model has."""
+
+    run: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """`seq`: tokens a timed step attends to, its own included. The capitals are those of the workloads."""
+
+    batch: int
+    seq: int
+    prompt: int
+    d: int
+    Hq: int
+    Hkv: int
+    D: int
+    I: int
+    V: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The parity an arm passed before it could serve."""
+
+    cases: int
+    worst: float
+    worst_case: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp:
+    """Who came second when this op was decided, and its time over the winner's."""
+
+    candidate: str
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpFigures:
+    """One op of the step. `median_us`, `bytes` and `flops` are those of one of its `calls`; None: it was not timed."""
+
+    op: str
+    workload: str
+    calls: int
+    median_us: float | None
+    bytes: int | None
+    flops: int | None
+    candidate: str
+    baseline: str  # the candidate that must be beaten; empty: nothing is decided, so it runs
+    state: str
+    decision_id: int | None
+    parity: Proof | None  # None: no proof of this arm is known here
+    runner_up: RunnerUp | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Every timed step, nanoseconds. Step i of both arms is the same step; `first[i]` 1: optimised first."""
+
+    optimised_ns: tuple[int, ...]
+    baseline_ns: tuple[int, ...]
+    first: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """Both arms from the same state: how many tokens agreed, and how far the logits were from the reference."""
+
+    tokens_checked: int
+    tokens_equal: int
+    max_logit_error: float
+    logit_bound: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """None: the device does not tell its power, or no price was given."""
+
+    tokens_per_watt_hour: float | None
+    tokens_per_dollar: float | None
+    price_per_hour: float | None
+    energy_joules: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """Ed25519 over the checksum, by the key whose public half is the certificate's `signer`."""
+
+    algorithm: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """One decode run. Times in milliseconds, rates in bytes, FLOPs and tokens per second."""
+
+    format: str
+    version: int
+    sequence: int  # its line in the file, from 1
+    previous: str  # the checksum of the line before; empty on the first
+    timestamp: str  # when the run began, UTC
+    repro_cmd: str
+    git_sha: str
+    # what ran where
+    device: str
+    sm: str  # compute capability, or a CPU's instruction set
+    hw_id: str
+    env_id: str
+    environment: Mapping[str, Any]
+    contended: bool
+    model: str  # with the layers in its name where not all of them ran
+    layers: Layers
+    dtype: str
+    weights: str
+    shape: Shape
+    mode: str
+    options: Mapping[str, Scalar]
+    # how fast
+    iters: int
+    warmup: int
+    latency_ms: Latency
+    latency_interval_ms: Interval
+    baseline_ms: float
+    baseline_p95_ms: float
+    speedup: float
+    speedup_interval: Interval
+    tokens_per_sec: float
+    peak_tokens_per_sec: float
+    sustained_tokens_per_sec: float
+    tokens_per_step: float
+    itl_ms: Gaps
+    ttft_ms: float | None  # None: the cache was filled without a prompt
+    baseline_ttft_ms: float | None
+    cost: Cost
+    slo: tuple[Judged, ...]
+    # against the limits of the device
+    bytes_per_step: int
+    bytes_per_token: float
+    flops_per_step: int
+    read_bytes_per_s: float
+    read_probes: tuple[float, ...]
+    peak_flops: float
+    cache_bytes: int
+    roofline: float
+    weights_bytes: int
+    kv_cache_bytes: int
+    peak_memory_bytes: int
+    python_overhead: float
+    # with which decisions
+    autosel: Mapping[str, str]  # op -> backend
+    knobs: Mapping[str, Mapping[str, Scalar]]
+    per_op: Mapping[str, OpFigures]
+    decision_ids: tuple[int, ...]
+    # how right
+    verification: Verification
+    verification_ok: bool
+    quality: Mapping[str, Scalar] | None
+    notes: tuple[str, ...]
+    samples: Samples
+    # how to tell that nobody touched it
+    signer: str  # public key (hex); empty: unsigned
+    field_digests: Mapping[str, str]
+    checksum: str
+    signature: Signature | None
+
+
+FIELDS = tuple(f.name for f in dataclasses.fields(Certificate))
+
+
+def model_name(name: str, layers: Layers) -> str:
+    """`llama-8b`, or `llama-8b[4/32 layers]`: a part is never spelt like the whole."""
+    return name if layers.run == layers.of else f"{name}[{layers.run}/{layers.of} layers]"
+
+
+# --- the seal --------------------------------------------------------------------------------------------------------
+
+
+def seal(made: Certificate) -> Certificate:
+    """With its field digests and checksum, whatever stood there before; the signature is gone."""
+    digests = field_digests(to_json(made))
+    bare = dataclasses.replace(made, field_digests=digests, checksum="", signature=None)
+    return dataclasses.replace(bare, checksum=checksum(to_json(bare)))
+
+
+def field_digests(document: Mapping[str, Any]) -> dict[str, str]:
+    """Eight hex digits for each field: they point at an edit; the checksum is what proves that there was none."""
+    return {name: _short(value) for name, value in document.items() if name not in UNSEALED}
+
+
+def _short(value: Any) -> str:
+    return sha256(canonical_json(value)).hexdigest()[:8]
+
+
+def checksum(document: Mapping[str, Any]) -> str:
+    """sha256 (hex) over the RFC 8785 bytes of everything but the checksum and the signature."""
+    rest = {name: value for name, value in document.items() if name not in ("checksum", "signature")}
+    return sha256(canonical_json(rest)).hexdigest()
+
+
+def encode(made: Certificate) -> bytes:
+    """Its line, without the newline."""
+    return canonical_json(made)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def decode(line: bytes) -> Certificate:
+    """The certificate on a line, bytes and seal checked, its figures not yet. Raises ValueError saying which field."""
+    if len(line) > MOST_BYTES:
+        raise ValueError(f"longer than {MOST_BYTES} bytes")
+    document = parse_json(line, what="the line")
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f'no certificate: its "format" is not "{FORMAT}"')
+    if document.get("version") != VERSION:
+        raise ValueError(f"version {document.get('version')!r:.40}; this autosel reads {VERSION}")
+    _refuse_broken_seal(document)
+    missing = [name for name in FIELDS if name not in document]
+    if missing:
+        raise ValueError(f"field {missing[0]} is missing")
+    made: Certificate = from_json(Certificate, document)
+    if canonical_json(document) != line:
+        raise ValueError("not the one spelling of its content (RFC 8785)")
+    return made
+
+
+def _refuse_broken_seal(document: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the field that does not match its digest."""
+    try:
+        found, digests = checksum(document), field_digests(document)
+    except (TypeError, ValueError, RecursionError) as error:  # integers past 2^53, lone surrogates
+        raise ValueError(f"no RFC 8785 document: {error}") from error
+    if document.get("checksum") == found:
+        return
+    stated = document.get("field_digests")
+    stated = stated if isinstance(stated, dict) else {}
+    touched = [name for name in FIELDS if name not in UNSEALED and digests.get(name) != stated.get(name)]
+    unknown = [name for name in document if name not in FIELDS]
+    if unknown:
+        raise ValueError(f"field {unknown[0]!r:.60} is unknown: the checksum does not match")
+    where = ", ".join(touched[:3]) or ("checksum" if set(stated) == set(digests) else "field_digests")
+    raise ValueError(f"field {where} was changed: the checksum does not match")
+
+
+def is_checksum(text: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{64}", text) is not None

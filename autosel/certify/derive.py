@@ -1,0 +1,111 @@
+"""The figures of a certificate that follow from its other fields: computed once when it is issued, again when it is
+verified. Whoever reads the document can redo the sums.
+
+    tokens_per_sec  1000 * batch * tokens_per_step / latency_ms.med
+    speedup         baseline_ms / latency_ms.med
+    roofline        bytes_per_step / read_bytes_per_s / step time
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autosel.certify import slo
+from autosel.certify.certificate import Certificate, Cost, Gaps, Latency
+from autosel.certify.physics import Physics, weigh
+from autosel.certify.statistics import Interval, median, median_interval, quantile, speedup_interval
+
+NS_PER_MS = 1e6
+
+
+def derive(made: Certificate) -> dict[str, Any]:
+    """Field -> value, for every field that follows from the others."""
+    optimised, baseline = made.samples.optimised_ns, made.samples.baseline_ns
+    med, base = median(optimised) / NS_PER_MS, median(baseline) / NS_PER_MS
+    tokens = made.shape.batch * made.tokens_per_step
+    rate = 1e3 * tokens / med
+    read = max(made.read_probes, default=0.0)
+    found: dict[str, Any] = {
+        "iters": len(optimised),
+        "latency_ms": Latency(med=med, p95=quantile(optimised, 0.95) / NS_PER_MS),
+        "latency_interval_ms": _in_ms(median_interval(optimised)),
+        "baseline_ms": base,
+        "baseline_p95_ms": quantile(baseline, 0.95) / NS_PER_MS,
+        "speedup": base / med,
+        "speedup_interval": speedup_interval(baseline, optimised),
+        "tokens_per_sec": rate,
+        "peak_tokens_per_sec": 1e9 * tokens / min(optimised),
+        "sustained_tokens_per_sec": 1e9 * tokens * len(optimised) / sum(optimised),
+        "itl_ms": _gaps(made),
+        "cost": _cost(made, rate),
+        "bytes_per_token": made.bytes_per_step / tokens,
+        "read_bytes_per_s": read,
+        "decision_ids": tuple(sorted({o.decision_id for o in made.per_op.values() if o.decision_id is not None})),
+        "verification_ok": verified(made),
+    }
+    found["roofline"] = _weigh(made, med, read).roofline
+    found["slo"] = _judged(made, found)
+    return found
+
+
+def physics(made: Certificate) -> dict[str, Physics]:
+    """Both arms against the memory of this very run."""
+    return {
+        "the optimised step": _weigh(made, made.latency_ms.med, made.read_bytes_per_s),
+        "the baseline's step": _weigh(made, made.baseline_ms, made.read_bytes_per_s),
+    }
+
+
+def verified(made: Certificate) -> bool:
+    """Were the logits within their bound wherever both arms chose from the same state, and is every arm proven that is
+    not the baseline? A token may differ only where the bound leaves the order of the best two open."""
+    v = made.verification
+    proven = all(o.parity is not None for o in made.per_op.values() if o.baseline not in ("", o.candidate))
+    return v.tokens_checked > 0 and v.max_logit_error <= v.logit_bound and proven
+
+
+def _weigh(made: Certificate, step_ms: float, read_bytes_per_s: float) -> Physics:
+    return weigh(
+        bytes_per_step=made.bytes_per_step,
+        step_ms=step_ms,
+        read_bytes_per_s=read_bytes_per_s,
+        cache_bytes=made.cache_bytes,
+    )
+
+
+def _gaps(made: Certificate) -> Gaps:
+    """A sequence waits a whole step for its next token, unless the batch is one stream's tokens in flight."""
+    per_step = made.tokens_per_step * (made.shape.batch if made.options.get("small_batch") else 1)
+    steps = [ns / NS_PER_MS / per_step for ns in made.samples.optimised_ns]
+    return Gaps(p50=median(steps), p90=quantile(steps, 0.9), p99=quantile(steps, 0.99))
+
+
+def _cost(made: Certificate, rate: float) -> Cost:
+    c = made.cost
+    tokens = made.shape.batch * made.tokens_per_step * len(made.samples.optimised_ns)
+    return Cost(
+        tokens_per_watt_hour=tokens / (c.energy_joules / 3600) if c.energy_joules else None,
+        tokens_per_dollar=rate * 3600 / c.price_per_hour if c.price_per_hour else None,
+        price_per_hour=c.price_per_hour,
+        energy_joules=c.energy_joules,
+    )
+
+
+def _judged(made: Certificate, found: dict[str, Any]) -> tuple[slo.Judged, ...]:
+    itl: Gaps = found["itl_ms"]
+    measured = {
+        "itl": itl.p50,
+        "p50_itl": itl.p50,
+        "p90_itl": itl.p90,
+        "p99_itl": itl.p99,
+        "p95": found["latency_ms"].p95,
+        "tps": found["tokens_per_sec"],
+    }
+    if made.ttft_ms is not None:
+        measured["ttft"] = made.ttft_ms
+    objectives = [objective for judged in made.slo for objective in slo.parse(judged.objective)]
+    return slo.judge(objectives, measured)
+
+
+def _in_ms(interval: Interval) -> Interval:
+    return Interval(lo=interval.lo / NS_PER_MS, hi=interval.hi / NS_PER_MS)

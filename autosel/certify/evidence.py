@@ -1,0 +1,50 @@
+"""What the ledger knows of the decisions that served a run: knobs, the parity they rest on, who came second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autosel.certify.certificate import Proof, RunnerUp
+from autosel.errors import LedgerError
+from autosel.values import Passed, Scalar
+
+if TYPE_CHECKING:
+    from autosel.ledger.store import Evidence as Stored
+    from autosel.ledger.store import Ledger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grounds:
+    """Of one decision."""
+
+    knobs: Mapping[str, Scalar]
+    baseline: str
+    parity: Proof | None
+    runner_up: RunnerUp | None
+
+
+def gather(ledger: Ledger, decision_ids: Iterable[int | None]) -> dict[int, Grounds]:
+    """Decision -> what it rests on. One that this ledger has never seen (another wrote the snapshot) is left out."""
+    found = {}
+    for number in {n for n in decision_ids if n is not None}:
+        try:
+            found[number] = _grounds(ledger.evidence(number))
+        except LedgerError:
+            continue
+    return found
+
+
+def _grounds(stored: Stored) -> Grounds:
+    d = stored.decision
+    proofs = [p for arm, p in stored.parities if arm.digest == d.arm.digest and isinstance(p, Passed)]
+    second = d.verdict.next_best if d.verdict else None
+    return Grounds(
+        knobs=d.arm.knobs,
+        baseline=d.baseline.candidate,
+        parity=Proof(cases=proofs[-1].cases, worst=proofs[-1].worst, worst_case=proofs[-1].worst_case)
+        if proofs
+        else None,
+        runner_up=RunnerUp(candidate=second[0], ratio=second[1]) if second else None,
+    )

@@ -1,0 +1,267 @@
+"""From a measured run to its certificate: what was measured is copied, what follows is derived, and a run that the
+device's memory cannot have done is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autosel import resources
+from autosel.certify import certificate as c
+from autosel.certify.certificate import Certificate
+from autosel.certify.derive import derive, physics
+from autosel.certify.evidence import Grounds
+from autosel.certify.physics import refuse_impossible
+from autosel.certify.slo import Judged, Objective
+from autosel.certify.statistics import Interval
+from autosel.decode.run import Choice, DecodeRun, OpTime
+from autosel.native.isa import best_isa
+from autosel.values import Fingerprint, Scalar, to_json
+
+_BLANK = Interval(lo=0.0, hi=0.0)
+# What `derive` fills in.
+_TO_DERIVE: Mapping[str, Any] = {
+    "iters": 0,
+    "latency_ms": c.Latency(med=0.0, p95=0.0),
+    "latency_interval_ms": _BLANK,
+    "baseline_ms": 0.0,
+    "baseline_p95_ms": 0.0,
+    "speedup": 0.0,
+    "speedup_interval": _BLANK,
+    "tokens_per_sec": 0.0,
+    "peak_tokens_per_sec": 0.0,
+    "sustained_tokens_per_sec": 0.0,
+    "itl_ms": c.Gaps(p50=0.0, p90=0.0, p99=0.0),
+    "bytes_per_token": 0.0,
+    "read_bytes_per_s": 0.0,
+    "roofline": 0.0,
+    "decision_ids": (),
+    "verification_ok": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the run itself does not know."""
+
+    repro_cmd: str
+    objectives: Sequence[Objective] = ()
+    price_per_hour: float | None = None
+    quality: Mapping[str, Scalar] | None = None
+
+
+def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> Certificate:
+    """The certificate of a run, sealed, not yet in any file's chain.
+
+    Raises ImpossibleRun for a time that the memory cannot reach.
+    """
+    layers = c.Layers(run=run.plan.layers_run, of=run.plan.full_layers)
+    labels = _labels(run.choices)
+    blank = Certificate(
+        format=c.FORMAT,
+        version=c.VERSION,
+        sequence=1,
+        previous="",
+        timestamp=run.started_at,
+        repro_cmd=request.repro_cmd,
+        git_sha=git_sha(),
+        **_where(run.fingerprint),
+        model=c.model_name(run.plan.model.name, layers),
+        layers=layers,
+        dtype=run.plan.dtype,
+        weights=run.plan.weights,
+        shape=_shape(run),
+        mode=run.mode_key,
+        options=_options(run),
+        warmup=run.plan.warmup,
+        tokens_per_step=run.tokens_per_step,
+        ttft_ms=_ms(run.ttft_ns),
+        baseline_ttft_ms=_ms(run.baseline_ttft_ns),
+        cost=c.Cost(
+            tokens_per_watt_hour=None,
+            tokens_per_dollar=None,
+            price_per_hour=request.price_per_hour,
+            energy_joules=run.energy_joules,
+        ),
+        slo=tuple(Judged(objective=o.text, measured=0.0, met=False) for o in request.objectives),
+        bytes_per_step=run.bytes_per_step,
+        flops_per_step=run.flops_per_step,
+        read_probes=run.read_probes,
+        peak_flops=peak_flops(run.fingerprint, run.plan.dtype),
+        cache_bytes=cache_bytes(run.fingerprint),
+        weights_bytes=run.weights_bytes,
+        kv_cache_bytes=run.kv_cache_bytes,
+        peak_memory_bytes=run.peak_memory_bytes,
+        python_overhead=run.python_overhead_share,
+        autosel={label: choice.backend for label, choice in labels.items()},
+        knobs={label: dict(_known(grounds, choice).knobs) for label, choice in labels.items()},
+        per_op=_per_op(labels, run.per_op, grounds),
+        verification=c.Verification(
+            tokens_checked=run.tokens_checked,
+            tokens_equal=run.tokens_equal,
+            max_logit_error=run.max_logit_error,
+            logit_bound=run.logit_bound,
+        ),
+        quality=request.quality,
+        notes=(*run.notes, *_unknown_decisions(run.choices, grounds)),
+        samples=_samples(run),
+        signer="",
+        field_digests={},
+        checksum="",
+        signature=None,
+        **_TO_DERIVE,
+    )
+    made = dataclasses.replace(blank, **derive(blank))
+    for name, found in physics(made).items():
+        refuse_impossible(name, found)
+    return c.seal(made)
+
+
+def chained(made: Certificate, sequence: int, previous: str) -> Certificate:
+    """The same certificate as the next line of a file."""
+    return c.seal(dataclasses.replace(made, sequence=sequence, previous=previous))
+
+
+# --- where -----------------------------------------------------------------------------------------------------------
+
+
+def _where(fp: Fingerprint) -> dict[str, Any]:
+    return {
+        "device": fp.name,
+        "sm": instruction_set(fp),
+        "hw_id": fp.hw_id,
+        "env_id": fp.env_id,
+        "environment": to_json(fp.environment),
+        "contended": fp.contended,
+    }
+
+
+def instruction_set(fp: Fingerprint) -> str:
+    """`sm_90` of a GPU, `avx512bf16` of a CPU."""
+    if fp.kind == "cpu":
+        return best_isa(fp.identity["isa"])
+    return "sm_" + str(fp.identity["cc"]).replace(".", "")
+
+
+def cache_bytes(fp: Fingerprint) -> int:
+    """All of the last level that the usable cores or SMs reach."""
+    identity = fp.identity
+    return int(identity["l3_bytes"] * identity["l3_domains"] if fp.kind == "cpu" else identity["l2_bytes"])
+
+
+def peak_flops(fp: Fingerprint, dtype: str) -> float:
+    """The measured arithmetic rate of the dtype, all cores; 0 where none was measured."""
+    rates = fp.rates
+    if fp.kind == "cpu":
+        names = ("bf16_dot_flops@1", "fma_flops@1") if dtype == "bf16" else ("fma_flops@1",)
+        return int(fp.identity["cpus"]) * max((rates[n].value for n in names if n in rates), default=0.0)
+    names = ("bf16_matrix_flops", "peak_bf16_flops") if dtype in ("bf16", "fp16") else ("fp32_flops",)
+    return next((rates[n].value for n in names if n in rates), 0.0)
+
+
+def git_sha() -> str:
+    """The commit this code was checked out at, with `-dirty` if it was edited since; empty for an installed wheel."""
+    root, git = resources.root(), shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return ""
+    sha = _git(git, "rev-parse", "HEAD")
+    return sha + ("-dirty" if sha and _git(git, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(git: str, *words: str) -> str:
+    try:
+        done = subprocess.run([git, "-C", str(resources.root()), *words], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+# --- what ------------------------------------------------------------------------------------------------------------
+
+
+def _ms(ns: int | None) -> float | None:
+    return None if ns is None else ns / 1e6
+
+
+def _shape(run: DecodeRun) -> c.Shape:
+    m = run.plan.model
+    sizes = {"d": m.d, "Hq": m.Hq, "Hkv": m.Hkv, "D": m.D, "I": m.I, "V": m.V}
+    return c.Shape(batch=run.plan.batch, seq=run.plan.seq, prompt=run.prompt_tokens, **sizes)
+
+
+def _options(run: DecodeRun) -> dict[str, Scalar]:
+    plan = run.plan
+    chosen: dict[str, Scalar] = {
+        "mode": plan.mode,
+        "cache": plan.cache,
+        "prompt": plan.prompt,
+        "prealloc": plan.prealloc,
+        "small_batch": plan.small_batch,
+        "advance": plan.advance,
+        "speculate": plan.speculate,
+        "seed": plan.seed,
+        "temperature": plan.sampling.temperature,
+        "top_k": plan.sampling.top_k,
+        "top_p": plan.sampling.top_p,
+        "repetition_penalty": plan.sampling.repetition_penalty,
+    }
+    return chosen | ({"page": plan.page} if plan.cache == "paged" else {})
+
+
+def _samples(run: DecodeRun) -> c.Samples:
+    first = "".join("1" if flag else "0" for flag in run.optimised_first)
+    return c.Samples(optimised_ns=run.optimised_ns, baseline_ns=run.baseline_ns, first=first)
+
+
+# --- with what -------------------------------------------------------------------------------------------------------
+
+
+def _labels(choices: Sequence[Choice]) -> dict[str, Choice]:
+    """Choices by their name in tables; two of one name by name and workload."""
+    named: dict[str, Choice] = {}
+    for choice in choices:
+        twice = sum(other.label == choice.label for other in choices) > 1
+        named[f"{choice.label} {choice.workload_key}" if twice else choice.label] = choice
+    return named
+
+
+_NOTHING = Grounds(knobs={}, baseline="", parity=None, runner_up=None)
+
+
+def _known(grounds: Mapping[int, Grounds], choice: Choice) -> Grounds:
+    if choice.decision_id is None:
+        return _NOTHING
+    return grounds.get(choice.decision_id, dataclasses.replace(_NOTHING, baseline="unknown"))
+
+
+def _per_op(
+    labels: Mapping[str, Choice], times: Sequence[OpTime], grounds: Mapping[int, Grounds]
+) -> dict[str, c.OpFigures]:
+    timed = {(t.workload_key, t.label): t for t in times}
+    made = {}
+    for label, choice in labels.items():
+        known, time = _known(grounds, choice), timed.get((choice.workload_key, choice.label))
+        made[label] = c.OpFigures(
+            op=choice.op,
+            workload=choice.workload_key,
+            calls=choice.count_per_step,
+            median_us=time.median_us if time else None,
+            bytes=time.bytes_moved if time else None,
+            flops=time.flops if time else None,
+            candidate=choice.candidate,
+            baseline=known.baseline,
+            state=choice.state,
+            decision_id=choice.decision_id,
+            parity=known.parity,
+            runner_up=known.runner_up,
+        )
+    return made
+
+
+def _unknown_decisions(choices: Sequence[Choice], grounds: Mapping[int, Grounds]) -> tuple[str, ...]:
+    gone = sorted({o.decision_id for o in choices if o.decision_id is not None} - set(grounds))
+    return tuple(f"decision {n} is not in this ledger: the parity it rests on is not known" for n in gone)

@@ -1,0 +1,252 @@
+"""Three pictures of a certificate: the roofline, the ops of a step, the times of the steps. Needs the `plots` extra.
+
+Drawn once, in stand-in colours: a picture file gets those of a light page; in the report they become the page's own CSS
+variables, so that the same picture is read in light and dark.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from autosel.certify.audit import Audit, audit
+from autosel.certify.certificate import Certificate
+from autosel.certify.words import figure as words
+from autosel.certify.words import percent
+from autosel.errors import AutoselError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+# Stand-in -> (CSS variable, colour on a light page). No other colour is drawn.
+INK, QUIET, GRID, ACCENT, OTHER, PAPER = "#010101", "#020202", "#030303", "#040404", "#050505", "#060606"
+COLOURS: Mapping[str, tuple[str, str]] = {
+    INK: ("--ink", "#1c2330"),
+    QUIET: ("--quiet", "#5c6675"),
+    GRID: ("--grid", "#d9dee6"),
+    ACCENT: ("--accent", "#0b66c3"),
+    OTHER: ("--other", "#b5651d"),
+    PAPER: ("--paper", "#ffffff"),
+}
+WIDTH_IN = 7.2
+
+
+def refuse_without() -> None:
+    """Raises AutoselError where matplotlib is missing: to be asked before an hour of measuring, not after."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise AutoselError(
+            "a report needs the package matplotlib", why=str(error), todo="install the extra `plots`"
+        ) from error
+
+
+def pictures(made: Certificate) -> dict[str, Figure]:
+    """Name -> figure."""
+    refuse_without()
+    import matplotlib as mpl
+
+    style: Any = {
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "autosel",  # the same certificate gives the same bytes
+        "axes.edgecolor": GRID,
+        "axes.labelcolor": QUIET,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "text.color": INK,
+        "xtick.color": QUIET,
+        "ytick.color": QUIET,
+        "grid.color": GRID,
+        "figure.facecolor": PAPER,
+        "axes.facecolor": PAPER,
+        "legend.frameon": False,
+    }
+    found = audit(made)
+    with mpl.rc_context(style):
+        return {name: draw(made, found) for name, draw in PICTURES.items()}
+
+
+def svg(figure: Figure, *, for_page: bool) -> str:
+    """For a file of its own, in light colours; or for our page, in its variables."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": "autosel"})
+    text = out.getvalue()
+    for stand_in, (variable, colour) in COLOURS.items():
+        text = text.replace(stand_in, f"var({variable})" if for_page else colour)
+    if for_page:
+        text = text[text.index("<svg") :]
+        text = re.sub(r'(<svg[^>]*?) height="[^"]*"([^>]*?) width="[^"]*"', r"\1\2", text, count=1)
+        text = re.sub(r"font: ([\d.]+px) '[^']*'[^;\"]*", r"font: \1 var(--font)", text)
+    return text
+
+
+def png(figure: Figure) -> bytes:
+    """In the colours of a light page, 144 dots an inch."""
+    out = io.BytesIO()
+    _paint(figure)
+    figure.savefig(out, format="png", dpi=144, metadata={"Software": "autosel"})
+    return out.getvalue()
+
+
+def _paint(figure: Figure) -> None:
+    """Stand-ins to colours, in place: after the SVG has been written."""
+    from matplotlib.colors import to_hex
+
+    for artist in figure.findobj():
+        for name in ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor"):
+            get: Callable[[], Any] | None = getattr(artist, f"get_{name}", None)
+            put: Callable[[Any], None] | None = getattr(artist, f"set_{name}", None)
+            if get is None or put is None:
+                continue
+            value = get()
+            values = [value] if isinstance(value, (str, tuple)) else list(value) if hasattr(value, "__len__") else []
+            shown = [COLOURS[to_hex(v)][1] for v in values if _is_colour(v) and to_hex(v) in COLOURS]
+            if len(shown) == 1:
+                alpha = artist.get_alpha()
+                put(shown[0])
+                artist.set_alpha(alpha)
+
+
+def _is_colour(value: Any) -> bool:
+    from matplotlib.colors import is_color_like
+
+    return not (isinstance(value, str) and value == "none") and is_color_like(value)
+
+
+# --- the pictures ----------------------------------------------------------------------------------------------------
+
+
+def _axes(height_in: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure as NewFigure
+
+    figure = NewFigure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _roofline(made: Certificate, found: Audit) -> Figure:
+    """GFLOP/s against FLOPs a byte: what the memory and the arithmetic allow, and where each op stands."""
+    figure, axes = _axes(3.6)
+    rows = [r for r in found.rows if r.bytes and r.flops]
+    points = [(r.flops / r.bytes, r.flops / r.time_us / 1e3, r) for r in rows]
+    read, peak = found.read_bytes_per_s / 1e9, found.peak_flops / 1e9
+    ridge = peak / read if peak else 100.0
+    low = min([p[0] for p in points] + [0.1, ridge / 30]) / 2
+    high = max([p[0] for p in points] + [ridge]) * 6
+    roof = [min(read * x, peak or float("inf")) for x in (low, ridge, high)]
+    axes.loglog([low, ridge, high], roof, color=QUIET, linewidth=1.2)
+    at = low * 2
+    _say(axes, f"{words(read, 3)} GB/s, read beside this run", (at, read * at), (7, -9), va="top")
+    if peak:
+        _say(axes, f"{words(peak, 3)} GFLOP/s", (high, peak), (-2, 4), ha="right")
+    top = max((p[2].share for p in points), default=1.0)
+    for x, y, row in points:
+        axes.scatter([x], [y], s=18 + 150 * row.share / top, color=ACCENT, alpha=0.75, linewidths=0)
+    _name_points(axes, points)
+    axes.set_xlim(low, high)
+    _plain_ticks(axes.xaxis, (low, high))
+    _plain_ticks(axes.yaxis, axes.get_ylim())
+    axes.set_xlabel("FLOPs a byte")
+    axes.set_ylabel("GFLOP/s")
+    _grid(axes)
+    return figure
+
+
+def _name_points(axes: Axes, points: list[tuple[float, float, Any]]) -> None:
+    """Names beside the points; those of one place share a line's height each."""
+    taken: list[tuple[float, float]] = []
+    for x, y, row in sorted(points, key=lambda p: -p[2].share):
+        near = sum(abs(x / a - 1) < 0.6 and abs(y / b - 1) < 0.5 for a, b in taken)
+        taken.append((x, y))
+        _say(axes, row.label, (x, y), (9, -3 - 11 * near), color=INK, fontsize=8)
+
+
+def _ops(made: Certificate, found: Audit) -> Figure:
+    """Milliseconds of a step an op, and how much of them its roofline explains."""
+    rows = list(found.rows)[:16]
+    figure, axes = _axes(0.9 + 0.27 * (len(rows) + 1))
+    names = [r.label for r in rows] + ["rest"]
+    times = [r.time_us / 1e3 for r in rows] + [found.rest_us / 1e3]
+    floors = [min(1.0, r.roofline) * r.time_us / 1e3 for r in rows] + [0.0]
+    at = range(len(names))
+    axes.barh(at, times, height=0.66, color=ACCENT, alpha=0.35, label="time")
+    axes.barh(at, floors, height=0.66, color=ACCENT, label="of it, what the roofline needs")
+    for i, (time, share) in enumerate(zip(times, [*(r.share for r in rows), found.rest_share], strict=True)):
+        roof = f"   {percent(rows[i].roofline)} of the roofline, {rows[i].limit}" if i < len(rows) else ""
+        _say(axes, percent(share) + roof, (time, i), (4, 0), va="center", fontsize=8)
+    axes.set_yticks(list(at), names)
+    axes.tick_params(axis="y", colors=INK, length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(times) * 1.45)
+    axes.set_xlabel("ms of a step")
+    _grid(axes, "x")
+    axes.legend(loc="lower right", fontsize=8)
+    return figure
+
+
+def _latency(made: Certificate, found: Audit) -> Figure:
+    """The share of steps that took at most so long, both arms: the whole distribution, nothing smoothed."""
+    figure, axes = _axes(2.9)
+    arms = (
+        ("optimised", made.samples.optimised_ns, made.latency_ms.med, ACCENT, "-"),
+        ("baseline", made.samples.baseline_ns, made.baseline_ms, OTHER, "--"),
+    )
+    for name, samples, med, colour, dash in arms:
+        ordered = sorted(ns / 1e6 for ns in samples)
+        shares = [0.0, *(100 * (i + 1) / len(ordered) for i in range(len(ordered)))]
+        times = [ordered[0], *ordered]
+        axes.step(times, shares, where="post", color=colour, linestyle=dash, linewidth=1.6)
+        _say(axes, f"{name}\n{words(med, 3)} ms", (med, 50), (-8, 0), ha="right", va="center", color=colour)
+    low, high = axes.get_xlim()
+    axes.set_xscale("log")
+    axes.set_xlim(min(min(a[1]) for a in arms) / 1e6 / 1.35, max(low, high) * 1.05)
+    _plain_ticks(axes.xaxis, axes.get_xlim())
+    axes.set_ylim(0, 101)
+    axes.set_xlabel("ms of a step (log)")
+    axes.set_ylabel("% of the steps")
+    _grid(axes)
+    return figure
+
+
+def _say(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
+    axes.annotate(text, at, xytext=offset, textcoords="offset points", **{"color": QUIET, **style})
+
+
+def _grid(axes: Axes, axis: Literal["both", "x"] = "both") -> None:
+    axes.grid(True, axis=axis, which="major", linewidth=0.5)
+    axes.set_axisbelow(True)
+
+
+def _plain_ticks(axis: Axis, limits: tuple[float, float]) -> None:
+    """Numbers, not powers of ten, on a logarithmic axis; about six of them."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = limits
+    steps = next(s for s in TICK_STEPS if high / low < s[0])[1]
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    shown = [s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high]
+    axis.set_major_locator(FixedLocator(shown))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: words(x)))
+    axis.set_minor_locator(NullLocator())
+
+
+# span of an axis -> where its ticks stand in a decade
+TICK_STEPS: tuple[tuple[float, tuple[float, ...]], ...] = (
+    (1.6, tuple(1 + 0.1 * i for i in range(90))),
+    (4.0, (1.0, 1.2, 1.5, 1.8, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)),
+    (30.0, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)),
+    (300.0, (1.0, 3.0)),
+    (float("inf"), (1.0,)),
+)
+
+PICTURES: Mapping[str, Callable[[Certificate, Audit], Figure]] = {
+    "roofline": _roofline,
+    "ops": _ops,
+    "latency": _latency,
+}

@@ -1,0 +1,166 @@
+"""Ed25519 signatures: who vouches for a certificate. Needs the `sign` extra (cryptography).
+
+What is signed is `autosel certificate v1` and the checksum, which covers everything else, the signer's public key
+included: a signature cannot be taken off, moved to another document or replaced by another key's unnoticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autosel.certify.certificate import Certificate, Signature, seal
+from autosel.errors import AutoselError, UsageError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+ALGORITHM = "Ed25519"
+CONTEXT = b"autosel certificate v1\n"
+MOST_KEY_BYTES = 1 << 16
+
+
+def sign(made: Certificate, key: Ed25519PrivateKey) -> Certificate:
+    """Sealed anew with the signer inside, and signed."""
+    sealed = seal(dataclasses.replace(made, signer=public_hex(key)))
+    value = key.sign(CONTEXT + bytes.fromhex(sealed.checksum)).hex()
+    return dataclasses.replace(sealed, signature=Signature(algorithm=ALGORITHM, value=value))
+
+
+def trouble(made: Certificate) -> str:
+    """Why its signature is not to be believed; empty where it is, or where none is claimed."""
+    if not made.signer and made.signature is None:
+        return ""
+    if made.signature is None:
+        return "signature: it names a signer, and the signature is gone"
+    if not made.signer:
+        return "signature: it names no signer"
+    if made.signature.algorithm != ALGORITHM:
+        return f"signature: algorithm {made.signature.algorithm!r:.40} is not {ALGORITHM}"
+    if not re.fullmatch(r"[0-9a-f]{64}", made.signer) or not re.fullmatch(r"[0-9a-f]{128}", made.signature.value):
+        return "signature: not 32 and 64 bytes of lower-case hex"
+    return "" if _holds(made.signer, made.signature.value, made.checksum) else "signature: it does not match"
+
+
+def _holds(signer: str, value: str, checksum: str) -> bool:
+    crypto = _cryptography()
+    try:
+        key = crypto.ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer))
+        key.verify(bytes.fromhex(value), CONTEXT + bytes.fromhex(checksum))
+    except (crypto.InvalidSignature, ValueError):
+        return False
+    return True
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+def make_key(path: Path) -> Ed25519PrivateKey:
+    """A new private key in a file that only its owner can read. Raises UsageError where there is a file already."""
+    crypto = _cryptography()
+    key: Ed25519PrivateKey = crypto.ed25519.Ed25519PrivateKey.generate()
+    serial = crypto.serialization
+    text = key.private_bytes(serial.Encoding.PEM, serial.PrivateFormat.PKCS8, serial.NoEncryption())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(f"cannot make the key {path}", why=error.strerror or str(error)) from error
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(descriptor)
+    return key
+
+
+def private_key(path: Path) -> Ed25519PrivateKey:
+    """The key in a PEM file (PKCS 8, or OpenSSH's). Raises UsageError for what is none, or is open to others."""
+    crypto = _cryptography()
+    text = _read_key(path, private=True)
+    load = crypto.serialization
+    key: Any
+    try:
+        key = load.load_ssh_private_key(text, None) if b"OPENSSH" in text else load.load_pem_private_key(text, None)
+    except TypeError as error:
+        raise UsageError(f"{path} is encrypted", todo="decrypt it first, or make a key for this purpose") from error
+    except (ValueError, crypto.UnsupportedAlgorithm) as error:
+        raise UsageError(
+            f"{path} holds no private key", why="a PEM file is expected", todo=_how_to_make(path)
+        ) from error
+    if not isinstance(key, crypto.ed25519.Ed25519PrivateKey):
+        raise UsageError(f"{path} is no Ed25519 key", todo=_how_to_make(path))
+    found: Ed25519PrivateKey = key
+    return found
+
+
+def public_key(text: str) -> str:
+    """Public key (hex) of what the user named: the hex itself, or a PEM file of either half. Raises UsageError."""
+    if re.fullmatch(r"[0-9a-fA-F]{64}", text):
+        return text.lower()
+    path = Path(text)
+    content = _read_key(path, private=False)
+    if b"PRIVATE KEY" in content:
+        return public_hex(private_key(path))
+    crypto = _cryptography()
+    load = crypto.serialization
+    try:
+        ssh = content.startswith(b"ssh-")
+        key = load.load_ssh_public_key(content) if ssh else load.load_pem_public_key(content)
+    except (ValueError, crypto.UnsupportedAlgorithm) as error:
+        raise UsageError(f"{path} holds no key", why="a PEM file, or 64 hex digits, is expected") from error
+    if not isinstance(key, crypto.ed25519.Ed25519PublicKey):
+        raise UsageError(f"{path} is no Ed25519 key")
+    return _hex(key)
+
+
+def public_hex(key: Ed25519PrivateKey) -> str:
+    return _hex(key.public_key())
+
+
+def _hex(key: Any) -> str:
+    text: str = key.public_bytes_raw().hex()
+    return text
+
+
+def _read_key(path: Path, *, private: bool) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UsageError(f"cannot read the key {path}", why=why, todo=_how_to_make(path)) from error
+    with os.fdopen(descriptor, "rb") as file:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            raise UsageError(f"the key {path} is not a regular file")
+        if private and stat.S_IMODE(info.st_mode) & 0o077:
+            why = f"mode {stat.S_IMODE(info.st_mode):04o}: whoever reads it signs in your name"
+            raise UsageError(f"the key {path} is open to others", why=why, todo=f"chmod 600 {path}")
+        return file.read(MOST_KEY_BYTES)
+
+
+def _how_to_make(path: Path) -> str:
+    return f"make one:  openssl genpkey -algorithm ed25519 -out {path}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Crypto:
+    ed25519: Any
+    serialization: Any
+    InvalidSignature: type[Exception]
+    UnsupportedAlgorithm: type[Exception]
+
+
+def _cryptography() -> _Crypto:
+    try:
+        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as error:
+        raise AutoselError(
+            "signatures need the package cryptography", why=str(error), todo="install the extra `sign`"
+        ) from error
+    return _Crypto(ed25519, serialization, InvalidSignature, UnsupportedAlgorithm)

@@ -1,0 +1,139 @@
+"""Check a certificate file: bytes, chain, schema, arithmetic, physics, signatures. Nothing is measured here.
+
+bytes       each line is the one RFC 8785 spelling of its content, and matches its checksum
+chain       line n says that it is line n, and names the checksum of line n - 1
+arithmetic  every figure that follows from others is computed again
+physics     neither arm is faster than the memory it ran beside
+signature   of every line that names a signer; of every line, by that key, where a key is asked for
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autosel.certify import sign
+from autosel.certify.certificate import MOST_STEPS, Certificate, decode, model_name
+from autosel.certify.derive import derive, physics
+from autosel.certify.store import BadCertificate, lines
+from autosel.errors import AutoselError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """A file that holds. `signed`: how many of its certificates carry a signature, all of which match."""
+
+    certificates: int
+    signed: int
+    head: str
+    last: Certificate
+
+
+def verify(path: Path, *, signer: str = "", head: str = "", keep: int = 0) -> Verified:
+    """Check the whole file; `last` is the certificate on line `keep` (0: the last line).
+
+    `signer` (public key, hex) must have signed every line; `head` must be the checksum of the last one: then a cut tail
+    shows. Raises BadCertificate naming line and field.
+    """
+    kept, count, signed, previous = None, 0, 0, ""
+    for number, made in read(path, signer=signer):
+        if made.previous != previous:
+            raise _refused(path, number, "previous", "it does not name the checksum of the line before")
+        count, previous, signed = number, made.checksum, signed + bool(made.signer)
+        if keep in (0, number):
+            kept = made
+    if count == 0:
+        raise BadCertificate(f"{path} holds no certificate")
+    if head and previous != head:
+        why = f"its last line has checksum {previous}"
+        raise BadCertificate(f"{path} does not end with {head[:12]}...", why=why, todo="lines are missing or replaced")
+    if kept is None:
+        raise BadCertificate(f"{path} has no line {keep}", why=f"it has {count}")
+    return Verified(certificates=count, signed=signed, head=previous, last=kept)
+
+
+def read(path: Path, *, signer: str = "") -> Iterator[tuple[int, Certificate]]:
+    """Each line's certificate, checked by itself. Raises BadCertificate naming line and field."""
+    for number, line in lines(path):
+        try:
+            made = decode(line)
+        except ValueError as error:
+            raise BadCertificate(f"{path}:{number} is not to be believed", why=str(error)) from error
+        if made.sequence != number:
+            raise _refused(path, number, "sequence", f"it says {made.sequence}: lines were taken out or added")
+        try:
+            trouble = wrong(made) or sign.trouble(made)
+        except AutoselError as error:
+            raise BadCertificate(f"{path}:{number} cannot be checked", why=error.what, todo=error.todo) from error
+        if not trouble and signer and made.signer != signer:
+            trouble = f"signer: it is {f'signed by {made.signer[:12]}...' if made.signer else 'not signed'}"
+        if trouble:
+            raise BadCertificate(f"{path}:{number} is not to be believed", why=trouble)
+        yield number, made
+
+
+def _refused(path: Path, number: int, field: str, why: str) -> BadCertificate:
+    return BadCertificate(f"{path}:{number} is not to be believed", why=f"{field}: {why}")
+
+
+def wrong(made: Certificate) -> str:
+    """The first field whose figure cannot be right, and why; empty where all can."""
+    return _shapeless(made) or _miscalculated(made) or _impossible(made)
+
+
+def _shapeless(made: Certificate) -> str:
+    """What no run can have produced, and what would make the arithmetic fail."""
+    s = made.samples
+    counts = {len(s.optimised_ns), len(s.baseline_ns), len(s.first)}
+    if counts != {made.iters} or not 1 <= made.iters <= MOST_STEPS:
+        return f"samples: {len(s.optimised_ns)}, {len(s.baseline_ns)} and {len(s.first)} for {made.iters!r:.40} iters"
+    if min(*s.optimised_ns, *s.baseline_ns, 1) < 1 or set(s.first) - {"0", "1"}:
+        return "samples: a time below 1 ns, or a coin that is neither 0 nor 1"
+    if made.shape.batch < 1 or made.bytes_per_step < 1 or not made.tokens_per_step > 0 or made.cache_bytes < 0:
+        return "shape, bytes_per_step, tokens_per_step or cache_bytes: below what a run can have"
+    if any(not p > 0 for p in made.read_probes):
+        return "read_probes: a rate that is not above 0"
+    if made.cost.price_per_hour is not None and not made.cost.price_per_hour > 0:
+        return "cost: a price that is not above 0"
+    if not 1 <= made.layers.run <= made.layers.of:
+        return f"layers: {made.layers.run} of {made.layers.of}"
+    if made.model != model_name(made.model.partition("[")[0], made.layers):
+        return f"model: {made.model!r:.60} does not say that {made.layers.run} of {made.layers.of} layers ran"
+    if set(made.autosel) != set(made.per_op) or set(made.knobs) != set(made.per_op):
+        return "autosel, knobs, per_op: they do not name the same ops"
+    return ""
+
+
+def _miscalculated(made: Certificate) -> str:
+    try:
+        found = derive(made)
+    except (ArithmeticError, AutoselError) as error:
+        return f"a figure cannot be computed again: {error!s:.200}"
+    for name, value in found.items():
+        if not _same(getattr(made, name), value):
+            return f"{name}: it does not follow from the rest of the certificate"
+    return ""
+
+
+def _same(stated: Any, computed: Any) -> bool:
+    """Equal, but for the last bits of a float: another machine's libm may round a sum of floats otherwise."""
+    if isinstance(stated, float) and isinstance(computed, (int, float)):
+        return math.isclose(stated, computed, rel_tol=1e-12)
+    if hasattr(stated, "__dataclass_fields__") and type(stated) is type(computed):
+        return all(_same(getattr(stated, n), getattr(computed, n)) for n in stated.__dataclass_fields__)
+    if isinstance(stated, tuple) and isinstance(computed, tuple):
+        return len(stated) == len(computed) and all(map(_same, stated, computed))
+    return bool(stated == computed)
+
+
+def _impossible(made: Certificate) -> str:
+    for name, found in physics(made).items():
+        if not found.allowed_bytes_per_s:
+            return "read_probes: none, so nobody can tell whether this was possible"
+        if not found.possible:
+            needed, most = found.needed_bytes_per_s / 1e9, found.allowed_bytes_per_s / 1e9
+            return f"latency_ms: {name} would read {needed:.3g} GB/s of at most {most:.3g} GB/s: impossible"
+    return ""
