@@ -55,6 +55,7 @@ class Bench:
         self.seats: dict[str, Seat] = {}
         self.op: Op | None = None
         self.runtime = ""  # whose threads ran last
+        gc.freeze()  # what the imports made lives as long as we: not to be looked through at every release
         gc.disable()
 
     def load(self, entrant: Entrant) -> None:
@@ -109,14 +110,20 @@ class Bench:
             for name, value in resident.items():
                 seat.resident[name].copy_(value)
 
-    def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
-        """One visit to each arm in this order; (nanoseconds a call by arm, why the pair must be dropped or "")."""
+    def pair(
+        self, order: Sequence[str], calls: int, samples: int, wake: bool = True
+    ) -> tuple[dict[str, list[float]], str]:
+        """One visit to each arm in this order; (nanoseconds a call by arm, why the pair must be dropped or "").
+
+        `wake`: an untimed call comes first, which wakes the arm's own threads and loads its code.
+        """
         before = _Disturbance.read()
         times: dict[str, list[float]] = {}
         for name in order:
             seat = self.seats[name]
             self._hush(seat.arm)
-            _sample(seat, 1)  # untimed: wakes its own threads, loads its code
+            if wake:
+                _sample(seat, 1)
             times[name] = [_sample(seat, calls) for _ in range(samples)]
         return times, before.since()
 

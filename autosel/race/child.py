@@ -47,7 +47,8 @@ def _resolve(inputs: Mapping[str, Any], arenas: Arenas) -> dict[str, Any]:
 def _pair(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
     if request["resident"]:
         _BENCH.refresh(_resolve(request["resident"], arenas))
-    times, disturbed = _BENCH.pair(request["order"], int(request["calls"]), int(request["samples"]))
+    calls, samples = int(request["calls"]), int(request["samples"])
+    times, disturbed = _BENCH.pair(request["order"], calls, samples, bool(request["wake"]))
     for name, places in request["outputs"].items():
         for place, tensor in zip(places, _BENCH.outputs(name), strict=True):
             arenas.tensor(place).copy_(tensor)

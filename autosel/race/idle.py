@@ -1,9 +1,9 @@
 """Has every other thread of this process gone to sleep?
 
 A parallel runtime leaves its threads spinning after a region, in wait for the next one: libgomp's for some
-milliseconds. On a machine whose every core is in use they take the next arm's core for a whole scheduler slice (seen: 4 of 5 ms, in
-one sample of ten, always charged to the arm that follows PyTorch). A clock does not show them: the kernel adds up the
-CPU time of a thread that runs elsewhere only at its ticks, every 1 to 10 ms. Its state does.
+milliseconds. On a machine whose every core is in use they take the next arm's core for a whole scheduler slice (seen:
+4 of 5 ms, in one sample of ten, always charged to the arm that follows PyTorch). A clock does not show them: the kernel
+adds up the CPU time of a thread that runs elsewhere only at its ticks, every 1 to 10 ms. Its state does.
 """
 
 from __future__ import annotations

@@ -8,14 +8,16 @@ promoted: 2 % or four clock quanta once the A/A sessions of this device and time
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from math import comb, exp, fsum, lgamma, log, log1p
+from math import exp, fsum, lgamma, log, log1p
 from typing import Literal
 
 SAMPLE_NS = 400_000
 LONG_CALL_NS = 1_000_000
+WAKE_BELOW_NS = 10_000_000  # waking a team costs some 50 us: nothing to a call that takes longer than this
 CLOCK_NS = 100  # perf_counter_ns and the call around it, measured both ways on Linux
 SESSIONS = 3
 AA_SESSIONS = 59  # none of 59 crossing gives pi <= .05 with 95 % confidence
@@ -41,6 +43,7 @@ class Plan:
     max_pairs: int
     screening_pairs: int
     tail_samples: int  # after which an unsettled tail stays unsettled
+    wakes: bool = True  # an untimed call precedes the samples
 
     @property
     def probe_every(self) -> int:
@@ -59,6 +62,7 @@ def plan(baseline_ns: float) -> Plan:
             max_pairs=60,
             screening_pairs=14,
             tail_samples=MAX_TAIL_SAMPLES,
+            wakes=baseline_ns < WAKE_BELOW_NS,
         )
     calls = max(1, -(-SAMPLE_NS // max(1, int(baseline_ns))))
     return Plan(
@@ -105,24 +109,29 @@ def calibrated(sessions: int, crossings: int, limit: Fraction = Fraction(1, 20))
     of sessions would in the end clear one device in five whose pi is at the limit. Therefore a likelihood ratio against
     pi >= limit, as for pairs: of "never", and of all rates in (0, limit) alike.
     """
+    if crossings >= limit * sessions:
+        return False
     a, b = limit.as_integer_ratio()
-
-    def mass(n: int, k: int) -> int:
-        """P[Bin(n, limit) = k], times b^n."""
-        return int(comb(n, k) * a**k * (b - a) ** (n - k))
-
     never = Fraction(b, b - a) ** sessions if crossings == 0 else 0
-    above = b ** (sessions + 1) - sum(mass(sessions + 1, j) for j in range(crossings + 1))
-    rarely = Fraction(above, a * (sessions + 1) * mass(sessions, crossings))
+    above = b ** (sessions + 1) - sum(_masses(sessions + 1, crossings, a, b))
+    rarely = Fraction(above, a * (sessions + 1) * _masses(sessions, crossings, a, b)[-1])
     return AA_ALL_QUIET * never + (1 - AA_ALL_QUIET) * rarely >= AA_CONFIDENCE
+
+
+def _masses(n: int, most: int, a: int, b: int) -> list[int]:
+    """P[Bin(n, a/b) = k] for k up to `most`, times b^n: integers, each from the one before."""
+    masses = [(b - a) ** n]
+    for k in range(most):
+        masses.append(masses[-1] * (n - k) * a // ((k + 1) * (b - a)))
+    return masses
 
 
 def quiet_sessions_needed(sessions: int, crossings: int) -> int:
     """How many more A/A sessions, none of them crossing, would calibrate this device."""
-    more = 0
-    while not calibrated(sessions + more, crossings):
-        more += 1
-    return more
+    enough = 1
+    while not calibrated(sessions + enough, crossings):
+        enough *= 2
+    return bisect_left(range(enough), True, key=lambda more: calibrated(sessions + more, crossings))
 
 
 def clopper_pearson_upper(n: int, x: int, confidence: float = 0.95) -> float:

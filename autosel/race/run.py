@@ -24,7 +24,7 @@ from autosel.workers.process import Worker
 
 log = logging.getLogger(__name__)
 
-WARM_NS = 200_000_000
+WARM_NS = 100_000_000
 CEILING_SLACK = 1.1
 # One contest of each time class carries the A/A comparison of a session, drawn by coin from those where it is cheap: it
 # must go on as long as a confirming session may, whatever the others need.
@@ -481,6 +481,7 @@ class _Seated:
             "order": list(order),
             "calls": calls,
             "samples": samples,
+            "wake": self.plan.wakes,
             "resident": to_json(operands.refresh(seed)),
             "outputs": {a: to_json(operands.places(a)) for a in order if a != CLONE} if checked else {},
         }
