@@ -65,8 +65,8 @@ def resolve(environment: Mapping[str, str], file: tuple[str, Mapping[str, Any]],
     path, entries = file
     unknown = set(entries) - {s.name for s in SETTINGS}
     if unknown:
-        known = ", ".join(s.name for s in SETTINGS)
-        raise BadConfig(f"{path}: unknown settings {_shortened(_plain(', '.join(sorted(unknown))))}", why=f"known: {known}")
+        known, odd = ", ".join(s.name for s in SETTINGS), _shortened(_plain(", ".join(sorted(unknown))))
+        raise BadConfig(f"{path}: unknown settings {odd}", why=f"known: {known}")
     if "home" in entries:
         raise BadConfig(f"{path}: home = {_shown(entries['home'])}", why="the file lies in the home: set AUTOSEL_HOME")
     found: dict[str, Value] = {}
@@ -177,8 +177,8 @@ def _file(path: Path) -> tuple[str, Mapping[str, Any]]:
 
 def _parse(setting: Setting, raw: Any, where: str) -> Any:
     """The value of a setting, given as text or as TOML's own type. Raises BadConfig."""
-    told = f"{where}: {setting.name} = {_shown(raw)}"
     text = str(raw).strip()
+    told = f"{where}: {setting.name} = {_shown(text)}"
     try:
         if not isinstance(raw, str if setting.kind in (str, Path) else (str, int, float, bool)):
             raise TypeError
