@@ -62,6 +62,7 @@ def generate(
         logits = prefill(decoder, cache, asked)
         token = torch.empty(len(asked), dtype=torch.int64, device=weights.device)
         sampler.choose(logits, token)
+        sampler.remember(token.tolist())
         told = Generated(tokens=[[t] for t in token.tolist()], logits=[logits.clone()] if keep_logits else [])
         if heard:
             heard(token.tolist())
@@ -85,7 +86,7 @@ def _refuse(decoder: Decoder, prompts: list[list[int]], count: int, sampling: Sa
             why=f"{decoder.shape.name} was made for contexts of at most {decoder.shape.max_context}",
             todo="use a shorter prompt, or generate fewer",
         )
-    if speculate and not (sampling.greedy and sampling.repetition_penalty == 1.0):
+    if speculate and sampling.changes_greedy:
         raise UsageError("speculation with sampling", why="drafts are checked against greedy decoding", todo="drop one")
 
 
@@ -179,6 +180,7 @@ def _decoding(
             stepper.cache.reserve(row, length + told.passes)
         logits = stepper.logits()
         tokens = sampler.choose(logits, place.tokens).tolist()
+        sampler.remember(tokens)
         place.advance()
         told.passes += 1
         if keep_logits:
@@ -238,13 +240,13 @@ def _speculating(
         told.passes += 1
         for b in range(rows):
             if not done[b]:
-                kept = _accepted(drafts[b], chosen[b])
+                kept = accepted(drafts[b], chosen[b])
                 done[b] = _append(told.tokens[b], kept, count, stop)
                 held[b] += len(kept)
     return told
 
 
-def _accepted(drafted: list[int], chosen: list[int]) -> list[int]:
+def accepted(drafted: list[int], chosen: list[int]) -> list[int]:
     """The chosen tokens up to the first that the draft did not foresee, that one included."""
     agreed = 0
     while agreed < len(drafted) and drafted[agreed] == chosen[agreed]:

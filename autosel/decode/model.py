@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from autosel.decode.cache import Cache
@@ -119,7 +118,9 @@ class Decoder:
             return run("swiglu", "gate_up", gate, up), x
         return run("geglu", "gate_up", gate, up, int(kind == 2)), x
 
-    def _normed(self, run: Runner, site: str, x: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _normed(
+        self, run: Runner, site: str, x: Tensor, branch: Tensor | None, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
         if branch is None:
             return run("rmsnorm", f"{site} norm", x, weight, *self.norm), x
         return run("add_rmsnorm", f"{site} add", branch, x, weight, *self.norm, 0)  # type: ignore[no-any-return]
@@ -152,9 +153,7 @@ class Decoder:
         o = self._attend(run, i, q, k, v, batch, cache)
         return o.transpose(1, 2).reshape(m, s.Hq * s.D)
 
-    def _attend(
-        self, run: Runner, i: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: Cache
-    ) -> Tensor:
+    def _attend(self, run: Runner, i: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: Cache) -> Tensor:
         scale, window = self.shape.attn_scale, self.window(i, batch.max_len)
         if batch.fresh:
             return run("prefill_attn", "attn", q, k, v, scale, window, 0.0)  # type: ignore[no-any-return]

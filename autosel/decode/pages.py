@@ -72,5 +72,6 @@ def _allocated(size: int, device: torch.device) -> Tensor:
 
 def _too_much(size: int) -> UsageError:
     return UsageError(
-        f"no {size / 2**30:.1f} GiB of memory to be had", todo="use fewer --layers, a shorter --seq or a smaller --batch"
+        f"no {size / 2**30:.1f} GiB of memory to be had",
+        todo="use fewer --layers, a shorter --seq or a smaller --batch",
     )

@@ -42,8 +42,9 @@ class Sampling:
         _among("repetition penalty", self.repetition_penalty, 0.01, 100.0)
 
     @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
+    def changes_greedy(self) -> bool:
+        """Is any token other than the largest logit's possible?"""
+        return self.temperature > 0.0 or self.repetition_penalty != 1.0
 
 
 GREEDY = Sampling()
@@ -53,9 +54,10 @@ GREEDY = Sampling()
 class Plan:
     """What to run. Raises UsageError for what no run can be.
 
-    `seq` counts the tokens that a timed step attends to, the one it adds included: with `advance` off each timed step
-    is that very step (the cache is rewound by a token), so every sample does the same work; with it on, the stream goes
-    on and timed step i attends to seq + i. `layers` below the model's own run the first so many and the output head.
+    `seq` counts the tokens that a timed step attends to, the one it adds included, so the prompt has seq - 1. With
+    `advance` off each timed step is that very step (the cache is rewound by a token): every sample does the same work.
+    With it on the stream goes on, and timed step i (from 0) attends to seq + i. `layers` below the model's own run the
+    first so many and the output head.
     """
 
     model: ModelShape  # the whole model, whatever `layers` says
@@ -106,9 +108,7 @@ class Plan:
         """The model cut to the layers that run."""
         types = self.model.layer_types[: self.layers_run]
         slides = "sliding" in types
-        return replace(
-            self.model, layers=self.layers_run, layer_types=types, window=self.model.window if slides else 0
-        )
+        return replace(self.model, layers=self.layers_run, layer_types=types, window=self.model.window if slides else 0)
 
     @property
     def longest(self) -> int:
@@ -177,7 +177,9 @@ class DecodeRun:
     tokens_equal: int
     max_logit_error: float  # the optimised path's largest distance from the reference logits
     logit_bound: float  # what it may be
-    python_overhead_share: float  # of a median optimised step: the time our own Python takes
+    # Of a median optimised step: what Python takes to go through its list, every op doing nothing. None where the step
+    # is no list (--no-prealloc, speculation).
+    python_overhead_share: float | None
     tokens_per_step: float = 1.0  # a sequence; above 1 only where speculation found something
     energy_joules: float | None = None  # of the optimised steps, where the device tells
     notes: tuple[str, ...] = field(default_factory=tuple)

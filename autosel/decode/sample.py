@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,9 +20,17 @@ class Sampler:
     Repeatable: the uniforms come from `sampling.seed` alone, one a row and step.
     """
 
-    def __init__(self, sampling: Sampling, prompts: list[list[int]], room: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        device: torch.device,
+        best: Callable[..., Any] | None = None,
+    ) -> None:
+        """`best` samples in place of what `best("sample")` gives (the baseline arm of a measurement)."""
         self.sampling, rows = sampling, len(prompts)
-        self.greedy = sampling.greedy and sampling.repetition_penalty == 1.0
+        self.greedy = not sampling.changes_greedy
         if self.greedy:
             return
         self.generator = torch.Generator(device=device).manual_seed(sampling.seed)
@@ -38,7 +49,7 @@ class Sampler:
             same(sampling.repetition_penalty),
         )
         self.uniform = same(0.0)
-        self.best = dispatch.best("sample")
+        self.best = best or dispatch.best("sample")
 
     def choose(self, logits: Tensor, out: Tensor) -> Tensor:
         """logits [B, V] -> tokens [B], written to `out`."""
@@ -46,8 +57,13 @@ class Sampler:
             return torch.argmax(logits, -1, out=out)
         torch.rand(self.uniform.shape, generator=self.generator, out=self.uniform)
         self.best(logits, self.history, *self.knobs, self.uniform, out)
-        for row, token in enumerate(out.tolist()):
+        return out
+
+    def remember(self, tokens: Sequence[int]) -> None:
+        """One more token of each row was said."""
+        if self.greedy:
+            return
+        for row, token in enumerate(tokens):
             if self.said[row] < self.history.shape[1]:
                 self.history[row, self.said[row]] = token
                 self.said[row] += 1
-        return out

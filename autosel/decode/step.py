@@ -7,7 +7,7 @@ it is to go through the list; Python then takes a microsecond or two a call and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch

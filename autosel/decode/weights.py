@@ -72,7 +72,9 @@ class Weights:
 def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
     """The weights a plan names. Raises BadConfig (unreadable or of another model), UsageError (no memory for them)."""
     shape, device = plan.shape, torch.device(plan.device)
-    tensors = None if plan.weights == "random" else _Checkpoint(open_folder(Path(plan.weights)), shape, plan.full_layers)
+    tensors = (
+        None if plan.weights == "random" else _Checkpoint(open_folder(Path(plan.weights)), shape, plan.full_layers)
+    )
     refuse_without_memory(plan)
     arena = Arena(arena_bytes(shape, plan.dtype), device)
     with torch.inference_mode():
@@ -186,7 +188,9 @@ def _random(plan: Plan) -> Fill:
     device = torch.device(plan.device)
     generator = torch.Generator(device=device).manual_seed(plan.seed)
     offset = plan.model.norm_offset
-    block = torch.randn(min(BLOCK, plan.model.V * plan.model.d), generator=generator, device=device).to(DTYPE[plan.dtype])
+    block = torch.randn(min(BLOCK, plan.model.V * plan.model.d), generator=generator, device=device).to(
+        DTYPE[plan.dtype]
+    )
 
     def fill(name: str, out: Tensor) -> None:
         if out.dim() == 1:
@@ -219,7 +223,9 @@ class _Checkpoint:
         names = tensors.entries
         if not names:
             raise BadConfig(f"{tensors.folder} holds no tensors", todo="name a whole checkpoint")
-        quantised = next((n for n in names if n.endswith(("weight_scale", "weight_scale_inv", "qweight", "absmax"))), "")
+        quantised = next(
+            (n for n in names if n.endswith(("weight_scale", "weight_scale_inv", "qweight", "absmax"))), ""
+        )
         if quantised:
             raise BadConfig(
                 f"{tensors.folder} is quantised: it holds {quantised}",

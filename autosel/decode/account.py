@@ -1,0 +1,171 @@
+"""What a step is made of: which candidate served each op, what each op took, what it must move, what Python costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autosel import dispatch, ops
+from autosel.candidates import registry
+from autosel.decode.run import Choice, OpTime, Plan
+from autosel.decode.step import Call, Step
+from autosel.dispatch.bound import make_bound
+from autosel.dispatch.resolve import Resolution
+from autosel.models import labels
+from autosel.models.shape import ModelShape
+from autosel.values import DTYPE_BYTES, Decision, DTypeName, Workload
+
+OP_ROUNDS = 11
+OVERHEAD_ROUNDS = 51
+
+
+# --- bytes and operations --------------------------------------------------------------------------------------------
+
+
+def bytes_per_step(shape: ModelShape, dtype: DTypeName, batch: int, context: int) -> int:
+    """Each weight once, the keys and values in reach of each sequence (the new ones written, the others read), the
+    embedding's rows."""
+    rows = batch * shape.d * DTYPE_BYTES[dtype]
+    return shape.weight_bytes_per_step(dtype) + batch * shape.kv_bytes_read(context, dtype) + rows
+
+
+def flops_per_step(shape: ModelShape, batch: int, context: int) -> int:
+    """The projections, the output head and both products of attention; a multiply-add counts two."""
+    projections = shape.d * shape.qkv_rows + shape.Hq * shape.D * shape.d + 3 * shape.d * shape.I
+    keys = shape.full_layers * context + shape.sliding_layers * min(context, shape.window)
+    return 2 * batch * (shape.layers * projections + shape.V * shape.d) + 4 * batch * shape.Hq * shape.D * keys
+
+
+# --- who served ------------------------------------------------------------------------------------------------------
+
+
+def names(plan: Plan) -> Mapping[str, str]:
+    """Workload key -> label, at the context of the first timed step."""
+    return labels(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
+
+
+def choices_of(step: Step, plan: Plan) -> tuple[Choice, ...]:
+    """From the callables that the step is bound to, in the order a step runs them."""
+    return tuple(
+        _choice(call.workload, len(calls), plan, call.function.candidate, call.function.decision, call.function.reason)  # type: ignore[attr-defined]
+        for calls in _by_workload(step).values()
+        if (call := calls[0]).workload is not None
+    )
+
+
+def _by_workload(step: Step) -> dict[str, list[Call]]:
+    found: dict[str, list[Call]] = {}
+    for call in step.calls:
+        found.setdefault(call.workload.key if call.workload else call.site, []).append(call)
+    return found
+
+
+class Uses:
+    """What selections ran from here on: for steps that are no list, and for the sampler."""
+
+    def __init__(self, *only: str) -> None:
+        self.ops = only or tuple(ops.OPS)
+        self.before = {key: count for key, _, count in self._counts()}
+
+    def choices(self, plan: Plan, steps: int) -> tuple[Choice, ...]:
+        """Averaged over so many steps; a workload run less than every other step is left out."""
+        found = []
+        for key, resolution, count in self._counts():
+            each = round((count - self.before.get(key, 0)) / steps)
+            if each:
+                r = resolution
+                found.append(_choice(r.workload, each, plan, r.candidate, r.decision, r.reason))
+        return tuple(found)
+
+    def _counts(self) -> Iterator[tuple[str, Resolution, int]]:
+        for op in self.ops:
+            for resolution, count in dispatch.best(op).uses():
+                yield resolution.workload.key, resolution, count
+
+
+def _choice(w: Workload, count: int, plan: Plan, candidate: str, decision: Decision | None, reason: str) -> Choice:
+    served = decision is not None and candidate == decision.arm.candidate
+    return Choice(
+        op=w.op,
+        label=names(plan).get(w.key, ops.find(w.op).label(w)),
+        workload_key=w.key,
+        count_per_step=count,
+        backend=registry.find(w.op, candidate).backend,
+        candidate=candidate,
+        decision_id=decision.id if decision is not None and served else None,
+        state=decision.state if decision is not None and served else "baseline",
+        reason=reason,
+    )
+
+
+# --- how long each took ----------------------------------------------------------------------------------------------
+
+
+def time_ops(step: Step, plan: Plan, clock: Callable[[], int]) -> tuple[OpTime, ...]:
+    """Medians over every call of each op in whole steps with a clock around each op."""
+    samples: list[list[int]] = [[] for _ in step.calls]
+    for _ in range(OP_ROUNDS):
+        for took, call in zip(samples, step.calls, strict=True):
+            begin = clock()
+            call.function(*call.arguments)
+            took.append(clock() - begin)
+    by_key: dict[str, list[int]] = {}
+    for took, call in zip(samples, step.calls, strict=True):
+        by_key.setdefault(call.workload.key if call.workload else call.site, []).extend(took)
+    return tuple(_op_time(calls, by_key[key], plan) for key, calls in _by_workload(step).items())
+
+
+def _op_time(calls: Sequence[Call], took_ns: Sequence[int], plan: Plan) -> OpTime:
+    w, op = calls[0].workload, calls[0].op
+    contract = ops.find(op) if w is not None else None
+    return OpTime(
+        op=op,
+        label=names(plan).get(w.key, contract.label(w)) if w is not None and contract is not None else calls[0].site,
+        workload_key=w.key if w is not None else "",
+        count_per_step=len(calls),
+        median_us=statistics.median(took_ns) / 1000,
+        bytes_moved=contract.bytes_moved(w) if w is not None and contract is not None else _glue_bytes(calls[0], plan),
+        flops=contract.flops(w) if w is not None and contract is not None else 0,
+    )
+
+
+def _glue_bytes(call: Call, plan: Plan) -> int:
+    """Embedding rows or a packed copy: what is written, and as much read."""
+    out = call.arguments[-1] if call.site == "embed" else call.arguments[0]
+    return 2 * int(out.numel()) * DTYPE_BYTES[plan.dtype]
+
+
+# --- what Python costs -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Nothing:
+    """A list like a step's, every op bound in the same way to a kernel that does nothing."""
+
+    flat: list[tuple[Callable[..., object], list[object]]]
+
+    def run(self) -> None:
+        for function, arguments in self.flat:
+            function(*arguments)
+
+
+def overhead_ns(step: Step, clock: Callable[[], int]) -> float:
+    """Median time to go through the step's list, through the cell behind every op, with no work done."""
+    empty = _Nothing(flat=[(_idle(call), call.arguments) for call in step.calls])
+    times = []
+    for _ in range(OVERHEAD_ROUNDS):
+        begin = clock()
+        empty.run()
+        times.append(clock() - begin)
+    return statistics.median(times)
+
+
+def _idle(call: Call) -> Callable[..., object]:
+    def nothing(*arguments: object) -> None:
+        return None
+
+    if call.workload is None:
+        return nothing
+    resolution = Resolution(workload=call.workload, run=nothing, candidate="", decision=None, reason="")
+    return make_bound(ops.find(call.op), resolution, nothing, nothing)[0]

@@ -1,0 +1,116 @@
+"""The arms of a measurement: our step in its forms, and the eager baseline.
+
+An arm takes one step from where the scene stands and leaves moving on to the measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autosel.decode.generate import accepted, at_once, draft
+from autosel.decode.model import Batch, Chain
+from autosel.decode.sample import Sampler
+from autosel.decode.scene import Scene
+from autosel.decode.step import Direct, write_step
+from autosel.ops import eager
+
+
+class Arm(Protocol):
+    logits: Tensor  # [B, V] after the token that was fed
+
+    def step(self) -> list[list[int]]:
+        """The tokens chosen for each row, on the host; several only when speculating."""
+
+    def remember(self, tokens: list[int]) -> None:
+        """The stream went on by these."""
+
+
+class _Choosing:
+    """Greedy, or sampled; each arm has the same stream of uniforms for itself."""
+
+    def __init__(self, scene: Scene, best: Callable[..., Any] | None = None) -> None:
+        plan, place = scene.plan, scene.place
+        self.out = torch.empty_like(place.tokens)
+        self.sampler = Sampler(plan.sampling, scene.text, plan.longest, place.tokens.device, best)
+
+    def choose(self, logits: Tensor) -> list[list[int]]:
+        return [[token] for token in self.sampler.choose(logits, self.out).tolist()]
+
+    def remember(self, tokens: list[int]) -> None:
+        self.sampler.remember(tokens)
+
+
+class Written(_Choosing):
+    """Our step as a list of bound ops with buffers made beforehand."""
+
+    def __init__(self, scene: Scene, chain: Chain) -> None:
+        super().__init__(scene)
+        self.list = write_step(scene.decoder, scene.cache, scene.place, chain)
+        self.logits = self.list.logits
+
+    def step(self) -> list[list[int]]:
+        return self.choose(self.list.run())
+
+
+class AtOnce(_Choosing):
+    """Our step op by op, each allocating its result (--no-prealloc)."""
+
+    def __init__(self, scene: Scene, chain: Chain) -> None:
+        super().__init__(scene)
+        self.scene, self.chain, self.run = scene, chain, Direct()
+
+    def step(self) -> list[list[int]]:
+        self.logits = at_once(self.scene.decoder, self.scene.cache, self.scene.place, self.run, self.chain)
+        return self.choose(self.logits)
+
+
+class Speculating:
+    """Our pass over the last token and its draft (one greedy stream)."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.run = scene, Direct()
+
+    def step(self) -> list[list[int]]:
+        place, device = self.scene.place, self.scene.place.tokens.device
+        room = self.scene.plan.longest - place.longest  # the stream's end is no place to draft beyond
+        drafted = draft(self.scene.text[0], min(self.scene.plan.speculate, room))
+        tokens = torch.tensor([self.scene.text[0][-1], *drafted], device=device)
+        s = len(tokens)
+        batch = Batch(
+            tokens=tokens,
+            positions=place.positions + torch.arange(s, device=device),
+            starts=place.starts,
+            lengths=place.starts + s if self.scene.cache.paged else None,
+            max_len=place.longest - 1 + s,
+            rows=1,
+        )
+        logits = self.scene.decoder.logits(self.run, self.scene.decoder.hidden(self.run, batch, self.scene.cache))
+        self.logits = logits[:1]
+        return [accepted(drafted, logits.argmax(-1).tolist())]
+
+    def remember(self, tokens: list[int]) -> None:
+        pass
+
+
+class Baseline(_Choosing):
+    """Hugging Face's way in plain PyTorch."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene, eager.sample)
+        self.scene = scene
+
+    def step(self) -> list[list[int]]:
+        place = self.scene.place
+        self.logits = self.scene.eager.logits(place.tokens[:, None], self.scene.eager_cache, place.longest - 1)
+        return self.choose(self.logits)
+
+
+def our_arm(scene: Scene, chain: Chain) -> Written | AtOnce | Speculating:
+    """The form that the plan asks for."""
+    if scene.plan.speculate:
+        return Speculating(scene)
+    return Written(scene, chain) if scene.plan.prealloc else AtOnce(scene, chain)

@@ -1,0 +1,132 @@
+"""The baseline: the decoder as Hugging Face writes it, in plain PyTorch with SDPA, on the same weights and cache.
+
+benchmarks/bench_eager.py holds it against the model classes themselves. With `precision` the same lines give the
+reference that both arms are judged by: every weight, key and value widened first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from autosel.decode.cache import Cache
+from autosel.decode.rope import frequencies
+from autosel.decode.weights import Layer, Weights
+from autosel.models.shape import ModelShape
+
+
+def _gelu_tanh(gate: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh")
+
+
+ACTIVATION: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
+
+
+class Eager:
+    """One decoder. Sequences of a batch are equally long; tokens [B, S] follow `held` others."""
+
+    def __init__(self, weights: Weights, precision: torch.dtype | None = None) -> None:
+        self.weights, self.shape, self.precision = weights, weights.shape, precision
+        self.inv_freq = frequencies(weights.shape, weights.device)
+
+    def logits(self, tokens: Tensor, cache: Cache, held: int) -> Tensor:
+        """[B, V] after the last of the tokens, whose keys and values are appended (a reference leaves no trace)."""
+        s = self.shape
+        x = self._wide(self.weights.embedding[tokens])
+        if s.embedding_scale != 1.0:
+            x = x * torch.tensor(s.embedding_scale, dtype=x.dtype)
+        turns = self._turns(held, tokens.shape[1], x.dtype)
+        for i, layer in enumerate(self.weights.layers):
+            h = self._norm(x, layer.attn_norm)
+            h = F.linear(self._attention(i, layer, h, turns, cache, held), self._wide(layer.o))
+            x = x + (h if layer.attn_post_norm is None else self._norm(h, layer.attn_post_norm))
+            h = self._norm(x, layer.mlp_norm)
+            h = ACTIVATION[s.activation](F.linear(h, self._wide(layer.gate))) * F.linear(h, self._wide(layer.up))
+            h = F.linear(h, self._wide(layer.down))
+            x = x + (h if layer.mlp_post_norm is None else self._norm(h, layer.mlp_post_norm))
+        return F.linear(self._norm(x[:, -1], self.weights.norm), self._wide(self.weights.head))
+
+    def _wide(self, t: Tensor) -> Tensor:
+        return t if self.precision is None else t.to(self.precision)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Llama stores the normalised value before it multiplies by the weight; Gemma multiplies first."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        wide = x.to(dtype)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.shape.rms_eps)
+        if self.shape.norm_offset:
+            return (wide * (self.shape.norm_offset + weight.to(dtype))).to(x.dtype)
+        return self._wide(weight) * wide.to(x.dtype)
+
+    # --- attention ---------------------------------------------------------------------------------------------------
+
+    def _turns(self, held: int, s: int, dtype: torch.dtype) -> dict[int, tuple[Tensor, Tensor]]:
+        """cos and sin [S, D] by the frequencies they come from."""
+        found = {}
+        for inv_freq in self.inv_freq:
+            if id(inv_freq) not in found:
+                wide = torch.promote_types(dtype, torch.float32)
+                position = torch.arange(held, held + s, dtype=wide, device=inv_freq.device)
+                angle = position[:, None] * inv_freq.to(wide)
+                angle = torch.cat((angle, angle), -1)
+                found[id(inv_freq)] = angle.cos().to(dtype), angle.sin().to(dtype)
+        return found
+
+    def _attention(
+        self, i: int, layer: Layer, h: Tensor, turns: dict[int, tuple[Tensor, Tensor]], cache: Cache, held: int
+    ) -> Tensor:
+        s, (b, n, _) = self.shape, h.shape
+        w_q, w_k, w_v = layer.qkv.split((s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D))
+        q, k, v = (F.linear(h, self._wide(w)).view(b, n, -1, s.D) for w in (w_q, w_k, w_v))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        cos, sin = turns[id(self.inv_freq[i])]
+        q, k = _rotate(q, cos, sin, s), _rotate(k, cos, sin, s)
+        window = s.window if s.layer_types[i] == "sliding" else 0
+        k, v = self._past(cache, i, k, v, held, max(0, held + 1 - window) if window else 0)
+        mask = _mask(n, k.shape[2], window, h.device) if n > 1 and (held or (window and k.shape[2] > window)) else None
+        o = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            scale=s.attn_scale or None,
+            is_causal=n > 1 and mask is None,
+            enable_gqa=s.Hq != s.Hkv,
+        )
+        return o.transpose(1, 2).reshape(b, n, -1)
+
+    def _past(self, cache: Cache, i: int, k: Tensor, v: Tensor, held: int, first: int) -> tuple[Tensor, Tensor]:
+        """Keys and values from `first` on, the new ones last."""
+        end = held + k.shape[2]
+        if self.precision is not None:
+            old = (self._wide(c[i][:, :, first:held]) for c in (cache.k, cache.v))
+            wide_k, wide_v = (torch.cat((a, b), 2) for a, b in zip(old, (k, v), strict=True))
+            return wide_k, wide_v
+        cache.k[i][:, :, held:end] = k
+        cache.v[i][:, :, held:end] = v
+        return cache.k[i][:, :, first:end], cache.v[i][:, :, first:end]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, shape: ModelShape) -> Tensor:
+    r = shape.rope.rotary_dim
+    turning, rest = x[..., :r], x[..., r:]
+    if shape.rope.style:
+        cos, sin = (t[..., : r // 2].repeat_interleave(2, -1) for t in (cos, sin))
+        across = torch.stack((-turning[..., 1::2], turning[..., ::2]), -1).flatten(-2)
+    else:
+        across = torch.cat((-turning[..., r // 2 :], turning[..., : r // 2]), -1)
+    turned = turning * cos + across * sin
+    return turned if r == x.shape[-1] else torch.cat((turned, rest), -1)
+
+
+def _mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """bool [S, keys]: does query i, of the last S positions, see key j?"""
+    last = torch.arange(keys - queries, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
+    seen = key <= last
+    return seen & (key > last - window) if window else seen

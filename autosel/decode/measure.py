@@ -1,0 +1,166 @@
+"""Measure a decode: our step and the eager baseline's, in turn, in a coin-flipped order, on one model and one cache.
+
+Both arms are fed the same tokens in the same state, so that their tokens and logits can be compared step by step, and
+so that whatever the machine does meets both.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from random import Random
+
+import torch
+
+from autosel import fingerprint
+from autosel.decode.account import Uses, bytes_per_step, choices_of, flops_per_step, overhead_ns, time_ops
+from autosel.decode.arms import Arm, Baseline, Written, our_arm
+from autosel.decode.chain import choose_chain
+from autosel.decode.model import FUSED, Chain
+from autosel.decode.run import DecodeRun, Listener, Plan, Silent
+from autosel.decode.scene import Clock, Scene, set_scene
+from autosel.decode.weights import Weights
+from autosel.errors import UsageError
+from autosel.ledger.key import current_mode
+
+PROBE_EVERY = 10  # pairs of steps
+
+
+def measure(
+    plan: Plan, weights: Weights, *, listener: Listener | None = None, clock: Clock = time.perf_counter_ns
+) -> DecodeRun:
+    """Run the plan. `clock` gives nanoseconds. Raises UsageError, BadConfig."""
+    _refuse(plan, weights)
+    listener, rng = listener or Silent(), Random(plan.seed)
+    listener.stage("fingerprint", plan.device, 0, 1)
+    fp = fingerprint.take(plan.device)
+    began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+    with torch.inference_mode():
+        scene = set_scene(plan, weights, listener, clock)
+        listener.stage("chain", "whole steps", 0, 1)
+        chain = choose_chain(scene, rng, clock) if _may_choose(plan) else FUSED
+        ours, theirs = our_arm(scene, chain), Baseline(scene)
+        _warm_up(scene, ours, theirs, listener)
+        uses = Uses("sample") if isinstance(ours, Written) else Uses()
+        pairs = list(_pairs(scene, ours, theirs, rng, listener, clock))
+        choices = uses.choices(plan, len(pairs))
+        written = ours.list if isinstance(ours, Written) else None
+        listener.stage("ops", "", 0, 1)
+        per_op = time_ops(written, plan, clock) if written else ()
+        idle_ns = overhead_ns(written, clock) if written else None
+    context = plan.seq + (len(pairs) - 1) // 2 if plan.advance else plan.seq
+    return DecodeRun(
+        plan=plan,
+        fingerprint=fp,
+        mode_key=current_mode(plan.mode),
+        started_at=started_at,
+        seconds=time.monotonic() - began,
+        optimised_ns=tuple(p.optimised_ns for p in pairs),
+        baseline_ns=tuple(p.baseline_ns for p in pairs),
+        optimised_first=tuple(p.optimised_first for p in pairs),
+        ttft_ns=scene.ttft_ns,
+        baseline_ttft_ns=scene.baseline_ttft_ns,
+        prompt_tokens=plan.seq - 1,
+        bytes_per_step=bytes_per_step(plan.shape, plan.dtype, plan.batch, context),
+        flops_per_step=flops_per_step(plan.shape, plan.batch, context),
+        weights_bytes=weights.bytes,
+        kv_cache_bytes=scene.cache.bytes,
+        peak_memory_bytes=_peak_memory(plan.device),
+        read_bytes_per_s=max(scene.probes),
+        read_probes=tuple(scene.probes),
+        choices=(*choices_of(written, plan), *choices) if written else choices,
+        per_op=per_op,
+        tokens_checked=len(pairs) * plan.batch,
+        tokens_equal=sum(p.equal for p in pairs),
+        max_logit_error=scene.logit_error,
+        logit_bound=scene.logit_bound,
+        python_overhead_share=None if idle_ns is None else idle_ns / statistics.median(p.optimised_ns for p in pairs),
+        tokens_per_step=sum(p.kept for p in pairs) / len(pairs),
+        notes=_notes(plan, chain),
+    )
+
+
+def _refuse(plan: Plan, weights: Weights) -> None:
+    assert weights.shape == plan.shape and weights.dtype == plan.dtype, "the weights were loaded for another plan"
+    if plan.mode == "graph" and plan.device == "cpu":
+        raise UsageError("mode graph on a CPU", why="graphs are captured on a GPU", todo="leave the mode out")
+    if plan.mode == "team":
+        raise UsageError("mode team", why="no whole-step kernel is known for this device", todo="leave the mode out")
+    if plan.speculate and (plan.batch > 1 or not plan.advance or plan.sampling.changes_greedy):
+        raise UsageError(
+            "speculation with a batch, a fixed context or sampling",
+            why="it is measured on one greedy stream that goes on",
+            todo="use --batch 1 and greedy decoding",
+        )
+
+
+def _may_choose(plan: Plan) -> bool:
+    return plan.prealloc and not plan.speculate
+
+
+def _notes(plan: Plan, chain: Chain) -> tuple[str, ...]:
+    notes = [f"chain: attention {chain.attn}, feed-forward {chain.mlp}"]
+    if plan.prompt == "synthetic":
+        notes.append("the cache was filled with random keys and values; no prompt was run")
+    return tuple(notes)
+
+
+def _peak_memory(device: str) -> int:
+    if device != "cpu":
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
+
+
+# --- steps in turn ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    optimised_ns: int
+    baseline_ns: int
+    optimised_first: bool
+    equal: int  # rows in which both chose the same token
+    kept: int  # tokens our step gave a row
+
+
+def _warm_up(scene: Scene, ours: Arm, theirs: Arm, listener: Listener) -> None:
+    """Where the first timed step stands: clocks, caches, the guard's first checks and the allocator settle."""
+    for i in range(scene.plan.warmup):
+        listener.stage("warmup", "", i, scene.plan.warmup)
+        ours.step()
+        theirs.step()
+
+
+def _pairs(scene: Scene, ours: Arm, theirs: Arm, rng: Random, listener: Listener, clock: Clock) -> Iterator[_Pair]:
+    plan, done = scene.plan, 0
+    while done < plan.iters:
+        if len(scene.probes) * PROBE_EVERY <= done:
+            scene.probe()
+            listener.stage("decode", "", done, plan.iters)
+        first = rng.random() < 0.5
+        times, chosen = {}, {}
+        for arm in (ours, theirs) if first else (theirs, ours):
+            begin = clock()
+            chosen[arm] = arm.step()
+            times[arm] = clock() - begin
+        kept = [row[: plan.iters - done] for row in chosen[ours]]
+        if done == 0 or (plan.advance and done + len(kept[0]) >= plan.iters):
+            scene.check_logits(ours.logits, theirs.logits)
+        yield _Pair(
+            optimised_ns=times[ours],
+            baseline_ns=times[theirs],
+            optimised_first=first,
+            equal=sum(a[0] == b[0] for a, b in zip(chosen[ours], chosen[theirs], strict=True)),
+            kept=len(kept[0]),
+        )
+        done += len(kept[0])
+        if plan.advance and done < plan.iters:
+            scene.advance(kept)
+            for arm in (ours, theirs):
+                arm.remember([row[-1] for row in kept])
+    scene.probe()
+    listener.stage("decode", "", plan.iters, plan.iters)

@@ -1,0 +1,147 @@
+"""What both arms of a measurement share: the model, the cache, and where the stream stands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autosel.decode.cache import Cache, make_cache
+from autosel.decode.eager import Eager
+from autosel.decode.generate import prefill
+from autosel.decode.model import Decoder
+from autosel.decode.prompt import prompts
+from autosel.decode.run import Listener, Plan
+from autosel.decode.step import Place
+from autosel.decode.weights import Weights
+from autosel.fingerprint import probe
+from autosel.ops.contract import UNIT
+from autosel.values import DTypeName
+
+PROBE_S = 0.02
+
+Clock = Callable[[], int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Scene:
+    """`text` holds each row's tokens so far; its last is the one that `place` feeds next."""
+
+    plan: Plan
+    decoder: Decoder
+    eager: Eager
+    cache: Cache  # ours
+    eager_cache: Cache  # the same one, unless ours is paged
+    place: Place
+    text: list[list[int]]
+    probes: list[float] = field(default_factory=list)  # bytes/s
+    ttft_ns: int | None = None
+    baseline_ttft_ns: int | None = None
+    logit_error: float = 0.0  # of the check that came closest to its bound
+    logit_bound: float = 0.0
+
+    def check_logits(self, ours: Tensor, theirs: Tensor) -> None:
+        """Judge both arms' logits [B, V] for the tokens fed here by a pass in higher precision."""
+        wider = torch.float64 if self.plan.dtype == "fp32" else torch.float32
+        reference = Eager(self.decoder.weights, wider)
+        exact = reference.logits(self.place.tokens[:, None], self.eager_cache, self.place.longest - 1)
+        error, bound = judged(ours, theirs, exact, self.plan.dtype)
+        if not self.logit_bound or error / bound > self.logit_error / self.logit_bound:
+            self.logit_error, self.logit_bound = error, bound
+
+    def advance(self, kept: list[list[int]]) -> None:
+        """The stream goes on by these tokens of each row, equally many."""
+        for row, tokens in zip(self.text, kept, strict=True):
+            row.extend(tokens)
+        self.place.tokens.copy_(torch.tensor([tokens[-1] for tokens in kept]))
+        self.place.advance(len(kept[0]))
+
+    def probe(self) -> None:
+        self.probes.append(probe.read_rate(torch.get_num_threads(), PROBE_S))
+
+
+def judged(ours: Tensor, theirs: Tensor, exact: Tensor, dtype: DTypeName) -> tuple[float, float]:
+    """(our largest error, what it may be).
+
+    Our RMS error may be twice the baseline's, as in parity; the largest of N normal errors is about sqrt(2 ln 2N) of
+    their deviation; and storing the largest logit may cost it one rounding.
+    """
+    wide = exact.double()
+    rms = (theirs.double() - wide).square().mean().sqrt().item()
+    allowed = 2 * rms * math.sqrt(2 * math.log(2 * wide.numel())) + UNIT[dtype] * wide.abs().max().item()
+    return (ours.double() - wide).abs().max().item(), allowed
+
+
+def set_scene(plan: Plan, weights: Weights, listener: Listener, clock: Clock) -> Scene:
+    """Prompt run (by both arms, timed) or cache filled; the first timed step comes next."""
+    text = prompts(plan)
+
+    def cache(page: int) -> Cache:
+        return make_cache(plan.shape, plan.dtype, rows=plan.batch, room=plan.longest, page=page, device=weights.device)
+
+    ours = cache(plan.page if plan.cache == "paged" else 0)
+    for row in range(plan.batch):
+        ours.reserve(row, plan.longest)
+    last = torch.tensor([row[-1] for row in text], device=weights.device)
+    scene = Scene(
+        plan=plan,
+        decoder=Decoder(weights),
+        eager=Eager(weights),
+        cache=ours,
+        eager_cache=cache(0) if ours.paged else ours,
+        place=Place.at(last, [plan.seq - 1] * plan.batch),
+        text=text,
+    )
+    if plan.prompt == "synthetic":
+        _fill(scene)
+    else:
+        _prefill(scene, listener, clock)
+    for said, token in zip(scene.text, scene.place.tokens.tolist(), strict=True):
+        said.append(token)
+    return scene
+
+
+def _fill(scene: Scene) -> None:
+    """Keys and values of variance one, the same in both caches."""
+    generator = torch.Generator(device=scene.place.tokens.device).manual_seed(scene.plan.seed)
+    for tensor in (*scene.cache.k, *scene.cache.v):
+        tensor.normal_(generator=generator)
+    if scene.cache.paged:
+        _copy_pages(scene)
+
+
+def _copy_pages(scene: Scene) -> None:
+    """The baseline's cache gets what ours holds, in order."""
+    ours, theirs = scene.cache, scene.eager_cache
+    assert ours.block_table is not None
+    for mine, other in zip((*ours.k, *ours.v), (*theirs.k, *theirs.v), strict=True):
+        gathered = mine[ours.block_table.long()].flatten(1, 2).transpose(1, 2)
+        count = min(gathered.shape[2], other.shape[2])
+        other[:, :, :count] = gathered[:, :, :count]
+
+
+def _prefill(scene: Scene, listener: Listener, clock: Clock) -> None:
+    """Each arm runs the prompt once, cold, as a user meets it. Then both read what ours left in the cache."""
+    filled = torch.tensor(scene.text, device=scene.place.tokens.device)
+
+    def theirs() -> None:
+        begin = clock()
+        scene.eager.logits(filled, scene.eager_cache, 0).argmax(-1).tolist()
+        scene.baseline_ttft_ns = clock() - begin
+
+    def ours() -> None:
+        begin = clock()
+        torch.argmax(prefill(scene.decoder, scene.cache, scene.text), -1, out=scene.place.tokens)
+        scene.place.tokens.tolist()
+        scene.ttft_ns = clock() - begin
+
+    listener.stage("prefill", "baseline", 0, 2)
+    theirs()
+    listener.stage("prefill", "optimised", 1, 2)
+    ours()
+    if scene.cache.paged:
+        _copy_pages(scene)
+    listener.stage("prefill", scene.plan.prompt, 2, 2)
