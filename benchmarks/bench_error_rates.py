@@ -1,48 +1,76 @@
 """How often the race's rules err, and how often the usual rules do, on simulated arms whose speed is known.
 
-    python benchmarks/bench_error_rates.py                   4,000 races a cell: about ten minutes on two cores
+    python benchmarks/bench_error_rates.py                   4,000 races a cell: about twenty minutes on two cores
     python benchmarks/bench_error_rates.py --races 200       a glance
     python benchmarks/bench_error_rates.py --only power      studies whose name contains a word; may be repeated
     python benchmarks/bench_error_rates.py --json            a document on stdout
-    python benchmarks/bench_error_rates.py --write           also keep it in benchmarks/results/simulated/
+    python benchmarks/bench_error_rates.py --write           also keep it in benchmarks/results/cpu/
+    python benchmarks/bench_error_rates.py --parts FILE --minutes 3    as far as that goes; the next call goes on
 
 The rules are those of autosel/race/{session,judge}.py; only the instrument is synthetic (tests/null/synthetic.py). The
 cells and what each must show are in tests/null/error_rates.py. Seeded: the same numbers on every machine. Exit code 1
-if a promise does not hold, or if a usual rule fails to fail.
+if a promise does not hold, or if a usual rule fails to fail; 5 if the minutes were over first.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from figures import commit
+
+if TYPE_CHECKING:
+    from tests.null.error_rates import Rate
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "simulated"
-SCHEMA = 1
+KEPT = ROOT / "benchmarks" / "results" / "cpu" / "error_rates.json"
+SCHEMA = 2
+UNFINISHED = 5
+# What the numbers depend on: parts measured with other sources are not gone on with.
+SOURCES = (
+    "autosel/race/evidence.py",
+    "autosel/race/judge.py",
+    "autosel/race/plan.py",
+    "autosel/race/session.py",
+    "autosel/guard/detector.py",
+    "benchmarks/peers_rules.py",
+    "tests/null/error_rates.py",
+    "tests/null/synthetic.py",
+)
 SAYS = {
     "identical": "Two identical arms: false promotions",
     "boundary": "A candidate exactly as much faster as the margin: promotions",
     "power": "Candidates that are truly faster: promotions",
     "three arms": "A challenger no faster than the incumbent, twice as fast as the baseline, nominated: promotions",
+    "selection": "Eight candidates exactly as much faster as the margin, the favourite of screening: promotions",
     "session bias": "Identical arms whose luck is fixed inside a session (SD of the luck; margin 2 %)",
+    "calibration": "A device whose A/A sessions cross with probability pi: believed to have pi <= .05",
     "lifetime": "False promotions in the life of a key: a candidate exactly at the margin, tried twenty times",
     "tail": "A candidate 20 % faster with slow samples; 3 % of the baseline's are slow",
     "controls": "Two identical arms under the usual rules: false promotions",
+    "demotion": "A served kernel: demotions",
 }
 NOTES = {
-    "power": "\\* Not promised. Slot: coming second costs 3 %, as much as the effect beyond the margin, so half of the "
-    "pairs are lost whoever is faster. Spikes, long form: where one sample in twenty is slow in both arms, the tail "
-    "gate is still undecided after 720 samples in one attempt of thirty.",
+    "power": "\\* Not promised: coming second costs 3 %, as much as the effect beyond the margin, so half of the pairs "
+    "are lost whoever is faster.",
+    "session bias": "pi: A/A sessions that cross, either way round. All three columns are seen, none is promised but "
+    "that the attempt keeps its bound.",
+    "calibration": "Somebody looks after each of 400 A/A sessions. An interval: the Clopper-Pearson limit at 95 %, "
+    "right for a number of sessions that was fixed beforehand.",
     "tail": "A candidate with as many slow samples as the gate allows, 10 %, may pass in 1 % of all attempts, and in "
     "5 % more where the baseline's percentile was overestimated.",
     "controls": "Blocks of 100 samples, the baseline's first; the t test: 100 pairs, the candidate first. A rule "
     "fails if it exceeds .05 under one noise.",
+    "demotion": "Shadow pairs of one call an arm, in the order of a coin. The detector may speak in n of 10^4 pairs.",
 }
 COLUMNS = {
     "iid": "iid",
@@ -62,54 +90,109 @@ def main() -> int:
     parser.add_argument("--races", type=int, default=4_000, help="races a cell (default 4000)")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="studies whose name contains it")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+    parser.add_argument("--parts", type=Path, metavar="FILE", help="go on with the cells in FILE, and add to them")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing new after so long")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/simulated/")
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/cpu/")
     options = parser.parse_args()
     if options.write and (options.only or options.races < 4_000):
         parser.error("--write keeps whole results of at least 4,000 races only")
-    document = measured(options.races, options.only, options.jobs)
+    if options.minutes < float("inf") and not options.parts:
+        parser.error("--minutes needs --parts, or the cells measured so far are lost")
+    document = measured(options, time.monotonic() + 60 * options.minutes)
+    if document is None:
+        return UNFINISHED
     print(json.dumps(document, indent=1) if options.json else markdown(document))
     if options.write:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / "error_rates.json").write_text(json.dumps(document, indent=1) + "\n")
-        (RESULTS / "error_rates.md").write_text(markdown(document) + "\n")
+        KEPT.parent.mkdir(parents=True, exist_ok=True)
+        KEPT.write_text(json.dumps(document, indent=1) + "\n")
+        say(f"written to {KEPT.relative_to(ROOT)}; python docs/generate.py puts it into docs/method.md")
     for line in document["broken"]:
         print(f"does not hold: {line}", file=sys.stderr)
     return 1 if document["broken"] else 0
 
 
-def measured(races: int, only: Sequence[str], jobs: int) -> dict[str, Any]:
+def measured(options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
+    """The document; None if the time was over first."""
     sys.path.insert(0, str(ROOT))
     from tests.null import error_rates
 
-    names = [name for name in error_rates.STUDIES if not only or any(word in name for word in only)]
-    rates = []
-    for name in names:
-        print(f"{time.strftime('%H:%M:%S')}  {name} ...", file=sys.stderr)
-        rates += error_rates.measure(list(error_rates.STUDIES[name]()), races, jobs)
-    lengths = error_rates.demotion(races // 4) if not only else []
+    names = [n for n in error_rates.STUDIES if not options.only or any(word in n for word in options.only)]
+    cells = [cell for name in names for cell in error_rates.STUDIES[name]()]
+    parts = Parts(options.parts, options.races)
+    missing = [cell for cell in cells if cell.name not in parts.found]
+    for number, rate in enumerate(error_rates.measured(missing, options.races, options.jobs), 1):
+        parts.add(rate)
+        say(f"{len(cells) - len(missing) + number} of {len(cells)}  {rate.name}: {number_of(rate)}")
+        if number < len(missing) and time.monotonic() > deadline:
+            return None
+    rates = [parts.found[cell.name] for cell in cells]
+    lengths = error_rates.run_lengths(options.races // 4) if not options.only else []
     return {
         "schema": SCHEMA,
-        "races": races,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit(),
+        "sources": parts.sources,
+        "races": options.races,
         "broken": error_rates.broken(rates) + [f"demotion: {found}" for found in lengths if not found.holds],
         "rates": [rate.as_json() for rate in rates],
         "demotion": [{"lost": n.lost, "mean": n.mean, "error": n.error, "p95": n.p95, "runs": n.runs} for n in lengths],
     }
 
 
+class Parts:
+    """The cells measured so far, one a line of a file, if there is one."""
+
+    def __init__(self, path: Path | None, races: int) -> None:
+        self.path, self.races = path, races
+        self.sources = hashlib.sha256(b"".join((ROOT / source).read_bytes() for source in SOURCES)).hexdigest()[:16]
+        self.found = dict(self._read()) if path and path.is_file() else {}
+
+    def _read(self) -> Iterator[tuple[str, Rate]]:
+        from tests.null.error_rates import Rate
+
+        assert self.path is not None
+        for line in self.path.read_text().splitlines():
+            part = json.loads(line)
+            if (part["sources"], part["asked"]) == (self.sources, self.races):
+                rate = Rate(**part["rate"])
+                yield rate.name, rate
+
+    def add(self, rate: Rate) -> None:
+        self.found[rate.name] = rate
+        if self.path:
+            part = {"sources": self.sources, "asked": self.races, "rate": asdict(rate)}
+            with self.path.open("a") as file:
+                file.write(json.dumps(part) + "\n")
+
+
+def stored() -> dict[str, Any] | None:
+    """The kept document."""
+    return json.loads(KEPT.read_text()) if KEPT.is_file() else None
+
+
+def number_of(rate: Rate) -> str:
+    return f"{number(rate.rate)}, {rate.must} {number(rate.limit)}" + ("" if rate.holds else " (beyond)")
+
+
+def say(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {what}", file=sys.stderr)
+
+
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    parts = [f"Simulated, seeded, {document['races']:,} races a cell unless said otherwise."]
-    shapes = {"lifetime": plain, "tail": plain, "session bias": bias}
+    races = f"{document['races']:,} races a cell unless said otherwise"
+    parts = [f"Simulated, seeded, {races}; {document['date']}, commit {document['commit']}."]
+    shapes = {"lifetime": plain, "tail": plain, "calibration": plain, "session bias": bias}
     for study, title in SAYS.items():
         rates = [r for r in document["rates"] if r["study"] == study]
         if rates:
             parts += [f"**{title}**", shapes.get(study, by_noise)(rates)]
             parts += [NOTES[study]] if study in NOTES else []
     if document["demotion"]:
-        parts += ["**Demotion: shadow pairs until the guard speaks**", demotion(document["demotion"])]
+        parts += ["**Shadow pairs until the guard's detector speaks**", lengths(document["demotion"])]
     return "\n\n".join(parts)
 
 
@@ -119,7 +202,8 @@ def by_noise(rates: Sequence[Mapping[str, Any]]) -> str:
     for what in dict.fromkeys(r["what"] for r in rates):
         found = {r["noise"]: r for r in rates if r["what"] == what}
         first = next(r for r in found.values() if r["must"] != "shown")
-        rows.append([what, allowed(first), *(figure(found[noise], star="\\*") for noise in COLUMNS)])
+        cells = [figure(found[noise], star="\\*") if noise in found else "" for noise in COLUMNS]
+        rows.append([what, allowed(first), *cells])
     return table(rows)
 
 
@@ -146,9 +230,9 @@ def plain(rates: Sequence[Mapping[str, Any]]) -> str:
     return table(rows)
 
 
-def demotion(lengths: Sequence[Mapping[str, Any]]) -> str:
+def lengths(found: Sequence[Mapping[str, Any]]) -> str:
     rows = [["pairs it loses", "mean", "95th percentile", "runs"]]
-    for n in lengths:
+    for n in found:
         mean = f"{n['mean']:,.0f}" + (f" +- {n['error']:,.0f}" if n["error"] else "")
         rows.append([f"{n['lost']:.0%}", mean, f"{n['p95']:,.0f}", f"{n['runs']:,}"])
     return table(rows)

@@ -346,7 +346,7 @@ def describe(fp: Fingerprint, figures: Sequence[Figure], quick: bool) -> dict[st
     return {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "device": headline(fp),
         "hw_id": fp.hw_id,
         "torch": fp.environment["torch"],
@@ -371,7 +371,9 @@ def verdict(g: Goal, f: Figure) -> str:
     return "reached" if (f.value <= g.limit if g.at_most else f.value >= g.limit) else "missed"
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Of the working tree, and whether it had changes where they could matter."""
+
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else ""

@@ -67,8 +67,12 @@ class Cell:
     limit: float
     scale: float = 1.0  # of the number of races asked for
 
+    @property
+    def name(self) -> str:
+        return f"{self.study}|{self.what}|{self.noise}"
+
     def measure(self, races: int) -> Rate:
-        found = self.count(max(1, round(races * self.scale)), Random(f"{self.study}|{self.what}|{self.noise}"))
+        found = self.count(max(1, round(races * self.scale)), Random(self.name))
         return Rate(
             study=self.study,
             what=self.what,
@@ -91,6 +95,10 @@ class Rate:
     limit: float
     events: int
     races: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.study}|{self.what}|{self.noise}"
 
     @property
     def rate(self) -> float:
@@ -121,11 +129,19 @@ class Rate:
 
 
 def measure(cells: Sequence[Cell], races: int, jobs: int = 1) -> list[Rate]:
-    """The cells in their order, on so many processes."""
+    return list(measured(cells, races, jobs))
+
+
+def measured(cells: Sequence[Cell], races: int, jobs: int) -> Iterator[Rate]:
+    """The cells in their order, on so many processes; who stops listening stops them."""
     if jobs == 1:
-        return [cell.measure(races) for cell in cells]
+        yield from (cell.measure(races) for cell in cells)
+        return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(partial(_measure, races), cells))
+        try:
+            yield from pool.map(partial(_measure, races), cells)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _measure(races: int, cell: Cell) -> Rate:

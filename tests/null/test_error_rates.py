@@ -195,7 +195,7 @@ def test_one_crossing_costs_a_device_many_quiet_sessions() -> None:
     assert [quiet_sessions_needed(x, x) + x for x in range(4)] == [AA_SESSIONS, 222, 267, 308]
     assert quiet_sessions_needed(58, 0) == 1
     assert quiet_sessions_needed(60, 0) == 0
-    assert 4_000 < quiet_sessions_needed(400, 200) + 400 < 5_000  # half of them crossed: 5 % is far away
+    assert 4_000 < quiet_sessions_needed(400, 200) + 400 < 6_000  # half of them crossed: 5 % is far away
 
 
 @given(st.integers(1, 300), st.floats(0.05, 1))
