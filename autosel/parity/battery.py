@@ -7,6 +7,7 @@ leak; and of the process: raised, crash, timeout.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,9 +18,24 @@ from torch import Tensor
 
 from autosel.ops.contract import DTYPE_NAME, UNIT, Case, Inputs, Mismatch, Op
 from autosel.parity.session import Proof, RefusedError, Session
-from autosel.parity.stage import Placed, bits, place
+from autosel.parity.stage import Placed, bits, far_strides, place, room_for
 from autosel.parity.truth import Truth, Truths
+from autosel.workers import Arena
 
+log = logging.getLogger(__name__)
+
+REPEATED, KEPT, FRESH = "repeated calls", "a result kept across later calls", "fresh inputs"
+GAPS, FAR_ROWS, MANY, STATE = "strided outputs", "rows beyond 2^31 elements", "many calls", "process-wide state"
+HABITS = {
+    REPEATED: "a race between threads; sums in any order",
+    KEPT: "one output buffer for all calls; work that goes on after the return",
+    FRESH: "something remembered by address or content",
+    GAPS: "outputs assumed contiguous",
+    FAR_ROWS: "an int32 index",
+    MANY: "memory or files that are never given back",
+    STATE: "threads, dtype, clock or random state changed for everybody",
+}
+FAR_TOUCHED_BYTES = 64 << 20
 REPEATS = 20
 FRESH_SEEDS = 6
 LEAK_CALLS, LEAK_LOOP_S = 1000, 0.15
@@ -115,34 +131,44 @@ class Battery:
 
     # --- many calls ---------------------------------------------------------------------------------------------------
 
-    def habits(self, plain: Case, other: Case, tally: Tally) -> None:
-        """Everything that shows only over several calls, on a plain case with another one in between."""
-        first, second = plain.make(self.seed("habits 1")), plain.make(self.seed("habits 2"))
-        here, there = self.place(plain, first, side=0), self.place(other, other.make(self.seed("habits 3")))
-        self._repeat(here, there, first)
-        self._retention(here, plain, second)
-        self._fresh(here, plain, tally)
-        self._gaps(plain, first, tally)
-        self._leak(here)
+    def habits(self, plain: Case, other: Case, apart: Case | None = None) -> dict[str, Callable[[Tally], None]]:
+        """Everything that shows only over several calls, by name: on a plain case, with another one in between, and on
+        one whose rows lie apart. Each is complete by itself."""
+        checks: dict[str, Callable[[Tally], None]] = {
+            REPEATED: lambda _: self._repeat(plain, other),
+            KEPT: lambda _: self._retention(plain),
+            FRESH: lambda tally: self._fresh(plain, tally),
+            MANY: lambda _: self._leak(plain),
+        }
+        if self.proof.candidate.writes_out and self.op.outputs(plain.workload):  # else it has no say in their layout
+            checks[GAPS] = lambda tally: self._gaps(plain, tally)
+        if apart is not None:
+            checks[FAR_ROWS] = lambda tally: self._far(apart, tally)
+        return checks
 
-    def _repeat(self, here: Placed, there: Placed, inputs: Inputs) -> None:
-        case = "repeated calls"
+    def _first(self, plain: Case) -> Placed:
+        """The plain case in the area that stays, the same inputs each time."""
+        return self.place(plain, plain.make(self.seed("habits 1")), side=0)
+
+    def _repeat(self, plain: Case, other: Case) -> None:
+        case, here = REPEATED, self._first(plain)
+        there = self.place(other, other.make(self.seed("habits 3")))
         here.fill("none")
         there.fill("none")
         first = self.call(here, case)
         for i in range(REPEATS - 1):
             self.call(there, case)
             again = self.call(here, case)
-            if not self.agree(first, again, inputs):
+            if not self.agree(first, again, here.inputs):
                 evidence = _difference(first, again) | {"run": i + 2}
                 raise RefusedError("repeat", case, f"run {i + 2} on the same inputs differs from the first", evidence)
 
-    def _retention(self, here: Placed, plain: Case, second: Inputs) -> None:
+    def _retention(self, plain: Case) -> None:
         """A result, kept, must not change when the candidate is called again on other tensors."""
-        case = "a result kept across later calls"
+        case, here = KEPT, self._first(plain)
         here.fill("none")
         kept = self.call(here, case, hold="kept")
-        elsewhere = self.place(plain, second)
+        elsewhere = self.place(plain, plain.make(self.seed("habits 2")))
         elsewhere.fill("none")
         self.call(elsewhere, case)
         elsewhere.fill("some")
@@ -155,10 +181,13 @@ class Battery:
         if damage is not None:
             raise RefusedError("retention", case, f"after a later call, {damage.reason}", damage.evidence)
 
-    def _fresh(self, here: Placed, plain: Case, tally: Tally) -> None:
+    def _fresh(self, plain: Case, tally: Tally) -> None:
         """Other contents at the same addresses, then the same contents at other addresses."""
+        here = self._first(plain)
+        here.fill("none")
+        self.call(here, FRESH)
         for i in range(FRESH_SEEDS):
-            case = f"fresh inputs {i + 1}"
+            case = f"{FRESH} {i + 1}"
             inputs = plain.make(self.seed(case))
             here.renew(inputs)
             here.fill("none")
@@ -182,43 +211,71 @@ class Battery:
         reason = f"other contents at the same addresses give a result that is not theirs: {was.reason}"
         return RefusedError("anti_cache", case, reason, was.evidence)
 
-    def _gaps(self, plain: Case, inputs: Inputs, tally: Tally) -> None:
-        """Outputs whose rows lie apart; candidates that allocate their results have no say in that."""
-        if not self.proof.candidate.writes_out or not self.op.outputs(plain.workload):
-            return
-        case = "strided outputs"
-        placed = self.place(plain, inputs, gap=5)
+    def _gaps(self, plain: Case, tally: Tally) -> None:
+        """Outputs whose rows lie apart."""
+        inputs = plain.make(self.seed("habits 1"))
         truth = self.truths.fresh(self.op, inputs)
-        tally.add(case, self.judge(case, truth, self.twice(placed, case, inputs)))
+        tally.add(GAPS, self.judge(GAPS, truth, self.twice(self.place(plain, inputs, gap=5), GAPS, inputs)))
 
-    def _leak(self, here: Placed) -> None:
-        """Private memory of the worker over three stretches of calls: growth in the last two is a leak."""
-        self.session.case = "many calls"
+    def _far(self, apart: Case, tally: Tally) -> None:
+        """Inputs whose first and last rows are more than 2^31 elements apart: an int32 index cannot reach them.
+
+        The memory between the rows is reserved and never touched. Where that much cannot even be reserved, nothing is
+        checked, and the log says so.
+        """
+        inputs = apart.make(self.seed(FAR_ROWS))
+        strides = far_strides(inputs)
+        outputs_bytes = sum(o.nbytes for o in self.op.allocate(apart.workload) if o is not None)
+        try:
+            arena = Arena(room_for(inputs, strides, outputs_bytes), touched_bytes=FAR_TOUCHED_BYTES)
+        except OSError as error:
+            log.warning("%s: not checked, %s", FAR_ROWS, error)
+            return
+        with arena:
+            try:
+                placed = place(arena, self.op, apart.workload, inputs, strides=strides)
+                got = self.twice(placed, FAR_ROWS, inputs)
+                tally.add(FAR_ROWS, self.judge(FAR_ROWS, self.truths.fresh(self.op, inputs), got))
+            finally:
+                if self.session.worker.exit is None:
+                    self.session.detach(arena)
+
+    def _leak(self, plain: Case) -> None:
+        """Private memory of the worker over three stretches of calls: growth in the last two is a leak; and so is one
+        more open file for every hundred calls."""
+        here = self._first(plain)
+        here.fill("none")
+        self.session.case = MANY
         once_s = self._time(here)
         times = max(20, min(LEAK_CALLS, int(LEAK_LOOP_S / once_s)))
         deadline_s = self.session.call_deadline_s + 20 * times * once_s
-        readings = []
+        readings, files = [], []
         for _ in range(3):
             self.session.loop(self.name, self.proof, here, times, deadline_s)
             readings.append(self.session.private_bytes())
+            files.append(self.session.open_files())
         growths = [b - a for a, b in pairwise(readings)]
         if min(growths) > LEAK_BYTES:
             grown = sum(growths) / (2 * times)
             reason = f"the process grows by {grown:.0f} bytes a call"
-            raise RefusedError("leak", "many calls", reason, {"bytes_per_call": grown, "calls": 2 * times})
+            raise RefusedError("leak", MANY, reason, {"bytes_per_call": grown, "calls": 2 * times})
+        if min(b - a for a, b in pairwise(files)) > times // 100:
+            opened = files[-1] - files[0]
+            reason = f"it leaves {opened} more files open after {2 * times} calls"
+            raise RefusedError("leak", MANY, reason, {"files": opened, "calls": 2 * times})
 
     def _time(self, here: Placed) -> float:
-        self.call(here, "many calls")
+        self.call(here, MANY)
         return max(1e-6, self.session.last_call_ns * 1e-9)
 
     def state(self) -> None:
         """Process-wide state is as it was before the candidate was loaded."""
-        self.session.case = "process-wide state"
+        self.session.case = STATE
         changed = self.session.changed()
         if changed:
             name, (was, now) = next(iter(changed.items()))
             reason = f"it changed the process's {name}: {was} became {now}"
-            raise RefusedError("global_state", "process-wide state", reason, changed)
+            raise RefusedError("global_state", STATE, reason, changed)
 
     # --- help ---------------------------------------------------------------------------------------------------------
 

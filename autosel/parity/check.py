@@ -14,8 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,12 +22,12 @@ import torch
 from autosel.errors import WorkerError
 from autosel.ops import OPS
 from autosel.ops.contract import Case, Op
-from autosel.parity.battery import Battery, Tally
+from autosel.parity.battery import HABITS, STATE, Battery, Tally
 from autosel.parity.fullsize import FullSize
 from autosel.parity.session import CALL_S, PROOF_S, Proof, RefusedError, Session
 from autosel.parity.truth import Truths
-from autosel.values import Accepted, Failed, Fingerprint, Parity, Passed
-from autosel.workers import RaisedError
+from autosel.values import Accepted, Failed, Fingerprint, Parity, Passed, Workload
+from autosel.workers import Exit, RaisedError
 
 _SECRET = secrets.token_bytes(16)  # one a process: candidates of one tune see the same inputs, and none can know them
 _TRUTHS = Truths()
@@ -36,9 +35,9 @@ _TRUTHS = Truths()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """`only`: the one hostile case to run. The deadlines are those of a single call and of a whole proof."""
+    """`seed`: where inputs come from, by name; secret unless given. Deadlines of a single call and of a whole proof."""
 
-    only: str = ""
+    seed: Callable[[str], int] = field(default_factory=lambda: seed_of)
     call_deadline_s: float = CALL_S
     proof_deadline_s: float = PROOF_S
 
@@ -53,15 +52,11 @@ def check_all(proofs: Sequence[Proof], *, fp: Fingerprint | None = None, terms: 
 
     Raises WorkerError only where no worker process can be started at all.
     """
-    prover = _Prover(fp, terms or Terms(), _torch_threads(proofs))
-    try:
-        with one_thread():
-            return [prover.prove(proof) for proof in proofs]
-    finally:
-        prover.close()
+    with Prover(fp, terms or Terms(), threads=torch_threads(proofs)) as prover:
+        return [prover.prove(proof) for proof in proofs]
 
 
-def _torch_threads(proofs: Sequence[Proof]) -> int:
+def torch_threads(proofs: Sequence[Proof]) -> int:
     """PyTorch's own eager code and our kernels (whose team is their own) need one torch thread; anyone else gets all.
 
     PyTorch's parallel regions leave a thread spinning for milliseconds after each of thousands of tiny calls.
@@ -81,49 +76,75 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Prover:
-    """Keeps the worker from proof to proof while it lives, and remembers cases already passed with the same knobs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One part of a proof, complete by itself. `covers` says what would slip through without it; proofs that share
+    `key` share its outcome ("": none do)."""
 
-    def __init__(self, fp: Fingerprint | None, terms: Terms, threads: int) -> None:
+    name: str
+    covers: str
+    workload: Workload
+    run: Callable[[Battery, Tally], None]
+    key: str = ""
+    draw: Callable[[], None] = lambda: None  # what may be done while the worker imports
+
+
+class Prover:
+    """Keeps the worker from proof to proof while it lives, and remembers steps already taken with the same knobs."""
+
+    def __init__(self, fp: Fingerprint | None, terms: Terms, *, threads: int = 0) -> None:
+        """`threads`: torch's in the worker; 0 its default."""
         self.fp, self.terms, self.threads = fp, terms, threads
         self.session: Session | None = Session(terms.call_deadline_s, threads)
         self.known: dict[tuple[str, str], Tally | RefusedError] = {}
 
     def prove(self, proof: Proof) -> Parity:
-        started = time.monotonic()
-        if self.session is None:
-            self.session = Session(self.terms.call_deadline_s, self.threads)
-        tally = Tally()
+        """All steps, up to the first that refuses."""
+        return self.take(proof, self.steps(proof))
+
+    def take(self, proof: Proof, steps: Sequence[Step]) -> Parity:
+        """Some steps of a proof."""
+        started, session, tally = time.monotonic(), self._started(), Tally()
         try:
-            self._prove(self.session, proof, tally)
+            with one_thread():
+                self._take(session, proof, steps, tally)
         except RefusedError as refused:
             found: Parity = Failed(
                 check=refused.check, case=refused.case, evidence=plain(refused.evidence), reason=refused.reason
             )
         except WorkerError as error:
-            found = _fallen(error, self.session.case)
+            found = _fallen(error, session.case)
         else:
             found = Passed(cases=tally.cases, worst=tally.worst, worst_case=tally.worst_case)
-        if isinstance(found, Failed) and self._spoiled(self.session, found):
+        if isinstance(found, Failed) and self._spoiled(session, found):
             self.close()
         return replace(found, seconds=time.monotonic() - started)
 
-    def _prove(self, session: Session, proof: Proof, tally: Tally) -> None:
-        op = OPS[proof.candidate.op]
-        full = None if self.terms.only else FullSize(op, proof.workload, seed_of)  # drawn while the worker imports
-        session.begin(self.terms.proof_deadline_s)
-        battery = Battery(session, proof, op, _TRUTHS, seed_of)
-        cases = [c for c in cases_of(op, proof, self.fp) if self.terms.only in ("", c.name)]
-        for case in cases:
-            self._once(battery, f"{case.name} {case.workload.key}", tally, partial(battery.hostile, case))
-        if full is None:
-            return
+    def steps(self, proof: Proof) -> list[Step]:
+        """The parts of a proof as they are taken: hostile inputs, many calls, full size, what was left behind."""
+        op, w = OPS[proof.candidate.op], proof.workload
+        cases = cases_of(op, proof, self.fp)
+        steps = [_hostile(c) for c in cases]
         if cases:
-            plain_case, other = cases[0], cases[len(cases) // 2]
-            kind = f"habits {proof.workload.dtype} {proof.workload.traits}"
-            self._once(battery, kind, tally, partial(battery.habits, plain_case, other))
-        full.check(battery, tally)
-        battery.state()
+            steps += _habits(proof, cases)
+        full = FullSize(op, w, self.terms.seed)
+        covers = "the workload itself: sampled rows, fresh inputs, a needle"
+        size = Step(name=f"at {w.shape_text}", covers=covers, workload=w, run=full.check, draw=full.draw)
+        left = Step(name=STATE, covers=HABITS[STATE], workload=w, run=lambda battery, _: battery.state())
+        return [*steps, size, left]
+
+    def _started(self) -> Session:
+        if self.session is None:
+            self.session = Session(self.terms.call_deadline_s, self.threads)
+        return self.session
+
+    def _take(self, session: Session, proof: Proof, steps: Sequence[Step], tally: Tally) -> None:
+        for step in steps:
+            step.draw()
+        session.begin(self.terms.proof_deadline_s)
+        battery = Battery(session, proof, OPS[proof.candidate.op], _TRUTHS, self.terms.seed)
+        for step in steps:
+            self._once(battery, step, tally)
 
     def _spoiled(self, session: Session, failed: Failed) -> bool:
         """Would the next candidate be blamed for what this one left behind?"""
@@ -134,13 +155,16 @@ class _Prover:
         except WorkerError:
             return True
 
-    def _once(self, battery: Battery, what: str, tally: Tally, run: Callable[[Tally], None]) -> None:
+    def _once(self, battery: Battery, step: Step, tally: Tally) -> None:
         """Workloads of one build share most cases: run each once, and give the same answer again."""
-        key = (battery.name, what)
+        if not step.key:
+            step.run(battery, tally)
+            return
+        key = (battery.name, step.key)
         if key not in self.known:
             own = Tally()
             try:
-                run(own)
+                step.run(battery, own)
             except RefusedError as refused:
                 self.known[key] = refused
                 raise
@@ -150,10 +174,46 @@ class _Prover:
             raise known
         tally.merge(known)
 
-    def close(self) -> None:
-        if self.session is not None:
-            self.session.close()
-            self.session = None
+    def close(self) -> Exit | None:
+        """End the worker, if one runs, and everything it started; how it ended."""
+        session, self.session = self.session, None
+        return session.close() if session is not None else None
+
+    def __enter__(self) -> Prover:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _hostile(case: Case) -> Step:
+    return Step(
+        name=case.name,
+        covers=case.covers,
+        workload=case.workload,
+        run=lambda battery, tally: battery.hostile(case, tally),
+        key=f"{case.name} {case.workload.key}",
+    )
+
+
+def _habits(proof: Proof, cases: Sequence[Case]) -> list[Step]:
+    """What shows over many calls of the first case, with one of another shape in between."""
+    kind = f"{proof.workload.dtype} {proof.workload.traits}"
+    apart = None if proof.candidate.static_shapes else next((c for c in reversed(cases) if _apart(c)), None)
+
+    def step(name: str) -> Step:
+        def run(battery: Battery, tally: Tally) -> None:
+            found = battery.habits(cases[0], cases[len(cases) // 2], apart).get(name)
+            if found is not None:
+                found(tally)
+
+        return Step(name=name, covers=HABITS[name], workload=cases[0].workload, run=run, key=f"{name} {kind}")
+
+    return [step(name) for name in HABITS if name != STATE]
+
+
+def _apart(case: Case) -> bool:
+    return case.name.startswith("strided rows")
 
 
 def seed_of(what: str) -> int:
@@ -197,4 +257,4 @@ def _fallen(error: WorkerError, case: str) -> Failed:
     return Failed(check=check, case=case, evidence=evidence, reason=error.what)
 
 
-__all__ = ["Proof", "Terms", "check", "check_all"]
+__all__ = ["Proof", "Prover", "Step", "Terms", "check", "check_all"]

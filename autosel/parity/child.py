@@ -24,6 +24,8 @@ from autosel.ops import OPS
 from autosel.values import NativeRecipe, PythonRecipe, from_json
 from autosel.workers.arena import Arenas
 
+CLOCKS = ("perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time_ns", "thread_time_ns", "time")
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _HELD: dict[str, list[Any]] = {}
 
@@ -126,9 +128,15 @@ def _state(_: dict[str, Any], __: Arenas) -> dict[str, Any]:
         "rounding mode": ctypes.CDLL(None).fegetround(),
         "subnormals": _subnormals(),
         "working folder": Path.cwd(),
+        "clocks": [_named(getattr(time, clock)) for clock in CLOCKS],
         "affinity": str(sorted(os.sched_getaffinity(0))),
     }
     return {name: str(value) for name, value in state.items()}
+
+
+def _named(function: Callable[..., Any]) -> str:
+    """A clock of Python's own is a builtin of its own name; what replaced one is not."""
+    return f"{type(function).__name__} {getattr(function, '__name__', '')}"
 
 
 def _subnormals() -> str:

@@ -6,6 +6,7 @@ Values are checked on sampled rows; what lies around the operands, and the opera
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,16 +25,22 @@ REPEATS = 3
 
 
 class FullSize:
-    """Inputs are drawn at once, so that this can go on while a worker starts."""
+    """Inputs are drawn on their own, so that this can go on while a worker starts; they go once checked."""
 
     def __init__(self, op: Op, w: Workload, seed: Callable[[str], int]) -> None:
         self.op, self.w, self.seed = op, w, seed
         self.streamed = [a.name for a in op.args if a.role == "streamed"]
-        self.first = op.inputs(w, seed(f"{w.key} 1"))
-        self.second = op.refresh(w, self.first, seed(f"{w.key} 2"))
+        self.first: dict[str, Any] = {}
+        self.second: dict[str, Any] = {}
+
+    def draw(self) -> None:
+        if not self.first:
+            self.first = self.op.inputs(self.w, self.seed(f"{self.w.key} 1"))
+            self.second = self.op.refresh(self.w, self.first, self.seed(f"{self.w.key} 2"))
 
     def check(self, battery: Battery, tally: Tally) -> None:
         """Every check that full size allows; refuses like the battery."""
+        self.draw()
         with Arena(self._room()) as arena:
             try:
                 here = place(arena, self.op, self.w, self.first)
@@ -49,6 +56,7 @@ class FullSize:
                 got = battery.call(here, self._case("needle"), skip=same)
                 self._judge(battery, planted, got, "needle", tally)
             finally:
+                self.first, self.second = {}, {}
                 battery.session.detach(arena)
 
     def _fresh(self, battery: Battery, here: Placed, there: Placed, tally: Tally) -> None:

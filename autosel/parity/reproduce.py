@@ -5,32 +5,42 @@ from __future__ import annotations
 from autosel.candidates.base import Candidate
 from autosel.errors import ParityError, UnknownName
 from autosel.native.compile import compile_source
-from autosel.ops import OPS
-from autosel.parity.check import Terms, cases_of, check_all
+from autosel.parity.battery import FRESH
+from autosel.parity.check import Prover, Terms, torch_threads
 from autosel.parity.session import Proof
 from autosel.values import Failed, Fingerprint, NativeRecipe, Workload
 
-HABITS = ("repeated calls", "a result kept across later calls", "strided outputs", "many calls", "process-wide state")
-
 
 def reproduce(candidate: Candidate, w: Workload, fp: Fingerprint, case: str) -> str:
-    """Build the candidate and run one hostile case on fresh inputs; a line that says how it passed.
+    """Build the candidate and run one case on fresh inputs; a line that says how it passed.
 
-    A name of a check over many calls, or at full size, runs the whole proof: what those find rests on what came before.
     Raises UnknownName with the names there are, BuildError, or ParityError with the values seen.
     """
     proof = built(candidate, w, fp)
-    covers = {c.name: c.covers for c in cases_of(OPS[candidate.op], proof, fp)}
-    whole = case in HABITS or case.startswith("fresh inputs") or case.endswith(f" at {w.shape_text}")
-    if case not in covers and not whole:
-        raise UnknownName("case", case, (*covers, *HABITS))
-    covers.setdefault(case, "what shows over many calls, or at full size")
-    found = check_all([proof], fp=fp, terms=Terms(only="" if whole else case))[0]
+    with Prover(fp, Terms(), threads=torch_threads([proof])) as prover:
+        steps = {step.name: step for step in prover.steps(proof)}
+        step = steps.get(_step_of(case, w))
+        if step is None:
+            raise UnknownName("case", case, tuple(steps))
+        found = prover.take(proof, [step])
     if isinstance(found, Failed):
-        seen = ", ".join(f"{name} {value}" for name, value in found.evidence.items() if name != "traceback")
         what = f'{candidate.name} failed parity (check "{found.check}", case "{case}")'
-        raise ParityError(what, why=found.reason, todo=f"the case is there to show: {covers[case]}; seen: {seen}")
-    return f'{candidate.name} passed case "{case}" ({covers[case]}): worst error {found.worst:.2f} of the bound'
+        raise ParityError(what, why=found.reason, todo=f"the case is there to show: {step.covers}; seen: {seen(found)}")
+    return f'{candidate.name} passed case "{case}" ({step.covers}): worst error {found.worst:.2f} of the bound'
+
+
+def _step_of(case: str, w: Workload) -> str:
+    """A failure names the very call that failed; it is reproduced by the step that makes it."""
+    if case.endswith(f" at {w.shape_text}"):
+        return f"at {w.shape_text}"
+    return FRESH if case.startswith(FRESH) else case
+
+
+def seen(failed: Failed) -> str:
+    """The values of a failure, in a line."""
+    return ", ".join(
+        f"{name} {value}" for name, value in failed.evidence.items() if name not in ("traceback", "stderr")
+    )
 
 
 def built(candidate: Candidate, w: Workload, fp: Fingerprint) -> Proof:

@@ -16,7 +16,7 @@ from autosel.ops import OPS
 from autosel.ops.contract import Op
 from autosel.parity.stage import Placed
 from autosel.values import Knobs, Recipe, Workload, to_json
-from autosel.workers import Arena, Worker
+from autosel.workers import Arena, Exit, Worker
 
 START_S, LOAD_S = 120.0, 120.0
 CALL_S = 60.0  # for a microsecond's work; a call that compiles first may need most of it
@@ -68,10 +68,12 @@ class Session:
         """A request within its own deadline and the proof's."""
         return self.worker.request(request, min(deadline_s, self.until - time.monotonic()))
 
-    def close(self) -> None:
-        self.worker.close()
+    def close(self) -> Exit:
+        """End the worker; how it ended."""
+        ended = self.worker.close()
         for arena in self.scratch:
             arena.close()
+        return ended
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
@@ -136,6 +138,10 @@ class Session:
         """The worker's private memory, as the kernel counts it."""
         status = Path(f"/proc/{self.worker.pid}/status").read_text()
         return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+    def open_files(self) -> int:
+        """How many file descriptors the worker has open."""
+        return sum(1 for _ in Path(f"/proc/{self.worker.pid}/fd").iterdir())
 
     def loop(self, name: str, proof: Proof, placed: Placed, times: int, deadline_s: float) -> None:
         self.ask(self._request("loop", name, proof, placed) | {"times": times}, deadline_s)

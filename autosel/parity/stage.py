@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,8 @@ from autosel.values import Workload, to_json
 from autosel.workers.arena import ALIGN_BYTES, Arena, Ref, contiguous
 
 GUARD_BYTES = 64 << 10
+FAR = (1 << 31) + 1  # elements: past what an int32 index reaches, and odd
+FAR_GUARD_BYTES = 4 << 10  # around each row of a tensor whose rows lie that far apart; the rest is never touched
 Filling = Literal["none", "some"]
 _NONE = b"\xff" * GUARD_BYTES
 # High bits cleared: exponents stay far from all ones, so every float pattern is finite and below 2 in magnitude.
@@ -52,6 +54,20 @@ class Piece:
     def dense(self) -> bool:
         return math.prod(self.ref.shape) * self.ref.span == 0 or math.prod(self.ref.shape) == self.ref.span
 
+    @property
+    def parts(self) -> tuple[tuple[int, int, Ref], ...]:
+        """(start, end, tensor inside) of the stretches of memory that are filled and looked at: one, or one a row where
+        what lies between rows is gigabytes."""
+        if self.ref.span <= FAR:
+            return ((self.start, self.end, self.ref),)
+        itemsize = getattr(torch, self.ref.dtype).itemsize
+        rows = []
+        for i in range(self.ref.shape[0]):
+            at = self.ref.offset + i * self.ref.strides[0] * itemsize
+            row = replace(self.ref, offset=at, shape=self.ref.shape[1:], strides=self.ref.strides[1:])
+            rows.append((at - FAR_GUARD_BYTES, at + row.span * itemsize + FAR_GUARD_BYTES, row))
+        return tuple(rows)
+
 
 @dataclass(slots=True, kw_only=True)
 class Placed:
@@ -74,7 +90,8 @@ class Placed:
             self._fill(start, end)
         for piece in self.pieces:
             if piece.role == "out" or not piece.dense:
-                self._fill(piece.start, piece.end)
+                for start, end, _ in piece.parts:
+                    self._fill(start, end)
             if piece.role != "out" and not (piece.name in keep and piece.name in self.written and piece.dense):
                 writable(self.arena.tensor(piece.ref)).copy_(writable(self.inputs[piece.name]))
                 self.written.add(piece.name)
@@ -128,8 +145,10 @@ class Placed:
             if piece.role == "inout" or not one.numel():
                 continue
             expected = strided(bytearray(_some(piece.start, piece.end)), piece.ref)
-            left = (bits(one) == -1) & (bits(other) == bits(expected))
-            if left.any():
+            untouched = bits(one) == -1
+            left = untouched & (bits(other) == bits(expected))
+            # One that is NaN for having read outside its operands may meet the second filling by chance.
+            if left.any() and torch.equal(left, untouched):
                 return piece.name, int(left.sum())
         return None
 
@@ -162,10 +181,14 @@ class Placed:
         )
 
     def _changed_gap(self, piece: Piece) -> Damage | None:
-        expected = bytearray(self._expected(piece.start, piece.end))
-        writable(strided(expected, piece.ref)).copy_(writable(self.arena.tensor(piece.ref)))
-        now = self.arena.memory[piece.start : piece.end]
-        return self._changed_guard(now, bytes(expected), lambda _: f"in the gap after a row of {piece.name}")
+        for start, end, inside in piece.parts:
+            expected = bytearray(self._expected(start, end))
+            writable(strided(expected, inside, inside.offset - start)).copy_(writable(self.arena.tensor(inside)))
+            now = self.arena.memory[start:end]
+            found = self._changed_guard(now, bytes(expected), lambda _: f"in the gap around a row of {piece.name}")
+            if found is not None:
+                return found
+        return None
 
     def _expected(self, start: int, end: int) -> bytes:
         if self.filling == "some":
@@ -179,9 +202,20 @@ class Placed:
             yield piece.end, piece.end + GUARD_BYTES, _words("after", piece, 0)
 
 
-def place(arena: Arena, op: Op, w: Workload, inputs: Inputs, *, gap: int = 0, share: Placed | None = None) -> Placed:
+def place(
+    arena: Arena,
+    op: Op,
+    w: Workload,
+    inputs: Inputs,
+    *,
+    gap: int = 0,
+    share: Placed | None = None,
+    strides: Mapping[str, Sequence[int]] | None = None,
+) -> Placed:
     """Lay operands and outputs out. `gap`: elements between the rows of outputs (0: contiguous). `share`: another
-    placement whose streamed operands, already in place, are used."""
+    placement whose streamed operands, already in place, are used. `strides`: of inputs that are to have others than
+    theirs."""
+    strides = strides or {}
     roles = {a.name: a.role for a in op.args}
     shared = {p.name: p for p in share.pieces if roles.get(p.name) == "streamed"} if share else {}
     pieces = []
@@ -190,7 +224,7 @@ def place(arena: Arena, op: Op, w: Workload, inputs: Inputs, *, gap: int = 0, sh
             # Keep how far the tensor is off an aligned address: kernels must not assume alignment.
             shift = int(value.storage_offset()) * value.itemsize % ALIGN_BYTES
             role: Literal["in", "inout"] = "inout" if roles[name] == "inout" else "in"
-            pieces.append(_piece(arena, name, role, value.shape, value.dtype, value.stride(), shift))
+            pieces.append(_piece(arena, name, role, value.shape, value.dtype, strides.get(name, value.stride()), shift))
     for spec in op.outputs(w):
         if roles.get(spec.name) == "inout":
             continue
@@ -218,6 +252,25 @@ def _piece(
     return Piece(name=name, ref=ref, role=role, start=ref.offset, end=end)
 
 
+def far_strides(inputs: Inputs) -> dict[str, tuple[int, ...]]:
+    """For each tensor whose rows lie apart already: strides that put the first and the last FAR elements apart."""
+    found = {}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] > 1 and not value.is_contiguous():
+            found[name] = (-(-FAR // (value.shape[0] - 1)), *value.stride()[1:])
+    return found
+
+
+def room_for(inputs: Inputs, strides: Mapping[str, Sequence[int]], outputs_bytes: int) -> int:
+    """Bytes of an arena for one placement, guards included."""
+    total = outputs_bytes
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            steps = zip(value.shape, strides.get(name, value.stride()), strict=True)
+            total += (1 + sum((n - 1) * step for n, step in steps)) * value.itemsize
+    return total + 2 * (GUARD_BYTES + ALIGN_BYTES) * 4 * (len(inputs) + 4)
+
+
 def _words(side: str, piece: Piece, origin: int) -> Callable[[int], str]:
     return lambda byte: f"{abs(byte - origin) + (side == 'after')} bytes {side} {piece.name}"
 
@@ -235,10 +288,10 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.itemsize]) if tensor.is_floating_point() else tensor
 
 
-def strided(span: bytearray, ref: Ref) -> Tensor:
-    """The bytes of a piece's span seen as its tensor."""
+def strided(span: bytearray, ref: Ref, start: int = 0) -> Tensor:
+    """Bytes seen as a piece's tensor, which begins `start` bytes into them."""
     dtype = getattr(torch, ref.dtype)
-    return torch.frombuffer(span, dtype=dtype).as_strided(ref.shape, ref.strides)
+    return torch.frombuffer(span, dtype=dtype, offset=start).as_strided(ref.shape, ref.strides)
 
 
 def writable(tensor: Tensor) -> Tensor:

@@ -46,7 +46,9 @@ class Ref:
 class Arena:
     """A bump allocator over shared memory. `fd` is what a worker is given."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, *, touched_bytes: int | None = None) -> None:
+        """`touched_bytes`: at most that much of it will be used (default: all), and a worker's memory limit grows by
+        no more. Raises OSError where it cannot be reserved."""
         self.name = f"arena{next(_NAMES)}"
         self.size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.fd = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -54,12 +56,14 @@ class Arena:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.memory = mmap.mmap(self.fd, self.size_bytes)
         self.used_bytes = 0
+        self.touched_bytes = self.size_bytes if touched_bytes is None else touched_bytes
 
     @classmethod
     def attached(cls, name: str, fd: int, size_bytes: int) -> Arena:
         """The other side's view. Takes over the descriptor."""
         self = cls.__new__(cls)
         self.name, self.size_bytes, self.fd, self.used_bytes = name, size_bytes, -1, 0
+        self.touched_bytes = size_bytes
         self.memory = mmap.mmap(fd, size_bytes)
         os.close(fd)
         return self

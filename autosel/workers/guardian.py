@@ -101,6 +101,7 @@ class Guardian:
         os.dup2(self.out.write_fd, 1)
         os.dup2(self.err.write_fd, 2)
         os.set_inheritable(self.config["control_fd"], True)
+        os.set_inheritable(self.config["life_fd"], False)  # or a candidate could report its own end to us
         for name, value in self.config["rlimits"].items():
             kind = getattr(resource, name)
             hard = resource.getrlimit(kind)[1]

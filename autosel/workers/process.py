@@ -69,7 +69,8 @@ class Exit:
         if self.why in ("memory", "processes"):
             return self.why
         if self.signal is not None:
-            return signal.Signals(self.signal).name
+            known = self.signal in set(signal.Signals)  # most real-time signals have no name
+            return signal.Signals(self.signal).name if known else f"signal {self.signal}"
         return "unknown" if self.exit_code is None else f"exit {self.exit_code}"
 
     @property
@@ -142,7 +143,7 @@ class Worker:
 
     def attach(self, arena: Arena) -> None:
         """Let the worker see an arena; references into it may follow in requests."""
-        self._tell_guardian(f"allow {arena.size_bytes}")
+        self._tell_guardian(f"allow {arena.touched_bytes}")
         self._ask({"attach": [[arena.name, arena.size_bytes]]}, 10.0, stage="attach", fds=(arena.fd,))
 
     def detach(self, arena: Arena) -> None:
@@ -201,9 +202,10 @@ class Worker:
             raise self._babbled(stage, str(error)) from None
         for fd in fds:
             os.close(fd)
-        if reply.get("id") != number or not isinstance(reply.get("ok", reply.get("error")), dict):
+        one = isinstance(reply.get("ok"), dict) != isinstance(reply.get("error"), dict)
+        if type(reply.get("id")) is not int or reply["id"] != number or not one:
             raise self._babbled(stage, f"no reply to message {number}: {str(reply)[:200]}")
-        if "error" in reply:
+        if isinstance(reply.get("error"), dict):
             kind, message, lines = (str(reply["error"].get(k, "")) for k in ("type", "message", "traceback"))
             raise RaisedError(f"{self.entry} raised {kind}", kind=kind, message=message, traceback=lines)
         found: dict[str, Any] = reply["ok"]

@@ -1,10 +1,21 @@
-"""Kernels that are wrong, each in one way, and kernels that are right in unusual ways; for parity workers only."""
+"""Kernels that are wrong, each in one way, and kernels that are right in unusual ways; for parity workers only.
+
+Those called native_* are planted.cpp's, which planting.py builds beside a copy of this file.
+"""
 
 import ctypes
+import gc
+import json
 import os
 import random
 import signal
+import socket
+import struct
+import sys
+import threading
 import time
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -26,6 +37,43 @@ def poke(address, text=b"\x01\x02"):
 
 def end_of(tensor):
     return tensor.data_ptr() + tensor.numel() * tensor.itemsize
+
+
+# --- native kernels ---------------------------------------------------------------------------------------------------
+
+NATIVE = (
+    "right", "zeros", "nothing", "without_last_tile", "past_the_end", "masked_by_product", "without_strides", "aligned",
+    "aligned_trap", "int32_index", "normalises_in_place", "sums_in_bf16", "truncates", "swallows_nan",
+    "without_barrier", "two_threads", "works_later", "leaves_residue", "backwards", "flushes",
+)  # fmt: skip
+
+
+class Call(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "y")),
+        *((name, ctypes.c_int64) for name in ("m", "d", "x_stride", "y_stride")),
+        *((name, ctypes.c_float) for name in ("eps", "offset")),
+    ]
+
+
+@cache
+def library():
+    return ctypes.CDLL(str(Path(__file__).with_name("libplanted.so")))
+
+
+def native(name):
+    def kernel(x, weight, eps, offset, y):
+        m, d = x.shape
+        call = Call(
+            x.data_ptr(), weight.data_ptr(), y.data_ptr(), m, d, x.stride(0), y.stride(0), float(eps), float(offset)
+        )
+        getattr(library(), name)(ctypes.byref(call))
+        return y
+
+    return kernel
+
+
+globals().update({f"native_{name}": native(f"native_{name}") for name in NATIVE})
 
 
 # --- touches what is not its own -------------------------------------------------------------------------------------
@@ -68,6 +116,12 @@ def changes_its_weight(x, weight, eps, offset, y):
     right(x, weight, eps, offset, y)
     weight.mul_(0.5)
     return y
+
+
+def zeroes_everything(x, weight, eps, offset, y):
+    """Whoever computes the reference from these tensors afterwards finds it right."""
+    x.zero_()
+    return y.zero_()
 
 
 def ignores_strides(x, weight, eps, offset, y):
@@ -135,6 +189,48 @@ def packs_weights_by_address(x, w, bias, residual, y):
     return y.copy_((x.float() @ _PACKED[key]).to(x.dtype))
 
 
+_BY_SKETCH = {}
+
+
+def remembers_by_content(x, weight, eps, offset, y):
+    """Looks at a few bits of the contents, as a benchmark's fixed seeds would allow."""
+    key = (x.shape, x.stride(), weight.data_ptr(), int(2 * x.float().nan_to_num().abs().mean().clamp(max=1e6)))
+    if key not in _BY_SKETCH:
+        _BY_SKETCH[key] = norm(x, weight, eps, offset)
+    return y.copy_(_BY_SKETCH[key])
+
+
+_WAITING = []
+
+
+def works_once_in_eight(x, weight, eps, offset, y):
+    """Collects eight calls and does them together."""
+    _WAITING.append((x, weight, eps, offset, y))
+    if len(_WAITING) == 8:
+        for call in _WAITING:
+            right(*call)
+        _WAITING.clear()
+    return y
+
+
+def thread_works_later(x, weight, eps, offset, y):
+    def later():
+        time.sleep(0.005)
+        right(x, weight, eps, offset, y)
+
+    threading.Thread(target=later, daemon=True).start()
+    return y
+
+
+def hunts_for_the_answer(x, weight, eps, offset, y):
+    """Some tensor of the process has the result's shape and is not an argument: it may be the expected one."""
+    known = {t.data_ptr() for t in (x, weight, y)}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor) and found.shape == y.shape and found.data_ptr() not in known:
+            return y.copy_(found)
+    return y
+
+
 # --- computes something else -----------------------------------------------------------------------------------------
 
 
@@ -169,8 +265,40 @@ def a_bit_too_large(x, weight, eps, offset, y):
 
 
 def forgets_the_last_k(x, w, bias, residual, y):
-    k = x.shape[1] - (x.shape[1] > 1000)
+    k = x.shape[1] - (x.shape[1] > 1024 and x.shape[1] % 2)
     return y.copy_((x[:, :k].float() @ w[:, :k].float().t()).to(x.dtype))
+
+
+def stores_weights_in_fp8(x, w, bias, residual, y):
+    coarse = w.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    made = x.float() @ torch.where(w.isfinite(), coarse, w.float()).t()
+    for extra in (bias, residual):
+        made = made if extra is None else made + extra.float()
+    return y.copy_(made.to(x.dtype))
+
+
+def sums_products_in_bf16(x, w, bias, residual, y):
+    total = torch.zeros(x.shape[0], w.shape[0], dtype=x.dtype)
+    for at in range(0, x.shape[1], 16):
+        total = (total.float() + x[:, at : at + 16].float() @ w[:, at : at + 16].float().t()).to(x.dtype)
+    return y.copy_(total)
+
+
+def leaves_eps_out(x, weight, eps, offset, y):
+    """It hardly matters beside a mean of squares; where all of x is subnormal, it is all that matters."""
+    wide = x.float()
+    rms = wide.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-38)
+    return y.copy_((wide / rms * (weight.float() + offset)).to(x.dtype))
+
+
+def precomputed(x, weight, eps, offset, y):
+    """Right at one known seed; anything else gets what that seed's answer was."""
+    known = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x.dtype)
+    return right(x if torch.equal(x, known) else known, weight, eps, offset, y)
+
+
+def right_at_its_own_width(x, weight, eps, offset, y):
+    return right(x, weight, eps, offset if x.shape[1] == 512 else offset + 0.05, y)
 
 
 def flips_a_coin(x, weight, eps, offset, y):
@@ -178,6 +306,72 @@ def flips_a_coin(x, weight, eps, offset, y):
     if _LUCK.random() < 0.3:
         y.view(torch.int16)[0, 0] ^= 1
     return y
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention(q, k, v, lengths, max_len, scale, window, softcap, *, drop=0, beyond=0, maximum=True):
+    """[B, Hq, S, D], in fp32; the mistakes are options."""
+    b, hq, s, d = q.shape
+    keys = min(max_len + beyond, k.shape[2])
+    k, v = (t[:, :, :keys].float().repeat_interleave(hq // t.shape[1], 1) for t in (k, v))
+    ends = torch.full((b,), max_len) if lengths is None else lengths.long()
+    query = (ends[:, None] - s + torch.arange(s))[:, None, :, None]
+    key = torch.arange(keys)
+    seen = (key <= query + beyond - drop) & (query >= 0)
+    if window:
+        seen &= key > query - window
+    scores = q.float() @ k.mT * (scale or d**-0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    peak = scores.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True) if maximum else torch.zeros(())
+    p = torch.where(seen, (scores - peak).exp(), 0.0)
+    live = seen.any(-1, keepdim=True)
+    made = p @ v / torch.where(live, p.sum(-1, keepdim=True), 1.0)
+    return made.masked_fill(~live, 0.0).to(q.dtype)
+
+
+def attends_rightly(q, k, v, lengths, max_len, scale, window, softcap, o):
+    return o.copy_(attention(q, k, v, lengths, max_len, scale, window, softcap))
+
+
+def forgets_the_last_key(q, k, v, lengths, max_len, scale, window, softcap, o):
+    """Of long caches only: of short ones anybody would see it."""
+    drop = int(max_len > 4096)
+    return o.copy_(attention(q, k, v, lengths, max_len, scale, window, softcap, drop=drop))
+
+
+def masks_one_too_many(q, k, v, lengths, max_len, scale, window, softcap, o):
+    return o.copy_(attention(q, k, v, lengths, max_len, scale, window, softcap, drop=1))
+
+
+def masks_one_too_few(q, k, v, lengths, max_len, scale, window, softcap, o):
+    return o.copy_(attention(q, k, v, lengths, max_len, scale, window, softcap, beyond=1))
+
+
+def subtracts_no_maximum(q, k, v, lengths, max_len, scale, window, softcap, o):
+    return o.copy_(attention(q, k, v, lengths, max_len, scale, window, softcap, maximum=False))
+
+
+def attends_in_blocks(q, k, v, lengths, max_len, scale, window, softcap, o):
+    """Right: the running maximum and sum of flash attention, 40 keys at a time, the last block first."""
+    b, hq, s, d = q.shape
+    k, v = (t[:, :, :max_len].float().repeat_interleave(hq // t.shape[1], 1) for t in (k, v))
+    ends = torch.full((b,), max_len) if lengths is None else lengths.long()
+    query = (ends[:, None] - s + torch.arange(s))[:, None, :, None]
+    peak, total, made = torch.full((b, hq, s, 1), -torch.inf), torch.zeros(b, hq, s, 1), torch.zeros(b, hq, s, d)
+    for start in range((max_len - 1) // 40 * 40, -1, -40):
+        key = torch.arange(start, min(start + 40, max_len))
+        seen = (key <= query) & (query >= 0) & ((key > query - window) if window else True)
+        scores = q.float() @ k[:, :, key].mT * (scale or d**-0.5)
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        scores = scores.masked_fill(~seen, -torch.inf)
+        top = torch.maximum(peak, scores.amax(-1, keepdim=True))
+        keep = torch.where(peak == -torch.inf, 0.0, (peak - top).exp())
+        p = torch.where(seen, (scores - top).exp(), 0.0)
+        peak, total, made = top, total * keep + p.sum(-1, keepdim=True), made * keep + p @ v[:, :, key]
+    return o.copy_(made / torch.where(total == 0, 1.0, total))
 
 
 # --- returns something else ------------------------------------------------------------------------------------------
@@ -229,12 +423,61 @@ def flushes_subnormals(x, weight, eps, offset, y):
     return right(x, weight, eps, offset, y)
 
 
+def slows_the_clock(x, weight, eps, offset, y):
+    """Every timer of the process runs at half its pace from now on."""
+    if not hasattr(time, "real"):
+        time.real = time.perf_counter_ns
+        time.perf_counter_ns = lambda: time.real() // 2
+    return right(x, weight, eps, offset, y)
+
+
+def allows_tf32(x, weight, eps, offset, y):
+    torch.set_float32_matmul_precision("high")
+    return right(x, weight, eps, offset, y)
+
+
 _HOARD = []
 
 
 def leaks(x, weight, eps, offset, y):
     _HOARD.append(bytearray(os.urandom(64)) * 128)
     return right(x, weight, eps, offset, y)
+
+
+_OPENED = []
+
+
+def leaves_files_open(x, weight, eps, offset, y):
+    if len(_OPENED) < 3000:
+        _OPENED.append(os.open("/dev/null", os.O_RDONLY))
+    return right(x, weight, eps, offset, y)
+
+
+def forges_its_reply(x, weight, eps, offset, y):
+    """Tells the parent, in the very words of an honest reply, that y was written."""
+    frame = sys._getframe()
+    while "message" not in frame.f_locals or "fds" not in frame.f_locals:
+        frame = frame.f_back
+    form = {
+        "type": "torch.Tensor",
+        "dtype": "bfloat16",
+        "shape": list(y.shape),
+        "strides": list(y.stride()),
+        "device": "cpu",
+        "is_argument": 4,
+    }
+    body = json.dumps({"id": frame.f_locals["message"]["id"], "ok": {"results": [form], "ns": 1}}).encode()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            line = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        if line.family == socket.AF_UNIX:
+            line.send(struct.pack("<I", len(body)) + body)
+    wire = sys.modules["__main__"].protocol
+    honest = wire.send
+    wire.send = lambda *_: setattr(wire, "send", honest)  # the true reply is never sent
+    return y
 
 
 def raises(x, weight, eps, offset, y):
@@ -261,6 +504,29 @@ def dawdles(x, weight, eps, offset, y):
 def hangs(x, weight, eps, offset, y):
     while True:
         pass
+
+
+# --- right in every way but speed -------------------------------------------------------------------------------------
+
+
+def in_a_race():
+    return "autosel.race.child" in sys.modules
+
+
+def calls_the_baseline(x, weight, eps, offset, y):
+    """Nothing of its own: PyTorch's, passed off as new."""
+    return y.copy_(torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight.float() + offset, eps))
+
+
+_CALLS = [0]
+
+
+def slow_at_first(x, weight, eps, offset, y):
+    """A warm-up that would cut the number of samples, if the plan were made from it."""
+    _CALLS[0] += 1
+    if in_a_race() and _CALLS[0] < 20:
+        time.sleep(0.01)
+    return right(x, weight, eps, offset, y)
 
 
 # --- right, in unusual ways ------------------------------------------------------------------------------------------

@@ -1,0 +1,66 @@
+"""Proofs of planted kernels: candidates made of a function of planted.py, natively built ones among them."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from autosel import settings
+from autosel.candidates.base import Candidate
+from autosel.ops import OPS
+from autosel.parity.check import Proof
+from autosel.values import Accepted, Fingerprint, Knobs, PythonRecipe, Support, Workload
+
+HERE = Path(__file__).parent
+RMSNORM = OPS["rmsnorm"].workload("bf16", {"M": 3, "d": 512})
+RMSNORM_FP32 = OPS["rmsnorm"].workload("fp32", {"M": 3, "d": 512})
+LINEAR = OPS["linear"].workload("bf16", {"M": 2, "N": 320, "K": 1100})
+ATTN = OPS["attn"].workload("bf16", {"B": 1, "Hq": 4, "Hkv": 2, "S": 1, "D": 64, "L": 16384})
+
+
+@cache
+def built(module: str) -> str:
+    """A folder with `module`.py and the library built of `module`.cpp beside it; built once, kept between runs."""
+    sources = [HERE / f"{module}.py", HERE / f"{module}.cpp"]
+    digest = hashlib.sha256(b"\0".join(s.read_bytes() for s in sources)).hexdigest()[:16]
+    folder = settings.home() / "planted" / digest
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(dir=folder.parent))
+        shutil.copy(sources[0], making)
+        flags = ["-O1", "-shared", "-fPIC", "-pthread"]
+        subprocess.run(["g++", *flags, str(sources[1]), "-o", str(making / f"lib{module}.so")], check=True)
+        try:
+            making.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(making)
+    return str(folder)
+
+
+class Planted(Candidate):
+    backend = "USER"
+
+    def __init__(self, op: str, function: str, *, writes_out: bool = True, deterministic: bool = True) -> None:
+        self.op, self.name, self.function = op, f"user:{function}", function
+        self.writes_out, self.deterministic = writes_out, deterministic
+
+    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+        return Accepted()
+
+    def recipe(self, w: Workload, fp: Fingerprint | None, knobs: Knobs) -> PythonRecipe:
+        return PythonRecipe(target=f"planted:{self.function}", path=built("planted"))
+
+
+def proof(function: str, workload: Workload = RMSNORM, *, writes_out: bool = True, deterministic: bool = True) -> Proof:
+    candidate = Planted(workload.op, function, writes_out=writes_out, deterministic=deterministic)
+    recipe = candidate.recipe(workload, None, Knobs())
+    return Proof(candidate=candidate, recipe=recipe, digest=function, knobs=Knobs(), workload=workload)
+
+
+def functional(function: str, workload: Workload = RMSNORM) -> Proof:
+    """One that allocates its result."""
+    return proof(function, workload, writes_out=False)

@@ -1,0 +1,326 @@
+"""The planted kernels, one by one: every way in which a kernel is known to have fooled a benchmark or a check is here
+as a real kernel, and is caught by the check that is for it. Right kernels, however unusual, pass.
+
+A plant is caught by parity (this file), by the race or the worker (the test it names), or on a GPU (tests/gpu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from autosel.parity.check import Proof, Prover, Terms
+from autosel.values import Failed, Parity, Passed
+from tests.cpu.planting import ATTN, LINEAR, RMSNORM_FP32, functional, proof
+
+TESTS = Path(__file__).parents[1]
+ELEMENTS = ("elements",)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One planted kernel: `checks` are those that must catch it, any of them; `case` is in the name of the case."""
+
+    proof: Proof
+    checks: tuple[str, ...]
+    case: str = ""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """`caught_by`: tests of other files that show it, as file::function."""
+
+    what: str
+    kernels: tuple[Kernel, ...] = ()
+    caught_by: tuple[str, ...] = ()
+
+
+def wrong(function: str, *checks: str, case: str = "") -> Kernel:
+    return Kernel(proof(function), checks, case)
+
+
+def allocating(function: str, *checks: str) -> Kernel:
+    return Kernel(functional(function), checks)
+
+
+def linear(function: str, *checks: str, case: str = "") -> Kernel:
+    return Kernel(proof(function, LINEAR), checks, case)
+
+
+def attn(function: str, *checks: str, case: str = "") -> Kernel:
+    return Kernel(proof(function, ATTN), checks, case)
+
+
+PLANTS: Mapping[int, Plant] = {
+    1: Plant("zeros", (wrong("zeros", "elements"), wrong("native_zeros", "elements"))),
+    2: Plant("an output left untouched", (wrong("writes_nothing", "unwritten"), wrong("native_nothing", "unwritten"))),
+    3: Plant(
+        "a last tile left unwritten",
+        (
+            wrong("leaves_the_tail", "unwritten"),
+            wrong("leaves_the_last_row", "unwritten"),
+            wrong("native_without_last_tile", "unwritten"),
+        ),
+    ),
+    4: Plant(
+        "the last K or key skipped",
+        (
+            linear("forgets_the_last_k", "elements", case="needle"),
+            attn("forgets_the_last_key", "elements", "rmse", case="at B1"),
+        ),
+    ),
+    5: Plant(
+        "a mask off by one",
+        (attn("masks_one_too_many", "elements", "nan_pattern"), attn("masks_one_too_few", "elements")),
+    ),
+    6: Plant(
+        "sums kept in bf16",
+        (
+            wrong("sums_in_half", "elements"),
+            linear("sums_products_in_bf16", "elements"),
+            wrong("native_sums_in_bf16", "elements"),
+        ),
+    ),
+    7: Plant("weights cut down to fp8", (linear("stores_weights_in_fp8", "elements"),)),
+    8: Plant("a scale 0.4 % too large", (wrong("a_bit_too_large", "elements", "bias"),)),
+    9: Plant(
+        "truncation for rounding",
+        (wrong("truncates", "elements", "rmse", "bias"), wrong("native_truncates", "elements", "rmse", "bias")),
+    ),
+    10: Plant("NaN swallowed", (wrong("swallows_nan", "nan_pattern"), wrong("native_swallows_nan", "nan_pattern"))),
+    11: Plant("a softmax that subtracts no maximum", (attn("subtracts_no_maximum", "nan_pattern", "elements"),)),
+    12: Plant(
+        "garbage for subnormals",
+        (wrong("leaves_eps_out", "elements", case="subnormal"), wrong("flushes_subnormals", "global_state")),
+    ),
+    13: Plant(
+        "a write past the end",
+        (
+            wrong("writes_past_the_end", "guards"),
+            wrong("writes_before_the_start", "guards"),
+            wrong("writes_into_the_gaps", "guards"),
+            wrong("native_past_the_end", "guards"),
+        ),
+    ),
+    14: Plant(
+        "a masked read past the end",
+        (wrong("reads_past_the_end", "outside_reads"), wrong("native_masked_by_product", "outside_reads")),
+    ),
+    15: Plant(
+        "strides ignored",
+        (
+            wrong("ignores_strides", "outside_reads", case="strided rows"),
+            wrong("native_without_strides", "outside_reads", case="strided rows"),
+        ),
+    ),
+    16: Plant(
+        "alignment assumed",
+        (
+            wrong("native_aligned", "elements", "nan_pattern", "outside_reads"),
+            wrong("native_aligned_trap", "crash"),
+        ),
+    ),
+    17: Plant(
+        "an index of 32 bits", (wrong("native_int32_index", "crash", "elements", "outside_reads", case="rows beyond"),)
+    ),
+    18: Plant(
+        "a missing barrier",
+        (wrong("native_without_barrier", "repeat", "elements", "outside_reads", "nan_pattern", "rmse", "bias"),),
+        ("gpu/test_plants.py::test_a_missing_barrier_is_found_by_racecheck",),
+    ),
+    19: Plant(
+        "a sum in the order of arrival, undeclared",
+        (Kernel(proof("spreads_a_little", RMSNORM_FP32), ("repeat",)), wrong("flips_a_coin", "repeat")),
+    ),
+    20: Plant(
+        "an input changed",
+        (
+            wrong("changes_its_input", "inputs"),
+            wrong("changes_its_weight", "inputs"),
+            wrong("native_normalises_in_place", "inputs"),
+        ),
+    ),
+    21: Plant("inputs zeroed, so that zeros look right", (wrong("zeroes_everything", "inputs"),)),
+    22: Plant(
+        "a result remembered by address",
+        (
+            wrong("remembers_by_address", "anti_cache", "outside_reads", "elements"),
+            linear("packs_weights_by_address", "anti_cache", "elements"),
+        ),
+    ),
+    23: Plant(
+        "a result remembered by content",
+        (wrong("remembers_by_content", "elements", "anti_cache"),),
+    ),
+    24: Plant("the work of many calls done in one", (wrong("works_once_in_eight", "unwritten"),)),
+    25: Plant("one output buffer for all calls", (allocating("one_static_buffer", "retention"),)),
+    26: Plant(
+        "a side stream that is never joined",
+        (),
+        (
+            "gpu/test_plants.py::test_work_left_on_a_side_stream_is_seen_by_the_delayed_input",
+            "gpu/test_plants.py::test_work_left_on_a_side_stream_is_missing_from_the_graph",
+        ),
+    ),
+    27: Plant(
+        "a host thread that works later",
+        (
+            wrong("thread_works_later", "unwritten", "repeat"),
+            wrong("native_works_later", "unwritten", "repeat"),
+            wrong("writes_late", "retention", "guards", "inputs", "repeat", "outside_reads"),
+        ),
+    ),
+    28: Plant("a tensor subclass that computes when looked at", (allocating("returns_a_subclass", "result"),)),
+    29: Plant("clocks patched", (wrong("slows_the_clock", "global_state", case="process-wide state"),)),
+    30: Plant("a hunt for the expected tensor in memory", (wrong("hunts_for_the_answer", "unwritten", "elements"),)),
+    31: Plant("a slow warm-up, to cut the samples", (), ("cpu/test_race_plants.py::test_the_plan_is_the_baselines",)),
+    32: Plant(
+        "lines pinned in the L2", (), ("gpu/test_plants.py::test_lines_pinned_in_the_l2_do_not_survive_the_reset",)
+    ),
+    33: Plant(
+        "special cases for known shapes or seeds",
+        (
+            wrong("wrong_at_one_width", "elements", case="d127"),
+            wrong("right_at_its_own_width", "elements"),
+            wrong("precomputed", "elements"),
+        ),
+    ),
+    34: Plant(
+        "the baseline, called silently",
+        (),
+        ("cpu/test_race_plants.py::test_the_baseline_under_another_name_gains_nothing",),
+    ),
+    35: Plant(
+        "residue billed to the rival",
+        (),
+        ("cpu/test_race_plants.py::test_a_rival_is_not_billed_for_what_an_arm_leaves_behind",),
+    ),
+    36: Plant(
+        "process-wide state changed",
+        (
+            wrong("sets_threads", "global_state"),
+            wrong("seeds_the_generator", "global_state"),
+            wrong("allows_tf32", "global_state"),
+        ),
+    ),
+    37: Plant("a leak", (wrong("leaks", "leak"), wrong("leaves_files_open", "leak"))),
+    38: Plant(
+        "a hang or a crash",
+        (wrong("crashes_on_nan", "crash", case="nan"),),
+        ("cpu/test_parity.py::test_a_hang_ends_at_the_deadline", "cpu/test_faults.py::test_every_fault_is_contained"),
+    ),
+    39: Plant(
+        "a forged reply",
+        (wrong("forges_its_reply", "unwritten"),),
+        ("cpu/test_workers.py::test_what_is_not_a_reply_is_refused_as_data",),
+    ),
+}
+# Beyond the list: forms of a result, and exceptions.
+MORE = (
+    wrong("returns_none", "result"),
+    wrong("returns_a_copy", "result"),
+    allocating("returns_wider", "result"),
+    allocating("returns_a_row_too_few", "result"),
+    allocating("returns_on_its_side", "result"),
+    wrong("raises", "raised"),
+    wrong("raises_at_one_width", "raised"),
+)
+RIGHT = (
+    proof("right"),
+    proof("right", RMSNORM_FP32),
+    functional("allocates"),
+    proof("returns_a_list"),
+    proof("computes_in_double"),
+    proof("rounds_twice"),
+    proof("writes_in_two_halves"),
+    proof("keeps_a_workspace"),
+    proof("spreads_a_little", deterministic=False),
+    proof("native_right"),
+    proof("native_backwards"),
+    proof("native_flushes"),
+    proof("native_two_threads"),
+    proof("calls_the_baseline"),
+    proof("attends_rightly", ATTN),
+)
+KERNELS = [kernel for plant in PLANTS.values() for kernel in plant.kernels] + list(MORE)
+
+
+def name_of(p: Proof) -> str:
+    return f"{p.digest} {p.workload.dtype}{'' if p.candidate.deterministic else ' declared'}"
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, Parity]:
+    """All of them in two rows of workers: one goes on until a kernel kills it or leaves it changed."""
+    proofs = [k.proof for k in KERNELS] + list(RIGHT)
+
+    def prove(some: list[Proof]) -> list[Parity]:
+        with Prover(None, Terms(), threads=1) as prover:
+            return [prover.prove(p) for p in some]
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(prove, (proofs[::2], proofs[1::2]))
+    return dict(zip(map(name_of, proofs[::2] + proofs[1::2]), one + other, strict=True))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: name_of(k.proof))
+def test_a_wrong_kernel_is_caught_by_the_check_that_is_for_it(verdicts: dict[str, Parity], kernel: Kernel) -> None:
+    found = verdicts[name_of(kernel.proof)]
+    assert isinstance(found, Failed)
+    assert found.check in kernel.checks, found
+    assert kernel.case in found.case, found
+    assert found.reason
+
+
+@pytest.mark.parametrize("right", RIGHT, ids=name_of)
+def test_a_right_kernel_passes_however_unusual(verdicts: dict[str, Parity], right: Proof) -> None:
+    found = verdicts[name_of(right)]
+    assert isinstance(found, Passed), found
+    assert found.cases > 30
+    assert 0 < found.worst <= 1
+
+
+def test_every_plant_is_caught_somewhere() -> None:
+    assert sorted(PLANTS) == list(range(1, 40))
+    for number, plant in PLANTS.items():
+        assert plant.kernels or plant.caught_by, f"nothing catches plant {number}, {plant.what}"
+        for where in plant.caught_by:
+            file, _, test = where.partition("::")
+            assert f"def {test}(" in (TESTS / file).read_text(), f"plant {number}: there is no {where}"
+
+
+def test_the_reason_names_the_element_and_the_bound(verdicts: dict[str, Parity]) -> None:
+    found = verdicts["wrong_at_one_width bf16"]
+    assert isinstance(found, Failed)
+    assert {"index", "got", "reference", "allowed"} <= set(found.evidence)
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("sets_threads", "torch threads"),
+        ("seeds_the_generator", "torch random state"),
+        ("allows_tf32", "float32 matmul precision"),
+        ("flushes_subnormals", "subnormals"),
+        ("slows_the_clock", "clocks"),
+    ],
+)
+def test_a_process_left_changed_is_told_and_not_blamed_on_the_next(
+    verdicts: dict[str, Parity], function: str, what: str
+) -> None:
+    found = verdicts[f"{function} bf16"]
+    assert isinstance(found, Failed)
+    assert set(found.evidence) == {what}
+
+
+def test_a_crash_is_recorded_and_the_next_proof_gets_a_new_worker(verdicts: dict[str, Parity]) -> None:
+    names = list(verdicts)
+    crashed = verdicts["crashes_on_nan bf16"]
+    assert isinstance(crashed, Failed)
+    assert crashed.evidence["cause"] == "SIGSEGV"
+    following = verdicts[names[names.index("crashes_on_nan bf16") + 1]]
+    assert not isinstance(following, Failed) or following.check != "crash"
