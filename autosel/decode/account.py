@@ -62,10 +62,9 @@ def _by_workload(step: Step) -> dict[str, list[Call]]:
 
 
 class Uses:
-    """What selections ran from here on: for steps that are no list, and for the sampler."""
+    """What selections ran from here on: for steps that are no list."""
 
-    def __init__(self, *only: str) -> None:
-        self.ops = only or tuple(ops.OPS)
+    def __init__(self) -> None:
         self.before = {key: count for key, _, count in self._counts()}
 
     def choices(self, plan: Plan, steps: int) -> tuple[Choice, ...]:
@@ -79,7 +78,7 @@ class Uses:
         return tuple(found)
 
     def _counts(self) -> Iterator[tuple[str, Resolution, int]]:
-        for op in self.ops:
+        for op in ops.OPS:
             for resolution, count in dispatch.best(op).uses():
                 yield resolution.workload.key, resolution, count
 

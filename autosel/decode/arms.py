@@ -5,8 +5,7 @@ An arm takes one step from where the scene stands and leaves moving on to the me
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from autosel.decode.model import Batch, Chain
 from autosel.decode.sample import Sampler
 from autosel.decode.scene import Scene
 from autosel.decode.step import Direct, write_step
-from autosel.ops import eager
 
 
 class Arm(Protocol):
@@ -32,16 +30,21 @@ class Arm(Protocol):
 class _Choosing:
     """Greedy, or sampled; each arm has the same stream of uniforms for itself."""
 
-    def __init__(self, scene: Scene, best: Callable[..., Any] | None = None) -> None:
-        plan, place = scene.plan, scene.place
-        self.out = torch.empty_like(place.tokens)
-        self.sampler = Sampler(plan.sampling, scene.text, plan.longest, place.tokens.device, best)
+    def __init__(self, scene: Scene, *, plain: bool = False) -> None:
+        plan, table = scene.plan, scene.decoder.weights.embedding
+        self.out = torch.empty_like(scene.place.tokens)
+        logits = torch.empty(plan.batch, plan.shape.V, dtype=table.dtype, device=table.device)
+        self.sampler = Sampler(plan.sampling, scene.text, plan.longest, logits, plain=plain)
 
     def choose(self, logits: Tensor) -> list[list[int]]:
-        return [[token] for token in self.sampler.choose(logits, self.out).tolist()]
+        return _rows(self.sampler.choose(logits, self.out))
 
     def remember(self, tokens: list[int]) -> None:
         self.sampler.remember(tokens)
+
+
+def _rows(tokens: Tensor) -> list[list[int]]:
+    return [[token] for token in tokens.tolist()]
 
 
 class Written(_Choosing):
@@ -49,11 +52,14 @@ class Written(_Choosing):
 
     def __init__(self, scene: Scene, chain: Chain) -> None:
         super().__init__(scene)
-        self.list = write_step(scene.decoder, scene.cache, scene.place, chain)
+        self.list = write_step(scene.decoder, scene.cache, scene.place, chain, self.sampler)
         self.logits = self.list.logits
 
     def step(self) -> list[list[int]]:
-        return self.choose(self.list.run())
+        assert self.list.chosen is not None
+        self.sampler.draw()
+        self.list.run()
+        return _rows(self.list.chosen)
 
 
 class AtOnce(_Choosing):
@@ -100,7 +106,7 @@ class Baseline(_Choosing):
     """Hugging Face's way in plain PyTorch."""
 
     def __init__(self, scene: Scene) -> None:
-        super().__init__(scene, eager.sample)
+        super().__init__(scene, plain=True)
         self.scene = scene
 
     def step(self) -> list[list[int]]:

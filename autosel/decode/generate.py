@@ -16,7 +16,7 @@ from autosel.decode.cache import Cache, make_cache
 from autosel.decode.model import FUSED, Batch, Chain, Decoder
 from autosel.decode.run import GREEDY, Sampling
 from autosel.decode.sample import Sampler
-from autosel.decode.step import Direct, Place, write_step
+from autosel.decode.step import Direct, Place, Step, write_step
 from autosel.decode.weights import refuse_other_tokens
 from autosel.errors import UsageError
 
@@ -58,8 +58,8 @@ def generate(
     shape, weights = decoder.shape, decoder.weights
     cache = make_cache(shape, weights.dtype, rows=len(asked), room=longest, page=page, device=weights.device)
     with torch.inference_mode():
-        sampler = Sampler(sampling, asked, longest, weights.device)
         logits = prefill(decoder, cache, asked)
+        sampler = Sampler(sampling, asked, longest, logits)
         token = torch.empty(len(asked), dtype=torch.int64, device=weights.device)
         sampler.choose(logits, token)
         sampler.remember(token.tolist())
@@ -68,8 +68,10 @@ def generate(
             heard(token.tolist())
         if speculate:
             return _speculating(decoder, cache, asked, told, count, speculate, stop)
-        one = _Written if prealloc else _AtOnce
-        return _decoding(one(decoder, cache, token, asked, chain), sampler, told, count, stop, keep_logits, heard)
+        place = Place.at(token, [len(p) for p in asked])
+        made = write_step(decoder, cache, place, chain, sampler) if prealloc else None
+        one = _Written(made, sampler) if made else _AtOnce(decoder, cache, place, chain, sampler)
+        return _decoding(one, sampler, told, count, stop, keep_logits, heard)
 
 
 def _refuse(decoder: Decoder, prompts: list[list[int]], count: int, sampling: Sampling, speculate: int) -> None:
@@ -131,23 +133,28 @@ def batch_of(tokens: Tensor, start: int) -> Batch:
 class _Written:
     """Steps by the written list."""
 
-    def __init__(self, decoder: Decoder, cache: Cache, token: Tensor, prompts: list[list[int]], chain: Chain) -> None:
-        self.cache, self.place = cache, Place.at(token, [len(p) for p in prompts])
-        self.step = write_step(decoder, cache, self.place, chain)
+    def __init__(self, step: Step, sampler: Sampler) -> None:
+        self.step, self.cache, self.place, self.sampler = step, step.cache, step.place, sampler
 
-    def logits(self) -> Tensor:
-        return self.step.run()
+    def __call__(self) -> tuple[Tensor, list[int]]:
+        """(logits, tokens chosen); the place is fed them next."""
+        assert self.step.chosen is not None
+        self.sampler.draw()
+        self.step.run()
+        self.place.tokens.copy_(self.step.chosen)
+        return self.step.logits, self.place.tokens.tolist()
 
 
 class _AtOnce:
     """Steps op by op, each allocating its result."""
 
-    def __init__(self, decoder: Decoder, cache: Cache, token: Tensor, prompts: list[list[int]], chain: Chain) -> None:
-        self.decoder, self.cache, self.chain = decoder, cache, chain
-        self.place, self.run = Place.at(token, [len(p) for p in prompts]), Direct()
+    def __init__(self, decoder: Decoder, cache: Cache, place: Place, chain: Chain, sampler: Sampler) -> None:
+        self.decoder, self.cache, self.place, self.chain, self.sampler = decoder, cache, place, chain, sampler
+        self.run = Direct()
 
-    def logits(self) -> Tensor:
-        return at_once(self.decoder, self.cache, self.place, self.run, self.chain)
+    def __call__(self) -> tuple[Tensor, list[int]]:
+        logits = at_once(self.decoder, self.cache, self.place, self.run, self.chain)
+        return logits, self.sampler.choose(logits, self.place.tokens).tolist()
 
 
 def at_once(decoder: Decoder, cache: Cache, place: Place, run: Direct, chain: Chain = FUSED) -> Tensor:
@@ -178,8 +185,7 @@ def _decoding(
     while not all(done) and len(max(told.tokens, key=len)) < count:
         for row, length in enumerate(lengths):
             stepper.cache.reserve(row, length + told.passes)
-        logits = stepper.logits()
-        tokens = sampler.choose(logits, place.tokens).tolist()
+        logits, tokens = stepper()
         sampler.remember(tokens)
         place.advance()
         told.passes += 1

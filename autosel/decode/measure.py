@@ -28,6 +28,9 @@ from autosel.errors import UsageError
 from autosel.ledger.key import current_mode
 
 PROBE_EVERY = 10  # pairs of steps
+# GNU's OpenMP threads look for work for up to 300,000 pauses after their last, some 4 ms, and take a CPU from whoever
+# comes next. An arm has the machine to itself, as it would have in use, once the other's threads have gone to sleep.
+REST_S = 0.01
 
 
 def measure(
@@ -45,10 +48,10 @@ def measure(
         chain = choose_chain(scene, rng, clock) if _may_choose(plan) else FUSED
         ours, theirs = our_arm(scene, chain), Baseline(scene)
         _warm_up(scene, ours, theirs, listener)
-        uses = Uses("sample") if isinstance(ours, Written) else Uses()
+        uses = Uses()
         pairs = list(_pairs(scene, ours, theirs, rng, listener, clock))
-        choices = uses.choices(plan, len(pairs))
         written = ours.list if isinstance(ours, Written) else None
+        choices = choices_of(written, plan) if written else uses.choices(plan, len(pairs))
         listener.stage("ops", "", 0, 1)
         per_op = time_ops(written, plan, clock) if written else ()
         idle_ns = overhead_ns(written, clock) if written else None
@@ -72,7 +75,7 @@ def measure(
         peak_memory_bytes=_peak_memory(plan.device),
         read_bytes_per_s=max(scene.probes),
         read_probes=tuple(scene.probes),
-        choices=(*choices_of(written, plan), *choices) if written else choices,
+        choices=choices,
         per_op=per_op,
         tokens_checked=len(pairs) * plan.batch,
         tokens_equal=sum(p.equal for p in pairs),
@@ -144,6 +147,7 @@ def _pairs(scene: Scene, ours: Arm, theirs: Arm, rng: Random, listener: Listener
         first = rng.random() < 0.5
         times, chosen = {}, {}
         for arm in (ours, theirs) if first else (theirs, ours):
+            time.sleep(REST_S)
             begin = clock()
             chosen[arm] = arm.step()
             times[arm] = clock() - begin

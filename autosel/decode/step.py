@@ -16,6 +16,7 @@ from torch import Tensor
 from autosel import dispatch, ops
 from autosel.decode.cache import Cache
 from autosel.decode.model import FUSED, Batch, Chain, Decoder
+from autosel.decode.sample import Sampler
 from autosel.dispatch import Bound
 from autosel.ops.contract import DTYPE, Op
 from autosel.values import Workload, length_bucket
@@ -90,7 +91,7 @@ class Place:
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """One decode step of B sequences, `logits` [B, V] its result. `place` and the cache are its state.
+    """One decode step of B sequences, `logits` [B, V] and `chosen` its results. `place` and the cache are its state.
 
     `flat` is what runs; `calls` say what each entry is.
     """
@@ -101,15 +102,15 @@ class Step:
     place: Place
     calls: list[Call]
     logits: Tensor
+    chosen: Tensor | None  # int64 [B]: the next tokens, where the step chooses them
     length: int
     flat: list[tuple[Callable[..., Any], list[Any]]]
 
-    def run(self) -> Tensor:
+    def run(self) -> None:
         if self.place.longest != self.length:
             self._set_length(self.place.longest)
         for function, arguments in self.flat:
             function(*arguments)
-        return self.logits
 
     def _set_length(self, length: int) -> None:
         """Another bucket, or a window that begins to cut, is another workload: bound anew."""
@@ -123,8 +124,13 @@ class Step:
             self.flat = [(call.function, call.arguments) for call in self.calls]
 
 
-def write_step(decoder: Decoder, cache: Cache, place: Place, chain: Chain = FUSED) -> Step:
-    """The step as a list, every op bound to what `best()` gives for it and every buffer made."""
+def write_step(
+    decoder: Decoder, cache: Cache, place: Place, chain: Chain = FUSED, sampler: Sampler | None = None
+) -> Step:
+    """The step as a list, every op bound to what `best()` gives for it and every buffer made.
+
+    With a sampler the step ends with the choice of the tokens; the caller draws its uniforms before each run.
+    """
     rows = place.tokens.shape[0]
     recorder = Recorder(decoder.weights.embedding)
     batch = Batch(
@@ -136,6 +142,7 @@ def write_step(decoder: Decoder, cache: Cache, place: Place, chain: Chain = FUSE
         rows=rows,
     )
     logits = decoder.logits(recorder, decoder.hidden(recorder, batch, cache, chain))
+    chosen = recorder.chosen(logits, sampler) if sampler else None
     calls = recorder.calls
     for layer, call in enumerate(c for c in calls if c.op in ATTENTION):
         call.layer = layer
@@ -146,6 +153,7 @@ def write_step(decoder: Decoder, cache: Cache, place: Place, chain: Chain = FUSE
         place=place,
         calls=calls,
         logits=logits,
+        chosen=chosen,
         length=place.longest,
         flat=[(call.function, call.arguments) for call in calls],
     )
@@ -193,6 +201,14 @@ class Recorder:
         self._glue(f"packed {site}", _copy, out, heads)
         return out.view(m * h, d)
 
+    def chosen(self, logits: Tensor, sampler: Sampler) -> Tensor:
+        if sampler.by_op:
+            made: Tensor = self("sample", "token", logits, *sampler.arguments)
+            return made
+        out = self._buffer("token", 0, (logits.shape[0],), torch.int64)
+        self._glue("argmax", _argmax, out, logits)
+        return out
+
     def _glue(self, site: str, function: Callable[..., Any], *arguments: Any) -> None:
         self.calls.append(Call(op="glue", site=site, workload=None, function=function, arguments=[*arguments]))
 
@@ -228,6 +244,10 @@ def _embed(table: Tensor, tokens: Tensor, out: Tensor) -> None:
 
 def _scale(x: Tensor, scale: Tensor) -> None:
     x.mul_(scale)
+
+
+def _argmax(out: Tensor, logits: Tensor) -> None:
+    torch.argmax(logits, -1, out=out)
 
 
 def _copy(out: Tensor, source: Tensor) -> None:
