@@ -192,7 +192,7 @@ class Certificate:
     weights_bytes: int
     kv_cache_bytes: int
     peak_memory_bytes: int
-    python_overhead: float
+    python_overhead: float | None  # share of a step; None: not told apart
     # with which decisions
     autosel: Mapping[str, str]  # op -> backend
     knobs: Mapping[str, Mapping[str, Scalar]]

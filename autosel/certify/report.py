@@ -170,7 +170,7 @@ def _facts(made: Certificate) -> str:
         ("weights", f"{figure(made.weights_bytes / 2**30)} GiB"),
         ("peak memory", f"{figure(made.peak_memory_bytes / 2**30)} GiB"),
         ("between tokens", f"p50 {figure(gaps.p50)}, p90 {figure(gaps.p90)}, p99 {figure(gaps.p99)} ms"),
-        ("our Python", f"{made.python_overhead:.1%} of a step"),
+        ("our Python", "" if made.python_overhead is None else f"{made.python_overhead:.1%} of a step"),
         ("tokens a dollar", figure(made.cost.tokens_per_dollar) if made.cost.tokens_per_dollar else ""),
         ("tokens a watt-hour", figure(made.cost.tokens_per_watt_hour) if made.cost.tokens_per_watt_hour else ""),
         ("software", ", ".join(f"{k} {v!s:.40}" for k, v in made.environment.items())),

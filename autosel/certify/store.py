@@ -41,10 +41,10 @@ def append(path: Path, make: Callable[[Head], Certificate]) -> Certificate:
     """
     path = Path(os.path.realpath(path))
     with _locked(path):
-        head = _head(path)
-        made = make(head)
+        found = head(path)
+        made = make(found)
         line = encode(made)
-        assert made.sequence == head.lines + 1 and made.previous == head.checksum
+        assert made.sequence == found.lines + 1 and made.previous == found.checksum
         if len(line) > MOST_BYTES:
             raise AutoselError(f"this certificate would take {len(line)} bytes", why=f"at most {MOST_BYTES} are read")
         _replace(path, line)
@@ -96,7 +96,8 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _head(path: Path) -> Head:
+def head(path: Path) -> Head:
+    """Where the file's chain ends. Raises BadCertificate for a file that nothing can be appended to."""
     if not path.exists():
         return Head(lines=0, checksum="")
     count, last = 0, b""

@@ -39,6 +39,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "demote": ("decide", "stop serving a decision; the baseline takes over"),
     "pin": ("decide", "serve this candidate whatever later races say"),
     "race": ("race", "prove and time one candidate, yours included"),
+    "run": ("run", "tokens per second of a real decode, certified"),
+    "verify": ("verify", "is a certificate what it claims? measure it again"),
     "doctor": ("doctor", "check compiler, noise, ledger and plug-ins; say what to do"),
     "export": ("transfer", "decisions as one file, or one decision's race as a script"),
     "import": ("transfer", "decisions from such a file"),

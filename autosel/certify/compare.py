@@ -1,0 +1,130 @@
+"""Speedups against an earlier report: a suite's, a run's, or a certificate file. Like is compared with like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autosel.certify import report, suite, verify
+from autosel.certify.certificate import FORMAT as CERTIFICATE
+from autosel.certify.certificate import Certificate, decode
+from autosel.certify.suite import Suite
+from autosel.errors import BadConfig
+from autosel.values import canonical_json, parse_json
+
+MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """Tokens per second of one thing that was run; `what` tells whether another ran the same."""
+
+    what: str
+    tokens_per_s: float
+    device: str
+    env_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """`speedup` above 1: faster than before. `note` says what else changed."""
+
+    what: str
+    before: float
+    now: float
+    note: str
+
+    @property
+    def speedup(self) -> float:
+        return self.now / self.before
+
+
+def of_certificates(made: Iterable[Certificate]) -> list[Figure]:
+    return [
+        Figure(what=name(one), tokens_per_s=one.tokens_per_sec, device=one.device, env_id=one.env_id) for one in made
+    ]
+
+
+def of_suite(found: Suite) -> list[Figure]:
+    return [
+        Figure(
+            what=f"{r.model} {r.configuration} {r.prompt}/{r.tokens}",
+            tokens_per_s=r.e2e_tokens_per_s,
+            device=found.device,
+            env_id=found.env_id,
+        )
+        for r in found.rows
+    ]
+
+
+def name(made: Certificate) -> str:
+    """Everything that makes it another workload, and nothing that is only faster or slower."""
+    asked = {k: v for k, v in made.options.items() if k not in ("seed", "mode", "cache", "page", "prealloc")}
+    plain = {"advance": False, "speculate": 0, "small_batch": False, "temperature": 0, "prompt": "random"}
+    sampled = asked.get("temperature", 0) != 0
+    moved = [f"{k}={v}" for k, v in sorted(asked.items()) if plain.get(k, v) != v or (sampled and k not in plain)]
+    where = f"{made.model} {made.dtype} batch {made.shape.batch} context {made.shape.seq}"
+    return " ".join([where, *moved])
+
+
+def read(path: Path) -> list[Figure]:
+    """The figures of an earlier report. Raises BadConfig, or BadCertificate for a file that was touched."""
+    if path.is_dir():
+        path = path / report.DOCUMENT
+    if path.suffix == ".jsonl":
+        return of_certificates(made for _, made in verify.read(path))
+    data = _json(path)
+    if data.get("format") == suite.FORMAT:
+        return of_suite(suite.from_document(data))
+    if data.get("format") == report.FORMAT:
+        return of_certificates(_certificate(path, one) for one in data.get("certificates", []))
+    if data.get("format") == CERTIFICATE:
+        return of_certificates([_certificate(path, data)])
+    raise BadConfig(
+        f"{path} is no report", why="a folder or file that run wrote is expected: --report, --json, --certify"
+    )
+
+
+def compare(now: Sequence[Figure], before: Sequence[Figure]) -> list[Change]:
+    """What ran in both; the latest of several. Raises BadConfig where nothing did."""
+    earlier = {one.what: one for one in before}
+    changes = [_change(one, earlier[one.what]) for one in now if one.what in earlier]
+    if not changes:
+        ran = ", ".join(dict.fromkeys(one.what for one in before)) or "nothing"
+        raise BadConfig("nothing to compare: the earlier report holds another run", why=f"it holds {ran[:300]}")
+    return changes
+
+
+def _change(now: Figure, before: Figure) -> Change:
+    note = ""
+    if now.device != before.device:
+        note = f"then on {before.device}"
+    elif now.env_id != before.env_id:
+        note = "then with other software"
+    return Change(what=now.what, before=before.tokens_per_s, now=now.tokens_per_s, note=note)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise BadConfig(f"cannot read {path}", why=error.strerror or str(error), todo="check the path") from error
+    if len(content) > MOST_BYTES:
+        raise BadConfig(f"{path} is too large", why=f"more than {MOST_BYTES >> 20} MiB")
+    try:
+        data = parse_json(content, what=path.name)
+    except ValueError as error:
+        raise BadConfig(f"{path} is no report", why=str(error)) from error
+    if not isinstance(data, dict):
+        raise BadConfig(f"{path} is no report", why="an object is expected")
+    return data
+
+
+def _certificate(path: Path, document: Any) -> Certificate:
+    try:
+        return decode(canonical_json(document))
+    except (ValueError, TypeError) as error:
+        raise BadConfig(f"{path} holds a certificate that is not to be believed", why=str(error)) from error

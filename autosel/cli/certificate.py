@@ -1,0 +1,144 @@
+"""What `run` says: the certificate, the memory table and the suite for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autosel import settings
+from autosel.cli.output import bandwidth, bytes_text, paragraph, ratio, table
+
+if TYPE_CHECKING:
+    from autosel.certify.audit import Audit
+    from autosel.certify.capacity import Capacity
+    from autosel.certify.certificate import Certificate
+    from autosel.certify.compare import Change
+    from autosel.certify.suite import Suite
+
+
+def summary(made: Certificate, found: Audit) -> str:
+    """The certificate for people: what ran, how fast, how sure, where the time goes."""
+    part = f"{made.layers.run} of {made.layers.of} layers"
+    if made.layers.run != made.layers.of:
+        part = click.style(f"{part} only", fg="yellow")
+    head = f"{made.model} {made.dtype}, {part}, {_batch(made)}, context {made.shape.seq}, {_weights(made)}"
+    lines = [paragraph(head, hang="  "), *_arms(made), *_tokens(made)]
+    if found.rows:
+        lines += [paragraph(f"share of the step   {shares(found)}", hang=" " * 20)]
+    v = made.verification
+    word = "verified" if made.verification_ok else click.style("NOT verified", fg="red")
+    near = f", logits at {v.max_logit_error / v.logit_bound:.2f} of their bound" if v.logit_bound else ""
+    lines.append(f"{word}: {v.tokens_equal} of {v.tokens_checked} tokens as the baseline's{near}")
+    lines += [
+        f"objective {j.objective}: {'met' if j.met else click.style('missed', fg='red')}, {j.measured:.4g}"
+        for j in made.slo
+    ]
+    lines += [paragraph(f"note: {note}", hang="  ") for note in made.notes]
+    lines += ["contended: other work ran on this machine; see the intervals"] if made.contended else []
+    return "\n".join(lines)
+
+
+def _batch(made: Certificate) -> str:
+    count = made.shape.batch
+    return f"{count} tokens of a stream in flight" if made.options.get("small_batch") else f"batch {count}"
+
+
+def _weights(made: Certificate) -> str:
+    return "random weights" if made.weights == "random" else f"weights of {made.weights}"
+
+
+def _arms(made: Certificate) -> list[str]:
+    ms, interval = made.latency_ms, made.speedup_interval
+    base_tps = made.tokens_per_sec * ms.med / made.baseline_ms / made.tokens_per_step
+    roof = f"{made.roofline:.0%} of what {bandwidth(made.read_bytes_per_s)} allows"
+    optimised = f"{ms.med:>8.4g} ms  p95 {ms.p95:>7.4g} {made.tokens_per_sec:>8.4g} tok/s"
+    baseline = f"{made.baseline_ms:>8.4g} ms  p95 {made.baseline_p95_ms:>7.4g} {base_tps:>8.4g} tok/s"
+    faster = f"{ratio(made.speedup):>8} ({interval.lo:.2f} .. {interval.hi:.2f})"
+    return [
+        f"  optimised {optimised}   {roof}",
+        f"  baseline  {baseline}   eager PyTorch, SDPA",
+        f"  speedup   {faster}     {made.iters} steps each, interleaved",
+    ]
+
+
+def _tokens(made: Certificate) -> list[str]:
+    gaps, cost = made.itl_ms, made.cost
+    first = "" if made.ttft_ms is None else f"first token {made.ttft_ms:.4g} ms   "
+    lines = [f"  {first}between tokens p50 {gaps.p50:.4g}  p90 {gaps.p90:.4g}  p99 {gaps.p99:.4g} ms"]
+    lines.append(
+        f"  KV cache {bytes_text(made.kv_cache_bytes)}   peak memory {bytes_text(made.peak_memory_bytes)}   "
+        f"peak {made.peak_tokens_per_sec:.4g}, sustained {made.sustained_tokens_per_sec:.4g} tok/s"
+    )
+    earned = []
+    if cost.tokens_per_dollar is not None:
+        earned.append(f"{cost.tokens_per_dollar:,.0f} tokens a dollar".replace(",", " "))
+    if cost.tokens_per_watt_hour is not None:
+        earned.append(f"{cost.tokens_per_watt_hour:,.0f} tokens a watt-hour".replace(",", " "))
+    return [*lines, *([f"  {'   '.join(earned)}"] if earned else [])]
+
+
+def shares(found: Audit) -> str:
+    """`gate_up 46 %  down 22 %  rest 6 %`: what takes at least a fiftieth; the rest together."""
+    named = [(r.label, r.share) for r in found.rows if r.share >= 0.02]
+    rest = max(0.0, 1 - sum(share for _, share in named))
+    return "  ".join(f"{label} {share:.0%}".replace("%", "\xa0%") for label, share in [*named, ("rest", rest)])
+
+
+def where_line(made: Certificate, where: Path) -> str:
+    signed = ", signed" if made.signer else ""
+    verify = f"{settings.spelling()} verify"
+    text = f"certificate {made.sequence} appended{signed}, sha256:{made.checksum[:12]}"
+    return f"{text}\ncheck:  {verify} {where}\nagain:  {verify} --rerun {where}:{made.sequence}"
+
+
+def change_line(change: Change) -> str:
+    note = f"  ({change.note})" if change.note else ""
+    return f"against before: {change.what}: {change.before:.4g} -> {change.now:.4g} tok/s, {change.speedup:.3g}x{note}"
+
+
+def plan_text(found: Capacity) -> str:
+    rate = f", reading {bandwidth(found.read_bytes_per_s)}" if found.read_bytes_per_s else ""
+    lines = [
+        f"{found.model} {found.dtype} on {found.device}: {bytes_text(found.memory_bytes)} free{rate}",
+        f"weights {bytes_text(found.weights_bytes)}, KV cache {bytes_text(found.kv_bytes_per_token)} a token",
+        "",
+    ]
+    rows = [
+        [
+            f"{fit.context:,}".replace(",", " "),
+            bytes_text(fit.kv_bytes),
+            f"{fit.batch:,}".replace(",", " ") if fit.batch else "none",
+            bytes_text(fit.need_bytes),
+            f"{fit.ceiling_tokens_per_s:.4g}" if fit.ceiling_tokens_per_s else "",
+        ]
+        for fit in found.fits
+    ]
+    heads = ("context", "KV a sequence", "largest batch", "memory then", "at most tok/s")
+    lines.append(table(heads, rows, right=(0, 1, 2, 3, 4)))
+    if any(not fit.batch for fit in found.fits):
+        lines.append("none: not even one sequence fits; fewer --layers or a smaller model does")
+    return "\n".join(lines)
+
+
+def suite_text(found: Suite) -> str:
+    heads = ("model", "run", "in/out", "e2e", "tok/s", "p50 ms", "p95", "TTFT", "KV", "peak", "x")
+    rows = [
+        [
+            r.model,
+            r.configuration,
+            f"{r.prompt}/{r.tokens}",
+            f"{r.e2e_tokens_per_s:.3g}",
+            f"{r.decode_tokens_per_s:.3g}",
+            f"{r.p50_step_ms:.3g}",
+            f"{r.p95_step_ms:.3g}",
+            f"{r.ttft_ms:.3g}",
+            f"{r.cache_bytes / 2**20:.3g}M",
+            f"{r.peak_memory_bytes / 2**30:.3g}G",
+            f"{r.speedup:.2f}",
+        ]
+        for r in found.rows
+    ]
+    below = "e2e: tokens per second from the prompt on; tok/s: of decoding alone; x: over the eager baseline's steps"
+    return f"{table(heads, rows, right=tuple(range(3, 11)))}\n{paragraph(below)}"

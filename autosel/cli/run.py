@@ -1,0 +1,421 @@
+"""`run`: measure a real decode against the eager baseline, and leave a certificate of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autosel import settings
+from autosel.cli.certificate import change_line, plan_text, summary, where_line
+from autosel.cli.options import Known, batch_option, dtype_option, json_option, verb
+from autosel.cli.output import emit_json, error_json, report
+from autosel.errors import AutoselError, ParityError, UsageError
+from autosel.values import DTypeName, to_json
+
+if TYPE_CHECKING:
+    from autosel.certify.audit import Audit
+    from autosel.certify.certificate import Certificate
+    from autosel.certify.compare import Change, Figure
+    from autosel.certify.slo import Objective
+    from autosel.decode.run import DecodeRun, Plan
+
+MOST_ITERS = 20_000  # as certify.certificate.MOST_STEPS, which would load numpy
+DEFAULT_MODEL = "llama-8b"
+EXAMPLES = (
+    "run --model llama-1b --seq 2048",
+    "run --model llama-8b --layers 4 --seq 8192 --iters 50",
+    "run --model ~/checkpoints/my-llama --report out --audit audit.json",
+    'run --model llama-1b --slo "ttft<500ms,p99_itl<40ms"',
+    "run --model llama-8b --plan",
+    "run --suite quick --json",
+)
+PATH = click.Path(path_type=Path)
+# What a rerun needs; files to write, prices and objectives change nothing that is measured.
+MEASURED = (
+    "model", "weights", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "persistent", "small_batch",
+    "no_prealloc", "paged", "advance", "temperature", "top_k", "top_p", "repetition_penalty", "speculate", "device",
+    "seed",
+)  # fmt: skip
+
+
+@verb("run", *EXAMPLES)
+@click.option("--model", default="", metavar="NAME|DIR", help="a preset or a checkpoint folder  [default: llama-8b]")
+@click.option("--weights", default="", metavar="DIR|random", help="default: the folder's own, else random")
+@click.option("--prompt", default="random", metavar="FILE", help="text, token ids (.json), random or synthetic")
+@dtype_option()
+@batch_option
+@click.option("--seq", type=click.IntRange(2, 1 << 24), default=8192, metavar="N", help="context  [default: 8192]")
+@click.option("--iters", type=click.IntRange(1, MOST_ITERS), default=100, metavar="N", help="timed steps  [100]")
+@click.option("--warmup", type=click.IntRange(0, 10**6), default=10, metavar="N", help="untimed ones before  [10]")
+@click.option(
+    "--layers", type=click.IntRange(1), metavar="N", help="only the first N layers: said wherever it is shown"
+)
+@click.option("--persistent", is_flag=True, help="one thread team for the whole step")
+@click.option("--small-batch", type=click.IntRange(1, 4096), metavar="N", help="N tokens of one stream in flight")
+@click.option("--no-prealloc", is_flag=True, help="ops allocate their results")
+@click.option("--paged", type=click.IntRange(1, 4096), metavar="N", help="KV cache in pages of N tokens")
+@click.option("--advance", is_flag=True, help="the stream goes on; else each step is the same step")
+@click.option("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy  [default: 0]")
+@click.option("--top-k", type=int, default=0, metavar="N", help="0: all  [default: 0]")
+@click.option("--top-p", type=float, default=1.0, metavar="X", help="1: all  [default: 1]")
+@click.option("--repetition-penalty", type=float, default=1.0, metavar="X", help="1: none  [default: 1]")
+@click.option("--speculate", default="", metavar="ngram:K", help="draft K tokens a step from the text so far")
+@click.option("--device", default="cpu", metavar="DEVICE", help="default: cpu")
+@click.option("--seed", type=int, default=0, help="of weights, prompt and coins  [default: 0]")
+@click.option("--certify", type=PATH, metavar="FILE", help="append the certificate here, not below the home")
+@click.option("--audit", "audit_to", type=PATH, metavar="FILE", help="write each op's time, bytes, limit as JSON")
+@click.option("--trace", "trace_to", type=PATH, metavar="FILE", help="write a trace for Perfetto")
+@click.option("--report", "report_to", type=PATH, metavar="DIR", help="write a page with plots")
+@click.option("--compare", type=PATH, metavar="REPORT", help="speedups against an earlier report")
+@click.option("--slo", default="", metavar="TEXT", help='"ttft<500ms,p99_itl<40ms"; exit code 3 if missed')
+@click.option("--price-per-hour", type=click.FloatRange(0, min_open=True), metavar="X", help="gives tokens per dollar")
+@click.option("--sign", is_flag=True, help="sign the certificate (Ed25519)")
+@click.option("--key", type=PATH, metavar="FILE", help="with this key, not the one below the home")
+@click.option(
+    "--suite", type=Known("suite", ("quick", "standard", "full")), metavar="LEVEL", help="quick, standard, full"
+)
+@click.option("--plan", "only_plan", is_flag=True, help="only say what fits into memory")
+@json_option
+@click.pass_context
+def run_command(ctx: click.Context, /, as_json: bool, only_plan: bool, suite: str | None, **given: Any) -> None:
+    """Measure a decode, baseline and optimised steps in turn, and certify it.
+
+    Exit code 3: an objective was missed. 4: the tokens or logits were wrong, or a kernel's proof is not known.
+    """
+    asked = Asked(ctx)
+    if only_plan:
+        show_plan(asked, as_json)
+    elif suite:
+        from autosel.cli.suite import run_suite
+
+        run_suite(asked, suite, as_json)
+    else:
+        run_once(asked, as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The command line, as what it means. Each property refuses what cannot be."""
+
+    ctx: click.Context
+
+    def __getitem__(self, name: str) -> Any:
+        return self.ctx.params[name]
+
+    @property
+    def model(self) -> str:
+        return self["model"] or DEFAULT_MODEL
+
+    @property
+    def repro(self) -> str:
+        """The command that measures this again."""
+        words = [settings.spelling(), "run", *(w for p in self.ctx.command.params for w in self._words(p))]
+        return shlex.join(words)
+
+    def _words(self, parameter: click.Parameter) -> list[str]:
+        """An option as it must be written again; nothing where it is at its default."""
+        name = str(parameter.name)
+        value = self.ctx.params.get(name)
+        if name not in MEASURED or value is None or value == parameter.get_default(self.ctx):
+            return []
+        return [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
+
+    @property
+    def certificates(self) -> Path:
+        return self["certify"] or settings.home() / "certificates.jsonl"
+
+    def plan(self) -> Plan:
+        """Raises UsageError, UnknownName, BadConfig."""
+        from autosel import models
+        from autosel.cli.fingerprint import refuse_absent
+        from autosel.decode.run import Plan, Sampling
+
+        refuse_absent(self["device"])
+        model = models.load(self.model)
+        if self["small_batch"] and self["batch"] != 1:
+            raise UsageError("--small-batch with --batch", why="each says how many sequences share a step")
+        if (self["layers"] or 0) > model.layers:
+            raise UsageError(f"--layers {self['layers']}", why=f"{model.name} has {model.layers}")
+        return Plan(
+            model=model,
+            layers=0 if self["layers"] == model.layers else self["layers"] or 0,
+            weights=self._weights(),
+            prompt=self["prompt"],
+            dtype=self._dtype(model.dtype),
+            batch=self["small_batch"] or self["batch"],
+            seq=self["seq"],
+            iters=self["iters"],
+            warmup=self["warmup"],
+            advance=self["advance"] or bool(self["speculate"]),
+            mode="team" if self["persistent"] else "eager",
+            cache="paged" if self["paged"] else "contiguous",
+            page=self["paged"] or 64,
+            prealloc=not self["no_prealloc"],
+            small_batch=bool(self["small_batch"]),
+            sampling=Sampling(
+                temperature=self["temperature"],
+                top_k=self["top_k"],
+                top_p=self["top_p"],
+                repetition_penalty=self["repetition_penalty"],
+                seed=self["seed"],
+            ),
+            speculate=drafted(self["speculate"]),
+            device=self["device"],
+            seed=self["seed"],
+        )
+
+    def _dtype(self, own: DTypeName) -> DTypeName:
+        found: DTypeName = self["dtype"] or own
+        return found
+
+    def _weights(self) -> str:
+        if self["weights"]:
+            return str(self["weights"])
+        folder = Path(self.model).expanduser()
+        return str(folder) if folder.is_dir() and any(folder.glob("*.safetensors")) else "random"
+
+    def objectives(self) -> tuple[Objective, ...]:
+        from autosel.certify import slo
+
+        if not self["slo"]:
+            return ()
+        if self["layers"]:
+            raise UsageError("--slo with --layers", why="a part of a model says nothing of what the whole would reach")
+        found = slo.parse(self["slo"])
+        if self["prompt"] == "synthetic" and any(o.metric == "ttft" for o in found):
+            raise UsageError("--slo ttft with --prompt synthetic", why="no prompt is run")
+        return found
+
+    def key(self) -> Any:
+        """The key to sign with, or None. The default one is made on first use."""
+        if not self["sign"]:
+            if self["key"]:
+                raise UsageError("--key without --sign", todo="add --sign")
+            return None
+        from autosel.certify import sign
+
+        path = self["key"] or settings.home() / "keys" / "certificates.pem"
+        if self["key"] or path.exists():
+            return sign.private_key(path)
+        made = sign.make_key(path)
+        click.echo(f"made the key {path}; its public half is {sign.public_hex(made)}", err=True)
+        return made
+
+
+def drafted(text: str) -> int:
+    """`ngram:4` -> 4. Raises UsageError."""
+    kind, _, count = text.partition(":")
+    if text and (kind != "ngram" or not count.isdigit() or not 1 <= int(count) <= 64):
+        raise UsageError(
+            f"--speculate {text!r}", why="ngram:K with K from 1 to 64 is expected", todo="--speculate ngram:4"
+        )
+    return int(count) if text else 0
+
+
+# --- one run ---------------------------------------------------------------------------------------------------------
+
+
+def run_once(asked: Asked, as_json: bool) -> None:
+    """Measure, certify, write what was asked for, say it."""
+    from autosel.certify.audit import audit
+
+    plan, objectives, key = asked.plan(), asked.objectives(), asked.key()
+    before = earlier(asked)
+    refuse_unwritable(asked)
+    made, where = certified(asked, plan, objectives, key)
+    found = audit(made)
+    _write_files(asked, made, found)
+    changes = changes_against(before, lambda: _figures_of(made))
+    trouble = failed(made)
+    if as_json:
+        emit_json(
+            {
+                "certificate": to_json(made),
+                "file": str(where),
+                "audit": _audit_json(found),
+                "compare": changes_json(changes),
+                "error": error_json(trouble) if trouble else None,
+            }
+        )
+    else:
+        click.echo(summary(made, found))
+        for change in changes:
+            click.echo(change_line(change))
+        click.echo(where_line(made, where))
+    if trouble is not None:
+        report(trouble)
+        raise click.exceptions.Exit(trouble.exit_code)
+
+
+def certified(asked: Asked, plan: Plan, objectives: Sequence[Objective], key: Any) -> tuple[Certificate, Path]:
+    """Measure, and append the certificate. Raises what measuring and appending raise."""
+    from autosel.certify.issue import Request, issue
+
+    run = measured(plan)
+    request = Request(repro_cmd=asked.repro, objectives=objectives, price_per_hour=asked["price_per_hour"])
+    made = issue(run, grounds(run), request)
+    return append(asked.certificates, made, key), asked.certificates
+
+
+def append(path: Path, made: Certificate, key: Any) -> Certificate:
+    """The certificate as the file's next line, signed if there is a key."""
+    from autosel.certify import sign, store
+    from autosel.certify.issue import chained
+
+    def next_line(head: store.Head) -> Certificate:
+        linked = chained(made, head.lines + 1, head.checksum)
+        return sign.sign(linked, key) if key else linked
+
+    return store.append(path, next_line)
+
+
+def measured(plan: Plan) -> DecodeRun:
+    """The run, with its progress on stderr."""
+    from autosel.decode.measure import measure
+    from autosel.decode.weights import load_weights
+
+    with progress() as listener:
+        return measure(plan, load_weights(plan, listener), listener=listener)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Any]:
+    from autosel.cli.progress import Progress
+
+    with Progress() as listener:
+        yield listener
+
+
+def grounds(run: DecodeRun) -> dict[int, Any]:
+    """What the ledger knows of the decisions that served; nothing is opened where none did."""
+    from autosel.certify.evidence import gather
+    from autosel.ledger.store import open_ledger
+
+    numbers = [choice.decision_id for choice in run.choices]
+    if all(n is None for n in numbers):
+        return {}
+    with open_ledger() as ledger:
+        return gather(ledger, numbers)
+
+
+def failed(made: Certificate) -> AutoselError | None:
+    """What of this run is not as it should be: wrong results first, then missed objectives."""
+    from autosel.certify.slo import MissedObjective, refuse_missed
+
+    v = made.verification
+    if not made.verification_ok:
+        unproven = [
+            label for label, o in made.per_op.items() if o.parity is None and o.baseline not in ("", o.candidate)
+        ]
+        why = f"logits {v.max_logit_error:.3g} from the reference, {v.logit_bound:.3g} allowed"
+        if v.max_logit_error <= v.logit_bound:
+            why = f"no proof of parity is known here for {', '.join(unproven)}"
+        return ParityError("the run was measured and did not verify", why=why, todo="the certificate says so too")
+    try:
+        refuse_missed(made.slo)
+    except MissedObjective as error:
+        return error
+    return None
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def refuse_unwritable(asked: Asked) -> None:
+    """Before minutes of measuring: folders that are not there, a missing plotting package, a file not to append to."""
+    from autosel.certify import store
+
+    for name in ("audit_to", "trace_to", "certify"):
+        if asked[name] is not None and not asked[name].absolute().parent.is_dir():
+            raise UsageError(f"cannot write {asked[name]}", why=f"there is no folder {asked[name].parent}")
+    if asked["report_to"] is not None:
+        from autosel.certify.plots import refuse_without
+
+        refuse_without()
+    store.head(asked.certificates)
+
+
+def _write_files(asked: Asked, made: Certificate, found: Audit) -> None:
+    from autosel.certify import report as pages
+    from autosel.certify.trace import trace
+
+    for path, document in ((asked["audit_to"], _audit_json(found)), (asked["trace_to"], trace(made))):
+        if path is not None:
+            pages.replace_file(path, json.dumps(document, indent=1).encode() + b"\n")
+            click.echo(f"{path} written", err=True)
+    if asked["report_to"] is not None:
+        pages.write(asked["report_to"], made)
+        click.echo(f"{asked['report_to'] / pages.PAGE} written", err=True)
+
+
+def _audit_json(found: Audit) -> dict[str, Any]:
+    from autosel.certify.audit import document
+
+    return document(found)
+
+
+# --- against an earlier report ---------------------------------------------------------------------------------------
+
+
+def earlier(asked: Asked) -> list[Figure]:
+    if asked["compare"] is None:
+        return []
+    from autosel.certify import compare
+
+    return compare.read(asked["compare"])
+
+
+def _figures_of(made: Certificate) -> list[Figure]:
+    from autosel.certify import compare
+
+    return compare.of_certificates([made])
+
+
+def changes_against(before: Sequence[Figure], now: Callable[[], Sequence[Figure]]) -> list[Change]:
+    if not before:
+        return []
+    from autosel.certify import compare
+
+    return compare.compare(now(), before)
+
+
+def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
+    return [{**to_json(change), "speedup": change.speedup} for change in changes]
+
+
+# --- what fits -------------------------------------------------------------------------------------------------------
+
+
+def show_plan(asked: Asked, as_json: bool) -> None:
+    """The memory table."""
+    from autosel import fingerprint
+    from autosel.certify.capacity import capacity
+    from autosel.certify.certificate import Layers, model_name
+    from autosel.decode.weights import free_memory, memory_need
+
+    plan = asked.plan()
+    fp = fingerprint.take(plan.device)
+    rate = (
+        fp.rates.get(f"read_bytes_per_s@{fp.identity['cpus']}")
+        if fp.kind == "cpu"
+        else fp.rates.get("read_bytes_per_s")
+    )
+    found = capacity(
+        plan,
+        memory_need,
+        name=model_name(plan.model.name, Layers(run=plan.layers_run, of=plan.full_layers)),
+        device=fp.name,
+        memory_bytes=free_memory(plan.device),
+        read_bytes_per_s=rate.value if rate else None,
+    )
+    if as_json:
+        emit_json(found)
+    else:
+        click.echo(plan_text(found))

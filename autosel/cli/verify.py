@@ -1,0 +1,173 @@
+"""`verify`: is a certificate what it claims? Its bytes, its sums, the physics; and with --rerun, the figure itself."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autosel import settings
+from autosel.cli.options import json_option, verb
+from autosel.cli.output import emit_json, error_json, paragraph, report
+from autosel.errors import AutoselError, BadConfig, UsageError
+from autosel.values import to_json
+
+if TYPE_CHECKING:
+    from autosel.certify.certificate import Certificate
+    from autosel.certify.rerun import Compared, Rerun
+    from autosel.certify.verify import Verified
+
+EXAMPLES = (
+    "verify certificates.jsonl",
+    "verify --rerun certificates.jsonl:7",
+    "verify certificates.jsonl --key signer.pem --head 1f3c0a...",
+)
+
+
+@verb("verify", *EXAMPLES)
+@click.argument("where", metavar="FILE[:LINE]", required=False, default="")
+@click.option("--rerun", is_flag=True, help="measure LINE (default: the last) again, and compare")
+@click.option("--key", default="", metavar="KEY", help="every line must be signed by it: a key file, or its hex")
+@click.option("--head", default="", metavar="SHA256", help="the last line must have this checksum")
+@json_option
+def verify_command(where: str, rerun: bool, key: str, head: str, as_json: bool) -> None:
+    """Check a certificate file: bytes, chain, sums, physics, signatures (default: the one below the home).
+
+    --rerun: exit code 3 if the figure does not come out again, 5 if the runs are too noisy to tell.
+    """
+    from autosel.certify import sign
+    from autosel.certify.verify import verify
+
+    path, line = located(where)
+    found = verify(path, signer=sign.public_key(key) if key else "", head=_head(head), keep=line)
+    again = run_again(found.last) if rerun else None
+    trouble = _judged(again)
+    if as_json:
+        emit_json(
+            {
+                "file": str(path),
+                "certificates": found.certificates,
+                "signed": found.signed,
+                "head": found.head,
+                "rerun": _rerun_json(again),
+                "error": error_json(trouble) if trouble else None,
+            }
+        )
+    else:
+        click.echo(words(path, found))
+        if again is not None:
+            click.echo(rerun_words(found.last, again))
+    if trouble is not None:
+        report(trouble)
+        raise click.exceptions.Exit(trouble.exit_code)
+
+
+def located(where: str) -> tuple[Path, int]:
+    """`certificates.jsonl:7` as file and line; line 0: the last. A file of that very name wins."""
+    if not where:
+        return settings.home() / "certificates.jsonl", 0
+    name, colon, number = where.rpartition(":")
+    if colon and number.isdigit() and not Path(where).exists():
+        if not 1 <= int(number) <= 10**9:
+            raise UsageError(f"no line {number}", why="lines count from 1")
+        return Path(name), int(number)
+    return Path(where), 0
+
+
+def _head(text: str) -> str:
+    from autosel.certify.certificate import is_checksum
+
+    text = text.removeprefix("sha256:")
+    if text and not is_checksum(text):
+        raise UsageError(f"--head {text[:80]!r}", why="a checksum has 64 hex digits, in lower case")
+    return text
+
+
+def words(path: Path, found: Verified) -> str:
+    """What holds, and what that does not say."""
+    count = found.certificates
+    signed = f"{found.signed} signed" if found.signed else "none signed"
+    lines = [
+        f"{path}: {count} certificate{'s' if count > 1 else ''} hold{'' if count > 1 else 's'}, {signed}",
+        f"head sha256:{found.head}",
+        paragraph(
+            "The checksums show accidents and partial edits. Whoever can rewrite the file can compute them again, and "
+            "a cut tail looks complete: keep the head elsewhere, and sign. Nothing here proves that a measurement was "
+            "honest: --rerun measures it again."
+        ),
+    ]
+    return "\n".join(lines)
+
+
+# --- again -----------------------------------------------------------------------------------------------------------
+
+
+def run_again(certified: Certificate) -> Rerun:
+    """Measure the certificate's plan on this device. Raises UsageError where it is another's, or no longer the plan."""
+    from autosel import fingerprint
+    from autosel.certify.issue import Request, issue
+    from autosel.certify.rerun import compare, refuse_other_device
+    from autosel.cli.run import grounds, measured
+
+    asked = command_of(certified)
+    plan = asked.plan()
+    fp = fingerprint.take(plan.device)
+    refuse_other_device(certified, fp.hw_id, fp.name)
+    run = measured(plan)
+    return compare(certified, issue(run, grounds(run), Request(repro_cmd=certified.repro_cmd)))
+
+
+def command_of(certified: Certificate) -> Any:
+    """The certificate's command line, parsed as data: only `run`'s options are looked at, nothing is executed."""
+    from autosel.cli.run import Asked, run_command
+
+    try:
+        parts = shlex.split(certified.repro_cmd)
+    except ValueError as error:
+        raise BadConfig("the certificate's repro_cmd cannot be read", why=str(error)) from error
+    if "run" not in parts[:2] or "--suite" in parts:
+        raise BadConfig(
+            "this certificate's command cannot be run again by itself", why=certified.repro_cmd[:200], todo="run it"
+        )
+    arguments = parts[parts.index("run") + 1 :]
+    return Asked(run_command.make_context("run", arguments))
+
+
+def _judged(again: Rerun | None) -> AutoselError | None:
+    from autosel.certify.rerun import judge
+
+    if again is None:
+        return None
+    try:
+        judge(again)
+    except AutoselError as error:
+        return error
+    return None
+
+
+def rerun_words(certified: Certificate, again: Rerun) -> str:
+    what = {"reproduced": "it comes out again", "faster": "it comes out again, and faster"}
+    lines = [f"certificate {certified.sequence} run again: {what.get(again.outcome, again.outcome)}"]
+    interval = certified.speedup_interval
+    within = "within" if interval.lo <= again.speedup.measured <= interval.hi else "outside"
+    lines.append(
+        f"  speedup   {again.speedup.measured:.3g}x; certified {certified.speedup:.3g}x "
+        f"({interval.lo:.3g} .. {interval.hi:.3g}): {within} its interval"
+    )
+    lines += [_compared_words(one) for one in (again.speedup, again.time)]
+    return "\n".join([*lines, *(paragraph(f"  {note}", hang="  ") for note in again.notes)])
+
+
+def _compared_words(one: Compared) -> str:
+    i = one.interval
+    same = f"{1 - one.margin:.2f} .. {1 + one.margin:.2f} is the same"
+    return f"  {one.what:<9} {one.ratio:.3f} of the certified ({i.lo:.3f} .. {i.hi:.3f}); {same}"
+
+
+def _rerun_json(again: Rerun | None) -> dict[str, Any] | None:
+    if again is None:
+        return None
+    parts = {c.what: {**to_json(c), "outcome": c.outcome} for c in (again.speedup, again.time)}
+    return {"outcome": again.outcome, "notes": list(again.notes), **parts}
