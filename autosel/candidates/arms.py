@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from autosel.candidates import inductor
 from autosel.candidates.base import Candidate
-from autosel.candidates.source import function_digest, module_digest
+from autosel.candidates.source import TRITON_KERNELS, function_digest, module_digest
 from autosel.candidates.torch import EAGER
 from autosel.values import Arm, Fingerprint, Knobs, PythonRecipe, Workload, digest
 
@@ -40,7 +41,17 @@ def python_digest(recipe: PythonRecipe) -> str:
         source = function_digest(module, name)
     else:
         source = module_digest(module, recipe.path)
-    return digest({"target": recipe.target, "source": source, **torch_identity()})
+    compiler = {"triton": triton_version()} if module.startswith(TRITON_KERNELS) else {}
+    return digest({"target": recipe.target, "source": source, **compiler, **torch_identity()})
+
+
+@cache
+def triton_version() -> str:
+    """Of the compiler that makes our Triton kernels; "" where it is gone."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
 
 
 @cache

@@ -1,13 +1,15 @@
 """From a recipe to the callable `f(*arguments, *outputs)`; only workers and `dispatch` call this.
 
 A native kernel takes the op's arguments, the outputs, then its knobs; the closure made here hides the knobs and, when
-an output is None, allocates it.
+an output is None, allocates it. A Python function takes its knobs, if it has any, by keyword.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ def load(op: Op, recipe: Recipe, digest: str, knobs: Mapping[str, Scalar]) -> Ca
     """The loaded candidate. Raises BuildError or whatever the candidate's own module raises at import."""
     if isinstance(recipe, NativeRecipe):
         return _native(op, load_entry(digest, recipe.entry), tuple(knobs[name] for name in recipe.knob_args))
-    function = load_python(recipe)
+    function = _with_knobs(load_python(recipe), knobs)
     if takes_outputs(op, parameters_of(function), recipe.target):
         return function
     return with_outputs(op, function, recipe.target)
@@ -50,6 +52,15 @@ def load_python(recipe: PythonRecipe) -> Callable[..., Any]:
     _refuse_namesake(recipe, module)
     function: Callable[..., Any] = found
     return function
+
+
+def _with_knobs(function: Callable[..., Any], knobs: Mapping[str, Scalar]) -> Callable[..., Any]:
+    """Bound to the knobs it has keyword-only parameters for; the rest of them record how these were derived."""
+    if not knobs:
+        return function
+    parameters = inspect.signature(function).parameters.values()
+    taken = {p.name: knobs[p.name] for p in parameters if p.kind == p.KEYWORD_ONLY and p.name in knobs}
+    return partial(function, **taken)
 
 
 def _refuse_namesake(recipe: PythonRecipe, module: str) -> None:

@@ -1,4 +1,4 @@
-"""All candidates of this process, by op: PyTorch's, Inductor's, our C++ kernels, the user's."""
+"""All candidates of this process, by op: PyTorch's, Inductor's, our C++ and Triton kernels, the user's."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pkgutil
 from functools import cache
 from importlib import import_module
 
-from autosel.candidates import cpp
+from autosel.candidates import cpp, triton
 from autosel.candidates.base import Candidate
 from autosel.candidates.inductor import INDUCTOR
 from autosel.candidates.plugins import load_allowed
 from autosel.candidates.torch import BASELINES, TORCH
-from autosel.candidates.user import registered
+from autosel.candidates.user import from_target, registered
 from autosel.errors import UnknownName
 from autosel.values import Fingerprint, Rejected, Support, Workload
 
@@ -40,6 +40,14 @@ def find(op: str, name: str) -> Candidate:
     raise UnknownName(f"candidate for {op}", name, tuple(c.name for c in known))
 
 
+def named(op: str, target: str) -> Candidate:
+    """One of autosel's by its name, else a user's by `module:function`. Raises UnknownName, UsageError, BadConfig."""
+    known = {c.name for c in all_candidates(op)}
+    if target in known or target.partition(":")[0] in {name.partition(":")[0] for name in known}:
+        return find(op, target)
+    return from_target(target, op_name(op))
+
+
 def eligible(w: Workload, fp: Fingerprint, effort: str = "quick") -> tuple[tuple[Candidate, Support], ...]:
     """Each candidate of the op with its answer, the baseline first. `quick` leaves out those that ask for `full`."""
     wanted = [c for c in all_candidates(w.op) if effort == "full" or c.effort == "quick"]
@@ -56,10 +64,11 @@ def op_name(op: str) -> str:
 
 @cache
 def own_candidates() -> tuple[Candidate, ...]:
-    """Those that come with autosel; kernels of every module below candidates/cpp."""
+    """Those that come with autosel; kernels of every module below candidates/cpp and candidates/triton."""
     kernels: list[Candidate] = []
-    for module in sorted(m.name for m in pkgutil.iter_modules(cpp.__path__)):
-        kernels += getattr(import_module(f"{cpp.__name__}.{module}"), "KERNELS", ())
+    for package in (cpp, triton):
+        for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
+            kernels += getattr(import_module(f"{package.__name__}.{module}"), "KERNELS", ())
     found = (*TORCH, *kernels, *INDUCTOR)
     names = [(c.op, c.name) for c in found]
     assert len(names) == len(set(names)), (
@@ -73,6 +82,6 @@ def _supports(candidate: Candidate, w: Workload, fp: Fingerprint) -> Support:
     try:
         return candidate.supports(w, fp)
     except Exception as error:  # a package's own Candidate may be wrong; it loses its place, not the run
-        if candidate.backend in ("TORCH", "INDUCTOR", "CPP"):
+        if candidate.backend in ("TORCH", "INDUCTOR", "CPP", "TRITON"):
             raise
         return Rejected(reason=f"its supports() raised {type(error).__name__}: {error}")

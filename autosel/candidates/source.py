@@ -10,11 +10,17 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
+from autosel import resources
 from autosel.errors import BuildError
+
+TRITON_KERNELS = "autosel.triton_kernels"  # a package whose modules lie in kernels/triton/
 
 
 def find_source(module: str, path: str = "") -> Path | None:
     """The file `import module` would load with the folder `path` first; None if there is none."""
+    if module.startswith(f"{TRITON_KERNELS}."):
+        file = resources.kernels() / "triton" / f"{module.removeprefix(f'{TRITON_KERNELS}.')}.py"
+        return file if file.is_file() else None
     top, *inner = module.split(".")
     found = _top_level(top, path)
     name = top
@@ -93,7 +99,9 @@ def _file(module: str, path: str) -> Path:
 
 
 def _package_root(module: str, file: Path) -> Path:
-    """The folder that holds the module's top-level package or file."""
+    """The folder that holds the module's top-level package or file; of a Triton kernel, its own."""
+    if module.startswith(f"{TRITON_KERNELS}."):
+        return file.parent
     depth = module.count(".") + (1 if file.stem == "__init__" else 0)
     return file.parents[depth]
 

@@ -1,0 +1,97 @@
+"""What every Triton kernel has in common: a GPU, Triton, and knobs that its host function takes by keyword."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from autosel.candidates.base import Candidate
+from autosel.candidates.source import TRITON_KERNELS
+from autosel.knobs.gpu.facts import GpuFacts, facts
+from autosel.values import (
+    Accepted,
+    Backend,
+    Fingerprint,
+    Knob,
+    Knobs,
+    PythonRecipe,
+    Recipe,
+    Rejected,
+    Support,
+    Workload,
+)
+
+Formula = Callable[[Workload, GpuFacts], Knobs]
+Limits = Callable[[Workload, GpuFacts], str]
+
+LEAST_CC = (8, 0)  # bf16 and asynchronous copies
+NO_TRITON = "Triton is not installed; install autosel with the extra cuda12 or cuda13"
+
+
+class TritonKernel(Candidate):
+    """A kernel `kernels/triton/<source>.py`, whose function of that name takes the op's arguments, outputs and knobs.
+
+    `formula` gives the knobs; the function takes those it has a keyword for, and the others say where these came from.
+    `limits(w, facts)` returns why it cannot run w, or "".
+    """
+
+    backend: Backend = "TRITON"
+
+    def __init__(
+        self,
+        op: str,
+        source: str,
+        *,
+        formula: Formula,
+        limits: Limits = lambda w, f: "",
+        variant: str = "",
+        dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32"),
+    ) -> None:
+        self.op, self.source, self.formula, self.limits, self.dtypes = op, source, formula, limits, dtypes
+        self.name = f"triton:{source}" + (f"@{variant}" if variant else "")
+
+    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+        if w.dtype not in self.dtypes:
+            return Rejected(reason=f"takes {', '.join(self.dtypes)}; the workload is {w.dtype}")
+        if fp.kind != "cuda":
+            return Rejected(reason="a Triton kernel; the device is a CPU")
+        f = facts(fp)
+        if f.cc < LEAST_CC:
+            return Rejected(reason=f"needs compute capability 8.0 or later; the device has {f.cc[0]}.{f.cc[1]}")
+        why = self.limits(w, f)
+        if why:
+            return Rejected(reason=why)
+        if find_spec("triton") is None:
+            return Rejected(reason=NO_TRITON)
+        return Accepted()
+
+    def knobs(self, w: Workload, fp: Fingerprint) -> Knobs:
+        return self.formula(w, facts(fp))
+
+    def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
+        return PythonRecipe(target=f"{TRITON_KERNELS}.{self.source}:{self.source}")
+
+
+# --- knobs that a formula for any backend leaves out ------------------------------------------------------------------
+
+
+def also(formula: Formula, *more: Callable[[GpuFacts], Knob]) -> Formula:
+    return lambda w, f: Knobs(settings=(*formula(w, f).settings, *(knob(f) for knob in more)))
+
+
+def pdl(f: GpuFacts) -> Knob:
+    return Knob(
+        name="pdl",
+        value=f.cc >= (9, 0),
+        formula="cc >= 9.0",
+        inputs={"cc": f.cc[0] + f.cc[1] / 10},
+        reason="weights are loaded before the wait for the kernel that makes the activations",
+    )
+
+
+def shared(f: GpuFacts) -> Knob:
+    return Knob(name="shared", value=f.smem_per_cta, formula="shared memory of a CTA", inputs={"smem": f.smem_per_cta})
+
+
+def fixed(name: str, value: bool | int, reason: str) -> Callable[[GpuFacts], Knob]:
+    return lambda f: Knob(name=name, value=value, formula=str(value), inputs={}, reason=reason)

@@ -1,0 +1,117 @@
+"""attn      o[b,h,s,:] = sum_j p_j v[b,h',j,:], p = softmax_j(score_j), score = cap(scale q . k_j), h' = h / G
+          q[B,Hq,S,D], k/v[B,Hkv,Lmax,D], lengths[B] or None, max_len -> o[B,Hq,S,D]; query s sits at position
+          length - S + s and sees the keys up to its own, the last `window` of them
+
+bytes     b (2 Hkv D sum of lengths + 2 B Hq S D) (b = bytes an element)      FLOPs   4 Hq D S sum of lengths
+roofline  Llama-3.1-8B, B=1, L=8192, bf16 on an H200 (4.3 TB/s estimated): 33.6 MB, 7.8 us
+knobs     knobs/gpu/attention.py: `tile` keys a step, `stages` of them under way, `chunk` keys a split, 4 `warps`.
+          `shared`: bytes a CTA may use; a wider head than the knobs were made for gets a shorter tile.
+          `arrival`: the last split of a head to finish adds them all; else a second kernel does, a launch later.
+source    split-KV is FlashDecoding's; all G S query rows of a KV head in one program, so that the cache is read once;
+          tl.dot with the rows padded to 16: tensor cores are idle here anyway. Merge on arrival: FlashInfer,
+          csrc/xqa/mha.cu. Weights are rounded to the dtype before they meet V, scores never.
+status    compiled and interpreted; not yet run on silicon
+"""
+
+import triton
+import triton.language as tl
+
+from autosel.triton_kernels.attention import (
+    attend,
+    fitting_tile,
+    keep_part,
+    merge,
+    normalised,
+    rows_block,
+    sum_parts,
+)
+from autosel.triton_kernels.common import arrives_last, counters, empty, partials, refuse, together
+
+
+@triton.jit
+def _attn_decode(
+    q, k, v, lengths, o, part, counter, max_len, chunk, splits, scale, softcap, window, Hkv, G, S,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_ob, stride_oh, stride_os,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, ARRIVAL: tl.constexpr,
+):  # fmt: skip
+    split, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h = (head // Hkv).to(tl.int64), (head % Hkv).to(tl.int64)
+    length = max_len
+    if lengths is not None:
+        length = tl.minimum(tl.load(lengths + b), max_len)
+    begin = split * chunk
+    if WINDOWED:
+        begin += tl.maximum(0, length - S - window + 1)
+    end = tl.minimum(begin + chunk, length)
+    r, d, t = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
+    valid, wide = r < G * S, d < D
+    at = h * G + r // S
+    position = length - S + r % S
+    queries = q + b * stride_qb + at[:, None] * stride_qh + (r % S)[:, None] * stride_qs + d[None, :]
+    query = tl.load(queries, mask=valid[:, None] & wide[None, :], other=0.0)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    first = begin.to(tl.int64)
+    keys = k + b * stride_kb + h * stride_kh + first * stride_kt + t[None, :] * stride_kt + d[:, None]
+    values = v + b * stride_vb + h * stride_vh + first * stride_vt + t[:, None] * stride_vt + d[None, :]
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        j = start + t
+        inside = j < end
+        key = tl.load(keys, mask=wide[:, None] & inside[None, :], other=0.0)
+        value = tl.load(values, mask=inside[:, None] & wide[None, :], other=0.0)
+        seen = inside[None, :] & (j[None, :] <= position[:, None])
+        if WINDOWED:
+            seen &= j[None, :] > position[:, None] - window
+        peak, total, acc = attend(query, key, value, seen, peak, total, acc, scale, softcap, CAPPED)
+        keys += TILE * stride_kt
+        values += TILE * stride_vt
+    outputs = o + b * stride_ob + at[:, None] * stride_oh + (r % S)[:, None] * stride_os + d[None, :]
+    stored = valid[:, None] & wide[None, :]
+    if not SPLIT:
+        tl.store(outputs, normalised(acc, total).to(o.dtype.element_ty), mask=stored)
+    else:
+        rows = tl.num_programs(2) * G * S
+        row = head * G * S + r
+        keep_part(part, row, splits, split, rows, peak, total, acc, valid, d, D)
+        if ARRIVAL:  # noqa: SIM102  (known when compiled; what follows is not)
+            if arrives_last(counter + head * tl.num_programs(1) + block, splits):
+                made = sum_parts(part, row, splits, rows, valid, d, D)
+                tl.store(outputs, made.to(o.dtype.element_ty), mask=stored)
+
+
+def attn_decode(
+    q, k, v, lengths, max_len, scale, window, softcap, o=None, *,
+    tile=32, stages=2, warps=4, chunk=256, shared=99 << 10, arrival=True,
+):  # fmt: skip
+    (batch, hq, s, depth), hkv = q.shape, k.shape[1]
+    if o is None:
+        o = empty(q.shape, q)
+    together(q, k, v, o)
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != depth or hq % hkv or o.shape != q.shape:
+        refuse("attn takes q[B,Hq,S,D], k/v[B,Hkv,Lmax,D], o[B,Hq,S,D], Hq a multiple of Hkv")
+    if not q.dtype == k.dtype == v.dtype == o.dtype or not 0 < max_len <= k.shape[2]:
+        refuse(f"attn takes one dtype and max_len from 1 to {k.shape[2]}")
+    group, width = hq // hkv, triton.next_power_of_2(max(depth, 16))
+    rows = rows_block(group * s, width)
+    tile, stages = fitting_tile(tile, stages, width, q.element_size(), shared)
+    span = min(max_len, window + s - 1) if window else max_len
+    blocks, splits = triton.cdiv(group * s, rows), triton.cdiv(span, chunk)
+    total_rows = batch * hq * s
+    part = partials(q, total_rows * splits * (depth + 2)) if splits > 1 else o
+    counter = counters(q, batch * hkv * blocks) if splits > 1 and arrival else o
+    _attn_decode[(splits, blocks, batch * hkv)](
+        q, k, v, lengths, o, part, counter, max_len, chunk, splits, scale or depth**-0.5, float(softcap), window,
+        hkv, group, s, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+        D=depth, WIDTH=width, ROWS=rows, TILE=tile, STAGES=stages, WINDOWED=window > 0, CAPPED=softcap > 0,
+        SPLIT=splits > 1, ARRIVAL=arrival, num_warps=8 if width > 256 else warps, num_stages=stages,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    if splits > 1 and not arrival:
+        merge[(total_rows,)](
+            part, o, splits, total_rows, group, s, hkv, *o.stride()[:3], D=depth, WIDTH=width, num_warps=4,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    return o

@@ -1,0 +1,111 @@
+"""What the Triton kernels share: workspace, the arrival counter of split sums, functions the language lacks.
+
+No kernel here. Everything a kernel needs beside its operands (partial sums, counters) belongs to a device and a stream,
+is allocated at the first call that needs it and never freed, so that a captured graph may go on pointing at it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+_KEPT = {}  # (device, stream, dtype) -> every tensor made for it, the largest last
+
+
+def partials(like, count):
+    """fp32 room for `count` values on the current stream of `like`'s device; what it holds is undefined."""
+    return _room(like, count, torch.float32)
+
+
+def counters(like, count):
+    """int32 zeros; whoever counts with them leaves zeros behind."""
+    return _room(like, count, torch.int32)
+
+
+def _room(like, count, dtype):
+    device = like.device
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    made = _KEPT.setdefault((device, stream, dtype), [])
+    if not made or made[-1].numel() < count:
+        made.append(torch.zeros(triton.next_power_of_2(max(count, 1 << 12)), dtype=dtype, device=device))
+    return made[-1]
+
+
+def empty(shape, like, dtype=None):
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def refuse(problem):
+    raise ValueError(problem)
+
+
+def together(*tensors):
+    """All on one device, the current one, and each with its last dimension contiguous; None is skipped."""
+    device = None
+    for t in tensors:
+        if t is None:
+            continue
+        if device is None:
+            device = t.device
+        elif t.device != device:
+            refuse(f"operands on {device} and {t.device}")
+        if t.shape[-1] > 1 and t.stride(-1) != 1:
+            refuse(f"a tensor of shape {tuple(t.shape)} is not contiguous in its last dimension")
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        refuse(f"operands on {device}, the current device is cuda:{torch.cuda.current_device()}")
+
+
+def warps(threads):
+    """num_warps for at most `threads` threads: a power of two, 1 to 32."""
+    return max(1, min(32, 1 << (max(1, threads // 32).bit_length() - 1)))
+
+
+# --- on the device ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def arrives_last(counter, parts):
+    """True in the last of `parts` programs to come here; sees all that the others stored before; counter is 0 again."""
+    tl.debug_barrier()  # every thread's stores come before the one thread's release
+    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    last = before == parts - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def tanh(x):
+    """To about 2 units in the last place of fp32; a series near 0, where 1 - e cancels."""
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    far = (1 - e) / (1 + e)
+    s = x * x
+    near = 1 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835))))
+    return tl.where(tl.abs(x) < 0.25, x * near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def silu(g):
+    return g / (1 + tl.exp(-g))
+
+
+@triton.jit
+def gelu_erf(g):
+    return 0.5 * g * (1 + tl.erf(g * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_tanh(g):
+    return 0.5 * g * (1 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g)))
+
+
+@triton.jit
+def activate(g, KIND: tl.constexpr):
+    """0: silu, 1: gelu (erf), 2: gelu (tanh)."""
+    if KIND == 0:
+        return silu(g)
+    elif KIND == 1:  # noqa: RET505  (only one branch is compiled)
+        return gelu_erf(g)
+    else:
+        return gelu_tanh(g)

@@ -1,0 +1,158 @@
+"""Run a Triton kernel's own host code for a device that is not there: every launch becomes a compilation.
+
+Operands are `meta` tensors of the real shapes (no memory), and the driver is one that only names the target, so what is
+compiled is exactly what the host code would launch with these knobs: same specialisation, options and grid.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path(os.environ["AUTOSEL_HOME"]) / "cache" / "triton"))
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from autosel.candidates.load import load
+from autosel.candidates.triton.base import TritonKernel
+from autosel.fingerprint import known
+from autosel.knobs.gpu.facts import GpuFacts, facts
+from autosel.ops import OPS
+from autosel.ops.contract import Op
+from autosel.values import Accepted, Workload
+from tests.compile.triton_kernels import Shape
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One compiled launch. `spill_bytes` is local memory a thread, `shared_bytes` a CTA's."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    ptx: str
+    cubin: bytes
+    threads: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+    def sass(self) -> str:
+        return _tool("nvdisasm", self.cubin, "-c")
+
+
+class NamedTarget:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, cc: tuple[int, int]) -> None:
+        self.arch = cc[0] * 10 + cc[1]
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # launches are cached by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def captured(cc: tuple[int, int]) -> Iterator[list[Launch]]:
+    """Launches inside the block are compiled for `cc`, and collected in order."""
+    launches: list[Launch] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        made = run(self, *args, grid=grid, warmup=True, **options)
+        launches.append(_launch(made, grid))
+
+    JITFunction.run = compile_only
+    driver.set_active(NamedTarget(cc))
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
+
+
+def _launch(made: Any, grid: tuple[int, ...]) -> Launch:
+    usage = _tool("cuobjdump", made.asm["cubin"], "--dump-resource-usage")
+    fields = dict(part.split(":")[:2] for part in usage.replace("\n", " ").split() if part.count(":") == 1)
+    return Launch(
+        kernel=made.metadata.name,
+        grid=tuple(grid),
+        ptx=made.asm["ptx"],
+        cubin=made.asm["cubin"],
+        threads=32 * made.metadata.num_warps,
+        registers=int(fields["REG"]),
+        spill_bytes=int(fields["LOCAL"]) + int(fields["STACK"]),
+        shared_bytes=made.metadata.shared,
+    )
+
+
+def _tool(name: str, cubin: bytes, *options: str) -> str:
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([TOOLS / name, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def problems(kernel: TritonKernel, device: str, shapes: Iterable[Shape], dtypes: Iterable[str]) -> list[str]:
+    """Compile what the host code would launch at these shapes on a known device; what is wrong with it, in words."""
+    f, found = facts(known.load(device)), []
+    for (dims, traits), dtype in product(shapes, dtypes):
+        w = OPS[kernel.op].workload(dtype, dims, **traits)
+        if not isinstance(kernel.supports(w, known.load(device)), Accepted):
+            continue
+        for launch in launches(kernel, device, w):
+            where = f"{kernel.name} {w.key} on {device}: {launch.kernel}"
+            found += [f"{where}: {what}" for what in wrong(launch, f)]
+    return found
+
+
+def launches(kernel: TritonKernel, device: str, w: Workload) -> list[Launch]:
+    fp, op = known.load(device), OPS[kernel.op]
+    knobs = kernel.knobs(w, fp)
+    function = load(op, kernel.recipe(w, fp, knobs), "", knobs.values)
+    with captured(facts(fp).cc) as made:
+        function(*without_memory(op, w))
+    assert made, f"{kernel.name} launched nothing at {w.key}"
+    return made
+
+
+def wrong(launch: Launch, f: GpuFacts) -> Iterator[str]:
+    target = re.search(r"^\.target (\S+)", launch.ptx, re.MULTILINE)
+    if target is None or target[1].rstrip("af") != f"sm_{f.cc[0]}{f.cc[1]}":
+        yield f"compiled for {target and target[1]}"
+    if launch.shared_bytes > f.smem_per_cta:
+        yield f"{launch.shared_bytes} bytes of shared memory; a CTA has {f.smem_per_cta}"
+    if f.occupancy(threads=launch.threads, regs=launch.registers, smem=launch.shared_bytes) < 1:
+        yield f"{launch.threads} threads of {launch.registers} registers do not fit an SM"
+    if launch.spill_bytes:
+        yield f"{launch.spill_bytes} bytes a thread spilled to local memory"
+    if any(size > most for size, most in zip(launch.grid, (2**31 - 1, 65_535, 65_535), strict=False)):
+        yield f"grid {launch.grid}"
+
+
+def without_memory(op: Op, w: Workload) -> list[Any]:
+    """Arguments and outputs of the workload's shapes and strides on the `meta` device."""
+    with FakeTensorMode():
+        values = [*op.arguments(op.inputs(w, 0)), *op.allocate(w)]
+    return [
+        torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") if isinstance(v, torch.Tensor) else v
+        for v in values
+    ]
