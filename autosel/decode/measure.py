@@ -27,7 +27,6 @@ from autosel.decode.weights import Weights
 from autosel.errors import UsageError
 from autosel.ledger.key import current_mode
 
-PROBE_EVERY = 10  # pairs of steps
 # GNU's OpenMP threads look for work for up to 300,000 pauses after their last, some 4 ms, and take a CPU from whoever
 # comes next. An arm has the machine to itself, as it would have in use, once the other's threads have gone to sleep.
 REST_S = 0.01
@@ -73,7 +72,7 @@ def measure(
         weights_bytes=weights.bytes,
         kv_cache_bytes=scene.cache.bytes,
         peak_memory_bytes=_peak_memory(plan.device),
-        read_bytes_per_s=max(scene.probes),
+        read_bytes_per_s=scene.ceiling,
         read_probes=tuple(scene.probes),
         choices=choices,
         per_op=per_op,
@@ -141,9 +140,8 @@ def _warm_up(scene: Scene, ours: Arm, theirs: Arm, listener: Listener) -> None:
 def _pairs(scene: Scene, ours: Arm, theirs: Arm, rng: Random, listener: Listener, clock: Clock) -> Iterator[_Pair]:
     plan, done = scene.plan, 0
     while done < plan.iters:
-        if len(scene.probes) * PROBE_EVERY <= done:
-            scene.probe()
-            listener.stage("decode", "", done, plan.iters)
+        listener.stage("decode", "", done, plan.iters)
+        scene.probe()
         first = rng.random() < 0.5
         times, chosen = {}, {}
         for arm in (ours, theirs) if first else (theirs, ours):
@@ -166,5 +164,4 @@ def _pairs(scene: Scene, ours: Arm, theirs: Arm, rng: Random, listener: Listener
             scene.advance(kept)
             for arm in (ours, theirs):
                 arm.remember([row[-1] for row in kept])
-    scene.probe()
     listener.stage("decode", "", plan.iters, plan.iters)

@@ -150,7 +150,9 @@ class DecodeRun:
 
     Step i of both arms is the same step: same tokens fed, same context; `optimised_first[i]` is the coin that ordered
     them. `bytes_per_step` counts each weight, each cached key and value in reach, once, and what is written: what must
-    cross the memory bus. `read_bytes_per_s` is the best of the probes interleaved with the steps.
+    cross the memory bus. A read probe of some twenty windows comes before each pair: `read_probes[i]` is the median
+    window before pair i, what memory gave just then (rates on a shared machine move by 2-4x); `read_bytes_per_s` is the
+    best window of all, the physical ceiling of this run.
     """
 
     plan: Plan
