@@ -71,6 +71,7 @@ def race_command(
     Exit codes: 4 it failed parity or fell while racing, 5 too noisy to decide, 2 it takes none of the workloads.
     """
     from autosel import fingerprint, models
+    from autosel.candidates import registry
     from autosel.cli.progress import Progress
     from autosel.models.workloads import step
     from autosel.pipeline import try_candidate
@@ -78,7 +79,7 @@ def race_command(
     named = step(models.load(model), batch=batch, context=seq, dtype=dtype, ops=[op])
     if not named:
         raise UsageError(f"{model} does not run {op}", todo="choose another --model")
-    candidate = find_candidate(op, target)
+    candidate = registry.named(op, target)
     fp = fingerprint.take("cpu")
     if case:
         said = reproduce_case(candidate, named, fp, case)
@@ -105,16 +106,6 @@ def reproduce_case(candidate: Candidate, named: Sequence[Named], fp: Fingerprint
         with suppress(UnknownName):
             return reproduce(candidate, n.workload, fp, case)
     return reproduce(candidate, named[-1].workload, fp, case)
-
-
-def find_candidate(op: str, target: str) -> Candidate:
-    """One of autosel's by its name, else a user's by `module:function`. Raises UnknownName, UsageError, BadConfig."""
-    from autosel.candidates import registry, user
-
-    known = {c.name for c in registry.all_candidates(op)}
-    if target in known or target.partition(":")[0] in {name.partition(":")[0] for name in known}:
-        return registry.find(op, target)
-    return user.from_target(target, registry.op_name(op))
 
 
 def again_command(ctx: click.Context) -> str:

@@ -1,0 +1,117 @@
+"""The pytest plugin: options that name a candidate, and an item for each thing that is checked of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from functools import cached_property
+
+import pytest
+
+from autosel.errors import AutoselError
+from autosel.testing.subject import MODEL, SEQ, Check, Order, Subject, of_kind
+
+CALL_S = 60.0
+SUITE = "autosel-suite"
+KINDS = ("hostile", "habit", "size", "left")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("autosel", "the conformance of a kernel candidate")
+    group.addoption("--candidate", metavar="WHO", help="module:function, or a name of autosel's own as cpp:rmsnorm")
+    group.addoption("--op", metavar="OP", help="the op it claims to be, as rmsnorm, gemv, attn")
+    group.addoption(
+        "--dtype",
+        action="append",
+        default=[],
+        choices=("bf16", "fp16", "fp32"),
+        help="default: the model's; repeatable",
+    )
+    group.addoption("--model", default=MODEL, metavar="NAME", help=f"whose shapes: preset or folder (default {MODEL})")
+    group.addoption("--batch", type=int, default=1, metavar="N", help="sequences in a decode step (default 1)")
+    group.addoption("--seq", type=int, default=SEQ, metavar="N", help=f"context length (default {SEQ})")
+    group.addoption("--case", default="", metavar="NAME", help="only this case")
+    group.addoption("--inputs", default="", metavar="TEXT", help="draw the inputs of an earlier run again")
+    group.addoption(
+        "--deadline", type=float, default=CALL_S, metavar="S", help=f"a longer call has hung (default {CALL_S:.0f})"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Suite(config), SUITE)
+
+
+class Suite:
+    """Of one pytest run: the subject, made when the first item is collected and closed at the end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    @cached_property
+    def subject(self) -> Subject:
+        option = self.config.getoption
+        if not option("candidate") or not option("op"):
+            raise pytest.UsageError("autosel.testing needs --candidate module:function and --op OP")
+        order = Order(
+            candidate=option("candidate"),
+            op=option("op"),
+            dtypes=tuple(dict.fromkeys(option("dtype"))),
+            model=option("model"),
+            batch=option("batch"),
+            seq=option("seq"),
+            deadline_s=option("deadline"),
+            inputs=option("inputs") or secrets.token_hex(8),
+        )
+        try:
+            return Subject(order)
+        except AutoselError as error:
+            raise pytest.UsageError(str(error)) from error
+
+    @cached_property
+    def checks(self) -> list[Check]:
+        found = self.subject.checks()
+        case = self.config.getoption("case")
+        if case and not of_kind(found, KINDS, case):
+            names = ", ".join(dict.fromkeys(c.step.name for c in found))
+            raise pytest.UsageError(f"there is no case {case!r}; there are {names}")
+        return found
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        for kind in KINDS:
+            if kind in metafunc.fixturenames:
+                chosen = of_kind(self.checks, (kind,), self.config.getoption("case"))
+                metafunc.parametrize(kind, chosen, ids=[c.id for c in chosen])
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """With --case, that case alone: neither other items nor the empty rest of a kind."""
+        if not config.getoption("case"):
+            return
+        wanted = [item for item in items if any(isinstance(v, Check) for v in _parameters(item))]
+        config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+        items[:] = wanted
+
+    def pytest_report_header(self, config: pytest.Config) -> Sequence[str]:
+        if not config.getoption("candidate"):
+            return []
+        subject = self.subject
+        keys = ", ".join(p.workload.key for p in subject.proofs[:3])
+        more = f" and {len(subject.proofs) - 3} more" if len(subject.proofs) > 3 else ""
+        lines = [f"autosel: {subject.candidate.name} as {subject.candidate.op} at {keys}{more}"]
+        lines += [f"autosel: not at {key}: {reason}" for key, reason in subject.rejected.items()]
+        return [*lines, f"autosel: inputs {subject.order.inputs}"]
+
+    def pytest_sessionfinish(self) -> None:
+        if "subject" in vars(self):
+            self.subject.close()
+
+
+@pytest.fixture(scope="session")
+def autosel_subject(request: pytest.FixtureRequest) -> Subject:
+    """The candidate under test."""
+    suite: Suite = request.config.pluginmanager.get_plugin(SUITE)
+    return suite.subject
+
+
+def _parameters(item: pytest.Item) -> Sequence[object]:
+    called = getattr(item, "callspec", None)
+    return list(called.params.values()) if called is not None else []

@@ -1,0 +1,194 @@
+"""The candidate under test: what there is to check of it, and one worker that is kept from check to check."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autosel import fingerprint, models
+from autosel.candidates import registry
+from autosel.candidates.base import Candidate
+from autosel.errors import UsageError
+from autosel.models.workloads import step as decode_step
+from autosel.parity.battery import HABITS, MANY, STATE
+from autosel.parity.check import Prover, Step, Terms, torch_threads
+from autosel.parity.reproduce import built, seen
+from autosel.parity.session import Proof
+from autosel.values import Accepted, DTypeName, Failed, Workload
+from autosel.workers import Exit
+
+IDLE_SHARE = 0.1  # of one core, over a tenth of a second
+IDLE_WINDOW_S, IDLE_LIMIT_S = 0.1, 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What the command line asked for. `inputs`: text that all inputs are drawn from."""
+
+    candidate: str
+    op: str
+    dtypes: tuple[DTypeName, ...]
+    model: str
+    batch: int
+    seq: int
+    deadline_s: float
+    inputs: str
+
+    @property
+    def command(self) -> str:
+        """The command, as far as it differs from the default."""
+        words = ["pytest -p autosel.testing.plugin --pyargs autosel.testing"]
+        words += [f"--candidate {self.candidate}", f"--op {self.op}", *(f"--dtype {d}" for d in self.dtypes)]
+        for name, value, default in (("model", self.model, MODEL), ("batch", self.batch, 1), ("seq", self.seq, SEQ)):
+            if value != default:
+                words.append(f"--{name} {value}")
+        return " ".join(words)
+
+
+MODEL, SEQ = "llama-8b", 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One item: a step of the proof at one workload."""
+
+    proof: Proof
+    step: Step
+
+    @property
+    def id(self) -> str:
+        w = self.step.workload
+        traits = " ".join(f"{n}={v}" for n, v in w.traits)
+        return " ".join(part for part in (w.dtype, traits, self.step.name) if part)
+
+    @property
+    def kind(self) -> str:
+        """`hostile`, `habit` (many calls), `size` (the workload itself) or `left` (what it leaves behind)."""
+        if self.step.name in (MANY, STATE):
+            return "left"
+        if self.step.name in HABITS:
+            return "habit"
+        return "size" if self.step.name == f"at {self.step.workload.shape_text}" else "hostile"
+
+
+class Subject:
+    """One candidate at the workloads of a model's decode step that it takes."""
+
+    def __init__(self, order: Order) -> None:
+        """Raises what naming, building or rejecting it raises; nothing of it runs here."""
+        self.order = order
+        self.fp = fingerprint.take("cpu")
+        self.candidate: Candidate = registry.named(order.op, order.candidate)
+        self.rejected: dict[str, str] = {}
+        self.proofs = [built(self.candidate, w, self.fp) for w in self._workloads()]
+        if not self.proofs:
+            reasons = "\n".join(f"{key}: {reason}" for key, reason in self.rejected.items())
+            raise UsageError(f"{self.candidate.name} takes none of these workloads", why=reasons)
+        self._prover: Prover | None = None
+
+    def _workloads(self) -> list[Workload]:
+        order, found = self.order, []
+        model = models.load(order.model)
+        for dtype in order.dtypes or (model.dtype,):
+            named = decode_step(model, batch=order.batch, context=order.seq, dtype=dtype, ops=[order.op])
+            if not named:
+                raise UsageError(f"{order.model} does not run {order.op}", todo="choose another --model")
+            for w in (n.workload for n in named):
+                support = self.candidate.supports(w, self.fp)
+                if isinstance(support, Accepted):
+                    found.append(w)
+                else:
+                    self.rejected[w.key] = support.reason
+        return found
+
+    @property
+    def prover(self) -> Prover:
+        if self._prover is None:
+            terms = Terms(seed=_drawn_from(self.order.inputs), call_deadline_s=self.order.deadline_s)
+            self._prover = Prover(self.fp, terms, threads=torch_threads(self.proofs))
+        return self._prover
+
+    def checks(self) -> list[Check]:
+        """Everything that parity checks, each once: workloads share most of it."""
+        found: dict[str, Check] = {}
+        for proof in self.proofs:
+            for step in self.prover.steps(proof):
+                check = Check(proof=proof, step=step)
+                found.setdefault(check.id, check)
+        return list(found.values())
+
+    def run(self, check: Check) -> str:
+        """What is wrong, in words for its author; "" if nothing is."""
+        found = self.prover.take(check.proof, [check.step])
+        return self.told(found, check.step) if isinstance(found, Failed) else ""
+
+    def told(self, failed: Failed, step: Step) -> str:
+        again = f'{self.order.command} --case "{step.name}" --inputs {self.order.inputs}'
+        lines = [
+            f'{self.candidate.name} failed parity (check "{failed.check}", case "{failed.case}")',
+            f"  {failed.reason}",
+            f"  the case is there to show: {step.covers}",
+        ]
+        values = seen(failed)
+        lines += [f"  seen: {values}"] if values else []
+        lines += [f"  reproduce: {again}"]
+        for name in ("traceback", "stderr"):
+            text = str(failed.evidence.get(name, "")).strip()
+            lines += ["", text[-2000:]] if text else []
+        return "\n".join(lines)
+
+    # --- containment --------------------------------------------------------------------------------------------------
+
+    def load(self) -> str:
+        """Load it in a fresh worker and do nothing else; what went wrong, if anything."""
+        self.close()
+        nothing = Step(name="load", covers="the import", workload=self.proofs[0].workload, run=lambda *_: None)
+        found = self.prover.take(self.proofs[0], [nothing])
+        return self.told(found, nothing) if isinstance(found, Failed) else ""
+
+    def restless(self) -> str:
+        """Call it, then watch its process: who still burns the cores long after a call is billed to others."""
+        plain = next(c for c in self.checks() if c.proof is self.proofs[0])
+        wrong = self.run(plain)
+        session = self.prover.session
+        if wrong or session is None:
+            return wrong
+        share, until = 1.0, time.monotonic() + IDLE_LIMIT_S
+        while share > IDLE_SHARE and time.monotonic() < until:
+            before = _cpu_s(session.worker.pid)
+            time.sleep(IDLE_WINDOW_S)
+            share = (_cpu_s(session.worker.pid) - before) / IDLE_WINDOW_S
+        if share <= IDLE_SHARE:
+            return ""
+        return f"{self.candidate.name} keeps {share:.1f} cores busy {IDLE_LIMIT_S:.0f} s after a call has returned"
+
+    def close(self) -> Exit | None:
+        """End its worker; how that ended, if one ran."""
+        prover, self._prover = self._prover, None
+        return prover.close() if prover is not None else None
+
+
+def _drawn_from(text: str) -> Callable[[str], int]:
+    """Seeds by name, all from one text."""
+
+    def seed(what: str) -> int:
+        return int.from_bytes(hashlib.blake2b(what.encode(), key=text.encode()[:64], digest_size=3).digest(), "little")
+
+    return seed
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time of a process so far; the kernel counts it in hundredths of a second."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / 100.0
+
+
+def of_kind(checks: Sequence[Check], kinds: Sequence[str], case: str) -> list[Check]:
+    """Those of some kinds; with `case`, the one of that name."""
+    return [c for c in checks if c.kind in kinds and case in ("", c.step.name)]

@@ -1,0 +1,23 @@
+"""Is it right? Every element within the op's bound, on every hostile input, call after call, and at full size."""
+
+import pytest
+
+from autosel.testing.subject import Check, Subject
+
+
+def test_hostile_inputs(hostile: Check, autosel_subject: Subject) -> None:
+    _must_pass(autosel_subject, hostile)
+
+
+def test_call_after_call(habit: Check, autosel_subject: Subject) -> None:
+    _must_pass(autosel_subject, habit)
+
+
+def test_full_size(size: Check, autosel_subject: Subject) -> None:
+    _must_pass(autosel_subject, size)
+
+
+def _must_pass(subject: Subject, check: Check) -> None:
+    wrong = subject.run(check)
+    if wrong:
+        pytest.fail(wrong, pytrace=False)
