@@ -1,9 +1,10 @@
 """Two identical functions raced for real on this machine: how often does each rule prefer one of them?
 
     python benchmarks/bench_aa.py                      300 races of PyTorch's rmsnorm against itself: a few minutes
-    python benchmarks/bench_aa.py --op swiglu          another short op
+    python benchmarks/bench_aa.py --op linear          another op; this one is raced in the form for long calls
     python benchmarks/bench_aa.py --races 20           to try the command, never to quote
-    python benchmarks/bench_aa.py --write              also keep it in benchmarks/results/<device>/aa.{json,md}
+    python benchmarks/bench_aa.py --write              also keep it in benchmarks/results/cpu/aa-<op>.json
+    python benchmarks/bench_aa.py --parts FILE --minutes 3    as far as that goes; the next call goes on
     python benchmarks/bench_aa.py --calibrate 59       instead: A/A sessions in fresh processes, kept in your ledger
 
 In a race the same candidate is loaded twice; the twin has operands and outputs of its own, as the clone in a tune. Each
@@ -19,18 +20,17 @@ import argparse
 import datetime
 import json
 import os
-import re
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from figures import commit
 from peers_rules import RULES
 
 if TYPE_CHECKING:
@@ -40,43 +40,60 @@ if TYPE_CHECKING:
     from autosel.values import Fingerprint, Race, Session, Workload
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-SCHEMA = 1
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+SCHEMA = 2
+UNFINISHED = 5
 SEED = 20
 PAIRS, BLOCK, FEW = 60, 100, 10
 WARM_NS = 20_000_000
-# llama-8b. LONG_OPS are raced only to calibrate their time class.
+# llama-8b. Where one of LONG_OPS is long enough, and short enough to carry a clone, depends on the machine.
 SHORT_OPS: Mapping[str, Mapping[str, int]] = {
     "rmsnorm": {"M": 1, "d": 4096},
     "swiglu": {"M": 1, "I": 14336},
     "rope": {"M": 1, "Hq": 32, "Hkv": 8, "D": 128, "R": 128},
 }
-LONG_OPS = [("linear", {"M": 1, "N": n, "K": 4096}) for n in (2048, 1024, 4096)]  # 1 to 3 ms a call, here or there
+LONG_OPS: Sequence[tuple[str, Mapping[str, int]]] = [
+    ("linear", {"M": 1, "N": n, "K": 4096}) for n in (2048, 1024, 4096)
+]
+RACED: Mapping[str, Mapping[str, int]] = {**SHORT_OPS, "linear": {"M": 1, "N": 4096, "K": 4096}}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--races", type=int, default=300)
-    parser.add_argument("--op", default="rmsnorm", choices=sorted(SHORT_OPS))
+    parser.add_argument("--op", default="rmsnorm", choices=sorted(RACED))
+    parser.add_argument("--parts", type=Path, metavar="FILE", help="go on with the races in FILE, and add to them")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no new race after so long")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/<device>/")
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/cpu/")
     parser.add_argument("--calibrate", type=int, metavar="N", help="N A/A sessions per time class, into your ledger")
     options = parser.parse_args()
     if options.write and options.races < 300:
         parser.error("--write keeps whole results of at least 300 races only")
+    if options.minutes < float("inf") and not options.parts:
+        parser.error("--minutes needs --parts, or the races so far are lost")
     sys.path.insert(0, str(ROOT))
     if options.calibrate:
         return calibrate(options.calibrate, options.op)
     with tempfile.TemporaryDirectory(prefix="autosel-aa-") as home:
         os.environ["AUTOSEL_HOME"] = home  # nothing is read from the user's, or written there
-        document = measured(options.races, options.op)
+        document = measured(options, time.monotonic() + 60 * options.minutes)
+    if document is None:
+        return UNFINISHED
     print(json.dumps(document, indent=1) if options.json else markdown(document))
     if options.write:
-        folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", document["device"].partition("   ")[0].lower()).strip("-")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "aa.json").write_text(json.dumps(document, indent=1) + "\n")
-        (folder / "aa.md").write_text(markdown(document) + "\n")
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        path = RESULTS / f"aa-{options.op}.json"
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        told = f"written to {path.relative_to(ROOT)}; python docs/generate.py puts it into docs/method.md"
+        print(told, file=sys.stderr)
     return 0
+
+
+def stored() -> list[dict[str, Any]]:
+    """Every kept document, the short ops first."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("aa-*.json"))]
+    return sorted(found, key=lambda document: document["form"], reverse=True)
 
 
 # --- the instrument ---------------------------------------------------------------------------------------------------
@@ -154,7 +171,24 @@ class Tape:
 # --- the races --------------------------------------------------------------------------------------------------------
 
 
-def measured(races: int, op: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One A/A race: which rules promoted the twin, and what it costs to come second, and to be the twin.
+
+    `load`: of the machine, when the race ended. `form`: of the plan, from the baseline's time when its process began.
+    """
+
+    op: str
+    form: str
+    promoted: Mapping[str, bool]  # by "rule|samples"
+    second_slot: float
+    twin: float
+    load: float
+    seconds: float
+
+
+def measured(options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
+    """The document; None if the time was over first."""
     import torch
 
     from autosel import fingerprint
@@ -163,40 +197,50 @@ def measured(races: int, op: str) -> dict[str, Any]:
     fp = fingerprint.take("cpu")
     torch.set_num_threads(int(fp.identity["cpus"]))
     torch.set_grad_enabled(False)
-    live = seated(op, fp)
+    outcomes = kept_parts(options.parts, options.op)
+    live = seated(options.op, fp, seed=SEED + len(outcomes))
     full = plan(live.bench.warm(10 * WARM_NS)["base"])
-    counts: dict[tuple[str, str], int] = {}
-    seen: dict[str, list[float]] = {"second_slot": [], "twin": []}
-    started = time.monotonic()
     try:
-        for number in range(races):
-            if number % 20 == 0:
-                print(f"{time.strftime('%H:%M:%S')}  race {number} of {races}", file=sys.stderr)
-            live.sit()
-            for what, promoted in race(live, full, seen):
-                counts[what] = counts.get(what, 0) + bool(promoted)
+        while len(outcomes) < options.races:
+            if len(outcomes) % 20 == 0:
+                print(f"{time.strftime('%H:%M:%S')}  race {len(outcomes)} of {options.races}", file=sys.stderr)
+            if time.monotonic() > deadline:
+                return None
+            outcomes.append(outcome(live, full))
+            if options.parts:
+                with options.parts.open("a") as file:
+                    file.write(json.dumps(asdict(outcomes[-1])) + "\n")
     finally:
         live.bench.release()
         live.operands.close()
-    return describe(fp, live.workload, races, counts, seen, time.monotonic() - started)
+    return describe(fp, live.workload, outcomes)
 
 
-def seated(op: str, fp: Fingerprint) -> Live:
+def kept_parts(path: Path | None, op: str) -> list[Outcome]:
+    if path is None or not path.is_file():
+        return []
+    outcomes = [Outcome(**json.loads(line)) for line in path.read_text().splitlines()]
+    if any(found.op != op for found in outcomes):
+        raise SystemExit(f"{path} has races of another op")
+    return outcomes
+
+
+def seated(op: str, fp: Fingerprint, seed: int) -> Live:
     """The baseline of the op, loaded twice."""
     from autosel.race.bench import Bench
     from autosel.race.contest import Operands
 
-    bench, first = Bench(), entrant(op, SHORT_OPS[op], fp)
+    bench, first = Bench(), entrant(op, RACED[op], fp)
     second = replace(first, candidate=f"{first.candidate} again")
     for one in (first, second):
         bench.load(one)
-    w = workload(op, SHORT_OPS[op])
+    w = workload(op, RACED[op])
     live = Live(
         bench=bench,
         workload=w,
-        operands=Operands(w, SEED, int(fp.identity["l3_bytes"]) * int(fp.identity["l3_domains"])),
+        operands=Operands(w, seed, int(fp.identity["l3_bytes"]) * int(fp.identity["l3_domains"])),
         loaded={"base": first.loaded_name, "same": second.loaded_name},
-        random=Random(SEED),
+        random=Random(seed),
     )
     live.sit()
     return live
@@ -224,16 +268,29 @@ def entrant(op: str, dims: Mapping[str, int], fp: Fingerprint) -> Entrant:
     )
 
 
-def race(live: Live, full: Plan, seen: Mapping[str, list[float]]) -> Iterator[tuple[tuple[str, str], bool]]:
-    """One A/A race: ((rule, samples), did it promote the twin?) for every rule."""
+def outcome(live: Live, full: Plan) -> Outcome:
+    """One A/A race on fresh allocations."""
+    started, tape = time.monotonic(), Tape()
+    live.sit()
+    tape.record(live, full)
+    promoted = {f"{rule}|{samples}": bool(found) for (rule, samples), found in decisions(live, tape, full)}
+    slots = [np.array([np.median(p[o[i]]) for p, o in zip(tape.pairs, tape.orders, strict=True)]) for i in (0, 1)]
+    return Outcome(
+        op=live.workload.op,
+        form=full.time_class,
+        promoted=promoted,
+        second_slot=float(np.median(slots[1] / slots[0])),
+        twin=float(np.median(tape.medians("same") / tape.medians("base"))),
+        load=round(os.getloadavg()[0], 2),
+        seconds=round(time.monotonic() - started, 3),
+    )
+
+
+def decisions(live: Live, tape: Tape, full: Plan) -> Iterator[tuple[tuple[str, str], bool]]:
+    """((rule, samples), did it promote the twin?) for every rule."""
     from autosel.race.plan import DELTA_CALIBRATED, DELTA_UNCALIBRATED
 
-    short, tape = replace(full, max_pairs=PAIRS), Tape()
-    tape.record(live, full)
-    first = np.array([np.median(pair[order[0]]) for pair, order in zip(tape.pairs, tape.orders, strict=True)])
-    second = np.array([np.median(pair[order[1]]) for pair, order in zip(tape.pairs, tape.orders, strict=True)])
-    seen["second_slot"].append(float(np.median(second / first)))
-    seen["twin"].append(float(np.median(tape.medians("same") / tape.medians("base"))))
+    short = replace(full, max_pairs=PAIRS)
     for delta in (0.0, DELTA_CALIBRATED, DELTA_UNCALIBRATED):
         yield (f"ours, one session, margin {delta:.0%}", "pairs"), one_session(tape, short, delta)
     for delta in (DELTA_CALIBRATED, DELTA_UNCALIBRATED):
@@ -362,33 +419,30 @@ def _told(race: Race) -> str:
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
-def describe(
-    fp: Fingerprint,
-    w: Workload,
-    races: int,
-    counts: Mapping[tuple[str, str], int],
-    seen: Mapping[str, Sequence[float]],
-    seconds: float,
-) -> dict[str, Any]:
+def describe(fp: Fingerprint, w: Workload, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     from autosel.fingerprint.describe import headline
     from autosel.race.evidence import median, median_interval
 
-    spread = {name: (median(ratios), *median_interval(ratios)) for name, ratios in seen.items()}
+    costs = {name: [float(getattr(o, name)) for o in outcomes] for name in ("second_slot", "twin")}
+    spread = {name: (median(ratios), *median_interval(ratios)) for name, ratios in costs.items()}
+    promoted = {rule: sum(o.promoted[rule] for o in outcomes) for rule in outcomes[0].promoted}
+    races, loads = len(outcomes), sorted(o.load for o in outcomes)
     return {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "device": headline(fp),
         "hw_id": fp.hw_id,
         "torch": fp.environment["torch"],
-        "load": round(os.getloadavg()[0], 2),
         "workload": w.key,
+        "form": outcomes[-1].form,
         "races": races,
-        "seconds": round(seconds),
+        "seconds": round(sum(o.seconds for o in outcomes)),
+        "load": {"lo": loads[0], "median": median(loads), "hi": loads[-1]},
         **{name: {"median": m, "lo": low, "hi": high} for name, (m, low, high) in spread.items()},
         "rules": [
             {"rule": rule, "samples": samples, "promoted": n, "rate": n / races, **interval(races, n)}
-            for (rule, samples), n in counts.items()
+            for (rule, _, samples), n in ((name.partition("|"), n) for name, n in promoted.items())
         ],
     }
 
@@ -407,14 +461,12 @@ def markdown(document: Mapping[str, Any]) -> str:
     for rule in dict.fromkeys(r["rule"] for r in document["rules"]):
         cells = [_cell(found.get((rule, kind))) for kind in kinds]
         lines.append(f"| {rule} | " + " | ".join(cells) + " |")
-    second, twin = _costs(document["second_slot"]), _costs(document["twin"])
+    second, twin, load = _costs(document["second_slot"]), _costs(document["twin"]), document["load"]
     head = f"{document['device']}; torch {document['torch']}; {document['date']}, commit {document['commit']}"
-    races = f"{document['workload']} against itself, {document['races']} races in {document['seconds']} s"
+    races = f"{document['races']} races in {document['seconds']} s, form: {document['form']}"
     return "\n".join(
         [
-            f"{head} (load average {document['load']})",
-            "",
-            f"{races}: false promotions, with 95 % intervals.",
+            f"**{document['workload']} against itself**: {races}. {head}; load average {load['lo']} .. {load['hi']}.",
             "",
             *lines,
             "",
@@ -431,15 +483,6 @@ def _cell(rate: Mapping[str, Any] | None) -> str:
     if rate is None:
         return ""
     return f"{rate['promoted']} = {rate['rate']:.1%} ({rate['lo']:.1%} .. {rate['hi']:.1%})"
-
-
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    dirty = git("status", "--porcelain", "--untracked-files=no", "--", "autosel", "kernels", "benchmarks")
-    return git("rev-parse", "--short=10", "HEAD") + (" with changes" if dirty else "")
 
 
 if __name__ == "__main__":

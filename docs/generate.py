@@ -581,6 +581,24 @@ def figures() -> str:
     )
 
 
+def error_rates() -> str:
+    """What benchmarks/bench_error_rates.py found when it was last run with --write."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from bench_error_rates import markdown, stored
+
+    found = stored()
+    return markdown(found) if found else "Nobody has run `benchmarks/bench_error_rates.py --write` yet."
+
+
+def aa() -> str:
+    """Every op that benchmarks/bench_aa.py raced against itself with --write."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from bench_aa import markdown, stored
+
+    found = stored()
+    return "\n\n".join(map(markdown, found)) or "Nobody has run `benchmarks/bench_aa.py --write` yet."
+
+
 def transcript(name: str) -> str:
     """What a command printed; pytest's rows of dots are left out."""
     path = TRANSCRIPTS / f"{name}.txt"
@@ -653,6 +671,8 @@ BLOCKS: Mapping[str, Callable[..., str]] = {
     "case-counts": case_counts,
     "kernel": rmsnorm_kernel,
     "figures": figures,
+    "error-rates": error_rates,
+    "aa": aa,
     "transcript": transcript,
 }
 

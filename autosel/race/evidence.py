@@ -1,6 +1,6 @@
 """The two statistics a promotion rests on, in exact integers, and the intervals that are only reported.
 
-E(n, k), for pairs. w_i = 1 if the rival's time is at least (1 + delta) times the candidate's; k wins in n pairs. The
+E(n, k), for pairs. w_i = 1 if the rival's time is more than (1 + delta) times the candidate's; k wins in n pairs. The
 likelihood ratio against a win probability of 1/2, averaged uniformly over win probabilities in (1/2, 1]:
 
     E(n, k) = sum_{j<=k} C(n+1, j) / ((n+1) C(n, k))
