@@ -24,6 +24,7 @@ from typing import Any
 
 from autosel import resources, settings
 from autosel.errors import BuildError
+from autosel.native import cuda
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +71,24 @@ NO_COMPILER = "no C++ compiler found; install one (Debian: apt install g++) or s
 
 def source_digest(source: str, flags: tuple[str, ...]) -> str:
     """The artefact's digest, without compiling. Raises BuildError if there is no compiler or no such source."""
-    compiler = find_compiler()
-    if compiler is None:
-        raise BuildError(NO_COMPILER)
     hasher = hashlib.sha256()
-    for part in (compiler.version, metadata.version("apache-tvm-ffi"), *BASE_FLAGS, *flags):
+    for part in (*_compilers(source), metadata.version("apache-tvm-ffi"), *flags):
         hasher.update(part.encode() + b"\0")
     hasher.update(sources_digest(source).encode())
     return hasher.hexdigest()
+
+
+def _compilers(source: str) -> tuple[str, ...]:
+    """What compiles this source: versions, and the flags all sources get."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError(NO_COMPILER)
+    if not source.endswith(".cu"):
+        return (compiler.version, *BASE_FLAGS)
+    nvcc = cuda.find_nvcc()
+    if nvcc is None:
+        raise BuildError(cuda.NO_NVCC)
+    return (nvcc.version, compiler.version, *cuda.BASE_FLAGS)
 
 
 def sources_digest(source: str) -> str:
@@ -106,7 +117,7 @@ def compile_source(source: str, flags: tuple[str, ...] = (), *, deadline_s: floa
         command = _command(resources.kernels() / source, flags, making / "kernel.so")
         said = _run(command, source, deadline_s)
         if not (making / "kernel.so").is_file():
-            raise BuildError(f"{source}: {command[0]} is no C++ compiler", why="it left no library")
+            raise BuildError(f"{source}: {command[0]} is no compiler", why="it left no library")
         seconds = time.monotonic() - started
         receipt = {
             "source": source,
@@ -173,9 +184,12 @@ def _sources(path: Path) -> list[Path]:
 def _command(source: Path, flags: tuple[str, ...], output: Path) -> list[str]:
     compiler, info = find_compiler(), _libinfo()
     assert compiler is not None
-    includes = [f"-I{info.find_include_path()}", f"-I{info.find_dlpack_include_path()}"]
-    library = Path(info.find_libtvm_ffi()).parent
-    return [compiler.path, *BASE_FLAGS, *flags, *includes, str(source), "-o", str(output), f"-L{library}", "-ltvm_ffi"]
+    tvm_ffi = [f"-I{info.find_include_path()}", f"-I{info.find_dlpack_include_path()}"]
+    tvm_ffi += [f"-L{Path(info.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
+    nvcc = cuda.find_nvcc() if source.suffix == ".cu" else None
+    if nvcc is not None:
+        return [*cuda.command(nvcc, compiler.path, source, flags, output), *tvm_ffi]
+    return [compiler.path, *BASE_FLAGS, *flags, str(source), "-o", str(output), *tvm_ffi]
 
 
 def _libinfo() -> Any:

@@ -86,14 +86,14 @@ def gemv(w: Workload, f: GpuFacts) -> Knobs:
             Knob(
                 name="rows_per_warp",
                 value=rows,
-                formula="ceil(2 * M * w / 64), at most 4",
+                formula="power of two >= 2 * M * w / 64, at most 4",
                 inputs={"M": p.rows, "w": f.weights_per_clock(p.weight_bytes)},
                 reason="shared memory gives 64 activations a clock; a row more a warp uses each of them once more",
             ),
             Knob(
                 name="split_k",
                 value=split,
-                formula="ceil(X / (512 * U * N))",
+                formula="power of two >= X / (512 * U * N), at most 8",
                 inputs={"X": f.in_flight, "U": unroll, "N": p.outputs},
                 reason="partial sums are added in fp32 in a fixed order" if split > 1 else "",
             ),
@@ -108,12 +108,12 @@ def gemv(w: Workload, f: GpuFacts) -> Knobs:
 
 
 def split_k(outputs: int, unroll: int, f: GpuFacts) -> int:
-    return max(1, math.ceil(f.in_flight / (WARP * VECTOR_BYTES * unroll * outputs)))
+    """Warps that share a row; all of one CTA, which holds eight."""
+    return min(THREADS // WARP, power_of_two(f.in_flight / (WARP * VECTOR_BYTES * unroll * outputs)))
 
 
 def rows_per_warp(p: Projection, f: GpuFacts) -> int:
-    wanted = math.ceil(p.rows / ISSUE_EFFICIENCY * f.weights_per_clock(p.weight_bytes) / 64)
-    return max(1, min(ROWS_MOST, wanted))
+    return min(ROWS_MOST, power_of_two(p.rows / ISSUE_EFFICIENCY * f.weights_per_clock(p.weight_bytes) / 64))
 
 
 def issue_budget(weight_bytes: int, f: GpuFacts) -> float:

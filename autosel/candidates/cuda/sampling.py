@@ -1,0 +1,21 @@
+"""From logits to a token."""
+
+from __future__ import annotations
+
+from autosel.candidates.cuda.base import CudaKernel
+from autosel.knobs.gpu import sampling
+from autosel.knobs.gpu.facts import GpuFacts
+from autosel.values import Workload
+
+TOKENS_MOST = 1 << 20  # kernels/cuda/sample.cu keeps a bit a token in shared memory
+ROOM_BYTES = 40 << 10  # of it for everything else
+
+
+def _limits(w: Workload, f: GpuFacts) -> str:
+    need = ROOM_BYTES + w["V"] // 8
+    if w["V"] > TOKENS_MOST or need > f.smem_per_cta:
+        return f"a vocabulary of {w['V']} tokens needs {need} bytes of shared memory; a CTA has {f.smem_per_cta}"
+    return "" if w["B"] <= 65_535 else f"B = {w['B']} is above 65535: a grid's limit"
+
+
+KERNELS = (CudaKernel("sample", "sample", formula=sampling.sample, knob_args=("ctas_per_row",), limits=_limits),)

@@ -1,0 +1,466 @@
+// Decode attention over a KV cache, contiguous or paged: what attn_decode.cu and paged_attn_decode.cu share.
+//
+// A CTA of four warps serves a chunk of the keys of one KV head for R packed query rows (query heads of the group times
+// positions), so that the cache is read once for all of them. Each warp takes blocks of keys in turn:
+//
+//   ring     `slots` blocks a warp, filled by cp.async, of which all but the one worked on are under way. A lane copies
+//            exactly the 16-byte pieces that it will read itself: the ring is registers that loads can run into, nobody
+//            else looks at it, and the main loop has no barrier.
+//   scores   Lanes lanes share a key, 16 bytes each; their R partial dot products are added by halving exchanges.
+//   softmax  online, base 2; a warp's running maximum is its lanes' common one, its sums stay apart until the end.
+//   values   the same lanes hold the same channels of V: no exchange at all.
+//
+// Then the lanes' and warps' sums are joined in shared memory; where the keys were split among CTAs, these leave their
+// sums in a workspace, and the one that comes last joins them in order of the keys: one launch, the same bits each time.
+//
+// A row sees keys lo <= key <= hi of its own (causality by cache offset, window). Blocks that all rows see in full take
+// no masks. What a row does not see cannot reach it, be it NaN.
+//
+// Nothing is read before the producers are done, not even past keys: lengths and cache may both be fresh.
+#pragma once
+#include "reduce.cuh"
+#include "workspace.cuh"
+
+namespace autosel {
+namespace attention {
+
+constexpr int kWarps = 4, kThreads = kWarps * kWarp;
+constexpr int kTurns = 4;  // keys a lane group takes in a block
+constexpr int kMostSlots = 8;
+constexpr float kLog2E = 1.4426950408889634f;
+
+struct Strides { int64_t batch, head, token; };  // in elements
+
+// Where the keys lie. A source finds a key's place (a load, for pages), then the rows of K and V there.
+struct Place { int64_t outer, inner; };  // batch row and key, or page and slot; outer < 0: nowhere
+
+template <class KV> struct Contiguous {
+  const KV *k, *v;
+  Strides ks, vs;
+  __device__ __forceinline__ Place find(int64_t b, int64_t key) const { return {b, key}; }
+  __device__ __forceinline__ const KV* key_row(const Place& p, int64_t h) const {
+    return k + p.outer * ks.batch + h * ks.head + p.inner * ks.token;
+  }
+  __device__ __forceinline__ const KV* value_row(const Place& p, int64_t h) const {
+    return v + p.outer * vs.batch + h * vs.head + p.inner * vs.token;
+  }
+};
+
+template <class KV> struct Paged {
+  const KV *k, *v;
+  Strides ks, vs;  // of page, head, slot
+  const int32_t* table;
+  int64_t table_row;
+  int pages;
+  unsigned page;
+  __device__ __forceinline__ Place find(int64_t b, int64_t key) const {
+    const int id = table[b * table_row + unsigned(key) / page];
+    return {id < pages ? id : -1, unsigned(key) % page};
+  }
+  __device__ __forceinline__ const KV* key_row(const Place& p, int64_t h) const {
+    return k + p.outer * ks.batch + h * ks.head + p.inner * ks.token;
+  }
+  __device__ __forceinline__ const KV* value_row(const Place& p, int64_t h) const {
+    return v + p.outer * vs.batch + h * vs.head + p.inner * vs.token;
+  }
+};
+
+template <class T> struct Queries {
+  const T* q;
+  T* o;
+  int64_t q_batch, q_head, q_token, o_batch, o_head, o_token;
+  const int32_t* lengths;  // null: all max_len
+  int64_t length_step;
+  int max_len, heads, positions, group, width;  // Hkv, S, Hq / Hkv, D
+  int window;                                   // 0: none
+  float scale, softcap;                         // scale in base 2; with a softcap: before tanh, the softcap in base 2
+  int chunk, splits, slots;
+  bool aligned_q, aligned_kv;
+};
+
+struct Scratch {
+  float* sums;         // [task][split][R][D + 2]
+  unsigned* counters;  // [task]
+};
+
+template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct Attend {
+  static constexpr int W = kVec<KV>, kPieces = Chunks * W;  // channels a lane holds
+  static constexpr int kGroups = kWarp / Lanes, kBlock = kGroups * kTurns;  // keys at once; keys a warp's block
+  static constexpr int kWide = Chunks * Lanes * W;                          // channels there is room for
+  static constexpr size_t kSlotBytes = size_t(kTurns) * 2 * Chunks * kWarp * 16;  // of one warp
+  static constexpr size_t kJoinBytes = size_t(kWarps) * R * (kWide + 2) * sizeof(float) + 16;
+
+  const Queries<T>& a;
+  const Source& source;
+  int lane, warp, piece, member;  // member: of the lane group, which key of the kGroups it is
+  int64_t b, h;
+  int row0, rows, length;
+  uint4* ring;  // this warp's
+  float q[R][kPieces];
+  float acc[R][kPieces] = {};
+  float top[R], sum[R] = {};
+  int lo[R], hi[R];
+
+  __device__ __forceinline__ Attend(const Queries<T>& queries, const Source& from) : a(queries), source(from) {
+    lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
+    piece = lane % Lanes, member = lane / Lanes;
+    const int all = a.group * a.positions, tiles = (all + R - 1) / R;
+    b = blockIdx.z, h = blockIdx.y / unsigned(tiles), row0 = int(blockIdx.y % unsigned(tiles)) * R;
+    rows = all - row0 < R ? all - row0 : R;
+    length = a.lengths ? a.lengths[b * a.length_step] : a.max_len;
+    length = length < 0 ? 0 : length < a.max_len ? length : a.max_len;
+    ring = reinterpret_cast<uint4*>(shared_memory()) + warp * (a.slots * kSlotBytes / 16);
+  }
+
+  __device__ __forceinline__ int channel(int c) const { return (c * Lanes + piece) * W; }
+
+  __device__ __forceinline__ void take_queries() {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int row = row0 + (r < rows ? r : rows - 1), s = row % a.positions;
+      const T* from = a.q + b * a.q_batch + (h * a.group + row / a.positions) * a.q_head + s * a.q_token;
+      top[r] = -INFINITY, hi[r] = length - a.positions + s, lo[r] = a.window ? hi[r] - a.window + 1 : 0;
+#pragma unroll
+      for (int c = 0; c < Chunks; ++c)
+#pragma unroll
+        for (int part = 0; part < W; part += kVec<T>) {
+          const int at = channel(c) + part, left = a.width - at;
+          float x[kVec<T>];
+          const uint4 raw = a.aligned_q && left >= kVec<T> ? load_resident(from + at) : load_elements(from + at, left);
+          widen<T>(raw, x);
+#pragma unroll
+          for (int e = 0; e < kVec<T>; ++e) q[r][c * W + part + e] = x[e] * a.scale;
+        }
+    }
+  }
+
+  // --- the ring ----------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ uint4* at(int slot, int turn, int which, int c) const {
+    return ring + (((slot * kTurns + turn) * 2 + which) * Chunks + c) * kWarp + lane;
+  }
+
+  __device__ __forceinline__ void find(Place (&places)[kTurns], int64_t base, int64_t end) const {
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      const int64_t key = base + t * kGroups + member;
+      places[t] = key < end ? source.find(b, key) : Place{-1, 0};
+    }
+  }
+
+  __device__ __forceinline__ void fill(int slot, const Place (&places)[kTurns]) const {
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      const bool there = places[t].outer >= 0;
+      const Place p = there ? places[t] : Place{0, 0};
+      const KV *k = source.key_row(p, h), *v = source.value_row(p, h);
+#pragma unroll
+      for (int c = 0; c < Chunks; ++c) {
+        const int from = channel(c), left = there ? a.width - from : 0;
+        if (a.aligned_kv) {
+          copy_async(at(slot, t, 0, c), k + from, left > 0);
+          copy_async(at(slot, t, 1, c), v + from, left > 0);
+        } else {
+          *at(slot, t, 0, c) = load_elements(k + from, left);
+          *at(slot, t, 1, c) = load_elements(v + from, left);
+        }
+      }
+    }
+  }
+
+  // --- a block -----------------------------------------------------------------------------------------------------------
+
+  template <bool Masked> __device__ __forceinline__ void work(int slot, int64_t base, int64_t end) {
+    float s[kTurns][R];
+    bool hidden[kTurns][R];
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      float part[R] = {};
+#pragma unroll
+      for (int c = 0; c < Chunks; ++c) {
+        float k[W];
+        widen<KV>(*at(slot, t, 0, c), k);
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+          for (int e = 0; e < W; ++e) part[r] = fmaf(q[r][c * W + e], k[e], part[r]);
+      }
+      lanes_sum_each<R, Lanes>(part);
+#pragma unroll
+      for (int r = 0; r < R; ++r) s[t][r] = part[r];
+    }
+    if (a.softcap != 0) {
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t)
+#pragma unroll
+        for (int r = 0; r < R; ++r) s[t][r] = a.softcap * tanhf(s[t][r]);
+    }
+    if (Masked) {
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t) {
+        const int64_t key = base + t * kGroups + member;
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          hidden[t][r] = key >= end || key < lo[r] || key > hi[r];
+          if (hidden[t][r]) s[t][r] = -INFINITY;
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      float most = s[0][r];
+#pragma unroll
+      for (int t = 1; t < kTurns; ++t) most = fmaxf(most, s[t][r]);
+#pragma unroll
+      for (int apart = Lanes; apart < kWarp; apart *= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, apart));
+      most = fmaxf(most, top[r]);
+      const float base_of = most == -INFINITY ? 0.0f : most;  // nothing seen yet: exp2 of -inf, not of NaN
+      if (most > top[r]) {  // the same for the whole warp
+        const float shrink = exp2f(top[r] - base_of);
+        sum[r] *= shrink, top[r] = most;
+#pragma unroll
+        for (int e = 0; e < kPieces; ++e) acc[r][e] *= shrink;
+      }
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t) s[t][r] = exp2f(s[t][r] - base_of), sum[r] += s[t][r];
+    }
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t)
+#pragma unroll
+      for (int c = 0; c < Chunks; ++c) {
+        float v[W];
+        widen<KV>(*at(slot, t, 1, c), v);
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+          for (int e = 0; e < W; ++e)
+            if (!Masked || !hidden[t][r]) acc[r][c * W + e] = fmaf(s[t][r], v[e], acc[r][c * W + e]);
+      }
+  }
+
+  __device__ __forceinline__ void walk(int64_t begin, int64_t end) {
+    const int64_t stride = kWarps * kBlock, first = begin + warp * kBlock;
+    // The keys that every row sees.
+    const int64_t clear_to = int64_t(length) - a.positions + 1, clear_from = a.window ? length - a.window : 0;
+    Place places[kTurns];
+    find(places, first, end);
+    for (int slot = 0; slot < a.slots - 1; ++slot) {
+      fill(slot, places), commit_copies();
+      find(places, first + (slot + 1) * stride, end);
+    }
+    int slot = 0, free = a.slots - 1;
+    for (int64_t base = first; base < end; base += stride) {
+      await_copies_but(a.slots - 2);
+      fill(free, places), commit_copies();
+      find(places, base + a.slots * stride, end);
+      if (base >= clear_from && base + kBlock <= clear_to && base + kBlock <= end) work<false>(slot, base, end);
+      else work<true>(slot, base, end);
+      free = slot, slot = slot + 1 < a.slots ? slot + 1 : 0;
+    }
+    await_copies<0>();
+  }
+
+  // --- joining -----------------------------------------------------------------------------------------------------------
+
+  // The warps' sums as one: in shared memory, row r: kWide channels, maximum, sum.
+  __device__ __forceinline__ float* join() {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int apart = Lanes; apart < kWarp; apart *= 2) {
+        sum[r] += __shfl_xor_sync(kAll, sum[r], apart);
+#pragma unroll
+        for (int e = 0; e < kPieces; ++e) acc[r][e] += __shfl_xor_sync(kAll, acc[r][e], apart);
+      }
+    }
+    constexpr int kRow = kWide + 2;
+    float* all = reinterpret_cast<float*>(shared_memory());
+    __syncthreads();  // all warps have done with their rings
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      float* own = all + (warp * R + r) * kRow;
+      if (member == 0) {
+#pragma unroll
+        for (int c = 0; c < Chunks; ++c)
+#pragma unroll
+          for (int e = 0; e < W; ++e) own[channel(c) + e] = acc[r][c * W + e];
+      }
+      if (lane == 0) own[kWide] = top[r], own[kWide + 1] = sum[r];
+    }
+    __syncthreads();
+    // Each thread joins its channels; those of warp 0's rows are what is left. A row's maximum and sum last.
+    float most[R], total[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      most[r] = -INFINITY, total[r] = 0;
+      for (int w = 0; w < kWarps; ++w) most[r] = fmaxf(most[r], all[(w * R + r) * kRow + kWide]);
+      for (int w = 0; w < kWarps; ++w) {
+        const float* row = all + (w * R + r) * kRow;
+        total[r] += row[kWide + 1] * weight(row[kWide], most[r]);
+      }
+      for (int d = int(threadIdx.x); d < a.width; d += kThreads) {
+        float value = 0;
+        for (int w = 0; w < kWarps; ++w) {
+          const float* row = all + (w * R + r) * kRow;
+          value += row[d] * weight(row[kWide], most[r]);
+        }
+        all[r * kRow + d] = value;
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) all[r * kRow + kWide] = most[r], all[r * kRow + kWide + 1] = total[r];
+    }
+    __syncthreads();
+    return all;
+  }
+
+  // 2^(m - most); of a part that saw nothing 0.
+  static __device__ __forceinline__ float weight(float m, float most) { return m == -INFINITY ? 0.0f : exp2f(m - most); }
+
+  __device__ __forceinline__ void put(int r, int d, float value, float total) const {
+    const int row = row0 + r, s = row % a.positions;
+    T* to = a.o + b * a.o_batch + (h * a.group + row / a.positions) * a.o_head + s * a.o_token;
+    to[d] = narrow<T>(total == 0 ? 0.0f : value / total);  // a row that sees nothing gives zeros
+  }
+
+  __device__ __forceinline__ void finish(const Scratch& scratch, int active) {
+    const float* all = join();
+    constexpr int kRow = kWide + 2;
+    if (active == 1) {
+      for (int i = int(threadIdx.x); i < rows * a.width; i += kThreads) {
+        const float* row = all + i / a.width * kRow;
+        put(i / a.width, i % a.width, row[i % a.width], row[kWide + 1]);
+      }
+      return;
+    }
+    const int64_t task = int64_t(blockIdx.z) * gridDim.y + blockIdx.y, room = a.width + 2;
+    float* parts = scratch.sums + task * a.splits * R * room;  // [split][R][D + 2]
+    float* mine = parts + int64_t(blockIdx.x) * R * room;
+    for (int i = int(threadIdx.x); i < rows * int(room); i += kThreads) {
+      const int r = i / int(room), d = i % int(room);
+      mine[i] = all[r * kRow + (d < a.width ? d : kWide + d - a.width)];
+    }
+    unsigned* flag = reinterpret_cast<unsigned*>(shared_memory() + size_t(kWarps) * R * kRow * sizeof(float));
+    if (!last_to_arrive(scratch.counters + task, unsigned(active), flag)) return;
+    for (int r = 0; r < rows; ++r) {
+      float most = -INFINITY, total = 0;
+      for (int i = lane; i < active; i += kWarp) most = fmaxf(most, __ldcg(parts + (i * R + r) * room + a.width));
+      most = lanes_max(most);
+      for (int i = lane; i < active; i += kWarp) {
+        const float* part = parts + (i * R + r) * room + a.width;
+        total += __ldcg(part + 1) * weight(__ldcg(part), most);
+      }
+      total = lanes_sum(total);
+      for (int d = int(threadIdx.x); d < a.width; d += kThreads) {
+        float value = 0;
+        for (int i = 0; i < active; ++i) {
+          const float* part = parts + (i * R + r) * room;
+          value += __ldcg(part + d) * weight(__ldcg(part + a.width), most);
+        }
+        put(r, d, value, total);
+      }
+    }
+  }
+};
+
+template <class T, class KV, int R, int Lanes, int Chunks, class Source>
+__global__ void __launch_bounds__(kThreads, 2) attend(Queries<T> queries, Source source, Scratch scratch) {
+  release_dependents();
+  wait_for_producers();
+  using A = Attend<T, KV, R, Lanes, Chunks, Source>;
+  A a(queries, source);
+  const int64_t first = queries.window ? max(0, a.length - queries.positions - queries.window + 1) : 0;
+  const int active = max(1, int((a.length - first + queries.chunk - 1) / queries.chunk));
+  if (int(blockIdx.x) >= active) return;  // a shorter sequence than the longest
+  const int64_t begin = first + int64_t(blockIdx.x) * queries.chunk;
+  a.take_queries();
+  a.walk(begin, min(begin + queries.chunk, int64_t(a.length)));
+  a.finish(scratch, active);
+}
+
+// --- host ----------------------------------------------------------------------------------------------------------------
+
+struct Settings {
+  int64_t tile, stages, chunk, pdl;
+};
+
+template <class KV> bool aligned(const KV* p, const Strides& s, int64_t width) {
+  const int64_t bytes = sizeof(KV);
+  return uintptr_t(p) % 16 == 0 && s.batch * bytes % 16 == 0 && s.head * bytes % 16 == 0 && s.token * bytes % 16 == 0 &&
+         width * bytes % 16 == 0;
+}
+
+// The checks and numbers that do not depend on how the cache lies.
+template <class T, class KV>
+Queries<T> queries_of(const TensorView& q, const TensorView& o, const Optional<TensorView>& lengths, int64_t heads,
+                      int64_t max_len, double scale, int64_t window, double softcap, int64_t chunk) {
+  check_form(o, "o", q, 4);
+  for (int i = 0; i < 4; ++i) AUTOSEL_CHECK(o.size(i) == q.size(i), "attention: q and o differ in size");
+  AUTOSEL_CHECK(same_dtype(o, q), "attention: q and o differ in dtype");
+  AUTOSEL_CHECK(heads > 0 && q.size(1) % heads == 0, "attention: query heads are no multiple of KV heads");
+  AUTOSEL_CHECK(chunk >= 1 && chunk <= kMostElements && window >= 0 && window <= kMostElements, "chunk is " << chunk);
+  AUTOSEL_CHECK(scale >= 0 && softcap >= 0, "attention: scale is " << scale << ", softcap " << softcap);
+  if (lengths) {
+    check_form(*lengths, "lengths", q, 1);
+    AUTOSEL_CHECK(is(*lengths, kDLInt, 32) && lengths.value().size(0) == q.size(0), "attention: lengths must be int32 [B]");
+  }
+  const int64_t d = q.size(3), s = q.size(2), span = window ? std::min(max_len, window + s - 1) : max_len;
+  const double by = scale != 0 ? scale : 1.0 / std::sqrt(double(d));
+  Queries<T> a{};
+  a.q = data<T>(q), a.q_batch = q.stride(0), a.q_head = q.stride(1), a.q_token = q.stride(2);
+  a.o = data<T>(o), a.o_batch = o.stride(0), a.o_head = o.stride(1), a.o_token = o.stride(2);
+  a.lengths = lengths ? data<int32_t>(*lengths) : nullptr, a.length_step = lengths ? lengths.value().stride(0) : 0;
+  a.max_len = int(max_len), a.heads = int(heads), a.positions = int(s), a.group = int(q.size(1) / heads);
+  a.width = int(d), a.window = int(window), a.chunk = int(chunk);
+  a.splits = int(std::max<int64_t>(1, (span + chunk - 1) / chunk));
+  a.scale = float(softcap != 0 ? by / softcap : by * double(kLog2E)), a.softcap = float(softcap * double(kLog2E));
+  a.aligned_q = aligned(a.q, Strides{a.q_batch, a.q_head, a.q_token}, d);
+  return a;
+}
+
+template <class T, class KV, class Source>
+void run(const Queries<T>& given, const Source& source, int64_t batch, const Settings& knobs, const Stream& stream) {
+  const int rows = given.group * given.positions;
+  auto with = [&](auto r, auto lanes, auto chunks) {
+    constexpr int R = decltype(r)::value, kLanes = decltype(lanes)::value, kChunks = decltype(chunks)::value;
+    using A = Attend<T, KV, R, kLanes, kChunks, Source>;
+    Queries<T> a = given;
+    // As many slots as the bytes of the stages allow: a narrow head leaves lanes of a slot empty.
+    const int64_t bytes = knobs.stages * knobs.tile * 2 * given.width * int64_t(sizeof(KV));
+    const int64_t slots = bytes / int64_t(kWarps * A::kSlotBytes);
+    a.slots = int(slots < 2 ? 2 : slots < kMostSlots ? slots : kMostSlots);
+    const int64_t tiles = (rows + R - 1) / R, tasks = batch * a.heads * tiles;
+    AUTOSEL_CHECK(batch <= 65535 && a.heads * tiles <= 65535, "attention: more than 65535 sequences or row tiles");
+    Shape shape{dim3(unsigned(a.splits), unsigned(a.heads * tiles), unsigned(batch)), unsigned(kThreads),
+                std::max(kWarps * a.slots * A::kSlotBytes, A::kJoinBytes), knobs.pdl != 0};
+    Scratch scratch{};
+    if (a.splits > 1) {
+      Workspace space(stream, size_t(tasks) * a.splits * R * (a.width + 2) * sizeof(float), size_t(tasks));
+      scratch = {space.memory<float>(), space.counters()};
+    }
+    launch(shape, stream, attend<T, KV, R, kLanes, kChunks, Source>, a, source, scratch);
+  };
+  auto by_lanes = [&](auto r) {
+    using std::integral_constant;
+    constexpr int W = kVec<KV>, R = decltype(r)::value;
+    if (given.width <= 8 * W && R <= 8) return with(r, integral_constant<int, 8>{}, integral_constant<int, 1>{});
+    if (given.width <= 16 * W) return with(r, integral_constant<int, 16>{}, integral_constant<int, 1>{});
+    if (given.width <= 32 * W) return with(r, integral_constant<int, 32>{}, integral_constant<int, 1>{});
+    if constexpr (R * W * 2 <= 64)
+      if (given.width <= 64 * W) return with(r, integral_constant<int, 32>{}, integral_constant<int, 2>{});
+    if constexpr (R * W * 4 <= 64)
+      if (given.width <= 128 * W) return with(r, integral_constant<int, 32>{}, integral_constant<int, 4>{});
+    AUTOSEL_CHECK(false, "attention: heads of " << given.width << " channels are too wide");
+  };
+  // R x channels a lane may hold 64 accumulators.
+  const int most = 64 / kVec<KV> / std::max(1, (given.width + 32 * kVec<KV> - 1) / (32 * kVec<KV>));
+  if (rows <= 1 || most < 2) return by_lanes(std::integral_constant<int, 1>{});
+  if (rows <= 2 || most < 4) return by_lanes(std::integral_constant<int, 2>{});
+  if (rows <= 4 || most < 8) return by_lanes(std::integral_constant<int, 4>{});
+  by_lanes(std::integral_constant<int, 8>{});
+}
+
+}  // namespace attention
+}  // namespace autosel

@@ -1,0 +1,75 @@
+// Launching on the stream that PyTorch is on, with or without programmatic dependent launch.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "memory.cuh"
+#include "tensor.cuh"
+
+namespace autosel {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
+}
+
+// The stream of a tensor's device on which the caller is; that device is current while this lives.
+class Stream {
+ public:
+  explicit Stream(const TensorView& t) : device_(t.device().device_id) {
+    stream_ = static_cast<cudaStream_t>(TVMFFIEnvGetStream(AUTOSEL_DEVICE, device_));
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    if (device_ != before_) check(cudaSetDevice(device_), "cudaSetDevice");
+  }
+  ~Stream() {
+    if (device_ != before_) cudaSetDevice(before_);
+  }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  cudaStream_t get() const { return stream_; }
+  int device() const { return device_; }
+
+ private:
+  int device_, before_ = 0;
+  cudaStream_t stream_;
+};
+
+struct Shape {
+  dim3 grid;
+  unsigned threads;
+  size_t shared_bytes = 0;
+  bool dependent = false;  // may start before the kernel ahead has finished; it must wait_for_producers
+};
+
+constexpr size_t kSharedUnasked = 48 << 10;  // more must be asked for, once a kernel and device
+
+// Allows a kernel more than 48 KiB on this device; raises RuntimeError if the device has not as much.
+inline void permit_shared(const void* kernel, const Stream& stream, size_t bytes) {
+  static std::mutex guard;
+  static std::map<std::pair<const void*, int>, size_t> permitted;
+  if (bytes <= kSharedUnasked) return;
+  std::lock_guard<std::mutex> hold(guard);
+  size_t& known = permitted[{kernel, stream.device()}];
+  if (bytes <= known) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), "shared memory");
+  known = bytes;
+}
+
+template <class... Params, class... Args>
+void launch(const Shape& shape, const Stream& stream, void (*kernel)(Params...), Args&&... args) {
+  if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
+  permit_shared(reinterpret_cast<const void*>(kernel), stream, shape.shared_bytes);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid, config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes, config.stream = stream.get();
+  config.attrs = &attribute, config.numAttrs = shape.dependent ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), "launch");
+}
+
+}  // namespace autosel

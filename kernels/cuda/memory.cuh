@@ -1,0 +1,142 @@
+// Every instruction that PTX alone can name, each with what it is where there is none: on older devices, and on a CPU,
+// where the same source is compiled by a C++ compiler to be checked.
+#pragma once
+#include <cassert>
+
+#include "types.cuh"
+
+namespace autosel {
+
+// 16 bytes of an operand that is read once: past L1, so that it does not displace activations. `volatile` keeps the
+// order in which the source issues them, in particular before `wait_for_producers`.
+__device__ __forceinline__ uint4 load_streamed(const void* p) {
+#ifdef __CUDA_ARCH__
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+#else
+  assert(uintptr_t(p) % 16 == 0);
+  uint4 v;
+  memcpy(&v, p, 16);
+  return v;
+#endif
+}
+
+// 16 bytes of an operand that other warps read too, or that an earlier kernel may still be writing: coherent, through
+// L1, and not moved up across `wait_for_producers`.
+__device__ __forceinline__ uint4 load_resident(const void* p) {
+#ifndef __CUDA_ARCH__
+  assert(uintptr_t(p) % 16 == 0);
+#endif
+  return *static_cast<const uint4*>(p);
+}
+
+__device__ __forceinline__ void store(void* p, const uint4& v) {
+#ifndef __CUDA_ARCH__
+  assert(uintptr_t(p) % 16 == 0);
+#endif
+  *static_cast<uint4*>(p) = v;
+}
+
+// Up to kVec<T> elements one by one, zero behind them: where rows are not aligned, and at their ends.
+template <class T> __device__ __forceinline__ uint4 load_elements(const T* p, int count) {
+  T x[kVec<T>];
+#pragma unroll
+  for (int i = 0; i < kVec<T>; ++i) x[i] = i < count ? p[i] : T(0.0f);
+  uint4 v;
+  memcpy(&v, x, 16);
+  return v;
+}
+
+template <class T> __device__ __forceinline__ void store_elements(T* p, const uint4& v, int count) {
+  T x[kVec<T>];
+  memcpy(x, &v, 16);
+#pragma unroll
+  for (int i = 0; i < kVec<T>; ++i)
+    if (i < count) p[i] = x[i];
+}
+
+// `count` (maybe none, maybe more than a vector) elements of p: as one vector where that is allowed and whole.
+template <class T, bool Aligned> __device__ __forceinline__ uint4 load_vector(const T* p, int64_t count) {
+  if (Aligned && count >= kVec<T>) return load_resident(p);
+  return load_elements(p, int(count < kVec<T> ? count : kVec<T>));
+}
+
+template <class T, bool Aligned> __device__ __forceinline__ void store_vector(T* p, const uint4& v, int64_t count) {
+  if (Aligned && count >= kVec<T>) store(p, v);
+  else store_elements(p, v, int(count < kVec<T> ? count : kVec<T>));
+}
+
+// --- asynchronous copies to shared memory (sm_80) -----------------------------------------------------------------------
+
+// 16 bytes from `from` to `to`, or zeros if not `wanted` (`from` is not read then).
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool wanted) {
+#ifdef __CUDA_ARCH__
+  uint32_t at = uint32_t(__cvta_generic_to_shared(to));
+  int bytes = wanted ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
+#else
+  assert(uintptr_t(to) % 16 == 0 && (!wanted || uintptr_t(from) % 16 == 0));
+  if (wanted) memcpy(to, from, 16);
+  else memset(to, 0, 16);
+#endif
+}
+
+// What this thread copied since the last commit becomes one group.
+__device__ __forceinline__ void commit_copies() {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Until at most Pending of this thread's groups are under way. Tells nothing of other threads' copies.
+template <int Pending> __device__ __forceinline__ void await_copies() {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+#endif
+}
+
+// The same for a number known at run time, up to 7.
+__device__ __forceinline__ void await_copies_but(int pending) {
+  switch (pending) {
+    case 0: return await_copies<0>();
+    case 1: return await_copies<1>();
+    case 2: return await_copies<2>();
+    case 3: return await_copies<3>();
+    case 4: return await_copies<4>();
+    case 5: return await_copies<5>();
+    case 6: return await_copies<6>();
+    default: return await_copies<7>();
+  }
+}
+
+// --- programmatic dependent launch (sm_90) ------------------------------------------------------------------------------
+
+// The next kernel of the stream may start its prologue: whatever it reads of ours it waits for anyway.
+__device__ __forceinline__ void release_dependents() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Until the kernels before this one have completed and their results are visible. Before it only constants may be
+// read (weights), and nothing written. Without the launch attribute it returns at once: the stream has waited.
+__device__ __forceinline__ void wait_for_producers() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// --- shared memory ------------------------------------------------------------------------------------------------------
+
+// The block's shared memory, all of it dynamic: a launch says how much, so that a check knows where it ends.
+#ifdef __CUDACC__
+__device__ __forceinline__ char* shared_memory() {
+  extern __shared__ __align__(128) char autosel_shared[];
+  return autosel_shared;
+}
+#endif
+
+}  // namespace autosel

@@ -1,0 +1,256 @@
+// What the projections share (gemv, norm_qkv, gate_up, lm_head): few rows of x against weights that stream by.
+//
+// A warp takes AUTOSEL_ROWS rows of weights at a time, each lane 16 bytes of each row at a step of 512 bytes; it keeps
+// AUTOSEL_UNROLL such loads in flight beyond those it works on, across the ends of rows, so that the stream never
+// drains. x is read through L1, where all warps of an SM share it: no staging, no barrier. `split` warps of one CTA may
+// share a row, each taking every split-th step; their sums are added in a fixed order.
+//
+// Weights are constants: the first of them are on their way before the kernel waits for x's producer.
+#pragma once
+#include "launch.cuh"
+#include "reduce.cuh"
+
+#ifndef AUTOSEL_UNROLL
+#define AUTOSEL_UNROLL 4
+#endif
+#ifndef AUTOSEL_ROWS
+#define AUTOSEL_ROWS 1
+#endif
+
+namespace autosel {
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+constexpr int kMostRows = 8;  // of x at once: M x AUTOSEL_ROWS accumulators a lane
+// CTAs an SM must be able to hold: registers are capped for it. Rows that are not aligned are slow anyway.
+template <bool Aligned> constexpr int kResident = Aligned ? 2 : 1;
+
+template <class W, int Parts> struct Weights {
+  Matrix<const W> part[Parts];  // of the same size
+  int split;                    // warps a row
+};
+
+// Rows of x as they are.
+template <class T, int M, bool Aligned> struct Plain {
+  static constexpr bool kNormed = false;
+  Matrix<const T> x;
+  int first;    // row
+  int start[M]; // elements from x.at to its row; of rows beyond the last, to the last one
+  __device__ __forceinline__ Plain(const Matrix<const T>& from, int first_row) : x(from), first(first_row) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) start[m] = int((first + m < x.rows ? first + m : x.rows - 1) * x.stride);
+  }
+  template <bool Whole> __device__ __forceinline__ void begin(int, int) {}
+  // kVec<T> elements of row m from k on, zeros behind its end; Whole: they do not reach it.
+  template <bool Whole> __device__ __forceinline__ void load(int m, int k, int count, float (&out)[kVec<T>]) const {
+    const T* from = x.at + (start[m] + k);
+    widen<T>(Whole ? load_resident(from) : load_vector<T, Aligned>(from, count), out);
+  }
+};
+
+// x * (gain + offset), not yet divided by its root mean square: a scalar a row, which the sum can be multiplied by as
+// well. The sum of squares comes by the way, from the very elements a lane has loaded.
+template <class T, int M, bool Aligned> struct Normed : Plain<T, M, Aligned> {
+  static constexpr bool kNormed = true;
+  const T* gain;
+  float eps, offset;
+  float scale[kVec<T>];
+  __device__ __forceinline__ Normed(const Matrix<const T>& from, int first_row, const T* by, float e, float o)
+      : Plain<T, M, Aligned>(from, first_row), gain(by), eps(e), offset(o) {}
+  template <bool Whole> __device__ __forceinline__ void begin(int k, int count) {
+    widen<T>(Whole ? load_resident(gain + k) : load_vector<T, Aligned>(gain + k, count), scale);
+#pragma unroll
+    for (int e = 0; e < kVec<T>; ++e) scale[e] += offset;
+  }
+};
+
+// W: storage type of the weights, of which a step holds kVec<W> a lane; T: of x.
+template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
+  static constexpr int R = AUTOSEL_ROWS;
+  static constexpr int U = AUTOSEL_UNROLL / (R * Parts) > 0 ? AUTOSEL_UNROLL / (R * Parts) : 1;
+  static constexpr int V = kVec<W>, X = kVec<T>, kStep = kWarp * V;
+  static_assert(V % X == 0, "a vector of weights meets whole vectors of x");
+
+  struct Raw { uint4 v[U][Parts][R]; };
+
+  const Weights<W, Parts>& w;
+  int rows, depth, groups, lane, part;  // a group: R rows of weights
+
+  __device__ __forceinline__ explicit Projector(const Weights<W, Parts>& weights)
+      : w(weights), rows(int(weights.part[0].rows)), depth(int(weights.part[0].columns)), groups((rows + R - 1) / R) {
+    lane = int(threadIdx.x) % kWarp, part = int(threadIdx.x) / kWarp % w.split;
+  }
+
+  // The weights of a group from k on; zero beyond the ends, so that nothing need be asked when they are multiplied.
+  __device__ __forceinline__ void fetch(Raw& raw, int group, int k) const {
+    const bool whole = Aligned && k + U * kStep <= depth;  // the same for the whole warp
+#pragma unroll
+    for (int p = 0; p < Parts; ++p)
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        const int row = group * R + r < rows ? group * R + r : rows - 1;
+        const W* from = w.part[p].row(row) + k + lane * V;
+        if (whole) {
+#pragma unroll
+          for (int u = 0; u < U; ++u) raw.v[u][p][r] = load_streamed(from + u * kStep);
+        } else {
+#pragma unroll
+          for (int u = 0; u < U; ++u)
+            raw.v[u][p][r] = load_vector<W, Aligned>(from + u * kStep, depth - k - lane * V - u * kStep);
+        }
+      }
+  }
+
+  template <bool Whole, class Source>
+  __device__ __forceinline__ void multiply(const Raw& raw, int k0, Source& x, float (&sum)[M][Parts][R],
+                                           float (&squares)[M]) const {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int k = k0 + u * kStep + lane * V;
+      if (!Whole && k >= depth) break;
+      float v[Parts][R][V];
+#pragma unroll
+      for (int p = 0; p < Parts; ++p)
+#pragma unroll
+        for (int r = 0; r < R; ++r) widen<W>(raw.v[u][p][r], v[p][r]);
+#pragma unroll
+      for (int h = 0; h < V; h += X) {
+        x.template begin<Whole>(k + h, depth - k - h);
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+          float a[X];
+          x.template load<Whole>(m, k + h, depth - k - h, a);
+          if constexpr (Source::kNormed) {
+#pragma unroll
+            for (int e = 0; e < X; ++e) squares[m] = fmaf(a[e], a[e], squares[m]), a[e] *= x.scale[e];
+          }
+#pragma unroll
+          for (int p = 0; p < Parts; ++p)
+#pragma unroll
+            for (int r = 0; r < R; ++r)
+#pragma unroll
+              for (int e = 0; e < X; ++e) sum[m][p][r] = fmaf(a[e], v[p][r][h + e], sum[m][p][r]);
+        }
+      }
+    }
+  }
+
+  // done(m, n, v[Parts]) once for every row m < M of x and row n of the weights, by one lane.
+  template <class Source, class Done> __device__ __forceinline__ void run(Source& x, const Done& done) const {
+    const int teams = kWarps / w.split, team = int(threadIdx.x) / kWarp / w.split;
+    const int stride = w.split * U * kStep, start = part * U * kStep, steps = (depth + stride - 1) / stride;
+    float sum[M][Parts][R] = {}, squares[M] = {};
+    Raw now, next;
+    int turn = 0;
+    // Every warp of a CTA goes through as many groups, for split warps meet at barriers; the last may be nobody's.
+    int group = int(blockIdx.x) * teams, step = 0;
+    fetch(now, group + team, start);
+    wait_for_producers();
+    while (group < groups) {
+      const bool last = step + 1 == steps;
+      const int next_group = last ? group + int(gridDim.x) * teams : group, next_step = last ? 0 : step + 1;
+      const int k = start + step * stride;
+      if (next_group < groups) fetch(next, next_group + team, start + next_step * stride);
+      if (Aligned && k + U * kStep <= depth) multiply<Aligned>(now, k, x, sum, squares);
+      else multiply<false>(now, k, x, sum, squares);
+      if (last) {
+        conclude(group + team, x, sum, squares, turn++, done);
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+          squares[m] = 0;
+#pragma unroll
+          for (int i = 0; i < Parts * R; ++i) (&sum[m][0][0])[i] = 0;
+        }
+      }
+      now = next, group = next_group, step = next_step;
+    }
+  }
+
+  // Floats of shared memory a warp needs where rows are split; twice, so that one barrier a group is enough.
+  static constexpr int kPartial = M * R * (Parts + 1);
+
+ private:
+  template <class Source, class Done>
+  __device__ __forceinline__ void conclude(int group, const Source& x, float (&sum)[M][Parts][R],
+                                           float (&squares)[M], int turn, const Done& done) const {
+    float mine[Parts] = {}, energy = 0;  // of this lane's (m, r) = (lane / R, lane % R)
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      if constexpr (Source::kNormed) {
+        squares[m] = lanes_sum(squares[m]);
+        if (lane / R == m) energy = squares[m];
+      }
+#pragma unroll
+      for (int p = 0; p < Parts; ++p)
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          const float total = lanes_sum(sum[m][p][r]);
+          if (lane == m * R + r) mine[p] = total;
+        }
+    }
+    if (w.split > 1) {
+      float* kept = reinterpret_cast<float*>(shared_memory()) + turn % 2 * kWarps * kPartial;
+      const int warp = int(threadIdx.x) / kWarp;
+      if (lane < M * R) {
+        float* own = kept + warp * kPartial + lane * (Parts + 1);
+        for (int p = 0; p < Parts; ++p) own[p] = mine[p];
+        own[Parts] = energy;
+      }
+      __syncthreads();
+      if (part != 0) return;
+      if (lane < M * R)
+        for (int s = 1; s < w.split; ++s) {
+          const float* other = kept + (warp + s) * kPartial + lane * (Parts + 1);
+          for (int p = 0; p < Parts; ++p) mine[p] += other[p];
+          energy += other[Parts];
+        }
+    }
+    const int m = lane / R;
+    const int n = group * R + lane % R;
+    if (m >= M || n >= rows || x.first + m >= x.x.rows) return;
+    if constexpr (Source::kNormed) {
+      const float rstd = rsqrtf(energy / float(depth) + x.eps);
+#pragma unroll
+      for (int p = 0; p < Parts; ++p) mine[p] *= rstd;
+    }
+    done(x.first + m, n, mine);
+  }
+};
+
+// --- host ----------------------------------------------------------------------------------------------------------------
+
+struct Plan {
+  int64_t grid, split;
+  bool dependent;
+};
+
+// Offsets within x, rows and depth of the weights are 32-bit.
+template <class T, class W> void check_sizes(const Matrix<T>& x, const Matrix<W>& w) {
+  AUTOSEL_CHECK(x.rows >= 1 && w.rows >= 1 && w.columns >= 1, "a projection of nothing");
+  AUTOSEL_CHECK(x.rows * std::max(x.stride, x.columns) <= kMostElements, "x spans more than 2^31 - 1 elements");
+  AUTOSEL_CHECK(w.columns <= kMostElements / 2 && w.rows <= kMostElements / 2, "w has more than 2^30 rows or columns");
+}
+
+inline void check_plan(const Plan& plan) {
+  AUTOSEL_CHECK(plan.grid >= 1 && plan.grid <= kMostElements, "grid is " << plan.grid);
+  AUTOSEL_CHECK(plan.split == 1 || plan.split == 2 || plan.split == 4 || plan.split == 8,
+                "split_k is " << plan.split << ", expected 1, 2, 4 or 8");
+}
+
+// body(integral_constant<int, M>): the fewest rows of x at once, of 1, 2, 4 and 8, that hold `rows` or are 8.
+template <class Body> void by_rows(int64_t rows, const Body& body) {
+  if (rows <= 1) body(std::integral_constant<int, 1>{});
+  else if (rows <= 2) body(std::integral_constant<int, 2>{});
+  else if (rows <= 4) body(std::integral_constant<int, 4>{});
+  else body(std::integral_constant<int, kMostRows>{});
+}
+
+// CTAs: no more than there is work for. Rows of x beyond 8 are further passes over the weights, as gridDim.y.
+template <class P> Shape shape_of(const Plan& plan, int64_t outputs, int64_t rows) {
+  const int64_t teams = kWarps / plan.split, groups = (outputs + P::R - 1) / P::R;
+  const int64_t grid = std::min(plan.grid, (groups + teams - 1) / teams), passes = (rows + kMostRows - 1) / kMostRows;
+  AUTOSEL_CHECK(passes <= 65535, "x has " << rows << " rows");
+  return {dim3(unsigned(grid), unsigned(passes)), unsigned(kThreads),
+          plan.split > 1 ? 2 * kWarps * P::kPartial * sizeof(float) : 0, plan.dependent};
+}
+
+}  // namespace autosel

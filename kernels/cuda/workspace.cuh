@@ -1,0 +1,82 @@
+// Device memory that a kernel keeps from call to call, and counters by which its last CTA knows that it is the last.
+//
+// One a stream, and one a graph being captured on it: calls of a stream follow each other, replays of a graph do too,
+// but two graphs captured on one stream may run at once on two. It grows when a larger shape comes (at the first call of
+// a bound callable, which is not captured) and is never given back: a captured graph may hold its address. Counters are
+// zero between calls: the last CTA takes a counter back to zero by the increment that finds it.
+#pragma once
+#include <tuple>
+
+#include "launch.cuh"
+
+namespace autosel {
+
+class Workspace {
+ public:
+  // At least `bytes`, and `counters` that are zero; raises RuntimeError if the device has no room.
+  Workspace(const Stream& stream, size_t bytes, size_t counters) {
+    static std::mutex guard;
+    static std::map<std::tuple<int, cudaStream_t, unsigned long long>, Room> rooms;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long capture = 0;
+    check(cudaStreamGetCaptureInfo(stream.get(), &status, &capture), "cudaStreamGetCaptureInfo");
+    if (status == cudaStreamCaptureStatusNone) capture = 0;
+    std::lock_guard<std::mutex> hold(guard);
+    Room& room = rooms[{stream.device(), stream.get(), capture}];
+    if (bytes > room.bytes) room.memory = allocate(bytes), room.bytes = bytes;
+    if (counters > room.counters) {
+      room.counter = static_cast<unsigned*>(allocate(counters * sizeof(unsigned)));
+      room.counters = counters;
+      clear(room.counter, counters * sizeof(unsigned));
+    }
+    memory_ = static_cast<char*>(room.memory), counter_ = room.counter;
+  }
+  template <class T> T* memory(size_t offset = 0) const { return reinterpret_cast<T*>(memory_ + offset); }
+  unsigned* counters() const { return counter_; }
+
+ private:
+  struct Room {
+    void* memory = nullptr;
+    unsigned* counter = nullptr;
+    size_t bytes = 0, counters = 0;
+  };
+
+  // A capture forbids allocation in its own mode, for it would not be replayed. This one need not be.
+  struct Relaxed {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    Relaxed() { check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode"); }
+    ~Relaxed() { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
+  };
+
+  static void* allocate(size_t bytes) {
+    Relaxed relaxed;
+    void* at = nullptr;
+    check(cudaMalloc(&at, bytes), "workspace");
+    return at;
+  }
+  static void clear(void* at, size_t bytes) {
+    Relaxed relaxed;
+    cudaStream_t own;  // not the caller's: it may be capturing
+    check(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking), "cudaStreamCreate");
+    check(cudaMemsetAsync(at, 0, bytes, own), "cudaMemset");
+    check(cudaStreamSynchronize(own), "cudaStreamSynchronize");
+    check(cudaStreamDestroy(own), "cudaStreamDestroy");
+  }
+
+  char* memory_;
+  unsigned* counter_;
+};
+
+// Is this CTA the last of `of` to come here? All threads get the answer, and if it is yes, see what the others wrote
+// before they came. `flag`: one word of shared memory.
+__device__ __forceinline__ bool last_to_arrive(unsigned* counter, unsigned of, unsigned* flag) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) *flag = atomicInc(counter, of - 1) == of - 1;
+  __syncthreads();
+  const bool last = *flag != 0;
+  if (last) __threadfence();
+  return last;
+}
+
+}  // namespace autosel

@@ -1,0 +1,74 @@
+"""Compile a CUDA source for this CPU under the SIMT harness (simt.h), and call it as a worker calls the real one."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from autosel import resources, settings
+from autosel.native.compile import _libinfo, find_compiler, sources_digest
+from autosel.native.cuda import find_nvcc
+
+HERE = Path(__file__).parent
+FLAGS = (
+    "-std=c++20",
+    "-O1",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-parameter",
+    "-Wno-class-memaccess",
+    "-fPIC",
+    "-shared",
+)
+
+
+def includes() -> list[str]:
+    """tvm-ffi's and CUDA's headers, these as a system's: we do not lint them."""
+    nvcc, info = find_nvcc(), _libinfo()
+    assert nvcc is not None
+    return [
+        f"-I{info.find_include_path()}",
+        f"-I{info.find_dlpack_include_path()}",
+        "-isystem",
+        str(nvcc.home / "include"),
+        f"-L{Path(info.find_libtvm_ffi()).parent}",
+        "-ltvm_ffi",
+    ]
+
+
+@cache
+def emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
+    """The entry of kernels/cuda/<source>.cu, run on emulated threads; macros as NAME=VALUE."""
+    import tvm_ffi
+
+    function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(_built(source, macros))), entry)
+    return function
+
+
+def _built(source: str, macros: tuple[str, ...]) -> Path:
+    """Compiled once for these bytes; under a digest, so that it is found again."""
+    compiler = find_compiler()
+    assert compiler is not None
+    flags = [*FLAGS, "-DAUTOSEL_DEVICE=kDLCPU", *(f"-D{m}" for m in macros)]
+    hasher = hashlib.sha256((HERE / "simt.h").read_bytes())
+    for part in (sources_digest(f"cuda/{source}.cu"), compiler.version, *flags):
+        hasher.update(part.encode() + b"\0")
+    made = settings.home() / "emulated" / f"{source}-{hasher.hexdigest()[:24]}.so"
+    if made.is_file():
+        return made
+    made.parent.mkdir(parents=True, exist_ok=True)
+    file = resources.kernels() / "cuda" / f"{source}.cu"
+    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+        output = Path(folder) / made.name
+        command = [compiler.path, *flags, "-x", "c++", "-include", str(HERE / "simt.h"), str(file), "-o", str(output)]
+        done = subprocess.run([*command, *includes()], capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[:4000]
+        output.rename(made)
+    return made

@@ -1,0 +1,403 @@
+// A GPU's execution model on one CPU thread, so that a .cu file compiled by g++ runs here as it is written.
+//
+// Force-included ahead of the file (g++ -x c++ -include simt.h). Blocks run in turn; a block's threads are fibers, which
+// change places at barriers, shuffles and votes only. What it checks beside the results: shared memory beyond the bytes
+// asked for ends the process (guard pages), and what no thread has written is NaN; a barrier or shuffle that not all
+// reach is an error that names who waits where; launches that no device would accept are refused. Every other launch
+// runs blocks and threads in reverse, so that a missing barrier shows in one order if not in the other.
+// It cannot show: speed, races between blocks that run at once, the memory model, alignment faults of plain accesses.
+#pragma once
+
+// CUDA's headers and the library's come first: they must not see the names redefined below.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime_api.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+
+namespace simt {
+
+constexpr unsigned kWarp = 32, kMostThreads = 1024;
+constexpr size_t kStack = 128 << 10, kMostShared = 227 << 10, kSharedUnasked = 48 << 10;  // sm_90's limits
+
+#if defined(__x86_64__)
+// Saves the callee-saved registers and the stack of the caller, and goes on where `to` was left. (swapcontext would ask
+// the operating system for the signal mask each time: 100 times slower.)
+extern "C" void simt_switch(void** from, void* to);
+asm(R"(
+.text
+.weak simt_switch
+.type simt_switch, @function
+simt_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size simt_switch, .-simt_switch
+)");
+struct Context { void* sp = nullptr; };
+inline void change(Context& from, Context& to) { simt_switch(&from.sp, to.sp); }
+inline void prepare(Context& c, char* stack, void (*entry)()) {
+  auto top = reinterpret_cast<uintptr_t*>((reinterpret_cast<uintptr_t>(stack) + kStack) & ~uintptr_t(15));
+  *--top = 0;  // where a return address would be: aligns the stack as a call does
+  *--top = reinterpret_cast<uintptr_t>(entry);
+  for (int i = 0; i < 6; ++i) *--top = 0;
+  c.sp = top;
+}
+#else
+struct Context { ucontext_t at; };
+inline void change(Context& from, Context& to) { swapcontext(&from.at, &to.at); }
+inline void prepare(Context& c, char* stack, void (*entry)()) {
+  getcontext(&c.at);
+  c.at.uc_stack.ss_sp = stack, c.at.uc_stack.ss_size = kStack, c.at.uc_link = nullptr;
+  makecontext(&c.at, entry, 0);
+}
+#endif
+
+enum class State { runs, at_barrier, at_warp, done };
+
+struct Fiber {
+  Context context;
+  State state;
+  uint3 thread;
+  uint64_t exchanges;  // warp operations so far
+};
+
+// What the lanes of a warp lay out for each other. Two, in turns: a lane may be one operation ahead of another.
+struct Exchange {
+  uint32_t arrived = 0;
+  uint64_t values[kWarp][4];
+  const char* what = "";
+};
+
+struct Machine {
+  dim3 grid, block;
+  uint3 at{};  // the block that runs
+  std::vector<Fiber> fibers;
+  std::vector<Exchange> exchanges;  // [warp][2]
+  unsigned now = 0, waiting = 0, done = 0;
+  int direction = 1;
+  Context home;
+  char *stacks = nullptr, *shared_end = nullptr, *shared = nullptr;
+  size_t shared_bytes = 0;
+  std::function<void()> body;
+  std::string failed;
+  bool reverse = false;
+  std::map<const void*, size_t> permitted;
+};
+
+inline Machine& machine() {
+  static Machine m;
+  return m;
+}
+
+inline Fiber& self() { return machine().fibers[machine().now]; }
+
+// Gives way to the next thread that can run; returns when this one can again.
+inline void give_way() {
+  Machine& m = machine();
+  const unsigned n = unsigned(m.fibers.size()), from = m.now;
+  for (unsigned i = 1; i <= n; ++i) {
+    unsigned next = m.direction > 0 ? (from + i) % n : (from + n - i) % n;
+    if (m.fibers[next].state != State::runs) continue;
+    if (next == from) return;
+    m.now = next;
+    change(m.fibers[from].context, m.fibers[next].context);
+    return;
+  }
+  change(m.fibers[from].context, m.home);  // nobody can run: all done, or a deadlock; the launch finds out which
+}
+
+inline void fiber_main() {
+  machine().body();
+  Machine& m = machine();
+  self().state = State::done;
+  m.done += 1;
+  if (m.waiting && m.waiting + m.done == m.fibers.size()) {  // exited threads count as arrived, as on a device
+    m.waiting = 0;
+    for (Fiber& f : m.fibers)
+      if (f.state == State::at_barrier) f.state = State::runs;
+  }
+  give_way();
+  std::abort();
+}
+
+inline void barrier() {
+  Machine& m = machine();
+  m.waiting += 1;
+  if (m.waiting + m.done < m.fibers.size()) {
+    self().state = State::at_barrier;
+    give_way();
+    return;
+  }
+  m.waiting = 0;
+  for (Fiber& f : m.fibers)
+    if (f.state == State::at_barrier) f.state = State::runs;
+}
+
+// Lays out four words, waits for the other lanes, and returns all that were laid out. The whole warp must take part.
+inline const Exchange& exchange(const char* what, const uint64_t (&mine)[4]) {
+  Machine& m = machine();
+  const unsigned warp = m.now / kWarp, lane = m.now % kWarp;
+  Exchange& e = m.exchanges[2 * warp + self().exchanges++ % 2];
+  if (e.arrived && e.what != what && strcmp(e.what, what) != 0)
+    m.failed = std::string("lanes of a warp meet at different operations: ") + e.what + " and " + what;
+  e.what = what;
+  memcpy(e.values[lane], mine, sizeof mine);
+  e.arrived |= 1u << lane;
+  if (e.arrived != 0xffffffffu) {
+    self().state = State::at_warp;
+    give_way();
+  } else {
+    e.arrived = 0;
+    for (unsigned i = 0; i < kWarp; ++i) {
+      Fiber& f = m.fibers[warp * kWarp + i];
+      if (f.state == State::at_warp) f.state = State::runs;
+    }
+  }
+  return e;
+}
+
+inline void whole_warp(unsigned mask) {
+  if (mask != 0xffffffffu) machine().failed = "a warp operation of less than the whole warp";
+}
+
+template <class T> uint64_t pack(T v) {
+  static_assert(sizeof(T) <= 8, "a shuffle moves up to 8 bytes");
+  uint64_t bits = 0;
+  memcpy(&bits, &v, sizeof v);
+  return bits;
+}
+template <class T> T unpack(uint64_t bits) {
+  T v;
+  memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+template <class T> T shuffle(unsigned mask, T v, unsigned from) {
+  whole_warp(mask);
+  const uint64_t mine[4] = {pack(v)};
+  return unpack<T>(exchange("shuffle", mine).values[from % kWarp][0]);
+}
+
+inline uint32_t vote(unsigned mask, bool yes) {
+  whole_warp(mask);
+  const uint64_t mine[4] = {yes};
+  const Exchange& e = exchange("vote", mine);
+  uint32_t bits = 0;
+  for (unsigned i = 0; i < kWarp; ++i) bits |= uint32_t(e.values[i][0] != 0) << i;
+  return bits;
+}
+
+// --- launching -----------------------------------------------------------------------------------------------------------
+
+inline std::string where() {
+  Machine& m = machine();
+  std::string text = "block (" + std::to_string(m.at.x) + "," + std::to_string(m.at.y) + "," + std::to_string(m.at.z) + ")";
+  unsigned barriers = 0, warps = 0;
+  for (Fiber& f : m.fibers) barriers += f.state == State::at_barrier, warps += f.state == State::at_warp;
+  return text + ": " + std::to_string(m.done) + " threads have ended, " + std::to_string(barriers) + " wait at a barrier, " +
+         std::to_string(warps) + " for their warp";
+}
+
+// Shared memory lies against a page that may not be touched, on both sides; bytes are rounded up to 16.
+inline void give_shared(size_t bytes) {
+  Machine& m = machine();
+  if (!m.shared_end) {
+    const size_t page = size_t(sysconf(_SC_PAGESIZE)), room = (kMostShared + page - 1) / page * page;
+    char* at = static_cast<char*>(mmap(nullptr, room + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    mprotect(at + page, room, PROT_READ | PROT_WRITE);
+    m.shared_end = at + page + room;
+  }
+  m.shared_bytes = (bytes + 127) / 128 * 128;
+  m.shared = m.shared_end - m.shared_bytes;
+}
+
+inline void run_block(uint3 at) {
+  Machine& m = machine();
+  const unsigned threads = m.block.x * m.block.y * m.block.z;
+  m.at = at, m.waiting = m.done = 0;
+  m.fibers.resize(threads), m.exchanges.assign(2 * threads / kWarp, Exchange());
+  memset(m.shared, 0xff, m.shared_bytes);  // NaN in every floating-point type
+  for (unsigned i = 0; i < threads; ++i) {
+    Fiber& f = m.fibers[i];
+    f.thread = uint3{i % m.block.x, i / m.block.x % m.block.y, i / m.block.x / m.block.y};
+    f.state = State::runs, f.exchanges = 0;
+    prepare(f.context, m.stacks + i * kStack, fiber_main);
+  }
+  m.now = m.direction > 0 ? 0 : threads - 1;
+  change(m.home, m.fibers[m.now].context);
+  if (m.done != threads) m.failed = "deadlock in " + where();
+}
+
+inline cudaError_t run(const cudaLaunchConfig_t& c, const void* kernel, std::function<void()> body) {
+  Machine& m = machine();
+  const dim3 g = c.gridDim, b = c.blockDim;
+  const unsigned threads = b.x * b.y * b.z;
+  if (threads == 0 || threads > kMostThreads || threads % kWarp || g.x == 0 || g.y == 0 || g.z == 0 || g.y > 65535 ||
+      g.z > 65535 || g.x > 0x7fffffffu)
+    return cudaErrorInvalidConfiguration;
+  const size_t permitted = m.permitted.count(kernel) ? m.permitted[kernel] : kSharedUnasked;
+  if (c.dynamicSmemBytes > permitted || c.dynamicSmemBytes > kMostShared) return cudaErrorInvalidValue;
+  if (!m.stacks)
+    m.stacks = static_cast<char*>(mmap(nullptr, kMostThreads * kStack, PROT_READ | PROT_WRITE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  give_shared(c.dynamicSmemBytes);
+  m.grid = g, m.block = b, m.body = std::move(body), m.failed.clear();
+  m.direction = m.reverse ? -1 : 1, m.reverse = !m.reverse;
+  const uint64_t blocks = uint64_t(g.x) * g.y * g.z;
+  for (uint64_t i = 0; i < blocks && m.failed.empty(); ++i) {
+    const uint64_t at = m.direction > 0 ? i : blocks - 1 - i;
+    run_block(uint3{unsigned(at % g.x), unsigned(at / g.x % g.y), unsigned(at / g.x / g.y)});
+  }
+  if (!m.failed.empty()) {
+    fprintf(stderr, "simt: %s\n", m.failed.c_str());
+    return cudaErrorLaunchFailure;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace simt
+
+template <class... Params, class... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Params...), Args&&... args) {
+  return [&](Params... held) {
+    return simt::run(*c, reinterpret_cast<const void*>(kernel), [&] { kernel(held...); });
+  }(std::forward<Args>(args)...);
+}
+
+// --- the parts of the runtime that kernels' hosts use --------------------------------------------------------------------
+
+extern "C" {
+inline const char* simt_error(cudaError_t e) {
+  const std::string& failed = simt::machine().failed;
+  if (e == cudaErrorLaunchFailure && !failed.empty()) return failed.c_str();
+  return e == cudaErrorInvalidConfiguration ? "invalid configuration" : e == cudaErrorInvalidValue ? "invalid value" : "failed";
+}
+}
+#define cudaGetErrorString simt_error
+#define cudaGetDevice(device) (*(device) = 0, cudaSuccess)
+#define cudaSetDevice(device) ((void)(device), cudaSuccess)
+#define cudaGetLastError() cudaSuccess
+#define cudaStreamGetCaptureInfo(stream, status, id) (*(status) = cudaStreamCaptureStatusNone, *(id) = 0, cudaSuccess)
+#define cudaThreadExchangeStreamCaptureMode(mode) ((void)(mode), cudaSuccess)
+inline cudaError_t simt_malloc(void** p, size_t bytes) {
+  *p = aligned_alloc(256, (bytes + 255) / 256 * 256);
+  if (*p) memset(*p, 0xff, bytes);
+  return *p ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+#define cudaMalloc(p, bytes) simt_malloc(reinterpret_cast<void**>(p), bytes)
+#define cudaMemsetAsync(p, value, bytes, stream) (memset(p, value, bytes), (void)(stream), cudaSuccess)
+#define cudaStreamCreateWithFlags(stream, flags) (*(stream) = nullptr, cudaSuccess)
+#define cudaStreamSynchronize(stream) ((void)(stream), cudaSuccess)
+#define cudaStreamDestroy(stream) ((void)(stream), cudaSuccess)
+#define cudaFuncSetAttribute(kernel, attribute, bytes) (simt::machine().permitted[kernel] = size_t(bytes), cudaSuccess)
+#define TVMFFIEnvGetStream(type, device) nullptr
+
+// --- the language ----------------------------------------------------------------------------------------------------------
+
+#undef __global__
+#undef __device__
+#undef __host__
+#undef __shared__
+#undef __forceinline__
+#undef __launch_bounds__
+#undef __align__
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+// Objects, not macros: a launch's configuration has members of these names.
+#define SIMT_INDEX(name, of)                                                 \
+  inline const struct {                                                      \
+    struct { operator unsigned() const { return (of).x; } } x;               \
+    struct { operator unsigned() const { return (of).y; } } y;               \
+    struct { operator unsigned() const { return (of).z; } } z;               \
+  } name{};
+SIMT_INDEX(threadIdx, simt::self().thread)
+SIMT_INDEX(blockIdx, simt::machine().at)
+SIMT_INDEX(blockDim, simt::machine().block)
+SIMT_INDEX(gridDim, simt::machine().grid)
+#undef SIMT_INDEX
+
+namespace autosel {
+inline char* shared_memory() { return simt::machine().shared; }
+}  // namespace autosel
+
+inline void __syncthreads() { simt::barrier(); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { simt::vote(mask, true); }
+inline void __threadfence() {}
+template <class T> T __shfl_sync(unsigned mask, T v, int from) { return simt::shuffle(mask, v, unsigned(from)); }
+template <class T> T __shfl_xor_sync(unsigned mask, T v, int with) {
+  return simt::shuffle(mask, v, (simt::machine().now % simt::kWarp) ^ unsigned(with));
+}
+template <class T> T __shfl_up_sync(unsigned mask, T v, unsigned by) {
+  const unsigned lane = simt::machine().now % simt::kWarp;
+  return simt::shuffle(mask, v, lane >= by ? lane - by : lane);
+}
+template <class T> T __shfl_down_sync(unsigned mask, T v, unsigned by) {
+  const unsigned lane = simt::machine().now % simt::kWarp;
+  return simt::shuffle(mask, v, lane + by < simt::kWarp ? lane + by : lane);
+}
+inline unsigned __ballot_sync(unsigned mask, int yes) { return simt::vote(mask, yes != 0); }
+inline int __any_sync(unsigned mask, int yes) { return simt::vote(mask, yes != 0) != 0; }
+inline int __all_sync(unsigned mask, int yes) { return simt::vote(mask, yes != 0) == 0xffffffffu; }
+
+template <class T> T atomicAdd(T* at, std::type_identity_t<T> v) { T old = *at; *at = T(old + v); return old; }
+template <class T> T atomicOr(T* at, std::type_identity_t<T> v) { T old = *at; *at = T(old | v); return old; }
+template <class T> T atomicMax(T* at, std::type_identity_t<T> v) { T old = *at; if (v > old) *at = v; return old; }
+template <class T> T atomicMin(T* at, std::type_identity_t<T> v) { T old = *at; if (v < old) *at = v; return old; }
+template <class T> T atomicExch(T* at, std::type_identity_t<T> v) { T old = *at; *at = v; return old; }
+inline unsigned atomicInc(unsigned* at, unsigned most) { unsigned old = *at; *at = old >= most ? 0 : old + 1; return old; }
+
+template <class A, class B> std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
+template <class A, class B> std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline void sincospif(float x, float* s, float* c) { *s = float(std::sin(M_PI * double(x))), *c = float(std::cos(M_PI * double(x))); }
+inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned __float_as_uint(float x) { return simt::unpack<unsigned>(simt::pack(x)); }
+inline float __uint_as_float(unsigned x) { return simt::unpack<float>(simt::pack(x)); }
+template <class T> T __ldcg(const T* p) { return *p; }
+template <class T> T __ldg(const T* p) { return *p; }

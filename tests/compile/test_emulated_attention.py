@@ -1,0 +1,137 @@
+"""Decode attention on emulated threads: every hostile case, every dtype, whole and split, short rings and long ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autosel.ops import OPS, eager
+from autosel.ops.contract import Case, Inputs, Mismatch, Op
+from autosel.values import DTypeName, Workload
+from tests.compile.emulate import emulated
+
+DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
+SOURCES = {"attn": "attn_decode", "paged_attn": "paged_attn_decode"}
+CACHE = {"B": 2, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 512}
+# op -> (shape, traits) whose batteries are run
+SHAPES: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
+    "attn": [(CACHE, {}), ({**CACHE, "S": 3}, {"ragged": True}), ({**CACHE, "S": 2}, {"window": 37, "softcap": 20.0})],
+    "paged_attn": [({**CACHE, "page": 16}, {}), ({**CACHE, "S": 3, "page": 24}, {"window": 37, "softcap": 20.0})],
+}
+# tile, stages, chunk, pdl: one CTA a head; splits of a block, of odd lengths; the shortest ring and the longest
+CUTS = ((64, 3, 1 << 20, 0), (32, 2, 32, 0), (64, 2, 77, 1), (128, 8, 128, 0), (32, 2, 9, 0))
+
+
+def run(op: Op, w: Workload, inputs: Inputs, cut: Sequence[int]) -> Tensor:
+    (out,) = op.allocate(w, fill=float("nan"))
+    assert out is not None
+    source = SOURCES[op.name]
+    emulated(source, source)(*op.arguments(inputs), out, *cut)
+    return out
+
+
+def failure(op: Op, made: Case, cut: Sequence[int]) -> Mismatch | None:
+    baseline = getattr(eager, op.name)(*op.arguments(made.make(11)))
+    got = run(op, made.workload, made.make(11), cut)
+    found = op.verify(made.make(11), [got], (baseline,))
+    return found if isinstance(found, Mismatch) else None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_attention_meets_its_contract_in_every_case(name: str, dtype: DTypeName) -> None:
+    op, wrong, turn = OPS[name], [], 0
+    for dims, traits in SHAPES[name]:
+        for made in op.cases(op.workload(dtype, dims, **traits)):
+            cut, turn = CUTS[turn % len(CUTS)], turn + 1
+            found = failure(op, made, cut)
+            if found is not None:
+                wrong.append(f"{made.workload.key} {made.name}, {cut}: {found.check}: {found.reason}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 7, 8, 40, 72, 112, 192, 320, 512])
+def test_any_head_width_is_right(width: int, dtype: DTypeName) -> None:
+    op = OPS["attn"]
+    for group in (1, 3, 8):
+        w = op.workload(dtype, {**CACHE, "Hq": 2 * group, "D": width, "L": 83})
+        inputs = op.inputs(w, 3)
+        for cut in CUTS[:3]:
+            found = op.verify(inputs, [run(op, w, inputs, cut)])
+            assert not isinstance(found, Mismatch), (group, cut, found)
+
+
+def test_a_width_that_does_not_fit_registers_is_refused() -> None:
+    op = OPS["attn"]
+    w = op.workload("bf16", {**CACHE, "D": 1032, "L": 8})
+    with pytest.raises(ValueError, match="too wide"):
+        run(op, w, op.inputs(w, 3), CUTS[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_that_causality_or_a_window_hides_stays_hidden(dtype: DTypeName) -> None:
+    op = OPS["attn"]
+    w = op.workload(dtype, {"B": 1, "Hq": 2, "Hkv": 1, "S": 4, "D": 64, "L": 90}, window=40)
+    inputs = op.inputs(w, 3)
+    inputs["v"][0, 0, 89] = float("nan")  # only the last query sees it
+    inputs["k"][0, 0, 47] = float("nan")  # only the first query still sees it
+    for cut in CUTS:
+        assert run(op, w, inputs, cut)[0].isnan().any(-1).tolist() == [[True, False, False, True]] * 2
+
+
+def test_nan_beyond_the_lengths_does_not_reach_the_result() -> None:
+    op = OPS["attn"]
+    w = op.workload("bf16", {"B": 3, "Hq": 8, "Hkv": 2, "S": 2, "D": 128, "L": 200}, ragged=True)
+    inputs = op.inputs(w, 3)
+    clean = [run(op, w, inputs, cut) for cut in CUTS]
+    for b, length in enumerate(inputs["lengths"].tolist()):
+        inputs["k"][b, :, length:] = float("nan")
+        inputs["v"][b, :, length:] = float("nan")
+    assert all(torch.equal(run(op, w, inputs, cut), want) for cut, want in zip(CUTS, clean, strict=True))
+
+
+def test_the_order_in_which_ctas_arrive_does_not_change_a_bit() -> None:
+    """Blocks run forwards at one call and backwards at the next."""
+    op = OPS["attn"]
+    w = op.workload("bf16", {**CACHE, "L": 500})
+    inputs = op.inputs(w, 3)
+    for cut in CUTS:
+        assert torch.equal(run(op, w, inputs, cut), run(op, w, inputs, cut))
+
+
+def test_a_page_that_does_not_exist_is_not_read() -> None:
+    op = OPS["paged_attn"]
+    w = op.workload("bf16", {**CACHE, "B": 1, "L": 64, "page": 16})
+    for stray in (-1, 4, 1 << 30):
+        inputs = op.inputs(w, 3)
+        inputs["block_table"][0, 2] = stray
+        assert run(op, w, inputs, CUTS[1]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"k": lambda x: x[..., :32]}, "differ in size"),
+        ({"k": lambda x: x.float()}, "dtypes differ"),
+        ({"q": lambda x: x.mT}, "not contiguous"),
+        ({"q": lambda x: x[:, :3]}, "multiple of KV heads"),
+        ({"max_len": lambda n: n + 1}, "exceeds the cache"),
+        ({"lengths": lambda _: torch.ones(1, dtype=torch.int64)}, "int32"),
+        ({"lengths": lambda _: torch.ones(2, dtype=torch.int32)}, "int32"),
+    ],
+)
+def test_arguments_of_another_shape_or_dtype_are_refused(change: dict[str, Any], words: str) -> None:
+    op = OPS["attn"]
+    w = op.workload("bf16", {"B": 1, "Hq": 4, "Hkv": 2, "S": 2, "D": 64, "L": 32})
+    inputs = op.inputs(w, 3)
+    out = torch.empty(inputs["q"].shape, dtype=torch.bfloat16)
+    inputs |= {name: edit(inputs[name]) for name, edit in change.items()}
+    if "q" in change:
+        out = torch.empty(inputs["q"].shape, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=words):
+        emulated("attn_decode", "attn_decode")(*op.arguments(inputs), out, *CUTS[0])

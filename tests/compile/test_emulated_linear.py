@@ -1,0 +1,49 @@
+"""The CUDA projections on emulated threads: every hostile case of the op, every dtype, rows and splits in turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autosel.ops import OPS, eager
+from autosel.ops.contract import Case, Mismatch, Op
+from autosel.values import DTypeName
+from tests.compile.emulate import emulated
+
+DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
+WORKLOADS: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
+    "linear": [({"M": 17, "N": 512, "K": 1024}, {}), ({"M": 5, "N": 64, "K": 256}, {"bias": True, "residual": True})],
+    "norm_qkv": [({"M": 17, "d": 512, "N": 256}, {}), ({"M": 3, "d": 256, "N": 96}, {"offset": 1.0})],
+    "gate_up": [({"M": 17, "d": 256, "I": 128}, {"activation": a}) for a in (0, 1, 2)],
+    "lm_head": [({"M": 17, "d": 256, "V": 512}, {}), ({"M": 3, "d": 256, "V": 512}, {"greedy": 1})],
+}
+# grid, split_k, pdl
+PLANS = ((264, 1, 0), (2, 1, 1), (3, 2, 0), (1, 8, 0), (5, 4, 1))
+# AUTOSEL_ROWS, AUTOSEL_UNROLL: one row and much in flight (few x), many rows (many x)
+BUILDS = ((1, 4), (2, 2), (4, 4))
+
+
+def failure(op: Op, made: Case, build: tuple[int, int], plan: tuple[int, ...]) -> Mismatch | None:
+    source = {"linear": "gemv"}.get(op.name, op.name)
+    entry = emulated(source, source, f"AUTOSEL_ROWS={build[0]}", f"AUTOSEL_UNROLL={build[1]}")
+    inputs = made.make(11)
+    outputs = [o for o in op.allocate(made.workload, fill=float("nan")) if o is not None]
+    entry(*op.arguments(inputs), *outputs, *plan)
+    baseline = getattr(eager, op.name)(*op.arguments(made.make(11)))
+    found = op.verify(made.make(11), outputs, (baseline,))
+    return found if isinstance(found, Mismatch) else None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("build", BUILDS, ids=[f"{r}rows-{u}loads" for r, u in BUILDS])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_projection_meets_its_contract_in_every_case(name: str, build: tuple[int, int], dtype: DTypeName) -> None:
+    op, wrong, turn = OPS[name], [], 0
+    for dims, traits in WORKLOADS[name]:
+        for made in op.cases(op.workload(dtype, dims, **traits)):
+            plan, turn = PLANS[turn % len(PLANS)], turn + 1
+            found = failure(op, made, build, plan)
+            if found is not None:
+                wrong.append(f"{made.workload.key} {made.name}, {plan}: {found.check}: {found.reason}")
+    assert not wrong, "\n".join(wrong)

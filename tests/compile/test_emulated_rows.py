@@ -1,0 +1,201 @@
+"""The CUDA row kernels on emulated threads, in every hostile case of their op, every dtype, every width of a CTA."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from autosel.ops import OPS, eager
+from autosel.ops.contract import Case, Mismatch, Op
+from autosel.values import DTypeName
+from tests.compile.emulate import emulated
+
+DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
+
+ROWS = ((512, 4, 0), (32, 1, 1), (96, 3, 0), (1024, 2, 0))  # threads, grid, pdl
+# op -> its own shape, traits in all combinations, knobs in turns
+SHAPES: dict[str, tuple[dict[str, int], dict[str, tuple[Any, ...]], tuple[tuple[int, ...], ...]]] = {
+    "rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0)}, ROWS),
+    "add_rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0), "sandwich": (0, 1)}, ROWS),
+    # threads, grid, pdl; then grid, pdl
+    "rope": ({"M": 4, "Hq": 32, "Hkv": 8, "D": 128, "R": 128}, {"style": (0, 1)}, ((256, 20, 0), (32, 3, 1))),
+    "swiglu": ({"M": 3, "I": 14336}, {}, ((21, 0), (1, 1))),
+    "geglu": ({"M": 3, "I": 6912}, {"tanh": (0, 1)}, ((21, 0), (1, 1))),
+    "sample": ({"B": 2, "V": 128_256, "L": 64}, {}, ((12, 0), (1, 1), (3, 0))),  # ctas_per_row, pdl
+    "kv_append": ({"B": 2, "Hkv": 2, "S": 3, "D": 128}, {"page": (0, 16)}, ((2, 0), (1, 1))),
+}
+
+
+def failure(op: Op, made: Case, knobs: tuple[int, ...]) -> Mismatch | None:
+    """One case into outputs full of NaN, judged against float64 and PyTorch's own error."""
+    inputs = made.make(11)
+    outputs = [o for o in op.allocate(made.workload, fill=float("nan")) if o is not None]
+    emulated(op.name, op.name)(*op.arguments(inputs), *outputs, *knobs)
+    baseline = getattr(eager, op.name)(*op.arguments(made.make(11)))
+    results = outputs or [inputs["k_cache"], inputs["v_cache"]]
+    found = op.verify(made.make(11), results, baseline if isinstance(baseline, tuple) else (baseline,))
+    return found if isinstance(found, Mismatch) else None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_row_kernel_meets_its_contract_in_every_case(name: str, dtype: DTypeName) -> None:
+    op, (dims, traits, knobs) = OPS[name], SHAPES[name]
+    wrong, turn = [], 0
+    for values in itertools.product(*traits.values()):
+        w = op.workload(dtype, dims, **dict(zip(traits, values, strict=True)))
+        for made in op.cases(w):
+            chosen, turn = knobs[turn % len(knobs)], turn + 1
+            found = failure(op, made, chosen)
+            if found is not None:
+                wrong.append(f"{made.workload.key} {made.name}, {chosen}: {found.check}: {found.reason}")
+    assert not wrong, "\n".join(wrong)
+
+
+SAMPLING = [
+    ("a nucleus of thousands", {"top_k": 0, "top_p": 0.9, "temperature": 1.0}),
+    ("a nucleus of nearly all", {"top_k": 0, "top_p": 0.999, "temperature": 5.0}),
+    ("a small nucleus", {"top_k": 0, "top_p": 0.3, "temperature": 0.3}),
+    ("k beyond the blocks", {"top_k": 5000, "top_p": 1.0}),
+    ("k beyond the blocks, then p", {"top_k": 5000, "top_p": 0.5, "temperature": 3.0}),
+    ("k of all but one", {"top_k": 128_255, "top_p": 1.0}),
+    ("everything", {"top_k": 0, "top_p": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("what", "settings"), SAMPLING, ids=[s[0] for s in SAMPLING])
+def test_a_real_vocabulary_is_sampled_as_defined(what: str, settings: dict[str, float]) -> None:
+    op = OPS["sample"]
+    inputs = op.inputs(op.workload("bf16", {"B": 2, "V": 128_256, "L": 16}), 21)
+    for name, value in settings.items():
+        inputs[name].fill_(value)
+    token = torch.full((2,), -1)
+    emulated("sample", "sample")(*op.arguments(inputs), token, 12, 0)
+    found = op.verify(inputs, [token])
+    assert not isinstance(found, Mismatch), found
+
+
+def test_equal_logits_are_kept_from_the_lowest_index_up() -> None:
+    """128256 tokens of one probability, p = 1/4: the first quarter is the nucleus, uniform walks through it."""
+    op, v = OPS["sample"], 128_256
+    inputs = op.inputs(op.workload("bf16", {"B": 4, "V": v, "L": 1}), 0)
+    inputs["logits"].fill_(1.5)
+    inputs["history"].fill_(-1)
+    for name, value in (("top_k", 0), ("top_p", 0.25), ("repetition_penalty", 1.0)):
+        inputs[name].fill_(value)
+    inputs["uniform"].copy_(torch.tensor([0.0, 0.25, 0.5, 0.9999999]))
+    token = torch.full((4,), -1)
+    emulated("sample", "sample")(*op.arguments(inputs), token, 5, 0)
+    assert token.tolist() == [pytest.approx(v / 4 * u, abs=2) for u in (0.0, 0.25, 0.5, 1.0)]
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_logits_without_a_distribution_still_give_a_token_in_range(poison: float) -> None:
+    op, v = OPS["sample"], 4099
+    for settings in ({"top_k": 0, "top_p": 0.9}, {"top_k": 7, "top_p": 0.9}, {"top_k": 4000, "top_p": 1.0}):
+        inputs = op.inputs(op.workload("fp32", {"B": 3, "V": v, "L": 9}), 3)
+        inputs["logits"][0, ::2], inputs["logits"][1], inputs["logits"][2, -1] = poison, poison, poison
+        for name, value in settings.items():
+            inputs[name].fill_(value)
+        token = torch.full((3,), -1)
+        emulated("sample", "sample")(*op.arguments(inputs), token, 4, 0)
+        assert ((token >= 0) & (token < v)).all()
+
+
+# --- what the op's battery does not reach ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [8192, 16_384, 33_000, 40_000, 70_001])
+def test_a_long_row_is_normalised_whether_registers_hold_it_or_not(width: int) -> None:
+    for name in ("rmsnorm", "add_rmsnorm"):
+        op = OPS[name]
+        w = op.workload("bf16", {"M": 2, "d": width})
+        inputs = op.inputs(w, 5)
+        outputs = [o for o in op.allocate(w, fill=float("nan")) if o is not None]
+        emulated(name, name)(*op.arguments(inputs), *outputs, 1024, 2, 0)
+        found = op.verify(inputs, outputs)
+        assert not isinstance(found, Mismatch), found
+
+
+@pytest.mark.parametrize("sandwich", [0, 1])
+def test_the_residual_stream_may_be_updated_in_place(sandwich: int) -> None:
+    op = OPS["add_rmsnorm"]
+    w = op.workload("bf16", {"M": 3, "d": 1021}, sandwich=sandwich)
+    inputs = op.inputs(w, 5)
+    kept = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+    emulated("add_rmsnorm", "add_rmsnorm")(*op.arguments(inputs), inputs["x"], inputs["residual"], 128, 3, 0)
+    assert not isinstance(op.verify(kept, [inputs["x"], inputs["residual"]]), Mismatch)
+
+
+@pytest.mark.parametrize("style", [0, 1])
+def test_rope_may_rotate_slices_of_one_projection_in_place(style: int) -> None:
+    op = OPS["rope"]
+    w = op.workload("bf16", {"M": 5, "Hq": 4, "Hkv": 2, "D": 80, "R": 48}, style=style)
+    inputs = op.inputs(w, 5)
+    fused = torch.cat([inputs["q"], inputs["k"], inputs["k"]], dim=1)
+    q, k = fused[:, :4], fused[:, 4:6]
+    emulated("rope", "rope")(q, k, inputs["positions"], inputs["inv_freq"], style, q, k, 64, 7, 0)
+    assert not isinstance(op.verify(inputs, [q.contiguous(), k.contiguous()]), Mismatch)
+    assert torch.equal(fused[:, 6:], inputs["k"])
+
+
+@pytest.mark.parametrize("position", [1 << 17, (1 << 20) + 7, (1 << 31) - 1])
+def test_rope_keeps_the_angle_of_a_far_position(position: int) -> None:
+    """In fp32 out, against float64: 2^31 radians in float would be off by a hundred turns."""
+    inv_freq = torch.tensor([1.0, 0.7654321, 0.0123])
+    q = torch.zeros(1, 1, 6)
+    q[..., :3] = 1.0
+    out, unused = torch.empty_like(q), torch.empty_like(q)
+    emulated("rope", "rope")(q, q, torch.tensor([position]), inv_freq, 0, out, unused, 32, 1, 0)
+    angle = position * inv_freq.double()
+    want = torch.cat([angle.cos(), angle.sin()])
+    assert (out[0, 0].double() - want).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_an_append_outside_the_cache_is_not_written(page: int) -> None:
+    """Positions are on the device: asking would stall the stream, so that token is left out and the others go in."""
+    op = OPS["kv_append"]
+    w = op.workload("bf16", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, page=page)
+    inputs = op.inputs(w, 3)
+    slots = inputs["k_cache"].shape[2] if not page else inputs["block_table"].shape[1] * page
+    for bad in (-1, slots, 2**31 - 1):
+        inputs["positions"][:] = torch.tensor([5, bad])
+        before = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+        emulated("kv_append", "kv_append")(*op.arguments(inputs), 4, 0)
+        inside = {n: before[n][:1] for n in ("k", "v", "positions")}
+        if page:
+            want = op.reference(before | inside | {"block_table": before["block_table"][:1]})
+            assert torch.equal(inputs["k_cache"].double(), want[0]) or bad == -1
+        else:
+            want = op.reference(before | inside | {n: before[n][:1] for n in ("k_cache", "v_cache")})
+            assert torch.equal(inputs["k_cache"][:1].double(), want[0])
+            if bad > 0:
+                assert torch.equal(inputs["k_cache"][1], before["k_cache"][1])
+        inputs |= {n: before[n] for n in ("k_cache", "v_cache")}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("rmsnorm", lambda t: (t(2, 8), t(9), 1e-6, 0.0, t(2, 8), 32, 1, 0)),
+        ("rmsnorm", lambda t: (t(8, 2).T, t(8), 1e-6, 0.0, t(2, 8), 32, 1, 0)),
+        ("rmsnorm", lambda t: (t(2, 8), t(8), 1e-6, 0.0, t(2, 8), 33, 1, 0)),
+        ("add_rmsnorm", lambda t: (t(2, 8), t(2, 7), t(8), 1e-6, 0.0, 0, t(2, 8), t(2, 8), 32, 1, 0)),
+        ("swiglu", lambda t: (t(2, 8), t(2, 8), t(3, 8), 1, 0)),
+        ("geglu", lambda t: (t(2, 8), t(2, 8).half(), 0, t(2, 8), 1, 0)),
+        ("rope", lambda t: (t(1, 1, 8), t(1, 1, 8), torch.zeros(1).int(), t(4), 0, t(1, 1, 8), t(1, 1, 8), 32, 1, 0)),
+        ("rope", lambda t: (t(1, 1, 8), t(1, 1, 8), torch.zeros(1).long(), t(5), 0, t(1, 1, 8), t(1, 1, 8), 32, 1, 0)),
+        ("sample", lambda t: (t(1, 8), torch.zeros(1, 1), *[t(1)] * 5, torch.zeros(1).long(), 1, 0)),
+    ],
+)
+def test_arguments_of_another_shape_or_dtype_are_refused(
+    name: str, arguments: Callable[[Any], tuple[Any, ...]]
+) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        emulated(name, name)(*arguments(torch.zeros))

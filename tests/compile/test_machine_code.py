@@ -1,0 +1,107 @@
+"""Every CUDA kernel compiles for every target, within its budget of registers, without spills, to the code it is for.
+
+By default each kernel is compiled for one target and dtype, another one each day; --every-target takes all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from dataclasses import dataclass
+
+import pytest
+
+from autosel import resources
+from tests.compile.machine_code import Function, functions
+
+TARGETS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+DTYPES = ("BF16", "FP16", "FP32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a kernel's own code may use. `registers` = 65536 / (threads * CTAs an SM is to hold).
+
+    Variants for rows that are not aligned may use `slow_registers`.
+    """
+
+    registers: int
+    slow_registers: int = 0
+    builds: tuple[tuple[str, ...], ...] = ((),)  # macros, one build each
+    wide: tuple[str, ...] = ("LDG.E.128",)  # how aligned variants read memory
+
+
+def aligned(f: Function) -> bool:
+    """The last template argument says it; attention has one variant for both."""
+    return not f.name.endswith("false>")
+
+
+PROJECTIONS = Budget(
+    registers=128,  # 256 threads, 2 CTAs
+    slow_registers=255,
+    wide=("LDG.E.NA.LTC128B.128", "LDG.E.128"),  # weights, x
+    builds=(("AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4"), ("AUTOSEL_ROWS=4", "AUTOSEL_UNROLL=4")),
+)
+ATTENTION = Budget(registers=255, wide=("LDGSTS.E.BYPASS.LTC128B.128", "LDS.128"))  # 128 threads, 2 CTAs
+BUDGETS = {
+    "attn_decode": ATTENTION,
+    "paged_attn_decode": ATTENTION,
+    "rmsnorm": Budget(registers=64),  # 1024 threads, 1 CTA
+    "add_rmsnorm": Budget(registers=64),
+    "rope": Budget(registers=64),
+    "swiglu": Budget(registers=64),
+    "geglu": Budget(registers=64),
+    "kv_append": Budget(registers=64),
+    "sample": Budget(registers=64, wide=()),  # 512 threads, 2 CTAs; reads a bit and a logit a token
+    "gemv": PROJECTIONS,
+    "norm_qkv": PROJECTIONS,
+    "gate_up": PROJECTIONS,
+    "lm_head": PROJECTIONS,
+}
+SOURCES = sorted(p.stem for p in (resources.kernels() / "cuda").glob("*.cu"))
+
+
+def test_every_kernel_has_a_budget() -> None:
+    assert sorted(BUDGETS) == SOURCES
+
+
+def todays(number: int, choices: list[tuple[tuple[int, int], str]]) -> list[tuple[tuple[int, int], str]]:
+    """One of the choices, the next one tomorrow; kernels start at different ones."""
+    day = datetime.datetime.now(tz=datetime.UTC).toordinal()
+    return [choices[(day + 5 * number) % len(choices)]]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_kernel_keeps_its_budget_on_its_targets(source: str, every_target: bool) -> None:
+    budget, wrong = BUDGETS[source], []
+    choices = list(itertools.product(TARGETS, DTYPES))
+    for cc, dtype in choices if every_target else todays(SOURCES.index(source), choices):
+        for macros in budget.builds if every_target else budget.builds[:1]:
+            for f in functions(source, cc, f"AUTOSEL_{dtype}", *macros):
+                wrong += [f"{cc} {dtype} {macros} {f.name}: {why}" for why in _faults(f, budget, cc)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _faults(f: Function, budget: Budget, cc: tuple[int, int]) -> list[str]:
+    found = []
+    registers = budget.registers if aligned(f) else budget.slow_registers or budget.registers
+    if f.registers > registers:
+        found.append(f"{f.registers} registers, budget {registers}")
+    if f.spill_bytes or f.stack_bytes or f.instructions.get("LDL") or f.instructions.get("STL"):
+        found.append(f"{f.spill_bytes} bytes spilled, a stack of {f.stack_bytes}")
+    if f.shared_bytes > 1024:  # the driver's own, on sm_90 and later
+        found.append(f"{f.shared_bytes} bytes of static shared memory; a launch must say what it uses")
+    if aligned(f):
+        found += [f"no {wide}: {dict(f.instructions)}" for wide in budget.wide if not f.instructions.get(wide)]
+    if cc >= (9, 0) and not (f.instructions.get("ACQBULK") and f.instructions.get("PREEXIT")):
+        found.append("no programmatic dependent launch")
+    return found
+
+
+@pytest.mark.parametrize("source", ["gemv", "norm_qkv", "gate_up", "lm_head"])
+def test_weights_are_on_their_way_before_the_kernel_waits_for_its_producer(source: str) -> None:
+    """In the machine code, where ptxas might have moved them behind."""
+    for f in functions(source, (9, 0), "AUTOSEL_BF16", "AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4"):
+        if aligned(f):
+            at = [f.order.index(i) for i in ("PREEXIT", "LDG.E.NA.LTC128B.128", "ACQBULK", "LDG.E.128")]
+            assert at == sorted(at), (f.name, f.order)
