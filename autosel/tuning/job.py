@@ -12,13 +12,15 @@ from autosel.candidates.base import Candidate
 from autosel.ledger.key import LengthRange
 from autosel.ledger.store import Ledger
 from autosel.models.workloads import Named
+from autosel.parity.session import CALL_S
 from autosel.race.run import Tick
 from autosel.values import Arm, Decision, Fingerprint, Knobs, Parity, Race, Recipe, Verdict, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to tune. `budget_s` 0: as long as it needs. `seed` makes the draw of operands and coins repeatable."""
+    """What to tune. `budget_s` 0: as long as it needs. `seed` makes the draw of operands and coins repeatable. A call
+    of a proof that takes longer than its deadline has hung."""
 
     workloads: tuple[Named, ...]
     effort: str = "quick"
@@ -26,6 +28,7 @@ class Request:
     budget_s: float = 0.0
     seed: int | None = None
     force: bool = False  # measure again what is settled
+    call_deadline_s: float = CALL_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from concurrent.futures import as_completed
 
 from autosel.errors import BuildError
 from autosel.native.compile import compile_source
-from autosel.parity.check import Proof, check_all
+from autosel.parity.check import Proof, Terms, check_all
 from autosel.tuning.job import Job, Tuning, Way
 from autosel.tuning.pool import pool
-from autosel.values import NativeRecipe, Parity, Passed, Workload
+from autosel.values import Failed, NativeRecipe, Parity, Passed, Workload
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def _prepare(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
     if isinstance(way.recipe, NativeRecipe):
         tuning.tally.stage("parity", f"compiling {way.recipe.source}", 0, 0)
         compile_source(way.recipe.source, way.recipe.flags)
-    known = [tuning.ledger.parity_known(tuning.fp.hw_id, way.arm.digest, job.workload) for job, way in members]
+    known = [_known(tuning, job, way) for job, way in members]
     missing = [member for member, parity in zip(members, known, strict=True) if parity is None]
     if missing and tuning.clock() > tuning.deadline:  # a compiler may have taken the rest
         return []
@@ -91,9 +91,15 @@ def _on_trial(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
     proofs = [proof_of(way, job.workload) for job, way in members]
     way = members[0][1]
     if way.arm.backend == "TORCH":
-        return check_all(proofs, fp=tuning.fp)
+        return check_all(proofs, fp=tuning.fp, terms=Terms(call_deadline_s=tuning.request.call_deadline_s))
     with tuning.ledger.trial(tuning.fp.hw_id, way.candidate.op, way.arm):
-        return check_all(proofs, fp=tuning.fp)
+        return check_all(proofs, fp=tuning.fp, terms=Terms(call_deadline_s=tuning.request.call_deadline_s))
+
+
+def _known(tuning: Tuning, job: Job, way: Way) -> Parity | None:
+    """What the ledger knows; a failure for want of memory or the like says nothing about the next time."""
+    known = tuning.ledger.parity_known(tuning.fp.hw_id, way.arm.digest, job.workload)
+    return None if isinstance(known, Failed) and known.evidence.get("retryable") else known
 
 
 def proof_of(way: Way, w: Workload) -> Proof:

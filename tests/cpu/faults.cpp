@@ -2,6 +2,9 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <fcntl.h>
+#include <new>
+#include <stdexcept>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -37,6 +40,49 @@ int shared_hog(unsigned long bytes) {
   if (p == MAP_FAILED) return 1;
   memset(p, 1, bytes);
   return 0;
+}
+
+void throw_across() { throw std::runtime_error("nobody catches this"); }
+// Leaves a grandchild in a session of its own, whose parent is gone, and dies.
+void escape_and_crash() {
+  if (fork() == 0) {
+    setsid();
+    if (fork() == 0) {
+      signal(SIGTERM, SIG_IGN);
+      for (;;) pause();
+    }
+    _exit(0);
+  }
+  null_read();
+}
+void fork_storm() {
+  for (;;) {
+    if (fork() == 0) {
+      setsid();
+      for (;;) pause();
+    }
+  }
+}
+// Takes private memory, without touching it, until there is no more.
+void memory_hog() {
+  for (;;) {
+    void* p = mmap(nullptr, 256ul << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+  }
+}
+void output_flood() {
+  static char line[1 << 16];
+  memset(line, 'x', sizeof line);
+  line[sizeof line - 1] = '\n';
+  for (int i = 0; i < 600; ++i)
+    if (write(1, line, sizeof line) < 0 || write(2, line, sizeof line) < 0) return;
+}
+void descriptor_leak() { (void)!open("/dev/null", O_RDONLY); }
+// Half a frame on every stream socket the process has, then silence.
+void half_reply() {
+  const unsigned char begun[] = {100, 0, 0, 0, '{', '"'};
+  for (int fd = 3; fd < 64; ++fd) (void)!write(fd, begun, sizeof begun);
+  for (;;) pause();
 }
 
 }  // extern "C"

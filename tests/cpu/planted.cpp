@@ -8,6 +8,8 @@
 #include <thread>
 #include <vector>
 
+#include "faults.cpp"
+
 using bf16 = uint16_t;
 
 static float wide(bf16 x) {
@@ -215,6 +217,26 @@ void native_leaves_residue(const Call* c) {
     while (std::chrono::steady_clock::now() < until) {
     }
   }).detach();
+}
+
+// --- wrong now and then ---
+
+void native_wrong_at_an_edge(const Call* c) {
+  Call k = *c;
+  k.d -= c->d % 16 == 15;
+  rows(k, 0, k.m);
+  if (k.d < c->d)
+    for (int64_t r = 0; r < c->m; ++r) c->y[r * c->y_stride + k.d] = 0;
+}
+void native_nan_now_and_then(const Call* c) {
+  static int calls = 0;
+  rows(*c, 0, c->m);
+  if (++calls % 40 == 0) c->y[0] = 0x7fc0;
+}
+void native_flaky(const Call* c) {
+  static int calls = 0;
+  rows(*c, 0, c->m);
+  if (++calls % 7 == 0) c->y[(c->m - 1) * c->y_stride + c->d - 1] ^= 4;
 }
 
 // --- right, in unusual ways ---

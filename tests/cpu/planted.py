@@ -44,7 +44,8 @@ def end_of(tensor):
 NATIVE = (
     "right", "zeros", "nothing", "without_last_tile", "past_the_end", "masked_by_product", "without_strides", "aligned",
     "aligned_trap", "int32_index", "normalises_in_place", "sums_in_bf16", "truncates", "swallows_nan",
-    "without_barrier", "two_threads", "works_later", "leaves_residue", "backwards", "flushes",
+    "without_barrier", "two_threads", "works_later", "leaves_residue", "wrong_at_an_edge", "nan_now_and_then", "flaky",
+    "backwards", "flushes",
 )  # fmt: skip
 
 
@@ -74,6 +75,43 @@ def native(name):
 
 
 globals().update({f"native_{name}": native(f"native_{name}") for name in NATIVE})
+
+
+# Of faults.cpp: the process itself goes wrong.
+FAULTS = (
+    "null_read", "abort_now", "illegal_instruction", "stack_overflow", "heap_corruption", "exit_without_a_word", "spin",
+    "signal_proof_spin", "throw_across", "escape_and_crash", "fork_storm", "memory_hog", "output_flood",
+    "descriptor_leak", "half_reply",
+)  # fmt: skip
+
+
+def fault(name):
+    def kernel(x, weight, eps, offset, y):
+        entry = getattr(ctypes.PyDLL(library()._name), name)  # PyDLL: the call keeps the interpreter lock
+        entry(0)
+        return right(x, weight, eps, offset, y)
+
+    return kernel
+
+
+globals().update({f"fault_{name}": fault(name) for name in FAULTS})
+
+
+def fault_output_flood_once(x, weight, eps, offset, y):
+    if not _BUFFERS.setdefault("flooded", False):
+        _BUFFERS["flooded"] = True
+        library().output_flood()
+    return right(x, weight, eps, offset, y)
+
+
+def fault_crash_in_the_race(x, weight, eps, offset, y):
+    if in_a_race():
+        library().null_read()
+    return right(x, weight, eps, offset, y)
+
+
+def fault_zeros_in_the_race(x, weight, eps, offset, y):
+    return y.zero_() if in_a_race() else right(x, weight, eps, offset, y)
 
 
 # --- touches what is not its own -------------------------------------------------------------------------------------

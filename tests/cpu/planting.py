@@ -25,14 +25,14 @@ ATTN = OPS["attn"].workload("bf16", {"B": 1, "Hq": 4, "Hkv": 2, "S": 1, "D": 64,
 @cache
 def built(module: str) -> str:
     """A folder with `module`.py and the library built of `module`.cpp beside it; built once, kept between runs."""
-    sources = [HERE / f"{module}.py", HERE / f"{module}.cpp"]
+    sources = [HERE / f"{module}.py", HERE / f"{module}.cpp", *sorted(HERE.glob("faults.*"))]
     digest = hashlib.sha256(b"\0".join(s.read_bytes() for s in sources)).hexdigest()[:16]
     folder = settings.home() / "planted" / digest
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         making = Path(tempfile.mkdtemp(dir=folder.parent))
         shutil.copy(sources[0], making)
-        flags = ["-O1", "-shared", "-fPIC", "-pthread"]
+        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread"]
         subprocess.run(["g++", *flags, str(sources[1]), "-o", str(making / f"lib{module}.so")], check=True)
         try:
             making.rename(folder)
@@ -44,19 +44,29 @@ def built(module: str) -> str:
 class Planted(Candidate):
     backend = "USER"
 
-    def __init__(self, op: str, function: str, *, writes_out: bool = True, deterministic: bool = True) -> None:
-        self.op, self.name, self.function = op, f"user:{function}", function
+    def __init__(
+        self, op: str, function: str, *, writes_out: bool = True, deterministic: bool = True, module: str = "planted"
+    ) -> None:
+        self.op, self.name, self.function, self.module = op, f"user:{function}", function, module
         self.writes_out, self.deterministic = writes_out, deterministic
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
         return Accepted()
 
     def recipe(self, w: Workload, fp: Fingerprint | None, knobs: Knobs) -> PythonRecipe:
-        return PythonRecipe(target=f"planted:{self.function}", path=built("planted"))
+        path = built(self.module) if self.module == "planted" else str(HERE)
+        return PythonRecipe(target=f"{self.module}:{self.function}", path=path)
 
 
-def proof(function: str, workload: Workload = RMSNORM, *, writes_out: bool = True, deterministic: bool = True) -> Proof:
-    candidate = Planted(workload.op, function, writes_out=writes_out, deterministic=deterministic)
+def proof(
+    function: str,
+    workload: Workload = RMSNORM,
+    *,
+    writes_out: bool = True,
+    deterministic: bool = True,
+    module: str = "planted",
+) -> Proof:
+    candidate = Planted(workload.op, function, writes_out=writes_out, deterministic=deterministic, module=module)
     recipe = candidate.recipe(workload, None, Knobs())
     return Proof(candidate=candidate, recipe=recipe, digest=function, knobs=Knobs(), workload=workload)
 
