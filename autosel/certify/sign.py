@@ -132,10 +132,11 @@ def _read_key(path: Path, *, private: bool) -> bytes:
     except OSError as error:
         why = error.strerror or str(error)
         raise UsageError(f"cannot read the key {path}", why=why, todo=_how_to_make(path)) from error
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(descriptor)
+        raise UsageError(f"the key {path} is not a regular file")
     with os.fdopen(descriptor, "rb") as file:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode):
-            raise UsageError(f"the key {path} is not a regular file")
         if private and stat.S_IMODE(info.st_mode) & 0o077:
             why = f"mode {stat.S_IMODE(info.st_mode):04o}: whoever reads it signs in your name"
             raise UsageError(f"the key {path} is open to others", why=why, todo=f"chmod 600 {path}")

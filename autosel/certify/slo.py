@@ -34,10 +34,7 @@ class Objective:
     metric: str
     comparison: Comparison
     limit: float  # milliseconds, or tokens per second
-
-    @property
-    def text(self) -> str:
-        return f"{self.metric}{self.comparison}{self.limit:g}{'' if self.metric == 'tps' else 'ms'}"
+    text: str  # as the user wrote it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +67,8 @@ def _objective(text: str) -> Objective:
     if (unit in UNITS_MS) == (metric == "tps"):
         todo = f"{metric}{comparison}{figure}{'tok/s' if metric == 'tps' else 'ms'}"
         raise UsageError(f"--slo {text!r}: {'a rate' if metric == 'tps' else 'a time'} is expected", todo=todo)
-    return Objective(metric=metric, comparison=comparison, limit=float(figure) * UNITS_MS.get(unit or "", 1.0))
+    limit = float(figure) * UNITS_MS.get(unit or "", 1.0)
+    return Objective(metric=metric, comparison=comparison, limit=limit, text=text)
 
 
 def judge(objectives: Sequence[Objective], measured: Mapping[str, float]) -> tuple[Judged, ...]:

@@ -69,10 +69,11 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise UsageError(f"cannot read {path}", why=error.strerror or str(error), todo="check the path") from error
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(descriptor)
+        raise UsageError(f"{path} is not a regular file")
     with os.fdopen(descriptor, "rb") as file:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode):
-            raise UsageError(f"{path} is not a regular file")
         if info.st_size > MOST_FILE_BYTES:
             raise BadCertificate(f"{path} is too large", why=f"more than {MOST_FILE_BYTES >> 20} MiB")
         yield file

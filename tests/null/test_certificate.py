@@ -1,0 +1,828 @@
+"""Certificates without a device: sums, limits, bytes, chain, signatures, what a reader is told about a touched file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autosel import models
+from autosel.certify import audit, capacity, compare, rerun, sign, slo, store, suite, trace
+from autosel.certify import certificate as c
+from autosel.certify import verify as verifying
+from autosel.certify.certificate import Certificate, decode, encode, seal
+from autosel.certify.derive import derive
+from autosel.certify.issue import Request, chained, issue, peak_flops
+from autosel.certify.physics import ImpossibleRun, weigh
+from autosel.certify.slo import MissedObjective
+from autosel.certify.statistics import median, median_interval, quantile, speedup_interval
+from autosel.certify.store import BadCertificate, append, lines
+from autosel.certify.verify import verify, wrong
+from autosel.decode.run import Plan
+from autosel.errors import AutoselError, BadConfig, TooNoisy, UnknownName, UsageError
+from autosel.values import canonical_json, to_json
+from tests.null.certificates import GROUNDS, READ, certificate, decode_run, fingerprint
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = certificate(decode_run(iters=3))
+LINE = encode(SMALL)
+
+
+def add(path: Path, made: Certificate | None = None, key: Any = None) -> Certificate:
+    def next_line(head: store.Head) -> Certificate:
+        linked = chained(made or SMALL, head.lines + 1, head.checksum)
+        return sign.sign(linked, key) if key else linked
+
+    return append(path, next_line)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Three certificates."""
+    path = tmp_path / "certificates.jsonl"
+    for seed in range(3):
+        add(path, certificate(decode_run(iters=3, seed=seed)))
+    return path
+
+
+def document(made: Certificate = SMALL) -> dict[str, Any]:
+    found: dict[str, Any] = to_json(made)
+    return found
+
+
+def resealed(changed: dict[str, Any]) -> bytes:
+    """What somebody writes who edits a certificate and computes its seal again."""
+    changed = {**changed, "field_digests": c.field_digests(changed)}
+    return canonical_json({**changed, "checksum": c.checksum(changed)})
+
+
+# --- statistics ---------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 10**12), min_size=1, max_size=60))
+def test_the_median_is_the_middle_of_the_sorted_and_a_quantile_is_a_time_that_was_measured(times: list[int]) -> None:
+    below, above = sum(t < median(times) for t in times), sum(t > median(times) for t in times)
+    assert below <= len(times) / 2 >= above
+    for share in (0.5, 0.9, 0.95, 0.99, 1.0):
+        found = quantile(times, share)
+        assert found in times
+        assert sum(t <= found for t in times) >= share * len(times) - 1e-9
+        assert sum(t < found for t in times) < share * len(times)
+
+
+def test_the_interval_of_a_speedup_covers_the_truth_also_where_neighbours_are_alike() -> None:
+    """Each step lasts the truth times a wandering factor (lag-one correlation .6) and its own noise."""
+    rng, covered, runs = Random(7), 0, 120
+    for _ in range(runs):
+        wander, ours, theirs = 0.0, [], []
+        for _ in range(60):
+            wander = 0.6 * wander + rng.gauss(0, 0.02)
+            ours.append(math.exp(wander + rng.gauss(0, 0.01)))
+            theirs.append(2 * math.exp(wander + rng.gauss(0, 0.03)))
+        found = speedup_interval(theirs, ours)
+        covered += found.lo <= 2 <= found.hi
+    assert covered >= 0.88 * runs  # of 95 % promised; binomial noise of 120 runs takes 2 % at most one time in ten
+
+
+def test_an_interval_is_the_same_bits_each_time_and_everywhere() -> None:
+    times = [Random(3).randrange(10**6, 2 * 10**6) for _ in range(50)]
+    assert median_interval(times) == median_interval(times)
+    code = f"from autosel.certify.statistics import median_interval as m; print(m({times}))"
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout
+    assert told.strip() == str(median_interval(times))
+
+
+def test_of_a_handful_of_steps_the_interval_is_their_whole_range() -> None:
+    assert (median_interval([3, 1, 2]).lo, median_interval([3, 1, 2]).hi) == (1, 3)
+    found = speedup_interval([4, 6], [2, 3])
+    assert (found.lo, found.hi) == (4 / 3, 3)
+
+
+# --- what a run says ----------------------------------------------------------------------------------------------
+
+
+def test_a_certificate_has_the_fields_it_was_promised_to_have() -> None:
+    founding = {
+        "git_sha", "device", "sm", "model", "dtype", "shape", "knobs", "iters", "latency_ms", "baseline_ms", "speedup",
+        "checksum", "timestamp", "repro_cmd", "tokens_per_sec", "autosel", "per_op", "verification_ok",
+    }  # fmt: skip
+    added = {"warmup", "layers", "bytes_per_token", "roofline", "decision_ids", "env_id", "previous", "signature"}
+    found = document()
+    assert founding | added <= set(found)
+    assert set(found["latency_ms"]) == {"med", "p95"}
+    assert found["shape"]["batch"] == 1
+    assert found["autosel"]["gate_up"] == "CPP" and found["autosel"]["rope"] == "TORCH"
+    assert found["per_op"]["attn"]["parity"]["cases"] == 47
+    assert found["knobs"]["attn"] == {"rows": 8, "tile": 128}
+
+
+def test_its_figures_follow_from_the_steps() -> None:
+    run = decode_run(iters=40, batch=4)
+    made = certificate(run)
+    med = median(run.optimised_ns) / 1e6
+    assert made.latency_ms.med == med
+    assert made.tokens_per_sec == pytest.approx(1000 * 4 / med)
+    assert made.speedup == pytest.approx(median(run.baseline_ns) / median(run.optimised_ns))
+    assert made.speedup_interval.lo < made.speedup < made.speedup_interval.hi
+    assert made.bytes_per_token == run.bytes_per_step / 4
+    assert made.roofline == pytest.approx(run.bytes_per_step / READ / med * 1e3)
+    assert made.peak_tokens_per_sec >= made.tokens_per_sec and made.read_bytes_per_s == READ
+    assert made.itl_ms.p50 == med  # each of the four sequences waits a whole step
+    assert wrong(made) == ""
+
+
+def test_tokens_of_one_stream_in_flight_share_the_time_of_a_step() -> None:
+    made = certificate(decode_run(batch=2, small_batch=True))
+    assert made.itl_ms.p50 == pytest.approx(made.latency_ms.med / 2)
+    assert made.tokens_per_sec == pytest.approx(2000 / made.latency_ms.med)
+
+
+def test_a_price_and_an_energy_give_tokens_for_them_and_nothing_is_made_up_without() -> None:
+    made = certificate(decode_run(energy_joules=3600.0, iters=40), price_per_hour=2.0)
+    assert made.cost.tokens_per_dollar == pytest.approx(made.tokens_per_sec * 1800)
+    assert made.cost.tokens_per_watt_hour == pytest.approx(40)
+    assert SMALL.cost == c.Cost(
+        tokens_per_watt_hour=None, tokens_per_dollar=None, price_per_hour=None, energy_joules=None
+    )
+
+
+def test_wrong_logits_or_an_unproven_kernel_leave_a_run_unverified() -> None:
+    assert SMALL.verification_ok
+    assert not certificate(decode_run(max_logit_error=0.051)).verification_ok
+    assert not certificate(decode_run(tokens_checked=0)).verification_ok
+    unproven = {n: dataclasses.replace(g, parity=None) for n, g in GROUNDS.items()}
+    assert not issue(decode_run(), unproven, Request(repro_cmd="x")).verification_ok
+    unknown = issue(decode_run(), {}, Request(repro_cmd="x"))
+    assert not unknown.verification_ok
+    assert any("not in this ledger" in note for note in unknown.notes)
+
+
+def test_a_part_of_a_model_is_never_spelt_like_the_whole() -> None:
+    part = certificate(decode_run(layers=4))
+    assert part.model == "llama-1b[4/16 layers]" and (part.layers.run, part.layers.of) == (4, 16)
+    assert certificate(decode_run(layers=16)).model == "llama-1b"
+    for lie in ({"model": "llama-1b"}, {"layers": {"run": 16, "of": 16}}, {"layers": {"run": 4, "of": 4}}):
+        told = wrong(decode(resealed({**document(part), **lie})))
+        assert told.startswith("model")
+    claim = resealed({**document(SMALL), "layers": {"run": 17, "of": 16}})
+    assert wrong(decode(claim)).startswith("layers")
+
+
+def test_arithmetic_of_all_cores_is_the_ceiling_of_the_right_dtype() -> None:
+    assert peak_flops(fingerprint(), "fp32") == 2e11
+    assert peak_flops(dataclasses.replace(fingerprint(), rates={}), "bf16") == 0.0
+
+
+# --- physics ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("over", "possible"), [(1.09, True), (1.11, False)])
+def test_a_step_faster_than_the_memory_is_refused_and_one_within_the_probes_error_is_not(
+    over: float, possible: bool
+) -> None:
+    run = decode_run(noise=0.0)
+    cache = 32 << 20
+    floor_ms = (run.bytes_per_step - cache) / READ * 1e3
+    fast = dataclasses.replace(run, optimised_ns=(int(floor_ms / over * 1e6),) * run.plan.iters)
+    if possible:
+        assert wrong(certificate(fast)) == ""
+        return
+    with pytest.raises(ImpossibleRun, match="faster than the memory"):
+        certificate(fast)
+
+
+def test_a_baseline_faster_than_the_memory_is_refused_too() -> None:
+    with pytest.raises(ImpossibleRun, match="baseline"):
+        certificate(decode_run(noise=0.0, speedup=0.5))
+
+
+def test_without_a_read_probe_nothing_is_certified() -> None:
+    with pytest.raises(ImpossibleRun, match="no read rate"):
+        certificate(decode_run(read_probes=(), read_bytes_per_s=0.0))
+
+
+def test_what_fits_into_the_cache_may_be_read_faster_than_memory() -> None:
+    asked = {"bytes_per_step": 1000, "step_ms": 1e-6, "read_bytes_per_s": 1.0}
+    assert weigh(**asked, cache_bytes=1000).possible and not weigh(**asked, cache_bytes=0).possible
+
+
+def test_an_impossible_figure_is_found_in_a_certificate_whose_seal_was_computed_again() -> None:
+    """Somebody divides every step by ten and redoes all the sums: the memory gives it away."""
+    fast = dataclasses.replace(
+        SMALL, samples=dataclasses.replace(SMALL.samples, optimised_ns=(6_000_000, 6_000_000, 6_000_000))
+    )
+    redone = seal(dataclasses.replace(fast, **derive(fast)))
+    assert "impossible" in wrong(decode(encode(redone)))
+
+
+# --- bytes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_certificate_is_read_back_as_it_was_written() -> None:
+    assert decode(LINE) == SMALL
+    assert canonical_json(json.loads(LINE)) == LINE
+    assert b"\n" not in LINE
+
+
+@given(st.data())
+@settings(max_examples=250, deadline=None)
+def test_no_byte_can_be_changed_unnoticed(data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(LINE) - 1))
+    byte = data.draw(st.integers(0, 255).filter(lambda b: b != LINE[at]))
+    kind = data.draw(st.sampled_from(("replace", "insert", "remove")))
+    middle = {"replace": bytes([byte]), "insert": bytes([byte, LINE[at]]), "remove": b""}[kind]
+    with pytest.raises(ValueError) as refused:
+        decode(LINE[:at] + middle + LINE[at + 1 :])
+    assert not isinstance(refused.value, RecursionError)
+
+
+def other(value: Any) -> Any:
+    """A value of the same kind that is another."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    if isinstance(value, str):
+        return value + "x"
+    if isinstance(value, list):
+        return [*value, value[0]] if value else [1]
+    if isinstance(value, dict):
+        return {**value, next(iter(value), "new"): other(next(iter(value.values()), 1))}
+    return 1
+
+
+@pytest.mark.parametrize("field", [f for f in c.FIELDS if f not in ("checksum", "field_digests", "signature")])
+def test_a_changed_field_is_named(field: str) -> None:
+    changed = {**document(), field: other(document()[field])}
+    with pytest.raises(ValueError, match=field if field not in ("format", "version") else "certificate|version"):
+        decode(canonical_json(changed))
+    gone = {k: v for k, v in document().items() if k != field}
+    with pytest.raises(ValueError, match=field if field not in ("format", "version") else "certificate|version"):
+        decode(canonical_json(gone))
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["iters", "latency_ms", "latency_interval_ms", "baseline_ms", "speedup", "speedup_interval", "tokens_per_sec",
+     "sustained_tokens_per_sec", "itl_ms", "bytes_per_token", "read_bytes_per_s", "roofline", "decision_ids",
+     "verification_ok", "peak_tokens_per_sec", "baseline_p95_ms"],
+)  # fmt: skip
+def test_a_figure_that_does_not_follow_is_named_though_the_seal_was_computed_again(field: str) -> None:
+    changed = resealed({**document(), field: other(document()[field])})
+    assert field in wrong(decode(changed)) or (field == "iters" and "samples" in wrong(decode(changed)))
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"", "line"),
+        (b"[]", "no certificate"),
+        (b'{"format":"autosel.certificate","version":2}', "version 2"),
+        (LINE.replace(b'"warmup":10', b'"warmup":NaN'), "NaN is not JSON"),
+        (LINE.replace(b'"warmup":10', b'"warmup":1e999'), "RFC 8785"),
+        (LINE.replace(b'"warmup":10', b'"warmup":10,"warmup":10'), "twice"),
+        (LINE.replace(b'"warmup":10', b'"warmup":' + b"[" * 500 + b"]" * 500), "nested too deeply"),
+        (LINE.replace(b'"warmup":10', b'"warmup":' + b"[" * 200_000 + b"]" * 200_000), "line"),
+        (LINE.replace(b'"warmup":10', b'"warmup":' + b"9" * 6000), "digits"),
+        (LINE.replace(b'"warmup":10', b'"warmup":9007199254740993'), "RFC 8785"),
+        (LINE.replace(b'"warmup":10', b'"warmup": 10'), "spelling"),
+        (LINE.replace(b'"warmup":10', b'"warmup":1e1'), "spelling"),
+        (LINE.replace(b'"dtype":"bf16"', b'"dtype":"\\ud800"'), "RFC 8785"),
+        (LINE.replace(b'"dtype":"bf16"', b'"dtype":"\xff"'), "Unicode"),
+        (LINE + b" ", "spelling"),
+        (resealed({**document(), "extra": 1}), "unknown"),
+        (resealed({**document(), "warmup": "10"}), "warmup"),
+        (resealed({**document(), "warmup": True}), "warmup"),
+        (resealed({k: v for k, v in document().items() if k != "warmup"}), "warmup is missing"),
+        (b'{"a":"' + b"x" * c.MOST_BYTES + b'"}', "longer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_certificate_is_refused_with_the_reason(line: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        decode(line)
+
+
+@given(st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+), st.sampled_from(c.FIELDS))  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_no_value_in_a_field_breaks_the_reader(value: Any, field: str) -> None:
+    """Sealed again, so that schema and arithmetic meet it: a certificate, or a ValueError, and never another error."""
+    try:
+        line = resealed({**document(), field: value})
+    except (ValueError, TypeError):  # no RFC 8785 document
+        return
+    try:
+        made = decode(line)
+    except ValueError:
+        return
+    assert isinstance(wrong(made), str)
+
+
+# --- file and chain -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_holds_a_chain_and_its_head_can_be_kept_elsewhere(file: Path) -> None:
+    found = verify(file)
+    assert (found.certificates, found.signed, found.last.sequence) == (3, 0, 3)
+    assert verify(file, head=found.head).head == found.head
+    assert verify(file, keep=2).last.sequence == 2
+    with pytest.raises(BadCertificate, match="no line 4"):
+        verify(file, keep=4)
+
+
+def test_a_cut_tail_shows_only_against_a_head_kept_elsewhere(file: Path) -> None:
+    head = verify(file).head
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:2]))
+    assert verify(file).certificates == 2
+    with pytest.raises(BadCertificate, match="does not end with"):
+        verify(file, head=head)
+
+
+@pytest.mark.parametrize(
+    ("edit", "where", "why"),
+    [
+        (lambda rows: rows[1:], ":1", "sequence: it says 2"),
+        (lambda rows: [rows[0], rows[2]], ":2", "sequence: it says 3"),
+        (lambda rows: [rows[1], rows[0], rows[2]], ":1", "sequence"),
+        (lambda rows: [rows[0], rows[0], rows[2]], ":2", "sequence"),
+        (lambda rows: [rows[0].replace(b'"warmup":10', b'"warmup":11'), *rows[1:]], ":1", "warmup was changed"),
+        (lambda rows: [rows[0], b"\n", *rows[1:]], ":2", "Expecting value"),
+        (lambda rows: [rows[0], rows[1][:-1] + b"\r\n", rows[2]], ":2", "spelling"),
+        (lambda rows: [*rows, b"{}\n"], ":4", "no certificate"),
+        (lambda rows: [*rows, rows[2][:100]], ":4", "newline is missing"),
+        (lambda rows: [*rows, b"x" * (c.MOST_BYTES + 10) + b"\n"], ":4", "longer"),
+        (lambda rows: [*rows[:2], rows[2][:-1]], ":3", "newline is missing"),
+    ],
+)
+def test_a_touched_file_is_refused_with_its_line(edit: Any, where: str, why: str, file: Path) -> None:
+    file.write_bytes(b"".join(edit(file.read_bytes().splitlines(keepends=True))))
+    with pytest.raises(BadCertificate) as refused:
+        verify(file)
+    assert f"{file}{where}" in refused.value.what and why in refused.value.why
+
+
+def test_a_line_replaced_by_another_true_certificate_breaks_the_chain_behind_it(file: Path) -> None:
+    rows = file.read_bytes().splitlines(keepends=True)
+    first = decode(rows[0][:-1])
+    other_run = chained(certificate(decode_run(iters=3, seed=9)), 1, first.previous)
+    file.write_bytes(encode(other_run) + b"\n" + rows[1] + rows[2])
+    with pytest.raises(BadCertificate, match="checksum of the line before") as refused:
+        verify(file)
+    assert f"{file}:2" in refused.value.what
+
+
+def test_nothing_is_appended_behind_half_a_line_or_a_strangers(tmp_path: Path) -> None:
+    for content in (LINE[:50], b"{}\n", LINE + b"\n" + LINE + b"\n", b"\n"):
+        path = tmp_path / "f.jsonl"
+        path.write_bytes(content)
+        with pytest.raises(BadCertificate):
+            add(path)
+        assert path.read_bytes() == content
+
+
+def test_writers_at_once_lose_nothing_and_the_chain_holds(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    code = f"""
+import sys
+from pathlib import Path
+from tests.null.certificates import certificate, decode_run
+from autosel.certify.issue import chained
+from autosel.certify.store import append
+made = certificate(decode_run(iters=3))
+for _ in range(8):
+    append(Path({str(path)!r}), lambda head: chained(made, head.lines + 1, head.checksum))
+"""
+    writers = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
+    assert [w.wait() for w in writers] == [0, 0, 0]
+    assert verify(path).certificates == 24
+
+
+def test_a_disk_that_fills_up_leaves_the_file_as_it_was(file: Path) -> None:
+    before = file.read_bytes()
+    code = f"""
+import resource, signal, sys
+from pathlib import Path
+from tests.null.certificates import certificate, decode_run
+from autosel.certify.issue import chained
+from autosel.certify.store import append
+from autosel.errors import AutoselError
+made = certificate(decode_run(iters=3))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) + 100}, resource.RLIM_INFINITY))
+try:
+    append(Path({str(file)!r}), lambda head: chained(made, head.lines + 1, head.checksum))
+except AutoselError as error:
+    sys.exit(0 if "cannot write" in error.what else 1)
+sys.exit(2)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    assert file.read_bytes() == before
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_what_is_no_file_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe", "absent"):
+        with pytest.raises(UsageError):
+            list(lines(tmp_path / name))
+    (tmp_path / "empty").touch()
+    with pytest.raises(BadCertificate, match="holds no certificate"):
+        verify(tmp_path / "empty")
+
+
+def test_a_link_is_followed_and_stays_a_link(file: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(file)
+    add(link)
+    assert link.is_symlink() and verify(file).certificates == 4
+
+
+# --- signatures ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Any:
+    pytest.importorskip("cryptography", reason="signatures need the extra `sign`")
+    return sign.make_key(tmp_path / "keys" / "own.pem")
+
+
+def test_a_signature_holds_and_cannot_be_taken_off_moved_or_replaced(key: Any, tmp_path: Path) -> None:
+    made = sign.sign(SMALL, key)
+    assert sign.trouble(made) == "" and decode(encode(made)) == made
+    assert "the signature is gone" in sign.trouble(dataclasses.replace(made, signature=None))
+    another = sign.sign(certificate(decode_run(iters=3, seed=5)), key)
+    assert "does not match" in sign.trouble(dataclasses.replace(made, signature=another.signature))
+    stranger = sign.make_key(tmp_path / "keys" / "stranger.pem")
+    forged = sign.sign(SMALL, stranger)
+    mixed = seal(dataclasses.replace(forged, signer=made.signer))
+    assert "does not match" in sign.trouble(dataclasses.replace(mixed, signature=forged.signature))
+    assert "names no signer" in sign.trouble(dataclasses.replace(SMALL, signature=made.signature))
+    for value in ("", "00" * 63, "zz" * 64, "00" * 64):
+        broken = c.Signature(algorithm="Ed25519", value=value)
+        assert sign.trouble(dataclasses.replace(made, signature=broken))
+
+
+def test_a_file_is_held_to_the_key_that_is_asked_for(key: Any, tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    add(path, key=key)
+    assert verify(path, signer=sign.public_hex(key)).signed == 1
+    with pytest.raises(BadCertificate, match="signed by"):
+        verify(path, signer="ab" * 32)
+    add(path)
+    assert verify(path).signed == 1
+    with pytest.raises(BadCertificate, match="not signed") as refused:
+        verify(path, signer=sign.public_hex(key))
+    assert ":2" in refused.value.what
+
+
+def test_key_files_are_read_in_each_form_and_refused_with_the_reason(key: Any, tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization as s
+    from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
+
+    own = tmp_path / "keys" / "own.pem"
+    assert sign.public_hex(sign.private_key(own)) == sign.public_hex(key) == sign.public_key(str(own))
+    assert own.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(UsageError, match="cannot make"):
+        sign.make_key(own)
+    public = tmp_path / "public.pem"
+    public.write_bytes(key.public_key().public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo))
+    assert sign.public_key(str(public)) == sign.public_hex(key) == sign.public_key(sign.public_hex(key))
+
+    def written(name: str, made: Any, form: Any, secret: Any = None) -> Path:
+        path = tmp_path / name
+        path.touch(0o600)
+        path.write_bytes(made.private_bytes(s.Encoding.PEM, form, secret or s.NoEncryption()))
+        return path
+
+    ssh = written("ssh", key, s.PrivateFormat.OpenSSH)
+    assert sign.public_hex(sign.private_key(ssh)) == sign.public_hex(key)
+    locked = written(
+        "locked", ed25519.Ed25519PrivateKey.generate(), s.PrivateFormat.PKCS8, s.BestAvailableEncryption(b"x")
+    )
+    with pytest.raises(UsageError, match="encrypted"):
+        sign.private_key(locked)
+    with pytest.raises(UsageError, match="no Ed25519 key"):
+        sign.private_key(written("rsa", rsa.generate_private_key(65537, 2048), s.PrivateFormat.PKCS8))
+    own.chmod(0o640)
+    with pytest.raises(UsageError, match="open to others"):
+        sign.private_key(own)
+    for name in ("absent", "."):
+        with pytest.raises(UsageError):
+            sign.private_key(tmp_path / name)
+    written("junk", key, s.PrivateFormat.PKCS8).write_text("junk")
+    with pytest.raises(UsageError, match="no private key"):
+        sign.private_key(tmp_path / "junk")
+
+
+# --- objectives ---------------------------------------------------------------------------------------------------
+
+
+def test_objectives_are_met_or_missed_with_exit_code_3() -> None:
+    made = certificate(decode_run(), objectives=slo.parse("ttft<500ms, p99_itl<=0.1s,tps>=10"))
+    assert [(j.objective, j.met) for j in made.slo] == [
+        ("ttft<500ms", False),
+        ("p99_itl<=0.1s", True),
+        ("tps>=10", True),
+    ]
+    assert wrong(made) == ""
+    with pytest.raises(MissedObjective, match="1 of 3 objectives missed") as missed:
+        slo.refuse_missed(made.slo)
+    assert missed.value.exit_code == 3 and "measured 900" in missed.value.why
+    lie = [{**j, "met": True} for j in document(made)["slo"]]
+    assert wrong(decode(resealed({**document(made), "slo": lie}))).startswith("slo")
+
+
+@given(st.sampled_from(sorted(slo.METRICS)), st.sampled_from(("", "=")), st.floats(0.01, 1e6), st.floats(0.01, 1e6))
+def test_an_objective_says_the_same_when_its_own_words_are_read_again(
+    metric: str, equal: str, limit: float, measured: float
+) -> None:
+    [one] = slo.parse(f"{metric}{slo.METRICS[metric]}{equal}{limit:.3f}{'' if metric == 'tps' else 'ms'}")
+    [again] = slo.parse(one.text)
+    assert slo.judge([one], {metric: measured})[0] == slo.judge([again], {metric: measured})[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        ("ttft", UsageError, "is no objective"),
+        ("ttft<500", UsageError, "a time is expected"),
+        ("tps>5ms", UsageError, "a rate is expected"),
+        ("ttft>500ms", UsageError, "lower is better"),
+        ("tps<5", UsageError, "higher is better"),
+        ("tttf<5ms", UnknownName, "did you mean ttft"),
+        ("ttft<nanms", UsageError, "is no objective"),
+        ("ttft<5ms,,", UsageError, "is no objective"),
+        ("ttft<5ms;itl<5ms", UsageError, "is no objective"),
+    ],
+)
+def test_what_is_no_objective_is_said(text: str, error: type[AutoselError], said: str) -> None:
+    with pytest.raises(error, match=said):
+        slo.parse(text)
+
+
+def test_an_objective_that_the_run_has_no_figure_of_is_refused() -> None:
+    with pytest.raises(UsageError, match="no ttft"):
+        certificate(decode_run(ttft_ns=None, baseline_ttft_ns=None), objectives=slo.parse("ttft<1s"))
+
+
+# --- audit and trace ----------------------------------------------------------------------------------------------
+
+
+def test_the_audit_accounts_for_the_whole_step_and_says_what_limits_each_op() -> None:
+    found = audit.audit(certificate(decode_run(noise=0.0)))
+    assert sum(r.share for r in found.rows) + found.rest_share == pytest.approx(1)
+    assert [r.label for r in found.rows][:2] == ["gate_up", "gemv down"]
+    limits = {r.label: r.limit for r in found.rows}
+    assert limits["gate_up"] == "memory" and limits["rope"] == "overhead"
+    top = found.rows[0]
+    assert (top.runner_up, top.runner_up_ratio, top.backend) == ("torch:packed", 1.9, "CPP")
+    assert top.roofline == pytest.approx(top.bytes / READ / top.time_us * 1e6)
+    assert json.dumps(audit.document(found))
+
+
+def test_an_op_is_limited_by_arithmetic_where_that_takes_longer_and_by_a_cache_where_memory_could_not() -> None:
+    run = decode_run(noise=0.0)
+    ops = {o.label: o for o in run.per_op}
+    busy = dataclasses.replace(ops["attn"], flops=int(ops["attn"].median_us * 1e-6 * 1.9e11), bytes_moved=1)
+    cached = dataclasses.replace(ops["gate_up"], median_us=ops["gate_up"].median_us / 2)
+    kept = [o for o in run.per_op if o.label not in ("attn", "gate_up")]
+    found = audit.audit(certificate(dataclasses.replace(run, per_op=(busy, cached, *kept))))
+    assert {r.label: r.limit for r in found.rows} | {"attn": "compute", "gate_up": "cache"} == {
+        r.label: r.limit for r in found.rows
+    }
+
+
+def test_ops_without_a_time_are_named_and_ops_that_add_up_to_more_leave_no_rest() -> None:
+    run = decode_run()
+    found = audit.audit(certificate(dataclasses.replace(run, per_op=())))
+    assert found.rows == () and set(found.untimed) == {o.label for o in run.choices} and found.rest_share == 1
+    slow = tuple(dataclasses.replace(o, median_us=2 * o.median_us) for o in run.per_op)
+    double = audit.audit(certificate(dataclasses.replace(run, per_op=slow)))
+    assert double.rest_us == 0 and sum(r.share for r in double.rows) == pytest.approx(1)
+
+
+PHASES = {"M": {"name", "ph", "pid", "tid", "args"}, "X": {"name", "cat", "ph", "pid", "tid", "ts", "dur", "args"}}
+
+
+def test_the_trace_has_the_format_that_viewers_read_and_its_slices_do_not_overlap() -> None:
+    """Trace Event Format: an object with traceEvents; complete events with ts and dur in microseconds."""
+    made = certificate(decode_run(iters=20))
+    found = json.loads(json.dumps(trace.trace(made), allow_nan=False))
+    assert set(found) == {"traceEvents", "displayTimeUnit", "otherData"}
+    for event in found["traceEvents"]:
+        assert set(event) == PHASES[event["ph"]]
+        assert all(isinstance(event[n], int) for n in ("pid", "tid"))
+    slices = [e for e in found["traceEvents"] if e["ph"] == "X"]
+    steps = sorted((e for e in slices if e["cat"] == "step"), key=lambda e: e["ts"])
+    assert len(steps) == 40
+    assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in pairwise(steps))
+    assert all((a["tid"] == 1) == (coin == "1") for a, coin in zip(steps[::2], made.samples.first, strict=True))
+    ops = [e for e in slices if e["tid"] == trace.OPS]
+    assert sum(e["dur"] for e in ops) == pytest.approx(made.latency_ms.med * 1e3, rel=1e-3)
+    assert {e["tid"] for e in found["traceEvents"] if e["name"] == "thread_name"} == {1, 2, 3}
+
+
+# --- again, and against an earlier one -----------------------------------------------------------------------------
+
+
+def test_a_second_run_of_the_same_thing_comes_out_again_also_where_the_whole_machine_is_slower() -> None:
+    first = certificate(decode_run(seed=1, iters=60))
+    again = certificate(decode_run(seed=2, iters=60))
+    assert rerun.compare(first, again).outcome == "reproduced"
+    half = decode_run(seed=3, iters=60, step_ms=130, read_probes=(READ / 2, READ / 2.1), read_bytes_per_s=READ / 2)
+    assert rerun.compare(first, certificate(half)).outcome == "reproduced"
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome", "exit_code"),
+    [
+        ({"step_ms": 85, "speedup": 2.7 * 65 / 85}, "slower", 3),
+        ({"speedup": 2.3}, "slower", 3),
+        ({"speedup": 3.2}, "faster", 0),
+        ({"noise": 1.0, "step_ms": 130}, "too noisy", 5),
+    ],
+)
+def test_a_figure_that_does_not_come_out_again_is_said(change: dict[str, float], outcome: str, exit_code: int) -> None:
+    first = certificate(decode_run(seed=1, iters=60))
+    found = rerun.compare(first, certificate(decode_run(seed=2, iters=60, **change)))
+    assert found.outcome == outcome
+    if exit_code:
+        with pytest.raises((rerun.NotReproduced, TooNoisy)) as raised:
+            rerun.judge(found)
+        assert raised.value.exit_code == exit_code
+    else:
+        rerun.judge(found)
+
+
+def test_two_runs_of_different_things_or_devices_are_not_compared() -> None:
+    first = certificate(decode_run(iters=20))
+    for change in ({"seq": 1024}, {"layers": 4}, {"batch": 2}, {"iters": 21}):
+        with pytest.raises(UsageError, match="another run"):
+            rerun.compare(first, certificate(decode_run(**{"iters": 20, **change})))
+    with pytest.raises(UsageError, match="another device"):
+        rerun.refuse_other_device(first, "ab" * 32, "Other CPU")
+    rerun.refuse_other_device(first, first.hw_id, first.device)
+
+
+def test_speedups_against_an_earlier_report_compare_like_with_like(tmp_path: Path) -> None:
+    old, new = certificate(decode_run(seed=1)), certificate(decode_run(seed=2, step_ms=60))
+    add(tmp_path / "old.jsonl", old)
+    [change] = compare.compare(compare.of_certificates([new]), compare.read(tmp_path / "old.jsonl"))
+    assert change.speedup == pytest.approx(new.tokens_per_sec / old.tokens_per_sec) and change.note == ""
+    for unlike in (decode_run(layers=4), decode_run(batch=2), decode_run(seq=1024), decode_run(advance=True)):
+        with pytest.raises(BadConfig, match="nothing to compare"):
+            compare.compare(compare.of_certificates([certificate(unlike)]), compare.of_certificates([old]))
+    moved = certificate(dataclasses.replace(decode_run(), fingerprint=dataclasses.replace(fingerprint(), name="Other")))
+    assert "Other" in compare.compare(compare.of_certificates([new]), compare.of_certificates([moved]))[0].note
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"format":"autosel.suite"}', b"\xff", b'{"a":NaN}'])
+def test_what_is_no_report_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_bytes(content)
+    with pytest.raises(BadConfig):
+        compare.read(path)
+    with pytest.raises(BadConfig, match="cannot read"):
+        compare.read(tmp_path / "absent.json")
+
+
+# --- suites and the memory table ----------------------------------------------------------------------------------
+
+
+def test_a_suite_is_the_median_of_three_trials_after_two_warm_ups() -> None:
+    base = Plan(model=models.load("llama-1b"))
+    for config in suite.CONFIGURATIONS:
+        plan = suite.plan_of(base, config)
+        assert (plan.seq - 1, plan.iters + 1, plan.advance) == (config.prompt, config.tokens, True)
+    asked: list[int] = []
+    medium = suite.CONFIGURATIONS[1]
+
+    def measured(plan: Plan) -> Certificate:
+        asked.append(plan.iters)
+        run = decode_run(seed=len(asked), step_ms=60.0 + len(asked), iters=plan.iters, seq=plan.seq, advance=True)
+        return certificate(run)
+
+    made = suite.trials(suite.plan_of(base, medium), measured)
+    assert asked == [8, 8, 255, 255, 255]
+    row = suite.row(medium, made)
+    assert row.decode_tokens_per_s == made[1].sustained_tokens_per_sec
+    assert row.e2e_tokens_per_s == pytest.approx(256 / (0.9 + sum(made[1].samples.optimised_ns) / 1e9))
+
+
+def test_the_levels_are_seven_configurations_of_three_models_and_parts_of_it() -> None:
+    names = [one.name for one in suite.CONFIGURATIONS]
+    assert names == ["short", "medium", "prefill", "decode", "long", "sampled", "full-pipe"]
+    assert suite.models("full", None) == ("llama-1b", "qwen3-1.7b", "gemma3-1b")
+    assert suite.models("full", "llama-3b") == ("llama-3b",) and suite.models("quick", None) == ("llama-1b",)
+    assert len(suite.configurations("quick")) == 2 and len(suite.configurations("standard")) == 7
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**4), st.integers(0, 10**9))
+def test_the_largest_batch_is_the_largest_that_fits(fixed: int, each: int, memory: int) -> None:
+    found = capacity.largest_batch(lambda b: fixed + each * b, memory)
+    assert found == 0 or fixed + each * found <= memory
+    assert found == 1 << 16 or fixed + each * (found + 1) > memory
+
+
+def test_the_memory_table_ends_at_the_models_limit_and_a_batch_never_grows_with_the_context() -> None:
+    plan = Plan(model=models.load("llama-1b"))
+
+    def need(one: Plan) -> int:
+        return one.model.weight_bytes(one.dtype) + one.batch * one.seq * one.model.kv_bytes_per_token(one.dtype)
+
+    found = capacity.capacity(plan, need, name="llama-1b", device="x", memory_bytes=8 << 30, read_bytes_per_s=READ)
+    assert found.fits[0].context == 128 and found.fits[-1].context == plan.model.max_context
+    batches = [f.batch for f in found.fits]
+    assert batches == sorted(batches, reverse=True) and batches[0] > 1
+    assert all(need(dataclasses.replace(plan, seq=f.context, batch=f.batch)) <= 8 << 30 for f in found.fits if f.batch)
+    one = found.fits[0]
+    step = plan.model.weight_bytes_per_step("bf16") + one.batch * plan.model.kv_bytes_read(128, "bf16")
+    assert one.ceiling_tokens_per_s == pytest.approx(one.batch * READ / step)
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("matplotlib", reason="reports need the extra `plots`")
+    from autosel.certify import report
+
+    folder = tmp_path_factory.mktemp("report")
+    hostile = dataclasses.replace(fingerprint(), name="<script>alert(1)</script>")
+    made = certificate(decode_run(layers=4, fingerprint=hostile), objectives=slo.parse("ttft<500ms"))
+    report.write(folder, made)
+    return folder
+
+
+def test_the_report_is_one_page_that_fetches_nothing_and_runs_nothing(page: Path) -> None:
+    from html.parser import HTMLParser
+
+    text = (page / "index.html").read_text()
+    tags: list[tuple[str, dict[str, str | None]]] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+            tags.append((tag, dict(attributes)))
+
+    Reader().feed(text)
+    assert {tag for tag, _ in tags} & {"script", "link", "iframe", "img", "object"} == set()
+    for _, attributes in tags:
+        assert not any(name.startswith("on") or name == "src" for name in attributes)
+        assert all(str(v).startswith("#") for n, v in attributes.items() if n in ("href", "xlink:href"))
+    assert "@import" not in text and "prefers-color-scheme:dark" in text
+    assert "Only 4 of the model’s 16 layers ran" in text and "MISSED" in text
+    assert sum(tag == "svg" for tag, _ in tags) == 3
+
+
+def test_pictures_on_the_page_take_its_colours_and_files_have_their_own(page: Path) -> None:
+    from autosel.certify.plots import COLOURS
+
+    inline, alone = (page / "index.html").read_text(), (page / "ops.svg").read_text()
+    assert not any(stand_in in inline or stand_in in alone for stand_in in COLOURS)
+    assert "var(--accent)" in inline and "var(--" not in alone
+    for name in ("roofline", "ops", "latency"):
+        assert (page / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (page / f"{name}.svg").read_text()
+
+
+def test_a_report_can_be_compared_with_and_holds_the_certificate_itself(page: Path) -> None:
+    [figure] = compare.read(page)
+    assert figure.what.startswith("llama-1b[4/16 layers]")
+    text = (page / "report.json").read_text()
+    (page / "touched.json").write_text(text.replace('"warmup": 10', '"warmup": 11'))
+    with pytest.raises(BadConfig, match="warmup"):
+        compare.read(page / "touched.json")
+
+
+def test_a_reader_of_the_certificate_loads_no_tensor_library() -> None:
+    code = """
+import sys
+import autosel.certify.verify, autosel.certify.report, autosel.certify.compare, autosel.certify.rerun
+sys.exit(", ".join({"torch", "matplotlib", "sqlalchemy", "cryptography"} & set(sys.modules)) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_file_of_twenty_certificates_is_checked_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    for _ in range(20):
+        add(path)
+    assert [n for n, _ in verifying.read(path)] == list(range(1, 21))
