@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autosel import settings
-from autosel.cli.output import bandwidth, bytes_text, paragraph, ratio, table
+from autosel.cli.output import bandwidth, bytes_text, paragraph, table
 
 if TYPE_CHECKING:
     from autosel.certify.audit import Audit
@@ -55,7 +55,7 @@ def _arms(made: Certificate) -> list[str]:
     roof = f"{made.roofline:.0%} of what {bandwidth(made.read_bytes_per_s)} allows"
     optimised = f"{ms.med:>8.4g} ms  p95 {ms.p95:>7.4g} {made.tokens_per_sec:>8.4g} tok/s"
     baseline = f"{made.baseline_ms:>8.4g} ms  p95 {made.baseline_p95_ms:>7.4g} {base_tps:>8.4g} tok/s"
-    faster = f"{ratio(made.speedup):>8} ({interval.lo:.2f} .. {interval.hi:.2f})"
+    faster = f"{f'{made.speedup:.2f}x':>8} ({interval.lo:.2f} .. {interval.hi:.2f})"
     return [
         f"  optimised {optimised}   {roof}",
         f"  baseline  {baseline}   eager PyTorch, SDPA",
@@ -141,4 +141,4 @@ def suite_text(found: Suite) -> str:
         for r in found.rows
     ]
     below = "e2e: tokens per second from the prompt on; tok/s: of decoding alone; x: over the eager baseline's steps"
-    return f"{table(heads, rows, right=tuple(range(3, 11)))}\n{paragraph(below)}"
+    return f"{table(heads, rows, right=tuple(range(3, 11)), wrap=0)}\n{paragraph(below)}"

@@ -132,7 +132,13 @@ def command_of(certified: Certificate) -> Any:
             "this certificate's command cannot be run again by itself", why=certified.repro_cmd[:200], todo="run it"
         )
     arguments = parts[parts.index("run") + 1 :]
-    return Asked(run_command.make_context("run", arguments))
+    try:
+        if {"-h", "--help"} & set(arguments):
+            raise BadConfig("the certificate's repro_cmd asks for help instead of a run", why=certified.repro_cmd[:200])
+        return Asked(run_command.make_context("run", arguments))
+    except (click.ClickException, click.exceptions.Exit) as error:
+        why = f"{certified.repro_cmd[:200]}: {error}"
+        raise BadConfig("the certificate's repro_cmd is no command of this version", why=why) from error
 
 
 def _judged(again: Rerun | None) -> AutoselError | None:

@@ -1,0 +1,242 @@
+"""`verify`, and what `run` refuses and says, without measuring anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosel import settings
+from autosel.certify import rerun, slo, store, suite
+from autosel.certify.audit import audit
+from autosel.certify.issue import chained
+from autosel.cli.certificate import suite_text, summary, where_line
+from autosel.cli.main import run
+from autosel.cli.run import Asked, failed, run_command
+from autosel.cli.verify import command_of, located, rerun_words
+from autosel.errors import AutoselError, BadConfig, ParityError
+from autosel.values import to_json
+from tests.null.certificates import certificate, decode_run
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
+    settings.read.cache_clear()
+    yield tmp_path / "home"
+    settings.read.cache_clear()
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command line: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(list(arguments))
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Two certificates."""
+    path = tmp_path / "f.jsonl"
+    for seed in (1, 2):
+        made = certificate(decode_run(iters=3, seed=seed))
+        store.append(path, lambda head, made=made: chained(made, head.lines + 1, head.checksum))
+    return path
+
+
+def asked(text: str) -> Asked:
+    return Asked(run_command.make_context("run", shlex.split(text)))
+
+
+# --- verify -------------------------------------------------------------------------------------------------------
+
+
+def test_verify_says_what_holds_and_what_that_does_not_say(file: Path, said: Any) -> None:
+    code, text, _ = said("verify", str(file))
+    assert code == 0
+    assert "2 certificates hold, none signed" in text and "head sha256:" in text
+    assert "cut tail looks complete" in text and "Nothing here proves" in text
+    code, text, _ = said("verify", f"{file}:1", "--json")
+    found = json.loads(text)
+    assert (code, found["certificates"], found["rerun"], found["error"]) == (0, 2, None, None)
+    assert said("verify", str(file), "--head", f"sha256:{found['head']}")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "what"),
+    [
+        (("{file}:3",), 1, "has no line 3"),
+        (("{file}:0",), 2, "no line 0"),
+        (("absent.jsonl",), 2, "cannot read"),
+        (("{file}", "--head", "12"), 2, "--head"),
+        (("{file}", "--head", "ab" * 32), 1, "does not end with"),
+        (("{file}", "--key", "absent.pem"), 2, "cannot read the key"),
+        (("{file}", "--key", "ab" * 32), 1, "not to be believed"),
+        ((), 2, "cannot read"),
+    ],
+)
+def test_verify_refuses_with_the_right_exit_code(
+    arguments: tuple[str, ...], code: int, what: str, file: Path, said: Any
+) -> None:
+    found, text, trouble = said("verify", *(a.format(file=file) for a in arguments), "--json")
+    assert found == code and what in trouble
+    assert what in json.loads(text)["error"]["what"]
+
+
+def test_verify_names_the_line_and_the_field_that_was_changed(file: Path, said: Any) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"seq":2048', b'"seq":2049', 1))
+    code, _, trouble = said("verify", str(file))
+    assert code == 1 and f"{file}:1" in trouble and "field shape was changed" in trouble
+
+
+def test_a_line_is_named_behind_a_colon_unless_a_file_has_that_very_name(tmp_path: Path) -> None:
+    assert located("a.jsonl:7") == (Path("a.jsonl"), 7)
+    assert located("a.jsonl") == (Path("a.jsonl"), 0)
+    (tmp_path / "b:7").touch()
+    assert located(str(tmp_path / "b:7")) == (tmp_path / "b:7", 0)
+    assert located("") == (settings.home() / "certificates.jsonl", 0)
+
+
+def test_a_certificates_command_is_read_as_options_and_nothing_else() -> None:
+    def command(text: str) -> Asked:
+        found: Asked = command_of(dataclasses.replace(certificate(), repro_cmd=text))
+        return found
+
+    plan = command("./run run --model llama-1b --seq 300 --layers 4 --seed 3").plan()
+    assert (plan.model.name, plan.seq, plan.layers, plan.seed) == ("llama-1b", 300, 4, 3)
+    for hostile in ("rm -rf /", "autosel run --help", "autosel run --modle x", "autosel run 'x", "autosel tune", ""):
+        with pytest.raises(BadConfig):
+            command(hostile)
+
+
+def test_a_rerun_is_said_with_both_figures_and_the_interval() -> None:
+    first, again = (certificate(decode_run(seed=s, iters=40)) for s in (1, 2))
+    text = rerun_words(first, rerun.compare(first, again))
+    assert "it comes out again" in text and f"certified {first.speedup:.3g}x" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+# --- run: what is asked -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "todo"),
+    [
+        (("--iters", "0"), "--iters"),
+        (("--seq", "1"), "--seq"),
+        (("--seq", "999999"), "made for contexts of at most"),
+        (("--layers", "17"), "llama-1b has 16"),
+        (("--small-batch", "2", "--batch", "2"), "--small-batch with --batch"),
+        (("--speculate", "4"), "ngram:K"),
+        (("--speculate", "ngram:0"), "ngram:K"),
+        (("--slo", "ttft"), "is no objective"),
+        (("--slo", "ttft<1s", "--layers", "4"), "--slo with --layers"),
+        (("--slo", "ttft<1s", "--prompt", "synthetic"), "no prompt is run"),
+        (("--price-per-hour", "0"), "price-per-hour"),
+        (("--key", "k.pem"), "--key without --sign"),
+        (("--sign", "--key", "absent.pem"), "cannot read the key"),
+        (("--device", "cuda"), "cuda"),
+        (("--temperature", "-1"), "temperature"),
+        (("--top-p", "2"), "top-p"),
+        (("--suite", "huge"), "quick"),
+        (("--audit", "/nonexistent/a.json"), "there is no folder"),
+        (("--trace", "/nonexistent/t.json"), "there is no folder"),
+        (("--compare", "absent.json"), "cannot read"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_loaded(
+    options: tuple[str, ...], todo: str, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, text, trouble = said("run", "--model", "llama-1b", "--seq", "128", *options, "--json")
+    assert code == 2 and todo in trouble
+    assert json.loads(text)["error"]["exit_code"] == 2
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_certificate_file_that_was_touched_is_refused_before_minutes_of_measuring(said: Any, tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_text("{}\n")
+    code, _, trouble = said("run", "--model", "llama-1b", "--seq", "64", "--certify", str(tmp_path / "f.jsonl"))
+    assert code == 1 and "is no certificate" in trouble
+
+
+def test_the_command_of_a_certificate_measures_the_same_plan_again() -> None:
+    text = (
+        "--model llama-1b --weights random --dtype fp32 --seq 300 --iters 7 --warmup 0 --layers 4 --no-prealloc "
+        "--paged 32 --advance --temperature 0.5 --top-k 9 --top-p 0.9 --repetition-penalty 1.2 --seed 5 --small-batch 3"
+    )
+    first = asked(f"{text} --certify /tmp/x --price-per-hour 3 --audit y --json")
+    again = asked(shlex.join(shlex.split(first.repro)[2:]))
+    assert again.plan() == first.plan() and again.repro == first.repro
+    assert "--certify" not in first.repro and "--price" not in first.repro and "--warmup 0" in first.repro
+    assert asked("").repro == "autosel run"
+
+
+def test_every_layer_of_a_model_is_the_whole_model() -> None:
+    assert asked("--model llama-1b --layers 16").plan() == asked("--model llama-1b").plan()
+
+
+def test_a_key_is_made_once_below_the_home_and_used_again(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("cryptography", reason="signatures need the extra `sign`")
+    from autosel.certify import sign
+
+    first = asked("--sign").key()
+    assert sign.public_hex(first) in capsys.readouterr().err
+    assert sign.public_hex(asked("--sign").key()) == sign.public_hex(first)
+    assert (home / "keys" / "certificates.pem").stat().st_mode & 0o777 == 0o600
+
+
+# --- run: what is said --------------------------------------------------------------------------------------------
+
+
+def test_the_summary_fits_80_columns_and_says_a_part_a_miss_and_a_failure() -> None:
+    made = certificate(decode_run(batch=4), objectives=slo.parse("ttft<500ms"), price_per_hour=1.5)
+    text = summary(made, audit(made))
+    assert max(map(len, text.splitlines())) <= 80
+    assert (
+        f"{made.speedup:.2f}x" in text and "16 of 16 layers" in text and "missed" in text and "tokens a dollar" in text
+    )
+    part = certificate(decode_run(layers=4, max_logit_error=1.0))
+    text = summary(part, audit(part))
+    assert "llama-1b[4/16 layers]" in text and "4 of 16 layers only" in text and "NOT verified" in text
+    assert "verify --rerun f.jsonl:1" in where_line(made, Path("f.jsonl"))
+
+
+def test_wrong_results_weigh_more_than_missed_objectives() -> None:
+    missed = certificate(objectives=slo.parse("ttft<1ms"))
+    wrong = certificate(decode_run(max_logit_error=1.0), objectives=slo.parse("ttft<1ms"))
+    assert failed(certificate()) is None
+    errors = [failed(missed), failed(wrong)]
+    assert [e.exit_code for e in errors if isinstance(e, AutoselError)] == [3, 4]
+    assert isinstance(errors[1], ParityError)
+
+
+def test_a_suites_table_fits_80_columns() -> None:
+    rows = tuple(suite.row(c, [certificate(decode_run(layers=4))] * 3) for c in suite.CONFIGURATIONS)
+    found = suite.Suite(level="full", device="x", hw_id="", env_id="", git_sha="", timestamp="", rows=rows)
+    text = suite_text(found)
+    assert max(map(len, text.splitlines())) <= 80 and "full-pipe" in text
+    assert suite.from_document(json.loads(json.dumps(to_json(suite.document(found))))) == found
+
+
+def test_the_memory_table_says_where_the_batch_collapses(said: Any) -> None:
+    code, text, _ = said("run", "--model", "llama-1b", "--plan")
+    assert code == 0 and "131 072" in text and "largest batch" in text
+    assert max(map(len, text.splitlines())) <= 80
+    found = json.loads(said("run", "--model", "llama-70b", "--plan", "--json")[1])
+    assert found["model"] == "llama-70b" and found["weights_bytes"] > 130e9
+    part = json.loads(said("run", "--model", "llama-70b", "--layers", "2", "--plan", "--json")[1])
+    assert part["model"] == "llama-70b[2/80 layers]" and part["fits"][0]["batch"] > 0
