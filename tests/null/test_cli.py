@@ -128,7 +128,7 @@ def test_the_overview_names_every_verb_of_this_version_on_one_screen(said: Any) 
 @pytest.mark.parametrize(
     ("arguments", "what", "todo"),
     [
-        (["tun"], "no verb 'tun'", "did you mean tune?"),
+        (["tun"], "no verb 'tun'", "did you mean tune"),
         (["tune", "--modle", "x"], "no option --modle", "did you mean --model?"),
         (["tune", "--dtype", "bf61"], "unknown dtype 'bf61'", "did you mean bf16"),
         (["tune", "--effort", "ful"], "unknown effort 'ful'", "did you mean full?"),
