@@ -74,6 +74,7 @@ template <class T> struct Queries {
   int max_len, heads, positions, group, width;  // Hkv, S, Hq / Hkv, D
   int window;                                   // 0: none
   float scale, softcap;                         // scale in base 2; with a softcap: before tanh, the softcap in base 2
+  const float *k_scale, *v_scale;               // [Hkv], of a cache that is stored divided by them; or null
   int chunk, splits, slots;
   bool aligned_q, aligned_kv;
 };
@@ -83,43 +84,122 @@ struct Scratch {
   unsigned* counters;  // [task]
 };
 
+// What a CTA is to do: the keys begin <= key < end for R packed rows of one KV head.
+struct Task {
+  int64_t b, h, begin, end;
+  int row0, rows, length, active;  // active: CTAs that share these rows
+};
+
+template <int R, class T> __device__ __forceinline__ Task task_of(const Queries<T>& a) {
+  Task t;
+  const int all = a.group * a.positions, tiles = (all + R - 1) / R;
+  t.b = blockIdx.z, t.h = blockIdx.y / unsigned(tiles), t.row0 = int(blockIdx.y % unsigned(tiles)) * R;
+  t.rows = all - t.row0 < R ? all - t.row0 : R;
+  const int length = a.lengths ? a.lengths[t.b * a.length_step] : a.max_len;
+  t.length = length < 0 ? 0 : length < a.max_len ? length : a.max_len;
+  const int first = a.window ? max(0, t.length - a.positions - a.window + 1) : 0;
+  t.active = max(1, (t.length - first + a.chunk - 1) / a.chunk);
+  t.begin = first + int64_t(blockIdx.x) * a.chunk, t.end = min(t.begin + a.chunk, int64_t(t.length));
+  return t;
+}
+
+// 2^(m - most); of a part that saw nothing 0.
+__device__ __forceinline__ float weight(float m, float most) { return m == -INFINITY ? 0.0f : exp2f(m - most); }
+
+template <class T>
+__device__ __forceinline__ void put(const Queries<T>& a, const Task& t, int r, int d, float value, float total) {
+  const int row = t.row0 + r, s = row % a.positions;
+  T* to = a.o + t.b * a.o_batch + (t.h * a.group + row / a.positions) * a.o_head + s * a.o_token;
+  const float by = a.v_scale ? a.v_scale[t.h] : 1.0f;
+  to[d] = narrow<T>(total == 0 ? 0.0f : value / total * by);  // a row that sees nothing gives zeros
+}
+
+constexpr size_t join_bytes(int rows, int wide) { return size_t(kWarps) * rows * (wide + 2) * sizeof(float) + 16; }
+
+// From the warps' sums in shared memory, [warp][R][Wide channels, maximum, sum], to the result, or to the workspace and, by
+// the CTA that comes last, from there.
+template <int R, int Wide, class T>
+__device__ void finish(const Queries<T>& a, const Task& task, const Scratch& scratch) {
+  constexpr int kRow = Wide + 2;
+  float* all = reinterpret_cast<float*>(shared_memory());
+  const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
+  const int64_t index = int64_t(blockIdx.z) * gridDim.y + blockIdx.y, room = a.width + 2;
+  float* parts = scratch.sums + index * a.splits * R * room;  // [split][R][D + 2]
+  // A warp a row: its joint maximum and sum, then its channels.
+  for (int r = warp; r < task.rows; r += kWarps) {
+    float most = -INFINITY, total = 0;
+    for (int w = 0; w < kWarps; ++w) most = fmaxf(most, all[(w * R + r) * kRow + Wide]);
+    for (int w = 0; w < kWarps; ++w) {
+      const float* row = all + (w * R + r) * kRow;
+      total += row[Wide + 1] * weight(row[Wide], most);
+    }
+    float* part = parts + (int64_t(blockIdx.x) * R + r) * room;
+    for (int d = lane; d < a.width; d += kWarp) {
+      float value = 0;
+      for (int w = 0; w < kWarps; ++w) {
+        const float* row = all + (w * R + r) * kRow;
+        value += row[d] * weight(row[Wide], most);
+      }
+      if (task.active == 1) put(a, task, r, d, value, total);
+      else part[d] = value;
+    }
+    if (task.active > 1 && lane == 0) part[a.width] = most, part[a.width + 1] = total;
+  }
+  if (task.active == 1) return;
+  unsigned* flag = reinterpret_cast<unsigned*>(shared_memory() + size_t(kWarps) * R * kRow * sizeof(float));
+  if (!last_to_arrive(scratch.counters + index, unsigned(task.active), flag)) return;
+  for (int r = warp; r < task.rows; r += kWarps) {
+    float most = -INFINITY, total = 0;
+    for (int i = lane; i < task.active; i += kWarp) most = fmaxf(most, __ldcg(parts + (i * R + r) * room + a.width));
+    most = lanes_max(most);
+    for (int i = lane; i < task.active; i += kWarp) {
+      const float* part = parts + (i * R + r) * room + a.width;
+      total += __ldcg(part + 1) * weight(__ldcg(part), most);
+    }
+    total = lanes_sum(total);
+    for (int d = lane; d < a.width; d += kWarp) {
+      float value = 0;
+      for (int i = 0; i < task.active; ++i) {
+        const float* part = parts + (i * R + r) * room;
+        value += __ldcg(part + d) * weight(__ldcg(part + a.width), most);
+      }
+      put(a, task, r, d, value, total);
+    }
+  }
+}
+
 template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct Attend {
   static constexpr int W = kVec<KV>, kPieces = Chunks * W;  // channels a lane holds
   static constexpr int kGroups = kWarp / Lanes, kBlock = kGroups * kTurns;  // keys at once; keys a warp's block
   static constexpr int kWide = Chunks * Lanes * W;                          // channels there is room for
   static constexpr size_t kSlotBytes = size_t(kTurns) * 2 * Chunks * kWarp * 16;  // of one warp
-  static constexpr size_t kJoinBytes = size_t(kWarps) * R * (kWide + 2) * sizeof(float) + 16;
 
   const Queries<T>& a;
   const Source& source;
+  const Task& task;
   int lane, warp, piece, member;  // member: of the lane group, which key of the kGroups it is
-  int64_t b, h;
-  int row0, rows, length;
   uint4* ring;  // this warp's
   float q[R][kPieces];
   float acc[R][kPieces] = {};
   float top[R], sum[R] = {};
   int lo[R], hi[R];
 
-  __device__ __forceinline__ Attend(const Queries<T>& queries, const Source& from) : a(queries), source(from) {
+  __device__ __forceinline__ Attend(const Queries<T>& queries, const Source& from, const Task& t)
+      : a(queries), source(from), task(t) {
     lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
     piece = lane % Lanes, member = lane / Lanes;
-    const int all = a.group * a.positions, tiles = (all + R - 1) / R;
-    b = blockIdx.z, h = blockIdx.y / unsigned(tiles), row0 = int(blockIdx.y % unsigned(tiles)) * R;
-    rows = all - row0 < R ? all - row0 : R;
-    length = a.lengths ? a.lengths[b * a.length_step] : a.max_len;
-    length = length < 0 ? 0 : length < a.max_len ? length : a.max_len;
     ring = reinterpret_cast<uint4*>(shared_memory()) + warp * (a.slots * kSlotBytes / 16);
   }
 
   __device__ __forceinline__ int channel(int c) const { return (c * Lanes + piece) * W; }
 
   __device__ __forceinline__ void take_queries() {
+    const float scale = a.k_scale ? a.scale * a.k_scale[task.h] : a.scale;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int row = row0 + (r < rows ? r : rows - 1), s = row % a.positions;
-      const T* from = a.q + b * a.q_batch + (h * a.group + row / a.positions) * a.q_head + s * a.q_token;
-      top[r] = -INFINITY, hi[r] = length - a.positions + s, lo[r] = a.window ? hi[r] - a.window + 1 : 0;
+      const int row = task.row0 + (r < task.rows ? r : task.rows - 1), s = row % a.positions;
+      const T* from = a.q + task.b * a.q_batch + (task.h * a.group + row / a.positions) * a.q_head + s * a.q_token;
+      top[r] = -INFINITY, hi[r] = task.length - a.positions + s, lo[r] = a.window ? hi[r] - a.window + 1 : 0;
 #pragma unroll
       for (int c = 0; c < Chunks; ++c)
 #pragma unroll
@@ -129,7 +209,7 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
           const uint4 raw = a.aligned_q && left >= kVec<T> ? load_resident(from + at) : load_elements(from + at, left);
           widen<T>(raw, x);
 #pragma unroll
-          for (int e = 0; e < kVec<T>; ++e) q[r][c * W + part + e] = x[e] * a.scale;
+          for (int e = 0; e < kVec<T>; ++e) q[r][c * W + part + e] = x[e] * scale;
         }
     }
   }
@@ -144,7 +224,7 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
 #pragma unroll
     for (int t = 0; t < kTurns; ++t) {
       const int64_t key = base + t * kGroups + member;
-      places[t] = key < end ? source.find(b, key) : Place{-1, 0};
+      places[t] = key < end ? source.find(task.b, key) : Place{-1, 0};
     }
   }
 
@@ -153,7 +233,7 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
     for (int t = 0; t < kTurns; ++t) {
       const bool there = places[t].outer >= 0;
       const Place p = there ? places[t] : Place{0, 0};
-      const KV *k = source.key_row(p, h), *v = source.value_row(p, h);
+      const KV *k = source.key_row(p, task.h), *v = source.value_row(p, task.h);
 #pragma unroll
       for (int c = 0; c < Chunks; ++c) {
         const int from = channel(c), left = there ? a.width - from : 0;
@@ -241,7 +321,7 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
   __device__ __forceinline__ void walk(int64_t begin, int64_t end) {
     const int64_t stride = kWarps * kBlock, first = begin + warp * kBlock;
     // The keys that every row sees.
-    const int64_t clear_to = int64_t(length) - a.positions + 1, clear_from = a.window ? length - a.window : 0;
+    const int64_t clear_to = int64_t(task.length) - a.positions + 1, clear_from = a.window ? task.length - a.window : 0;
     Place places[kTurns];
     find(places, first, end);
     for (int slot = 0; slot < a.slots - 1; ++slot) {
@@ -260,10 +340,8 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
     await_copies<0>();
   }
 
-  // --- joining -----------------------------------------------------------------------------------------------------------
-
-  // The warps' sums as one: in shared memory, row r: kWide channels, maximum, sum.
-  __device__ __forceinline__ float* join() {
+  // The lanes' sums as one, in shared memory for `finish`.
+  __device__ __forceinline__ void lay_out() {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
 #pragma unroll
@@ -273,12 +351,11 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
         for (int e = 0; e < kPieces; ++e) acc[r][e] += __shfl_xor_sync(kAll, acc[r][e], apart);
       }
     }
-    constexpr int kRow = kWide + 2;
     float* all = reinterpret_cast<float*>(shared_memory());
     __syncthreads();  // all warps have done with their rings
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      float* own = all + (warp * R + r) * kRow;
+      float* own = all + (warp * R + r) * (kWide + 2);
       if (member == 0) {
 #pragma unroll
         for (int c = 0; c < Chunks; ++c)
@@ -288,80 +365,6 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
       if (lane == 0) own[kWide] = top[r], own[kWide + 1] = sum[r];
     }
     __syncthreads();
-    // Each thread joins its channels; those of warp 0's rows are what is left. A row's maximum and sum last.
-    float most[R], total[R];
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      most[r] = -INFINITY, total[r] = 0;
-      for (int w = 0; w < kWarps; ++w) most[r] = fmaxf(most[r], all[(w * R + r) * kRow + kWide]);
-      for (int w = 0; w < kWarps; ++w) {
-        const float* row = all + (w * R + r) * kRow;
-        total[r] += row[kWide + 1] * weight(row[kWide], most[r]);
-      }
-      for (int d = int(threadIdx.x); d < a.width; d += kThreads) {
-        float value = 0;
-        for (int w = 0; w < kWarps; ++w) {
-          const float* row = all + (w * R + r) * kRow;
-          value += row[d] * weight(row[kWide], most[r]);
-        }
-        all[r * kRow + d] = value;
-      }
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-#pragma unroll
-      for (int r = 0; r < R; ++r) all[r * kRow + kWide] = most[r], all[r * kRow + kWide + 1] = total[r];
-    }
-    __syncthreads();
-    return all;
-  }
-
-  // 2^(m - most); of a part that saw nothing 0.
-  static __device__ __forceinline__ float weight(float m, float most) { return m == -INFINITY ? 0.0f : exp2f(m - most); }
-
-  __device__ __forceinline__ void put(int r, int d, float value, float total) const {
-    const int row = row0 + r, s = row % a.positions;
-    T* to = a.o + b * a.o_batch + (h * a.group + row / a.positions) * a.o_head + s * a.o_token;
-    to[d] = narrow<T>(total == 0 ? 0.0f : value / total);  // a row that sees nothing gives zeros
-  }
-
-  __device__ __forceinline__ void finish(const Scratch& scratch, int active) {
-    const float* all = join();
-    constexpr int kRow = kWide + 2;
-    if (active == 1) {
-      for (int i = int(threadIdx.x); i < rows * a.width; i += kThreads) {
-        const float* row = all + i / a.width * kRow;
-        put(i / a.width, i % a.width, row[i % a.width], row[kWide + 1]);
-      }
-      return;
-    }
-    const int64_t task = int64_t(blockIdx.z) * gridDim.y + blockIdx.y, room = a.width + 2;
-    float* parts = scratch.sums + task * a.splits * R * room;  // [split][R][D + 2]
-    float* mine = parts + int64_t(blockIdx.x) * R * room;
-    for (int i = int(threadIdx.x); i < rows * int(room); i += kThreads) {
-      const int r = i / int(room), d = i % int(room);
-      mine[i] = all[r * kRow + (d < a.width ? d : kWide + d - a.width)];
-    }
-    unsigned* flag = reinterpret_cast<unsigned*>(shared_memory() + size_t(kWarps) * R * kRow * sizeof(float));
-    if (!last_to_arrive(scratch.counters + task, unsigned(active), flag)) return;
-    for (int r = 0; r < rows; ++r) {
-      float most = -INFINITY, total = 0;
-      for (int i = lane; i < active; i += kWarp) most = fmaxf(most, __ldcg(parts + (i * R + r) * room + a.width));
-      most = lanes_max(most);
-      for (int i = lane; i < active; i += kWarp) {
-        const float* part = parts + (i * R + r) * room + a.width;
-        total += __ldcg(part + 1) * weight(__ldcg(part), most);
-      }
-      total = lanes_sum(total);
-      for (int d = int(threadIdx.x); d < a.width; d += kThreads) {
-        float value = 0;
-        for (int i = 0; i < active; ++i) {
-          const float* part = parts + (i * R + r) * room;
-          value += __ldcg(part + d) * weight(__ldcg(part + a.width), most);
-        }
-        put(r, d, value, total);
-      }
-    }
   }
 };
 
@@ -369,15 +372,14 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source>
 __global__ void __launch_bounds__(kThreads, 2) attend(Queries<T> queries, Source source, Scratch scratch) {
   release_dependents();
   wait_for_producers();
+  const Task task = task_of<R>(queries);
+  if (int(blockIdx.x) >= task.active) return;  // a shorter sequence than the longest
   using A = Attend<T, KV, R, Lanes, Chunks, Source>;
-  A a(queries, source);
-  const int64_t first = queries.window ? max(0, a.length - queries.positions - queries.window + 1) : 0;
-  const int active = max(1, int((a.length - first + queries.chunk - 1) / queries.chunk));
-  if (int(blockIdx.x) >= active) return;  // a shorter sequence than the longest
-  const int64_t begin = first + int64_t(blockIdx.x) * queries.chunk;
+  A a(queries, source, task);
   a.take_queries();
-  a.walk(begin, min(begin + queries.chunk, int64_t(a.length)));
-  a.finish(scratch, active);
+  a.walk(task.begin, task.end);
+  a.lay_out();
+  finish<R, A::kWide>(queries, task, scratch);
 }
 
 // --- host ----------------------------------------------------------------------------------------------------------------
@@ -420,6 +422,13 @@ Queries<T> queries_of(const TensorView& q, const TensorView& o, const Optional<T
   return a;
 }
 
+// As many slots as the bytes of the stages, and the device, allow: a narrow head leaves lanes of a slot empty.
+inline int slots_of(const Settings& knobs, int64_t row_bytes, size_t slot_bytes, const Stream& stream) {
+  const size_t wanted = size_t(knobs.stages * knobs.tile * 2 * row_bytes) / slot_bytes;
+  const size_t most = std::min<size_t>(kMostSlots, most_shared(stream) / slot_bytes);
+  return int(std::max<size_t>(2, std::min(wanted, most)));
+}
+
 template <class T, class KV, class Source>
 void run(const Queries<T>& given, const Source& source, int64_t batch, const Settings& knobs, const Stream& stream) {
   const int rows = given.group * given.positions;
@@ -427,14 +436,11 @@ void run(const Queries<T>& given, const Source& source, int64_t batch, const Set
     constexpr int R = decltype(r)::value, kLanes = decltype(lanes)::value, kChunks = decltype(chunks)::value;
     using A = Attend<T, KV, R, kLanes, kChunks, Source>;
     Queries<T> a = given;
-    // As many slots as the bytes of the stages allow: a narrow head leaves lanes of a slot empty.
-    const int64_t bytes = knobs.stages * knobs.tile * 2 * given.width * int64_t(sizeof(KV));
-    const int64_t slots = bytes / int64_t(kWarps * A::kSlotBytes);
-    a.slots = int(slots < 2 ? 2 : slots < kMostSlots ? slots : kMostSlots);
+    a.slots = slots_of(knobs, given.width * int64_t(sizeof(KV)), kWarps * A::kSlotBytes, stream);
     const int64_t tiles = (rows + R - 1) / R, tasks = batch * a.heads * tiles;
     AUTOSEL_CHECK(batch <= 65535 && a.heads * tiles <= 65535, "attention: more than 65535 sequences or row tiles");
     Shape shape{dim3(unsigned(a.splits), unsigned(a.heads * tiles), unsigned(batch)), unsigned(kThreads),
-                std::max(kWarps * a.slots * A::kSlotBytes, A::kJoinBytes), knobs.pdl != 0};
+                std::max(kWarps * a.slots * A::kSlotBytes, join_bytes(R, A::kWide)), knobs.pdl != 0};
     Scratch scratch{};
     if (a.splits > 1) {
       Workspace space(stream, size_t(tasks) * a.splits * R * (a.width + 2) * sizeof(float), size_t(tasks));

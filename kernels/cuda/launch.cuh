@@ -46,6 +46,20 @@ struct Shape {
 
 constexpr size_t kSharedUnasked = 48 << 10;  // more must be asked for, once a kernel and device
 
+// The most shared memory a block of this device can ask for.
+inline size_t most_shared(const Stream& stream) {
+  static std::mutex guard;
+  static std::map<int, size_t> known;
+  std::lock_guard<std::mutex> hold(guard);
+  size_t& bytes = known[stream.device()];
+  if (bytes == 0) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, stream.device()), "shared memory");
+    bytes = size_t(value);
+  }
+  return bytes;
+}
+
 // Allows a kernel more than 48 KiB on this device; raises RuntimeError if the device has not as much.
 inline void permit_shared(const void* kernel, const Stream& stream, size_t bytes) {
   static std::mutex guard;

@@ -77,6 +77,11 @@ template <class T> T* vector(const TensorView& t, const char* name, const Tensor
   return data<T>(t);
 }
 
+// e4m3 bytes: torch.float8_e4m3fn, or plain uint8 where a framework has no such type.
+inline bool is_e4m3(const TensorView& t) {
+  return is(t, kDLFloat8_e4m3fn, 8) || is(t, kDLUInt, 8);
+}
+
 // May rows of m be read as 16-byte vectors from their first element on? A null matrix forbids nothing.
 template <class T> bool aligned(const Matrix<T>& m) {
   return uintptr_t(m.at) % 16 == 0 && (m.rows <= 1 || m.stride * int64_t(sizeof(T)) % 16 == 0);

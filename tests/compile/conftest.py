@@ -1,13 +1,17 @@
-"""What all tests without a GPU need: nvcc and a C++ compiler; and how much of the matrix of targets to go through."""
+"""What tests of CUDA sources need: nvcc and a C++ compiler; and how much of the matrix of targets to go through."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from autosel.native.compile import find_compiler
 from autosel.native.cuda import find_nvcc
+
+HERE = Path(__file__).parent
+CUDA = ("test_emulated", "test_machine_code")  # tests of kernels/cuda/
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = "no nvcc" if find_nvcc() is None else "no C++ compiler" if find_compiler() is None else ""
     for item in items:
-        if "tests/compile/" in item.path.as_posix():
+        if item.path.parent == HERE and item.path.stem.startswith(CUDA):
             item.add_marker(pytest.mark.compile)
             if missing:
                 item.add_marker(pytest.mark.skip(reason=missing))

@@ -315,6 +315,7 @@ inline const char* simt_error(cudaError_t e) {
 #define cudaGetDevice(device) (*(device) = 0, cudaSuccess)
 #define cudaSetDevice(device) ((void)(device), cudaSuccess)
 #define cudaGetLastError() cudaSuccess
+#define cudaDeviceGetAttribute(value, attribute, device) (*(value) = int(simt::kMostShared), (void)(device), cudaSuccess)
 #define cudaStreamGetCaptureInfo(stream, status, id) (*(status) = cudaStreamCaptureStatusNone, *(id) = 0, cudaSuccess)
 #define cudaThreadExchangeStreamCaptureMode(mode) ((void)(mode), cudaSuccess)
 inline cudaError_t simt_malloc(void** p, size_t bytes) {

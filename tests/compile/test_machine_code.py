@@ -15,7 +15,6 @@ from autosel import resources
 from tests.compile.machine_code import Function, functions
 
 TARGETS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
-DTYPES = ("BF16", "FP16", "FP32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,8 @@ class Budget:
     registers: int
     slow_registers: int = 0
     builds: tuple[tuple[str, ...], ...] = ((),)  # macros, one build each
-    wide: tuple[str, ...] = ("LDG.E.128",)  # how aligned variants read memory
+    wide: tuple[str, ...] = ("LDG.E.128",)  # how aligned variants read memory, and compute
+    dtypes: tuple[str, ...] = ("BF16", "FP16", "FP32")
 
 
 def aligned(f: Function) -> bool:
@@ -43,9 +43,13 @@ PROJECTIONS = Budget(
     builds=(("AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4"), ("AUTOSEL_ROWS=4", "AUTOSEL_UNROLL=4")),
 )
 ATTENTION = Budget(registers=255, wide=("LDGSTS.E.BYPASS.LTC128B.128", "LDS.128"))  # 128 threads, 2 CTAs
+TILES = Budget(registers=255, wide=("LDGSTS.E.BYPASS.LTC128B.128", "LDSM", "HMMA"), dtypes=("BF16", "FP16"))
 BUDGETS = {
     "attn_decode": ATTENTION,
     "paged_attn_decode": ATTENTION,
+    "attn_decode_fp8": ATTENTION,
+    "attn_decode_mma": TILES,
+    "paged_attn_decode_mma": TILES,
     "rmsnorm": Budget(registers=64),  # 1024 threads, 1 CTA
     "add_rmsnorm": Budget(registers=64),
     "rope": Budget(registers=64),
@@ -54,6 +58,7 @@ BUDGETS = {
     "kv_append": Budget(registers=64),
     "sample": Budget(registers=64, wide=()),  # 512 threads, 2 CTAs; reads a bit and a logit a token
     "gemv": PROJECTIONS,
+    "gemv_fp8": PROJECTIONS,
     "norm_qkv": PROJECTIONS,
     "gate_up": PROJECTIONS,
     "lm_head": PROJECTIONS,
@@ -74,7 +79,7 @@ def todays(number: int, choices: list[tuple[tuple[int, int], str]]) -> list[tupl
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_kernel_keeps_its_budget_on_its_targets(source: str, every_target: bool) -> None:
     budget, wrong = BUDGETS[source], []
-    choices = list(itertools.product(TARGETS, DTYPES))
+    choices = list(itertools.product(TARGETS, budget.dtypes))
     for cc, dtype in choices if every_target else todays(SOURCES.index(source), choices):
         for macros in budget.builds if every_target else budget.builds[:1]:
             for f in functions(source, cc, f"AUTOSEL_{dtype}", *macros):
@@ -98,7 +103,7 @@ def _faults(f: Function, budget: Budget, cc: tuple[int, int]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("source", ["gemv", "norm_qkv", "gate_up", "lm_head"])
+@pytest.mark.parametrize("source", ["gemv", "gemv_fp8", "norm_qkv", "gate_up", "lm_head"])
 def test_weights_are_on_their_way_before_the_kernel_waits_for_its_producer(source: str) -> None:
     """In the machine code, where ptxas might have moved them behind."""
     for f in functions(source, (9, 0), "AUTOSEL_BF16", "AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4"):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 from autosel.candidates.cuda.base import CudaKernel
 from autosel.knobs.gpu import attention
+from autosel.knobs.gpu.attention import WARPS
 from autosel.knobs.gpu.facts import VECTOR_BYTES, WARP, GpuFacts
 from autosel.values import DTYPE_BYTES, Workload
 
 PIECES_MOST = 4  # vectors of 16 bytes a lane holds of a key
 SLOT_BYTES = 16 << 10  # of a CTA's ring, a piece; kernels/cuda/attention.cuh
 SLOTS_LEAST = 2
+TILE_ROWS_LEAST, TILE_WIDTHS = 4, (64, 96, 128, 256)  # kernels/cuda/attention_mma.cuh
+TILE_WIDTH_MOST = TILE_WIDTHS[-1]
 
 
 def _limits(w: Workload, f: GpuFacts) -> str:
@@ -25,7 +29,25 @@ def _limits(w: Workload, f: GpuFacts) -> str:
     return "" if tiles <= 65_535 and w["B"] <= 65_535 else "more than 65535 sequences or rows: a grid's limit"
 
 
-KERNELS = tuple(
-    CudaKernel(op, source, formula=attention.decode, knob_args=("tile", "stages", "chunk"), limits=_limits)
-    for op, source in (("attn", "attn_decode"), ("paged_attn", "paged_attn_decode"))
+def _tile_limits(w: Workload, f: GpuFacts) -> str:
+    rows = w["Hq"] // w["Hkv"] * w["S"]
+    if rows < TILE_ROWS_LEAST:
+        return f"{rows} query rows a KV head leave tiles of 16 empty: cuda:attn_decode's range"
+    if w["D"] > TILE_WIDTH_MOST:
+        return f"heads of {w['D']} channels do not fit a warp's registers ({TILE_WIDTH_MOST})"
+    room = WARPS * 16 * (TILE_WIDTHS[bisect_left(TILE_WIDTHS, w["D"])] + 2) * 4
+    if room > f.smem_per_cta:
+        return f"needs {room} bytes of shared memory; a CTA has {f.smem_per_cta}"
+    return "" if w["Hkv"] * rows <= 65_535 and w["B"] <= 65_535 else "more than 65535 sequences or rows: a grid's limit"
+
+
+ARGS = ("tile", "stages", "chunk")
+HALVES = ("bf16", "fp16")
+KERNELS = (
+    CudaKernel("attn", "attn_decode", formula=attention.decode, knob_args=ARGS, limits=_limits),
+    CudaKernel("paged_attn", "paged_attn_decode", formula=attention.decode, knob_args=ARGS, limits=_limits),
+    *(
+        CudaKernel(op, source, formula=attention.decode, knob_args=ARGS, limits=_tile_limits, dtypes=HALVES)
+        for op, source in (("attn", "attn_decode_mma"), ("paged_attn", "paged_attn_decode_mma"))
+    ),
 )

@@ -60,10 +60,10 @@ class CudaKernel(Candidate):
         self.limits, self.dtypes = limits, dtypes
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
-        if fp.kind != "cuda":
-            return Rejected(reason="a CUDA kernel; the device is a CPU")
         if w.dtype not in self.dtypes:
             return Rejected(reason=f"takes {', '.join(self.dtypes)}; the workload is {w.dtype}")
+        if fp.kind != "cuda":
+            return Rejected(reason="a CUDA kernel; the device is a CPU")
         too_long = [name for name, size in w.dims if size > MOST_ELEMENTS]
         if too_long:
             return Rejected(reason=f"{too_long[0]} = {w[too_long[0]]} is above 2^31 - 1")

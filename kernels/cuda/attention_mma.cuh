@@ -1,0 +1,217 @@
+// Decode attention on tensor cores, for as many packed query rows as CUDA cores cannot keep up with: 16 at a time.
+//
+// As attention.cuh, of which it takes tasks, sources, and the end; what differs is the warp's block: 16 keys, and
+//   ring     its rows are what ldmatrix reads, so a lane copies for the others too; a warp's own barrier keeps order. Rows
+//            are an odd number of 16-byte pieces apart: eight of them lie in eight different bank groups.
+//   scores   C[16 rows][16 keys] = Q K^T: Q's tiles stay in registers, K's rows are B's columns as they lie.
+//   softmax  as there; a row's scores are with the four lanes of its group.
+//   values   O[16 rows][D] += P V: P is C's registers again, rounded to the cache's type, V's tiles come turned.
+// P is rounded before it multiplies V, as every tensor-core attention does and the contract allows.
+#pragma once
+#include "attention.cuh"
+#include "mma.cuh"
+
+namespace autosel {
+namespace attention {
+
+constexpr int kTileRows = 16, kTileKeys = 16;
+
+template <class T, int Wide, class Source> struct AttendTiles {  // Wide: channels there is room for, D or more
+  static constexpr int kPieces = Wide / kVec<T>, kPitch = kPieces | 1;              // of 16 bytes: of a row; between rows
+  static constexpr size_t kSlotBytes = size_t(2) * kTileKeys * kPitch * 16;         // of one warp
+  static constexpr int kCopies = (kTileKeys * kPieces + kWarp - 1) / kWarp;         // a lane's pieces of K
+
+  const Queries<T>& a;
+  const Source& source;
+  const Task& task;
+  int lane, warp, g, t;
+  uint4* ring;  // this warp's
+  TileA q[Wide / 16];
+  TileC o[Wide / 8];
+  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // of rows g and g + 8
+  int lo[2], hi[2];
+
+  __device__ __forceinline__ AttendTiles(const Queries<T>& queries, const Source& from, const Task& given)
+      : a(queries), source(from), task(given) {
+    lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, g = lane / 4, t = lane % 4;
+    ring = reinterpret_cast<uint4*>(shared_memory()) + warp * (a.slots * kSlotBytes / 16);
+  }
+
+  __device__ __forceinline__ void take_queries() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = g + 8 * half, row = task.row0 + (r < task.rows ? r : task.rows - 1), s = row % a.positions;
+      const T* from = a.q + task.b * a.q_batch + (task.h * a.group + row / a.positions) * a.q_head + s * a.q_token;
+      hi[half] = task.length - a.positions + s, lo[half] = a.window ? hi[half] - a.window + 1 : 0;
+#pragma unroll
+      for (int i = 0; i < Wide / 16; ++i)
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          const int d = 16 * i + 8 * side + 2 * t;
+          T pair[2] = {d < a.width ? from[d] : T(0.0f), d + 1 < a.width ? from[d + 1] : T(0.0f)};
+          memcpy(&q[i].w[half + 2 * side], pair, 4);
+        }
+    }
+  }
+
+  __device__ __forceinline__ uint4* at(int slot, int which, int key, int piece) const {
+    return ring + slot * (kSlotBytes / 16) + (which * kTileKeys + key) * kPitch + piece;
+  }
+
+  // The keys of a block from `base` on, for all lanes.
+  __device__ __forceinline__ void fill(int slot, int64_t base) const {
+#pragma unroll 4
+    for (int i = 0; i < kCopies; ++i) {
+      const int which = i * kWarp + lane, key = which / kPieces, piece = which % kPieces;
+      if (which >= kTileKeys * kPieces) break;
+      const Place found = base + key < task.end ? source.find(task.b, base + key) : Place{-1, 0};
+      const bool there = found.outer >= 0;
+      const Place p = there ? found : Place{0, 0};
+      const int from = piece * kVec<T>, left = there ? a.width - from : 0;
+      const T *k = source.key_row(p, task.h) + from, *v = source.value_row(p, task.h) + from;
+      if (a.aligned_kv) {
+        copy_async(at(slot, 0, key, piece), k, left > 0);
+        copy_async(at(slot, 1, key, piece), v, left > 0);
+      } else {
+        *at(slot, 0, key, piece) = load_elements(k, left);
+        *at(slot, 1, key, piece) = load_elements(v, left);
+      }
+    }
+  }
+
+  template <bool Masked> __device__ __forceinline__ void work(int slot, int64_t base) {
+    TileC s[2];  // keys 0 .. 7 and 8 .. 15
+#pragma unroll
+    for (int i = 0; i < Wide / 16; ++i) {
+      uint32_t k[4];  // keys 0 .. 7 and 8 .. 15, each with channels 0 .. 7 and 8 .. 15
+      load_tiles<false>(k, at(slot, 0, lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2));
+      multiply(T{}, s[0], q[i], TileB{{k[0], k[1]}});
+      multiply(T{}, s[1], q[i], TileB{{k[2], k[3]}});
+    }
+#pragma unroll
+    for (int side = 0; side < 2; ++side)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& x = s[side].v[e];
+        x = a.softcap != 0 ? a.softcap * tanhf(x * a.scale) : x * a.scale;
+        if (Masked) {
+          const int64_t key = base + 8 * side + 2 * t + e % 2;
+          if (key >= task.end || key < lo[e / 2] || key > hi[e / 2]) x = -INFINITY;
+        }
+      }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float most = fmaxf(fmaxf(s[0].v[2 * half], s[0].v[2 * half + 1]), fmaxf(s[1].v[2 * half], s[1].v[2 * half + 1]));
+      most = fmaxf(lanes_max<4>(most), top[half]);
+      const float base_of = most == -INFINITY ? 0.0f : most;  // nothing seen yet: exp2 of -inf, not of NaN
+      const float shrink = exp2f(top[half] - base_of);
+      top[half] = most, sum[half] *= shrink;
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[side].v[2 * half + e];
+          x = exp2f(x - base_of), sum[half] += x;
+        }
+      if (__any_sync(kAll, shrink != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < Wide / 8; ++i) o[i].v[2 * half] *= shrink, o[i].v[2 * half + 1] *= shrink;
+      }
+    }
+    TileA p;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) p.w[2 * side] = narrow_word(T{}, s[side].v), p.w[2 * side + 1] = narrow_word(T{}, s[side].v + 2);
+#pragma unroll
+    for (int i = 0; i < Wide / 16; ++i) {
+      uint32_t v[4];  // keys 0 .. 7 and 8 .. 15 of channels 0 .. 7, then of 8 .. 15
+      load_tiles<true>(v, at(slot, 1, lane % 16, 2 * i + lane / 16));
+      multiply(T{}, o[2 * i], p, TileB{{v[0], v[1]}});
+      multiply(T{}, o[2 * i + 1], p, TileB{{v[2], v[3]}});
+    }
+  }
+
+  __device__ __forceinline__ void walk() {
+    const int64_t stride = kWarps * kTileKeys, first = task.begin + warp * kTileKeys;
+    const int64_t clear_to = int64_t(task.length) - a.positions + 1, clear_from = a.window ? task.length - a.window : 0;
+    for (int slot = 0; slot < a.slots - 1; ++slot) fill(slot, first + slot * stride), commit_copies();
+    int slot = 0, free = a.slots - 1;
+    for (int64_t base = first; base < task.end; base += stride) {
+      await_copies_but(a.slots - 2);
+      __syncwarp();  // all lanes' copies are here, and all have done with the slot that is filled now
+      fill(free, base + (a.slots - 1) * stride), commit_copies();
+      if (base >= clear_from && base + kTileKeys <= clear_to && base + kTileKeys <= task.end) work<false>(slot, base);
+      else work<true>(slot, base);
+      free = slot, slot = slot + 1 < a.slots ? slot + 1 : 0;
+    }
+    await_copies<0>();
+  }
+
+  // The lanes' sums as one, in shared memory for `finish`.
+  __device__ __forceinline__ void lay_out() {
+    float* all = reinterpret_cast<float*>(shared_memory());
+    __syncthreads();  // all warps have done with their rings
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float total = lanes_sum<4>(sum[half]);
+      float* row = all + (warp * kTileRows + g + 8 * half) * (Wide + 2);
+#pragma unroll
+      for (int i = 0; i < Wide / 8; ++i) row[8 * i + 2 * t] = o[i].v[2 * half], row[8 * i + 2 * t + 1] = o[i].v[2 * half + 1];
+      if (t == 0) row[Wide] = top[half], row[Wide + 1] = total;
+    }
+    __syncthreads();
+  }
+};
+
+template <class T, int Wide, class Source>
+__global__ void __launch_bounds__(kThreads, 2) attend_tiles(Queries<T> queries, Source source, Scratch scratch) {
+  release_dependents();
+  wait_for_producers();
+  const Task task = task_of<kTileRows>(queries);
+  if (int(blockIdx.x) >= task.active) return;  // a shorter sequence than the longest
+  AttendTiles<T, Wide, Source> a(queries, source, task);
+  a.take_queries();
+  a.walk();
+  a.lay_out();
+  finish<kTileRows, Wide>(queries, task, scratch);
+}
+
+// --- host ----------------------------------------------------------------------------------------------------------------
+
+template <class T, class Source>
+void run_tiles(const Queries<T>& given, const Source& source, int64_t batch, const Settings& knobs, const Stream& stream) {
+  auto with = [&](auto wide) {
+    constexpr int kWide = decltype(wide)::value;
+    using A = AttendTiles<T, kWide, Source>;
+    Queries<T> a = given;
+    a.slots = slots_of(knobs, given.width * int64_t(sizeof(T)), kWarps * A::kSlotBytes, stream);
+    const int64_t tiles = (given.group * given.positions + kTileRows - 1) / kTileRows, tasks = batch * a.heads * tiles;
+    AUTOSEL_CHECK(batch <= 65535 && a.heads * tiles <= 65535, "attention: more than 65535 sequences or row tiles");
+    Shape shape{dim3(unsigned(a.splits), unsigned(a.heads * tiles), unsigned(batch)), unsigned(kThreads),
+                std::max(kWarps * a.slots * A::kSlotBytes, join_bytes(kTileRows, kWide)), knobs.pdl != 0};
+    Scratch scratch{};
+    if (a.splits > 1) {
+      Workspace space(stream, size_t(tasks) * a.splits * kTileRows * (a.width + 2) * sizeof(float), size_t(tasks));
+      scratch = {space.memory<float>(), space.counters()};
+    }
+    launch(shape, stream, attend_tiles<T, kWide, Source>, a, source, scratch);
+  };
+  if (given.width <= 64) return with(std::integral_constant<int, 64>{});
+  if (given.width <= 96) return with(std::integral_constant<int, 96>{});
+  if (given.width <= 128) return with(std::integral_constant<int, 128>{});
+  AUTOSEL_CHECK(given.width <= 256, "attention: heads of " << given.width << " channels are too wide for this kernel");
+  with(std::integral_constant<int, 256>{});
+}
+
+// body(T{}) of the two types tensor cores multiply exactly.
+template <class Body> void by_half_dtype(const TensorView& t, const Body& body) {
+#if defined(AUTOSEL_BF16) || !defined(AUTOSEL_ONE_DTYPE)
+  if (is(t, kDLBfloat, 16)) return body(bf16{});
+#endif
+#if defined(AUTOSEL_FP16) || !defined(AUTOSEL_ONE_DTYPE)
+  if (is(t, kDLFloat, 16)) return body(f16{});
+#endif
+  TVM_FFI_THROW(TypeError) << "dtype must be bfloat16 or float16, and the build's";
+}
+
+}  // namespace attention
+}  // namespace autosel

@@ -1,0 +1,43 @@
+// attn_fp8   attn over a cache in fp8 e4m3, one scale a KV head for K and one for V: K = k * k_scale[h], V = v * v_scale[h]
+//            q[B,Hq,S,D], k/v[B,Hkv,Lmax,D] e4m3, k_scale/v_scale[Hkv] fp32, lengths[B] -> o[B,Hq,S,D] in q's dtype
+//
+// bytes   2 B Hkv L D + 2 B Hq S D b      FLOPs   4 B Hq S L D
+// roofline at B=1, 32/8 heads, D=128, L=8192 on an H200: 16.8 MB at 4.3 TB/s are 3.9 us; a node, two latencies and the
+// join of the splits are about 4 more.
+// knobs   attn_decode.cu's (knobs/gpu/attention.py, with b = 1).
+// design  attention.cuh with pieces of 16 channels, so that a lane holds accumulators for 4 rows; more rows read the cache
+//         again, from L2. Scales are never seen by the loop: K's goes into the query, V's into the result.
+// status  compiled and emulated; not yet run on silicon
+#include "attention.cuh"
+
+namespace autosel {
+namespace {
+
+void attn_decode_fp8(TensorView q, TensorView k, TensorView v, TensorView k_scale, TensorView v_scale,
+                     Optional<TensorView> lengths, int64_t max_len, double scale, int64_t window, double softcap,
+                     TensorView o, int64_t tile, int64_t stages, int64_t chunk, int64_t pdl) {
+  using namespace attention;
+  check_form(q, "q", q, 4), check_form(k, "k", q, 4), check_form(v, "v", q, 4);
+  for (int i = 0; i < 4; ++i) AUTOSEL_CHECK(k.size(i) == v.size(i), "attn: k and v differ in size");
+  AUTOSEL_CHECK(k.size(0) == q.size(0) && k.size(3) == q.size(3), "attn: q and k differ in batch or width");
+  AUTOSEL_CHECK(is_e4m3(k) && is_e4m3(v), "attn: k and v must be e4m3");
+  AUTOSEL_CHECK(max_len >= 0 && max_len <= k.size(2), "attn: max_len exceeds the cache");
+  for (const TensorView* t : {&k_scale, &v_scale}) {
+    check_form(*t, "k_scale and v_scale", q, 1);
+    AUTOSEL_CHECK(is(*t, kDLFloat, 32) && t->size(0) == k.size(1), "attn: scales must be fp32[" << k.size(1) << "]");
+  }
+  by_dtype(q, [&](auto tag) {
+    using T = decltype(tag);
+    auto queries = queries_of<T, e4m3>(q, o, lengths, k.size(1), max_len, scale, window, softcap, chunk);
+    queries.k_scale = data<float>(k_scale), queries.v_scale = data<float>(v_scale);
+    Contiguous<e4m3> source{data<e4m3>(k), data<e4m3>(v), {k.stride(0), k.stride(1), k.stride(2)},
+                            {v.stride(0), v.stride(1), v.stride(2)}};
+    queries.aligned_kv = aligned<e4m3>(source.k, source.ks, q.size(3)) && aligned<e4m3>(source.v, source.vs, q.size(3));
+    run<T, e4m3>(queries, source, q.size(0), Settings{tile, stages, chunk, pdl}, Stream(q));
+  });
+}
+
+}  // namespace
+}  // namespace autosel
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attn_decode_fp8, autosel::attn_decode_fp8);
