@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autosel.fingerprint.device import Drift, drifted, recheck, take
+from autosel.fingerprint.device import Drift, drifted, take
 from autosel.fingerprint.known import load, names
 
-__all__ = ["Drift", "drifted", "load", "names", "recheck", "take"]
+__all__ = ["Drift", "drifted", "load", "names", "take"]

@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass
 
 from autosel.errors import BuildError, UnknownName
-from autosel.fingerprint import machine, noise, probe, stack, store
+from autosel.fingerprint import gpu, machine, noise, probe, stack, store
 from autosel.values import Fingerprint, Rate
 
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
 DRIFT_LIMIT = 0.07  # of a rate, three looks in a row
 LOOKS = 3
 
@@ -18,10 +18,14 @@ LOOKS = 3
 def take(device: str = "cpu", *, refresh: bool = False) -> Fingerprint:
     """Identity and environment read now; rates measured once per env_id (about 2 s), then reused; `refresh` measures.
 
-    Raises UnknownName for a device that is not here.
+    `cuda`, `cuda:1`: the GPU of that number, as CUDA counts. Raises UnknownName for a kind of device nobody knows,
+    UsageError for a GPU that is not here, or lacks what measures it.
     """
-    if device.partition(":")[0] != "cpu":
+    kind, _, number = device.partition(":")
+    if kind not in DEVICES or (number and not (kind == "cuda" and number.isdecimal())):
         raise UnknownName("device", device, DEVICES)
+    if kind == "cuda":
+        return gpu.take(int(number or 0), refresh=refresh)
     known = _identified()
     stored = None if refresh else store.read(known.env_id)
     return stored or _measured(known)
@@ -109,16 +113,3 @@ def is_shared(fp: Fingerprint) -> bool:
     identity = fp.identity
     whole = identity["cpus"] + identity.get("slow_cores", 0) >= identity["cores"]
     return machine.is_virtual() or identity["quota_cpus"] is not None or not whole
-
-
-def recheck(fp: Fingerprint) -> Fingerprint:
-    """`fp` if its rates hold, else measured anew; but a shared machine's drop only marks it contended.
-
-    A shared machine that has become faster than stored is measured anew: what was stored was not its best.
-    """
-    drift = drifted(fp)
-    if not drift.moved:
-        return fp
-    if drift.shared and drift.read <= 1 + DRIFT_LIMIT:
-        return dataclasses.replace(fp, contended=True, notes=(*fp.notes, drift.reason))
-    return take(fp.kind, refresh=True)

@@ -1,0 +1,408 @@
+"""Measure a GPU's rates with the kernels of kernels/cuda/probes.cu, compiled by NVRTC through cupy: about 3 s.
+
+Rules for every figure: random data (a GPU draws less power on zeros, and clocks higher); clocks warmed up first; events
+around at least 20 ms of work; five windows, the best taken and the spread kept; the queue held shut by a spinning
+kernel until all that is timed is in it, so that no host delay is counted.
+
+Status: compiled; not yet run on silicon.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from autosel import resources
+from autosel.fingerprint import gpu_rates, nvml
+from autosel.fingerprint.gpu_rates import Point
+from autosel.values import Rate
+
+SOURCE = "cuda/probes.cu"
+WINDOWS = 5
+WINDOW_S = 0.02
+WARM_UP_S = 0.3
+THREADS = 256
+VECTOR_BYTES = 16
+LINE_BYTES = 128
+MOST_QUEUED = 500  # launches that a stream takes while it is held: beyond about 1,000 the host would wait for the gate
+GATE_TICKS = 2_000_000_000  # about a second: a host that died must not hold a device
+MATRIX_SIDE = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Rates by name, and what is odd about them, in words."""
+
+    rates: Mapping[str, Rate]
+    notes: tuple[str, ...]
+    slowed: str  # why the device ran slower than it can, or ""
+
+
+def measure(ordinal: int, readings: nvml.Readings) -> Found:
+    """Every rate of CUDA's device `ordinal`, which nobody else should be using. Needs cupy; the matrix rates, torch."""
+    import cupy
+
+    with cupy.cuda.Device(ordinal):
+        bench = Bench(cupy=cupy, identity=nvml.identity_of(readings))
+        bench.warm_up()
+        for stage in (bench.memory, bench.cache, bench.latency, bench.starting, bench.arithmetic, bench.matrix):
+            stage()
+        bench.release()
+    figures = {name: rate.value for name, rate in bench.rates.items()}
+    odd = gpu_rates.complaints(figures, bench.identity, nvml.peak_read_bytes_per_s(readings))
+    return Found(rates=bench.rates, notes=(*bench.notes, *odd), slowed=nvml.slowdown(readings.uuid))
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """One device being measured: its kernels, buffers and what was found so far. `cupy` is the module."""
+
+    cupy: Any
+    identity: Mapping[str, Any]
+    rates: dict[str, Rate] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    kernels: Any = None
+    stream: Any = None
+    data: Any = None
+    other: Any = None
+    word: Any = None
+    gate: Any = None
+    ticks: Any = None
+
+    def __post_init__(self) -> None:
+        cp = self.cupy
+        source = (resources.kernels() / SOURCE).read_text()
+        self.kernels = cp.RawModule(code=source, options=("-std=c++17",))
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        size = max(1 << 30, 8 * self.identity["l2_bytes"])
+        size = min(size, cp.cuda.runtime.memGetInfo()[0] // 4) // (8 << 20) * (8 << 20)
+        self.data = cp.random.default_rng(1).integers(0, 1 << 32, size // 4, dtype=cp.uint32)
+        self.other = cp.empty_like(self.data)
+        self.word = cp.zeros(1024, dtype=cp.uint32)
+        self.ticks = cp.zeros(8, dtype=cp.int64)
+        # Host memory that the device polls: the host opens the gate without the device's help.
+        self.gate = cp.cuda.alloc_pinned_memory(64)
+        cp.cuda.Device().synchronize()
+
+    def release(self) -> None:
+        self.data = self.other = self.word = self.ticks = None
+        self.cupy.get_default_memory_pool().free_all_blocks()
+
+    # --- timing -----------------------------------------------------------------------------------------------------
+
+    def launch(self, name: str, blocks: int, threads: int, *args: Any, shared_bytes: int = 0) -> None:
+        self.kernels.get_function(name)((blocks,), (threads,), args, shared_mem=shared_bytes, stream=self.stream)
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        """Device seconds of what `work` enqueues, all of it enqueued before the first of it starts."""
+        cp = self.cupy
+        begin, end = cp.cuda.Event(), cp.cuda.Event()
+        gate = ctypes.c_uint32.from_address(self.gate.ptr)
+        gate.value = 0
+        self.launch("probe_gate", 1, 1, cp.uint64(self.gate.ptr), cp.int64(GATE_TICKS))
+        begin.record(self.stream)
+        work()
+        end.record(self.stream)
+        gate.value = 1
+        end.synchronize()
+        return float(cp.cuda.get_elapsed_time(begin, end)) * 1e-3
+
+    def repeated(self, work: Callable[[], None]) -> list[float]:
+        """Seconds of one `work` in each of five windows of at least 20 ms."""
+        once = max(self.seconds(work), 1e-7)
+        count = min(max(1, math.ceil(WINDOW_S / once)), MOST_QUEUED)
+
+        def often() -> None:
+            for _ in range(count):
+                work()
+
+        return [self.seconds(often) / count for _ in range(WINDOWS)]
+
+    def keep(self, name: str, unit: str, figures: list[float]) -> float:
+        """Store the best of some windows; rates are best when high, times when low."""
+        best = min(figures) if unit == "s" else max(figures)
+        spread = (max(figures) - min(figures)) / best
+        source = f"best of {len(figures)} windows, {SOURCE}"
+        self.rates[name] = Rate(value=best, unit=unit, spread=round(spread, 4), source=source)
+        return best
+
+    def warm_up(self) -> None:
+        """Idle clocks are low: 0.3 s of work first."""
+        until = time.perf_counter() + WARM_UP_S
+        while time.perf_counter() < until:
+            self._read(self.sms * 8)
+            self.stream.synchronize()
+
+    @property
+    def sms(self) -> int:
+        return int(self.identity["sm_count"])
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def memory(self) -> None:
+        """Read and copy rate, the loaded latency from the ramp, how many SMs it takes."""
+        size = self.data.nbytes
+        best = 0.0
+        for per_sm in (4, 8):
+            found = [size / s for s in self.repeated(partial(self._read, per_sm * self.sms))]
+            if max(found) > best:
+                best = self.keep("read_bytes_per_s", "B/s", found)
+        self.keep("copy_bytes_per_s", "B/s", [2 * size / s for s in self.repeated(self._copy)])
+        try:
+            latency = gpu_rates.loaded_latency_s(list(self._ramp()), best)
+            self.keep("dram_latency_s", "s", [latency])
+        except ValueError as error:
+            self.notes.append(f"no loaded latency: {error}")
+        few = [Point(size=n, value=self._l2_rate_of(n)) for n in self._sm_counts()]
+        self.keep("saturating_sms", "count", [float(gpu_rates.sms_to_saturate(few))])
+
+    def _read(self, blocks: int) -> None:
+        count = self.cupy.uint64(self.data.nbytes // VECTOR_BYTES)
+        self.launch("probe_read", blocks, THREADS, self.data, count, self.word)
+
+    def _copy(self) -> None:
+        count = self.cupy.uint64(self.data.nbytes // VECTOR_BYTES)
+        self.launch("probe_copy", 8 * self.sms, THREADS, self.other, self.data, count)
+
+    def _ramp(self) -> Iterator[Point]:
+        """(bytes in flight, bytes/s): one load a thread; resident threads set by the number of blocks an SM gets."""
+        most = int(self.identity["threads_per_sm"]) // 64
+        for per_sm in [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32) if n <= most]:
+            blocks = per_sm * self.sms
+            # Shared memory that no one uses keeps the scheduler from putting more than per_sm blocks on one SM.
+            room = min(int(self.identity["smem_per_sm_bytes"]) // per_sm - 2048, 48 << 10)
+            count = self.cupy.uint64(min(self.data.nbytes, blocks * 64 * VECTOR_BYTES * 512) // VECTOR_BYTES)
+
+            def work(blocks: int = blocks, room: int = room, count: Any = count) -> None:
+                self.launch("probe_read_one", blocks, 64, self.data, count, self.word, shared_bytes=max(room, 0))
+
+            seconds = min(self.repeated(work))
+            yield Point(size=blocks * 64 * VECTOR_BYTES, value=int(count) * VECTOR_BYTES / seconds)
+
+    def _sm_counts(self) -> list[int]:
+        return sorted({max(1, round(self.sms * k / 8)) for k in range(1, 9)})
+
+    def _l2_rate_of(self, blocks: int) -> float:
+        """bytes/s of one block an SM reading DRAM, on `blocks` SMs."""
+        return float(self.data.nbytes) / min(self.repeated(partial(self._read, blocks)))
+
+    # --- caches -----------------------------------------------------------------------------------------------------
+
+    def cache(self) -> None:
+        """L2: rate on the plateau, and how much of it is usable."""
+        l2 = int(self.identity["l2_bytes"])
+        sizes = [int(l2 * f) for f in (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1, 1.5, 2, 4)]
+        sweep = [Point(size=size, value=self._chunk_rate(size)) for size in sizes if size <= self.data.nbytes]
+        self.keep("l2_bytes_per_s", "B/s", [gpu_rates.l2_bytes_per_s(sweep)])
+        self.keep("l2_effective_bytes", "B", [gpu_rates.effective_l2_bytes(sweep)])
+
+    def _chunk_rate(self, size: int) -> float:
+        """bytes/s of all SMs reading a set of `size` bytes again and again, cut into a chunk for every second block."""
+        cp, blocks = self.cupy, 2 * self.sms
+        chunks = max(1, blocks // 2)
+        count = size // chunks // VECTOR_BYTES
+        passes = max(2, (256 << 20) // max(1, count * VECTOR_BYTES * blocks))
+
+        def work() -> None:
+            sizes = (cp.uint64(count), cp.uint32(chunks), cp.uint32(passes))
+            self.launch("probe_chunks", blocks, 512, self.data, *sizes, self.word)
+
+        return count * VECTOR_BYTES * passes * blocks / min(self.repeated(work))
+
+    def latency(self) -> None:
+        """Unloaded latencies by pointer chase, and the clock under load they are converted with."""
+        clock = self._clock_hz()
+        self.keep("sm_clock_hz", "Hz", [clock])
+        l2 = int(self.identity["l2_bytes"])
+        sets = {"l1": 64 << 10, "l2": 8 << 20, "l2_far": int(0.8 * l2), "idle_dram": self.data.nbytes}
+        for level, size in sets.items():
+            if size <= self.data.nbytes:
+                self.keep(f"{level}_latency_s", "s", [self._chase(size) / clock])
+
+    def _clock_hz(self) -> float:
+        """Ticks over the time that events give, while all SMs are busy."""
+        cp, wanted = self.cupy, 20_000_000
+
+        def work() -> None:
+            self.launch("probe_clock", self.sms, THREADS, cp.int64(wanted), self.ticks)
+
+        seconds = [self.seconds(work) for _ in range(WINDOWS)]
+        return wanted / min(seconds)
+
+    def _chase(self, size: int) -> float:
+        """Ticks a load: one thread on a random cycle over the 128-byte lines of `size` bytes."""
+        cp, lines = self.cupy, size // LINE_BYTES
+        order = cp.random.default_rng(2).permutation(lines).astype(cp.uint32)
+        following = cp.empty(lines, dtype=cp.uint32)
+        following[order] = cp.roll(order, -1)
+        self.data.view(cp.uint32)[: lines * 32 : 32] = following
+        steps = 4096 if size > (1 << 20) else 1024
+
+        def work() -> None:
+            self.launch("probe_chase", 1, 1, self.data, cp.uint32(steps), self.ticks, self.word)
+
+        self.seconds(work)
+        self.seconds(work)
+        return float(self.ticks[0].get()) / steps
+
+    # --- starting and meeting ---------------------------------------------------------------------------------------
+
+    def starting(self) -> None:
+        """What a kernel costs on a stream, in a graph, behind a dependent launch; a barrier; the host's own launch."""
+        self.keep("stream_launch_s", "s", self._each(self._tiny, 50, 500))
+        self.keep("graph_node_s", "s", self._each(self._graph("probe_tiny"), 100, 1000))
+        self.keep("flag_barrier_s", "s", self._each(self._barriers, 50, 500))
+        pdl = self._dependent()
+        if pdl is not None:
+            self.keep("pdl_node_s", "s", self._each(pdl, 50, 500))
+            saved = self.rates["pdl_node_s"].value - self.rates["flag_barrier_s"].value
+            if saved > 0:
+                self.keep("persistent_saving_s", "s", [saved])
+        if "persistent_saving_s" not in self.rates:
+            # A barrier that costs no less than a dependent launch saves nothing; formulas take logs of no rate.
+            self.keep("persistent_saving_s", "s", [1e-9])
+        self.keep("host_launch_s", "s", [self._host_launch() for _ in range(WINDOWS)])
+
+    def _each(self, run: Callable[[int], None], few: int, many: int) -> list[float]:
+        """Seconds an item in each window: from two counts, so that what both cost beside the items cancels."""
+        times = [(self.seconds(lambda: run(few)), self.seconds(lambda: run(many))) for _ in range(WINDOWS)]
+        return [max(gpu_rates.per_item_s((few, a), (many, b)), 1e-9) for a, b in times]
+
+    def _tiny(self, count: int) -> None:
+        for _ in range(count):
+            self.launch("probe_tiny", 1, 32, self.word)
+
+    def _graph(self, kernel: str) -> Callable[[int], None]:
+        """Launches a chain of `count` nodes; captured once a count."""
+        graphs: dict[int, Any] = {}
+
+        def run(count: int) -> None:
+            if count not in graphs:
+                side = self.cupy.cuda.Stream(non_blocking=True)
+                side.begin_capture()
+                function = self.kernels.get_function(kernel)
+                for _ in range(count):
+                    function((1,), (32,), (self.word,), stream=side)
+                graphs[count] = side.end_capture()
+            graphs[count].launch(self.stream)
+
+        run(100)
+        run(1000)
+        self.stream.synchronize()
+        return run
+
+    def _barriers(self, rounds: int) -> None:
+        self.cupy.cuda.runtime.memsetAsync(self.word.data.ptr, 0, 4, self.stream.ptr)
+        self.launch("probe_barrier", self.sms, 128, self.word, self.cupy.uint32(rounds))
+
+    def _dependent(self) -> Callable[[int], None] | None:
+        """A chain of programmatic dependent launches, by the driver's own call; None before compute capability 9.0."""
+        if float(self.identity["cc"]) < 9.0:
+            return None
+        function = self.kernels.get_function("probe_tiny_dependent").kernel.ptr
+        return lambda count: _launch_dependent(function, self.stream.ptr, self.word.data.ptr, count)
+
+    def _host_launch(self) -> float:
+        """Host seconds of one launch through cupy, the queue never full."""
+        self.stream.synchronize()
+        started = time.perf_counter()
+        self._tiny(200)
+        seconds = (time.perf_counter() - started) / 200
+        self.stream.synchronize()
+        return seconds
+
+    # --- arithmetic -------------------------------------------------------------------------------------------------
+
+    def arithmetic(self) -> None:
+        """Special functions and FMAs: 8 chains x 16 warps an SM."""
+        for name, kernel, unit, each in (
+            ("exp_per_s", "probe_exp2", "1/s", 1),
+            ("fma_flops", "probe_fma", "FLOP/s", 2),
+        ):
+            work = self.sms * 512 * 8 * 4096 * each
+            seconds = self.repeated(partial(self._chains, kernel))
+            self.keep(name, unit, [work / s for s in seconds])
+
+    def _chains(self, kernel: str) -> None:
+        cp = self.cupy
+        self.launch(kernel, self.sms, 512, cp.uint32(4096), cp.float32(1e-6), self.ticks, self.word)
+
+    def matrix(self) -> None:
+        """The library's GEMM, 8192^3 on random data: what a kernel can hope for, not what the datasheet adds up to."""
+        try:
+            import torch
+        except ImportError:
+            self.notes.append("matrix rates need torch")
+            return
+        if not torch.cuda.is_available():
+            self.notes.append("matrix rates: this torch has no CUDA")
+            return
+        a = torch.randn(MATRIX_SIDE, MATRIX_SIDE, device="cuda", dtype=torch.bfloat16)
+        b = torch.randn_like(a)
+        self._matmul("bf16_matrix_flops", partial(torch.mm, a, b))
+        if float(self.identity["cc"]) >= 8.9:
+            one = torch.ones((), device="cuda")
+            x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
+            fp8 = partial(torch._scaled_mm, x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            self._matmul("fp8_matrix_flops", fp8)
+        torch.cuda.empty_cache()
+
+    def _matmul(self, name: str, work: Callable[[], Any]) -> None:
+        import torch
+
+        for _ in range(3):
+            work()
+        figures = []
+        for _ in range(WINDOWS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(20):
+                work()
+            end.record()
+            end.synchronize()
+            figures.append(20 * 2 * MATRIX_SIDE**3 / (begin.elapsed_time(end) * 1e-3))
+        self.keep(name, "FLOP/s", figures)
+
+
+# --- programmatic dependent launch ------------------------------------------------------------------------------------
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID, cuda.h
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: id, padding to 8, a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *((f"{kind}_{axis}", ctypes.c_uint) for kind in ("grid", "block") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+def _launch_dependent(function: int, stream: int, pointer: int, count: int) -> None:
+    """Enqueue `count` launches, each allowed to start before the one ahead has ended. Raises OSError."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
+    attribute.value[0] = 1
+    config = _Config(grid_x=1, grid_y=1, grid_z=1, block_x=32, block_y=1, block_z=1)
+    config.stream, config.attribute_count = stream, 1
+    config.attributes = ctypes.pointer(attribute)
+    argument = ctypes.c_void_p(pointer)
+    arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.pointer(argument), ctypes.c_void_p))
+    for _ in range(count):
+        failed = driver.cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), arguments, None)
+        if failed:
+            raise OSError(f"cuLaunchKernelEx: CUDA error {failed}")

@@ -1,0 +1,217 @@
+"""What a GPU says of itself: limits from the CUDA runtime's attributes, identity and state from NVML.
+
+Which device CUDA calls 0 depends on CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; NVML's numbering knows neither. The two
+are matched by PCI address, and within a MIG-partitioned device by UUID, never by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autosel.errors import UsageError
+
+MEMORY_STEP_BYTES = 256 << 20  # driver versions reserve differing amounts: identity rounds them away
+# FLOP a clock and SM of dense bf16 with fp32 accumulation: NVIDIA's architecture whitepapers (A100, Ada, Hopper,
+# Blackwell); consumer Blackwell by its rated figure over SMs and clock.
+MATRIX_FLOP_PER_CLOCK = {(8, 0): 2048, (8, 6): 512, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}
+GEFORCE_MATRIX_FLOP_PER_CLOCK = {(8, 9): 512}  # full-rate accumulation in fp32 is the professional parts'
+SFU_PER_CLOCK = 16  # CUDA C++ Programming Guide, arithmetic throughput: the same for all these
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """What was read, before anything is made of it. `limits` by CUDA attribute; None where NVML does not say."""
+
+    name: str
+    cc: tuple[int, int]
+    limits: Mapping[str, int]
+    memory_bytes: int
+    memory_bus_bits: int
+    sm_clock_max_hz: float
+    memory_clock_max_hz: float
+    ecc: bool | None
+    mig_profile: str | None
+    power_limit_w: float | None
+    driver: str
+    uuid: str
+
+
+def identity_of(r: Readings) -> dict[str, Any]:
+    """Who this device is: nothing in it changes with temperature, load, driver or slot."""
+    per_clock = MATRIX_FLOP_PER_CLOCK.get(r.cc, 0)
+    if "GeForce" in r.name:
+        per_clock = GEFORCE_MATRIX_FLOP_PER_CLOCK.get(r.cc, per_clock)
+    return {
+        "vendor": "NVIDIA",
+        "name": r.name,
+        "cc": f"{r.cc[0]}.{r.cc[1]}",
+        **r.limits,
+        "memory_bytes": r.memory_bytes // MEMORY_STEP_BYTES * MEMORY_STEP_BYTES,
+        "memory_bus_bits": r.memory_bus_bits,
+        "sm_clock_max_hz": r.sm_clock_max_hz,
+        "memory_clock_max_hz": r.memory_clock_max_hz,
+        "ecc": r.ecc,
+        "mig_profile": r.mig_profile,
+        "sfu_per_clock_sm": SFU_PER_CLOCK,
+        "matrix_flop_per_clock_sm": per_clock,
+    }
+
+
+def peak_read_bytes_per_s(r: Readings) -> float:
+    """2 x memory clock x bus: two transfers a clock. 0 for a slice of a device, whose share NVML does not say."""
+    return 0.0 if r.mig_profile else 2 * r.memory_clock_max_hz * r.memory_bus_bits / 8
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+# Name in the identity -> CUDA attribute.
+LIMITS = {
+    "sm_count": "cudaDevAttrMultiProcessorCount",
+    "l2_bytes": "cudaDevAttrL2CacheSize",
+    "regs_per_sm": "cudaDevAttrMaxRegistersPerMultiprocessor",
+    "smem_per_sm_bytes": "cudaDevAttrMaxSharedMemoryPerMultiprocessor",
+    "smem_per_cta_bytes": "cudaDevAttrMaxSharedMemoryPerBlockOptin",
+    "threads_per_sm": "cudaDevAttrMaxThreadsPerMultiProcessor",
+    "ctas_per_sm": "cudaDevAttrMaxBlocksPerMultiprocessor",
+}
+
+
+def read(ordinal: int) -> Readings:
+    """Read CUDA's device `ordinal`. Raises UsageError saying what is missing: driver, cupy, or the device."""
+    runtime = _runtime()
+    count = _count(runtime)
+    if not 0 <= ordinal < count:
+        raise UsageError(
+            f"there is no device cuda:{ordinal}",
+            why=f"CUDA sees {count} device{'' if count == 1 else 's'}",
+            todo="check CUDA_VISIBLE_DEVICES" if count else "check nvidia-smi and CUDA_VISIBLE_DEVICES",
+        )
+    limits = {name: int(runtime.deviceGetAttribute(getattr(runtime, a), ordinal)) for name, a in LIMITS.items()}
+    major, minor = (
+        int(runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttrComputeCapability{part}"), ordinal))
+        for part in ("Major", "Minor")
+    )
+    return _from_nvml(runtime.deviceGetPCIBusId(ordinal), _uuid(runtime, ordinal), (major, minor), limits)
+
+
+def _runtime() -> Any:
+    try:
+        from cupy.cuda import runtime
+    except ImportError as error:
+        raise UsageError(
+            "a GPU's fingerprint needs cupy", why=str(error), todo="pip install autosel's extra cuda12 or cuda13"
+        ) from error
+    return runtime
+
+
+def _count(runtime: Any) -> int:
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        raise UsageError("CUDA finds no device", why=str(error), todo="check nvidia-smi and the driver") from error
+
+
+def _uuid(runtime: Any, ordinal: int) -> bytes:
+    found: bytes = runtime.getDeviceProperties(ordinal)["uuid"]
+    return found
+
+
+def _from_nvml(pci: str, uuid: bytes, cc: tuple[int, int], limits: Mapping[str, int]) -> Readings:
+    import pynvml as nvml
+
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise UsageError("NVML does not answer", why=str(error), todo="check nvidia-smi and the driver") from error
+    try:
+        board = nvml.nvmlDeviceGetHandleByPciBusId(pci.encode())
+        slice_ = _mig_slice(nvml, board, uuid)
+        return Readings(
+            name=_text(nvml.nvmlDeviceGetName(board)),
+            cc=cc,
+            limits=limits,
+            memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(slice_ or board).total),
+            memory_bus_bits=int(nvml.nvmlDeviceGetMemoryBusWidth(board)),
+            sm_clock_max_hz=1e6 * nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_SM),
+            memory_clock_max_hz=1e6 * nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_MEM),
+            ecc=_maybe(nvml, lambda: bool(nvml.nvmlDeviceGetEccMode(board)[0])),
+            mig_profile=_profile(_text(nvml.nvmlDeviceGetName(slice_))) if slice_ else None,
+            power_limit_w=_maybe(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(board) / 1e3),
+            driver=_text(nvml.nvmlSystemGetDriverVersion()),
+            uuid=_text(nvml.nvmlDeviceGetUUID(slice_ or board)),
+        )
+    except nvml.NVMLError as error:
+        raise UsageError(f"NVML does not describe the device at {pci}", why=str(error)) from error
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _mig_slice(nvml: Any, board: Any, uuid: bytes) -> Any | None:
+    """The MIG device that CUDA was given, by UUID; None where the board is whole."""
+    mode = _maybe(nvml, lambda: nvml.nvmlDeviceGetMigMode(board)[0])
+    if mode != nvml.NVML_DEVICE_MIG_ENABLE:
+        return None
+    slices = []
+    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(board)):
+        found = _maybe(nvml, lambda index=index: nvml.nvmlDeviceGetMigDeviceHandleByIndex(board, index))
+        if found is not None:
+            slices.append(found)
+    for found in slices:
+        if plain_uuid(_text(nvml.nvmlDeviceGetUUID(found))) == uuid.hex():
+            return found
+    if len(slices) == 1:  # older drivers give CUDA the board's UUID
+        return slices[0]
+    raise UsageError(
+        "this device is cut by MIG, and which slice is ours cannot be told",
+        why=f"{len(slices)} slices, none with CUDA's UUID {uuid.hex()}",
+        todo="name one slice in CUDA_VISIBLE_DEVICES (nvidia-smi -L)",
+    )
+
+
+def plain_uuid(text: str) -> str:
+    """`MIG-5a2b...`, `GPU-5a2b-...` -> hexadecimal digits alone."""
+    return text.partition("-")[2].replace("-", "").lower()
+
+
+def _profile(name: str) -> str:
+    """`NVIDIA H200 MIG 1g.18gb` -> `1g.18gb`."""
+    return name.rpartition("MIG ")[2]
+
+
+def _maybe(nvml: Any, ask: Any) -> Any:
+    """None where this device or driver does not support the question."""
+    try:
+        return ask()
+    except (nvml.NVMLError_NotSupported, nvml.NVMLError_NotFound, nvml.NVMLError_FunctionNotFound):
+        return None
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def slowdown(uuid: str) -> str:
+    """Why the device runs slower than it could right now (heat, power brake), or "". Asked around a measurement."""
+    import pynvml as nvml
+
+    nvml.nvmlInit()
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+        bits = _maybe(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)) or 0
+    finally:
+        nvml.nvmlShutdown()
+    return reasons_of(bits)
+
+
+# NVML's clock event reasons that spoil a measurement (nvml.h, nvmlClocksEventReasons): power capping is a device's
+# normal state under load and is not among them.
+SPOILING = {0x8: "hardware slowdown", 0x20: "thermal slowdown", 0x40: "hardware thermal", 0x80: "power brake"}
+
+
+def reasons_of(bits: int) -> str:
+    return ", ".join(text for bit, text in SPOILING.items() if bits & bit)

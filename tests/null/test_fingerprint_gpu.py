@@ -1,0 +1,169 @@
+"""What a GPU's fingerprint makes of its readings; the reading itself needs a GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autosel import fingerprint
+from autosel.errors import UnknownName, UsageError
+from autosel.fingerprint import gpu_rates, known, nvml
+from autosel.fingerprint.gpu_rates import Point
+
+H200 = nvml.Readings(
+    name="NVIDIA H200",
+    cc=(9, 0),
+    limits={
+        "sm_count": 132,
+        "l2_bytes": 62914560,
+        "regs_per_sm": 65536,
+        "smem_per_sm_bytes": 233472,
+        "smem_per_cta_bytes": 232448,
+        "threads_per_sm": 2048,
+        "ctas_per_sm": 32,
+    },
+    memory_bytes=150_754_820_096,
+    memory_bus_bits=6144,
+    sm_clock_max_hz=1.98e9,
+    memory_clock_max_hz=3.201e9,
+    ecc=True,
+    mig_profile=None,
+    power_limit_w=700.0,
+    driver="580.65.06",
+    uuid="GPU-00000000-0000-0000-0000-000000000000",
+)
+
+
+# --- identity --------------------------------------------------------------------------------------------------------
+
+
+def test_identity_has_every_limit_the_formulas_read() -> None:
+    assert set(known.load("h200").identity) - set(nvml.identity_of(H200)) <= {"power_limit_w"}
+
+
+def test_a_driver_that_reserves_a_little_more_memory_is_the_same_device() -> None:
+    step = nvml.MEMORY_STEP_BYTES
+    more, less = (replace(H200, memory_bytes=140 * 1024 * step // 256 + rest) for rest in (step - 1, 1))
+    assert nvml.identity_of(more) == nvml.identity_of(less)
+
+
+@pytest.mark.parametrize("change", [{"driver": "999"}, {"uuid": "GPU-1"}, {"power_limit_w": 350.0}])
+def test_driver_slot_and_power_limit_are_no_part_of_the_identity(change: dict[str, object]) -> None:
+    assert nvml.identity_of(replace(H200, **change)) == nvml.identity_of(H200)
+
+
+@pytest.mark.parametrize("change", [{"mig_profile": "1g.18gb"}, {"ecc": False}, {"memory_bus_bits": 5120}])
+def test_a_slice_or_another_memory_is_another_device(change: dict[str, object]) -> None:
+    assert nvml.identity_of(replace(H200, **change)) != nvml.identity_of(H200)
+
+
+def test_peak_bandwidth_is_two_transfers_a_clock() -> None:
+    assert nvml.peak_read_bytes_per_s(H200) == pytest.approx(4.917e12, rel=1e-3)
+    assert nvml.peak_read_bytes_per_s(replace(H200, mig_profile="1g.18gb")) == 0.0
+
+
+def test_uuids_compare_without_prefix_and_dashes() -> None:
+    assert nvml.plain_uuid("MIG-5A2B0000-0000-0000-0000-00000000000f") == "5a2b000000000000000000000000000f"
+
+
+def test_only_slowdowns_that_spoil_a_measurement_are_named() -> None:
+    assert nvml.reasons_of(0x4) == ""  # software power cap: a device's normal state under load
+    assert nvml.reasons_of(0x8 | 0x20) == "hardware slowdown, thermal slowdown"
+
+
+# --- a device that is not here ---------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_is_not_here_says_what_is_missing() -> None:
+    try:
+        import cupy
+
+        if cupy.is_available():
+            pytest.skip("there is a GPU here")
+    except ImportError:
+        pass
+    with pytest.raises(UsageError) as error:
+        fingerprint.take("cuda")
+    assert error.value.todo
+
+
+@pytest.mark.parametrize("name", ["cuda:x", "cuda:-1", "cpu:1", "rocm", "cuda:0:1"])
+def test_a_device_that_cannot_be_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnknownName):
+        fingerprint.take(name)
+
+
+# --- from readings to rates ------------------------------------------------------------------------------------------
+
+
+@given(latency_us=st.floats(0.3, 1.3), peak_gb=st.floats(200, 8000))
+def test_the_ramp_gives_back_the_latency_it_was_made_with(latency_us: float, peak_gb: float) -> None:
+    """A device that follows Little's law up to its peak: the crossing lies on the linear part."""
+    latency, peak = latency_us * 1e-6, peak_gb * 1e9
+    full = latency * peak
+    ramp = [Point(size=full * f, value=min(full * f / latency, peak)) for f in (0.1, 0.3, 0.5, 0.69, 0.9, 1.2, 2.0)]
+    assert gpu_rates.loaded_latency_s(ramp, peak) == pytest.approx(latency, rel=1e-6)
+
+
+def test_a_ramp_that_never_crosses_is_refused_with_what_it_reached() -> None:
+    with pytest.raises(ValueError, match="from 10% to 50%"):
+        gpu_rates.loaded_latency_s([Point(size=1, value=10), Point(size=2, value=50)], 100)
+
+
+def test_effective_l2_is_the_largest_set_on_the_plateau() -> None:
+    sweep = [Point(size=s, value=v) for s, v in ((8, 97), (16, 100), (32, 95), (40, 91), (48, 70), (64, 40))]
+    assert gpu_rates.effective_l2_bytes(sweep) == 40
+    assert gpu_rates.l2_bytes_per_s(sweep) == 96
+
+
+def test_per_item_cost_cancels_what_both_runs_pay() -> None:
+    assert gpu_rates.per_item_s((50, 7.0 + 50 * 0.25), (500, 7.0 + 500 * 0.25)) == pytest.approx(0.25)
+
+
+def test_fewest_sms_that_saturate() -> None:
+    sweep = [Point(size=n, value=min(n, 58)) for n in (16, 33, 50, 66, 132)]
+    assert gpu_rates.sms_to_saturate(sweep) == 66
+
+
+# --- plausible? ------------------------------------------------------------------------------------------------------
+
+GOOD = {
+    "read_bytes_per_s": 4.3e12,
+    "copy_bytes_per_s": 4.2e12,
+    "l2_bytes_per_s": 9.7e12,
+    "dram_latency_s": 0.78e-6,
+    "graph_node_s": 1.27e-6,
+    "stream_launch_s": 2.5e-6,
+    "sm_clock_hz": 1.755e9,
+    "bf16_matrix_flops": 0.78e15,
+    "exp_per_s": 16 * 132 * 1.755e9,
+    "l1_latency_s": 2e-8,
+    "l2_latency_s": 1.4e-7,
+    "l2_far_latency_s": 2e-7,
+    "idle_dram_latency_s": 4e-7,
+}
+
+
+def test_plausible_rates_raise_no_complaint() -> None:
+    assert gpu_rates.complaints(GOOD, nvml.identity_of(H200), nvml.peak_read_bytes_per_s(H200)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("read_bytes_per_s", 5.5e12),  # faster than the bus: something was not read
+        ("read_bytes_per_s", 2.0e12),
+        ("l2_bytes_per_s", 4.4e12),
+        ("dram_latency_s", 5e-8),
+        ("bf16_matrix_flops", 2e15),
+        ("exp_per_s", 1e12),
+        ("graph_node_s", 2e-5),
+        ("l2_latency_s", 1e-8),  # below L1's
+    ],
+)
+def test_an_implausible_rate_is_named(name: str, value: float) -> None:
+    found = gpu_rates.complaints({**GOOD, name: value}, nvml.identity_of(H200), nvml.peak_read_bytes_per_s(H200))
+    assert any(name in complaint for complaint in found)
