@@ -63,7 +63,8 @@ BUDGETS = {
     "gate_up": PROJECTIONS,
     "lm_head": PROJECTIONS,
 }
-SOURCES = sorted(p.stem for p in (resources.kernels() / "cuda").glob("*.cu"))
+# The probes are no candidates: NVRTC compiles them; test_machine_code_of_probes.py has what they must be.
+SOURCES = sorted(p.stem for p in (resources.kernels() / "cuda").glob("*.cu") if p.stem != "probes")
 
 
 def test_every_kernel_has_a_budget() -> None:

@@ -1,0 +1,25 @@
+"""The fingerprint's probes for every target: whole loads, nothing spilled, no work optimised away."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compile.machine_code import Function, functions
+
+TARGETS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+LOADS = {"probe_read": 8, "probe_copy": 4, "probe_chunks": 4, "probe_read_one": 1}  # 16-byte loads, at least
+
+
+def named(cc: tuple[int, int]) -> dict[str, Function]:
+    return {f.name.rpartition(" ")[2].partition("(")[0]: f for f in functions("probes", cc)}
+
+
+@pytest.mark.parametrize("cc", [(8, 0), (9, 0)])
+def test_probes_load_16_bytes_and_spill_nothing(cc: tuple[int, int], every_target: bool) -> None:
+    for target in TARGETS if every_target else (cc,):
+        found = named(target)
+        for name, loads in LOADS.items():
+            wide = sum(n for op, n in found[name].instructions.items() if op.startswith("LDG") and op.endswith("128"))
+            assert wide >= loads, (target, name, dict(found[name].instructions))
+        for f in found.values():
+            assert f.spill_bytes == 0 and f.stack_bytes == 0, (target, f.name)
