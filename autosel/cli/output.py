@@ -12,7 +12,22 @@ import click
 
 from autosel import settings
 from autosel.errors import AutoselError, TooNoisy
+from autosel.ledger.describe import bandwidth, bytes_text, microseconds, ratio
 from autosel.values import to_json
+
+__all__ = [
+    "Stopped",
+    "bandwidth",
+    "bytes_text",
+    "emit_json",
+    "error_json",
+    "microseconds",
+    "paragraph",
+    "ratio",
+    "report",
+    "state_style",
+    "table",
+]
 
 WIDTH = 80
 
@@ -98,29 +113,6 @@ def _width(text: str) -> int:
     from rich.cells import cell_len
 
     return cell_len(click.unstyle(text))
-
-
-def microseconds(value: float) -> str:
-    """`1 010`, `74.1`, `2.31`: three significant digits at least, thin groups."""
-    if value >= 1000:
-        return f"{value:,.0f}".replace(",", " ")
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def ratio(value: float) -> str:
-    return f"{value:.0f}x" if value >= 10 else f"{value:.1f}x" if value >= 1.95 else f"{value:.2f}x"
-
-
-def bytes_text(value: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} B"
-
-
-def bandwidth(value: float) -> str:
-    """`46.1 GB/s`."""
-    return f"{value / 1e9:.3g} GB/s"
 
 
 def state_style(state: str) -> Callable[[str], str]:

@@ -11,6 +11,7 @@ import errno
 import os
 import sqlite3
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,6 +41,7 @@ class Database:
         self.writable = True
         self.immutable = False
         self._failure: LedgerError | None = None
+        self._open = threading.local()  # .connection: this thread's transaction, while it is in `together`
         self.engine = self._sqlite_engine() if self.path else self._server_engine()
 
     @property
@@ -69,6 +71,10 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """One consistent view. Raises LedgerError."""
+        inside = self._inside()
+        if inside is not None:
+            yield inside
+            return
         with self._explained(), self.engine.begin() as connection:
             yield connection
 
@@ -76,8 +82,14 @@ class Database:
     def writing(self, *, patience_s: float | None = None) -> Iterator[Connection]:
         """One transaction, committed and on disk on leaving. Raises LedgerError; nothing is stored then.
 
-        After a failed write or fsync nothing more is written through this object: a second fsync may lie.
+        After a failed write or fsync nothing more is written through this object: a second fsync may lie. Within
+        `together` it is a savepoint of that transaction, and on disk when that ends.
         """
+        inside = self._inside()
+        if inside is not None:
+            with self._explained(), inside.begin_nested():
+                yield inside
+            return
         if self._failure is not None:
             raise self._failure
         if not self.writable:
@@ -90,9 +102,29 @@ class Database:
                     yield connection
                 self._checkpoint(connection)
         except LedgerError as error:
-            if isinstance(error.__cause__, exc.OperationalError) and _code(error.__cause__) in _IO:
+            if lost(error):
                 self._failure = error
             raise
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Group commit: all that this thread writes inside is one transaction. Raises LedgerError; then nothing of it
+        is stored."""
+        with self.writing() as connection:
+            self._open.connection = connection
+            try:
+                yield
+            finally:
+                self._open.connection = None
+
+    def _inside(self) -> Connection | None:
+        found: Connection | None = getattr(self._open, "connection", None)
+        return found
+
+    @property
+    def failed(self) -> bool:
+        """Did a write or an fsync fail? Then nothing more is written, and reading goes on."""
+        return self._failure is not None
 
     @contextmanager
     def _serial(self, patience_s: float) -> Iterator[None]:
@@ -221,6 +253,11 @@ _IO = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 def _code(error: exc.DBAPIError) -> int:
     return int(getattr(error.orig, "sqlite_errorcode", 0) or 0) & 0xFF
+
+
+def lost(error: BaseException) -> bool:
+    """Was it the disk, so that the transaction is gone whatever its savepoints said?"""
+    return isinstance(error.__cause__, exc.OperationalError) and _code(error.__cause__) in _IO
 
 
 def explain(error: exc.DBAPIError, name: str) -> LedgerError:

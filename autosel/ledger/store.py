@@ -8,8 +8,11 @@ again with the same idempotency key gives the one decision.
 from __future__ import annotations
 
 import json
+import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from autosel.errors import LedgerError, ParityError, UnknownName
 from autosel.ledger import containment, intake, migrate, rows, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.containment import Quarantine, Strike
-from autosel.ledger.engine import BUSY_S, OPEN_S, Database, private_folder, refuse_shared
+from autosel.ledger.engine import BUSY_S, OPEN_S, Database, lost, private_folder, refuse_shared
 from autosel.ledger.key import LengthRange, budget_key, overlap, serving_key
 from autosel.ledger.locks import InUseError, device_lock, publish_lock, whoami
 from autosel.ledger.rows import Stored
@@ -39,6 +42,7 @@ from autosel.values import (
     Verdict,
     Workload,
     canonical_json,
+    length_bucket,
     to_json,
 )
 
@@ -72,14 +76,21 @@ class Imported:
     kept: tuple[tuple[Decision, str], ...]
 
 
-def open_ledger(url: str | None = None, home: Path | None = None) -> Ledger:
+def open_ledger(url: str | None = None, home: Path | None = None, *, alone: bool = False) -> Ledger:
     """Create, migrate and check the ledger, take in the faults seen in service, then publish what it serves.
 
-    One that cannot be written is opened for reading. Raises LedgerError if it is corrupt, locked, of a newer version,
-    or not there and cannot be made.
+    Where the daemon of this home answers, it writes for us (unless `alone`), and has done all that. One that cannot be
+    written is opened for reading. Raises LedgerError if it is corrupt, locked, of a newer version, or not there and
+    cannot be made.
     """
     home = home or settings.home()
     database = Database(url or (f"sqlite:///{home / 'ledger.db'}" if home != settings.home() else settings.db_url()))
+    if not alone:
+        from autosel.ledger.remote import reach
+
+        through = reach(database, home)
+        if through is not None:
+            return through
     if database.path is not None:
         _prepare_file(database, database.path)
     ledger = Ledger(database, home)
@@ -98,6 +109,7 @@ class Ledger:
     def __init__(self, database: Database, home: Path) -> None:
         self._database, self.home = database, home
         self._documents: dict[int, dict[str, Any]] = {}
+        self._group = threading.local()  # .publish: while this thread is in `together`, whether to publish after it
         self._leases: dict[str, int] = {}  # of the devices we hold
         self._trials: set[int] = set()  # open ones
 
@@ -117,6 +129,41 @@ class Ledger:
     @property
     def writable(self) -> bool:
         return self._database.writable
+
+    @property
+    def failed(self) -> bool:
+        """Did a write or an fsync fail? Then this object only reads; the ledger can be opened anew."""
+        return self._database.failed
+
+    def together(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
+        """Group commit: make the calls, all of them in one transaction, then publish once; each is acknowledged when
+        this returns. Gives what each returned, or the exception with which it changed nothing.
+
+        Raises LedgerError if the transaction as a whole failed: then none of them changed anything.
+        """
+        found = []
+        self._group.publish = False
+        try:
+            with self._database.together():
+                for call in calls:
+                    try:
+                        found.append(call())
+                    except Exception as error:
+                        if lost(error):
+                            raise
+                        found.append(error)
+            wanted = self._group.publish
+        finally:
+            del self._group.publish
+        if wanted:
+            self.publish()
+        return found
+
+    def held_by(self, leases: Mapping[str, int]) -> Ledger:
+        """The same ledger for another process, which holds these devices."""
+        other = copy(self)
+        other._leases = dict(leases)
+        return other
 
     # --- decide -----------------------------------------------------------------------------------------------------
 
@@ -259,6 +306,9 @@ class Ledger:
 
     def publish(self, *, patience_s: float = BUSY_S) -> None:
         """Replace the snapshot by what serves now. Raises LedgerError: stored, but not yet visible to `best()`."""
+        if hasattr(self._group, "publish"):
+            self._group.publish = True
+            return
         path = self.home / snapshot.FILE
         with publish_lock(self.home, patience_s):  # read under the lock: the last to publish publishes the latest
             snapshot.sweep(path)
@@ -287,7 +337,7 @@ class Ledger:
         now = set(digests)
         with self._database.reading() as c:
             found = rows.of_bucket(c, hw_id, mode, bucket)
-        settled = all(_still_holds(s, now) for s in found)
+        settled = all(_still_holds(s, now) for s in found) and _whole([s.decision for s in found])
         return tuple(s.decision for s in found) if settled else ()
 
     def serving_rows(self, hw_id: str, bucket: str, mode: str) -> tuple[Decision, ...]:
@@ -364,7 +414,7 @@ class Ledger:
             if not self.writable:
                 yield []
                 return
-            strikes = self._take_over(hw_id)
+            strikes = self._take_over(hw_id, whoami())
             try:
                 yield strikes
             finally:
@@ -372,10 +422,14 @@ class Ledger:
                     self._stop_trials()
                 self._leases.pop(hw_id, None)
 
-    def _take_over(self, hw_id: str) -> list[Strike]:
-        """A new lease, which ends all earlier ones; what their holders left open is closed."""
+    def _take_over(self, hw_id: str, holder: str) -> list[Strike]:
+        self._leases[hw_id], found = self.take_over(hw_id, holder)
+        return found
+
+    def take_over(self, hw_id: str, holder: str) -> tuple[int, list[Strike]]:
+        """A new lease, which ends all earlier ones; what their holders left open is closed. `lock` is made of this."""
         with self._database.writing() as c:
-            values = {"hw_id": hw_id, "machine": containment.machine(), "holder": whoami(), "created_at": rows.now()}
+            values = {"hw_id": hw_id, "machine": containment.machine(), "holder": holder, "created_at": rows.now()}
             lease = rows.insert(c, t.leases, **values)
             found = containment.close_abandoned(c, hw_id)
             for strike in found:
@@ -383,10 +437,9 @@ class Ledger:
                     held = strike.arm.build or strike.arm.digest
                     cause, evidence = containment.CUT_SHORT, {"strikes": strike.strikes}
                     _hold(c, strike.arm, held, hw_id, strike.op, cause, strike.reason, evidence)
-        self._leases[hw_id] = lease
         if any(strike.out for strike in found):
             self.publish()
-        return found
+        return lease, found
 
     def _refuse_stale(self, c: Connection, hw_id: str) -> None:
         """Raise LedgerError if we held the device, and another has taken it since."""
@@ -406,10 +459,8 @@ class Ledger:
     @contextmanager
     def trial(self, hw_id: str, op: str, arm: Arm) -> Iterator[int]:
         """Journal that an arm is about to run; closed on leaving, also by an exception or Ctrl-C."""
-        with self._database.writing() as c:
-            self._refuse_stale(c, hw_id)
-            trial_id = containment.open_trial(c, hw_id, op, arm)
-            self._trials.add(trial_id)
+        trial_id = self.open_trial(hw_id, op, arm)
+        self._trials.add(trial_id)
         outcome = containment.FINISHED
         try:
             yield trial_id
@@ -420,8 +471,22 @@ class Ledger:
             self._close_trial(trial_id, outcome)
 
     def _close_trial(self, trial_id: int, outcome: str) -> None:
-        with suppress(KeyError), self._database.writing() as c:
+        with suppress(KeyError):
             self._trials.remove(trial_id)  # KeyError: stopped meanwhile, by another thread
+            try:
+                self.close_trial(trial_id, outcome)
+            except LedgerError:
+                self._trials.add(trial_id)
+                raise
+
+    def open_trial(self, hw_id: str, op: str, arm: Arm) -> int:
+        """`trial` is made of this and `close_trial`."""
+        with self._database.writing() as c:
+            self._refuse_stale(c, hw_id)
+            return containment.open_trial(c, hw_id, op, arm)
+
+    def close_trial(self, trial_id: int, outcome: str) -> None:
+        with self._database.writing() as c:
             containment.close_trial(c, trial_id, outcome)
 
     def _stop_trials(self) -> None:
@@ -707,6 +772,18 @@ def _hold(
     return made
 
 
+def _whole(found: Sequence[Decision]) -> bool:
+    """Do the rows of a bucket serve all its lengths? A tune may have been killed between two parts."""
+    if any(d.length_range is None for d in found) or not found:
+        return True
+    free, top = length_bucket(found[0].workload["L"])
+    for low, high in sorted(d.length_range for d in found if d.length_range):
+        if low > free:
+            return False
+        free = high + 1
+    return free > top
+
+
 # --- evidence -----------------------------------------------------------------------------------------------------
 
 
@@ -746,6 +823,8 @@ def _refusal(c: Connection, d: Decision, hw_id: str) -> str:
             return f"it would import {recipe.target}: race that candidate here instead"
         if isinstance(recipe, NativeRecipe) and (recipe.source.startswith("/") or ".." in Path(recipe.source).parts):
             return f"its source {recipe.source} is not one of autosel's"
+    if any(arm.build and not re.fullmatch("[0-9a-f]{64}", arm.build) for arm in (d.arm, d.baseline)):
+        return "its build is not named by a digest"  # but, maybe, by a path
     if any(q.digest in (d.arm.digest, d.arm.build) for q in containment.active(c, d.hw_id, d.op)):
         return f"{d.arm.candidate} is in quarantine here"
     now = rows.of_bucket(c, d.hw_id, d.mode, d.bucket)

@@ -1,0 +1,249 @@
+"""What may be asked of a ledger from another process: one frozen value a change, and what it gives back.
+
+A command travels as JSON and is read back by the types of its fields: data, never code. The process that owns the
+ledger runs it; `remote.RemoteLedger` sends it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from autosel.ledger.containment import Strike
+from autosel.ledger.key import LengthRange
+from autosel.values import (
+    Arm,
+    Decision,
+    Fingerprint,
+    Parity,
+    Race,
+    State,
+    Verdict,
+    Workload,
+    from_json,
+    to_json,
+)
+
+if TYPE_CHECKING:
+    from autosel.ledger.store import Ledger
+
+ADDRESS = "/v1/ledger"
+MOST_BYTES = 64 << 20  # a race holds every sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    call: Literal["record"] = "record"
+    fp: Fingerprint
+    workload: Workload
+    verdict: Verdict | None
+    race: Race | None
+    parities: tuple[tuple[Arm, Parity], ...]
+    arm: Arm
+    baseline: Arm
+    mode: str
+    state: State
+    reason: str
+    idempotency_key: str
+    length_range: LengthRange
+    entrants: tuple[str, ...]
+
+    def run(self, ledger: Ledger) -> Decision:
+        return ledger.record(
+            self.fp,
+            self.workload,
+            verdict=self.verdict,
+            race=self.race,
+            parities=self.parities,
+            arm=self.arm,
+            baseline=self.baseline,
+            mode=self.mode,
+            state=self.state,
+            reason=self.reason,
+            idempotency_key=self.idempotency_key,
+            length_range=self.length_range,
+            entrants=self.entrants,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByHand:
+    """Of one decision: demote it, promote another arm of it, pin it, take the pin away."""
+
+    call: Literal["demote", "promote", "pin", "unpin"]
+    decision_id: int
+    reason: str
+    candidate: str | None = None
+
+    def run(self, ledger: Ledger) -> Decision:
+        if self.call == "promote":
+            return ledger.promote(self.decision_id, self.candidate or "", self.reason)
+        if self.call == "pin":
+            return ledger.pin(self.decision_id, self.reason, self.candidate)
+        return getattr(ledger, self.call)(self.decision_id, self.reason)  # type: ignore[no-any-return]  # a Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveParity:
+    call: Literal["save_parity"] = "save_parity"
+    hw_id: str
+    workload: Workload
+    arm: Arm
+    parity: Parity
+
+    def run(self, ledger: Ledger) -> int:
+        return ledger.save_parity(self.hw_id, self.workload, self.arm, self.parity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeOver:
+    call: Literal["take_over"] = "take_over"
+    hw_id: str
+    holder: str
+
+    def run(self, ledger: Ledger) -> tuple[int, list[Strike]]:
+        return ledger.take_over(self.hw_id, self.holder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenTrial:
+    call: Literal["open_trial"] = "open_trial"
+    hw_id: str
+    op: str
+    arm: Arm
+
+    def run(self, ledger: Ledger) -> int:
+        return ledger.open_trial(self.hw_id, self.op, self.arm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseTrial:
+    call: Literal["close_trial"] = "close_trial"
+    trial_id: int
+    outcome: str
+
+    def run(self, ledger: Ledger) -> None:
+        ledger.close_trial(self.trial_id, self.outcome)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Quarantine a build."""
+
+    call: Literal["quarantine"] = "quarantine"
+    arm: Arm
+    hw_id: str
+    op: str
+    cause: str
+    reason: str
+    digest: str
+    driver: str
+    evidence: Mapping[str, Any]
+
+    def run(self, ledger: Ledger) -> int:
+        return ledger.quarantine(
+            self.arm,
+            hw_id=self.hw_id,
+            op=self.op,
+            cause=self.cause,
+            reason=self.reason,
+            digest=self.digest,
+            driver=self.driver,
+            evidence=self.evidence,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    call: Literal["release"] = "release"
+    quarantine_id: int
+    reason: str
+
+    def run(self, ledger: Ledger) -> None:
+        ledger.release(self.quarantine_id, self.reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spend:
+    call: Literal["spend"] = "spend"
+    key: str
+    amount: float
+    reason: str
+
+    def run(self, ledger: Ledger) -> bool:
+        return ledger.spend(self.key, self.amount, self.reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveAA:
+    call: Literal["save_aa"] = "save_aa"
+    hw_id: str
+    time_class: str
+    crossings: tuple[bool, ...]
+
+    def run(self, ledger: Ledger) -> None:
+        ledger.save_aa(self.hw_id, self.time_class, self.crossings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """`document` is an export as JSON; what comes back are the numbers of its decisions."""
+
+    call: Literal["import"] = "import"
+    document: Mapping[str, Any]
+    hw_id: str
+
+    def run(self, ledger: Ledger) -> dict[str, Any]:
+        found = ledger.import_(self.document, self.hw_id)
+        return {"served": [d.id for d in found.served], "kept": [[d.id, why] for d, why in found.kept]}
+
+
+Command = Record | ByHand | SaveParity | TakeOver | OpenTrial | CloseTrial | Hold | Release | Spend | SaveAA | Import
+
+_KINDS: Mapping[str, Any] = {
+    "record": Record,
+    "demote": ByHand,
+    "promote": ByHand,
+    "pin": ByHand,
+    "unpin": ByHand,
+    "save_parity": SaveParity,
+    "take_over": TakeOver,
+    "open_trial": OpenTrial,
+    "close_trial": CloseTrial,
+    "quarantine": Hold,
+    "release": Release,
+    "spend": Spend,
+    "save_aa": SaveAA,
+    "import": Import,
+}
+
+
+def encode(command: Command, leases: Mapping[str, int]) -> dict[str, Any]:
+    """What is sent: the command, and the leases on devices that its sender holds."""
+    return {"command": plain(to_json(command)), "leases": dict(leases)}
+
+
+def decode(body: Any) -> tuple[Command, dict[str, int]]:
+    """Raises ValueError, naming the field, for anything else."""
+    if not isinstance(body, dict) or set(body) != {"command", "leases"} or not isinstance(body["command"], dict):
+        raise ValueError("expected {command, leases}")
+    kind = _KINDS.get(str(body["command"].get("call")))
+    if kind is None:
+        raise ValueError(f"call: one of {', '.join(_KINDS)} is expected")
+    return from_json(kind, body["command"]), from_json(Mapping[str, int], body["leases"])
+
+
+def plain(value: Any) -> Any:
+    """JSON has no NaN: one that a failed check saw becomes its name."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def work(ledger: Ledger, command: Command, leases: Mapping[str, int]) -> Callable[[], Any]:
+    """The command as the ledger's owner runs it; what it gives is JSON."""
+    return lambda: to_json(command.run(ledger.held_by(leases)))
