@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autosel import dispatch, ops
@@ -65,22 +65,26 @@ class Uses:
     """What selections ran from here on: for steps that are no list."""
 
     def __init__(self) -> None:
-        self.before = {key: count for key, _, count in self._counts()}
+        self.before = {key: count for key, (_, count) in _counts().items()}
 
     def choices(self, plan: Plan, steps: int) -> tuple[Choice, ...]:
         """Averaged over so many steps; a workload run less than every other step is left out."""
         found = []
-        for key, resolution, count in self._counts():
+        for key, (r, count) in _counts().items():
             each = round((count - self.before.get(key, 0)) / steps)
             if each:
-                r = resolution
                 found.append(_choice(r.workload, each, plan, r.candidate, r.decision, r.reason))
         return tuple(found)
 
-    def _counts(self) -> Iterator[tuple[str, Resolution, int]]:
-        for op in ops.OPS:
-            for resolution, count in dispatch.best(op).uses():
-                yield resolution.workload.key, resolution, count
+
+def _counts() -> dict[str, tuple[Resolution, int]]:
+    """How often each workload ran; one that came in several layouts or cache lengths is counted once."""
+    found: dict[str, tuple[Resolution, int]] = {}
+    for op in ops.OPS:
+        for resolution, count in dispatch.best(op).uses():
+            key = resolution.workload.key
+            found[key] = resolution, count + (found[key][1] if key in found else 0)
+    return found
 
 
 def _choice(w: Workload, count: int, plan: Plan, candidate: str, decision: Decision | None, reason: str) -> Choice:

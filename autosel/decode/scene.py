@@ -73,13 +73,14 @@ class Scene:
 
 
 def judged(ours: Tensor, theirs: Tensor, exact: Tensor, dtype: DTypeName) -> tuple[float, float]:
-    """(our largest error, what it may be).
+    """(our largest error, what it may be) of logits [..., V]; `theirs` are the baseline's.
 
-    Our RMS error may be twice the baseline's, as in parity; the largest of N normal errors is about sqrt(2 ln 2N) of
-    their deviation; and storing the largest logit may cost it one rounding.
+    Our RMS error may be twice the baseline's, as in parity, taken where the baseline errs most (states differ in how
+    much they amplify a rounding); the largest of N normal errors is about sqrt(2 ln 2N) of their deviation; and storing
+    the largest logit may cost it one rounding.
     """
     wide = exact.double()
-    rms = (theirs.double() - wide).square().mean().sqrt().item()
+    rms = (theirs.double() - wide).square().mean(-1).sqrt().max().item()
     allowed = 2 * rms * math.sqrt(2 * math.log(2 * wide.numel())) + UNIT[dtype] * wide.abs().max().item()
     return (ours.double() - wide).abs().max().item(), allowed
 
