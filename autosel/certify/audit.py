@@ -1,6 +1,6 @@
 """Where a step's time goes: each op's share, how close it comes to what the device allows, and what limits it.
 
-floor     max(bytes / read rate, FLOPs / arithmetic rate)           of all calls of one step
+floor     max(bytes / median read rate beside the run, FLOPs / arithmetic rate)      of all calls of one step
 roofline  floor / time
 limit     memory or compute, whichever floor is higher; overhead where neither explains a quarter of the time
 """
@@ -72,7 +72,7 @@ def audit(made: Certificate) -> Audit:
         step_us=step_us,
         rows=tuple(sorted(rows, key=lambda r: -r.time_us)),
         rest_us=whole - spent,
-        read_bytes_per_s=made.read_bytes_per_s,
+        read_bytes_per_s=made.read_median_bytes_per_s,
         peak_flops=made.peak_flops,
         untimed=tuple(label for label in made.per_op if label not in timed),
     )
@@ -112,7 +112,7 @@ def _row(label: str, o: OpFigures, made: Certificate, whole_us: float) -> Row:
 
 def _limits(time_us: float, moved: int, flops: int, made: Certificate) -> tuple[float, Limit]:
     """Fraction of the roofline, and which part of the device that is. Above 1.1 the bytes came from a cache."""
-    memory = moved / made.read_bytes_per_s * 1e6 if made.read_bytes_per_s else 0.0
+    memory = moved / made.read_median_bytes_per_s * 1e6 if made.read_median_bytes_per_s else 0.0
     compute = flops / made.peak_flops * 1e6 if made.peak_flops else 0.0
     fraction = max(memory, compute) / time_us
     if not memory and not compute:

@@ -184,11 +184,12 @@ class Certificate:
     bytes_per_step: int
     bytes_per_token: float
     flops_per_step: int
-    read_bytes_per_s: float
-    read_probes: tuple[float, ...]
+    read_bytes_per_s: float  # the best window of all probes: the ceiling
+    read_probes: tuple[float, ...]  # what memory gave just before each pair of steps
+    read_median_bytes_per_s: float
     peak_flops: float
     cache_bytes: int
-    roofline: float
+    roofline: float  # the share of a step that reading its bytes at the rate just before it takes
     weights_bytes: int
     kv_cache_bytes: int
     peak_memory_bytes: int

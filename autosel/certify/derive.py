@@ -3,7 +3,7 @@ verified. Whoever reads the document can redo the sums.
 
     tokens_per_sec  1000 * batch * tokens_per_step / latency_ms.med
     speedup         baseline_ms / latency_ms.med
-    roofline        bytes_per_step / read_bytes_per_s / step time
+    roofline        median over the steps of bytes_per_step / read rate just before it / its time
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ def derive(made: Certificate) -> dict[str, Any]:
     med, base = median(optimised) / NS_PER_MS, median(baseline) / NS_PER_MS
     tokens = made.shape.batch * made.tokens_per_step
     rate = 1e3 * tokens / med
-    read = max(made.read_probes, default=0.0)
     found: dict[str, Any] = {
         "iters": len(optimised),
         "latency_ms": Latency(med=med, p95=quantile(optimised, 0.95) / NS_PER_MS),
@@ -39,11 +38,11 @@ def derive(made: Certificate) -> dict[str, Any]:
         "itl_ms": _gaps(made),
         "cost": _cost(made, rate),
         "bytes_per_token": made.bytes_per_step / tokens,
-        "read_bytes_per_s": read,
+        "read_median_bytes_per_s": median(made.read_probes) if made.read_probes else 0.0,
         "decision_ids": tuple(sorted({o.decision_id for o in made.per_op.values() if o.decision_id is not None})),
         "verification_ok": verified(made),
     }
-    found["roofline"] = _weigh(made, med, read).roofline
+    found["roofline"] = median(rooflines(made)) if made.read_probes else 0.0
     found["slo"] = _judged(made, found)
     return found
 
@@ -51,9 +50,17 @@ def derive(made: Certificate) -> dict[str, Any]:
 def physics(made: Certificate) -> dict[str, Physics]:
     """Both arms against the memory of this very run."""
     return {
-        "the optimised step": _weigh(made, made.latency_ms.med, made.read_bytes_per_s),
-        "the baseline's step": _weigh(made, made.baseline_ms, made.read_bytes_per_s),
+        "the optimised step": _weigh(made, made.latency_ms.med),
+        "the baseline's step": _weigh(made, made.baseline_ms),
     }
+
+
+def rooflines(made: Certificate) -> list[float]:
+    """Of each step, the share that reading its bytes takes at the rate that memory gave just before it. Above 1 only
+    where a cache helps, or where the machine got faster within the pair."""
+    steps, rates = made.samples.optimised_ns, made.read_probes
+    paired = rates if len(rates) == len(steps) else (median(rates),) * len(steps)
+    return [made.bytes_per_step / rate / ns * 1e9 for rate, ns in zip(paired, steps, strict=True)]
 
 
 def verified(made: Certificate) -> bool:
@@ -64,11 +71,11 @@ def verified(made: Certificate) -> bool:
     return v.tokens_checked > 0 and v.max_logit_error <= v.logit_bound and proven
 
 
-def _weigh(made: Certificate, step_ms: float, read_bytes_per_s: float) -> Physics:
+def _weigh(made: Certificate, step_ms: float) -> Physics:
     return weigh(
         bytes_per_step=made.bytes_per_step,
         step_ms=step_ms,
-        read_bytes_per_s=read_bytes_per_s,
+        read_bytes_per_s=made.read_bytes_per_s,
         cache_bytes=made.cache_bytes,
     )
 

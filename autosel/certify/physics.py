@@ -1,10 +1,10 @@
 """Faster than the memory can deliver is not fast, it is wrong: such a run is refused.
 
-    needed rate = max(0, bytes of a step - last-level cache) / time of a step        refused above 1.1 x best read probe
+    needed rate = max(0, bytes of a step - last-level cache) / time of a step       refused above 1.1 x best read window
 
-The cache is allowed once a step: that much may still lie in it from the step before. The probe is the best of those
-interleaved with the steps, for read rates on a shared machine move within the hour. The tenth on top is what a probe of
-milliseconds may fall short of the rate it measures.
+The cache is allowed once a step: that much may still lie in it from the step before. The window is the best of the
+probes interleaved with the steps, for read rates on a shared machine move within the hour. The tenth on top is what a
+window of a millisecond may fall short of the rate it measures.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ class ImpossibleRun(AutoselError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Physics:
-    """One arm against the memory. `roofline` is the share of the step that reading its bytes at the probe's rate takes;
-    it may pass 1 only where the cache helps."""
+    """One arm against the memory."""
 
     needed_bytes_per_s: float
     allowed_bytes_per_s: float
-    roofline: float
 
     @property
     def possible(self) -> bool:
@@ -40,7 +38,6 @@ def weigh(*, bytes_per_step: int, step_ms: float, read_bytes_per_s: float, cache
     return Physics(
         needed_bytes_per_s=max(0, bytes_per_step - cache_bytes) / seconds,
         allowed_bytes_per_s=TOLERANCE * read_bytes_per_s,
-        roofline=bytes_per_step / read_bytes_per_s / seconds if read_bytes_per_s else 0.0,
     )
 
 
@@ -55,6 +52,6 @@ def refuse_impossible(name: str, physics: Physics) -> None:
         needed, best = physics.needed_bytes_per_s / 1e9, physics.allowed_bytes_per_s / TOLERANCE / 1e9
         raise ImpossibleRun(
             f"{name} is faster than the memory: not certified",
-            why=f"it would read {needed:.3g} GB/s; the best read probe beside it reached {best:.3g} GB/s",
+            why=f"it would read {needed:.3g} GB/s; the best read window beside it gave {best:.3g} GB/s",
             todo="run it again; if it stays, the clock or the byte count is wrong: report it",
         )

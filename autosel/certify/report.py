@@ -107,7 +107,11 @@ def _tiles(made: Certificate) -> str:
             "a step, median",
             f"{figure(step.lo)} … {figure(step.hi)}, p95 {figure(made.latency_ms.p95)}",
         ),
-        (percent(made.roofline), "of the roofline", f"{figure(made.read_bytes_per_s / 1e9, 3)} GB/s read beside it"),
+        (
+            percent(made.roofline),
+            "of the roofline",
+            f"{figure(made.read_median_bytes_per_s / 1e9, 3)} GB/s read beside it",
+        ),
     ]
     if made.ttft_ms is not None and made.baseline_ttft_ms is not None:
         below = f"{made.shape.prompt} tokens; baseline {figure(made.baseline_ttft_ms)} ms"
@@ -160,11 +164,12 @@ def _cells(values: Sequence[str]) -> str:
 
 
 def _facts(made: Certificate) -> str:
-    gaps = made.itl_ms
+    gaps, ceiling = made.itl_ms, figure(made.read_bytes_per_s / 1e9)
     facts = (
         ("device", f"{made.device}, {made.sm}"),
         ("layers", f"{made.layers.run} of {made.layers.of}"),
         ("steps", f"{made.iters} of each arm, interleaved, after {made.warmup} to warm up"),
+        ("memory", f"{figure(made.read_median_bytes_per_s / 1e9)} GB/s read beside the steps, at best {ceiling}"),
         ("bytes a token", f"{figure(made.bytes_per_token / 1e9)} GB"),
         ("key-value cache", f"{figure(made.kv_cache_bytes / 2**20)} MiB"),
         ("weights", f"{figure(made.weights_bytes / 2**30)} GiB"),

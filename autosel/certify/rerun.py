@@ -8,12 +8,14 @@ pages, other neighbours): hence the margin around 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from autosel.certify.certificate import Certificate
+from autosel.certify.derive import rooflines
 from autosel.certify.statistics import FEWEST_TO_RESAMPLE, Figures, Interval, median, middle, resampled_medians
 from autosel.errors import AutoselError, TooNoisy, UsageError
 
@@ -50,7 +52,7 @@ class Compared:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun:
     speedup: Compared
-    time: Compared  # step time x read rate: bytes the memory could have delivered meanwhile
+    time: Compared  # against the read rate just before each step
     notes: tuple[str, ...]
 
     @property
@@ -74,7 +76,7 @@ def refuse_other_device(certified: Certificate, hw_id: str, device: str) -> None
 def compare(certified: Certificate, again: Certificate) -> Rerun:
     """Raises UsageError where the two are not the same plan."""
     _refuse_other_plan(certified, again)
-    old, new = _medians(certified), _medians(again)
+    old, new = _speedups(certified), _speedups(again)
     notes = []
     if certified.env_id != again.env_id:
         notes.append("the software differs: " + ", ".join(_differences(certified, again)))
@@ -83,13 +85,8 @@ def compare(certified: Certificate, again: Certificate) -> Rerun:
     if again.contended:
         notes.append("other work ran on this machine")
     return Rerun(
-        speedup=_compared("speedup", new[1] / new[0], old[1] / old[0], SPEEDUP_MARGIN),
-        time=_compared(
-            "roofline",
-            again.bytes_per_step / again.read_bytes_per_s / new[0] * 1e9,
-            certified.bytes_per_step / certified.read_bytes_per_s / old[0] * 1e9,
-            TIME_MARGIN,
-        ),
+        speedup=_compared("speedup", new, old, SPEEDUP_MARGIN),
+        time=_compared("roofline", _medians(rooflines(again)), _medians(rooflines(certified)), TIME_MARGIN),
         notes=tuple(notes),
     )
 
@@ -113,12 +110,19 @@ def _refuse_other_plan(certified: Certificate, again: Certificate) -> None:
             )
 
 
-def _medians(made: Certificate) -> list[Figures]:
-    """(optimised, baseline) medians, ns, in each resample; of a handful of steps, every step."""
+def _speedups(made: Certificate) -> Figures:
     s = made.samples
     if made.iters < FEWEST_TO_RESAMPLE:
-        return [np.asarray(arm, dtype=np.float64) for arm in (s.optimised_ns, s.baseline_ns)]
-    return resampled_medians(s.optimised_ns, s.baseline_ns)
+        return np.asarray(s.baseline_ns, dtype=np.float64) / np.asarray(s.optimised_ns, dtype=np.float64)
+    slow, fast = resampled_medians(s.baseline_ns, s.optimised_ns)
+    return slow / fast
+
+
+def _medians(values: Sequence[float]) -> Figures:
+    """The median in each resample; of a handful, the values themselves."""
+    if len(values) < FEWEST_TO_RESAMPLE:
+        return np.asarray(values, dtype=np.float64)
+    return resampled_medians(values)[0]
 
 
 def _compared(what: str, new: Figures, old: Figures, margin: float) -> Compared:

@@ -94,8 +94,10 @@ def _shapeless(made: Certificate) -> str:
         return "samples: a time below 1 ns, or a coin that is neither 0 nor 1"
     if made.shape.batch < 1 or made.bytes_per_step < 1 or not made.tokens_per_step > 0 or made.cache_bytes < 0:
         return "shape, bytes_per_step, tokens_per_step or cache_bytes: below what a run can have"
-    if any(not p > 0 for p in made.read_probes):
-        return "read_probes: a rate that is not above 0"
+    if not made.read_probes or any(not p > 0 for p in made.read_probes):
+        return "read_probes: none, or a rate that is not above 0"
+    if made.read_bytes_per_s < max(made.read_probes):
+        return "read_bytes_per_s: below a probe of its own run"
     if made.cost.price_per_hour is not None and not made.cost.price_per_hour > 0:
         return "cost: a price that is not above 0"
     if not 1 <= made.layers.run <= made.layers.of:
@@ -131,8 +133,6 @@ def _same(stated: Any, computed: Any) -> bool:
 
 def _impossible(made: Certificate) -> str:
     for name, found in physics(made).items():
-        if not found.allowed_bytes_per_s:
-            return "read_probes: none, so nobody can tell whether this was possible"
         if not found.possible:
             needed, most = found.needed_bytes_per_s / 1e9, found.allowed_bytes_per_s / 1e9
             return f"latency_ms: {name} would read {needed:.3g} GB/s of at most {most:.3g} GB/s: impossible"

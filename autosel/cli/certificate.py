@@ -52,7 +52,7 @@ def _weights(made: Certificate) -> str:
 def _arms(made: Certificate) -> list[str]:
     ms, interval = made.latency_ms, made.speedup_interval
     base_tps = made.tokens_per_sec * ms.med / made.baseline_ms / made.tokens_per_step
-    roof = f"{made.roofline:.0%} of what {bandwidth(made.read_bytes_per_s)} allows"
+    roof = f"{made.roofline:.0%} of what {bandwidth(made.read_median_bytes_per_s)} allows"
     optimised = f"{ms.med:>8.4g} ms  p95 {ms.p95:>7.4g} {made.tokens_per_sec:>8.4g} tok/s"
     baseline = f"{made.baseline_ms:>8.4g} ms  p95 {made.baseline_p95_ms:>7.4g} {base_tps:>8.4g} tok/s"
     faster = f"{f'{made.speedup:.2f}x':>8} ({interval.lo:.2f} .. {interval.hi:.2f})"
