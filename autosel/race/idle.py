@@ -25,7 +25,7 @@ def wait_until_idle(limit_ns: int = LIMIT_NS) -> bool:
     Where the system has no /proc there is nothing to see: returns at once.
     """
     deadline = time.perf_counter_ns() + limit_ns
-    while _others_run():
+    while others_run():
         now = time.perf_counter_ns()
         if now > deadline:
             return False
@@ -34,7 +34,8 @@ def wait_until_idle(limit_ns: int = LIMIT_NS) -> bool:
     return True
 
 
-def _others_run() -> bool:
+def others_run() -> bool:
+    """Does any other thread of this process run, or wait for a core?"""
     own = str(threading.get_native_id())
     try:
         return any(_state(task) == "R" for task in _TASKS.iterdir() if task.name != own)

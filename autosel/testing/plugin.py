@@ -108,7 +108,8 @@ class Suite:
 @pytest.fixture(scope="session")
 def autosel_subject(request: pytest.FixtureRequest) -> Subject:
     """The candidate under test."""
-    suite: Suite = request.config.pluginmanager.get_plugin(SUITE)
+    suite = request.config.pluginmanager.get_plugin(SUITE)
+    assert isinstance(suite, Suite)
     return suite.subject
 
 

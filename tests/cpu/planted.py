@@ -567,6 +567,31 @@ def slow_at_first(x, weight, eps, offset, y):
     return right(x, weight, eps, offset, y)
 
 
+_LAST = {"until": 0}
+
+
+def lazy_in_bursts(x, weight, eps, offset, y):
+    """Called again at once, with the same addresses, it leaves the result of the last call where it is."""
+    key = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape)
+    now = time.monotonic_ns()
+    if _LAST.get("key") == key and now < _LAST["until"]:
+        _LAST["until"] = now + 20_000_000
+        return y
+    right(x, weight, eps, offset, y)
+    _LAST.update(key=key, until=time.monotonic_ns() + 20_000_000)
+    return y
+
+
+def remembers_the_last(x, weight, eps, offset, y):
+    """The same, with a copy of the result: an output that was poisoned is written."""
+    key = (x.data_ptr(), weight.data_ptr(), x.shape)
+    now = time.monotonic_ns()
+    if _LAST.get("key") != key or now > _LAST["until"]:
+        _LAST.update(key=key, result=norm(x, weight, eps, offset))
+    _LAST["until"] = time.monotonic_ns() + 20_000_000
+    return y.copy_(_LAST["result"])
+
+
 # --- right, in unusual ways ------------------------------------------------------------------------------------------
 
 

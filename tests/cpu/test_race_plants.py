@@ -1,0 +1,124 @@
+"""What parity cannot see, because the result is right: kernels that fool a clock, and how the race is not fooled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from autosel import fingerprint
+from autosel.models.workloads import Named
+from autosel.ops import OPS
+from autosel.ops.contract import Match
+from autosel.pipeline import Tried, try_candidate
+from autosel.race.bench import Bench, LoadedArm
+from autosel.race.contest import Entrant
+from autosel.race.idle import others_run
+from autosel.race.plan import plan
+from autosel.values import Knobs, PythonRecipe
+from tests.cpu.planting import Planted, built
+
+WORKLOAD = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 512})
+NAMED = Named(workload=WORKLOAD, label="rmsnorm", calls_per_step=1)
+
+
+class Quiet:
+    def stage(self, *_: object) -> None: ...
+
+    def decided(self, *_: object) -> None: ...
+
+    def rejected(self, *_: object) -> None: ...
+
+
+def raced(function: str) -> Tried:
+    (tried,) = try_candidate(Planted("rmsnorm", function), [NAMED], fingerprint.take("cpu"), Quiet(), seed=3)
+    return tried
+
+
+def test_the_baseline_under_another_name_gains_nothing() -> None:
+    tried = raced("calls_the_baseline")
+    assert tried.verdict is not None
+    assert tried.verdict.outcome != "promote"
+
+
+@pytest.fixture(scope="module")
+def slow_starter() -> Tried:
+    return raced("slow_at_first")
+
+
+def test_the_plan_is_the_baselines(slow_starter: Tried) -> None:
+    """Its first calls take 10 ms: a plan made of them would take a time of long samples, and few."""
+    race = slow_starter.race
+    assert race is not None
+    assert race.time_class == "short"
+    calls = race.sessions[0].calls_per_sample[0]
+    assert calls > plan(10e6).calls
+    assert len(race.sessions[0].pairs[0].samples_ns[0]) == plan(10e3).samples
+
+
+# --- the bench itself -------------------------------------------------------------------------------------------------
+
+
+def seated(*functions: str) -> Bench:
+    """Planted kernels seated as arms, the way the race's worker does it."""
+    made = Bench()
+    inputs = OPS["rmsnorm"].inputs(WORKLOAD, 1)
+    names = {}
+    for function in functions:
+        recipe = PythonRecipe(target=f"planted:{function}", path=built("planted"))
+        entrant = Entrant(
+            candidate=f"user:{function}", op="rmsnorm", recipe=recipe, digest=function, knobs=Knobs().values,
+            writes_out=True,
+        )  # fmt: skip
+        made.load(entrant)
+        names[entrant.candidate] = entrant.loaded_name
+    made.prepare(WORKLOAD, inputs, names, 1)
+    return made
+
+
+def test_a_rival_is_not_billed_for_what_an_arm_leaves_behind() -> None:
+    made, seen = seated("native_leaves_residue", "right"), []
+    rival, plain = made.seats["user:right"].arm, made.seats["user:right"].arm.call
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(others_run())
+        return plain(*arguments)
+
+    made.seats["user:right"].arm = LoadedArm(call=watched, writes_out=True, runtime=rival.runtime)
+    for _ in range(5):
+        made.pair(["user:native_leaves_residue", "user:right"], calls=1, samples=1)
+    assert len(seen) >= 5
+    assert not any(seen)
+
+
+@pytest.mark.parametrize(
+    ("function", "right"), [("right", True), ("lazy_in_bursts", False), ("remembers_the_last", False)]
+)
+def test_work_left_out_of_a_burst_shows_in_a_call_that_nothing_foretold(function: str, right: bool) -> None:
+    """In a timed burst nothing changes, and what one call wrote is right for all of them."""
+    made, name = seated(function), f"user:{function}"
+    old, new = (OPS["rmsnorm"].inputs(WORKLOAD, seed) for seed in (2, 3))
+    made.refresh(tensors(old))
+    made.pair([name], calls=20, samples=8)
+    assert holds(made, name, old)
+    made.surprise(name, 20, tensors(new))
+    assert holds(made, name, new) == right
+
+
+def tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor)}
+
+
+def holds(made: Bench, name: str, inputs: Mapping[str, Any]) -> bool:
+    """Does the arm's output hold the right result for these inputs?"""
+    return isinstance(OPS["rmsnorm"].verify(inputs, made.outputs(name)), Match)
+
+
+def test_a_patched_clock_is_not_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = seated("right")
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: 0)
+    times, _ = made.pair(["user:right"], calls=1, samples=2)
+    assert min(times["user:right"]) > 0
