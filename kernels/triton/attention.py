@@ -7,7 +7,7 @@ maximum, the sum of its weights and its unnormalised output, all fp32; a row tha
 import triton
 import triton.language as tl
 
-from autosel.triton_kernels.common import LOG2E, tanh
+from autosel.triton_kernels.common import LOG2E, arrives_last, tanh
 
 MOST_ROWS = 64  # query rows a program: two warps' worth of accumulators each at D = 128
 LEAST_TILE, LEAST_ROWS = 16, 16  # a matrix instruction's sides
@@ -20,7 +20,7 @@ def rows_block(rows, width):
 
 
 def fitting_tile(tile, stages, width, size, shared):
-    """(keys a tile, stages): `tile` halved until its stages of keys and values fit `shared` bytes; then fewer stages."""
+    """(keys a tile, stages): `tile` halved until its stages of keys and values fit `shared`; then fewer stages."""
     while tile > LEAST_TILE and stages * tile * 2 * width * size > shared:
         tile //= 2
     while stages > 1 and stages * tile * 2 * width * size > shared:
@@ -84,6 +84,22 @@ def sum_parts(part, row, splits, rows, valid, d, D: tl.constexpr):
         acc = acc * kept[:, None] + its_acc * added[:, None]
         peak = higher
     return normalised(acc, total)
+
+
+@triton.jit
+def deliver(
+    outputs, stored, part, counter, row, rows, splits, split, peak, total, acc, valid, d, D: tl.constexpr,
+    SPLIT: tl.constexpr, ARRIVAL: tl.constexpr,
+):  # fmt: skip
+    """The result; or this split's part of it, and the result from the last split to arrive."""
+    if not SPLIT:
+        tl.store(outputs, normalised(acc, total).to(outputs.dtype.element_ty), mask=stored)
+    else:
+        keep_part(part, row, splits, split, rows, peak, total, acc, valid, d, D)
+        if ARRIVAL:
+            if arrives_last(counter, splits):
+                made = sum_parts(part, row, splits, rows, valid, d, D)
+                tl.store(outputs, made.to(outputs.dtype.element_ty), mask=stored)
 
 
 @triton.jit

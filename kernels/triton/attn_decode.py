@@ -16,16 +16,8 @@ status    compiled and interpreted; not yet run on silicon
 import triton
 import triton.language as tl
 
-from autosel.triton_kernels.attention import (
-    attend,
-    fitting_tile,
-    keep_part,
-    merge,
-    normalised,
-    rows_block,
-    sum_parts,
-)
-from autosel.triton_kernels.common import arrives_last, counters, empty, partials, refuse, together
+from autosel.triton_kernels.attention import attend, deliver, fitting_tile, merge, rows_block
+from autosel.triton_kernels.common import counters, empty, partials, refuse, together
 
 
 @triton.jit
@@ -69,17 +61,11 @@ def _attn_decode(
         keys += TILE * stride_kt
         values += TILE * stride_vt
     outputs = o + b * stride_ob + at[:, None] * stride_oh + (r % S)[:, None] * stride_os + d[None, :]
-    stored = valid[:, None] & wide[None, :]
-    if not SPLIT:
-        tl.store(outputs, normalised(acc, total).to(o.dtype.element_ty), mask=stored)
-    else:
-        rows = tl.num_programs(2) * G * S
-        row = head * G * S + r
-        keep_part(part, row, splits, split, rows, peak, total, acc, valid, d, D)
-        if ARRIVAL:  # noqa: SIM102  (known when compiled; what follows is not)
-            if arrives_last(counter + head * tl.num_programs(1) + block, splits):
-                made = sum_parts(part, row, splits, rows, valid, d, D)
-                tl.store(outputs, made.to(o.dtype.element_ty), mask=stored)
+    counter += head * tl.num_programs(1) + block
+    deliver(
+        outputs, valid[:, None] & wide[None, :], part, counter, head * G * S + r, tl.num_programs(2) * G * S, splits,
+        split, peak, total, acc, valid, d, D, SPLIT, ARRIVAL,
+    )  # fmt: skip
 
 
 def attn_decode(

@@ -7,9 +7,7 @@ knobs     knobs/gpu/gemv.py. A warp owns `rows_per_warp` rows of w and reads 16 
           so two are under way. `grid` programs walk the tiles; `split_k` parts of a row are added by whoever arrives
           last, in fp32 and in a fixed order. `pdl`: the first weights are loaded before the wait for the kernel that
           makes x (programmatic dependent launch, cc >= 9.0).
-source    bytes in flight and the order of loads: msaroufim/megakernels-vs-cuda-graphs, llama/kernels/projection.cu.
-          x is read through a tile of pointers as wide as w's, so that its values lie in the registers that need them and
-          no step crosses shared memory; M accumulators instead of a dimension, for the same reason.
+source    bytes in flight and the order of loads: msaroufim/megakernels-vs-cuda-graphs, llama/kernels/projection.cu
 status    compiled and interpreted; not yet run on silicon
 """
 
@@ -17,20 +15,7 @@ import triton
 import triton.language as tl
 
 from autosel.triton_kernels.common import arrives_last, counters, empty, partials, refuse, together
-
-MOST_ROWS = 8
-VECTOR_BYTES, LANES = 16, 32
-
-
-@triton.jit
-def _weights(at, k, inside, K):
-    return tl.load(at + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _add(acc, tile, x, k, K, BN: tl.constexpr):
-    spread = k[None, :] + tl.zeros((BN, 1), tl.int32)
-    return acc + tile * tl.load(x + spread, mask=spread < K, other=0.0).to(tl.float32)
+from autosel.triton_kernels.project import LANES, MOST_ROWS, stream, tile_shape
 
 
 @triton.jit
@@ -43,18 +28,6 @@ def _finish(sums, m, n, inside, bias, residual, y, stride_r, stride_y):
 
 
 @triton.jit
-def _end(
-    acc, m, n, inside, part, N, M: tl.constexpr, split, bias, residual, y, stride_r, stride_y, SPLIT: tl.constexpr
-):
-    """Either the result of row m, or this part's share of it."""
-    sums = tl.sum(acc, 1)
-    if SPLIT == 1:
-        _finish(sums, m, n, inside, bias, residual, y, stride_r, stride_y)
-    else:
-        tl.store(part + (split * M + m) * N + n, sums, mask=inside)
-
-
-@triton.jit
 def _gemv(
     x, w, bias, residual, y, part, counter, N, K, stride_x, stride_w, stride_r, stride_y,
     M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
@@ -63,61 +36,25 @@ def _gemv(
         tl.extra.cuda.gdc_launch_dependents()
     blocks = tl.cdiv(N, BN)
     depth = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
-    lane = tl.arange(0, BK)
     for item in tl.range(tl.program_id(0), blocks * SPLIT, tl.num_programs(0)):
-        n = (item % blocks) * BN + tl.arange(0, BN)
-        split = item // blocks
+        n, split = (item % blocks) * BN + tl.arange(0, BN), item // blocks
         inside = n < N
+        begin = split * depth
+        end = tl.minimum(K, begin + depth)
         at = w + n.to(tl.int64)[:, None] * stride_w
-        first = split * depth
-        end = tl.minimum(K, first + depth)
-        a0 = tl.zeros((BN, BK), tl.float32)
-        a1, a2, a3, a4, a5, a6, a7 = a0, a0, a0, a0, a0, a0, a0
-        tile = _weights(at, first + lane, inside, end)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        for start in tl.range(first, end, BK):
-            k = start + lane
-            ahead = _weights(at, k + BK, inside, end)
-            weight = tile.to(tl.float32)
-            a0 = _add(a0, weight, x, k, end, BN)
-            if M > 1:
-                a1 = _add(a1, weight, x + stride_x, k, end, BN)
-            if M > 2:
-                a2 = _add(a2, weight, x + 2 * stride_x, k, end, BN)
-            if M > 3:
-                a3 = _add(a3, weight, x + 3 * stride_x, k, end, BN)
-            if M > 4:
-                a4 = _add(a4, weight, x + 4 * stride_x, k, end, BN)
-            if M > 5:
-                a5 = _add(a5, weight, x + 5 * stride_x, k, end, BN)
-            if M > 6:
-                a6 = _add(a6, weight, x + 6 * stride_x, k, end, BN)
-            if M > 7:
-                a7 = _add(a7, weight, x + 7 * stride_x, k, end, BN)
-            tile = ahead
-        _end(a0, 0, n, inside, part, N, M, split, bias, residual, y, stride_r, stride_y, SPLIT)
-        if M > 1:
-            _end(a1, 1, n, inside, part, N, M, split, bias, residual, y, stride_r, stride_y, SPLIT)
-        if M > 2:
-            _end(a2, 2, n, inside, part, N, M, split, bias, residual, y, stride_r, stride_y, SPLIT)
-        if M > 3:
-            _end(a3, 3, n, inside, part, N, M, split, bias, residual, y, stride_r, stride_y, SPLIT)
-        if M > 4:
-            _end(a4, 4, n, inside, part, N, M, split, bias, residual, y, stride_r, stride_y, SPLIT)
-        if M > 5:
-            _end(a5, 5, n, inside, part, N, M, split, bias, residual, y, stride_r, stride_y, SPLIT)
-        if M > 6:
-            _end(a6, 6, n, inside, part, N, M, split, bias, residual, y, stride_r, stride_y, SPLIT)
-        if M > 7:
-            _end(a7, 7, n, inside, part, N, M, split, bias, residual, y, stride_r, stride_y, SPLIT)
-        if SPLIT > 1:  # noqa: SIM102  (known when compiled; what follows is not)
+        sums = stream(at, at, inside, x, x, 0.0, begin, end, stride_x, M, BN, BK, False, False, PDL)[0]
+        for m in tl.static_range(M):
+            if SPLIT == 1:
+                _finish(tl.sum(sums[m], 1), m, n, inside, bias, residual, y, stride_r, stride_y)
+            else:
+                tl.store(part + (split * M + m) * N + n, tl.sum(sums[m], 1), mask=inside)
+        if SPLIT > 1:
             if arrives_last(counter + item % blocks, SPLIT):
                 for m in tl.static_range(M):
-                    sums = tl.zeros((BN,), tl.float32)
+                    whole = tl.zeros((BN,), tl.float32)
                     for s in tl.static_range(SPLIT):
-                        sums += tl.load(part + (s * M + m) * N + n, mask=inside, other=0.0, cache_modifier=".cg")
-                    _finish(sums, m, n, inside, bias, residual, y, stride_r, stride_y)
+                        whole += tl.load(part + (s * M + m) * N + n, mask=inside, other=0.0, cache_modifier=".cg")
+                    _finish(whole, m, n, inside, bias, residual, y, stride_r, stride_y)
 
 
 def gemv(
@@ -141,9 +78,3 @@ def gemv(
         M=m, BN=bn, BK=bk, SPLIT=split, PDL=pdl, num_warps=threads // LANES, launch_pdl=pdl, enable_fp_fusion=True,
     )  # fmt: skip
     return y
-
-
-def tile_shape(m, size, threads, unroll, rows_per_warp):
-    """[rows of w, depth] of a program's tile: a row a warp; fewer loads a lane where M accumulators need registers."""
-    fewer = max(1, unroll // (1 if m == 1 else 2 if m <= 4 else 4))
-    return threads // LANES * (1 << (rows_per_warp - 1).bit_length()), LANES * VECTOR_BYTES // size * fewer

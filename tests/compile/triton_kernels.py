@@ -10,13 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from autosel.candidates.load import load
 from autosel.candidates.registry import own_candidates
 from autosel.candidates.triton.base import TritonKernel
 from autosel.fingerprint import known
 from autosel.knobs.gpu.facts import facts
 from autosel.ops import OPS
-from autosel.parity.check import Terms, check_all
+from autosel.ops.contract import Mismatch
+from autosel.parity.check import Terms, cases_of, check_all
 from autosel.parity.session import Proof
+from autosel.parity.truth import run_baseline
 from autosel.values import (
     Accepted,
     DTypeName,
@@ -64,17 +69,54 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
         ({**_HEADS, "Hq": 32, "Hkv": 2, "D": 80, "L": 8192}, {}),
         ({**_HEADS, "Hq": 8, "Hkv": 1, "D": 512, "L": 8192}, {}),
     ),
+    "paged_attn": (
+        ({**_HEADS, "L": 8192, "page": 16}, {}),
+        ({**_GEMMA, "B": 4, "L": 8192, "page": 64}, {"window": 512, "softcap": 50.0}),
+        ({**_HEADS, "D": 80, "L": 8192, "page": 1}, {}),
+    ),
+    "prefill_attn": (
+        ({"B": 1, "Hq": 32, "Hkv": 8, "S": 2048, "D": 128}, {}),
+        ({"B": 2, "Hq": 4, "Hkv": 1, "S": 512, "D": 256}, {"window": 128}),
+        ({"B": 1, "Hq": 8, "Hkv": 8, "S": 512, "D": 80}, {"softcap": 50.0}),
+        ({"B": 1, "Hq": 8, "Hkv": 2, "S": 512, "D": 512}, {}),
+    ),
+    "kv_append": (({"B": 1, "Hkv": 8, "S": 1, "D": 128}, {}), ({"B": 8, "Hkv": 8, "S": 4, "D": 80}, {"page": 16})),
     "rmsnorm": (
         ({"M": 1, "d": 4096}, {}),
         ({"M": 32, "d": 128}, {"offset": 1.0}),
-        ({"M": 64, "d": 32768}, {}),
+        ({"M": 64, "d": 16384}, {}),
+    ),
+    "add_rmsnorm": (
+        ({"M": 1, "d": 4096}, {}),
+        ({"M": 8, "d": 2560}, {"offset": 1.0, "sandwich": 1}),
+        ({"M": 64, "d": 16384}, {}),
+    ),
+    "rope": (
+        ({"M": 1, "Hq": 32, "Hkv": 8, "D": 128, "R": 128}, {}),
+        ({"M": 64, "Hq": 16, "Hkv": 16, "D": 80, "R": 32}, {"style": 1}),
+    ),
+    "swiglu": (({"M": 1, "I": 14336}, {}), ({"M": 512, "I": 11008}, {})),
+    "geglu": (({"M": 1, "I": 6912}, {"tanh": 1}), ({"M": 8, "I": 6912}, {})),
+    "norm_qkv": (
+        ({"M": 1, "d": 4096, "N": 6144}, {}),
+        ({"M": 8, "d": 2560, "N": 4096}, {"offset": 1.0}),
+        ({"M": 16, "d": 4096, "N": 6144}, {}),
+        ({"M": 64, "d": 4096, "N": 6144}, {}),
+    ),
+    "gate_up": (
+        ({"M": 1, "d": 4096, "I": 14336}, {}),
+        ({"M": 5, "d": 2560, "I": 10240}, {"offset": 1.0, "activation": 2}),
+        ({"M": 16, "d": 4096, "I": 14336}, {"activation": 1}),
+        ({"M": 64, "d": 4096, "I": 14336}, {}),
+    ),
+    "lm_head": (
+        ({"M": 1, "V": 128256, "d": 4096}, {"greedy": 1}),
+        ({"M": 1, "V": 128256, "d": 4096}, {}),
+        ({"M": 8, "V": 262144, "d": 2560}, {"greedy": 1}),
+        ({"M": 32, "V": 128256, "d": 4096}, {"greedy": 1}),
+        ({"M": 256, "V": 128256, "d": 4096}, {}),
     ),
 }
-
-
-def workloads(op: str, dtype: DTypeName) -> Iterator[Workload]:
-    for dims, traits in SHAPES[op]:
-        yield OPS[op].workload(dtype, dims, **traits)
 
 
 # --- parity in the interpreter ----------------------------------------------------------------------------------------
@@ -86,6 +128,11 @@ class Interpreted(TritonKernel):
     def __init__(self, kernel: TritonKernel) -> None:
         self.op, self.name, self.source = kernel.op, kernel.name, kernel.source
         self.formula, self.limits, self.dtypes = kernel.formula, kernel.limits, kernel.dtypes
+
+    def knobs(self, w: Workload, fp: Fingerprint) -> Knobs:
+        """Without programmatic dependent launch, whose instructions the interpreter has not."""
+        knobs = super().knobs(w, fp)
+        return replaced(knobs, {"pdl": False} if "pdl" in knobs.values else {})
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
         return PythonRecipe(target=f"interpreted:{self.source}", path=str(HERE))
@@ -107,14 +154,34 @@ class Plan:
         return " ".join([self.kernel, *(f"{n}{v}" for n, v in self.dims.items()), *words])
 
     def prove(self, dtype: DTypeName) -> Parity:
+        """The whole proof, in a worker, as for every candidate."""
+        proof, fp = self.proof(dtype), known.load(self.device)
+        # The interpreter takes some 20 us an operation: a call a GPU does in microseconds takes a second.
+        (found,) = check_all([proof], fp=fp, terms=Terms(call_deadline_s=120.0, proof_deadline_s=1800.0))
+        return found
+
+    def proof(self, dtype: DTypeName) -> Proof:
         candidate, fp = Interpreted(KERNELS[self.kernel]), known.load(self.device)
         w = OPS[candidate.op].workload(dtype, self.dims, **self.traits)
         assert isinstance(candidate.supports(w, fp), Accepted), f"{self.kernel} does not take {w.key}"
         knobs = replaced(candidate.knobs(w, fp), self.knobs)
-        proof = Proof(candidate=candidate, recipe=candidate.recipe(w, fp, knobs), digest="", knobs=knobs, workload=w)
-        # The interpreter takes some 20 us an operation: a call a GPU does in microseconds takes a second.
-        (found,) = check_all([proof], fp=fp, terms=Terms(call_deadline_s=120.0, proof_deadline_s=1800.0))
-        return found
+        return Proof(candidate=candidate, recipe=candidate.recipe(w, fp, knobs), digest="", knobs=knobs, workload=w)
+
+    def failures(self, dtype: DTypeName, share: int, turn: int) -> Iterator[str]:
+        """Every `share`-th hostile case from the `turn`-th, in this process: only where `interpreted` was imported."""
+        proof, fp = self.proof(dtype), known.load(self.device)
+        op = OPS[proof.candidate.op]
+        function = load(op, proof.recipe, "", proof.knobs.values)
+        for case in cases_of(op, proof, fp)[turn % share :: share]:
+            inputs = case.make(11)
+            before = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+            outputs = op.allocate(case.workload, fill=float("nan"))
+            function(*op.arguments(inputs), *outputs)
+            written = {a.name: inputs[a.name] for a in op.args if a.role == "inout"}
+            got = [written[n] if n in written else outputs[i] for i, n in enumerate(op.output_names)]
+            found = op.verify(before, got, run_baseline(op, before))
+            if isinstance(found, Mismatch):
+                yield f"{self.label}: {case.workload.key} {case.name}: {found.check}: {found.reason}"
 
 
 def replaced(knobs: Knobs, values: dict[str, Scalar]) -> Knobs:
@@ -130,10 +197,32 @@ def plan(kernel: str, dims: dict[str, int], traits: dict[str, Any] | None = None
 _DECODE = {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 700}
 
 PLANS = (
-    plan("rmsnorm triton:rmsnorm", {"M": 2, "d": 512}),
+    plan("rmsnorm triton:rmsnorm", {"M": 2, "d": 512}, {"offset": 1.0}),
+    plan("add_rmsnorm triton:add_rmsnorm", {"M": 2, "d": 512}),
+    plan("add_rmsnorm triton:add_rmsnorm", {"M": 2, "d": 512}, {"sandwich": 1, "offset": 1.0}),
+    plan("rope triton:rope", {"M": 2, "Hq": 4, "Hkv": 2, "D": 64, "R": 64}),
+    plan("rope triton:rope", {"M": 2, "Hq": 4, "Hkv": 2, "D": 80, "R": 32}, {"style": 1}),
+    plan("swiglu triton:swiglu", {"M": 2, "I": 512}),
+    plan("geglu triton:geglu", {"M": 2, "I": 512}),
+    plan("geglu triton:geglu", {"M": 2, "I": 512}, {"tanh": 1}),
+    plan("kv_append triton:kv_append", {"B": 2, "Hkv": 2, "S": 1, "D": 64}),
+    plan("kv_append triton:kv_append", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, {"page": 16}),
     plan("linear triton:gemv", {"M": 1, "N": 48, "K": 512}, {"residual": True}),
     plan("linear triton:gemv", {"M": 5, "N": 48, "K": 512}, {"bias": True}, split_k=3, grid=2, rows_per_warp=2),
+    plan("linear triton:gemm", {"M": 12, "N": 140, "K": 512}, {"bias": True}, split_k=2),
+    plan("linear triton:gemm", {"M": 300, "N": 140, "K": 128}, {"residual": True}),
+    plan("norm_qkv triton:norm_qkv", {"M": 3, "d": 512, "N": 48}, {"offset": 1.0}, grid=2),
+    plan("norm_qkv triton:norm_qkv", {"M": 12, "d": 512, "N": 140}),
+    plan("gate_up triton:gate_up", {"M": 1, "d": 512, "I": 48}),
+    plan("gate_up triton:gate_up", {"M": 12, "d": 512, "I": 140}, {"activation": 2, "offset": 1.0}),
+    plan("lm_head triton:lm_head", {"M": 2, "V": 300, "d": 256}, {"greedy": 1}, programs=3),
+    plan("lm_head triton:lm_head", {"M": 12, "V": 300, "d": 256}, {"greedy": 1}),
+    plan("lm_head triton:lm_head", {"M": 1, "V": 300, "d": 256}),
     plan("attn triton:attn_decode", _DECODE),
     plan("attn triton:attn_decode", {**_DECODE, "S": 3}, {"ragged": True, "window": 100, "softcap": 30.0}, chunk=96),
     plan("attn triton:attn_decode@merge", {**_DECODE, "Hq": 10}, {"ragged": True}, chunk=64),
+    plan("paged_attn triton:paged_attn_decode", {**_DECODE, "page": 16}, chunk=128),
+    plan("paged_attn triton:paged_attn_decode@merge", {**_DECODE, "page": 24, "S": 2}, {"window": 70}, chunk=64),
+    plan("prefill_attn triton:attn_prefill", {"B": 1, "Hq": 4, "Hkv": 2, "S": 200, "D": 64}),
+    plan("prefill_attn triton:attn_prefill", {"B": 1, "Hq": 2, "Hkv": 1, "S": 200, "D": 80}, {"window": 33}, tile_q=64),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autosel.candidates.triton.base import TritonKernel, also, fixed, shared
-from autosel.knobs.gpu import attention
+from autosel.knobs.gpu import attention, rows
 from autosel.knobs.gpu.facts import GpuFacts
 from autosel.values import Workload
 
@@ -19,9 +19,23 @@ def _limits(w: Workload, f: GpuFacts) -> str:
     return ""
 
 
+def _prefill_limits(w: Workload, f: GpuFacts) -> str:
+    if w["D"] > WIDEST_HEAD:
+        return f"takes heads up to {WIDEST_HEAD} wide; the workload's are {w['D']}"
+    if w["B"] * w["Hq"] > MOST_PARTS:
+        return f"takes up to {MOST_PARTS} sequences times query heads; the workload has {w['B'] * w['Hq']}"
+    return ""
+
+
 LATER = fixed("arrival", False, "a second kernel adds the splits")
 
+DECODE, MERGED = also(attention.decode, shared), also(attention.decode, shared, LATER)
+
 KERNELS = (
-    TritonKernel("attn", "attn_decode", formula=also(attention.decode, shared), limits=_limits),
-    TritonKernel("attn", "attn_decode", variant="merge", formula=also(attention.decode, shared, LATER), limits=_limits),
+    TritonKernel("attn", "attn_decode", formula=DECODE, limits=_limits),
+    TritonKernel("attn", "attn_decode", variant="merge", formula=MERGED, limits=_limits),
+    TritonKernel("paged_attn", "paged_attn_decode", formula=DECODE, limits=_limits),
+    TritonKernel("paged_attn", "paged_attn_decode", variant="merge", formula=MERGED, limits=_limits),
+    TritonKernel("prefill_attn", "attn_prefill", formula=also(attention.prefill, shared), limits=_prefill_limits),
+    TritonKernel("kv_append", "kv_append", formula=rows.kv_append),
 )

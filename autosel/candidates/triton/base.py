@@ -76,7 +76,11 @@ class TritonKernel(Candidate):
 
 
 def also(formula: Formula, *more: Callable[[GpuFacts], Knob]) -> Formula:
-    return lambda w, f: Knobs(settings=(*formula(w, f).settings, *(knob(f) for knob in more)))
+    return lambda w, f: joined(formula(w, f), *(knob(f) for knob in more))
+
+
+def joined(knobs: Knobs, *more: Knob) -> Knobs:
+    return Knobs(settings=(*knobs.settings, *more))
 
 
 def pdl(f: GpuFacts) -> Knob:

@@ -1,15 +1,65 @@
-"""The projections."""
+"""The projections: linear by two kernels (few rows of x, many), and the fused ones, which hold both ways."""
 
 from __future__ import annotations
 
-from autosel.candidates.triton.base import TritonKernel, also, pdl
-from autosel.knobs.gpu import gemv
+from autosel.candidates.triton.base import Limits, TritonKernel, also, joined, pdl, shared
+from autosel.knobs.gpu import gemm, gemv
 from autosel.knobs.gpu.facts import GpuFacts
-from autosel.values import Workload
+from autosel.knobs.gpu.gemv import projection
+from autosel.values import Knob, Knobs, Workload
+
+FEW = gemv.M_MOST
+MOST_FUSED = 64  # rows whose norm each program may take once more, from L2
+MOST_NAMED = 128  # rows whose greedy tokens one program column holds
+MOST_VOCABULARY = 1 << 24  # indices are kept as fp32
 
 
 def _few(w: Workload, f: GpuFacts) -> str:
-    return "" if w["M"] <= gemv.M_MOST else f"M = {w['M']} is above {gemv.M_MOST}: triton:gemm's range"
+    return "" if w["M"] <= FEW else f"M = {w['M']} is above {FEW}: triton:gemm's range"
 
 
-KERNELS = (TritonKernel("linear", "gemv", formula=also(gemv.gemv, pdl), limits=_few),)
+def _at_most(most: int, instead: str) -> Limits:
+    return lambda w, f: "" if w["M"] <= most else f"takes up to {most} rows, {instead}; M = {w['M']}"
+
+
+def _head(w: Workload, f: GpuFacts) -> str:
+    if not w.trait("greedy", 0):
+        return ""
+    if w["V"] > MOST_VOCABULARY:
+        return f"names tokens of a vocabulary up to {MOST_VOCABULARY}; V = {w['V']}"
+    return _at_most(MOST_NAMED, "or gives their logits")(w, f)
+
+
+def tiled(w: Workload, f: GpuFacts) -> Knobs:
+    """Streaming up to M2 rows, large tiles above: what gemm.route says, its CUDA cores left to gemv."""
+    return gemm.stream(w, f) if w["M"] <= gemm.large_from(w.dtype, f) else gemm.large(w, f)
+
+
+def either(w: Workload, f: GpuFacts) -> Knobs:
+    """As many rows as CUDA cores hold accumulators for, or tiles."""
+    return also(gemv.gemv, pdl)(w, f) if w["M"] <= FEW else also(tiled, shared)(w, f)
+
+
+def fused(w: Workload, f: GpuFacts) -> Knobs:
+    return also(gemv.gemv, pdl)(w, f) if w["M"] <= FEW else also(gemm.stream, shared)(w, f)
+
+
+def head(w: Workload, f: GpuFacts) -> Knobs:
+    """The greedy kernel leaves a maximum a program: no more of them than are resident."""
+    if not w.trait("greedy", 0):
+        return either(w, f)
+    if w["M"] > FEW:
+        return also(gemm.stream, shared)(w, f)
+    made = either(w, f)
+    programs = made["ctas_per_sm"] * f.sms
+    inputs = {"c": made["ctas_per_sm"], "S": f.sms, "V": projection(w).outputs}
+    return joined(made, Knob(name="programs", value=programs, formula="c * S", inputs=inputs))
+
+
+KERNELS = (
+    TritonKernel("linear", "gemv", formula=also(gemv.gemv, pdl), limits=_few),
+    TritonKernel("linear", "gemm", formula=also(tiled, shared)),
+    TritonKernel("norm_qkv", "norm_qkv", formula=fused, limits=_at_most(MOST_FUSED, "above, a norm of its own pays")),
+    TritonKernel("gate_up", "gate_up", formula=fused, limits=_at_most(MOST_FUSED, "above, a norm of its own pays")),
+    TritonKernel("lm_head", "lm_head", formula=head, limits=_head),
+)

@@ -5,13 +5,20 @@ from __future__ import annotations
 from autosel.candidates.triton.base import TritonKernel
 from autosel.knobs.gpu import rows
 from autosel.knobs.gpu.facts import GpuFacts
-from autosel.values import Workload
+from autosel.values import DTYPE_BYTES, Workload
 
-WIDEST_ROW = 1 << 15  # 32 fp32 values a thread of 1024; at twice that, registers spill
+WIDEST_BYTES = 1 << 16  # 32 two-byte or 16 four-byte values a thread of 1024; beyond, registers spill
 
 
 def _width(w: Workload, f: GpuFacts) -> str:
-    return "" if w["d"] <= WIDEST_ROW else f"keeps a row in registers, up to {WIDEST_ROW} elements; d = {w['d']}"
+    widest = WIDEST_BYTES // DTYPE_BYTES[w.dtype]
+    return "" if w["d"] <= widest else f"keeps a row in registers, up to {widest} elements of {w.dtype}; d = {w['d']}"
 
 
-KERNELS = (TritonKernel("rmsnorm", "rmsnorm", formula=rows.rmsnorm, limits=_width),)
+KERNELS = (
+    TritonKernel("rmsnorm", "rmsnorm", formula=rows.rmsnorm, limits=_width),
+    TritonKernel("add_rmsnorm", "add_rmsnorm", formula=rows.rmsnorm, limits=_width),
+    TritonKernel("rope", "rope", formula=rows.rope),
+    TritonKernel("swiglu", "swiglu", formula=rows.gated),
+    TritonKernel("geglu", "geglu", formula=rows.gated),
+)

@@ -1,0 +1,111 @@
+"""prefill_attn   causal attention of a prompt over itself: query i sees keys 0..i, the last `window` of them
+               q[B,Hq,S,D], k/v[B,Hkv,S,D] -> o[B,Hq,S,D]
+
+bytes     2 b B (Hq + Hkv) S D (b = bytes an element)      FLOPs   2 B Hq D S (S + 1)
+roofline  Llama-3.1-8B, B=1, S=2048, bf16 on an H200 (0.78 PFLOP/s estimated): 34 GFLOP, 44 us; 42 MB, 10 us
+knobs     knobs/gpu/attention.py: `tile_q` query rows a program, `tile_k` keys a step, `stages` under way. Wider heads
+          and fp32 than they were made for get fewer rows (accumulators) and shorter tiles (`shared` bytes a CTA).
+source    FlashAttention-2's loop: tiles below the diagonal without a mask, then those it crosses; the longest rows
+          start first.
+status    compiled and interpreted; not yet run on silicon
+"""
+
+import triton
+import triton.language as tl
+
+from autosel.triton_kernels.attention import LEAST_ROWS, attend, fitting_tile, normalised
+from autosel.triton_kernels.common import empty, refuse, together
+
+
+@triton.jit
+def _sweep(
+    query, keys, values, begin, end, S, window, stride_kt, stride_vt, position, peak, total, acc, scale, softcap, wide,
+    t, TILE: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    first = begin.to(tl.int64)
+    keys += first * stride_kt
+    values += first * stride_vt
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        j = start + t
+        if MASKED:
+            inside = j < S
+            key = tl.load(keys, mask=wide[:, None] & inside[None, :], other=0.0)
+            value = tl.load(values, mask=inside[:, None] & wide[None, :], other=0.0)
+            seen = j[None, :] <= position[:, None]
+            if WINDOWED:
+                seen &= j[None, :] > position[:, None] - window
+        else:
+            key = tl.load(keys, mask=wide[:, None], other=0.0)
+            value = tl.load(values, mask=wide[None, :], other=0.0)
+            seen = tl.full((position.shape[0], TILE), True, tl.int1)
+        peak, total, acc = attend(query, key, value, seen, peak, total, acc, scale, softcap, CAPPED)
+        keys += TILE * stride_kt
+        values += TILE * stride_vt
+    return peak, total, acc
+
+
+@triton.jit
+def _attn_prefill(
+    q, k, v, o, S, Hq, G, scale, softcap, window,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_ob, stride_oh, stride_os,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    b, h = (head // Hq).to(tl.int64), (head % Hq).to(tl.int64)
+    first = block * ROWS
+    position, d, t = first + tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
+    wide = d < D
+    valid = (position < S)[:, None] & wide[None, :]
+    row = position.to(tl.int64)[:, None]
+    query = tl.load(q + b * stride_qb + h * stride_qh + row * stride_qs + d[None, :], mask=valid, other=0.0)
+    keys = k + b * stride_kb + h // G * stride_kh + t[None, :] * stride_kt + d[:, None]
+    values = v + b * stride_vb + h // G * stride_vh + t[:, None] * stride_vt + d[None, :]
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    begin = first * 0
+    if WINDOWED:
+        begin = tl.maximum(0, first - window + 1) // TILE * TILE
+    else:
+        whole = first // TILE * TILE  # below it every query of the block sees every key
+        peak, total, acc = _sweep(
+            query, keys, values, begin, whole, S, window, stride_kt, stride_vt, position, peak, total, acc, scale,
+            softcap, wide, t, TILE, STAGES, WINDOWED, CAPPED, False,
+        )  # fmt: skip
+        begin = whole
+    peak, total, acc = _sweep(
+        query, keys, values, begin, tl.minimum(S, first + ROWS), S, window, stride_kt, stride_vt, position, peak, total,
+        acc, scale, softcap, wide, t, TILE, STAGES, WINDOWED, CAPPED, True,
+    )  # fmt: skip
+    outputs = o + b * stride_ob + h * stride_oh + row * stride_os + d[None, :]
+    tl.store(outputs, normalised(acc, total).to(o.dtype.element_ty), mask=valid)
+
+
+def attn_prefill(q, k, v, scale, window, softcap, o=None, *, tile_q=64, tile_k=32, stages=2, shared=99 << 10):
+    (batch, hq, s, depth), hkv = q.shape, k.shape[1]
+    if o is None:
+        o = empty(q.shape, q)
+    together(q, k, v, o)
+    if k.shape != v.shape or k.shape != (batch, hkv, s, depth) or hq % hkv or o.shape != q.shape:
+        refuse("prefill_attn takes q, o [B,Hq,S,D], k/v[B,Hkv,S,D], Hq a multiple of Hkv")
+    if not q.dtype == k.dtype == v.dtype == o.dtype:
+        refuse("prefill_attn takes one dtype")
+    size, width = q.element_size(), triton.next_power_of_2(max(depth, 16))
+    rows, longest = tile_shape(tile_q, tile_k, width, size)
+    tile, stages = fitting_tile(longest, stages, width, size, shared - rows * width * size)
+    _attn_prefill[(triton.cdiv(s, rows), batch * hq)](
+        q, k, v, o, s, hq, hq // hkv, scale or depth**-0.5, float(softcap), window, *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], *o.stride()[:3], D=depth, WIDTH=width, ROWS=rows, TILE=tile, STAGES=stages,
+        WINDOWED=0 < window < s, CAPPED=softcap > 0, num_warps=8 if rows * width >= 128 * 64 else 4, num_stages=stages,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return o
+
+
+def tile_shape(tile_q, tile_k, width, size):
+    """(query rows, keys): outputs, scores and queries must fit 256 threads' registers, so wide heads get fewer rows."""
+    rows = max(LEAST_ROWS, min(tile_q, (128 * 128 if size == 2 else 64 * 128) // width))
+    return rows, min(tile_k, 64 if width > 128 else 128) if size == 2 else min(tile_k, 32)

@@ -1,0 +1,37 @@
+"""`python tests/compile/some_cases.py TURN SHARE [WORD ...]`: run part of every kernel's battery in the interpreter.
+
+In a process of its own, for one that has imported Triton to compile cannot interpret. Prints what failed, a line each;
+on stderr what each plan took. WORDs pick the plans whose label has them all.
+"""
+
+# ruff: noqa: E402, T201  (the path first; it prints what it found)
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import interpreted  # noqa: F401  (first: it decides that kernels are interpreted)
+import numpy as np
+import torch
+
+from tests.compile.triton_kernels import DTYPES, PLANS
+
+
+def main(turn: int, share: int, words: list[str]) -> None:
+    torch.set_num_threads(1)
+    np.seterr(all="ignore")
+    for number, plan in enumerate(PLANS):
+        if all(word in plan.label for word in words):
+            started, dtype = time.monotonic(), DTYPES[(turn + number) % 3]
+            for failure in plan.failures(dtype, share, turn + number):
+                print(failure, flush=True)
+            print(f"{time.monotonic() - started:6.1f} s  {dtype}  {plan.label}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
