@@ -14,7 +14,7 @@ from random import Random
 from autosel import fingerprint
 from autosel.ledger.store import Ledger
 from autosel.tuning.contend import contend, contests, refuse_without_memory
-from autosel.tuning.crossover import lowest_ends, split_buckets
+from autosel.tuning.crossover import lowest_ends, may_split, split_buckets
 from autosel.tuning.decide import decide
 from autosel.tuning.job import Listener, Rejection, Report, Request, Tally, Tuning
 from autosel.tuning.prove import prove_all
@@ -57,12 +57,12 @@ def tune(
         prove_all(tuning, todo)
         ready = [job for job in todo if not job.late]
         for job in contend(tuning, ready):
-            if not job.probe:
+            if not job.probe and not may_split(job):
                 tuning.tally.decided(job, decide(tuning, job))
         for job in todo:
             if job.late and not job.probe:
                 tuning.tally.late(job)
-        for job, lengths, workload in split_buckets(tuning, ready):
+        for job, lengths, workload in split_buckets(tuning, [*jobs, *ready]):
             tuning.tally.decided(job, decide(tuning, job, lengths=lengths, workload=workload), lengths)
     return _report(tuning, clock() - started)
 

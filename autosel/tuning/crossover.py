@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isqrt
 
+from autosel.ledger.key import LengthRange
 from autosel.models.workloads import Named
 from autosel.tuning.contend import contend
 from autosel.tuning.job import Job, Tuning
@@ -38,26 +39,37 @@ def lowest_ends(named: Sequence[Named]) -> tuple[Named, ...]:
     return tuple(ends)
 
 
-def split_buckets(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[tuple[Job, tuple[int, int], Workload]]:
-    """For each part of a split bucket: the job whose winner serves, the lengths it serves, its workload."""
-    raced = {job.workload.key: job for job in jobs if job.verdict is not None and _has_length(job.workload)}
+def may_split(job: Job) -> bool:
+    """Is this job's decision one of `split_buckets`, which come when all races are over?"""
+    return job.verdict is not None and _has_length(job.workload)
+
+
+def split_buckets(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[tuple[Job, LengthRange, Workload]]:
+    """What is to be decided of the races over lengths: the job whose winner serves, the lengths it serves (None: its
+    whole bucket), its workload. Nothing of a bucket is decided before it is known where it is split: a tune killed in
+    between would leave it whole for ever."""
+    raced = {job.workload.key: job for job in jobs if may_split(job)}
+    winners = {key: job.winner.candidate.name for key, job in raced.items() if not _undecided(job)}
+    winners |= {job.workload.key: job.settled[-1].arm.candidate for job in jobs if job.settled}
     for job in raced.values():
-        if job.probe or _undecided(job):
-            continue
-        low, top = length_bucket(job.workload["L"])
-        hint = _hint(raced, job.workload, low)
-        if hint is None or _undecided(hint) or _same(hint, job) or low >= job.workload["L"]:
-            continue
-        yield from _split(tuning, job, hint, low, top)
+        if not job.probe:
+            yield from list(_parts(tuning, job, raced, winners)) or [(job, None, job.workload)]
 
 
-def _hint(raced: Mapping[str, Job], w: Workload, low: int) -> Job | None:
-    return raced.get(w.at(L=low).key) or raced.get(w.at(L=low - 1).key)
+def _parts(
+    tuning: Tuning, job: Job, raced: Mapping[str, Job], winners: Mapping[str, str]
+) -> Iterator[tuple[Job, LengthRange, Workload]]:
+    w, (low, top) = job.workload, length_bucket(job.workload["L"])
+    at_low, below = w.at(L=low).key, w.at(L=low - 1).key if low > 1 else ""
+    hint = winners.get(at_low) or winners.get(below)
+    if not _undecided(job) and low < w["L"] and hint not in (None, job.winner.candidate.name):
+        lowest = raced[at_low] if at_low in winners else _race_at(tuning, job, low)
+        if lowest is not None:
+            yield from _split(tuning, job, lowest, low, top)
 
 
-def _split(tuning: Tuning, job: Job, hint: Job, low: int, top: int) -> Iterator[tuple[Job, tuple[int, int], Workload]]:
-    below = hint if hint.workload["L"] == low else _race_at(tuning, job, low)
-    if below is None or _same(below, job):
+def _split(tuning: Tuning, job: Job, below: Job, low: int, top: int) -> Iterator[tuple[Job, LengthRange, Workload]]:
+    if _same(below, job):
         return
     above = job
     for _ in range(STEPS):

@@ -249,6 +249,16 @@ def test_a_split_bucket_serves_two_rows_and_a_whole_one_replaces_both(ledger: Le
     assert ledger.evidence(whole.id).previous == long
 
 
+def test_a_bucket_of_which_only_a_part_was_stored_is_not_settled(ledger: Ledger) -> None:
+    digests = [CPP.digest, PACKED.digest, BASELINE.digest]
+    record(ledger, "a", length_range=(4097, 6000), arm=BASELINE, state="kept")
+    assert ledger.known_rows(FP.hw_id, ATTN.bucket, MODE, digests) == ()
+    record(ledger, "b", length_range=(6002, 8192))
+    assert ledger.known_rows(FP.hw_id, ATTN.bucket, MODE, digests) == ()
+    record(ledger, "c", length_range=(6001, 6001))
+    assert len(ledger.known_rows(FP.hw_id, ATTN.bucket, MODE, digests)) == 3
+
+
 # --- by hand ------------------------------------------------------------------------------------------------------
 
 
