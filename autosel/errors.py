@@ -7,13 +7,25 @@ never has to guess. Raise these for the caller's mistakes; `assert` is for ours.
 from __future__ import annotations
 
 
+MOST_CHARACTERS = 3000  # of one part of a message: what a person reads
+
+
+def clear(text: str) -> str:
+    """Values seen are often somebody else's text: nothing in a message that a terminal would obey, nor without end."""
+    if not text.isprintable():
+        text = text.expandtabs(4)
+        text = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 4]} ..."
+
+
 class AutoselError(Exception):
     """What went wrong, then why (values seen), then what to do: each a line of its own."""
 
     exit_code = 1
 
     def __init__(self, what: str, *, why: str = "", todo: str = "") -> None:
-        self.what, self.why, self.todo = what, why, todo
+        self.what, self.why, self.todo = clear(what), clear(why), clear(todo)
+        what, why, todo = self.what, self.why, self.todo
         super().__init__("\n".join(line for line in (what, why, todo) if line))
 
 

@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from autosel import resources
+from autosel import resources, settings
 from autosel.errors import UsageError
 from autosel.ledger.store import Evidence
 from autosel.values import Arm, NativeRecipe, Workload
@@ -23,8 +23,15 @@ LLC_FALLBACK_BYTES = 32 << 20
 
 
 def script(evidence: Evidence) -> str:
-    """The script's text. Raises UsageError where an arm cannot be carried in a file (a user's, torch.compile)."""
+    """The script's text. Raises UsageError where an arm cannot be carried in a file (a user's, torch.compile), or where
+    no race was run here: what came in by an import is data, and is not made into code."""
     d = evidence.decision
+    if evidence.race is None:
+        raise UsageError(
+            f"decision {d.id} rests on no race of this ledger: there is nothing to reproduce",
+            why=d.reason,
+            todo=f"{settings.spelling()} explain --id {d.id}",
+        )
     if not isinstance(d.arm.recipe, NativeRecipe) and not d.arm.recipe.target.startswith("autosel.ops.eager:"):
         raise UsageError(
             f"decision {d.id} serves {d.arm.candidate}, which is not autosel's own code",

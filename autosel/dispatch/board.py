@@ -349,11 +349,16 @@ def _served(rows: Sequence[snapshot.Row], held: Held) -> dict[str, str]:
     """Of the keys that something other than the baseline serves: the digest of what serves."""
     found = {}
     for row in rows:
-        arm, baseline = row.document.get("arm", {}), row.document.get("baseline", {})
-        other = row.document.get("state") in SERVING and arm.get("digest") != baseline.get("digest")
+        arm, baseline = (_digest_in(row.document.get(which)) for which in ("arm", "baseline"))
+        other = row.document.get("state") in SERVING and arm != baseline
         if other and not (held.faults and _is_held(row, held)):
-            found[row.key] = str(arm.get("digest"))
+            found[row.key] = arm
     return found
+
+
+def _digest_in(arm: Any) -> str:
+    """Of an arm as the snapshot has it, which nobody has looked at yet."""
+    return str(arm.get("digest")) if isinstance(arm, dict) else ""
 
 
 def _is_held(row: snapshot.Row, held: Held) -> bool:

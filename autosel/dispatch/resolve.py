@@ -5,6 +5,7 @@ with the reason; nothing here derives, compiles or measures.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -195,6 +196,8 @@ def staleness(decision: Decision) -> str:
 def _stale(arm: Arm) -> str:
     recipe = arm.recipe
     if isinstance(recipe, NativeRecipe):
+        if not re.fullmatch("[0-9a-f]{64}", arm.build):  # a path would lead out of the folder of artefacts
+            return f"{arm.candidate}'s build is not named by a digest"
         if digest({"source": arm.build, "knobs": arm.knobs}) != arm.digest:
             return f"{arm.candidate}'s build and knobs are not those of its digest"
         return _edited(arm.build, recipe.source, arm.candidate)
