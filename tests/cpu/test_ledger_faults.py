@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -24,9 +23,10 @@ from alembic.script import ScriptDirectory
 
 from autosel import resources
 from autosel.errors import LedgerError
-from autosel.ledger import Ledger, engine, migrate, open_ledger, snapshot
+from autosel.ledger import Ledger, engine, migrate, open_ledger, rows, snapshot
 from autosel.ledger import schema as t
 from autosel.values import Decision
+from tests.cpu.killed import Bomb
 from tests.cpu.test_ledger import ATTN, CPP, FP, MODE, PASSED, child_command, race, read_snapshot, record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,39 +38,6 @@ def home(tmp_path: Path) -> Path:
 
 
 # --- kill -9 ------------------------------------------------------------------------------------------------------
-
-
-class Bomb:
-    """Kills this process at its n-th step: each statement before and after, each begin and commit, each file step."""
-
-    def __init__(self, ledger: Ledger | None, fuse: int) -> None:
-        self.left = fuse
-        if ledger is not None:
-            self._wire(ledger._database.engine)
-        else:
-            sa.event.listen(sa.engine.Engine, "before_cursor_execute", self.tick)
-        for place, name in ((os, "fsync"), (Path, "replace"), (snapshot, "_sync_folder")):
-            self._around(place, name)
-
-    def _wire(self, wired: sa.Engine) -> None:
-        for name in ("before_cursor_execute", "after_cursor_execute", "begin", "commit"):
-            sa.event.listen(wired, name, self.tick)
-
-    def _around(self, place: Any, name: str) -> None:
-        original = getattr(place, name)
-
-        def around(*args: Any, **kwargs: Any) -> Any:
-            self.tick()
-            done = original(*args, **kwargs)
-            self.tick()
-            return done
-
-        setattr(place, name, around)
-
-    def tick(self, *_: Any, **__: Any) -> None:
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.left -= 1
 
 
 def in_child(work: Callable[[], None]) -> bool:
@@ -95,7 +62,7 @@ def test_killed_at_every_step_of_a_record_nothing_acknowledged_is_lost_and_nothi
         key = f"step-{steps}"
 
         def die_recording(key: str = key, fuse: int = steps) -> None:
-            Bomb(ledger, fuse)
+            Bomb(fuse, ledger._database.engine)
             record(ledger, key)
 
         finished = in_child(die_recording)
@@ -125,7 +92,7 @@ def test_killed_at_any_step_of_its_creation_a_ledger_opens_the_next_time(home: P
     while True:
 
         def die_creating(fuse: int = steps) -> None:
-            Bomb(None, fuse)
+            Bomb(fuse)
             open_ledger(home=home)
 
         finished = in_child(die_creating)
@@ -137,6 +104,50 @@ def test_killed_at_any_step_of_its_creation_a_ledger_opens_the_next_time(home: P
         shutil.rmtree(home)
         steps += 7  # every seventh statement, for time's sake
     assert steps > 40
+
+
+def old_ledger(home: Path) -> None:
+    """As the first version left it, with a candidate on trial."""
+    from alembic import command
+
+    database = engine.Database(f"sqlite:///{home / 'ledger.db'}")
+    home.mkdir(mode=0o700)
+    (home / "ledger.db").touch(mode=0o600)
+    config = migrate._config()
+    with database.writing() as c:
+        config.attributes["connection"] = c
+        command.upgrade(config, "0001")
+        arm = rows.put_arm(c, CPP)
+        trial = (
+            "INSERT INTO trials (candidate_id, hw_id, op, stage, created_at) VALUES (?, ?, 'attn', 'worker', 'then')"
+        )
+        c.exec_driver_sql(trial, (arm, FP.hw_id))
+
+
+def test_killed_at_any_step_of_its_migration_a_ledger_is_the_old_one_or_the_new_one(home: Path, tmp_path: Path) -> None:
+    old_ledger(tmp_path / "old")
+    steps = 0
+    while True:
+        shutil.copytree(tmp_path / "old", home)
+
+        def die_migrating(fuse: int = steps) -> None:
+            Bomb(fuse)
+            open_ledger(home=home)
+
+        finished = in_child(die_migrating)
+        with sqlite3.connect(home / "ledger.db") as raw:
+            (revision,) = raw.execute("SELECT version_num FROM alembic_version").fetchone()
+            columns = [row[1] for row in raw.execute("PRAGMA table_info(trials)")]
+        raw.close()
+        assert ("boot" in columns) == (revision == t.HEAD)
+        with open_ledger(home=home) as ledger, ledger.lock(FP.hw_id) as struck:
+            assert [(s.arm, s.strikes) for s in struck] == [(CPP, 1)], "what it held is there"
+        assert (home / f"ledger.db.before-{t.HEAD}").exists()
+        shutil.rmtree(home)
+        if finished:
+            break
+        steps += 5  # every fifth statement, for time's sake
+    assert steps > 15
 
 
 def test_killed_at_random_moments_a_writer_loses_no_acknowledged_decision(home: Path) -> None:
