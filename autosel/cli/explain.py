@@ -229,7 +229,7 @@ def _failures(ledger: Ledger, decisions: Sequence[Decision]) -> list[dict[str, o
         for arm, parity in ledger.evidence(decision.id).parities:
             if isinstance(parity, Failed):
                 who = {"op": decision.op, "workload": decision.workload.key, "candidate": arm.candidate}
-                stage = "race" if parity.case == "while racing" else "parity"
+                stage = {"while racing": "race", "compile": "build"}.get(parity.case, "parity")
                 seen.setdefault((arm.candidate, parity.check, parity.case), {**who, "stage": stage, **to_json(parity)})
     return list(seen.values())
 

@@ -36,14 +36,23 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
                 parities = future.result()
             except BuildError as error:
                 for job, way in members:
-                    job.drop(way)
-                    tuning.tally.rejected(job.workload, way.candidate.name, "build", f"{error.what}: {error.why}")
+                    _refuse(tuning, job, way, error)
                 continue
             for job, _ in members if not parities else ():
                 job.late = True
             for (job, way), parity in zip(members, parities, strict=False):
                 _take(tuning, job, way, parity)
             tuning.tally.stage("parity", members[0][1].candidate.name, done, len(groups))
+
+
+def _refuse(tuning: Tuning, job: Job, way: Way, error: BuildError) -> None:
+    """A way that did not compile: recorded like a failed proof, and tried again by the next tune."""
+    evidence = {"why": error.why, "log": error.log, "retryable": True}
+    failed = Failed(check="build", case="compile", evidence=evidence, reason=error.what)
+    job.parities.append((way.arm, failed))
+    tuning.ledger.save_parity(tuning.fp.hw_id, job.workload, way.arm, failed)
+    tuning.tally.rejected(job.workload, way.candidate.name, "build", f"{error.what}: {error.why}")
+    job.drop(way)
 
 
 def _groups(jobs: Sequence[Job]) -> list[list[Member]]:

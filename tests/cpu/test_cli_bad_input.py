@@ -329,11 +329,17 @@ def test_a_compiler_that_is_none_costs_its_kernels_and_nothing_else(
     home: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, AUTOSEL_CXX="/bin/true")
-    with pytest.raises(BuildError, match="is no C\\+\\+ compiler"):
+    with pytest.raises(BuildError, match="is no compiler"):
         compile_source("cpu/rmsnorm.cpp")
     code, out, _ = said("fingerprint", "--json")
     assert code == 0
     assert any("rates by numpy" in note for note in json.loads(out)["notes"])
+    code, out, err = said("tune", "--model", "model", "--op", "rmsnorm", "--json")
+    assert code == 0, err
+    assert [d["candidate"] for d in json.loads(out)["decisions"]] == ["torch:rmsnorm"]
+    code, out, _ = said("explain", "--failed", "--json")
+    refused = {(f["candidate"], f["stage"]): f["reason"] for f in json.loads(out)}
+    assert "is no compiler" in refused["cpp:rmsnorm", "build"]
 
 
 # --- limits -------------------------------------------------------------------------------------------------------
