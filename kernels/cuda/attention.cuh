@@ -25,19 +25,18 @@ namespace autosel {
 namespace attention {
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
-constexpr int kTurns = 4;  // keys a lane group takes in a block
 constexpr int kMostSlots = 8;
 constexpr float kLog2E = 1.4426950408889634f;
 
 struct Strides { int64_t batch, head, token; };  // in elements
 
 // Where the keys lie. A source finds a key's place (a load, for pages), then the rows of K and V there.
-struct Place { int64_t outer, inner; };  // batch row and key, or page and slot; outer < 0: nowhere
+struct Place { int outer, inner; };  // batch row and key, or page and slot; outer < 0: nowhere
 
 template <class KV> struct Contiguous {
   const KV *k, *v;
   Strides ks, vs;
-  __device__ __forceinline__ Place find(int64_t b, int64_t key) const { return {b, key}; }
+  __device__ __forceinline__ Place find(int b, int key) const { return {b, key}; }
   __device__ __forceinline__ const KV* key_row(const Place& p, int64_t h) const {
     return k + p.outer * ks.batch + h * ks.head + p.inner * ks.token;
   }
@@ -53,9 +52,9 @@ template <class KV> struct Paged {
   int64_t table_row;
   int pages;
   unsigned page;
-  __device__ __forceinline__ Place find(int64_t b, int64_t key) const {
+  __device__ __forceinline__ Place find(int b, int key) const {
     const int id = table[b * table_row + unsigned(key) / page];
-    return {id < pages ? id : -1, unsigned(key) % page};
+    return {id < pages ? id : -1, int(unsigned(key) % page)};
   }
   __device__ __forceinline__ const KV* key_row(const Place& p, int64_t h) const {
     return k + p.outer * ks.batch + h * ks.head + p.inner * ks.token;
@@ -86,20 +85,21 @@ struct Scratch {
 
 // What a CTA is to do: the keys begin <= key < end for R packed rows of one KV head.
 struct Task {
-  int64_t b, h, begin, end;
+  int b, h, begin, end;
   int row0, rows, length, active;  // active: CTAs that share these rows
 };
 
 template <int R, class T> __device__ __forceinline__ Task task_of(const Queries<T>& a) {
   Task t;
   const int all = a.group * a.positions, tiles = (all + R - 1) / R;
-  t.b = blockIdx.z, t.h = blockIdx.y / unsigned(tiles), t.row0 = int(blockIdx.y % unsigned(tiles)) * R;
+  t.b = int(blockIdx.z), t.h = int(blockIdx.y / unsigned(tiles)), t.row0 = int(blockIdx.y % unsigned(tiles)) * R;
   t.rows = all - t.row0 < R ? all - t.row0 : R;
   const int length = a.lengths ? a.lengths[t.b * a.length_step] : a.max_len;
   t.length = length < 0 ? 0 : length < a.max_len ? length : a.max_len;
   const int first = a.window ? max(0, t.length - a.positions - a.window + 1) : 0;
-  t.active = max(1, (t.length - first + a.chunk - 1) / a.chunk);
-  t.begin = first + int64_t(blockIdx.x) * a.chunk, t.end = min(t.begin + a.chunk, int64_t(t.length));
+  t.active = max(1, int((int64_t(t.length) - first + a.chunk - 1) / a.chunk));
+  const int64_t begin = first + int64_t(blockIdx.x) * a.chunk;
+  t.begin = int(min(begin, int64_t(t.length))), t.end = int(min(begin + a.chunk, int64_t(t.length)));
   return t;
 }
 
@@ -170,6 +170,7 @@ __device__ void finish(const Queries<T>& a, const Task& task, const Scratch& scr
 
 template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct Attend {
   static constexpr int W = kVec<KV>, kPieces = Chunks * W;  // channels a lane holds
+  static constexpr int kTurns = R < 8 ? 4 : 2;                              // keys a lane group takes in a block
   static constexpr int kGroups = kWarp / Lanes, kBlock = kGroups * kTurns;  // keys at once; keys a warp's block
   static constexpr int kWide = Chunks * Lanes * W;                          // channels there is room for
   static constexpr size_t kSlotBytes = size_t(kTurns) * 2 * Chunks * kWarp * 16;  // of one warp
@@ -182,7 +183,6 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
   float q[R][kPieces];
   float acc[R][kPieces] = {};
   float top[R], sum[R] = {};
-  int lo[R], hi[R];
 
   __device__ __forceinline__ Attend(const Queries<T>& queries, const Source& from, const Task& t)
       : a(queries), source(from), task(t) {
@@ -192,14 +192,16 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
   }
 
   __device__ __forceinline__ int channel(int c) const { return (c * Lanes + piece) * W; }
+  __device__ __forceinline__ int row_of(int r) const { return task.row0 + (r < task.rows ? r : task.rows - 1); }
 
   __device__ __forceinline__ void take_queries() {
     const float scale = a.k_scale ? a.scale * a.k_scale[task.h] : a.scale;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int row = task.row0 + (r < task.rows ? r : task.rows - 1), s = row % a.positions;
-      const T* from = a.q + task.b * a.q_batch + (task.h * a.group + row / a.positions) * a.q_head + s * a.q_token;
-      top[r] = -INFINITY, hi[r] = task.length - a.positions + s, lo[r] = a.window ? hi[r] - a.window + 1 : 0;
+      const int row = row_of(r);
+      const T* from = a.q + task.b * a.q_batch + (task.h * a.group + row / a.positions) * a.q_head +
+                      row % a.positions * a.q_token;
+      top[r] = -INFINITY;
 #pragma unroll
       for (int c = 0; c < Chunks; ++c)
 #pragma unroll
@@ -220,11 +222,11 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
     return ring + (((slot * kTurns + turn) * 2 + which) * Chunks + c) * kWarp + lane;
   }
 
-  __device__ __forceinline__ void find(Place (&places)[kTurns], int64_t base, int64_t end) const {
+  __device__ __forceinline__ void find(Place (&places)[kTurns], int64_t base, int end) const {
 #pragma unroll
     for (int t = 0; t < kTurns; ++t) {
       const int64_t key = base + t * kGroups + member;
-      places[t] = key < end ? source.find(task.b, key) : Place{-1, 0};
+      places[t] = key < end ? source.find(task.b, int(key)) : Place{-1, 0};
     }
   }
 
@@ -250,7 +252,7 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
 
   // --- a block -----------------------------------------------------------------------------------------------------------
 
-  template <bool Masked> __device__ __forceinline__ void work(int slot, int64_t base, int64_t end) {
+  template <bool Masked> __device__ __forceinline__ void work(int slot, int base, int end) {
     float s[kTurns][R];
     bool hidden[kTurns][R];
 #pragma unroll
@@ -275,13 +277,14 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
 #pragma unroll
         for (int r = 0; r < R; ++r) s[t][r] = a.softcap * tanhf(s[t][r]);
     }
-    if (Masked) {
+    if (Masked) {  // at edges only: asking again costs less than registers for every row's first and last key
 #pragma unroll
-      for (int t = 0; t < kTurns; ++t) {
-        const int64_t key = base + t * kGroups + member;
+      for (int r = 0; r < R; ++r) {
+        const int hi = task.length - a.positions + row_of(r) % a.positions, lo = a.window ? hi - a.window + 1 : 0;
 #pragma unroll
-        for (int r = 0; r < R; ++r) {
-          hidden[t][r] = key >= end || key < lo[r] || key > hi[r];
+        for (int t = 0; t < kTurns; ++t) {
+          const int key = base + t * kGroups + member;
+          hidden[t][r] = key >= end || key < lo || key > hi;
           if (hidden[t][r]) s[t][r] = -INFINITY;
         }
       }
@@ -318,7 +321,7 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
       }
   }
 
-  __device__ __forceinline__ void walk(int64_t begin, int64_t end) {
+  __device__ __forceinline__ void walk(int begin, int end) {
     const int64_t stride = kWarps * kBlock, first = begin + warp * kBlock;
     // The keys that every row sees.
     const int64_t clear_to = int64_t(task.length) - a.positions + 1, clear_from = a.window ? task.length - a.window : 0;
@@ -333,8 +336,8 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
       await_copies_but(a.slots - 2);
       fill(free, places), commit_copies();
       find(places, base + a.slots * stride, end);
-      if (base >= clear_from && base + kBlock <= clear_to && base + kBlock <= end) work<false>(slot, base, end);
-      else work<true>(slot, base, end);
+      if (base >= clear_from && base + kBlock <= clear_to && base + kBlock <= end) work<false>(slot, int(base), end);
+      else work<true>(slot, int(base), end);
       free = slot, slot = slot + 1 < a.slots ? slot + 1 : 0;
     }
     await_copies<0>();
@@ -451,9 +454,11 @@ void run(const Queries<T>& given, const Source& source, int64_t batch, const Set
   auto by_lanes = [&](auto r) {
     using std::integral_constant;
     constexpr int W = kVec<KV>, R = decltype(r)::value;
-    if (given.width <= 8 * W && R <= 8) return with(r, integral_constant<int, 8>{}, integral_constant<int, 1>{});
-    if (given.width <= 16 * W) return with(r, integral_constant<int, 16>{}, integral_constant<int, 1>{});
-    if (given.width <= 32 * W) return with(r, integral_constant<int, 32>{}, integral_constant<int, 1>{});
+    if constexpr (R * W <= 64) {
+      if (given.width <= 8 * W) return with(r, integral_constant<int, 8>{}, integral_constant<int, 1>{});
+      if (given.width <= 16 * W) return with(r, integral_constant<int, 16>{}, integral_constant<int, 1>{});
+      if (given.width <= 32 * W) return with(r, integral_constant<int, 32>{}, integral_constant<int, 1>{});
+    }
     if constexpr (R * W * 2 <= 64)
       if (given.width <= 64 * W) return with(r, integral_constant<int, 32>{}, integral_constant<int, 2>{});
     if constexpr (R * W * 4 <= 64)

@@ -60,11 +60,11 @@ template <class T, int Wide, class Source> struct AttendTiles {  // Wide: channe
 
   // The keys of a block from `base` on, for all lanes.
   __device__ __forceinline__ void fill(int slot, int64_t base) const {
-#pragma unroll 4
+#pragma unroll 2
     for (int i = 0; i < kCopies; ++i) {
       const int which = i * kWarp + lane, key = which / kPieces, piece = which % kPieces;
       if (which >= kTileKeys * kPieces) break;
-      const Place found = base + key < task.end ? source.find(task.b, base + key) : Place{-1, 0};
+      const Place found = base + key < task.end ? source.find(task.b, int(base) + key) : Place{-1, 0};
       const bool there = found.outer >= 0;
       const Place p = there ? found : Place{0, 0};
       const int from = piece * kVec<T>, left = there ? a.width - from : 0;
@@ -79,7 +79,7 @@ template <class T, int Wide, class Source> struct AttendTiles {  // Wide: channe
     }
   }
 
-  template <bool Masked> __device__ __forceinline__ void work(int slot, int64_t base) {
+  template <bool Masked> __device__ __forceinline__ void work(int slot, int base) {
     TileC s[2];  // keys 0 .. 7 and 8 .. 15
 #pragma unroll
     for (int i = 0; i < Wide / 16; ++i) {
@@ -95,7 +95,7 @@ template <class T, int Wide, class Source> struct AttendTiles {  // Wide: channe
         float& x = s[side].v[e];
         x = a.softcap != 0 ? a.softcap * tanhf(x * a.scale) : x * a.scale;
         if (Masked) {
-          const int64_t key = base + 8 * side + 2 * t + e % 2;
+          const int key = base + 8 * side + 2 * t + e % 2;
           if (key >= task.end || key < lo[e / 2] || key > hi[e / 2]) x = -INFINITY;
         }
       }
@@ -139,8 +139,8 @@ template <class T, int Wide, class Source> struct AttendTiles {  // Wide: channe
       await_copies_but(a.slots - 2);
       __syncwarp();  // all lanes' copies are here, and all have done with the slot that is filled now
       fill(free, base + (a.slots - 1) * stride), commit_copies();
-      if (base >= clear_from && base + kTileKeys <= clear_to && base + kTileKeys <= task.end) work<false>(slot, base);
-      else work<true>(slot, base);
+      if (base >= clear_from && base + kTileKeys <= clear_to && base + kTileKeys <= task.end) work<false>(slot, int(base));
+      else work<true>(slot, int(base));
       free = slot, slot = slot + 1 < a.slots ? slot + 1 : 0;
     }
     await_copies<0>();

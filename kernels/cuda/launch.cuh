@@ -46,8 +46,11 @@ struct Shape {
 
 constexpr size_t kSharedUnasked = 48 << 10;  // more must be asked for, once a kernel and device
 
+// Functions that remember are static: as inline ones, what they remember would be one variable for all libraries of the
+// process that were compiled from this header, whatever it looked like then.
+
 // The most shared memory a block of this device can ask for.
-inline size_t most_shared(const Stream& stream) {
+static inline size_t most_shared(const Stream& stream) {
   static std::mutex guard;
   static std::map<int, size_t> known;
   std::lock_guard<std::mutex> hold(guard);
@@ -61,7 +64,7 @@ inline size_t most_shared(const Stream& stream) {
 }
 
 // Allows a kernel more than 48 KiB on this device; raises RuntimeError if the device has not as much.
-inline void permit_shared(const void* kernel, const Stream& stream, size_t bytes) {
+static inline void permit_shared(const void* kernel, const Stream& stream, size_t bytes) {
   static std::mutex guard;
   static std::map<std::pair<const void*, int>, size_t> permitted;
   if (bytes <= kSharedUnasked) return;

@@ -66,7 +66,9 @@ template <class T, int M, bool Aligned> struct Normed : Plain<T, M, Aligned> {
 // W: storage type of the weights, of which a step holds kVec<W> a lane; T: of x.
 template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
   static constexpr int R = AUTOSEL_ROWS;
-  static constexpr int U = AUTOSEL_UNROLL / (R * Parts) > 0 ? AUTOSEL_UNROLL / (R * Parts) : 1;
+  // Eight rows of x take registers, and time to multiply by: fewer loads in flight are enough.
+  static constexpr int kLoads = M < 8 || AUTOSEL_UNROLL < 2 ? AUTOSEL_UNROLL : 2;
+  static constexpr int U = kLoads / (R * Parts) > 0 ? kLoads / (R * Parts) : 1;
   static constexpr int V = kVec<W>, X = kVec<T>, kStep = kWarp * V;
   static_assert(V % X == 0, "a vector of weights meets whole vectors of x");
 

@@ -10,6 +10,7 @@
 #include "launch.cuh"
 
 namespace autosel {
+namespace {  // each library its own: see launch.cuh
 
 class Workspace {
  public:
@@ -66,6 +67,8 @@ class Workspace {
   char* memory_;
   unsigned* counter_;
 };
+
+}  // namespace
 
 // Is this CTA the last of `of` to come here? All threads get the answer, and if it is yes, see what the others wrote
 // before they came. `flag`: one word of shared memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import subprocess
 import tempfile
@@ -29,6 +30,11 @@ FLAGS = (
 )
 
 
+def todays_turn() -> int:
+    """Counts days: what is too much for one run is gone through day by day."""
+    return datetime.datetime.now(tz=datetime.UTC).toordinal()
+
+
 def includes() -> list[str]:
     """tvm-ffi's and CUDA's headers, these as a system's: we do not lint them."""
     nvcc, info = find_nvcc(), _libinfo()
@@ -45,7 +51,7 @@ def includes() -> list[str]:
 
 @cache
 def emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
-    """The entry of kernels/cuda/<source>.cu, run on emulated threads; macros as NAME=VALUE."""
+    """The entry of kernels/cuda/<source>.cu (or of a path), run on emulated threads; macros as NAME=VALUE."""
     import tvm_ffi
 
     function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(_built(source, macros))), entry)
@@ -57,14 +63,14 @@ def _built(source: str, macros: tuple[str, ...]) -> Path:
     compiler = find_compiler()
     assert compiler is not None
     flags = [*FLAGS, "-DAUTOSEL_DEVICE=kDLCPU", *(f"-D{m}" for m in macros)]
+    file = resources.kernels() / "cuda" / f"{source}.cu"
     hasher = hashlib.sha256((HERE / "simt.h").read_bytes())
-    for part in (sources_digest(f"cuda/{source}.cu"), compiler.version, *flags):
+    for part in (sources_digest(str(file)), compiler.version, *flags):
         hasher.update(part.encode() + b"\0")
-    made = settings.home() / "emulated" / f"{source}-{hasher.hexdigest()[:24]}.so"
+    made = settings.home() / "emulated" / f"{file.stem}-{hasher.hexdigest()[:24]}.so"
     if made.is_file():
         return made
     made.parent.mkdir(parents=True, exist_ok=True)
-    file = resources.kernels() / "cuda" / f"{source}.cu"
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         output = Path(folder) / made.name
         command = [compiler.path, *flags, "-x", "c++", "-include", str(HERE / "simt.h"), str(file), "-o", str(output)]

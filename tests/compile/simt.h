@@ -122,7 +122,7 @@ struct Machine {
   std::map<const void*, size_t> permitted;
 };
 
-inline Machine& machine() {
+static inline Machine& machine() {  // static: each library its own
   static Machine m;
   return m;
 }

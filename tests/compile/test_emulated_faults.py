@@ -1,0 +1,52 @@
+"""The SIMT harness shows the mistakes it is there for; without these tests its silence would prove nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.compile.emulate import emulated
+
+FAULTS = str(Path(__file__).parent / "simt_faults")
+ROOT = Path(__file__).parents[2]
+X = torch.arange(64, dtype=torch.float32)
+
+
+def run(which: int, barriers: bool) -> list[torch.Tensor]:
+    """Twice: the harness turns the order of threads around from one launch to the next."""
+    made = []
+    for _ in range(2):
+        y = torch.full((64,), -1.0)
+        emulated(FAULTS, "run")(X, y, which, int(barriers))
+        made.append(y)
+    return made
+
+
+def test_memory_that_nobody_has_written_yet_is_nan() -> None:
+    assert all(torch.equal(y, X.flip(0)) for y in run(0, barriers=True))
+    assert any(y.isnan().any() for y in run(0, barriers=False))
+
+
+def test_a_barrier_missing_before_memory_is_used_again_shows_in_one_order_of_threads() -> None:
+    assert all(torch.equal(y, X.roll(-2)) for y in run(1, barriers=True))
+    assert not all(torch.equal(y, X.roll(-2)) for y in run(1, barriers=False))
+
+
+@pytest.mark.parametrize(("which", "words"), [(2, "deadlock"), (3, "different operations")])
+def test_threads_that_wait_for_each_other_in_vain_are_an_error(which: int, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        run(which, barriers=True)
+
+
+def test_a_write_beyond_the_shared_memory_asked_for_ends_the_process() -> None:
+    code = (
+        "import torch\nfrom tests.compile.emulate import emulated\n"
+        f"x = torch.arange(64.0)\nemulated({FAULTS!r}, 'run')(x, torch.empty(64), 4, 1)\n"
+    )
+    emulated(FAULTS, "run")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, cwd=ROOT)
+    assert done.returncode < 0, done.stderr
