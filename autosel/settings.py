@@ -125,6 +125,16 @@ def passed_to_workers() -> dict[str, str]:
     }
 
 
+def passed_to_children() -> dict[str, str]:
+    """The environment of a process that is autosel itself: ours, with the home as it was found."""
+    return {**os.environ, "AUTOSEL_HOME": str(home())}
+
+
+def notify_socket() -> str:
+    """Where a service manager waits to hear that we are ready, or the empty string."""
+    return os.environ.get("NOTIFY_SOCKET", "")
+
+
 def colour() -> bool | None:
     """False where the user wants none (NO_COLOR, a dumb terminal); None: wherever the output is a terminal."""
     return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None

@@ -41,6 +41,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "race": ("race", "prove and time one candidate, yours included"),
     "run": ("run", "tokens per second of a real decode, certified"),
     "verify": ("verify", "is a certificate what it claims? measure it again"),
+    "serve": ("serve", "the daemon: records, tunes when idle, demotes on faults"),
+    "status": ("serve", "is a daemon there, what serves, what is being tuned"),
     "doctor": ("doctor", "check compiler, noise, ledger and plug-ins; say what to do"),
     "export": ("transfer", "decisions as one file, or one decision's race as a script"),
     "import": ("transfer", "decisions from such a file"),

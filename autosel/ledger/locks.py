@@ -45,6 +45,13 @@ def faults_lock(home: Path) -> Iterator[None]:
 
 
 @contextmanager
+def daemon_lock(home: Path) -> Iterator[None]:
+    """Exclusive right to be this home's daemon; at once, or InUseError that names the one there is."""
+    with _locked(home / "locks" / "daemon", "this home", 0.0):
+        yield
+
+
+@contextmanager
 def device_lock(home: Path, hw_id: str) -> Iterator[None]:
     """Exclusive right to measure on a device; at once, or LedgerError that names the holder.
 

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -385,11 +385,15 @@ class Ledger:
                 serves=found.epoch is not None,
             )
 
-    def history(self, op: str | None = None, *, limit: int | None = None) -> list[Decision]:
-        """Decisions, newest first."""
+    def history(
+        self, op: str | None = None, *, limit: int | None = None, before: int | None = None
+    ) -> list[Decision]:
+        """Decisions, newest first; `before`: only those of a lower number."""
         query = rows.stored().order_by(t.decisions.c.id.desc()).limit(limit)
         if op is not None:
             query = query.where(t.decisions.c.op == op)
+        if before is not None:
+            query = query.where(t.decisions.c.id < before)
         with self._database.reading() as c:
             return [s.decision for s in rows.fetch(c, query)]
 
@@ -400,6 +404,10 @@ class Ledger:
         with self._database.reading() as c:
             found = c.execute(query).scalar()
         return rows.value_of(Fingerprint, found) if found else None
+
+    def reading(self) -> AbstractContextManager[Connection]:
+        """One consistent view of the tables, for a question that no method here answers."""
+        return self._database.reading()
 
     # --- containment ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,106 @@
+"""`serve`: the daemon. `status`: is one there, and what does it do."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autosel import settings
+from autosel.cli.options import json_option, verb
+from autosel.cli.output import emit_json, paragraph, table
+from autosel.errors import AutoselError, UsageError
+
+if TYPE_CHECKING:
+    from autosel.client import Client
+
+
+@verb("serve", "serve", "serve --tcp 127.0.0.1:8765", "serve --systemd-unit > ~/.config/systemd/user/autosel.service")
+@click.option("--tcp", default="", metavar="HOST:PORT", help="also listen on this loopback port: the dashboard")
+@click.option("--origin", "origins", multiple=True, metavar="URL", help="a web page that may ask; repeatable")
+@click.option(
+    "--busy",
+    type=click.FloatRange(0.0),
+    default=0.5,
+    show_default=True,
+    metavar="CORES",
+    help="tune while other work keeps at most so many cores busy",
+)
+@click.option("--tune/--no-tune", default=True, help="--no-tune: only serve and record")
+@click.option("--systemd-unit", "unit", is_flag=True, help="print a systemd user unit that starts this")
+def serve_command(tcp: str, origins: tuple[str, ...], busy: float, tune: bool, unit: bool) -> None:
+    """Own the ledger's writes, tune what clients miss while the device is idle, demote on faults.
+
+    Listens on a Unix socket below AUTOSEL_HOME that only this user can reach. Ctrl-C stops it; killed, it loses
+    nothing it acknowledged.
+    """
+    try:
+        from autosel.daemon import serve
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"the daemon needs {error.name}", todo="install the extra: autosel-kernels[daemon], or ./run setup daemon"
+        ) from error
+    if unit:
+        click.echo(serve.unit(_command(tcp, origins, busy, tune), settings.home()), nl=False)
+        return
+    serve.serve(serve.Asked(tcp=tcp, origins=origins, busy_limit=busy, tune=tune))
+
+
+def _command(tcp: str, origins: tuple[str, ...], busy: float, tune: bool) -> str:
+    words = [sys.executable, "-P", "-m", "autosel.cli.main", "serve"]
+    words += ["--tcp", tcp] if tcp else []
+    for origin in origins:
+        words += ["--origin", origin]
+    words += ["--busy", f"{busy:g}"] if busy != 0.5 else []
+    words += [] if tune else ["--no-tune"]
+    return shlex.join(words)
+
+
+@verb("status", "status", "status --json")
+@json_option
+def status_command(as_json: bool) -> None:
+    """Is a daemon serving this home, what serves, what is being tuned. Exit code 1 if there is none."""
+    from autosel.client import Client, Unreachable
+
+    with Client(timeout_s=5.0) as ask:
+        try:
+            about = ask.get("/v1/health")
+        except Unreachable as error:
+            raise AutoselError(
+                "no daemon serves this home",
+                why=f"{ask.path}: {error.why}",
+                todo=f"start one: {settings.spelling()} serve",
+            ) from error
+        if as_json:
+            emit_json({**about, "jobs": ask.get("/v1/jobs")["jobs"]})
+        else:
+            _show(about, ask)
+
+
+def _show(about: dict[str, Any], ask: Client) -> None:
+    serving = ", ".join(f"{n} {state}" for state, n in about["serving"].items()) or "nothing decided yet"
+    rows = [
+        ["daemon", f"autosel {about['version']}, pid {about['pid']}, since {about['started_at'][:19]}Z"],
+        ["ledger", f"{about['ledger']}{'' if about['status'] == 'ok' else ': READ-ONLY, its disk cannot be written'}"],
+        ["serving", f"{serving}, epoch {about['epoch']}" + (f", {about['stale']} stale" if about["stale"] else "")],
+        ["tuning", _tuning(about)],
+        ["device", f"{about['others_busy_cores']:.1f} cores busy with other work"],
+    ]
+    rows += [["dashboard", about["dashboard"]]] if about["dashboard"] else []
+    for name, text in rows:
+        click.echo(paragraph(f"{name:<11}{text}", hang=" " * 11))
+    jobs = ask.get("/v1/jobs")["jobs"][:10]
+    if jobs:
+        lines = [[str(j["id"]), j["state"], j["source"], j["workload"], j["note"] or j["reason"]] for j in jobs]
+        click.echo("\n" + table(("job", "state", "from", "workload", "note"), lines, right=(0,), wrap=4))
+
+
+def _tuning(about: dict[str, Any]) -> str:
+    live = about["tuning"]
+    if live:
+        return f"{live['stage']} {live['done']}/{live['total']} {live['detail']}, {live['seconds']:.0f} s"
+    if about["jobs"]:
+        return f"{about['jobs']} wait; {about['held'] or 'next in a moment'}"
+    return "nothing waits"

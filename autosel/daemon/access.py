@@ -1,0 +1,124 @@
+"""Who may ask for what, before any handler runs.
+
+Over the Unix socket the kernel has said who it is: us, or root. Over TCP anyone on this machine, and any web page this
+user has open, can connect: the Host must be exactly ours (a rebound name is another), an Origin must be listed, and
+whatever changes something needs the token. Without it everything can be read, nothing changed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autosel.daemon.answers import problem
+
+log = logging.getLogger(__name__)
+
+Scope = Mapping[str, Any]
+READING = ("GET", "HEAD")
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """`hosts` and `origins` of the TCP listener; empty without one."""
+
+    token: str = ""
+    hosts: frozenset[str] = frozenset()
+    origins: frozenset[str] = frozenset()
+
+    @classmethod
+    def over_tcp(cls, port: int, token: str, origins: Iterable[str] = ()) -> Access:
+        hosts = frozenset(f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]"))
+        own = {f"http://{host}" for host in hosts}
+        return cls(token=token, hosts=hosts, origins=frozenset({*own, *origins}))
+
+    def refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """Why this request is refused: HTTP's status and the reason. None: go on."""
+        headers = heads(scope)
+        origin = headers.get("origin")
+        if is_local(scope):
+            return None if origin is None else (403, "a web page has no business at the Unix socket")
+        if headers.get("host", "").lower() not in self.hosts:
+            return 403, f"the Host {headers.get('host', '')!r:.80} is not this daemon's"
+        if origin is not None and origin.lower() not in self.origins:
+            return 403, f"the Origin {origin!r:.80} is not listed"
+        if scope["method"] not in READING and not self.trusts(scope):
+            return 401, "this changes something: it needs the token (Authorization: Bearer ...)"
+        return None
+
+    def trusts(self, scope: Scope) -> bool:
+        """May whoever asks change something?"""
+        if is_local(scope):
+            return True
+        kind, _, given = heads(scope).get("authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode(), self.token.encode())
+        return kind.lower() == "bearer" and bool(self.token) and same
+
+
+def is_local(scope: Scope) -> bool:
+    """Did it come over the Unix socket, from a user the kernel vouched for?"""
+    client = scope.get("client")
+    return bool(client) and str(client[0]).startswith("uid:")
+
+
+def heads(scope: Scope) -> dict[str, str]:
+    """Headers by name; of one that came twice, both, so that it matches nothing."""
+    found: dict[str, str] = {}
+    for raw, value in scope["headers"]:
+        name, text = raw.decode("latin-1"), value.decode("latin-1")
+        found[name] = f"{found[name]}, {text}" if name in found else text
+    return found
+
+
+class Gate:
+    """ASGI: lets through what `Access` allows, and puts the headers on every answer that keep a browser in bounds."""
+
+    def __init__(self, app: Any, access: Access) -> None:
+        self.app, self.access = app, access
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refused = self.access.refusal(scope)
+        if refused is not None:
+            status, why = refused
+            log.warning("refused %s %s of %s: %s", scope["method"], scope["path"][:80], scope.get("client"), why)
+            answer = problem(status, "refused", why=why)
+            await answer(scope, receive, _guarded(send))
+            return
+        await self.app(scope, receive, _guarded(send))
+
+
+# Scripts, styles and data only from here; the page in no frame; no form leads away.
+_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; font-src 'self'; "
+    b"connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+)
+_HEADERS = (
+    (b"content-security-policy", _POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+)
+
+
+def _guarded(send: Any) -> Any:
+    async def with_headers(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *_HEADERS]}
+        await send(message)
+
+    return with_headers

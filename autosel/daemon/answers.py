@@ -1,0 +1,32 @@
+"""What the daemon answers with: JSON, and for a refusal what, why and what to do."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.responses import Response
+
+from autosel.errors import AutoselError, LedgerError, UnknownName, UsageError
+from autosel.ledger.commands import plain
+from autosel.values import to_json
+
+
+def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    text = json.dumps(plain(to_json(value)), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return Response(text.encode(), status, media_type="application/json", headers=headers)
+
+
+def problem(status: int, what: str, *, why: str = "", todo: str = "", kind: str = "Refused") -> Response:
+    headers = {"Retry-After": "1"} if status == 503 else {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return answer({"error": {"kind": kind, "what": what, "why": why, "todo": todo}}, status, headers)
+
+
+def problem_of(error: AutoselError) -> Response:
+    """An error of ours as HTTP: what the caller asked for is at fault, or what is there conflicts with it."""
+    status = 404 if isinstance(error, UnknownName) else 400 if isinstance(error, UsageError) else 409
+    kind = next((c.__name__ for c in type(error).__mro__ if c in _TRAVELLING), "Refused")
+    return problem(status, error.what, why=error.why, todo=error.todo, kind=kind)
+
+
+_TRAVELLING = (LedgerError, UsageError)

@@ -1,0 +1,548 @@
+"""The addresses below /v1: what is asked, what is answered. The table at the end is the whole of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from autosel.certify import store as certificates
+from autosel.certify.certificate import decode as decode_certificate
+from autosel.certify.verify import verify
+from autosel.daemon import jobs as queue
+from autosel.daemon import metrics, upkeep
+from autosel.daemon.access import is_local
+from autosel.daemon.answers import answer
+from autosel.daemon.bodies import Bad, Limits, number, query, read, refuse_odd, typed
+from autosel.daemon.events import MOST_READERS
+from autosel.daemon.hub import Hub
+from autosel.daemon.view import bucket_of
+from autosel.errors import AutoselError, LedgerError
+from autosel.ledger import commands, faults, rows
+from autosel.ledger import schema as t
+from autosel.ledger.describe import decision_json
+from autosel.ledger.faults import Fault
+from autosel.ledger.store import Evidence, Ledger
+from autosel.values import Decision, Race, Workload, to_json
+from autosel.version import __version__
+
+MOST_ROWS = 500
+SAMPLES = {"samples": ""}
+
+
+# --- what may be sent -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Because:
+    """`reason` is kept with the decision."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """`candidate` must have passed parity for this decision; left out: the decision's own."""
+
+    reason: str
+    candidate: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """`calls` of a client that no decision covered."""
+
+    workload: Workload
+    calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misses:
+    """`hw_id` and `mode` are those of the client: only what was measured under them can serve it."""
+
+    hw_id: str
+    mode: str
+    misses: tuple[Miss, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Workloads to tune, `force` also where they are settled."""
+
+    workloads: tuple[Workload, ...]
+    reason: str = "asked for"
+    force: bool = False
+
+
+# --- what it is -------------------------------------------------------------------------------------------------------
+
+
+async def health(hub: Hub, request: Request) -> Response:
+    queued = [j for j in hub.jobs.all() if j.state in queue.OPEN]
+    return answer(
+        {
+            "status": "read-only" if hub.writer.read_only else "ok",
+            "version": __version__,
+            "instance": hub.instance,
+            "pid": os.getpid(),
+            "started_at": hub.started.isoformat(timespec="seconds"),
+            "home": str(hub.home),
+            "ledger": hub.ledger.name,
+            "hw_id": hub.view.hw_id,
+            "mode": hub.view.mode,
+            "epoch": hub.view.epoch,
+            "serving": hub.view.states(),
+            "stale": len(hub.view.stale),
+            "jobs": len(queued),
+            "held": hub.jobs.held,
+            "tuning": hub.jobs.live.document() if hub.jobs.live else None,
+            "others_busy_cores": round(hub.jobs.meter.busy, 2),
+            "dashboard": hub.options.address,
+        }
+    )
+
+
+async def fingerprint(hub: Hub, request: Request) -> Response:
+    if not hub.facts.fingerprint:
+        raise Bad(503, "the device is being looked at", todo="ask again in some seconds")
+    return answer({"hw_id": hub.facts.hw_id, "env_id": hub.facts.env_id, **hub.facts.fingerprint})
+
+
+async def openapi(hub: Hub, request: Request) -> Response:
+    from autosel.daemon.openapi import document
+
+    return answer(document(ENDPOINTS))
+
+
+async def metrics_text(hub: Hub, request: Request) -> Response:
+    return Response(hub.figures(), headers={"content-type": metrics.TYPE})
+
+
+async def events(hub: Hub, request: Request) -> Response:
+    if hub.events.readers >= MOST_READERS or hub.events.closed:
+        raise Bad(503, f"{hub.events.readers} lines of events are open", todo="close one")
+    last = request.headers.get("last-event-id", "")
+    after = int(last) if last.isascii() and last.isdecimal() and len(last) < 16 else None
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(hub.events.follow(after), media_type="text/event-stream", headers=headers)
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+async def serving(hub: Hub, request: Request) -> Response:
+    view = hub.view
+    return answer({"epoch": view.epoch, "hw_id": view.hw_id, "serving": [view.document(d) for d in view.here]})
+
+
+async def best(hub: Hub, request: Request) -> Response:
+    """`workload` is a workload's key, or its bucket."""
+    asked = query(request, {"workload": ""})
+    return Response(hub.view.lookup(request.path_params["op"], asked["workload"]), media_type="application/json")
+
+
+async def decisions(hub: Hub, request: Request) -> Response:
+    asked = query(request, {"op": "", "limit": "", "before": ""})
+    limit, before = number(asked["limit"], "limit", 100, MOST_ROWS), number(asked["before"], "before", 0, 1 << 53)
+    found = await hub.read(lambda ledger: ledger.history(asked["op"] or None, limit=limit, before=before or None))
+    return answer({"decisions": [{**decision_json(d), "recorded": d.state, "mode": d.mode} for d in found]})
+
+
+async def decision(hub: Hub, request: Request) -> Response:
+    return answer(evidence_json(await evidence_of(hub, request), hub.view.stale))
+
+
+async def evidence_of(hub: Hub, request: Request) -> Evidence:
+    """Raises Bad where there is no such decision."""
+    wanted = number(request.path_params["id"], "id", 0, 1 << 53)
+    try:
+        found: Evidence = await hub.read(lambda ledger: ledger.evidence(wanted))
+    except LedgerError as error:
+        raise Bad(404, error.what, why=error.why) from error
+    return found
+
+
+def evidence_json(e: Evidence, stale: Mapping[str, str]) -> dict[str, Any]:
+    d = e.decision
+    return {
+        **decision_json(d),
+        "recorded": d.state,
+        "hw_id": d.hw_id,
+        "mode": d.mode,
+        "serves": e.serves,
+        "stale": stale.get(str(d.id), ""),
+        "previous": e.previous.id if e.previous else None,
+        "arm": to_json(d.arm),
+        "baseline": to_json(d.baseline),
+        "verdict": to_json(d.verdict),
+        "race": race_json(e.race, samples=False) if e.race else None,
+        "parities": [
+            {"candidate": arm.candidate, "outcome": type(p).__name__.lower(), **to_json(p)} for arm, p in e.parities
+        ],
+    }
+
+
+async def race(hub: Hub, request: Request) -> Response:
+    """`samples=1`: every sample of every session."""
+    asked = query(request, SAMPLES)
+    found = await evidence_of(hub, request)
+    if found.race is None:
+        raise Bad(404, f"decision {found.decision.id} rests on no race", why=found.decision.reason)
+    return answer(race_json(found.race, samples=asked["samples"] == "1"))
+
+
+def race_json(found: Race, *, samples: bool) -> dict[str, Any]:
+    made: dict[str, Any] = to_json(found)
+    if not samples:
+        for session, of in zip(made["sessions"], found.sessions, strict=True):
+            session["pairs"] = len(of.pairs)
+    return {**made, "workload": found.workload.key}
+
+
+async def races(hub: Hub, request: Request) -> Response:
+    asked = query(request, {"op": "", "limit": ""})
+    limit = number(asked["limit"], "limit", 50, MOST_ROWS)
+    found = await hub.read(lambda ledger: [d for d in ledger.history(asked["op"] or None, limit=limit) if d.verdict])
+    return answer(
+        {
+            "races": [
+                {"decision_id": d.id, "op": d.op, "workload": d.workload.key, "created_at": d.created_at}
+                | {"verdict": to_json(d.verdict)}
+                for d in found
+            ]
+        }
+    )
+
+
+async def candidates(hub: Hub, request: Request) -> Response:
+    asked = query(request, {"op": ""})
+    return answer({"candidates": await hub.read(lambda ledger: arms(ledger, asked["op"], hub.view.hw_id))})
+
+
+def arms(ledger: Ledger, op: str, hw_id: str) -> list[dict[str, Any]]:
+    """Everything that was ever proven here, the latest proof of each build in each bucket, and what is held."""
+    import sqlalchemy as sa
+
+    p, c = t.parities.c, t.candidates.c
+    latest = sa.select(sa.func.max(p.id)).where(p.hw_id == hw_id).group_by(p.candidate_id, p.scope)
+    wanted = (
+        sa.select(c.name, c.backend, c.digest, p.scope, p.outcome, p.document, p.created_at)
+        .join(t.candidates, p.candidate_id == c.id)
+        .where(p.id.in_(latest))
+        .order_by(p.id.desc())
+        .limit(2000)
+    )
+    if op:
+        wanted = wanted.where(p.scope.startswith(f"{op}/", autoescape=True))
+    held = ledger.quarantined(hw_id)
+    with ledger.reading() as connection:
+        return [
+            {
+                "candidate": r.name,
+                "backend": r.backend,
+                "digest": r.digest,
+                "bucket": r.scope,
+                "parity": r.outcome,
+                "evidence": to_json(rows.parity_of(r.outcome, r.document)),
+                "created_at": r.created_at,
+                "quarantined": held[r.digest].reason if r.digest in held else "",
+            }
+            for r in connection.execute(wanted)
+        ]
+
+
+async def change(hub: Hub, request: Request) -> Response:
+    """Demote, promote, pin or unpin."""
+    verb = request.url.path.rsplit("/", 1)[1]
+    wanted = number(request.path_params["id"], "id", 0, 1 << 53)
+    kind = Choice if verb in ("promote", "pin") else Because
+    asked = typed(kind, await read(request, Limits()))
+    if not asked.reason.strip():
+        raise Bad(422, "a reason is needed", why="it is kept with the decision")
+    candidate = getattr(asked, "candidate", None)
+    if verb == "promote" and not candidate:
+        raise Bad(422, "which candidate is to be promoted?", todo="name it in `candidate`")
+    await evidence_of(hub, request)  # 404 for one that is not there
+    command = commands.ByHand(call=verb, decision_id=wanted, reason=asked.reason, candidate=candidate)  # type: ignore[arg-type]  # a route's last word
+    made: Decision = await hub.write(command.run)
+    await hub.reload()
+    return answer({**decision_json(made), "recorded": made.state})
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+async def job_list(hub: Hub, request: Request) -> Response:
+    live = hub.jobs.live
+    found = [queue.document(j) for j in hub.jobs.all()]
+    return answer({"jobs": found, "held": hub.jobs.held, "tuning": live.document() if live else None})
+
+
+async def job(hub: Hub, request: Request) -> Response:
+    found = hub.jobs.get(number(request.path_params["id"], "id", 0, 1 << 53))
+    if found is None:
+        raise Bad(404, f"there is no job {request.path_params['id']}")
+    return answer(queue.document(found))
+
+
+async def ask(hub: Hub, request: Request) -> Response:
+    _refuse_untuned(hub)
+    asked: Ask = typed(Ask, await read(request, Limits()))
+    if not 1 <= len(asked.workloads) <= 64:
+        raise Bad(422, f"{len(asked.workloads)} workloads", why="1 to 64 may be asked for at a time")
+    for w in asked.workloads:
+        refuse_odd(w)
+    made = [hub.jobs.add(w, "asked", asked.reason, force=asked.force) for w in asked.workloads]
+    return answer({"jobs": [queue.document(j) for j in made if j]}, 202)
+
+
+async def cancel(hub: Hub, request: Request) -> Response:
+    found = hub.jobs.cancel(number(request.path_params["id"], "id", 0, 1 << 53))
+    if found is None:
+        raise Bad(404, f"there is no job {request.path_params['id']}")
+    return answer(queue.document(found))
+
+
+async def misses(hub: Hub, request: Request) -> Response:
+    """Workloads that clients call and nobody has decided: tuned when the device is idle."""
+    asked: Misses = typed(Misses, await read(request, Limits()))
+    if len(asked.misses) > 256:
+        raise Bad(422, f"{len(asked.misses)} misses", why="at most 256 at a time")
+    for miss in asked.misses:
+        refuse_odd(miss.workload)
+        if not 0 <= miss.calls <= 1 << 53:
+            raise Bad(422, f"{miss.calls} calls")
+    hub.metrics.misses.inc(sum(m.calls for m in asked.misses))
+    refused = ""
+    if asked.hw_id != hub.view.hw_id:
+        refused = f"this is another device ({hub.view.hw_id[:12]}): what is measured here would not serve there"
+    elif hub.view.mode and asked.mode != hub.view.mode:
+        refused = f"measured is {hub.view.mode}; a process that runs {asked.mode} is not served by it"
+    elif not hub.options.tune:
+        refused = "this daemon does not tune (serve --no-tune)"
+    queued = [] if refused else [q for m in asked.misses if (q := _queue(hub, m)) is not None]
+    return answer({"instance": hub.instance, "queued": queued, "refused": refused}, 202)
+
+
+def _queue(hub: Hub, miss: Miss) -> int | None:
+    bucket, _ = bucket_of(miss.workload.key)
+    stale = hub.view.stale
+    if any(d.bucket == bucket and str(d.id) not in stale and d.mode == hub.view.mode for d in hub.view.here):
+        return None  # decided meanwhile
+    made = hub.jobs.add(miss.workload, "miss", "a client calls it", calls=miss.calls)
+    return made.id if made else None
+
+
+def _refuse_untuned(hub: Hub) -> None:
+    if not hub.options.tune:
+        raise Bad(409, "this daemon does not tune", todo="start it without --no-tune")
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+async def fault_list(hub: Hub, request: Request) -> Response:
+    """What waits to be taken in, and what is held in quarantine."""
+
+    def look(ledger: Ledger) -> dict[str, Any]:
+        waiting = [upkeep.summary(f) for _, f in faults.pending(hub.home) if isinstance(f, Fault)]
+        held = ledger.quarantined(hub.view.hw_id).values()
+        return {
+            "waiting": waiting,
+            "quarantines": [
+                {"id": q.id, "candidate": q.arm.candidate, "op": q.op, "cause": q.cause, "reason": q.reason}
+                | {"digest": q.digest, "created_at": q.created_at, "evidence": dict(q.evidence)}
+                for q in held
+            ],
+        }
+
+    return answer(await hub.read(look))
+
+
+async def report_fault(hub: Hub, request: Request) -> Response:
+    """A served arm did wrong: on return it serves nobody any more."""
+    fault: Fault = typed(Fault, await read(request, Limits(text=4096)))
+    if fault.cause == "unchecked":
+        raise Bad(422, "a check that failed itself says nothing about the arm")
+    d = fault.decision
+    try:
+        known = await hub.read(lambda ledger: ledger.decision(d.id))
+    except LedgerError as error:
+        raise Bad(404, error.what, why=error.why) from error
+    if (known.hw_id, known.bucket, known.arm.digest) != (d.hw_id, d.bucket, d.arm.digest):
+        raise Bad(409, f"decision {d.id} is another one here")
+    try:
+        await asyncio.to_thread(faults.write, hub.home, fault)
+    except OSError as error:
+        raise Bad(503, "the fault cannot be kept", why=str(error)) from error
+    taken = await upkeep.take_in(hub)
+    return answer({"id": fault.id, "taken_in": any(f.id == fault.id for f in taken)}, 202)
+
+
+# --- certificates -----------------------------------------------------------------------------------------------------
+
+
+async def certificate_list(hub: Hub, request: Request) -> Response:
+    asked = query(request, {"limit": ""})
+    limit = number(asked["limit"], "limit", 50, MOST_ROWS)
+    return answer({"certificates": await asyncio.to_thread(_certificates, hub, limit)})
+
+
+def certificate_file(hub: Hub) -> Any:
+    return hub.home / "certificates.jsonl"
+
+
+def _certificates(hub: Hub, limit: int) -> list[dict[str, Any]]:
+    """The last ones, newest first, without their samples."""
+    path = certificate_file(hub)
+    if not path.exists():
+        return []
+    found = [line for _, line in certificates.lines(path)][-limit:]
+    return [summary_of(line) for line in reversed(found)]
+
+
+def summary_of(line: bytes) -> dict[str, Any]:
+    made = decode_certificate(line)
+    return {
+        "sequence": made.sequence,
+        "timestamp": made.timestamp,
+        "model": made.model,
+        "device": made.device,
+        "dtype": made.dtype,
+        "batch": made.shape.batch,
+        "context": made.shape.seq,
+        "tokens_per_sec": made.tokens_per_sec,
+        "latency_ms": to_json(made.latency_ms),
+        "baseline_ms": made.baseline_ms,
+        "speedup": made.speedup,
+        "speedup_interval": to_json(made.speedup_interval),
+        "roofline": made.roofline,
+        "verification_ok": made.verification_ok,
+        "contended": made.contended,
+        "env_id": made.env_id,
+        "checksum": made.checksum,
+        "signed": bool(made.signer),
+    }
+
+
+async def certificate(hub: Hub, request: Request) -> Response:
+    """The line as it stands in the file: its bytes are what the checksum is of."""
+    wanted = number(request.path_params["id"], "id", 0, 1 << 53)
+    line = await asyncio.to_thread(certificate_line, hub, wanted)
+    if line is None:
+        raise Bad(404, f"there is no certificate {wanted}")
+    return Response(line + b"\n", media_type="application/json")
+
+
+def certificate_line(hub: Hub, wanted: int) -> bytes | None:
+    path = certificate_file(hub)
+    if not path.exists():
+        return None
+    return next((line for n, line in certificates.lines(path) if n == wanted), None)
+
+
+async def verify_certificates(hub: Hub, request: Request) -> Response:
+    """The whole file: bytes, chain, arithmetic, physics, signatures. Nothing is measured."""
+    path = certificate_file(hub)
+    if not path.exists():
+        raise Bad(404, "there are no certificates yet")
+    try:
+        found = await asyncio.to_thread(verify, path)
+    except AutoselError as error:
+        return answer({"valid": False, "what": error.what, "why": error.why})
+    return answer({"valid": True, "certificates": found.certificates, "signed": found.signed, "head": found.head})
+
+
+# --- the ledger, for other processes of ours --------------------------------------------------------------------------
+
+
+async def about_ledger(hub: Hub, request: Request) -> Response:
+    from autosel.ledger.schema import HEAD
+
+    writable = not hub.writer.read_only
+    return answer({"ledger": hub.ledger.name, "schema": HEAD, "writable": writable, "instance": hub.instance})
+
+
+async def write_ledger(hub: Hub, request: Request) -> Response:
+    """One change of the ledger, for the command line and tuners of this user; acknowledged when it is on disk."""
+    if not is_local(request.scope):
+        raise Bad(403, "the ledger is written over the Unix socket only")
+    body = await read(request, Limits(size=commands.MOST_BYTES, depth=32, text=commands.MOST_BYTES))
+    try:
+        command, leases = commands.decode(body)
+    except ValueError as error:
+        raise Bad(422, "this is no command of the ledger", why=str(error)[:300]) from error
+    return answer(await hub.write(lambda ledger: commands.work(ledger, command, leases)()))
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+Handler = Callable[[Hub, Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """`body` is the type of what is sent; `query` the parameters, with what each means; `gives` names the answer."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: Any = None
+    query: Mapping[str, str] = field(default_factory=dict)
+    status: int = 200
+    media: str = "application/json"
+
+
+_OP = {"op": "only this op"}
+_LIMIT = {"limit": f"how many, at most {MOST_ROWS}"}
+
+
+def _get(path: str, handler: Handler, summary: str, **more: Any) -> Endpoint:
+    return Endpoint(method="GET", path=path, handler=handler, summary=summary, **more)
+
+
+def _post(path: str, handler: Handler, summary: str, body: Any, **more: Any) -> Endpoint:
+    return Endpoint(method="POST", path=path, handler=handler, summary=summary, body=body, **more)
+
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    _get("/v1/health", health, "Is it well, what does it do now"),
+    _get("/v1/fingerprint", fingerprint, "Who this device is, and how fast it was measured to be"),
+    _get("/v1/serving", serving, "Every decision that serves this device"),
+    _get("/v1/best/{op}", best, "What serves an op, or one workload of it", query={"workload": "its key or bucket"}),
+    _get(
+        "/v1/decisions",
+        decisions,
+        "Every decision ever made, newest first",
+        query={**_OP, **_LIMIT, "before": "only decisions of a lower number"},
+    ),
+    _get("/v1/decisions/{id}", decision, "One decision with its evidence"),
+    _post("/v1/decisions/{id}/demote", change, "The baseline serves in its place", Because),
+    _post("/v1/decisions/{id}/promote", change, "Another arm of it serves, by hand", Choice),
+    _post("/v1/decisions/{id}/pin", change, "It serves whatever later races say", Choice),
+    _post("/v1/decisions/{id}/unpin", change, "Take the pin away", Because),
+    _get("/v1/candidates", candidates, "What was proven here, and what is held in quarantine", query=_OP),
+    _get("/v1/races", races, "What was raced, newest first, with the verdict", query={**_OP, **_LIMIT}),
+    _get("/v1/races/{id}", race, "The race behind a decision", query={"samples": "1: with every sample"}),
+    _get("/v1/jobs", job_list, "What is being tuned, waits, or was tuned"),
+    _get("/v1/jobs/{id}", job, "One job"),
+    _post("/v1/jobs", ask, "Tune these workloads when the device is idle", Ask, status=202),
+    Endpoint(method="DELETE", path="/v1/jobs/{id}", handler=cancel, summary="Cancel a job"),
+    _post("/v1/misses", misses, "Workloads a client calls that no decision covers", Misses, status=202),
+    _get("/v1/faults", fault_list, "Faults seen in service, and quarantines"),
+    _post("/v1/faults", report_fault, "A served kernel did wrong: demote it now", Fault, status=202),
+    _get("/v1/certificates", certificate_list, "The last certificates, newest first", query=_LIMIT),
+    _get("/v1/certificates/verify", verify_certificates, "Check the file of certificates"),
+    _get("/v1/certificates/{id}", certificate, "One certificate, byte for byte"),
+    _get("/v1/events", events, "What happens, as it happens", media="text/event-stream"),
+    _get("/v1/openapi.json", openapi, "This interface, described"),
+    _get("/v1/ledger", about_ledger, "Which ledger this daemon writes"),
+    _post("/v1/ledger", write_ledger, "One change of the ledger (Unix socket only)", dict),
+    _get("/metrics", metrics_text, "Figures for Prometheus", media="text/plain"),
+)

@@ -1,0 +1,98 @@
+"""The sockets the daemon listens on: its own Unix socket in a folder only we can enter; a loopback port if asked."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+import struct
+from contextlib import closing, suppress
+from pathlib import Path
+
+from autosel.client import MOST_PATH, short_name
+from autosel.errors import AutoselError, UsageError
+
+BACKLOG = 256
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+def unix_socket(path: Path) -> socket.socket:
+    """A listening socket that only this user (and root) can reach. Whoever calls holds the daemon's lock: a socket that
+    lies there is a dead daemon's. Raises AutoselError."""
+    private_folder(path.parent)
+    with suppress(FileNotFoundError):
+        path.unlink()
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        if len(os.fsencode(path)) <= MOST_PATH:
+            made.bind(str(path))
+        else:
+            with closing(short_name(path)) as folder:
+                made.bind(f"{folder.name}/{path.name}")
+        made.listen(BACKLOG)
+    except OSError as error:
+        made.close()
+        raise AutoselError(
+            f"cannot listen at {path}", why=str(error), todo="set AUTOSEL_HOME to another disk"
+        ) from error
+    finally:
+        os.umask(mask)
+    return made
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder for us alone, or refuse one that others may enter. Raises AutoselError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        info = folder.lstat()
+    except OSError as error:
+        raise AutoselError(
+            f"cannot make {folder}", why=str(error), todo="set AUTOSEL_HOME to another folder"
+        ) from error
+    mode = stat.S_IMODE(info.st_mode)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or mode & 0o077:
+        raise AutoselError(
+            f"{folder} is not ours alone",
+            why=f"owner {info.st_uid}, mode {mode:04o}; whoever can enter it could answer in the daemon's place",
+            todo=f"chmod 700 {folder}, if nobody else put anything there",
+        )
+
+
+def tcp_socket(address: str) -> tuple[socket.socket, int]:
+    """A listening socket at HOST:PORT of the loopback interface, and its port (0 asks for a free one). Raises
+    UsageError for any other address, AutoselError if the port is taken."""
+    host, _, port = address.rpartition(":")
+    try:
+        ip = ipaddress.ip_address({"localhost": "127.0.0.1"}.get(host, host).strip("[]"))
+        number = int(port)
+        if not 0 <= number < 1 << 16:
+            raise ValueError(f"there is no port {number}")
+    except ValueError as error:
+        raise UsageError(
+            f"--tcp {address!r} is no address", why=str(error), todo="write it as 127.0.0.1:8765"
+        ) from error
+    if not ip.is_loopback:
+        raise UsageError(
+            f"--tcp {address}: only this machine may be listened on",
+            why=f"{ip} can be reached from others",
+            todo="listen on 127.0.0.1, and reach it through ssh -L",
+        )
+    made = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((str(ip), number))
+        made.listen(BACKLOG)
+    except OSError as error:
+        made.close()
+        raise AutoselError(
+            f"cannot listen on {address}", why=str(error), todo="another process has the port"
+        ) from error
+    return made, int(made.getsockname()[1])
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """(uid, pid) of the process at the other end of a Unix socket, from the kernel."""
+    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return uid, pid

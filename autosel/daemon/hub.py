@@ -1,0 +1,143 @@
+"""The daemon's parts, held together: what handlers, pages and upkeep share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from autosel.daemon.events import Events
+from autosel.daemon.jobs import Job, Jobs
+from autosel.daemon.metrics import Metrics
+from autosel.daemon.view import View
+from autosel.daemon.writer import Work, Writer
+from autosel.ledger.describe import decision_json
+from autosel.ledger.store import Ledger, open_ledger
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How the daemon was started. `busy_limit`: cores that others may keep busy while we tune; `tune` False: never."""
+
+    busy_limit: float = 0.5
+    tune: bool = True
+    address: str = ""  # of the dashboard, for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a child found out about device and software; empty until it has."""
+
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    hw_id: str = ""
+    env_id: str = ""
+    mode: str = ""
+    stale: Mapping[str, str] = field(default_factory=dict)
+    moved: Mapping[str, int] = field(default_factory=dict)  # bytes a call moves, by decision
+
+
+class Hub:
+    """Made in the event loop's thread, by `serve` or a test; `close` ends it."""
+
+    def __init__(self, home: Path, options: Options | None = None, *, ledger: Ledger | None = None) -> None:
+        self.home, self.options = home, options or Options()
+        self.instance = secrets.token_hex(8)  # another one: what was handed to the last may be lost
+        self.started = datetime.now(UTC)
+        self.loop = asyncio.get_running_loop()
+        self.metrics, self.events = Metrics(), Events()
+        self.metrics.started.set(time.time())
+        self.facts = Facts(hw_id=this_device())
+        self.view = View(hw_id=self.facts.hw_id)
+        first = ledger or open_ledger(home=home, alone=True)
+        self.writer = Writer(first, lambda: open_ledger(home=home, alone=True), self._committed)
+        self.jobs = Jobs(
+            home / "run" / "jobs.json", busy_limit=self.options.busy_limit, tell=self.events.tell, ended=self._tuned
+        )
+        self._reloading = asyncio.Lock()
+        self._wanted = False
+
+    @property
+    def ledger(self) -> Ledger:
+        """For reading; writing goes through `write`."""
+        return self.writer.ledger
+
+    async def write(self, work: Work, *, alone: bool = False) -> Any:
+        """On disk and published on return."""
+        return await asyncio.wrap_future(self.writer.submit(work, alone=alone))
+
+    async def read(self, work: Callable[[Ledger], Any]) -> Any:
+        return await asyncio.to_thread(work, self.ledger)
+
+    def _committed(self, writes: int) -> None:
+        """In the writer's thread."""
+        self.metrics.writes.inc(writes)
+        self.metrics.commits.inc()
+        if not self._wanted:
+            self._wanted = True
+            self.loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self.reload()))
+
+    async def reload(self) -> None:
+        """Look at what serves; tell what has changed."""
+        async with self._reloading:
+            self._wanted = False
+            served = await self.read(lambda ledger: ledger.serving())
+            before, epoch = self.view, max((s.epoch for s in served), default=0)
+            known = {(s.key, s.epoch) for s in before.served}
+            if epoch == before.epoch and {(s.key, s.epoch) for s in served} == known:
+                return
+            self.view = View(
+                epoch=epoch, hw_id=self.facts.hw_id, mode=self.facts.mode, served=served, stale=self.facts.stale
+            )
+            for s in served:
+                if before.epoch and (s.key, s.epoch) not in known:
+                    self.events.tell("decision", {**decision_json(s.decision), "recorded": s.decision.state})
+            self.events.tell("epoch", {"epoch": epoch})
+
+    def learn(self, facts: Facts) -> None:
+        self.facts = facts
+        self.view = replace(self.view, hw_id=facts.hw_id, mode=facts.mode, stale=facts.stale, _answers={})
+        self.events.tell("facts", {"stale": facts.stale})
+
+    def _tuned(self, job: Job) -> None:
+        self.metrics.tuned.labels(job.state).inc()
+
+    def figures(self) -> bytes:
+        """For Prometheus, now."""
+        m, view = self.metrics, self.view
+        m.waiting.set(self.writer.waiting)
+        m.read_only.set(self.writer.read_only)
+        m.epoch.set(view.epoch)
+        m.stale.set(len(self.facts.stale))
+        m.streams.set(self.events.readers)
+        m.others.set(self.jobs.meter.busy)
+        for gauge, values in ((m.serving, view.states()), (m.speedup, view.speedups())):
+            gauge.clear()
+            for name, value in values.items():
+                gauge.labels(name).set(value)
+        m.jobs.clear()
+        for job in self.jobs.all():
+            m.jobs.labels(job.state).inc()
+        return m.text()
+
+    async def close(self) -> None:
+        """What was acknowledged is on disk; the tune under way ends; nobody is kept waiting."""
+        self.events.close()
+        await self.jobs.stop()
+        await asyncio.to_thread(self.writer.close)
+        self.ledger.close()
+
+
+def this_device() -> str:
+    """This machine's hw_id, without measuring anything."""
+    from autosel.fingerprint import machine
+    from autosel.values import digest
+
+    return digest({"kind": "cpu", **machine.identity()})

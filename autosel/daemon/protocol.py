@@ -1,0 +1,82 @@
+"""uvicorn's HTTP, with who is at the other end checked before the first byte is read, and with limits.
+
+A peer over the Unix socket becomes the client ("uid:1000", pid); over TCP it stays (address, port).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections import Counter
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from autosel.daemon.bind import peer
+
+log = logging.getLogger(__name__)
+
+MOST_HEAD_BYTES = 32 << 10  # request line and headers
+MOST_LINES = {"unix": 64, "tcp": 32}  # connections at a time: of one user, of the loopback port
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n"
+_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+open_lines: Counter[str] = Counter()
+
+
+class Protocol(HttpToolsProtocol):
+    _kind = ""
+    _head = 0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        descriptor = transport.get_extra_info("socket").fileno()
+        with socket.socket(fileno=os.dup(descriptor)) as connection:  # an event loop's own object hides getsockopt
+            kind, user = "tcp", "tcp"
+            if connection.family == socket.AF_UNIX:
+                uid, pid = peer(connection)
+                if uid not in (0, os.getuid()):
+                    log.warning("refused a connection of user %d (pid %d)", uid, pid)
+                    transport.abort()
+                    return
+                kind, user = "unix", f"uid:{uid}"
+                self.client = (user, pid)
+        self._kind = user
+        open_lines[user] += 1
+        if open_lines[user] > MOST_LINES[kind]:
+            log.warning("refused a connection: %d of %s are open", open_lines[user] - 1, user)
+            transport.write(_FULL)
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._kind:
+            open_lines[self._kind] -= 1
+            self._kind = ""
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._head += len(data)
+        super().data_received(data)
+        if self._head > MOST_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(_LARGE)
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        self._head = -(1 << 62)  # what follows is a body, which has limits of its own
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._head = 0
+        super().on_message_complete()
+
+
+def loop_factory() -> asyncio.AbstractEventLoop:
+    """uvloop's where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    made: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return made

@@ -1,0 +1,198 @@
+"""Run the daemon: one a home, until a signal; ready when it says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from autosel import client, settings
+from autosel.daemon import bind, upkeep
+from autosel.daemon.access import Access, new_token
+from autosel.daemon.app import build
+from autosel.daemon.hub import Hub, Options
+from autosel.daemon.protocol import Protocol, loop_factory
+from autosel.errors import AutoselError
+from autosel.ledger.engine import private_folder
+from autosel.ledger.locks import InUseError, daemon_lock
+
+log = logging.getLogger(__name__)
+GRACE_S = 3  # for requests under way, when we stop
+TOKEN = "token"  # noqa: S105  (the name of its file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """`tcp` is HOST:PORT or empty; `origins` may change things from a browser, with the token."""
+
+    tcp: str = ""
+    origins: tuple[str, ...] = ()
+    busy_limit: float = 0.5
+    tune: bool = True
+
+
+def serve(asked: Asked, home: Path | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. Raises AutoselError where another daemon serves this home, or nothing can be
+    listened on."""
+    home = home or settings.home()
+    private_folder(home)
+    with _only_one(home), contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(bind.unix_socket(client.socket_path(home)))]
+        access, address = Access(), ""
+        if asked.tcp:
+            opened, port = bind.tcp_socket(asked.tcp)
+            sockets.append(stack.enter_context(opened))
+            access = Access.over_tcp(port, new_token(), asked.origins)
+            address = f"http://{asked.tcp.rpartition(':')[0]}:{port}/"
+            write_token(client.socket_path(home).parent / TOKEN, access.token)
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_serve(home, asked, access, address, sockets))
+
+
+@contextlib.contextmanager
+def _only_one(home: Path) -> Iterator[None]:
+    try:
+        with daemon_lock(home):
+            yield
+    except InUseError as error:
+        raise AutoselError(
+            f"a daemon serves {home} already", why=error.why, todo=f"{settings.spelling()} status"
+        ) from error
+
+
+def write_token(path: Path, token: str) -> None:
+    """For its owner's eyes. Another one at each start."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token + "\n")
+
+
+async def _serve(home: Path, asked: Asked, access: Access, address: str, sockets: list[socket.socket]) -> None:
+    hub = Hub(home, Options(busy_limit=asked.busy_limit, tune=asked.tune, address=address))
+    config = uvicorn.Config(
+        build(hub, access),
+        http=Protocol,
+        lifespan="off",
+        ws="none",
+        access_log=False,
+        log_config=None,
+        proxy_headers=False,  # who a caller is is not for it to say
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=GRACE_S,
+        limit_concurrency=512,
+    )
+    server = _Server(config, hub)
+    duties: list[asyncio.Task[Any]] = []
+    try:
+        await hub.reload()
+        duties = [asyncio.create_task(duty) for duty in _duties(hub)]
+        await server.serve(sockets=sockets)
+    finally:
+        notify("STOPPING=1")
+        for duty in duties:
+            duty.cancel()
+        await asyncio.gather(*duties, return_exceptions=True)
+        with contextlib.suppress(FileNotFoundError):
+            client.socket_path(home).unlink()
+        await hub.close()
+
+
+def _duties(hub: Hub) -> Iterable[Any]:
+    yield _kept_up(upkeep.watch, hub)
+    yield _kept_up(upkeep.look_after, hub)
+    if hub.options.tune:
+        yield _kept_up(lambda hub: hub.jobs.run(), hub)
+
+
+async def _kept_up(duty: Any, hub: Hub) -> None:
+    """A duty that fails is a bug, and is taken up again: lookups and writes go on meanwhile."""
+    while True:
+        try:
+            await duty(hub)
+            return
+        except Exception:
+            log.exception("a duty of the daemon failed, and is taken up again")
+            await asyncio.sleep(5.0)
+
+
+class _Server(uvicorn.Server):
+    """Tells when it is ready; on the first signal open lines of events end, so that nobody is waited for."""
+
+    def __init__(self, config: uvicorn.Config, hub: Hub) -> None:
+        super().__init__(config)
+        self.hub = hub
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        notify(f"READY=1\nSTATUS=serving {self.hub.home}")
+        say(self.hub)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.hub.loop.call_soon_threadsafe(self.hub.events.close)
+        super().handle_exit(signal.SIGTERM if sig == signal.SIGINT and not self.should_exit else sig, frame)
+
+
+def say(hub: Hub) -> None:
+    where = client.socket_path(hub.home)
+    lines = [f"serving {where}"]
+    if hub.options.address:
+        lines.append(f"dashboard {hub.options.address}   token in {where.parent / TOKEN}")
+    sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.flush()
+
+
+# --- service manager ------------------------------------------------------------------------------------------------
+
+
+def notify(state: str) -> None:
+    """Tell the service manager, if one waits to hear (sd_notify)."""
+    address = settings.notify_socket()
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line:
+        try:
+            line.connect("\0" + address[1:] if address.startswith("@") else address)
+            line.sendall(state.encode())
+        except OSError as error:
+            log.warning("the service manager could not be told: %s", error)
+
+
+def unit(command: str, home: Path) -> str:
+    """A systemd user unit. No MemoryDenyWriteExecute (compilers of kernels write code), no PrivateDevices (GPUs)."""
+    return f"""[Unit]
+Description=autosel: measured kernel selection
+Documentation=https://www.freedesktop.org/software/systemd/man/systemd.service.html
+
+[Service]
+Type=notify
+NotifyAccess=main
+ExecStart={command}
+Environment="AUTOSEL_HOME={home}"
+Restart=on-failure
+RestartSec=2
+KillMode=control-group
+TimeoutStopSec=20
+NoNewPrivileges=yes
+ProtectSystem=strict
+ReadWritePaths="{home}"
+UMask=0077
+LimitCORE=0
+OOMPolicy=continue
+
+[Install]
+WantedBy=default.target
+"""

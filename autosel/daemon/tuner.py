@@ -1,0 +1,153 @@
+"""The child process in which the daemon tunes, and looks at what needs a tensor library. Started by `jobs`.
+
+    stdin   one JSON line that says what to do, then `pause`, `resume`, `stop`; its end stops us too
+    stdout  one JSON line an event
+
+A decision is recorded through the daemon like that of any other process: what it acknowledged survives us.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+from autosel.errors import AutoselError
+from autosel.ledger.commands import plain
+from autosel.tuning.job import Rejection
+from autosel.values import Decision, Workload, from_json, to_json
+
+SAY_EVERY_S = 0.25
+STOP_S = 5.0  # from being asked to stop until we are gone, whatever we are at
+
+
+def main() -> int:
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background may have had it ignored
+    voice = Voice(_own_stdout())
+    task = json.loads(sys.stdin.readline())
+    gate = Gate()
+    threading.Thread(target=gate.listen, args=(sys.stdin,), name="autosel-control", daemon=True).start()
+    try:
+        DUTIES[task["do"]](task, voice, gate)
+    except AutoselError as error:
+        told = {"what": error.what, "why": error.why, "todo": error.todo}
+        voice.say("error", kind=type(error).__name__, **told)
+        return 1
+    except KeyboardInterrupt:
+        voice.say("stopped")
+        os._exit(130)  # at once: a thread may be waiting for a proof; workers end with us
+    return 0
+
+
+def _own_stdout() -> TextIO:
+    """Our line to the daemon; what a library prints goes to stderr from now on."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    return os.fdopen(kept, "w", encoding="utf-8")
+
+
+class Voice:
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._one = out, threading.Lock()
+
+    def say(self, event: str, **values: Any) -> None:
+        with self._one:
+            self._out.write(json.dumps({"event": event, **plain(to_json(values))}) + "\n")
+            self._out.flush()
+
+
+class Gate:
+    """What the daemon says while we work."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+
+    def listen(self, orders: TextIO) -> None:
+        for line in orders:
+            if line.strip() == "pause":
+                self.open.clear()
+            elif line.strip() == "resume":
+                self.open.set()
+            else:
+                break
+        self.open.set()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(STOP_S)
+        os._exit(130)
+
+
+class Listener:
+    """Tells the daemon how it goes; between two pairs of a race, or two proofs, is where a pause begins."""
+
+    def __init__(self, voice: Voice, gate: Gate) -> None:
+        self.voice, self.gate = voice, gate
+        self._said: dict[str, float] = {}
+
+    def stage(self, name: str, detail: str, done: int, total: int) -> None:
+        self.gate.open.wait()
+        now = time.monotonic()
+        if now - self._said.get(name, 0.0) < SAY_EVERY_S and done < total:
+            return
+        self._said[name] = now
+        self.voice.say("stage", name=name, detail=detail, done=done, total=total)
+
+    def decided(self, decision: Decision, settled_before: bool) -> None:
+        outcome = decision.verdict.outcome if decision.verdict else ""
+        key, bucket = decision.workload.key, decision.bucket
+        self.voice.say("decided", id=decision.id, workload=key, bucket=bucket, outcome=outcome, before=settled_before)
+
+    def rejected(self, rejection: Rejection) -> None:
+        told = {"workload": rejection.workload.key, "candidate": rejection.candidate}
+        self.voice.say("rejected", stage=rejection.stage, reason=rejection.reason, **told)
+
+
+def tune(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
+    from autosel import ops
+    from autosel.ledger.store import open_ledger
+    from autosel.models.workloads import Named
+    from autosel.pipeline import Request
+    from autosel.pipeline import tune as work
+
+    workloads = [from_json(Workload, w) for w in task["workloads"]]
+    for w in workloads:
+        ops.find(w.op)
+    named = tuple(Named(workload=w, label=w.op, calls_per_step=0) for w in workloads)
+    request = Request(workloads=named, effort=task["effort"], force=task["force"], seed=task.get("seed"))
+    with open_ledger() as ledger:
+        found = work(request, ledger, Listener(voice, gate))
+    voice.say("done", undecided=[n.workload.key for n in found.undecided], seconds=found.seconds)
+
+
+def examine(_: dict[str, Any], voice: Voice, gate: Gate) -> None:
+    """What this device and its software are now, and which decisions no longer hold."""
+    from autosel import fingerprint, ops
+    from autosel.dispatch.resolve import staleness
+    from autosel.ledger.key import current_mode
+    from autosel.ledger.store import open_ledger
+
+    fp, mode = fingerprint.take("cpu"), current_mode()
+    stale: dict[str, str] = {}
+    moved: dict[str, int] = {}
+    with open_ledger() as ledger:
+        for served in ledger.serving():
+            d = served.decision
+            if d.hw_id != fp.hw_id or d.mode != mode:
+                continue
+            why = staleness(d)
+            if why:
+                stale[str(d.id)] = why
+            moved[str(d.id)] = ops.find(d.op).bytes_moved(d.workload)
+    voice.say("facts", fingerprint=fp, hw_id=fp.hw_id, env_id=fp.env_id, mode=mode, stale=stale, moved=moved)
+
+
+DUTIES = {"tune": tune, "examine": examine}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""What the daemon does unasked: takes in faults, notices what others wrote, finds decisions that no longer hold."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from autosel import resources
+from autosel.daemon.hub import Facts, Hub
+from autosel.daemon.jobs import Full
+from autosel.errors import AutoselError
+from autosel.ledger import faults, intake, snapshot
+from autosel.ledger.faults import Fault
+from autosel.ledger.store import Ledger
+from autosel.values import Decision
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.2  # a fault reaches every client within a second: this, and the half second of its own look
+SOURCES_S = 5.0
+LIBRARIES = ("torch", "triton", "apache-tvm-ffi", "autosel-kernels")
+
+
+async def watch(hub: Hub) -> None:
+    """For ever: faults into the ledger; another process's snapshot into what is shown."""
+    seen_faults, seen_snapshot = 0, (0, 0)
+    while True:
+        stamp = faults.stamp(hub.home)
+        if stamp != seen_faults:
+            seen_faults = stamp
+            await take_in(hub)
+        shown = _stamp(hub.home / snapshot.FILE)
+        if shown != seen_snapshot:
+            seen_snapshot = shown
+            with suppress(AutoselError):
+                await hub.reload()
+        await asyncio.sleep(LOOK_S)
+
+
+async def take_in(hub: Hub) -> list[Fault]:
+    """The journal of faults: quarantined and demoted on return, and told."""
+
+    def work(ledger: Ledger) -> list[Fault]:
+        return intake.take_in(ledger)
+
+    try:
+        taken: list[Fault] = await hub.write(work, alone=True)
+    except AutoselError as error:
+        log.warning("faults wait: %s", error)
+        return []
+    for fault in taken:
+        hub.metrics.faults.labels(fault.cause).inc()
+        hub.events.tell("fault", summary(fault))
+    if taken:
+        await hub.reload()
+    return taken
+
+
+def summary(fault: Fault) -> dict[str, Any]:
+    d = fault.decision
+    who = {"op": d.op, "bucket": d.bucket, "candidate": fault.arm.candidate, "decision_id": d.id}
+    return {"id": fault.id, "cause": fault.cause, "reason": fault.reason, "seen_at": fault.seen_at, **who}
+
+
+# --- does what serves still hold? ---------------------------------------------------------------------------------
+
+
+async def look_after(hub: Hub) -> None:
+    """For ever: whenever sources or libraries have changed, find out what no longer holds, and queue it."""
+    seen = ""
+    while True:
+        now = await asyncio.to_thread(software)
+        if now != seen:
+            seen = now
+            await examine(hub)
+        await asyncio.sleep(SOURCES_S)
+
+
+async def examine(hub: Hub) -> None:
+    found = await hub.jobs.examine()
+    if found is None:
+        return
+    hub.learn(Facts(**{name: found[name] for name in ("fingerprint", "hw_id", "env_id", "mode", "stale", "moved")}))
+    for decision in hub.view.here:
+        why = hub.facts.stale.get(str(decision.id))
+        if why and hub.options.tune and decision.mode == hub.facts.mode:
+            race_again(hub, decision, why)
+
+
+def race_again(hub: Hub, decision: Decision, why: str) -> None:
+    try:
+        hub.jobs.add(decision.workload, "stale", why)
+    except Full as error:
+        log.warning("%s is not raced again: %s", decision.bucket, error)
+
+
+def software() -> str:
+    """Changes when a kernel's source, or one of the libraries that decisions rest on, does."""
+    parts = [f"{path}:{info.st_mtime_ns}:{info.st_size}" for path, info in _sources(resources.kernels())]
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            parts.append(f"{name} {distribution(name).version}")
+    return "\n".join(parts)
+
+
+def _sources(folder: Path) -> list[tuple[str, os.stat_result]]:
+    found = []
+    for place, _, names in os.walk(folder):
+        for name in sorted(names):
+            if not name.endswith(".pyc"):
+                with suppress(OSError):
+                    found.append((f"{place}/{name}", Path(place, name).stat()))
+    return sorted(found)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        info = path.stat()
+    except OSError:
+        return (0, 0)
+    return info.st_ino, info.st_mtime_ns

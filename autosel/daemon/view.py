@@ -1,0 +1,107 @@
+"""What serves this device now, in memory: the answers to lookups are made once, and given as bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from autosel.ledger.commands import plain
+from autosel.ledger.describe import decision_json, served_state
+from autosel.ledger.store import Served
+from autosel.values import COUNT_DIMS, LENGTH_DIMS, Decision, count_bucket, length_bucket, to_json
+
+MOST_ANSWERS = 4096
+ALIASES = {"gemv": "linear", "gemm": "linear"}
+_DIM = re.compile(r"([A-Za-z_]+)([0-9]{1,13})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """`stale` says, by decision, why the baseline runs instead; `mode` is that of a process with default settings."""
+
+    epoch: int = 0
+    hw_id: str = ""
+    mode: str = ""
+    served: tuple[Served, ...] = ()
+    stale: Mapping[str, str] = field(default_factory=dict)
+    _answers: dict[tuple[str, str], bytes] = field(default_factory=dict)
+
+    @property
+    def here(self) -> list[Decision]:
+        return [s.decision for s in self.served if s.decision.hw_id == self.hw_id]
+
+    def lookup(self, op: str, workload: str) -> bytes:
+        """The JSON of what serves a workload (its key), or of all that serves the op where that is empty."""
+        found = self._answers.get((op, workload))
+        if found is None:
+            rows = self.of_op(op)
+            made = self._at(op, workload, rows) if workload else [self.document(d) for d in rows]
+            found = json.dumps(plain(to_json(made)), separators=(",", ":")).encode()
+            if len(self._answers) >= MOST_ANSWERS:
+                self._answers.clear()
+            self._answers[op, workload] = found
+        return found
+
+    def of_op(self, op: str) -> list[Decision]:
+        name = ALIASES.get(op, op)
+        rows = [d for d in self.here if d.op == name]
+        if op in ALIASES:
+            rows = [d for d in rows if (d.workload["M"] == 1) == (op == "gemv")]
+        return rows
+
+    def _at(self, op: str, workload: str, rows: Sequence[Decision]) -> dict[str, Any]:
+        bucket, length = bucket_of(workload)
+        for d in rows:
+            low, high = d.length_range or (0, length)
+            if d.bucket == bucket and low <= length <= high and (d.mode == self.mode or not self.mode):
+                return self.document(d)
+        return {"op": op, "workload": workload, "state": "baseline", "reason": f"no decision for {bucket}"[:300]}
+
+    def document(self, decision: Decision) -> dict[str, Any]:
+        """As `best OP --json`: a stale decision's baseline, with the reason."""
+        made = {**decision_json(decision), "epoch": self.epoch}
+        why = self.stale.get(str(decision.id))
+        if not why:
+            return made
+        baseline = decision.baseline
+        instead = {"backend": baseline.backend, "candidate": baseline.candidate, "knobs": dict(baseline.knobs)}
+        gone = dict.fromkeys(("speedup", "next_best", "time_interval_us", "roofline"))
+        return made | instead | gone | {"state": "baseline", "time_us": made["baseline_us"], "reason": why}
+
+    def states(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for d in self.here:
+            state = "baseline" if str(d.id) in self.stale else served_state(d)
+            found[state] = found.get(state, 0) + 1
+        return found
+
+    def speedups(self) -> dict[str, float]:
+        """By op: the median, over its decisions, of the speedup over the baseline."""
+        by_op: dict[str, list[float]] = {}
+        for d in self.here:
+            if d.verdict is not None and d.verdict.effect is not None:
+                by_op.setdefault(d.op, []).append(d.verdict.effect.median)
+        return {op: median(values) for op, values in by_op.items()}
+
+
+def bucket_of(key: str) -> tuple[str, int]:
+    """The bucket of a workload's key, and its context length (0 where it has none): `Workload.bucket` as text."""
+    op, _, rest = key.partition("/")
+    dims, slash, tail = rest.partition("/")
+    made, length = [], 0
+    for part in dims.split("."):
+        match = _DIM.fullmatch(part)
+        if match is None or int(match[2]) < 1:
+            return key, 0
+        name, size = match[1], int(match[2])
+        low, high = size, size
+        if name in COUNT_DIMS:
+            low, high = count_bucket(size)
+        elif name in LENGTH_DIMS:
+            (low, high), length = length_bucket(size), size
+        made.append(f"{name}{low}" if low == high else f"{name}{low}-{high}")
+    return f"{op}/{'.'.join(made)}{slash}{tail}", length
