@@ -248,7 +248,7 @@ def _speculating(
             if not done[b]:
                 kept = accepted(drafts[b], chosen[b])
                 done[b] = _append(told.tokens[b], kept, count, stop)
-                held[b] += len(kept)
+                held[b] = len(prompts[b]) + len(told.tokens[b]) - 1
     return told
 
 
