@@ -6,14 +6,17 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from autosel import settings
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import bytes_text, emit_json, paragraph
-from autosel.errors import AutoselError
+from autosel.errors import AutoselError, BuildError
+
+if TYPE_CHECKING:
+    from autosel.values import Fingerprint
 
 Level = Literal["ok", "note", "bad"]
 
@@ -108,6 +111,22 @@ def _device(what: str) -> Iterator[Finding]:
     if fp.contended:
         todo = f"for cleaner rates close other work, then {settings.spelling()} fingerprint --refresh"
         yield Finding(what="noise", level="note", text="contended when it was measured", todo=todo)
+    yield from _drift(fp)
+
+
+def _drift(fp: Fingerprint) -> Iterator[Finding]:
+    """Rates are measured once and then reused: a formula that rests on them never changes unasked. Here is where to see
+    that they no longer hold."""
+    from autosel import fingerprint
+
+    try:
+        drift = fingerprint.drifted(fp)
+    except BuildError:  # said under "compiler"
+        return
+    if drift.moved:
+        now = "other work runs here, or ran when they were measured" if drift.shared else "no longer what was measured"
+        todo = f"{settings.spelling()} fingerprint --refresh measures anew; what the new knobs change is raced again"
+        yield Finding(what="rates", level="note", text=f"{drift.reason}: {now}", todo=todo)
 
 
 def _home(what: str) -> Iterator[Finding]:

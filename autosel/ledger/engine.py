@@ -208,7 +208,7 @@ def _begin_server(connection: Connection) -> None:
 def _parse(url: str) -> sa.URL:
     try:
         return sa.make_url(url)
-    except exc.ArgumentError as error:
+    except (exc.ArgumentError, ValueError) as error:  # ValueError: a port that is no number
         raise LedgerError(
             f"not a database URL: {url!r}", why=str(error), todo="for example sqlite:////path/ledger.db"
         ) from error

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from autosel.parity.stage import Placed
 from autosel.values import Knobs, Recipe, Workload, to_json
 from autosel.workers import Arena, Exit, Worker
 
+T = TypeVar("T")
 START_S, LOAD_S = 120.0, 120.0
 CALL_S = 60.0  # for a microsecond's work; a call that compiles first may need most of it
 PROOF_S = 600.0  # a candidate this slow loses every race
@@ -33,6 +34,26 @@ class Proof:
     digest: str
     knobs: Knobs
     workload: Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What a result is, as the worker says; `is_argument`: the position of the passed tensor whose memory it has."""
+
+    type: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    device: str = ""
+    is_argument: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """The worker's reply to a call."""
+
+    results: tuple[Form, ...]
+    ns: int
 
 
 class RefusedError(Exception):
@@ -67,6 +88,10 @@ class Session:
     def ask(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
         """A request within its own deadline and the proof's."""
         return self.worker.request(request, min(deadline_s, self.until - time.monotonic()))
+
+    def told(self, kind: type[T], request: Mapping[str, Any], deadline_s: float) -> T:
+        """The same, its reply as a value of `kind`."""
+        return self.worker.told(kind, request, min(deadline_s, self.until - time.monotonic()))
 
     def close(self) -> Exit:
         """End the worker; how it ended."""
@@ -126,9 +151,9 @@ class Session:
         self.attach(placed.arena)
         places = placed.places()
         request = self._request("call", name, proof, placed) | {"hold": hold, "into": self._into(proof, placed, places)}
-        reply = self.ask(request, self.call_deadline_s)
-        self.last_call_ns = int(reply["ns"])
-        self._judge_forms(proof, placed, case, reply["results"])
+        reply = self.told(Called, request, self.call_deadline_s)
+        self.last_call_ns = reply.ns
+        self._judge_forms(proof, placed, case, reply.results)
         damage = placed.damage(skip=skip)
         if damage is not None:
             raise RefusedError(damage.check, case, damage.reason, damage.evidence)
@@ -165,7 +190,7 @@ class Session:
             return [None] * len(placed.op.output_names)
         return [None if name in inout else left.pop(0) for name in placed.op.output_names]
 
-    def _judge_forms(self, proof: Proof, placed: Placed, case: str, forms: Sequence[Mapping[str, Any]]) -> None:
+    def _judge_forms(self, proof: Proof, placed: Placed, case: str, forms: Sequence[Form]) -> None:
         """Type, dtype, shape and layout of what was returned; results written into outputs must be those outputs."""
         specs = placed.op.outputs(placed.workload)
         if len(forms) != len(specs):
@@ -177,22 +202,28 @@ class Session:
             expected: dict[str, Any] = {
                 "type": "torch.Tensor",
                 "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(spec.dtype, spec.dtype),
-                "shape": list(spec.shape),
+                "shape": tuple(spec.shape),
                 "device": "cpu",
             }
             if spec.name in inout:
                 # A cache's room is no dimension of the workload.
-                expected["shape"] = list(placed.inputs[spec.name].shape)
+                expected["shape"] = tuple(placed.inputs[spec.name].shape)
                 expected["is_argument"] = inout[spec.name]
             elif proof.candidate.writes_out:
                 expected["is_argument"] = position
                 position += 1
             for what, value in expected.items():
-                if form.get(what) != value:
+                got = getattr(form, what)
+                if got != value:
                     words = {"is_argument": "memory"}.get(what, what)
-                    told = "not the one passed in" if what == "is_argument" else f"{form.get(what)}, not {value}"
-                    evidence = {"output": spec.name, "got": str(form.get(what)), "expected": str(value)}
+                    evidence = {"output": spec.name, "got": _spelled(got), "expected": _spelled(value)}
+                    told = f"{evidence['got']}, not {evidence['expected']}"
+                    told = "not the one passed in" if what == "is_argument" else told
                     raise RefusedError("result", case, f"{spec.name}: the {words} is {told}", evidence)
-            if spec.shape and spec.shape[-1] > 1 and form["strides"][-1] != 1:
-                evidence = {"output": spec.name, "strides": form["strides"]}
-                raise RefusedError("result", case, f"{spec.name}: the last dimension is not contiguous", evidence)
+            if spec.shape and spec.shape[-1] > 1 and form.strides[-1:] != (1,):
+                seen = {"output": spec.name, "strides": list(form.strides)}
+                raise RefusedError("result", case, f"{spec.name}: the last dimension is not contiguous", seen)
+
+
+def _spelled(value: Any) -> str:
+    return str(list(value) if isinstance(value, tuple) else value)

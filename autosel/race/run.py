@@ -59,6 +59,28 @@ class Disqualified:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warmed:
+    """A worker's reply to `warm`: nanoseconds a call, by arm."""
+
+    ns: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A worker's reply to `pair`: the samples by arm, and why they must be dropped or ""."""
+
+    ns: Mapping[str, tuple[float, ...]]
+    disturbed: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """A worker's reply to `probe`."""
+
+    bytes_per_s: float
+
+
 @dataclass(slots=True, kw_only=True)
 class _Attempt:
     """A contest on its way through the sessions."""
@@ -440,8 +462,9 @@ class _Seated:
         worker = self.process.get()
         worker.attach(self.operands.arena)
         self._prepare(worker)
-        times = worker.request({"do": "warm", "limit_ns": WARM_NS}, deadline_s=PREPARE_S)["ns"]
-        base_ns = float(times[self.arms[0]])
+        base_ns = worker.told(Warmed, {"do": "warm", "limit_ns": WARM_NS}, PREPARE_S).ns.get(self.arms[0], 0.0)
+        if base_ns <= 0:
+            raise WorkerError(f"the baseline is said to take {base_ns:g} ns", cause="protocol")
         if self.plan_or_none is None:
             self.plan_or_none = self.attempt.plan = plan(base_ns)
         if self._carries_clone(base_ns):
@@ -486,11 +509,14 @@ class _Seated:
             "outputs": {a: to_json(operands.places(a)) for a in order if a != CLONE} if checked else {},
         }
         started = time.perf_counter_ns()
-        reply = self.process.get().request(request, deadline_s=PREPARE_S)
-        self._bound_claims(reply["ns"], calls, time.perf_counter_ns() - started)
+        taken = self.process.get().told(Taken, request, PREPARE_S)
+        wall_ns = time.perf_counter_ns() - started
+        if set(taken.ns) != set(order) or any(len(ns) != samples for ns in taken.ns.values()):
+            raise WorkerError("other samples came than were asked for", cause="protocol")
+        self._bound_claims(taken.ns, calls, wall_ns)
         if checked:
             self._check(order, seed)
-        return reply["ns"], reply["disturbed"]
+        return taken.ns, taken.disturbed
 
     def _bound_claims(self, times: Mapping[str, Sequence[float]], calls: int, wall_ns: int) -> None:
         """The claimed times cannot exceed the wall time we saw; a patched clock is caught from the other side by the
@@ -511,7 +537,7 @@ class _Seated:
     def probe(self) -> float:
         if self.operands is None or not self.operands.streamed_bytes:
             return 0.0
-        return float(self.process.get().request({"do": "probe"}, deadline_s=PREPARE_S)["bytes_per_s"])
+        return self.process.get().told(Probed, {"do": "probe"}, PREPARE_S).bytes_per_s
 
     def release(self) -> None:
         worker = self.process.get()

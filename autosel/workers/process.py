@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autosel import settings
 from autosel.errors import WorkerError
@@ -32,6 +32,7 @@ from autosel.values import from_json, parse_json
 from autosel.workers import protocol
 from autosel.workers.arena import Arena
 
+T = TypeVar("T")
 START_S = 120.0  # importing torch on a cold, slow disk
 END_S = 10.0  # the guardian sweeps for 2 s at most; past this it is itself in trouble
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "memoryerror")
@@ -140,6 +141,16 @@ class Worker:
         for a request that is not JSON.
         """
         return self._ask({"request": dict(request)}, deadline_s, stage="request")
+
+    def told(self, kind: type[T], request: Mapping[str, Any], deadline_s: float) -> T:
+        """The reply as a value of `kind`: a worker may say anything. Raises as `request` does; what is no such value
+        ends the worker."""
+        reply = self.request(request, deadline_s)
+        try:
+            found: T = from_json(kind, reply)
+        except ValueError as error:
+            raise self._babbled(str(request.get("do", "request")), str(error)[:200]) from None
+        return found
 
     def attach(self, arena: Arena) -> None:
         """Let the worker see an arena; references into it may follow in requests."""

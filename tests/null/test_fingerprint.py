@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from autosel.cli import doctor
 from autosel.errors import UnknownName
 from autosel.fingerprint import device, noise, probe, stack, store
 from autosel.fingerprint.describe import describe, headline, quantity, rate_label
@@ -469,25 +470,23 @@ def test_one_good_look_in_three_is_no_drift(measured: list[str], monkeypatch: py
     assert not device.drifted(fp).moved
 
 
-def test_an_own_machine_that_slowed_is_measured_again(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    fp = with_looks(monkeypatch, [0.8, 0.8, 0.8], virtual=False)
-    assert not device.recheck(fp).contended
-    assert len(measured) == 2
-
-
-def test_a_shared_machine_that_slowed_is_only_contended(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    fp = with_looks(monkeypatch, [0.8, 0.8, 0.8], virtual=True)
-    again = device.recheck(fp)
-    assert again.contended
-    assert again.rates == fp.rates
-    assert "0.80x" in again.notes[-1]
+@pytest.mark.parametrize(("reads", "ratio"), [([0.8, 0.8, 0.8], "0.80x"), ([1.8, 1.7, 1.8], "1.80x")])
+@pytest.mark.parametrize(("virtual", "why"), [(False, "no longer what was measured"), (True, "other work runs here")])
+def test_rates_that_no_longer_hold_are_told_by_doctor_and_change_nothing_unasked(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, reads: list[float], ratio: str, virtual: bool, why: str
+) -> None:
+    fp = with_looks(monkeypatch, [*reads, *reads], virtual=virtual)
+    (found,) = doctor._drift(fp)
+    assert (found.what, found.level) == ("rates", "note")
+    assert f"read rate {ratio}" in found.text
+    assert why in found.text
+    assert "fingerprint --refresh" in found.todo
+    assert device.take() == fp
     assert len(measured) == 1
 
 
-def test_a_shared_machine_that_sped_up_is_measured_again(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    fp = with_looks(monkeypatch, [1.8, 1.7, 1.8], virtual=True)
-    device.recheck(fp)
-    assert len(measured) == 2
+def test_doctor_is_silent_about_rates_that_hold(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(doctor._drift(with_looks(monkeypatch, [1.0, 0.4, 1.01], virtual=True))) == []
 
 
 # --- in words --------------------------------------------------------------------------------------------------------
