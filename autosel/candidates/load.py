@@ -85,10 +85,11 @@ def _native(op: Op, entry: Callable[..., Any], knob_values: tuple[Scalar, ...]) 
     if outputs:
         lines += [f"    if {outputs[0]} is None:", f"        specs = known.get({_shapes(op)})"]
         lines += [f"        if specs is None: specs = describe({', '.join(arguments)})"]
-        lines += [f"        {o} = empty(specs[{i}][0], dtype=specs[{i}][1])" for i, o in enumerate(outputs)]
+        place = next(a.name for a in op.args if a.kind == "tensor")
+        lines += [f"        {o} = {place}.new_empty(specs[{i}][0], dtype=specs[{i}][1])" for i, o in enumerate(outputs)]
     lines += [f"    entry({call})", f"    return {returned}"]
     known: dict[Any, _Specs] = {}
-    scope: dict[str, Any] = {"entry": entry, "known": known, "describe": _describer(op, known), "empty": torch.empty}
+    scope: dict[str, Any] = {"entry": entry, "known": known, "describe": _describer(op, known)}
     exec("\n".join(lines), scope)  # noqa: S102  (the text above, from our own op table: no outside data reaches it)
     function: Callable[..., Any] = scope[op.name]
     return function

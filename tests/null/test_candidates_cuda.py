@@ -1,0 +1,133 @@
+"""Which CUDA kernels may run a workload where, why not, and what they are compiled as; on devices that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosel import resources
+from autosel.candidates.cuda.base import CudaKernel
+from autosel.candidates.registry import own_candidates
+from autosel.fingerprint.known import load, names
+from autosel.native import cuda
+from autosel.native.cuda import Nvcc
+from autosel.values import Accepted, Fingerprint, NativeRecipe, Rejected, Workload
+
+H200, RTX = load("h200"), load("rtx-5070-ti")
+KERNELS = {c.name: c for c in own_candidates() if isinstance(c, CudaKernel)}
+DIMS: dict[str, dict[str, int]] = {
+    "linear": {"M": 1, "N": 4096, "K": 4096},
+    "norm_qkv": {"M": 1, "d": 4096, "N": 6144},
+    "gate_up": {"M": 1, "d": 4096, "I": 14336},
+    "lm_head": {"M": 1, "V": 128256, "d": 4096},
+    "rmsnorm": {"M": 1, "d": 4096},
+    "add_rmsnorm": {"M": 1, "d": 4096},
+    "rope": {"M": 1, "Hq": 32, "Hkv": 8, "D": 128, "R": 128},
+    "swiglu": {"M": 1, "I": 14336},
+    "geglu": {"M": 1, "I": 14336},
+    "kv_append": {"B": 1, "Hkv": 8, "S": 1, "D": 128},
+    "attn": {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192},
+    "paged_attn": {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192, "page": 16},
+    "sample": {"B": 1, "V": 128256, "L": 64},
+}
+EVERY = Nvcc(path="nvcc", version="release 13.0", home=Path("/"), architectures=(80, 86, 89, 90, 100, 120))
+
+
+def workload(op: str, dtype: Any = "bf16", **changes: int) -> Workload:
+    return Workload(op=op, dims=tuple({**DIMS[op], **changes}.items()), dtype=dtype)
+
+
+def with_cc(fp: Fingerprint, cc: str) -> Fingerprint:
+    return dataclasses.replace(fp, identity={**fp.identity, "cc": cc})
+
+
+@pytest.fixture(autouse=True)
+def _any_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "find_nvcc", lambda: EVERY)
+    monkeypatch.setattr("autosel.candidates.cuda.base.find_compiler", lambda: "g++")
+
+
+def reason(name: str, w: Workload, fp: Fingerprint) -> str:
+    answer = KERNELS[name].supports(w, fp)
+    return answer.reason if isinstance(answer, Rejected) else ""
+
+
+@pytest.mark.parametrize("device", names())
+def test_every_decode_op_has_a_kernel_for_every_known_device(device: str) -> None:
+    for op in DIMS:
+        answers = {k.name: k.supports(workload(op), load(device)) for k in KERNELS.values() if k.op == op}
+        assert any(isinstance(a, Accepted) for a in answers.values()), answers
+
+
+@pytest.mark.parametrize(
+    ("name", "w", "fp", "words"),
+    [
+        ("cuda:rmsnorm", workload("rmsnorm"), with_cc(RTX, "7.5"), "needs compute capability 8.0; the device has 7.5"),
+        ("cuda:rmsnorm", workload("rmsnorm"), with_cc(RTX, "12.9"), "cannot compile for compute capability 12.9"),
+        ("cuda:rmsnorm", workload("rmsnorm", "fp8_e4m3"), H200, "takes bf16, fp16, fp32"),
+        ("cuda:rmsnorm", workload("rmsnorm", M=1 << 31), H200, "M = 2147483648 is above"),
+        ("cuda:gemv", workload("linear", M=64), H200, "M = 64 is above"),
+        ("cuda:attn_decode", workload("attn", "fp32", D=512), RTX, "needs 131072 bytes of shared memory"),
+        ("cuda:attn_decode", workload("attn", D=2048), H200, "do not fit a warp's registers"),
+        ("cuda:attn_decode", workload("attn", B=70_000), H200, "a grid's limit"),
+        ("cuda:attn_decode_mma", workload("attn", "fp32"), H200, "takes bf16, fp16"),
+        ("cuda:attn_decode_mma", workload("attn", Hq=8), H200, "leave tiles of 16 empty"),
+        ("cuda:attn_decode_mma", workload("attn", D=320), H200, "do not fit a warp's registers"),
+        ("cuda:sample", workload("sample", V=1 << 20), RTX, "shared memory"),
+    ],
+)
+def test_what_a_kernel_cannot_do_is_said_before_anything_is_built(
+    name: str, w: Workload, fp: Fingerprint, words: str
+) -> None:
+    assert words in reason(name, w, fp)
+
+
+def test_without_nvcc_the_reason_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "find_nvcc", lambda: None)
+    assert "pip" in reason("cuda:gemv", workload("linear"), H200)
+
+
+def test_a_kernel_is_compiled_for_the_architecture_of_its_device_and_for_its_knobs() -> None:
+    kernel, w = KERNELS["cuda:gemv"], workload("linear")
+    flags: Mapping[str, tuple[str, ...]] = {}
+    for fp, arch, unroll in ((H200, "90a", 4), (RTX, "120a", 2), (load("l4"), "89", 2)):
+        knobs = kernel.knobs(w, fp)
+        recipe = kernel.recipe(w, fp, knobs)
+        assert isinstance(recipe, NativeRecipe)
+        flags = {**flags, arch: recipe.flags}
+        assert f"arch=compute_{arch},code=sm_{arch}" in recipe.flags
+        assert f"-DAUTOSEL_UNROLL={knobs['unroll']}" in recipe.flags
+        if arch != "89":
+            assert knobs["unroll"] == unroll
+    assert len(set(flags.values())) == 3
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_takes_the_knobs_its_formula_gives(name: str) -> None:
+    kernel = KERNELS[name]
+    for fp in (H200, RTX):
+        knobs = kernel.knobs(workload(kernel.op), fp)
+        assert set(kernel.knob_args) | set(kernel.macros) <= set(knobs.values)
+        assert all(isinstance(knobs[k], int) for k in kernel.knob_args)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_has_a_source_with_its_entry_and_a_header_that_tells_all(name: str) -> None:
+    kernel = KERNELS[name]
+    text = (resources.kernels() / "cuda" / f"{kernel.source}.cu").read_text()
+    assert f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({kernel.source}," in text
+    head = text.partition("#include")[0]
+    for part in (
+        "bytes",
+        "FLOPs",
+        "roofline",
+        "knobs",
+        "design",
+        "status  compiled and emulated; not yet run on silicon",
+    ):
+        assert re.search(rf"^// .*{part}", head, flags=re.MULTILINE), part
