@@ -1,4 +1,4 @@
-"""Which CUDA kernels may run a workload where, why not, and what they are compiled as; on devices that are not there."""
+"""Which CUDA kernels may run a workload where, why not, and how they are compiled; on devices that are not there."""
 
 from __future__ import annotations
 
