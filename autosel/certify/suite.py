@@ -98,7 +98,7 @@ def plan_of(base: Plan, c: Configuration) -> Plan:
         warmup=0,
         batch=1,
         advance=True,
-        sampling=c.sampling,
+        sampling=replace(c.sampling, seed=base.seed),
         cache="paged" if c.paged else "contiguous",
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autosel import settings
-from autosel.cli.output import bandwidth, bytes_text, paragraph, table
+from autosel.cli.output import WIDTH, bandwidth, bytes_text, paragraph, table
 
 if TYPE_CHECKING:
     from autosel.certify.audit import Audit
@@ -26,7 +26,7 @@ def summary(made: Certificate, found: Audit) -> str:
     head = f"{made.model} {made.dtype}, {part}, {_batch(made)}, context {made.shape.seq}, {_weights(made)}"
     lines = [paragraph(head, hang="  "), *_arms(made), *_tokens(made)]
     if found.rows:
-        lines += [paragraph(f"share of the step   {shares(found)}", hang=" " * 20)]
+        lines += shares(found)
     v = made.verification
     word = "verified" if made.verification_ok else click.style("NOT verified", fg="red")
     near = f", logits at {v.max_logit_error / v.logit_bound:.2f} of their bound" if v.logit_bound else ""
@@ -79,11 +79,18 @@ def _tokens(made: Certificate) -> list[str]:
     return [*lines, *([f"  {'   '.join(earned)}"] if earned else [])]
 
 
-def shares(found: Audit) -> str:
-    """`gate_up 46 %  down 22 %  rest 6 %`: what takes at least a fiftieth; the rest together."""
+def shares(found: Audit) -> list[str]:
+    """`gate_up 46 %  down 22 %  rest 6 %`: what takes at least a fiftieth; the rest together. An op and its share stay
+    on one line."""
     named = [(r.label, r.share) for r in found.rows if r.share >= 0.02]
     rest = max(0.0, 1 - sum(share for _, share in named))
-    return "  ".join(f"{label} {share:.0%}".replace("%", "\xa0%") for label, share in [*named, ("rest", rest)])
+    lines = ["share of the step "]
+    for label, share in [*named, ("rest", rest)]:
+        item = f"  {label} {100 * share:.0f} %"
+        if len(lines[-1]) + len(item) > WIDTH:
+            lines.append(" " * 18)
+        lines[-1] += item
+    return lines
 
 
 def where_line(made: Certificate, where: Path) -> str:

@@ -19,6 +19,7 @@ from autosel.certify.issue import chained
 from autosel.cli.certificate import suite_text, summary, where_line
 from autosel.cli.main import run
 from autosel.cli.run import Asked, failed, run_command
+from autosel.cli.suite import command
 from autosel.cli.verify import command_of, located, rerun_words
 from autosel.errors import AutoselError, BadConfig, ParityError
 from autosel.values import to_json
@@ -151,6 +152,7 @@ def test_a_rerun_is_said_with_both_figures_and_the_interval() -> None:
         (("--temperature", "-1"), "temperature"),
         (("--top-p", "2"), "top-p"),
         (("--suite", "huge"), "quick"),
+        (("--suite", "quick", "--slo", "tps>1"), "--slo with --suite"),
         (("--audit", "/nonexistent/a.json"), "there is no folder"),
         (("--trace", "/nonexistent/t.json"), "there is no folder"),
         (("--compare", "absent.json"), "cannot read"),
@@ -183,6 +185,14 @@ def test_the_command_of_a_certificate_measures_the_same_plan_again() -> None:
     assert again.plan() == first.plan() and again.repro == first.repro
     assert "--certify" not in first.repro and "--price" not in first.repro and "--warmup 0" in first.repro
     assert asked("").repro == "autosel run"
+
+
+def test_each_trial_of_a_suite_can_be_run_again_by_itself() -> None:
+    base = asked("--model llama-1b --layers 2 --seed 4").plan()
+    for config in suite.CONFIGURATIONS:
+        plan = suite.plan_of(base, config)
+        again = asked(shlex.join(shlex.split(command("llama-1b", plan))[2:])).plan()
+        assert again == plan
 
 
 def test_every_layer_of_a_model_is_the_whole_model() -> None:
