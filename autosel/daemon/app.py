@@ -84,6 +84,8 @@ async def _answered(hub: Hub, handler: Handler, request: Request) -> Response:
     try:
         made = await handler(hub, request)
     except Bad as error:
+        if handler in pages.PAGES.values():
+            return await pages.not_there(hub, error)
         made = problem(error.status, error.what, why=error.why, todo=error.todo)
     except (Busy, Full) as error:
         made = problem(503, error.what, why=error.why, todo=error.todo)

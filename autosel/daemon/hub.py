@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autosel.daemon.events import Events
+from autosel.daemon.examination import Examination
 from autosel.daemon.jobs import Job, Jobs
 from autosel.daemon.metrics import Metrics
 from autosel.daemon.view import View
@@ -52,7 +53,7 @@ class Hub:
         self.instance = secrets.token_hex(8)  # another one: what was handed to the last may be lost
         self.started = datetime.now(UTC)
         self.loop = asyncio.get_running_loop()
-        self.metrics, self.events = Metrics(), Events()
+        self.metrics, self.events, self.examination = Metrics(), Events(), Examination()
         self.metrics.started.set(time.time())
         self.facts = Facts(hw_id=this_device())
         self.view = View(hw_id=self.facts.hw_id)

@@ -1,0 +1,114 @@
+"""Figures for plotly.js as plain data: series, not looks. Colours and axes are the page's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from autosel.certify.certificate import Certificate
+from autosel.ledger.describe import shape
+from autosel.values import Decision, Timing, Verdict
+
+
+def candidates(decisions: Sequence[Decision]) -> list[str]:
+    """Everyone who was timed at one of them; those that serve first, the baseline last."""
+    serve = dict.fromkeys(d.arm.candidate for d in decisions)
+    bases = dict.fromkeys(d.baseline.candidate for d in decisions)
+    timed = dict.fromkeys(name for d in decisions if d.verdict for name in d.verdict.timings)
+    middle = [n for n in [*serve, *timed] if n not in bases]
+    return [*dict.fromkeys(middle), *bases]
+
+
+def times(decisions: Sequence[Decision], moved: Mapping[str, int], axis: str) -> dict[str, Any]:
+    """Time against size for each candidate, with its interval; the roofline; where the winner changes."""
+    series = []
+    for name in candidates(decisions):
+        points = [
+            (d.workload[axis], d.verdict.timings[name]) for d in decisions if d.verdict and name in d.verdict.timings
+        ]
+        if points:
+            series.append(
+                {"name": name, "baseline": any(d.baseline.candidate == name for d in decisions), **_line(points)}
+            )
+    return {
+        "kind": "times",
+        "axis": {"L": "context, tokens", "M": "rows", "B": "batch"}.get(axis, axis),
+        "series": series,
+        "roofline": _roofline(decisions, moved, axis),
+        "crossovers": _crossovers(decisions, axis),
+    }
+
+
+def _line(points: Sequence[tuple[int, Timing]]) -> dict[str, Any]:
+    return {
+        "x": [x for x, _ in points],
+        "y": [t.median_us for _, t in points],
+        "lo": [t.lo_us for _, t in points],
+        "hi": [t.hi_us for _, t in points],
+        "p95": [t.p95_us for _, t in points],
+    }
+
+
+def _roofline(decisions: Sequence[Decision], moved: Mapping[str, int], axis: str) -> dict[str, Any] | None:
+    """The time that reading the operands takes at the read rate of each race: a line nobody can cross."""
+    points = []
+    for d in decisions:
+        floor = floor_us(d.verdict, moved.get(str(d.id)))
+        if floor is not None:
+            points.append((d.workload[axis], floor))
+    return {"x": [x for x, _ in points], "y": [y for _, y in points]} if points else None
+
+
+def floor_us(verdict: Verdict | None, moved: int | None) -> float | None:
+    if verdict is None or not verdict.read_bytes_per_s or not moved:
+        return None
+    return moved / verdict.read_bytes_per_s * 1e6
+
+
+def _crossovers(decisions: Sequence[Decision], axis: str) -> list[dict[str, Any]]:
+    """Where another candidate begins to serve: at the start of a row's range, else between two neighbours."""
+    found = []
+    for before, after in pairwise(decisions):
+        if before.arm.candidate != after.arm.candidate:
+            low, high = before.workload[axis], after.workload[axis]
+            at = float(after.length_range[0]) if after.length_range else (low * high) ** 0.5
+            found.append({"x": at, "from": before.arm.candidate, "to": after.arm.candidate})
+    return found
+
+
+def forest(decision: Decision) -> dict[str, Any]:
+    """Every candidate of a race: median and its interval."""
+    v = decision.verdict
+    rows = sorted(v.timings.items(), key=lambda item: item[1].median_us) if v else []
+    return {
+        "kind": "forest",
+        "title": f"{decision.op} {shape(decision.workload)}",
+        "winner": v.winner if v else "",
+        "baseline": decision.baseline.candidate,
+        "names": [name for name, _ in rows],
+        "median": [t.median_us for _, t in rows],
+        "lo": [t.lo_us for _, t in rows],
+        "hi": [t.hi_us for _, t in rows],
+        "p95": [t.p95_us for _, t in rows],
+    }
+
+
+def tokens(certificates: Sequence[Certificate]) -> dict[str, Any]:
+    """Tokens per second over time, a line for each thing that was run; its baseline beside it."""
+    lines: dict[str, list[Certificate]] = {}
+    for c in reversed(certificates):
+        lines.setdefault(f"{c.model} {c.dtype} B{c.shape.batch} L{c.shape.seq}", []).append(c)
+    return {
+        "kind": "tokens",
+        "series": [
+            {
+                "name": name,
+                "x": [c.timestamp for c in found],
+                "y": [c.tokens_per_sec for c in found],
+                "baseline": [c.tokens_per_sec * c.latency_ms.med / c.baseline_ms for c in found],
+                "sequence": [c.sequence for c in found],
+            }
+            for name, found in lines.items()
+        ],
+    }

@@ -1,0 +1,490 @@
+"""What the pages say, gathered from view, ledger and disk; no HTML here."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import sqlalchemy as sa
+
+from autosel import resources, settings
+from autosel.certify import store as certificate_file
+from autosel.certify.certificate import Certificate
+from autosel.certify.certificate import decode as decode_certificate
+from autosel.daemon import idle
+from autosel.daemon.view import View
+from autosel.errors import AutoselError, BadConfig
+from autosel.fingerprint.describe import headline
+from autosel.ledger import faults, rows, snapshot
+from autosel.ledger import schema as t
+from autosel.ledger.store import Evidence, Ledger
+from autosel.native.compile import find_artefact
+from autosel.values import Decision, Fingerprint, NativeRecipe, Passed, Race, from_json
+from autosel.version import __version__
+
+if TYPE_CHECKING:
+    from autosel.daemon.hub import Hub
+
+MOST_SOURCE_BYTES = 64 << 10
+
+
+# --- now --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    headline: str
+    load: float  # cores busy with other work
+    average: float
+    cores: int
+    contended: bool
+
+
+def device(hub: Hub) -> Device:
+    cores, contended, text = 0, False, "being looked at (some seconds after a start)"
+    if hub.facts.fingerprint:
+        fp: Fingerprint = from_json(Fingerprint, hub.facts.fingerprint)
+        text, contended = headline(fp), fp.contended
+        cores = int(fp.identity.get("cpus", 0))
+    return Device(
+        headline=text, load=hub.jobs.meter.busy, average=idle.load_average(), cores=cores, contended=contended
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRow:
+    """One op: what serves it, over all its workloads. `speedup`: lowest and highest median; `floor`: lowest bound."""
+
+    op: str
+    workloads: int
+    candidates: tuple[str, ...]
+    speedup: tuple[float, float] | None
+    floor: float | None
+    roofline: tuple[float, float] | None
+    stale: int
+    off: int  # demoted or quarantined
+    last: Decision
+
+
+def by_op(view: View) -> list[OpRow]:
+    found: dict[str, list[Decision]] = {}
+    for d in view.here:
+        found.setdefault(d.op, []).append(d)
+    return [_op_row(op, rows, view) for op, rows in sorted(found.items())]
+
+
+def _op_row(op: str, decisions: Sequence[Decision], view: View) -> OpRow:
+    won = [d.verdict for d in decisions if d.verdict is not None and d.verdict.outcome == "promote"]
+    effects = [v.effect for v in won if v.effect is not None]
+    roof = [v.roofline for v in won if v.roofline is not None]
+    stale = [d for d in decisions if str(d.id) in view.stale]
+    serving = [d.baseline if d in stale else d.arm for d in decisions]
+    return OpRow(
+        op=op,
+        workloads=len(decisions),
+        candidates=tuple(sorted({arm.candidate for arm in serving})),
+        speedup=(min(e.median for e in effects), max(e.median for e in effects)) if effects else None,
+        floor=min(e.lo for e in effects) if effects else None,
+        roofline=(min(roof), max(roof)) if roof else None,
+        stale=len(stale),
+        off=sum(d.state in ("demoted", "quarantined") for d in decisions),
+        last=max(decisions, key=lambda d: d.id),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    level: Literal["bad", "note"]
+    text: str
+    todo: str = ""
+    link: str = ""
+
+
+def warnings(hub: Hub) -> list[Remark]:
+    """What is wrong, worst first; nothing where all is well."""
+    found = []
+    if hub.writer.read_only:
+        todo = f"free some space below {hub.home}; lookups go on"
+        found.append(Remark(level="bad", text="the ledger cannot be written", todo=todo, link="/health"))
+    off = [d for d in hub.view.here if d.state in ("demoted", "quarantined")]
+    for d in off[:3]:
+        found.append(Remark(level="bad", text=f"{d.op}: {d.state}: {d.reason}", link=f"/decisions/{d.id}"))
+    stale = [d for d in hub.view.here if str(d.id) in hub.view.stale]
+    if stale:
+        why = hub.view.stale[str(stale[0].id)].partition(": ")[2]
+        text = f"{len(stale)} of {len(hub.view.here)} decisions are stale, the baseline runs: {why}"
+        todo = "raced again when the device is idle" if hub.options.tune else f"{settings.spelling()} tune"
+        found.append(Remark(level="note", text=text, todo=todo, link="/race"))
+    if hub.jobs.held:
+        found.append(Remark(level="note", text=f"tuning waits: {hub.jobs.held}", link="/race"))
+    waiting = [f for _, f in faults.pending(hub.home) if not isinstance(f, BadConfig)]
+    if waiting:
+        found.append(Remark(level="bad", text=f"{len(waiting)} faults wait to be recorded", link="/health"))
+    return found
+
+
+# --- race -------------------------------------------------------------------------------------------------------------
+
+
+def last_races(ledger: Ledger) -> list[Decision]:
+    return [d for d in ledger.history(limit=60) if d.verdict is not None and d.state in ("promoted", "kept")][:12]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRow:
+    kind: str
+    pairs: int
+    ratios: tuple[tuple[str, float], ...]  # arm, median of the baseline's time over its own
+    read_bytes_per_s: float
+    voided: str
+
+
+def sessions(race: Race | None) -> list[SessionRow]:
+    from autosel.race.judge import duels
+
+    made = []
+    for s in race.sessions if race else ():
+        found = []
+        for arm in s.arms[1:] if s.pairs else ():
+            times = sorted(theirs / own for own, theirs in duels(s, arm, s.arms[0]))
+            if times:
+                found.append((arm, times[len(times) // 2]))
+        made.append(
+            SessionRow(
+                kind=s.kind,
+                pairs=len(s.pairs),
+                ratios=tuple(found),
+                read_bytes_per_s=s.read_bytes_per_s,
+                voided=s.voided,
+            )
+        )
+    return made
+
+
+def choosable(e: Evidence) -> list[str]:
+    """Candidates that passed parity for a decision: what may be promoted or pinned by hand."""
+    passed = {arm.candidate for arm, p in e.parities if isinstance(p, Passed)}
+    return sorted(passed | {e.decision.arm.candidate, e.decision.baseline.candidate})
+
+
+# --- op ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Decisions that differ in one dimension only: a line over `axis`."""
+
+    id: str
+    name: str
+    axis: str
+    decisions: tuple[Decision, ...]
+
+
+def families(decisions: Sequence[Decision]) -> list[Family]:
+    """Over the context where the op has one, else over the rows; the largest family first."""
+    found: dict[str, list[Decision]] = {}
+    axes: dict[str, str] = {}
+    for d in decisions:
+        dims = [name for name, _ in d.workload.dims]
+        axis = "L" if "L" in dims else "M" if "M" in dims else "B" if "B" in dims else dims[0]
+        rest = " ".join(f"{n}{s}" for n, s in d.workload.dims if n != axis)
+        traits = " ".join(f"{n}={v}" for n, v in d.workload.traits)
+        name = " ".join(x for x in (rest, d.workload.dtype, traits, d.mode) if x)
+        found.setdefault(name, []).append(d)
+        axes[name] = axis
+    order = sorted(found, key=lambda name: (-len(found[name]), name))
+    return [
+        Family(
+            id=str(i),
+            name=name,
+            axis=axes[name],
+            decisions=tuple(sorted(found[name], key=lambda d: d.workload[axes[name]])),
+        )
+        for i, name in enumerate(order)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A kernel that serves: its text as it is now, and how it was compiled."""
+
+    candidate: str
+    path: str
+    text: str
+    command: str
+    log: str
+    edited: str  # why what is compiled is not what stands there
+
+
+def sources(decisions: Sequence[Decision]) -> list[Source]:
+    found: dict[str, Source] = {}
+    for d in decisions:
+        recipe = d.arm.recipe
+        if isinstance(recipe, NativeRecipe) and d.arm.candidate not in found:
+            found[d.arm.candidate] = _source(d.arm.candidate, recipe.source, d.arm.build)
+    return list(found.values())
+
+
+def _source(candidate: str, source: str, build: str) -> Source:
+    path = (resources.kernels() / source).resolve()
+    text = "not there any more"
+    if path.is_relative_to(resources.kernels().resolve()) and path.is_file():
+        text = path.read_bytes()[:MOST_SOURCE_BYTES].decode(errors="replace")
+    artefact = find_artefact(build)
+    return Source(
+        candidate=candidate,
+        path=f"kernels/{source}",
+        text=text,
+        command=" ".join(artefact.command) if artefact else "",
+        log=(artefact.log.strip() or "the compiler had nothing to say") if artefact else "",
+        edited="" if artefact else "the compiled kernel is not on this disk",
+    )
+
+
+# --- certificates -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificates:
+    certificates: tuple[Certificate, ...]  # newest first
+    trouble: str
+    path: str
+
+
+def certificates(hub: Hub, most: int = 200) -> Certificates:
+    path = hub.home / "certificates.jsonl"
+    found: list[Certificate] = []
+    trouble = ""
+    try:
+        found = [decode_certificate(line) for _, line in certificate_file.lines(path)] if path.exists() else []
+    except (AutoselError, ValueError) as error:
+        trouble = str(error)
+    return Certificates(certificates=tuple(reversed(found[-most:])), trouble=trouble, path=str(path))
+
+
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A side of a comparison: `c7`, a certificate, or `e3`, a device with its software as fingerprinted."""
+
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """`change` above 1: b is faster. `better`: by more than the intervals allow; None: cannot be told."""
+
+    what: str
+    a: str
+    b: str
+    change: float | None
+    told: bool = False  # the intervals are apart
+    link: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    a: str = ""
+    b: str = ""
+    lines: tuple[Line, ...] = ()
+    trouble: str = ""
+    differs: tuple[tuple[str, str, str], ...] = ()
+
+
+def choices(hub: Hub) -> list[Choice]:
+    found = [
+        Choice(id=f"c{c.sequence}", name=f"certificate {c.sequence}: {c.model} {c.tokens_per_sec:.4g} tok/s")
+        for c in certificates(hub).certificates
+    ]
+    for number, fp in fingerprints(hub.ledger).items():
+        text = f"{fp.name}, torch {_torch(fp)}, env {fp.env_id[:8]}"
+        found.append(Choice(id=f"e{number}", name=f"decisions of {text}"))
+    return found
+
+
+def _torch(fp: Fingerprint) -> str:
+    found = fp.environment.get("torch", "?")
+    return str(found.get("version", found) if isinstance(found, Mapping) else found)
+
+
+def fingerprints(ledger: Ledger) -> dict[int, Fingerprint]:
+    """The latest fingerprint of each device and software that decisions rest on, by its row."""
+    f, d = t.fingerprints.c, t.decisions.c
+    used = sa.select(sa.func.max(f.id)).where(f.id.in_(sa.select(d.fingerprint_id))).group_by(f.env_id)
+    with ledger.reading() as c:
+        found = c.execute(sa.select(f.id, f.document).where(f.id.in_(used)).order_by(f.id.desc()))
+        return {r.id: rows.value_of(Fingerprint, r.document) for r in found}
+
+
+def compare(hub: Hub, known: Sequence[Choice], a: str, b: str) -> Compared:
+    names = {choice.id: choice.name for choice in known}
+    if not a and not b:
+        return Compared()
+    if a not in names or b not in names:
+        return Compared(trouble="choose two of what is listed")
+    if a[0] != b[0]:
+        return Compared(a=a, b=b, trouble="a certificate is compared with a certificate, decisions with decisions")
+    return _certified(hub, a, b) if a[0] == "c" else _decided(hub.ledger, a, b)
+
+
+def _certified(hub: Hub, a: str, b: str) -> Compared:
+    by = {f"c{c.sequence}": c for c in certificates(hub).certificates}
+    one, two = by[a], by[b]
+    lines = [
+        Line(
+            what="tokens per second",
+            a=f"{one.tokens_per_sec:.4g}",
+            b=f"{two.tokens_per_sec:.4g}",
+            change=two.tokens_per_sec / one.tokens_per_sec,
+            told=_apart(one, two),
+        ),
+        Line(
+            what="step, ms (median)",
+            a=f"{one.latency_ms.med:.4g}",
+            b=f"{two.latency_ms.med:.4g}",
+            change=one.latency_ms.med / two.latency_ms.med,
+            told=_apart(one, two),
+        ),
+        Line(
+            what="step, ms (p95)",
+            a=f"{one.latency_ms.p95:.4g}",
+            b=f"{two.latency_ms.p95:.4g}",
+            change=one.latency_ms.p95 / two.latency_ms.p95,
+        ),
+        Line(
+            what="speedup over its baseline",
+            a=f"{one.speedup:.2f}x",
+            b=f"{two.speedup:.2f}x",
+            change=two.speedup / one.speedup,
+        ),
+    ]
+    for name in sorted(set(one.per_op) & set(two.per_op)):
+        first, second = one.per_op[name].median_us, two.per_op[name].median_us
+        if first and second:
+            lines.append(Line(what=f"{name}, us a call", a=f"{first:.4g}", b=f"{second:.4g}", change=first / second))
+    fields = ("model", "device", "dtype", "mode", "git_sha", "env_id")
+    differs = tuple(
+        (n, str(getattr(one, n)), str(getattr(two, n))) for n in fields if getattr(one, n) != getattr(two, n)
+    )
+    return Compared(a=a, b=b, lines=tuple(lines), differs=differs)
+
+
+def _apart(one: Certificate, two: Certificate) -> bool:
+    x, y = one.latency_interval_ms, two.latency_interval_ms
+    return x.hi < y.lo or y.hi < x.lo
+
+
+def _decided(ledger: Ledger, a: str, b: str) -> Compared:
+    found = fingerprints(ledger)
+    one, two = found[int(a[1:])], found[int(b[1:])]
+    left, right = _latest(ledger, one), _latest(ledger, two)
+    lines = [_beside(left[key], right[key]) for key in left if key in right]
+    differs = [("device", one.name, two.name)] if one.hw_id != two.hw_id else []
+    names = sorted(set(one.environment) | set(two.environment))
+    differs += [
+        (n, str(one.environment.get(n, "-")), str(two.environment.get(n, "-")))
+        for n in names
+        if one.environment.get(n) != two.environment.get(n)
+    ]
+    trouble = "" if lines else "no workload was decided under both"
+    return Compared(a=a, b=b, lines=tuple(lines), differs=tuple(differs), trouble=trouble)
+
+
+def _latest(ledger: Ledger, fp: Fingerprint) -> dict[str, Decision]:
+    """The latest raced decision of each bucket (and part of it) under this device and software."""
+    f, d = t.fingerprints.c, t.decisions.c
+    same = sa.select(f.id).where(f.env_id == fp.env_id)
+    wanted = rows.stored().where(d.fingerprint_id.in_(same), d.verdict_id.is_not(None)).order_by(d.id)
+    with ledger.reading() as c:
+        return {f"{s.decision.bucket} {s.decision.length_range or ''}": s.decision for s in rows.fetch(c, wanted)}
+
+
+def _beside(one: Decision, two: Decision) -> Line:
+    x, y = _served(one), _served(two)
+    told = bool(x and y and (x.hi_us < y.lo_us or y.hi_us < x.lo_us))
+    return Line(
+        what=one.workload.key,
+        a=f"{one.arm.candidate} {x.median_us:.4g} us" if x else one.arm.candidate,
+        b=f"{two.arm.candidate} {y.median_us:.4g} us" if y else two.arm.candidate,
+        change=x.median_us / y.median_us if x and y else None,
+        told=told,
+        link=f"/decisions/{two.id}",
+    )
+
+
+def _served(d: Decision) -> Any:
+    return d.verdict.timings.get(d.arm.candidate) if d.verdict else None
+
+
+# --- fleet and health -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    name: str
+    device: str
+    hw_id: str
+    env_id: str
+    decided: int
+    stale: int
+    foreign: int  # decisions in the ledger that other devices made
+    contended: bool
+    version: str
+
+
+def host(hub: Hub) -> Host:
+    found = device(hub)
+    return Host(
+        name=platform.node(),
+        device=found.headline,
+        hw_id=hub.view.hw_id,
+        env_id=hub.facts.env_id,
+        decided=len(hub.view.here),
+        stale=sum(str(d.id) in hub.view.stale for d in hub.view.here),
+        foreign=len(hub.view.served) - len(hub.view.here),
+        contended=found.contended,
+        version=__version__,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    name: str
+    where: str
+    bytes: int
+    text: str
+
+
+def stores(hub: Hub) -> list[Store]:
+    """The database and the caches: where, how large."""
+    found = []
+    ledger = Path(hub.ledger.name)
+    if ledger.is_file():
+        found.append(Store(name="ledger", where=str(ledger), bytes=ledger.stat().st_size, text=_counts(hub.ledger)))
+        log = ledger.with_name(f"{ledger.name}-wal")
+        if log.exists():
+            text = "what is written, and not yet moved into the file"
+            found.append(Store(name="its log", where=str(log), bytes=log.stat().st_size, text=text))
+    path = hub.home / snapshot.FILE
+    if path.exists():
+        text = f"what best() reads: epoch {hub.view.epoch}, {len(hub.view.served)} rows"
+        found.append(Store(name="snapshot", where=str(path), bytes=path.stat().st_size, text=text))
+    for name, text in (("native", "compiled kernels"), ("cache", "caches of libraries"), ("fingerprint", "rates")):
+        folder = hub.home / name
+        if folder.is_dir():
+            sizes = [p.stat().st_size for p in folder.rglob("*") if p.is_file()]
+            found.append(Store(name=name, where=str(folder), bytes=sum(sizes), text=f"{text}, {len(sizes)} files"))
+    return found
+
+
+def _counts(ledger: Ledger) -> str:
+    tables = (t.decisions, t.races, t.parities, t.quarantines)
+    with ledger.reading() as c:
+        counts = [(table.name, c.execute(sa.select(sa.func.count()).select_from(table)).scalar()) for table in tables]
+    return ", ".join(f"{n} {name}" for name, n in counts)
