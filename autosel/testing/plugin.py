@@ -76,6 +76,10 @@ class Suite:
             raise pytest.UsageError(f"there is no case {case!r}; there are {names}")
         return found
 
+    def pytest_sessionstart(self) -> None:
+        """A mistake in the command is told as one, before anything is collected."""
+        _ = self.checks
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         for kind in KINDS:
             if kind in metafunc.fixturenames:
@@ -83,7 +87,8 @@ class Suite:
                 metafunc.parametrize(kind, chosen, ids=[c.id for c in chosen])
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """With --case, that case alone: neither other items nor the empty rest of a kind."""
+        """What it computes before how it behaves; with --case, that case alone and not the empty rest of a kind."""
+        items.sort(key=lambda item: "test_containment" in item.nodeid)
         if not config.getoption("case"):
             return
         wanted = [item for item in items if any(isinstance(v, Check) for v in _parameters(item))]

@@ -15,7 +15,7 @@ from autosel.errors import UsageError
 from autosel.models.workloads import step as decode_step
 from autosel.parity.battery import HABITS, MANY, STATE
 from autosel.parity.check import Prover, Step, Terms, torch_threads
-from autosel.parity.reproduce import built, seen
+from autosel.parity.reproduce import built
 from autosel.parity.session import Proof
 from autosel.values import Accepted, DTypeName, Failed, Workload
 from autosel.workers import Exit
@@ -49,6 +49,7 @@ class Order:
 
 
 MODEL, SEQ = "llama-8b", 8192
+TOLD = {"index", "got", "reference", "allowed", "traceback", "stderr", "message", "type"}  # in the reason, or below it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ class Subject:
             f"  {failed.reason}",
             f"  the case is there to show: {step.covers}",
         ]
-        values = seen(failed)
+        values = ", ".join(f"{name} {_short(value)}" for name, value in failed.evidence.items() if name not in TOLD)
         lines += [f"  seen: {values}"] if values else []
         lines += [f"  reproduce: {again}"]
         for name in ("traceback", "stderr"):
@@ -152,9 +153,9 @@ class Subject:
     def restless(self) -> str:
         """Call it, then watch its process: who still burns the cores long after a call is billed to others."""
         plain = next(c for c in self.checks() if c.proof is self.proofs[0])
-        wrong = self.run(plain)
+        wrong = self.run(plain)  # what it computes is another item's affair
         session = self.prover.session
-        if wrong or session is None:
+        if session is None:
             return wrong
         share, until = 1.0, time.monotonic() + IDLE_LIMIT_S
         while share > IDLE_SHARE and time.monotonic() < until:
@@ -178,6 +179,10 @@ def _drawn_from(text: str) -> Callable[[str], int]:
         return int.from_bytes(hashlib.blake2b(what.encode(), key=text.encode()[:64], digest_size=3).digest(), "little")
 
     return seed
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _cpu_s(pid: int) -> float:

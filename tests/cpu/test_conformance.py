@@ -1,0 +1,119 @@
+"""The conformance suite as its users run it: a pytest of its own in an otherwise empty folder, on a right kernel, a
+wrong one and one that crashes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from autosel import settings
+
+MODULE = '''
+"""Three ways to run rmsnorm."""
+
+import ctypes
+
+import torch
+
+import autosel
+
+
+@autosel.candidate("rmsnorm", name="fused")
+def fused(x, weight, eps, offset, out=None):
+    x32 = x.float()
+    rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    y = x32.mul(rstd).mul_(weight.float() + offset)
+    return y.to(x.dtype) if out is None else out.copy_(y)
+
+
+@autosel.candidate("rmsnorm", name="careless", dtypes=("bf16",))
+def careless(x, weight, eps, offset):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight + offset)
+
+
+@autosel.candidate("rmsnorm", name="falls")
+def falls(x, weight, eps, offset):
+    if x.shape[1] == 7:
+        ctypes.string_at(0)
+    return fused(x, weight, eps, offset)
+'''
+SUITE = "pytest -p autosel.testing.plugin --pyargs autosel.testing"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("kernels")
+    (made / "threekernels.py").write_text(MODULE)
+    return made
+
+
+def suite(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the suite as its author would type it."""
+    words = shlex.split(command)
+    assert words[0] == "pytest"
+    own = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words[1:]]
+    environment = {**settings.passed_to_workers(), "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(own, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, subprocess.CompletedProcess[str]]:
+    commands = {
+        "fused": f"{SUITE} --candidate threekernels:fused --op rmsnorm",
+        "careless": f"{SUITE} --candidate threekernels:careless --op rmsnorm -x",
+        "falls": f"{SUITE} --candidate threekernels:falls --op rmsnorm --dtype fp32 --case 'random M3 d7'",
+        "nobody": f"{SUITE} --candidate threekernels:nobody --op rmsnorm",
+    }
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(commands, pool.map(lambda c: suite(folder, c), commands.values()), strict=True))
+
+
+def test_a_right_kernel_passes_every_item(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    done = runs["fused"]
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"(\d+) passed", done.stdout)
+    assert found is not None
+    assert int(found[1]) > 35  # 31 hostile inputs, six habits, full size, containment
+    assert "skipped" not in done.stdout
+
+
+def test_a_wrong_kernel_is_told_element_value_bound_case_and_how_to_reproduce(
+    runs: dict[str, subprocess.CompletedProcess[str]], folder: Path
+) -> None:
+    done = runs["careless"]
+    assert done.returncode == 1, done.stdout + done.stderr
+    failure = re.search(r'user:careless failed parity \(check "\w+", case "([^"]+)"\)', done.stdout)
+    assert failure is not None, done.stdout
+    assert "the case is there to show:" in done.stdout
+    element = re.search(r"element \[.*\]: got .*, reference .*, allowed ±.*", done.stdout)
+    again = re.search(r"reproduce: (pytest .*)", done.stdout)
+    assert element is not None
+    assert again is not None
+    repeated = suite(folder, again[1])
+    assert repeated.returncode == 1
+    assert element[0] in repeated.stdout  # the same inputs, so the same element and value
+    assert "1 failed" in repeated.stdout
+
+
+def test_a_kernel_that_crashes_fails_its_item_and_not_the_run(
+    runs: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
+    done = runs["falls"]
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert 'check "crash", case "random M3 d7"' in done.stdout
+    assert "SIGSEGV" in done.stdout
+    assert "threekernels.py" in done.stdout  # the Python frame it died under
+
+
+def test_what_cannot_be_found_is_a_usage_error(runs: dict[str, subprocess.CompletedProcess[str]], folder: Path) -> None:
+    assert runs["nobody"].returncode == pytest.ExitCode.USAGE_ERROR
+    assert "nobody" in runs["nobody"].stderr + runs["nobody"].stdout
+    missing = suite(folder, f"{SUITE} --op rmsnorm")
+    assert missing.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--candidate" in missing.stderr + missing.stdout
