@@ -101,10 +101,10 @@ class Gate:
         await self.app(scope, receive, _guarded(send))
 
 
-# Scripts, styles and data only from here; the page in no frame; no form leads away.
+# Scripts, styles and data only from here; the page in no frame; no form leads elsewhere.
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; font-src 'self'; "
-    b"connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+    b"connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
 )
 _HEADERS = (
     (b"content-security-policy", _POLICY),

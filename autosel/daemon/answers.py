@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 from autosel.errors import AutoselError, LedgerError, UnknownName, UsageError
-from autosel.ledger.commands import plain
+from autosel.ledger.faults import plain
 from autosel.values import to_json
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
-from autosel.ledger.commands import plain
+from autosel.ledger.faults import plain
 from autosel.values import to_json
 
 KEPT = 256  # for a reader who comes back

@@ -71,6 +71,7 @@ class Live:
     started_s: float = field(default_factory=time.monotonic)
     rejected: list[dict[str, Any]] = field(default_factory=list)
     decided: int = 0
+    races: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # by workload and candidate
 
     def document(self) -> dict[str, Any]:
         elapsed = time.monotonic() - self.started_s
@@ -82,6 +83,7 @@ class Live:
             "decided": self.decided,
             "seconds": round(elapsed, 1),
             "rejected": self.rejected[-50:],
+            "races": list(self.races.values())[-64:],
         }
 
 
@@ -271,11 +273,15 @@ class Jobs:
         if said["event"] == "stage":
             live.stage, live.detail = said["name"], said["detail"]
             live.done, live.total = said["done"], said["total"]
+        elif said["event"] == "pairs":
+            told = {n: said[n] for n in ("workload", "candidate", "stage", "pairs", "median", "lo", "hi")}
+            live.races[said["workload"], said["candidate"]] = told
         elif said["event"] == "rejected":
             live.rejected.append({n: said[n] for n in ("workload", "candidate", "stage", "reason")})
             del live.rejected[:-200]
         elif said["event"] == "decided":
             live.decided += 1
+            live.races = {who: row for who, row in live.races.items() if who[0] != said["workload"]}
         self._tell("live", live.document())
 
     async def _pause_for_others(self, running: dict[str, Job]) -> None:

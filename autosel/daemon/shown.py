@@ -14,6 +14,7 @@ from autosel import resources, settings
 from autosel.certify import store as certificate_file
 from autosel.certify.certificate import Certificate
 from autosel.certify.certificate import decode as decode_certificate
+from autosel.certify.words import figure
 from autosel.daemon import idle
 from autosel.daemon.view import View
 from autosel.errors import AutoselError, BadConfig
@@ -339,22 +340,22 @@ def _certified(hub: Hub, a: str, b: str) -> Compared:
     lines = [
         Line(
             what="tokens per second",
-            a=f"{one.tokens_per_sec:.4g}",
-            b=f"{two.tokens_per_sec:.4g}",
+            a=figure(one.tokens_per_sec),
+            b=figure(two.tokens_per_sec),
             change=two.tokens_per_sec / one.tokens_per_sec,
             told=_apart(one, two),
         ),
         Line(
             what="step, ms (median)",
-            a=f"{one.latency_ms.med:.4g}",
-            b=f"{two.latency_ms.med:.4g}",
+            a=figure(one.latency_ms.med),
+            b=figure(two.latency_ms.med),
             change=one.latency_ms.med / two.latency_ms.med,
             told=_apart(one, two),
         ),
         Line(
             what="step, ms (p95)",
-            a=f"{one.latency_ms.p95:.4g}",
-            b=f"{two.latency_ms.p95:.4g}",
+            a=figure(one.latency_ms.p95),
+            b=figure(two.latency_ms.p95),
             change=one.latency_ms.p95 / two.latency_ms.p95,
         ),
         Line(
@@ -367,7 +368,7 @@ def _certified(hub: Hub, a: str, b: str) -> Compared:
     for name in sorted(set(one.per_op) & set(two.per_op)):
         first, second = one.per_op[name].median_us, two.per_op[name].median_us
         if first and second:
-            lines.append(Line(what=f"{name}, us a call", a=f"{first:.4g}", b=f"{second:.4g}", change=first / second))
+            lines.append(Line(what=f"{name}, us a call", a=figure(first), b=figure(second), change=first / second))
     fields = ("model", "device", "dtype", "mode", "git_sha", "env_id")
     differs = tuple(
         (n, str(getattr(one, n)), str(getattr(two, n))) for n in fields if getattr(one, n) != getattr(two, n)
@@ -410,8 +411,8 @@ def _beside(one: Decision, two: Decision) -> Line:
     told = bool(x and y and (x.hi_us < y.lo_us or y.hi_us < x.lo_us))
     return Line(
         what=one.workload.key,
-        a=f"{one.arm.candidate} {x.median_us:.4g} us" if x else one.arm.candidate,
-        b=f"{two.arm.candidate} {y.median_us:.4g} us" if y else two.arm.candidate,
+        a=f"{one.arm.candidate} {figure(x.median_us)} us" if x else one.arm.candidate,
+        b=f"{two.arm.candidate} {figure(y.median_us)} us" if y else two.arm.candidate,
         change=x.median_us / y.median_us if x and y else None,
         told=told,
         link=f"/decisions/{two.id}",
@@ -479,7 +480,14 @@ def stores(hub: Hub) -> list[Store]:
         folder = hub.home / name
         if folder.is_dir():
             sizes = [p.stat().st_size for p in folder.rglob("*") if p.is_file()]
-            found.append(Store(name=name, where=str(folder), bytes=sum(sizes), text=f"{text}, {len(sizes)} files"))
+            found.append(
+                Store(
+                    name=name,
+                    where=str(folder),
+                    bytes=sum(sizes),
+                    text=f"{text}, {len(sizes)} file{'s' if len(sizes) != 1 else ''}",
+                )
+            )
     return found
 
 

@@ -18,7 +18,9 @@ import time
 from typing import Any, TextIO
 
 from autosel.errors import AutoselError
-from autosel.ledger.commands import plain
+from autosel.ledger.faults import plain
+from autosel.race.judge import CLONE, duels
+from autosel.race.run import Tick
 from autosel.tuning.job import Rejection
 from autosel.values import Decision, Workload, from_json, to_json
 
@@ -97,6 +99,21 @@ class Listener:
             return
         self._said[name] = now
         self.voice.say("stage", name=name, detail=detail, done=done, total=total)
+
+    def pair(self, tick: Tick) -> None:
+        """How far ahead of the baseline each arm is in the session under way: the middle of its pairs, and 80 % of
+        them. What decides is not this, but the judge's count of pairs over three sessions."""
+        now, key = time.monotonic(), tick.contest.workload.key
+        if now - self._said.get(key, 0.0) < SAY_EVERY_S or not tick.pairs:
+            return
+        self._said[key] = now
+        s = tick.session
+        for arm in s.arms[1:]:
+            ahead = sorted(theirs / own for own, theirs in duels(s, arm, s.arms[0]))
+            if ahead and arm != CLONE:
+                low, high = ahead[len(ahead) // 10], ahead[-1 - len(ahead) // 10]
+                told = {"workload": key, "candidate": arm, "pairs": len(ahead), "stage": tick.stage}
+                self.voice.say("pairs", median=ahead[len(ahead) // 2], lo=low, hi=high, **told)
 
     def decided(self, decision: Decision, settled_before: bool) -> None:
         outcome = decision.verdict.outcome if decision.verdict else ""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from autosel.ledger.commands import plain
 from autosel.ledger.describe import decision_json, served_state
+from autosel.ledger.faults import plain
 from autosel.ledger.store import Served
 from autosel.values import COUNT_DIMS, LENGTH_DIMS, Decision, count_bucket, length_bucket, to_json
 

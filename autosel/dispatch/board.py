@@ -19,6 +19,7 @@ from typing import Any
 
 from autosel import settings
 from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
+from autosel.dispatch.handover import Handover, Who
 from autosel.dispatch.resolve import SERVING, Resolution, Serving, index, resolve
 from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
 from autosel.dispatch.signature import inputs_of
@@ -27,6 +28,7 @@ from autosel.fingerprint import machine
 from autosel.guard import NEVER, Held, Policy, Subject, Watch
 from autosel.ledger import faults, snapshot
 from autosel.ledger.faults import Fault
+from autosel.ledger.key import current_mode
 from autosel.ops.contract import Op
 from autosel.values import Fingerprint, Workload
 
@@ -87,6 +89,7 @@ class Board:
         self._bound: list[_Bound] = []
         self._selected: dict[str, _Selected] = {}
         self._past: dict[tuple[Any, ...], int] = {}
+        self._handover = Handover(self.home)
         self._stamp = _stamp(self.path, self.home)
         self._rows: tuple[snapshot.Row, ...] = ()
         self._serving = self._read()
@@ -145,7 +148,10 @@ class Board:
             return entry
 
     def _resolve(self, op: Op, w: Workload) -> Resolution:
-        return resolve(op, w, self._serving, lambda part: self._part(op, part))
+        found = resolve(op, w, self._serving, lambda part: self._part(op, part))
+        if found.decision is None and not settings.get("disable"):
+            self._handover.missed(w)
+        return found
 
     # --- guarding ---------------------------------------------------------------------------------------------------
 
@@ -199,6 +205,7 @@ class Board:
             faults.write(self.home, fault)
         except OSError as error:
             log.warning("the fault holds for this process only: it cannot be kept in %s: %s", self.home, error)
+            self._handover.fault(fault)  # unless a daemon can keep it
 
     def _held(self) -> Held:
         found = []
@@ -267,15 +274,29 @@ class Board:
                     return
                 try:
                     board.refresh()
+                    board.hand_over()
                 except Exception:  # a watcher that dies would hide every later demotion
                     log.exception("the snapshot could not be looked at")
                 del board
 
         threading.Thread(target=look, name="autosel-snapshot", daemon=True).start()
 
+    def hand_over(self) -> None:
+        """Tell a daemon what nobody has decided; the watcher's thread does, after each look."""
+
+        def calls() -> dict[str, int]:
+            found: dict[str, int] = {}
+            for use in self.uses():
+                if use.decision_id is None:
+                    found[use.bucket] = found.get(use.bucket, 0) + use.calls
+            return found
+
+        self._handover.deliver(lambda: Who(hw_id=this_device().hw_id, mode=current_mode()), calls)
+
     def _after_fork(self) -> None:
         """Threads and their locks do not survive a fork."""
         self._lock = threading.RLock()
+        self._handover = Handover(self.home)
         self._closed = threading.Event()
         for watch in self._watches.values():
             watch.lock = threading.Lock()

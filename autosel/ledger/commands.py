@@ -6,12 +6,12 @@ ledger runs it; `remote.RemoteLedger` sends it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from autosel.ledger.containment import Strike
+from autosel.ledger.faults import plain
 from autosel.ledger.key import LengthRange
 from autosel.values import (
     Arm,
@@ -233,15 +233,6 @@ def decode(body: Any) -> tuple[Command, dict[str, int]]:
     if kind is None:
         raise ValueError(f"call: one of {', '.join(_KINDS)} is expected")
     return from_json(kind, body["command"]), from_json(Mapping[str, int], body["leases"])
-
-
-def plain(value: Any) -> Any:
-    """JSON has no NaN: one that a failed check saw becomes its name."""
-    if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def work(ledger: Ledger, command: Command, leases: Mapping[str, int]) -> Callable[[], Any]:

@@ -65,7 +65,7 @@ def write(home: Path, fault: Fault) -> Path:
     descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(_plain(to_json(fault)), file, separators=(",", ":"), allow_nan=False)
+            json.dump(plain(to_json(fault)), file, separators=(",", ":"), allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
         making.replace(path)
@@ -76,12 +76,12 @@ def write(home: Path, fault: Fault) -> Path:
     return path
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: the one that a check saw becomes its name."""
+def plain(value: Any) -> Any:
+    """JSON has no NaN: one that a check saw becomes its name."""
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -385,9 +385,7 @@ class Ledger:
                 serves=found.epoch is not None,
             )
 
-    def history(
-        self, op: str | None = None, *, limit: int | None = None, before: int | None = None
-    ) -> list[Decision]:
+    def history(self, op: str | None = None, *, limit: int | None = None, before: int | None = None) -> list[Decision]:
         """Decisions, newest first; `before`: only those of a lower number."""
         query = rows.stored().order_by(t.decisions.c.id.desc()).limit(limit)
         if op is not None:

@@ -46,7 +46,11 @@ class Tick:
     contest: Contest
     stage: str  # "screening", "confirming 1" ...
     candidate: str
-    pairs: int
+    session: Session  # as far as it has come
+
+    @property
+    def pairs(self) -> int:
+        return len(self.session.pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +257,7 @@ def _trial(seated: _Seated, terms: Terms, stage: str) -> Trial:
 
     def watch(session: Session) -> None:
         terms.progress(
-            Tick(contest=attempt.contest, stage=stage, candidate=attempt.finalist or "", pairs=len(session.pairs))
+            Tick(contest=attempt.contest, stage=stage, candidate=attempt.finalist or "", session=session)
         )
 
     return Trial(plan=seated.plan, delta=attempt.delta, seed=terms.rng.getrandbits(32), watch=watch)

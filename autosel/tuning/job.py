@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from threading import Lock
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from autosel.candidates.base import Candidate
 from autosel.ledger.key import LengthRange
@@ -49,6 +49,13 @@ class Listener(Protocol):
     def decided(self, decision: Decision, settled_before: bool) -> None: ...
 
     def rejected(self, rejection: Rejection) -> None: ...
+
+
+@runtime_checkable
+class Spectator(Protocol):
+    """A listener that also wants to see each race as its pairs come in."""
+
+    def pair(self, tick: Tick) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +152,8 @@ class Tally:
         w = tick.contest.workload
         detail = "  ".join(x for x in (f"{tick.pairs} pairs", tick.candidate, f"{w.op} {w.shape_text}") if x)
         self.listener.stage(tick.stage, detail, self.measured, self.races)
+        if isinstance(self.listener, Spectator):
+            self.listener.pair(tick)
 
     def settled(self, job: Job) -> None:
         for decision in job.settled:

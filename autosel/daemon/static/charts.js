@@ -26,6 +26,23 @@ function layout(height, more) {
   };
 }
 
+// Ticks of a logarithmic axis that people read: 1, 2, 5 of each decade, or the decades alone.
+function decades(low, high, fine) {
+  const found = [];
+  for (let at = 10 ** Math.floor(Math.log10(low)); at <= high * 1.01; at *= 10) {
+    for (const step of fine ? [1, 2, 5] : [1]) if (at * step >= low * 0.99 && at * step <= high * 1.01) found.push(at * step);
+  }
+  return found;
+}
+const text = (value) => (value >= 1000 ? value.toLocaleString("en").replaceAll(",", "\u2009") : String(Number(value.toPrecision(2))));
+function ticks(values) {
+  const low = Math.min(...values);
+  const high = Math.max(...values);
+  const wide = decades(low, high, false);
+  const found = wide.length >= 3 ? wide : decades(low, high, true);
+  return { tickvals: found, ticktext: found.map(text) };
+}
+
 const powers = (low, high) => {
   const found = [];
   for (let at = 2 ** Math.floor(Math.log2(low)); at <= high * 1.5; at *= 2) found.push(at);
@@ -57,10 +74,11 @@ function times(data, height) {
   }
   const marks = data.crossovers.map((c) => ({ type: "line", x0: c.x, x1: c.x, yref: "paper", y0: 0, y1: 1, line: { color: colour("--accent"), width: 1, dash: "dash" } }));
   const notes = data.crossovers.map((c) => ({ x: Math.log10(c.x), y: 1, yref: "paper", yanchor: "top", xanchor: "left", text: ` ${c.to} from ${Math.round(c.x)}`, showarrow: false, font: { size: 11, color: colour("--accent") } }));
-  const ticks = powers(Math.min(...xs), Math.max(...xs));
+  const sizes = powers(Math.min(...xs), Math.max(...xs));
+  const ys = [...data.series.flatMap((s) => [...s.lo, ...s.hi]), ...(data.roofline ? data.roofline.y : [])];
   return [traces, layout(height, {
-    xaxis: { type: "log", title: { text: data.axis }, tickvals: ticks, ticktext: ticks.map(String) },
-    yaxis: { type: "log", title: { text: "time of a call, us" }, dtick: "D1" },
+    xaxis: { type: "log", title: { text: data.axis }, tickvals: sizes, ticktext: sizes.map(text) },
+    yaxis: { type: "log", title: { text: "time of a call, us" }, ...ticks(ys) },
     shapes: marks, annotations: notes,
   })];
 }
@@ -76,7 +94,7 @@ function forest(data, height) {
   };
   return [[trace], layout(height, {
     showlegend: false, margin: { l: 8, r: 14, t: 4, b: 34 },
-    xaxis: { type: "log", title: { text: "us, logarithmic", font: { size: 11 } }, nticks: 5 },
+    xaxis: { type: "log", title: { text: "us, logarithmic", font: { size: 11 } }, ...ticks([...data.lo, ...data.hi]) },
     yaxis: { autorange: "reversed", automargin: true },
   })];
 }

@@ -62,7 +62,7 @@ function progress(live) {
   const bar = box.querySelector("progress");
   bar.max = live.total || 1;
   bar.value = live.done;
-  field(live.field || []);
+  field(live.races || []);
 }
 
 // Live candidates: how far ahead of the baseline each is in the session under way, with the spread of its pairs.

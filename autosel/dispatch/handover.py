@@ -1,0 +1,111 @@
+"""What this process tells the daemon of its home: workloads nobody has decided, faults it could not keep itself.
+
+From the thread that watches the snapshot; the calls themselves only leave a note.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autosel.client import Client, Refused, Unreachable, socket_path
+from autosel.errors import AutoselError
+from autosel.ledger.faults import Fault, plain
+from autosel.values import Workload, to_json
+
+log = logging.getLogger(__name__)
+
+MOST_NOTED = 1024
+TOGETHER = 32  # misses in one message
+AGAIN_S = 5.0  # after a daemon that did not answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Who:
+    """Whose misses these are: what is measured must be measured for the same."""
+
+    hw_id: str
+    mode: str
+
+
+class Handover:
+    def __init__(self, home: Path) -> None:
+        self._client = Client(socket_path(home), timeout_s=2.0)
+        self._missed: dict[str, Workload] = {}  # by bucket
+        self._told: set[str] = set()
+        self._faults: list[Fault] = []
+        self._one = threading.Lock()
+        self._daemon = (0, 0)
+        self._not_before = 0.0
+
+    def missed(self, w: Workload) -> None:
+        """Nobody has decided this workload."""
+        with self._one:
+            if len(self._missed) < MOST_NOTED:
+                self._missed.setdefault(w.bucket, w)
+
+    def fault(self, fault: Fault) -> None:
+        """One that could not be written to the journal."""
+        with self._one:
+            self._faults.append(fault)
+
+    def deliver(self, who: Callable[[], Who], calls: Callable[[], Mapping[str, int]]) -> None:
+        """Tell the daemon what it does not know yet; nothing where there is none. `calls`: how often, by bucket."""
+        if not self._missed and not self._faults:
+            return
+        try:
+            info = self._client.path.stat()
+        except OSError:
+            return
+        if (info.st_ino, info.st_mtime_ns) != self._daemon:  # another daemon: what the last was told may be lost
+            self._daemon = info.st_ino, info.st_mtime_ns
+            self._told.clear()
+            self._not_before = 0.0
+        if time.monotonic() < self._not_before:
+            return
+        try:
+            self._tell_faults()
+            self._tell_misses(who, calls)
+        except Unreachable as error:
+            log.info("the daemon is told later: %s", error.why)
+            self._not_before = time.monotonic() + AGAIN_S
+        finally:
+            self._client.close()
+
+    def _tell_faults(self) -> None:
+        while self._faults:
+            try:
+                self._client.post("/v1/faults", plain(to_json(self._faults[0])))
+            except Refused as error:
+                log.warning("the daemon does not take a fault: %s", error.what)
+            except Unreachable:
+                raise
+            except AutoselError as error:
+                log.warning("the daemon does not take a fault: %s", error)
+            with self._one:
+                self._faults.pop(0)
+
+    def _tell_misses(self, who: Callable[[], Who], calls: Callable[[], Mapping[str, int]]) -> None:
+        with self._one:
+            fresh = [(bucket, w) for bucket, w in self._missed.items() if bucket not in self._told]
+        if not fresh:
+            return
+        often, own = calls(), who()
+        for start in range(0, len(fresh), TOGETHER):
+            part = fresh[start : start + TOGETHER]
+            misses = [{"workload": to_json(w), "calls": often.get(bucket, 0)} for bucket, w in part]
+            try:
+                found = self._client.post("/v1/misses", {"hw_id": own.hw_id, "mode": own.mode, "misses": misses})
+                if found.get("refused"):
+                    log.info("the daemon does not tune what we miss: %s", found["refused"])
+            except Unreachable:
+                raise
+            except AutoselError as error:
+                log.warning("the daemon does not take our misses: %s", error)
+                if isinstance(error, Refused) and error.status == 503:
+                    raise Unreachable("the daemon is busy", why=error.why) from error
+            self._told.update(bucket for bucket, _ in part)

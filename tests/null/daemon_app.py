@@ -1,0 +1,50 @@
+"""The daemon's application over a real ledger, without a socket: what tests ask it, as whom they like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from autosel.daemon.access import Access
+from autosel.daemon.app import build
+from autosel.daemon.hub import Hub, Options
+
+PORT = 8765
+TOKEN = "t" * 43
+ACCESS = Access.over_tcp(PORT, TOKEN, ["https://listed.example"])
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+class App:
+    """Makes the hub in the loop that serves, at start-up, and ends it there."""
+
+    def __init__(self, home: Path, options: Options | None = None) -> None:
+        (home / "run").mkdir(parents=True, exist_ok=True)
+        self.home, self.options = home, options or Options()
+        self.hub: Any = None
+        self._app: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        await receive()
+        self.hub = Hub(self.home, self.options)
+        self._app = build(self.hub, ACCESS)
+        await self.hub.reload()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.hub.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+def over_tcp(app: App, **more: Any) -> TestClient:
+    """A client of the loopback port: anyone on this machine, or a web page."""
+    return TestClient(app, base_url=f"http://127.0.0.1:{PORT}", client=("127.0.0.1", 40000), **more)
+
+
+def over_socket(app: App, **more: Any) -> TestClient:
+    """A client of the Unix socket, which the kernel has vouched for."""
+    return TestClient(app, base_url="http://localhost", client=("uid:1000", 4711), **more)

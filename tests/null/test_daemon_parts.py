@@ -1,0 +1,365 @@
+"""The daemon's parts by themselves: queue, writer, events, idleness, view, charts, peers, unit."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("starlette")
+
+from autosel import models
+from autosel.daemon import bind, charts, idle, jobs, upkeep
+from autosel.daemon.events import BEHIND, Events
+from autosel.daemon.idle import Meter, Reading
+from autosel.daemon.jobs import Full, Job, Jobs
+from autosel.daemon.serve import unit
+from autosel.daemon.view import bucket_of
+from autosel.daemon.writer import Writer
+from autosel.errors import AutoselError, LedgerError, UsageError
+from autosel.ledger import Ledger, commands, open_ledger
+from autosel.ledger.key import budget_key
+from autosel.models.workloads import step
+from autosel.values import Workload, to_json
+from tests.cpu.test_ledger import ATTN, CPP, FAILED, FP, record, verdict
+
+RMSNORM = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
+
+
+# --- queue ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Jobs:
+    return _queue(tmp_path)
+
+
+def _queue(folder: Path, told: list[Any] | None = None) -> Jobs:
+    heard: list[Any] = [] if told is None else told
+    return Jobs(
+        folder / "jobs.json",
+        busy_limit=0.5,
+        tell=lambda kind, value: heard.append((kind, value)),
+        ended=lambda job: None,
+    )
+
+
+def test_a_workload_is_queued_once_however_many_miss_it(queue: Jobs) -> None:
+    first = queue.add(ATTN, "miss", "", calls=3)
+    again = queue.add(ATTN.at(L=5000), "miss", "", calls=4)  # the same bucket
+    other = queue.add(ATTN.at(L=64), "miss", "", calls=1)
+    assert first is not None and again is not None and other is not None
+    assert (again.id, again.calls) == (first.id, 7)
+    assert other.id != first.id
+
+
+def test_what_was_asked_for_goes_first_then_stale_then_the_most_missed(queue: Jobs) -> None:
+    rare = queue.add(ATTN.at(L=64), "miss", "", calls=1)
+    often = queue.add(ATTN, "miss", "", calls=9)
+    stale = queue.add(RMSNORM, "stale", "torch changed")
+    asked = queue.add(RMSNORM.at(M=8), "asked", "")
+    assert [j.id for j in queue.all()] == [j.id for j in (asked, stale, often, rare) if j]
+
+
+def test_asking_for_what_is_missed_moves_it_up(queue: Jobs) -> None:
+    queue.add(RMSNORM, "stale", "torch changed")
+    missed = queue.add(ATTN, "miss", "", calls=9)
+    assert missed is not None
+    queue.add(ATTN, "asked", "please")
+    first = queue.all()[0]
+    assert (first.id, first.source, first.calls) == (missed.id, "asked", 9)
+
+
+def test_the_queue_outlives_the_daemon_and_what_ran_waits_again(tmp_path: Path) -> None:
+    queue = _queue(tmp_path)
+    made = queue.add(ATTN, "asked", "why not")
+    assert made is not None
+    queue._put(dataclasses.replace(made, state="running"))
+    again = _queue(tmp_path).all()
+    assert [(j.id, j.state, j.workload) for j in again] == [(made.id, "queued", ATTN)]
+
+
+def test_a_queue_that_cannot_be_read_starts_empty(tmp_path: Path) -> None:
+    (tmp_path / "jobs.json").write_text('[{"id": "x"}]')
+    queue = _queue(tmp_path)
+    assert queue.all() == []
+    assert queue.add(ATTN, "asked", "") is not None
+
+
+def test_a_full_queue_says_so(queue: Jobs) -> None:
+    for number in range(jobs.MOST_OPEN):
+        queue.add(RMSNORM.at(d=number + 1), "miss", "")
+    with pytest.raises(Full):
+        queue.add(ATTN, "asked", "")
+
+
+def test_a_miss_that_could_not_be_decided_is_not_tried_again_at_once(queue: Jobs) -> None:
+    made = queue.add(ATTN, "miss", "")
+    assert made is not None
+    queue._end(made, "undecided", "too noisy")
+    assert queue.add(ATTN, "miss", "") is None
+    assert queue.add(ATTN, "asked", "") is not None
+
+
+def test_a_device_in_use_keeps_the_job_waiting(queue: Jobs) -> None:
+    made = queue.add(ATTN, "asked", "")
+    assert made is not None
+    queue._put(dataclasses.replace(made, state="running"))
+    queue._settle(queue._jobs[made.id], None, {"kind": "InUseError", "why": "held by pid 7"}, 1)
+    assert queue._jobs[made.id].state == "queued"
+    queue._settle(queue._jobs[made.id], None, {"kind": "UsageError", "what": "no such op", "why": ""}, 1)
+    assert (queue._jobs[made.id].state, queue._jobs[made.id].note) == ("failed", "no such op")
+
+
+# --- idleness ---------------------------------------------------------------------------------------------------------
+
+
+def test_our_own_work_does_not_count_as_others() -> None:
+    before = Reading(at_s=10.0, busy_s=100.0, own_s=50.0)
+    assert idle.others(before, Reading(at_s=11.0, busy_s=102.0, own_s=52.0)) == 0.0
+    assert idle.others(before, Reading(at_s=12.0, busy_s=102.0, own_s=51.0)) == pytest.approx(0.5)
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0, 4), st.floats(-5, 5)), max_size=20))
+def test_a_meter_never_leaves_what_the_machine_can_do(steps: list[tuple[float, float, float]]) -> None:
+    meter, now = Meter(cores=4), Reading(at_s=0.0, busy_s=0.0, own_s=0.0)
+    for seconds, cores, own in steps:
+        now = Reading(at_s=now.at_s + seconds, busy_s=now.busy_s + cores * seconds, own_s=now.own_s + own)
+        assert -1e-9 <= meter.take(now) <= 4 + 5 / 0.01  # a child's end can lend others its time, within one look
+
+
+def test_a_meter_starts_busy_and_comes_down() -> None:
+    meter = Meter(cores=2, over_s=5.0)
+    found = [meter.take(Reading(at_s=float(n), busy_s=0.0, own_s=0.0)) for n in range(20)]
+    assert found[0] == 2.0
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < 0.1
+
+
+def test_the_kernels_figures_are_read() -> None:
+    one = idle.read(0.0, [])
+    two = idle.read(1.0, [threading.get_native_id()])
+    assert two.busy_s >= one.busy_s > 0
+    assert two.own_s > 0
+
+
+# --- writer -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return open_ledger(home=tmp_path / "home", alone=True)
+
+
+def test_writes_that_wait_share_a_commit(ledger: Ledger) -> None:
+    groups: list[int] = []
+    writer = Writer(ledger, lambda: ledger, groups.append)
+    held, go = threading.Event(), threading.Event()
+
+    def hold(_: Ledger) -> None:
+        held.set()
+        go.wait()
+
+    first = writer.submit(hold)
+    held.wait()
+    waiting = [writer.submit(lambda led, n=n: led.spend(f"key {n}", 0.001)) for n in range(20)]
+    go.set()
+    assert first.result() is None
+    assert all(w.result() for w in waiting)
+    writer.close()
+    assert groups == [1, 20]
+
+
+def test_a_write_that_is_refused_changes_nothing_and_takes_no_other_with_it(ledger: Ledger) -> None:
+    def work(led: Ledger) -> Any:
+        led.spend("kept?", 0.001)
+        raise LedgerError("refused")
+
+    found = ledger.together(
+        [lambda: record(ledger, "one"), lambda: work(ledger), lambda: ledger.spend(budget_key("hw", ATTN), 0.002)]
+    )
+    assert found[0].id == 1 and found[2] is True
+    assert isinstance(found[1], LedgerError)
+    assert ledger.spent("kept?") == 0.0
+    assert ledger.decision(1).state == "promoted"
+
+
+def test_a_write_is_published_before_it_is_acknowledged(ledger: Ledger) -> None:
+    writer = Writer(ledger, lambda: ledger, lambda _: None)
+    made = writer.submit(record).result()
+    assert f'"id":{made.id}' in (ledger.home / "decisions.json").read_text()
+    writer.close()
+
+
+def test_whatever_breaks_nobody_waits_for_ever(ledger: Ledger) -> None:
+    writer = Writer(ledger, lambda: ledger, lambda _: None)
+    broken = writer.submit(lambda led: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.result()
+    assert writer.submit(lambda led: 7).result() == 7
+    assert writer.submit(lambda led: 8, alone=True).result() == 8
+    writer.close()
+
+
+def test_a_stale_lease_is_refused_through_the_daemon_too(ledger: Ledger) -> None:
+    lease, _ = ledger.take_over(FP.hw_id, "the first")
+    ledger.take_over(FP.hw_id, "the second")
+    spend = commands.Spend(key=budget_key(FP.hw_id, ATTN), amount=0.001, reason="")
+    with pytest.raises(LedgerError, match="taken this device over"):
+        commands.work(ledger, spend, {FP.hw_id: lease})()
+    assert commands.work(ledger, spend, {})() is True
+
+
+def test_a_command_comes_back_as_it_was_sent() -> None:
+    sent = commands.SaveParity(hw_id="hw", workload=ATTN, arm=CPP, parity=FAILED)  # its evidence holds a NaN
+    command, leases = commands.decode(commands.encode(sent, {"hw": 3}))
+    assert leases == {"hw": 3}
+    assert isinstance(command, commands.SaveParity)
+    assert command.parity.evidence["got"] == "nan"  # type: ignore[union-attr]
+    assert (command.workload, command.arm) == (ATTN, CPP)
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_who_comes_back_gets_what_it_missed() -> None:
+    async def story() -> list[bytes]:
+        events = Events()
+        for number in range(3):
+            events.tell("epoch", {"epoch": number})
+        line = events.follow(after=1)
+        found = [await anext(line) for _ in range(3)]
+        await line.aclose()  # type: ignore[attr-defined]
+        return found
+
+    found = asyncio.run(story())
+    assert [b"id: 2" in found[1], b"id: 3" in found[2]] == [True, True]
+
+
+def test_a_reader_who_falls_behind_loses_its_line_not_our_memory() -> None:
+    async def story() -> tuple[int, list[bytes]]:
+        events = Events()
+        line = events.follow()
+        await anext(line)
+        for number in range(BEHIND + 10):
+            events.tell("job", number)
+        return events.readers, [block async for block in line]
+
+    readers, rest = asyncio.run(story())
+    assert readers == 0
+    assert rest == []
+
+
+def test_stopping_ends_every_line() -> None:
+    async def story() -> list[bytes]:
+        events = Events()
+        line = events.follow()
+        await anext(line)
+        events.close()
+        return [block async for block in line]
+
+    assert asyncio.run(story()) == []
+
+
+# --- what serves ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["llama-8b", "gemma3-1b", "qwen3-1.7b"])
+def test_the_bucket_of_a_key_is_the_workloads_own(model: str) -> None:
+    for batch in (1, 3, 40):
+        for named in step(models.load(model), batch=batch, context=5000):
+            w = named.workload
+            assert bucket_of(w.key) == (w.bucket, dict(w.dims).get("L", 0))
+
+
+@given(st.text(max_size=60))
+def test_any_text_has_some_bucket(text: str) -> None:
+    bucket, length = bucket_of(text)
+    assert isinstance(bucket, str) and length >= 0
+
+
+def test_a_crossover_stands_where_the_winner_changes(ledger: Ledger) -> None:
+    low = record(ledger, "low", workload=ATTN.at(L=4097), length_range=(4097, 5999))
+    high = record(ledger, "high", workload=ATTN, length_range=(6000, 8192), arm=dataclasses.replace(CPP, candidate="x"),
+                  parities=[(dataclasses.replace(CPP, candidate="x"), _passed())])  # fmt: skip
+    found = charts.times([low, high], {}, "L")
+    assert found["crossovers"] == [{"x": 6000.0, "from": "cpp:attn", "to": "x"}]
+    assert found["roofline"] is None
+
+
+def _passed() -> Any:
+    from tests.cpu.test_ledger import PASSED
+
+    return PASSED
+
+
+def test_the_roofline_is_what_reading_the_operands_takes() -> None:
+    v = dataclasses.replace(verdict(), read_bytes_per_s=2e10)
+    assert charts.floor_us(v, 2_000_000) == pytest.approx(100.0)
+    assert charts.floor_us(verdict(), 2_000_000) is None
+
+
+def test_an_edited_kernel_changes_the_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = tmp_path / "cpu" / "one.cpp"
+    kernel.parent.mkdir()
+    kernel.write_text("1")
+    monkeypatch.setattr(upkeep.resources, "kernels", lambda: tmp_path)
+    before = upkeep.software()
+    kernel.write_text("12")
+    assert upkeep.software() != before
+
+
+# --- sockets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:80", "192.168.1.2:80", "example.com:80", "127.0.0.1:x", "127.0.0.1", ""])
+def test_only_loopback_is_listened_on(address: str) -> None:
+    with pytest.raises(UsageError):
+        bind.tcp_socket(address)
+
+
+def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    with pytest.raises(AutoselError, match="not ours alone"):
+        bind.private_folder(folder)
+
+
+def test_the_socket_is_private_and_replaces_a_dead_ones(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "daemon.sock"
+    bind.unix_socket(path).close()
+    with bind.unix_socket(path):
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_home_with_a_long_name_has_a_socket_too(tmp_path: Path) -> None:
+    from autosel.client import connect
+
+    path = tmp_path / ("x" * 120) / "run" / "daemon.sock"
+    with bind.unix_socket(path) as listening, connect(path, 5.0) as line:
+        other, _ = listening.accept()
+        assert bind.peer(other)[1] > 0
+        other.close()
+        assert line.recv(1) == b""
+
+
+def test_the_unit_starts_the_daemon_and_lets_it_write_its_home(tmp_path: Path) -> None:
+    text = unit("/usr/bin/autosel serve", tmp_path)
+    assert "ExecStart=/usr/bin/autosel serve\n" in text
+    assert f'ReadWritePaths="{tmp_path}"' in text
+    assert "Type=notify" in text and "NoNewPrivileges=yes" in text
+
+
+def test_a_job_as_json_says_workload_and_bucket() -> None:
+    job = Job(id=1, workload=ATTN, source="miss", reason="", created_at="2026-01-01T00:00:00+00:00")
+    found = jobs.document(job)
+    assert (found["workload"], found["bucket"]) == (ATTN.key, ATTN.bucket)
+    assert to_json(job)["workload"]["op"] == "attn"
