@@ -476,18 +476,12 @@ def stores(hub: Hub) -> list[Store]:
     if path.exists():
         text = f"what best() reads: epoch {hub.view.epoch}, {len(hub.view.served)} rows"
         found.append(Store(name="snapshot", where=str(path), bytes=path.stat().st_size, text=text))
-    for name, text in (("native", "compiled kernels"), ("cache", "caches of libraries"), ("fingerprint", "rates")):
+    for name, what in (("native", "compiled kernels"), ("cache", "caches of libraries"), ("fingerprint", "rates")):
         folder = hub.home / name
         if folder.is_dir():
             sizes = [p.stat().st_size for p in folder.rglob("*") if p.is_file()]
-            found.append(
-                Store(
-                    name=name,
-                    where=str(folder),
-                    bytes=sum(sizes),
-                    text=f"{text}, {len(sizes)} file{'s' if len(sizes) != 1 else ''}",
-                )
-            )
+            text = f"{what}, {len(sizes)} file{'s' if len(sizes) != 1 else ''}"
+            found.append(Store(name=name, where=str(folder), bytes=sum(sizes), text=text))
     return found
 
 
