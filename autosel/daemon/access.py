@@ -65,8 +65,8 @@ class Access:
 
 def is_local(scope: Scope) -> bool:
     """Did it come over the Unix socket, from a user the kernel vouched for?"""
-    client = scope.get("client")
-    return bool(client) and str(client[0]).startswith("uid:")
+    client = scope.get("client") or ("", 0)
+    return str(client[0]).startswith("uid:")
 
 
 def heads(scope: Scope) -> dict[str, str]:

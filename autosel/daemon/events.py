@@ -52,13 +52,14 @@ class Events:
                     yield block
             while not self.closed:
                 try:
-                    block = await asyncio.wait_for(line.get(), BEAT_S)
+                    async with asyncio.timeout(BEAT_S):
+                        found = await line.get()
                 except TimeoutError:
                     yield b": still here\n\n"
                     continue
-                if block is None:
+                if found is None:
                     return
-                yield block
+                yield found
         finally:
             self._readers.discard(line)
 

@@ -55,7 +55,9 @@ def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 
 
 def _operation(e: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
-    schema = {"schema": {"type": "object"}} if e.media == "application/json" else {"schema": {"type": "string"}}
+    schema: dict[str, Any] = (
+        {"schema": {"type": "object"}} if e.media == "application/json" else {"schema": {"type": "string"}}
+    )
     if e.path == "/v1/best/{op}":
         schema = {"schema": {"type": ["object", "array"]}}
     elif e.path == "/v1/ledger" and e.method == "POST":

@@ -141,9 +141,16 @@ class _Server(uvicorn.Server):
         notify(f"READY=1\nSTATUS=serving {self.hub.home}")
         say(self.hub)
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        self.hub.loop.call_soon_threadsafe(self.hub.events.close)
-        super().handle_exit(signal.SIGTERM if sig == signal.SIGINT and not self.should_exit else sig, frame)
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own would raise the signal again once it has served, before we have put anything away."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.hub.loop.add_signal_handler(number, self._stop)
+        yield
+
+    def _stop(self) -> None:
+        self.hub.events.close()
+        self.should_exit = True
 
 
 def say(hub: Hub) -> None:

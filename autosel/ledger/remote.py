@@ -176,10 +176,12 @@ class RemoteLedger(Ledger):
         self._send(commands.SaveAA(hw_id=hw_id, time_class=time_class, crossings=tuple(crossings)))
 
     def import_(self, data: Mapping[str, Any] | bytes | str, hw_id: str) -> Imported:
-        if not isinstance(data, Mapping):
+        if isinstance(data, Mapping):
+            document = data
+        else:
             snapshot.parse(data, "the import")
-            data = json.loads(data)
-        found = self._send(commands.Import(document=data, hw_id=hw_id))
+            document = json.loads(data)
+        found = self._send(commands.Import(document=document, hw_id=hw_id))
         return Imported(
             served=tuple(self.decision(number) for number in found["served"]),
             kept=tuple((self.decision(number), why) for number, why in found["kept"]),
