@@ -36,7 +36,7 @@ def summary(made: Certificate, found: Audit) -> str:
         for j in made.slo
     ]
     lines += [paragraph(f"note: {note}", hang="  ") for note in made.notes]
-    lines += ["contended: other work ran on this machine; see the intervals"] if made.contended else []
+    lines += ["contended: other work ran here when the device's rates were measured"] if made.contended else []
     return "\n".join(lines)
 
 
