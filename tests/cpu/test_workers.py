@@ -15,6 +15,7 @@ import torch
 from autosel.errors import WorkerError
 from autosel.values import to_json
 from autosel.workers import Arena, Limits, RaisedError, Worker
+from tests.cpu.planting import built
 
 HERE = Path(__file__).parent
 LIMITS = Limits(memory_bytes=400 << 20, processes=16)
@@ -22,10 +23,8 @@ LONG_S, SHORT_S = 60.0, 0.3  # a deadline that is not to be met on purpose, and 
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    built = tmp_path_factory.mktemp("faults") / "faults.so"
-    subprocess.run(["g++", "-O1", "-shared", "-fPIC", str(HERE / "faults.cpp"), "-o", str(built)], check=True)
-    return str(built)
+def library():
+    return f"{built('planted')}/libplanted.so"
 
 
 @pytest.fixture
@@ -33,6 +32,13 @@ def worker():
     with Worker("faulty:serve", limits=LIMITS, paths=[str(HERE)]) as started:
         yield started
     assert survivors(started) == []
+
+
+@pytest.fixture(scope="module")
+def torch_worker():
+    """For requests that need torch there: importing it takes the better part of a second."""
+    with Worker("faulty:serve", paths=[str(HERE)]) as started:
+        yield started
 
 
 def survivors(worker):
@@ -71,11 +77,11 @@ def test_a_worker_answers_and_sees_only_the_allowed_environment(worker, monkeypa
     assert not Path(seen["folder"]).exists()
 
 
-def test_tensors_travel_through_shared_memory(worker):
+def test_tensors_travel_through_shared_memory(torch_worker):
     with Arena(1 << 20) as arena:
-        worker.attach(arena)
+        torch_worker.attach(arena)
         ref = arena.put(torch.arange(6, dtype=torch.bfloat16).view(2, 3))
-        worker.request({"fault": "double", "ref": to_json(ref)}, LONG_S)
+        torch_worker.request({"fault": "double", "ref": to_json(ref)}, LONG_S)
         assert arena.tensor(ref).tolist() == [[0, 2, 4], [6, 8, 10]]
 
 
@@ -89,11 +95,11 @@ def test_no_holder_can_shrink_shared_memory():
         os.ftruncate(arena.fd, 0)
 
 
-def test_a_reference_that_leaves_the_arena_is_refused(worker):
+def test_a_reference_that_leaves_the_arena_is_refused(torch_worker):
     with Arena(1 << 16) as arena:
-        worker.attach(arena)
+        torch_worker.attach(arena)
         ref = to_json(arena.put(torch.zeros(4))) | {"shape": [1 << 20]}
-        error = failure(worker, "double", ref=ref)
+        error = failure(torch_worker, "double", ref=ref)
     assert isinstance(error, RaisedError)
     assert error.kind == "ValueError"
     assert "leave the arena" in error.message
