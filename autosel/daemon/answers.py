@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from autosel.errors import AutoselError, LedgerError, UnknownName, UsageError
+from autosel.errors import AutoselError, BadArguments, BadConfig, LedgerError, ParityError, UnknownName, UsageError
 from autosel.ledger.faults import plain
 from autosel.values import to_json
 
@@ -29,4 +29,4 @@ def problem_of(error: AutoselError) -> Response:
     return problem(status, error.what, why=error.why, todo=error.todo, kind=kind)
 
 
-_TRAVELLING = (LedgerError, UsageError)
+_TRAVELLING = (LedgerError, ParityError, BadConfig, BadArguments, UsageError)  # `client` raises them again

@@ -324,15 +324,19 @@ class Jobs:
         self, task: dict[str, Any], hear: Callable[[dict[str, Any]], None], *, aside: bool = False
     ) -> int:
         """Run a child to its end, telling what it says; its exit code. `aside`: not one that orders are for."""
-        child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-P", "-m", "autosel.daemon.tuner"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            limit=MOST_LINE,
-            env=settings.passed_to_children(),
-        )
+        try:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-P", "-m", "autosel.daemon.tuner"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                limit=MOST_LINE,
+                env=settings.passed_to_children(),
+            )
+        except OSError as error:
+            log.warning("no tuning process can be started: %s", error)
+            return 127
         if not aside:
             self._child = child
         self._children.add(child)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -23,17 +24,19 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.2  # a fault reaches every client within a second: this, and the half second of its own look
 SOURCES_S = 5.0
+AGAIN_S = 5.0  # before faults that could not be recorded are tried again
 LIBRARIES = ("torch", "triton", "apache-tvm-ffi", "autosel-kernels")
 
 
 async def watch(hub: Hub) -> None:
     """For ever: faults into the ledger; another process's snapshot into what is shown."""
-    seen_faults, seen_snapshot = 0, (0, 0)
+    seen_faults, seen_snapshot, again_s = 0, (0, 0), 0.0
     while True:
         stamp = faults.stamp(hub.home)
-        if stamp != seen_faults:
+        if stamp != seen_faults or (again_s and time.monotonic() > again_s):
             seen_faults = stamp
             await take_in(hub)
+            again_s = time.monotonic() + AGAIN_S if faults.pending(hub.home) else 0.0  # the disk may have been full
         shown = _stamp(hub.home / snapshot.FILE)
         if shown != seen_snapshot:
             seen_snapshot = shown
