@@ -102,7 +102,7 @@ def deliver(
                 tl.store(outputs, made.to(outputs.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "rows"])
 def merge(part, o, splits, rows, G, S, Hkv, stride_ob, stride_oh, stride_os, D: tl.constexpr, WIDTH: tl.constexpr):
     """Its own kernel: one packed row a program, for whoever does not merge on arrival."""
     row = tl.program_id(0) + tl.zeros((1,), tl.int32)

@@ -3,8 +3,8 @@
 
 bytes     2 b B (Hq + Hkv) S D (b = bytes an element)      FLOPs   2 B Hq D S (S + 1)
 roofline  Llama-3.1-8B, B=1, S=2048, bf16 on an H200 (0.78 PFLOP/s estimated): 34 GFLOP, 44 us; 42 MB, 10 us
-knobs     knobs/gpu/attention.py: `tile_q` query rows a program, `tile_k` keys a step, `stages` under way. Wider heads
-          and fp32 than they were made for get fewer rows (accumulators) and shorter tiles (`shared` bytes a CTA).
+knobs     knobs/gpu/attention.py: `tile_q` query rows a program, `tile_k` keys a step, `stages` under way; fewer rows
+          where registers hold no more (`wgmma`: operands stay in shared memory), shorter tiles where `shared` does not.
 source    FlashAttention-2's loop: tiles below the diagonal without a mask, then those it crosses; the longest rows
           start first.
 status    compiled and interpreted; not yet run on silicon
@@ -44,7 +44,7 @@ def _sweep(
     return peak, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def _attn_prefill(
     q, k, v, o, S, Hq, G, scale, softcap, window,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
@@ -84,7 +84,9 @@ def _attn_prefill(
     tl.store(outputs, normalised(acc, total).to(o.dtype.element_ty), mask=valid)
 
 
-def attn_prefill(q, k, v, scale, window, softcap, o=None, *, tile_q=64, tile_k=32, stages=2, shared=99 << 10):
+def attn_prefill(
+    q, k, v, scale, window, softcap, o=None, *, tile_q=64, tile_k=32, stages=2, shared=99 << 10, wgmma=False
+):
     (batch, hq, s, depth), hkv = q.shape, k.shape[1]
     if o is None:
         o = empty(q.shape, q)
@@ -94,18 +96,27 @@ def attn_prefill(q, k, v, scale, window, softcap, o=None, *, tile_q=64, tile_k=3
     if not q.dtype == k.dtype == v.dtype == o.dtype:
         refuse("prefill_attn takes one dtype")
     size, width = q.element_size(), triton.next_power_of_2(max(depth, 16))
-    rows, longest = tile_shape(tile_q, tile_k, width, size)
+    rows, longest, warps = tile_shape(tile_q, tile_k, width, size, wgmma)
     tile, stages = fitting_tile(longest, stages, width, size, shared - rows * width * size)
     _attn_prefill[(triton.cdiv(s, rows), batch * hq)](
         q, k, v, o, s, hq, hq // hkv, scale or depth**-0.5, float(softcap), window, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], *o.stride()[:3], D=depth, WIDTH=width, ROWS=rows, TILE=tile, STAGES=stages,
-        WINDOWED=0 < window < s, CAPPED=softcap > 0, num_warps=8 if rows * width >= 128 * 64 else 4, num_stages=stages,
+        WINDOWED=0 < window < s, CAPPED=softcap > 0, num_warps=warps, num_stages=stages,
         enable_fp_fusion=True,
     )  # fmt: skip
     return o
 
 
-def tile_shape(tile_q, tile_k, width, size):
-    """(query rows, keys): outputs, scores and queries must fit 256 threads' registers, so wide heads get fewer rows."""
-    rows = max(LEAST_ROWS, min(tile_q, (128 * 128 if size == 2 else 64 * 128) // width))
-    return rows, min(tile_k, 64 if width > 128 else 128) if size == 2 else min(tile_k, 32)
+def tile_shape(tile_q, tile_k, width, size, wgmma):
+    """(query rows, keys, warps) whose outputs and scores fit the registers, as found by compiling for each target.
+
+    72 values a thread of 256; with wgmma, whose operands stay in shared memory, 128. fp32 multiplies out of registers:
+    16 rows.
+    """
+    if size > 2:
+        return LEAST_ROWS, min(tile_k, 32), 4
+    tile = min(tile_k, 128 if wgmma and width <= 128 else 64)
+    rows, most = tile_q, (128 if wgmma else 72) * 256
+    while rows > LEAST_ROWS and rows * (width + tile) > most:
+        rows //= 2
+    return rows, tile, 8

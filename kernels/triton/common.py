@@ -2,6 +2,9 @@
 
 No kernel here. Everything a kernel needs beside its operands (partial sums, counters) belongs to a device and a stream,
 is allocated at the first call that needs it and never freed, so that a captured graph may go on pointing at it.
+
+Sizes that change from step to step (a batch's rows, the context's length) are named in do_not_specialize: Triton would
+compile a kernel again, in the middle of serving, when one becomes a multiple of 16.
 """
 
 import torch
@@ -9,6 +12,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+NOWHERE = tl.constexpr(1 << 24)  # above every index of a vocabulary, and exact in fp32
 
 _KEPT = {}  # (device, stream, dtype) -> every tensor made for it, the largest last
 
@@ -109,3 +113,20 @@ def activate(g, KIND: tl.constexpr):
         return gelu_erf(g)
     else:
         return gelu_tanh(g)
+
+
+@triton.jit
+def better(value, index, best, where):
+    """(best, where) elementwise, for indices that only grow: the earlier of two equals stays, NaN beats everything."""
+    wins = (value > best) | ((value != value) & (best == best))
+    return tl.where(wins, value, best), tl.where(wins, index, where)
+
+
+@triton.jit
+def top(value, index):
+    """Down axis 0 of [R, C]: the largest value and the lowest index that has it; the first NaN, if there is one."""
+    spoilt = value != value
+    none = tl.max(spoilt.to(tl.int32), 0) == 0
+    most = tl.max(tl.where(spoilt, float("inf"), value), 0)
+    chosen = tl.where(none[None, :], value == most[None, :], spoilt)
+    return tl.where(none, most, float("nan")), tl.min(tl.where(chosen, index, NOWHERE), 0)

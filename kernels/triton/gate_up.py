@@ -39,7 +39,7 @@ def _few(
             tl.store(y + m * stride_y + n, made.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _many(
     x, norm, w_gate, w_up, y, M, width, d, eps, offset, stride_x, stride_g, stride_u, stride_y,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, STAGES: tl.constexpr,

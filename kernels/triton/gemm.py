@@ -32,7 +32,7 @@ def _epilogue(sums, m, n, inside, bias, residual, y, stride_r, stride_y):
     tl.store(y + m * stride_y + n, sums.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _gemm(
     x, w, bias, residual, y, part, counter, M, N, K, stride_x, stride_w, stride_r, stride_y,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,

@@ -14,31 +14,23 @@ import torch
 import triton
 import triton.language as tl
 
-from autosel.triton_kernels.common import arrives_last, counters, empty, partials, refuse, together
+from autosel.triton_kernels.common import (
+    NOWHERE,
+    arrives_last,
+    better,
+    counters,
+    empty,
+    partials,
+    refuse,
+    together,
+    top,
+)
 from autosel.triton_kernels.gemm import gemm, side
 from autosel.triton_kernels.gemv import gemv
 from autosel.triton_kernels.project import LANES, MOST_ROWS, stream, tile_shape
 from autosel.triton_kernels.tiles import fitting_stages
 
-NOWHERE = tl.constexpr(1 << 24)  # above every index; indices are kept beside the values, as fp32
 CHUNK = tl.constexpr(32)  # partial results compared at a time
-
-
-@triton.jit
-def _better(value, index, best, where):
-    """Elementwise, for indices that only grow: the earlier of two equals stays."""
-    wins = (value > best) | ((value != value) & (best == best))
-    return tl.where(wins, value, best), tl.where(wins, index, where)
-
-
-@triton.jit
-def _top(value, index):
-    """Down axis 0 of [R, C]: the largest value and the lowest index that has it; the first NaN, if there is one."""
-    spoilt = value != value
-    none = tl.max(spoilt.to(tl.int32), 0) == 0
-    top = tl.max(tl.where(spoilt, float("inf"), value), 0)
-    chosen = tl.where(none[None, :], value == top[None, :], spoilt)
-    return tl.where(none, top, float("nan")), tl.min(tl.where(chosen, index, NOWHERE), 0)
 
 
 @triton.jit
@@ -57,9 +49,9 @@ def _announce(part, counter, token, value, index, m, M, slot, slots, BM: tl.cons
             at_its = tl.load(here + slots * M, mask=inside, other=NOWHERE, cache_modifier=".cg").to(tl.int32)
             # Slots' indices do not grow: of equals the lower wins, NaN among NaN too.
             equal = (its == best) | ((its != its) & (best != best))
-            best, later = _better(its, at_its, best, where)
+            best, later = better(its, at_its, best, where)
             where = tl.where(equal, tl.minimum(at_its, where), later)
-        first = _top(best, where)[1]
+        first = top(best, where)[1]
         tl.store(token + m, tl.minimum(first, NOWHERE).to(tl.int64), mask=rows)
 
 
@@ -84,19 +76,19 @@ def _few(
             logit = tl.where(inside, tl.sum(sums[m], 1), float("-inf"))
             # -inf wins against nothing, so that a row of them still names its first.
             fresh = inside & (where[m] == NOWHERE)
-            value, index = _better(logit, n, best[m], where[m])
+            value, index = better(logit, n, best[m], where[m])
             next_best = next_best + (value,)
             next_where = next_where + (tl.where(fresh, n, index),)
         best, where = next_best, next_where
     row = tl.arange(0, BM)
     value, index = tl.full((BM,), float("-inf"), tl.float32), tl.full((BM,), NOWHERE, tl.int32)
     for m in tl.static_range(M):
-        its_value, its_index = _top(best[m][:, None], where[m][:, None])
+        its_value, its_index = top(best[m][:, None], where[m][:, None])
         value, index = tl.where(row == m, its_value, value), tl.where(row == m, its_index, index)
     _announce(part, counter, token, value, index, row, M, tl.program_id(0), tl.num_programs(0), BM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _many(
     x, w, token, part, counter, M, V, d, stride_x, stride_w,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
@@ -112,7 +104,7 @@ def _many(
         left += BK
         right += BK
     index = tl.where(inside, n[:, None], NOWHERE) + tl.zeros((BN, BM), tl.int32)
-    value, first = _top(tl.where(inside, sums, float("-inf")), index)
+    value, first = top(tl.where(inside, sums, float("-inf")), index)
     _announce(part, counter, token, value, first, m, M, tl.program_id(0), tl.num_programs(0), BM)
 
 

@@ -30,13 +30,14 @@ def _few(
         n = block * BN + tl.arange(0, BN)
         inside = n < N
         at = w + n.to(tl.int64)[:, None] * stride_w
-        sums, unused, squares = stream(at, at, inside, x, norm, offset, 0, d, stride_x, M, BN, BK, True, False, PDL)
+        made = stream(at, at, inside, x, norm, offset, 0, d, stride_x, M, BN, BK, True, False, PDL)
+        sums, squares = made[0], made[2]
         for m in tl.static_range(M):
             rstd = tl.rsqrt(tl.sum(squares[m], 0) / d + eps)
             tl.store(y + m * stride_y + n, (tl.sum(sums[m], 1) * rstd).to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _many(
     x, norm, w, y, M, N, d, eps, offset, stride_x, stride_w, stride_y,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,

@@ -54,6 +54,10 @@ class Launch:
     def sass(self) -> str:
         return _tool("nvdisasm", self.cubin, "-c")
 
+    def instructions(self, name: str) -> list[str]:
+        """Lines of machine code that hold the instruction (`LDG`, but not `LDGSTS`)."""
+        return re.findall(rf"^.*\b{name}\b.*$", self.sass(), re.MULTILINE)
+
 
 class NamedTarget:
     """As much of a driver as compiling needs."""

@@ -116,7 +116,13 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
         ({"M": 32, "V": 128256, "d": 4096}, {"greedy": 1}),
         ({"M": 256, "V": 128256, "d": 4096}, {}),
     ),
+    "sample": (({"B": 1, "V": 128256, "L": 8192}, {}), ({"B": 64, "V": 262144, "L": 1024}, {})),
 }
+
+
+def workload(op: str, number: int, dtype: DTypeName) -> Workload:
+    dims, traits = SHAPES[op][number]
+    return OPS[op].workload(dtype, dims, **traits)
 
 
 # --- parity in the interpreter ----------------------------------------------------------------------------------------
@@ -213,11 +219,12 @@ PLANS = (
     plan("linear triton:gemm", {"M": 300, "N": 140, "K": 128}, {"residual": True}),
     plan("norm_qkv triton:norm_qkv", {"M": 3, "d": 512, "N": 48}, {"offset": 1.0}, grid=2),
     plan("norm_qkv triton:norm_qkv", {"M": 12, "d": 512, "N": 140}),
-    plan("gate_up triton:gate_up", {"M": 1, "d": 512, "I": 48}),
+    plan("gate_up triton:gate_up", {"M": 1, "d": 512, "I": 48}, {"activation": 1}),
     plan("gate_up triton:gate_up", {"M": 12, "d": 512, "I": 140}, {"activation": 2, "offset": 1.0}),
     plan("lm_head triton:lm_head", {"M": 2, "V": 300, "d": 256}, {"greedy": 1}, programs=3),
     plan("lm_head triton:lm_head", {"M": 12, "V": 300, "d": 256}, {"greedy": 1}),
     plan("lm_head triton:lm_head", {"M": 1, "V": 300, "d": 256}),
+    plan("sample triton:sample", {"B": 2, "V": 5000, "L": 20}),
     plan("attn triton:attn_decode", _DECODE),
     plan("attn triton:attn_decode", {**_DECODE, "S": 3}, {"ragged": True, "window": 100, "softcap": 30.0}, chunk=96),
     plan("attn triton:attn_decode@merge", {**_DECODE, "Hq": 10}, {"ragged": True}, chunk=64),

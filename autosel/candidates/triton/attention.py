@@ -5,7 +5,7 @@ from __future__ import annotations
 from autosel.candidates.triton.base import TritonKernel, also, fixed, shared
 from autosel.knobs.gpu import attention, rows
 from autosel.knobs.gpu.facts import GpuFacts
-from autosel.values import Workload
+from autosel.values import Knob, Workload
 
 WIDEST_HEAD = 512
 MOST_PARTS = 65_535  # programs along a grid's second and third dimension
@@ -31,11 +31,24 @@ LATER = fixed("arrival", False, "a second kernel adds the splits")
 
 DECODE, MERGED = also(attention.decode, shared), also(attention.decode, shared, LATER)
 
+
+def _wgmma(f: GpuFacts) -> Knob:
+    return Knob(
+        name="wgmma",
+        value=f.cc[0] == 9,
+        formula="cc 9.x",
+        inputs={"cc": f.cc[0] + f.cc[1] / 10},
+        reason="matrix operands come from shared memory, so accumulators may take the registers",
+    )
+
+
 KERNELS = (
     TritonKernel("attn", "attn_decode", formula=DECODE, limits=_limits),
     TritonKernel("attn", "attn_decode", variant="merge", formula=MERGED, limits=_limits),
     TritonKernel("paged_attn", "paged_attn_decode", formula=DECODE, limits=_limits),
     TritonKernel("paged_attn", "paged_attn_decode", variant="merge", formula=MERGED, limits=_limits),
-    TritonKernel("prefill_attn", "attn_prefill", formula=also(attention.prefill, shared), limits=_prefill_limits),
+    TritonKernel(
+        "prefill_attn", "attn_prefill", formula=also(attention.prefill, shared, _wgmma), limits=_prefill_limits
+    ),
     TritonKernel("kv_append", "kv_append", formula=rows.kv_append),
 )

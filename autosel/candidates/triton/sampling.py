@@ -1,0 +1,17 @@
+"""From logits to a token."""
+
+from __future__ import annotations
+
+from autosel.candidates.triton.base import TritonKernel
+from autosel.knobs.gpu import sampling
+from autosel.knobs.gpu.facts import GpuFacts
+from autosel.values import Workload
+
+MOST_VOCABULARY = 1 << 24  # counts are kept as fp32
+
+
+def _limits(w: Workload, f: GpuFacts) -> str:
+    return "" if w["V"] <= MOST_VOCABULARY else f"takes a vocabulary up to {MOST_VOCABULARY}; V = {w['V']}"
+
+
+KERNELS = (TritonKernel("sample", "sample", formula=sampling.sample, limits=_limits),)
