@@ -472,7 +472,7 @@ async def write_ledger(hub: Hub, request: Request) -> Response:
     """One change of the ledger, for the command line and tuners of this user; acknowledged when it is on disk."""
     if not is_local(request.scope):
         raise Bad(403, "the ledger is written over the Unix socket only")
-    body = await read(request, Limits(size=commands.MOST_BYTES, depth=32, text=commands.MOST_BYTES))
+    body = await read(request, Limits(size=commands.MOST_BYTES, depth=32, text=commands.MOST_BYTES, number=1 << 64))
     try:
         command, leases = commands.decode(body)
     except ValueError as error:

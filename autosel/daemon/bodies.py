@@ -22,11 +22,12 @@ READ_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one address. `text`: the longest string, in characters."""
+    """Of one address. `text`: the longest string, in characters; `number`: the largest whole number, either way."""
 
     size: int = MOST_BYTES
     depth: int = MOST_DEPTH
     text: int = MOST_TEXT
+    number: int = 1 << 53
 
 
 class Bad(AutoselError):
@@ -47,7 +48,7 @@ async def read(request: Request, limits: Limits) -> Any:
         found = parse_json(data.decode(), what="the body", depth=limits.depth)
     except ValueError as error:  # not UTF-8, not JSON, NaN, a key twice, too deep, a number of 5000 digits
         raise Bad(400, "the body is not JSON", why=f"{error}"[:200]) from error
-    _refuse_long(found, limits.text)
+    _refuse_long(found, limits)
     return found
 
 
@@ -69,13 +70,13 @@ async def _bytes(request: Request, most: int) -> bytes:
     return bytes(found)
 
 
-def _refuse_long(data: Any, most: int) -> None:
-    if isinstance(data, str) and (len(data) > most or "\0" in data):
-        raise Bad(422, f"a text of {len(data)} characters", why=f"at most {most}, and no NUL")
+def _refuse_long(data: Any, limits: Limits) -> None:
+    if isinstance(data, str) and (len(data) > limits.text or "\0" in data):
+        raise Bad(422, f"a text of {len(data)} characters", why=f"at most {limits.text}, and no NUL")
+    if isinstance(data, int) and abs(data) > limits.number:
+        raise Bad(422, f"a whole number of {data.bit_length()} bits", why=f"at most {limits.number}")
     for item in (*data, *data.values()) if isinstance(data, dict) else data if isinstance(data, list) else ():
-        _refuse_long(item, most)
-    if isinstance(data, int) and abs(data) > 1 << 53:
-        raise Bad(422, "a whole number past 2^53")
+        _refuse_long(item, limits)
 
 
 def typed(kind: Any, data: Any) -> Any:

@@ -337,7 +337,7 @@ def test_what_a_serving_process_misses_is_queued_and_told_to_the_next_daemon_too
         for _ in range(2):
             with running(home, "--busy", "0") as daemon, daemon.client() as ask:
                 board.hand_over()
-                jobs = ask.get("/v1/jobs")["jobs"]
+                jobs = [j for j in ask.get("/v1/jobs")["jobs"] if j["state"] != "cancelled"]
                 assert [(j["op"], j["source"], j["state"]) for j in jobs] == [("rmsnorm", "miss", "queued")]
                 assert jobs[0]["calls"] >= 1
                 ask.delete(f"/v1/jobs/{jobs[0]['id']}")
