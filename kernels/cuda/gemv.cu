@@ -30,7 +30,8 @@ template <class T> struct Add {
 };
 
 template <class T, int M, bool Aligned>
-__global__ void __launch_bounds__(kThreads, kResident<Aligned>) gemv_rows(Matrix<const T> x, Weights<T, 1> w, Add<T> add) {
+__global__ void __launch_bounds__(kThreads, kResident<Aligned>)
+    gemv_rows(Matrix<const T> x, Weights<T, 1> w, Add<T> add) {
   release_dependents();
   Projector<T, T, 1, M, Aligned> projector(w);
   Plain<T, M, Aligned> source(x, int(blockIdx.y) * kMostRows);

@@ -88,18 +88,20 @@ void kv_append(TensorView k, TensorView v, TensorView positions, Optional<Tensor
   AUTOSEL_CHECK(is(positions, kDLInt, 32) && positions.size(0) == b, "positions must be int32[" << b << "]");
   if (paged) {
     check_form(*block_table, "block_table", k, 2);
-    AUTOSEL_CHECK(is(*block_table, kDLInt, 32) && block_table.value().size(0) == b, "block_table must be int32[" << b << ",n]");
+    AUTOSEL_CHECK(is(*block_table, kDLInt, 32) && block_table.value().size(0) == b,
+                  "block_table must be int32[" << b << ",n]");
   }
   auto run = [&](auto tag) {
     using U = decltype(tag);
     const int64_t page = paged ? k_cache.size(1) : 1;
+    const int head = paged ? 2 : 1, slot = paged ? 1 : 2;
     Append<U> a{{data<U>(k), data<U>(v)},
                 {strides<U>(k, 0, 1, 2), strides<U>(v, 0, 1, 2)},
                 {data<U>(k_cache), data<U>(v_cache)},
-                {strides<U>(k_cache, 0, paged ? 2 : 1, paged ? 1 : 2), strides<U>(v_cache, 0, paged ? 2 : 1, paged ? 1 : 2)},
+                {strides<U>(k_cache, 0, head, slot), strides<U>(v_cache, 0, head, slot)},
                 data<int32_t>(positions), paged ? data<int32_t>(*block_table) : nullptr, positions.stride(0),
-                paged ? block_table.value().stride(0) : 0, b, hkv, s, paged ? block_table.value().size(1) * page : k_cache.size(2),
-                page, k_cache.size(0), int(d)};
+                paged ? block_table.value().stride(0) : 0, b, hkv, s,
+                paged ? block_table.value().size(1) * page : k_cache.size(2), page, k_cache.size(0), int(d)};
     bool vectorised = d * int64_t(sizeof(U)) % 16 == 0;
     for (int i = 0; i < 2; ++i) vectorised = vectorised && aligned(a.from[i], a.read[i]) && aligned(a.to[i], a.write[i]);
     Stream stream(k);

@@ -36,7 +36,8 @@ template <class T> struct Logits {
 };
 
 template <class T, int M, bool Aligned>
-__global__ void __launch_bounds__(kThreads, kResident<Aligned>) lm_head_logits(Matrix<const T> x, Weights<T, 1> w, Logits<T> keep) {
+__global__ void __launch_bounds__(kThreads, kResident<Aligned>)
+    lm_head_logits(Matrix<const T> x, Weights<T, 1> w, Logits<T> keep) {
   release_dependents();
   Projector<T, T, 1, M, Aligned> projector(w);
   Plain<T, M, Aligned> source(x, int(blockIdx.y) * kMostRows);
@@ -46,7 +47,8 @@ __global__ void __launch_bounds__(kThreads, kResident<Aligned>) lm_head_logits(M
 // found[passes][CTAs][8], counters[passes]
 template <class T, int M, bool Aligned>
 __global__ void __launch_bounds__(kThreads, kResident<Aligned>)
-    lm_head_greedy(Matrix<const T> x, Weights<T, 1> w, int64_t* token, Best* found, unsigned* counters, int partial_bytes) {
+    lm_head_greedy(Matrix<const T> x, Weights<T, 1> w, int64_t* token, Best* found, unsigned* counters,
+                   int partial_bytes) {
   release_dependents();
   using P = Projector<T, T, 1, M, Aligned>;
   P projector(w);

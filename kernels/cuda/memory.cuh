@@ -7,6 +7,18 @@
 
 namespace autosel {
 
+// 2^x, to about 2 units in the last place; a result below the smallest normal is zero. exp2f would scale for those.
+__device__ __forceinline__ float exp2_flushed(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  const float y = exp2f(x);
+  return y < 1.17549435e-38f ? 0.0f : y;
+#endif
+}
+
 // 16 bytes of an operand that is read once: past L1, so that it does not displace activations. `volatile` keeps the
 // order in which the source issues them, in particular before `wait_for_producers`.
 __device__ __forceinline__ uint4 load_streamed(const void* p) {
@@ -69,7 +81,7 @@ template <class T, bool Aligned> __device__ __forceinline__ void store_vector(T*
   else store_elements(p, v, int(count < kVec<T> ? count : kVec<T>));
 }
 
-// --- asynchronous copies to shared memory (sm_80) -----------------------------------------------------------------------
+// --- asynchronous copies to shared memory (sm_80) -------------------------------------------------------------------
 
 // 16 bytes from `from` to `to`, or zeros if not `wanted` (`from` is not read then).
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool wanted) {
@@ -112,7 +124,7 @@ __device__ __forceinline__ void await_copies_but(int pending) {
   }
 }
 
-// --- programmatic dependent launch (sm_90) ------------------------------------------------------------------------------
+// --- programmatic dependent launch (sm_90) --------------------------------------------------------------------------
 
 // The next kernel of the stream may start its prologue: whatever it reads of ours it waits for anyway.
 __device__ __forceinline__ void release_dependents() {
@@ -129,7 +141,7 @@ __device__ __forceinline__ void wait_for_producers() {
 #endif
 }
 
-// --- shared memory ------------------------------------------------------------------------------------------------------
+// --- shared memory --------------------------------------------------------------------------------------------------
 
 // The block's shared memory, all of it dynamic: a launch says how much, so that a check knows where it ends.
 #ifdef __CUDACC__

@@ -65,11 +65,11 @@ template <class T, int M, bool Aligned> struct Normed : Plain<T, M, Aligned> {
 
 // W: storage type of the weights, of which a step holds kVec<W> a lane; T: of x.
 template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
-  static constexpr int R = AUTOSEL_ROWS;
+  static constexpr int V = kVec<W>, X = kVec<T>, kStep = kWarp * V, R = AUTOSEL_ROWS;
   // Eight rows of x take registers, and time to multiply by: fewer loads in flight are enough.
-  static constexpr int kLoads = M < 8 || AUTOSEL_UNROLL < 2 ? AUTOSEL_UNROLL : 2;
+  static constexpr int kMostLoads = M < 8 ? 8 : 16 / V;
+  static constexpr int kLoads = AUTOSEL_UNROLL < kMostLoads ? AUTOSEL_UNROLL : kMostLoads;
   static constexpr int U = kLoads / (R * Parts) > 0 ? kLoads / (R * Parts) : 1;
-  static constexpr int V = kVec<W>, X = kVec<T>, kStep = kWarp * V;
   static_assert(V % X == 0, "a vector of weights meets whole vectors of x");
 
   struct Raw { uint4 v[U][Parts][R]; };
@@ -96,8 +96,11 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
           for (int u = 0; u < U; ++u) raw.v[u][p][r] = load_streamed(from + u * kStep);
         } else {
 #pragma unroll
-          for (int u = 0; u < U; ++u)
-            raw.v[u][p][r] = load_vector<W, Aligned>(from + u * kStep, depth - k - lane * V - u * kStep);
+          for (int u = 0; u < U; ++u) {
+            const int left = depth - k - lane * V - u * kStep;
+            if (Aligned && left >= V) raw.v[u][p][r] = load_streamed(from + u * kStep);
+            else raw.v[u][p][r] = load_elements(from + u * kStep, left);
+          }
         }
       }
   }
@@ -218,7 +221,7 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
   }
 };
 
-// --- host ----------------------------------------------------------------------------------------------------------------
+// --- host -----------------------------------------------------------------------------------------------------------
 
 struct Plan {
   int64_t grid, split;

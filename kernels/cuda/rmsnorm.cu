@@ -5,8 +5,8 @@
 // what counts is the chain of latencies: one load of x, one reduction, one store.
 // knobs   threads = d b / 16 in whole warps, grid = M (knobs/gpu/rows.py); pdl: launched as a programmatic dependent.
 // design  One CTA a row. The row is read once and stays in registers, 8 bf16 a thread and vector, up to 4 vectors; a
-//         longer row (above 32768) is read again from L2. The weight, where registers hold it too (2 vectors), is fetched before the
-//         wait for x's producer.
+//         longer row (above 32768) is read again from L2. The weight, where registers hold it too (2 vectors), is fetched
+//         before the wait for x's producer.
 // tried   (ptxas, sm_90a, bf16) the weight held in registers beside 4 and 8 vectors of x: spills 56 and 384 bytes; 8
 //         vectors of x without it: 64 bytes.
 // idea    quack's rmsnorm ladder (threads and registers by row length).

@@ -45,7 +45,7 @@ template <class T> struct Rows {
   unsigned* counters;  // [B]
 };
 
-// --- the row ---------------------------------------------------------------------------------------------------------------
+// --- the row --------------------------------------------------------------------------------------------------------
 
 // Which tokens below `tokens`, from `first` on, are in the history: a bit each. Ends with a barrier.
 template <class T> __device__ void mark(const Rows<T>& r, int64_t b, int first, int tokens, uint32_t* bits) {
@@ -117,7 +117,7 @@ struct Weigh {  // exp((z - most) / temperature) as an integer; sums of V of the
   }
 };
 
-// --- over the block -------------------------------------------------------------------------------------------------------
+// --- over the block -------------------------------------------------------------------------------------------------
 
 struct Room {  // shared memory
   Mass bins[kBins];
@@ -221,7 +221,8 @@ __device__ int locate(const List& list, const Weight& weight, const Target& targ
 }
 
 // Tokens of at least `from` into shared memory, in index order; their number, or kFew + 1 if they are too many.
-template <class T> __device__ int gather(const Penalised<T>& row, int tokens, const Block* blocks, float from, Room& room) {
+template <class T>
+__device__ int gather(const Penalised<T>& row, int tokens, const Block* blocks, float from, Room& room) {
   const int count = (tokens + kBlock - 1) / kBlock, lane = int(threadIdx.x) % kWarp;
   const int each = (count + kWarps - 1) / kWarps, warp = int(threadIdx.x) / kWarp;
   const int first = min(warp * each, count), end = min(first + each, count);
@@ -254,7 +255,7 @@ template <class T> __device__ int gather(const Penalised<T>& row, int tokens, co
   return n;
 }
 
-// --- a row's token -----------------------------------------------------------------------------------------------------------
+// --- a row's token --------------------------------------------------------------------------------------------------
 
 struct Wishes {
   float temperature, top_p, uniform;
@@ -262,7 +263,8 @@ struct Wishes {
 };
 
 // Of the first `left` elements with this key, the index of the last; with fewer there is no need to ask.
-template <class List> __device__ int last_of_ties(const List& list, uint32_t key, const Cut& cut, Mass left, Room& room) {
+template <class List>
+__device__ int last_of_ties(const List& list, uint32_t key, const Cut& cut, Mass left, Room& room) {
   const auto tied = [&](float z, int i) { return Mass(key_of(z) == key && cut.keeps(key, i)); };
   const int found = locate(list, tied, [&](Mass) { return left - 1; }, room);
   return found < 0 ? 0x7fffffff : found;
@@ -321,7 +323,8 @@ __device__ float top_of(const Block* blocks, int count, Room& room, int& where) 
   return most;
 }
 
-template <class T> __device__ int token_of(const Rows<T>& r, int64_t b, const Block* blocks, Room& room, uint32_t* bits) {
+template <class T>
+__device__ int token_of(const Rows<T>& r, int64_t b, const Block* blocks, Room& room, uint32_t* bits) {
   const int tokens = int(r.logits.columns), count = (tokens + kBlock - 1) / kBlock;
   const Wishes wish{r.temperature[b], r.top_p[b], r.uniform[b], r.top_k[b]};
   mark(r, b, 0, tokens, bits);
@@ -364,7 +367,7 @@ template <class T> __device__ int token_of(const Rows<T>& r, int64_t b, const Bl
   return draw(Few{room.few_z, room.few_at, n}, wish, weigh, whole, room);
 }
 
-// --- the kernel --------------------------------------------------------------------------------------------------------------
+// --- the kernel -----------------------------------------------------------------------------------------------------
 
 template <class T> __global__ void __launch_bounds__(kThreads) sample_rows(Rows<T> r) {
   release_dependents();

@@ -26,6 +26,7 @@ class Budget:
 
     registers: int
     slow_registers: int = 0
+    saved_bytes: int = 0  # registers that a called function saves and restores, which ptxas counts as spills
     builds: tuple[tuple[str, ...], ...] = ((),)  # macros, one build each
     wide: tuple[str, ...] = ("LDG.E.128",)  # how aligned variants read memory, and compute
     dtypes: tuple[str, ...] = ("BF16", "FP16", "FP32")
@@ -56,7 +57,8 @@ BUDGETS = {
     "swiglu": Budget(registers=64),
     "geglu": Budget(registers=64),
     "kv_append": Budget(registers=64),
-    "sample": Budget(registers=64, wide=()),  # 512 threads, 2 CTAs; reads a bit and a logit a token
+    # 512 threads, 2 CTAs; reads a bit and a logit a token; its steps are functions, called a few times a row
+    "sample": Budget(registers=64, wide=(), saved_bytes=64),
     "gemv": PROJECTIONS,
     "gemv_fp8": PROJECTIONS,
     "norm_qkv": PROJECTIONS,
@@ -88,7 +90,7 @@ def _faults(f: Function, budget: Budget, cc: tuple[int, int]) -> list[str]:
     registers = budget.registers if aligned(f) else budget.slow_registers or budget.registers
     if f.registers > registers:
         found.append(f"{f.registers} registers, budget {registers}")
-    if aligned(f) and (f.spill_bytes or f.stack_bytes or f.instructions.get("LDL") or f.instructions.get("STL")):
+    if aligned(f) and max(f.spill_bytes, f.stack_bytes) > budget.saved_bytes:
         found.append(f"{f.spill_bytes} bytes spilled, a stack of {f.stack_bytes}")
     if f.shared_bytes > 1024:  # the driver's own, on sm_90 and later
         found.append(f"{f.shared_bytes} bytes of static shared memory; a launch must say what it uses")
