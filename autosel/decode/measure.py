@@ -26,10 +26,7 @@ from autosel.decode.scene import Clock, Scene, set_scene
 from autosel.decode.weights import Weights
 from autosel.errors import UsageError
 from autosel.ledger.key import current_mode
-
-# GNU's OpenMP threads look for work for up to 300,000 pauses after their last, some 4 ms, and take a CPU from whoever
-# comes next. An arm has the machine to itself, as it would have in use, once the other's threads have gone to sleep.
-REST_S = 0.01
+from autosel.race.idle import wait_until_idle
 
 
 def measure(
@@ -145,7 +142,7 @@ def _pairs(scene: Scene, ours: Arm, theirs: Arm, rng: Random, listener: Listener
         first = rng.random() < 0.5
         times, chosen = {}, {}
         for arm in (ours, theirs) if first else (theirs, ours):
-            time.sleep(REST_S)
+            wait_until_idle()  # the other arm's threads look for work for some milliseconds, and would take our cores
             begin = clock()
             chosen[arm] = arm.step()
             times[arm] = clock() - begin

@@ -97,6 +97,15 @@ class Oracle:
         return Decoder(load_weights(Plan(model=shape, weights=str(self.folder), dtype=dtype)))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are done before a second thread has heard of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     model, folder = hugging_face(request.param), tmp_path_factory.mktemp(request.param)
