@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 Scalar = str | int | float | bool
@@ -458,10 +459,16 @@ def _decode_tuple(args: tuple[Any, ...], data: Any, where: str) -> Any:
     return tuple(_decode(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, data, strict=True)))
 
 
+@lru_cache(maxsize=256)
+def _hints(kind: Any) -> dict[str, Any]:
+    """Of a dataclass; finding them takes longer than all the rest of decoding."""
+    return typing.get_type_hints(kind)
+
+
 def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise ValueError(f"{where}: expected an object, got {type(data).__name__}")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     unknown = set(data) - set(hints)
     if unknown:
         raise ValueError(f"{where}: unknown fields {', '.join(sorted(unknown))}")

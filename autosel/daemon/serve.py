@@ -27,6 +27,7 @@ from autosel.ledger.engine import private_folder
 from autosel.ledger.locks import InUseError, daemon_lock
 
 log = logging.getLogger(__name__)
+SWITCH_S = 0.0005  # the writer's thread and the event loop hand over to each other for every write
 GRACE_S = 3  # for requests under way, when we stop
 TOKEN = "token"  # noqa: S105  (the name of its file)
 
@@ -46,6 +47,7 @@ def serve(asked: Asked, home: Path | None = None) -> None:
     listened on."""
     home = home or settings.home()
     private_folder(home)
+    sys.setswitchinterval(SWITCH_S)
     with _only_one(home), contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(bind.unix_socket(client.socket_path(home)))]
         access, address = Access(), ""

@@ -12,7 +12,6 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,8 +160,10 @@ class Ledger:
 
     def held_by(self, leases: Mapping[str, int]) -> Ledger:
         """The same ledger for another process, which holds these devices."""
-        other = copy(self)
-        other._leases = dict(leases)
+        if not leases:
+            return self
+        other = Ledger(self._database, self.home)
+        other._documents, other._group, other._leases = self._documents, self._group, dict(leases)
         return other
 
     # --- decide -----------------------------------------------------------------------------------------------------
