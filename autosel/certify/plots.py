@@ -141,15 +141,15 @@ def _roofline(made: Certificate, found: Audit) -> Figure:
     high = max([p[0] for p in points] + [ridge]) * 6
     roof = [min(read * x, peak or float("inf")) for x in (low, ridge, high)]
     axes.loglog([low, ridge, high], roof, color=QUIET, linewidth=1.2)
-    at = low * 2
-    _say(axes, f"{words(read, 3)} GB/s, read beside this run", (at, read * at), (7, -9), va="top")
+    at = math.sqrt(low * ridge)  # above the roof there is room: no op gets there
+    _say(axes, f"{words(read, 3)} GB/s, read beside this run", (at, read * at), (-8, 6), ha="right", va="bottom")
     if peak:
         _say(axes, f"{words(peak, 3)} GFLOP/s", (high, peak), (-2, 4), ha="right")
     top = max((p[2].share for p in points), default=1.0)
     for x, y, row in points:
         axes.scatter([x], [y], s=18 + 150 * row.share / top, color=ACCENT, alpha=0.75, linewidths=0)
-    _name_points(axes, points)
     axes.set_xlim(low, high)
+    _name_points(axes, points)
     _plain_ticks(axes.xaxis, (low, high))
     _plain_ticks(axes.yaxis, axes.get_ylim())
     axes.set_xlabel("FLOPs a byte")
@@ -159,12 +159,16 @@ def _roofline(made: Certificate, found: Audit) -> Figure:
 
 
 def _name_points(axes: Axes, points: list[tuple[float, float, Any]]) -> None:
-    """Names beside the points; those of one place share a line's height each."""
-    taken: list[tuple[float, float]] = []
-    for x, y, row in sorted(points, key=lambda p: -p[2].share):
-        near = sum(abs(x / a - 1) < 0.6 and abs(y / b - 1) < 0.5 for a, b in taken)
-        taken.append((x, y))
-        _say(axes, row.label, (x, y), (9, -3 - 11 * near), color=INK, fontsize=8)
+    """Names beside the points, moved down where another name stands."""
+    low, high = axes.get_ylim()
+    line = (high / low) ** 0.055  # a line's height, as a factor
+    placed: list[tuple[float, float]] = []
+    for x, y, row in sorted(points, key=lambda p: -p[1]):
+        below = [b for a, b in placed if 1 / 4 < x / a < 4]
+        at = min([y, *(b / line for b in below)])
+        placed.append((x, at))
+        _say(axes, row.label, (x, at), (9, 0), va="center", color=INK, fontsize=8)
+    axes.set_ylim(min([low, *(b / line for _, b in placed)]), high)
 
 
 def _ops(made: Certificate, found: Audit) -> Figure:
@@ -201,16 +205,17 @@ def _latency(made: Certificate, found: Audit) -> Figure:
         ordered = sorted(ns / 1e6 for ns in samples)
         shares = [0.0, *(100 * (i + 1) / len(ordered) for i in range(len(ordered)))]
         times = [ordered[0], *ordered]
-        axes.step(times, shares, where="post", color=colour, linestyle=dash, linewidth=1.6)
-        _say(axes, f"{name}\n{words(med, 3)} ms", (med, 50), (-8, 0), ha="right", va="center", color=colour)
+        label = f"{name}, median {words(med, 3)} ms"
+        axes.step(times, shares, where="post", color=colour, linestyle=dash, linewidth=1.6, label=label)
     low, high = axes.get_xlim()
     axes.set_xscale("log")
-    axes.set_xlim(min(min(a[1]) for a in arms) / 1e6 / 1.35, max(low, high) * 1.05)
+    axes.set_xlim(min(min(a[1]) for a in arms) / 1e6 / 1.1, max(low, high) * 1.05)
     _plain_ticks(axes.xaxis, axes.get_xlim())
     axes.set_ylim(0, 101)
     axes.set_xlabel("ms of a step (log)")
     axes.set_ylabel("% of the steps")
     _grid(axes)
+    axes.legend(loc="upper left")
     return figure
 
 

@@ -7,6 +7,7 @@ serves weights for long asks for large pages once, when loading; races hold thei
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory is granted large pages by another setting
     memory = mmap.mmap(-1, size + LARGE_PAGE_BYTES, flags=flags)  # room to start on a page of that size
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % LARGE_PAGE_BYTES
     return whole[start : start + size].view(dtype).view(tuple(shape))
