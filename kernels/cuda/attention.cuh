@@ -33,10 +33,9 @@ struct Strides { int64_t batch, head, token; };  // in elements
 // Where the keys lie. A source finds a key's place (a load, for pages), then the rows of K and V there.
 struct Place { int outer, inner; };  // batch row and key, or page and slot; outer < 0: nowhere
 
-template <class KV> struct Contiguous {
+template <class KV> struct Cache {
   const KV *k, *v;
-  Strides ks, vs;
-  __device__ __forceinline__ Place find(int b, int key) const { return {b, key}; }
+  Strides ks, vs;  // of a paged cache: page, head, slot
   __device__ __forceinline__ const KV* key_row(const Place& p, int64_t h) const {
     return k + p.outer * ks.batch + h * ks.head + p.inner * ks.token;
   }
@@ -45,9 +44,31 @@ template <class KV> struct Contiguous {
   }
 };
 
-template <class KV> struct Paged {
+// One key's rows; not `there`: behind the end, or in a page that does not exist.
+template <class KV> struct Rows {
   const KV *k, *v;
-  Strides ks, vs;  // of page, head, slot
+  bool there;
+};
+
+// A source's Ahead<Turns> holds what a lane must know to copy its keys of a block, key, key + step, ..., below `end`:
+// got by `look`, which may have to load it, a block before it is used.
+template <class KV> struct Contiguous : Cache<KV> {
+  __device__ __forceinline__ Place find(int b, int key) const { return {b, key}; }
+
+  template <int Turns> struct Ahead {
+    const KV *k, *v;
+    int key;
+    __device__ __forceinline__ void look(const Contiguous& c, int b, int64_t h, int64_t from, int, int) {
+      key = int(from), k = c.key_row({b, key}, h), v = c.value_row({b, key}, h);
+    }
+    __device__ __forceinline__ Rows<KV> rows(const Contiguous& c, int64_t, int turn, int step, int end) const {
+      const int further = turn * step;
+      return {k + further * c.ks.token, v + further * c.vs.token, key + further < end};
+    }
+  };
+};
+
+template <class KV> struct Paged : Cache<KV> {
   const int32_t* table;
   int64_t table_row;
   int pages;
@@ -56,12 +77,20 @@ template <class KV> struct Paged {
     const int id = table[b * table_row + unsigned(key) / page];
     return {id < pages ? id : -1, int(unsigned(key) % page)};
   }
-  __device__ __forceinline__ const KV* key_row(const Place& p, int64_t h) const {
-    return k + p.outer * ks.batch + h * ks.head + p.inner * ks.token;
-  }
-  __device__ __forceinline__ const KV* value_row(const Place& p, int64_t h) const {
-    return v + p.outer * vs.batch + h * vs.head + p.inner * vs.token;
-  }
+
+  template <int Turns> struct Ahead {
+    Place places[Turns];
+    __device__ __forceinline__ void look(const Paged& p, int b, int64_t, int64_t from, int step, int end) {
+#pragma unroll
+      for (int t = 0; t < Turns; ++t)
+        places[t] = from + t * step < end ? p.find(b, int(from) + t * step) : Place{-1, 0};
+    }
+    __device__ __forceinline__ Rows<KV> rows(const Paged& p, int64_t h, int turn, int, int) const {
+      const bool there = places[turn].outer >= 0;
+      const Place at = there ? places[turn] : Place{0, 0};
+      return {p.key_row(at, h), p.value_row(at, h), there};
+    }
+  };
 };
 
 template <class T> struct Queries {
@@ -75,7 +104,7 @@ template <class T> struct Queries {
   float scale, softcap;                         // scale in base 2; with a softcap: before tanh, the softcap in base 2
   const float *k_scale, *v_scale;               // [Hkv], of a cache that is stored divided by them; or null
   int chunk, splits, slots;
-  bool aligned_q, aligned_kv;
+  bool aligned_q;
 };
 
 struct Scratch {
@@ -104,7 +133,7 @@ template <int R, class T> __device__ __forceinline__ Task task_of(const Queries<
 }
 
 // 2^(m - most); of a part that saw nothing 0.
-__device__ __forceinline__ float weight(float m, float most) { return m == -INFINITY ? 0.0f : exp2f(m - most); }
+__device__ __forceinline__ float weight(float m, float most) { return m == -INFINITY ? 0.0f : exp2_flushed(m - most); }
 
 template <class T>
 __device__ __forceinline__ void put(const Queries<T>& a, const Task& t, int r, int d, float value, float total) {
@@ -168,12 +197,13 @@ __device__ void finish(const Queries<T>& a, const Task& task, const Scratch& scr
   }
 }
 
-template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct Attend {
+template <class T, class KV, int R, int Lanes, int Chunks, class Source, bool Aligned> struct Attend {
   static constexpr int W = kVec<KV>, kPieces = Chunks * W;  // channels a lane holds
   static constexpr int kTurns = R < 8 ? 4 : 2;                              // keys a lane group takes in a block
   static constexpr int kGroups = kWarp / Lanes, kBlock = kGroups * kTurns;  // keys at once; keys a warp's block
   static constexpr int kWide = Chunks * Lanes * W;                          // channels there is room for
   static constexpr size_t kSlotBytes = size_t(kTurns) * 2 * Chunks * kWarp * 16;  // of one warp
+  using Ahead = typename Source::template Ahead<kTurns>;
 
   const Queries<T>& a;
   const Source& source;
@@ -216,43 +246,37 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
     }
   }
 
-  // --- the ring ----------------------------------------------------------------------------------------------------------
+  // --- the ring -----------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ uint4* at(int slot, int turn, int which, int c) const {
     return ring + (((slot * kTurns + turn) * 2 + which) * Chunks + c) * kWarp + lane;
   }
 
-  __device__ __forceinline__ void find(Place (&places)[kTurns], int64_t base, int end) const {
-#pragma unroll
-    for (int t = 0; t < kTurns; ++t) {
-      const int64_t key = base + t * kGroups + member;
-      places[t] = key < end ? source.find(task.b, int(key)) : Place{-1, 0};
-    }
+  __device__ __forceinline__ void look(Ahead& ahead, int64_t base) const {
+    ahead.look(source, task.b, task.h, base + member, kGroups, task.end);
   }
 
-  __device__ __forceinline__ void fill(int slot, const Place (&places)[kTurns]) const {
+  __device__ __forceinline__ void fill(int slot, const Ahead& ahead) const {
 #pragma unroll
     for (int t = 0; t < kTurns; ++t) {
-      const bool there = places[t].outer >= 0;
-      const Place p = there ? places[t] : Place{0, 0};
-      const KV *k = source.key_row(p, task.h), *v = source.value_row(p, task.h);
+      const Rows<KV> rows = ahead.rows(source, task.h, t, kGroups, task.end);
 #pragma unroll
       for (int c = 0; c < Chunks; ++c) {
-        const int from = channel(c), left = there ? a.width - from : 0;
-        if (a.aligned_kv) {
-          copy_async(at(slot, t, 0, c), k + from, left > 0);
-          copy_async(at(slot, t, 1, c), v + from, left > 0);
+        const int from = channel(c), left = rows.there ? a.width - from : 0;
+        if (Aligned) {
+          copy_async(at(slot, t, 0, c), rows.k + from, left > 0);
+          copy_async(at(slot, t, 1, c), rows.v + from, left > 0);
         } else {
-          *at(slot, t, 0, c) = load_elements(k + from, left);
-          *at(slot, t, 1, c) = load_elements(v + from, left);
+          *at(slot, t, 0, c) = load_elements(rows.k + from, left);
+          *at(slot, t, 1, c) = load_elements(rows.v + from, left);
         }
       }
     }
   }
 
-  // --- a block -----------------------------------------------------------------------------------------------------------
+  // --- a block ------------------------------------------------------------------------------------------------------
 
-  template <bool Masked> __device__ __forceinline__ void work(int slot, int base, int end) {
+  template <bool Masked> __device__ __forceinline__ void work(int slot, int base) {
     float s[kTurns][R];
     bool hidden[kTurns][R];
 #pragma unroll
@@ -284,7 +308,7 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
 #pragma unroll
         for (int t = 0; t < kTurns; ++t) {
           const int key = base + t * kGroups + member;
-          hidden[t][r] = key >= end || key < lo || key > hi;
+          hidden[t][r] = key >= task.end || key < lo || key > hi;
           if (hidden[t][r]) s[t][r] = -INFINITY;
         }
       }
@@ -299,13 +323,13 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
       most = fmaxf(most, top[r]);
       const float base_of = most == -INFINITY ? 0.0f : most;  // nothing seen yet: exp2 of -inf, not of NaN
       if (most > top[r]) {  // the same for the whole warp
-        const float shrink = exp2f(top[r] - base_of);
+        const float shrink = exp2_flushed(top[r] - base_of);
         sum[r] *= shrink, top[r] = most;
 #pragma unroll
         for (int e = 0; e < kPieces; ++e) acc[r][e] *= shrink;
       }
 #pragma unroll
-      for (int t = 0; t < kTurns; ++t) s[t][r] = exp2f(s[t][r] - base_of), sum[r] += s[t][r];
+      for (int t = 0; t < kTurns; ++t) s[t][r] = exp2_flushed(s[t][r] - base_of), sum[r] += s[t][r];
     }
 #pragma unroll
     for (int t = 0; t < kTurns; ++t)
@@ -321,23 +345,23 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
       }
   }
 
-  __device__ __forceinline__ void walk(int begin, int end) {
-    const int64_t stride = kWarps * kBlock, first = begin + warp * kBlock;
+  __device__ __forceinline__ void walk() {
+    const int64_t stride = kWarps * kBlock, first = task.begin + warp * kBlock;
     // The keys that every row sees.
     const int64_t clear_to = int64_t(task.length) - a.positions + 1, clear_from = a.window ? task.length - a.window : 0;
-    Place places[kTurns];
-    find(places, first, end);
+    Ahead ahead;
+    look(ahead, first);
     for (int slot = 0; slot < a.slots - 1; ++slot) {
-      fill(slot, places), commit_copies();
-      find(places, first + (slot + 1) * stride, end);
+      fill(slot, ahead), commit_copies();
+      look(ahead, first + (slot + 1) * stride);
     }
     int slot = 0, free = a.slots - 1;
-    for (int64_t base = first; base < end; base += stride) {
+    for (int64_t base = first; base < task.end; base += stride) {
       await_copies_but(a.slots - 2);
-      fill(free, places), commit_copies();
-      find(places, base + a.slots * stride, end);
-      if (base >= clear_from && base + kBlock <= clear_to && base + kBlock <= end) work<false>(slot, int(base), end);
-      else work<true>(slot, int(base), end);
+      fill(free, ahead), commit_copies();
+      look(ahead, base + a.slots * stride);
+      if (base >= clear_from && base + kBlock <= clear_to && base + kBlock <= task.end) work<false>(slot, int(base));
+      else work<true>(slot, int(base));
       free = slot, slot = slot + 1 < a.slots ? slot + 1 : 0;
     }
     await_copies<0>();
@@ -371,21 +395,21 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source> struct 
   }
 };
 
-template <class T, class KV, int R, int Lanes, int Chunks, class Source>
-__global__ void __launch_bounds__(kThreads, 2) attend(Queries<T> queries, Source source, Scratch scratch) {
+template <class T, class KV, int R, int Lanes, int Chunks, class Source, bool Aligned>
+__global__ void __launch_bounds__(kThreads, Aligned ? 2 : 1) attend(Queries<T> queries, Source source, Scratch scratch) {
   release_dependents();
   wait_for_producers();
   const Task task = task_of<R>(queries);
   if (int(blockIdx.x) >= task.active) return;  // a shorter sequence than the longest
-  using A = Attend<T, KV, R, Lanes, Chunks, Source>;
+  using A = Attend<T, KV, R, Lanes, Chunks, Source, Aligned>;
   A a(queries, source, task);
   a.take_queries();
-  a.walk(task.begin, task.end);
+  a.walk();
   a.lay_out();
   finish<R, A::kWide>(queries, task, scratch);
 }
 
-// --- host ----------------------------------------------------------------------------------------------------------------
+// --- host -----------------------------------------------------------------------------------------------------------
 
 struct Settings {
   int64_t tile, stages, chunk, pdl;
@@ -396,9 +420,37 @@ template <class KV> bool aligned(const KV* p, const Strides& s, int64_t width) {
   return uintptr_t(p) % 16 == 0 && s.batch * bytes % 16 == 0 && s.head * bytes % 16 == 0 && s.token * bytes % 16 == 0 &&
          width * bytes % 16 == 0;
 }
+template <class KV> bool aligned(const Cache<KV>& c, int64_t width) {
+  return aligned(c.k, c.ks, width) && aligned(c.v, c.vs, width);
+}
+
+inline void check_cache(const TensorView& q, const TensorView& k, const TensorView& v) {
+  check_form(q, "q", q, 4), check_form(k, "k", q, 4), check_form(v, "v", q, 4);
+  for (int i = 0; i < 4; ++i) AUTOSEL_CHECK(k.size(i) == v.size(i), "attention: k and v differ in size");
+  AUTOSEL_CHECK(k.size(3) == q.size(3), "attention: q and k differ in width");
+  AUTOSEL_CHECK(same_dtype(k, v), "attention: dtypes differ");
+}
+
+template <class KV>
+Contiguous<KV> contiguous(const TensorView& q, const TensorView& k, const TensorView& v, int64_t max_len) {
+  check_cache(q, k, v);
+  AUTOSEL_CHECK(k.size(0) == q.size(0), "attention: q and k differ in batch");
+  AUTOSEL_CHECK(max_len >= 0 && max_len <= k.size(2), "attention: max_len exceeds the cache");
+  return {{data<KV>(k), data<KV>(v), {k.stride(0), k.stride(1), k.stride(2)}, {v.stride(0), v.stride(1), v.stride(2)}}};
+}
+
+template <class KV>
+Paged<KV> paged(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& table, int64_t max_len) {
+  check_cache(q, k, v), check_form(table, "block_table", q, 2);
+  AUTOSEL_CHECK(k.size(0) > 0 && k.size(1) > 0, "attention: no pages");
+  AUTOSEL_CHECK(is(table, kDLInt, 32) && table.size(0) == q.size(0), "attention: block_table must be int32 [B,n]");
+  AUTOSEL_CHECK(max_len >= 0 && max_len <= table.size(1) * k.size(1), "attention: max_len exceeds the block table");
+  return {{data<KV>(k), data<KV>(v), {k.stride(0), k.stride(2), k.stride(1)}, {v.stride(0), v.stride(2), v.stride(1)}},
+          data<int32_t>(table), table.stride(0), int(k.size(0)), unsigned(k.size(1))};
+}
 
 // The checks and numbers that do not depend on how the cache lies.
-template <class T, class KV>
+template <class T>
 Queries<T> queries_of(const TensorView& q, const TensorView& o, const Optional<TensorView>& lengths, int64_t heads,
                       int64_t max_len, double scale, int64_t window, double softcap, int64_t chunk) {
   check_form(o, "o", q, 4);
@@ -411,6 +463,7 @@ Queries<T> queries_of(const TensorView& q, const TensorView& o, const Optional<T
     check_form(*lengths, "lengths", q, 1);
     AUTOSEL_CHECK(is(*lengths, kDLInt, 32) && lengths.value().size(0) == q.size(0), "attention: lengths must be int32 [B]");
   }
+  if (window >= max_len) window = 0;  // it hides nothing
   const int64_t d = q.size(3), s = q.size(2), span = window ? std::min(max_len, window + s - 1) : max_len;
   const double by = scale != 0 ? scale : 1.0 / std::sqrt(double(d));
   Queries<T> a{};
@@ -432,45 +485,59 @@ inline int slots_of(const Settings& knobs, int64_t row_bytes, size_t slot_bytes,
   return int(std::max<size_t>(2, std::min(wanted, most)));
 }
 
+// A grid for rows in tiles of R, and the workspace where keys are split. `slot_bytes`: of a CTA; `wide`: channels of a row
+// of its joined sums.
+template <class T, class Source>
+void start(void (*kernel)(Queries<T>, Source, Scratch), Queries<T> a, const Source& source, int64_t batch, int rows,
+           int wide, size_t slot_bytes, size_t row_bytes, const Settings& knobs, const Stream& stream) {
+  a.slots = slots_of(knobs, int64_t(row_bytes), slot_bytes, stream);
+  const int64_t tiles = (int64_t(a.group) * a.positions + rows - 1) / rows, tasks = batch * a.heads * tiles;
+  AUTOSEL_CHECK(batch <= 65535 && a.heads * tiles <= 65535, "attention: more than 65535 sequences or row tiles");
+  Shape shape{dim3(unsigned(a.splits), unsigned(a.heads * tiles), unsigned(batch)), unsigned(kThreads),
+              std::max(a.slots * slot_bytes, join_bytes(rows, wide)), knobs.pdl != 0};
+  Scratch scratch{};
+  if (a.splits > 1) {
+    Workspace space(stream, size_t(tasks) * a.splits * rows * (a.width + 2) * sizeof(float), size_t(tasks));
+    scratch = {space.memory<float>(), space.counters()};
+  }
+  launch(shape, stream, kernel, a, source, scratch);
+}
+
+// R rows a tile, as few as hold all of them or as many as registers allow: R x channels a lane are at most 64.
 template <class T, class KV, class Source>
-void run(const Queries<T>& given, const Source& source, int64_t batch, const Settings& knobs, const Stream& stream) {
-  const int rows = given.group * given.positions;
-  auto with = [&](auto r, auto lanes, auto chunks) {
+void run(const Queries<T>& a, const Source& source, int64_t batch, bool is_aligned, const Settings& knobs,
+         const Stream& stream) {
+  using std::integral_constant;
+  constexpr int W = kVec<KV>;
+  auto with = [&](auto r, auto lanes, auto chunks, auto alignment) {
     constexpr int R = decltype(r)::value, kLanes = decltype(lanes)::value, kChunks = decltype(chunks)::value;
-    using A = Attend<T, KV, R, kLanes, kChunks, Source>;
-    Queries<T> a = given;
-    a.slots = slots_of(knobs, given.width * int64_t(sizeof(KV)), kWarps * A::kSlotBytes, stream);
-    const int64_t tiles = (rows + R - 1) / R, tasks = batch * a.heads * tiles;
-    AUTOSEL_CHECK(batch <= 65535 && a.heads * tiles <= 65535, "attention: more than 65535 sequences or row tiles");
-    Shape shape{dim3(unsigned(a.splits), unsigned(a.heads * tiles), unsigned(batch)), unsigned(kThreads),
-                std::max(kWarps * a.slots * A::kSlotBytes, join_bytes(R, A::kWide)), knobs.pdl != 0};
-    Scratch scratch{};
-    if (a.splits > 1) {
-      Workspace space(stream, size_t(tasks) * a.splits * R * (a.width + 2) * sizeof(float), size_t(tasks));
-      scratch = {space.memory<float>(), space.counters()};
-    }
-    launch(shape, stream, attend<T, KV, R, kLanes, kChunks, Source>, a, source, scratch);
+    constexpr bool kAligned = decltype(alignment)::value;
+    using A = Attend<T, KV, R, kLanes, kChunks, Source, kAligned>;
+    start(attend<T, KV, R, kLanes, kChunks, Source, kAligned>, a, source, batch, R, A::kWide, kWarps * A::kSlotBytes,
+          size_t(a.width) * sizeof(KV), knobs, stream);
   };
-  auto by_lanes = [&](auto r) {
-    using std::integral_constant;
-    constexpr int W = kVec<KV>, R = decltype(r)::value;
+  auto by_lanes = [&](auto r, auto alignment) {
+    constexpr int R = decltype(r)::value;
     if constexpr (R * W <= 64) {
-      if (given.width <= 8 * W) return with(r, integral_constant<int, 8>{}, integral_constant<int, 1>{});
-      if (given.width <= 16 * W) return with(r, integral_constant<int, 16>{}, integral_constant<int, 1>{});
-      if (given.width <= 32 * W) return with(r, integral_constant<int, 32>{}, integral_constant<int, 1>{});
+      if (a.width <= 8 * W) return with(r, integral_constant<int, 8>{}, integral_constant<int, 1>{}, alignment);
+      if (a.width <= 16 * W) return with(r, integral_constant<int, 16>{}, integral_constant<int, 1>{}, alignment);
+      if (a.width <= 32 * W) return with(r, integral_constant<int, 32>{}, integral_constant<int, 1>{}, alignment);
     }
     if constexpr (R * W * 2 <= 64)
-      if (given.width <= 64 * W) return with(r, integral_constant<int, 32>{}, integral_constant<int, 2>{});
+      if (a.width <= 64 * W) return with(r, integral_constant<int, 32>{}, integral_constant<int, 2>{}, alignment);
     if constexpr (R * W * 4 <= 64)
-      if (given.width <= 128 * W) return with(r, integral_constant<int, 32>{}, integral_constant<int, 4>{});
-    AUTOSEL_CHECK(false, "attention: heads of " << given.width << " channels are too wide");
+      if (a.width <= 128 * W) return with(r, integral_constant<int, 32>{}, integral_constant<int, 4>{}, alignment);
+    AUTOSEL_CHECK(false, "attention: heads of " << a.width << " channels are too wide");
   };
-  // R x channels a lane may hold 64 accumulators.
-  const int most = 64 / kVec<KV> / std::max(1, (given.width + 32 * kVec<KV> - 1) / (32 * kVec<KV>));
-  if (rows <= 1 || most < 2) return by_lanes(std::integral_constant<int, 1>{});
-  if (rows <= 2 || most < 4) return by_lanes(std::integral_constant<int, 2>{});
-  if (rows <= 4 || most < 8) return by_lanes(std::integral_constant<int, 4>{});
-  by_lanes(std::integral_constant<int, 8>{});
+  const int rows = a.group * a.positions, most = 64 / W / std::max(1, (a.width + 32 * W - 1) / (32 * W));
+  if (!is_aligned) {  // slow in any case: two variants are enough
+    if (most < 4) return by_lanes(integral_constant<int, 1>{}, std::false_type{});
+    return by_lanes(integral_constant<int, 4>{}, std::false_type{});
+  }
+  if (rows <= 1 || most < 2) return by_lanes(integral_constant<int, 1>{}, std::true_type{});
+  if (rows <= 2 || most < 4) return by_lanes(integral_constant<int, 2>{}, std::true_type{});
+  if (rows <= 4 || most < 8) return by_lanes(integral_constant<int, 4>{}, std::true_type{});
+  by_lanes(integral_constant<int, 8>{}, std::true_type{});
 }
 
 }  // namespace attention

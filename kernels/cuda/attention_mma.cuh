@@ -16,10 +16,13 @@ namespace attention {
 
 constexpr int kTileRows = 16, kTileKeys = 16;
 
-template <class T, int Wide, class Source> struct AttendTiles {  // Wide: channels there is room for, D or more
-  static constexpr int kPieces = Wide / kVec<T>, kPitch = kPieces | 1;              // of 16 bytes: of a row; between rows
-  static constexpr size_t kSlotBytes = size_t(2) * kTileKeys * kPitch * 16;         // of one warp
-  static constexpr int kCopies = (kTileKeys * kPieces + kWarp - 1) / kWarp;         // a lane's pieces of K
+// Wide: channels there is room for, D or more
+template <class T, int Wide, class Source, bool Aligned> struct AttendTiles {
+  static constexpr int kPieces = Wide / kVec<T>, kPitch = kPieces | 1;       // of 16 bytes: of a row; between rows
+  static constexpr size_t kSlotBytes = size_t(2) * kTileKeys * kPitch * 16;  // of one warp
+  static constexpr int kAcross = kPieces <= 8 ? 8 : kPieces <= 16 ? 16 : 32;  // lanes that copy a row, maybe some idle
+  static constexpr int kStep = kWarp / kAcross, kTurns = kTileKeys / kStep;   // keys at once; keys a lane copies
+  using Ahead = typename Source::template Ahead<kTurns>;
 
   const Queries<T>& a;
   const Source& source;
@@ -58,23 +61,24 @@ template <class T, int Wide, class Source> struct AttendTiles {  // Wide: channe
     return ring + slot * (kSlotBytes / 16) + (which * kTileKeys + key) * kPitch + piece;
   }
 
-  // The keys of a block from `base` on, for all lanes.
-  __device__ __forceinline__ void fill(int slot, int64_t base) const {
-#pragma unroll 2
-    for (int i = 0; i < kCopies; ++i) {
-      const int which = i * kWarp + lane, key = which / kPieces, piece = which % kPieces;
-      if (which >= kTileKeys * kPieces) break;
-      const Place found = base + key < task.end ? source.find(task.b, int(base) + key) : Place{-1, 0};
-      const bool there = found.outer >= 0;
-      const Place p = there ? found : Place{0, 0};
-      const int from = piece * kVec<T>, left = there ? a.width - from : 0;
-      const T *k = source.key_row(p, task.h) + from, *v = source.value_row(p, task.h) + from;
-      if (a.aligned_kv) {
-        copy_async(at(slot, 0, key, piece), k, left > 0);
-        copy_async(at(slot, 1, key, piece), v, left > 0);
+  __device__ __forceinline__ void look(Ahead& ahead, int64_t base) const {
+    ahead.look(source, task.b, task.h, base + lane / kAcross, kStep, task.end);
+  }
+
+  // A block's keys, for all lanes.
+  __device__ __forceinline__ void fill(int slot, const Ahead& ahead) const {
+    const int piece = lane % kAcross, from = piece * kVec<T>;
+    if (piece >= kPieces) return;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const Rows<T> rows = ahead.rows(source, task.h, turn, kStep, task.end);
+      const int key = turn * kStep + lane / kAcross, left = rows.there ? a.width - from : 0;
+      if (Aligned) {
+        copy_async(at(slot, 0, key, piece), rows.k + from, left > 0);
+        copy_async(at(slot, 1, key, piece), rows.v + from, left > 0);
       } else {
-        *at(slot, 0, key, piece) = load_elements(k, left);
-        *at(slot, 1, key, piece) = load_elements(v, left);
+        *at(slot, 0, key, piece) = load_elements(rows.k + from, left);
+        *at(slot, 1, key, piece) = load_elements(rows.v + from, left);
       }
     }
   }
@@ -104,14 +108,14 @@ template <class T, int Wide, class Source> struct AttendTiles {  // Wide: channe
       float most = fmaxf(fmaxf(s[0].v[2 * half], s[0].v[2 * half + 1]), fmaxf(s[1].v[2 * half], s[1].v[2 * half + 1]));
       most = fmaxf(lanes_max<4>(most), top[half]);
       const float base_of = most == -INFINITY ? 0.0f : most;  // nothing seen yet: exp2 of -inf, not of NaN
-      const float shrink = exp2f(top[half] - base_of);
+      const float shrink = exp2_flushed(top[half] - base_of);
       top[half] = most, sum[half] *= shrink;
 #pragma unroll
       for (int side = 0; side < 2; ++side)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& x = s[side].v[2 * half + e];
-          x = exp2f(x - base_of), sum[half] += x;
+          x = exp2_flushed(x - base_of), sum[half] += x;
         }
       if (__any_sync(kAll, shrink != 1.0f)) {
 #pragma unroll
@@ -120,7 +124,9 @@ template <class T, int Wide, class Source> struct AttendTiles {  // Wide: channe
     }
     TileA p;
 #pragma unroll
-    for (int side = 0; side < 2; ++side) p.w[2 * side] = narrow_word(T{}, s[side].v), p.w[2 * side + 1] = narrow_word(T{}, s[side].v + 2);
+    for (int side = 0; side < 2; ++side) {
+      p.w[2 * side] = narrow_word(T{}, s[side].v), p.w[2 * side + 1] = narrow_word(T{}, s[side].v + 2);
+    }
 #pragma unroll
     for (int i = 0; i < Wide / 16; ++i) {
       uint32_t v[4];  // keys 0 .. 7 and 8 .. 15 of channels 0 .. 7, then of 8 .. 15
@@ -133,12 +139,18 @@ template <class T, int Wide, class Source> struct AttendTiles {  // Wide: channe
   __device__ __forceinline__ void walk() {
     const int64_t stride = kWarps * kTileKeys, first = task.begin + warp * kTileKeys;
     const int64_t clear_to = int64_t(task.length) - a.positions + 1, clear_from = a.window ? task.length - a.window : 0;
-    for (int slot = 0; slot < a.slots - 1; ++slot) fill(slot, first + slot * stride), commit_copies();
+    Ahead ahead;
+    look(ahead, first);
+    for (int slot = 0; slot < a.slots - 1; ++slot) {
+      fill(slot, ahead), commit_copies();
+      look(ahead, first + (slot + 1) * stride);
+    }
     int slot = 0, free = a.slots - 1;
     for (int64_t base = first; base < task.end; base += stride) {
       await_copies_but(a.slots - 2);
       __syncwarp();  // all lanes' copies are here, and all have done with the slot that is filled now
-      fill(free, base + (a.slots - 1) * stride), commit_copies();
+      fill(free, ahead), commit_copies();
+      look(ahead, base + a.slots * stride);
       if (base >= clear_from && base + kTileKeys <= clear_to && base + kTileKeys <= task.end) work<false>(slot, int(base));
       else work<true>(slot, int(base));
       free = slot, slot = slot + 1 < a.slots ? slot + 1 : 0;
@@ -155,50 +167,47 @@ template <class T, int Wide, class Source> struct AttendTiles {  // Wide: channe
       const float total = lanes_sum<4>(sum[half]);
       float* row = all + (warp * kTileRows + g + 8 * half) * (Wide + 2);
 #pragma unroll
-      for (int i = 0; i < Wide / 8; ++i) row[8 * i + 2 * t] = o[i].v[2 * half], row[8 * i + 2 * t + 1] = o[i].v[2 * half + 1];
+      for (int i = 0; i < Wide / 8; ++i) {
+        row[8 * i + 2 * t] = o[i].v[2 * half], row[8 * i + 2 * t + 1] = o[i].v[2 * half + 1];
+      }
       if (t == 0) row[Wide] = top[half], row[Wide + 1] = total;
     }
     __syncthreads();
   }
 };
 
-template <class T, int Wide, class Source>
-__global__ void __launch_bounds__(kThreads, 2) attend_tiles(Queries<T> queries, Source source, Scratch scratch) {
+template <class T, int Wide, class Source, bool Aligned>
+__global__ void __launch_bounds__(kThreads, Aligned ? 2 : 1)
+    attend_tiles(Queries<T> queries, Source source, Scratch scratch) {
   release_dependents();
   wait_for_producers();
   const Task task = task_of<kTileRows>(queries);
   if (int(blockIdx.x) >= task.active) return;  // a shorter sequence than the longest
-  AttendTiles<T, Wide, Source> a(queries, source, task);
+  AttendTiles<T, Wide, Source, Aligned> a(queries, source, task);
   a.take_queries();
   a.walk();
   a.lay_out();
   finish<kTileRows, Wide>(queries, task, scratch);
 }
 
-// --- host ----------------------------------------------------------------------------------------------------------------
+// --- host -----------------------------------------------------------------------------------------------------------
 
 template <class T, class Source>
-void run_tiles(const Queries<T>& given, const Source& source, int64_t batch, const Settings& knobs, const Stream& stream) {
+void run_tiles(const Queries<T>& a, const Source& source, int64_t batch, bool is_aligned, const Settings& knobs,
+               const Stream& stream) {
   auto with = [&](auto wide) {
     constexpr int kWide = decltype(wide)::value;
-    using A = AttendTiles<T, kWide, Source>;
-    Queries<T> a = given;
-    a.slots = slots_of(knobs, given.width * int64_t(sizeof(T)), kWarps * A::kSlotBytes, stream);
-    const int64_t tiles = (given.group * given.positions + kTileRows - 1) / kTileRows, tasks = batch * a.heads * tiles;
-    AUTOSEL_CHECK(batch <= 65535 && a.heads * tiles <= 65535, "attention: more than 65535 sequences or row tiles");
-    Shape shape{dim3(unsigned(a.splits), unsigned(a.heads * tiles), unsigned(batch)), unsigned(kThreads),
-                std::max(kWarps * a.slots * A::kSlotBytes, join_bytes(kTileRows, kWide)), knobs.pdl != 0};
-    Scratch scratch{};
-    if (a.splits > 1) {
-      Workspace space(stream, size_t(tasks) * a.splits * kTileRows * (a.width + 2) * sizeof(float), size_t(tasks));
-      scratch = {space.memory<float>(), space.counters()};
-    }
-    launch(shape, stream, attend_tiles<T, kWide, Source>, a, source, scratch);
+    by_flag(is_aligned, [&](auto alignment) {
+      constexpr bool kAligned = decltype(alignment)::value;
+      using A = AttendTiles<T, kWide, Source, kAligned>;
+      start(attend_tiles<T, kWide, Source, kAligned>, a, source, batch, kTileRows, kWide, kWarps * A::kSlotBytes,
+            size_t(a.width) * sizeof(T), knobs, stream);
+    });
   };
-  if (given.width <= 64) return with(std::integral_constant<int, 64>{});
-  if (given.width <= 96) return with(std::integral_constant<int, 96>{});
-  if (given.width <= 128) return with(std::integral_constant<int, 128>{});
-  AUTOSEL_CHECK(given.width <= 256, "attention: heads of " << given.width << " channels are too wide for this kernel");
+  if (a.width <= 64) return with(std::integral_constant<int, 64>{});
+  if (a.width <= 96) return with(std::integral_constant<int, 96>{});
+  if (a.width <= 128) return with(std::integral_constant<int, 128>{});
+  AUTOSEL_CHECK(a.width <= 256, "attention: heads of " << a.width << " channels are too wide for this kernel");
   with(std::integral_constant<int, 256>{});
 }
 

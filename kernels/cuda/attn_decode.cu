@@ -10,9 +10,10 @@
 //            batches the sum of lengths over c S CTAs. A sequence takes as many CTAs as it has chunks, the rest leave.
 //   pdl      launched as a programmatic dependent
 // design  attention.cuh: packed queries, a ring of a lane's own, masks at the edges only, joined by the last CTA.
-//         Per 16 bytes of K and V a lane spends 16 R multiply-adds (R rows, bf16) and R + 4 exchanges: at R = 4 about 110
-//         instructions where an H200 has 221 while the bytes arrive (13.8 a weight), so reading decides; at R = 8 it is
-//         even, beyond it tensor cores are due.
+//         Instructions a lane issues for an element of the cache (ptxas, sm_90a, bf16): about 4 at one row, 8 at four;
+//         an H200 has 13.8 while the element arrives, an RTX 5070 Ti 53. More rows: attn_decode_mma.cu.
+// tried   (ptxas, sm_90a) addresses of K and V by multiplication for every key, exp2f with its scaling for subnormals:
+//         12 at four rows. First and last key of each of eight rows in registers: spills 36 bytes.
 // idea    split-KV: Dao's Flash-Decoding; the last CTA joins: FlashInfer's xqa; halving exchanges: the reduce-scatter.
 // status  compiled and emulated; not yet run on silicon
 #include "attention.cuh"
@@ -21,20 +22,15 @@ namespace autosel {
 namespace {
 
 void attn_decode(TensorView q, TensorView k, TensorView v, Optional<TensorView> lengths, int64_t max_len, double scale,
-                 int64_t window, double softcap, TensorView o, int64_t tile, int64_t stages, int64_t chunk, int64_t pdl) {
+                 int64_t window, double softcap, TensorView o, int64_t tile, int64_t stages, int64_t chunk,
+                 int64_t pdl) {
   using namespace attention;
-  check_form(q, "q", q, 4), check_form(k, "k", q, 4), check_form(v, "v", q, 4);
-  for (int i = 0; i < 4; ++i) AUTOSEL_CHECK(k.size(i) == v.size(i), "attn: k and v differ in size");
-  AUTOSEL_CHECK(k.size(0) == q.size(0) && k.size(3) == q.size(3), "attn: q and k differ in batch or width");
-  AUTOSEL_CHECK(same_dtype(q, k) && same_dtype(q, v), "attn: dtypes differ");
-  AUTOSEL_CHECK(max_len >= 0 && max_len <= k.size(2), "attn: max_len exceeds the cache");
+  AUTOSEL_CHECK(same_dtype(q, k), "attention: dtypes differ");
   by_dtype(q, [&](auto tag) {
     using T = decltype(tag);
-    auto queries = queries_of<T, T>(q, o, lengths, k.size(1), max_len, scale, window, softcap, chunk);
-    Contiguous<T> source{data<T>(k), data<T>(v), {k.stride(0), k.stride(1), k.stride(2)},
-                         {v.stride(0), v.stride(1), v.stride(2)}};
-    queries.aligned_kv = aligned<T>(source.k, source.ks, q.size(3)) && aligned<T>(source.v, source.vs, q.size(3));
-    run<T, T>(queries, source, q.size(0), Settings{tile, stages, chunk, pdl}, Stream(q));
+    auto source = contiguous<T>(q, k, v, max_len);
+    auto queries = queries_of<T>(q, o, lengths, k.size(1), max_len, scale, window, softcap, chunk);
+    run<T, T>(queries, source, q.size(0), aligned(source, q.size(3)), {tile, stages, chunk, pdl}, Stream(q));
   });
 }
 

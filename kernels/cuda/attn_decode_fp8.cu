@@ -17,23 +17,17 @@ void attn_decode_fp8(TensorView q, TensorView k, TensorView v, TensorView k_scal
                      Optional<TensorView> lengths, int64_t max_len, double scale, int64_t window, double softcap,
                      TensorView o, int64_t tile, int64_t stages, int64_t chunk, int64_t pdl) {
   using namespace attention;
-  check_form(q, "q", q, 4), check_form(k, "k", q, 4), check_form(v, "v", q, 4);
-  for (int i = 0; i < 4; ++i) AUTOSEL_CHECK(k.size(i) == v.size(i), "attn: k and v differ in size");
-  AUTOSEL_CHECK(k.size(0) == q.size(0) && k.size(3) == q.size(3), "attn: q and k differ in batch or width");
-  AUTOSEL_CHECK(is_e4m3(k) && is_e4m3(v), "attn: k and v must be e4m3");
-  AUTOSEL_CHECK(max_len >= 0 && max_len <= k.size(2), "attn: max_len exceeds the cache");
+  AUTOSEL_CHECK(is_e4m3(k) && is_e4m3(v), "attention: k and v must be e4m3");
   for (const TensorView* t : {&k_scale, &v_scale}) {
     check_form(*t, "k_scale and v_scale", q, 1);
-    AUTOSEL_CHECK(is(*t, kDLFloat, 32) && t->size(0) == k.size(1), "attn: scales must be fp32[" << k.size(1) << "]");
+    AUTOSEL_CHECK(is(*t, kDLFloat, 32) && t->size(0) == k.size(1), "attention: scales must be fp32[Hkv]");
   }
   by_dtype(q, [&](auto tag) {
     using T = decltype(tag);
-    auto queries = queries_of<T, e4m3>(q, o, lengths, k.size(1), max_len, scale, window, softcap, chunk);
+    auto source = contiguous<e4m3>(q, k, v, max_len);
+    auto queries = queries_of<T>(q, o, lengths, k.size(1), max_len, scale, window, softcap, chunk);
     queries.k_scale = data<float>(k_scale), queries.v_scale = data<float>(v_scale);
-    Contiguous<e4m3> source{data<e4m3>(k), data<e4m3>(v), {k.stride(0), k.stride(1), k.stride(2)},
-                            {v.stride(0), v.stride(1), v.stride(2)}};
-    queries.aligned_kv = aligned<e4m3>(source.k, source.ks, q.size(3)) && aligned<e4m3>(source.v, source.vs, q.size(3));
-    run<T, e4m3>(queries, source, q.size(0), Settings{tile, stages, chunk, pdl}, Stream(q));
+    run<T, e4m3>(queries, source, q.size(0), aligned(source, q.size(3)), {tile, stages, chunk, pdl}, Stream(q));
   });
 }
 
