@@ -166,7 +166,7 @@ def race_of(contest: Contest, terms: Terms) -> Race:
     wins = w.op != "attn" or w["L"] >= CROSSOVER
     truth = {name: BASE_NS * (0.5 if wins and name.startswith("cpp:") else 1.5) for name in contest.entrants}
     truth[base] = BASE_NS
-    p, margin, coin = plan(BASE_NS), contest.margins["short"], Random(w.key)
+    p, margin, coin = plan(BASE_NS), contest.margins["short"], Random(f"{w.key} {os.getpid()}")
     bench, rivals = Bench(truth, iid(), coin), tuple(dict.fromkeys((base, incumbent)))
     arms = list(dict.fromkeys((*rivals, *truth)))
     trial = Trial(plan=p, delta=margin.delta, seed=coin.getrandbits(32))

@@ -1,0 +1,82 @@
+"""The long form of tests/null/test_parsers.py: many more examples of every parser, and none that grows."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given
+from hypothesis import settings as terms
+from hypothesis import strategies as st
+
+from autosel import settings
+from tests.null.parsers import PARSERS
+
+EXAMPLES = {"import": 1_500, "fault": 2_000, "command line": 2_500}
+MANY = 20_000
+KEPT, TURNS = 200, 20
+GROWTH_BYTES = 8 << 20
+STORES = {"import"}  # what was imported stays in the ledger, and its newest decisions in memory
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    made = tmp_path_factory.mktemp("parsers")
+    patch = pytest.MonkeyPatch()
+    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
+        patch.delenv(name)
+    patch.setenv("AUTOSEL_HOME", str(made))
+    settings.read.cache_clear()
+    yield made
+    patch.undo()
+    settings.read.cache_clear()
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_nothing_that_comes_in_gets_past_as_anything_but_an_answer_or_a_refusal_in_words(
+    name: str, folder: Path
+) -> None:
+    parser, fed = PARSERS[name], EXAMPLES.get(name, MANY)
+    quiet = list(HealthCheck)
+
+    @terms(max_examples=fed, deadline=None, suppress_health_check=quiet, database=None)
+    @given(st.data())
+    def fuzz(data: st.DataObject) -> None:
+        parser.parse(data.draw(parser.drawn), folder)
+
+    fuzz()
+
+
+@pytest.mark.parametrize("name", sorted(set(PARSERS) - STORES))
+def test_feeding_the_same_things_again_and_again_makes_nothing_grow(name: str, folder: Path) -> None:
+    parser, kept = PARSERS[name], list[Any]()
+
+    @terms(
+        max_examples=KEPT,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+        database=None,
+    )
+    @given(parser.drawn)
+    def keep(drawn: Any) -> None:
+        kept.append(drawn)
+
+    keep()
+    sizes = []
+    for _ in range(TURNS):
+        for drawn in kept:
+            parser.parse(drawn, folder)
+        gc.collect()
+        sizes.append((resident_bytes(), len(os.listdir("/proc/self/fd"))))
+    (early, files), (late, files_then) = sizes[TURNS // 4], sizes[-1]
+    assert late - early <= GROWTH_BYTES
+    assert files_then <= files
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
