@@ -13,10 +13,12 @@ MOST_ROWS = 8
 
 
 def tile_shape(m, size, threads, unroll, rows_per_warp, weights=1):
-    """[rows of w, depth] of a program's tile: a row a warp; fewer loads a lane where accumulators need registers."""
-    accumulators = m * weights
-    fewer = max(1, unroll // (1 if accumulators == 1 else 2 if accumulators <= 4 else 4))
-    return threads // LANES * (1 << (rows_per_warp - 1).bit_length()), LANES * VECTOR_BYTES // size * fewer
+    """[rows of w, depth] of a program's tile: a row or several a warp, `unroll` loads a lane and row; less of either
+    where accumulators, one a row of x and weight, and a second weight's tiles would take more than 64 registers."""
+    rows, vector = 1 << (rows_per_warp - 1).bit_length(), VECTOR_BYTES // size
+    while rows * unroll * vector * m * weights**2 > 64 and rows * unroll > 1:
+        rows, unroll = (rows // 2, unroll) if rows > 1 else (rows, unroll // 2)
+    return threads // LANES * rows, LANES * vector * unroll
 
 
 @triton.jit

@@ -115,8 +115,13 @@ def _tool(name: str, cubin: bytes, *options: str) -> str:
         return subprocess.run([TOOLS / name, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def problems(kernel: TritonKernel, device: str, shapes: Iterable[Shape], dtypes: Iterable[str]) -> list[str]:
-    """Compile what the host code would launch at these shapes on a known device; what is wrong with it, in words."""
+def problems(
+    kernel: TritonKernel, device: str, shapes: Iterable[Shape], dtypes: Iterable[str], *, spills: bool
+) -> list[str]:
+    """Compile what the host code would launch at these shapes on a known device; what is wrong with it, in words.
+
+    `spills`: registers spilled to local memory count as wrong too.
+    """
     f, found = facts(known.load(device)), []
     for (dims, traits), dtype in product(shapes, dtypes):
         w = OPS[kernel.op].workload(dtype, dims, **traits)
@@ -124,7 +129,7 @@ def problems(kernel: TritonKernel, device: str, shapes: Iterable[Shape], dtypes:
             continue
         for launch in launches(kernel, device, w):
             where = f"{kernel.name} {w.key} on {device}: {launch.kernel}"
-            found += [f"{where}: {what}" for what in wrong(launch, f)]
+            found += [f"{where}: {what}" for what in wrong(launch, f, spills)]
     return found
 
 
@@ -138,7 +143,7 @@ def launches(kernel: TritonKernel, device: str, w: Workload) -> list[Launch]:
     return made
 
 
-def wrong(launch: Launch, f: GpuFacts) -> Iterator[str]:
+def wrong(launch: Launch, f: GpuFacts, spills: bool) -> Iterator[str]:
     target = re.search(r"^\.target (\S+)", launch.ptx, re.MULTILINE)
     if target is None or target[1].rstrip("af") != f"sm_{f.cc[0]}{f.cc[1]}":
         yield f"compiled for {target and target[1]}"
@@ -146,7 +151,7 @@ def wrong(launch: Launch, f: GpuFacts) -> Iterator[str]:
         yield f"{launch.shared_bytes} bytes of shared memory; a CTA has {f.smem_per_cta}"
     if f.occupancy(threads=launch.threads, regs=launch.registers, smem=launch.shared_bytes) < 1:
         yield f"{launch.threads} threads of {launch.registers} registers do not fit an SM"
-    if launch.spill_bytes:
+    if spills and launch.spill_bytes:
         yield f"{launch.spill_bytes} bytes a thread spilled to local memory"
     if any(size > most for size, most in zip(launch.grid, (2**31 - 1, 65_535, 65_535), strict=False)):
         yield f"grid {launch.grid}"

@@ -1,6 +1,6 @@
 """The Triton kernels without a GPU: compiled for every target, and proven in Triton's interpreter.
 
-Both take long: each day does another part, tests/soak/test_triton.py everything.
+Both take long: each day does another part, tests/soak/test_triton.py everything, and counts spilled registers as wrong.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def test_a_triton_kernel_compiles_for_the_targets_at_their_own_knobs(number: int
     kernel = list(KERNELS.values())[number]
     shapes, targets = SHAPES[kernel.op], list(TARGETS.values())
     first, second = targets[(TURN + number) % len(targets)], targets[(TURN + number + 2) % len(targets)]
-    found = problems(kernel, first, shapes[:1], ("bf16",))
-    found += problems(kernel, second, [shapes[(TURN + number) % len(shapes)]], (DTYPES[(TURN + number) % 3],))
+    found = problems(kernel, first, shapes[:1], ("bf16",), spills=False)
+    found += problems(
+        kernel, second, [shapes[(TURN + number) % len(shapes)]], (DTYPES[(TURN + number) % 3],), spills=False
+    )
     assert found == []
 
 
