@@ -55,6 +55,7 @@ def attn(function: str, *checks: str, case: str = "") -> Kernel:
     return Kernel(proof(function, ATTN), checks, case)
 
 
+BURST = "cpu/test_race_plants.py::test_work_left_out_of_a_burst_shows_in_a_call_that_nothing_foretold"
 PLANTS: Mapping[int, Plant] = {
     1: Plant("zeros", (wrong("zeros", "elements"), wrong("native_zeros", "elements"))),
     2: Plant("an output left untouched", (wrong("writes_nothing", "unwritten"), wrong("native_nothing", "unwritten"))),
@@ -155,8 +156,9 @@ PLANTS: Mapping[int, Plant] = {
     23: Plant(
         "a result remembered by content",
         (wrong("remembers_by_content", "elements", "anti_cache"),),
+        (BURST,),
     ),
-    24: Plant("the work of many calls done in one", (wrong("works_once_in_eight", "unwritten"),)),
+    24: Plant("the work of many calls done in one", (wrong("works_once_in_eight", "unwritten"),), (BURST,)),
     25: Plant("one output buffer for all calls", (allocating("one_static_buffer", "retention"),)),
     26: Plant(
         "a side stream that is never joined",
@@ -175,7 +177,11 @@ PLANTS: Mapping[int, Plant] = {
         ),
     ),
     28: Plant("a tensor subclass that computes when looked at", (allocating("returns_a_subclass", "result"),)),
-    29: Plant("clocks patched", (wrong("slows_the_clock", "global_state", case="process-wide state"),)),
+    29: Plant(
+        "clocks patched",
+        (wrong("slows_the_clock", "global_state", case="process-wide state"),),
+        ("cpu/test_race_plants.py::test_a_patched_clock_is_not_the_one_that_is_read",),
+    ),
     30: Plant("a hunt for the expected tensor in memory", (wrong("hunts_for_the_answer", "unwritten", "elements"),)),
     31: Plant("a slow warm-up, to cut the samples", (), ("cpu/test_race_plants.py::test_the_plan_is_the_baselines",)),
     32: Plant(
@@ -211,7 +217,10 @@ PLANTS: Mapping[int, Plant] = {
     38: Plant(
         "a hang or a crash",
         (wrong("crashes_on_nan", "crash", case="nan"),),
-        ("cpu/test_parity.py::test_a_hang_ends_at_the_deadline", "cpu/test_faults.py::test_every_fault_is_contained"),
+        (
+            "cpu/test_parity.py::test_a_hang_ends_at_the_deadline",
+            "cpu/test_faults.py::test_every_fault_is_contained_and_its_cause_stored",
+        ),
     ),
     39: Plant(
         "a forged reply",
