@@ -83,11 +83,11 @@ class Database:
         """One transaction, committed and on disk on leaving. Raises LedgerError; nothing is stored then.
 
         After a failed write or fsync nothing more is written through this object: a second fsync may lie. Within
-        `together` it is a savepoint of that transaction, and on disk when that ends.
+        `together` it belongs to that transaction, and is on disk when that ends.
         """
         inside = self._inside()
         if inside is not None:
-            with self._explained(), inside.begin_nested():
+            with self._explained():
                 yield inside
             return
         if self._failure is not None:
@@ -116,6 +116,14 @@ class Database:
                 yield
             finally:
                 self._open.connection = None
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Within `together`: all of what is written inside, or, where it raises, nothing of it."""
+        inside = self._inside()
+        assert inside is not None
+        with self._explained(), inside.begin_nested():
+            yield
 
     def _inside(self) -> Connection | None:
         found: Connection | None = getattr(self._open, "connection", None)

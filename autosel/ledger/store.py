@@ -138,25 +138,40 @@ class Ledger:
         """Group commit: make the calls, all of them in one transaction, then publish once; each is acknowledged when
         this returns. Gives what each returned, or the exception with which it changed nothing.
 
-        Raises LedgerError if the transaction as a whole failed: then none of them changed anything.
+        A call may be made twice: where one of them raises, all are rolled back and made again, each with a savepoint,
+        which as a rule nobody needs and everybody would pay for. Raises LedgerError if the transaction as a whole
+        failed: then none of them changed anything.
         """
-        found = []
+        group = list(calls)
+        try:
+            found, changed = self._grouped(group, apart=False)
+        except Exception as error:
+            if lost(error):
+                raise
+            found, changed = self._grouped(group, apart=True)
+        if changed:  # committed by now: should this fail, nothing is to be made again
+            self.publish()
+        return found
+
+    def _grouped(self, calls: Sequence[Callable[[], Any]], *, apart: bool) -> tuple[list[Any], bool]:
+        """What each gave, and whether any of it is to be published."""
         self._group.publish = False
         try:
             with self._database.together():
-                for call in calls:
-                    try:
-                        found.append(call())
-                    except Exception as error:
-                        if lost(error):
-                            raise
-                        found.append(error)
-            wanted = self._group.publish
+                found = [self._apart(call) if apart else call() for call in calls]
+            return found, bool(self._group.publish)
         finally:
             del self._group.publish
-        if wanted:
-            self.publish()
-        return found
+
+    def _apart(self, call: Callable[[], Any]) -> Any:
+        """What a call gives; or the exception it raised, and nothing of what it wrote."""
+        try:
+            with self._database.part():
+                return call()
+        except Exception as error:
+            if lost(error):
+                raise
+            return error
 
     def held_by(self, leases: Mapping[str, int]) -> Ledger:
         """The same ledger for another process, which holds these devices."""
