@@ -101,7 +101,7 @@ def _runtime() -> Any:
         from cupy.cuda import runtime
     except ImportError as error:
         raise UsageError(
-            "a GPU's fingerprint needs cupy", why=str(error), todo="pip install autosel's extra cuda12 or cuda13"
+            "a GPU's fingerprint needs cupy", why=str(error), todo="install the extra cuda12 or cuda13 of this checkout"
         ) from error
     return runtime
 
