@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autosel.client import Client
 
 
-@verb("serve", "serve", "serve --tcp 127.0.0.1:8765", "serve --systemd-unit > ~/.config/systemd/user/autosel.service")
+@verb("serve", "serve", "serve --tcp 127.0.0.1:8765", "serve --systemd-unit")
 @click.option("--tcp", default="", metavar="HOST:PORT", help="also listen on this loopback port: the dashboard")
 @click.option("--origin", "origins", multiple=True, metavar="URL", help="a web page that may ask; repeatable")
 @click.option(
