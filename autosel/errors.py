@@ -6,7 +6,6 @@ never has to guess. Raise these for the caller's mistakes; `assert` is for ours.
 
 from __future__ import annotations
 
-
 MOST_CHARACTERS = 3000  # of one part of a message: what a person reads
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from autosel import settings
 from tests.null.parsers import PARSERS
 
-EXAMPLES = {"import": 1_500, "fault": 2_000, "command line": 2_500}
-MANY = 20_000
+EXAMPLES = {"import": 1_000, "fault": 1_000, "command line": 2_000}
+MANY = 5_000
 KEPT, TURNS = 200, 20
 GROWTH_BYTES = 8 << 20
 STORES = {"import"}  # what was imported stays in the ledger, and its newest decisions in memory
