@@ -22,7 +22,7 @@ def take(device: str = "cpu", *, refresh: bool = False) -> Fingerprint:
     UsageError for a GPU that is not here, or lacks what measures it.
     """
     kind, _, number = device.partition(":")
-    if kind not in DEVICES or (number and not (kind == "cuda" and number.isdecimal())):
+    if kind not in DEVICES or not (number or "0").isdecimal() or (kind == "cpu" and int(number or 0) > 0):
         raise UnknownName("device", device, DEVICES)
     if kind == "cuda":
         return gpu.take(int(number or 0), refresh=refresh)
