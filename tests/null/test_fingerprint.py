@@ -454,7 +454,7 @@ def test_refresh_measures_again_and_replaces(measured: list[str]) -> None:
 
 def test_a_device_that_is_not_here_is_an_error_that_names_those_that_are(measured: list[str]) -> None:
     with pytest.raises(UnknownName, match="known: cpu"):
-        device.take("cuda:0")
+        device.take("tpu:0")
 
 
 def with_looks(monkeypatch: pytest.MonkeyPatch, reads: list[float], *, virtual: bool) -> Fingerprint:
