@@ -27,6 +27,8 @@ class Budget:
     registers: int
     slow_registers: int = 0
     saved_bytes: int = 0  # registers that a called function saves and restores, which ptxas counts as spills
+    # Spilled by the fp32 variant for eight rows of x, whose accumulators alone take half of the registers.
+    eight_rows_bytes: int = 0
     builds: tuple[tuple[str, ...], ...] = ((),)  # macros, one build each
     wide: tuple[str, ...] = ("LDG.E.128",)  # how aligned variants read memory, and compute
     dtypes: tuple[str, ...] = ("BF16", "FP16", "FP32")
@@ -42,6 +44,7 @@ PROJECTIONS = Budget(
     slow_registers=255,
     wide=("LDG.E.NA.LTC128B.128", "LDG.E.128"),  # weights, x
     builds=(("AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4"), ("AUTOSEL_ROWS=4", "AUTOSEL_UNROLL=4")),
+    eight_rows_bytes=64,
 )
 ATTENTION = Budget(registers=255, wide=("LDGSTS.E.BYPASS.LTC128B.128", "LDS.128"))  # 128 threads, 2 CTAs
 TILES = Budget(registers=255, wide=("LDGSTS.E.BYPASS.LTC128B.128", "LDSM", "HMMA"), dtypes=("BF16", "FP16"))
@@ -90,7 +93,8 @@ def _faults(f: Function, budget: Budget, cc: tuple[int, int]) -> list[str]:
     registers = budget.registers if aligned(f) else budget.slow_registers or budget.registers
     if f.registers > registers:
         found.append(f"{f.registers} registers, budget {registers}")
-    if aligned(f) and max(f.spill_bytes, f.stack_bytes) > budget.saved_bytes:
+    allowed = max(budget.saved_bytes, budget.eight_rows_bytes if "<float, 8," in f.name else 0)
+    if aligned(f) and max(f.spill_bytes, f.stack_bytes) > allowed:
         found.append(f"{f.spill_bytes} bytes spilled, a stack of {f.stack_bytes}")
     if f.shared_bytes > 1024:  # the driver's own, on sm_90 and later
         found.append(f"{f.shared_bytes} bytes of static shared memory; a launch must say what it uses")
