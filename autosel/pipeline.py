@@ -63,7 +63,7 @@ def tune(
             if job.late and not job.probe:
                 tuning.tally.late(job)
         for job, lengths, workload in split_buckets(tuning, [*jobs, *ready]):
-            tuning.tally.decided(job, decide(tuning, job, lengths=lengths, workload=workload), lengths)
+            tuning.tally.decided(job, decide(tuning, job, lengths=lengths, workload=workload))
     return _report(tuning, clock() - started)
 
 

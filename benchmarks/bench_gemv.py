@@ -1,6 +1,8 @@
 """The projections of a decode step against PyTorch and against a plain streaming read, interleaved in one run.
 
     python benchmarks/bench_gemv.py [--m 1] [--dtype bf16] [--seconds 4] [--only o --only lm_head] [--json]
+    python benchmarks/bench_gemv.py --only o --small-pages     weights on 4 KiB pages instead of 2 MiB ones
+    python benchmarks/bench_gemv.py --only o --no-wait         each arm beside the spinning threads of the one before
 
 Each round visits read probe, kernel and PyTorch in a shuffled order; every visit waits until the threads of the one
 before have stopped spinning, runs once untimed, to wake its own, then once timed on the next of enough copies of the
@@ -57,6 +59,8 @@ def main() -> int:
         "--seconds", type=float, default=4.0, help="for each shape; at least 9 rounds whatever it takes"
     )
     parser.add_argument("--only", action="append", default=[], choices=[name for name, *_ in SHAPES])
+    parser.add_argument("--small-pages", action="store_true", help="as a server holds them that asks for nothing")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait for the other arm's threads to sleep")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     fp = fingerprint.take("cpu")
@@ -67,7 +71,9 @@ def main() -> int:
             continue
         w = OPS[op].workload(options.dtype, {d: {"M": options.m, **dims}[d] for d in OPS[op].dim_names}, **traits)
         print(f"{name}: {w.key}", file=sys.stderr, flush=True)
-        rows.append({"name": name, **measure(w, fp, options.seconds)})
+        rows.append(
+            {"name": name, **measure(w, fp, options.seconds, small_pages=options.small_pages, wait=not options.no_wait)}
+        )
     if options.json:
         json.dump({"device": fp.name, "m": options.m, "dtype": options.dtype, "rows": rows}, sys.stdout, indent=1)
         print()
@@ -76,7 +82,9 @@ def main() -> int:
     return 0
 
 
-def measure(w: Workload, fp: Fingerprint, budget_s: float) -> dict[str, Any]:
+def measure(
+    w: Workload, fp: Fingerprint, budget_s: float, *, small_pages: bool = False, wait: bool = True
+) -> dict[str, Any]:
     """Times of every arm in microseconds, and the two ratios, for one workload."""
     op = OPS[w.op]
     inputs = op.inputs(w, 1)
@@ -85,7 +93,8 @@ def measure(w: Workload, fp: Fingerprint, budget_s: float) -> dict[str, Any]:
     copies = 1 + -(-3 * int(fp.identity["l3_bytes"]) // weight_bytes)
     if weight_bytes > 8 * int(fp.identity["l3_bytes"]):
         copies = 1  # reading it evicts its own beginning
-    operands = [{**inputs, **{n: pages.clone(inputs[n]) for n in streamed}} for _ in range(copies)]
+    copy = torch.clone if small_pages else pages.clone
+    operands = [{**inputs, **{n: copy(inputs[n]) for n in streamed}} for _ in range(copies)]
     arms = {"read": reader(streamed, fp), "cpp": ours(w, fp), "torch": getattr(eager, w.op)}
     outputs = op.allocate(w)
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
@@ -93,7 +102,8 @@ def measure(w: Workload, fp: Fingerprint, budget_s: float) -> dict[str, Any]:
     while len(times["cpp"]) < LEAST_ROUNDS or time.perf_counter() < end:
         rng.shuffle(order)
         for arm in order:
-            wait_until_idle()
+            if wait:
+                wait_until_idle()
             for timed in (False, True):
                 turn += 1
                 given = operands[turn % copies]

@@ -158,8 +158,8 @@ class Bench:
             self.keep("dram_latency_s", "s", [latency])
         except ValueError as error:
             self.notes.append(f"no loaded latency: {error}")
-        few = [Point(size=n, value=self._l2_rate_of(n)) for n in self._sm_counts()]
-        self.keep("saturating_sms", "count", [float(gpu_rates.sms_to_saturate(few))])
+        by_count = [Point(size=n, value=self._read_rate_of(n)) for n in self._sm_counts()]
+        self.keep("saturating_sms", "count", [float(gpu_rates.sms_to_saturate(by_count))])
 
     def _read(self, blocks: int) -> None:
         count = self.cupy.uint64(self.data.nbytes // VECTOR_BYTES)
@@ -187,7 +187,7 @@ class Bench:
     def _sm_counts(self) -> list[int]:
         return sorted({max(1, round(self.sms * k / 8)) for k in range(1, 9)})
 
-    def _l2_rate_of(self, blocks: int) -> float:
+    def _read_rate_of(self, blocks: int) -> float:
         """bytes/s of one block an SM reading DRAM, on `blocks` SMs."""
         return float(self.data.nbytes) / min(self.repeated(partial(self._read, blocks)))
 
@@ -255,17 +255,14 @@ class Bench:
     def starting(self) -> None:
         """What a kernel costs on a stream, in a graph, behind a dependent launch; a barrier; the host's own launch."""
         self.keep("stream_launch_s", "s", self._each(self._tiny, 50, 500))
-        self.keep("graph_node_s", "s", self._each(self._graph("probe_tiny"), 100, 1000))
+        self.keep("graph_node_s", "s", self._each(self._graph_chain(100, 1000), 100, 1000))
         self.keep("flag_barrier_s", "s", self._each(self._barriers, 50, 500))
         pdl = self._dependent()
         if pdl is not None:
             self.keep("pdl_node_s", "s", self._each(pdl, 50, 500))
-            saved = self.rates["pdl_node_s"].value - self.rates["flag_barrier_s"].value
-            if saved > 0:
-                self.keep("persistent_saving_s", "s", [saved])
-        if "persistent_saving_s" not in self.rates:
-            # A barrier that costs no less than a dependent launch saves nothing; formulas take logs of no rate.
-            self.keep("persistent_saving_s", "s", [1e-9])
+        # A barrier that costs no less than a dependent launch saves nothing: a nanosecond, since no stored rate is 0.
+        pdl_s = self.rates["pdl_node_s"].value if pdl is not None else 0.0
+        self.keep("persistent_saving_s", "s", [max(pdl_s - self.rates["flag_barrier_s"].value, 1e-9)])
         self.keep("host_launch_s", "s", [self._host_launch() for _ in range(WINDOWS)])
 
     def _each(self, run: Callable[[int], None], few: int, many: int) -> list[float]:
@@ -277,24 +274,19 @@ class Bench:
         for _ in range(count):
             self.launch("probe_tiny", 1, 32, self.word)
 
-    def _graph(self, kernel: str) -> Callable[[int], None]:
-        """Launches a chain of `count` nodes; captured once a count."""
+    def _graph_chain(self, *counts: int) -> Callable[[int], None]:
+        """Launches a chain of so many nodes, captured beforehand."""
         graphs: dict[int, Any] = {}
-
-        def run(count: int) -> None:
-            if count not in graphs:
-                side = self.cupy.cuda.Stream(non_blocking=True)
-                side.begin_capture()
-                function = self.kernels.get_function(kernel)
-                for _ in range(count):
-                    function((1,), (32,), (self.word,), stream=side)
-                graphs[count] = side.end_capture()
-            graphs[count].launch(self.stream)
-
-        run(100)
-        run(1000)
+        tiny = self.kernels.get_function("probe_tiny")
+        for count in counts:
+            side = self.cupy.cuda.Stream(non_blocking=True)
+            side.begin_capture()
+            for _ in range(count):
+                tiny((1,), (32,), (self.word,), stream=side)
+            graphs[count] = side.end_capture()
+            graphs[count].launch(self.stream)  # the first launch uploads it
         self.stream.synchronize()
-        return run
+        return lambda count: graphs[count].launch(self.stream)
 
     def _barriers(self, rounds: int) -> None:
         self.cupy.cuda.runtime.memsetAsync(self.word.data.ptr, 0, 4, self.stream.ptr)

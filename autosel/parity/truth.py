@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autosel.ops.compare import compare
 from autosel.ops.contract import Case, Inputs, Match, Mismatch, Op
+from autosel.ops.expected import Expected
 
 KEPT_BYTES = 256 << 20
 
@@ -26,22 +26,20 @@ class Truth:
 
     def __init__(self, op: Op, inputs: Inputs) -> None:
         self.op, self.inputs = op, inputs
-        self._known: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None] | None = None
+        self._known: tuple[Expected, Sequence[Tensor] | None] | None = None
         self._lock = threading.Lock()
 
     def judge(self, got: Sequence[Tensor]) -> Match | Mismatch:
         """Is `got` a right result? A baseline that is wrong itself is no measure of how large errors may be."""
-        if type(self.op).verify is not Op.verify:
-            return self.op.verify(self.inputs, got, run_baseline(self.op, self.inputs))
         with self._lock:
             if self._known is None:
-                reference = self.op.reference(self.inputs)
-                bound = self.op.bound(self.inputs, reference)
-                base = run_baseline(self.op, self.inputs)
-                if base is not None and isinstance(compare(self.op, base, reference, bound), Mismatch):
+                expected = Expected(self.op, self.inputs)
+                base: Sequence[Tensor] | None = run_baseline(self.op, self.inputs)
+                if base is not None and not expected.own and isinstance(expected.judge(base), Mismatch):
                     base = None
-                self._known = reference, bound, base
-        return compare(self.op, got, *self._known)
+                self._known = expected, base
+        expected, base = self._known
+        return expected.judge(got, base)
 
     @property
     def size_bytes(self) -> int:

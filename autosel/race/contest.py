@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from autosel.ops import find
-from autosel.ops.compare import compare
-from autosel.ops.contract import DTYPE, Mismatch, Op
+from autosel.ops.contract import DTYPE, Mismatch, Op, Rows
+from autosel.ops.expected import Expected
 from autosel.race.plan import Margin, TimeClass
 from autosel.values import Recipe, Scalar, Workload
 from autosel.workers.arena import Arena, Ref
@@ -76,7 +76,7 @@ class Operands:
             else:
                 self.refs[name] = value
         self._places: dict[str, tuple[Ref, ...]] = {}
-        self._truth: _Truth | None = None  # of the pair at hand: all its arms are judged by one
+        self._judge: tuple[int, Rows, Expected] | None = None  # of the pair at hand: by its seed, for all its arms
         self.streamed_bytes = self._bytes_of("streamed")
         rotated = self.streamed_bytes + self._bytes_of("inout")
         # More than three last-level caches of other data pass before a copy comes round again.
@@ -115,35 +115,18 @@ class Operands:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # small tensors; a second thread would spin on the worker's core
         try:
-            if self._truth is None or self._truth.seed != seed:
-                self._truth = _Truth(self, seed)
-            return self._truth.judge([self.arena.tensor(place) for place in self.places(arm)])
+            if self._judge is None or self._judge[0] != seed:
+                rows = self.op.rows(self.workload, self.inputs, CHECKED_ROWS, seed)
+                self._judge = seed, rows, Expected(self.op, rows.inputs)
+            _, rows, expected = self._judge
+            found = expected.judge(rows.pick([self.arena.tensor(place) for place in self.places(arm)]))
+            return found if isinstance(found, Mismatch) else None
         finally:
             torch.set_num_threads(threads)
 
     def close(self) -> None:
         self.inputs = {}
         self.arena.close()
-
-
-class _Truth:
-    """Sampled rows of one pair's operands and what they must give."""
-
-    def __init__(self, operands: Operands, seed: int) -> None:
-        self.seed, self.op = seed, operands.op
-        self.rows = self.op.rows(operands.workload, operands.inputs, CHECKED_ROWS, seed)
-        self.plain = type(self.op).verify is Op.verify  # else the op has a judgement of its own
-        if self.plain:
-            self.reference = self.op.reference(self.rows.inputs)
-            self.bound = self.op.bound(self.rows.inputs, self.reference)
-
-    def judge(self, outputs: Sequence[Tensor]) -> Mismatch | None:
-        got = self.rows.pick(outputs)
-        if self.plain:
-            found = compare(self.op, got, self.reference, self.bound)
-        else:
-            found = self.op.verify(self.rows.inputs, got)
-        return found if isinstance(found, Mismatch) else None
 
 
 def _bytes(shape: Sequence[int], dtype: str) -> int:

@@ -12,9 +12,8 @@ import threading
 import time
 from pathlib import Path
 
-LIMIT_NS = (
-    30_000_000  # an active wait policy never sleeps; then its neighbours race beside it, as they would in service
-)
+# An active wait policy never sleeps; then its neighbours race beside it, as they would in service.
+LIMIT_NS = 30_000_000
 LOOK_NS = 50_000  # between two looks: a look reads a file a thread
 _TASKS = Path("/proc/self/task")
 

@@ -256,9 +256,7 @@ def _trial(seated: _Seated, terms: Terms, stage: str) -> Trial:
     attempt = seated.attempt
 
     def watch(session: Session) -> None:
-        terms.progress(
-            Tick(contest=attempt.contest, stage=stage, candidate=attempt.finalist or "", session=session)
-        )
+        terms.progress(Tick(contest=attempt.contest, stage=stage, candidate=attempt.finalist or "", session=session))
 
     return Trial(plan=seated.plan, delta=attempt.delta, seed=terms.rng.getrandbits(32), watch=watch)
 

@@ -9,7 +9,6 @@ from threading import Lock
 from typing import Protocol, runtime_checkable
 
 from autosel.candidates.base import Candidate
-from autosel.ledger.key import LengthRange
 from autosel.ledger.store import Ledger
 from autosel.models.workloads import Named
 from autosel.parity.session import CALL_S
@@ -160,12 +159,8 @@ class Tally:
             self.decisions.append(decision)
             self.listener.decided(decision, settled_before=True)
 
-    def decided(self, job: Job, decision: Decision, lengths: LengthRange = None) -> None:
+    def decided(self, job: Job, decision: Decision) -> None:
         self.measured += 1
-        if lengths is not None:  # a part of a bucket: what was decided for the whole of it, just now, no longer holds
-            kept = [d for d in self.decisions if d.bucket != decision.bucket or d.length_range is not None]
-            self.measured -= len(self.decisions) - len(kept)
-            self.decisions = kept
         self.decisions.append(decision)
         if decision.verdict is not None and decision.verdict.outcome == "undecided":
             self.undecided.append(job.named)

@@ -14,6 +14,7 @@ from autosel.ops import OPS, eager
 from autosel.ops.contract import Case, Mismatch, Op
 from autosel.values import DTypeName
 from tests.compile.emulate import emulated
+from tests.cpu.samplings import SAMPLING, judged
 
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 
@@ -57,26 +58,9 @@ def test_a_row_kernel_meets_its_contract_in_every_case(name: str, dtype: DTypeNa
     assert not wrong, "\n".join(wrong)
 
 
-SAMPLING = [
-    ("a nucleus of thousands", {"top_k": 0, "top_p": 0.9, "temperature": 1.0}),
-    ("a nucleus of nearly all", {"top_k": 0, "top_p": 0.999, "temperature": 5.0}),
-    ("a small nucleus", {"top_k": 0, "top_p": 0.3, "temperature": 0.3}),
-    ("k beyond the blocks", {"top_k": 5000, "top_p": 1.0}),
-    ("k beyond the blocks, then p", {"top_k": 5000, "top_p": 0.5, "temperature": 3.0}),
-    ("k of all but one", {"top_k": 128_255, "top_p": 1.0}),
-    ("everything", {"top_k": 0, "top_p": 1.0}),
-]
-
-
 @pytest.mark.parametrize(("what", "settings"), SAMPLING, ids=[s[0] for s in SAMPLING])
 def test_a_real_vocabulary_is_sampled_as_defined(what: str, settings: dict[str, float]) -> None:
-    op = OPS["sample"]
-    inputs = op.inputs(op.workload("bf16", {"B": 2, "V": 128_256, "L": 16}), 21)
-    for name, value in settings.items():
-        inputs[name].fill_(value)
-    token = torch.full((2,), -1)
-    emulated("sample", "sample")(*op.arguments(inputs), token, 12, 0)
-    found = op.verify(inputs, [token])
+    found = judged(settings, emulated("sample", "sample"), 12, 0)
     assert not isinstance(found, Mismatch), found
 
 

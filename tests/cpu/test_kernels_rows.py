@@ -21,6 +21,7 @@ from autosel.native.load import load_entry
 from autosel.ops import OPS
 from autosel.ops.contract import Case, Mismatch, Op
 from autosel.values import DTypeName
+from tests.cpu.samplings import SAMPLING, judged
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 HERE = Path(__file__).parent
@@ -114,26 +115,9 @@ def test_rope_keeps_the_angle_of_a_far_position(position: int) -> None:
     assert (out[0, 0].double() - want).abs().max() < 1e-6
 
 
-SAMPLING = [
-    ("a nucleus of thousands", {"top_k": 0, "top_p": 0.9, "temperature": 1.0}),
-    ("a nucleus of nearly all", {"top_k": 0, "top_p": 0.999, "temperature": 5.0}),
-    ("a small nucleus", {"top_k": 0, "top_p": 0.3, "temperature": 0.3}),
-    ("k beyond the blocks", {"top_k": 5000, "top_p": 1.0}),
-    ("k beyond the blocks, then p", {"top_k": 5000, "top_p": 0.5, "temperature": 3.0}),
-    ("k of all but one", {"top_k": 128_255, "top_p": 1.0}),
-    ("everything", {"top_k": 0, "top_p": 1.0}),
-]
-
-
 @pytest.mark.parametrize(("what", "settings"), SAMPLING, ids=[s[0] for s in SAMPLING])
 def test_a_real_vocabulary_is_sampled_as_defined(what: str, settings: dict[str, float]) -> None:
-    op = OPS["sample"]
-    inputs = op.inputs(op.workload("bf16", {"B": 2, "V": 128_256, "L": 16}), 21)
-    for name, value in settings.items():
-        inputs[name].fill_(value)
-    token = torch.full((2,), -1)
-    entry("sample", best_isa(FLAGS))(*op.arguments(inputs), token, 2)
-    found = op.verify(inputs, [token])
+    found = judged(settings, entry("sample", best_isa(FLAGS)), 2)
     assert not isinstance(found, Mismatch), found
 
 

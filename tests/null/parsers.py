@@ -10,16 +10,20 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as terms
 from hypothesis import strategies as st
 
 from autosel import models, ops, resources, settings
@@ -542,3 +546,32 @@ PARSERS: Mapping[str, Parser] = {
     "candidate": Parser(st.tuples(TEXTS | TARGETS, SOURCES), candidate),
     "command line": Parser(command_lines(), command_line),
 }
+
+
+# --- feeding --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def empty_home(folder: Path) -> Iterator[Path]:
+    """A home in which nothing is set, for as long as this lasts."""
+    patch = pytest.MonkeyPatch()
+    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
+        patch.delenv(name)
+    patch.setenv("AUTOSEL_HOME", str(folder))
+    settings.read.cache_clear()
+    try:
+        yield folder
+    finally:
+        patch.undo()
+        settings.read.cache_clear()
+
+
+def feed(parser: Parser, folder: Path, examples: int) -> None:
+    """So many things drawn for it: each is answered, or refused in words."""
+
+    @terms(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(st.data())
+    def fuzz(data: st.DataObject) -> None:
+        parser.parse(data.draw(parser.drawn), folder)
+
+    fuzz()

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as terms
-from hypothesis import strategies as st
 
-from autosel import settings
-from tests.null.parsers import PARSERS
+from tests.null.parsers import PARSERS, empty_home, feed
 
 EXAMPLES = {"import": 1_000, "fault": 1_000, "command line": 2_000}
 MANY = 5_000
@@ -25,30 +23,15 @@ STORES = {"import"}  # what was imported stays in the ledger, and its newest dec
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    made = tmp_path_factory.mktemp("parsers")
-    patch = pytest.MonkeyPatch()
-    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
-        patch.delenv(name)
-    patch.setenv("AUTOSEL_HOME", str(made))
-    settings.read.cache_clear()
-    yield made
-    patch.undo()
-    settings.read.cache_clear()
+    with empty_home(tmp_path_factory.mktemp("parsers")) as made:
+        yield made
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_nothing_that_comes_in_gets_past_as_anything_but_an_answer_or_a_refusal_in_words(
     name: str, folder: Path
 ) -> None:
-    parser, fed = PARSERS[name], EXAMPLES.get(name, MANY)
-    quiet = list(HealthCheck)
-
-    @terms(max_examples=fed, deadline=None, suppress_health_check=quiet, database=None)
-    @given(st.data())
-    def fuzz(data: st.DataObject) -> None:
-        parser.parse(data.draw(parser.drawn), folder)
-
-    fuzz()
+    feed(PARSERS[name], folder, EXAMPLES.get(name, MANY))
 
 
 @pytest.mark.parametrize("name", sorted(set(PARSERS) - STORES))
