@@ -277,10 +277,13 @@ def append(path: Path, made: Certificate, key: Any) -> Certificate:
 
 
 def measured(plan: Plan) -> DecodeRun:
-    """The run, with its progress on stderr."""
-    from autosel.decode.measure import measure
+    """The run, with its progress on stderr. What can be refused is refused before the weights are loaded."""
+    from autosel.decode.measure import measure, refuse
+    from autosel.decode.prompt import prompts
     from autosel.decode.weights import load_weights
 
+    refuse(plan)
+    prompts(plan)
     with progress() as listener:
         return measure(plan, load_weights(plan, listener), listener=listener)
 

@@ -75,8 +75,8 @@ def measured_suite(asked: Asked, level: Any, key: Any) -> tuple[Suite, AutoselEr
     from autosel import models
     from autosel.certify import suite
     from autosel.certify.issue import Request, issue
-    from autosel.decode.measure import measure
-    from autosel.decode.weights import load_weights
+    from autosel.decode.measure import measure, refuse
+    from autosel.decode.weights import load_weights, memory_need, refuse_without_memory
 
     rows, certified = [], []
     base = asked.plan()
@@ -84,6 +84,9 @@ def measured_suite(asked: Asked, level: Any, key: Any) -> tuple[Suite, AutoselEr
         for name in suite.models(level, asked["model"] or None):
             model = models.load(name)
             plans = [(c, suite.plan_of(_of_model(base, model), c)) for c in suite.configurations(level)]
+            for _, plan in plans:
+                refuse(plan)
+            refuse_without_memory(max((plan for _, plan in plans), key=memory_need))
             weights = load_weights(plans[0][1], listener)
             for c, plan in plans:
 

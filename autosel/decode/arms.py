@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autosel.decode.generate import accepted, at_once, draft
 from autosel.decode.model import Batch, Chain
-from autosel.decode.sample import Sampler
+from autosel.decode.sample import Sampler, largest
 from autosel.decode.scene import Scene
 from autosel.decode.step import Direct, write_step
 
@@ -96,7 +96,8 @@ class Speculating:
         )
         logits = self.scene.decoder.logits(self.run, self.scene.decoder.hidden(self.run, batch, self.scene.cache))
         self.logits = logits[:1]
-        return [accepted(drafted, logits.argmax(-1).tolist())]
+        chosen = largest(logits, torch.empty(s, dtype=torch.int64, device=device))
+        return [accepted(drafted, chosen.tolist())]
 
     def remember(self, tokens: list[int]) -> None:
         pass

@@ -33,7 +33,8 @@ def measure(
     plan: Plan, weights: Weights, *, listener: Listener | None = None, clock: Clock = time.perf_counter_ns
 ) -> DecodeRun:
     """Run the plan. `clock` gives nanoseconds. Raises UsageError, BadConfig."""
-    _refuse(plan, weights)
+    refuse(plan)
+    assert weights.shape == plan.shape and weights.dtype == plan.dtype, "the weights were loaded for another plan"
     listener, rng = listener or Silent(), Random(plan.seed)
     listener.stage("fingerprint", plan.device, 0, 1)
     fp = fingerprint.take(plan.device)
@@ -83,8 +84,8 @@ def measure(
     )
 
 
-def _refuse(plan: Plan, weights: Weights) -> None:
-    assert weights.shape == plan.shape and weights.dtype == plan.dtype, "the weights were loaded for another plan"
+def refuse(plan: Plan) -> None:
+    """Raises UsageError for what cannot be measured. To be asked before weights are loaded, which takes minutes."""
     if plan.mode == "graph" and plan.device == "cpu":
         raise UsageError("mode graph on a CPU", why="graphs are captured on a GPU", todo="leave the mode out")
     if plan.mode == "team":

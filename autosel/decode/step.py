@@ -16,7 +16,7 @@ from torch import Tensor
 from autosel import dispatch, ops
 from autosel.decode.cache import Cache
 from autosel.decode.model import FUSED, Batch, Chain, Decoder
-from autosel.decode.sample import Sampler
+from autosel.decode.sample import Sampler, largest
 from autosel.dispatch import Bound
 from autosel.ops.contract import DTYPE, Op
 from autosel.values import Workload, length_bucket
@@ -206,7 +206,7 @@ class Recorder:
             made: Tensor = self("sample", "token", logits, *sampler.arguments)
             return made
         out = self._buffer("token", 0, (logits.shape[0],), torch.int64)
-        self._glue("argmax", _argmax, out, logits)
+        self._glue("argmax", largest, logits, out)
         return out
 
     def _glue(self, site: str, function: Callable[..., Any], *arguments: Any) -> None:
@@ -244,10 +244,6 @@ def _embed(table: Tensor, tokens: Tensor, out: Tensor) -> None:
 
 def _scale(x: Tensor, scale: Tensor) -> None:
     x.mul_(scale)
-
-
-def _argmax(out: Tensor, logits: Tensor) -> None:
-    torch.argmax(logits, -1, out=out)
 
 
 def _copy(out: Tensor, source: Tensor) -> None:

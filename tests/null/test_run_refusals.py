@@ -1,0 +1,46 @@
+"""What `run` cannot do it says before it loads weights, which takes minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosel.cli.main import run
+
+SMALL = ("run", "--model", "llama-1b", "--layers", "1", "--seq", "16", "--iters", "2")
+
+
+@pytest.fixture(autouse=True)
+def _no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def loaded(*_: Any) -> None:
+        raise AssertionError("weights were loaded first")
+
+    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
+    monkeypatch.setattr("autosel.decode.weights.load_weights", loaded)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--speculate", "ngram:2", "--batch", "2"), "speculation with a batch"),
+        (("--speculate", "ngram:2", "--temperature", "1"), "speculation with a batch"),
+        (("--prompt", "nowhere.txt"), "nowhere.txt cannot be read"),
+        (("--seq", "1000000"), "contexts of at most 131072"),
+        (("--iters", "0"), "--iters"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_first(
+    asked: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*SMALL, *asked]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_suite_that_does_not_fit_is_refused_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 20)
+    assert run(["run", "--suite", "quick", "--layers", "1"]) == 2
+    assert "of memory" in capsys.readouterr().err
