@@ -432,12 +432,19 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, data, where)
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+        return _float(data, where)
     if kind is type(None) and data is None:
         return None
     if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
         raise ValueError(f"{where}: expected {getattr(kind, '__name__', kind)}, got {data!r:.80}")
     return data
+
+
+def _float(data: int, where: str) -> float:
+    try:
+        return float(data)
+    except OverflowError:
+        raise ValueError(f"{where}: an integer beyond any float") from None
 
 
 def _decode_union(args: tuple[Any, ...], data: Any, where: str) -> Any:
@@ -471,7 +478,7 @@ def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
     hints = _hints(kind)
     unknown = set(data) - set(hints)
     if unknown:
-        raise ValueError(f"{where}: unknown fields {', '.join(sorted(unknown))}")
+        raise ValueError(f"{where}: unknown fields {', '.join(sorted(unknown))[:200]}")
     try:
         return kind(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in data.items()})
     except TypeError as error:
@@ -479,8 +486,8 @@ def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
 
 
 def parse_json(text: str | bytes, *, what: str = "document", depth: int = 32) -> Any:
-    """Strict JSON: refuses NaN, infinity (1e999 too), duplicate keys, deep nesting and lone surrogates, all of which
-    Python's parser lets through.
+    """Strict JSON: refuses NaN, infinity (1e999 too), whole numbers beyond any float, duplicate keys, deep nesting and
+    lone surrogates, all of which Python's parser lets through.
 
     Raises ValueError that names `what`.
     """
@@ -498,8 +505,12 @@ def parse_json(text: str | bytes, *, what: str = "document", depth: int = 32) ->
         number = float(digits)
         return number if math.isfinite(number) else refuse(digits[:40])
 
+    def whole(digits: str) -> int:
+        finite(digits)
+        return int(digits)
+
     try:
-        data = json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
+        data = json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite, parse_int=whole)
     except (RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"{what}: {type(error).__name__}") from error
     _refuse_depth(data, depth, what)

@@ -111,7 +111,7 @@ def _imports(module: str, file: Path, path: str) -> list[tuple[str, Path]]:
         return []
     try:
         tree = ast.parse(file.read_bytes())
-    except SyntaxError:
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # no Python, or nested too deeply
         return []
     package = module if file.stem == "__init__" else module.rpartition(".")[0]
     names: list[str] = []

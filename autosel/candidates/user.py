@@ -171,6 +171,8 @@ def _op(name: str) -> Op:
 
 
 def _dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(dtypes, Iterable):  # a decoration may be read from source, where nothing has checked it
+        raise UsageError(f"dtypes {dtypes!r}", why="names of dtypes are expected", todo=f"some of {', '.join(DTYPES)}")
     found = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
     for dtype in found:
         if dtype not in DTYPES:
@@ -179,7 +181,7 @@ def _dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
 
 
 def _checked_name(name: str) -> str:
-    plain = name.removeprefix("user:")
+    plain = name.removeprefix("user:") if isinstance(name, str) else ""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", plain):
         raise UsageError(f"candidate name {name!r}", why="letters, digits, _ . - are allowed, 64 at most")
     return plain
@@ -275,8 +277,8 @@ def _in_source(file: Path, name: str) -> tuple[Parameters | None, dict[str, Any]
         return None, {}
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
-    except (SyntaxError, ValueError) as error:
-        raise BadConfig(f"{file} is not Python", why=str(error)) from error
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:  # the last two: nested too deeply
+        raise BadConfig(f"{file} is not Python", why=str(error) or type(error).__name__) from error
     functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
     if name in functions:
         return parameters_in_source(functions[name]), _decoration(functions[name])

@@ -20,10 +20,11 @@ def read(env_id: str) -> Fingerprint | None:
     """The stored fingerprint of this env_id; None if there is none or its file is not what was written."""
     try:
         fp: Fingerprint = from_json(Fingerprint, parse_json(path_of(env_id).read_bytes(), what="fingerprint"))
+        if fp.env_id != env_id:  # ValueError where its identity has no canonical form
+            return None
     except (OSError, ValueError):
         return None
-    positive = all(math.isfinite(r.value) and r.value > 0 and r.spread >= 0 for r in fp.rates.values())
-    return fp if positive and fp.env_id == env_id else None
+    return fp if all(math.isfinite(r.value) and r.value > 0 and r.spread >= 0 for r in fp.rates.values()) else None
 
 
 def write(fp: Fingerprint) -> str:

@@ -35,16 +35,20 @@ _TRUTHS = Truths()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """`seed`: where inputs come from, by name; secret unless given. Deadlines of a single call and of a whole proof."""
+    """`seed`: where inputs come from, by name; secret unless given. Deadlines of a single call and of a whole proof.
+    `device`: where candidates run."""
 
     seed: Callable[[str], int] = field(default_factory=lambda: seed_of)
     call_deadline_s: float = CALL_S
     proof_deadline_s: float = PROOF_S
+    device: str = "cpu"
 
 
-def check(proof: Proof, *, fp: Fingerprint | None = None, call_deadline_s: float = CALL_S) -> Parity:
+def check(
+    proof: Proof, *, fp: Fingerprint | None = None, call_deadline_s: float = CALL_S, device: str = "cpu"
+) -> Parity:
     """The proof of one candidate at one workload."""
-    return check_all([proof], fp=fp, terms=Terms(call_deadline_s=call_deadline_s))[0]
+    return check_all([proof], fp=fp, terms=Terms(call_deadline_s=call_deadline_s, device=device))[0]
 
 
 def check_all(proofs: Sequence[Proof], *, fp: Fingerprint | None = None, terms: Terms | None = None) -> list[Parity]:
@@ -95,7 +99,7 @@ class Prover:
     def __init__(self, fp: Fingerprint | None, terms: Terms, *, threads: int = 0) -> None:
         """`threads`: torch's in the worker; 0 its default."""
         self.fp, self.terms, self.threads = fp, terms, threads
-        self.session: Session | None = Session(terms.call_deadline_s, threads)
+        self.session: Session | None = Session(terms.call_deadline_s, threads, terms.device)
         self.known: dict[tuple[str, str], Tally | RefusedError] = {}
 
     def prove(self, proof: Proof) -> Parity:
@@ -135,7 +139,7 @@ class Prover:
 
     def _started(self) -> Session:
         if self.session is None:
-            self.session = Session(self.terms.call_deadline_s, self.threads)
+            self.session = Session(self.terms.call_deadline_s, self.threads, self.terms.device)
         return self.session
 
     def _take(self, session: Session, proof: Proof, steps: Sequence[Step], tally: Tally) -> None:
@@ -148,7 +152,7 @@ class Prover:
 
     def _spoiled(self, session: Session, failed: Failed) -> bool:
         """Would the next candidate be blamed for what this one left behind?"""
-        if session.worker.exit is not None or failed.check == "guards":
+        if session.worker.exit is not None or failed.check in ("guards", "leak", "raised"):
             return True
         try:
             return bool(session.changed())

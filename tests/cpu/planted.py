@@ -482,11 +482,12 @@ def leaks(x, weight, eps, offset, y):
     return right(x, weight, eps, offset, y)
 
 
-_OPENED = []
+_OPENED, _CALLS = [], []
 
 
 def leaves_files_open(x, weight, eps, offset, y):
-    if len(_OPENED) < 3000:
+    _CALLS.append(1)
+    if len(_CALLS) % 16 == 0 and len(_OPENED) < 300:  # fewer than a process may have anywhere
         _OPENED.append(os.open("/dev/null", os.O_RDONLY))
     return right(x, weight, eps, offset, y)
 
