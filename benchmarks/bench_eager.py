@@ -1,0 +1,133 @@
+"""Is our eager baseline honest? Its decode step against Hugging Face's own model class, in turn, on the same weights.
+
+    python benchmarks/bench_eager.py [--model llama-1b ...] [--layers 4] [--seq 128 --seq 2048] [--dtype bf16]
+                                     [--rounds 40] [--json]
+
+Hugging Face's model runs under torch.inference_mode with SDPA and its default cache (DynamicCache, which concatenates;
+put back after each step, untimed), exactly as `generate` calls it; ours is autosel.decode.eager, the arm
+that every certificate's speedup is over. Both are fed the same token in the same state, the order of each pair is a
+coin's, every step waits for the other's threads to sleep, and the tokens they choose are compared.
+
+The figure is ours / theirs: median over median, with the interval of resampled pairs. Above 1.05 the baseline is a
+straw man and every speedup is overstated by as much; below 1 it asks more of us than Hugging Face's model would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hugging_face import filled_cache, model_of, rewinding
+from torch import Tensor
+
+from autosel import fingerprint, models
+from autosel.certify.statistics import median, speedup_interval
+from autosel.decode.cache import make_cache
+from autosel.decode.eager import Eager
+from autosel.decode.run import Plan
+from autosel.decode.weights import load_weights
+from autosel.race.idle import wait_until_idle
+
+LIMIT = 1.05
+
+
+def main() -> int:
+    options = _parsed()
+    fp = fingerprint.take("cpu")
+    torch.set_num_threads(int(fp.identity["cpus"]))
+    rows = []
+    for name in options.model or ["llama-1b"]:
+        model = models.load(name)
+        layers = min(options.layers, model.layers)
+        plan = Plan(model=model, layers=layers, dtype=options.dtype, seq=max(options.seq or [2048]), seed=options.seed)
+        weights = load_weights(plan)
+        with torch.inference_mode():
+            theirs = model_of(weights)
+            for seq in options.seq or [128, 2048]:
+                print(f"{name} {seq}", file=sys.stderr, flush=True)
+                rows.append({"model": name, "layers": plan.layers_run, **compared(weights, theirs, seq, options)})
+    if options.json:
+        json.dump({"device": fp.name, "torch": torch.__version__, "limit": LIMIT, "rows": rows}, sys.stdout, indent=1)
+        print()
+    else:
+        _table(rows, fp.name)
+    return 0
+
+
+def compared(weights: Any, theirs: Any, seq: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Both steps at one context: medians in milliseconds, and the ratio with its interval."""
+    generator = torch.Generator().manual_seed(options.seed)
+    ours_cache = make_cache(weights.shape, weights.dtype, rows=1, room=seq, device="cpu")
+    for tensor in (*ours_cache.k, *ours_cache.v):
+        tensor.normal_(generator=generator)
+    token = torch.randint(weights.shape.V, (1, 1), generator=generator)
+    eager, their_cache = Eager(weights), filled_cache(theirs, ours_cache, seq - 1)
+    rewind = rewinding(their_cache)
+
+    def ours() -> Tensor:
+        return eager.logits(token, ours_cache, seq - 1)
+
+    def hugging_face() -> Tensor:
+        return theirs(token, past_key_values=their_cache, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
+
+    steps: dict[str, Callable[[], Tensor]] = {"ours": ours, "hugging_face": hugging_face}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    distance, equal, rng = 0.0, 0, random.Random(options.seed)
+    for i in range(options.warmup + options.rounds):
+        made: dict[str, Tensor] = {}
+        for name in rng.sample(list(steps), 2):
+            wait_until_idle()
+            begin = time.perf_counter_ns()
+            made[name] = steps[name]()
+            made[name].argmax(-1).tolist()
+            took = time.perf_counter_ns() - begin
+            if i >= options.warmup:
+                times[name].append(took / 1e6)
+        rewind()
+        distance = max(distance, (made["ours"].float() - made["hugging_face"].float()).abs().max().item())
+        equal += int(made["ours"].argmax()) == int(made["hugging_face"].argmax())
+    interval = speedup_interval(times["ours"], times["hugging_face"])
+    return {
+        "seq": seq,
+        "ours_ms": median(times["ours"]),
+        "hugging_face_ms": median(times["hugging_face"]),
+        "ours_over_theirs": median(times["ours"]) / median(times["hugging_face"]),
+        "interval": [interval.lo, interval.hi],
+        "steps": options.rounds,
+        "tokens_equal": f"{equal} of {options.warmup + options.rounds}",
+        "largest_logit_difference": distance,
+    }
+
+
+def _table(rows: list[dict[str, Any]], device: str) -> None:
+    print(f"{device}: our eager step over Hugging Face's own (SDPA, DynamicCache)")
+    print(f"{'model':<12} {'layers':>6} {'context':>8} {'ours ms':>9} {'theirs ms':>9}  ours / theirs")
+    for r in rows:
+        lo, hi = r["interval"]
+        ratio = f"{r['ours_over_theirs']:.3f} ({lo:.3f} .. {hi:.3f})"
+        verdict = "" if r["ours_over_theirs"] <= LIMIT else "  slower than the limit allows"
+        sizes = f"{r['layers']:>6} {r['seq']:>8} {r['ours_ms']:>9.2f} {r['hugging_face_ms']:>9.2f}"
+        print(f"{r['model']:<12} {sizes}  {ratio}{verdict}")
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", action="append", help="a preset or checkpoint folder; repeatable  [llama-1b]")
+    parser.add_argument("--layers", type=int, default=1 << 10, help="only the first so many")
+    parser.add_argument("--seq", type=int, action="append", help="context; repeatable  [128 and 2048]")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Hugging Face's own model classes around our weights: the same tensors, nothing copied, nothing downloaded.
+
+What the benchmarks hold our eager baseline and our step against. transformers' default attention (SDPA) and cache
+(DynamicCache) are taken as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.decode.cache import Cache
+from autosel.decode.weights import Weights
+from autosel.models.shape import ModelShape
+
+
+def model_of(weights: Weights) -> Any:
+    """The model class of the weights' family, its parameters our tensors, in eval mode."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = _config(weights.shape)
+    config.dtype = weights.embedding.dtype
+    with no_init_weights(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    missing, unknown = model.load_state_dict(_state(weights), strict=False, assign=True)
+    left = [name for name in missing if name != "lm_head.weight"]
+    assert not left and not unknown, (left, unknown)
+    if weights.shape.tied:
+        model.tie_weights()
+    _materialise_buffers(model)
+    return model.eval()
+
+
+def filled_cache(model: Any, cache: Cache, count: int) -> Any:
+    """A DynamicCache that holds the first `count` tokens of ours, in tensors of its own."""
+    from transformers import DynamicCache
+
+    made = DynamicCache(config=model.config)
+    for i, (k, v) in enumerate(zip(cache.k, cache.v, strict=True)):
+        made.update(k[:, :, :count].clone(), v[:, :, :count].clone(), i)
+    return made
+
+
+def rewinding(cache: Any) -> Callable[[], None]:
+    """Put the cache back to what it holds now: a step makes new tensors and leaves the old ones as they were."""
+    held = [dict(vars(layer)) for layer in cache.layers]
+
+    def rewind() -> None:
+        for layer, before in zip(cache.layers, held, strict=True):
+            vars(layer).update(before)
+
+    return rewind
+
+
+def _config(s: ModelShape) -> Any:
+    import transformers as t
+
+    common: dict[str, Any] = {
+        "hidden_size": s.d,
+        "intermediate_size": s.I,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.Hq,
+        "num_key_value_heads": s.Hkv,
+        "head_dim": s.D,
+        "vocab_size": s.V,
+        "max_position_embeddings": s.max_context,
+        "rms_norm_eps": s.rms_eps,
+        "tie_word_embeddings": s.tied,
+    }
+    rope = {"rope_type": "default", "rope_theta": s.rope.theta}
+    if s.rope.kind == "llama3":
+        rope |= {
+            "rope_type": "llama3",
+            "factor": s.rope.factor,
+            "low_freq_factor": s.rope.low_freq_factor,
+            "high_freq_factor": s.rope.high_freq_factor,
+            "original_max_position_embeddings": s.rope.original_context,
+        }
+    if s.family == "llama":
+        return t.LlamaConfig(**common, rope_parameters=rope)
+    if s.family == "qwen3":
+        return t.Qwen3Config(**common, rope_parameters=rope)
+    if s.family == "mistral":
+        return t.MistralConfig(**common, rope_parameters=rope, sliding_window=s.window or None)
+    assert s.family == "gemma3" and s.rope_local is not None
+    if s.rope.kind == "linear":
+        rope |= {"rope_type": "linear", "factor": s.rope.factor}
+    types = ["sliding_attention" if kind == "sliding" else "full_attention" for kind in s.layer_types]
+    return t.Gemma3TextConfig(
+        **common,
+        rope_parameters={
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": s.rope_local.theta},
+        },
+        sliding_window=s.window,
+        layer_types=types,
+        query_pre_attn_scalar=round(s.attn_scale**-2) if s.attn_scale else s.D,
+    )
+
+
+def _state(weights: Weights) -> Mapping[str, Tensor]:
+    """Our tensors by their names."""
+    s = weights.shape
+    sizes = (s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D)
+    found = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
+    found |= {} if s.tied else {"lm_head.weight": weights.head}
+    for i, layer in enumerate(weights.layers):
+        q, k, v = layer.qkv.split(sizes)
+        after = "pre_feedforward_layernorm" if s.sandwich else "post_attention_layernorm"
+        named = {
+            "input_layernorm": layer.attn_norm,
+            "self_attn.q_proj": q,
+            "self_attn.k_proj": k,
+            "self_attn.v_proj": v,
+            "self_attn.q_norm": layer.q_norm,
+            "self_attn.k_norm": layer.k_norm,
+            "self_attn.o_proj": layer.o,
+            after: layer.mlp_norm,
+            "mlp.gate_proj": layer.gate,
+            "mlp.up_proj": layer.up,
+            "mlp.down_proj": layer.down,
+        }
+        if s.sandwich:
+            named |= {
+                "post_attention_layernorm": layer.attn_post_norm,
+                "post_feedforward_layernorm": layer.mlp_post_norm,
+            }
+        found |= {f"model.layers.{i}.{name}.weight": t for name, t in named.items() if t is not None}
+    return found
+
+
+def _materialise_buffers(model: Any) -> None:
+    """Rope's frequencies and Gemma's embedding scale are no parameters: computed anew where they were left on meta."""
+    for name, module in model.named_modules():
+        if any(b.is_meta for b in module.buffers(recurse=False)):
+            fresh = type(module)(*_made_of(name, module, model.config))
+            for key, value in fresh.named_buffers(recurse=False):
+                module.register_buffer(key, value, persistent=False)
+
+
+def _made_of(name: str, module: Any, config: Any) -> tuple[Any, ...]:
+    if name.endswith("rotary_emb"):
+        return (config,)
+    assert name.endswith("embed_tokens"), f"{name} has a buffer that nothing here can compute"
+    return (2, 2, None, module.scalar_embed_scale)
