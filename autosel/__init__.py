@@ -13,15 +13,21 @@ from autosel.version import __version__
 if TYPE_CHECKING:
     from autosel.candidates.user import candidate
     from autosel.dispatch import best, epoch, use
+    from autosel.integrations.sdpa import activate, deactivate
+    from autosel.integrations.transformers import patch, unpatch
 
 _HOME = {
     "best": "autosel.dispatch",
     "epoch": "autosel.dispatch",
     "use": "autosel.dispatch",
     "candidate": "autosel.candidates.user",
+    "activate": "autosel.integrations.sdpa",
+    "deactivate": "autosel.integrations.sdpa",
+    "patch": "autosel.integrations.transformers",
+    "unpatch": "autosel.integrations.transformers",
 }
 
-__all__ = ["__version__", "best", "candidate", "epoch", "use"]
+__all__ = ["__version__", "activate", "best", "candidate", "deactivate", "epoch", "patch", "unpatch", "use"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,188 @@
+"""Every op as `torch.ops.autosel.<op>`: for torch.compile, and for code that takes an operator, not a function.
+
+    from autosel.integrations import torch_ops
+    y = torch.ops.autosel.rmsnorm(x, weight, 1e-6)             # allocates
+    torch.ops.autosel.rmsnorm.out(x, weight, 1e-6, out=y)      # writes; returns nothing
+    torch.ops.autosel.kv_append(k, v, positions, None, k_cache, v_cache)    # in place, as the op itself
+
+What runs is what `best()` serves for the call's shapes. By `Library.define/impl`, not `custom_op`, whose calls cost
+several times as much (benchmarks/bench_peers_dispatch.py). For inference: a backward pass raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel import dispatch, ops
+from autosel.dispatch.signature import generate
+from autosel.errors import UsageError
+from autosel.ops.contract import Arg, Op
+
+NAMESPACE = "autosel"
+
+
+# --- schemas ---------------------------------------------------------------------------------------------------------
+
+
+def results(op: Op) -> tuple[str, ...]:
+    """Names of the outputs that are not arguments already: out, or out0, out1, ..."""
+    inout = {a.name for a in op.args if a.role == "inout"}
+    count = sum(name not in inout for name in op.output_names)
+    return ("out",) if count == 1 else tuple(f"out{i}" for i in range(count))
+
+
+def schema(op: Op) -> str:
+    """Of the functional form; of the in-place form for an op that writes its arguments alone."""
+    returned = ", ".join("Tensor" for _ in results(op))
+    return f"{op.name}({_parameters(op)}) -> {returned if len(results(op)) == 1 else f'({returned})'}"
+
+
+def out_schema(op: Op) -> str:
+    """Of the form that writes; it returns nothing, because a graph may not hold two names for one tensor."""
+    written = ", ".join(f"Tensor({_alias(len(op.args) + i)}!) {name}" for i, name in enumerate(results(op)))
+    return f"{op.name}.out({_parameters(op)}, *, {written}) -> ()"
+
+
+def _parameters(op: Op) -> str:
+    given = zip(op.args, _named(op), strict=True)
+    return ", ".join(f"{_kind(arg, position)} {text}" for position, (arg, text) in enumerate(given))
+
+
+def _named(op: Op) -> list[str]:
+    """`name` or `name=default`; a default is possible only where all that follow have one."""
+    texts: list[str] = []
+    optional = True
+    for arg in reversed(op.args):
+        default = _default(arg)
+        optional = optional and default is not None
+        texts.append(f"{arg.name}={default}" if optional else arg.name)
+    return texts[::-1]
+
+
+def _kind(arg: Arg, position: int) -> str:
+    if arg.role == "inout":
+        return f"Tensor({_alias(position)}!)"
+    if arg.name == "max_len":  # it grows by one a token: a graph must not be compiled anew for each
+        return "SymInt?"
+    return {"tensor": "Tensor", "optional": "Tensor?", "int": "int", "float": "float"}[arg.kind]
+
+
+def _default(arg: Arg) -> str | None:
+    if arg.kind == "optional" or arg.name == "max_len":
+        return "None"
+    return None if arg.default is None else repr(arg.default)
+
+
+def _alias(position: int) -> str:
+    return chr(ord("a") + position)
+
+
+# --- what the results look like --------------------------------------------------------------------------------------
+
+
+def _like(*names: str) -> Callable[[Mapping[str, Any]], tuple[Tensor, ...]]:
+    return lambda given: tuple(given[n].new_empty(given[n].shape) for n in names)
+
+
+def _projected(weight: str) -> Callable[[Mapping[str, Any]], tuple[Tensor, ...]]:
+    return lambda given: (given["x"].new_empty((given["x"].shape[0], given[weight].shape[0])),)
+
+
+def _lm_head(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    rows = given["x"].shape[0]
+    if given["greedy"]:
+        return (given["x"].new_empty((rows,), dtype=torch.int64),)
+    return (given["x"].new_empty((rows, given["w"].shape[0])),)
+
+
+# Written out rather than asked of `Op.outputs`, which takes numbers: these also take a graph's symbols for sizes.
+_FAKE: Mapping[str, Callable[[Mapping[str, Any]], tuple[Tensor, ...]]] = {
+    "linear": _projected("w"),
+    "attn": _like("q"),
+    "paged_attn": _like("q"),
+    "prefill_attn": _like("q"),
+    "kv_append": lambda given: (),
+    "rmsnorm": _like("x"),
+    "add_rmsnorm": _like("x", "x"),
+    "rope": _like("q", "k"),
+    "swiglu": _like("gate"),
+    "geglu": _like("gate"),
+    "norm_qkv": _projected("w"),
+    "gate_up": _projected("w_gate"),
+    "lm_head": _lm_head,
+    "sample": lambda given: (given["logits"].new_empty((given["logits"].shape[0],), dtype=torch.int64),),
+}
+
+
+# --- registration ----------------------------------------------------------------------------------------------------
+
+
+def _register(op: Op, library: torch.library.Library) -> None:
+    names, outs = ", ".join(a.name for a in op.args), results(op)
+    library.define(schema(op))
+    library.impl(op.name, _functional(op, names), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{op.name}", _fake(op), lib=library)
+    if outs:
+        torch.library.register_autograd(f"{NAMESPACE}::{op.name}", _no_backward(op), lib=library)
+        library.define(out_schema(op))
+        library.impl(f"{op.name}.out", _writing(op, names, outs), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{op.name}.out", _fake_out(op, outs), lib=library)
+
+
+def _functional(op: Op, names: str) -> Callable[..., Any]:
+    """Results are contiguous, whatever served them: the graph was told so."""
+    made = {0: "best(name)({})", 1: "return best(name)({}).contiguous()"}.get(
+        len(results(op)), "return tuple([t.contiguous() for t in best(name)({})])"
+    )
+    lines = [f"def {op.name}({', '.join(_named(op))}):", f"    {made.format(names)}"]
+    return _made(lines, op.name, {"best": dispatch.best, "name": op.name})
+
+
+def _writing(op: Op, names: str, outs: tuple[str, ...]) -> Callable[..., Any]:
+    lines = [
+        f"def {op.name}({', '.join(_named(op))}, *, {', '.join(outs)}):",
+        f"    best(name)({names}, {', '.join(outs)})",
+    ]
+    return _made(lines, op.name, {"best": dispatch.best, "name": op.name})
+
+
+def _fake(op: Op) -> Callable[..., Any]:
+    given = ", ".join(f"{a.name!r}: {a.name}" for a in op.args)
+    returned = {0: "None", 1: "shapes({})[0]"}.get(len(results(op)), "shapes({})").format(f"{{{given}}}")
+    return _made(
+        [f"def {op.name}({', '.join(_named(op))}):", f"    return {returned}"], op.name, {"shapes": _FAKE[op.name]}
+    )
+
+
+def _fake_out(op: Op, outs: tuple[str, ...]) -> Callable[..., Any]:
+    return _made([f"def out({', '.join(_named(op))}, *, {', '.join(outs)}):", "    return None"], "out", {})
+
+
+def _no_backward(op: Op) -> Callable[..., Any]:
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UsageError(
+            f"torch.ops.autosel.{op.name} has no backward",
+            why="autosel's kernels are for inference",
+            todo="run the model under torch.inference_mode(), or train without them",
+        )
+
+    return backward
+
+
+def _made(lines: list[str], name: str, scope: dict[str, Any]) -> Callable[..., Any]:
+    function: Callable[..., Any] = generate(lines, scope, name)
+    return function
+
+
+def _registered() -> torch.library.Library:
+    library = torch.library.Library(NAMESPACE, "DEF")
+    for op in ops.OPS.values():
+        _register(op, library)
+    return library
+
+
+LIBRARY = _registered()  # the ops exist as long as it does

@@ -1,0 +1,621 @@
+"""`autosel.patch(model)`: a Hugging Face model whose attention, norms, rotary, gated MLPs and projections run what was
+decided. `autosel.unpatch(model)` puts everything back.
+
+Attention goes through AttentionInterface *and* AttentionMaskInterface (without the second, padded batches come out
+silently wrong); the rest is rebound module by module, so another model of the same class is left alone. A module is
+replaced only after it was seen to compute the op it is replaced by, and the replacement to be right, on the module's
+own weights, against the op's float64 reference. Calls that need a gradient, and all else the ops do not describe, run
+the module's own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosel import dispatch, ops
+from autosel.errors import BadArguments, UsageError
+from autosel.ops.arguments import FLOATS
+from autosel.ops.contract import Match
+
+log = logging.getLogger(__name__)
+
+NAME = "autosel"  # of our attention in transformers' registries
+KINDS = ("attention", "RMSNorm", "rotary", "MLP", "linear")
+STATIC_ROPE = ("default", "linear", "llama3")  # kinds whose frequencies do not change with the position
+FAMILIES = "Llama, Mistral, Qwen3 and Gemma3"
+CHECKED = 16  # rows of a projection that are checked in float64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A module that was left as it was."""
+
+    module: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patched:
+    """What was replaced, of how many, by kind; and why the rest was not."""
+
+    replaced: Mapping[str, int]
+    found: Mapping[str, int]
+    left: tuple[Left, ...]
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{k} {self.replaced[k]}/{self.found[k]}" for k in KINDS if self.found[k])
+        reasons = sorted({f"{left.kind} left as it was: {left.reason}" for left in self.left})
+        return "\n".join([f"autosel: {counts}", *(f"  {reason}" for reason in reasons)])
+
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """One module's replacement, proven and not yet made. `kind` is one of KINDS, or "frequencies"."""
+
+    name: str
+    kind: str
+    module: nn.Module
+    forward: Forward | None  # a function of (module, ...); None: attention, which its registry replaces
+
+
+# --- patch and unpatch -----------------------------------------------------------------------------------------------
+
+
+def patch(model: Any) -> Patched:
+    """Replace what can be; print and return the counts. The model is changed in place, all of it or nothing.
+
+    Raises UsageError for what is no transformers model, is patched already, mixes devices or dtypes, or has nothing
+    that can be replaced.
+    """
+    _refuse(model)
+    changes, left = _plan(model)
+    patched = Patched(
+        replaced={kind: sum(c.kind == kind for c in changes) for kind in KINDS},
+        found={kind: [*(c.kind for c in changes), *(x.kind for x in left)].count(kind) for kind in KINDS},
+        left=tuple(left),
+    )
+    if not changes:
+        raise UsageError(
+            f"nothing in {type(model).__name__} can be replaced",
+            why=f"{_versions()}; {'; '.join(sorted({x.reason for x in left})) or 'no module of a kind autosel knows'}",
+            todo=f"autosel knows the modules of {FAMILIES}; the model is as it was",
+        )
+    undo = _Undo(model)
+    try:
+        for change in changes:
+            if change.forward is not None:
+                undo.rebind(change.module, change.forward)
+        if patched.replaced["attention"]:
+            undo.set_attention(model)
+    except BaseException:
+        undo()
+        raise
+    _UNDO[model] = undo
+    print(patched)  # noqa: T201  (whoever patches shall see at once how much of the model it reached)
+    return patched
+
+
+def unpatch(model: Any) -> None:
+    """The model as it was before `patch`. Raises UsageError if it is not patched."""
+    if not is_patched(model):
+        raise UsageError(f"this {type(model).__name__} is not patched", todo="autosel.patch(model) comes first")
+    undo = _UNDO.pop(model, None)
+    (undo or _Undo(model))()  # a copy of a patched model is patched too
+
+
+def is_patched(model: Any) -> bool:
+    return isinstance(model, nn.Module) and (
+        any(_is_ours(m) for m in model.modules())
+        or any(c._attn_implementation_internal == NAME for c in _configs(model))
+    )
+
+
+class _Undo:
+    """How to put a model back. It does not keep the model alive."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = weakref.ref(model)
+        self.before = [(weakref.ref(c), c._attn_implementation_internal) for c in _configs(model)]
+
+    def rebind(self, module: nn.Module, forward: Forward) -> None:
+        """A bound method, so that a deep copy of the model runs on the copy's own weights."""
+        module.__dict__["forward"] = types.MethodType(forward, module)
+        _OURS.add(forward)
+
+    def set_attention(self, model: Any) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(NAME, _attend)
+        AttentionMaskInterface.register(NAME, _mask)
+        model.set_attn_implementation(NAME)
+
+    def __call__(self) -> None:
+        model = self.model()
+        for module in model.modules() if model is not None else ():
+            if _is_ours(module):
+                del module.__dict__["forward"]
+        for ref, before in self.before:
+            config = ref()
+            if config is not None:
+                config._attn_implementation_internal = "sdpa" if before == NAME else before
+
+
+_UNDO: weakref.WeakKeyDictionary[Any, _Undo] = weakref.WeakKeyDictionary()
+_OURS: weakref.WeakSet[Any] = weakref.WeakSet()  # the functions that replace forwards
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return getattr(module.__dict__.get("forward"), "__func__", None) in _OURS
+
+
+def _configs(model: Any) -> list[Any]:
+    """Every configuration object that says which attention to use."""
+    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    for config in list(found.values()):
+        for name in getattr(config, "sub_configs", {}):
+            part = getattr(config, name, None)
+            if part is not None:
+                found[id(part)] = part
+    return [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
+
+
+def _refuse(model: Any) -> None:
+    try:
+        from transformers import PreTrainedModel
+    except ImportError as error:
+        raise UsageError(
+            "transformers is not installed", why=str(error), todo="pip install 'transformers>=5.0'"
+        ) from error
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(
+            f"cannot patch {type(model).__module__}.{type(model).__name__}",
+            why=f"it is no transformers.PreTrainedModel ({_versions()})",
+            todo="patch the model itself, not a wrapper around it; elsewhere use torch.ops.autosel or autosel.best",
+        )
+    if is_patched(model):
+        raise UsageError("this model is patched already", todo="autosel.unpatch(model) comes first")
+    devices = {p.device.type for p in model.parameters()}
+    if devices != {"cpu"}:
+        raise UsageError(
+            f"the model's parameters are on {', '.join(sorted(devices)) or 'no device'}",
+            why="decisions serve the CPU's tensors so far, and a model has to be on one device",
+            todo="model.to('cpu'), or leave the model as it is",
+        )
+    dtypes = {p.dtype for p in model.parameters()}
+    if len(dtypes) > 1 or not dtypes <= set(FLOATS):
+        raise UsageError(
+            f"the model mixes or uses dtypes no op takes: {', '.join(sorted(map(str, dtypes)))}",
+            why="an op takes one of bfloat16, float16, float32 for all its tensors",
+            todo="model.to(torch.bfloat16), or load it with dtype=",
+        )
+
+
+def _versions() -> str:
+    import transformers
+
+    from autosel.version import __version__
+
+    return f"autosel {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+
+
+# --- what can be replaced --------------------------------------------------------------------------------------------
+
+
+def _plan(model: Any) -> tuple[list[_Change], list[Left]]:
+    changes: list[_Change] = []
+    left: list[Left] = []
+    with torch.inference_mode():
+        for name, module in model.named_modules():
+            for kind, prove in _kinds(module):
+                try:
+                    changes.append(_Change(name=name, kind=kind, module=module, forward=prove(module)))
+                except _NotThis as reason:
+                    left.append(Left(module=name, kind=kind, reason=str(reason)))
+                except Exception as error:  # a class that only looks like one we know
+                    log.info("%s cannot be tried", name, exc_info=True)
+                    why = f"{type(module).__name__} cannot be tried: {type(error).__name__}: {error}"
+                    left.append(Left(module=name, kind=kind, reason=why))
+    return _rotary_or_nothing(changes, left)
+
+
+def _rotary_or_nothing(changes: list[_Change], left: list[Left]) -> tuple[list[_Change], list[Left]]:
+    """A rotation needs to be told positions and frequencies; who tells them has no use without one."""
+    told = any(c.kind == "frequencies" for c in changes)
+    used = any(c.kind == "rotary" for c in changes)
+    if told and used:
+        return changes, [x for x in left if x.kind in KINDS]
+    why = next((x.reason for x in left if x.kind == "frequencies"), "its frequencies are not known")
+    left += [Left(module=c.name, kind=c.kind, reason=why) for c in changes if c.kind == "rotary"]
+    return [c for c in changes if c.kind not in ("rotary", "frequencies")], [x for x in left if x.kind in KINDS]
+
+
+class _NotThis(Exception):
+    """Why a module cannot be replaced."""
+
+
+def _kinds(module: nn.Module) -> Iterator[tuple[str, Callable[[Any], Forward | None]]]:
+    """What a module looks like it is; to be proven."""
+    kind = type(module).__name__
+    if type(module) is nn.Linear:
+        yield "linear", _prove_linear
+    elif kind.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), Tensor):
+        yield "RMSNorm", _prove_norm
+    elif all(isinstance(getattr(module, n, None), nn.Module) for n in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        yield "MLP", _prove_mlp
+    elif kind.endswith("RotaryEmbedding") and hasattr(module, "rope_type"):
+        yield "frequencies", _prove_frequencies
+    elif kind.endswith("Attention") and "ALL_ATTENTION_FUNCTIONS" in _names_used(module):
+        yield "attention", _prove_attention
+        if "apply_rotary_pos_emb" in _names_used(module):
+            yield "rotary", _prove_rotation
+
+
+def _names_used(module: nn.Module) -> tuple[str, ...]:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code.co_names if code is not None else ()
+
+
+def _own(module: nn.Module) -> None:
+    """Its forward is its class's own: neither ours nor that of `kernels`, accelerate or anyone else."""
+    if "forward" in module.__dict__:
+        raise _NotThis("its forward was replaced by somebody else, and stays")
+
+
+def _drawn(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    """Without touching the user's random state."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _wrong(op: str, inputs: Mapping[str, Any], *got: Tensor) -> str:
+    """Why this is not the op's result for these inputs; "" if it is."""
+    found = ops.find(op).verify(inputs, got)
+    return "" if isinstance(found, Match) else f"{found.check}: {found.reason}"
+
+
+def _serves(op: str, inputs: Mapping[str, Any], *got: Tensor) -> None:
+    wrong = _wrong(op, inputs, *got)
+    if wrong:
+        raise _NotThis(f"what serves {op} fails parity on its weights ({wrong})")
+
+
+def _dynamic(*tensors: Tensor) -> bool:
+    """Has the call to go the module's own way: for a gradient, or because there is nothing to compute?"""
+    return tensors[0].numel() == 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+
+
+def _ask(op: str) -> Callable[..., Any]:
+    """What serves an op; in a graph that is being compiled, the operator."""
+    from autosel.integrations import torch_ops  # registers them
+
+    served, operator = dispatch.best(op), getattr(torch.ops, torch_ops.NAMESPACE).__getattr__(op)
+
+    def ask(*values: Any) -> Any:
+        return operator(*values) if torch.compiler.is_compiling() else served(*values)
+
+    return ask
+
+
+# --- linear ----------------------------------------------------------------------------------------------------------
+
+
+def _prove_linear(module: nn.Linear) -> Forward:
+    _own(module)
+    weight = module.weight
+    if type(weight) not in (Tensor, nn.Parameter):
+        raise _NotThis(f"its weight is a {type(weight).__name__}")
+    contract, served = ops.find("linear"), _ask("linear")
+    x = _drawn(1, module.in_features, dtype=weight.dtype)
+    inputs = {"x": x, "w": weight, "bias": module.bias, "residual": None}
+    rows = contract.rows(contract.workload_of(inputs), inputs, CHECKED, 1)
+    _serves("linear", rows.inputs, *rows.pick((served(x, weight, module.bias, None),)))
+
+    def forward(self: nn.Linear, input: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if not _dynamic(input, weight):
+            with suppress(BadArguments):
+                made: Tensor = served(input.reshape(-1, input.shape[-1]), weight, bias, None)
+                return made.view(*input.shape[:-1], weight.shape[0])
+        return nn.Linear.forward(self, input)
+
+    return forward
+
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+
+def _prove_norm(module: Any) -> Forward:
+    """Its class's name says little: Gemma's multiplies by 1 + weight and names its epsilon differently."""
+    _own(module)
+    names = [n for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)]
+    weight = module.weight
+    if not names or weight.dim() != 1:
+        raise _NotThis("it names no epsilon, or its weight is no vector")
+    x = _drawn(3, weight.shape[0], dtype=weight.dtype)
+    own = type(module).forward(module, x)
+    inputs = {"x": x, "weight": weight, "eps": getattr(module, names[0])}
+    offsets = [o for o in (0.0, 1.0) if not _wrong("rmsnorm", {**inputs, "offset": o}, own)]
+    if not offsets:
+        raise _NotThis(f"{type(module).__name__} does not compute an RMSNorm by weight or 1 + weight")
+    epsilon, offset, served = names[0], offsets[0], _ask("rmsnorm")
+    _serves("rmsnorm", {**inputs, "offset": offset}, served(x, weight, inputs["eps"], offset))
+    original = type(module).forward
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        weight = self.weight
+        if not _dynamic(hidden_states, weight):
+            rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+            with suppress(BadArguments):
+                made: Tensor = served(rows, weight, getattr(self, epsilon), offset)
+                return made.view(hidden_states.shape)
+        found: Tensor = original(self, hidden_states)
+        return found
+
+    return forward
+
+
+# --- gated MLP -------------------------------------------------------------------------------------------------------
+
+_GATED = (("swiglu", ()), ("geglu", (1,)), ("geglu", (0,)))
+
+
+def _prove_mlp(module: Any) -> Forward:
+    """The product in the middle is replaced; the projections are modules of their own."""
+    _own(module)
+    _refuse_other_mlp(module)
+    dtype = next(module.parameters()).dtype
+    gate, up = _drawn(1, 256, dtype=torch.float32), _drawn(1, 256, dtype=torch.float32, seed=2)
+    own = module.act_fn(gate) * up
+    found = [(op, more) for op, more in _GATED if not _wrong(op, _gated(op, gate, up, more), own)]
+    if not found:
+        raise _NotThis(f"its activation is {type(module.act_fn).__name__}, neither SiLU nor GELU")
+    op, more = found[0]
+    served = _ask(op)
+    gate, up = gate.to(dtype), up.to(dtype)
+    _serves(op, _gated(op, gate, up, more), served(gate, up, *more))
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        middle = None
+        if not _dynamic(gate, up):
+            rows = (gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1]))
+            with suppress(BadArguments):
+                middle = served(*rows, *more).view(gate.shape)
+        made: Tensor = self.down_proj(self.act_fn(gate) * up if middle is None else middle)
+        return made
+
+    return forward
+
+
+def _gated(op: str, gate: Tensor, up: Tensor, more: tuple[int, ...]) -> dict[str, Any]:
+    return {"gate": gate, "up": up, **dict(zip(("tanh",), more, strict=False))}
+
+
+def _refuse_other_mlp(module: Any) -> None:
+    """Its class computes down(act(gate(x)) * up(x)) and nothing more: tried in float64 on a small one of that class."""
+    probe = copy.copy(module)
+    probe._modules = {**module._modules}
+    for seed, (name, sizes) in enumerate({"gate_proj": (8, 6), "up_proj": (8, 6), "down_proj": (6, 8)}.items()):
+        part = nn.Linear(*sizes, bias=False, dtype=torch.float64, device="meta")
+        part.weight = nn.Parameter(_drawn(*sizes[::-1], dtype=torch.float64, seed=seed), requires_grad=False)
+        probe._modules[name] = part
+    x = _drawn(3, 8, dtype=torch.float64, seed=9)
+    expected = probe.down_proj(probe.act_fn(probe.gate_proj(x)) * probe.up_proj(x))
+    try:
+        got = type(module).forward(probe, x)
+    except Exception as error:
+        raise _NotThis(f"{type(module).__name__} takes more than its projections: {error}") from error
+    # The same sums of eight products in float64, in whatever order: apart by roundings of 2^-53 alone.
+    if not isinstance(got, Tensor) or not torch.allclose(got, expected, rtol=1e-12, atol=1e-12):
+        raise _NotThis(f"{type(module).__name__} computes something else than down(act(gate(x)) * up(x))")
+
+
+# --- rotary ----------------------------------------------------------------------------------------------------------
+
+
+def _prove_frequencies(module: Any) -> Forward:
+    """cos and sin stay what they are; beside them travel the positions and frequencies that they were made of."""
+    _own(module)
+    kinds = module.rope_type if isinstance(module.rope_type, dict) else {"": module.rope_type}
+    usable = {}
+    for layer_type, kind in kinds.items():
+        prefix = f"{layer_type}_" if layer_type else ""
+        if kind in STATIC_ROPE and getattr(module, f"{prefix}attention_scaling", None) == 1.0:
+            usable[layer_type] = f"{prefix}inv_freq"
+    if not usable:
+        raise _NotThis(f"its frequencies change with the position, or its scores are scaled ({', '.join(kinds)})")
+    original = type(module).forward
+
+    def forward(self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        cos, sin = original(self, x, position_ids, *(() if layer_type is None else (layer_type,)))
+        name = usable.get(layer_type or "")
+        if name is not None and not torch.compiler.is_compiling():
+            cos._autosel = (position_ids, getattr(self, name).float())  # half a model's buffers are halved too
+        return cos, sin
+
+    return forward
+
+
+def _prove_rotation(module: Any) -> Forward:
+    _own(module)
+    if not isinstance(type(module).forward, types.FunctionType) or hasattr(type(module).forward, "__wrapped__"):
+        raise _NotThis(f"{type(module).__name__}.forward is wrapped by a decorator")
+    own = type(module).forward.__globals__["apply_rotary_pos_emb"]
+    config, dtype = module.config, next(module.parameters()).dtype
+    head = int(module.head_dim)
+    hq, hkv = int(config.num_attention_heads), int(config.num_key_value_heads)
+    q, k = _drawn(1, 3, hq, head, dtype=dtype), _drawn(1, 3, hkv, head, dtype=dtype, seed=2)
+    positions = torch.tensor([[0, 1, 1000]])
+    inv_freq = 10_000.0 ** -(torch.arange(0, head, 2, dtype=torch.float32) / head)
+    angle = positions[..., None].float() * inv_freq
+    cos, sin = (torch.cat((part, part), -1).to(dtype) for part in (angle.cos(), angle.sin()))
+    inputs = {"q": q[0], "k": k[0], "positions": positions[0], "inv_freq": inv_freq, "style": 0}
+    theirs = [t.transpose(1, 2)[0].contiguous() for t in own(q.transpose(1, 2), k.transpose(1, 2), cos, sin)]
+    wrong = _wrong("rope", inputs, *theirs)
+    if wrong:
+        raise _NotThis(f"{type(module).__name__} does not rotate halves ({wrong})")
+    served = _ask("rope")
+    _serves("rope", inputs, *served(*inputs.values()))
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        mark = getattr(cos, "_autosel", None)
+        if mark is not None and not more and not named and not _dynamic(q, k):
+            with suppress(BadArguments):
+                return _rotated(served, q, k, *mark)
+        made: tuple[Tensor, Tensor] = own(q, k, cos, sin, *more, **named)
+        return made
+
+    return _with_global(type(module).forward, "apply_rotary_pos_emb", rotate)
+
+
+def _rotated(
+    served: Callable[..., Any], q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q [B,Hq,S,D] and k, as views of [B,S,H,D] where that is what they are."""
+    b, hq, s, d = q.shape
+    rows = positions.expand(b, s).reshape(-1)
+    tokens = (t.transpose(1, 2).reshape(b * s, t.shape[1], d) for t in (q, k))
+    q_out, k_out = served(*tokens, rows, inv_freq, 0)
+    return q_out.view(b, s, hq, d).transpose(1, 2), k_out.view(b, s, -1, d).transpose(1, 2)
+
+
+def _with_global(function: Any, name: str, value: Any) -> Forward:
+    """The same code, for which one global name means something else: its module, and other models, keep theirs."""
+    made = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, name: value},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def _prove_attention(module: Any) -> None:
+    """Shown on operands of the module's heads. Nothing is returned: the registry holds the function."""
+    if getattr(module, "attn_logit_softcapping", None):
+        raise _NotThis("its scores are capped, which PyTorch's attention, our way back, cannot do")
+    if not getattr(module, "is_causal", False):
+        raise _NotThis("it is not causal")
+    config, dtype = module.config, next(module.parameters()).dtype
+    head = int(module.head_dim)
+    q = _drawn(1, int(config.num_attention_heads), 1, head, dtype=dtype)
+    k, v = (_drawn(1, int(config.num_key_value_heads), 20, head, dtype=dtype, seed=s) for s in (2, 3))
+    made, _ = _attend(module, q, k, v, None, scaling=module.scaling)
+    inputs = {"q": q, "k": k, "v": v, "lengths": None, "max_len": 20, "window": 0, "softcap": 0.0}
+    _serves("attn", {**inputs, "scale": module.scaling}, made.transpose(1, 2).contiguous())
+
+
+Spans = tuple[tuple[int, int], ...]
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """PyTorch attention's mask; one for a single query position says also which keys of each row it lets through."""
+    from transformers.masking_utils import sdpa_mask
+
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    if mask is not None and mask.dim() == 4 and mask.shape[1:3] == (1, 1) and not torch.compiler.is_compiling():
+        mask._autosel = _spans(mask[:, 0, 0])  # type: ignore[attr-defined]
+    return mask
+
+
+def _spans(seen: Tensor) -> Spans | None:
+    """(first, last + 1) of the keys each row sees, bool [B, L]; None unless each row sees one unbroken run."""
+    first, count = seen.int().argmax(-1), seen.sum(-1)
+    end = seen.shape[1] - seen.flip(-1).int().argmax(-1)
+    if not bool(((end - first == count) & (count > 0)).all()):
+        return None
+    return tuple(zip(first.tolist(), end.tolist(), strict=True))
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """q [B,Hq,S,D], k and v [B,Hkv,L,D] -> o [B,S,Hq,D], as AttentionInterface has it. Windows come in the mask."""
+    made = None
+    plain = not dropout and not any(kwargs.get(n) is not None for n in ("position_bias", "cache", "softcap", "s_aux"))
+    if plain and not _dynamic(query, key, value):
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        with suppress(BadArguments):
+            made = _served_attention(query, key, value, attention_mask, scaling or 0.0, causal)
+    if made is not None:
+        return made.transpose(1, 2).contiguous(), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    found: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+    return found
+
+
+def _served_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool
+) -> Tensor | None:
+    """None for what the ops do not describe."""
+    s, keys = q.shape[2], k.shape[2]
+    if s == 1 and mask is None:
+        made: Tensor = _asked("attn")(q, k, v, None, keys, scale, 0, 0.0)
+        return made
+    if s == 1:
+        spans: Spans | None = getattr(mask, "_autosel", None)
+        return _by_spans(q, k, v, spans, scale) if spans and mask is not None and mask.shape[-1] == keys else None
+    if mask is None and causal and s == keys:
+        prompt: Tensor = _asked("prefill_attn")(q, k, v, scale, 0, 0.0)
+        return prompt
+    return None
+
+
+def _by_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor | None:
+    """Rows that see other keys than the rest are separate calls, unless they all begin at the first."""
+    attn = _asked("attn")
+    if len(set(spans)) == 1:
+        first, end = spans[0]
+        made: Tensor = attn(q, k[:, :, first:end], v[:, :, first:end], None, end - first, scale, 0, 0.0)
+        return made
+    if len(spans) != q.shape[0]:
+        return None
+    if all(first == 0 for first, _ in spans):
+        ends = torch.tensor([end for _, end in spans], dtype=torch.int32)
+        ragged: Tensor = attn(q, k, v, ends, int(ends.max()), scale, 0, 0.0)
+        return ragged
+    out = torch.empty_like(q)
+    for row, (first, end) in enumerate(spans):
+        here = slice(row, row + 1)
+        out[here] = attn(q[here], k[here, :, first:end], v[here, :, first:end], None, end - first, scale, 0, 0.0)
+    return out
+
+
+def _asked(op: str) -> Callable[..., Any]:
+    """The board of the moment: models share one attention function."""
+    if torch.compiler.is_compiling():
+        from autosel.integrations import torch_ops
+
+        operator: Callable[..., Any] = getattr(torch.ops, torch_ops.NAMESPACE).__getattr__(op)
+        return operator
+    return dispatch.best(op)

@@ -1,0 +1,115 @@
+"""Every op as a PyTorch operator: in eager code, under opcheck, in a compiled graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autosel
+from autosel import ops
+from autosel.errors import UsageError
+from autosel.integrations import torch_ops
+from autosel.ops.contract import Op
+from autosel.values import Workload
+
+DIMS = {"M": 2, "N": 24, "K": 16, "B": 2, "Hq": 4, "Hkv": 2, "D": 16, "L": 20, "page": 16, "I": 24, "V": 32, "R": 16}
+OF = {"prefill_attn": {"S": 5}, "sample": {"L": 4}}
+OPS = list(ops.OPS.values())
+NAMES = [op.name for op in OPS]
+
+
+def small(op: Op) -> Workload:
+    sizes = {"S": 1, "d": 16, **DIMS, **OF.get(op.name, {})}
+    return op.workload("fp32", {n: sizes[n] for n in op.dim_names})
+
+
+def inputs_of(op: Op, seed: int = 1) -> dict[str, Any]:
+    return op.inputs(small(op), seed)
+
+
+def operator(op: Op) -> Any:
+    return getattr(torch.ops.autosel, op.name)
+
+
+def outputs_of(op: Op) -> dict[str, Tensor]:
+    return dict(zip(torch_ops.results(op), (t for t in op.allocate(small(op)) if t is not None), strict=True))
+
+
+def as_tuple(made: Any) -> tuple[Tensor, ...]:
+    return () if made is None else made if isinstance(made, tuple) else (made,)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_graphs() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("op", OPS, ids=NAMES)
+def test_an_operator_returns_what_best_returns(op: Op) -> None:
+    ours, theirs = inputs_of(op), inputs_of(op)
+    made = operator(op)(*op.arguments(ours))
+    expected = autosel.best(op.name)(*op.arguments(theirs))
+    if not torch_ops.results(op):
+        made, expected = op.arguments(ours)[-2:], op.arguments(theirs)[-2:]
+    for one, other in zip(as_tuple(made), as_tuple(expected), strict=True):
+        assert torch.equal(one, other) and one.is_contiguous()
+
+
+@pytest.mark.parametrize("op", [o for o in OPS if torch_ops.results(o)], ids=lambda o: o.name)
+def test_the_out_form_writes_where_it_is_told(op: Op) -> None:
+    inputs, outs = inputs_of(op), outputs_of(op)
+    assert operator(op).out(*op.arguments(inputs), **outs) is None
+    expected = as_tuple(operator(op)(*op.arguments(inputs)))
+    assert all(torch.equal(outs[name], e) for name, e in zip(outs, expected, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS, ids=NAMES)
+def test_opcheck_passes(op: Op) -> None:
+    """Schema (nothing else is written), fake kernel, autograd's registration, tracing with symbolic shapes."""
+    torch.library.opcheck(operator(op).default, op.arguments(inputs_of(op)))
+    if torch_ops.results(op):
+        torch.library.opcheck(operator(op).out, op.arguments(inputs_of(op)), outputs_of(op))
+
+
+@pytest.mark.parametrize("op", OPS, ids=NAMES)
+def test_a_graph_holds_the_operator_whole(op: Op) -> None:
+    inputs = inputs_of(op)
+    function = torch.compile(operator(op), fullgraph=True, backend="aot_eager")
+    made = function(*op.arguments(inputs))
+    again = inputs_of(op)
+    expected = operator(op)(*op.arguments(again))
+    if not torch_ops.results(op):
+        made, expected = op.arguments(inputs)[-2:], op.arguments(again)[-2:]
+    assert all(torch.equal(a, b) for a, b in zip(as_tuple(made), as_tuple(expected), strict=True))
+
+
+def test_a_growing_length_does_not_compile_anew() -> None:
+    op = ops.find("attn")
+    q, k, v, *_ = op.arguments(inputs_of(op))
+    seen = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    step = torch.compile(
+        lambda length: torch.ops.autosel.attn(q, k, v, None, length), fullgraph=True, backend=backend, dynamic=True
+    )
+    for length in (9, 10, 11, 12):
+        assert torch.equal(step(length), autosel.best("attn")(q, k, v, None, length))
+    assert len(seen) == 1
+
+
+def test_a_backward_pass_says_that_there_is_none() -> None:
+    x, weight = torch.randn(2, 16, requires_grad=True), torch.randn(16)
+    made = torch.ops.autosel.rmsnorm(x, weight)
+    with pytest.raises(UsageError, match="for inference"):
+        made.sum().backward()
+
+
+def test_bad_arguments_name_the_argument() -> None:
+    with pytest.raises(autosel.errors.BadArguments, match="weight"):
+        torch.ops.autosel.rmsnorm(torch.randn(2, 16), torch.randn(17))

@@ -1,0 +1,289 @@
+"""autosel.patch on real transformers models: tiny, random, one of each family that is known."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autosel
+from autosel import dispatch, ops
+from autosel.errors import UsageError
+from autosel.values import Workload
+from tests.cpu.serving import serve
+
+transformers = pytest.importorskip("transformers", reason="needs the `hf` extra")
+
+D, HQ, HKV, HEAD, I, V, LAYERS = 64, 4, 2, 16, 96, 128, 2
+SIZES: dict[str, Any] = {
+    "hidden_size": D,
+    "num_attention_heads": HQ,
+    "num_key_value_heads": HKV,
+    "head_dim": HEAD,
+    "intermediate_size": I,
+    "vocab_size": V,
+    "num_hidden_layers": LAYERS,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+
+
+def mistral() -> Any:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=8))
+
+
+def qwen3() -> Any:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES))
+
+
+def gemma3() -> Any:
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(**SIZES, sliding_window=8, layer_types=kinds, query_pre_attn_scalar=16)
+    return transformers.Gemma3ForCausalLM(config)
+
+
+FAMILIES: list[Callable[[], Any]] = [llama, mistral, qwen3, gemma3]
+NORMS = {"llama": 2 * LAYERS + 1, "mistral": 2 * LAYERS + 1, "qwen3": 4 * LAYERS + 1, "gemma3": 6 * LAYERS + 1}
+
+
+def made(family: Callable[[], Any]) -> Any:
+    torch.manual_seed(7)
+    model = family().eval()
+    for parameter in model.parameters():  # norms that do something, logits that differ
+        parameter.data.normal_(0.0, 0.3)
+    return model
+
+
+def served_workloads() -> list[tuple[Workload, str]]:
+    """Of a decode step, one row and two, as far as our C++ kernels take them."""
+    find = ops.find
+    chosen: list[tuple[Workload, str]] = []
+    for m in (1, 2):
+        for n, k in ((HQ * HEAD, D), (HKV * HEAD, D), (I, D), (D, I), (V, D)):
+            chosen.append((find("linear").workload("fp32", {"M": m, "N": n, "K": k}), "cpp:gemv"))
+        chosen.append((find("swiglu").workload("fp32", {"M": m, "I": I}), "cpp:swiglu"))
+        for offset in (0.0, 1.0):
+            for rows, d in ((m, D), (m * HQ, HEAD), (m * HKV, HEAD)):
+                w = find("rmsnorm").workload("fp32", {"M": rows, "d": d}, offset=offset)
+                chosen.append((w, "cpp:rmsnorm"))
+        heads = {"Hq": HQ, "Hkv": HKV, "D": HEAD}
+        chosen.append((find("rope").workload("fp32", {"M": m, **heads, "R": HEAD}), "cpp:rope"))
+        for length in (16, 32):
+            w = find("attn").workload("fp32", {"B": m, **heads, "S": 1, "L": length})
+            chosen.append((w, "cpp:attn_decode"))
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return serve(tmp_path_factory.mktemp("served"), served_workloads())
+
+
+@pytest.fixture
+def board(home: Path) -> Iterator[dispatch.Board]:
+    with dispatch.use(home) as board:
+        yield board
+
+
+def tokens(model: Any, rows: int = 1, padded: bool = False, **options: Any) -> list[list[int]]:
+    ids = torch.randint(2, V, (rows, 9), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :4] = 0
+        ids[1, :4] = 0
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **options)
+    found: list[list[int]] = out.tolist()
+    return found
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(torch.arange(2, 12)[None]).logits
+    return found
+
+
+def natively(board: dispatch.Board) -> dict[str, int]:
+    """Calls that a C++ kernel served, by op."""
+    found: dict[str, int] = {}
+    for use in board.uses():
+        if use.candidate.startswith("cpp:"):
+            found[use.op] = found.get(use.op, 0) + use.calls
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
+def test_everything_is_replaced_and_greedy_tokens_are_the_same(
+    family: Callable[[], Any], board: dispatch.Board, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = made(family)
+    ways: list[dict[str, Any]] = [{}, {"rows": 2}, {"rows": 2, "padded": True}]
+    ways.append({"rows": 2, "padded": True, "cache_implementation": "static", "disable_compile": True})
+    before = [tokens(model, **way) for way in ways]
+    patched = autosel.patch(model)
+    said = capsys.readouterr().out
+    assert f"attention {LAYERS}/{LAYERS}, RMSNorm {NORMS[family.__name__]}/{NORMS[family.__name__]}" in said
+    assert patched.replaced == patched.found and not patched.left
+    assert patched.replaced["MLP"] == patched.replaced["rotary"] == LAYERS
+    assert patched.replaced["linear"] == 7 * LAYERS + 1
+    for way, expected in zip(ways, before, strict=True):
+        assert tokens(model, **way) == expected, way
+    calls = natively(board)
+    gated = {"swiglu"} if family is not gemma3 else set()
+    assert set(calls) >= {"linear", "attn", "rmsnorm", "rope"} | gated, "the decisions were asked"
+    autosel.unpatch(model)
+    assert tokens(model) == before[0]
+    assert natively(board) == calls, "and no longer are"
+
+
+def test_unpatched_is_as_it_was_to_the_bit() -> None:
+    model = made(llama)
+    before, implementation = logits(model), model.config._attn_implementation
+    autosel.patch(model)
+    assert model.config._attn_implementation == "autosel"
+    autosel.unpatch(model)
+    assert torch.equal(logits(model), before)
+    assert model.config._attn_implementation == implementation
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_another_model_of_the_class_is_left_alone() -> None:
+    one, other = made(llama), made(llama)
+    before = logits(other)
+    autosel.patch(one)
+    assert torch.equal(logits(other), before)
+    assert other.config._attn_implementation != "autosel"
+
+
+def test_patching_twice_and_unpatching_nothing_are_errors() -> None:
+    model = made(llama)
+    with pytest.raises(UsageError, match="is not patched"):
+        autosel.unpatch(model)
+    autosel.patch(model)
+    with pytest.raises(UsageError, match="patched already"):
+        autosel.patch(model)
+    autosel.unpatch(model)
+    autosel.patch(model)
+
+
+def test_a_copy_of_a_patched_model_runs_on_its_own_weights() -> None:
+    model = made(llama)
+    autosel.patch(model)
+    before = logits(model)
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        parameter.data.mul_(0.5)
+    assert not torch.allclose(logits(twin), before)
+    autosel.unpatch(twin)
+    expected = logits(twin)
+    autosel.patch(twin)
+    torch.testing.assert_close(logits(twin), expected)
+    assert torch.equal(logits(model), before)
+
+
+def test_gradients_are_the_models_own() -> None:
+    def gradient(model: Any) -> torch.Tensor:
+        model.zero_grad()
+        model(torch.arange(2, 12)[None]).logits.square().sum().backward()
+        found: torch.Tensor = model.model.layers[0].mlp.gate_proj.weight.grad.clone()
+        return found
+
+    model = made(llama)
+    before = gradient(model)
+    autosel.patch(model)
+    torch.testing.assert_close(gradient(model), before)
+
+
+def test_a_module_that_computes_something_else_is_left_as_it_was() -> None:
+    class ScaledRMSNorm(nn.Module):
+        def __init__(self, other: Any) -> None:
+            super().__init__()
+            self.weight, self.variance_epsilon = other.weight, other.variance_epsilon
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+    class DoublingMLP(type(made(llama).model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = made(llama)
+    model.model.norm = ScaledRMSNorm(model.model.norm)
+    model.model.layers[0].mlp.__class__ = DoublingMLP
+    before = tokens(model)
+    patched = autosel.patch(model)
+    assert {(x.module, x.kind) for x in patched.left} == {("model.norm", "RMSNorm"), ("model.layers.0.mlp", "MLP")}
+    assert patched.found["RMSNorm"] == patched.replaced["RMSNorm"] + 1
+    assert "does not compute an RMSNorm" in str(patched)
+    assert "something else than down" in str(patched)
+    assert tokens(model) == before
+
+
+def test_what_others_replaced_stays_theirs() -> None:
+    model = made(llama)
+    theirs = model.model.norm.forward
+    model.model.norm.forward = theirs
+    patched = autosel.patch(model)
+    assert [x.module for x in patched.left] == ["model.norm"]
+    autosel.unpatch(model)
+    assert model.model.norm.__dict__["forward"] == theirs
+
+
+def test_an_unknown_model_is_refused_with_the_versions_and_left_as_it_was() -> None:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)).eval()
+    model.lm_head.forward = model.lm_head.forward  # the only module of a known kind: somebody else's
+    before = logits_of_gpt2(model)
+    with pytest.raises(UsageError, match="nothing in GPT2LMHeadModel can be replaced") as caught:
+        autosel.patch(model)
+    assert f"transformers {transformers.__version__}" in caught.value.why
+    assert torch.equal(logits_of_gpt2(model), before)
+    with pytest.raises(UsageError, match=r"no transformers\.PreTrainedModel"):
+        autosel.patch(nn.Linear(2, 2))
+
+
+def logits_of_gpt2(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(torch.arange(2, 8)[None]).logits
+    return found
+
+
+def test_mixed_dtypes_and_no_device_are_refused() -> None:
+    model = made(llama)
+    model.model.norm.to(torch.bfloat16)
+    with pytest.raises(UsageError, match=r"torch\.bfloat16, torch\.float32"):
+        autosel.patch(model)
+    with torch.device("meta"):
+        hollow = llama()
+    with pytest.raises(UsageError, match="on meta"):
+        autosel.patch(hollow)
+    assert not any("forward" in m.__dict__ for m in (*model.modules(), *hollow.modules()))
+
+
+def test_the_random_state_is_the_users() -> None:
+    model = made(llama)
+    torch.manual_seed(5)
+    expected = torch.randn(3)
+    torch.manual_seed(5)
+    autosel.patch(model)
+    assert torch.equal(torch.randn(3), expected)
+
+
+def test_low_precision_logits_stay_within_the_roundings_of_the_format() -> None:
+    """bf16: what differs are single roundings, so the distance to float64 must not grow."""
+    model = made(llama).to(torch.bfloat16)
+    exact = logits(copy.deepcopy(model).double())
+    own = (logits(model).double() - exact).square().mean().sqrt()
+    autosel.patch(model)
+    ours = (logits(model).double() - exact).square().mean().sqrt()
+    assert ours <= 2 * own  # parity's rule for an RMS error beside the baseline's
