@@ -1,4 +1,4 @@
-"""All candidates of this process, by op: PyTorch's, Inductor's, our C++, CUDA and Triton kernels, the user's."""
+"""All candidates of this process, by op: PyTorch's, Inductor's, our C++, CUDA, CUTLASS, Triton kernels, the user's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pkgutil
 from functools import cache
 from importlib import import_module
 
-from autosel.candidates import cpp, cuda, triton
+from autosel.candidates import cpp, cuda, cutlass, triton
 from autosel.candidates.base import Candidate
 from autosel.candidates.inductor import INDUCTOR
 from autosel.candidates.plugins import load_allowed
@@ -64,9 +64,9 @@ def op_name(op: str) -> str:
 
 @cache
 def own_candidates() -> tuple[Candidate, ...]:
-    """Those that come with autosel; kernels of every module below candidates/{cpp,cuda,triton}."""
+    """Those that come with autosel; kernels of every module below candidates/{cpp,cuda,cutlass,triton}."""
     kernels: list[Candidate] = []
-    for package in (cpp, cuda, triton):
+    for package in (cpp, cuda, cutlass, triton):
         for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
             kernels += getattr(import_module(f"{package.__name__}.{module}"), "KERNELS", ())
     found = (*TORCH, *kernels, *INDUCTOR)
@@ -82,6 +82,6 @@ def _supports(candidate: Candidate, w: Workload, fp: Fingerprint) -> Support:
     try:
         return candidate.supports(w, fp)
     except Exception as error:  # a package's own Candidate may be wrong; it loses its place, not the run
-        if candidate.backend in ("TORCH", "INDUCTOR", "CPP", "CUDA_EXT", "TRITON"):
+        if candidate.backend in ("TORCH", "INDUCTOR", "CPP", "CUDA_EXT", "CUTLASS", "TRITON"):
             raise
         return Rejected(reason=f"its supports() raised {type(error).__name__}: {error}")

@@ -24,7 +24,7 @@ from typing import Any
 
 from autosel import resources, settings
 from autosel.errors import BuildError
-from autosel.native import cuda
+from autosel.native import cuda, cutlass
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,17 @@ def _compilers(source: str) -> tuple[str, ...]:
     nvcc = cuda.find_nvcc()
     if nvcc is None:
         raise BuildError(cuda.NO_NVCC)
-    return (nvcc.version, compiler.version, *cuda.BASE_FLAGS)
+    return (nvcc.version, compiler.version, *cuda.BASE_FLAGS, *_headers(source))
+
+
+def _headers(source: str) -> tuple[str, ...]:
+    """The version of the headers from outside kernels/ that this source includes."""
+    if not source.startswith(f"{cutlass.FOLDER}/"):
+        return ()
+    found = cutlass.find_headers()
+    if found is None:
+        raise BuildError(cutlass.NO_HEADERS)
+    return (found.text,)
 
 
 def sources_digest(source: str) -> str:
@@ -188,7 +198,8 @@ def _command(source: Path, flags: tuple[str, ...], output: Path) -> list[str]:
     tvm_ffi += [f"-L{Path(info.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
     nvcc = cuda.find_nvcc() if source.suffix == ".cu" else None
     if nvcc is not None:
-        return [*cuda.command(nvcc, compiler.path, source, flags, output), *tvm_ffi]
+        headers = cutlass.flags() if source.parent.name == cutlass.FOLDER else ()
+        return [*cuda.command(nvcc, compiler.path, source, (*flags, *headers), output), *tvm_ffi]
     return [compiler.path, *BASE_FLAGS, *flags, str(source), "-o", str(output), *tvm_ffi]
 
 

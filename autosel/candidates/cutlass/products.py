@@ -1,0 +1,104 @@
+"""Matrix products on CUTLASS's headers: wgmma and TMA for Hopper, mma and cp.async for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autosel.candidates.base import Candidate
+from autosel.candidates.cuda.base import PDL, CudaKernel, Formula, Limits
+from autosel.knobs.gpu import cutlass as forms
+from autosel.knobs.gpu import gemm
+from autosel.knobs.gpu.facts import VECTOR_BYTES, GpuFacts, facts
+from autosel.knobs.gpu.gemv import projection
+from autosel.native import cuda, cutlass
+from autosel.values import DTYPE_BYTES, Backend, Fingerprint, Knobs, NativeRecipe, Recipe, Rejected, Support, Workload
+
+HOPPER = (9, 0)
+
+
+class CutlassKernel(Candidate):
+    """A kernel `kernels/cutlass/<source>.cu` for `linear`: the op's arguments, y, then `knob_args`.
+
+    The knobs in `macros` are compiled in: one instantiation a build, under the macro named there.
+    """
+
+    backend: Backend = "CUTLASS"
+    op = "linear"
+
+    def __init__(
+        self, source: str, *, formula: Formula, knob_args: tuple[str, ...], macros: Mapping[str, str], limits: Limits
+    ) -> None:
+        self.source, self.formula, self.macros = source, formula, macros
+        self.name, self.knob_args = f"cutlass:{source}", (*knob_args, "pdl")
+        # What any CUDA kernel asks of workload, device and compiler.
+        self._cuda = CudaKernel(
+            self.op, source, formula=formula, knob_args=knob_args, limits=limits, dtypes=("bf16", "fp16")
+        )
+
+    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+        answer = self._cuda.supports(w, fp)
+        why = cutlass.why_not()
+        return answer if isinstance(answer, Rejected) or not why else Rejected(reason=why)
+
+    def knobs(self, w: Workload, fp: Fingerprint) -> Knobs:
+        return Knobs(settings=(*self.formula(w, facts(fp)).settings, PDL))
+
+    def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
+        defined = (f"-D{macro}={knobs[name]}" for name, macro in self.macros.items())
+        return NativeRecipe(
+            source=f"{cutlass.FOLDER}/{self.source}.cu",
+            entry=self.source,
+            flags=(*cuda.target_flags(facts(fp).cc), f"-DAUTOSEL_{w.dtype.upper()}", *defined),
+            knob_args=self.knob_args,
+        )
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def _tiles(w: Workload, f: GpuFacts) -> str:
+    """What every product asks for. Its builds take any shape; below, they would take it a 16 x 16 tile at a time."""
+    step = VECTOR_BYTES // DTYPE_BYTES[w.dtype]
+    ragged = next((name for name in ("N", "K") if w[name] % step), "")
+    if ragged:
+        return f"{ragged} = {w[ragged]} leaves rows that are not whole vectors of {VECTOR_BYTES} bytes"
+    first = gemm.crossover(projection(w), f)
+    return "" if 2 * w["M"] >= first else f"M = {w['M']} is below half of {first}, where CUDA cores win by far"
+
+
+def _hopper(w: Workload, f: GpuFacts) -> str:
+    if f.cc != HOPPER:
+        return f"wgmma is compute capability 9.0's; the device has {f.cc[0]}.{f.cc[1]}"
+    return _tiles(w, f)
+
+
+def _ampere(w: Workload, f: GpuFacts) -> str:
+    most = gemm.large_from(w.dtype, f)
+    if f.cc == HOPPER and w["M"] > most:
+        return f"M = {w['M']} is above {most}, where mma reaches half of what wgmma does: cutlass:gemm_sm90's range"
+    return _tiles(w, f)
+
+
+KERNELS = (
+    CutlassKernel(
+        "gemm_sm90",
+        formula=forms.hopper,
+        knob_args=("split_k", "sms"),
+        macros={
+            "swap": "AUTOSEL_SWAP",
+            "tile_m": "AUTOSEL_TILE_M",
+            "tile_n": "AUTOSEL_TILE_N",
+            "stages": "AUTOSEL_STAGES",
+            "cluster": "AUTOSEL_CLUSTER",
+            "stream_k": "AUTOSEL_STREAM_K",
+        },
+        limits=_hopper,
+    ),
+    CutlassKernel(
+        "gemm_sm80",
+        formula=forms.ampere,
+        knob_args=("split_k",),
+        macros={"rows": "AUTOSEL_ROWS", "columns": "AUTOSEL_COLUMNS", "stages": "AUTOSEL_STAGES"},
+        limits=_ampere,
+    ),
+)

@@ -1,0 +1,300 @@
+"""CUTLASS's matrix products: `hopper` for wgmma and TMA (sm_90), `ampere` for mma and cp.async (sm_80, 86, 89, 120).
+
+Both follow gemm.py's routes. Up to M2 rows the weights stream: they lie along the tile's long side, x along its short
+one (`columns`), so that sixteen rows of x fill no tile of 64. Above, the tile is chosen for reuse.
+
+A tile of weights has 64 rows or 128. Each x is read from L2 once a tile: M / rows bytes for a byte of weights, and
+L2 carries both while 1 + M / rows <= beta2 / beta. So `narrow` = 64 (beta2 / beta - 1) rows of x can do with 64: H200
+80, RTX 5070 Ti 137. More and narrower tiles are more readers, and readers are what few outputs lack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autosel.knobs.gpu import gemm
+from autosel.knobs.gpu.facts import GpuFacts, power_of_two
+from autosel.knobs.gpu.gemv import Projection, projection
+from autosel.values import Knob, Knobs, Workload
+
+STEP_BYTES = gemm.TILE_ROW_BYTES  # of a row, a stage: one row of the 128-byte swizzle
+NARROW, WIDE = 64, 128  # weight rows a tile
+SPLIT_MOST = 64
+FILLED = 0.85  # of the last wave; below, a tile is worth splitting (knobs of `gemm.large`)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streaming:
+    """A tile of weights that streams past x, and how many CTAs share its K."""
+
+    rows: int  # of w
+    columns: int  # of x, padded
+    stages: int
+    tiles: int
+    split: int
+
+
+# --- Hopper -----------------------------------------------------------------------------------------------------------
+
+EPILOGUE_COLUMNS, EPILOGUE_STAGES = 32, 4  # CUTLASS's epilogue: sub-tiles of 64 or 128 rows by 32 columns, up to four
+BARRIER_BYTES = 1024  # mbarriers of the stages and of the scheduler, rounded up
+
+
+def hopper(w: Workload, f: GpuFacts) -> Knobs:
+    """swap, tile_m, tile_n, stages, cluster, stream_k, split_k, sms.
+
+    Up to M2: y^T = w x^T (`swap`), tiles of 64 rows of w where `narrow` allows and N / 64 tiles are S_min or more, else
+    of 128, split along K as gemm.stream splits; CUTLASS shares a tile's K only between CTAs of 128 rows. Stages: what
+    an SM can draw, rho * lambda, is under way. H200, M = 16: N = 4096 takes 64 tiles of 64 rows and 8 stages; N = 1024
+    takes 8 of 128, 5 stages, split 8.
+
+    Above: gemm.large's tile, cluster and Stream-K; CUTLASS's epilogue keeps sub-tiles of its own beside the stages.
+    H200: 128 x 256, 4 stages.
+    """
+    p = projection(w)
+    if p.rows > gemm.large_from(p.dtype, f):
+        return _hopper_large(w, p, f)
+    columns = columns_of(p, 8, 256)
+    fine = p.rows <= narrow_most(f) and tiles_of(p, NARROW, columns) >= f.sms_needed
+    rows = NARROW if fine else WIDE
+    s = streaming(p, f, rows=rows, columns=columns, beside=end_bytes(rows, columns))
+    return Knobs(
+        settings=(
+            Knob(
+                name="swap",
+                value=1,
+                formula="M <= M2",
+                inputs={"M": p.rows, "M2": gemm.large_from(p.dtype, f)},
+                reason="weights fill the tile's 64 rows; x has fewer",
+            ),
+            *_streaming_knobs(p, s, f, ("tile_m", "tile_n"), "N / 64 tiles are S_min"),
+            Knob(name="cluster", value=1, formula="1 while streaming", inputs={}, reason="no operand is shared enough"),
+            Knob(
+                name="stream_k",
+                value=int(s.split > 1),
+                formula="split_k > 1",
+                inputs={"split_k": s.split},
+                reason="the scheduler that shares tiles costs a cleared workspace a call" if s.split > 1 else "",
+            ),
+            Knob(name="sms", value=f.sms, formula="S", inputs={"S": f.sms}),
+        )
+    )
+
+
+def _hopper_large(w: Workload, p: Projection, f: GpuFacts) -> Knobs:
+    plan = gemm.large(w, f)
+    m, n, cluster = plan["tile_m"], plan["tile_n"], plan["cluster"]
+    shared = plan["schedule"] == "stream_k" and m >= WIDE
+    stages = (f.smem_per_cta - end_bytes(m, n)) // ((m + n) * STEP_BYTES)
+    chosen = {k.name: k for k in plan.settings}
+    return Knobs(
+        settings=(
+            Knob(name="swap", value=0, formula="M <= M2", inputs={"M": p.rows, "M2": gemm.large_from(p.dtype, f)}),
+            chosen["tile_m"],
+            chosen["tile_n"],
+            Knob(
+                name="stages",
+                value=stages,
+                formula="(smem - epilogue) / ((BM + BN) * 128)",
+                inputs={"smem": f.smem_per_cta, "epilogue": end_bytes(m, n)},
+            ),
+            chosen["cluster"],
+            Knob(
+                name="stream_k",
+                value=int(shared),
+                formula="gemm.large's schedule, where the tile has 128 rows or more",
+                inputs={"schedule": plan["schedule"], "tile_m": m},
+            ),
+            Knob(name="split_k", value=1, formula="1", inputs={}, reason="Stream-K cuts K itself" if shared else ""),
+            Knob(
+                name="sms",
+                value=plan["sms"] // cluster * cluster,
+                formula="gemm.large's, in whole clusters",
+                inputs={"sms": plan["sms"], "cluster": cluster},
+            ),
+        )
+    )
+
+
+def end_bytes(m: int, n: int) -> int:
+    """Shared memory beside the stages: the epilogue's sub-tiles of y or the residual (2 bytes an element), one row of
+    bias, and barriers. A tile of at least 128 rows has two warp groups and sub-tiles of 128 rows."""
+    tall, wide = min(m, WIDE), min(n, EPILOGUE_COLUMNS)
+    pieces = (m // tall) * math.ceil(n / wide)
+    kept = max(min(pieces, EPILOGUE_STAGES), min(pieces, 2) + 1)
+    return kept * tall * wide * 2 + 2 * max(m, n) * 2 + BARRIER_BYTES
+
+
+# --- Ampere and its kin -----------------------------------------------------------------------------------------------
+
+COLUMNS_MOST = 128
+PITCH_GAP = 4  # floats between the columns of a tile laid down for its epilogue
+SIDES = tuple((rows, columns) for rows in (NARROW, WIDE) for columns in (64, 128))
+
+
+def ampere(w: Workload, f: GpuFacts) -> Knobs:
+    """rows, columns, stages, split_k: y^T = w x^T at every M, a CTA a tile or a part of its K.
+
+    Up to M2: as `hopper`, tiles of 64 rows where `narrow` allows and 128 would leave SMs without one; the CTAs of a
+    tile leave their sums in a workspace and the last adds them in order: no second kernel, nothing to clear. RTX 5070
+    Ti, M = 16: N = 4096 takes 64 x 16 and 4 stages, unsplit; N = 1024 splits in 2.
+
+    Above: tiles of 64 or 128 on either side, those that feed the tensor cores from L2 first, then the least waves times
+    area, the fullest last wave, the least waste. Where the last wave stays under 85 % and K > 3N, K is split into as
+    many parts, up to 8, as make it shortest: ceil(s G / S) / s waves, and 8 s M N bytes through L2. RTX 5070 Ti,
+    M = 4096: 128 x 128, 3 stages.
+    """
+    p = projection(w)
+    if p.rows > gemm.large_from(p.dtype, f):
+        return _ampere_large(p, f)
+    columns = columns_of(p, 16, COLUMNS_MOST)
+    fine = p.rows <= narrow_most(f) and tiles_of(p, WIDE, columns) < f.sms
+    s = streaming(p, f, rows=NARROW if fine else WIDE, columns=columns, beside=0)
+    return Knobs(settings=_streaming_knobs(p, s, f, ("rows", "columns"), "N / 128 tiles are fewer than S"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Covering:
+    """One tile of the large product."""
+
+    rows: int
+    columns: int
+    tiles: int
+    waves: int
+
+    @property
+    def intensity(self) -> float:
+        return self.rows * self.columns / (self.rows + self.columns)
+
+
+def coverings(p: Projection, f: GpuFacts) -> Iterator[Covering]:
+    for rows, columns in SIDES:
+        if _fit(rows, columns, f) >= 2 and laid_bytes(rows, columns) <= f.smem_per_cta:
+            tiles = math.ceil(p.outputs / rows) * math.ceil(p.rows / columns)
+            yield Covering(rows=rows, columns=columns, tiles=tiles, waves=math.ceil(tiles / f.sms))
+
+
+def _ampere_large(p: Projection, f: GpuFacts) -> Knobs:
+    needed = f.matrix_flops(p.dtype) * p.weight_bytes / (2 * f.l2)
+    c = _covering(p, f, needed)
+    full = c.tiles / (f.sms * c.waves)
+    split = _fewest(p, f, c) if full < FILLED and p.depth > 3 * p.outputs else 1
+    told = {"M": p.rows, "N": p.outputs, "S": f.sms}
+    tile_bytes = (c.rows + c.columns) * STEP_BYTES
+    return Knobs(
+        settings=(
+            Knob(
+                name="rows",
+                value=c.rows,
+                formula="of tiles with R*C/(R+C) >= need: least waves * R * C, fullest last wave, least waste",
+                inputs={**told, "need": needed},
+            ),
+            Knob(name="columns", value=c.columns, formula="as rows", inputs={"intensity": c.intensity}),
+            Knob(
+                name="stages",
+                value=min(_fit(c.rows, c.columns, f), max(3, 1 + math.ceil(f.rho * f.latency_s / tile_bytes))),
+                formula="min(smem / stage bytes, max(3, 1 + ceil(rho * lambda / stage bytes)))",
+                inputs={"smem": f.smem_per_cta, "rho": f.rho, "lambda": f.latency_s},
+            ),
+            Knob(
+                name="split_k",
+                value=split,
+                formula="if G / (S * waves) < 0.85 and K > 3 N: s <= 8 of least ceil(s G / S) t / s + 8 s M N / beta2",
+                inputs={"full": full, "K": p.depth, "N": p.outputs, "G": c.tiles, "S": f.sms},
+            ),
+        )
+    )
+
+
+def _covering(p: Projection, f: GpuFacts, needed: float) -> Covering:
+    legal = list(coverings(p, f))
+    fed = [c for c in legal if c.intensity >= needed and c.tiles >= f.sms]
+
+    def rank(c: Covering) -> tuple[int, int, int, int]:
+        area = c.rows * c.columns
+        return c.waves * area, -((c.tiles - 1) % f.sms + 1), c.tiles * area, -area
+
+    return min(fed or legal, key=rank)
+
+
+def _fewest(p: Projection, f: GpuFacts, c: Covering) -> int:
+    tile_s = 2 * c.rows * c.columns * p.depth * f.sms / f.matrix_flops(p.dtype)
+
+    def seconds(split: int) -> float:
+        joined = 8 * split * p.rows * p.outputs / f.l2 if split > 1 else 0.0
+        return math.ceil(split * c.tiles / f.sms) / split * tile_s + joined
+
+    most = max(1, min(8, p.depth * p.weight_bytes // (4 * STEP_BYTES)))
+    return min(range(1, most + 1), key=seconds)
+
+
+def _fit(rows: int, columns: int, f: GpuFacts) -> int:
+    return f.smem_per_cta // ((rows + columns) * STEP_BYTES)
+
+
+def laid_bytes(rows: int, columns: int) -> int:
+    """A tile of fp32 sums on its way to y: in the stages' place, when they are done."""
+    return 4 * (rows + PITCH_GAP) * columns + 16
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def narrow_most(f: GpuFacts) -> int:
+    """Most rows of x that tiles of 64 weight rows may meet: 64 (beta2 / beta - 1)."""
+    return math.floor(NARROW * (f.l2 / f.read - 1))
+
+
+def columns_of(p: Projection, least: int, most: int) -> int:
+    """Columns of a streaming tile: M as a power of two, so that a bucket of M shares one build."""
+    return max(least, min(most, power_of_two(p.rows)))
+
+
+def tiles_of(p: Projection, rows: int, columns: int) -> int:
+    """G: tiles of the product."""
+    return math.ceil(p.outputs / rows) * math.ceil(p.rows / columns)
+
+
+def streaming(p: Projection, f: GpuFacts, *, rows: int, columns: int, beside: int) -> Streaming:
+    """Stages and split of a streaming tile; `beside`: bytes of shared memory that are not the stages'."""
+    weights = rows * STEP_BYTES
+    fit = (f.smem_per_cta - beside) // (weights + columns * STEP_BYTES)
+    stages = max(2, min(fit, 1 + math.ceil(f.rho * f.latency_s / weights)))
+    tiles = tiles_of(p, rows, columns)
+    flight = (stages - 1) * weights
+    wanted = math.ceil(max(f.sms_needed / tiles, f.in_flight / (tiles * flight)))
+    most = min(SPLIT_MOST, p.depth * p.weight_bytes // (4 * STEP_BYTES))
+    return Streaming(rows=rows, columns=columns, stages=stages, tiles=tiles, split=max(1, min(wanted, most)))
+
+
+def _streaming_knobs(p: Projection, s: Streaming, f: GpuFacts, sides: tuple[str, str], when: str) -> tuple[Knob, ...]:
+    return (
+        Knob(
+            name=sides[0],
+            value=s.rows,
+            formula=f"64 if M <= 64 (beta2 / beta - 1) and {when}, else 128",
+            inputs={"M": p.rows, "N": p.outputs, "S": f.sms, "S_min": f.sms_needed, "beta": f.read, "beta2": f.l2},
+        ),
+        Knob(name=sides[1], value=s.columns, formula="M as a power of two, within the tile's", inputs={"M": p.rows}),
+        Knob(
+            name="stages",
+            value=s.stages,
+            formula="min(smem / stage bytes, 1 + ceil(rho * lambda / weight tile bytes))",
+            inputs={"smem": f.smem_per_cta, "rho": f.rho, "lambda": f.latency_s},
+        ),
+        Knob(
+            name="split_k",
+            value=s.split,
+            formula="ceil(max(S_min / G, X / (G * X_cta))), at most K / (4 * BK)",
+            inputs={
+                "S_min": f.sms_needed,
+                "G": s.tiles,
+                "X": f.in_flight,
+                "X_cta": (s.stages - 1) * s.rows * STEP_BYTES,
+                "K": p.depth,
+            },
+            reason="added in fp32 in a fixed order" if s.split > 1 else "",
+        ),
+    )

@@ -1,0 +1,61 @@
+"""CUTLASS's headers: where pip put them, which version they are, and what nvcc must be told to compile with them.
+
+The package nvidia-cutlass carries them inside its module cutlass_library; nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+LEAST = (4, 2)  # the version whose collectives the sources were written against
+FOLDER = "cutlass"  # sources below kernels/cutlass/ get these headers
+NO_HEADERS = "no CUTLASS headers found; install them with pip: nvidia-cutlass>=4.2 (--no-deps: only headers are needed)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headers:
+    include: Path
+    version: tuple[int, int, int]
+
+    @property
+    def text(self) -> str:
+        return "CUTLASS " + ".".join(map(str, self.version))
+
+
+@cache
+def find_headers() -> Headers | None:
+    """Those of the package nvidia-cutlass, None where there are none."""
+    package = importlib.util.find_spec("cutlass_library")
+    for folder in package.submodule_search_locations or () if package else ():
+        include = Path(folder) / "source" / "include"
+        version = _version(include / "cutlass" / "version.h")
+        if version is not None:
+            return Headers(include=include, version=version)
+    return None
+
+
+def _version(file: Path) -> tuple[int, int, int] | None:
+    if not file.is_file():
+        return None
+    told = dict(re.findall(r"#define CUTLASS_(MAJOR|MINOR|PATCH) (\d+)", file.read_text()))
+    return int(told["MAJOR"]), int(told["MINOR"]), int(told["PATCH"])
+
+
+def why_not() -> str:
+    """Why nothing of kernels/cutlass/ can be compiled here, or ""."""
+    found = find_headers()
+    if found is None:
+        return NO_HEADERS
+    if found.version < LEAST:
+        return f"needs CUTLASS {LEAST[0]}.{LEAST[1]}; the headers found are of {found.text}"
+    return ""
+
+
+def flags() -> tuple[str, ...]:
+    """For nvcc; system headers, so that their warnings are not taken for ours. Empty where there are none."""
+    found = find_headers()
+    return ("--expt-relaxed-constexpr", "-isystem", str(found.include)) if found else ()

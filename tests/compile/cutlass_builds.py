@@ -1,0 +1,127 @@
+"""Compile kernels/cutlass/ for devices that are not there, and for this CPU's emulated threads; cached by digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autosel import resources, settings
+from autosel.native import cutlass
+from autosel.native.compile import find_compiler, sources_digest
+from autosel.native.cuda import find_nvcc, target_flags
+from tests.compile.emulate import FLAGS, HERE, includes
+from tests.compile.machine_code import _usage, disassembler
+
+FIRST = HERE / "cutlass_first.h"
+# Opcodes counted by their first part. UTMALDG, UTMASTG: TMA; HGMMA: wgmma; LDGSTS: cp.async; LDSM: ldmatrix.
+OPCODES = ("HGMMA", "UTMALDG", "UTMASTG", "WARPGROUP", "SYNCS", "HMMA", "LDGSTS", "LDSM", "LDL", "STL", "ACQBULK")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One __global__ function's machine code."""
+
+    name: str  # mangled
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    instructions: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    kernels: tuple[Kernel, ...]
+    advice: tuple[str, ...]  # what ptxas warned of
+    seconds: float
+
+
+def compiled(source: str, cc: tuple[int, int], *macros: str) -> Compiled:
+    """kernels/cutlass/<source>.cu for one target with these macros (NAME=VALUE)."""
+    nvcc, headers = find_nvcc(), cutlass.find_headers()
+    assert nvcc is not None
+    assert headers is not None
+    flags = ["-std=c++17", "-O3", *target_flags(cc), *(f"-D{m}" for m in macros)]
+    parts = (Path(__file__).read_text(), sources_digest(f"cutlass/{source}.cu"), nvcc.version, headers.text, *flags)
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    kept = settings.home() / "machine-code" / f"{source}-{digest}.json"
+    if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        found = _compiled(nvcc.path, resources.kernels() / "cutlass" / f"{source}.cu", flags)
+        kept.write_text(json.dumps(asdict(found)))
+    told = json.loads(kept.read_text())
+    kernels = tuple(Kernel(**k) for k in told["kernels"])
+    return Compiled(kernels=kernels, advice=tuple(told["advice"]), seconds=told["seconds"])
+
+
+def _compiled(nvcc: str, source: Path, flags: list[str]) -> Compiled:
+    headers = [*(i for i in includes() if i.startswith("-I")), *cutlass.flags()]
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        command = [nvcc, *flags, *headers, "-Xptxas", "-v", "-cubin", str(source), "-o", str(cubin)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=290)
+        assert done.returncode == 0, done.stderr[:4000]
+        seconds = time.monotonic() - started
+        code = _opcodes(cubin)
+    usage = {name: {k: v for k, v in used.items() if k != "shared_bytes"} for name, used in _usage(done.stderr).items()}
+    kernels = tuple(Kernel(name=name, **used, instructions=code.get(name, {})) for name, used in usage.items())
+    advice = tuple(re.findall(r"\(C\d+\)[^\n]{0,120}|[Pp]otential [Pp]erformance [Ll]oss[^\n]{0,120}", done.stderr))
+    return Compiled(kernels=kernels, advice=advice, seconds=seconds)
+
+
+def _opcodes(cubin: Path) -> dict[str, dict[str, int]]:
+    tool = disassembler()
+    assert tool is not None, "no nvdisasm: pip install nvidia-cuda-nvdisasm, or triton"
+    done = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[:1000]
+    found: dict[str, dict[str, int]] = {}
+    current: dict[str, int] = {}
+    for line in done.stdout.splitlines():
+        section = re.match(r"\s*\.section\s+\.text\.(\S+?),", line)
+        if section:
+            current = found.setdefault(section.group(1), {})
+        opcode = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", line)
+        if opcode and opcode.group(1) in OPCODES:
+            current[opcode.group(1)] = current.get(opcode.group(1), 0) + 1
+    return found
+
+
+def emulated(source: str, *macros: str) -> Callable[..., None]:
+    """The entry of kernels/cutlass/<source>.cu on emulated threads (simt.h)."""
+    import tvm_ffi
+
+    function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(_emulated(source, macros))), source)
+    return function
+
+
+def _emulated(source: str, macros: tuple[str, ...]) -> Path:
+    compiler, nvcc, headers = find_compiler(), find_nvcc(), cutlass.find_headers()
+    assert compiler is not None
+    assert nvcc is not None
+    assert headers is not None
+    file = resources.kernels() / "cutlass" / f"{source}.cu"
+    flags = [*FLAGS, "-DAUTOSEL_DEVICE=kDLCPU", *(f"-D{m}" for m in macros)]
+    hasher = hashlib.sha256((HERE / "simt.h").read_bytes() + FIRST.read_bytes())
+    for part in (sources_digest(str(file)), compiler.version, headers.text, *flags):
+        hasher.update(part.encode() + b"\0")
+    made = settings.home() / "emulated" / f"{source}-{hasher.hexdigest()[:24]}.so"
+    if made.is_file():
+        return made
+    made.parent.mkdir(parents=True, exist_ok=True)
+    system = ["-isystem", str(headers.include), "-isystem", str(nvcc.home / "include" / "cccl")]
+    forced = ["-x", "c++", "-include", str(FIRST), "-include", str(HERE / "simt.h")]
+    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+        output = Path(folder) / made.name
+        command = [compiler.path, *flags, *system, *forced, str(file), "-o", str(output), *includes()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=290)
+        assert done.returncode == 0, done.stderr[:4000]
+        output.rename(made)
+    return made

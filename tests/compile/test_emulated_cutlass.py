@@ -1,0 +1,105 @@
+"""The CuTe product on emulated threads: the op's every hostile case, on rows of whole vectors and on ragged ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from autosel.native import cutlass
+from autosel.ops import OPS, eager
+from autosel.ops.contract import Case, Mismatch
+from autosel.ops.linear import projection_cases
+from autosel.values import DTypeName, Workload
+from tests.compile.cutlass_builds import emulated
+from tests.compile.emulate import todays_turn
+
+pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
+
+OP = OPS["linear"]
+# rows, columns, stages: one column tile or several, two warps across, the fewest and the most stages
+BUILDS = ((64, 16, 4), (128, 128, 2), (128, 16, 3), (64, 64, 8), (64, 32, 2))
+PLANS = ((1, 0), (3, 1), (2, 0), (64, 0))  # split_k, pdl
+DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16")
+SHAPES: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
+    ({"M": 17, "N": 256, "K": 512}, {}),
+    ({"M": 5, "N": 64, "K": 256}, {"bias": True, "residual": True}),
+)
+
+
+class WholeVectors:
+    """A workload whose variations have N and K in whole vectors of eight elements."""
+
+    def __init__(self, w: Workload) -> None:
+        self.workload, self.dtype = w, w.dtype
+
+    def __getitem__(self, dim: str) -> int:
+        return self.workload[dim]
+
+    def at(self, **sizes: int) -> Workload:
+        return self.workload.at(**{d: -(-s // 8) * 8 if d in "NK" else s for d, s in sizes.items()})
+
+
+def todays_builds(every_target: bool) -> Iterator[tuple[DTypeName, tuple[int, int, int]]]:
+    turn = todays_turn()
+    today = (DTYPES[turn % len(DTYPES)], BUILDS[turn % len(BUILDS)])
+    yield from [(d, b) for d in DTYPES for b in BUILDS] if every_target else [today]
+
+
+def product(dtype: str, build: tuple[int, int, int]) -> Any:
+    names = ("ROWS", "COLUMNS", "STAGES")
+    return emulated(
+        "gemm_sm80", f"AUTOSEL_{dtype.upper()}", *(f"AUTOSEL_{n}={v}" for n, v in zip(names, build, strict=True))
+    )
+
+
+def failure(entry: Any, made: Case, plan: tuple[int, int]) -> Mismatch | None:
+    outputs = [o for o in OP.allocate(made.workload, fill=float("nan")) if o is not None]
+    entry(*OP.arguments(made.make(11)), *outputs, *plan)
+    found = OP.verify(made.make(11), outputs, (eager.linear(*OP.arguments(made.make(11))),))
+    return found if isinstance(found, Mismatch) else None
+
+
+def test_the_product_meets_its_contract_in_every_case(every_target: bool) -> None:
+    """With --every-target in every build and dtype, else in those whose turn it is today."""
+    wrong, turn = [], 0
+    for dtype, build in todays_builds(every_target):
+        entry = product(dtype, build)
+        for dims, traits in SHAPES:
+            w = OP.workload(dtype, dims, **traits)
+            whole = projection_cases(OP, WholeVectors(w), weights=("w",), width="K")  # type: ignore[arg-type]
+            for made in (*whole, *(OP.cases(w) if dims["M"] == 5 else ())):
+                plan, turn = PLANS[turn % len(PLANS)], turn + 1
+                found = failure(entry, made, plan)
+                if found is not None:
+                    wrong.append(f"{made.workload.key} {made.name}, {build} {plan}: {found.check}: {found.reason}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_more_tiles_than_a_group_and_more_columns_than_a_tile_are_each_computed_once(every_target: bool) -> None:
+    """Nine or more tiles of w, the last of them ragged, and as many of x as M needs: every output is some CTA's."""
+    for dtype, build in todays_builds(every_target):
+        w = OP.workload(dtype, {"M": build[1] + 3, "N": 9 * build[0] + 40, "K": 72}, residual=True)
+        for plan in PLANS[:2]:
+            made = Case(name="grid", workload=w, make=lambda seed, w=w: OP.inputs(w, seed), covers="the order of tiles")
+            assert failure(product(dtype, build), made, plan) is None
+
+
+def test_what_does_not_fit_is_refused_before_the_launch(every_target: bool) -> None:
+    dtype, build = next(todays_builds(every_target))
+    entry, kind = product(dtype, build), {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    x, w, y = (torch.zeros(shape, dtype=kind) for shape in ((4, 64), (32, 64), (4, 32)))
+    entry(x, w, None, None, y, 1, 0)
+    for wrong, words in (
+        ((x, w[:, :56], None, None, y, 1, 0), "w is 32 x 56"),
+        ((x, w, None, None, y[:3], 1, 0), "y is 3 x 32"),
+        ((x, w, w[0], None, y, 1, 0), "bias has 64"),
+        ((x, w, None, x, y, 1, 0), "residual is 4 x 64"),
+        ((x, w, None, None, y, 0, 0), "split_k is 0"),
+        ((x, w, None, None, y, 65, 0), "split_k is 65"),
+        ((x.float(), w.float(), None, None, y.float(), 1, 0), "dtype must be"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            entry(*wrong)

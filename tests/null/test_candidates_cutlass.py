@@ -1,0 +1,131 @@
+"""Which CUTLASS products may run a workload where, why not, and how they are compiled; no device needed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosel import resources
+from autosel.candidates.cutlass.products import KERNELS
+from autosel.candidates.registry import own_candidates
+from autosel.errors import BuildError
+from autosel.fingerprint.known import load, names
+from autosel.native import cuda, cutlass
+from autosel.native.compile import source_digest
+from autosel.native.cuda import Nvcc
+from autosel.native.cutlass import Headers
+from autosel.values import Accepted, Fingerprint, NativeRecipe, Rejected, Workload
+
+H200, RTX = load("h200"), load("rtx-5070-ti")
+BY_NAME = {k.name: k for k in KERNELS}
+EVERY = Nvcc(path="nvcc", version="release 13.0", home=Path("/"), architectures=(80, 86, 89, 90, 100, 120))
+
+
+def linear(m: int, n: int = 4096, k: int = 4096, dtype: Any = "bf16") -> Workload:
+    return Workload(op="linear", dims=(("M", m), ("N", n), ("K", k)), dtype=dtype)
+
+
+def headers(*version: int) -> Headers:
+    return Headers(include=Path("/include"), version=(version[0], version[1], version[2]))
+
+
+@pytest.fixture(autouse=True)
+def _any_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "find_nvcc", lambda: EVERY)
+    monkeypatch.setattr(cutlass, "find_headers", lambda: headers(4, 2, 0))
+    monkeypatch.setattr("autosel.candidates.cuda.base.find_compiler", lambda: "g++")
+
+
+def reason(name: str, w: Workload, fp: Fingerprint) -> str:
+    answer = BY_NAME[name].supports(w, fp)
+    return answer.reason if isinstance(answer, Rejected) else ""
+
+
+def test_the_registry_knows_them() -> None:
+    assert {c.name for c in own_candidates() if c.backend == "CUTLASS"} == set(BY_NAME)
+
+
+@pytest.mark.parametrize("device", names())
+@pytest.mark.parametrize("m", [16, 64, 256, 4096])
+def test_every_known_device_has_a_product_for_many_rows(device: str, m: int) -> None:
+    answers = {k.name: k.supports(linear(m), load(device)) for k in KERNELS}
+    assert any(isinstance(a, Accepted) for a in answers.values()), answers
+
+
+@pytest.mark.parametrize(
+    ("name", "w", "fp", "words"),
+    [
+        ("cutlass:gemm_sm90", linear(64), RTX, "compute capability 9.0's; the device has 12.0"),
+        ("cutlass:gemm_sm90", linear(64), load("b200"), "the device has 10.0"),
+        ("cutlass:gemm_sm90", linear(1), H200, "below half of 7, where CUDA cores win by far"),
+        ("cutlass:gemm_sm90", linear(64, dtype="fp32"), H200, "takes bf16, fp16; the workload is fp32"),
+        ("cutlass:gemm_sm90", linear(64, k=4100), H200, "K = 4100 leaves rows that are not whole vectors of 16 bytes"),
+        ("cutlass:gemm_sm80", linear(64, n=50257), RTX, "N = 50257 leaves rows"),
+        ("cutlass:gemm_sm80", linear(4096), H200, "cutlass:gemm_sm90's range"),
+        ("cutlass:gemm_sm80", linear(1 << 31), RTX, "M = 2147483648 is above"),
+    ],
+)
+def test_what_a_product_cannot_do_is_said_before_anything_is_built(
+    name: str, w: Workload, fp: Fingerprint, words: str
+) -> None:
+    assert words in reason(name, w, fp)
+
+
+@pytest.mark.parametrize("found", [None, headers(3, 9, 0)], ids=["none", "too old"])
+def test_without_the_headers_the_reason_says_what_is_missing(
+    found: Headers | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutlass, "find_headers", lambda: found)
+    said = reason("cutlass:gemm_sm80", linear(64), RTX)
+    assert (
+        "nvidia-cutlass>=4.2" if found is None else "needs CUTLASS 4.2; the headers found are of CUTLASS 3.9.0"
+    ) in said
+
+
+def test_a_build_names_the_version_of_its_headers_not_their_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autosel.native.compile.find_compiler", lambda: EVERY)
+    one, other = source_digest("cutlass/gemm_sm80.cu", ()), source_digest("cuda/gemv.cu", ())
+    monkeypatch.setattr(cutlass, "find_headers", lambda: Headers(include=Path("/elsewhere"), version=(4, 2, 0)))
+    assert source_digest("cutlass/gemm_sm80.cu", ()) == one
+    monkeypatch.setattr(cutlass, "find_headers", lambda: headers(4, 3, 0))
+    assert source_digest("cutlass/gemm_sm80.cu", ()) != one
+    monkeypatch.setattr(cutlass, "find_headers", lambda: None)
+    assert source_digest("cuda/gemv.cu", ()) == other
+    with pytest.raises(BuildError, match="no CUTLASS headers"):
+        source_digest("cutlass/gemm_sm80.cu", ())
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_product_takes_the_knobs_its_formula_gives(name: str) -> None:
+    kernel = BY_NAME[name]
+    for fp in (H200, RTX):
+        for m in (8, 100, 256, 4096):
+            knobs = kernel.knobs(linear(m), fp)
+            recipe = kernel.recipe(linear(m), fp, knobs)
+            assert isinstance(recipe, NativeRecipe)
+            assert set(kernel.knob_args) | set(kernel.macros) == set(knobs.values)
+            assert all(isinstance(v, int) for v in knobs.values.values())
+            assert {f"-D{macro}={knobs[k]}" for k, macro in kernel.macros.items()} <= set(recipe.flags)
+            assert "-DAUTOSEL_BF16" in recipe.flags
+            assert not any(f.startswith(("-I", "/")) for f in recipe.flags)  # nothing of this machine
+
+
+def test_a_bucket_of_rows_shares_one_build() -> None:
+    """Compiling takes half a minute: what a caller varies from step to step must not ask for another."""
+    for name, fp in (("cutlass:gemm_sm90", H200), ("cutlass:gemm_sm80", RTX)):
+        kernel = BY_NAME[name]
+        flags = {kernel.recipe(linear(m), fp, kernel.knobs(linear(m), fp)).flags for m in (33, 40, 63, 64)}  # type: ignore[union-attr]
+        assert len(flags) == 1
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_product_has_a_source_with_its_entry_and_a_header_that_tells_all(name: str) -> None:
+    kernel = BY_NAME[name]
+    text = (resources.kernels() / "cutlass" / f"{kernel.source}.cu").read_text()
+    assert f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({kernel.source}," in text
+    head = text.partition("#include")[0]
+    for part in ("bytes", "FLOPs", "roofline", "knobs", "design", "idea", "status  compiled.*; not yet run on silicon"):
+        assert re.search(rf"^// .*{part}", head, flags=re.MULTILINE), part
