@@ -411,7 +411,7 @@ def gpu_formulas() -> str:
     parts, seen = [], set()
     for op in ops.OPS:
         for w in _workloads(op):
-            derived = [gpu.derive(w, f) for f in facts]
+            derived = [gpu.derive(w, f) | _cutlass(w, f) for f in facts]
             if w["M" if "M" in dict(w.dims) else "B"] == 64 and op != "linear":
                 continue
             for family in derived[0]:
@@ -421,6 +421,16 @@ def gpu_formulas() -> str:
                 parts += [f"### {family} for {op}", f"At {w.shape_text}, {w.dtype}."]
                 parts.append(_side_by_side([d.get(family) for d in derived]))
     return "\n\n".join(parts)
+
+
+def _cutlass(w: Workload, f: Any) -> dict[str, Knobs]:
+    """The products on CUTLASS's headers, which race beside the route's own kernel."""
+    from autosel.knobs.gpu import cutlass
+
+    if w.op != "linear" or w["M"] == 1:
+        return {}
+    hopper = {"cutlass gemm_sm90": cutlass.hopper(w, f)} if f.cc == (9, 0) else {}
+    return {**hopper, "cutlass gemm_sm80": cutlass.ampere(w, f)}
 
 
 def _side_by_side(knobs: Sequence[Knobs | None]) -> str:
@@ -438,7 +448,7 @@ def gpu_words() -> str:
     from autosel.knobs import gpu
 
     parts = []
-    for name in ("facts", "gemv", "gemm", "attention", "rows", "sampling", "step"):
+    for name in ("facts", "gemv", "gemm", "cutlass", "attention", "rows", "sampling", "step"):
         module = import_module(f"{gpu.__name__}.{name}")
         parts += [f"### knobs/gpu/{name}.py", prose(module.__doc__)]
         for function in _own_functions(module):

@@ -337,6 +337,17 @@ def test_without_a_gpu_the_cuda_build_comes_last_and_only_if_accepted(script, pi
     assert "3 GB" in capsys.readouterr().err
 
 
+def test_cutlass_comes_as_headers_alone_where_kernels_are_compiled(script, pip_that, capsys):
+    asked = pip_that(lambda what: True)
+    script.cutlass_headers(["daemon", "test"], OPTIONS)
+    assert asked == []
+    script.cutlass_headers(["cross", "test"], OPTIONS)
+    assert asked == [f"--no-deps {script.CUTLASS}"]
+    pip_that(lambda what: False)
+    script.cutlass_headers(["cuda13"], OPTIONS)
+    assert "left out" in capsys.readouterr().err  # and the set-up goes on
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere plain torch is the CPU build")
 def test_a_cpu_build_that_pip_can_see_is_taken_at_once(script, pip_that):
     asked = pip_that(lambda what: True)

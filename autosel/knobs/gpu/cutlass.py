@@ -4,8 +4,8 @@ Both follow gemm.py's routes. Up to M2 rows the weights stream: they lie along t
 one (`columns`), so that sixteen rows of x fill no tile of 64. Above, the tile is chosen for reuse.
 
 A tile of weights has 64 rows or 128. Each x is read from L2 once a tile: M / rows bytes for a byte of weights, and
-L2 carries both while 1 + M / rows <= beta2 / beta. So `narrow` = 64 (beta2 / beta - 1) rows of x can do with 64: H200
-80, RTX 5070 Ti 137. More and narrower tiles are more readers, and readers are what few outputs lack.
+L2 carries both while 1 + M / rows <= beta2 / beta. So up to 64 (beta2 / beta - 1) rows of x (`narrow_most`) can do with
+64: H200 80, RTX 5070 Ti 137. More and narrower tiles are more readers, and readers are what few outputs lack.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BARRIER_BYTES = 1024  # mbarriers of the stages and of the scheduler, rounded up
 def hopper(w: Workload, f: GpuFacts) -> Knobs:
     """swap, tile_m, tile_n, stages, cluster, stream_k, split_k, sms.
 
-    Up to M2: y^T = w x^T (`swap`), tiles of 64 rows of w where `narrow` allows and N / 64 tiles are S_min or more, else
+    Up to M2: y^T = w x^T (`swap`), tiles of 64 rows of w up to `narrow_most` if N / 64 tiles are S_min or more, else
     of 128, split along K as gemm.stream splits; CUTLASS shares a tile's K only between CTAs of 128 rows. Stages: what
     an SM can draw, rho * lambda, is under way. H200, M = 16: N = 4096 takes 64 tiles of 64 rows and 8 stages; N = 1024
     takes 8 of 128, 5 stages, split 8.
@@ -137,7 +137,7 @@ SIDES = tuple((rows, columns) for rows in (NARROW, WIDE) for columns in (64, 128
 def ampere(w: Workload, f: GpuFacts) -> Knobs:
     """rows, columns, stages, split_k: y^T = w x^T at every M, a CTA a tile or a part of its K.
 
-    Up to M2: as `hopper`, tiles of 64 rows where `narrow` allows and 128 would leave SMs without one; the CTAs of a
+    Up to M2: as `hopper`, tiles of 64 rows up to `narrow_most` if 128 would leave SMs without one; the CTAs of a
     tile leave their sums in a workspace and the last adds them in order: no second kernel, nothing to clear. RTX 5070
     Ti, M = 16: N = 4096 takes 64 x 16 and 4 stages, unsplit; N = 1024 splits in 2.
 
