@@ -41,18 +41,34 @@ def find(device: str, refresh: bool = False) -> Fingerprint:
 
 
 def refuse_absent(device: str) -> None:
-    """Raise UsageError unless the device is one that this version can measure on: this machine's CPU."""
+    """Raise UsageError unless the device is one that can be measured on: this machine's CPU, or a GPU that is here."""
     from autosel.fingerprint import known
 
     if device == "cpu":
         return
     if device in known.names() or re.fullmatch(r"(cuda|gpu)(:\d+)?", device):
+        why = _why_absent(device)
+        if not why:
+            return
         raise UsageError(
             f"{device} cannot be tuned here",
-            why="tune measures, and this version measures CPUs: --device cpu",
+            why=why,
             todo=f"{settings.spelling()} knobs --fingerprint {device if device in known.names() else 'h200'}",
         )
     raise UnknownName("device", device, ("cpu", *known.names()))
+
+
+def _why_absent(device: str) -> str:
+    """Why a GPU cannot be measured on, or ""."""
+    kind, _, number = device.partition(":")
+    if kind != "cuda":
+        return f"tune measures what is here: --device cpu, cuda or cuda:N; {device} is a name in fingerprints/"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no CUDA device answers here: --device cpu"
+    count = torch.cuda.device_count()
+    return "" if int(number or 0) < count else f"CUDA shows {count} device{'s' if count > 1 else ''} here, from cuda:0"
 
 
 def show(fp: Fingerprint) -> None:

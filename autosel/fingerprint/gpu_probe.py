@@ -58,6 +58,24 @@ def measure(ordinal: int, readings: nvml.Readings) -> Found:
     return Found(rates=bench.rates, notes=(*bench.notes, *odd), slowed=nvml.slowdown(readings.uuid))
 
 
+def reader(ordinal: int) -> Callable[[], float]:
+    """Bytes/s of a read of a gigabyte, the best of five windows: what no kernel that reads memory can exceed.
+
+    Holds two such buffers for as long as it lives. Needs cupy.
+    """
+    import cupy
+
+    with cupy.cuda.Device(ordinal):
+        bench = Bench(cupy=cupy, identity=nvml.identity_of(nvml.read(ordinal)))
+        bench.warm_up()
+
+    def rate() -> float:
+        with cupy.cuda.Device(ordinal):
+            return bench.best_read()
+
+    return rate
+
+
 @dataclass(slots=True, kw_only=True)
 class Bench:
     """One device being measured: its kernels, buffers and what was found so far. `cupy` is the module."""
@@ -160,6 +178,11 @@ class Bench:
             self.notes.append(f"no loaded latency: {error}")
         by_count = [Point(size=n, value=self._read_rate_of(n)) for n in self._sm_counts()]
         self.keep("saturating_sms", "count", [float(gpu_rates.sms_to_saturate(by_count))])
+
+    def best_read(self) -> float:
+        return max(
+            float(self.data.nbytes) / s for n in (4, 8) for s in self.repeated(partial(self._read, n * self.sms))
+        )
 
     def _read(self, blocks: int) -> None:
         count = self.cupy.uint64(self.data.nbytes // VECTOR_BYTES)

@@ -20,7 +20,7 @@ from autosel.ops.contract import DTYPE_NAME, UNIT, Case, Inputs, Mismatch, Op
 from autosel.parity.session import Proof, RefusedError, Session
 from autosel.parity.stage import Placed, bits, far_strides, place, room_for
 from autosel.parity.truth import Truth, Truths
-from autosel.workers import Arena
+from autosel.workers import Arena, RaisedError
 
 log = logging.getLogger(__name__)
 
@@ -236,6 +236,10 @@ class Battery:
                 placed = place(arena, self.op, apart.workload, inputs, strides=strides)
                 got = self.twice(placed, FAR_ROWS, inputs)
                 tally.add(FAR_ROWS, self.judge(FAR_ROWS, self.truths.fresh(self.op, inputs), got))
+            except RaisedError as error:
+                if not error.retryable or self.session.device == "cpu":
+                    raise
+                log.warning("%s: not checked, %s has too little memory", FAR_ROWS, self.session.device)
             finally:
                 if self.session.worker.exit is None:
                     self.session.detach(arena)

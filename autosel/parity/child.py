@@ -21,6 +21,7 @@ import torch
 
 from autosel.candidates.load import load
 from autosel.ops import OPS
+from autosel.parity.mirror import Mirror
 from autosel.values import NativeRecipe, PythonRecipe, from_json
 from autosel.workers.arena import Arenas
 
@@ -28,6 +29,7 @@ CLOCKS = ("perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "proce
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _HELD: dict[str, list[Any]] = {}
+_MIRRORS: dict[str, Mirror] = {}  # the one of this process, under ""; none where candidates run on shared memory itself
 
 
 def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
@@ -43,6 +45,9 @@ def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
 
 
 def _load(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
+    """Load a candidate. The first request names the device: any but `cpu` gets a mirror of the operands."""
+    if request["device"] != "cpu" and not _MIRRORS:
+        _MIRRORS[""] = Mirror(request["device"])
     kind = NativeRecipe if request["recipe"]["kind"] == "native" else PythonRecipe
     recipe = from_json(kind, request["recipe"])
     _FUNCTIONS[request["name"]] = load(OPS[request["op"]], recipe, request["digest"], request["knobs"])
@@ -51,9 +56,10 @@ def _load(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
 
 def _call(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
     """One call. Results go to `into` where their form allows; `hold` keeps the result objects for a later dump."""
-    arguments, outputs = _tensors(request["arguments"], arenas), _tensors(request["outputs"], arenas)
+    arguments, outputs = _there(request["arguments"], arenas), _there(request["outputs"], arenas)
     started = time.perf_counter_ns()
     returned = _FUNCTIONS[request["name"]](*arguments, *outputs)
+    _back(request, arenas)
     elapsed_ns = time.perf_counter_ns() - started
     results = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     if request.get("hold"):
@@ -64,10 +70,11 @@ def _call(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
 
 def _loop(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
     """Many calls on the same operands, results dropped."""
-    arguments, outputs = _tensors(request["arguments"], arenas), _tensors(request["outputs"], arenas)
+    arguments, outputs = _there(request["arguments"], arenas), _there(request["outputs"], arenas)
     function = _FUNCTIONS[request["name"]]
     for _ in range(request["times"]):
         function(*arguments, *outputs)
+    _back(request, arenas)
     gc.collect()
     return {}
 
@@ -78,8 +85,17 @@ def _dump(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
     return {}
 
 
-def _tensors(values: Sequence[Any], arenas: Arenas) -> list[Any]:
+def _there(values: Sequence[Any], arenas: Arenas) -> list[Any]:
+    """The operands where the candidate runs."""
+    if _MIRRORS:
+        return _MIRRORS[""].push(values, arenas)
     return [arenas.tensor(v) if isinstance(v, dict) else v for v in values]
+
+
+def _back(request: Mapping[str, Any], arenas: Arenas) -> None:
+    """Wait for what was enqueued; what it wrote, where the parent looks for it."""
+    if _MIRRORS:
+        _MIRRORS[""].pull([*request["arguments"], *request["outputs"]], arenas)
 
 
 def _copy(results: Sequence[Any], places: Sequence[Mapping[str, Any] | None], arenas: Arenas) -> None:

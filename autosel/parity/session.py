@@ -67,9 +67,9 @@ class RefusedError(Exception):
 class Session:
     """Starts its worker at once, so that the child imports while the parent draws inputs."""
 
-    def __init__(self, call_deadline_s: float, threads: int = 0) -> None:
-        """`threads`: torch's in the worker; 0 its default."""
-        self.call_deadline_s = call_deadline_s
+    def __init__(self, call_deadline_s: float, threads: int = 0, device: str = "cpu") -> None:
+        """`threads`: torch's in the worker; 0 its default. `device`: where candidates run."""
+        self.call_deadline_s, self.device = call_deadline_s, device
         self.until = math.inf  # when the proof at hand must be done, on the monotonic clock
         self.worker = Worker("autosel.parity.child:serve", threads=threads, start_deadline_s=START_S)
         self.scratch = (Arena(SCRATCH_BYTES), Arena(SCRATCH_BYTES))
@@ -116,6 +116,7 @@ class Session:
                 "recipe": to_json(proof.recipe),
                 "digest": proof.digest,
                 "knobs": proof.knobs.values,
+                "device": self.device,
             }
             self.ask(request, LOAD_S)
             self._loaded[name] = op
@@ -203,7 +204,7 @@ class Session:
                 "type": "torch.Tensor",
                 "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(spec.dtype, spec.dtype),
                 "shape": tuple(spec.shape),
-                "device": "cpu",
+                "device": self.device.partition(":")[0],
             }
             if spec.name in inout:
                 # A cache's room is no dimension of the workload.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns as clock_ns  # bound before any candidate is loaded: one that patches `time` is late
 from typing import Any
@@ -21,10 +21,9 @@ from autosel.candidates.load import load
 from autosel.ops import find
 from autosel.ops.contract import Op
 from autosel.race.contest import Entrant
-from autosel.race.idle import wait_until_idle
+from autosel.race.device import Place, Timed, place
 from autosel.race.judge import CLONE
 from autosel.values import Workload
-from autosel.workers import pages
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,20 +37,19 @@ class LoadedArm:
 
 @dataclass(slots=True, kw_only=True)
 class Seat:
-    """An arm at a workload: one argument list for each copy of the streamed operands, and its own outputs."""
+    """An arm at a workload: its calls, one for each copy of the streamed operands, and its own outputs."""
 
     arm: LoadedArm
-    calls: list[tuple[Any, ...]]
+    timed: Timed
     outputs: tuple[Tensor, ...]
     resident: Mapping[str, Tensor]
-    turn: int = 0
-    result: Any = field(default=None)
 
 
 class Bench:
     """All arms loaded in this process, and the seats of the workload at hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self.place = place(device)
         self.arms: dict[str, LoadedArm] = {}
         self.seats: dict[str, Seat] = {}
         self.op: Op | None = None
@@ -75,16 +73,16 @@ class Bench:
         """
         self.release()
         self.op = op = find(w.op)
-        shared = _Operands(op, inputs, copies)
+        shared = _Operands(op, inputs, copies, self.place)
         for name, loaded in arms.items():
-            own = _Operands(op, inputs, copies) if name == CLONE else shared
+            own = _Operands(op, inputs, copies, self.place) if name == CLONE else shared
             self.seats[name] = self._seat(op, w, self.arms[loaded], own)
 
     def _seat(self, op: Op, w: Workload, arm: LoadedArm, private: _Operands) -> Seat:
-        outputs = tuple(t for t in op.allocate(w, fill=0.0) if t is not None)
+        outputs = tuple(self.place.output(t) for t in op.allocate(w, fill=0.0) if t is not None)
         passed: tuple[Any, ...] = outputs if arm.writes_out else (None,) * len(outputs)
         calls = [(*op.arguments(operands), *passed) for operands in private.copies]
-        return Seat(arm=arm, calls=calls, outputs=outputs, resident=private.resident)
+        return Seat(arm=arm, timed=self.place.timed(arm.call, calls), outputs=outputs, resident=private.resident)
 
     def release(self) -> None:
         self.seats.clear()
@@ -99,7 +97,7 @@ class Bench:
         while True:
             for name, seat in self.seats.items():
                 self._hush(seat.arm)
-                seen[name].append(_sample(seat, 1))
+                seen[name].append(seat.timed.sample(1))
             spent = clock_ns() - start
             rounds = len(next(iter(seen.values())))
             if spent > limit_ns or (rounds >= 10 and spent > limit_ns // 4):
@@ -124,8 +122,8 @@ class Bench:
             seat = self.seats[name]
             self._hush(seat.arm)
             if wake:
-                _sample(seat, 1)
-            times[name] = [_sample(seat, calls) for _ in range(samples)]
+                seat.timed.sample(1)
+            times[name] = [seat.timed.sample(calls) for _ in range(samples)]
         return times, before.since()
 
     def surprise(self, name: str, calls: int, resident: Mapping[str, Tensor]) -> None:
@@ -139,40 +137,45 @@ class Bench:
         self._hush(seat.arm)
         for operand, value in resident.items():
             seat.resident[operand].copy_(value.flip(0) if value.dim() == 1 else value.roll(1, -1))
-        _sample(seat, calls)
+        seat.timed.sample(calls)
         for operand, value in resident.items():
             seat.resident[operand].copy_(value)
         for output in seat.outputs:
             output.fill_(math.nan if output.is_floating_point() else -1)
-        _sample(seat, 1)
+        seat.timed.sample(1)
 
     def _hush(self, arm: LoadedArm) -> None:
         """Let the threads of another runtime go to sleep before this arm is called."""
         if self.runtime not in ("", arm.runtime):
-            wait_until_idle()
+            self.place.hush()
         self.runtime = arm.runtime
+
+    def read_bytes_per_s(self) -> float:
+        """The memory's read rate right now."""
+        return self.place.read_bytes_per_s()
 
     def outputs(self, name: str) -> tuple[Tensor, ...]:
         """What the arm's last call left or returned."""
         seat = self.seats[name]
         if seat.arm.writes_out and seat.outputs:
             return seat.outputs
-        result = seat.result
+        result = seat.timed.result
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
 class _Operands:
-    """Private operands of one seat: resident ones once, streamed and inout ones in `copies` copies on large pages."""
+    """Private operands of one seat: resident ones once, streamed and inout ones in `copies` copies."""
 
-    def __init__(self, op: Op, inputs: Mapping[str, Any], copies: int) -> None:
+    def __init__(self, op: Op, inputs: Mapping[str, Any], copies: int, place: Place) -> None:
         roles = {a.name: a.role for a in op.args}
-        self.resident = {n: v.clone() for n, v in inputs.items() if isinstance(v, Tensor) and roles[n] == "resident"}
+        warm = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and roles[n] == "resident"}
+        self.resident = {n: place.resident(v) for n, v in warm.items()}
         self.copies: list[dict[str, Any]] = []
         for _ in range(copies):
             operands = {**inputs, **self.resident}
             for name, value in inputs.items():
                 if isinstance(value, Tensor) and roles[name] != "resident":
-                    operands[name] = pages.clone(value)
+                    operands[name] = place.streamed(value)
             self.copies.append(operands)
 
 
@@ -181,21 +184,6 @@ def _runtime(entrant: Entrant) -> str:
     if entrant.recipe.kind == "native":
         return "team"
     return "torch" if entrant.candidate.startswith(("torch:", "inductor:")) else entrant.candidate
-
-
-def _sample(seat: Seat, calls: int) -> float:
-    """Time `calls` consecutive calls on consecutive copies; nanoseconds a call."""
-    n, turn = len(seat.calls), seat.turn
-    visits = [seat.calls[(turn + i) % n] for i in range(calls)]
-    seat.turn = (turn + calls) % n
-    call = seat.arm.call
-    result = None
-    start = clock_ns()
-    for arguments in visits:
-        result = call(*arguments)
-    elapsed = clock_ns() - start
-    seat.result = result
-    return elapsed / calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,6 +165,7 @@ class Terms:
 
     threads: int
     rng: Random
+    device: str = "cpu"
     debit: Debit = _always
     progress: Progress = _silent
     clock: Callable[[], float] = time.monotonic
@@ -203,7 +204,7 @@ def run(contests: Sequence[Contest], terms: Terms) -> Iterator[Finished | Disqua
 
 def _screen_all(attempts: Sequence[_Attempt], shelf: _Shelf, terms: Terms) -> Iterator[Finished | Disqualified]:
     """Screen every contest in one process; those without a nominee are finished."""
-    process = _Process(terms.threads, terms.clone_share)
+    process = _Process(terms)
     try:
         for attempt in attempts:
             if terms.over:
@@ -223,7 +224,7 @@ def _screen_all(attempts: Sequence[_Attempt], shelf: _Shelf, terms: Terms) -> It
 
 def _confirm_all(pending: Sequence[_Attempt], shelf: _Shelf, terms: Terms) -> Iterator[Finished | Disqualified]:
     """One confirming session of every pending contest, in one fresh process."""
-    process = _Process(terms.threads, terms.clone_share)
+    process = _Process(terms)
     try:
         for attempt in pending:
             if terms.over:
@@ -390,8 +391,8 @@ class _Shelf:
 class _Process:
     """A race worker that is replaced after a void or a death; remembers what it has loaded."""
 
-    def __init__(self, threads: int, clone_share: float) -> None:
-        self.threads, self.clone_share = threads, clone_share
+    def __init__(self, terms: Terms) -> None:
+        self.threads, self.clone_share, self.device = terms.threads, terms.clone_share, terms.device
         self.worker: Worker | None = None
         self.loaded: set[str] = set()
         self.cloned: set[TimeClass] = set()  # classes whose A/A comparison this process has carried
@@ -406,7 +407,7 @@ class _Process:
         worker = self.get()
         if entrant.loaded_name in self.loaded:
             return
-        worker.request({"do": "load", "entrant": to_json(entrant)}, deadline_s=LOAD_S)
+        worker.request({"do": "load", "entrant": to_json(entrant), "device": self.device}, deadline_s=LOAD_S)
         self.loaded.add(entrant.loaded_name)
 
     def find_culprit(self, seated: _Seated) -> dict[str, Mismatch]:

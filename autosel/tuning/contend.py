@@ -51,6 +51,7 @@ def _terms(tuning: Tuning) -> Terms:
     return Terms(
         threads=tuning.threads,
         rng=tuning.rng,
+        device=tuning.request.device,
         debit=debit,
         progress=tuning.tally.tick,
         clock=tuning.clock,
@@ -66,9 +67,16 @@ def contest_of(job: Job, fp: Fingerprint, margins: Mapping[TimeClass, Margin]) -
         incumbent=_entrant(job.incumbent),
         challengers=tuple(_entrant(way) for way in job.ways if way is not job.incumbent),
         margins=margins,
-        llc_bytes=int(fp.identity["l3_bytes"]) * int(fp.identity.get("l3_domains", 1)),
+        llc_bytes=last_level_bytes(fp),
         read_bytes_per_s=max((r.value for n, r in fp.rates.items() if n.startswith("read_bytes_per_s")), default=0.0),
     )
+
+
+def last_level_bytes(fp: Fingerprint) -> int:
+    """The caches that operands must have left to come cold: all of a CPU's L3, a GPU's L2."""
+    if fp.kind == "cuda":
+        return int(fp.identity["l2_bytes"])
+    return int(fp.identity["l3_bytes"]) * int(fp.identity.get("l3_domains", 1))
 
 
 def _entrant(way: Way) -> Entrant:

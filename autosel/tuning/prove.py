@@ -99,10 +99,11 @@ def _on_trial(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
     PyTorch's own ways are not journaled: the baseline, one of them, can never be held back."""
     proofs = [proof_of(way, job.workload) for job, way in members]
     way = members[0][1]
+    terms = Terms(call_deadline_s=tuning.request.call_deadline_s, device=tuning.request.device)
     if way.arm.backend == "TORCH":
-        return check_all(proofs, fp=tuning.fp, terms=Terms(call_deadline_s=tuning.request.call_deadline_s))
+        return check_all(proofs, fp=tuning.fp, terms=terms)
     with tuning.ledger.trial(tuning.fp.hw_id, way.candidate.op, way.arm):
-        return check_all(proofs, fp=tuning.fp, terms=Terms(call_deadline_s=tuning.request.call_deadline_s))
+        return check_all(proofs, fp=tuning.fp, terms=terms)
 
 
 def _known(tuning: Tuning, job: Job, way: Way) -> Parity | None:

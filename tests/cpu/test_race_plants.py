@@ -14,7 +14,7 @@ from autosel.models.workloads import Named
 from autosel.ops import OPS
 from autosel.ops.contract import Match
 from autosel.pipeline import Tried, try_candidate
-from autosel.race.bench import Bench, LoadedArm
+from autosel.race.bench import Bench
 from autosel.race.contest import Entrant
 from autosel.race.idle import others_run
 from autosel.race.plan import plan
@@ -81,13 +81,14 @@ def seated(*functions: str) -> Bench:
 
 def test_a_rival_is_not_billed_for_what_an_arm_leaves_behind() -> None:
     made, seen = seated("native_leaves_residue", "right"), []
-    rival, plain = made.seats["user:right"].arm, made.seats["user:right"].arm.call
+    rival = made.seats["user:right"].timed
+    plain = rival.call
 
     def watched(*arguments: Any) -> Any:
         seen.append(others_run())
         return plain(*arguments)
 
-    made.seats["user:right"].arm = LoadedArm(call=watched, writes_out=True, runtime=rival.runtime)
+    rival.call = watched
     for _ in range(5):
         made.pair(["user:native_leaves_residue", "user:right"], calls=1, samples=1)
     assert len(seen) >= 5

@@ -1,0 +1,80 @@
+"""Operands on another device, laid out there as they lie in shared memory: guards, gaps and odd alignments included.
+
+A call finds every byte that its parent wrote around its operands, and the parent finds every byte it left.
+Status on CUDA: not yet run on silicon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autosel.parity.stage import FAR, FAR_GUARD_BYTES, GUARD_BYTES
+from autosel.values import from_json
+from autosel.workers.arena import Arena, Arenas, Ref
+
+Extent = tuple[Arena, int, int]  # bytes [start, end) of an arena
+
+
+class Mirror:
+    """A buffer on `device` for each arena, as large as that."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self._buffers: dict[str, torch.Tensor] = {}
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def push(self, values: Sequence[Any], arenas: Arenas) -> list[Any]:
+        """The same values with each reference as a tensor of the device, its bytes and those around it copied."""
+        self._forget(arenas)
+        for arena, start, end in _extents(values, arenas):
+            self._buffer(arena)[start:end].copy_(arena.bytes(start, end))
+        return [self._tensor(v, arenas) if isinstance(v, Mapping) else v for v in values]
+
+    def pull(self, values: Sequence[Any], arenas: Arenas) -> None:
+        """Wait for the device, and copy back what lies there now. Raises what the device raised."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for arena, start, end in _extents(values, arenas):
+            arena.bytes(start, end).copy_(self._buffer(arena)[start:end])
+
+    def _tensor(self, value: Mapping[str, Any], arenas: Arenas) -> torch.Tensor:
+        ref: Ref = from_json(Ref, value)
+        dtype = getattr(torch, ref.dtype)
+        if ref.span == 0:
+            return torch.empty(ref.shape, dtype=dtype, device=self.device)
+        flat = self._buffer(arenas[ref.arena])[ref.offset : ref.offset + ref.span * dtype.itemsize]
+        return flat.view(dtype).as_strided(ref.shape, ref.strides)
+
+    def _buffer(self, arena: Arena) -> torch.Tensor:
+        """Raises what CUDA raises where the device has not as much memory: rows far apart take some gigabytes."""
+        if arena.name not in self._buffers:
+            if self.device.type == "cpu":  # of which, as of the arena, only the pages that are touched exist
+                made = Arena(arena.size_bytes).bytes(0, arena.size_bytes)
+            else:
+                made = torch.empty(arena.size_bytes, dtype=torch.uint8, device=self.device)
+            self._buffers[arena.name] = made
+        return self._buffers[arena.name]
+
+    def _forget(self, arenas: Arenas) -> None:
+        for name in set(self._buffers) - set(arenas):
+            del self._buffers[name]
+
+
+def _extents(values: Sequence[Any], arenas: Arenas) -> Iterator[Extent]:
+    """The bytes of each referenced tensor with the guards around it; row by row where gigabytes lie between."""
+    for value in values:
+        if not isinstance(value, Mapping):
+            continue
+        ref: Ref = from_json(Ref, value)
+        arena, itemsize = arenas[ref.arena], getattr(torch, ref.dtype).itemsize
+        rows, guard = [(ref.offset, ref.span)], GUARD_BYTES
+        if ref.span > FAR:
+            span = 1 + sum((n - 1) * s for n, s in zip(ref.shape[1:], ref.strides[1:], strict=True))
+            rows = [(ref.offset + i * ref.strides[0] * itemsize, span) for i in range(ref.shape[0])]
+            guard = FAR_GUARD_BYTES
+        for start, span in rows:
+            yield arena, max(0, start - guard), min(arena.size_bytes, start + span * itemsize + guard)

@@ -1,0 +1,211 @@
+"""Where operands lie and how a sample is taken: calls in a row on a CPU, the replay of a CUDA graph on a GPU.
+
+Status of `Gpu`: not yet run on silicon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns as clock_ns  # bound before any candidate is loaded: one that patches `time` is late
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autosel.race.idle import wait_until_idle
+from autosel.workers import pages
+
+Calls = Sequence[tuple[Any, ...]]  # the arguments of each of an arm's calls, one a copy of its operands
+PROBE_S = 0.02
+HELD_CYCLES = 200_000  # about 0.1 ms: longer than the host takes to enqueue two events and a graph
+WARM_CALLS = 3  # before a capture: Triton compiles, libraries choose and allocate
+
+
+class Timed(Protocol):
+    """An arm's calls in the order they are taken, ready to be timed."""
+
+    def sample(self, calls: int) -> float:
+        """Nanoseconds a call over at least `calls` consecutive ones."""
+
+    call: Callable[..., Any]
+    result: Any  # what the last call returned
+
+
+class Place(Protocol):
+    """One kind of device."""
+
+    timing: str  # how samples are taken, for tables
+
+    def resident(self, value: Tensor) -> Tensor:
+        """A private copy of an operand that is warm."""
+
+    def streamed(self, value: Tensor) -> Tensor:
+        """A private copy of an operand that must come cold: the same strides, the same distance from a boundary."""
+
+    def output(self, value: Tensor) -> Tensor: ...
+
+    def timed(self, call: Callable[..., Any], calls: Calls) -> Timed: ...
+
+    def hush(self) -> None:
+        """Let the threads of another runtime go to sleep."""
+
+    def read_bytes_per_s(self) -> float:
+        """The memory's read rate right now."""
+
+
+def place(device: str) -> Place:
+    """`cpu`, `cuda` or `cuda:1`."""
+    return Host() if device == "cpu" else Gpu(torch.device(device))
+
+
+# --- a CPU ------------------------------------------------------------------------------------------------------------
+
+
+class Host:
+    """This machine's cores and memory."""
+
+    timing = "calls"
+
+    def resident(self, value: Tensor) -> Tensor:
+        return value.clone()
+
+    def streamed(self, value: Tensor) -> Tensor:
+        """On large pages: a lookup that misses costs as much as the line itself."""
+        return pages.clone(value)
+
+    def output(self, value: Tensor) -> Tensor:
+        return value
+
+    def timed(self, call: Callable[..., Any], calls: Calls) -> Timed:
+        return InARow(call, calls)
+
+    def hush(self) -> None:
+        wait_until_idle()
+
+    def read_bytes_per_s(self) -> float:
+        from autosel.fingerprint.probe import read_rate
+
+        return read_rate(torch.get_num_threads(), PROBE_S)
+
+
+class InARow:
+    """Calls on consecutive copies, between two looks at the clock."""
+
+    def __init__(self, call: Callable[..., Any], calls: Calls) -> None:
+        self.call, self.calls, self.turn = call, calls, 0
+        self.result: Any = None
+
+    def sample(self, calls: int) -> float:
+        n, turn = len(self.calls), self.turn
+        visits = [self.calls[(turn + i) % n] for i in range(calls)]
+        self.turn = (turn + calls) % n
+        call = self.call
+        result = None
+        start = clock_ns()
+        for arguments in visits:
+            result = call(*arguments)
+        elapsed = clock_ns() - start
+        self.result = result
+        return elapsed / calls
+
+
+# --- a GPU ------------------------------------------------------------------------------------------------------------
+
+
+class Gpu:
+    """One CUDA device. Everything is enqueued on its current stream."""
+
+    timing = "graph"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(self.device)
+        self._probe: Callable[[], float] | None = None
+
+    def resident(self, value: Tensor) -> Tensor:
+        return same_layout(value, self.device)
+
+    def streamed(self, value: Tensor) -> Tensor:
+        return same_layout(value, self.device)
+
+    def output(self, value: Tensor) -> Tensor:
+        return value.to(self.device)
+
+    def timed(self, call: Callable[..., Any], calls: Calls) -> Timed:
+        return Replayed(call, calls)
+
+    def hush(self) -> None:
+        """No thread of the host runs a kernel."""
+
+    def read_bytes_per_s(self) -> float:
+        from autosel.fingerprint.gpu_probe import reader
+
+        if self._probe is None:
+            self._probe = reader(self.device.index)
+        return self._probe()
+
+
+class Replayed:
+    """Graphs of calls on consecutive copies, timed by events around a replay.
+
+    A graph takes every copy equally often, so that a replay finds its first copy as cold as its last. The stream is
+    held while events and graph are enqueued: no delay of the host is counted. A call that cannot be captured (it
+    synchronises, or allocates outside PyTorch's pools) is timed as a queue of launches.
+    """
+
+    def __init__(self, call: Callable[..., Any], calls: Calls) -> None:
+        self.call, self.calls, self.result = call, calls, None
+        self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+
+    def sample(self, calls: int) -> float:
+        count = len(self.calls) * math.ceil(calls / len(self.calls))
+        if count not in self.graphs:
+            self.graphs[count] = self._capture(count)
+        graph = self.graphs[count]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HELD_CYCLES)
+        begin.record()
+        if graph is None:
+            self._queue(count)
+        else:
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e6 / count
+
+    def _queue(self, count: int) -> None:
+        for i in range(count):
+            self.result = self.call(*self.calls[i % len(self.calls)])
+
+    def _capture(self, count: int) -> torch.cuda.CUDAGraph | None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._queue(WARM_CALLS)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._queue(count)
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return None
+        graph.replay()  # the first replay uploads it
+        torch.cuda.synchronize()
+        return graph
+
+
+def same_layout(value: Tensor, device: torch.device | str) -> Tensor:
+    """A copy on another device: the same strides, and as far from a boundary of 256 bytes as it was from one of 64."""
+    shift = value.data_ptr() % 64 // value.itemsize if value.numel() else 0
+    span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) if value.numel() else 0
+    flat = torch.empty(shift + span, dtype=value.dtype, device=device)
+    made = flat[shift:].as_strided(value.shape, value.stride())
+    repeated = [i for i in range(value.dim()) if value.shape[i] > 1 and value.stride(i) == 0]
+    source, target = value, made
+    for i in repeated:  # a dimension of stride 0 is one element
+        source, target = source.narrow(i, 0, 1), target.narrow(i, 0, 1)
+    target.copy_(source)
+    return made
