@@ -54,7 +54,7 @@ template <bool Turned> __device__ __forceinline__ void load_tiles(uint32_t (&w)[
                  : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
                  : "r"(at)
                  : "memory");
-#else
+#elif !defined(__CUDACC__)  // nvcc's pass for the host has no shuffle of a pointer
   assert(uintptr_t(row) % 16 == 0);
   const int lane = int(threadIdx.x) % kWarp, g = lane / 4, t = lane % 4;
   for (int j = 0; j < 4; ++j) {
