@@ -7,11 +7,17 @@ from pathlib import Path
 import click
 
 from autosel import settings
-from autosel.cli.options import VerbGroup, json_option, reason_option
+from autosel.cli.options import Known, VerbGroup, json_option, reason_option
 from autosel.cli.output import bytes_text, emit_json
 from autosel.errors import UsageError
 
-EXAMPLES = ("db info", "db check", "db backup /backups/ledger.db", "db restore /backups/ledger.db")
+EXAMPLES = (
+    "db info",
+    "db check",
+    "db backup /backups/ledger.db",
+    "db restore /backups/ledger.db",
+    "db grant tuner node7",
+)
 
 
 @click.group("db", cls=VerbGroup, examples=EXAMPLES)
@@ -96,6 +102,29 @@ def restore(path: Path, as_json: bool) -> None:
             text = f"{target} is the backup now, {len(ledger.history())} decisions"
     text += f"; the old one is {aside}" if aside else ""
     _say(text, {"ledger": str(target), "replaced": str(aside) if aside else None}, as_json)
+
+
+@db_command.command("grant", examples=("db grant tuner node7", "db grant reader dashboard --print"))
+@click.argument("role", type=Known("role", ("reader", "tuner", "admin")))
+@click.argument("login")
+@click.option("--print", "only_print", is_flag=True, help="print the SQL, and change nothing")
+@json_option
+def grant(role: str, login: str, only_print: bool, as_json: bool) -> None:
+    """What LOGIN may do to the shared ledger.
+
+    reader: see everything. tuner: also record decisions, proofs and races, which a host that serves must. admin: also
+    end quarantines. History is appended by all of them, and changed by none.
+    """
+    from autosel.ledger.store import open_ledger
+
+    with open_ledger(alone=True) as ledger:
+        made = ledger.grant(role, login, only_say=only_print)
+    if as_json:
+        emit_json({"ledger": ledger.name, "role": role, "login": login, "granted": not only_print, "sql": made})
+    elif only_print:
+        click.echo("".join(f"{line};\n" for line in made), nl=False)
+    else:
+        click.echo(f"{login} is a {role} of {ledger.name}")
 
 
 @db_command.command("release", examples=('db release 3 --reason "the driver was at fault"',))

@@ -91,14 +91,14 @@ class Hub:
             self._wanted = False
             served = await self.read(lambda ledger: ledger.serving())
             before, epoch = self.view, max((s.epoch for s in served), default=0)
-            known = {(s.key, s.epoch) for s in before.served}
-            if epoch == before.epoch and {(s.key, s.epoch) for s in served} == known:
+            known = {(s.key, s.epoch, s.decision.id) for s in before.served}
+            if epoch == before.epoch and {(s.key, s.epoch, s.decision.id) for s in served} == known:
                 return
             self.view = View(
                 epoch=epoch, hw_id=self.facts.hw_id, mode=self.facts.mode, served=served, stale=self.facts.stale
             )
             for s in served:
-                if before.epoch and (s.key, s.epoch) not in known:
+                if before.epoch and (s.key, s.epoch, s.decision.id) not in known:
                     self.events.tell("decision", {**decision_json(s.decision), "recorded": s.decision.state})
             self.events.tell("epoch", {"epoch": epoch})
 

@@ -115,6 +115,7 @@ async def _serve(home: Path, asked: Asked, access: Access, address: str, sockets
 
 def _duties(hub: Hub) -> Iterable[Any]:
     yield _kept_up(upkeep.watch, hub)
+    yield _kept_up(upkeep.listen, hub)
     yield _kept_up(upkeep.look_after, hub)
     if hub.options.tune:
         yield _kept_up(lambda hub: hub.jobs.run(), hub)

@@ -15,7 +15,7 @@ from autosel import resources
 from autosel.daemon.hub import Facts, Hub
 from autosel.daemon.jobs import Full
 from autosel.errors import AutoselError
-from autosel.ledger import faults, intake, snapshot
+from autosel.ledger import faults, intake, server, snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.store import Ledger
 from autosel.values import Decision
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.2  # a fault reaches every client within a second: this, and the half second of its own look
 SOURCES_S = 5.0
 AGAIN_S = 5.0  # before faults that could not be recorded are tried again
+LISTEN_AGAIN_S = 1.0
 LIBRARIES = ("torch", "triton", "apache-tvm-ffi", "autosel-kernels")
 
 
@@ -43,6 +44,21 @@ async def watch(hub: Hub) -> None:
             with suppress(AutoselError):
                 await hub.reload()
         await asyncio.sleep(LOOK_S)
+
+
+async def listen(hub: Hub) -> None:
+    """For ever, where the ledger is on a server: what another host decides is published here at once.
+
+    Nothing is lost where the line breaks: what serves is published again as soon as there is one.
+    """
+    while hub.ledger.shared:
+        try:
+            async for _ in server.changes(hub.ledger.url):
+                await hub.read(lambda ledger: ledger.publish())
+                await hub.reload()
+        except AutoselError as error:
+            log.warning("%s: %s", error.what, error.why)
+        await asyncio.sleep(LISTEN_AGAIN_S)
 
 
 async def take_in(hub: Hub) -> list[Fault]:

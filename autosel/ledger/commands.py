@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autosel.ledger.containment import Strike
 from autosel.ledger.faults import plain
+from autosel.ledger.host import Host
 from autosel.ledger.key import LengthRange
 from autosel.values import (
     Arm,
@@ -194,13 +195,27 @@ class Import:
     call: Literal["import"] = "import"
     document: Mapping[str, Any]
     hw_id: str
+    origin: Host | None = None
 
     def run(self, ledger: Ledger) -> dict[str, Any]:
-        found = ledger.import_(self.document, self.hw_id)
-        return {"served": [d.id for d in found.served], "kept": [[d.id, why] for d, why in found.kept]}
+        found = ledger.import_(self.document, self.hw_id, self.origin)
+        numbers = {"served": [d.id for d in found.served], "waiting": [d.id for d in found.waiting]}
+        return {**numbers, "kept": [[d.id, why] for d, why in found.kept]}
 
 
-Command = Record | ByHand | SaveParity | TakeOver | OpenTrial | CloseTrial | Hold | Release | Spend | SaveAA | Import
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    call: Literal["adopt"] = "adopt"
+    decision_id: int
+    parity: Parity
+
+    def run(self, ledger: Ledger) -> bool:
+        return ledger.adopt(self.decision_id, self.parity)
+
+
+Command = (
+    Record | ByHand | SaveParity | TakeOver | OpenTrial | CloseTrial | Hold | Release | Spend | SaveAA | Import | Adopt
+)
 
 _KINDS: Mapping[str, Any] = {
     "record": Record,
@@ -217,6 +232,7 @@ _KINDS: Mapping[str, Any] = {
     "spend": Spend,
     "save_aa": SaveAA,
     "import": Import,
+    "adopt": Adopt,
 }
 
 

@@ -2,7 +2,7 @@
 
 SQLite: WAL, synchronous=FULL, foreign keys, trusted_schema=OFF, and our own BEGIN: by default the driver starts no
 transaction before DDL, so that a rolled-back migration would leave its tables (research/reliability.md section 4).
-PostgreSQL: one advisory lock a writing transaction, lock_timeout.
+PostgreSQL: `server`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sqlalchemy.pool import NullPool
 
 from autosel import settings
 from autosel.errors import LedgerError
+from autosel.ledger import server
 from autosel.ledger.locks import InUseError, write_lock
 
 BUSY_S = 10.0  # a writing transaction takes milliseconds; who waits longer is told so
 OPEN_S = 0.2  # whoever only opens it, to read as a rule, does not wait for a writer
-WRITER_LOCK = 0x6175746F73656C  # "autosel": the advisory lock of PostgreSQL writers
 OLDEST_SQLITE = (3, 37, 0)  # STRICT tables
 
 
@@ -42,15 +42,23 @@ class Database:
         self.immutable = False
         self._failure: LedgerError | None = None
         self._open = threading.local()  # .connection: this thread's transaction, while it is in `together`
-        self.engine = self._sqlite_engine() if self.path else self._server_engine()
+        self.engine = self._sqlite_engine() if self.path else server.engine(self.url)
+
+    @property
+    def shared(self) -> bool:
+        """Do other hosts read and write it too?"""
+        return self.path is None
 
     @property
     def name(self) -> str:
         return str(self.path) if self.path else self.url.render_as_string(hide_password=True)
 
     def find_access(self) -> None:
-        """Find out, by taking and giving back a write transaction, how the file can be opened."""
-        assert self.path is not None
+        """Find out how it can be opened: a file, by taking and giving back a write transaction."""
+        if self.path is None:
+            with self.reading() as connection:
+                self.writable = server.may_write(connection)
+            return
         try:
             with self.writing(patience_s=OPEN_S):
                 pass
@@ -102,7 +110,7 @@ class Database:
                     yield connection
                 self._checkpoint(connection)
         except LedgerError as error:
-            if lost(error):
+            if lost(error) and self.path is not None:  # a server looks after its own disk, and comes back
                 self._failure = error
             raise
 
@@ -191,26 +199,10 @@ class Database:
             raise
         return connection
 
-    def _server_engine(self) -> Engine:
-        try:
-            engine = sa.create_engine(self.url, pool_pre_ping=True)
-        except (ModuleNotFoundError, exc.ArgumentError) as error:
-            raise LedgerError(
-                f"no driver for {self.name}", why=str(error), todo="install the extra: autosel-kernels[fleet]"
-            ) from error
-        event.listen(engine, "begin", _begin_server)
-        return engine
-
 
 def _begin_sqlite(connection: Connection) -> None:
     writes = connection.get_execution_options().get("autosel_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-
-def _begin_server(connection: Connection) -> None:
-    if connection.get_execution_options().get("autosel_write", False):
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{int(BUSY_S * 1000)}ms'")
-        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITER_LOCK})")
 
 
 def _parse(url: str) -> sa.URL:
@@ -264,12 +256,21 @@ def _code(error: exc.DBAPIError) -> int:
 
 
 def lost(error: BaseException) -> bool:
-    """Was it the disk, so that the transaction is gone whatever its savepoints said?"""
-    return isinstance(error.__cause__, exc.OperationalError) and _code(error.__cause__) in _IO
+    """Was it the disk or the server, so that the transaction is gone whatever its savepoints said?"""
+    cause = error.__cause__
+    if not isinstance(cause, exc.OperationalError):
+        return False
+    return _code(cause) in _IO if _is_sqlite(cause) else server.gone(cause) or server.full(cause)
+
+
+def _is_sqlite(error: exc.DBAPIError) -> bool:
+    return isinstance(error.orig, sqlite3.Error)
 
 
 def explain(error: exc.DBAPIError, name: str) -> LedgerError:
     """A driver's error in words a user can act on."""
+    if not _is_sqlite(error):
+        return server.explain(error, name)
     why = str(error.orig)
     words: dict[int, Any] = {
         sqlite3.SQLITE_BUSY: lambda: locked(name, why),

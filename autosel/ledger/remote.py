@@ -18,6 +18,7 @@ from autosel.ledger import commands, snapshot
 from autosel.ledger.commands import Command
 from autosel.ledger.containment import Strike
 from autosel.ledger.engine import Database
+from autosel.ledger.host import Host
 from autosel.ledger.key import LengthRange
 from autosel.ledger.schema import HEAD
 from autosel.ledger.store import Imported, Ledger
@@ -175,14 +176,18 @@ class RemoteLedger(Ledger):
     def save_aa(self, hw_id: str, time_class: str, crossings: Iterable[bool]) -> None:
         self._send(commands.SaveAA(hw_id=hw_id, time_class=time_class, crossings=tuple(crossings)))
 
-    def import_(self, data: Mapping[str, Any] | bytes | str, hw_id: str) -> Imported:
+    def import_(self, data: Mapping[str, Any] | bytes | str, hw_id: str, origin: Host | None = None) -> Imported:
         if isinstance(data, Mapping):
             document = data
         else:
             snapshot.parse(data, "the import")
             document = json.loads(data)
-        found = self._send(commands.Import(document=document, hw_id=hw_id))
+        found = self._send(commands.Import(document=document, hw_id=hw_id, origin=origin))
         return Imported(
             served=tuple(self.decision(number) for number in found["served"]),
+            waiting=tuple(self.decision(number) for number in found["waiting"]),
             kept=tuple((self.decision(number), why) for number, why in found["kept"]),
         )
+
+    def adopt(self, decision_id: int, parity: Parity) -> bool:
+        return bool(self._send(commands.Adopt(decision_id=decision_id, parity=parity)))

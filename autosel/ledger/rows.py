@@ -19,6 +19,7 @@ from sqlalchemy import Connection, Row, Select, Table
 from autosel import settings
 from autosel.errors import LedgerError
 from autosel.ledger import schema as t
+from autosel.ledger.host import Host
 from autosel.values import (
     Arm,
     Decision,
@@ -71,6 +72,17 @@ def _once(connection: Connection, table: Table, column: str, **values: Any) -> i
 # --- evidence -----------------------------------------------------------------------------------------------------
 
 
+def host_id(connection: Connection, host: Host) -> int | None:
+    found = connection.execute(sa.select(t.hosts.c.id).where(t.hosts.c.host == host.id)).scalar()
+    return int(found) if found is not None else None
+
+
+def put_host(connection: Connection, host: Host) -> int:
+    found = host_id(connection, host)
+    values = {"host": host.id, "name": host.name, "created_at": now()}
+    return found if found is not None else insert(connection, t.hosts, **values)
+
+
 def put_fingerprint(connection: Connection, fp: Fingerprint) -> int:
     return _once(
         connection,
@@ -101,11 +113,12 @@ def put_arm(connection: Connection, arm: Arm) -> int:
     )
 
 
-def put_parity(connection: Connection, hw_id: str, w: Workload, arm: Arm, parity: Parity) -> int:
-    """The id of this proof; one already stored is not stored again."""
+def put_parity(connection: Connection, host: int, hw_id: str, w: Workload, arm: Arm, parity: Parity) -> int:
+    """The id of this proof, made on a host; one already stored is not stored again."""
     values = {
         "candidate_id": put_arm(connection, arm),
         "workload_id": put_workload(connection, w),
+        "host_id": host,
         "hw_id": hw_id,
         "scope": w.bucket,
         "outcome": "passed" if isinstance(parity, Passed) else "failed",
@@ -175,15 +188,37 @@ class Stored:
     previous_id: int | None
     entrants: tuple[str, ...]
     epoch: int | None = None  # where it serves now
+    proven: bool = True  # its arm, on the host asked for; of a decision that serves, else not looked at
+    host: str = ""  # who decided
+
+    @property
+    def usable(self) -> bool:
+        """May the host asked for serve it? The baseline needs no proof."""
+        return self.proven or self.decision.arm.digest == self.decision.baseline.digest
 
 
-def stored(*, serving: bool = False) -> Select[Any]:
-    """Select decisions with what their values need; only those that serve now, or all."""
+ANY_HOST = 0
+
+
+def _proven(host: int) -> sa.ColumnElement[bool]:
+    """Has the arm passed parity in the decision's bucket, on this host?"""
+    p, c, d = t.parities.c, t.candidates.alias("proven"), t.decisions.c
+    same = sa.and_(p.scope == d.bucket, p.hw_id == d.hw_id, p.outcome == "passed", c.c.digest == _arm.c.digest)
+    wanted = sa.select(p.id).join(c, p.candidate_id == c.c.id).where(same)
+    if host != ANY_HOST:
+        wanted = wanted.where(p.host_id == host)
+    return sa.exists(wanted.correlate(t.decisions, _arm))
+
+
+def stored(*, serving: bool = False, host: int = ANY_HOST, proven: bool = False) -> Select[Any]:
+    """Select decisions with what their values need; only those that serve now, or all. Whether the arm was proven on
+    `host` is looked at where it serves, or with `proven`."""
     source = (
         t.decisions.join(t.workloads, t.decisions.c.workload_id == t.workloads.c.id)
         .join(_arm, t.decisions.c.arm_id == _arm.c.id)
         .join(_baseline, t.decisions.c.baseline_id == _baseline.c.id)
         .outerjoin(t.verdicts, t.decisions.c.verdict_id == t.verdicts.c.id)
+        .outerjoin(t.hosts, t.decisions.c.host_id == t.hosts.c.id)
     )
     on = t.serving.c.decision_id == t.decisions.c.id
     source = source.join(t.serving, on) if serving else source.outerjoin(t.serving, on)
@@ -194,6 +229,8 @@ def stored(*, serving: bool = False) -> Select[Any]:
         _baseline.c.document.label("baseline"),
         t.verdicts.c.document.label("verdict"),
         t.serving.c.epoch.label("epoch"),
+        t.hosts.c.host.label("host"),
+        (_proven(host) if serving or proven else sa.literal(1)).label("proven"),
     ).select_from(source)
 
 
@@ -229,12 +266,15 @@ def _stored_of(row: Row[Any]) -> Stored:
         previous_id=row.previous_id,
         entrants=tuple(json.loads(row.entrants)),
         epoch=row.epoch,
+        proven=bool(row.proven),
+        host=row.host or "",
     )
 
 
-def one(connection: Connection, decision_id: int) -> Stored:
-    """Raises LedgerError if there is no such decision."""
-    found = fetch(connection, stored().where(t.decisions.c.id == decision_id))
+def one(connection: Connection, decision_id: int, *, host: int | None = None) -> Stored:
+    """With `host`: also whether its arm was proven there. Raises LedgerError if there is no such decision."""
+    query = stored() if host is None else stored(host=host, proven=True)
+    found = fetch(connection, query.where(t.decisions.c.id == decision_id))
     if not found:
         last = connection.execute(sa.select(sa.func.max(t.decisions.c.id))).scalar()
         raise LedgerError(
@@ -250,11 +290,11 @@ def at_key(connection: Connection, key: str) -> Stored | None:
     return found[0] if found else None
 
 
-def of_bucket(connection: Connection, hw_id: str, mode: str, bucket: str) -> list[Stored]:
+def of_bucket(connection: Connection, hw_id: str, mode: str, bucket: str, host: int = ANY_HOST) -> list[Stored]:
     """What serves a bucket now: one row, or one for each part of a split."""
     d = t.decisions.c
     here = sa.and_(d.hw_id == hw_id, d.mode == mode, d.bucket == bucket)
-    return fetch(connection, stored(serving=True).where(here).order_by(d.length_to))
+    return fetch(connection, stored(serving=True, host=host).where(here).order_by(d.length_to))
 
 
 def serve(connection: Connection, key: str, decision_id: int, displaced: Sequence[str] = ()) -> None:

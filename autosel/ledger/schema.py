@@ -21,7 +21,7 @@ from sqlalchemy.dialects.sqlite import REAL
 from sqlalchemy.schema import SchemaItem
 from sqlalchemy.types import TypeEngine
 
-HEAD = "0002"  # the Alembic revision this code reads and writes; a test holds it to db/versions/
+HEAD = "0003"  # the Alembic revision this code reads and writes; a test holds it to db/versions/
 
 METADATA = MetaData(
     naming_convention={
@@ -53,6 +53,14 @@ def _text(name: str, *, unique: bool = False, required: bool = True) -> Column[s
 
 def _digest_check(column: str = "digest") -> CheckConstraint:
     return CheckConstraint(f"length({column}) > 0", name=f"{column}_given")
+
+
+# Where it was made: a home on a machine. Of what was made before there were hosts, nobody knows.
+hosts = _table("hosts", _id(), _text("host", unique=True), _text("name"), _text("created_at"))
+
+
+def _host() -> Column[int]:
+    return Column("host_id", Integer, ForeignKey("hosts.id"))
 
 
 fingerprints = _table(
@@ -90,6 +98,7 @@ parities = _table(
     _text("outcome"),
     _text("document"),
     _text("created_at"),
+    _host(),
     CheckConstraint("outcome IN ('passed', 'failed')", name="outcome"),
 )
 Index(None, parities.c.scope, parities.c.hw_id)
@@ -136,6 +145,7 @@ decisions = _table(
     _text("reason"),
     _text("idempotency_key", unique=True),
     _text("created_at"),
+    _host(),
     CheckConstraint("state IN ('promoted', 'kept', 'demoted', 'quarantined', 'pinned')", name="state"),
     CheckConstraint("(length_from IS NULL) = (length_to IS NULL)", name="length_range"),
     CheckConstraint("length_from IS NULL OR length_from BETWEEN 1 AND length_to", name="length_order"),
@@ -179,6 +189,7 @@ trials = _table(
     _text("stage"),
     _text("created_at"),
     Column("boot", Text, nullable=False, server_default=""),
+    _host(),
     CheckConstraint("stage IN ('worker', 'client')", name="stage"),
 )
 trial_ends = _table(

@@ -8,10 +8,11 @@ again with the same idempotency key gives the one decision.
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from sqlalchemy import Connection
 
 from autosel import settings
 from autosel.errors import LedgerError, ParityError, UnknownName
-from autosel.ledger import containment, intake, migrate, rows, snapshot
+from autosel.ledger import containment, intake, migrate, rows, server, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.containment import Quarantine, Strike
 from autosel.ledger.engine import BUSY_S, OPEN_S, Database, lost, private_folder, refuse_shared
+from autosel.ledger.host import Host, here
 from autosel.ledger.key import LengthRange, budget_key, overlap, serving_key
 from autosel.ledger.locks import InUseError, device_lock, publish_lock, whoami
 from autosel.ledger.rows import Stored
@@ -45,6 +47,7 @@ from autosel.values import (
     to_json,
 )
 
+_NOBODY = -1  # a host that has stored nothing yet
 LIFETIME_BUDGET = 0.01  # the false-promotion probability all attempts at one key may add up to (design section 7)
 
 
@@ -62,16 +65,22 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
+    """`host` decided it (its id; empty where nobody knows); `usable`: its arm has passed parity on this host."""
+
     key: str
     epoch: int
     decision: Decision
+    host: str = ""
+    usable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """The decisions that serve now, and those only kept, each with the reason."""
+    """The decisions that serve now; those that wait for this host's own proof of their arm; and those only kept, each
+    with the reason."""
 
     served: tuple[Decision, ...]
+    waiting: tuple[Decision, ...]
     kept: tuple[tuple[Decision, str], ...]
 
 
@@ -95,8 +104,11 @@ def open_ledger(url: str | None = None, home: Path | None = None, *, alone: bool
     ledger = Ledger(database, home)
     migrate.check(database)
     migrate.upgrade(database)
+    if database.shared:
+        database.find_access()
     if ledger.writable:
         intake.take_in(ledger)
+    if ledger.writable or (database.shared and os.access(home, os.W_OK)):
         with suppress(InUseError):  # whoever is publishing now, or waits to, publishes what is there
             ledger.publish(patience_s=OPEN_S)
     return ledger
@@ -111,6 +123,7 @@ class Ledger:
         self._group = threading.local()  # .publish: while this thread is in `together`, whether to publish after it
         self._leases: dict[str, int] = {}  # of the devices we hold
         self._trials: set[int] = set()  # open ones
+        self._host_id = 0
 
     def __enter__(self) -> Ledger:
         return self
@@ -128,6 +141,15 @@ class Ledger:
     @property
     def writable(self) -> bool:
         return self._database.writable
+
+    @property
+    def shared(self) -> bool:
+        """Do other hosts read and write it too?"""
+        return self._database.shared
+
+    @property
+    def url(self) -> sa.URL:
+        return self._database.url
 
     @property
     def failed(self) -> bool:
@@ -179,6 +201,7 @@ class Ledger:
             return self
         other = Ledger(self._database, self.home)
         other._documents, other._group, other._leases = self._documents, self._group, dict(leases)
+        other._host_id = self._host_id
         return other
 
     # --- decide -----------------------------------------------------------------------------------------------------
@@ -216,9 +239,11 @@ class Ledger:
                 _refuse_quarantined(arm, containment.active(c, hw_id, workload.op))
             fingerprint_id = rows.put_fingerprint(c, fp)
             race_id = rows.put_race(c, fingerprint_id, race) if race else None
-            proofs = [rows.put_parity(c, hw_id, workload, a, p) for a, p in parities]
+            here = self._here(c)
+            proofs = [rows.put_parity(c, here, hw_id, workload, a, p) for a, p in parities]
             return _decide(
                 c,
+                host=here,
                 state=state,
                 hw_id=hw_id,
                 workload=workload,
@@ -263,7 +288,8 @@ class Ledger:
                 back = rows.one(c, back.previous_id)
             state = back.decision.state if back is not found else "kept"
             arm_id = back.arm_id if back is not found else back.baseline_id
-            return _follow(c, back, state=state, arm_id=arm_id, reason=reason, key=f"unpin-{decision_id}")
+            key = f"unpin-{decision_id}"
+            return _follow(c, self._here(c), back, state=state, arm_id=arm_id, reason=reason, key=key)
 
         return self._acknowledged(write, f"unpin-{decision_id}")
 
@@ -306,7 +332,8 @@ class Ledger:
                     todo=f"demote {now.decision.id} if you mean that",
                 )
             basis = found if arm_id == found.arm_id else now
-            return _follow(c, basis, state=state, arm_id=arm_id, reason=reason, key=f"{key}@{now.epoch}")
+            here = self._here(c)
+            return _follow(c, here, basis, state=state, arm_id=arm_id, reason=reason, key=f"{key}@{now.epoch}")
 
         return self._acknowledged(write, None)
 
@@ -330,10 +357,45 @@ class Ledger:
             snapshot.sweep(path)
             snapshot.publish(path, self.export())
 
-    def serving(self) -> tuple[Served, ...]:
+    def serving(self, *, everywhere: bool = False) -> tuple[Served, ...]:
+        """What serves this host: of a key that another host decided, and whose arm has not passed parity here, what
+        served before it. `everywhere`: what the ledger says serves, whether we may use it or not."""
         with self._database.reading() as c:
-            found = rows.fetch(c, rows.stored(serving=True).order_by(t.serving.c.key))
-        return tuple(Served(key=s.key, epoch=s.epoch or 0, decision=s.decision) for s in found)
+            found = rows.fetch(c, rows.stored(serving=True, host=self._prover(c)).order_by(t.serving.c.key))
+            served = [(s, s if everywhere else self._usable(c, s)) for s in found]
+        return tuple(
+            Served(key=s.key, epoch=s.epoch or 0, decision=ours.decision, host=ours.host, usable=s.usable)
+            for s, ours in served
+            if ours is not None
+        )
+
+    def _usable(self, c: Connection, serves: Stored) -> Stored | None:
+        """The decision itself if its arm was proven here, else the latest before it that was, and is not held."""
+        found, held = serves, None
+        while not found.usable:
+            if found.previous_id is None:
+                return None
+            found = rows.one(c, found.previous_id, host=self._prover(c))
+            if found.key != serves.key:
+                return None
+            if held is None:
+                held = {q.digest for q in containment.active(c, found.decision.hw_id, found.decision.op)}
+            if held & {found.decision.arm.digest, found.decision.arm.build}:
+                return None
+        return found
+
+    def _here(self, c: Connection) -> int:
+        """The row of this host, made at its first write."""
+        return self._seen_host(c) or rows.put_host(c, here(self.home))
+
+    def _seen_host(self, c: Connection) -> int:
+        if not self._host_id:
+            self._host_id = rows.host_id(c, here(self.home)) or 0
+        return self._host_id
+
+    def _prover(self, c: Connection) -> int:
+        """Whose proofs count: those of this host; in a file, which is one host's, any. An import brings none."""
+        return (self._seen_host(c) or _NOBODY) if self.shared else rows.ANY_HOST
 
     def known(
         self, hw_id: str, bucket: str, mode: str, digests: Iterable[str], *, length_range: LengthRange = None
@@ -352,7 +414,7 @@ class Ledger:
         """All rows of a settled bucket, or none."""
         now = set(digests)
         with self._database.reading() as c:
-            found = rows.of_bucket(c, hw_id, mode, bucket)
+            found = rows.of_bucket(c, hw_id, mode, bucket, self._prover(c))
         settled = all(_still_holds(s, now) for s in found) and _whole([s.decision for s in found])
         return tuple(s.decision for s in found) if settled else ()
 
@@ -366,10 +428,10 @@ class Ledger:
     def save_parity(self, hw_id: str, workload: Workload, arm: Arm, parity: Parity) -> int:
         """Store one proof at once, so that a killed tune need not prove it again. Returns its id."""
         with self._database.writing() as c:
-            return rows.put_parity(c, hw_id, workload, arm, parity)
+            return rows.put_parity(c, self._here(c), hw_id, workload, arm, parity)
 
     def parity_known(self, hw_id: str, digest: str, workload: Workload) -> Parity | None:
-        """The latest proof about the arm of this digest in the workload's bucket, dtype and traits."""
+        """This host's latest proof about the arm of this digest in the workload's bucket, dtype and traits."""
         p = t.parities.c
         query = (
             sa.select(p.outcome, p.document)
@@ -379,7 +441,8 @@ class Ledger:
             .limit(1)
         )
         with self._database.reading() as c:
-            row = c.execute(query).first()
+            prover = self._prover(c)
+            row = c.execute(query if prover == rows.ANY_HOST else query.where(p.host_id == prover)).first()
         return rows.parity_of(row.outcome, row.document) if row else None
 
     def decision(self, decision_id: int) -> Decision:
@@ -432,7 +495,7 @@ class Ledger:
         Gives the arms whose trial a predecessor's death cut short; those struck out are in quarantine already. Should
         the lock get lost, and another take the device, what we measured can no longer be stored.
         """
-        with device_lock(self.home, hw_id):
+        with device_lock(self.home, hw_id), self._device_of_all(hw_id):
             if not self.writable:
                 yield []
                 return
@@ -444,6 +507,13 @@ class Ledger:
                     self._stop_trials()
                 self._leases.pop(hw_id, None)
 
+    def _device_of_all(self, hw_id: str) -> AbstractContextManager[None]:
+        """Other homes and containers of this machine share a device too: they meet at the server."""
+        if not self.shared:
+            return nullcontext()
+        name = f"autosel device {hw_id} {containment.machine()}"
+        return server.session_lock(self._database.engine, name, "this device")
+
     def _take_over(self, hw_id: str, holder: str) -> list[Strike]:
         self._leases[hw_id], found = self.take_over(hw_id, holder)
         return found
@@ -453,12 +523,13 @@ class Ledger:
         with self._database.writing() as c:
             values = {"hw_id": hw_id, "machine": containment.machine(), "holder": holder, "created_at": rows.now()}
             lease = rows.insert(c, t.leases, **values)
-            found = containment.close_abandoned(c, hw_id)
+            here = self._here(c)
+            found = containment.close_abandoned(c, here, hw_id)
             for strike in found:
                 if strike.out:
                     held = strike.arm.build or strike.arm.digest
                     cause, evidence = containment.CUT_SHORT, {"strikes": strike.strikes}
-                    _hold(c, strike.arm, held, hw_id, strike.op, cause, strike.reason, evidence)
+                    _hold(c, here, strike.arm, held, hw_id, strike.op, cause, strike.reason, evidence)
         if any(strike.out for strike in found):
             self.publish()
         return lease, found
@@ -505,7 +576,7 @@ class Ledger:
         """`trial` is made of this and `close_trial`."""
         with self._database.writing() as c:
             self._refuse_stale(c, hw_id)
-            return containment.open_trial(c, hw_id, op, arm)
+            return containment.open_trial(c, self._here(c), hw_id, op, arm)
 
     def close_trial(self, trial_id: int, outcome: str) -> None:
         with self._database.writing() as c:
@@ -530,7 +601,8 @@ class Ledger:
     ) -> int:
         """Hold a build (`digest`; default the arm's) of an op on a device; where it served, the baseline does now."""
         with self._database.writing() as c:
-            made = _hold(c, arm, digest or arm.digest, hw_id, op, cause, reason, evidence or {}, driver)
+            held = digest or arm.digest
+            made = _hold(c, self._here(c), arm, held, hw_id, op, cause, reason, evidence or {}, driver)
         self.publish()
         return made
 
@@ -594,27 +666,61 @@ class Ledger:
             self._documents[decision.id] = to_json(decision)
         return self._documents[decision.id]
 
-    def import_(self, data: Mapping[str, Any] | bytes | str, hw_id: str) -> Imported:
-        """Take in an export. All rows or none; BadConfig for anything that is not a whole export.
+    def import_(self, data: Mapping[str, Any] | bytes | str, hw_id: str, origin: Host | None = None) -> Imported:
+        """Take in an export, of another host if `origin` says whose. All rows or none; BadConfig for anything that is
+        not a whole export.
 
         Rows of another device do not serve here; neither does one that would import a module that is not autosel's: no
-        code from data. A pin of ours stays.
+        code from data. A pin of ours stays. An arm that has not passed parity on this host waits until it has
+        (`adopt`), and what served before goes on serving.
         """
         where = "the import"
         found = snapshot.validate(data, where) if isinstance(data, Mapping) else snapshot.parse(data, where)
         decisions = [row.decision for row in found.rows]
         served: list[Decision] = []
+        waiting: list[Decision] = []
         kept: list[tuple[Decision, str]] = []
         with self._database.writing() as c:
+            owner = rows.put_host(c, origin) if origin else None
             for d in decisions:
                 why = _refusal(c, d, hw_id)
-                made = rows.one(c, _import_one(c, d, found.digest, serves=not why)).decision
+                made = rows.one(c, _import_one(c, owner, d, found.digest, serves=not why), host=self._prover(c))
                 if why:
-                    kept.append((made, why))
+                    kept.append((made.decision, why))
                 else:
-                    served.append(made)
+                    (served if made.usable else waiting).append(made.decision)
         self.publish()
-        return Imported(served=tuple(served), kept=tuple(kept))
+        return Imported(served=tuple(served), waiting=tuple(waiting), kept=tuple(kept))
+
+    def offered(self, hw_id: str, mode: str) -> tuple[Decision, ...]:
+        """Decisions of other hosts that serve this device's kind, and wait for our own proof of their arm."""
+        found = self.serving(everywhere=True)
+        return tuple(s.decision for s in found if not s.usable and (s.decision.hw_id, s.decision.mode) == (hw_id, mode))
+
+    def adopt(self, decision_id: int, parity: Parity) -> bool:
+        """Store this host's own proof of a decision's arm; True where it serves here from now on."""
+        with self._database.writing() as c:
+            d = rows.one(c, decision_id).decision
+            rows.put_parity(c, self._here(c), d.hw_id, d.workload, d.arm, parity)
+        self.publish()
+        return any(s.decision.id == decision_id for s in self.serving())
+
+    def grant(self, role: str, login: str, *, only_say: bool = False) -> list[str]:
+        """Let a role of the server read, record or administer; the statements that say so. Raises LedgerError."""
+        if not self.shared:
+            raise LedgerError(
+                "a ledger in a file has no roles",
+                why=f"who may read or write {self.name} is for its permissions to say",
+                todo="AUTOSEL_DB=postgresql+psycopg://user@host/database shares one",
+            )
+        with self._database.reading() as c:
+            database, schema = c.exec_driver_sql("SELECT current_database(), current_schema()").one()
+        made = server.grants(role, login, database, schema, t.HISTORY)
+        if not only_say:
+            with self._database.writing() as c:
+                for line in made:
+                    c.exec_driver_sql(line)
+        return made
 
     def backup(self, path: Path) -> None:
         """A consistent copy of a SQLite ledger, made while it is in use."""
@@ -649,6 +755,7 @@ def _prepare_file(database: Database, path: Path) -> None:
 def _decide(
     c: Connection,
     *,
+    host: int | None,
     state: State,
     hw_id: str,
     workload: Workload,
@@ -691,6 +798,7 @@ def _decide(
         reason=reason,
         idempotency_key=idempotency_key,
         created_at=rows.now(),
+        host_id=host,
     )
     for proof in dict.fromkeys(proofs):
         c.execute(sa.insert(t.decision_parities).values(decision_id=made, parity_id=proof))
@@ -718,7 +826,7 @@ def _refuse_quarantined(arm: Arm, held: Sequence[Quarantine]) -> None:
             )
 
 
-def _follow(c: Connection, found: Stored, *, state: State, arm_id: int, reason: str, key: str) -> int:
+def _follow(c: Connection, host: int, found: Stored, *, state: State, arm_id: int, reason: str, key: str) -> int:
     """Append a decision about the same key on the same evidence, and let it serve, whatever served."""
     d = found.decision
     now = rows.at_key(c, found.key)
@@ -747,6 +855,7 @@ def _follow(c: Connection, found: Stored, *, state: State, arm_id: int, reason: 
         reason=reason,
         idempotency_key=key,
         created_at=rows.now(),
+        host_id=host,
     )
     proofs = t.decision_parities.c
     for proof in c.execute(sa.select(proofs.parity_id).where(proofs.decision_id == d.id)).scalars().all():
@@ -762,6 +871,8 @@ def _by_idempotency(c: Connection, key: str) -> int | None:
 
 def _still_holds(found: Stored, now: set[str]) -> bool:
     d = found.decision
+    if not found.usable:
+        return False
     if d.baseline.digest not in now or d.arm.digest not in now:
         return False
     if d.state == "pinned":
@@ -772,6 +883,7 @@ def _still_holds(found: Stored, now: set[str]) -> bool:
 
 def _hold(
     c: Connection,
+    host: int,
     arm: Arm,
     digest: str,
     hw_id: str,
@@ -790,7 +902,7 @@ def _hold(
         same = s.decision.arm.candidate == arm.candidate and s.decision.arm.build == arm.build
         if same and s.arm_id != s.baseline_id:
             key = f"quarantine-{made}-{s.decision.id}"
-            _follow(c, s, state="quarantined", arm_id=s.baseline_id, reason=reason, key=key)
+            _follow(c, host, s, state="quarantined", arm_id=s.baseline_id, reason=reason, key=key)
     return made
 
 
@@ -855,13 +967,14 @@ def _refusal(c: Connection, d: Decision, hw_id: str) -> str:
     return ""
 
 
-def _import_one(c: Connection, d: Decision, digest: str, *, serves: bool) -> int:
+def _import_one(c: Connection, owner: int | None, d: Decision, digest: str, *, serves: bool) -> int:
     key = f"import-{digest}-{d.id}"
     known = _by_idempotency(c, key)
     if known is not None:
         return known
     return _decide(
         c,
+        host=owner,
         state=d.state,
         hw_id=d.hw_id,
         workload=d.workload,

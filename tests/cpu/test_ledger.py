@@ -413,16 +413,42 @@ def test_aa_sessions_add_up_by_device_and_time_class(ledger: Ledger) -> None:
 # --- export and import --------------------------------------------------------------------------------------------
 
 
-def test_an_export_served_by_another_ledger_of_the_same_device(ledger: Ledger, tmp_path: Path) -> None:
+def test_an_imported_decision_serves_once_this_host_has_proven_its_arm(ledger: Ledger, tmp_path: Path) -> None:
     made = record(ledger)
     ledger.export(tmp_path / "out.json")
     other = open_ledger(home=tmp_path / "other")
+    own = record(other, arm=PACKED, parities=[(PACKED, PASSED)])
     content = (tmp_path / "out.json").read_bytes()
     imported = other.import_(content, FP.hw_id)
-    (served,) = imported.served
-    assert (served.arm, served.verdict, imported.kept) == (CPP, made.verdict, ())
-    assert other.serving()[0].decision == served
-    assert other.import_(content, FP.hw_id).served == (served,), "importing twice is importing once"
+    (waiting,) = imported.waiting
+    assert (waiting.arm, waiting.verdict, imported.served, imported.kept) == (CPP, made.verdict, (), ())
+    assert [s.decision for s in other.serving()] == [own], "what served before goes on serving"
+    assert [r.decision for r in read_snapshot(tmp_path / "other").rows] == [own]
+    assert other.known(FP.hw_id, ATTN.bucket, MODE, [CPP.digest, BASELINE.digest]) is None
+    assert other.offered(FP.hw_id, MODE) == (waiting,)
+    assert not other.adopt(waiting.id, FAILED)
+    assert other.adopt(waiting.id, PASSED)
+    assert [s.decision for s in other.serving()] == [waiting]
+    assert [r.decision for r in read_snapshot(tmp_path / "other").rows] == [waiting]
+    assert other.offered(FP.hw_id, MODE) == ()
+    assert other.import_(content, FP.hw_id).served == (waiting,), "importing twice is importing once"
+
+
+def test_an_imported_demotion_serves_at_once(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.demote(record(ledger).id, "wrong once")
+    other = open_ledger(home=tmp_path / "other")
+    record(other)
+    assert other.import_(ledger.export(), FP.hw_id).waiting == ()
+    assert [(s.decision.state, s.decision.arm) for s in other.serving()] == [("demoted", BASELINE)]
+
+
+def test_a_pin_by_hand_does_not_stand_in_for_a_proof(ledger: Ledger, tmp_path: Path) -> None:
+    record(ledger)
+    other = open_ledger(home=tmp_path / "other")
+    (waiting,) = other.import_(ledger.export(), FP.hw_id).waiting
+    other.pin(waiting.id, "I want it")
+    assert other.serving() == ()
+    assert other.serving(everywhere=True)[0].decision.state == "pinned"
 
 
 def test_foreign_and_code_importing_rows_are_kept_but_do_not_serve(ledger: Ledger, tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Which host this is: a ledger that many share keeps with each proof and decision where it was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+FILE = "host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """`id` is of this home on this machine: a home that is copied to another machine is another host there. `name` is
+    for people."""
+
+    id: str
+    name: str
+
+
+def here(home: Path) -> Host:
+    """This host; made known in the home at the first call, if it can be written."""
+    secret = _secret(home / FILE)
+    return Host(id=sha256(f"{secret} {_machine()}".encode()).hexdigest()[:32], name=platform.node()[:200])
+
+
+def _secret(path: Path) -> str:
+    """What this home drew once. Where it cannot be kept, the machine alone says who we are."""
+    making = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            making.write_text(secrets.token_hex(16))
+            with suppress(FileExistsError):
+                os.link(making, path)  # whole or not at all, and the first one stays
+        return path.read_text()[:64]
+    except OSError:
+        return ""
+    finally:
+        with suppress(OSError):
+            making.unlink()
+
+
+def _machine() -> str:
+    try:
+        return Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,59 @@
+"""What the tests of a fleet need, and the reason where it is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autosel.ledger import Ledger, open_ledger
+
+pytest.importorskip("psycopg", reason="no psycopg: install the extra `fleet`")
+
+from tests.fleet import postgres
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[postgres.Server]:
+    if postgres.programs() is None:
+        pytest.skip("no PostgreSQL server on this machine (Debian: apt install postgresql)")
+    with postgres.server() as made:
+        yield made
+
+
+@pytest.fixture
+def own_server(server: postgres.Server) -> Iterator[postgres.Server]:
+    """One that a test may kill."""
+    with postgres.server() as made:
+        yield made
+
+
+@pytest.fixture
+def schema(server: postgres.Server) -> str:
+    return server.schema()
+
+
+@pytest.fixture
+def url(server: postgres.Server, schema: str) -> str:
+    return server.url(schema)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def ledger(url: str, home: Path) -> Iterator[Ledger]:
+    with open_ledger(url, home=home, alone=True) as made:
+        yield made
+
+
+@pytest.fixture
+def shared_home(url: str, tmp_path: Path) -> Path:
+    """A home whose processes use the server without being told."""
+    made = tmp_path / "shared"
+    made.mkdir(mode=0o700)
+    (made / "config.toml").write_text(f'db = "{url}"\n')
+    return made
