@@ -34,6 +34,23 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     PAPER: ("--paper", "#ffffff"),
 }
 WIDTH_IN = 7.2
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "autosel",  # the same certificate gives the same bytes
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": QUIET,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": INK,
+    "xtick.color": QUIET,
+    "ytick.color": QUIET,
+    "grid.color": GRID,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "legend.frameon": False,
+}
 
 
 def refuse_without() -> None:
@@ -51,25 +68,8 @@ def pictures(made: Certificate) -> dict[str, Figure]:
     refuse_without()
     import matplotlib as mpl
 
-    style: Any = {
-        "font.family": "DejaVu Sans",
-        "font.size": 9,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "autosel",  # the same certificate gives the same bytes
-        "axes.edgecolor": GRID,
-        "axes.labelcolor": QUIET,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "text.color": INK,
-        "xtick.color": QUIET,
-        "ytick.color": QUIET,
-        "grid.color": GRID,
-        "figure.facecolor": PAPER,
-        "axes.facecolor": PAPER,
-        "legend.frameon": False,
-    }
     found = audit(made)
-    with mpl.rc_context(style):
+    with mpl.rc_context(STYLE):
         return {name: draw(made, found) for name, draw in PICTURES.items()}
 
 
@@ -123,7 +123,7 @@ def _is_colour(value: Any) -> bool:
 # --- the pictures ----------------------------------------------------------------------------------------------------
 
 
-def _axes(height_in: float) -> tuple[Figure, Axes]:
+def new_axes(height_in: float) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure as NewFigure
 
     figure = NewFigure(figsize=(WIDTH_IN, height_in), layout="constrained")
@@ -132,7 +132,7 @@ def _axes(height_in: float) -> tuple[Figure, Axes]:
 
 def _roofline(made: Certificate, found: Audit) -> Figure:
     """GFLOP/s against FLOPs a byte: what the memory and the arithmetic allow, and where each op stands."""
-    figure, axes = _axes(3.6)
+    figure, axes = new_axes(3.6)
     rows = [r for r in found.rows if r.bytes and r.flops]
     points = [(r.flops / r.bytes, r.flops / r.time_us / 1e3, r) for r in rows]
     read, peak = found.read_bytes_per_s / 1e9, found.peak_flops / 1e9
@@ -142,19 +142,19 @@ def _roofline(made: Certificate, found: Audit) -> Figure:
     roof = [min(read * x, peak or float("inf")) for x in (low, ridge, high)]
     axes.loglog([low, ridge, high], roof, color=QUIET, linewidth=1.2)
     at = math.sqrt(low * ridge)  # above the roof there is room: no op gets there
-    _say(axes, f"{words(read, 3)} GB/s, read beside this run", (at, read * at), (-8, 6), ha="right", va="bottom")
+    say(axes, f"{words(read, 3)} GB/s, read beside this run", (at, read * at), (-8, 6), ha="right", va="bottom")
     if peak:
-        _say(axes, f"{words(peak, 3)} GFLOP/s", (high, peak), (-2, 4), ha="right")
+        say(axes, f"{words(peak, 3)} GFLOP/s", (high, peak), (-2, 4), ha="right")
     top = max((p[2].share for p in points), default=1.0)
     for x, y, row in points:
         axes.scatter([x], [y], s=18 + 150 * row.share / top, color=ACCENT, alpha=0.75, linewidths=0)
     axes.set_xlim(low, high)
     _name_points(axes, points)
-    _plain_ticks(axes.xaxis, (low, high))
-    _plain_ticks(axes.yaxis, axes.get_ylim())
+    plain_ticks(axes.xaxis, (low, high))
+    plain_ticks(axes.yaxis, axes.get_ylim())
     axes.set_xlabel("FLOPs a byte")
     axes.set_ylabel("GFLOP/s")
-    _grid(axes)
+    grid(axes)
     return figure
 
 
@@ -167,14 +167,14 @@ def _name_points(axes: Axes, points: list[tuple[float, float, Any]]) -> None:
         below = [b for a, b in placed if 1 / 4 < x / a < 4]
         at = min([y, *(b / line for b in below)])
         placed.append((x, at))
-        _say(axes, row.label, (x, at), (9, 0), va="center", color=INK, fontsize=8)
+        say(axes, row.label, (x, at), (9, 0), va="center", color=INK, fontsize=8)
     axes.set_ylim(min([low, *(b / line for _, b in placed)]), high)
 
 
 def _ops(made: Certificate, found: Audit) -> Figure:
     """Milliseconds of a step an op, and how much of them its roofline explains."""
     rows = list(found.rows)[:16]
-    figure, axes = _axes(0.9 + 0.27 * (len(rows) + 1))
+    figure, axes = new_axes(0.9 + 0.27 * (len(rows) + 1))
     names = [r.label for r in rows] + ["rest"]
     times = [r.time_us / 1e3 for r in rows] + [found.rest_us / 1e3]
     floors = [min(1.0, r.roofline) * r.time_us / 1e3 for r in rows] + [0.0]
@@ -183,20 +183,20 @@ def _ops(made: Certificate, found: Audit) -> Figure:
     axes.barh(at, floors, height=0.66, color=ACCENT, label="of it, what the roofline needs")
     for i, (time, share) in enumerate(zip(times, [*(r.share for r in rows), found.rest_share], strict=True)):
         roof = f"   {percent(rows[i].roofline)} of the roofline, {rows[i].limit}" if i < len(rows) else ""
-        _say(axes, percent(share) + roof, (time, i), (4, 0), va="center", fontsize=8)
+        say(axes, percent(share) + roof, (time, i), (4, 0), va="center", fontsize=8)
     axes.set_yticks(list(at), names)
     axes.tick_params(axis="y", colors=INK, length=0)
     axes.invert_yaxis()
     axes.set_xlim(0, max(times) * 1.45)
     axes.set_xlabel("ms of a step")
-    _grid(axes, "x")
+    grid(axes, "x")
     axes.legend(loc="lower right", fontsize=8)
     return figure
 
 
 def _latency(made: Certificate, found: Audit) -> Figure:
     """The share of steps that took at most so long, both arms: the whole distribution, nothing smoothed."""
-    figure, axes = _axes(2.9)
+    figure, axes = new_axes(2.9)
     arms = (
         ("optimised", made.samples.optimised_ns, made.latency_ms.med, ACCENT, "-"),
         ("baseline", made.samples.baseline_ns, made.baseline_ms, OTHER, "--"),
@@ -210,25 +210,25 @@ def _latency(made: Certificate, found: Audit) -> Figure:
     low, high = axes.get_xlim()
     axes.set_xscale("log")
     axes.set_xlim(min(min(a[1]) for a in arms) / 1e6 / 1.1, max(low, high) * 1.05)
-    _plain_ticks(axes.xaxis, axes.get_xlim())
+    plain_ticks(axes.xaxis, axes.get_xlim())
     axes.set_ylim(0, 101)
     axes.set_xlabel("ms of a step (log)")
     axes.set_ylabel("% of the steps")
-    _grid(axes)
+    grid(axes)
     axes.legend(loc="upper left")
     return figure
 
 
-def _say(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
+def say(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
     axes.annotate(text, at, xytext=offset, textcoords="offset points", **{"color": QUIET, **style})
 
 
-def _grid(axes: Axes, axis: Literal["both", "x"] = "both") -> None:
+def grid(axes: Axes, axis: Literal["both", "x"] = "both") -> None:
     axes.grid(True, axis=axis, which="major", linewidth=0.5)
     axes.set_axisbelow(True)
 
 
-def _plain_ticks(axis: Axis, limits: tuple[float, float]) -> None:
+def plain_ticks(axis: Axis, limits: tuple[float, float]) -> None:
     """Numbers, not powers of ten, on a logarithmic axis; about six of them."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 

@@ -40,6 +40,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "pin": ("decide", "serve this candidate whatever later races say"),
     "race": ("race", "prove and time one candidate, yours included"),
     "run": ("run", "tokens per second of a real decode, certified"),
+    "sweep": ("sweep", "the decode over contexts and batches; where winners change"),
     "verify": ("verify", "is a certificate what it claims? measure it again"),
     "serve": ("serve", "the daemon: records, tunes when idle, demotes on faults"),
     "status": ("serve", "is a daemon there, what serves, what is being tuned"),

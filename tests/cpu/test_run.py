@@ -102,3 +102,16 @@ def test_another_machines_certificate_is_not_run_again_here(ran: dict[str, Any],
     (folder / "other.jsonl").write_bytes(encode(other) + b"\n")
     found = verb("verify", "--rerun", str(folder / "other.jsonl"), codes=(2,))
     assert "another device" in found["error"]["what"]
+
+
+def test_a_sweep_measures_every_cell_and_weighs_them_by_traffic(folder: Path) -> None:
+    (folder / "lengths.txt").write_text("20 30\n")
+    grid = ("--context", "32:64", "--batch", "1:2", "--layers", "1", "--iters", "2", "--warmup", "0", "--no-tune")
+    wanted = ("--trace-file", str(folder / "lengths.txt"), "--report", str(folder / "swept"))
+    found = verb("sweep", "--model", str(folder / "tiny"), *grid, *wanted)["sweep"]
+    assert [(c["batch"], c["context"]) for c in found["cells"]] == [(1, 32), (1, 64), (2, 32), (2, 64)]
+    assert all(c["figures"]["verified"] and c["figures"]["p50_ms"] > 0 for c in found["cells"])
+    assert {"attn", "lm_head"} <= {s["op"] for s in found["cells"][0]["figures"]["serving"]}
+    assert [w["covered"] for w in found["traffic"]["by_batch"]] == [1, 1]
+    assert json.loads((folder / "swept" / "sweep.json").read_text())["sweep"] == found
+    assert (folder / "swept" / "step-against-context.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,372 @@
+"""A sweep: one model's decode step over contexts and batches; who served what; where the winners change; what it comes
+to for the user's own traffic. Values and arithmetic, free of torch.
+
+    step time between two measured contexts   linear: weights cost the same whatever the context, keys and values are
+                                              read once each
+    traffic's tokens per second at a batch    tokens / sum over tokens of (step time at the token's context / batch)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from autosel.certify.statistics import Interval
+from autosel.errors import BadConfig, UsageError
+from autosel.values import Decision, parse_json, to_json
+
+FORMAT = "autosel.sweep"
+MOST_CELLS = 400
+MOST_REQUESTS = 1_000_000
+FILE_LIMIT_BYTES = 64 << 20
+Axis = Literal["batch", "context"]
+
+
+# --- what is asked ---------------------------------------------------------------------------------------------------
+
+
+def span(text: str, option: str, low: int, high: int) -> tuple[int, ...]:
+    """`256:2048` -> 256, 512, 1024, 2048; `100:300` -> 100, 200, 300; `8` -> 8. Raises UsageError."""
+    match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text.strip())
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not low <= first <= last <= high:
+        raise UsageError(
+            f"{option} {text!r}",
+            why=f"FIRST:LAST, or one number, from {low} to {high} is expected",
+            todo=f"{option} {max(low, 1)}:{min(high, 8 * max(low, 1))} doubles from the first to the last",
+        )
+    found = []
+    while first < last:
+        found.append(first)
+        first *= 2
+    return (*found, last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request of the user's traffic: tokens in, tokens out."""
+
+    prompt: int
+    output: int
+
+
+def read_traffic(path: Path) -> tuple[Request, ...]:
+    """A file of lengths: `PROMPT OUTPUT` a line (space, tab or comma; # begins a comment), or a JSON list of pairs.
+
+    Raises BadConfig, saying which line.
+    """
+    try:
+        if path.stat().st_size > FILE_LIMIT_BYTES:
+            raise BadConfig(f"{path} is too large", why=f"more than {FILE_LIMIT_BYTES >> 20} MiB")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadConfig(f"{path} cannot be read", why=str(error), todo="check the path") from error
+    found = tuple(_json_pairs(path, text) if path.suffix == ".json" else _line_pairs(path, text))
+    if not found:
+        raise BadConfig(f"{path} holds no request", why="a line `PROMPT OUTPUT` is expected for each")
+    if len(found) > MOST_REQUESTS:
+        raise BadConfig(f"{path} holds {len(found)} requests", why=f"at most {MOST_REQUESTS} are read")
+    return found
+
+
+def _line_pairs(path: Path, text: str) -> Iterable[Request]:
+    for number, line in enumerate(text.splitlines(), 1):
+        words = re.split(r"[\s,]+", line.partition("#")[0].strip())
+        if words == [""]:
+            continue
+        if len(words) != 2 or not all(re.fullmatch(r"\d{1,9}", w) for w in words):
+            raise BadConfig(
+                f"{path}, line {number}: {line[:60]!r}", why="PROMPT OUTPUT, two whole numbers, is expected"
+            )
+        yield _request(f"{path}, line {number}", int(words[0]), int(words[1]))
+
+
+def _json_pairs(path: Path, text: str) -> Iterable[Request]:
+    try:
+        data = parse_json(text, what=path.name, depth=3)
+    except ValueError as error:
+        raise BadConfig(f"{path} is not JSON", why=str(error)) from error
+    for number, pair in enumerate(data if isinstance(data, list) else [data], 1):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(type(n) is int for n in pair):
+            raise BadConfig(f"{path}, entry {number}", why="[PROMPT, OUTPUT], two whole numbers, is expected")
+        yield _request(f"{path}, entry {number}", *pair)
+
+
+def _request(where: str, prompt: int, output: int) -> Request:
+    if not (1 <= prompt < 1 << 24 and 1 <= output < 1 << 24):
+        raise BadConfig(f"{where}: {prompt} in, {output} out", why="each is at least 1 and below 2^24")
+    return Request(prompt=prompt, output=output)
+
+
+# --- what was measured -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Who served one op of a step; `bucket` says for which sizes that was decided."""
+
+    op: str
+    label: str
+    bucket: str
+    calls: int
+    candidate: str
+    state: str
+    decision_id: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """One cell's run: baseline and optimised steps in turn, as in a certificate. Milliseconds of a step."""
+
+    p50_ms: float
+    p95_ms: float
+    tokens_per_s: float
+    baseline_ms: float
+    speedup: float
+    speedup_interval: Interval
+    roofline: float
+    read_bytes_per_s: float
+    verified: bool
+    chain: str
+    serving: tuple[Serving, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One batch at one context. `figures` None: not measured, and `why` says why."""
+
+    batch: int
+    context: int
+    need_bytes: int
+    figures: Figures | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """Who serves at one batch and context: of a cell that was measured, or of a batch that was only tuned."""
+
+    batch: int
+    context: int
+    serving: tuple[Serving, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Along one axis an op's winner changes: `below` serves up to `last`, `above` from `first` on, and nothing between
+    was tried. `decided`: both are rows of the ledger."""
+
+    label: str
+    axis: Axis
+    last: int
+    first: int
+    below: str
+    above: str
+    decided: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighed:
+    """The traffic at one batch: tokens per second of decoding, both arms. `covered`: share of its tokens whose context
+    lies within what was measured; the others are left out."""
+
+    batch: int
+    tokens_per_s: float
+    baseline_tokens_per_s: float
+    covered: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """The user's own lengths, and the batch that serves them fastest."""
+
+    file: str
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    by_batch: tuple[Weighed, ...]
+    best_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    model: str
+    dtype: str
+    device: str
+    hw_id: str
+    env_id: str
+    git_sha: str
+    timestamp: str
+    memory_bytes: int
+    iters: int
+    cells: tuple[Cell, ...]
+    changes: tuple[Change, ...]
+    traffic: Traffic | None = None
+
+
+def document(found: Sweep) -> dict[str, object]:
+    return {"format": FORMAT, "version": 1, "sweep": to_json(found)}
+
+
+# --- where winners change --------------------------------------------------------------------------------------------
+
+
+def served(cells: Iterable[Cell]) -> list[Served]:
+    return [Served(batch=c.batch, context=c.context, serving=c.figures.serving) for c in cells if c.figures is not None]
+
+
+def changes_of(points: Sequence[Served], decisions: Sequence[Decision] = ()) -> tuple[Change, ...]:
+    """Of every op: along the batch (at the shortest context) and along the context (at each batch). A bucket that
+    tuning split tells the context to the token; elsewhere it is bracketed by what was measured."""
+    shortest = min((p.context for p in points), default=0)
+    found = _along("batch", [p for p in points if p.context == shortest])
+    for batch in sorted({p.batch for p in points}):
+        found += _along("context", [p for p in points if p.batch == batch])
+    splits = splits_of(decisions)
+    return tuple(dict.fromkeys([*splits, *(c for c in found if c.axis == "batch" or not _told(c, splits))]))
+
+
+def _along(axis: Axis, points: Sequence[Served]) -> list[Change]:
+    def at(point: Served) -> int:
+        return point.batch if axis == "batch" else point.context
+
+    found = []
+    ordered = sorted(points, key=at)
+    for a, b in itertools.pairwise(ordered):
+        mine = {route(s.label): s for s in a.serving}
+        for s in b.serving:
+            before = mine.get(route(s.label))
+            if before is not None and before.candidate != s.candidate:
+                found.append(
+                    Change(
+                        label=route(s.label),
+                        axis=axis,
+                        last=at(a),
+                        first=at(b),
+                        below=before.candidate,
+                        above=s.candidate,
+                        decided=before.decision_id is not None and s.decision_id is not None,
+                    )
+                )
+    return found
+
+
+def route(label: str) -> str:
+    """`gemv o` and `gemm o` are one op on either side of its crossover."""
+    kind, _, name = label.partition(" ")
+    return f"linear {name}" if kind in ("gemv", "gemm") else label
+
+
+def splits_of(decisions: Sequence[Decision]) -> list[Change]:
+    """Buckets of lengths that tuning split by bisection, from the rows themselves."""
+    rows: dict[tuple[str, str], list[Decision]] = {}
+    for d in decisions:
+        if d.length_range is not None:
+            rows.setdefault((d.workload.at(L=1).key, d.bucket), []).append(d)
+    found = []
+    for parts in rows.values():
+        parts.sort(key=lambda d: d.length_range or (0, 0))
+        for a, b in itertools.pairwise(parts):
+            assert a.length_range is not None and b.length_range is not None
+            found.append(
+                Change(
+                    label=f"{a.op} B{a.workload['B']}",
+                    axis="context",
+                    last=a.length_range[1],
+                    first=b.length_range[0],
+                    below=a.arm.candidate,
+                    above=b.arm.candidate,
+                    decided=True,
+                )
+            )
+    return found
+
+
+def _told(change: Change, splits: Sequence[Change]) -> bool:
+    """Does a split bucket already say where, between these two contexts?"""
+    return any(
+        s.label.split(" ")[0] == change.label.split(" ")[0]
+        and (s.below, s.above) == (change.below, change.above)
+        and change.last <= s.last < change.first
+        for s in splits
+    )
+
+
+def middles(changes: Iterable[Change]) -> list[int]:
+    """Batches to try next, so that each change along the batch is known to the batch: M is exact up to 8, and above
+    it a bucket holds a power of two, so there is nothing between."""
+    found = {(c.last + c.first) // 2 for c in changes if c.axis == "batch" and c.first <= 8 and c.first - c.last > 1}
+    return sorted(found)
+
+
+# --- the user's own traffic ------------------------------------------------------------------------------------------
+
+
+def weigh(requests: Sequence[Request], cells: Sequence[Cell], file: str) -> Traffic | None:
+    """None where no batch was measured at a context that the traffic reaches."""
+    counts = contexts_of(requests)
+    total = sum(counts.values())
+    weighed = []
+    for batch in sorted({c.batch for c in cells if c.figures is not None}):
+        row = sorted((c for c in cells if c.batch == batch and c.figures is not None), key=lambda c: c.context)
+        reach = row[-1].context
+        inside = {context: n for context, n in counts.items() if context <= reach}
+        tokens = sum(inside.values())
+        if not tokens:
+            continue
+        ours, theirs = (
+            sum(n * step_ms(row, context, arm) for context, n in inside.items()) for arm in ("p50_ms", "baseline_ms")
+        )
+        weighed.append(
+            Weighed(
+                batch=batch,
+                tokens_per_s=1e3 * batch * tokens / ours,
+                baseline_tokens_per_s=1e3 * batch * tokens / theirs,
+                covered=tokens / total,
+            )
+        )
+    if not weighed:
+        return None
+    widest = max(w.covered for w in weighed)
+    best = max((w for w in weighed if w.covered == widest), key=lambda w: w.tokens_per_s)
+    return Traffic(
+        file=file,
+        requests=len(requests),
+        prompt_tokens=sum(r.prompt for r in requests),
+        output_tokens=sum(r.output for r in requests),
+        by_batch=tuple(weighed),
+        best_batch=best.batch,
+    )
+
+
+STRIDE = 1.02  # contexts closer than this are one: step times are linear between measured ones anyway
+
+
+def contexts_of(requests: Sequence[Request]) -> dict[int, int]:
+    """Context -> how many of the traffic's tokens are decoded about there. A request's token i (from 1) attends to
+    prompt + i tokens; the first comes with the prompt's own pass."""
+    found: dict[int, int] = {}
+    for r in requests:
+        first, last = r.prompt + 2, r.prompt + r.output
+        while first <= last:
+            end = min(last, max(first, math.floor(first * STRIDE)))
+            middle = (first + end) // 2
+            found[middle] = found.get(middle, 0) + end - first + 1
+            first = end + 1
+    return found
+
+
+def step_ms(row: Sequence[Cell], context: int, arm: str) -> float:
+    """A step's time at a context, of cells of one batch in order of context; below the shortest, the shortest's."""
+    at = bisect_left([c.context for c in row], context)
+    values = [getattr(c.figures, arm) for c in row]
+    if at == 0:
+        return float(values[0])
+    (a, b), (low, high) = (row[at - 1].context, row[at].context), values[at - 1 : at + 1]
+    return float(low + (high - low) * (context - a) / (b - a))

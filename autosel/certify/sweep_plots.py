@@ -1,0 +1,103 @@
+"""Pictures of a sweep: step time against context, tokens per second against batch. Needs the `plots` extra."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from autosel.certify import plots
+from autosel.certify.sweep import Cell, Figures, Sweep
+from autosel.certify.words import figure as words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_LINES = 6
+DOTS = ("o", "s", "^", "D", "v", "P")
+
+
+def pictures(found: Sweep) -> dict[str, Figure]:
+    """Name -> figure; none where nothing was measured."""
+    plots.refuse_without()
+    import matplotlib as mpl
+
+    done = [c for c in found.cells if c.figures is not None]
+    if not done:
+        return {}
+    with mpl.rc_context(plots.STYLE):
+        return {
+            "step-against-context": _drawn(
+                done, "batch", "context", "ms of a step", lambda c, f: f.p50_ms, lambda c, f: f.baseline_ms
+            ),
+            "rate-against-batch": _drawn(
+                done, "context", "batch", "tokens per second", lambda c, f: f.tokens_per_s, _baseline_rate
+            ),
+        }
+
+
+def _baseline_rate(cell: Cell, f: Figures) -> float:
+    return 1e3 * cell.batch / f.baseline_ms
+
+
+Value = Callable[[Cell, Figures], float]
+
+
+def _drawn(cells: list[Cell], line: str, axis: str, unit: str, ours: Value, theirs: Value) -> Figure:
+    """A line for each value of `line` (a few, evenly chosen), optimised solid, baseline dashed, both logarithmic."""
+    figure, axes = plots.new_axes(4.0)
+    picked = _few(sorted({getattr(c, line) for c in cells}))
+    ends = []
+    for i, value in enumerate(picked):
+        row = sorted((c for c in cells if getattr(c, line) == value), key=lambda c: getattr(c, axis))
+        at = [getattr(c, axis) for c in row]
+        for arm, colour, dash in ((theirs, plots.OTHER, "--"), (ours, plots.ACCENT, "-")):
+            shown = [arm(c, c.figures) for c in row if c.figures is not None]
+            label = None if i else ("optimised" if arm is ours else "baseline")
+            alpha = 1.0 if arm is ours else 0.6
+            marker = DOTS[i % len(DOTS)]
+            axes.plot(
+                at, shown, dash, color=colour, marker=marker, markersize=4, linewidth=1.3, alpha=alpha, label=label
+            )
+        ends.append((at[-1], ours(row[-1], row[-1].figures), f"{line} {words(value)}"))  # type: ignore[arg-type]
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    low, high = axes.get_xlim()
+    axes.set_xlim(low, high * (high / low) ** 0.16)
+    for x, y, text in _apart(ends, axes.get_ylim()):
+        plots.say(axes, text, (x, y), (7, 0), va="center", fontsize=8)
+    _measured_ticks(axes, sorted({getattr(c, axis) for c in cells}))
+    plots.plain_ticks(axes.yaxis, axes.get_ylim())
+    axes.set_xlabel(f"{axis}{', tokens' if axis == 'context' else ', sequences'}")
+    axes.set_ylabel(unit)
+    plots.grid(axes)
+    axes.legend(loc="upper left", fontsize=8)
+    return figure
+
+
+def _few(values: list[int]) -> list[int]:
+    """At most six of them, the first and the last among them."""
+    if len(values) <= MOST_LINES:
+        return values
+    return sorted({values[round(i * (len(values) - 1) / (MOST_LINES - 1))] for i in range(MOST_LINES)})
+
+
+def _measured_ticks(axes: Axes, values: list[int]) -> None:
+    """What was measured, as numbers; every other one where they would touch."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axes.xaxis.set_major_locator(FixedLocator(values[:: 1 + len(values) // 11]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: words(x)))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+End = tuple[float, float, str]
+
+
+def _apart(ends: list[End], limits: tuple[float, float]) -> list[End]:
+    """Names at the ends of lines, moved down where another name stands."""
+    line = (limits[1] / limits[0]) ** 0.05  # a name's height, as a factor
+    placed: list[End] = []
+    for x, y, text in sorted(ends, key=lambda e: -e[1]):
+        placed.append((x, min(y, placed[-1][1] / line) if placed else y, text))
+    return placed

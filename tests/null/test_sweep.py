@@ -1,0 +1,231 @@
+"""Sweeps: what is asked, where winners change, what the user's traffic makes of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autosel import models
+from autosel.certify import sweep
+from autosel.certify.statistics import Interval
+from autosel.certify.sweep import Cell, Figures, Request, Served, Serving, Sweep, changes_of, middles, span, weigh
+from autosel.certify.sweep_plots import pictures
+from autosel.cli import sweep as verb
+from autosel.cli.main import run
+from autosel.decode.run import Plan
+from autosel.errors import BadConfig, UsageError
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
+
+
+def serving(label: str, candidate: str, decision: int | None = 1) -> Serving:
+    return Serving(
+        op="linear", label=label, bucket="", calls=1, candidate=candidate, state="promoted", decision_id=decision
+    )
+
+
+def point(batch: int, context: int, **by_label: str) -> Served:
+    return Served(batch=batch, context=context, serving=tuple(serving(k, v) for k, v in by_label.items()))
+
+
+def cell(batch: int, context: int, ms: float, baseline_ms: float = 100.0, *, candidate: str = "cpp:a") -> Cell:
+    figures = Figures(
+        p50_ms=ms,
+        p95_ms=ms * 1.1,
+        tokens_per_s=1e3 * batch / ms,
+        baseline_ms=baseline_ms,
+        speedup=baseline_ms / ms,
+        speedup_interval=Interval(lo=1.0, hi=3.0),
+        roofline=0.9,
+        read_bytes_per_s=4e10,
+        verified=True,
+        chain="",
+        serving=(serving("gemv o" if batch == 1 else "gemm o", candidate),),
+    )
+    return Cell(batch=batch, context=context, need_bytes=1, figures=figures)
+
+
+def swept(*cells: Cell, **more: Any) -> Sweep:
+    where = {"device": "A CPU", "hw_id": "h", "env_id": "e", "git_sha": "", "timestamp": "2026-01-01T00:00:00+00:00"}
+    return Sweep(model="m", dtype="bf16", **where, memory_bytes=1 << 30, iters=5, cells=cells, changes=(), **more)
+
+
+# --- what is asked ---------------------------------------------------------------------------------------------------
+
+
+def test_a_span_doubles_from_the_first_and_ends_with_the_last() -> None:
+    assert span("256:2048", "--context", 2, 1 << 24) == (256, 512, 1024, 2048)
+    assert span("100:300", "--context", 2, 1 << 24) == (100, 200, 300)
+    assert span("8", "--batch", 1, 4096) == (8,)
+
+
+@pytest.mark.parametrize("text", ["", "a", "8:4", "0:4", "1:99999999999", "1:2:3", "-1:4", "4:9999"])
+def test_a_span_that_is_none_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match="--batch"):
+        span(text, "--batch", 1, 4096)
+
+
+def test_lengths_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
+    lines, pairs = tmp_path / "l.txt", tmp_path / "l.json"
+    lines.write_text("# prompt output\n40 30\n\n100,\t60  # long\n")
+    pairs.write_text("[[40, 30], [100, 60]]")
+    expected = (Request(prompt=40, output=30), Request(prompt=100, output=60))
+    assert sweep.read_traffic(lines) == sweep.read_traffic(pairs) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("l.txt", "40 30\n40\n", "line 2"),
+        ("l.txt", "40 x\n", "line 1"),
+        ("l.txt", "0 3\n", "at least 1"),
+        ("l.txt", "# nothing\n", "no request"),
+        ("l.json", "[[1, 2.5]]", "entry 1"),
+        ("l.json", "{", "not JSON"),
+        ("l.json", "[[1, true]]", "entry 1"),
+    ],
+)
+def test_lengths_that_are_none_are_refused_saying_where(tmp_path: Path, name: str, content: str, said: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(BadConfig) as refused:
+        sweep.read_traffic(tmp_path / name)
+    assert said in f"{refused.value.what} {refused.value.why}"
+
+
+# --- where winners change --------------------------------------------------------------------------------------------
+
+
+def test_a_winner_that_changes_with_the_batch_is_one_op_on_either_side() -> None:
+    points = [point(1, 64, **{"gemv o": "cpp:gemv"}), point(4, 64, **{"gemm o": "torch:linear"})]
+    (found,) = changes_of(points)
+    assert (found.label, found.axis, found.last, found.first) == ("linear o", "batch", 1, 4)
+    assert (found.below, found.above, found.decided) == ("cpp:gemv", "torch:linear", True)
+
+
+def test_batches_between_are_tried_only_where_a_bucket_lies_between() -> None:
+    def of(*batches: int) -> list[int]:
+        points = [point(b, 64, attn="a" if b < batches[-1] else "b") for b in batches]
+        return middles(changes_of(points))
+
+    assert of(1, 2, 4, 8) == [6]
+    assert of(1, 2) == [] and of(8, 16) == [] and of(4, 16) == []
+
+
+def test_a_change_along_the_context_is_found_at_every_batch() -> None:
+    points = [point(b, c, attn="sdpa" if c < 256 else "cpp") for b in (1, 2) for c in (64, 128, 256)]
+    assert [(c.last, c.first) for c in changes_of(points)] == [(128, 256)]  # the same of both, said once
+
+
+def test_what_no_decision_served_is_not_called_decided() -> None:
+    points = [Served(batch=1, context=c, serving=(serving("attn", n, None),)) for c, n in ((64, "a"), (128, "b"))]
+    assert not changes_of(points)[0].decided
+
+
+def test_a_change_along_the_batch_is_bisected_by_tuning_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = []
+
+    def decided(asked: Any, named: Any) -> Any:
+        batch = named[0].workload["M"]
+        tuned.append(batch)
+        return [], None
+
+    def would_serve(batch: int, context: int, *_: Any) -> Served:
+        return point(batch, context, **{"gemm o": "cpp:a" if batch < 6 else "torch:b"})
+
+    monkeypatch.setattr(verb, "_decided", decided)
+    monkeypatch.setattr(verb, "_would_serve", would_serve)
+    cells = [cell(4, 64, 1.0, candidate="cpp:a"), cell(8, 64, 1.0, candidate="torch:b")]
+    plan = Plan(model=models.load("llama-1b"), seq=64)
+    changes, trouble = verb._narrowed({}, plan, cells, ())
+    assert tuned == [6, 5] and trouble is None
+    assert [(c.last, c.first) for c in changes] == [(5, 6)]
+
+
+# --- traffic ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 3000)), min_size=1, max_size=20))
+def test_every_token_after_the_first_is_counted_once(lengths: list[tuple[int, int]]) -> None:
+    requests = [Request(prompt=p, output=o) for p, o in lengths]
+    counts = sweep.contexts_of(requests)
+    assert sum(counts.values()) == sum(o - 1 for _, o in lengths)
+    assert all(min(p for p, _ in lengths) + 2 <= c <= max(p + o for p, o in lengths) for c in counts)
+
+
+def test_step_times_are_linear_between_what_was_measured() -> None:
+    row = [cell(1, 100, 10.0), cell(1, 200, 20.0), cell(1, 400, 30.0)]
+    assert [sweep.step_ms(row, c, "p50_ms") for c in (50, 100, 150, 200, 300, 400)] == [10, 10, 15, 20, 25, 30]
+
+
+def test_traffic_is_weighed_by_its_own_tokens_and_names_the_best_batch() -> None:
+    cells = [cell(1, 128, 10.0), cell(1, 256, 10.0), cell(4, 128, 20.0), cell(4, 256, 20.0)]
+    found = weigh([Request(prompt=100, output=101)], cells, "f")
+    assert found is not None and found.best_batch == 4
+    assert [w.tokens_per_s for w in found.by_batch] == pytest.approx([100.0, 200.0])
+    assert [w.baseline_tokens_per_s for w in found.by_batch] == pytest.approx([10.0, 40.0])
+    assert all(w.covered == 1 for w in found.by_batch)
+
+
+def test_what_lies_beyond_the_measured_contexts_is_left_out_and_said() -> None:
+    found = weigh([Request(prompt=20, output=11), Request(prompt=1000, output=31)], [cell(1, 128, 10.0)], "f")
+    assert found is not None and found.by_batch[0].covered == pytest.approx(10 / 40)
+    assert "25% of its tokens lie within what was measured" in verb.text(swept(cell(1, 128, 10.0), traffic=found))
+    assert weigh([Request(prompt=1000, output=5)], [cell(1, 128, 10.0)], "f") is None
+
+
+# --- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_said() -> None:
+    without = Cell(batch=64, context=8192, need_bytes=1 << 40, figures=None, why="takes 1 TB of memory; 1 GB are free")
+    said = verb.text(swept(cell(1, 128, 10.0), without))
+    assert "batch 64, context 8192: not measured, takes 1 TB of memory" in said
+    assert all(len(line) <= 80 for line in said.splitlines())
+
+
+def test_a_crossover_is_said_with_where_it_lies() -> None:
+    changes = changes_of([point(1, 64, attn="sdpa"), point(1, 128, attn="cpp")])
+    said = verb.text(replace(swept(cell(1, 64, 1.0)), changes=changes))
+    assert "crossover: attn: sdpa -> cpp at context 64 .. 128" in said
+
+
+def test_pictures_show_both_axes_and_nothing_without_a_measurement() -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra `plots`")
+    found = pictures(swept(*(cell(b, c, 1.0 * b + c / 100) for b in (1, 2) for c in (64, 128))))
+    assert set(found) == {"step-against-context", "rate-against-batch"}
+    assert len(found["step-against-context"].axes[0].lines) == 4
+    assert pictures(swept()) == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--context", "9:4"), "--context '9:4'"),
+        (("--context", "2:16777216"), "contexts of at most"),
+        (("--context", "2:131072", "--batch", "1:4096", "--iters", "1", "--layers", "1"), ""),
+        (("--layers", "99"), "llama-1b has 16"),
+        (("--trace-file", "nowhere.txt"), "cannot be read"),
+        (("--model", "lama-1b"), "llama-1b"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused_before_anything_is_loaded(
+    asked: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("autosel.decode.weights.memory_need", lambda plan: 1 << 60)
+    code = run(["sweep", "--model", "llama-1b", "--no-tune", *asked, "--json"])
+    out, err = capsys.readouterr()
+    if not said:  # a grid of which nothing fits is an answer
+        cells = json.loads(out)["sweep"]["cells"]
+        assert code == 0 and len(cells) == 17 * 13
+        assert all(c["figures"] is None and "are free" in c["why"] for c in cells)
+    else:
+        assert code == 2 and said in err
