@@ -40,6 +40,16 @@ SETTINGS: tuple[Setting, ...] = (
         name="shadow_rate", kind=float, default=0.0005, help="share of calls the guard checks; 0: first calls only"
     ),
     Setting(name="disable", kind=bool, default=False, help="1: best() serves the baseline everywhere"),
+    Setting(
+        name="mode",
+        kind=str,
+        default="tune",
+        help="off: the baseline everywhere; replay: what is decided, nothing new; tune: a daemon tunes what was missed",
+        choices=("off", "replay", "tune"),
+    ),
+    Setting(name="lock", kind=Path, default=None, help="a lock file: best() serves what it pins and nothing else"),
+    Setting(name="frozen", kind=bool, default=False, help="1: refuse to start where the lock file cannot be kept"),
+    Setting(name="record", kind=Path, default=None, help="a file to note in which workloads this process asks for"),
     Setting(name="allow", kind=str, default="", help="entry points of autosel.candidates that may be imported: a,b"),
     Setting(name="effort", kind=str, default="quick", help="how hard `tune` tries", choices=("quick", "full")),
     Setting(name="budget", kind=float, default=0.0, help="seconds `tune` may take; 0: as long as it needs"),

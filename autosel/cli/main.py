@@ -32,6 +32,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "fingerprint": ("fingerprint", "who this device is, and how fast it was measured to be"),
     "knobs": ("knobs", "every kernel's settings, each with the formula that gave it"),
     "tune": ("tune", "race what is eligible, prove it right, decide, keep the evidence"),
+    "record": ("record", "run a program; note which workloads it asks for, how often"),
     "best": ("best", "what serves an op now"),
     "explain": ("explain", "why: parity, race, effect, tail, limit, how to reproduce"),
     "history": ("history", "every decision ever made, newest first"),
@@ -47,6 +48,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "check compiler, noise, ledger and plug-ins; say what to do"),
     "export": ("transfer", "decisions as one file, or one decision's race as a script"),
     "import": ("transfer", "decisions from such a file"),
+    "lock": ("lock", "pin what serves in a file to commit; check it; run under it"),
     "config": ("config", "every setting, its value and where it came from"),
     "db": ("db", "the ledger: where, how large, check, backup, restore"),
 }

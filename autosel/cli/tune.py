@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from autosel import settings
 from autosel.cli.figures import decision_json, decision_table
@@ -29,11 +31,13 @@ from autosel.values import DTypeName, to_json
 if TYPE_CHECKING:
     from autosel.models.workloads import Named
     from autosel.pipeline import Report
+    from autosel.values import Decision
 
 EXAMPLES = (
     "tune --model llama-8b",
     "tune --model qwen3-1.7b --op attn --seq 32768",
     "tune --model ~/checkpoints/my-llama --budget 5m --json",
+    "tune --recorded recorded.json",
 )
 
 
@@ -43,6 +47,12 @@ EXAMPLES = (
 @dtype_option()
 @batch_option
 @seq_option
+@click.option(
+    "--recorded",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="the workloads of a recording (autosel record), instead of a model's",
+)
 @click.option("--budget", default="", metavar="TIME", help="as 90s or 5m; what is unfinished then stays undecided")
 @click.option("--effort", type=Known("effort", ("quick", "full")), help="full also races torch.compile")
 @click.option("--resume/--force", "resume", default=True, help="--force measures again what is settled")
@@ -55,6 +65,7 @@ def tune_command(
     dtype: DTypeName | None,
     batch: int,
     seq: int,
+    recorded: Path | None,
     budget: str,
     effort: str | None,
     resume: bool,
@@ -74,7 +85,11 @@ def tune_command(
 
     refuse_absent(device)
     seconds = parse_budget(budget) if budget else float(settings.get("budget"))
-    named = step(models.load(model), batch=batch, context=seq, dtype=dtype, ops=list(ops) or None)
+    ctx = click.get_current_context()
+    if recorded is None:
+        named = step(models.load(model), batch=batch, context=seq, dtype=dtype, ops=list(ops) or None)
+    else:
+        named = recorded_workloads(ctx, recorded)
     request = Request(
         workloads=named,
         effort=effort or settings.get("effort"),
@@ -83,12 +98,32 @@ def tune_command(
         seed=seed,
         force=not resume,
     )
-    ctx = click.get_current_context()
-    report_on(request, named, again_command(ctx), as_json)
+    report_on(request, named, again_command(ctx), as_json, weighted=recorded is not None)
 
 
-def report_on(request: Any, named: Sequence[Named], again: str, as_json: bool) -> None:
-    """Tune, and say what came of it."""
+def recorded_workloads(ctx: click.Context, path: Path) -> tuple[Named, ...]:
+    """Raises UsageError for options that say which workloads a model has."""
+    from autosel.cli.record import mode_note, named_workloads
+
+    asked = [n for n in ("model", "ops", "dtype", "batch", "seq") if _given(ctx, n)]
+    if asked:
+        raise UsageError(
+            f"--recorded and --{asked[0].rstrip('s')}",
+            why="a recording says which workloads there are",
+            todo="give one of them",
+        )
+    note = mode_note(path)
+    if note:
+        click.echo(note, err=True)
+    return named_workloads(path)
+
+
+def _given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
+
+
+def report_on(request: Any, named: Sequence[Named], again: str, as_json: bool, *, weighted: bool = False) -> None:
+    """Tune, and say what came of it; `weighted`, also what it is worth to the calls that were counted."""
     found = run_to_end(request, len(named), again)
     undecided = unfinished(found, again)
     if as_json:
@@ -96,10 +131,30 @@ def report_on(request: Any, named: Sequence[Named], again: str, as_json: bool) -
     else:
         if found.decisions:
             click.echo(decision_table(found.decisions, {n.workload.key: n.label for n in named}))
+            if weighted:
+                click.echo(weighted_line(found.decisions, {n.workload.bucket: n.calls_per_step for n in named}))
         show_remarks(found)
     if undecided is not None:
         report(undecided)
         raise click.exceptions.Exit(undecided.exit_code)
+
+
+def weighted_line(decisions: Sequence[Decision], calls: Mapping[str, int]) -> str:
+    """What the recorded calls took by the baseline, and take by what was decided, as the races timed them."""
+    before = after = 0.0
+    timed = 0
+    for bucket, row in {d.bucket: decision_json(d) for d in decisions}.items():
+        if row["baseline_us"] and row["time_us"]:
+            before += calls.get(bucket, 0) * row["baseline_us"]
+            after += calls.get(bucket, 0) * row["time_us"]
+            timed += calls.get(bucket, 0)
+    if not after:
+        return "weighted: nothing was timed"
+    share = timed / sum(calls.values())
+    return (
+        f"weighted: {timed:,} of {sum(calls.values()):,} recorded calls ({share:.0%}), {before / 1e6:.2f} s by the "
+        f"baselines, {after / 1e6:.2f} s as decided: {before / after:.2f}x"
+    )
 
 
 def run_to_end(request: Any, workloads: int, again: str) -> Report:
@@ -120,6 +175,9 @@ def run_to_end(request: Any, workloads: int, again: str) -> Report:
 
 def again_command(ctx: click.Context) -> str:
     """The command that goes on with this one: the same model and what else decides which workloads there are."""
+    if ctx.params.get("recorded"):
+        words = [settings.spelling(), "tune", "--recorded", shlex.quote(str(ctx.params["recorded"]))]
+        return " ".join([*words, *given_options(ctx, ("effort",))])
     words = [settings.spelling(), "tune", "--model", shlex.quote(str(ctx.params["model"]))]
     return " ".join([*words, *given_options(ctx, ("ops", "dtype", "batch", "seq", "effort"))])
 

@@ -17,6 +17,7 @@ from autosel import ops, settings
 from autosel.dispatch.board import Board, Uses
 from autosel.dispatch.bound import Bound
 from autosel.dispatch.selection import Selection
+from autosel.errors import UsageError
 from autosel.guard import Policy
 
 __all__ = ["Board", "Bound", "Selection", "Use", "Uses", "best", "board", "epoch", "refresh", "use"]
@@ -45,8 +46,22 @@ def board() -> Board:
     """What serves now, from the snapshot of this process's home (or the one given to `use`)."""
     with _lock:
         if not _stack:
-            _stack.append(Board(settings.home()))
+            _stack.append(_own_board())
         return _stack[-1]
+
+
+def _own_board() -> Board:
+    """From the lock file that the settings name, else this home's snapshot. Raises ForeignDecision if it is frozen and
+    cannot be kept."""
+    path = settings.get("lock")
+    made = Board(path or settings.home())
+    if settings.get("frozen"):
+        if path is None:
+            raise UsageError(
+                "AUTOSEL_FROZEN without AUTOSEL_LOCK", todo="name the lock file: AUTOSEL_LOCK=autosel.lock"
+            )
+        made.refuse_unkept()
+    return made
 
 
 def epoch() -> int:

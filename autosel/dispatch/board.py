@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autosel import settings
+from autosel.dispatch import lock, recorded
 from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
 from autosel.dispatch.handover import Handover, Who
 from autosel.dispatch.resolve import SERVING, Resolution, Serving, index, resolve
@@ -79,7 +80,7 @@ class Board:
     """Serves from `place`: a home folder or a snapshot file. Threads share it. It writes nothing but faults."""
 
     def __init__(self, place: Path, policy: Policy | None = None) -> None:
-        self.path = place if place.suffix == ".json" else place / snapshot.FILE
+        self.path = place if place.suffix in (".json", ".lock") or place.is_file() else place / snapshot.FILE
         self.home = self.path.parent if self.path.name == snapshot.FILE else settings.home()
         self.policy = policy or Policy.from_settings()
         self.epoch = 0
@@ -96,6 +97,14 @@ class Board:
         self._closed = threading.Event()
         self._watch()
         _boards.add(self)
+
+    def refuse_unkept(self) -> None:
+        """Raises ForeignDecision unless everything pinned for this device serves here as pinned."""
+        mine = lock.pinned_here(self._rows, this_device().hw_id, current_mode())
+        error = lock.refusal(self.path, len(mine), lock.unkept(mine, self._serving.held), current_mode())
+        if error is not None:
+            self.close()
+            raise error
 
     # --- handing out ------------------------------------------------------------------------------------------------
 
@@ -149,7 +158,7 @@ class Board:
 
     def _resolve(self, op: Op, w: Workload) -> Resolution:
         found = resolve(op, w, self._serving, lambda part: self._part(op, part))
-        if found.decision is None and not settings.get("disable"):
+        if found.decision is None and settings.get("mode") == "tune" and not settings.get("disable"):
             self._handover.missed(w)
         return found
 
@@ -266,6 +275,7 @@ class Board:
 
     def _watch(self) -> None:
         closed, this = self._closed, weakref.ref(self)
+        recorded.note(self.asked)
 
         def look() -> None:
             while not closed.wait(LOOK_EVERY_S):
@@ -275,6 +285,7 @@ class Board:
                 try:
                     board.refresh()
                     board.hand_over()
+                    recorded.note(board.asked)
                 except Exception:  # a watcher that dies would hide every later demotion
                     log.exception("the snapshot could not be looked at")
                 del board
@@ -327,6 +338,22 @@ class Board:
 
     def uses(self) -> list[Uses]:
         """What ran in this process, by what decided it; a miss is one without a decision."""
+        total: dict[tuple[Any, ...], int] = {}
+        for (w, *why), count in self._counted().items():
+            key = (w.op, w.bucket, *why)
+            total[key] = total.get(key, 0) + count
+        return [
+            Uses(op=o, bucket=b, candidate=c, decision_id=d, reason=r, calls=n) for (o, b, c, d, r), n in total.items()
+        ]
+
+    def asked(self) -> dict[Workload, int]:
+        """How often each workload ran in this process; contexts of one length bucket count as the first of them."""
+        total: dict[Workload, int] = {}
+        for (w, *_), count in self._counted().items():
+            total[w] = total.get(w, 0) + count
+        return total
+
+    def _counted(self) -> dict[tuple[Any, ...], int]:
         with self._lock:
             total = dict(self._past)
             now = [(e[2], calls(e)) for s in self._selected.values() for e in list(s.table.values())]
@@ -334,13 +361,11 @@ class Board:
         for resolution, count in now:
             key = _use_key(resolution)
             total[key] = total.get(key, 0) + count
-        return [
-            Uses(op=o, bucket=b, candidate=c, decision_id=d, reason=r, calls=n) for (o, b, c, d, r), n in total.items()
-        ]
+        return total
 
 
 def _use_key(r: Resolution) -> tuple[Any, ...]:
-    return r.workload.op, r.workload.bucket, r.candidate, r.decision.id if r.decision else None, r.reason
+    return r.workload, r.candidate, r.decision.id if r.decision else None, r.reason
 
 
 def _ask(

@@ -106,6 +106,8 @@ def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded)
     standin = partial(_baseline, op, w, serving.device)
     if settings.get("disable"):
         return standin(None, "AUTOSEL_DISABLE is set")
+    if settings.get("mode") == "off":
+        return standin(None, "AUTOSEL_MODE is off")
     if serving.trouble:
         return standin(None, serving.trouble)
     mode = current_mode()

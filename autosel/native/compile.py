@@ -141,8 +141,9 @@ def compile_source(source: str, flags: tuple[str, ...] = (), *, deadline_s: floa
         try:
             making.rename(folder)
         except OSError:
-            if find_artefact(digest) is None:  # not merely lost a race against a twin
-                raise
+            if find_artefact(digest) is None:  # not merely lost a race against a twin: what lies there is damaged
+                folder.rename(Path(temporary) / "damaged")
+                making.rename(folder)
     return Artefact(
         digest=digest, path=folder / "kernel.so", seconds=seconds, log=said, command=tuple(command), sources=sources
     )

@@ -1,0 +1,184 @@
+"""`lock`: pin what serves now in a file that a project commits; check that a machine keeps to it; run under it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autosel import settings
+from autosel.cli.options import json_option, verb
+from autosel.cli.output import emit_json
+from autosel.errors import AutoselError, BadConfig, UsageError
+from autosel.values import NativeRecipe
+
+if TYPE_CHECKING:
+    from autosel.dispatch.lock import Unkept
+    from autosel.guard import Held
+    from autosel.ledger.snapshot import Row
+
+
+@verb("lock", "lock", "lock --check", "lock --build", "lock --frozen -- python serve.py")
+@click.option(
+    "--file",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default="autosel.lock",
+    show_default=True,
+    metavar="FILE",
+    help="the lock file",
+)
+@click.option("--check", is_flag=True, help="would this machine serve exactly what it pins? exit code 1 if not")
+@click.option("--build", is_flag=True, help="compile what it pins and is missing here, then check")
+@click.option("--frozen", is_flag=True, help="run COMMAND under the lock; refuse if it cannot be kept")
+@json_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND]")
+def lock_command(path: Path, check: bool, build: bool, frozen: bool, as_json: bool, command: Sequence[str]) -> None:
+    """Pin by digest what serves on this device now; what the file pins for other devices stays in it.
+
+    A program serves from it with AUTOSEL_LOCK=FILE, and with AUTOSEL_FROZEN=1 refuses to start where it cannot.
+    """
+    if bool(command) != frozen:
+        raise UsageError(
+            "--frozen needs a command, and a command --frozen",
+            todo=f"{settings.spelling()} lock --frozen -- python serve.py",
+        )
+    if frozen:
+        raise click.exceptions.Exit(_run(path, command))
+    if check or build:
+        _check(path, build, as_json)
+        return
+    pinned, kept = _write(path)
+    if as_json:
+        emit_json({"file": str(path), "pinned": pinned, "of_other_devices": kept})
+        return
+    more = f"; {kept} of other devices or thread counts stay in it" if kept else ""
+    click.echo(f"{pinned} decisions pinned in {path}{more}")
+    click.echo(f"serve from it: AUTOSEL_LOCK={shlex.quote(str(path))}       check a machine: {_words('--check')}")
+
+
+def _words(option: str) -> str:
+    return f"{settings.spelling()} lock {option}"
+
+
+# --- write -----------------------------------------------------------------------------------------------------------
+
+
+def _write(path: Path) -> tuple[int, int]:
+    """(rows of this device and mode, rows kept)."""
+    from autosel.dispatch import lock
+    from autosel.dispatch.board import this_device
+    from autosel.ledger import snapshot
+    from autosel.ledger.key import current_mode
+    from autosel.ledger.store import open_ledger
+
+    hw_id, mode = this_device().hw_id, current_mode()
+    with open_ledger() as ledger:
+        mine = lock.pinned_here(snapshot.validate(ledger.export(), "the ledger").rows, hw_id, mode)
+    if not mine:
+        raise AutoselError(
+            "nothing serves on this device yet", why=f"no decision under {mode}", todo=f"{settings.spelling()} tune"
+        )
+    found = snapshot.read(path)
+    before = found.rows if found else ()
+    here = {r.key for r in lock.pinned_here(before, hw_id, mode)}
+    others = [r for r in before if r.key not in here]
+    rows = sorted((*mine, *others), key=lambda r: r.key)
+    made = snapshot.document(
+        max((r.epoch for r in rows), default=0),
+        [{"key": r.key, "epoch": r.epoch, "decision": dict(r.document)} for r in rows],
+    )
+    try:
+        path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        path.chmod(0o644)  # best() refuses one that others may write: it says which code runs
+    except OSError as error:
+        raise BadConfig(f"cannot write {path}", why=error.strerror or str(error)) from error
+    return len(mine), len(others)
+
+
+# --- check -----------------------------------------------------------------------------------------------------------
+
+
+def _check(path: Path, build: bool, as_json: bool) -> None:
+    from autosel.dispatch import lock
+    from autosel.ledger.key import current_mode
+
+    mine, built = _pinned_here(path), 0
+    if build:
+        built = sum(_build(row) for row in mine)
+    problems = lock.unkept(mine, _held())
+    error = lock.refusal(path, len(mine), problems, current_mode())
+    if as_json:
+        emit_json(_json(path, mine, problems, built))
+    elif error is None:
+        made = f", {built} of them built now" if built else ""
+        click.echo(f"{path}: all {len(mine)} decisions for this device serve here as pinned{made}")
+    if error is not None:
+        if as_json:
+            raise click.exceptions.Exit(error.exit_code)
+        raise error
+
+
+def _pinned_here(path: Path) -> tuple[Row, ...]:
+    from autosel.dispatch import lock
+    from autosel.dispatch.board import this_device
+    from autosel.ledger import snapshot
+    from autosel.ledger.key import current_mode
+
+    found = snapshot.read(path)
+    if found is None:
+        raise BadConfig(f"there is no {path}", todo=f"{settings.spelling()} lock writes one")
+    return lock.pinned_here(found.rows, this_device().hw_id, current_mode())
+
+
+def _held() -> Held:
+    """Nothing that a fault was seen of serves, pinned or not."""
+    from autosel.dispatch.board import this_device
+    from autosel.guard import Held
+    from autosel.ledger import faults
+    from autosel.ledger.faults import Fault
+
+    seen = [fault for _, fault in faults.pending(settings.home()) if isinstance(fault, Fault)]
+    return Held(seen, this_device().hw_id)
+
+
+def _build(row: Row) -> bool:
+    """Make the artefact a row pins, where it is missing. A compiler that makes another one is told by the check."""
+    from autosel.native.compile import compile_source, find_artefact
+
+    arm = row.decision.arm
+    if not isinstance(arm.recipe, NativeRecipe) or find_artefact(arm.build) is not None:
+        return False
+    return compile_source(arm.recipe.source, arm.recipe.flags).digest == arm.build
+
+
+def _json(path: Path, rows: Sequence[Row], problems: Sequence[Unkept], built: int) -> dict[str, Any]:
+    return {
+        "file": str(path),
+        "pinned": len(rows),
+        "built": built,
+        "kept": bool(rows) and not problems,
+        "unkept": [{"key": p.key, "reason": p.reason} for p in problems],
+    }
+
+
+# --- run -------------------------------------------------------------------------------------------------------------
+
+
+def _run(path: Path, command: Sequence[str]) -> int:
+    """Its exit code. It checks for itself when it first asks: its threads and libraries are its own."""
+    if not path.is_file():
+        raise BadConfig(f"there is no {path}", todo=f"{settings.spelling()} lock writes one")
+    environment = settings.passed_to_children() | {"AUTOSEL_LOCK": str(path.absolute()), "AUTOSEL_FROZEN": "1"}
+    try:
+        done = subprocess.run(list(command), env=environment)
+    except OSError as error:
+        raise UsageError(
+            f"cannot run {shlex.join(command)}", why=error.strerror or str(error), todo="check the command after --"
+        ) from error
+    return done.returncode if done.returncode >= 0 else 128 - done.returncode

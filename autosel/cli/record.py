@@ -1,0 +1,114 @@
+"""`record`: run a program, and note which workloads it asks autosel for, and how often."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autosel import settings
+from autosel.cli.options import verb
+from autosel.cli.output import table
+from autosel.errors import BadConfig, UsageError
+
+if TYPE_CHECKING:
+    from autosel.models.workloads import Named
+    from autosel.values import Workload
+
+SHOWN = 12  # rows of the table; the file has them all
+
+
+@verb("record", "record -- python generate.py", "record -o traffic.json -- ./serve.sh --port 8000")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default="recorded.json",
+    show_default=True,
+    metavar="FILE",
+    help="where to note it",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND")
+def record_command(output: Path, command: Sequence[str]) -> None:
+    """Run COMMAND and note the workloads it asks for: shapes, ragged or not, and how often each was called.
+
+    All its processes count. What it asks through best(), torch.ops.autosel, activate() and patch() is seen, baseline
+    or not. Its output and exit code are its own; `tune --recorded FILE` then tunes exactly these.
+    """
+    from autosel.dispatch import recorded
+
+    if not output.absolute().parent.is_dir():
+        raise BadConfig(f"cannot write {output}", why=f"there is no folder {output.parent}")
+    for left in _parts(output):
+        left.unlink()
+    code = _run(command, output)
+    parts = _parts(output)
+    try:
+        found = recorded.merge([recorded.read(path) for path in parts])
+        recorded.save(output, found)
+    finally:
+        for path in parts:
+            path.unlink(missing_ok=True)
+    click.echo(_told(output, found.calls), err=True)
+    raise click.exceptions.Exit(code)
+
+
+def _parts(output: Path) -> list[Path]:
+    """What each process noted: the name with a number appended."""
+    return sorted(p for p in output.absolute().parent.glob(f"{output.name}.*") if p.suffix[1:].isdigit())
+
+
+def _run(command: Sequence[str], output: Path) -> int:
+    """Its exit code, as a shell gives it. Ctrl-C reaches it too, and what it noted until then is kept."""
+    environment = settings.passed_to_children() | {"AUTOSEL_RECORD": str(output.absolute())}
+    try:
+        process = subprocess.Popen(list(command), env=environment)
+    except OSError as error:
+        raise UsageError(
+            f"cannot run {shlex.join(command)}", why=error.strerror or str(error), todo="check the command after --"
+        ) from error
+    while True:
+        with suppress(KeyboardInterrupt):  # it got the signal itself, and may want to end in order
+            code = process.wait()
+            return code if code >= 0 else 128 - code
+
+
+def _told(output: Path, calls: Mapping[Workload, int]) -> str:
+    ordered = sorted(calls.items(), key=lambda item: -item[1])
+    rows = [[w.op, f"{w.shape_text} {w.dtype}", f"{n:,}"] for w, n in ordered[:SHOWN]]
+    more = f"\n... and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+    told = f"{len(calls)} workloads, {sum(calls.values()):,} calls, in {output}"
+    shown = table(("op", "workload", "calls"), rows, right=(2,), wrap=1)
+    return f"{shown}{more}\n{told}\ntune them: {settings.spelling()} tune --recorded {shlex.quote(str(output))}"
+
+
+def named_workloads(path: Path) -> tuple[Named, ...]:
+    """What a recording asks for, those that move most bytes first. Raises BadConfig."""
+    from autosel import ops
+    from autosel.dispatch import recorded
+    from autosel.models.workloads import Named
+
+    calls = recorded.read(path).calls
+    for w in calls:
+        recorded.refuse_unknown(w, path)
+    ordered = sorted(calls.items(), key=lambda item: -item[1] * ops.find(item[0].op).bytes_moved(item[0]))
+    return tuple(Named(workload=w, label=ops.find(w.op).label(w), calls_per_step=n) for w, n in ordered)
+
+
+def mode_note(path: Path) -> str:
+    """Why decisions made now would not serve the program that was recorded; "" if they would."""
+    from autosel.dispatch import recorded
+    from autosel.ledger.key import current_mode
+
+    found, now = recorded.read(path).mode, current_mode()
+    if found == now:
+        return ""
+    threads = found.partition(".t")[2].partition(".")[0]
+    hint = f" (OMP_NUM_THREADS={threads} may be what differs)" if os.environ.get("OMP_NUM_THREADS") != threads else ""
+    return f"note: recorded under {found}, tuned under {now}: the decisions will not serve that program{hint}"

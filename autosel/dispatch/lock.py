@@ -1,0 +1,68 @@
+"""A lock file pins decisions by digest: `best()` serves those and nothing else. It has the snapshot's format.
+
+AUTOSEL_LOCK=autosel.lock serves from it; AUTOSEL_FROZEN=1 refuses to start where something it pins for this device
+cannot be served as pinned, instead of falling back to the baseline. A fault seen in service still demotes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autosel.dispatch.resolve import SERVING, staleness
+from autosel.errors import AutoselError, ForeignDecision
+from autosel.guard import Held
+from autosel.ledger.snapshot import Row
+
+FILE = "autosel.lock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unkept:
+    """A pinned decision that cannot serve here as it is pinned."""
+
+    key: str
+    reason: str
+
+
+def pinned_here(rows: Iterable[Row], hw_id: str, mode: str) -> tuple[Row, ...]:
+    """Those for this device as this process runs it."""
+    return tuple(r for r in rows if r.document.get("hw_id") == hw_id and r.document.get("mode") == mode)
+
+
+def unkept(rows: Sequence[Row], held: Held) -> tuple[Unkept, ...]:
+    """Of rows pinned here: those that would not be served, and why."""
+    found = []
+    for row in rows:
+        try:
+            d = row.decision
+            why = "" if d.state in SERVING else f"it is {d.state}"
+            why = why or held.why(d) or staleness(d)
+        except AutoselError as error:
+            why = str(error).replace("\n", ": ")
+        if why:
+            found.append(Unkept(key=row.key, reason=why))
+    return tuple(found)
+
+
+def refusal(path: Path, pinned: int, problems: Sequence[Unkept], mode: str) -> ForeignDecision | None:
+    """What to raise for a lock that cannot be kept; None if it can."""
+    if not pinned:
+        return ForeignDecision(
+            f"{path} pins nothing for this device",
+            why=f"this process runs {mode}; a lock holds for the device and the thread count it was made with",
+            todo="autosel lock, on this device, adds to it",
+        )
+    if problems:
+        return ForeignDecision(
+            f"{len(problems)} of {pinned} decisions that {path} pins cannot be served here",
+            why="\n".join(f"{_short(p.key)}: {p.reason}" for p in problems[:8]),
+            todo="autosel lock --build makes what is missing; else tune again, then autosel lock",
+        )
+    return None
+
+
+def _short(key: str) -> str:
+    """Without the device's 64 digits."""
+    return key.partition("/")[2] or key

@@ -1,0 +1,156 @@
+"""Which workloads a running program asks for, and how often: noted in a file while it runs, read back by `tune`.
+
+    {"format": "autosel.recorded", "version": 1, "device": hw_id, "mode": ..., "workloads": [{"workload", "calls"}]}
+
+With AUTOSEL_RECORD set each process keeps a file of its own beside the one named (its pid appended), because a program
+may be many; `merge` adds them up. The watcher's thread writes it, and the end of the process; never a call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autosel import settings
+from autosel.errors import BadConfig
+from autosel.values import Workload, from_json, parse_json, to_json
+
+log = logging.getLogger(__name__)
+
+FORMAT, VERSION = "autosel.recorded", 1
+MOST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Calls by workload, on one device in one mode."""
+
+    device: str
+    mode: str
+    calls: Mapping[Workload, int]
+
+
+# --- while the program runs ------------------------------------------------------------------------------------------
+
+_last: dict[int, int] = {}  # what this process (by pid: it may have forked) wrote last, as the sum of its calls
+
+
+def note(asked: Callable[[], Mapping[Workload, int]]) -> None:
+    """Write what was asked for so far, if that is wanted and has changed since."""
+    path = settings.get("record")
+    if path is None:
+        return
+    pid = os.getpid()
+    if pid not in _last:
+        _last[pid] = 0
+        atexit.register(note, asked)
+    calls = {w: n for w, n in asked().items() if n}
+    total = sum(calls.values())
+    if total == _last[pid]:
+        return
+    try:
+        write(part(Path(path), pid), calls)
+        _last[pid] = total
+    except OSError as error:
+        log.warning("cannot note the workloads in %s: %s", path, error)
+
+
+def part(path: Path, pid: int) -> Path:
+    return path.with_name(f"{path.name}.{pid}")
+
+
+def write(path: Path, calls: Mapping[Workload, int]) -> None:
+    """What this process asked for."""
+    from autosel.dispatch.board import this_device
+    from autosel.ledger.key import current_mode
+
+    save(path, Recorded(device=this_device().hw_id, mode=current_mode(), calls=calls))
+
+
+def save(path: Path, made: Recorded) -> None:
+    making = path.with_name(f".{path.name}.{os.getpid()}")
+    making.write_text(json.dumps(document(made), indent=1) + "\n", encoding="utf-8")
+    making.replace(path)
+
+
+def document(made: Recorded) -> dict[str, Any]:
+    """Most called first."""
+    ordered = sorted(made.calls.items(), key=lambda item: (-item[1], item[0].key))
+    rows = [{"workload": to_json(w), "calls": n} for w, n in ordered]
+    return {"format": FORMAT, "version": VERSION, "device": made.device, "mode": made.mode, "workloads": rows}
+
+
+# --- afterwards ------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Recorded:
+    """Raises BadConfig for what is no recording."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise BadConfig(f"cannot read {path}", why=error.strerror or str(error), todo="check the path") from error
+    if len(content) > MOST_BYTES:
+        raise BadConfig(f"{path} is too large", why=f"more than {MOST_BYTES >> 20} MiB")
+    try:
+        return _decoded(parse_json(content, what=str(path)))
+    except ValueError as error:
+        raise BadConfig(
+            f"{path} is not a recording", why=str(error), todo="autosel record -- COMMAND writes one"
+        ) from error
+
+
+def _decoded(data: Any) -> Recorded:
+    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
+        raise ValueError(f'its "format" is not "{FORMAT}", version {VERSION}')
+    rows = data.get("workloads")
+    if not isinstance(rows, list) or not all(isinstance(r, dict) and set(r) == {"workload", "calls"} for r in rows):
+        raise ValueError("workloads is not a list of {workload, calls}")
+    calls: dict[Workload, int] = {}
+    for row in rows:
+        w, count = from_json(Workload, row["workload"]), from_json(int, row["calls"])
+        if count < 1:
+            raise ValueError(f"{w.key}: called {count} times")
+        calls[w] = calls.get(w, 0) + count
+    return Recorded(device=from_json(str, data.get("device")), mode=from_json(str, data.get("mode")), calls=calls)
+
+
+def merge(parts: Iterable[Recorded]) -> Recorded:
+    """The processes of one program, added up. Raises BadConfig if there are none, or they ran on several devices.
+
+    Modes may differ (a data loader sets its own threads): the one most calls ran in is kept, with its calls alone.
+    """
+    every = list(parts)
+    if not every:
+        raise BadConfig(
+            "nothing was recorded",
+            why="the program called nothing of autosel's: no best(), no torch.ops.autosel, no patched model",
+            todo="call autosel.patch(model) or autosel.activate() in it",
+        )
+    if len({p.device for p in every}) > 1:
+        raise BadConfig("these recordings are of several devices", todo="record on one")
+    by_mode: dict[str, dict[Workload, int]] = {}
+    for one in every:
+        calls = by_mode.setdefault(one.mode, {})
+        for w, n in one.calls.items():
+            calls[w] = calls.get(w, 0) + n
+    mode = max(by_mode, key=lambda m: sum(by_mode[m].values()))
+    return Recorded(device=every[0].device, mode=mode, calls=by_mode[mode])
+
+
+def refuse_unknown(w: Workload, where: Path) -> None:
+    """Raises BadConfig for a workload that no op could mean."""
+    from autosel import ops
+
+    op = ops.OPS.get(w.op)
+    known = op is not None and {n for n, _ in w.traits} <= set(op.trait_defaults)
+    if op is None or not known or tuple(n for n, _ in w.dims) != op.dim_names or min(n for _, n in w.dims) < 1:
+        raise BadConfig(f"{where}: no op has the workload {w.key[:120]}")
+    if op.workload(w.dtype, dict(w.dims), **dict(w.traits)) != w:
+        raise BadConfig(f"{where}: {w.key[:120]} is not how this workload is written")

@@ -1,0 +1,174 @@
+"""autosel.lock: pinned by digest, served from the file, refused where it cannot be kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autosel import dispatch, settings
+from autosel.cli.main import run
+from autosel.dispatch.board import Board
+from autosel.errors import ForeignDecision, UsageError
+from autosel.ledger import open_ledger, snapshot
+from tests.cpu.test_best import ROOT, WEIGHT, W, X, built, forget, home, native_arm, promote
+
+__all__ = ["built", "home"]  # fixtures
+
+
+@pytest.fixture
+def lock(home: Path, tmp_path: Path) -> Path:
+    """Of a home in which one C++ kernel serves."""
+    promote(open_ledger(), native_arm())
+    path = tmp_path / "autosel.lock"
+    assert run(["lock", "--file", str(path)]) == 0
+    return path
+
+
+def setting(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(f"AUTOSEL_{name.upper()}", value)
+    settings.read.cache_clear()
+
+
+def test_the_lock_serves_what_it_pins_whatever_the_home_says_later(lock: Path, home: Path) -> None:
+    ledger = open_ledger()
+    (served,) = ledger.serving()
+    ledger.demote(served.decision.id, "another opinion")
+    with dispatch.use(home):
+        assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "torch:rmsnorm"
+    with dispatch.use(lock):
+        bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
+        assert bound.candidate == "cpp:rmsnorm"
+        other = dispatch.best("rmsnorm", like=(torch.randn(9, 256), WEIGHT))
+        assert other.candidate == "torch:rmsnorm" and "no decision" in other.reason
+
+
+def test_check_says_what_is_missing_and_build_makes_it(
+    lock: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["lock", "--check", "--file", str(lock)]) == 0
+    assert "all 1 decisions" in capsys.readouterr().out
+    for artefact in (home / "native").rglob("kernel.so"):
+        artefact.unlink()
+    forget()
+    assert run(["lock", "--check", "--file", str(lock)]) == 1
+    told = capsys.readouterr().err
+    assert "missing or damaged" in told and "lock --build" in told
+    assert run(["lock", "--check", "--json", "--file", str(lock)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["kept"] is False and len(found["unkept"]) == 1
+    forget()
+    assert run(["lock", "--build", "--json", "--file", str(lock)]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "file": str(lock),
+        "pinned": 1,
+        "built": 1,
+        "kept": True,
+        "unkept": [],
+    }
+
+
+def test_frozen_refuses_to_start_where_the_lock_cannot_be_kept(
+    lock: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_stack", [])
+    setting(monkeypatch, lock=str(lock), frozen="1")
+    assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "cpp:rmsnorm"
+    dispatch._stack.pop().close()
+    for artefact in (home / "native").rglob("kernel.so"):
+        artefact.unlink()
+    forget()
+    with pytest.raises(ForeignDecision, match="1 of 1 decisions"):
+        dispatch.best("rmsnorm", like=(X, WEIGHT))
+    setting(monkeypatch, frozen="0")
+    bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
+    assert bound.candidate == "torch:rmsnorm" and "missing" in bound.reason
+    dispatch._stack.pop().close()
+
+
+def test_frozen_needs_a_lock_that_pins_something_for_this_device(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_stack", [])
+    setting(monkeypatch, frozen="1")
+    with pytest.raises(UsageError, match="without AUTOSEL_LOCK"):
+        dispatch.board()
+    empty = tmp_path / "autosel.lock"
+    snapshot.write(empty, snapshot.document(0, []))
+    setting(monkeypatch, lock=str(empty))
+    with pytest.raises(ForeignDecision, match="pins nothing for this device"):
+        dispatch.board()
+
+
+def test_what_is_pinned_for_other_devices_stays(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(lock.read_text())
+    theirs: dict[str, Any] = json.loads(json.dumps(document["rows"][0]))
+    theirs["decision"]["hw_id"] = "f" * 64
+    theirs["key"] = "f" * 64 + theirs["key"][64:]
+    lock.write_text(json.dumps(snapshot.document(1, [*document["rows"], theirs])))
+    capsys.readouterr()
+    assert run(["lock", "--file", str(lock), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"file": str(lock), "pinned": 1, "of_other_devices": 1}
+    assert {r.key[:64] for r in snapshot.parse(lock.read_bytes(), "it").rows} == {
+        "f" * 64,
+        document["rows"][0]["key"][:64],
+    }
+
+
+def test_an_edited_lock_is_not_believed(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock.write_text(lock.read_text().replace('"promoted"', '"pinned"', 1))
+    assert run(["lock", "--check", "--file", str(lock)]) == 2
+    assert "damaged or edited" in capsys.readouterr().err
+
+
+def test_a_command_runs_under_the_lock_or_not_at_all(lock: Path, home: Path) -> None:
+    code = (
+        f"import torch; torch.set_num_threads({torch.get_num_threads()}); import autosel; "
+        "print(autosel.best('rmsnorm', like=(torch.randn(3, 256), torch.randn(256))).candidate)"
+    )
+    command = [sys.executable, "-P", "-m", "autosel.cli.main", "lock", "--file", str(lock), "--frozen", "--"]
+    environment = {**os.environ, "AUTOSEL_HOME": str(home), "PYTHONPATH": str(ROOT)}
+
+    def started() -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+
+    assert started().stdout.strip() == "cpp:rmsnorm"
+    for artefact in (home / "native").rglob("kernel.so"):
+        artefact.unlink()
+    refused = started()
+    assert refused.returncode == 1 and "cannot be served here" in refused.stderr
+
+
+def test_mode_off_is_the_baseline_and_replay_tells_no_daemon(
+    lock: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting(monkeypatch, mode="replay")
+    board = Board(home)
+    missed: list[Any] = []
+    monkeypatch.setattr(board._handover, "missed", missed.append)
+    from autosel import ops
+
+    rms = ops.find("rmsnorm")
+    assert board.bind(rms, (X, WEIGHT)).candidate == "cpp:rmsnorm"
+    board.bind(rms, (torch.randn(9, 256), WEIGHT))
+    assert missed == []
+    setting(monkeypatch, mode="tune")
+    board.bind(rms, (torch.randn(9, 256), WEIGHT))
+    assert len(missed) == 1
+    setting(monkeypatch, mode="off")
+    assert board.bind(rms, (X, WEIGHT)).reason == "AUTOSEL_MODE is off"
+    board.close()
+
+
+def test_nothing_to_pin_is_an_error(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert W.op == "rmsnorm"
+    assert run(["lock", "--file", str(tmp_path / "autosel.lock")]) == 1
+    assert "nothing serves on this device yet" in capsys.readouterr().err
+    assert not (tmp_path / "autosel.lock").exists()

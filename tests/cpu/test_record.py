@@ -1,0 +1,157 @@
+"""What a running program asks for is noted, by all its processes, and tuned."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autosel import dispatch, ops, settings
+from autosel.cli import record as record_verb
+from autosel.cli.main import run
+from autosel.dispatch import recorded
+from autosel.dispatch.board import this_device
+from autosel.errors import BadConfig
+from autosel.values import Workload
+
+ROOT = Path(__file__).resolve().parents[2]
+RMS, ATTN = ops.find("rmsnorm"), ops.find("attn")
+ONE = RMS.workload("fp32", {"M": 1, "d": 32})
+PROGRAM = """
+import os, sys
+import torch, autosel
+norm, attn = autosel.best("rmsnorm"), autosel.best("attn")
+if os.fork() == 0:  # a worker of the program
+    for _ in range(3):
+        norm(torch.randn(2, 32), torch.randn(32))
+    autosel.dispatch.recorded.note(autosel.dispatch.board().asked)
+    os._exit(0)
+os.wait()
+bound = autosel.best("rmsnorm", like=(torch.randn(1, 32), torch.randn(32)))
+for _ in range(5):
+    bound(torch.randn(1, 32), torch.randn(32))
+q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 40, 16)
+for length in (17, 18, 40):  # two buckets of length
+    attn(q, k, k, torch.tensor([length - 1], dtype=torch.int32), length)
+print("out")
+sys.exit(7)
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    settings.read.cache_clear()
+    yield tmp_path / "home"
+    monkeypatch.undo()
+    settings.read.cache_clear()
+
+
+def recording(**changes: Any) -> recorded.Recorded:
+    values = {"device": "d", "mode": "eager.t2.highest", "calls": {ONE: 3}} | changes
+    return recorded.Recorded(**values)
+
+
+def test_a_programs_processes_are_added_up_and_its_exit_code_is_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "traffic.json"
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "traffic.json.99999").write_text("left by a killed recording")
+    assert run(["record", "-o", str(file), "--", sys.executable, str(tmp_path / "program.py")]) == 7
+    out, err = capfd.readouterr()
+    assert out == "out\n", "the program's own"
+    assert f"tune --recorded {file}" in err
+    found = recorded.read(file)
+    assert found.device == this_device().hw_id
+    by_bucket = {w.bucket: n for w, n in found.calls.items()}
+    assert by_bucket == {
+        "rmsnorm/M2.d32/fp32": 3,
+        "rmsnorm/M1.d32/fp32": 5,
+        "attn/B1.Hq2.Hkv2.S1.D16.L17-32/fp32.ragged=True": 2,
+        "attn/B1.Hq2.Hkv2.S1.D16.L33-64/fp32.ragged=True": 1,
+    }
+    assert not list(tmp_path.glob("traffic.json.*"))
+
+
+def test_a_program_that_asks_nothing_is_said_to(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["record", "-o", str(tmp_path / "r.json"), "--", sys.executable, "-c", "print(1)"]) == 2
+    err = capfd.readouterr().err
+    assert "nothing was recorded" in err and "autosel.patch(model)" in err
+    assert run(["record", "-o", str(tmp_path / "r.json"), "--", "/no/such/program"]) == 2
+    assert "cannot run" in capfd.readouterr().err
+
+
+def test_calls_and_bytes_order_what_is_tuned(tmp_path: Path) -> None:
+    big = ops.find("linear").workload("fp32", {"M": 1, "N": 512, "K": 512})
+    file = tmp_path / "r.json"
+    recorded.save(file, recording(calls={ONE: 100, big: 5}))
+    named = record_verb.named_workloads(file)
+    assert [(n.workload, n.calls_per_step) for n in named] == [(big, 5), (ONE, 100)]
+
+
+def test_merging_keeps_the_mode_of_most_calls_and_refuses_two_devices() -> None:
+    loader = recording(mode="eager.t1.highest", calls={ONE: 1})
+    merged = recorded.merge([recording(), loader, recording(calls={ONE: 4})])
+    assert merged == recording(calls={ONE: 7})
+    with pytest.raises(BadConfig, match="several devices"):
+        recorded.merge([recording(), recording(device="other")])
+
+
+def test_a_workload_no_op_could_mean_is_refused(tmp_path: Path) -> None:
+    odd = [
+        Workload(op="nothing", dims=(("M", 1),), dtype="fp32"),
+        Workload(op="rmsnorm", dims=(("d", 32), ("M", 1)), dtype="fp32"),
+        Workload(op="rmsnorm", dims=(("M", 0), ("d", 32)), dtype="fp32"),
+        Workload(op="rmsnorm", dims=(("M", 1), ("d", 32)), dtype="fp32", traits=(("odd", 1),)),
+        Workload(op="rmsnorm", dims=(("M", 1), ("d", 32)), dtype="fp32", traits=(("offset", 0.0),)),
+    ]
+    for w in odd:
+        recorded.save(tmp_path / "r.json", recording(calls={w: 1}))
+        with pytest.raises(BadConfig, match=r"no op has|is not how"):
+            record_verb.named_workloads(tmp_path / "r.json")
+
+
+def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
+    good = recorded.document(recording())
+    row = good["workloads"][0]
+    bad: list[Any] = [
+        [],
+        {**good, "format": "other"},
+        {**good, "version": 2},
+        {**good, "workloads": {}},
+        {**good, "workloads": [{**row, "calls": 0}]},
+        {**good, "workloads": [{**row, "calls": "3"}]},
+        {**good, "workloads": [{"workload": row["workload"]}]},
+        {**good, "device": None},
+    ]
+    for document in bad:
+        (tmp_path / "r.json").write_text(json.dumps(document))
+        with pytest.raises(BadConfig, match="not a recording"):
+            recorded.read(tmp_path / "r.json")
+    with pytest.raises(BadConfig, match="cannot read"):
+        recorded.read(tmp_path / "absent.json")
+
+
+def test_tune_takes_a_recording_or_a_model_not_both(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    recorded.save(tmp_path / "r.json", recording())
+    assert run(["tune", "--recorded", str(tmp_path / "r.json"), "--seq", "128"]) == 2
+    assert "--recorded and --seq" in capfd.readouterr().err
+
+
+def test_asked_counts_calls_across_a_change_of_the_snapshot(tmp_path: Path) -> None:
+    with dispatch.use(tmp_path) as board:
+        norm = dispatch.best("rmsnorm")
+        norm(torch.randn(1, 32), torch.randn(32))
+        board._fold(board._selected["rmsnorm"].table)
+        norm(torch.randn(1, 32), torch.randn(32))
+        assert board.asked() == {ONE: 2}
