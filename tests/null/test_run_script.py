@@ -415,7 +415,6 @@ def test_torch_is_read_without_being_imported(script):
         (["test", "--tier", "gqu"], "unknown tier 'gqu'"),
         (["--wheelhouse", "/no/such/folder", "tune"], "'/no/such/folder'"),
         (["--wheelhouse"], "takes a folder"),
-        (["gpu"], "not part of this version"),
     ],
 )
 def test_a_mistake_is_a_usage_error_before_any_work(tmp_path, arguments, says):
@@ -540,3 +539,21 @@ def test_every_folder_of_tests_is_a_tier(script, tier):
     with contextlib.suppress(KeyError):
         extras, _ = script.TIERS[tier]
         assert "test" in extras
+
+
+@pytest.mark.parametrize(
+    ("gpu", "extras"),
+    [
+        (None, ()),
+        ({"cuda": [12, 8], "cc_major": 9}, ("cuda12",)),
+        ({"cuda": [13, 0], "cc_major": 9}, ("cuda13",)),
+    ],
+)
+def test_gpu_is_given_what_measures_and_compiles_for_the_driver(script, tmp_path, monkeypatch, gpu, extras):
+    seen = []
+    monkeypatch.setattr(script, "driver", lambda: gpu)
+    monkeypatch.setattr(script, "torch_of_venv", lambda: None)
+    monkeypatch.setattr(script, "prepare", lambda wanted, options: seen.append((wanted, options["wheelhouse"])))
+    monkeypatch.setattr(script, "hand_over", lambda *command: seen.append(command[1:]))
+    script.main(["gpu", "--stage", "parity", "--wheelhouse", str(tmp_path), "--out", "results"])
+    assert seen == [(extras, str(tmp_path)), ("--stage", "parity", "--out", "results")]

@@ -22,6 +22,11 @@ _SHAPE = {
 }
 
 
+def by_dots(rows: int) -> bool:
+    """The route: few rows of x as dot products (gemv; dot.h), more of them in turned blocks (gemm; block.h)."""
+    return rows <= MAX_ROWS
+
+
 def gemv(w: Workload, f: CpuFacts) -> Knobs:
     """threads and rows."""
     return Knobs(settings=(_threads(w, f), _rows(w, f)))
@@ -34,7 +39,7 @@ def gemm(w: Workload, f: CpuFacts) -> Knobs:
 
 def fused(w: Workload, f: CpuFacts) -> Knobs:
     """threads; rows up to M = 8, 0 above: then gemm's walk. All are given: the way not taken ignores its own."""
-    if w["M"] <= MAX_ROWS:
+    if by_dots(w["M"]):
         rows = _rows(w, f)
     else:
         rows = Knob(name="rows", value=0, formula="0 where M > 8: blocked", inputs={"M": w["M"]})

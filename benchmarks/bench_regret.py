@@ -1,0 +1,456 @@
+"""How far the closed forms are from the best knobs there are: R = t(closed form) / t(best) - 1, cell by cell.
+
+    python benchmarks/bench_regret.py [--device cpu] [--only WORD ...] [--seconds 4] [--limit 150] [--write] [--fresh]
+
+A cell is a kernel at a workload. Every legal setting of its knobs is swept in shuffled, interleaved rounds, operands
+cold as in a race. The least of many noisy readings is too low (of 1000 at 1 % noise by 3.2 %), so the sweep only
+nominates: the best five are timed anew beside the closed form, a twin of it and the constants, with ten times the
+rounds; the best of them is chosen on one half of these rounds and judged on the other, both ways round. The interval
+is a bootstrap over rounds; the twin says what this measurement makes of two equal settings.
+
+A route cell has the kernels that take a workload as its settings: which of them the formula sends it to is judged.
+
+--write keeps the cells in benchmarks/results/<device>/regret.json; without --fresh those that are there, with these
+kernels and formulas, are not measured again, so that --limit SECONDS can cut a sweep into pieces.
+"""
+
+# ruff: noqa: E402  (the checkout first: this file is run by path)
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from autosel.candidates.base import Candidate
+from autosel.candidates.registry import all_candidates
+from autosel.knobs.cpu.facts import facts as cpu_facts
+from autosel.values import Accepted, Fingerprint, NativeRecipe, Scalar, Workload, digest
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.instrument import Timer, Times
+
+Setting = dict[str, Scalar]  # knob -> value, of those that the kernel takes
+
+MOST_SETTINGS = 240
+NOMINEES = 5
+SWEEP_SHARE = 0.45  # of a cell's time
+LEAST_SWEEPS, LEAST_ROUNDS = 3, 24
+RESAMPLES = 400
+CLOSED, TWIN, CONSTANT = "closed form", "twin", "constant"
+
+GOALS = {"decode": (0.03, 0.08), "gemm": (0.06, None), "route": (None, 0.05)}  # (geomean, p95; of a route the worst)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A kernel at a workload; of kind `route`, several kernels at one."""
+
+    kind: str  # decode, gemm or route
+    kernels: tuple[str, ...]
+    workload: Workload
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {'|'.join(self.kernels)} {self.workload.key}"
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+PROJECTIONS = {"o": (4096, 4096), "qkv": (6144, 4096), "down": (4096, 14336), "1b o": (2048, 2048), "1b k": (512, 2048)}
+
+
+def cells(device: str) -> list[Cell]:
+    """The cells of research on decode: projections at few rows and many, attention by length, group and batch."""
+    from autosel.ops import OPS
+
+    def cell(kind: str, kernels: str, op: str, dims: Mapping[str, int], **traits: Scalar) -> Cell:
+        return Cell(kind=kind, kernels=tuple(kernels.split()), workload=OPS[op].workload("bf16", dims, **traits))
+
+    own = "cpp" if device == "cpu" else "cuda"
+    found = []
+    for n, k in PROJECTIONS.values():
+        found += [cell("decode", f"{own}:gemv", "linear", {"M": m, "N": n, "K": k}) for m in (1, 2, 4, 8)]
+    found.append(cell("decode", f"{own}:gemv", "linear", {"M": 1, "N": 128256, "K": 2048}))
+    for m in (1, 4):
+        found.append(cell("decode", f"{own}:gate_up", "gate_up", {"M": m, "I": 14336, "d": 4096}))
+        found.append(cell("decode", f"{own}:norm_qkv", "norm_qkv", {"M": m, "N": 6144, "d": 4096}))
+    for length, (hq, hkv) in itertools.product((512, 2048, 8192, 32768), ((8, 8), (32, 8), (32, 4))):
+        dims = {"B": 1, "Hq": hq, "Hkv": hkv, "S": 1, "D": 128, "L": length}
+        found.append(cell("decode", f"{own}:attn_decode", "attn", dims))
+    for batch, length in ((4, 2048), (8, 1024)):
+        dims = {"B": batch, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": length}
+        found.append(cell("decode", f"{own}:attn_decode", "attn", dims, ragged=True))
+    dims = {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192, "page": 16}
+    found.append(cell("decode", f"{own}:paged_attn_decode", "paged_attn", dims))
+    for m in (1, 64):
+        found.append(cell("decode", f"{own}:rmsnorm", "rmsnorm", {"M": m, "d": 4096}))
+        found.append(cell("decode", f"{own}:swiglu", "swiglu", {"M": m, "I": 14336}))
+    many = "cpp:gemm" if device == "cpu" else "triton:gemm"
+    for (n, k), m in itertools.product(((4096, 4096), (2048, 8192)), (16, 32, 64, 128, 256)):
+        found.append(cell("gemm", many, "linear", {"M": m, "N": n, "K": k}))
+    for (n, k), m in itertools.product(((4096, 4096), (2048, 2048)), (5, 6, 7, 8)):
+        found.append(cell("route", f"{own}:gemv {many}", "linear", {"M": m, "N": n, "K": k}))
+    return found
+
+
+def routed(w: Workload, fp: Fingerprint, kernels: Sequence[str]) -> str:
+    """The kernel the formula sends a workload to."""
+    if fp.kind == "cpu":
+        from autosel.knobs.cpu import linear
+
+        return kernels[0] if linear.by_dots(w["M"]) else kernels[1]
+    from autosel.knobs.gpu import gemm
+    from autosel.knobs.gpu.facts import facts
+
+    return kernels[0] if gemm.route(w, facts(fp))["route"] == "gemv" else kernels[1]
+
+
+def kernel(cell: Cell, name: str, fp: Fingerprint) -> Candidate | None:
+    """The candidate, if it takes the workload here."""
+    found = next((c for c in all_candidates(cell.workload.op) if c.name == name), None)
+    return found if found is not None and isinstance(found.supports(cell.workload, fp), Accepted) else None
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+FACTORS = {"k_block": 2, "k_ahead": 2, "m_block": 2, "chunk": 4, "grid": 2}  # how far from the closed form, both ways
+LISTS: dict[str, tuple[int, ...]] = {
+    "rows": (1, 2, 3, 4, 8),
+    "tile": (16, 32, 64, 128),
+    "prefetch": (4, 8, 16, 32, 64),
+    "split_k": (1, 2, 4, 8),
+    "unroll": (1, 2, 4),
+    "rows_per_warp": (1, 2, 4),
+    "stages": (2, 3, 4),
+    "ctas_per_row": (1, 2, 4, 8, 16, 32),
+}
+CONSTANTS: Setting = {"rows": 1, "tile": 64, "prefetch": 16, "split_k": 1, "unroll": 4, "rows_per_warp": 1, "stages": 2}
+
+
+def settings(candidate: Candidate, w: Workload, fp: Fingerprint) -> tuple[Setting, list[Setting]]:
+    """(the closed form's, every legal one with it): the product of all knobs' values, coarser where it is too large."""
+    closed = taken(candidate, w, fp)
+    axes = {name: values(name, value, fp) for name, value in closed.items() if name != "pdl"}
+    while math.prod(len(axis) for axis in axes.values()) > MOST_SETTINGS:
+        longest = max(axes, key=lambda name: len(axes[name]))
+        kept = {axes[longest][0], axes[longest][-1], closed[longest], *axes[longest][1::2]}
+        coarser = [v for v in axes[longest] if v in kept]
+        if coarser == axes[longest]:
+            coarser = sorted({axes[longest][0], axes[longest][-1], closed[longest]}, key=float)
+        axes[longest] = coarser
+    found = [dict(zip(axes, combination, strict=True)) for combination in itertools.product(*axes.values())]
+    legal = [s for s in found if is_legal(s, w, fp)]
+    without = {name: value for name, value in closed.items() if name in axes}
+    return without, legal if without in legal else [*legal, without]
+
+
+def taken(candidate: Candidate, w: Workload, fp: Fingerprint) -> Setting:
+    """The closed form's values of those knobs that reach the kernel."""
+    knobs = candidate.knobs(w, fp)
+    names = getattr(candidate, "knob_args", ()) + tuple(getattr(candidate, "macros", {}))
+    recipe = candidate.recipe(w, fp, knobs)
+    if not isinstance(recipe, NativeRecipe):  # Triton: those that this table knows how to vary
+        names = tuple(n for n in knobs.values if n in LISTS or n in FACTORS)
+    return {name: value for name, value in knobs.values.items() if name in names}
+
+
+def values(name: str, closed: Scalar, fp: Fingerprint) -> list[Scalar]:
+    if name == "threads" and fp.kind == "cpu":
+        cpus = int(fp.identity["cpus"])
+        return sorted({closed, *(1 << i for i in range(cpus.bit_length()) if 1 << i <= cpus), cpus}, key=float)
+    if name in LISTS:
+        return sorted({closed, *LISTS[name]}, key=float)
+    if name in FACTORS and isinstance(closed, int) and closed:
+        step = FACTORS[name]
+        return sorted({closed, max(1, closed // step), closed * step, max(1, closed // step**2)}, key=float)
+    return [closed]
+
+
+def is_legal(setting: Setting, w: Workload, fp: Fingerprint) -> bool:
+    """What the kernels can be asked for: sums that fit registers, blocks of whole vectors."""
+    if fp.kind != "cpu":
+        return True
+    f = cpu_facts(fp)
+    rows, m = int(setting.get("rows", 0)), dict(w.dims).get("M", 1)
+    if rows and rows * min(m, 8) > (24 if f.isa.startswith("avx512") else 12):
+        return False
+    block, ahead = int(setting.get("k_block", 0)), int(setting.get("k_ahead", 0))
+    return not block or (block % 32 == 0 and ahead % block == 0 and ahead >= block)
+
+
+def constant(closed: Setting, fp: Fingerprint) -> Setting:
+    """One setting for every shape and device, as most libraries ship it; with all cores."""
+    fixed = {name: CONSTANTS.get(name, value) for name, value in closed.items()}
+    return fixed | ({"threads": int(fp.identity["cpus"])} if "threads" in closed and fp.kind == "cpu" else {})
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, Any]:
+    """A cell's regret with all that it stands on. Raises LookupError where no kernel takes the workload."""
+    fp = timer.fp
+    arms, closed = _arms(cell, fp)
+    legs = {name: arm for name, (arm, _) in arms.items()}
+    timer.seat(cell.workload, legs)
+    swept = timer.rounds(list(legs), seconds=SWEEP_SHARE * seconds, rng=rng, least=LEAST_SWEEPS)
+    ranked = sorted((n for n in legs if n not in (closed, TWIN, CONSTANT)), key=lambda n: _low(swept[n]))
+    finalists = [closed, TWIN, *([CONSTANT] if CONSTANT in legs else []), *ranked[:NOMINEES]]
+    timer.seat(cell.workload, {name: legs[name] for name in finalists}, seed=2)
+    rounds = timer.rounds(finalists, seconds=(1 - SWEEP_SHARE) * seconds, rng=rng, least=LEAST_ROUNDS)
+    rivals = [n for n in finalists if n not in (TWIN, CONSTANT)]
+    low, high = interval(rounds, closed, rivals, rng)
+    best = min(rivals, key=lambda n: statistics.median(rounds[n]))
+    found = {
+        "kind": cell.kind,
+        "kernel": cell.kernels[0],
+        "workload": cell.workload.key,
+        "regret": round(held_out(rounds, closed, rivals), 4),
+        "low": round(low, 4),
+        "high": round(high, 4),
+        "twin": round(statistics.median(_ratios(rounds, TWIN, closed)) - 1, 4),
+        "closed": arms[closed][1],
+        "closed_us": round(statistics.median(rounds[closed]), 3),
+        "best": arms[best][1],
+        "best_us": round(statistics.median(rounds[best]), 3),
+        "settings": len(legs) - (TWIN in legs) - (CONSTANT in legs),
+        "sweeps": len(swept[closed]),
+        "rounds": len(rounds[closed]),
+    }
+    if CONSTANT in legs:
+        found["constant"] = round(statistics.median(_ratios(rounds, CONSTANT, best)) - 1, 4)
+    return found
+
+
+def _arms(cell: Cell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], str]:
+    """Name -> (entrant, setting), the closed form's twin and the constants among them; the closed form's name."""
+    from benchmarks.gpu.entrants import entrant
+
+    kernels = [c for c in (kernel(cell, name, fp) for name in cell.kernels) if c is not None]
+    if not kernels:
+        raise LookupError(f"no kernel of {', '.join(cell.kernels)} takes {cell.workload.key}")
+    w, made = cell.workload, {}
+    if cell.kind == "route":
+        named = {c.name: (entrant(c, w, fp), {"kernel": c.name}) for c in kernels}
+        closed = routed(w, fp, cell.kernels)
+        if closed not in named:
+            raise LookupError(f"{closed} does not take {w.key}")
+        twin = named[closed][0]
+        return {**named, TWIN: (replace(twin, candidate=f"{twin.candidate} again"), {})}, closed
+    own = kernels[0]
+    setting, legal = settings(own, w, fp)
+    for one in legal:
+        made[_spelled(one)] = (entrant(own, w, fp, one), one)
+    fixed, twin = constant(setting, fp), made[_spelled(setting)][0]
+    made[TWIN] = (replace(twin, candidate=f"{own.name} again"), setting)
+    if is_legal(fixed, w, fp):
+        made[CONSTANT] = (replace(entrant(own, w, fp, fixed), candidate=f"{own.name} constant"), fixed)
+    return made, _spelled(setting)
+
+
+def _spelled(setting: Setting) -> str:
+    return " ".join(f"{name}={value}" for name, value in setting.items()) or CLOSED
+
+
+def _low(times: Sequence[float]) -> float:
+    """The lower quartile: what disturbs a round only ever adds."""
+    return sorted(times)[len(times) // 4]
+
+
+def _ratios(rounds: Times, arm: str, over: str) -> list[float]:
+    return [a / b for a, b in zip(rounds[arm], rounds[over], strict=True)]
+
+
+def held_out(rounds: Times, closed: str, rivals: Sequence[str]) -> float:
+    """The regret, cross-fitted: the best is chosen on one half of the rounds and judged on the other, both ways.
+
+    The closed form is among the rivals: where it is the best, the regret of that half is 0.
+    """
+    count, found = len(rounds[closed]), []
+    for choose, judge in ((0, 1), (1, 0)):
+        half = {arm: rounds[arm][choose:count:2] for arm in rivals}
+        best = min(rivals, key=lambda arm: statistics.median(half[arm]))
+        ratios = _ratios({a: rounds[a][judge:count:2] for a in (closed, best)}, closed, best)
+        found.append(math.log(statistics.median(ratios)))
+    return math.exp(statistics.fmean(found)) - 1
+
+
+def interval(rounds: Times, closed: str, rivals: Sequence[str], rng: Random) -> tuple[float, float]:
+    """95 %, by resampling whole rounds."""
+    count = len(rounds[closed])
+    drawn = []
+    for _ in range(RESAMPLES):
+        picks = [rng.randrange(count) for _ in range(count)]
+        drawn.append(held_out({arm: [rounds[arm][i] for i in picks] for arm in rivals}, closed, rivals))
+    drawn.sort()
+    return drawn[RESAMPLES // 40], drawn[-RESAMPLES // 40 - 1]
+
+
+# --- what it comes to -------------------------------------------------------------------------------------------------
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """By kind: cells, geomean, 95th percentile and worst of the regrets; the same of the constants, and of twins."""
+    made = {}
+    for kind in dict.fromkeys(c["kind"] for c in found):
+        regrets = sorted(c["regret"] for c in found if c["kind"] == kind)
+        constants = [c["constant"] for c in found if c["kind"] == kind and "constant" in c]
+        twins = [abs(c["twin"]) for c in found if c["kind"] == kind]
+        made[kind] = {
+            "cells": len(regrets),
+            "geomean": geomean(regrets),
+            "p95": regrets[min(len(regrets) - 1, math.ceil(0.95 * len(regrets)) - 1)],
+            "worst": regrets[-1],
+            "twin": statistics.median(twins),
+            **({"constants": geomean(constants)} if constants else {}),
+        }
+    return made
+
+
+def geomean(regrets: Sequence[float]) -> float:
+    """Of 1 + R, less 1; what is below 0 by noise stays below."""
+    return math.exp(statistics.fmean(math.log1p(r) for r in regrets)) - 1
+
+
+def sensitivity(fp: Fingerprint, share: float = 0.2) -> dict[str, int]:
+    """Field of the fingerprint -> in how many cells a change of it by `share` changes some knob; a field with 0 needs
+    no precision."""
+    rates = {name: rate for name, rate in fp.rates.items() if rate.value}
+    there = [(c, k) for c in cells(fp.kind if fp.kind == "cpu" else "cuda") if (k := kernel(c, c.kernels[0], fp))]
+    usual = [taken(k, c.workload, fp) for c, k in there]
+    found = {}
+    for name, rate in rates.items():
+        moved = [
+            replace(fp, rates={**fp.rates, name: replace(rate, value=rate.value * factor)})
+            for factor in (1 - share, 1 + share)
+        ]
+        found[name] = sum(
+            any(taken(k, c.workload, other) != before for other in moved)
+            for (c, k), before in zip(there, usual, strict=True)
+        )
+    return found
+
+
+def markdown(stored: Mapping[str, Any]) -> str:
+    """Tables for the documentation."""
+    found = list(stored["cells"].values())
+    lines = [f"{stored['device']}, {stored['date']}; {len(found)} cells.", ""]
+    lines += ["| kind | cells | geomean | p95 | worst | twin (noise) | constants | goal |", "|" + " --- |" * 8]
+    for kind, s in summary(found).items():
+        average, most = GOALS.get(kind, (None, None))
+        goal = [f"geomean {average:.0%}"] if average is not None else []
+        goal += [f"{'worst' if kind == 'route' else 'p95'} {most:.0%}"] if most is not None else []
+        constants = f"{s['constants']:.1%}" if "constants" in s else ""
+        shown = f"{s['geomean']:.1%} | {s['p95']:.1%} | {s['worst']:.1%} | {s['twin']:.1%} | {constants}"
+        lines.append(f"| {kind} | {s['cells']} | {shown} | {', '.join(goal)} |")
+    lines += ["", "| kernel | workload | regret (95 %) | closed form, us | best, us | settings |", "|" + " --- |" * 6]
+    for c in sorted(found, key=lambda c: -c["regret"]):
+        regret = f"{c['regret']:.1%} ({c['low']:.1%} .. {c['high']:.1%})"
+        better = "" if c["best"] == c["closed"] else " (" + _spelled(_changed(c)) + ")"
+        times = f"{c['closed_us']:.1f} | {c['best_us']:.1f}{better}"
+        lines.append(f"| {c['kernel']} | {c['workload']} | {regret} | {times} | {c['settings']} |")
+    return "\n".join(lines)
+
+
+def _changed(c: Mapping[str, Any]) -> Setting:
+    return {name: value for name, value in c["best"].items() if c["closed"].get(name) != value}
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    options = parsed()
+    from autosel import fingerprint
+    from benchmarks.gpu.instrument import Timer
+
+    fp = fingerprint.take(options.device)
+    path = results(options.device, fp)
+    stored = read(path, fp)
+    done = {} if options.fresh else stored["cells"]
+    todo = [c for c in cells(options.device) if all(word in c.name for word in options.only)]
+    todo = [c for c in todo if done.get(c.name, {}).get("key") != held_for(c, fp)]
+    timer, started, rng = Timer(fp, options.device), time.monotonic(), Random(7)
+    for number, cell in enumerate(todo):
+        if options.limit and time.monotonic() - started > options.limit:
+            print(f"{len(todo) - number} cells left: the same command continues", file=sys.stderr)
+            break
+        try:
+            found = measure(cell, timer, options.seconds, rng)
+        except LookupError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        finally:
+            timer.close()
+        stored["cells"][cell.name] = {**found, "key": held_for(cell, fp)}
+        print(f"{found['regret']:7.1%} ({found['low']:.1%} .. {found['high']:.1%})  twin {found['twin']:+.1%}"
+              f"  {cell.name}  {_spelled(_changed(found))}", file=sys.stderr, flush=True)  # fmt: skip
+        if options.write:
+            keep(path, stored)
+    named = {c.name for c in cells(options.device)}
+    stored["cells"] = {name: cell for name, cell in stored["cells"].items() if name in named}
+    print(markdown(stored))
+    return 0
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="cells whose name has every WORD")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each cell")
+    parser.add_argument("--limit", type=float, default=0.0, metavar="SECONDS", help="begin no cell after these")
+    parser.add_argument("--write", action="store_true", help="keep the cells in benchmarks/results/")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+    return parser.parse_args()
+
+
+def held_for(cell: Cell, fp: Fingerprint) -> str:
+    """What a cell's figures depend on: device, kernel sources, and what the formulas give here."""
+    from autosel.native.compile import sources_digest
+
+    sources, given = [], []
+    for name in cell.kernels:
+        found = kernel(cell, name, fp)
+        if found is not None:
+            knobs = found.knobs(cell.workload, fp)
+            recipe = found.recipe(cell.workload, fp, knobs)
+            sources.append(sources_digest(recipe.source) if isinstance(recipe, NativeRecipe) else recipe.target)
+            given.append(taken(found, cell.workload, fp))
+    route = routed(cell.workload, fp, cell.kernels) if cell.kind == "route" else ""
+    return digest({"hw": fp.hw_id, "sources": sources, "given": given, "route": route})[:16]
+
+
+def results(device: str, fp: Fingerprint) -> Path:
+    folder = "cpu" if device == "cpu" else fp.name.lower().replace(" ", "-")
+    return ROOT / "benchmarks" / "results" / folder / "regret.json"
+
+
+def read(path: Path, fp: Fingerprint) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        found = {}
+    return {"device": fp.name, "hw_id": fp.hw_id, "date": time.strftime("%Y-%m-%d"), "cells": found.get("cells", {})}
+
+
+def keep(path: Path, stored: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

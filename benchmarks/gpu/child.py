@@ -1,0 +1,45 @@
+"""The stage's own process: units come by name on stdin, one a line; what they found goes back as lines of JSON.
+
+Everything else it says (a compiler, a library at import) goes to stderr, which the parent keeps in a log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+
+from autosel import fingerprint
+from autosel.errors import AutoselError
+from autosel.values import digest, to_json
+from benchmarks.gpu.scope import Scope
+from benchmarks.gpu.stages import stage
+
+
+def serve(name: str, scope: Scope) -> int:
+    """First a line that lists the units and says what their results hold for; then one for each unit asked for."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def reply(value: object) -> None:
+        replies.write(json.dumps(value) + "\n")
+
+    try:
+        work, fp = stage(name), fingerprint.take(scope.device)
+        held_for = digest({"scope": json.loads(scope.text), "env_id": fp.env_id})
+        shown = {"name": fp.name, "kind": fp.kind, "hw_id": fp.hw_id, "env_id": fp.env_id, "contended": fp.contended}
+        shown |= {"environment": to_json(fp.environment), "rates": {n: r.value for n, r in fp.rates.items()}}
+        reply({"listed": work.units(scope, fp), "key": held_for, "device": shown})
+    except AutoselError as error:
+        reply({"error": str(error)})
+        return 1
+    for line in sys.stdin:
+        print(f"== {line.rstrip()}", file=sys.stderr, flush=True)
+        try:
+            found = work.run(line.rstrip("\n"), scope, fp)
+        except Exception as error:  # a candidate's module may raise anything; it costs its unit
+            traceback.print_exc()
+            found = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        reply(found)
+    return 0

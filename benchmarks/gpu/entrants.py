@@ -1,0 +1,77 @@
+"""Which candidates there are at which workload, and how one is made ready to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autosel.candidates.base import Candidate
+from autosel.values import Accepted, Fingerprint, Knobs, NativeRecipe, Rejected, Scalar, Workload
+from benchmarks.gpu.scope import Scope
+
+if TYPE_CHECKING:
+    from autosel.models.workloads import Named
+    from autosel.race.contest import Entrant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A candidate at the first of the scope's workloads that it takes; `refused` says why it takes none."""
+
+    candidate: Candidate
+    workload: Workload
+    refused: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload.op} {self.candidate.name} {self.workload.dtype}"
+
+
+def entries(scope: Scope, fp: Fingerprint) -> list[Entry]:
+    """Every candidate of every op of the scope, in each of its dtypes."""
+    return [e for dtype in scope.dtypes for e in _of_dtype(scope, fp, scope.workloads(dtype=dtype))]
+
+
+def _of_dtype(scope: Scope, fp: Fingerprint, named: Sequence[Named]) -> Iterator[Entry]:
+    from autosel.candidates.registry import eligible
+
+    by_op: dict[str, list[Workload]] = {}
+    for one in named:
+        by_op.setdefault(one.workload.op, []).append(one.workload)
+    for workloads in by_op.values():
+        asked = {w.key: eligible(w, fp, scope.effort) for w in workloads}
+        for i, (candidate, first) in enumerate(asked[workloads[0].key]):
+            fit = next((w for w in workloads if isinstance(asked[w.key][i][1], Accepted)), None)
+            refused = first.reason if fit is None and isinstance(first, Rejected) else ""
+            yield Entry(candidate=candidate, workload=fit or workloads[0], refused=refused)
+
+
+def entrant(candidate: Candidate, w: Workload, fp: Fingerprint, knobs: Mapping[str, Scalar] | None = None) -> Entrant:
+    """The candidate compiled, as the race's instrument takes it; `knobs` replace those of the closed form."""
+    from autosel.native.compile import compile_source
+    from autosel.race.contest import Entrant
+
+    derived = candidate.knobs(w, fp)
+    settled = with_values(derived, knobs or {})
+    recipe = candidate.recipe(w, fp, settled)
+    digest = ""
+    if isinstance(recipe, NativeRecipe):
+        digest = compile_source(recipe.source, recipe.flags).digest
+    return Entrant(
+        candidate=candidate.name,
+        op=candidate.op,
+        recipe=recipe,
+        digest=digest,
+        knobs=settled.values,
+        writes_out=candidate.writes_out,
+    )
+
+
+def with_values(knobs: Knobs, values: Mapping[str, Scalar]) -> Knobs:
+    """The same knobs with some values replaced."""
+    from dataclasses import replace
+
+    unknown = set(values) - set(knobs.values)
+    assert not unknown, f"no knobs {sorted(unknown)}"
+    return Knobs(settings=tuple(replace(k, value=values.get(k.name, k.value)) for k in knobs.settings))

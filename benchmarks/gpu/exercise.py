@@ -1,0 +1,67 @@
+"""`python exercise.py SCOPE ENTRY CHECKS`: call one kernel on a share of its hostile cases, and compare what it gives.
+
+Run under a sanitizer. CHECKS: on a CPU, what the kernel is compiled to look for. The last line says how many cases.
+"""
+
+# ruff: noqa: E402  (the checkout first: this file is run by path)
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+from autosel import fingerprint
+from autosel.candidates.load import load
+from autosel.native.compile import compile_source
+from autosel.ops import OPS
+from autosel.ops.contract import Mismatch
+from autosel.parity.check import cases_of
+from autosel.race.device import same_layout
+from autosel.tuning.prove import proof_of
+from autosel.tuning.shortlist import way_of
+from autosel.values import NativeRecipe
+from benchmarks.gpu.entrants import entries
+from benchmarks.gpu.scope import Scope
+
+CASES = 8  # spread over the battery: every shape class, some hostile values
+
+
+def main(scope: Scope, name: str, checks: str) -> int:
+    torch.set_num_threads(1)
+    fp = fingerprint.take(scope.device)
+    entry = next(e for e in entries(scope, fp) if e.name == name)
+    way, op = way_of(entry.candidate, entry.workload, fp), OPS[entry.candidate.op]
+    recipe = way.recipe
+    assert isinstance(recipe, NativeRecipe)
+    if checks:
+        looked_for = (f"-fsanitize={checks}", "-fno-sanitize-recover=all", "-g", "-O1")
+        recipe = replace(recipe, flags=(*recipe.flags, *looked_for))
+    call = load(op, recipe, compile_source(recipe.source, recipe.flags).digest, way.knobs.values)
+    cases = cases_of(op, proof_of(way, entry.workload), fp)
+    cases = cases[:: max(1, len(cases) // CASES)]
+    for case in cases:
+        drawn = case.make(11)
+        inputs = {n: same_layout(v, scope.device) if isinstance(v, torch.Tensor) else v for n, v in drawn.items()}
+        outputs = [t.to(scope.device) for t in op.allocate(case.workload) if t is not None]
+        call(*op.arguments(inputs), *outputs)
+        if scope.on_gpu:
+            torch.cuda.synchronize()
+        written = {a.name: inputs[a.name] for a in op.args if a.role == "inout"}
+        left = iter(outputs)
+        got = [(written[n] if n in written else next(left)).cpu() for n in op.output_names]
+        found = op.verify(drawn, got)
+        if isinstance(found, Mismatch):
+            print(f"wrong: {case.name}: {found.check}: {found.reason}", file=sys.stderr)
+            return 1
+    print(f"{len(cases)} cases")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Scope.from_text(sys.argv[1]), sys.argv[2], sys.argv[3]))

@@ -1,0 +1,76 @@
+"""What a run has found, a file a stage: written whole after every unit, so that a kill costs the unit at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autosel.errors import AutoselError
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """A stage's results. `key` says what they hold for: scope, device, software, sources."""
+
+    stage: str
+    key: str
+    device: dict[str, Any]
+    scope: dict[str, Any]
+    git_sha: str
+    started: str  # UTC, ISO 8601
+    seconds: float = 0.0
+    listed: list[str] = field(default_factory=list)  # every unit there is
+    units: dict[str, dict[str, Any]] = field(default_factory=dict)  # those done, by name
+
+    @property
+    def undone(self) -> list[str]:
+        return [name for name in self.listed if name not in self.units]
+
+    @property
+    def failed(self) -> list[str]:
+        return [name for name, found in self.units.items() if not found["ok"]]
+
+
+class Kept:
+    """The output folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, name: str) -> Path:
+        """A file of the folder, which is made. Raises AutoselError where it cannot be written."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise AutoselError(f"cannot make {self.folder}", why=str(error), todo="--out DIR") from error
+        return self.folder / name
+
+    def read(self, stage: str) -> Record | None:
+        """What an earlier run left; None where there is nothing that can be read."""
+        try:
+            return Record(**json.loads((self.folder / f"{stage}.json").read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, record: Record) -> None:
+        self.write_text(f"{record.stage}.json", json.dumps(asdict(record), indent=1) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Whole or not at all."""
+        path = self.path(name)
+        descriptor, made = tempfile.mkstemp(dir=path.parent, prefix=f".{name}.")
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        Path(made).chmod(0o644)
+        Path(made).replace(path)
+
+    def records(self, stages: tuple[str, ...]) -> Iterator[Record]:
+        for stage in stages:
+            record = self.read(stage)
+            if record is not None:
+                yield record

@@ -1,0 +1,60 @@
+"""Stage 2: every candidate's whole proof, in a worker, as `tune` takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autosel.values import Failed, Fingerprint, NativeRecipe, to_json
+from benchmarks.gpu.entrants import Entry, entries
+from benchmarks.gpu.scope import Scope
+from benchmarks.gpu.stages import Found, Table
+
+UNIT_S = 900.0  # a proof's own deadline is 600 s
+
+
+def units(scope: Scope, fp: Fingerprint) -> list[str]:
+    """One for each candidate, dtype and op; a candidate that refuses every shape is a unit too, and says why."""
+    return [entry.name for entry in entries(scope, fp)]
+
+
+def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
+    from autosel.native.compile import compile_source
+    from autosel.parity.check import check
+    from autosel.tuning.prove import proof_of
+    from autosel.tuning.shortlist import way_of
+
+    entry = next(e for e in entries(scope, fp) if e.name == unit)
+    if entry.refused:
+        return {"ok": True, "outcome": "refused", "reason": entry.refused}
+    way = way_of(entry.candidate, entry.workload, fp)
+    if isinstance(way.recipe, NativeRecipe):
+        compile_source(way.recipe.source, way.recipe.flags)
+    found = check(proof_of(way, entry.workload), fp=fp, device=scope.device)
+    passed = not isinstance(found, Failed)
+    plain = to_json(found)
+    return {"ok": passed or _excused(entry), "outcome": "passed" if passed else "failed", **_told(plain), **plain}
+
+
+def _excused(entry: Entry) -> bool:
+    """PyTorch's own ways and installed libraries may fail: that is a finding, not a fault of ours."""
+    return entry.candidate.backend not in ("CPP", "CUDA_EXT", "CUTLASS", "TRITON")
+
+
+def _told(plain: dict[str, object]) -> dict[str, object]:
+    """A reason that says which check and case it was."""
+    return {"reason": f"{plain['check']} ({plain['case']}): {plain['reason']}"} if "check" in plain else {}
+
+
+def table(found: Mapping[str, Found]) -> Table:
+    rows = []
+    for name, one in sorted(found.items()):
+        if one.get("outcome") in ("passed", "failed"):
+            worst = f"{one['worst']:.2f}" if one["outcome"] == "passed" else ""
+            cases = str(one.get("cases", ""))
+            rows.append((*name.split(" "), one["outcome"], cases, worst, f"{one.get('seconds', 0):.1f}"))
+    refused = sum(one.get("outcome") == "refused" for one in found.values())
+    remarks = [f"{name}: {one['reason']}" for name, one in found.items() if one.get("outcome") == "failed"]
+    if refused:
+        remarks.append(f"{refused} candidates are not for this device or its shapes: parity.json says why")
+    columns = ("op", "candidate", "dtype", "outcome", "cases", "worst / bound", "s")
+    return Table(columns=columns, rows=tuple(rows), remarks=tuple(remarks))

@@ -1,0 +1,55 @@
+"""Stage 5: the closed forms against an exhaustive sweep, as benchmarks/bench_regret.py does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+
+from autosel.values import Fingerprint
+from benchmarks.gpu.scope import Scope
+from benchmarks.gpu.stages import Found, Table
+
+UNIT_S = 900.0  # on a GPU some knobs are compiled in: a build each
+
+
+def units(scope: Scope, fp: Fingerprint) -> list[str]:
+    """The cells that some kernel of ours takes here."""
+    from benchmarks import bench_regret as regret
+
+    found = [
+        c for c in regret.cells("cpu" if fp.kind == "cpu" else "cuda") if not scope.ops or c.workload.op in scope.ops
+    ]
+    return [c.name for c in found if any(regret.kernel(c, name, fp) for name in c.kernels)]
+
+
+def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
+    """One cell; always ok: a regret is a finding, and its goals are judged over all cells."""
+    from benchmarks import bench_regret as regret
+    from benchmarks.gpu.instrument import Timer
+
+    cell = next(c for c in regret.cells("cpu" if fp.kind == "cpu" else "cuda") if c.name == unit)
+    timer = Timer(fp, scope.device)
+    try:
+        return {"ok": True, **regret.measure(cell, timer, scope.cell_seconds, Random(7))}
+    except LookupError as error:
+        return {"ok": True, "left out": str(error)}
+    finally:
+        timer.close()
+
+
+def table(found: Mapping[str, Found]) -> Table:
+    from benchmarks import bench_regret as regret
+
+    measured = [one for one in found.values() if "regret" in one]
+    rows = []
+    for one in sorted(measured, key=lambda one: -one["regret"]):
+        between = f"{one['low']:.1%} .. {one['high']:.1%}"
+        shown = (f"{one['regret']:.1%}", between, f"{one['closed_us']:.1f}", f"{one['best_us']:.1f}")
+        rows.append((one["kind"], one["kernel"], one["workload"], *shown))
+    told = []
+    for kind, s in regret.summary(measured).items():
+        told.append(
+            f"{kind}: geomean {s['geomean']:.1%}, p95 {s['p95']:.1%}, worst {s['worst']:.1%} of {s['cells']:.0f}"
+        )
+    columns = ("kind", "kernel", "workload", "regret", "95 %", "closed us", "best us")
+    return Table(columns=columns, rows=tuple(rows), remarks=tuple(told))

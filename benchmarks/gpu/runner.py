@@ -1,0 +1,168 @@
+"""Run one stage: its units one by one in a child process, each within its deadline, each written down at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from autosel import settings
+from autosel.errors import AutoselError
+from benchmarks.gpu.kept import Kept, Record
+from benchmarks.gpu.scope import Scope
+from benchmarks.gpu.stages import stage
+
+MAIN = Path(__file__).with_name("__main__.py")
+START_S = 300.0  # imports, and on a device met for the first time its fingerprint
+
+
+def run_stage(
+    name: str, scope: Scope, kept: Kept, *, budget_s: float = 0.0, fresh: bool = False, unit_s: float = 0.0
+) -> Record:
+    """Go on with a stage until it is done or its budget is spent (0: until it is done).
+
+    A unit that outlives its deadline, or whose process dies, has failed; the next one starts in a new process. Raises
+    AutoselError where the stage cannot begin.
+    """
+    started, unit_s = time.monotonic(), unit_s or stage(name).UNIT_S
+    end = started + budget_s if budget_s else float("inf")
+    with Child(name, scope, kept) as child:
+        first = child.hear(START_S)
+        if first is None or "error" in first:
+            why = first["error"] if first else f"see {child.log}"
+            raise AutoselError(f"stage {name} cannot begin", why=why)
+        record = _resumed(name, scope, kept, first, fresh)
+        before = record.seconds
+        for unit in record.undone:
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            done = len(record.units)
+            _tell(f"[{name}] {done + 1}/{len(record.listed)}  {unit}")
+            record.units[unit] = child.ask(unit, min(unit_s, left))
+            if record.units[unit].get("cut short") and left < unit_s:  # the stage's end, not the unit's own fault
+                del record.units[unit]
+                break
+            record.seconds = round(before + time.monotonic() - started, 1)
+            kept.write(record)
+    kept.write(record)
+    return record
+
+
+def _resumed(name: str, scope: Scope, kept: Kept, first: dict[str, Any], fresh: bool) -> Record:
+    """What an earlier run found, if it holds for this scope, device and software; else an empty record."""
+    old = kept.read(name)
+    if old is not None and old.key == first["key"] and not fresh:
+        return replace(old, listed=first["listed"])
+    return Record(
+        stage=name,
+        key=first["key"],
+        device=first["device"],
+        scope=json.loads(scope.text),
+        git_sha=git_sha(),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        listed=first["listed"],
+    )
+
+
+class Child:
+    """The stage's process, started anew whenever it is gone."""
+
+    def __init__(self, name: str, scope: Scope, kept: Kept) -> None:
+        self.command = [sys.executable, "-P", str(MAIN), "--serve", name, "--scope", scope.text]
+        self.log = kept.path(f"{name}.log")
+        self.process: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def ask(self, unit: str, deadline_s: float) -> dict[str, Any]:
+        """What the unit found, or that it did not come to an end."""
+        if self.process is None:
+            self._start()
+            self.hear(START_S)
+        assert self.process is not None
+        assert self.process.stdin is not None
+        started = time.monotonic()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(unit.encode() + b"\n")
+            self.process.stdin.flush()
+        found = self.hear(deadline_s)
+        taken = round(time.monotonic() - started, 2)
+        if found is not None:
+            return {**found, "seconds": taken}
+        late = self.process.poll() is None
+        why = f"took longer than {deadline_s:.0f} s" if late else f"its process ended: {_ending(self.process)}"
+        self.close()
+        return {"ok": False, "error": why, "seconds": taken, **({"cut short": True} if late else {})}
+
+    def hear(self, deadline_s: float) -> dict[str, Any] | None:
+        """The next line; None at the deadline, or when the process is gone."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        until, line = time.monotonic() + deadline_s, b""
+        descriptor = self.process.stdout.fileno()
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                return None
+            more = os.read(descriptor, 1 << 16)
+            if not more:
+                self.process.wait()
+                return None
+            line += more
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=settings.passed_to_children(),
+                start_new_session=True,  # its own compilers and sanitizers go with it
+            )
+
+    def close(self) -> None:
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+        self.process.wait()
+        self.process = None
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    code = process.wait()
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def git_sha() -> str:
+    """Of the checkout, `-dirty` where it was edited; "" without git."""
+    command = ["git", "-C", str(MAIN.parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

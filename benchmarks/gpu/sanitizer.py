@@ -1,0 +1,92 @@
+"""Stage 3: every kernel of ours under checkers that see what results do not show.
+
+On CUDA compute-sanitizer's four tools: accesses out of bounds, races in shared memory, reads of what nobody wrote,
+barriers that not all threads reach. On a CPU the compiler's: addresses and undefined behaviour.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from autosel import settings
+from autosel.values import Fingerprint
+from benchmarks.gpu.entrants import Entry, entries
+from benchmarks.gpu.scope import Scope
+from benchmarks.gpu.stages import Found, Table
+
+UNIT_S = 900.0  # a sanitizer slows a kernel by a hundred times, and Python's start with it
+CUDA_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+CPU_TOOLS = ("address,undefined",)
+FOUND = 9  # the exit code by which compute-sanitizer says that it found something
+SAID = 20  # lines of a report that are kept
+EXERCISE = Path(__file__).with_name("exercise.py")
+
+
+def units(scope: Scope, fp: Fingerprint) -> list[str]:
+    """A tool on a kernel of each source of ours that is compiled and is for this device."""
+    tools = CUDA_TOOLS if scope.on_gpu else CPU_TOOLS
+    return [f"{tool} {e.name}" for e in entries(scope, fp) if _native(e) for tool in tools]
+
+
+def _native(entry: Entry) -> bool:
+    return not entry.refused and entry.candidate.backend in ("CPP", "CUDA_EXT", "CUTLASS")
+
+
+def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
+    """Hostile cases of the kernel under the tool, in a process of its own, each result compared."""
+    tool, _, name = unit.partition(" ")
+    command = [sys.executable, "-P", str(EXERCISE), scope.text, name, "" if scope.on_gpu else tool]
+    environment = settings.passed_to_children()
+    if scope.on_gpu:
+        checker = find_sanitizer()
+        if checker is None:
+            return {"ok": False, "error": "compute-sanitizer not found; it comes with the CUDA toolkit"}
+        command = [checker, "--tool", tool, "--error-exitcode", str(FOUND), *command]
+        environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # a tensor must be an allocation, or no bound is seen
+    else:
+        environment |= {"LD_PRELOAD": _library("libasan.so"), "ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    said = (done.stdout + done.stderr).strip().splitlines()
+    last = said[-1] if said else ""
+    if done.returncode == 0:
+        return {"ok": True, "outcome": "clean", "cases": int(last.split()[0]) if last.split()[:1] else 0}
+    # compute-sanitizer's lines, the compiler's, or the exercise's own words about a wrong result
+    telling = [
+        line for line in said if "=====" in line or "ERROR" in line or "runtime error" in line or "wrong" in line
+    ]
+    reason = next((line.strip("= ") for line in telling if line.strip("= ")), last)
+    return {"ok": False, "outcome": "found", "reason": reason[:300], "said": (telling or said)[:SAID]}
+
+
+def find_sanitizer() -> str | None:
+    """On PATH, or beside nvcc."""
+    from autosel.native.cuda import find_nvcc
+
+    found = shutil.which("compute-sanitizer")
+    nvcc = find_nvcc()
+    beside = nvcc.home / "bin" / "compute-sanitizer" if nvcc else None
+    return found or (str(beside) if beside is not None and os.access(beside, os.X_OK) else None)
+
+
+def _library(name: str) -> str:
+    """A library of the compiler's own."""
+    from autosel.native.compile import find_compiler
+
+    compiler = find_compiler()
+    assert compiler is not None  # else no candidate of this stage is eligible
+    asked = [compiler.path, f"-print-file-name={name}"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def table(found: Mapping[str, Found]) -> Table:
+    rows = []
+    for name, one in sorted(found.items(), key=lambda item: item[0].split(" ")[1:]):
+        tool, op, candidate, dtype = name.split(" ")
+        outcome = one.get("outcome", "not run")
+        rows.append((op, candidate, dtype, tool, outcome, str(one.get("cases", "")), f"{one.get('seconds', 0):.1f}"))
+    return Table(columns=("op", "kernel", "dtype", "tool", "outcome", "cases", "s"), rows=tuple(rows))

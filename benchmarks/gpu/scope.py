@@ -1,0 +1,96 @@
+"""What a run goes through: the device, the model whose shapes are used, how much of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from autosel.errors import UnknownName, UsageError
+from autosel.values import DTypeName
+
+if TYPE_CHECKING:
+    from autosel.models.workloads import Named
+
+CPU_OPS = ("rmsnorm", "swiglu", "rope")  # what a dry run tunes: seconds each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """Everything a stage's units depend on beside the device and the sources: plain JSON."""
+
+    device: str
+    model: str
+    ops: tuple[str, ...]  # empty: all
+    dtypes: tuple[DTypeName, ...]  # of parity and the sanitizer; the others take the model's own
+    batches: tuple[int, ...]
+    seq: int
+    layers: int  # of the decode run; 0: all
+    iters: int
+    tuned_ops: tuple[str, ...]  # empty: all
+    effort: str  # full: torch.compile too
+    cell_seconds: float  # of the bench and of a regret cell
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @staticmethod
+    def from_text(text: str) -> Scope:
+        plain = json.loads(text)
+        return Scope(**{name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()})
+
+    def workloads(self, *, batches: tuple[int, ...] | None = None, dtype: DTypeName | None = None) -> tuple[Named, ...]:
+        """The workloads of a decode step and of prefill at each batch, each once."""
+        from autosel import models
+        from autosel.models.workloads import ASKED_OPS, STEP_OPS, step
+
+        model, found = models.load(self.model), {}
+        for batch in batches or self.batches:
+            for named in step(model, batch=batch, context=self.seq, dtype=dtype, ops=(*STEP_OPS, *ASKED_OPS)):
+                if not self.ops or named.workload.op in self.ops:
+                    found.setdefault(named.workload.key, named)
+        return tuple(found.values())
+
+
+def scope_of(options: argparse.Namespace) -> Scope:
+    """The whole of it on a GPU; on the CPU enough to run every line. Raises UnknownName for an op nobody has."""
+    from autosel.candidates.registry import op_name
+
+    dry, ops = options.device == "cpu", tuple(dict.fromkeys(op_name(name) for name in options.op))
+    return Scope(
+        device=options.device,
+        model=options.model or ("llama-1b" if dry else "llama-8b"),
+        ops=ops,
+        dtypes=tuple(options.dtype) or (("bf16",) if dry else ("bf16", "fp16", "fp32")),
+        batches=(1,) if dry else (1, 8, 64),
+        seq=options.seq or (1024 if dry else 8192),
+        layers=options.layers or (2 if dry else 0),
+        iters=20 if dry else 100,
+        tuned_ops=ops or (CPU_OPS if dry else ()),
+        effort="quick" if dry else "full",
+        cell_seconds=1.5 if dry else 4.0,
+    )
+
+
+def refuse_absent_device(device: str) -> None:
+    """Raises UsageError on a host without the GPU, UnknownName for a device of another kind."""
+    if device == "cpu":
+        return
+    if not re.fullmatch(r"cuda(:\d+)?", device):
+        raise UnknownName("device", device, ("cuda", "cuda:N", "cpu"))
+    import torch
+
+    dry = "./run gpu --device cpu runs every stage on the CPU instead"
+    if not torch.cuda.is_available():
+        built = f"torch {torch.__version__}" + ("" if torch.version.cuda else ", a build without CUDA")
+        raise UsageError("no GPU found", why=f"no CUDA device answers ({built})", todo=dry)
+    number = int(device.partition(":")[2] or 0)
+    if number >= torch.cuda.device_count():
+        raise UsageError(f"no GPU {number}", why=f"CUDA shows {torch.cuda.device_count()}", todo="--device cuda:0")

@@ -1,0 +1,77 @@
+"""The tables of all stages, as text for a terminal and as Markdown for a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from textwrap import wrap
+
+from benchmarks.gpu.kept import Kept, Record
+from benchmarks.gpu.scope import Scope
+from benchmarks.gpu.stages import NAMES, Table, stage
+
+WIDTH = 100
+
+
+def write_summary(kept: Kept, scope: Scope) -> tuple[str, bool]:
+    """Write summary.txt and summary.md over every stage there is a record of; (the text, did all of it go well?)."""
+    records = list(kept.records(NAMES))
+    tables = {record.stage: stage(record.stage).table(record.units) for record in records}
+    text = "\n\n".join([_head(records), *(_as_text(r, tables[r.stage]) for r in records)])
+    kept.write_text("summary.txt", text + "\n")
+    kept.write_text("summary.md", "\n\n".join(_pages(records, tables)) + "\n")
+    return text, all(not record.failed and not record.undone for record in records)
+
+
+def _head(records: Sequence[Record]) -> str:
+    if not records:
+        return "nothing was run"
+    device = records[0].device
+    shown = ", ".join(sorted({r.git_sha[:12] for r in records if r.git_sha})) or "no git"
+    return f"{device['name']}   hw_id {device['hw_id'][:12]}   sources {shown}"
+
+
+def state(record: Record) -> str:
+    """In words: how many units, how many of them failed, how many were left."""
+    told = [f"{len(record.units)} of {len(record.listed)} units", f"{record.seconds:.0f} s"]
+    told += [f"{len(record.failed)} failed"] if record.failed else []
+    told += [f"{len(record.undone)} left: the same command continues"] if record.undone else []
+    return ", ".join(told)
+
+
+def problems(record: Record) -> Iterator[str]:
+    for name in record.failed:
+        found = record.units[name]
+        yield f"failed: {name}: {found.get('error') or found.get('reason') or 'see the JSON'}"
+
+
+def _as_text(record: Record, table: Table) -> str:
+    lines = [f"{record.stage}   {state(record)}"]
+    if table.rows:
+        widths = [max(len(row[i]) for row in (table.columns, *table.rows)) for i in range(len(table.columns))]
+        for row in (table.columns, *table.rows):
+            lines.append("  " + "  ".join(_cell(row, i, widths) for i in range(len(row))).rstrip())
+    for remark in (*table.remarks, *problems(record)):
+        lines += wrap(remark, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _cell(row: Sequence[str], i: int, widths: Sequence[int]) -> str:
+    """Figures to the right, words to the left."""
+    figure = row[i][:1].isdigit() or row[i][:1] in ("-", "+")
+    return row[i].rjust(widths[i]) if figure else row[i].ljust(widths[i])
+
+
+def _pages(records: Sequence[Record], tables: dict[str, Table]) -> Iterator[str]:
+    yield f"# {_head(records)}"
+    for record in records:
+        table = tables[record.stage]
+        yield f"## {record.stage}\n\n{state(record)}; started {record.started}"
+        if table.rows:
+            lines = [_row(table.columns), "|" + " --- |" * len(table.columns), *map(_row, table.rows)]
+            yield "\n".join(lines)
+        for remark in (*table.remarks, *problems(record)):
+            yield remark.replace("\n", " ")
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,25 @@
+"""A verb of autosel in a process of its own, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from autosel import settings
+
+
+def verb(*words: str, allowed: tuple[int, ...] = (0,)) -> dict[str, Any]:
+    """The JSON it prints (the last document of several); `error` where it exits with another code than `allowed`."""
+    command = [sys.executable, "-P", "-m", "autosel.cli.main", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=settings.passed_to_children(), check=False)
+    print(done.stderr, file=sys.stderr)
+    if done.returncode not in allowed:
+        last = done.stderr.strip().splitlines()[-3:]
+        return {"error": f"exit code {done.returncode}: {' '.join(line.strip() for line in last)}"}
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
