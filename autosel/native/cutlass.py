@@ -56,6 +56,10 @@ def why_not() -> str:
 
 
 def flags() -> tuple[str, ...]:
-    """For nvcc; system headers, so that their warnings are not taken for ours. Empty where there are none."""
+    """For nvcc. Empty where there are no headers.
+
+    System headers, so that their warnings are not taken for ours; host code, which only launches, optimised little: its
+    templates take g++ as long as the kernel takes nvcc.
+    """
     found = find_headers()
-    return ("--expt-relaxed-constexpr", "-isystem", str(found.include)) if found else ()
+    return ("--expt-relaxed-constexpr", "-Xcompiler", "-O1", "-isystem", str(found.include)) if found else ()

@@ -36,7 +36,7 @@
 
 namespace autosel {
 
-// With nvcc the host's pass compiles these too, and never calls them.
+// Not nvcc's pass for the host, which has no such instructions, and would take 20 s more to compile what it never calls.
 #if defined(__CUDA_ARCH__) || !defined(__CUDACC__)
 #define AUTOSEL_RUNS 1
 #endif
@@ -116,6 +116,7 @@ struct Parts {
   unsigned* counters;    // [tile]
 };
 
+#ifdef AUTOSEL_RUNS
 // The CTA's tile: groups of kGroup tiles of w, in them one tile of x after the other.
 __device__ __forceinline__ void place(const Parts& parts, int64_t& down, int64_t& across) {
   const int64_t whole = kGroup * parts.across, group = int64_t(blockIdx.x) / whole, in = int64_t(blockIdx.x) % whole;
@@ -189,7 +190,7 @@ __device__ __forceinline__ void store_tile(const Operands& o, int64_t n0, int64_
   }
 }
 
-__global__ void __launch_bounds__(kThreads) product_tiles(Operands o, Parts parts) {
+__device__ __forceinline__ void multiply_tile(const Operands& o, const Parts& parts) {
   release_dependents();
   int64_t down, across;
   place(parts, down, across);
@@ -243,6 +244,14 @@ __global__ void __launch_bounds__(kThreads) product_tiles(Operands o, Parts part
   __syncthreads();
   if (parts.split > 1 && !join(parts, down * parts.across + across, sums)) return;
   store_tile(o, n0, m0, sums, mine.partition_C(make_identity_tensor(cute::Shape<Int<kRows>, Int<kColumns>>{})));
+}
+
+#endif
+
+__global__ void __launch_bounds__(kThreads) product_tiles(Operands o, Parts parts) {
+#ifdef AUTOSEL_RUNS
+  multiply_tile(o, parts);
+#endif
 }
 
 // --- host ------------------------------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,8 +15,9 @@ from typing import Any
 
 from autosel import resources, settings
 from autosel.native import cutlass
-from autosel.native.compile import find_compiler, sources_digest
-from autosel.native.cuda import find_nvcc, target_flags
+from autosel.native.compile import _command, find_compiler, source_digest, sources_digest
+from autosel.native.cuda import find_nvcc
+from autosel.values import NativeRecipe
 from tests.compile.emulate import FLAGS, HERE, includes
 from tests.compile.machine_code import _usage, disassembler
 
@@ -40,40 +41,36 @@ class Kernel:
 class Compiled:
     kernels: tuple[Kernel, ...]
     advice: tuple[str, ...]  # what ptxas warned of
-    seconds: float
+    seconds: float  # of one core
 
 
-def compiled(source: str, cc: tuple[int, int], *macros: str) -> Compiled:
-    """kernels/cutlass/<source>.cu for one target with these macros (NAME=VALUE)."""
-    nvcc, headers = find_nvcc(), cutlass.find_headers()
-    assert nvcc is not None
-    assert headers is not None
-    flags = ["-std=c++17", "-O3", *target_flags(cc), *(f"-D{m}" for m in macros)]
-    parts = (Path(__file__).read_text(), sources_digest(f"cutlass/{source}.cu"), nvcc.version, headers.text, *flags)
+def compiled(recipe: NativeRecipe) -> Compiled:
+    """What compile_source makes of a recipe, by the same command: device code, host code, link."""
+    parts = (Path(__file__).read_text(), source_digest(recipe.source, recipe.flags))
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    kept = settings.home() / "machine-code" / f"{source}-{digest}.json"
+    kept = settings.home() / "machine-code" / f"{recipe.entry}-{digest}.json"
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        found = _compiled(nvcc.path, resources.kernels() / "cutlass" / f"{source}.cu", flags)
-        kept.write_text(json.dumps(asdict(found)))
+        kept.write_text(json.dumps(asdict(_compiled(recipe))))
     told = json.loads(kept.read_text())
     kernels = tuple(Kernel(**k) for k in told["kernels"])
     return Compiled(kernels=kernels, advice=tuple(told["advice"]), seconds=told["seconds"])
 
 
-def _compiled(nvcc: str, source: Path, flags: list[str]) -> Compiled:
-    headers = [*(i for i in includes() if i.startswith("-I")), *cutlass.flags()]
-    started = time.monotonic()
+def _compiled(recipe: NativeRecipe) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        command = [nvcc, *flags, *headers, "-Xptxas", "-v", "-cubin", str(source), "-o", str(cubin)]
+        told = (*recipe.flags, "-Xptxas", "-v", "-keep", "-keep-dir", folder)
+        command = _command(resources.kernels() / recipe.source, told, Path(folder) / "kernel.so")
+        before = os.times()
         done = subprocess.run(command, capture_output=True, text=True, timeout=290)
-        assert done.returncode == 0, done.stderr[:4000]
-        seconds = time.monotonic() - started
-        code = _opcodes(cubin)
-    usage = {name: {k: v for k, v in used.items() if k != "shared_bytes"} for name, used in _usage(done.stderr).items()}
+        assert done.returncode == 0, (done.stdout + done.stderr)[:4000]
+        after = os.times()
+        seconds = after.children_user + after.children_system - before.children_user - before.children_system
+        code = _opcodes(next(Path(folder).glob("*.cubin")))
+    said = done.stdout + done.stderr
+    usage = {name: {k: v for k, v in used.items() if k != "shared_bytes"} for name, used in _usage(said).items()}
     kernels = tuple(Kernel(name=name, **used, instructions=code.get(name, {})) for name, used in usage.items())
-    advice = tuple(re.findall(r"\(C\d+\)[^\n]{0,120}|[Pp]otential [Pp]erformance [Ll]oss[^\n]{0,120}", done.stderr))
+    advice = tuple(re.findall(r"\(C\d+\)[^\n]{0,120}|[Pp]otential [Pp]erformance [Ll]oss[^\n]{0,120}", said))
     return Compiled(kernels=kernels, advice=advice, seconds=seconds)
 
 
