@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 
 from autosel.candidates import cpp, cuda, cutlass, triton
 from autosel.candidates.base import Candidate
@@ -12,6 +13,7 @@ from autosel.candidates.inductor import INDUCTOR
 from autosel.candidates.plugins import load_allowed
 from autosel.candidates.torch import BASELINES, TORCH
 from autosel.candidates.user import from_target, registered
+from autosel.candidates.user_source import from_source, is_source
 from autosel.errors import UnknownName
 from autosel.values import Fingerprint, Rejected, Support, Workload
 
@@ -41,7 +43,16 @@ def find(op: str, name: str) -> Candidate:
 
 
 def named(op: str, target: str) -> Candidate:
-    """One of autosel's by its name, else a user's by `module:function`. Raises UnknownName, UsageError, BadConfig."""
+    """One of autosel's by its name, else a user's: `module:function`, `file.py:function`, or a C++ or CUDA file.
+
+    Raises UnknownName, UsageError, BadConfig.
+    """
+    if is_source(target):
+        return from_source(target, op_name(op))
+    file, _, function = target.rpartition(":")
+    if file.endswith(".py"):
+        path = Path(file).expanduser().resolve()
+        return from_target(f"{path.stem}:{function}", op_name(op), folder=path.parent)
     known = {c.name for c in all_candidates(op)}
     if target in known or target.partition(":")[0] in {name.partition(":")[0] for name in known}:
         return find(op, target)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -20,9 +23,9 @@ from autosel.cli.options import (
     seq_option,
     verb,
 )
-from autosel.cli.output import emit_json, error_json, microseconds, ratio, report, table
+from autosel.cli.output import bandwidth, bytes_text, emit_json, error_json, microseconds, ratio, report, table
 from autosel.errors import AutoselError, ParityError, TooNoisy, UnknownName, UsageError
-from autosel.values import DTypeName, Failed, Fingerprint, to_json
+from autosel.values import Accepted, DTypeName, Failed, Fingerprint, NativeRecipe, Workload, to_json
 
 if TYPE_CHECKING:
     from autosel.candidates.base import Candidate
@@ -34,16 +37,25 @@ EXAMPLES = (
     "race rmsnorm --candidate mykernels:fast_rmsnorm",
     'race rmsnorm --candidate mykernels:fast_rmsnorm --case "random M2 d512"',
     "race gemv --candidate cpp:gemv --model qwen3-8b",
+    "race rmsnorm --candidate kernel.cpp --shape M1.d2048 --watch",
 )
 
 
 @verb("race", *EXAMPLES)
 @click.argument("op")
-@click.option("--candidate", "target", required=True, metavar="WHO", help="module:function, or a name as cpp:rmsnorm")
+@click.option(
+    "--candidate",
+    "target",
+    required=True,
+    metavar="WHO",
+    help="module:function, FILE.py:function, FILE.cpp, FILE.cu, or a name as cpp:rmsnorm",
+)
 @model_option
 @dtype_option()
 @batch_option
 @seq_option
+@click.option("--shape", "shapes", multiple=True, metavar="DIMS", help="this shape, as M1.d2048; repeatable")
+@click.option("--watch", is_flag=True, help="race again whenever the source is saved, until Ctrl-C")
 @click.option("--case", default="", metavar="NAME", help="only this case of parity: what was expected, what came")
 @click.option(
     "--deadline",
@@ -61,6 +73,8 @@ def race_command(
     dtype: DTypeName | None,
     batch: int,
     seq: int,
+    shapes: Sequence[str],
+    watch: bool,
     case: str,
     deadline: float,
     seed: int | None,
@@ -76,26 +90,151 @@ def race_command(
     from autosel.models.workloads import step
     from autosel.pipeline import try_candidate
 
-    named = step(models.load(model), batch=batch, context=seq, dtype=dtype, ops=[op])
+    shape_ = models.load(model)
+    named = (
+        _shaped(op, shapes, dtype or shape_.dtype)
+        if shapes
+        else step(shape_, batch=batch, context=seq, dtype=dtype, ops=[op])
+    )
     if not named:
         raise UsageError(f"{model} does not run {op}", todo="choose another --model")
-    candidate = registry.named(op, target)
+    registry.named(op, target)
     fp = fingerprint.take("cpu")
-    if case:
-        said = reproduce_case(candidate, named, fp, case)
-        emit_json({"passed": said}) if as_json else click.echo(said)
-        return
-    with Progress() as progress:
-        tried = list(try_candidate(candidate, named, fp, progress, seed, call_deadline_s=deadline))
-    failure = judge(tried, again_command(click.get_current_context()))
-    if as_json:
-        races = [_document(t) for t in tried]
-        emit_json({"op": op, "candidate": candidate.name, "races": races, "error": failure and error_json(failure)})
-    else:
+    again = again_command(click.get_current_context())
+
+    def once() -> AutoselError | None:
+        candidate = registry.named(op, target)  # anew: what it says of itself may have been edited too
+        if case:
+            said = reproduce_case(candidate, named, fp, case)
+            emit_json({"passed": said}) if as_json else click.echo(said)
+            return None
+        with Progress() as progress:
+            tried = list(try_candidate(candidate, named, fp, progress, seed, call_deadline_s=deadline))
+        failure = judge(tried, again)
+        if as_json:
+            races = [_document(t) for t in tried]
+            emit_json({"op": op, "candidate": candidate.name, "races": races, "error": failure and error_json(failure)})
+            return failure
         click.echo(table(HEADERS, [_row(t, candidate.name) for t in tried], right=(3,), wrap=1))
+        for t in tried:
+            for line in explanation(t, candidate.name, built_log(candidate, t.named.workload, fp)):
+                click.echo(f"  {line}")
+        return failure
+
+    if watch:
+        keep_racing(lambda: sources(registry.named(op, target)), once)
+    failure = once()
     if failure is not None:
         report(failure)
         raise click.exceptions.Exit(failure.exit_code)
+
+
+def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName) -> tuple[Named, ...]:
+    """The workloads of `--shape M1.d2048`. Raises UsageError naming the op's dimensions."""
+    from autosel import ops
+    from autosel.models.workloads import Named
+
+    contract, found = ops.find(op), []
+    for text in shapes:
+        told = re.findall(r"([A-Za-z]+)(\d{1,12})", text)
+        sizes = {name: int(size) for name, size in told if int(size)}
+        written = re.fullmatch(r"[A-Za-z]+\d{1,12}([. ][A-Za-z]+\d{1,12})*", text)
+        if not written or len(told) != len(sizes) or set(sizes) != set(contract.dim_names):
+            raise UsageError(
+                f"--shape {text}",
+                why=f"{contract.name} has the dimensions {', '.join(contract.dim_names)}",
+                todo=f"--shape {'.'.join(f'{n}64' for n in contract.dim_names)}",
+            )
+        w = contract.workload(dtype, sizes)
+        found.append(Named(workload=w, label=contract.label(w), calls_per_step=1))
+    return tuple(found)
+
+
+# --- edit, save, verdict ----------------------------------------------------------------------------------------------
+
+LOOK_EVERY_S = 0.2
+
+
+def sources(candidate: Candidate) -> tuple[Path, ...]:
+    """The files whose change asks for another race. Raises UsageError for a candidate that has none to edit."""
+    from autosel.candidates.user import UserCandidate
+    from autosel.candidates.user_source import UserSource
+
+    if isinstance(candidate, UserSource):
+        return tuple(sorted(p for p in candidate.file.parent.iterdir() if p.suffix in (".cpp", ".cu", ".h", ".cuh")))
+    if isinstance(candidate, UserCandidate) and candidate.path:
+        return (Path(candidate.path).joinpath(*candidate.target.partition(":")[0].split(".")).with_suffix(".py"),)
+    raise UsageError(f"--watch with {candidate.name}", why="it is no file of yours", todo="name a file to edit")
+
+
+def keep_racing(files: Callable[[], Sequence[Path]], once: Callable[[], AutoselError | None]) -> NoReturn:
+    """Race, and again after each save, until Ctrl-C; what goes wrong is said and waits for the next save."""
+    seen: tuple[tuple[str, int, int], ...] | None = None
+    while True:
+        stamp = _stamp(files) or seen
+        if stamp != seen:
+            seen = stamp
+            try:
+                failure = once()
+            except AutoselError as error:
+                failure = error
+            if failure is not None:
+                report(failure)
+            click.echo("waiting for the next save; Ctrl-C ends", err=True)
+        time.sleep(LOOK_EVERY_S)
+
+
+def _stamp(files: Callable[[], Sequence[Path]]) -> tuple[tuple[str, int, int], ...] | None:
+    """Names, times and sizes; None while an editor has the file away."""
+    try:
+        return tuple((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in files())
+    except (OSError, AutoselError):
+        return None
+
+
+# --- why --------------------------------------------------------------------------------------------------------------
+
+
+def built_log(candidate: Candidate, w: Workload, fp: Fingerprint) -> str:
+    """What the compiler said of it; "" for what is not compiled."""
+    from autosel.native.compile import find_artefact, source_digest
+
+    if not isinstance(candidate.supports(w, fp), Accepted):
+        return ""
+    recipe = candidate.recipe(w, fp, candidate.knobs(w, fp))
+    if not isinstance(recipe, NativeRecipe):
+        return ""
+    with suppress(AutoselError):
+        artefact = find_artefact(source_digest(recipe.source, recipe.flags))
+        return artefact.log if artefact else ""
+    return ""
+
+
+def explanation(tried: Tried, name: str, log: str) -> list[str]:
+    """Below a workload's row: resources, what the candidate and the baseline reached, why the verdict."""
+    from autosel import ops
+    from autosel.candidates.user_source import resources_in
+
+    lines = [f"resources  {told}"] if (told := resources_in(log)) else []
+    verdict, w = tried.verdict, tried.named.workload
+    own = verdict.timings.get(name) if verdict else None
+    if verdict is None or own is None:
+        return lines
+    op = ops.find(w.op)
+    moved, flops = op.bytes_moved(w), op.flops(w)
+    base = next(t for c, t in verdict.timings.items() if c != name)
+    for who, t in ((name, own), ("baseline", base)):
+        share = (
+            f", {moved / (t.median_us * 1e-6) / verdict.read_bytes_per_s:.0%} of it" if verdict.read_bytes_per_s else ""
+        )
+        rate = f"{bytes_text(moved)} in {microseconds(t.median_us)} us = {bandwidth(moved / (t.median_us * 1e-6))}"
+        lines.append(f"reached    {who}: {rate}{share}; {flops / (t.median_us * 1e3):.3g} GFLOP/s")
+    if verdict.read_bytes_per_s:
+        lines.append(
+            f"ceiling    {bandwidth(verdict.read_bytes_per_s)} read from memory beside this race (caches read faster)"
+        )
+    lines.append(f"verdict    {verdict.outcome}: {verdict.reason}")
+    return lines
 
 
 def reproduce_case(candidate: Candidate, named: Sequence[Named], fp: Fingerprint, case: str) -> str:
@@ -111,7 +250,7 @@ def reproduce_case(candidate: Candidate, named: Sequence[Named], fp: Fingerprint
 def again_command(ctx: click.Context) -> str:
     """This race's command."""
     words = [settings.spelling(), "race", str(ctx.params["op"]), "--candidate", str(ctx.params["target"])]
-    return " ".join([*words, *given_options(ctx, ("model", "dtype", "batch", "seq"))])
+    return " ".join([*words, *given_options(ctx, ("model", "dtype", "batch", "seq", "shapes"))])
 
 
 HEADERS = ("op", "workload", "outcome", "time us", "vs baseline", "parity", "roofline")

@@ -1,0 +1,106 @@
+"""A user's own kernel in C++ or CUDA: a file that exports one function through tvm-ffi, raced like any other.
+
+    #include "tensor.h"
+    using autosel::TensorView;
+    static void mine(TensorView x, TensorView weight, double eps, double offset, TensorView y) { ... }
+    TVM_FFI_DLL_EXPORT_TYPED_FUNC(mine, mine);
+
+It takes the op's arguments, then its outputs (autosel/ops/<op>.py lists both). What lies in kernels/cpu/ and
+kernels/cuda/ can be included by name: tensor.h, simd.h, launch.cuh. AUTOSEL_BF16, _FP16 or _FP32 says the dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from autosel import resources
+from autosel.candidates.base import Candidate
+from autosel.errors import BadConfig, UsageError
+from autosel.knobs.cpu.facts import ISA_FLAGS
+from autosel.knobs.cpu.facts import facts as cpu_facts
+from autosel.knobs.gpu.facts import facts as gpu_facts
+from autosel.native import cuda
+from autosel.native.compile import NO_COMPILER, find_compiler
+from autosel.values import Accepted, Backend, Fingerprint, Knobs, NativeRecipe, Recipe, Rejected, Support, Workload
+
+SUFFIXES = (".cpp", ".cc", ".cu")
+MOST_BYTES = 4 << 20
+_EXPORT = re.compile(r"^\s*TVM_FFI_DLL_EXPORT_TYPED_FUNC\(\s*(\w+)", re.MULTILINE)
+
+
+class UserSource(Candidate):
+    """`user:<file>`: the kernel `entry` of a source file. The file is read anew at every build."""
+
+    backend: Backend = "USER"
+
+    def __init__(self, op: str, file: Path, entry: str) -> None:
+        self.op, self.file, self.entry, self.name = op, file, entry, f"user:{file.name}"
+
+    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+        kind = "cuda" if self.file.suffix == ".cu" else "cpu"
+        if fp.kind != kind:
+            return Rejected(reason=f"a {kind.upper()} source; the device is a {'CPU' if fp.kind == 'cpu' else 'GPU'}")
+        if find_compiler() is None:
+            return Rejected(reason=NO_COMPILER)
+        why = cuda.why_not(gpu_facts(fp).cc) if kind == "cuda" else ""
+        return Rejected(reason=why) if why else Accepted()
+
+    def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
+        if self.file.suffix == ".cu":
+            target = (*cuda.target_flags(gpu_facts(fp).cc), "-Xptxas", "-v")
+        else:
+            target = ISA_FLAGS[cpu_facts(fp).isa]
+        return NativeRecipe(source=str(self.file), entry=self.entry, flags=(*target, *own_flags(self.file, w.dtype)))
+
+
+def own_flags(file: Path, dtype: str) -> tuple[str, ...]:
+    folder = "cuda" if file.suffix == ".cu" else "cpu"
+    return (f"-DAUTOSEL_{dtype.upper()}", f"-I{resources.kernels() / folder}")
+
+
+def is_source(target: str) -> bool:
+    """Does a --candidate name a C++ or CUDA file (`kernel.cpp`, `kernel.cu:entry`)?"""
+    return Path(target.partition(":")[0]).suffix in SUFFIXES
+
+
+def from_source(target: str, op: str) -> UserSource:
+    """The candidate `FILE` or `FILE:entry`. Raises BadConfig, UsageError."""
+    path, _, entry = target.partition(":")
+    file = Path(path).expanduser().resolve()
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(MOST_BYTES).decode(errors="replace")
+    except OSError as error:
+        raise BadConfig(f"cannot read {path}", why=error.strerror or str(error), todo="check the path") from error
+    exported = tuple(dict.fromkeys(_EXPORT.findall(text)))
+    if not exported:
+        raise UsageError(
+            f"{path} exports no function",
+            why="a kernel is called through tvm-ffi, by the name it is exported under",
+            todo=f"end it with TVM_FFI_DLL_EXPORT_TYPED_FUNC({op}, {op});",
+        )
+    if entry and entry not in exported:
+        raise UsageError(f"{path} exports no {entry}", why=f"it exports {', '.join(exported)}")
+    if not entry and len(exported) > 1:
+        raise UsageError(
+            f"{path} exports several functions", why=", ".join(exported), todo=f"name one: {path}:{exported[0]}"
+        )
+    return UserSource(op, file, entry or exported[0])
+
+
+# --- what the compiler said -------------------------------------------------------------------------------------------
+
+_USED = re.compile(r"Used (\d+) registers")
+_SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+def resources_in(log: str) -> str:
+    """Registers, spills and shared memory of the kernels that ptxas -v told of: the largest of each; "" if none."""
+    registers = [int(n) for n in _USED.findall(log)]
+    if not registers:
+        return ""
+    spilled = max((int(a) + int(b) for a, b in _SPILLED.findall(log)), default=0)
+    shared = max((int(n) for n in _SHARED.findall(log)), default=0)
+    return f"{max(registers)} registers a thread, {spilled} bytes spilled, {shared} bytes of static shared memory"

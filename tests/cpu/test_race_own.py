@@ -1,0 +1,180 @@
+"""`race --candidate FILE`: a kernel author's own source, proven and timed; and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosel import settings
+from autosel.candidates import registry
+from autosel.candidates.user_source import UserSource, from_source, resources_in
+from autosel.cli import race as race_verb
+from autosel.cli.main import run
+from autosel.dispatch.board import this_device
+from autosel.errors import AutoselError, BadConfig, UsageError
+from autosel.native.compile import find_compiler
+from autosel.values import NativeRecipe, Rejected, Workload
+
+KERNEL = """
+#include "tensor.h"
+using autosel::TensorView;
+static void mine(TensorView x, TensorView weight, double eps, double offset, TensorView y) {
+  for (int64_t m = 0; m < x.size(0); ++m) {
+    const float* row = static_cast<const float*>(x.data_ptr()) + m * x.stride(0);
+    const float* w = static_cast<const float*>(weight.data_ptr());
+    float* out = static_cast<float*>(y.data_ptr()) + m * y.stride(0);
+    int64_t d = x.size(1);
+    double sum = 0;
+    for (int64_t i = 0; i < d; ++i) sum += double(row[i]) * row[i];
+    float r = float(1.0 / std::sqrt(sum / double(d) + eps));
+    for (int64_t i = 0; i < d; ++i) out[i] = row[i] * r * (w[i] + float(offset))WRONG;
+  }
+}
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mine, mine);
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    settings.read.cache_clear()
+
+
+def race(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = run(["race", "rmsnorm", "--shape", "M1.d64", "--dtype", "fp32", "--seed", "1", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+def test_a_source_file_is_proven_and_its_mistake_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "wrong.cpp").write_text(KERNEL.replace("WRONG", " * 1.001f"))
+    code, out, err = race(capsys, "--candidate", "wrong.cpp")
+    assert code == 4, out + err
+    assert "failed parity" in out and "--candidate wrong.cpp" in err
+    case = err.partition('--case "')[2].partition('"')[0]
+    (tmp_path / "wrong.cpp").write_text(KERNEL.replace("WRONG", ""))
+    code, out, err = race(capsys, "--candidate", "wrong.cpp", "--case", case)
+    assert code == 0, "mended, the case passes"
+    (tmp_path / "wrong.cpp").write_text(KERNEL.replace("WRONG", " +"))
+    code, _, err = race(capsys, "--candidate", "wrong.cpp", "--case", case)
+    assert code == 1 and "does not compile" in err
+
+
+def test_a_file_says_what_it_exports(tmp_path: Path) -> None:
+    (tmp_path / "one.cpp").write_text(KERNEL)
+    made = registry.named("rmsnorm", "one.cpp")
+    assert isinstance(made, UserSource) and made.entry == "mine" and made.name == "user:one.cpp"
+    w = Workload(op="rmsnorm", dims=(("M", 1), ("d", 64)), dtype="bf16")
+    recipe = made.recipe(w, this_device(), made.knobs(w, this_device()))
+    assert isinstance(recipe, NativeRecipe)
+    assert recipe.source == str(tmp_path / "one.cpp") and "-DAUTOSEL_BF16" in recipe.flags
+    (tmp_path / "two.cpp").write_text(KERNEL + KERNEL.replace("mine", "other"))
+    assert from_source("two.cpp:other", "rmsnorm").entry == "other"
+    with pytest.raises(UsageError, match="several functions"):
+        from_source("two.cpp", "rmsnorm")
+    with pytest.raises(UsageError, match="exports no third"):
+        from_source("two.cpp:third", "rmsnorm")
+    (tmp_path / "none.cpp").write_text("int main() {}")
+    with pytest.raises(UsageError, match="exports no function"):
+        from_source("none.cpp", "rmsnorm")
+    with pytest.raises(BadConfig, match="cannot read"):
+        from_source("absent.cu", "rmsnorm")
+
+
+def test_a_cuda_source_is_not_eligible_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "k.cu").write_text(KERNEL)
+    w = Workload(op="rmsnorm", dims=(("M", 1), ("d", 64)), dtype="fp32")
+    said = from_source("k.cu", "rmsnorm").supports(w, this_device())
+    assert isinstance(said, Rejected) and "a CUDA source" in said.reason
+
+
+def test_a_python_file_is_named_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine.py").write_text("def norm(x, weight, eps, offset):\n    return x\n")
+    made = registry.named("rmsnorm", "sub/mine.py:norm")
+    assert made.name == "user:norm"
+    assert race_verb.sources(made) == (tmp_path / "sub" / "mine.py",)
+
+
+def test_a_shape_is_given_by_the_ops_own_dimensions(capsys: pytest.CaptureFixture[str]) -> None:
+    (w,) = [n.workload for n in race_verb._shaped("attn", ["B1.Hq4.Hkv2.S1.D64.L128"], "bf16")]
+    assert w.key == "attn/B1.Hq4.Hkv2.S1.D64.L128/bf16"
+    for wrong in ("M1", "M1.d64.x3", "d64,M1", "M.d64", "M1.d64.M2"):
+        with pytest.raises(UsageError, match="--shape"):
+            race_verb._shaped("rmsnorm", [wrong], "bf16")
+
+
+def test_watching_races_after_each_save_and_survives_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kernel.cpp"
+    file.write_text("0")
+    raced: list[str] = []
+    saves = iter(["same", "1", "away", "broken", "2"])
+
+    def once() -> AutoselError | None:
+        raced.append(file.read_text())
+        if raced[-1] == "broken":
+            raise UsageError("it exports nothing")
+        return None
+
+    def editor(_: float) -> None:
+        what = next(saves, None)
+        if what is None:
+            raise KeyboardInterrupt
+        if what == "away":
+            file.unlink()
+        elif what != "same":
+            file.write_text(what)
+            os.utime(file, ns=(len(raced), len(raced)))
+
+    monkeypatch.setattr(race_verb.time, "sleep", editor)
+    with pytest.raises(KeyboardInterrupt):
+        race_verb.keep_racing(lambda: [file], once)
+    assert raced == ["0", "1", "broken", "2"]
+    assert "it exports nothing" in capsys.readouterr().err
+
+
+def test_what_ptxas_says_is_summed_up() -> None:
+    log = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Function properties for k
+    0 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 64 registers, used 1 barriers, 4096 bytes smem, 400 bytes cmem[0]
+ptxas info    : Used 32 registers, used 0 barriers, 380 bytes cmem[0]
+"""
+    assert resources_in(log) == "64 registers a thread, 28 bytes spilled, 4096 bytes of static shared memory"
+    assert resources_in("warning: unused") == ""
+
+
+def test_why_it_lost_is_said_in_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    from autosel.models.workloads import Named
+    from autosel.tuning.trial import Tried
+    from autosel.values import Effect, Passed, Timing, Verdict
+
+    def timing(us: float) -> Timing:
+        return Timing(median_us=us, lo_us=us, hi_us=us, p95_us=us, min_us=us, samples=9)
+
+    w = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="fp32")
+    verdict = Verdict(
+        outcome="lose",
+        winner="torch:rmsnorm",
+        reason="0.50x",
+        effect=Effect(median=1.0, lo=1.0, hi=1.0),
+        timings={"torch:rmsnorm": timing(2.0), "user:k.cpp": timing(4.0)},
+        read_bytes_per_s=49_152 / 2e-6,
+    )
+    passed = Passed(cases=1, worst=0.1, worst_case="random")
+    tried = Tried(named=Named(workload=w, label="rmsnorm", calls_per_step=1), parity=passed, verdict=verdict)
+    told: Any = "\n".join(race_verb.explanation(tried, "user:k.cpp", "Used 8 registers"))
+    assert "resources  8 registers" in told
+    assert "user:k.cpp: 48 KiB in 4.00 us" in told and "50% of it" in told and "100% of it" in told
+    assert "verdict    lose: 0.50x" in told
+    assert json.dumps(told)
