@@ -71,6 +71,11 @@ def verified(made: Certificate) -> bool:
     return v.tokens_checked > 0 and v.max_logit_error <= v.logit_bound and proven
 
 
+def lossy(dtype: str) -> bool:
+    """Fewer than 16 bits: fp8, int8 and below."""
+    return dtype.startswith(("fp8", "fp4", "int8", "int4", "nf4"))
+
+
 def _weigh(made: Certificate, step_ms: float) -> Physics:
     return weigh(
         bytes_per_step=made.bytes_per_step,

@@ -13,12 +13,13 @@ from typing import Any
 from autosel import resources
 from autosel.certify import certificate as c
 from autosel.certify.certificate import Certificate
-from autosel.certify.derive import derive, physics
+from autosel.certify.derive import derive, lossy, physics
 from autosel.certify.evidence import Grounds
 from autosel.certify.physics import refuse_impossible
 from autosel.certify.slo import Judged, Objective
 from autosel.certify.statistics import Interval
 from autosel.decode.run import Choice, DecodeRun, OpTime
+from autosel.errors import UsageError
 from autosel.native.isa import best_isa
 from autosel.values import Fingerprint, Scalar, to_json
 
@@ -51,14 +52,14 @@ class Request:
     repro_cmd: str
     objectives: Sequence[Objective] = ()
     price_per_hour: float | None = None
-    quality: Mapping[str, Scalar] | None = None
 
 
 def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> Certificate:
     """The certificate of a run, sealed, not yet in any file's chain.
 
-    Raises ImpossibleRun for a time that the memory cannot reach.
+    Raises ImpossibleRun for a time that the memory cannot reach, UsageError for lossy arithmetic nobody judged.
     """
+    refuse_unjudged(run.plan.dtype, judged=run.quality is not None)
     layers = c.Layers(run=run.plan.layers_run, of=run.plan.full_layers)
     labels = _labels(run.choices)
     blank = Certificate(
@@ -107,7 +108,7 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
             max_logit_error=run.max_logit_error,
             logit_bound=run.logit_bound,
         ),
-        quality=request.quality,
+        quality={**to_json(run.quality), "suspect": run.quality.suspect} if run.quality else None,
         notes=(*run.notes, *_unknown_decisions(run.choices, grounds)),
         samples=_samples(run),
         signer="",
@@ -120,6 +121,16 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
     for name, found in physics(made).items():
         refuse_impossible(name, found)
     return c.seal(made)
+
+
+def refuse_unjudged(dtype: str, *, judged: bool) -> None:
+    """Fewer bits than any model is trained for are certified only with what they did to a text."""
+    if lossy(dtype) and not judged:
+        raise UsageError(
+            f"{dtype} without --quality",
+            why="a lossy run says nothing as long as nobody knows what became of its text",
+            todo="add --quality TEXT_FILE",
+        )
 
 
 def chained(made: Certificate, sequence: int, previous: str) -> Certificate:

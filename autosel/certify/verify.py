@@ -17,9 +17,11 @@ from typing import Any
 
 from autosel.certify import sign
 from autosel.certify.certificate import MOST_STEPS, Certificate, decode, model_name
-from autosel.certify.derive import derive, physics
+from autosel.certify.derive import derive, lossy, physics
 from autosel.certify.store import BadCertificate, lines
+from autosel.decode.run import Quality
 from autosel.errors import AutoselError
+from autosel.values import from_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ def _refused(path: Path, number: int, field: str, why: str) -> BadCertificate:
 
 def wrong(made: Certificate) -> str:
     """The first field whose figure cannot be right, and why; empty where all can."""
-    return _shapeless(made) or _miscalculated(made) or _impossible(made)
+    return _shapeless(made) or _unjudged(made) or _miscalculated(made) or _impossible(made)
 
 
 def _shapeless(made: Certificate) -> str:
@@ -106,6 +108,28 @@ def _shapeless(made: Certificate) -> str:
         return f"model: {made.model!r:.60} does not say that {made.layers.run} of {made.layers.of} layers ran"
     if set(made.autosel) != set(made.per_op) or set(made.knobs) != set(made.per_op):
         return "autosel, knobs, per_op: they do not name the same ops"
+    return ""
+
+
+def _unjudged(made: Certificate) -> str:
+    """Of the text that was scored: figures that no scoring gives, or none where there must be some."""
+    if made.quality is None:
+        return f"quality: {made.dtype} is lossy, and no text was scored" if lossy(made.dtype) else ""
+    stated = dict(made.quality)
+    flagged = stated.pop("suspect", None)
+    try:
+        q: Quality = from_json(Quality, stated)
+    except ValueError as error:
+        return f"quality: {error!s:.200}"
+    finite = all(math.isfinite(getattr(q, n)) for n in ("perplexity", "reference_perplexity", "mean_divergence"))
+    if not finite or min(q.perplexity, q.reference_perplexity) < 1 or q.tokens < 1 or q.difference_error < 0:
+        return "quality: a perplexity below 1, no tokens, or a negative error"
+    if not 0 <= q.mean_divergence <= q.max_divergence or not 0 <= q.same_first <= 1:
+        return "quality: a divergence below 0 or above its largest, or a share beyond 1"
+    if not math.isclose(math.log(q.perplexity / q.reference_perplexity), q.difference, rel_tol=1e-6, abs_tol=1e-9):
+        return "quality: difference: it does not follow from the perplexities"
+    if flagged is not q.suspect:
+        return f"quality: suspect is {flagged!r:.20}; by its own figures it is {q.suspect}"
     return ""
 
 

@@ -31,6 +31,7 @@ def summary(made: Certificate, found: Audit) -> str:
     word = "verified" if made.verification_ok else click.style("NOT verified", fg="red")
     near = f", logits at {v.max_logit_error / v.logit_bound:.2f} of their bound" if v.logit_bound else ""
     lines.append(f"{word}: {v.tokens_equal} of {v.tokens_checked} tokens as the baseline's{near}")
+    lines += _quality(made)
     lines += [
         f"objective {j.objective}: {'met' if j.met else click.style('missed', fg='red')}, {j.measured:.4g}"
         for j in made.slo
@@ -38,6 +39,24 @@ def summary(made: Certificate, found: Audit) -> str:
     lines += [paragraph(f"note: {note}", hang="  ") for note in made.notes]
     lines += ["contended: other work ran here when the device's rates were measured"] if made.contended else []
     return "\n".join(lines)
+
+
+def _quality(made: Certificate) -> list[str]:
+    """Of a text: what both paths made of it, how far apart they are, and whether that can be."""
+    if made.quality is None:
+        return []
+    q = made.quality
+    tokens = {"checkpoint": "tokens", "ids": "token ids", "bytes": "bytes (no tokenizer)"}[str(q["tokenizer"])]
+    told = (
+        f"quality: perplexity {q['perplexity']:.5g}, of the fp32 reference {q['reference_perplexity']:.5g}; mean "
+        f"divergence {q['mean_divergence']:.2g} nats a token, largest {q['max_divergence']:.2g}; the same likeliest "
+        f"token at {q['same_first']:.0%}; {q['tokens']} {tokens} of {q['text']}"
+    )
+    lines = [paragraph(told, hang="  ")]
+    if q["suspect"]:
+        said = "better than the reference beyond noise: rounding cannot know a text, so something is counted wrongly"
+        lines.append(paragraph(click.style("SUSPECT", fg="yellow") + f": {said}", hang="  "))
+    return lines
 
 
 def _batch(made: Certificate) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autosel.certify.certificate import Certificate
     from autosel.certify.compare import Change, Figure
     from autosel.certify.slo import Objective
-    from autosel.decode.run import DecodeRun, Plan
+    from autosel.decode.run import DecodeRun, Plan, Text
 
 MOST_ITERS = 20_000  # as certify.certificate.MOST_STEPS, which would load numpy
 DEFAULT_MODEL = "llama-8b"
@@ -33,6 +33,7 @@ EXAMPLES = (
     "run --model llama-8b --layers 4 --seq 8192 --iters 50",
     "run --model ~/checkpoints/my-llama --report out --audit audit.json",
     'run --model llama-1b --slo "ttft<500ms,p99_itl<40ms"',
+    "run --model ~/checkpoints/my-llama --quality text.txt",
     "run --model llama-8b --plan",
     "run --suite quick --json",
 )
@@ -69,6 +70,7 @@ MEASURED = (
 @click.option("--speculate", default="", metavar="ngram:K", help="draft K tokens a step from the text so far")
 @click.option("--device", default="cpu", metavar="DEVICE", help="default: cpu")
 @click.option("--seed", type=int, default=0, help="of weights, prompt and coins  [default: 0]")
+@click.option("--quality", "score", type=PATH, metavar="TEXT_FILE", help="perplexity and divergence on this text")
 @click.option("--certify", type=PATH, metavar="FILE", help="append the certificate here, not below the home")
 @click.option("--audit", "audit_to", type=PATH, metavar="FILE", help="write each op's time, bytes, limit as JSON")
 @click.option("--trace", "trace_to", type=PATH, metavar="FILE", help="write a trace for Perfetto")
@@ -181,6 +183,14 @@ class Asked:
         folder = Path(self.model).expanduser()
         return str(folder) if folder.is_dir() and any(folder.glob("*.safetensors")) else "random"
 
+    def text(self, plan: Plan) -> Text | None:
+        """What --quality is to score. Raises UsageError, BadConfig."""
+        if self["score"] is None:
+            return None
+        from autosel.decode.prompt import text_to_score
+
+        return text_to_score(self["score"], plan)
+
     def objectives(self) -> tuple[Objective, ...]:
         from autosel.certify import slo
 
@@ -258,7 +268,7 @@ def certified(asked: Asked, plan: Plan, objectives: Sequence[Objective], key: An
     """Measure, and append the certificate. Raises what measuring and appending raise."""
     from autosel.certify.issue import Request, issue
 
-    run = measured(plan)
+    run = measured(plan, asked.text(plan))
     request = Request(repro_cmd=asked.repro, objectives=objectives, price_per_hour=asked["price_per_hour"])
     made = issue(run, grounds(run), request)
     return append(asked.certificates, made, key), asked.certificates
@@ -276,7 +286,7 @@ def append(path: Path, made: Certificate, key: Any) -> Certificate:
     return store.append(path, next_line)
 
 
-def measured(plan: Plan) -> DecodeRun:
+def measured(plan: Plan, text: Text | None = None) -> DecodeRun:
     """The run, with its progress on stderr. What can be refused is refused before the weights are loaded."""
     from autosel.decode.measure import measure, refuse
     from autosel.decode.prompt import prompts
@@ -285,7 +295,7 @@ def measured(plan: Plan) -> DecodeRun:
     refuse(plan)
     prompts(plan)
     with progress() as listener:
-        return measure(plan, load_weights(plan, listener), listener=listener)
+        return measure(plan, load_weights(plan, listener), text=text, listener=listener)
 
 
 @contextlib.contextmanager

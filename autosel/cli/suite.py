@@ -58,7 +58,7 @@ def run_suite(asked: Asked, level: str, as_json: bool) -> None:
 
 
 def _refuse_options_of_one_run(asked: Asked) -> None:
-    for name, option in (("slo", "--slo"), ("audit_to", "--audit"), ("trace_to", "--trace")):
+    for name, option in (("slo", "--slo"), ("audit_to", "--audit"), ("trace_to", "--trace"), ("score", "--quality")):
         if asked[name]:
             raise UsageError(f"{option} with --suite", why="it belongs to one run; a suite is many")
 

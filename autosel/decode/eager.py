@@ -34,6 +34,10 @@ class Eager:
 
     def logits(self, tokens: Tensor, cache: Cache, held: int) -> Tensor:
         """[B, V] after the last of the tokens, whose keys and values are appended (a reference leaves no trace)."""
+        return F.linear(self.hidden(tokens, cache, held, last=True)[:, -1], self._wide(self.weights.head))
+
+    def hidden(self, tokens: Tensor, cache: Cache, held: int, *, last: bool = False) -> Tensor:
+        """[B, S, d], normalised for the output head; with `last` only of the last token."""
         s = self.shape
         x = self._wide(self.weights.embedding[tokens])
         if s.embedding_scale != 1.0:
@@ -47,7 +51,7 @@ class Eager:
             h = ACTIVATION[s.activation](F.linear(h, self._wide(layer.gate))) * F.linear(h, self._wide(layer.up))
             h = F.linear(h, self._wide(layer.down))
             x = x + (h if layer.mlp_post_norm is None else self._norm(h, layer.mlp_post_norm))
-        return F.linear(self._norm(x[:, -1], self.weights.norm), self._wide(self.weights.head))
+        return self._norm(x[:, -1:] if last else x, self.weights.norm)
 
     def _wide(self, t: Tensor) -> Tensor:
         return t if self.precision is None else t.to(self.precision)

@@ -21,7 +21,8 @@ from autosel.decode.account import Uses, bytes_per_step, choices_of, flops_per_s
 from autosel.decode.arms import Arm, Baseline, Written, our_arm
 from autosel.decode.chain import choose_chain
 from autosel.decode.model import FUSED, Chain
-from autosel.decode.run import DecodeRun, Listener, Plan, Silent
+from autosel.decode.quality import quality
+from autosel.decode.run import DecodeRun, Listener, Plan, Silent, Text
 from autosel.decode.scene import Clock, Scene, set_scene
 from autosel.decode.weights import Weights
 from autosel.errors import UsageError
@@ -30,9 +31,17 @@ from autosel.race.idle import wait_until_idle
 
 
 def measure(
-    plan: Plan, weights: Weights, *, listener: Listener | None = None, clock: Clock = time.perf_counter_ns
+    plan: Plan,
+    weights: Weights,
+    *,
+    text: Text | None = None,
+    listener: Listener | None = None,
+    clock: Clock = time.perf_counter_ns,
 ) -> DecodeRun:
-    """Run the plan. `clock` gives nanoseconds. Raises UsageError, BadConfig."""
+    """Run the plan; score the text with what was timed, if one is given. `clock` gives nanoseconds.
+
+    Raises UsageError, BadConfig.
+    """
     refuse(plan)
     assert weights.shape == plan.shape and weights.dtype == plan.dtype, "the weights were loaded for another plan"
     listener, rng = listener or Silent(), Random(plan.seed)
@@ -52,6 +61,7 @@ def measure(
         listener.stage("ops", "", 0, 1)
         per_op = time_ops(written, plan, clock) if written else ()
         idle_ns = overhead_ns(written, clock) if written else None
+        found = quality(scene.decoder, plan, text, chain, listener) if text else None
     context = plan.seq + (len(pairs) - 1) // 2 if plan.advance else plan.seq
     return DecodeRun(
         plan=plan,
@@ -80,6 +90,7 @@ def measure(
         logit_bound=scene.logit_bound,
         python_overhead_share=None if idle_ns is None else idle_ns / statistics.median(p.optimised_ns for p in pairs),
         tokens_per_step=sum(p.kept for p in pairs) / len(pairs),
+        quality=found,
         notes=_notes(plan, chain),
     )
 

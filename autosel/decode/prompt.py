@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 
 import torch
 
-from autosel.decode.run import Plan
+from autosel.decode.run import Plan, Text
 from autosel.decode.weights import refuse_other_tokens
 from autosel.errors import BadConfig, UsageError
 from autosel.values import parse_json
 
 FILE_LIMIT_BYTES = 256 << 20
+TOKENIZER = "tokenizer.json"
 
 
 def prompts(plan: Plan) -> list[list[int]]:
@@ -36,16 +38,39 @@ def prompts(plan: Plan) -> list[list[int]]:
     return [row[:wanted] for row in chosen]
 
 
+def text_to_score(path: Path, plan: Plan) -> Text:
+    """The text of --quality: token ids of a .json file, else the checkpoint's tokenizer, else bytes as tokens.
+
+    Raises BadConfig for a file that cannot be read, UsageError for one too short or with tokens of another model.
+    """
+    text = _text(path)
+    if path.suffix == ".json":
+        tokenizer, tokens = "ids", [t for row in _token_rows(path, text) for t in row]
+    elif (Path(plan.weights) / TOKENIZER).is_file():
+        tokenizer, tokens = "checkpoint", _tokenize(text, Path(plan.weights))
+    else:
+        tokenizer, tokens = "bytes", list(text.encode())
+    refuse_other_tokens(tokens, plan.model)
+    if len(tokens) < 2 * plan.batch:
+        raise UsageError(f"{path} gives {len(tokens)} tokens", why=f"at least {2 * plan.batch} are scored")
+    digest = sha256(text.encode()).hexdigest()
+    return Text(name=path.name, sha256=digest, tokenizer=tokenizer, tokens=tuple(tokens))
+
+
 def _read(path: Path, plan: Plan) -> list[list[int]]:
-    try:
-        if path.stat().st_size > FILE_LIMIT_BYTES:
-            raise BadConfig(f"{path} is {path.stat().st_size} bytes", why=f"a prompt is below {FILE_LIMIT_BYTES}")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadConfig(f"{path} cannot be read", why=str(error)) from error
+    text = _text(path)
     if path.suffix == ".json":
         return _token_rows(path, text)
     return [_tokenize(text, Path(plan.weights))]
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > FILE_LIMIT_BYTES:
+            raise BadConfig(f"{path} is {path.stat().st_size} bytes", why=f"a text is below {FILE_LIMIT_BYTES}")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadConfig(f"{path} cannot be read", why=str(error)) from error
 
 
 def _token_rows(path: Path, text: str) -> list[list[int]]:
@@ -62,7 +87,7 @@ def _token_rows(path: Path, text: str) -> list[list[int]]:
 
 
 def _tokenize(text: str, folder: Path) -> list[int]:
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER
     if not path.is_file():
         raise UsageError(
             "a prompt in words needs the checkpoint's tokenizer",

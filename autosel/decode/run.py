@@ -145,6 +145,45 @@ class OpTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A text to be scored, in token ids. `tokenizer`: "checkpoint", "ids" (the file held them) or "bytes"."""
+
+    name: str
+    sha256: str  # of the file
+    tokenizer: str
+    tokens: tuple[int, ...]
+
+
+SUSPICION = 3.3  # standard errors: about one honest path in two thousand is as much better by chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """What the timed path and the fp32 reference made of a text: nats a token, see decode.quality."""
+
+    text: str
+    text_sha256: str
+    tokenizer: str
+    tokens: int
+    perplexity: float
+    reference_perplexity: float
+    difference: float
+    difference_error: float
+    mean_divergence: float
+    max_divergence: float
+    same_first: float  # share of positions at which both find the same token likeliest
+
+    @property
+    def suspect(self) -> bool:
+        """Better than the reference beyond noise? Rounding cannot know the text: something is counted wrongly."""
+        return suspect(self.difference, self.difference_error)
+
+
+def suspect(difference: float, error: float) -> bool:
+    return difference < -SUSPICION * error and difference < 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRun:
     """What one run measured. Raw times, so that whoever reads them does the arithmetic.
 
@@ -183,6 +222,7 @@ class DecodeRun:
     # is no list (--no-prealloc, speculation).
     python_overhead_share: float | None
     tokens_per_step: float = 1.0  # a sequence; above 1 only where speculation found something
+    quality: Quality | None = None  # where a text was given
     energy_joules: float | None = None  # of the optimised steps, where the device tells
     notes: tuple[str, ...] = field(default_factory=tuple)
 

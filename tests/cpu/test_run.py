@@ -115,3 +115,14 @@ def test_a_sweep_measures_every_cell_and_weighs_them_by_traffic(folder: Path) ->
     assert [w["covered"] for w in found["traffic"]["by_batch"]] == [1, 1]
     assert json.loads((folder / "swept" / "sweep.json").read_text())["sweep"] == found
     assert (folder / "swept" / "step-against-context.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_text_is_scored_by_the_path_that_was_timed(ran: dict[str, Any], folder: Path) -> None:
+    (folder / "text.txt").write_text("It was the best of times, it was the worst of times. " * 2)
+    short = ("--seq", "32", "--iters", "2", "--warmup", "0", "--batch", "2", "--layers", "2")
+    made = verb(*tiny(folder), *short, "--quality", str(folder / "text.txt"))["certificate"]
+    found = made["quality"]
+    assert found["tokenizer"] == "bytes" and found["tokens"] == 2 * (106 // 2 - 1)
+    assert found["perplexity"] == pytest.approx(found["reference_perplexity"], rel=0.02)
+    assert 0 < found["mean_divergence"] < 1e-3 and not found["suspect"]
+    assert verb("verify", str(folder / "c.jsonl"))["certificates"] >= 2

@@ -1,0 +1,106 @@
+"""How good is the text of the path that was timed? Its perplexity on a text, and how far its logits are from the
+reference's: every weight widened to fp32, keys and values never rounded.
+
+The text is fed token by token through the very step that was timed, with the same batch and chain; attention is bound
+anew as the text grows, from the lengths of the text and not from --seq.
+
+    difference   mean over tokens of (timed path's -ln p - reference's); its standard error is over the same tokens
+    divergence   KL(reference || timed), nats, of each next-token distribution
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from autosel.decode.cache import make_cache
+from autosel.decode.eager import Eager
+from autosel.decode.generate import at_once
+from autosel.decode.model import Chain, Decoder
+from autosel.decode.run import Listener, Plan, Quality, Text
+from autosel.decode.step import Direct, Place, write_step
+
+MOST_TOKENS = 512  # of all rows: the reference keeps its logits
+CHUNK = 64  # positions whose logits are made at a time
+
+
+def quality(decoder: Decoder, plan: Plan, text: Text, chain: Chain, listener: Listener) -> Quality:
+    """Score the text on both paths."""
+    rows = windows(text.tokens, plan.batch)
+    count = len(rows[0])
+    tokens = torch.tensor(rows, device=decoder.weights.device)
+    page = plan.page if plan.cache == "paged" else 0
+    cache = make_cache(
+        decoder.shape, decoder.weights.dtype, rows=len(rows), room=count, page=page, device=tokens.device
+    )
+    for row in range(len(rows)):
+        cache.reserve(row, count)
+    listener.stage("quality", "reference", 0, count)
+    reference = _reference(decoder, tokens)
+    place = Place.at(tokens[:, 0], [0] * len(rows))
+    step = write_step(decoder, cache, place, chain) if plan.prealloc else None
+    run, scores = Direct(), _Scores()
+    for i in range(count - 1):
+        listener.stage("quality", text.name, i, count - 1)
+        place.tokens.copy_(tokens[:, i])
+        if step is not None:
+            step.run()
+        logits = step.logits if step is not None else at_once(decoder, cache, place, run, chain)
+        scores.add(logits, reference[:, i], tokens[:, i + 1])
+        place.advance()
+    return scores.quality(text)
+
+
+def windows(tokens: Sequence[int], rows: int) -> list[list[int]]:
+    """Equal parts of the text, one a row, one after the other."""
+    count = min(len(tokens), MOST_TOKENS) // rows
+    return [list(tokens[b * count : (b + 1) * count]) for b in range(rows)]
+
+
+def _reference(decoder: Decoder, tokens: Tensor) -> Tensor:
+    """fp32 logits [B, S, V] after each token; float64 would be no truer to what a user compares with."""
+    reference = Eager(decoder.weights, torch.float32)
+    nothing = make_cache(decoder.shape, decoder.weights.dtype, rows=len(tokens), room=1, device=tokens.device)
+    hidden = reference.hidden(tokens, nothing, 0)
+    head = decoder.weights.head.to(torch.float32)
+    parts = [F.linear(hidden[:, i : i + CHUNK], head) for i in range(0, hidden.shape[1], CHUNK)]
+    return torch.cat(parts, 1)
+
+
+class _Scores:
+    """Token by token, what both paths made of the text."""
+
+    def __init__(self) -> None:
+        self.timed: list[float] = []
+        self.reference: list[float] = []
+        self.divergence: list[float] = []
+        self.same_first = 0
+
+    def add(self, logits: Tensor, reference: Tensor, following: Tensor) -> None:
+        ours, theirs = (t.double().log_softmax(-1) for t in (logits, reference))
+        self.timed += (-ours.gather(-1, following[:, None])[:, 0]).tolist()
+        self.reference += (-theirs.gather(-1, following[:, None])[:, 0]).tolist()
+        self.divergence += (theirs.exp() * (theirs - ours)).sum(-1).clamp(min=0).tolist()
+        self.same_first += int((logits.argmax(-1) == reference.argmax(-1)).sum())
+
+    def quality(self, text: Text) -> Quality:
+        differences = [a - b for a, b in zip(self.timed, self.reference, strict=True)]
+        spread = statistics.stdev(differences) if len(differences) > 1 else 0.0
+        return Quality(
+            text=text.name,
+            text_sha256=text.sha256,
+            tokenizer=text.tokenizer,
+            tokens=len(differences),
+            perplexity=math.exp(min(700.0, statistics.fmean(self.timed))),
+            reference_perplexity=math.exp(min(700.0, statistics.fmean(self.reference))),
+            difference=statistics.fmean(differences),
+            difference_error=spread / math.sqrt(len(differences)),
+            mean_divergence=statistics.fmean(self.divergence),
+            max_divergence=max(self.divergence),
+            same_first=self.same_first / len(differences),
+        )
