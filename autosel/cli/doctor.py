@@ -16,6 +16,7 @@ from autosel.cli.output import bytes_text, emit_json, paragraph
 from autosel.errors import AutoselError, BuildError
 
 if TYPE_CHECKING:
+    from autosel.ledger.store import Ledger
     from autosel.values import Fingerprint
 
 Level = Literal["ok", "note", "bad"]
@@ -161,7 +162,25 @@ def _ledger(what: str) -> Iterator[Finding]:
             text = f"{held.arm.candidate} for {held.op}: {held.cause}: {held.reason}"
             todo = f"{settings.spelling()} db release {held.id} --reason ... lets it race again"
             yield Finding(what="quarantine", level="note", text=text, todo=todo)
+        yield from _fleet(ledger, here)
         yield from _calibration(ledger.aa(here, "short"), ledger.aa(here, "long"))
+
+
+def _fleet(ledger: Ledger, here: str) -> Iterator[Finding]:
+    """Decisions of other hosts that wait here; devices of one kind that were measured to be different."""
+    from autosel.ledger.compare import disagreements, words
+
+    waiting = [s for s in ledger.serving(everywhere=True) if not s.usable and s.decision.hw_id == here]
+    if waiting:
+        todo = f"{settings.spelling()} import proves and adopts them; a daemon that tunes does when the device is idle"
+        text = f"{len(waiting)} decisions of other hosts wait for a proof of this one"
+        yield Finding(what="fleet", level="note", text=text, todo=todo)
+    with ledger.reading() as connection:
+        for found in disagreements(connection):
+            share = f"{len(found.apart)} of {found.compared} measurements"
+            text = f"{found.names[0]} and {found.names[1]} say they are the same device, and disagree about {share}"
+            todo = f"see to {found.slower}, the slower one (clocks, cooling, other work), then tune --force there"
+            yield Finding(what="sick device", level="note", text=text, todo="\n".join([*words(found), todo]))
 
 
 def _calibration(short: tuple[int, int], long: tuple[int, int]) -> Iterator[Finding]:

@@ -74,7 +74,7 @@ def status_command(as_json: bool) -> None:
                 todo=f"start one: {settings.spelling()} serve",
             ) from error
         if as_json:
-            emit_json({**about, "jobs": ask.get("/v1/jobs")["jobs"]})
+            emit_json({**about, "jobs": ask.get("/v1/jobs")["jobs"], "fleet": ask.get("/v1/fleet")})
         else:
             _show(about, ask)
 
@@ -88,6 +88,7 @@ def _show(about: dict[str, Any], ask: Client) -> None:
         ["tuning", _tuning(about)],
         ["device", f"{about['others_busy_cores']:.1f} cores busy with other work"],
     ]
+    rows += [["fleet", _fleet(ask.get("/v1/fleet"))]]
     rows += [["dashboard", about["dashboard"]]] if about["dashboard"] else []
     for name, text in rows:
         click.echo(paragraph(f"{name:<11}{text}", hang=" " * 11))
@@ -95,6 +96,14 @@ def _show(about: dict[str, Any], ask: Client) -> None:
     if jobs:
         lines = [[str(j["id"]), j["state"], j["source"], j["workload"], j["note"] or j["reason"]] for j in jobs]
         click.echo("\n" + table(("job", "state", "from", "workload", "note"), lines, right=(0,), wrap=4))
+
+
+def _fleet(found: dict[str, Any]) -> str:
+    hosts, odd = len(found["hosts"]), found["disagreements"]
+    told = [f"{hosts} hosts share this ledger" if found["shared"] else "this host alone"]
+    told += [f"{len(found['waiting'])} decisions of others wait for a proof here"] if found["waiting"] else []
+    told += [f"SICK? {d['slower']} disagrees with its like: doctor says where" for d in odd]
+    return "; ".join(told)
 
 
 def _tuning(about: dict[str, Any]) -> str:

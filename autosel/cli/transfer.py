@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from autosel import settings
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json
-from autosel.errors import BadConfig
+from autosel.errors import BadConfig, UsageError
+
+if TYPE_CHECKING:
+    from autosel.ledger.store import Imported, Ledger
+    from autosel.tuning.adopt import Adoption
 
 
-@verb("export", "export decisions.json", "export --repro 41 race41.py")
+@verb("export", "export decisions.json", "export --sign bundle.json", "export --repro 41 race41.py")
 @click.argument("path", type=click.Path(path_type=Path, allow_dash=True), default="-")
+@click.option("--sign", is_flag=True, help="a bundle that names this host, signed (Ed25519)")
+@click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="with this key, not the one of this home")
 @click.option("--repro", "decision_id", type=int, help="write a script that reproduces this decision's race")
-def export_command(path: Path, decision_id: int | None) -> None:
+def export_command(path: Path, sign: bool, key: Path | None, decision_id: int | None) -> None:
     """What serves now, as one file in the snapshot's format (PATH, default stdout)."""
     from autosel.ledger.store import open_ledger
+
+    if key and not sign:
+        raise UsageError("--key without --sign", todo="add --sign")
 
     if not path.parent.is_dir():
         raise BadConfig(
@@ -35,11 +46,25 @@ def export_command(path: Path, decision_id: int | None) -> None:
                 _write(path, text)
                 click.echo(f"{path}: run it with any Python that has torch and a C++ compiler", err=True)
             return
-        if str(path) == "-":
+        if sign:
+            _export_signed(ledger.export(), path, key)
+        elif str(path) == "-":
             emit_json(ledger.export())
         else:
             made = ledger.export(path)
             click.echo(f"{len(made['rows'])} decisions written to {path}", err=True)
+
+
+def _export_signed(decisions: dict[str, Any], path: Path, key: Path | None) -> None:
+    from autosel.cli import bundle
+
+    made = bundle.make(decisions, bundle.own_key(key))
+    if str(path) == "-":
+        click.echo(bundle.text(made), nl=False)
+    else:
+        _write(path, bundle.text(made))
+    where = "" if str(path) == "-" else f" to {path}"
+    click.echo(f"{len(decisions['rows'])} decisions written{where}, signed by {made['signer']}", err=True)
 
 
 def _write(path: Path, text: str) -> None:
@@ -49,26 +74,78 @@ def _write(path: Path, text: str) -> None:
         raise BadConfig(f"cannot write {path}", why=error.strerror or str(error)) from error
 
 
-@verb("import", "import decisions.json")
-@click.argument("path", type=click.Path(path_type=Path))
+@verb("import", "import decisions.json", "import bundle.json --key node7.pem", "import")
+@click.argument("path", type=click.Path(path_type=Path), required=False)
+@click.option("--key", default="", metavar="KEY", help="it must be signed by this key: a file, or its hex")
+@click.option("--check/--no-check", default=True, help="--no-check: prove nothing now; what needs a proof waits")
 @json_option
-def import_command(path: Path, as_json: bool) -> None:
-    """Take in an export. Decisions of this device serve; those of another are kept as history and never serve here."""
+def import_command(path: Path | None, key: str, check: bool, as_json: bool) -> None:
+    """Take in an export or a bundle; without PATH, what other hosts have decided in the shared ledger.
+
+    Decisions of this device's kind serve once their kernel has been built and has passed parity here; what served
+    before goes on until then. Decisions of other devices are kept as history.
+    """
     from autosel.cli.best import this_device
     from autosel.ledger.store import open_ledger
+
+    if path is None and key:
+        raise UsageError("--key without PATH", todo="name the bundle that it signed")
+    with open_ledger() as ledger:
+        taken = _taken_in(ledger, path, key, this_device()) if path else None
+        adopted = _adopted(ledger) if check and ledger.offered(this_device(), _mode()) else []
+    document = {
+        "served": [d.id for d in taken.served] if taken else [],
+        "kept": [{"id": d.id, "reason": why} for d, why in taken.kept] if taken else [],
+        "adopted": [a.decision.id for a in adopted if not a.reason],
+        "refused": [{"id": a.decision.id, "reason": a.reason} for a in adopted if a.reason],
+    }
+    if as_json:
+        emit_json(document)
+        return
+    for line in _words(taken, adopted, check):
+        click.echo(line)
+    if document["served"] or document["adopted"]:
+        click.echo(f"look at them: {settings.spelling()} history")
+
+
+def _taken_in(ledger: Ledger, path: Path, key: str, hw_id: str) -> Imported:
+    from autosel.cli import bundle
 
     try:
         data = path.read_bytes()
     except OSError as error:
         raise BadConfig(f"cannot read {path}", why=error.strerror or str(error), todo="check the path") from error
-    with open_ledger() as ledger:
-        found = ledger.import_(data, this_device())
-    if as_json:
-        kept = [{"id": d.id, "reason": why} for d, why in found.kept]
-        emit_json({"served": [d.id for d in found.served], "kept": kept})
-        return
-    click.echo(f"{len(found.served)} decisions serve here now, {len(found.kept)} are kept as history")
-    for decision, why in found.kept:
-        click.echo(f"  {decision.workload.key}: {why}")
-    if found.served:
-        click.echo(f"look at them: {settings.spelling()} history")
+    signer = ""
+    if key:
+        from autosel.certify.sign import public_key
+
+        signer = public_key(key)
+    found = bundle.read(data, str(path), signer=signer)
+    return ledger.import_(found.decisions, hw_id, found.host)
+
+
+def _adopted(ledger: Ledger) -> list[Adoption]:
+    from autosel import fingerprint
+    from autosel.cli.progress import Progress
+    from autosel.tuning.adopt import adopt
+
+    with Progress() as progress:
+        return list(adopt(ledger, fingerprint.take("cpu"), progress))
+
+
+def _mode() -> str:
+    from autosel.ledger.key import current_mode
+
+    return current_mode()
+
+
+def _words(taken: Imported | None, adopted: Sequence[Adoption], check: bool) -> Iterator[str]:
+    served = (len(taken.served) if taken else 0) + sum(not a.reason for a in adopted)
+    yield f"{served} decisions serve here now" + (f", {len(taken.kept)} are kept as history" if taken else "")
+    if taken and taken.waiting and not check:
+        yield f"{len(taken.waiting)} wait for a proof of this host: {settings.spelling()} import"
+    for decision, why in taken.kept if taken else ():
+        yield f"  {decision.workload.key}: {why}"
+    for a in adopted:
+        if a.reason:
+            yield f"  {a.decision.workload.key}: {a.decision.arm.candidate} does not serve here: {a.reason}"

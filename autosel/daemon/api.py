@@ -23,10 +23,11 @@ from autosel.daemon.events import MOST_READERS
 from autosel.daemon.hub import Hub
 from autosel.daemon.view import bucket_of
 from autosel.errors import AutoselError, LedgerError
-from autosel.ledger import commands, faults, rows
+from autosel.ledger import commands, compare, faults, rows
 from autosel.ledger import schema as t
 from autosel.ledger.describe import decision_json
 from autosel.ledger.faults import Fault
+from autosel.ledger.host import here as this_host
 from autosel.ledger.store import Evidence, Ledger
 from autosel.values import Decision, Race, Workload, to_json
 from autosel.version import __version__
@@ -384,6 +385,34 @@ async def report_fault(hub: Hub, request: Request) -> Response:
     return answer({"id": fault.id, "taken_in": any(f.id == fault.id for f in taken)}, 202)
 
 
+# --- fleet ------------------------------------------------------------------------------------------------------------
+
+
+async def fleet(hub: Hub, request: Request) -> Response:
+    """Who shares this ledger, what of theirs waits here, and whose devices are not what they say they are."""
+    query(request, {})
+    return answer(await hub.read(lambda ledger: fleet_json(ledger, hub)))
+
+
+def fleet_json(ledger: Ledger, hub: Hub) -> dict[str, Any]:
+    own = this_host(hub.home).id
+    serving = ledger.serving(everywhere=True)
+    with ledger.reading() as connection:
+        hosts, odd = compare.hosts(connection), compare.disagreements(connection)
+    waiting = [s.decision.id for s in serving if not s.usable and s.decision.hw_id == hub.view.hw_id]
+    return {
+        "ledger": ledger.name,
+        "shared": ledger.shared,
+        "hosts": [{**to_json(h), "here": h.id == own} for h in hosts],
+        "waiting": waiting,
+        "refused": sorted(hub.jobs.refused & set(waiting)),
+        "disagreements": [
+            {**to_json(d), "slower": d.slower, "apart": [{**to_json(a), "ratio": a.ratio} for a in d.apart]}
+            for d in odd
+        ],
+    }
+
+
 # --- certificates -----------------------------------------------------------------------------------------------------
 
 
@@ -537,6 +566,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _post("/v1/misses", misses, "Workloads a client calls that no decision covers", Misses, status=202),
     _get("/v1/faults", fault_list, "Faults seen in service, and quarantines"),
     _post("/v1/faults", report_fault, "A served kernel did wrong: demote it now", Fault, status=202),
+    _get("/v1/fleet", fleet, "Hosts of this ledger, what waits for a proof, devices that disagree"),
     _get("/v1/certificates", certificate_list, "The last certificates, newest first", query=_LIMIT),
     _get("/v1/certificates/verify", verify_certificates, "Check the file of certificates"),
     _get("/v1/certificates/{id}", certificate, "One certificate, byte for byte"),

@@ -19,7 +19,8 @@ from autosel.daemon.metrics import Metrics
 from autosel.daemon.view import View
 from autosel.daemon.writer import Work, Writer
 from autosel.ledger.describe import decision_json
-from autosel.ledger.store import Ledger, open_ledger
+from autosel.ledger.store import Ledger, Served, open_ledger
+from autosel.values import Decision
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,9 @@ class Hub:
         """Look at what serves; tell what has changed."""
         async with self._reloading:
             self._wanted = False
-            served = await self.read(lambda ledger: ledger.serving())
+            served, waiting = await self.read(_serving)
+            here = (self.facts.hw_id, self.facts.mode)
+            self.jobs.offered = {d.id for d in waiting if (d.hw_id, d.mode) == here}
             before, epoch = self.view, max((s.epoch for s in served), default=0)
             known = {(s.key, s.epoch, s.decision.id) for s in before.served}
             if epoch == before.epoch and {(s.key, s.epoch, s.decision.id) for s in served} == known:
@@ -134,6 +137,13 @@ class Hub:
         await self.jobs.stop()
         await asyncio.to_thread(self.writer.close)
         self.ledger.close()
+
+
+def _serving(ledger: Ledger) -> tuple[tuple[Served, ...], list[Decision]]:
+    """What serves this host, and what waits for a proof of it."""
+    everything = ledger.serving(everywhere=True)
+    waiting = [s.decision for s in everything if not s.usable]
+    return ledger.serving() if waiting else everything, waiting
 
 
 def this_device() -> str:

@@ -37,6 +37,7 @@ KEPT = 200  # ended jobs that are still shown
 BATCH = 8  # workloads that share the processes of one tune
 AGAIN_S = 3600.0  # before a miss that could not be decided is tried again
 LOOK_S = 1.0
+ADOPT_AGAIN_S = 60.0
 BUSY_LOOKS = 3  # looks in a row that find other work, before a tune is held; and as many without, before it goes on
 STOP_S = 8.0
 MOST_LINE = 1 << 20
@@ -114,6 +115,9 @@ class Jobs:
         self._cancelled: set[int] = set()
         self._again_at: dict[str, float] = {}
         self._stopping = False
+        self.offered: set[int] = set()  # decisions of other hosts that wait for a proof of this one
+        self.refused: set[int] = set()  # of these, what this daemon has tried
+        self._adopt_from = 0.0
         self._load()
 
     # --- the queue --------------------------------------------------------------------------------------------------
@@ -216,6 +220,8 @@ class Jobs:
             if waiting and not self.held:
                 force = waiting[0].force
                 await self._tune([j for j in waiting if j.force == force][:BATCH])
+            elif self.offered - self.refused and not self._why_held() and time.monotonic() > self._adopt_from:
+                await self._adopt()
             await asyncio.sleep(LOOK_S)
 
     def _why_held(self) -> str:
@@ -305,6 +311,18 @@ class Jobs:
         if self._child is not None and self._child.stdin is not None:
             with suppress(OSError, RuntimeError):
                 self._child.stdin.write(f"{word}\n".encode())
+
+    async def _adopt(self) -> None:
+        """Prove what other hosts have decided. What was refused is not tried again by this daemon."""
+
+        def hear(said: dict[str, Any]) -> None:
+            if said["event"] == "adopted":
+                log.info("decision %d of another host: %s", said["id"], said["reason"] or "adopted")
+                self.refused |= {said["id"]} if said["reason"] else set()
+                self._tell("adopted", {name: said[name] for name in ("id", "workload", "reason")})
+
+        if await self._child_runs({"do": "adopt"}, hear) != 0:  # another process has the device, or it broke off
+            self._adopt_from = time.monotonic() + ADOPT_AGAIN_S
 
     async def examine(self) -> dict[str, Any] | None:
         """What a child that loads the libraries finds out about device and decisions."""

@@ -168,7 +168,8 @@ async def compare(hub: Hub, request: Request) -> Response:
 
 async def fleet(hub: Hub, request: Request) -> Response:
     query(request, {})
-    return _page(hub, "fleet", "Fleet", hosts=[shown.host(hub)], device=shown.device(hub))
+    found = await hub.read(lambda ledger: api.fleet_json(ledger, hub))
+    return _page(hub, "fleet", "Fleet", host=shown.host(hub), fleet=found)
 
 
 async def health(hub: Hub, request: Request) -> Response:

@@ -142,6 +142,17 @@ def tune(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
     voice.say("done", undecided=[n.workload.key for n in found.undecided], seconds=found.seconds)
 
 
+def adopt(_: dict[str, Any], voice: Voice, gate: Gate) -> None:
+    """Prove what other hosts have decided, so that it may serve here."""
+    from autosel import fingerprint
+    from autosel.ledger.store import open_ledger
+    from autosel.tuning.adopt import adopt as work
+
+    with open_ledger() as ledger:
+        for made in work(ledger, fingerprint.take("cpu"), Listener(voice, gate)):
+            voice.say("adopted", id=made.decision.id, workload=made.decision.workload.key, reason=made.reason)
+
+
 def examine(_: dict[str, Any], voice: Voice, gate: Gate) -> None:
     """What this device and its software are now, and which decisions no longer hold."""
     from autosel import fingerprint, ops
@@ -164,7 +175,7 @@ def examine(_: dict[str, Any], voice: Voice, gate: Gate) -> None:
     voice.say("facts", fingerprint=fp, hw_id=fp.hw_id, env_id=fp.env_id, mode=mode, stale=stale, moved=moved)
 
 
-DUTIES = {"tune": tune, "examine": examine}
+DUTIES = {"tune": tune, "examine": examine, "adopt": adopt}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -72,11 +72,11 @@ async def take_in(hub: Hub) -> list[Fault]:
     except AutoselError as error:
         log.warning("faults wait: %s", error)
         return []
+    if taken:
+        await hub.reload()  # first: who hears of a fault may ask at once what serves
     for fault in taken:
         hub.metrics.faults.labels(fault.cause).inc()
         hub.events.tell("fault", summary(fault))
-    if taken:
-        await hub.reload()
     return taken
 
 
@@ -105,6 +105,7 @@ async def examine(hub: Hub) -> None:
     if found is None:
         return
     hub.learn(Facts(**{name: found[name] for name in ("fingerprint", "hw_id", "env_id", "mode", "stale", "moved")}))
+    await hub.reload()  # what is offered to this device, now that it is known
     for decision in hub.view.here:
         why = hub.facts.stale.get(str(decision.id))
         if why and hub.options.tune and decision.mode == hub.facts.mode:

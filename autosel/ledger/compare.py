@@ -1,0 +1,158 @@
+"""Hosts of one device kind whose measurements of one thing disagree: one of the devices is not what it says it is.
+
+Compared is the time of one arm (same build, same knobs, same libraries) at one workload in one mode, measured by two
+hosts with the same hw_id. They disagree where the intervals of their medians are apart, and by more than the margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from autosel.ledger import rows
+from autosel.ledger import schema as t
+from autosel.values import Arm, Decision, Timing
+
+MARGIN = 1.05  # the smallest effect that a race promotes before it is calibrated: less is nobody's fault
+MOST = 5000  # decisions looked at, newest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One arm's time on one host, and the decision that holds the evidence."""
+
+    host: str
+    decision_id: int
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """Two measurements of one thing that cannot both be of such a device. `ratio`: the second's time over the
+    first's."""
+
+    workload: str
+    candidate: str
+    first: Measured
+    second: Measured
+
+    @property
+    def ratio(self) -> float:
+        return self.second.timing.median_us / self.first.timing.median_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """Of two hosts (ids, then names): `apart` of `compared` measurements, the widest first."""
+
+    hw_id: str
+    hosts: tuple[str, str]
+    names: tuple[str, str]
+    compared: int
+    apart: tuple[Apart, ...]
+
+    @property
+    def slower(self) -> str:
+        """The name of the host that is slower in most of what is apart."""
+        second = sum(a.ratio > 1 for a in self.apart)
+        return self.names[1] if 2 * second >= len(self.apart) else self.names[0]
+
+
+_Cell = tuple[str, str, str, str]  # hw_id, mode, workload, digest of the arm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A host that has written to the ledger: what it decided, what it proved, when it came and was last heard of."""
+
+    id: str
+    name: str
+    hw_ids: tuple[str, ...]
+    decisions: int
+    proofs: int
+    since: str
+    last: str
+
+
+def hosts(connection: Connection) -> list[Member]:
+    """Every host there is, in the order they came."""
+    d, p = t.decisions.c, t.parities.c
+    decided: dict[int, list[tuple[str, int, str]]] = {}
+    for owner in (d, p):
+        query = sa.select(owner.host_id, owner.hw_id, sa.func.count(), sa.func.max(owner.created_at))
+        for row in connection.execute(query.where(owner.host_id.is_not(None)).group_by(owner.host_id, owner.hw_id)):
+            decided.setdefault(row[0], []).append((row[1], row[2] if owner is d else -row[2], row[3]))
+    return [
+        Member(
+            id=row.host,
+            name=row.name,
+            hw_ids=tuple(sorted({hw_id for hw_id, _, _ in decided.get(row.id, [])})),
+            decisions=sum(max(count, 0) for _, count, _ in decided.get(row.id, [])),
+            proofs=-sum(min(count, 0) for _, count, _ in decided.get(row.id, [])),
+            since=row.created_at,
+            last=max([row.created_at, *(stamp for _, _, stamp in decided.get(row.id, []))]),
+        )
+        for row in connection.execute(sa.select(t.hosts).order_by(t.hosts.c.id))
+    ]
+
+
+def disagreements(connection: Connection) -> list[Disagreement]:
+    """Every pair of hosts that measured the same device kind differently, by the latest measurement of each."""
+    several = sa.select(t.decisions.c.hw_id).group_by(t.decisions.c.hw_id)
+    several = several.having(sa.func.count(sa.distinct(t.decisions.c.host_id)) > 1)
+    query = rows.stored().where(t.decisions.c.hw_id.in_(several), t.decisions.c.verdict_id.is_not(None))
+    cells: dict[_Cell, tuple[str, dict[str, Measured]]] = {}
+    for s in rows.fetch(connection, query.order_by(t.decisions.c.id.desc()).limit(MOST)):
+        for cell, arm, timing in _timed(s.decision) if s.host else ():
+            _, by_host = cells.setdefault(cell, (arm.candidate, {}))
+            by_host.setdefault(s.host, Measured(host=s.host, decision_id=s.decision.id, timing=timing))
+    names = {row.host: row.name for row in connection.execute(sa.select(t.hosts.c.host, t.hosts.c.name))}
+    return _by_pair(cells, names)
+
+
+def _timed(d: Decision) -> Iterator[tuple[_Cell, Arm, Timing]]:
+    """What a decision says of the time of the arms it names. A proof of identity is what their digests are."""
+    timings = d.verdict.timings if d.verdict else {}
+    for arm in {d.arm.digest: d.arm, d.baseline.digest: d.baseline}.values():
+        if arm.candidate in timings:
+            yield (d.hw_id, d.mode, d.workload.key, arm.digest), arm, timings[arm.candidate]
+
+
+def _by_pair(cells: dict[_Cell, tuple[str, dict[str, Measured]]], names: dict[str, str]) -> list[Disagreement]:
+    compared: dict[tuple[str, str, str], list[Apart]] = {}
+    for (hw_id, _, workload, _), (candidate, by_host) in cells.items():
+        for one, other in combinations(sorted(by_host), 2):
+            both = Apart(workload=workload, candidate=candidate, first=by_host[one], second=by_host[other])
+            compared.setdefault((hw_id, one, other), []).append(both)
+    found = []
+    for (hw_id, one, other), pairs in compared.items():
+        apart = sorted((p for p in pairs if are_apart(p.first.timing, p.second.timing)), key=_width, reverse=True)
+        if apart:
+            who, known = (one, other), (names.get(one, one), names.get(other, other))
+            made = Disagreement(hw_id=hw_id, hosts=who, names=known, compared=len(pairs), apart=tuple(apart))
+            found.append(made)
+    return found
+
+
+def are_apart(a: Timing, b: Timing) -> bool:
+    low, high = sorted((a, b), key=lambda timing: timing.median_us)
+    return low.hi_us * MARGIN < high.lo_us
+
+
+def _width(pair: Apart) -> float:
+    return max(pair.ratio, 1 / pair.ratio)
+
+
+def words(found: Disagreement) -> Sequence[str]:
+    """What is apart, for people: the widest three."""
+    return [
+        f"{a.workload} {a.candidate}: {a.first.timing.median_us:.4g} us ({a.first.timing.lo_us:.4g} .. "
+        f"{a.first.timing.hi_us:.4g}) on {found.names[0]}, {a.second.timing.median_us:.4g} us "
+        f"({a.second.timing.lo_us:.4g} .. {a.second.timing.hi_us:.4g}) on {found.names[1]}; decisions "
+        f"{a.first.decision_id} and {a.second.decision_id}"
+        for a in found.apart[:3]
+    ]

@@ -1,0 +1,84 @@
+"""Take over what another host decided: build its very arm here, prove it here, and only then let it serve here.
+
+Nothing of it is believed: the recipe must be the one that this autosel derives for that candidate and those knobs, and
+what it builds must have the digest that was measured there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autosel.candidates import arms, registry
+from autosel.errors import AutoselError, BuildError, UnknownName
+from autosel.ledger.key import current_mode
+from autosel.ledger.store import Ledger
+from autosel.native.compile import compile_source, source_digest
+from autosel.parity.check import check
+from autosel.tuning.job import Listener, Way
+from autosel.tuning.prove import proof_of
+from autosel.tuning.shortlist import way_of
+from autosel.values import Accepted, Decision, Failed, Fingerprint, Knob, Knobs, NativeRecipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adoption:
+    """What became of a decision offered to this host. `reason` says why it does not serve here; empty: it does."""
+
+    decision: Decision
+    reason: str
+
+
+def adopt(ledger: Ledger, fp: Fingerprint, listener: Listener) -> Iterator[Adoption]:
+    """Prove what other hosts of this device's kind have decided, in the mode of this process, each on its own.
+
+    Raises LedgerError where another process measures on the device.
+    """
+    with ledger.lock(fp.hw_id):
+        offered = ledger.offered(fp.hw_id, current_mode())
+        for done, decision in enumerate(offered):
+            listener.stage("parity", decision.arm.candidate, done, len(offered))
+            try:
+                reason = _adopt(ledger, fp, decision)
+            except BuildError as error:
+                reason = f"it does not build here: {error.what}"
+            yield Adoption(decision=decision, reason=reason)
+
+
+def _adopt(ledger: Ledger, fp: Fingerprint, decision: Decision) -> str:
+    """Why it does not serve here; empty where it does from now on. Raises BuildError."""
+    try:
+        way = _same_way(fp, decision)
+    except AutoselError as error:
+        return error.what
+    if way.build_digest in (held := ledger.quarantined(fp.hw_id, decision.op)) or way.arm.digest in held:
+        return f"{decision.arm.candidate} is in quarantine"
+    if isinstance(way.recipe, NativeRecipe):
+        compile_source(way.recipe.source, way.recipe.flags)
+    with ledger.trial(fp.hw_id, decision.op, way.arm):
+        parity = check(proof_of(way, decision.workload), fp=fp)
+    if ledger.adopt(decision.id, parity):
+        return ""
+    return f"parity: {parity.check}: {parity.reason}" if isinstance(parity, Failed) else "it no longer serves"
+
+
+def _same_way(fp: Fingerprint, decision: Decision) -> Way:
+    """The decision's arm as this host would build it. Raises AutoselError where that is another thing."""
+    w, theirs = decision.workload, decision.arm
+    try:
+        candidate = registry.find(w.op, theirs.candidate)
+    except UnknownName as error:
+        raise AutoselError(f"there is no {theirs.candidate} here") from error
+    support = candidate.supports(w, fp)
+    if not isinstance(support, Accepted):
+        raise AutoselError(f"{theirs.candidate} cannot run here: {support.reason}")
+    knobs = Knobs(settings=tuple(Knob(name=n, value=v, formula="adopted", inputs={}) for n, v in theirs.knobs.items()))
+    recipe = candidate.recipe(w, fp, knobs)
+    built = source_digest(recipe.source, recipe.flags) if isinstance(recipe, NativeRecipe) else ""
+    arm = arms.arm(candidate, w, fp, built, knobs)
+    if (recipe, built, arm.digest) != (theirs.recipe, theirs.build, theirs.digest):
+        raise AutoselError(f"{theirs.candidate} is another build here (sources, compiler or libraries differ)")
+    baseline = way_of(registry.baseline(w.op), w, fp)
+    if baseline.arm.digest != decision.baseline.digest:
+        raise AutoselError(f"it was measured against another {decision.baseline.candidate}")
+    return Way(candidate=candidate, knobs=knobs, recipe=recipe, build_digest=built or arm.digest, arm=arm)
