@@ -506,7 +506,8 @@ def parse_json(text: str | bytes, *, what: str = "document", depth: int = 32) ->
         return number if math.isfinite(number) else refuse(digits[:40])
 
     def whole(digits: str) -> int:
-        finite(digits)
+        if math.isinf(float(digits)):
+            raise ValueError(f"{what}: a whole number of {len(digits)} digits is beyond any float")
         return int(digits)
 
     try:

@@ -26,6 +26,7 @@ class Truth:
 
     def __init__(self, op: Op, inputs: Inputs) -> None:
         self.op, self.inputs = op, inputs
+        self.size_bytes = sum(v.nbytes for v in inputs.values() if isinstance(v, Tensor))
         self._known: tuple[Expected, Sequence[Tensor] | None] | None = None
         self._lock = threading.Lock()
 
@@ -41,29 +42,32 @@ class Truth:
         expected, base = self._known
         return expected.judge(got, base)
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(v.nbytes for v in self.inputs.values() if isinstance(v, Tensor))
-
 
 class Truths:
     """Truths of cases by name; the least recently used go when they hold more than KEPT_BYTES of inputs."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str, int], Truth] = OrderedDict()
+        self._kept_bytes = 0
         self._lock = threading.Lock()
 
     def of(self, op: Op, case: Case, seed: int) -> Truth:
         key = (case.name, case.workload.key, seed)
         with self._lock:
-            found = self._kept.pop(key, None)
+            found = self._kept.get(key)
         if found is None:
             found = Truth(op, case.make(seed))
         with self._lock:
-            self._kept[key] = found
-            while sum(t.size_bytes for t in self._kept.values()) > KEPT_BYTES:
-                self._kept.popitem(last=False)
+            self._keep(key, found)
         return found
+
+    def _keep(self, key: tuple[str, str, int], truth: Truth) -> None:
+        before = self._kept.pop(key, None)  # it, or what another thread made meanwhile
+        self._kept[key] = truth
+        self._kept_bytes += truth.size_bytes - (before.size_bytes if before else 0)
+        while self._kept_bytes > KEPT_BYTES:
+            _, gone = self._kept.popitem(last=False)
+            self._kept_bytes -= gone.size_bytes
 
     def fresh(self, op: Op, inputs: Inputs) -> Truth:
         """For inputs that only one candidate will see."""

@@ -22,6 +22,7 @@ from autosel.candidates import arms, registry, user
 from autosel.cli.main import run
 from autosel.dispatch.board import this_device
 from autosel.errors import BuildError
+from autosel.fingerprint import probe
 from autosel.ledger import open_ledger, snapshot
 from autosel.ledger import store as ledger_store
 from autosel.ledger.key import current_mode
@@ -120,6 +121,7 @@ def forget() -> None:
     """What a new process would not know."""
     settings.read.cache_clear()
     find_compiler.cache_clear()
+    probe.load.cache_clear()
 
 
 @pytest.fixture
