@@ -22,7 +22,10 @@ Scalar = str | int | float | bool
 DTypeName = Literal["bf16", "fp16", "fp32", "fp8_e4m3"]
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32", "fp8_e4m3")
 DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1}
-Backend = Literal["TORCH", "INDUCTOR", "CPP", "TRITON", "CUDA_EXT", "CUTLASS", "USER"]
+Backend = Literal[
+    "TORCH", "INDUCTOR", "CPP", "TRITON", "CUDA_EXT", "CUTLASS", "FLASHINFER", "FLASH_ATTN", "LIGER", "QUACK", "SGL",
+    "USER",
+]  # fmt: skip
 DeviceKind = Literal["cpu", "cuda"]
 
 

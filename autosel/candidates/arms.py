@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from autosel.candidates import inductor
 from autosel.candidates.base import Candidate
+from autosel.candidates.libraries.base import PACKAGE as LIBRARIES
 from autosel.candidates.source import TRITON_KERNELS, function_digest, module_digest
 from autosel.candidates.torch import EAGER
 from autosel.values import Arm, Fingerprint, Knobs, PythonRecipe, Workload, digest
@@ -37,12 +39,22 @@ def python_digest(recipe: PythonRecipe) -> str:
     module, _, name = recipe.target.partition(":")
     if module == inductor.__name__:
         source = function_digest(EAGER, name) + function_digest(module, "_lazy")
-    elif module == EAGER:
+    elif module == EAGER or module.startswith(f"{LIBRARIES}."):
         source = function_digest(module, name)
     else:
         source = module_digest(module, recipe.path)
     compiler = {"triton": triton_version()} if module.startswith(TRITON_KERNELS) else {}
-    return digest({"target": recipe.target, "source": source, **compiler, **torch_identity()})
+    return digest({"target": recipe.target, "source": source, **compiler, **_library(module), **torch_identity()})
+
+
+def _library(module: str) -> dict[str, str]:
+    """Name and version of the installed library behind a wrapper of ours."""
+    if not module.startswith(f"{LIBRARIES}."):
+        return {}
+    found = {
+        k.library.distribution: k.library.version() for k in import_module(module).KERNELS if hasattr(k, "library")
+    }
+    return {**found, "triton": triton_version()}
 
 
 @cache

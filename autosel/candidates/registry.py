@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from autosel.candidates import cpp, cuda, cutlass, triton
+from autosel.candidates import cpp, cuda, cutlass, libraries, triton
 from autosel.candidates.base import Candidate
 from autosel.candidates.inductor import INDUCTOR
 from autosel.candidates.plugins import load_allowed
@@ -75,9 +75,9 @@ def op_name(op: str) -> str:
 
 @cache
 def own_candidates() -> tuple[Candidate, ...]:
-    """Those that come with autosel; kernels of every module below candidates/{cpp,cuda,cutlass,triton}."""
+    """Those that come with autosel; kernels of every module below candidates/{cpp,cuda,cutlass,triton,libraries}."""
     kernels: list[Candidate] = []
-    for package in (cpp, cuda, cutlass, triton):
+    for package in (cpp, cuda, cutlass, triton, libraries):
         for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
             kernels += getattr(import_module(f"{package.__name__}.{module}"), "KERNELS", ())
     found = (*TORCH, *kernels, *INDUCTOR)

@@ -44,7 +44,7 @@ def attn(
     s = q.shape[2]
     first = max(0, max_len - s - window + 1) if window and lengths is None else 0
     k, v = k[:, :, first:max_len], v[:, :, first:max_len]
-    mask = _mask(s, k.shape[2], lengths, window)
+    mask = _mask(s, k, lengths, window)
     return _written(_attend(q, k, v, mask, scale, softcap), o)
 
 
@@ -66,7 +66,7 @@ def attn_packed(
     packed = q.reshape(b, hkv, hq // hkv, d)
     first = max(0, max_len - window) if window and lengths is None else 0
     k, v = k[:, :, first:max_len], v[:, :, first:max_len]
-    made = _attend(packed, k, v, _mask(1, k.shape[2], lengths, window), scale, softcap)
+    made = _attend(packed, k, v, _mask(1, k, lengths, window), scale, softcap)
     return _written(made.reshape(q.shape), o)
 
 
@@ -94,7 +94,7 @@ def prefill_attn(
 ) -> Tensor:
     s = q.shape[2]
     if softcap or (window and window < s):
-        return _written(_attend(q, k, v, _mask(s, s, None, window), scale, softcap), o)
+        return _written(_attend(q, k, v, _mask(s, k, None, window), scale, softcap), o)
     gqa = q.shape[1] != k.shape[1]
     return _written(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale or None, enable_gqa=gqa), o)
 
@@ -103,9 +103,9 @@ def kv_append(
     k: Tensor, v: Tensor, positions: Tensor, block_table: Tensor | None, k_cache: Tensor, v_cache: Tensor
 ) -> tuple[Tensor, Tensor]:
     b, s = k.shape[0], k.shape[2]
-    position = positions[:, None].long() + torch.arange(s)
+    position = positions[:, None].long() + torch.arange(s, device=k.device)
     if block_table is None:
-        row = torch.arange(b)[:, None]
+        row = torch.arange(b, device=k.device)[:, None]
         for cache, new in ((k_cache, k), (v_cache, v)):
             cache.transpose(1, 2)[row, position] = new.transpose(1, 2)
         return k_cache, v_cache
@@ -116,15 +116,16 @@ def kv_append(
     return k_cache, v_cache
 
 
-def _mask(s: int, keys: int, lengths: Tensor | None, window: int) -> Tensor | None:
+def _mask(s: int, k: Tensor, lengths: Tensor | None, window: int) -> Tensor | None:
     """bool [B or 1, 1, S, keys], or None where every query sees every key."""
-    key = torch.arange(keys)
+    keys = k.shape[2]
+    key = torch.arange(keys, device=k.device)
     if lengths is None:
         if s == 1 and not (window and window < keys):
             return None
-        last = torch.arange(keys - s, keys)[None, :, None]
+        last = torch.arange(keys - s, keys, device=k.device)[None, :, None]
     else:
-        last = (lengths[:, None].long() - s + torch.arange(s))[..., None]
+        last = (lengths[:, None].long() - s + torch.arange(s, device=k.device))[..., None]
     seen = key <= last
     if window:
         seen &= key > last - window
@@ -279,7 +280,7 @@ def sample(
 
 def _penalised(scores: Tensor, history: Tensor, penalty: Tensor) -> Tensor:
     width = scores.shape[-1]
-    seen = torch.zeros(scores.shape[0], width + 1, dtype=torch.bool)
+    seen = torch.zeros(scores.shape[0], width + 1, dtype=torch.bool, device=scores.device)
     seen.scatter_(1, torch.where(history >= 0, history, width), True)
     factor = penalty[:, None]
     return torch.where(seen[:, :width], torch.where(scores > 0, scores / factor, scores * factor), scores)
@@ -288,7 +289,7 @@ def _penalised(scores: Tensor, history: Tensor, penalty: Tensor) -> Tensor:
 def _truncated(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Probabilities in index order, zero outside the top_k and top_p sets."""
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scores.shape[-1])
+    rank = torch.arange(scores.shape[-1], device=scores.device)
     kept = torch.where(top_k > 0, top_k, scores.shape[-1])[:, None]
     p = ordered.masked_fill(rank >= kept, -math.inf).softmax(-1)
     enough = (p.cumsum(-1) - p >= top_p[:, None]) & (rank > 0) & (top_p < 1)[:, None]

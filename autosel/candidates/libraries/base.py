@@ -1,0 +1,183 @@
+"""What every installed library has in common: it must be there, new enough, importable, and for this device.
+
+Importing somebody's package may compile for minutes, print, crash, or find that it was built for another torch: that is
+tried once an installed version, in a child process with a deadline. The answer is kept below the home.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from autosel import settings
+from autosel.candidates.base import Candidate
+from autosel.values import (
+    Accepted,
+    Backend,
+    Fingerprint,
+    Knobs,
+    PythonRecipe,
+    Recipe,
+    Rejected,
+    Support,
+    Workload,
+    digest,
+)
+
+PACKAGE = __name__.rpartition(".")[0]
+PROBE_S = 120.0
+Limits = Callable[[Workload, "tuple[int, int]"], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """An installable package. `module` is what must be importable; `distribution` its name for pip."""
+
+    distribution: str
+    module: str
+    least_version: tuple[int, ...]
+    least_cc: tuple[int, int] = (8, 0)
+    most_cc: tuple[int, int] = (99, 0)
+    needs: tuple[str, ...] = ()  # attributes of the module that are called
+
+    def version(self) -> str:
+        """As installed; "" where it is not."""
+        try:
+            return metadata.version(self.distribution)
+        except metadata.PackageNotFoundError:
+            return ""
+
+    def why_not(self, cc: tuple[int, int]) -> str:
+        """Why it cannot be called on a device of this compute capability, or ""."""
+        found = self.version()
+        if not found:
+            return f"{self.distribution} is not installed"
+        if parsed(found) < self.least_version:
+            return f"{self.distribution} {found} is too old; needs {spelled(self.least_version)}"
+        if not self.least_cc <= cc <= self.most_cc:
+            most = "" if self.most_cc[0] == 99 else f" to {spelled(self.most_cc)}"
+            needed = f"compute capability {spelled(self.least_cc)}{most}"
+            return f"{self.distribution} needs {needed}; the device has {spelled(cc)}"
+        return probe(self.distribution, found, self.module, self.needs)
+
+
+def parsed(version: str) -> tuple[int, ...]:
+    """The leading numbers: `0.7.2.post1` is (0, 7, 2)."""
+    numbers = []
+    for part in version.split("."):
+        digits = part[: next((i for i, c in enumerate(part) if not c.isdigit()), len(part))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def spelled(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+# --- the probe --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def probe(distribution: str, version: str, module: str, needs: tuple[str, ...], deadline_s: float = PROBE_S) -> str:
+    """Why the module cannot be imported, or lacks what is called, or ""; once for this version beside this torch."""
+    path = settings.home() / "cache" / "libraries" / f"{_identity(distribution, version, module, needs)}.json"
+    try:
+        kept: str = json.loads(path.read_text())["why"]
+    except (OSError, ValueError, KeyError):
+        kept = _tried(distribution, module, needs, deadline_s)
+        _keep(path, kept)
+    return kept
+
+
+def _identity(distribution: str, version: str, module: str, needs: tuple[str, ...]) -> str:
+    torch = metadata.version("torch")
+    return digest({"of": [distribution, version, module, *needs], "torch": torch, "python": sys.version})[:24]
+
+
+def _tried(distribution: str, module: str, needs: tuple[str, ...], deadline_s: float) -> str:
+    code = f"import importlib; m = importlib.import_module({module!r}); [getattr(m, n) for n in {list(needs)!r}]"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=deadline_s,
+            env=settings.passed_to_workers(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{distribution}: import {module} took longer than {deadline_s:.0f} s"
+    if done.returncode == 0:
+        return ""
+    last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
+    return f"{distribution} cannot be imported: {last[:200]}"
+
+
+def _keep(path: Path, why: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_text(json.dumps({"why": why}))
+    except OSError:  # a read-only home: probed again by the next process
+        return
+
+
+# --- the candidate ----------------------------------------------------------------------------------------------------
+
+
+class LibraryKernel(Candidate):
+    """`<file>:<function>`: one function of the file that wraps the library. `limits(w, cc)` returns why it cannot run
+    w, or ""."""
+
+    def __init__(
+        self,
+        op: str,
+        name: str,
+        library: Library,
+        *,
+        backend: Backend,
+        limits: Limits = lambda w, cc: "",
+        dtypes: tuple[str, ...] = ("bf16", "fp16"),
+        writes_out: bool = True,
+        deterministic: bool = True,
+    ) -> None:
+        self.op, self.name, self.library, self.backend = op, name, library, backend
+        self.limits, self.dtypes = limits, dtypes
+        self.writes_out, self.deterministic = writes_out, deterministic
+        self.function = name.partition(":")[2]
+
+    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+        if w.dtype not in self.dtypes:
+            return Rejected(reason=f"takes {', '.join(self.dtypes)}; the workload is {w.dtype}")
+        if fp.kind != "cuda":
+            return Rejected(reason=f"a kernel of {self.library.distribution}; the device is a CPU")
+        major, _, minor = str(fp.identity["cc"]).partition(".")
+        cc = (int(major), int(minor or 0))
+        why = self.limits(w, cc) or self.library.why_not(cc)
+        return Rejected(reason=why) if why else Accepted()
+
+    def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
+        return PythonRecipe(target=f"{PACKAGE}.{self.name.partition(':')[0]}:{self.function}")
+
+
+def plain_norm(w: Workload, _: tuple[int, int]) -> str:
+    """Most libraries have Llama's norm alone."""
+    return "its norm has no weight offset" if w.trait("offset", 0.0) else ""
+
+
+def whole_cache(w: Workload, _: tuple[int, int]) -> str:
+    """A cache all of which is read."""
+    if w.trait("ragged", default=False):
+        return "its call has no lengths of single sequences"
+    if w.trait("window", 0) or w.trait("softcap", 0.0):
+        return "no window and no softcap in this call"
+    return "" if w["S"] == 1 else f"one position a call; the workload has S = {w['S']}"

@@ -1,0 +1,91 @@
+"""The kernels behind PyTorch's SDPA, each forced: left to itself it takes the first eligible one, not the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from autosel.candidates.base import Candidate
+from autosel.values import Accepted, Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Rejected, Support, Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KERNELS_OF_SDPA = {
+    "cudnn": ("CUDNN_ATTENTION", (8, 0)),
+    "flash": ("FLASH_ATTENTION", (8, 0)),
+    "efficient": ("EFFICIENT_ATTENTION", (5, 0)),
+}
+
+
+class Forced(Candidate):
+    """`sdpa:<kernel>`, for attention over a cache that is read whole: flash has no place for a mask."""
+
+    backend: Backend = "TORCH"
+
+    def __init__(self, op: str, what: str) -> None:
+        self.op, self.what, self.name = op, what, f"sdpa:{what}"
+
+    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+        why = self._why_not(w, fp)
+        return Rejected(reason=why) if why else Accepted()
+
+    def _why_not(self, w: Workload, fp: Fingerprint) -> str:
+        if w.dtype not in ("bf16", "fp16"):
+            return f"takes bf16, fp16; the workload is {w.dtype}"
+        if fp.kind != "cuda":
+            return "a CUDA kernel of PyTorch's; the device is a CPU"
+        major, _, minor = str(fp.identity["cc"]).partition(".")
+        least = KERNELS_OF_SDPA[self.what][1]
+        if (int(major), int(minor or 0)) < least:
+            return f"needs compute capability {least[0]}.{least[1]}; the device has {major}.{minor or 0}"
+        if w.trait("softcap", 0.0):
+            return "SDPA has no softcap"
+        if self.op == "attn" and (w.trait("ragged", default=False) or w["S"] != 1):
+            return "without a mask it reads one position a sequence, all of equal length"
+        if self.op == "prefill_attn" and 0 < int(w.trait("window", 0)) < w["S"]:
+            return "without a mask it has no window"
+        return ""
+
+    def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
+        return PythonRecipe(target=f"{__name__}:{self.op}_{self.what}")
+
+
+def _attn(kernel: str) -> Callable[..., Any]:
+    def attn(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor | None,
+        max_len: int,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        first = max(0, max_len - window) if window else 0
+        return _forced(kernel, q, k[:, :, first:max_len], v[:, :, first:max_len], scale, causal=False)
+
+    return attn
+
+
+def _prefill(kernel: str) -> Callable[..., Any]:
+    def prefill_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+        return _forced(kernel, q, k, v, scale, causal=True)
+
+    return prefill_attn
+
+
+def _forced(kernel: str, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Tensor:
+    """Raises what PyTorch raises where the kernel does not take these operands."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    with sdpa_kernel(getattr(SDPBackend, KERNELS_OF_SDPA[kernel][0])):
+        gqa = q.shape[1] != k.shape[1]
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale or None, enable_gqa=gqa)
+
+
+attn_cudnn, attn_flash, attn_efficient = map(_attn, KERNELS_OF_SDPA)
+prefill_attn_cudnn, prefill_attn_flash, prefill_attn_efficient = map(_prefill, KERNELS_OF_SDPA)
+
+KERNELS = tuple(Forced(op, what) for op in ("attn", "prefill_attn") for what in KERNELS_OF_SDPA)

@@ -1,0 +1,153 @@
+"""Libraries that may be installed: what keeps one out is said in words, and finding out costs nobody their process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from autosel import settings
+from autosel.candidates.arms import python_digest
+from autosel.candidates.convention import parameters_of, takes_outputs
+from autosel.candidates.libraries import base, flash_attn, flashinfer, liger, quack, sdpa, sgl
+from autosel.candidates.libraries.base import Library, LibraryKernel, parsed
+from autosel.fingerprint import known
+from autosel.ops import OPS
+from autosel.values import Accepted, Fingerprint, PythonRecipe, Rejected, Workload
+
+WRAPPED = [k for module in (flash_attn, flashinfer, liger, quack, sgl) for k in module.KERNELS]
+HEADS = {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 512}
+DIMS = {
+    "rmsnorm": {"M": 2, "d": 512},
+    "swiglu": {"M": 2, "I": 512},
+    "geglu": {"M": 2, "I": 512},
+    "attn": HEADS,
+    "paged_attn": {**HEADS, "page": 256},
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
+    settings.read.cache_clear()
+    base.probe.cache_clear()
+    yield tmp_path
+    settings.read.cache_clear()
+    base.probe.cache_clear()
+
+
+def workload(op: str) -> Workload:
+    return OPS[op].workload("bf16", DIMS[op], **({"tanh": 1} if op == "geglu" else {}))
+
+
+def why_not(kernel: LibraryKernel, fp: Fingerprint) -> str:
+    found = kernel.supports(workload(kernel.op), fp)
+    assert isinstance(found, Rejected)
+    return found.reason
+
+
+@pytest.mark.parametrize("kernel", WRAPPED, ids=lambda k: k.name)
+def test_an_absent_library_is_refused_by_name(kernel: LibraryKernel) -> None:
+    if kernel.library.version():
+        pytest.skip(f"{kernel.library.distribution} is installed")
+    assert why_not(kernel, known.load("h200")) == f"{kernel.library.distribution} is not installed"
+
+
+@pytest.mark.parametrize("kernel", WRAPPED, ids=lambda k: k.name)
+def test_a_wrapper_can_be_called_as_its_op(kernel: LibraryKernel) -> None:
+    """The signature fits the op's arguments, and its outputs exactly where it says that it writes them."""
+    w, fp = workload(kernel.op), known.load("h200")
+    recipe = kernel.recipe(w, fp, kernel.knobs(w, fp))
+    assert isinstance(recipe, PythonRecipe)
+    module, _, name = recipe.target.partition(":")
+    function = getattr(import_module(module), name)
+    assert takes_outputs(OPS[kernel.op], parameters_of(function), name) == kernel.writes_out
+
+
+# PyTorch's own package stands in for a library: it is installed, and has a version.
+HERE = Library(distribution="torch", module="json", least_version=(1, 0), needs=("dumps",))
+
+
+def test_a_library_that_can_be_called_is_accepted(home: Path) -> None:
+    kernel = LibraryKernel("rmsnorm", "liger:rmsnorm", HERE, backend="LIGER")
+    assert kernel.supports(workload("rmsnorm"), known.load("h200")) == Accepted()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"least_version": (99, 1)}, "is too old; needs 99.1"),
+        ({"least_cc": (12, 0)}, "needs compute capability 12.0; the device has 9.0"),
+        ({"most_cc": (8, 9)}, "needs compute capability 8.0 to 8.9; the device has 9.0"),
+        ({"module": "no_such_module"}, "cannot be imported: ModuleNotFoundError"),
+        ({"needs": ("no_such_function",)}, "cannot be imported: AttributeError"),
+    ],
+)
+def test_what_keeps_an_installed_library_out_is_said(home: Path, change: dict[str, object], reason: str) -> None:
+    kernel = LibraryKernel("rmsnorm", "liger:rmsnorm", replace(HERE, **change), backend="LIGER")  # type: ignore[arg-type]
+    assert reason in why_not(kernel, known.load("h200"))
+
+
+def test_an_import_that_takes_its_process_along_is_an_answer(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "kills_itself.py").write_text("import os\nos.abort()\n")
+    monkeypatch.setenv("PYTHONPATH", str(home))
+    assert "cannot be imported" in base.probe("torch", "1", "kills_itself", ())
+
+
+def test_an_import_without_end_is_cut_at_its_deadline(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "never_ends.py").write_text("while True: pass\n")
+    monkeypatch.setenv("PYTHONPATH", str(home))
+    assert "took longer than" in base.probe("torch", "1", "never_ends", (), deadline_s=0.5)
+
+
+def test_a_version_is_probed_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is kept: another process does not start a third."""
+    first = base.probe("torch", "1", "no_such_module", ())
+    base.probe.cache_clear()
+    monkeypatch.setattr(base.subprocess, "run", None)
+    assert base.probe("torch", "1", "no_such_module", ()) == first
+
+
+def test_on_a_cpu_none_is_even_looked_for(home: Path) -> None:
+    cpu = replace(known.load("h200"), kind="cpu")
+    assert all("the device is a CPU" in why_not(kernel, cpu) for kernel in WRAPPED)
+    assert not (home / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dims", "traits", "reason"),
+    [
+        (flashinfer.KERNELS[2], {**HEADS, "B": 2}, {}, "one sequence a call"),
+        (flashinfer.KERNELS[2], {**HEADS, "D": 80}, {}, "80 wide"),
+        (flashinfer.KERNELS[2], HEADS, {"window": 64}, "no window"),
+        (flash_attn.KERNELS[0], {**HEADS, "D": 512}, {}, "512"),
+        (flash_attn.KERNELS[1], {**HEADS, "page": 16}, {}, "a multiple of 256 tokens"),
+        (quack.KERNELS[0], {"M": 2, "d": 512}, {"offset": 1.0}, "no weight offset"),
+        (liger.KERNELS[2], {"M": 2, "I": 512}, {}, "tanh"),
+        (sdpa.KERNELS[0], {**HEADS, "S": 3}, {}, "one position"),
+        (sdpa.KERNELS[1], HEADS, {"softcap": 30.0}, "softcap"),
+    ],
+)
+def test_shapes_that_a_library_has_no_kernel_for_are_refused(
+    kernel: LibraryKernel, dims: dict[str, int], traits: dict[str, float], reason: str
+) -> None:
+    found = kernel.supports(OPS[kernel.op].workload("bf16", dims, **traits), known.load("h200"))
+    assert isinstance(found, Rejected)
+    assert reason in found.reason
+
+
+def test_another_version_of_a_library_is_another_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = PythonRecipe(target=f"{base.PACKAGE}.liger:rmsnorm")
+    digests = set()
+    for version in ("0.8.4", "0.8.5"):
+        monkeypatch.setattr(Library, "version", lambda self, v=version: v)
+        digests.add(python_digest(recipe))
+    assert len(digests) == 2
+
+
+def test_versions_compare_as_numbers() -> None:
+    assert parsed("0.10.2") > parsed("0.9.9")
+    assert parsed("2.8.3.post1") == (2, 8, 3)
+    assert parsed("4.0.0b36") == (4, 0, 0)
