@@ -1,4 +1,5 @@
-// gemm_sm80   y = x @ w^T (+ bias) (+ residual)       x[M,K], w[N,K], bias[N], residual[M,N] -> y[M,N]; bf16 or fp16
+// gemm_sm80     y = x @ w^T (+ bias) (+ residual)     x[M,K], w[N,K], bias[N], residual[M,N] -> y[M,N]; bf16 or fp16
+// lm_head_sm80  logits = x @ w^T                      x[M,d], w[V,d] -> logits[M,V]
 //
 // bytes   (N K + M K + M N) b, and M N b with a residual, b = 2      FLOPs   2 M N K
 // roofline on an RTX 5070 Ti: M=16, N=K=4096: 33.6 MB at 824 GB/s are 40.8 us; M=N=K=4096: 137 GFLOP at 99 TFLOP/s are
@@ -8,12 +9,13 @@
 //   AUTOSEL_STAGES          of 64 elements along K: what an SM can draw is under way, as far as shared memory holds it
 //   split_k                 CTAs a tile, where tiles are too few readers for DRAM, or leave the last wave half empty
 //   pdl                     launched as a programmatic dependent: the first weights come while x is being made
-// design  y^T = w x^T at every M, in CuTe's layouts: cp.async fills a swizzled ring, ldmatrix empties it, mma.m16n8k16 adds
-//   up in fp32. Four warps share w's rows; from 128 columns on two share x's too. One barrier a stage. Split tiles leave
-//   their sums in a workspace and the last CTA to come adds them in order: one launch, the same bits each time. The tile
-//   goes through shared memory to become rows of y, where bias and residual are added before the one rounding.
+// design  y^T = w x^T at every M, in CuTe's layouts: cp.async fills a swizzled ring, ldmatrix empties it, mma.m16n8k16
+//   adds up in fp32. Four warps share w's rows; from 128 columns on two share x's too. One barrier a stage. Split tiles
+//   leave their sums in a workspace and the last CTA to come adds them in order: one launch, the same bits each time.
+//   The tile goes through shared memory to become rows of y, where bias and residual are added before the one rounding.
 //   Tiles are walked in groups of 8 of w, so that a wave reads few rows of either operand.
 //   Operands that are not in rows of whole 16-byte vectors go to plain.cuh.
+// tried   the kernel's body compiled in nvcc's pass for the host too: 8 s more, for what that pass never calls
 // idea    multistage pipeline: NVIDIA/cutlass, CuTe's tutorial; swapped operands: FlashInfer, DeepGEMM
 // status  compiled and emulated; not yet run on silicon
 #include <cute/tensor.hpp>
@@ -36,7 +38,7 @@
 
 namespace autosel {
 
-// Not nvcc's pass for the host, which has no such instructions, and would take 20 s more to compile what it never calls.
+// Not nvcc's pass for the host: it has no such instructions, and would compile at length what it never calls.
 #if defined(__CUDA_ARCH__) || !defined(__CUDACC__)
 #define AUTOSEL_RUNS 1
 #endif
@@ -60,7 +62,8 @@ template <class T> struct Multiply16x8x16 {
 struct LoadTiles {
   using SRegisters = cute::uint128_t[1];
   using DRegisters = uint32_t[4];
-  CUTE_HOST_DEVICE static void copy(const cute::uint128_t& from, uint32_t& w0, uint32_t& w1, uint32_t& w2, uint32_t& w3) {
+  CUTE_HOST_DEVICE static void copy(const cute::uint128_t& from, uint32_t& w0, uint32_t& w1, uint32_t& w2,
+                                    uint32_t& w3) {
 #ifdef AUTOSEL_RUNS
     uint32_t w[4];
     load_tiles<false>(w, &from);
@@ -71,7 +74,8 @@ struct LoadTiles {
 
 }  // namespace autosel
 
-template <class T> struct cute::MMA_Traits<autosel::Multiply16x8x16<T>> : cute::MMA_Traits<cute::SM80_16x8x16_F32F16F16F32_TN> {
+template <class T>
+struct cute::MMA_Traits<autosel::Multiply16x8x16<T>> : cute::MMA_Traits<cute::SM80_16x8x16_F32F16F16F32_TN> {
   using ValTypeA = T;
   using ValTypeB = T;
 };
@@ -92,7 +96,8 @@ static_assert(kRows % (16 * kWarpsDown) == 0 && kColumns % (16 * kWarpsAcross) =
 static_assert(kStages >= 2, "one tile is multiplied while the next comes");
 
 // Eight rows of 128 bytes, their 16-byte pieces exchanged by row: neither copies nor loads meet in a bank.
-using Atom = decltype(composition(Swizzle<3, 3, 3>{}, Layout<cute::Shape<_8, Int<kDepth>>, cute::Stride<Int<kDepth>, _1>>{}));
+using Rows8 = Layout<cute::Shape<_8, Int<kDepth>>, cute::Stride<Int<kDepth>, _1>>;
+using Atom = decltype(composition(Swizzle<3, 3, 3>{}, Rows8{}));
 using RingW = decltype(tile_to_shape(Atom{}, cute::Shape<Int<kRows>, Int<kDepth>, Int<kStages>>{}));
 using RingX = decltype(tile_to_shape(Atom{}, cute::Shape<Int<kColumns>, Int<kDepth>, Int<kStages>>{}));
 using Product = TiledMMA<MMA_Atom<Multiply16x8x16<Half>>, Layout<cute::Shape<Int<kWarpsDown>, Int<kWarpsAcross>, _1>>,
@@ -163,7 +168,8 @@ template <class Sums> __device__ __forceinline__ bool join(const Parts& parts, i
 
 // The tile's sums, with what is added to them, as rows of y: through shared memory, to be stored 16 bytes at a time.
 template <class Sums, class Where>
-__device__ __forceinline__ void store_tile(const Operands& o, int64_t n0, int64_t m0, const Sums& sums, const Where& where) {
+__device__ __forceinline__ void store_tile(const Operands& o, int64_t n0, int64_t m0, const Sums& sums,
+                                           const Where& where) {
   float* laid = reinterpret_cast<float*>(shared_memory());
   __syncthreads();
 #pragma unroll
@@ -196,7 +202,8 @@ __device__ __forceinline__ void multiply_tile(const Operands& o, const Parts& pa
   place(parts, down, across);
   const int64_t n0 = down * kRows, m0 = across * kColumns;
   const int tiles = int((o.w.columns + kDepth - 1) / kDepth);
-  const int begin = int(int64_t(tiles) * blockIdx.z / parts.split), end = int(int64_t(tiles) * (blockIdx.z + 1) / parts.split);
+  const int begin = int(int64_t(tiles) * blockIdx.z / parts.split);
+  const int end = int(int64_t(tiles) * (blockIdx.z + 1) / parts.split);
 
   const auto w = rows_from(o.w, n0), x = rows_from(o.x, m0);
   auto* ring = reinterpret_cast<Half*>(shared_memory());
@@ -274,7 +281,14 @@ void gemm_sm80(TensorView x, TensorView w, Optional<TensorView> bias, Optional<T
          product_tiles, o, parts);
 }
 
+// lm_head's arguments; logits alone.
+void lm_head_sm80(TensorView x, TensorView w, int64_t greedy, TensorView logits, int64_t split, int64_t pdl) {
+  AUTOSEL_CHECK(greedy == 0, "gives logits, not tokens");
+  gemm_sm80(x, w, std::nullopt, std::nullopt, logits, split, pdl);
+}
+
 }  // namespace
 }  // namespace autosel
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemm_sm80, autosel::gemm_sm80);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(lm_head_sm80, autosel::lm_head_sm80);

@@ -1,24 +1,26 @@
-// gemm_sm90   y = x @ w^T (+ bias) (+ residual)       x[M,K], w[N,K], bias[N], residual[M,N] -> y[M,N]; bf16 or fp16
+// gemm_sm90     y = x @ w^T (+ bias) (+ residual)     x[M,K], w[N,K], bias[N], residual[M,N] -> y[M,N]; bf16 or fp16
+// lm_head_sm90  logits = x @ w^T                      x[M,d], w[V,d] -> logits[M,V]
 //
 // bytes   (N K + M K + M N) b, and M N b with a residual, b = 2      FLOPs   2 M N K
-// roofline on an H200: M=16, N=K=4096: 33.6 MB at 4.3 TB/s are 7.8 us; M=N=K=4096: 137 GFLOP at 0.78 PFLOP/s are 176 us;
-// a node and two latencies come to either.
+// roofline on an H200: M=16, N=K=4096: 33.6 MB at 4.3 TB/s are 7.8 us; M=N=K=4096: 137 GFLOP at 0.78 PFLOP/s are
+// 176 us; a node and two latencies come to either.
 // knobs   (knobs/gpu/cutlass.py, `hopper`; compiled in, but for the last three)
 //   AUTOSEL_SWAP       1 up to M2 rows: y^T = w x^T, the weights on the tile's long side, x on its short one
-//   AUTOSEL_TILE_M, _N a tile's sides: 64 or 128 rows of w by 8 .. 256 of x; above M2, 64 .. 256 of x by 64 .. 256 of w
-//   AUTOSEL_STAGES     of 64 elements along K: as many as keep an SM's share of the read rate under way, or as many as fit
+//   AUTOSEL_TILE_M, _N a tile's sides: 64 or 128 rows of w by 16 .. 256 of x; above M2, 64 .. 256 of x and of w
+//   AUTOSEL_STAGES     of 64 elements along K: as many as keep an SM's share of the read rate under way, or as fit
 //   AUTOSEL_CLUSTER    2: two CTAs share w's part of a tile by multicast, where one tile draws more than L2 gives
 //   AUTOSEL_STREAM_K   1: CTAs may share a tile along K, by the scheduler that can
 //   split_k            CTAs a tile, where tiles are fewer than the SMs that DRAM needs as readers
 //   sms                CTAs that walk the tiles: one an SM
 //   pdl                launched as a programmatic dependent
-// design  CUTLASS's collectives: a warp of TMA loads into a ring of stages, warp groups of wgmma consume it; fp32 sums, to
-//   which the epilogue adds bias and residual before the one rounding, and which go to y by TMA. Tiles of 64 rows: two
-//   warp groups in turns, one stores while the other multiplies (ping-pong). Of 128 and more: both on one tile.
-//   Split tiles meet in a workspace, whose flags are cleared ahead of each launch: 1.3 us, which the formula spends only
-//   where tiles of 64 rows are too few. Operands that TMA cannot fetch (rows that are not at 16 bytes) go to plain.cuh.
+// design  CUTLASS's collectives: a warp of TMA loads into a ring of stages, warp groups of wgmma consume it; fp32 sums,
+//   to which the epilogue adds bias and residual before the one rounding, and which go to y by TMA. Tiles of 64 rows:
+//   two warp groups in turns, one stores while the other multiplies (ping-pong). Of 128 and more: both on one tile.
+//   Split tiles meet in a workspace, whose flags are cleared ahead of each launch: a node of its own, which the formula
+//   spends only where tiles of 64 rows are too few. Operands that TMA cannot fetch (rows that are not at 16 bytes) go
+//   to plain.cuh.
 // tried   without NDEBUG ptxas puts wgmma in line, one after the other (C7510), and spills 8 bytes; with it neither.
-//   tests/compile asserts it.
+//   tests/compile asserts it. Tiles of 8 columns: CUTLASS 4.2 compiles them with 2, 4, 8 stages only, so 16 is least.
 //   a decode attention on the same parts: not built. One query row a head fills 1 of wgmma's 64 rows, a group of 4 to 8
 //   still leaves 7 of 8 empty; K^T Q would fill them, and is bound by the read rate all the same, which the ring of
 //   cuda/attention.cuh already has in flight. It would earn its place from about 64 packed rows on.
@@ -145,7 +147,15 @@ void gemm_sm90(TensorView x, TensorView w, Optional<TensorView> bias, Optional<T
   succeed(Gemm::run(params, stream.get(), nullptr, pdl != 0 && !bytes), "gemm_sm90: launch");
 }
 
+// lm_head's arguments; logits alone.
+void lm_head_sm90(TensorView x, TensorView w, int64_t greedy, TensorView logits, int64_t split, int64_t sms,
+                  int64_t pdl) {
+  AUTOSEL_CHECK(greedy == 0, "gives logits, not tokens");
+  gemm_sm90(x, w, std::nullopt, std::nullopt, logits, split, sms, pdl);
+}
+
 }  // namespace
 }  // namespace autosel
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemm_sm90, autosel::gemm_sm90);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(lm_head_sm90, autosel::lm_head_sm90);

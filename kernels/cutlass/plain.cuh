@@ -1,5 +1,5 @@
-// The projection for operands that no wide load may touch: rows that do not start at 16 bytes, overlapping rows. Right for
-// every shape and stride, and slow: a build that is raced on aligned operands must still serve the odd call.
+// The projection for operands that no wide load may touch: rows that do not start at 16 bytes, overlapping rows. Right
+// for every shape and stride, and slow: a build that is raced on aligned operands must still serve the odd call.
 #pragma once
 #include "../cuda/launch.cuh"
 

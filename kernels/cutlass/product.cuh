@@ -1,5 +1,5 @@
-// What both products' entries do first: check the operands of y = x @ w^T (+ bias) (+ residual), and tell whether rows may
-// be read 16 bytes at a time.
+// What both products' entries do first: check the operands of y = x @ w^T (+ bias) (+ residual), and tell whether rows
+// may be read 16 bytes at a time.
 #pragma once
 #include "plain.cuh"
 

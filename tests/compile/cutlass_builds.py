@@ -91,11 +91,11 @@ def _opcodes(cubin: Path) -> dict[str, dict[str, int]]:
     return found
 
 
-def emulated(source: str, *macros: str) -> Callable[..., None]:
-    """The entry of kernels/cutlass/<source>.cu on emulated threads (simt.h)."""
+def emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
+    """An entry of kernels/cutlass/<source>.cu on emulated threads (simt.h)."""
     import tvm_ffi
 
-    function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(_emulated(source, macros))), source)
+    function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(_emulated(source, macros))), entry)
     return function
 
 

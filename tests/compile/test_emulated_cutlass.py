@@ -48,11 +48,10 @@ def todays_builds(every_target: bool) -> Iterator[tuple[DTypeName, tuple[int, in
     yield from [(d, b) for d in DTYPES for b in BUILDS] if every_target else [today]
 
 
-def product(dtype: str, build: tuple[int, int, int]) -> Any:
+def product(dtype: str, build: tuple[int, int, int], entry: str = "gemm_sm80") -> Any:
     names = ("ROWS", "COLUMNS", "STAGES")
-    return emulated(
-        "gemm_sm80", f"AUTOSEL_{dtype.upper()}", *(f"AUTOSEL_{n}={v}" for n, v in zip(names, build, strict=True))
-    )
+    macros = (f"AUTOSEL_{name}={value}" for name, value in zip(names, build, strict=True))
+    return emulated("gemm_sm80", entry, f"AUTOSEL_{dtype.upper()}", *macros)
 
 
 def failure(entry: Any, made: Case, plan: tuple[int, int]) -> Mismatch | None:
@@ -85,6 +84,18 @@ def test_more_tiles_than_a_group_and_more_columns_than_a_tile_are_each_computed_
         for plan in PLANS[:2]:
             made = Case(name="grid", workload=w, make=lambda seed, w=w: OP.inputs(w, seed), covers="the order of tiles")
             assert failure(product(dtype, build), made, plan) is None
+
+
+def test_logits_are_the_bits_of_the_projection(every_target: bool) -> None:
+    for dtype, build in todays_builds(every_target):
+        inputs = OP.inputs(OP.workload(dtype, {"M": 3, "N": 200, "K": 136}), 4)
+        one, other = (torch.full((3, 200), float("nan"), dtype=inputs["x"].dtype) for _ in range(2))
+        product(dtype, build)(inputs["x"], inputs["w"], None, None, one, 2, 0)
+        head = product(dtype, build, "lm_head_sm80")
+        head(inputs["x"], inputs["w"], 0, other, 2, 0)
+        assert torch.equal(one, other)
+        with pytest.raises(ValueError, match="logits, not tokens"):
+            head(inputs["x"], inputs["w"], 1, other, 2, 0)
 
 
 def test_what_does_not_fit_is_refused_before_the_launch(every_target: bool) -> None:

@@ -20,7 +20,8 @@ from autosel.native.cutlass import Headers
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Rejected, Workload
 
 H200, RTX = load("h200"), load("rtx-5070-ti")
-BY_NAME = {k.name: k for k in KERNELS}
+BY_NAME = {k.name: k for k in KERNELS if k.op == "linear"}
+HEADS = {k.name: k for k in KERNELS if k.op == "lm_head"}
 EVERY = Nvcc(path="nvcc", version="release 13.0", home=Path("/"), architectures=(80, 86, 89, 90, 100, 120))
 
 
@@ -45,13 +46,13 @@ def reason(name: str, w: Workload, fp: Fingerprint) -> str:
 
 
 def test_the_registry_knows_them() -> None:
-    assert {c.name for c in own_candidates() if c.backend == "CUTLASS"} == set(BY_NAME)
+    assert {c.name for c in own_candidates() if c.backend == "CUTLASS"} == set(BY_NAME) == set(HEADS)
 
 
 @pytest.mark.parametrize("device", names())
 @pytest.mark.parametrize("m", [16, 64, 256, 4096])
 def test_every_known_device_has_a_product_for_many_rows(device: str, m: int) -> None:
-    answers = {k.name: k.supports(linear(m), load(device)) for k in KERNELS}
+    answers = {k.name: k.supports(linear(m), load(device)) for k in BY_NAME.values()}
     assert any(isinstance(a, Accepted) for a in answers.values()), answers
 
 
@@ -72,6 +73,24 @@ def test_what_a_product_cannot_do_is_said_before_anything_is_built(
     name: str, w: Workload, fp: Fingerprint, words: str
 ) -> None:
     assert words in reason(name, w, fp)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_logits_come_from_the_build_that_serves_a_projection_of_that_shape(name: str) -> None:
+    fp = H200 if name == "cutlass:gemm_sm90" else RTX
+    head = Workload(op="lm_head", dims=(("M", 16), ("V", 4096), ("d", 4096)), dtype="bf16")
+    one = HEADS[name].recipe(head, fp, HEADS[name].knobs(head, fp))
+    other = BY_NAME[name].recipe(linear(16), fp, BY_NAME[name].knobs(linear(16), fp))
+    assert isinstance(one, NativeRecipe)
+    assert isinstance(other, NativeRecipe)
+    assert (one.source, one.flags) == (other.source, other.flags)
+    assert isinstance(HEADS[name].supports(head, fp), Accepted)
+    greedy = Workload(op="lm_head", dims=head.dims, dtype="bf16", traits=(("greedy", 1),))
+    ragged = Workload(op="lm_head", dims=(("M", 16), ("V", 50257), ("d", 4096)), dtype="bf16")
+    for w, words in ((greedy, "gives logits"), (ragged, "V = 50257 leaves rows")):
+        answer = HEADS[name].supports(w, fp)
+        assert isinstance(answer, Rejected)
+        assert words in answer.reason
 
 
 @pytest.mark.parametrize("found", [None, headers(3, 9, 0)], ids=["none", "too old"])
@@ -125,7 +144,8 @@ def test_a_bucket_of_rows_shares_one_build() -> None:
 def test_a_product_has_a_source_with_its_entry_and_a_header_that_tells_all(name: str) -> None:
     kernel = BY_NAME[name]
     text = (resources.kernels() / "cutlass" / f"{kernel.source}.cu").read_text()
-    assert f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({kernel.source}," in text
+    for entry in (kernel.entry, HEADS[name].entry):
+        assert f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({entry}," in text
     head = text.partition("#include")[0]
     for part in ("bytes", "FLOPs", "roofline", "knobs", "design", "idea", "status  compiled.*; not yet run on silicon"):
         assert re.search(rf"^// .*{part}", head, flags=re.MULTILINE), part

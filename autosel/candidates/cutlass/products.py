@@ -14,25 +14,33 @@ from autosel.native import cuda, cutlass
 from autosel.values import DTYPE_BYTES, Backend, Fingerprint, Knobs, NativeRecipe, Recipe, Rejected, Support, Workload
 
 HOPPER = (9, 0)
+SIDES = {"linear": ("N", "K"), "lm_head": ("V", "d")}  # whose rows are read and written 16 bytes at a time
 
 
 class CutlassKernel(Candidate):
-    """A kernel `kernels/cutlass/<source>.cu` for `linear`: the op's arguments, y, then `knob_args`.
+    """A kernel `kernels/cutlass/<source>.cu`: its entry takes the op's arguments, the result, then `knob_args`.
 
     The knobs in `macros` are compiled in: one instantiation a build, under the macro named there.
     """
 
     backend: Backend = "CUTLASS"
-    op = "linear"
 
     def __init__(
-        self, source: str, *, formula: Formula, knob_args: tuple[str, ...], macros: Mapping[str, str], limits: Limits
+        self,
+        op: str,
+        entry: str,
+        source: str,
+        *,
+        formula: Formula,
+        knob_args: tuple[str, ...],
+        macros: Mapping[str, str],
+        limits: Limits,
     ) -> None:
-        self.source, self.formula, self.macros = source, formula, macros
+        self.op, self.entry, self.source, self.formula, self.macros = op, entry, source, formula, macros
         self.name, self.knob_args = f"cutlass:{source}", (*knob_args, "pdl")
         # What any CUDA kernel asks of workload, device and compiler.
         self._cuda = CudaKernel(
-            self.op, source, formula=formula, knob_args=knob_args, limits=limits, dtypes=("bf16", "fp16")
+            op, source, formula=formula, knob_args=knob_args, limits=limits, dtypes=("bf16", "fp16")
         )
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
@@ -47,7 +55,7 @@ class CutlassKernel(Candidate):
         defined = (f"-D{macro}={knobs[name]}" for name, macro in self.macros.items())
         return NativeRecipe(
             source=f"{cutlass.FOLDER}/{self.source}.cu",
-            entry=self.source,
+            entry=self.entry,
             flags=(*cuda.target_flags(facts(fp).cc), f"-DAUTOSEL_{w.dtype.upper()}", *defined),
             knob_args=self.knob_args,
         )
@@ -58,8 +66,10 @@ class CutlassKernel(Candidate):
 
 def _tiles(w: Workload, f: GpuFacts) -> str:
     """What every product asks for. Its builds take any shape; below, they would take it a 16 x 16 tile at a time."""
+    if w.trait("greedy", 0):
+        return "gives logits; the workload asks for their largest"
     step = VECTOR_BYTES // DTYPE_BYTES[w.dtype]
-    ragged = next((name for name in ("N", "K") if w[name] % step), "")
+    ragged = next((name for name in SIDES[w.op] if w[name] % step), "")
     if ragged:
         return f"{ragged} = {w[ragged]} leaves rows that are not whole vectors of {VECTOR_BYTES} bytes"
     first = gemm.crossover(projection(w), f)
@@ -79,26 +89,37 @@ def _ampere(w: Workload, f: GpuFacts) -> str:
     return _tiles(w, f)
 
 
+ENTRIES = (("linear", "gemm"), ("lm_head", "lm_head"))  # one build serves both
 KERNELS = (
-    CutlassKernel(
-        "gemm_sm90",
-        formula=forms.hopper,
-        knob_args=("split_k", "sms"),
-        macros={
-            "swap": "AUTOSEL_SWAP",
-            "tile_m": "AUTOSEL_TILE_M",
-            "tile_n": "AUTOSEL_TILE_N",
-            "stages": "AUTOSEL_STAGES",
-            "cluster": "AUTOSEL_CLUSTER",
-            "stream_k": "AUTOSEL_STREAM_K",
-        },
-        limits=_hopper,
+    *(
+        CutlassKernel(
+            op,
+            f"{entry}_sm90",
+            "gemm_sm90",
+            formula=forms.hopper,
+            knob_args=("split_k", "sms"),
+            macros={
+                "swap": "AUTOSEL_SWAP",
+                "tile_m": "AUTOSEL_TILE_M",
+                "tile_n": "AUTOSEL_TILE_N",
+                "stages": "AUTOSEL_STAGES",
+                "cluster": "AUTOSEL_CLUSTER",
+                "stream_k": "AUTOSEL_STREAM_K",
+            },
+            limits=_hopper,
+        )
+        for op, entry in ENTRIES
     ),
-    CutlassKernel(
-        "gemm_sm80",
-        formula=forms.ampere,
-        knob_args=("split_k",),
-        macros={"rows": "AUTOSEL_ROWS", "columns": "AUTOSEL_COLUMNS", "stages": "AUTOSEL_STAGES"},
-        limits=_ampere,
+    *(
+        CutlassKernel(
+            op,
+            f"{entry}_sm80",
+            "gemm_sm80",
+            formula=forms.ampere,
+            knob_args=("split_k",),
+            macros={"rows": "AUTOSEL_ROWS", "columns": "AUTOSEL_COLUMNS", "stages": "AUTOSEL_STAGES"},
+            limits=_ampere,
+        )
+        for op, entry in ENTRIES
     ),
 )

@@ -39,6 +39,7 @@ class Streaming:
 # --- Hopper -----------------------------------------------------------------------------------------------------------
 
 EPILOGUE_COLUMNS, EPILOGUE_STAGES = 32, 4  # CUTLASS's epilogue: sub-tiles of 64 or 128 rows by 32 columns, up to four
+COLUMNS_LEAST = 16  # with 8, CUTLASS compiles no number of stages but powers of two
 BARRIER_BYTES = 1024  # mbarriers of the stages and of the scheduler, rounded up
 
 
@@ -56,7 +57,7 @@ def hopper(w: Workload, f: GpuFacts) -> Knobs:
     p = projection(w)
     if p.rows > gemm.large_from(p.dtype, f):
         return _hopper_large(w, p, f)
-    columns = columns_of(p, 8, 256)
+    columns = columns_of(p, COLUMNS_LEAST, 256)
     fine = p.rows <= narrow_most(f) and tiles_of(p, NARROW, columns) >= f.sms_needed
     rows = NARROW if fine else WIDE
     s = streaming(p, f, rows=rows, columns=columns, beside=end_bytes(rows, columns))
