@@ -6,6 +6,10 @@ one (`columns`), so that sixteen rows of x fill no tile of 64. Above, the tile i
 A tile of weights has 64 rows or 128. Each x is read from L2 once a tile: M / rows bytes for a byte of weights, and
 L2 carries both while 1 + M / rows <= beta2 / beta. So up to 64 (beta2 / beta - 1) rows of x (`narrow_most`) can do with
 64: H200 80, RTX 5070 Ti 137. More and narrower tiles are more readers, and readers are what few outputs lack.
+
+There is no decode attention on CUTLASS. It would bring wgmma and TMA, and decode lacks neither multiply-adds nor bytes
+under way: up to 6 query rows a KV head CUDA cores keep up with an H200's memory, and mma's tiles of 16 rows do beyond
+(cuda/attn_decode.cu, cuda/attn_decode_mma.cu). From about 64 packed rows on, which chunked prefill has, it would pay.
 """
 
 from __future__ import annotations
