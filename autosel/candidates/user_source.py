@@ -1,7 +1,8 @@
 """A user's own kernel in C++ or CUDA: a file that exports one function through tvm-ffi, raced like any other.
 
-    #include "tensor.h"
-    using autosel::TensorView;
+    #include <tvm/ffi/container/tensor.h>
+    #include <tvm/ffi/function.h>
+    using tvm::ffi::TensorView;
     static void mine(TensorView x, TensorView weight, double eps, double offset, TensorView y) { ... }
     TVM_FFI_DLL_EXPORT_TYPED_FUNC(mine, mine);
 
@@ -26,7 +27,7 @@ from autosel.values import Accepted, Backend, Fingerprint, Knobs, NativeRecipe, 
 
 SUFFIXES = (".cpp", ".cc", ".cu")
 MOST_BYTES = 4 << 20
-_EXPORT = re.compile(r"^\s*TVM_FFI_DLL_EXPORT_TYPED_FUNC\(\s*(\w+)", re.MULTILINE)
+_EXPORT = re.compile(r"^\s*(?:TVM_FFI_DLL_EXPORT_TYPED_FUNC|AUTOSEL_EXPORT)\(\s*(\w+)", re.MULTILINE)
 
 
 class UserSource(Candidate):

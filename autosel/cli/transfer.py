@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autosel import settings
-from autosel.cli.options import json_option, verb
+from autosel.cli.options import Known, json_option, verb
 from autosel.cli.output import emit_json
 from autosel.errors import BadConfig, UsageError
 
@@ -18,15 +18,31 @@ if TYPE_CHECKING:
     from autosel.tuning.adopt import Adoption
 
 
-@verb("export", "export decisions.json", "export --sign bundle.json", "export --repro 41 race41.py")
+@verb(
+    "export",
+    "export decisions.json",
+    "export --sign bundle.json",
+    "export --repro 41 race41.py",
+    "export --to flashinfer dataset/",
+)
 @click.argument("path", type=click.Path(path_type=Path, allow_dash=True), default="-")
 @click.option("--sign", is_flag=True, help="a bundle that names this host, signed (Ed25519)")
 @click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="with this key, not the one of this home")
 @click.option("--repro", "decision_id", type=int, help="write a script that reproduces this decision's race")
-def export_command(path: Path, sign: bool, key: Path | None, decision_id: int | None) -> None:
+@click.option(
+    "--to", "engine", type=Known("engine", ("flashinfer",)), help="as a flashinfer-bench dataset, in folder PATH"
+)
+def export_command(path: Path, sign: bool, key: Path | None, decision_id: int | None, engine: str | None) -> None:
     """What serves now, as one file in the snapshot's format (PATH, default stdout)."""
     from autosel.ledger.store import open_ledger
 
+    if engine is not None:
+        if sign or decision_id is not None:
+            raise UsageError(f"--to with --{'sign' if sign else 'repro'}", todo="one of them at a time")
+        from autosel.cli.dataset import export_dataset
+
+        export_dataset(path)
+        return
     if key and not sign:
         raise UsageError("--key without --sign", todo="add --sign")
 
@@ -74,12 +90,29 @@ def _write(path: Path, text: str) -> None:
         raise BadConfig(f"cannot write {path}", why=error.strerror or str(error)) from error
 
 
-@verb("import", "import decisions.json", "import bundle.json --key node7.pem", "import")
+@verb(
+    "import",
+    "import decisions.json",
+    "import bundle.json --key node7.pem",
+    "import",
+    "import solution.json --definition definition.json --into mine/",
+)
 @click.argument("path", type=click.Path(path_type=Path), required=False)
 @click.option("--key", default="", metavar="KEY", help="it must be signed by this key: a file, or its hex")
 @click.option("--check/--no-check", default=True, help="--no-check: prove nothing now; what needs a proof waits")
+@click.option(
+    "--definition",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="PATH is a flashinfer-bench solution of this: unpack it to race it",
+)
+@click.option(
+    "--into", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="the folder to unpack into"
+)
 @json_option
-def import_command(path: Path | None, key: str, check: bool, as_json: bool) -> None:
+def import_command(
+    path: Path | None, key: str, check: bool, definition: Path | None, into: Path | None, as_json: bool
+) -> None:
     """Take in an export or a bundle; without PATH, what other hosts have decided in the shared ledger.
 
     Decisions of this device's kind serve once their kernel has been built and has passed parity here; what served
@@ -88,6 +121,11 @@ def import_command(path: Path | None, key: str, check: bool, as_json: bool) -> N
     from autosel.cli.best import this_device
     from autosel.ledger.store import open_ledger
 
+    if definition is not None or into is not None:
+        from autosel.cli.dataset import import_solution
+
+        import_solution(path, definition, into, as_json)
+        return
     if path is None and key:
         raise UsageError("--key without PATH", todo="name the bundle that it signed")
     with open_ledger() as ledger:

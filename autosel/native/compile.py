@@ -104,7 +104,7 @@ def _headers(source: str) -> tuple[str, ...]:
 def sources_digest(source: str) -> str:
     """Of the source and its headers alone: has the kernel been edited since it was compiled? Needs no compiler."""
     hasher = hashlib.sha256()
-    for path in _sources(resources.kernels() / source):
+    for path in find_sources(resources.kernels() / source):
         hasher.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return hasher.hexdigest()
 
@@ -176,7 +176,7 @@ def _sha(folder: Path) -> str:
     return hashlib.sha256((folder / "kernel.so").read_bytes()).hexdigest()
 
 
-def _sources(path: Path) -> list[Path]:
+def find_sources(path: Path) -> list[Path]:
     """The source and, transitively, the headers it includes by a quoted name beside it."""
     todo, seen = [path], []
     while todo:

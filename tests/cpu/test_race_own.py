@@ -21,8 +21,10 @@ from autosel.native.compile import find_compiler
 from autosel.values import NativeRecipe, Rejected, Workload
 
 KERNEL = """
-#include "tensor.h"
-using autosel::TensorView;
+#include <cmath>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+using tvm::ffi::TensorView;
 static void mine(TensorView x, TensorView weight, double eps, double offset, TensorView y) {
   for (int64_t m = 0; m < x.size(0); ++m) {
     const float* row = static_cast<const float*>(x.data_ptr()) + m * x.stride(0);

@@ -1,0 +1,396 @@
+"""Decisions as a flashinfer-bench dataset, and its solutions as sources to race.
+
+    definitions/<name>.json   the op at one model's sizes; what calls vary (M, B, S, L) are variable axes
+    solutions/<name>.json     what was decided, with its sources: C++ behind a generated `run`, or PyTorch
+    traces/<name>.jsonl       one line a decision: what parity and race found
+
+Written from flashinfer-bench 0.1's schema (Definition, Solution, Trace) and checked by its own parser in our tests.
+Of a decision without a race (pinned by hand) there is a solution and no trace: nothing was measured.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autosel import ops, resources
+from autosel.candidates.torch import EAGER
+from autosel.errors import BadConfig, UsageError
+from autosel.native.compile import find_sources
+from autosel.ops import eager
+from autosel.ops.contract import Arg, Op
+from autosel.values import (
+    COUNT_DIMS,
+    LENGTH_DIMS,
+    Arm,
+    Decision,
+    Fingerprint,
+    NativeRecipe,
+    Passed,
+    PythonRecipe,
+    Workload,
+    digest,
+    parse_json,
+)
+
+AUTHOR = "autosel"
+TAG = "autosel:op="
+DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+INT32, INT64 = "int32", "int64"
+
+# Axes of each tensor, outputs included; `name:dtype` where it is not the workload's.
+SHAPES: Mapping[str, Mapping[str, str]] = {
+    "linear": {"x": "M K", "w": "N K", "bias": "N", "residual": "M N", "y": "M N"},
+    "attn": {"q": "B Hq S D", "k": "B Hkv L D", "v": "B Hkv L D", "lengths:int32": "B", "o": "B Hq S D"},
+    "prefill_attn": {"q": "B Hq S D", "k": "B Hkv S D", "v": "B Hkv S D", "o": "B Hq S D"},
+    "rmsnorm": {"x": "M d", "weight": "d", "y": "M d"},
+    "add_rmsnorm": {"x": "M d", "residual": "M d", "weight": "d", "y": "M d", "new_residual": "M d"},
+    "rope": {
+        "q": "M Hq D",
+        "k": "M Hkv D",
+        "positions:int64": "M",
+        "inv_freq:float32": "R2",
+        "q_out": "M Hq D",
+        "k_out": "M Hkv D",
+    },
+    "swiglu": {"gate": "M I", "up": "M I", "y": "M I"},
+    "geglu": {"gate": "M I", "up": "M I", "y": "M I"},
+    "norm_qkv": {"x": "M d", "norm_weight": "d", "w": "N d", "y": "M N"},
+    "gate_up": {"x": "M d", "norm_weight": "d", "w_gate": "I d", "w_up": "I d", "y": "M I"},
+    "lm_head": {"x": "M d", "w": "V d", "logits": "M V"},
+}
+OP_TYPE = {"linear": "gemm", "attn": "gqa_decode", "prefill_attn": "gqa_prefill", "lm_head": "gemm"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """A decision and what it rests on."""
+
+    decision: Decision
+    device: Fingerprint | None
+    parity: Passed | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    definitions: int
+    solutions: int
+    traces: int
+    left: tuple[str, ...]  # workloads that flashinfer-bench has no words for, with the reason
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def export(decided: Iterable[Decided], folder: Path) -> Exported:
+    """Write the dataset. Files of the same name are replaced; others in the folder stay."""
+    definitions: dict[str, dict[str, Any]] = {}
+    solutions: dict[str, dict[str, Any]] = {}
+    traces: dict[str, list[dict[str, Any]]] = {}
+    left = []
+    for one in decided:
+        d = one.decision
+        why = _unspeakable(d)
+        if why:
+            left.append(f"{d.workload.key}: {why}")
+            continue
+        name = definition_name(d.workload)
+        definitions[name] = definition(d.workload)
+        made = solution(d.workload, d.arm)
+        solutions[made["name"]] = made
+        if d.verdict is not None and one.parity is not None and d.arm.candidate in d.verdict.timings:
+            traces.setdefault(name, []).append(trace(one, made["name"]))
+    for name, document in definitions.items():
+        _write(folder / "definitions" / f"{name}.json", json.dumps(document, indent=2) + "\n")
+    for name, document in solutions.items():
+        _write(folder / "solutions" / f"{name}.json", json.dumps(document, indent=2) + "\n")
+    for name, lines in traces.items():
+        _write(folder / "traces" / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    return Exported(
+        definitions=len(definitions),
+        solutions=len(solutions),
+        traces=sum(map(len, traces.values())),
+        left=tuple(left),
+    )
+
+
+def _unspeakable(d: Decision) -> str:
+    if d.op not in SHAPES:
+        return "an op that writes its arguments, or draws"
+    if d.workload.dtype not in DTYPE:
+        return f"{d.workload.dtype} with its scales"
+    if isinstance(d.arm.recipe, NativeRecipe) and not d.arm.recipe.source.startswith("cpu/"):
+        return f"{d.arm.candidate} needs headers that a solution cannot carry"
+    if isinstance(d.arm.recipe, PythonRecipe) and not d.arm.recipe.target.startswith(f"{EAGER}:"):
+        return f"{d.arm.candidate} is not one file"
+    return ""
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadConfig(f"cannot write {path}", why=error.strerror or str(error)) from error
+
+
+def definition_name(w: Workload) -> str:
+    """`rmsnorm_d4096_bf16`: what calls vary is left out."""
+    sizes = [f"{n.lower()}{s}" for n, s in w.dims if n not in COUNT_DIMS | LENGTH_DIMS]
+    traits = [f"{n}{value}" for n, value in w.traits]
+    return re.sub(r"[^A-Za-z0-9_.]", "-", "_".join([w.op, *sizes, w.dtype, *traits]))
+
+
+def definition(w: Workload) -> dict[str, Any]:
+    op = ops.find(w.op)
+    axes = {n: {"type": "var"} if n in COUNT_DIMS | LENGTH_DIMS else {"type": "const", "value": s} for n, s in w.dims}
+    if w.op == "rope":
+        axes["R2"] = {"type": "const", "value": w["R"] // 2}
+        del axes["R"]
+    return {
+        "name": definition_name(w),
+        "op_type": OP_TYPE.get(w.op, w.op),
+        "tags": [f"{TAG}{w.op}"],
+        "description": (inspect.getdoc(inspect.getmodule(type(op))) or "").partition("\n\n")[0],
+        "axes": axes,
+        "inputs": {a.name: _spec(w, a) for a in _passed(op, w)},
+        "outputs": {n: _output(w, n) for n in op.output_names},
+        "reference": f"{_eager_source()}\n\n{_python_run(op, w)}",
+    }
+
+
+def _passed(op: Op, w: Workload) -> list[Arg]:
+    """The arguments a caller gives: an optional tensor this workload has not, and settings it fixes, are left out."""
+    fixed = {"scale", "max_len", *op.trait_defaults}
+    given = {"lengths": bool(w.trait("ragged", False))}
+    given |= {n: bool(w.trait(n, False)) for n in ("bias", "residual")}
+    return [
+        a
+        for a in op.args
+        if a.kind == "tensor" or (given.get(a.name, False) if a.kind == "optional" else a.name not in fixed)
+    ]
+
+
+def _spec(w: Workload, arg: Arg) -> dict[str, Any]:
+    if arg.kind in ("int", "float"):
+        return {"shape": None, "dtype": "float32" if arg.kind == "float" else INT64}
+    return _tensor(w, arg.name)
+
+
+def _output(w: Workload, name: str) -> dict[str, Any]:
+    if w.op == "lm_head" and w.trait("greedy", 0):
+        return {"shape": ["M"], "dtype": INT64}
+    return _tensor(w, name)
+
+
+def _tensor(w: Workload, name: str) -> dict[str, Any]:
+    for key, axes in SHAPES[w.op].items():
+        found, _, dtype = key.partition(":")
+        if found == name:
+            return {"shape": axes.split(), "dtype": dtype or DTYPE[w.dtype]}
+    raise AssertionError(f"{w.op} has no tensor {name}")
+
+
+# --- solutions -------------------------------------------------------------------------------------------------------
+
+
+def solution(w: Workload, arm: Arm) -> dict[str, Any]:
+    """In destination-passing style: `run(inputs..., outputs...)`."""
+    op = ops.find(w.op)
+    recipe = arm.recipe
+    if isinstance(recipe, NativeRecipe):
+        entry, language = "run.cpp::run", "cpp"
+        files = {path.name: path.read_text() for path in find_sources(resources.kernels() / recipe.source)}
+        files["run.cpp"] = _cpp_run(op, w, recipe, arm)
+        spec = {"binding": "tvm-ffi", "target_hardware": ["cpu"], "dependencies": []}
+    else:
+        entry, language = "main.py::run", "python"
+        function = recipe.target.partition(":")[2]
+        files = {"main.py": f"{_eager_source()}\n\n{_python_run(op, w, function, writes=True)}"}
+        spec = {"target_hardware": ["cpu"], "dependencies": ["torch"]}
+    made = {
+        "definition": definition_name(w),
+        "author": AUTHOR,
+        "description": f"{arm.candidate}, knobs {dict(arm.knobs)}" + (f", flags {' '.join(recipe.flags)}"
+                       if isinstance(recipe, NativeRecipe) else ""),
+        "spec": {"language": language, "entry_point": entry, "destination_passing_style": True, **spec},
+        "sources": [{"path": name, "content": text} for name, text in sorted(files.items())],
+    }  # fmt: skip
+    candidate = re.sub(r"[^A-Za-z0-9_.]", "-", arm.candidate)
+    return {"name": f"autosel_{candidate}_{definition_name(w)}_{digest(made)[:8]}", **made}
+
+
+def _cpp_run(op: Op, w: Workload, recipe: NativeRecipe, arm: Arm) -> str:
+    """Our entry takes every argument and its knobs; this one takes what the definition names and fixes the rest."""
+    passed = {a.name for a in _passed(op, w)}
+    types = {"tensor": "TensorView", "optional": "TensorView", "int": "int64_t", "float": "double"}
+    names = [*(a.name for a in op.args if a.name in passed), *op.output_names]
+    kinds = {a.name: types[a.kind] for a in op.args}
+    parameters = ", ".join(f"{kinds.get(n, 'TensorView')} {n}" for n in names)
+    values = [a.name if a.name in passed else _cpp_fixed(a, w) for a in op.args]
+    knobs = [str(int(arm.knobs[n])) for n in recipe.knob_args]
+    called = f"autosel::{recipe.entry}({', '.join([*values, *op.output_names, *knobs])})"
+    dtype = next((f.removeprefix("-D") for f in recipe.flags if f.startswith("-DAUTOSEL_")), "")
+    return (
+        f"// {arm.candidate} as autosel decided it; compile with {' '.join(recipe.flags)}\n"
+        + (f"#ifndef {dtype}\n#define {dtype}\n#endif\n" if dtype else "")
+        + f'#include "{Path(recipe.source).name}"\n\n'
+        + "namespace {\nusing autosel::Optional;\nusing autosel::TensorView;\n\n"
+        + f"void run({parameters}) {{\n  {called};\n}}\n"
+        + "}  // namespace\n\n#if defined(AUTOSEL_EXPORT)\nAUTOSEL_EXPORT(run, run);\n"
+        + "#else\nTVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run);\n#endif\n"
+    )
+
+
+def _cpp_fixed(arg: Arg, w: Workload) -> str:
+    if arg.kind in ("tensor", "optional"):
+        return "Optional<TensorView>()"
+    if arg.name == "max_len":
+        return "k.size(2)"
+    value = w.trait(arg.name, arg.default or 0)
+    return repr(float(value)) if arg.kind == "float" else str(int(value))
+
+
+def _python_run(op: Op, w: Workload, function: str = "", *, writes: bool = False) -> str:
+    """`run` by the eager composition; a reference returns, a solution writes into its last arguments."""
+    passed = {a.name for a in _passed(op, w)}
+    outs = list(op.output_names) if writes else []
+    names = [*(a.name for a in op.args if a.name in passed), *outs]
+    values = [a.name if a.name in passed else _python_fixed(a, w) for a in op.args]
+    call = f"{function or w.op}({', '.join([*values, *outs])})"
+    return f"def run({', '.join(names)}):\n    {'' if writes else 'return '}{call}\n"
+
+
+def _python_fixed(arg: Arg, w: Workload) -> str:
+    if arg.kind in ("tensor", "optional"):
+        return "None"
+    if arg.name == "max_len":
+        return "k.shape[2]"
+    value = w.trait(arg.name, arg.default or 0)
+    return repr(float(value) if arg.kind == "float" else int(value))
+
+
+def _eager_source() -> str:
+    return inspect.getsource(eager)
+
+
+# --- traces ----------------------------------------------------------------------------------------------------------
+
+
+def trace(one: Decided, solution_name: str) -> dict[str, Any]:
+    """What parity and the race found. Parity judges each element by its own bound, so there is no one absolute error:
+    the two fields that the schema asks for are NaN, and the largest share of a bound stands beside them."""
+    d, parity = one.decision, one.parity
+    verdict = d.verdict
+    assert verdict is not None and parity is not None
+    op = ops.find(d.op)
+    own, base = verdict.timings[d.arm.candidate], verdict.timings[d.baseline.candidate]
+    name = definition_name(d.workload)
+    inputs: dict[str, Any] = {a.name: {"type": "random"} for a in _passed(op, d.workload)}
+    for a in _passed(op, d.workload):
+        if a.kind in ("int", "float"):
+            inputs[a.name] = {"type": "scalar", "value": a.default if a.default is not None else 0}
+    axes = {n: s for n, s in d.workload.dims if n in COUNT_DIMS | LENGTH_DIMS}
+    return {
+        "definition": name,
+        "workload": {"axes": axes, "inputs": inputs, "uuid": digest({"definition": name, "axes": axes})[:32]},
+        "solution": solution_name,
+        "evaluation": {
+            "status": "PASSED",
+            "environment": {
+                "hardware": one.device.name if one.device else d.hw_id[:12],
+                "libs": {k: str(v) for k, v in (one.device.environment if one.device else {}).items()},
+            },
+            "timestamp": d.created_at,
+            "log": f"autosel decision {d.id}: {verdict.reason}",
+            "correctness": {
+                "max_relative_error": "NaN",
+                "max_absolute_error": "NaN",
+                "extra": {"worst_share_of_bound": parity.worst, "cases": parity.cases, "worst_case": parity.worst_case},
+            },
+            "performance": {
+                "latency_ms": own.median_us / 1e3,
+                "reference_latency_ms": base.median_us / 1e3,
+                "speedup_factor": base.median_us / own.median_us,
+            },
+        },
+    }
+
+
+# --- import ----------------------------------------------------------------------------------------------------------
+
+MOST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpacked:
+    """A solution's sources on disk, and how to name its entry to `autosel race --candidate`."""
+
+    op: str
+    target: str
+
+
+def unpack(solution_file: Path, definition_file: Path, folder: Path) -> Unpacked:
+    """Write a solution's sources below `folder`. Nothing of it runs here. Raises BadConfig, UsageError."""
+    made, meant = _read(solution_file), _read(definition_file)
+    if made.get("definition") != meant.get("name"):
+        raise UsageError(
+            f"{solution_file} solves {made.get('definition')!r:.60}", why=f"the definition is {meant.get('name')!r:.60}"
+        )
+    tags = [t.removeprefix(TAG) for t in meant.get("tags") or () if isinstance(t, str) and t.startswith(TAG)]
+    if len(tags) != 1 or tags[0] not in ops.OPS:
+        raise UsageError(
+            f"{definition_file} is none of autosel's ops",
+            why=f"no one tag of it begins with {TAG}: argument order and bounds are not known",
+            todo="race it by hand: autosel race OP --candidate FILE, with OP's arguments in order",
+        )
+    return Unpacked(op=tags[0], target=_unpacked(made, solution_file, folder))
+
+
+def _unpacked(made: Mapping[str, Any], where: Path, folder: Path) -> str:
+    spec, sources = made.get("spec"), made.get("sources")
+    if not isinstance(spec, dict) or not isinstance(sources, list) or not sources:
+        raise BadConfig(f"{where} is not a solution", why="it has no spec, or no sources")
+    file, colons, symbol = str(spec.get("entry_point")).partition("::")
+    if not colons or not symbol.isidentifier() or spec.get("language") not in ("python", "triton", "cpp", "cuda"):
+        raise BadConfig(f"{where}: entry {spec.get('entry_point')!r:.60} in {spec.get('language')!r:.20}")
+    files = {_inside(s, where): s["content"] for s in sources}
+    if file not in files:
+        raise BadConfig(f"{where}: its entry lies in {file!r:.60}, which it does not hold")
+    for name, content in files.items():
+        _write(folder / name, content)
+    return f"{folder / file}:{symbol}"
+
+
+def _inside(source: Any, where: Path) -> str:
+    """A path that stays below the folder it is unpacked to."""
+    ok = isinstance(source, dict) and isinstance(source.get("path"), str) and isinstance(source.get("content"), str)
+    path = Path(source["path"]) if ok else Path("/")
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in str(path) or "\0" in str(path):
+        raise BadConfig(f"{where}: a source's path leads elsewhere", why=repr(source)[:80])
+    return str(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise BadConfig(f"cannot read {path}", why=error.strerror or str(error)) from error
+    try:
+        data = parse_json(content, what=str(path))
+    except ValueError as error:
+        raise BadConfig(f"{path} is not JSON", why=str(error)) from error
+    if len(content) > MOST_BYTES or not isinstance(data, dict):
+        raise BadConfig(f"{path} is no flashinfer-bench document")
+    return data
+
+
+def proof_of(found: Sequence[tuple[Arm, Any]], arm: Arm) -> Passed | None:
+    """The proof of this arm among a decision's."""
+    return next((p for a, p in found if a.digest == arm.digest and isinstance(p, Passed)), None)
