@@ -12,7 +12,7 @@ from autosel.version import __version__
 
 if TYPE_CHECKING:
     from autosel.candidates.user import candidate
-    from autosel.dispatch import best, epoch, use
+    from autosel.dispatch import best, epoch, use, uses
     from autosel.integrations.sdpa import activate, deactivate
     from autosel.integrations.transformers import patch, unpatch
 
@@ -20,6 +20,7 @@ _HOME = {
     "best": "autosel.dispatch",
     "epoch": "autosel.dispatch",
     "use": "autosel.dispatch",
+    "uses": "autosel.dispatch",
     "candidate": "autosel.candidates.user",
     "activate": "autosel.integrations.sdpa",
     "deactivate": "autosel.integrations.sdpa",
@@ -27,7 +28,7 @@ _HOME = {
     "unpatch": "autosel.integrations.transformers",
 }
 
-__all__ = ["__version__", "activate", "best", "candidate", "deactivate", "epoch", "patch", "unpatch", "use"]
+__all__ = ["__version__", "activate", "best", "candidate", "deactivate", "epoch", "patch", "unpatch", "use", "uses"]
 
 
 def __getattr__(name: str) -> Any:

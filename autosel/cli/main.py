@@ -43,6 +43,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "run": ("run", "tokens per second of a real decode, certified"),
     "sweep": ("sweep", "the decode over contexts and batches; where winners change"),
     "verify": ("verify", "is a certificate what it claims? measure it again"),
+    "whatif": ("whatif", "what another torch would change, tried before it is deployed"),
     "serve": ("serve", "the daemon: records, tunes when idle, demotes on faults"),
     "status": ("serve", "is a daemon there, what serves, what is being tuned"),
     "doctor": ("doctor", "check compiler, noise, ledger and plug-ins; say what to do"),

@@ -20,7 +20,7 @@ from autosel.dispatch.selection import Selection
 from autosel.errors import UsageError
 from autosel.guard import Policy
 
-__all__ = ["Board", "Bound", "Selection", "Use", "Uses", "best", "board", "epoch", "refresh", "use"]
+__all__ = ["Board", "Bound", "Selection", "Use", "Uses", "best", "board", "epoch", "refresh", "use", "uses"]
 
 
 @overload
@@ -67,6 +67,11 @@ def _own_board() -> Board:
 def epoch() -> int:
     """Changes whenever something that was served no longer is: owners of captured graphs then capture again."""
     return board().epoch
+
+
+def uses() -> list[Uses]:
+    """Proof of use: what served how many calls in this process, and by which decision, most called first."""
+    return sorted(board().uses(), key=lambda u: -u.calls)
 
 
 def refresh() -> None:

@@ -1,0 +1,240 @@
+"""`whatif`: the workloads that matter here, raced under another Python's torch, before anyone deploys it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autosel import settings
+from autosel.cli.options import json_option, ops_option, seed_option, verb
+from autosel.cli.output import emit_json, microseconds, table
+from autosel.errors import AutoselError, UsageError
+
+if TYPE_CHECKING:
+    from autosel.values import Workload
+
+# What the other environment says of itself; also the way to learn that it cannot run autosel, and why.
+ASKED = (
+    "import json, sys, torch, autosel.pipeline, autosel.ledger; from autosel.ledger.key import current_mode; "
+    "print(json.dumps({'python': sys.version.split()[0], 'torch': torch.__version__, 'mode': current_mode()}))"
+)
+QUICK_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One bucket under both environments; times in microseconds, None where nothing was timed."""
+
+    bucket: str
+    here: str
+    there: str
+    here_us: float | None
+    there_us: float | None
+    baseline_here_us: float | None
+    baseline_there_us: float | None
+    calls: int
+
+    @property
+    def flips(self) -> bool:
+        return bool(self.there) and self.here != self.there
+
+    @property
+    def gain(self) -> float | None:
+        """Above 1: the same call is faster there, each served by its own decision."""
+        return self.here_us / self.there_us if self.here_us and self.there_us else None
+
+
+@verb(
+    "whatif", "whatif --python ~/next/bin/python", "whatif --python ~/next/bin/python --recorded recorded.json --json"
+)
+@click.option("--python", "python", type=click.Path(path_type=Path), required=True, help="the other environment's")
+@click.option(
+    "--recorded",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="the workloads of a recording  [default: those decided here]",
+)
+@ops_option
+@click.option("--budget", default="", metavar="TIME", help="seconds the other environment may race, as 90s or 5m")
+@seed_option
+@json_option
+def whatif_command(
+    python: Path, recorded: Path | None, ops: Sequence[str], budget: str, seed: int | None, as_json: bool
+) -> None:
+    """What would be decided under another Python's torch and libraries, and what that gains or costs.
+
+    It tunes there in a home that is thrown away: nothing decided here changes.
+    """
+    from autosel.cli.tune import parse_budget
+
+    if budget:
+        parse_budget(budget)
+    present = ask(python)
+    calls = _workloads(recorded, ops)
+    theirs = _tuned_there(python, calls, budget, seed)
+    changes = compare(_decided_here(), theirs, {w.bucket: n for w, n in calls.items()})
+    if as_json:
+        emit_json({"environment": present, "changes": [_document(c) for c in changes]})
+        return
+    click.echo(f"{python}: python {present['python']}, torch {present['torch']}")
+    click.echo(table(("workload", "here", "us", "there", "us", "change"), [_row(c) for c in changes], (2, 4), wrap=0))
+    for line in summary(changes):
+        click.echo(line)
+
+
+# --- the other environment --------------------------------------------------------------------------------------------
+
+
+def ask(python: Path) -> Mapping[str, str]:
+    """Who it is. Raises UsageError if it is no Python, or cannot run this autosel."""
+    try:
+        done = subprocess.run(
+            [str(python), "-P", "-c", ASKED], capture_output=True, text=True, timeout=QUICK_S, env=_environment()
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"cannot run {python}", why=str(error), todo="name an environment's bin/python") from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise UsageError(
+            f"{python} cannot run autosel",
+            why=last,
+            todo=f"install what autosel needs there:  {shlex.quote(str(python))} -m pip install {_package()}",
+        )
+    found: Mapping[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _package() -> str:
+    return shlex.quote(str(Path(__file__).resolve().parents[2]))
+
+
+def _environment(home: str = "") -> dict[str, str]:
+    """Ours, with this very autosel first on its path: only what is around it shall differ."""
+    made = settings.passed_to_children() | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    made.pop("AUTOSEL_DB", None)  # nothing measured there may reach this ledger
+    return made | ({"AUTOSEL_HOME": home} if home else {})
+
+
+def _tuned_there(
+    python: Path, calls: Mapping[Workload, int], budget: str, seed: int | None
+) -> Mapping[str, Mapping[str, Any]]:
+    """Decisions by bucket, as `tune --json` tells them. Its progress goes to our stderr."""
+    from autosel.dispatch import recorded
+    from autosel.dispatch.board import this_device
+    from autosel.ledger.key import current_mode
+
+    with tempfile.TemporaryDirectory(prefix="autosel-whatif-") as folder:
+        file = Path(folder) / "recorded.json"
+        recorded.save(file, recorded.Recorded(device=this_device().hw_id, mode=current_mode(), calls=calls))
+        words = [str(python), "-P", "-m", "autosel.cli.main", "tune", "--recorded", str(file), "--json"]
+        words += ["--budget", budget] if budget else []
+        words += ["--seed", str(seed)] if seed is not None else []
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=_environment(str(Path(folder) / "home")))
+    try:
+        found = json.loads(done.stdout)
+        decisions = found["decisions"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise AutoselError(
+            f"{python} did not tune", why=f"exit code {done.returncode}", todo=" ".join(words)
+        ) from error
+    return {d["bucket"]: d for d in decisions}
+
+
+# --- here -------------------------------------------------------------------------------------------------------------
+
+
+def _workloads(path: Path | None, ops: Sequence[str]) -> dict[Workload, int]:
+    """Those recorded, or those that something serves here; raises AutoselError if there are none."""
+    from autosel.candidates.registry import op_name
+    from autosel.cli.record import named_workloads
+
+    if path is not None:
+        found = {n.workload: n.calls_per_step for n in named_workloads(path)}
+    else:
+        from autosel.ledger.store import open_ledger
+
+        with open_ledger() as ledger:
+            found = {s.decision.workload: 1 for s in ledger.serving()}
+    wanted = {op_name(op) for op in ops}
+    found = {w: n for w, n in found.items() if not wanted or w.op in wanted}
+    if not found:
+        raise AutoselError(
+            "there is nothing to try there",
+            why="nothing is decided here" if path is None else f"{path} has no such workload",
+            todo=f"{settings.spelling()} tune, or name a recording with --recorded",
+        )
+    return found
+
+
+def _decided_here() -> Mapping[str, Mapping[str, Any]]:
+    from autosel.ledger.describe import decision_json
+    from autosel.ledger.store import open_ledger
+
+    with open_ledger() as ledger:
+        return {s.decision.bucket: decision_json(s.decision) for s in ledger.serving()}
+
+
+def compare(
+    here: Mapping[str, Mapping[str, Any]], there: Mapping[str, Mapping[str, Any]], calls: Mapping[str, int]
+) -> list[Change]:
+    """One for each bucket asked for, those first whose winner changes, then those that cost most."""
+    changes = []
+    for bucket, count in calls.items():
+        ours, theirs = here.get(bucket, {}), there.get(bucket, {})
+        changes.append(
+            Change(
+                bucket=bucket,
+                here=str(ours.get("candidate") or "(undecided)"),
+                there=str(theirs.get("candidate") or ""),
+                here_us=ours.get("time_us"),
+                there_us=theirs.get("time_us"),
+                baseline_here_us=ours.get("baseline_us"),
+                baseline_there_us=theirs.get("baseline_us"),
+                calls=count,
+            )
+        )
+    return sorted(changes, key=lambda c: (not c.flips, -(c.there_us or 0.0) * c.calls, c.bucket))
+
+
+def _row(c: Change) -> list[str]:
+    gain = f"{c.gain:.2f}x" if c.gain else ""
+    change = f"flips {gain}".rstrip() if c.flips else gain or "undecided there"
+    times = [microseconds(t) if t else "" for t in (c.here_us, c.there_us)]
+    return [c.bucket, c.here, times[0], c.there, times[1], change]
+
+
+def summary(changes: Sequence[Change]) -> list[str]:
+    flips = sum(c.flips for c in changes)
+    lines = [f"{flips} of {len(changes)} would be served by another kernel"]
+    both = [c for c in changes if c.gain]
+    if both:
+        here = sum((c.here_us or 0.0) * c.calls for c in both)
+        there = sum((c.there_us or 0.0) * c.calls for c in both)
+        lines.append(
+            f"{len(both)} timed under both: {here / 1e3:.3g} ms here, {there / 1e3:.3g} ms there: {here / there:.2f}x "
+            "(two runs apart: a machine that is busier at one of them shows here too)"
+        )
+    return lines
+
+
+def _document(c: Change) -> dict[str, Any]:
+    return {
+        "bucket": c.bucket,
+        "here": c.here,
+        "there": c.there or None,
+        "here_us": c.here_us,
+        "there_us": c.there_us,
+        "baseline_here_us": c.baseline_here_us,
+        "baseline_there_us": c.baseline_there_us,
+        "calls": c.calls,
+        "flips": c.flips,
+        "gain": c.gain,
+    }

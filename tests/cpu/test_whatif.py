@@ -1,0 +1,81 @@
+"""An upgrade rehearsed: another interpreter tunes in a home that is thrown away, and what differs is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosel import ops, settings
+from autosel.cli import whatif
+from autosel.cli.main import run
+from autosel.dispatch import recorded
+from autosel.dispatch.board import this_device
+from autosel.errors import UsageError
+from autosel.ledger.key import current_mode
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
+    settings.read.cache_clear()
+    yield tmp_path / "home"
+    monkeypatch.undo()
+    settings.read.cache_clear()
+
+
+def row(candidate: str, us: float) -> dict[str, Any]:
+    return {"candidate": candidate, "time_us": us, "baseline_us": 2 * us}
+
+
+def test_winners_that_flip_come_first_and_what_it_gains_is_weighted_by_calls() -> None:
+    here = {"a": row("cpp:a", 10.0), "b": row("cpp:b", 4.0), "c": row("cpp:c", 1.0)}
+    there = {"a": row("cpp:a", 5.0), "b": row("torch:b", 8.0)}
+    changes = whatif.compare(here, there, {"a": 3, "b": 1, "c": 1, "new": 1})
+    assert [c.bucket for c in changes] == ["b", "a", "c", "new"]
+    assert [c.flips for c in changes] == [True, False, False, False]
+    assert changes[0].gain == 0.5 and changes[1].gain == 2.0 and changes[2].gain is None
+    told = whatif.summary(changes)
+    assert told[0] == "1 of 4 would be served by another kernel"
+    assert f"{(30 + 4) / (15 + 8):.2f}x" in told[1]
+    assert changes[3].here == "(undecided)"
+
+
+def test_an_environment_that_cannot_run_autosel_is_told_what_it_lacks(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
+    bare.chmod(0o755)
+    with pytest.raises(UsageError, match="cannot run autosel") as caught:
+        whatif.ask(bare)
+    assert "No module named" in caught.value.why and "pip install" in caught.value.todo
+    with pytest.raises(UsageError, match="cannot run"):
+        whatif.ask(tmp_path / "absent")
+
+
+def test_nothing_decided_and_nothing_recorded_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["whatif", "--python", sys.executable]) == 1
+    assert "nothing to try there" in capsys.readouterr().err
+
+
+def test_a_rehearsal_leaves_this_home_as_it_was(home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """For real, though briefly: the other interpreter is this one, and its budget ends before a race."""
+    w = ops.find("rmsnorm").workload("fp32", {"M": 1, "d": 64})
+    file = tmp_path / "r.json"
+    recorded.save(file, recorded.Recorded(device=this_device().hw_id, mode=current_mode(), calls={w: 7}))
+    code = run(["whatif", "--python", sys.executable, "--recorded", str(file), "--budget", "1s", "--json"])
+    out = capfd.readouterr().out
+    assert code == 0, out
+    found = json.loads(out)
+    assert found["environment"]["mode"] == current_mode()
+    (change,) = found["changes"]
+    assert (change["bucket"], change["calls"], change["here"]) == (w.bucket, 7, "(undecided)")
+    from autosel.ledger import open_ledger
+
+    assert open_ledger().history() == []
