@@ -103,7 +103,7 @@ def tokens(model: Any, rows: int = 1, padded: bool = False, **options: Any) -> l
     if padded:
         mask[1, :4] = 0
         ids[1, :4] = 0
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **options)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, **options)
     found: list[list[int]] = out.tolist()
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -11,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from autosel import ops, settings
+from autosel import settings
 from autosel.cli import whatif
 from autosel.cli.main import run
-from autosel.dispatch import recorded
-from autosel.dispatch.board import this_device
 from autosel.errors import UsageError
-from autosel.ledger.key import current_mode
 
 
 @pytest.fixture(autouse=True)
@@ -62,20 +58,3 @@ def test_an_environment_that_cannot_run_autosel_is_told_what_it_lacks(tmp_path: 
 def test_nothing_decided_and_nothing_recorded_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["whatif", "--python", sys.executable]) == 1
     assert "nothing to try there" in capsys.readouterr().err
-
-
-def test_a_rehearsal_leaves_this_home_as_it_was(home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """For real, though briefly: the other interpreter is this one, and its budget ends before a race."""
-    w = ops.find("rmsnorm").workload("fp32", {"M": 1, "d": 64})
-    file = tmp_path / "r.json"
-    recorded.save(file, recorded.Recorded(device=this_device().hw_id, mode=current_mode(), calls={w: 7}))
-    code = run(["whatif", "--python", sys.executable, "--recorded", str(file), "--budget", "1s", "--json"])
-    out = capfd.readouterr().out
-    assert code == 0, out
-    found = json.loads(out)
-    assert found["environment"]["mode"] == current_mode()
-    (change,) = found["changes"]
-    assert (change["bucket"], change["calls"], change["here"]) == (w.bucket, 7, "(undecided)")
-    from autosel.ledger import open_ledger
-
-    assert open_ledger().history() == []
