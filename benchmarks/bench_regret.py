@@ -10,6 +10,8 @@ is a bootstrap over rounds; the twin says what this measurement makes of two equ
 
 A route cell has the kernels that take a workload as its settings: which of them the formula sends it to is judged.
 
+Cells during which other processes had more than a twentieth of a core do not count, whatever came out of them.
+
 --write keeps the cells in benchmarks/results/<device>/regret.json; without --fresh those that are there, with these
 kernels and formulas, are not measured again, so that --limit SECONDS can cut a sweep into pieces.
 """
@@ -22,6 +24,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 Setting = dict[str, Scalar]  # knob -> value, of those that the kernel takes
 
 MOST_SETTINGS = 240
+MOST_OTHERS = 0.05  # of one core: if others took more of this machine during a cell, its figures do not count
 NOMINEES = 5
 SWEEP_SHARE = 0.45  # of a cell's time
 LEAST_SWEEPS, LEAST_ROUNDS = 3, 24
@@ -96,6 +100,10 @@ def cells(device: str) -> list[Cell]:
         found.append(cell("decode", f"{own}:attn_decode", "attn", dims, ragged=True))
     dims = {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192, "page": 16}
     found.append(cell("decode", f"{own}:paged_attn_decode", "paged_attn", dims))
+    for hq, hkv, d, length in ((4, 1, 256, 8192), (32, 8, 64, 2048)):
+        dims = {"B": 1, "Hq": hq, "Hkv": hkv, "S": 1, "D": d, "L": length}
+        found.append(cell("decode", f"{own}:attn_decode", "attn", dims))
+    found.append(cell("decode", f"{own}:add_rmsnorm", "add_rmsnorm", {"M": 64, "d": 4096}))
     for m in (1, 64):
         found.append(cell("decode", f"{own}:rmsnorm", "rmsnorm", {"M": m, "d": 4096}))
         found.append(cell("decode", f"{own}:swiglu", "swiglu", {"M": m, "I": 14336}))
@@ -144,13 +152,16 @@ CONSTANTS: Setting = {"rows": 1, "tile": 64, "prefetch": 16, "split_k": 1, "unro
 def settings(candidate: Candidate, w: Workload, fp: Fingerprint) -> tuple[Setting, list[Setting]]:
     """(the closed form's, every legal one with it): the product of all knobs' values, coarser where it is too large."""
     closed = taken(candidate, w, fp)
-    axes = {name: values(name, value, fp) for name, value in closed.items() if name != "pdl"}
+    idle = ignored(closed)
+    axes = {n: [v] if n in idle else values(n, v, fp) for n, v in closed.items() if n != "pdl"}
     while math.prod(len(axis) for axis in axes.values()) > MOST_SETTINGS:
         longest = max(axes, key=lambda name: len(axes[name]))
         kept = {axes[longest][0], axes[longest][-1], closed[longest], *axes[longest][1::2]}
         coarser = [v for v in axes[longest] if v in kept]
         if coarser == axes[longest]:
             coarser = sorted({axes[longest][0], axes[longest][-1], closed[longest]}, key=float)
+        if coarser == axes[longest]:
+            coarser = [closed[longest]]
         axes[longest] = coarser
     found = [dict(zip(axes, combination, strict=True)) for combination in itertools.product(*axes.values())]
     legal = [s for s in found if is_legal(s, w, fp)]
@@ -166,6 +177,13 @@ def taken(candidate: Candidate, w: Workload, fp: Fingerprint) -> Setting:
     if not isinstance(recipe, NativeRecipe):  # Triton: those that this table knows how to vary
         names = tuple(n for n in knobs.values if n in LISTS or n in FACTORS)
     return {name: value for name, value in knobs.values.items() if name in names}
+
+
+def ignored(closed: Setting) -> tuple[str, ...]:
+    """Knobs of the way that a kernel which holds two of them does not take (knobs/cpu/linear.py: fused)."""
+    if "rows" not in closed or "k_block" not in closed:
+        return ()
+    return ("k_block", "k_ahead", "m_block") if closed["rows"] else ("rows",)
 
 
 def values(name: str, closed: Scalar, fp: Fingerprint) -> list[Scalar]:
@@ -384,11 +402,14 @@ def main() -> int:
     done = {} if options.fresh else stored["cells"]
     todo = [c for c in cells(options.device) if all(word in c.name for word in options.only)]
     todo = [c for c in todo if done.get(c.name, {}).get("key") != held_for(c, fp)]
+    todo.sort(key=lambda c: c.name in done)  # what was never measured first
+    stored["cells"] = {name: cell for name, cell in stored["cells"].items() if name not in {c.name for c in todo}}
     timer, started, rng = Timer(fp, options.device), time.monotonic(), Random(7)
     for number, cell in enumerate(todo):
         if options.limit and time.monotonic() - started > options.limit:
             print(f"{len(todo) - number} cells left: the same command continues", file=sys.stderr)
             break
+        before = busy()
         try:
             found = measure(cell, timer, options.seconds, rng)
         except LookupError as error:
@@ -396,7 +417,11 @@ def main() -> int:
             continue
         finally:
             timer.close()
-        stored["cells"][cell.name] = {**found, "key": held_for(cell, fp)}
+        others = others_share(before, busy())
+        if others > MOST_OTHERS and fp.kind == "cpu":
+            print(f"disturbed: others took {others:.0%} of a core: {cell.name}", file=sys.stderr, flush=True)
+            continue
+        stored["cells"][cell.name] = {**found, "others": round(others, 3), "key": held_for(cell, fp)}
         print(f"{found['regret']:7.1%} ({found['low']:.1%} .. {found['high']:.1%})  twin {found['twin']:+.1%}"
               f"  {cell.name}  {_spelled(_changed(found))}", file=sys.stderr, flush=True)  # fmt: skip
         if options.write:
@@ -405,6 +430,19 @@ def main() -> int:
     stored["cells"] = {name: cell for name, cell in stored["cells"].items() if name in named}
     print(markdown(stored))
     return 0
+
+
+def busy() -> tuple[float, float, float]:
+    """Seconds: of the clock, of all cores at work (steal too), of this process at work."""
+    fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    at_work = sum(fields) - fields[3] - fields[4]  # all but idle and iowait
+    return time.monotonic(), at_work / os.sysconf("SC_CLK_TCK"), time.process_time()
+
+
+def others_share(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
+    """What others took meanwhile, in cores."""
+    clock, at_work, own = (b - a for a, b in zip(before, after, strict=True))
+    return max(0.0, at_work - own) / clock
 
 
 def parsed() -> argparse.Namespace:

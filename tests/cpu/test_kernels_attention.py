@@ -302,13 +302,13 @@ LLAMA = {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192}
 
 def test_decode_knobs_follow_their_formulas() -> None:
     got = knobs.decode(OPS["attn"].workload("bf16", LLAMA), TWO_CORES)
-    # tile: 16 KiB / 256 B. chunk: 4 us at 2048 / 118e9 s of arithmetic a key.
+    # tile: 32 KiB / 256 B. chunk: 4 us at 2048 / 118e9 s of arithmetic a key.
     # prefetch: 2 * 30e9 * 110e-9 / 512 = 12.9, up to 16.
-    assert got.values == {"threads": 2, "tile": 64, "chunk": 231, "prefetch": 16}
+    assert got.values == {"threads": 2, "tile": 128, "chunk": 231, "prefetch": 16}
 
 
-@pytest.mark.parametrize(("dtype", "width", "tile"), [("fp32", 128, 32), ("bf16", 64, 128), ("bf16", 256, 32)])
-def test_a_tile_of_keys_takes_half_of_l1(dtype: DTypeName, width: int, tile: int) -> None:
+@pytest.mark.parametrize(("dtype", "width", "tile"), [("fp32", 128, 64), ("bf16", 64, 128), ("bf16", 256, 64)])
+def test_a_tile_of_keys_fills_l1(dtype: DTypeName, width: int, tile: int) -> None:
     w = OPS["attn"].workload(dtype, {**LLAMA, "D": width})
     assert knobs.decode(w, TWO_CORES)["tile"] == tile
 

@@ -24,6 +24,7 @@ from autosel.values import (
 Formula = Callable[[Workload, GpuFacts], Knobs]
 Limits = Callable[[Workload, GpuFacts], str]
 
+MOST_ELEMENTS = 2**31 - 1  # of a dimension: kernels index within one in 32 bits
 LEAST_CC = (8, 0)  # bf16 and asynchronous copies
 NO_TRITON = "Triton is not installed; install autosel with the extra cuda12 or cuda13"
 
@@ -55,6 +56,9 @@ class TritonKernel(Candidate):
             return Rejected(reason=f"takes {', '.join(self.dtypes)}; the workload is {w.dtype}")
         if fp.kind != "cuda":
             return Rejected(reason="a Triton kernel; the device is a CPU")
+        too_long = [name for name, size in w.dims if size > MOST_ELEMENTS]
+        if too_long:
+            return Rejected(reason=f"{too_long[0]} = {w[too_long[0]]} is above 2^31 - 1")
         f = facts(fp)
         if f.cc < LEAST_CC:
             return Rejected(reason=f"needs compute capability 8.0 or later; the device has {f.cc[0]}.{f.cc[1]}")

@@ -20,6 +20,9 @@ __all__ = [
 ]
 
 
+FORK_JOIN_S = 2e-6  # of a team that spins: 0.3 us a cache line back and forth, a few of them, and a margin
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuFacts:
     """What a CPU formula may know. Rates in SI units; `read_bytes_per_s[t-1]` is the rate of t threads."""
@@ -52,6 +55,9 @@ def facts(fp: Fingerprint) -> CpuFacts:
     read_1 = rate("read_bytes_per_s@1", 8e9)
     read_all = rate(f"read_bytes_per_s@{cpus}", read_1 * min(cpus, 4))
     domains = int(identity.get("l3_domains", 1))
+    fork_join_s = rate(f"fork_join_s@{cpus}", FORK_JOIN_S)
+    if fp.contended:  # then it is the wait for a core that somebody else had: no better than a rate that is missing
+        fork_join_s = min(fork_join_s, FORK_JOIN_S)
     return CpuFacts(
         isa=best_isa(tuple(identity["isa"])),
         cpus=cpus,
@@ -66,7 +72,7 @@ def facts(fp: Fingerprint) -> CpuFacts:
         dot_flops_1=rate("bf16_dot_flops@1", flops_1),
         exp_per_s_1=rate("exp_per_s@1", flops_1 / 20),
         dram_latency_s=rate("dram_latency_s", 120e-9),
-        fork_join_s=rate(f"fork_join_s@{cpus}", 2e-6),
+        fork_join_s=fork_join_s,
         contended=fp.contended,
     )
 

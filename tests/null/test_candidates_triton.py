@@ -1,0 +1,43 @@
+"""What keeps a Triton kernel from a device or a shape is said before anything is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autosel.candidates.registry import own_candidates
+from autosel.candidates.triton.base import TritonKernel
+from autosel.fingerprint import known
+from autosel.ops import OPS
+from autosel.values import Fingerprint, Rejected, Workload
+
+KERNELS = [c for c in own_candidates() if isinstance(c, TritonKernel)]
+H200 = known.load("h200")
+
+
+def of_capability(cc: str) -> Fingerprint:
+    return replace(H200, identity={**H200.identity, "cc": cc})
+
+
+def plain(op: str, **dims: int) -> Workload:
+    """Every dimension 128 (a page 16) unless given; heads in equal numbers."""
+    names = OPS[op].dim_names
+    usual = {n: {"page": 16, "S": 1, "B": 1}.get(n, 128) for n in names}
+    return OPS[op].workload("bf16", {**usual, **{n: v for n, v in dims.items() if n in names}})
+
+
+def reason(kernel: TritonKernel, w: Workload, fp: Fingerprint) -> str:
+    found = kernel.supports(w, fp)
+    assert isinstance(found, Rejected)
+    return found.reason
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.op} {k.name}")
+def test_every_kernel_refuses_what_it_cannot_run(kernel: TritonKernel) -> None:
+    w = plain(kernel.op, Hq=4, Hkv=4, M=1)
+    assert "compute capability 8.0" in reason(kernel, w, of_capability("7.5"))
+    assert "the device is a CPU" in reason(kernel, w, replace(H200, kind="cpu"))
+    assert "fp8_e4m3" in reason(kernel, replace(w, dtype="fp8_e4m3"), H200)
+    longest = next(n for n in ("V", "I", "N", "L", "d", "Hq", "Hkv") if n in dict(w.dims))
+    assert f"{longest} = {2**31} is above 2^31 - 1" in reason(kernel, w.at(**{longest: 2**31}), H200)
