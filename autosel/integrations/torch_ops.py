@@ -135,19 +135,33 @@ def _register(op: Op, library: torch.library.Library) -> None:
 
 def _functional(op: Op, names: str) -> Callable[..., Any]:
     """Results are contiguous, whatever served them: the graph was told so."""
-    made = {0: "best(name)({})", 1: "return best(name)({}).contiguous()"}.get(
-        len(results(op)), "return tuple([t.contiguous() for t in best(name)({})])"
+    made = {0: "chosen()({})", 1: "return chosen()({}).contiguous()"}.get(
+        len(results(op)), "return tuple([t.contiguous() for t in chosen()({})])"
     )
     lines = [f"def {op.name}({', '.join(_named(op))}):", f"    {made.format(names)}"]
-    return _made(lines, op.name, {"best": dispatch.best, "name": op.name})
+    return _made(lines, op.name, {"chosen": _chosen(op)})
+
+
+def _chosen(op: Op) -> Callable[[], Callable[..., Any]]:
+    """What `best(op)` gives, looked up anew only when another home serves (`use`)."""
+    held: list[Any] = [None, None]
+
+    def chosen() -> Callable[..., Any]:
+        board = dispatch.board()
+        if held[0] is not board:
+            held[:] = board, board.selection(op)
+        found: Callable[..., Any] = held[1]
+        return found
+
+    return chosen
 
 
 def _writing(op: Op, names: str, outs: tuple[str, ...]) -> Callable[..., Any]:
     lines = [
         f"def {op.name}({', '.join(_named(op))}, *, {', '.join(outs)}):",
-        f"    best(name)({names}, {', '.join(outs)})",
+        f"    chosen()({names}, {', '.join(outs)})",
     ]
-    return _made(lines, op.name, {"best": dispatch.best, "name": op.name})
+    return _made(lines, op.name, {"chosen": _chosen(op)})
 
 
 def _fake(op: Op) -> Callable[..., Any]:

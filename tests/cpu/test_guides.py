@@ -17,7 +17,7 @@ from autosel.cli.main import VERBS, cli
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted(p for p in (ROOT / "docs" / "guides").glob("*.md") if p.name != "README.md")
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Brief enough to run here, with the exit code they shall have; the others measure for minutes, need another environment,
+# Brief enough to run here, with the exit code they shall have; others measure for minutes, need another environment,
 # or are run by their verb's own tests.
 RUN = {
     "autosel race rmsnorm --candidate mine.py:norm --shape M1.d64 --dtype fp32 --case zeros": 4,
