@@ -300,9 +300,7 @@ def _dynamic(*tensors: Tensor) -> bool:
 
 def _ask(op: str) -> Callable[..., Any]:
     """What serves an op; in a graph that is being compiled, the operator."""
-    from autosel.integrations import torch_ops  # registers them
-
-    served, operator = dispatch.best(op), getattr(torch.ops, torch_ops.NAMESPACE).__getattr__(op)
+    served, operator = dispatch.best(op), _operator(op)
 
     def ask(*values: Any) -> Any:
         return operator(*values) if torch.compiler.is_compiling() else served(*values)
@@ -479,7 +477,15 @@ def _prove_rotation(module: Any) -> Forward:
         made: tuple[Tensor, Tensor] = own(q, k, cos, sin, *more, **named)
         return made
 
-    return _with_global(type(module).forward, "apply_rotary_pos_emb", rotate)
+    original = type(module).forward
+    rotating = _with_global(original, "apply_rotary_pos_emb", rotate)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # which cannot follow code into other globals than its module's
+            return original(self, *args, **kwargs)
+        return rotating(self, *args, **kwargs)
+
+    return forward
 
 
 def _rotated(
@@ -613,9 +619,11 @@ def _by_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Te
 
 def _asked(op: str) -> Callable[..., Any]:
     """The board of the moment: models share one attention function."""
-    if torch.compiler.is_compiling():
-        from autosel.integrations import torch_ops
+    return _operator(op) if torch.compiler.is_compiling() else dispatch.best(op)
 
-        operator: Callable[..., Any] = getattr(torch.ops, torch_ops.NAMESPACE).__getattr__(op)
-        return operator
-    return dispatch.best(op)
+
+def _operator(op: str) -> Callable[..., Any]:
+    from autosel.integrations import torch_ops  # registers them
+
+    found: Callable[..., Any] = getattr(getattr(torch.ops, torch_ops.NAMESPACE), op)
+    return found

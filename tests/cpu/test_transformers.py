@@ -287,3 +287,12 @@ def test_low_precision_logits_stay_within_the_roundings_of_the_format() -> None:
     autosel.patch(model)
     ours = (logits(model).double() - exact).square().mean().sqrt()
     assert ours <= 2 * own  # parity's rule for an RMS error beside the baseline's
+
+
+def test_a_patched_model_compiles_into_one_graph() -> None:
+    model = made(llama)
+    autosel.patch(model)
+    expected = logits(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(logits(compiled), expected)
