@@ -499,13 +499,14 @@ def machine(script, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "ROOT", str(tmp_path))
     monkeypatch.setattr(script, "driver", lambda: None)
     monkeypatch.setattr(script.shutil, "which", lambda name: None)
+    monkeypatch.setattr(script, "nvcc", lambda: None)
     return monkeypatch
 
 
 def test_every_tier_the_machine_can_run_is_run_and_the_others_say_why(script, machine):
     chosen, skipped = script.choose_tiers([])
     assert chosen == ["null", "cpu"]
-    assert skipped == [("compile", "no nvcc found"), ("gpu", "no GPU found")]
+    assert skipped == [("compile", "no nvcc found (the Triton half: --tier compile)"), ("gpu", "no GPU found")]
 
 
 def test_a_gpu_adds_its_tier(script, machine):
@@ -516,6 +517,7 @@ def test_a_gpu_adds_its_tier(script, machine):
 def test_a_tier_that_is_asked_for_runs_alone_or_says_why_not(script, machine):
     assert script.choose_tiers(["null"]) == (["null"], [])
     assert script.choose_tiers(["gpu"]) == ([], [("gpu", "no GPU found")])
+    assert script.choose_tiers(["compile"]) == (["compile"], [])  # what needs nvcc is skipped test by test
     assert script.choose_tiers(["fleet"]) == ([], [("fleet", "this version has no tests there")])
 
 
