@@ -55,7 +55,6 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 
 EXAMPLES = (
-    "fingerprint",
     "tune --model llama-8b --seq 8192",
     "explain attn",
     "race rmsnorm --candidate mykernels:fast_rmsnorm",
