@@ -22,6 +22,7 @@ class Binder:
         self.dims: dict[str, int] = {}
         self.bound_by: dict[str, str] = {}
         self.dtype: torch.dtype | None = None
+        self.first: tuple[str, torch.device] | None = None  # the first tensor, and where it is
 
     @property
     def dtype_name(self) -> DTypeName:
@@ -71,6 +72,9 @@ class Binder:
         expected = f"[{','.join(letters)}]"
         if not isinstance(tensor, Tensor):
             raise BadArguments(f"{self.op}: {name} is {type(tensor).__name__}, expected a tensor {expected}")
+        where, at = self.first = self.first or (name, tensor.device)
+        if tensor.device != at:
+            raise self.fail(name, f"is on {tensor.device}, {where} on {at}", todo=f"move it: {name}.to({str(at)!r})")
         if tensor.dim() != len(letters):
             raise BadArguments(f"{self.op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from autosel.errors import BadArguments
 from autosel.ops import OPS, eager
 from autosel.values import Scalar
 
@@ -51,3 +52,12 @@ def test_a_baseline_stays_on_the_device_of_its_operands(
     for result in made if isinstance(made, tuple) else (made,):
         assert isinstance(result, torch.Tensor)
         assert result.device.type == "cpu"
+
+
+@pytest.mark.parametrize(("op", "dims", "stray"), [("linear", {"M": 2, "N": 8, "K": 16}, "w"), ("attn", HEADS, "v")])
+def test_operands_on_two_devices_are_refused_by_name(op: str, dims: dict[str, int], stray: str) -> None:
+    """Before any kernel is handed an address that is another memory's."""
+    inputs = OPS[op].inputs(OPS[op].workload("bf16", dims), 1)
+    inputs[stray] = inputs[stray].to("meta")
+    with pytest.raises(BadArguments, match=rf"{stray} is on meta, (x|q) on cpu"):
+        OPS[op].workload_of(inputs)
