@@ -38,6 +38,21 @@ class Row:
     runner_up_ratio: float | None
 
 
+FUSED_OPS = {"attn": "norm_qkv", "mlp": "gate_up"}
+INSTEAD = {"fused": "", "normed": "norm and projections apart", "added": "residual and norm in one, projections apart"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribution:
+    """A fused op left out, or put in: what the whole step takes with another form of its half of each layer, over what
+    it takes with the one that was taken. Below 1 by less than noise only."""
+
+    op: str  # the fused op that this is about
+    taken: str  # the form that serves
+    other: str
+    step_over_taken: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
     """`rest_us`: of the median step, what no op accounts for (our Python, norms inside fused ops, gaps); where ops by
@@ -50,6 +65,7 @@ class Audit:
     read_bytes_per_s: float
     peak_flops: float
     untimed: tuple[str, ...]
+    attribution: tuple[Attribution, ...] = ()
 
     @property
     def rest_share(self) -> float:
@@ -75,6 +91,22 @@ def audit(made: Certificate) -> Audit:
         read_bytes_per_s=made.read_median_bytes_per_s,
         peak_flops=made.peak_flops,
         untimed=tuple(label for label in made.per_op if label not in timed),
+        attribution=attribution(made),
+    )
+
+
+def attribution(made: Certificate) -> tuple[Attribution, ...]:
+    """Every form that was not taken."""
+    taken = {w.half: w for w in made.ways if w.taken}
+    return tuple(
+        Attribution(
+            op=FUSED_OPS[w.half],
+            taken=taken[w.half].form,
+            other=w.form,
+            step_over_taken=w.step_us / taken[w.half].step_us,
+        )
+        for w in made.ways
+        if not w.taken
     )
 
 

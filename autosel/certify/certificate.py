@@ -19,7 +19,7 @@ from autosel.certify.statistics import Interval
 from autosel.values import Scalar, canonical_json, from_json, parse_json, to_json
 
 FORMAT = "autosel.certificate"
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 1 << 20  # of a line
 MOST_STEPS = 20_000  # whose times fit into a line
 UNSEALED = ("field_digests", "checksum", "signature")
@@ -98,6 +98,16 @@ class OpFigures:
     decision_id: int | None
     parity: Proof | None  # None: no proof of this arm is known here
     runner_up: RunnerUp | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """What the whole step took with one half of each layer made in one form; see decode.run.Way."""
+
+    half: str
+    form: str
+    step_us: float
+    taken: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +208,7 @@ class Certificate:
     autosel: Mapping[str, str]  # op -> backend
     knobs: Mapping[str, Mapping[str, Scalar]]
     per_op: Mapping[str, OpFigures]
+    ways: tuple[Way, ...]  # leave one out: each half of a layer in each form, and the whole step with it
     decision_ids: tuple[int, ...]
     # how right
     verification: Verification

@@ -102,6 +102,7 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
         autosel={label: choice.backend for label, choice in labels.items()},
         knobs={label: dict(_known(grounds, choice).knobs) for label, choice in labels.items()},
         per_op=_per_op(labels, run.per_op, grounds),
+        ways=tuple(c.Way(half=w.half, form=w.form, step_us=w.step_us, taken=w.taken) for w in run.ways),
         verification=c.Verification(
             tokens_checked=run.tokens_checked,
             tokens_equal=run.tokens_equal,

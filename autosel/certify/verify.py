@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autosel.certify import sign
+from autosel.certify.audit import FUSED_OPS, INSTEAD
 from autosel.certify.certificate import MOST_STEPS, Certificate, decode, model_name
 from autosel.certify.derive import derive, lossy, physics
 from autosel.certify.store import BadCertificate, lines
@@ -106,6 +107,11 @@ def _shapeless(made: Certificate) -> str:
         return f"layers: {made.layers.run} of {made.layers.of}"
     if made.model != model_name(made.model.partition("[")[0], made.layers):
         return f"model: {made.model!r:.60} does not say that {made.layers.run} of {made.layers.of} layers ran"
+    taken = [w.half for w in made.ways if w.taken]
+    if sorted(taken) != sorted({w.half for w in made.ways}) or set(taken) - set(FUSED_OPS):
+        return "ways: each half of a layer is made in one of its forms"
+    if any(not w.step_us > 0 or w.form not in INSTEAD for w in made.ways):
+        return "ways: a time that is not above 0, or a form nobody knows"
     if set(made.autosel) != set(made.per_op) or set(made.knobs) != set(made.per_op):
         return "autosel, knobs, per_op: they do not name the same ops"
     return ""

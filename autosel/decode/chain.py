@@ -1,5 +1,8 @@
-"""Which ops the step is made of: a fused op is taken only if the whole step gets faster with it, and left only if the
-whole step gets faster without."""
+"""Which ops the step is made of: a fused op is taken only if the whole step gets faster with it.
+
+The two halves of a layer are decided one after the other, each by racing whole steps; what every other form of a half
+would cost, all else as it was chosen, is kept: leave one out, and see what the whole loses.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,44 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from autosel.decode.model import FORMS, FUSED, Chain
+from autosel.decode.model import FORMS, Chain, Form
+from autosel.decode.run import HALVES, Half, Way
 from autosel.decode.scene import Scene
 from autosel.decode.step import write_step
 
 ROUNDS = 9
-# Nine rounds all won have probability 2^-9 by chance; a gain below a percent is not worth another list.
+# In nine rounds the medians of equal steps differ by a per cent or so; a gain below that is none.
 LEAST_GAIN = 1.01
 
 
-def choose_chain(scene: Scene, rng: Random, clock: Callable[[], int]) -> Chain:
-    """Race whole steps, the two halves of a layer one after the other. The fused chain serves unless beaten."""
-    best = FUSED
-    forms = FORMS[1:2] if scene.decoder.shape.sandwich else FORMS[1:]
-    for half in ("attn", "mlp"):
-        best = _fastest(scene, [best, *(replace(best, **{half: form}) for form in forms)], rng, clock)
-    return best
+def choose_chain(scene: Scene, rng: Random, clock: Callable[[], int]) -> tuple[Chain, tuple[Way, ...]]:
+    """The chain, and of each half every way to make it, timed with the other half as chosen."""
+    chain, found = Chain(attn="normed", mlp="normed"), {}
+    for half in HALVES:
+        form, found[half] = _race(scene, chain, half, rng, clock)
+        chain = replace(chain, **{half: form})
+    if chain.mlp != "normed":  # the first half was timed beside another second one
+        form, found["attn"] = _race(scene, chain, "attn", rng, clock)
+        chain = replace(chain, attn=form)
+    return chain, tuple(way for half in HALVES for way in found[half])
 
 
-def _fastest(scene: Scene, chains: list[Chain], rng: Random, clock: Callable[[], int]) -> Chain:
-    """The first, unless another won every round by the least gain in the median."""
+def _race(
+    scene: Scene, chain: Chain, half: Half, rng: Random, clock: Callable[[], int]
+) -> tuple[Form, tuple[Way, ...]]:
+    """The form of one half with which the whole step is fastest; the plain one unless another gains enough."""
+    forms = [form for form in FORMS if form != "added" or not scene.decoder.shape.sandwich]
+    medians = _medians(scene, [replace(chain, **{half: form}) for form in forms], rng, clock)
+    times = dict(zip(forms, medians, strict=True))
+    best = min(forms, key=times.__getitem__)
+    if times["normed"] < LEAST_GAIN * times[best]:
+        best = "normed"
+    return best, tuple(
+        Way(half=half, form=form, step_us=took / 1000, taken=form == best) for form, took in times.items()
+    )
+
+
+def _medians(scene: Scene, chains: list[Chain], rng: Random, clock: Callable[[], int]) -> list[float]:
     steps = [write_step(scene.decoder, scene.cache, scene.place, chain) for chain in chains]
     times: list[list[int]] = [[] for _ in chains]
     for step in steps:
@@ -37,10 +58,4 @@ def _fastest(scene: Scene, chains: list[Chain], rng: Random, clock: Callable[[],
             begin = clock()
             steps[i].run()
             times[i].append(clock() - begin)
-    medians = [statistics.median(t) for t in times]
-    faster = [
-        i
-        for i in range(1, len(chains))
-        if all(a < b for a, b in zip(times[i], times[0], strict=True)) and medians[0] >= LEAST_GAIN * medians[i]
-    ]
-    return chains[min(faster, key=lambda i: medians[i], default=0)]
+    return [statistics.median(t) for t in times]

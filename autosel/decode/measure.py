@@ -51,7 +51,7 @@ def measure(
     with torch.inference_mode():
         scene = set_scene(plan, weights, listener, clock)
         listener.stage("chain", "whole steps", 0, 1)
-        chain = choose_chain(scene, rng, clock) if _may_choose(plan) else FUSED
+        chain, ways = choose_chain(scene, rng, clock) if _may_choose(plan) else (FUSED, ())
         ours, theirs = our_arm(scene, chain), Baseline(scene)
         _warm_up(scene, ours, theirs, listener)
         uses = Uses()
@@ -90,6 +90,7 @@ def measure(
         logit_bound=scene.logit_bound,
         python_overhead_share=None if idle_ns is None else idle_ns / statistics.median(p.optimised_ns for p in pairs),
         tokens_per_step=sum(p.kept for p in pairs) / len(pairs),
+        ways=ways,
         quality=found,
         notes=_notes(plan, chain),
     )

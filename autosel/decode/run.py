@@ -183,6 +183,24 @@ def suspect(difference: float, error: float) -> bool:
     return difference < -SUSPICION * error and difference < 0
 
 
+Half = Literal["attn", "mlp"]
+HALVES: tuple[Half, Half] = ("attn", "mlp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to make one half of every layer, and what the whole step took with it, the other half as it was chosen.
+
+    `fused`: one op from the block's input through its first projection. `normed`: norm and projection apart. `added`:
+    residual and norm in one op, then the projection.
+    """
+
+    half: Half
+    form: Literal["fused", "normed", "added"]
+    step_us: float  # median of a few whole steps, in turn with the other forms
+    taken: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRun:
     """What one run measured. Raw times, so that whoever reads them does the arithmetic.
@@ -222,6 +240,7 @@ class DecodeRun:
     # is no list (--no-prealloc, speculation).
     python_overhead_share: float | None
     tokens_per_step: float = 1.0  # a sequence; above 1 only where speculation found something
+    ways: tuple[Way, ...] = ()  # empty: the chain was not chosen by a race
     quality: Quality | None = None  # where a text was given
     energy_joules: float | None = None  # of the optimised steps, where the device tells
     notes: tuple[str, ...] = field(default_factory=tuple)

@@ -289,7 +289,7 @@ def test_a_figure_that_does_not_follow_is_named_though_the_seal_was_computed_aga
     [
         (b"", "line"),
         (b"[]", "no certificate"),
-        (b'{"format":"autosel.certificate","version":2}', "version 2"),
+        (b'{"format":"autosel.certificate","version":3}', "version 3"),
         (LINE.replace(b'"warmup":10', b'"warmup":NaN'), "NaN is not JSON"),
         (LINE.replace(b'"warmup":10', b'"warmup":1e999'), "1e999 is not JSON"),
         (LINE.replace(b'"warmup":10', b'"warmup":10,"warmup":10'), "twice"),

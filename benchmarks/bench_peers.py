@@ -1,0 +1,370 @@
+"""The whole decode step beside what else serves the same model on this machine, in turn, at the same shapes.
+
+    python benchmarks/bench_peers.py [--model llama-1b] [--layers N] [--seq 128 --seq 2048] [--rounds 12]
+                                     [--arm autosel --arm eager --arm compile --arm llama.cpp] [--write]
+
+    autosel     the written step with what this home's decisions say: tune first (`autosel tune --model llama-1b`)
+    eager       Hugging Face's model class, SDPA, DynamicCache, torch.inference_mode
+    compile     the same model under torch.compile, StaticCache of exactly the context
+    llama.cpp   the package llama-cpp-python, built from source, on a bf16 GGUF of the same tensors, written by the
+                package gguf: bf16 weights, fp16 cache, flash attention, mmap off
+
+Every arm is one greedy step that attends to --seq tokens, the cache rewound after each, with as many threads as there
+are cores. The arms take turns in random order; before each, every thread of this process has gone to sleep, and each
+arm takes one step untimed, to wake its own, then one timed. Caches hold random keys and values (llama.cpp's come from a
+prompt of random tokens). The figure is an arm's step over autosel's, median over median, with the interval of
+resampled rounds; on a shared machine only ratios within one run mean anything.
+
+llama.cpp needs a compiler and some minutes once: pip install llama-cpp-python gguf (in an environment of its own, if
+you like, with this one's packages on its path).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hugging_face import filled_cache, model_of, rewinding
+from torch import Tensor
+
+from autosel import fingerprint, models
+from autosel.certify.issue import git_sha
+from autosel.certify.statistics import median, speedup_interval
+from autosel.decode.cache import make_cache
+from autosel.decode.model import Decoder
+from autosel.decode.run import GREEDY, Plan
+from autosel.decode.sample import Sampler
+from autosel.decode.step import Place, write_step
+from autosel.decode.weights import Weights, load_weights
+from autosel.fingerprint import probe
+from autosel.race.idle import wait_until_idle
+
+ARMS = ("autosel", "eager", "compile", "llama.cpp")
+RESULTS = Path(__file__).parent / "results" / "cpu"
+KEPT: list[Any] = []
+SERVING: dict[int, dict[str, int]] = {}  # context -> candidate -> how many ops of the autosel step it serves
+Step = Callable[[], int]  # one greedy step: the token
+
+
+def main() -> int:
+    options = _parsed()
+    fp = fingerprint.take("cpu")
+    torch.set_num_threads(int(fp.identity["cpus"]))
+    model = models.load(options.model)
+    plan = Plan(model=model, layers=min(options.layers, model.layers), seq=max(options.seq or [2048]))
+    weights = load_weights(plan)
+    rows = []
+    with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
+        folder = options.gguf or scratch
+        for seq in options.seq or [128, 2048]:
+            arms = {name: ARM[name](weights, seq, Path(folder)) for name in options.arm or ARMS}
+            print(f"{options.model} {seq}: {', '.join(arms)}", file=sys.stderr, flush=True)
+            rows.append({"seq": seq, "serving": SERVING.get(seq, {}), **compared(arms, options)})
+    found = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": git_sha(),
+        "device": fp.name,
+        "torch": torch.__version__,
+        **_versions(),
+        "model": options.model,
+        "layers": plan.layers_run,
+        "of_layers": model.layers,
+        "dtype": plan.dtype,
+        "rows": rows,
+    }
+    print(json.dumps(found, indent=1) if options.json else table(found))
+    if options.write:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / f"peers-{options.model}.json").write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def compared(arms: Mapping[str, Step], options: argparse.Namespace) -> dict[str, Any]:
+    """Median step of each arm in milliseconds, over the first arm's with its interval, and the read rate beside it."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    rates, rng = [], random.Random(options.seed)
+    for _ in range(options.rounds):
+        rates.append(median(probe.load().read(torch.get_num_threads(), 0.02)))
+        for name in rng.sample(list(arms), len(arms)):
+            wait_until_idle()
+            arms[name]()  # its own threads wake
+            begin = time.perf_counter_ns()
+            arms[name]()
+            times[name].append((time.perf_counter_ns() - begin) / 1e6)
+    first = next(iter(arms))
+    found: dict[str, Any] = {"rounds": options.rounds, "read_gb_s": median(rates) / 1e9, "arms": {}}
+    for name, took in times.items():
+        interval = speedup_interval(took, times[first])
+        found["arms"][name] = {
+            "median_ms": median(took),
+            "best_ms": min(took),
+            "over_first": median(took) / median(times[first]),
+            "interval": [interval.lo, interval.hi],
+        }
+    return found
+
+
+# --- the arms --------------------------------------------------------------------------------------------------------
+
+
+def _autosel(weights: Weights, seq: int, _: Path) -> Step:
+    decoder, cache = Decoder(weights), _filled(weights, seq)
+    place = Place.at(torch.tensor([7]), [seq - 1])
+    logits = torch.empty(1, weights.shape.V, dtype=weights.embedding.dtype)
+    sampler = Sampler(GREEDY, [[7]], seq, logits)
+    step = write_step(decoder, cache, place, sampler=sampler)
+    SERVING[seq] = dict(Counter(getattr(call.function, "candidate", call.site) for call in step.calls))
+    proven = sum(n for name, n in SERVING[seq].items() if name.startswith("cpp:"))
+    if not proven:
+        print("nothing is decided here: autosel serves PyTorch's ops; run `autosel tune` first", file=sys.stderr)
+
+    def run() -> int:
+        step.run()
+        assert step.chosen is not None
+        return int(step.chosen)
+
+    return run
+
+
+def _eager(weights: Weights, seq: int, _: Path) -> Step:
+    model, token = model_of(weights), torch.tensor([[7]])
+    past = filled_cache(model, _filled(weights, seq), seq - 1)
+    rewind = rewinding(past)
+
+    def run() -> int:
+        found = int(model(token, past_key_values=past, use_cache=True).logits[:, -1].argmax())
+        rewind()
+        return found
+
+    return run
+
+
+def _compile(weights: Weights, seq: int, _: Path) -> Step:
+    """A static cache of the context's size, so that one graph serves; its counter is put back by hand."""
+    from transformers import StaticCache
+
+    model, token = model_of(weights), torch.tensor([[7]])
+    ours, past = _filled(weights, seq), StaticCache(config=model.config, max_cache_len=seq)
+    for i, (k, v) in enumerate(zip(ours.k, ours.v, strict=True)):
+        past.update(k[:, :, : seq - 1].clone(), v[:, :, : seq - 1].clone(), i)
+    held = [_counter(layer) for layer in past.layers]
+    compiled = torch.compile(model, dynamic=False)
+    position = torch.tensor([[seq - 1]])
+
+    def run() -> int:
+        out = compiled(token, past_key_values=past, use_cache=True, position_ids=position)
+        for layer, before in zip(past.layers, held, strict=True):
+            _restore(layer, before)
+        return int(out.logits[:, -1].argmax())
+
+    for _ in range(3):  # compiled at the first, guards settled at the second
+        run()
+    return run
+
+
+def _counter(layer: Any) -> dict[str, Any]:
+    """What a static layer counts by; its keys and values stay where they are."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in vars(layer).items()
+        if "cumulative" in name or "length" in name
+    }
+
+
+def _restore(layer: Any, before: Mapping[str, Any]) -> None:
+    for name, value in before.items():
+        if isinstance(value, Tensor):
+            getattr(layer, name).copy_(value)
+        else:
+            setattr(layer, name, value)
+
+
+def _llama_cpp(weights: Weights, seq: int, folder: Path) -> Step:
+    import llama_cpp as L  # noqa: N812
+
+    path = folder / "model.gguf"
+    if not path.exists():
+        print(f"writing {path}", file=sys.stderr, flush=True)
+        write_gguf(weights, path)
+    L.llama_backend_init()
+    _be_quiet(L)
+    wanted = L.llama_model_default_params()
+    wanted.use_mmap, wanted.n_gpu_layers = False, 0
+    model = L.llama_model_load_from_file(str(path).encode(), wanted)
+    context = L.llama_context_default_params()
+    context.n_ctx, context.n_batch, context.n_ubatch = seq + 64, 512, 512
+    context.n_threads = context.n_threads_batch = torch.get_num_threads()
+    context.flash_attn_type = 1
+    made = L.llama_init_from_model(model, context)
+    batch = L.llama_batch_init(512, 0, 1)
+    held = np.random.default_rng(0).integers(0, weights.shape.V, seq - 1)
+
+    def feed(tokens: Any, start: int, logits: bool) -> None:
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i] = int(token), start + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = logits and i == len(tokens) - 1
+        if L.llama_decode(made, batch):
+            raise RuntimeError("llama_decode failed")
+
+    for start in range(0, seq - 1, 512):
+        feed(held[start : start + 512], start, False)
+
+    def run() -> int:
+        feed((7,), seq - 1, True)
+        logits = np.ctypeslib.as_array(L.llama_get_logits_ith(made, -1), shape=(weights.shape.V,))
+        found = int(logits.argmax())
+        L.llama_memory_seq_rm(L.llama_get_memory(made), 0, seq - 1, -1)
+        return found
+
+    return run
+
+
+def _be_quiet(L: Any) -> None:
+    @L.llama_log_callback
+    def say_nothing(level: int, text: bytes, data: Any) -> None:
+        pass
+
+    KEPT.append(say_nothing)  # the library keeps a bare pointer to it
+    L.llama_log_set(say_nothing, None)
+
+
+def _filled(weights: Weights, seq: int) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    cache = make_cache(weights.shape, weights.dtype, rows=1, room=seq)
+    for tensor in (*cache.k, *cache.v):
+        tensor.normal_(generator=generator)
+    return cache
+
+
+ARM: Mapping[str, Callable[[Weights, int, Path], Step]] = {
+    "autosel": _autosel,
+    "eager": _eager,
+    "compile": _compile,
+    "llama.cpp": _llama_cpp,
+}
+
+
+# --- a GGUF of the same tensors --------------------------------------------------------------------------------------
+
+
+def write_gguf(weights: Weights, path: Path) -> None:
+    """Llama's family alone, bf16, no vocabulary but its size. Rows of queries and keys are laid out as llama.cpp turns
+    them: neighbours in pairs."""
+    import gguf
+
+    s = weights.shape
+    if s.family != "llama":
+        raise SystemExit(f"bench_peers writes GGUF files of Llamas, not of {s.family}: leave llama.cpp out with --arm")
+    out = gguf.GGUFWriter(str(path), "llama")
+    out.add_block_count(s.layers)
+    out.add_context_length(s.max_context)
+    out.add_embedding_length(s.d)
+    out.add_feed_forward_length(s.I)
+    out.add_head_count(s.Hq)
+    out.add_head_count_kv(s.Hkv)
+    out.add_key_length(s.D)
+    out.add_value_length(s.D)
+    out.add_rope_dimension_count(s.rope.rotary_dim)
+    out.add_rope_freq_base(s.rope.theta)
+    out.add_layer_norm_rms_eps(s.rms_eps)
+    out.add_vocab_size(s.V)
+    out.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    out.add_tokenizer_model("none")
+    for name, tensor in _tensors(weights):
+        if tensor.dim() == 1:
+            out.add_tensor(name, tensor.float().numpy())
+        else:
+            raw = tensor.contiguous().view(torch.int16).numpy().view(np.uint8)
+            out.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+def _tensors(weights: Weights) -> list[tuple[str, Tensor]]:
+    s = weights.shape
+    plain = torch.tensor(s.rope.theta) ** (-torch.arange(0, s.rope.rotary_dim, 2) / s.rope.rotary_dim)
+    factors = plain / torch.tensor(s.rope.inverse_frequencies())
+    found = [("token_embd.weight", weights.embedding), ("output_norm.weight", weights.norm)]
+    found += [("rope_freqs.weight", factors)] if s.rope.kind == "llama3" else []
+    found += [] if s.tied else [("output.weight", weights.head)]
+    for i, layer in enumerate(weights.layers):
+        q, k, v = layer.qkv.split((s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D))
+        named = {
+            "attn_norm": layer.attn_norm,
+            "attn_q": _paired(q, s.Hq),
+            "attn_k": _paired(k, s.Hkv),
+            "attn_v": v,
+            "attn_output": layer.o,
+            "ffn_norm": layer.mlp_norm,
+            "ffn_gate": layer.gate,
+            "ffn_up": layer.up,
+            "ffn_down": layer.down,
+        }
+        found += [(f"blk.{i}.{name}.weight", tensor) for name, tensor in named.items()]
+    return found
+
+
+def _paired(w: Tensor, heads: int) -> Tensor:
+    """Rows j and j + D/2 of each head side by side."""
+    return w.view(heads, 2, -1, w.shape[-1]).transpose(1, 2).reshape(w.shape)
+
+
+# --- what is said ----------------------------------------------------------------------------------------------------
+
+
+def table(found: Mapping[str, Any]) -> str:
+    part = f"{found['layers']} of {found['of_layers']} layers"
+    lines = [f"{found['model']} {found['dtype']}, {part}, on {found['device']}, {found['date']}", ""]
+    lines += ["| context | arm | ms a step | over autosel | read rate beside |", "| --- | --- | --- | --- | --- |"]
+    for row in found["rows"]:
+        for name, one in row["arms"].items():
+            lo, hi = one["interval"]
+            ratio = f"{one['over_first']:.2f}x ({lo:.2f} .. {hi:.2f})" if one["over_first"] != 1 else ""
+            beside = f"{row['read_gb_s']:.1f} GB/s"
+            lines.append(f"| {row['seq']} | {name} | {one['median_ms']:.1f} | {ratio} | {beside} |")
+    return "\n".join(lines)
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in ("transformers", "llama_cpp_python"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="llama-1b")
+    parser.add_argument("--layers", type=int, default=1 << 10, help="only the first so many")
+    parser.add_argument("--seq", type=int, action="append", help="context; repeatable  [128 and 2048]")
+    parser.add_argument("--arm", action="append", choices=ARMS, help="repeatable; the first is what ratios are over")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gguf", metavar="DIR", help="keep the GGUF file there, and use it again (the same layers!)")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/cpu/")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
