@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -609,6 +611,78 @@ def aa() -> str:
     return "\n\n".join(map(markdown, found)) or "Nobody has run `benchmarks/bench_aa.py --write` yet."
 
 
+def regret() -> str:
+    """Every device on which benchmarks/bench_regret.py was run with --write."""
+    from benchmarks.bench_regret import markdown
+
+    found = [json.loads(p.read_text()) for p in sorted((ROOT / "benchmarks" / "results").glob("*/regret.json"))]
+    return "\n\n".join(map(markdown, found)) or "Nobody has run `benchmarks/bench_regret.py --write` yet."
+
+
+def ran_on() -> str:
+    """Every GPU source: what it was checked by without a GPU, and on which devices `./run gpu` found it right."""
+    seen = _parities()
+    rows = []
+    for folder, suffix in (("cuda", ".cu"), ("triton", ".py"), ("cutlass", ".cu")):
+        for path in sorted((ROOT / "kernels" / folder).glob(f"*{suffix}")):
+            checked = _checked_by(folder, path.stem)
+            if checked:
+                devices = sorted(seen.get(f"{folder}:{path.stem}", ()))
+                rows.append((code(f"{folder}/{path.name}"), checked, ", ".join(devices) or "not yet run on silicon"))
+    return table(("kernel", "without a GPU", "passed parity on"), rows)
+
+
+def _checked_by(folder: str, name: str) -> str:
+    """By the tests of tests/compile/ that name it; "" for a file that is no kernel by itself."""
+    if folder == "triton":
+        from autosel.candidates.registry import own_candidates
+
+        kernels = {getattr(c, "source", "") for c in own_candidates() if c.backend == "TRITON"}
+        return "compiled; interpreted" if name in kernels else ""
+    told = []
+    for what, pattern in (("compiled", "test_machine_code*.py"), ("emulated", "test_emulated_*.py")):
+        texts = [p.read_text() for p in (ROOT / "tests" / "compile").glob(pattern)]
+        if any(f'"{name}"' in text or f"cuda/{name}.cu" in text for text in texts):
+            told.append(what)
+    return "; ".join(told)
+
+
+def _parities() -> dict[str, set[str]]:
+    """Candidate -> GPUs on which every unit of `./run gpu`'s parity stage passed, from the committed results."""
+    failed: dict[str, set[str]] = {}
+    passed: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*/parity.json")):
+        record = json.loads(path.read_text())
+        device = record["device"]
+        if device["kind"] != "cuda":
+            continue
+        for unit, found in record["units"].items():
+            name = unit.split(" ")[1].partition("@")[0]
+            right = found.get("outcome") == "passed"
+            if right or found.get("outcome") == "failed":
+                (passed if right else failed).setdefault(name, set()).add(device["name"])
+    return {name: devices - failed.get(name, set()) for name, devices in passed.items()}
+
+
+def gpu_stages() -> str:
+    """What each stage of `./run gpu` is there for, in its own words."""
+    from benchmarks.gpu.stages import STAGES
+
+    rows = []
+    for name, module in STAGES.items():
+        words = prose(import_module(module).__doc__).split(": ", 1)[1]
+        rows.append((code(name), words.replace("\n", " ")))
+    return table(("stage", "what it does"), rows)
+
+
+def gpu_help() -> str:
+    """`./run gpu --help` without the words before its options."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "__main__.py"), "--help"]
+    environment = {**os.environ, "COLUMNS": str(COLUMNS)}
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    return fence("options:" + said.partition("options:")[2].rstrip())
+
+
 def transcript(name: str) -> str:
     """What a command printed; pytest's rows of dots are left out."""
     path = TRANSCRIPTS / f"{name}.txt"
@@ -683,6 +757,10 @@ BLOCKS: Mapping[str, Callable[..., str]] = {
     "figures": figures,
     "error-rates": error_rates,
     "aa": aa,
+    "regret": regret,
+    "ran-on": ran_on,
+    "gpu-stages": gpu_stages,
+    "gpu-help": gpu_help,
     "transcript": transcript,
 }
 
