@@ -89,16 +89,20 @@ def _told(output: Path, calls: Mapping[Workload, int]) -> str:
 
 
 def named_workloads(path: Path) -> tuple[Named, ...]:
-    """What a recording asks for, those that move most bytes first. Raises BadConfig."""
+    """What a recording asks for, one workload a bucket (the one called most, with the calls of all), those that move
+    most bytes first. Raises BadConfig."""
     from autosel import ops
     from autosel.dispatch import recorded
     from autosel.models.workloads import Named
 
-    calls = recorded.read(path).calls
-    for w in calls:
+    shown: dict[str, Workload] = {}
+    calls: dict[str, int] = {}
+    for w, n in sorted(recorded.read(path).calls.items(), key=lambda item: -item[1]):
         recorded.refuse_unknown(w, path)
-    ordered = sorted(calls.items(), key=lambda item: -item[1] * ops.find(item[0].op).bytes_moved(item[0]))
-    return tuple(Named(workload=w, label=ops.find(w.op).label(w), calls_per_step=n) for w, n in ordered)
+        shown.setdefault(w.bucket, w)
+        calls[w.bucket] = calls.get(w.bucket, 0) + n
+    named = [Named(workload=w, label=ops.find(w.op).label(w), calls_per_step=calls[b]) for b, w in shown.items()]
+    return tuple(sorted(named, key=lambda n: -n.calls_per_step * ops.find(n.workload.op).bytes_moved(n.workload)))
 
 
 def mode_note(path: Path) -> str:

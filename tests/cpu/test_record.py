@@ -14,6 +14,7 @@ import torch
 
 from autosel import dispatch, ops, settings
 from autosel.cli import record as record_verb
+from autosel.cli import tune as tune_verb
 from autosel.cli.main import run
 from autosel.dispatch import recorded
 from autosel.dispatch.board import this_device
@@ -97,6 +98,31 @@ def test_calls_and_bytes_order_what_is_tuned(tmp_path: Path) -> None:
     recorded.save(file, recording(calls={ONE: 100, big: 5}))
     named = record_verb.named_workloads(file)
     assert [(n.workload, n.calls_per_step) for n in named] == [(big, 5), (ONE, 100)]
+
+
+def test_workloads_of_one_bucket_are_tuned_once_with_the_calls_of_all(tmp_path: Path) -> None:
+    nine, ten = (RMS.workload("fp32", {"M": m, "d": 32}) for m in (9, 10))
+    recorded.save(tmp_path / "r.json", recording(calls={nine: 3, ten: 4}))
+    (named,) = record_verb.named_workloads(tmp_path / "r.json")
+    assert (named.workload, named.calls_per_step) == (ten, 7)
+
+
+def test_what_tuning_is_worth_is_weighted_by_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {
+        "a": {"baseline_us": 10.0, "time_us": 5.0},
+        "b": {"baseline_us": 1.0, "time_us": 1.0},
+        "c": {"baseline_us": None, "time_us": None},
+    }
+
+    class Decided:
+        def __init__(self, bucket: str) -> None:
+            self.bucket = bucket
+
+    monkeypatch.setattr(tune_verb, "decision_json", lambda d: rows[d.bucket])
+    decided: Any = [Decided(b) for b in rows]
+    told = tune_verb.weighted_line(decided, {"a": 10, "b": 100, "c": 90})
+    assert "110 of 200 recorded calls (55%)" in told and f"{200 / 150:.2f}x" in told
+    assert tune_verb.weighted_line(decided[2:], {"c": 1}) == "weighted: nothing was timed"
 
 
 def test_merging_keeps_the_mode_of_most_calls_and_refuses_two_devices() -> None:
