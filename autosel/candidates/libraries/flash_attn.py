@@ -28,7 +28,7 @@ def attn(
     softcap: float,
 ) -> Tensor:
     """Its operands are [B, length, heads, D]: views of ours."""
-    from flash_attn import flash_attn_with_kvcache
+    from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found,unused-ignore]
 
     made: Tensor = flash_attn_with_kvcache(
         q.transpose(1, 2),
@@ -54,7 +54,7 @@ def paged_attn(
     window: int,
     softcap: float,
 ) -> Tensor:
-    from flash_attn import flash_attn_with_kvcache
+    from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found,unused-ignore]
 
     made: Tensor = flash_attn_with_kvcache(
         q.transpose(1, 2),

@@ -17,7 +17,7 @@ HEAD_DIMS = (64, 128, 256)
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, offset: float, y: Tensor | None = None) -> Tensor:
-    import flashinfer
+    import flashinfer  # type: ignore[import-not-found,unused-ignore]
 
     made: Tensor = flashinfer.norm.gemma_rmsnorm(x, weight, eps, y) if offset else flashinfer.rmsnorm(x, weight, eps, y)
     return made
@@ -25,7 +25,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, offset: float, y: Tensor | No
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Its operand is gate and up side by side: laid so by a copy, which the time includes."""
-    import flashinfer
+    import flashinfer  # type: ignore[import-not-found,unused-ignore]
     import torch
 
     made: Tensor = flashinfer.silu_and_mul(torch.cat((gate, up), -1))
@@ -43,7 +43,7 @@ def attn(
     softcap: float,
 ) -> Tensor:
     """One sequence, one position: q[Hq,D], k and v[Hkv,L,D] ("HND")."""
-    import flashinfer
+    import flashinfer  # type: ignore[import-not-found,unused-ignore]
 
     keys, values = k[0, :, :max_len], v[0, :, :max_len]
     cores = q.shape[1] // k.shape[1] >= GROUP_FOR_TENSOR_CORES

@@ -13,7 +13,7 @@ LIGER = Library(distribution="liger-kernel", module="liger_kernel.ops", least_ve
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # type: ignore[import-not-found,unused-ignore]
 
     # Gemma's casting mode multiplies by (1 + weight) in fp32, as its contract does.
     mode = "gemma" if offset else "llama"
@@ -22,14 +22,14 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found,unused-ignore]
 
     made: Tensor = LigerSiLUMulFunction.apply(gate, up)
     return made
 
 
 def geglu(gate: Tensor, up: Tensor, tanh: int) -> Tensor:
-    from liger_kernel.ops.geglu import LigerGELUMulFunction
+    from liger_kernel.ops.geglu import LigerGELUMulFunction  # type: ignore[import-not-found,unused-ignore]
 
     assert tanh, "its GELU is the tanh approximation"
     made: Tensor = LigerGELUMulFunction.apply(gate, up)

@@ -19,7 +19,7 @@ SGL = Library(
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, offset: float, y: Tensor | None = None) -> Tensor:
-    import sgl_kernel
+    import sgl_kernel  # type: ignore[import-not-found,unused-ignore]
 
     made: Tensor = (sgl_kernel.gemma_rmsnorm if offset else sgl_kernel.rmsnorm)(x, weight, eps, y)
     return made
@@ -27,7 +27,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, offset: float, y: Tensor | No
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Its operand is gate and up side by side: laid so by a copy, which the time includes."""
-    import sgl_kernel
+    import sgl_kernel  # type: ignore[import-not-found,unused-ignore]
     import torch
 
     made: Tensor = sgl_kernel.silu_and_mul(torch.cat((gate, up), -1))
@@ -36,7 +36,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def geglu(gate: Tensor, up: Tensor, tanh: int) -> Tensor:
     """As swiglu."""
-    import sgl_kernel
+    import sgl_kernel  # type: ignore[import-not-found,unused-ignore]
     import torch
 
     operand = torch.cat((gate, up), -1)
