@@ -93,7 +93,15 @@ def memory_need(plan: Plan) -> int:
     """Bytes the run will take: weights, the caches of both arms, logits, and the rest of the process."""
     arms = 1 if plan.cache == "contiguous" else 2  # both arms read one contiguous cache
     logits = 4 * plan.batch * plan.shape.V * DTYPE_BYTES["fp32"]
-    return arena_bytes(plan.shape, plan.dtype) + arms * cache_bytes(plan) + logits + OTHERS_BYTES
+    held = arena_bytes(plan.shape, plan.dtype) + arms * cache_bytes(plan)
+    return held + logits + _reference_bytes(plan) + OTHERS_BYTES
+
+
+def _reference_bytes(plan: Plan) -> int:
+    """The pass that both arms are judged by widens one weight at a time, and of one layer keys and values, twice: as
+    they were and with the new ones. The output head and a layer are never wide at once."""
+    s, wide = plan.shape, 2 * DTYPE_BYTES["fp32"] if plan.dtype == "fp32" else DTYPE_BYTES["fp32"]
+    return wide * max(s.V * s.d, 4 * plan.batch * s.Hkv * plan.longest * s.D)
 
 
 def free_memory(device: str) -> int:
