@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from autosel import resources, settings
 from autosel.errors import UsageError
 from autosel.ledger.store import Evidence
+from autosel.native.compile import find_sources
 from autosel.values import Arm, NativeRecipe, Workload
 from autosel.version import __version__
 
@@ -74,25 +74,16 @@ def _packed(text: str) -> str:
 
 
 def _sources(source: str) -> dict[str, str]:
-    """The kernel and, transitively, its headers, by file name."""
-    folder = (resources.kernels() / source).parent
-    found: dict[str, str] = {}
-    todo = [Path(source).name]
-    while todo:
-        name = todo.pop()
-        if name in found or not (folder / name).is_file():
-            continue
-        found[name] = (folder / name).read_text()
-        todo += re.findall(r'^\s*#\s*include\s+"([^"]+)"', found[name], flags=re.MULTILINE)
-    return found
+    """The kernel and, transitively, its headers, by their paths below kernels/."""
+    root = resources.kernels()
+    return {path.relative_to(root).as_posix(): path.read_text() for path in find_sources(root / source)}
 
 
 def _arm(arm: Arm) -> dict[str, Any]:
     if isinstance(arm.recipe, NativeRecipe):
         knobs = [arm.knobs[name] for name in arm.recipe.knob_args]
         recipe = arm.recipe
-        source = Path(recipe.source).name
-        return {"source": source, "entry": recipe.entry, "flags": list(recipe.flags), "knobs": knobs}
+        return {"source": recipe.source, "entry": recipe.entry, "flags": list(recipe.flags), "knobs": knobs}
     return {"function": _function(arm)}
 
 
@@ -193,7 +184,9 @@ def build(arm):
     """The kernel as f(*arguments, *outputs)."""
     folder = tempfile.mkdtemp(prefix="autosel-repro-")
     for name, text in SOURCES.items():
-        with open(os.path.join(folder, name), "w") as file:
+        path = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w") as file:
             file.write(unpack(text))
     library = os.path.join(folder, "kernel.so")
     command = [

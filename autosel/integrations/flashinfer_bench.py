@@ -205,7 +205,8 @@ def solution(w: Workload, arm: Arm) -> dict[str, Any]:
     recipe = arm.recipe
     if isinstance(recipe, NativeRecipe):
         entry, language = "run.cpp::run", "cpp"
-        files = {path.name: path.read_text() for path in find_sources(resources.kernels() / recipe.source)}
+        root = resources.kernels()
+        files = {path.relative_to(root).as_posix(): path.read_text() for path in find_sources(root / recipe.source)}
         files["run.cpp"] = _cpp_run(op, w, recipe, arm)
         spec = {"binding": "tvm-ffi", "target_hardware": ["cpu"], "dependencies": []}
     else:
@@ -239,11 +240,10 @@ def _cpp_run(op: Op, w: Workload, recipe: NativeRecipe, arm: Arm) -> str:
     return (
         f"// {arm.candidate} as autosel decided it; compile with {' '.join(recipe.flags)}\n"
         + (f"#ifndef {dtype}\n#define {dtype}\n#endif\n" if dtype else "")
-        + f'#include "{Path(recipe.source).name}"\n\n'
+        + f'#include "{recipe.source}"\n\n'
         + "namespace {\nusing autosel::Optional;\nusing autosel::TensorView;\n\n"
         + f"void run({parameters}) {{\n  {called};\n}}\n"
-        + "}  // namespace\n\n#if defined(AUTOSEL_EXPORT)\nAUTOSEL_EXPORT(run, run);\n"
-        + "#else\nTVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run);\n#endif\n"
+        + "}  // namespace\n\nAUTOSEL_EXPORT(run, run);\n"
     )
 
 

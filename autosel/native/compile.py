@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -187,8 +188,9 @@ def find_sources(path: Path) -> list[Path]:
             raise BuildError(f"no such kernel source: {current}")
         seen.append(current)
         for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', current.read_text(), flags=re.MULTILINE):
-            if (current.parent / name).is_file():
-                todo.append(current.parent / name)
+            beside = Path(os.path.normpath(current.parent / name))
+            if beside.is_file():
+                todo.append(beside)
     return sorted(seen)
 
 

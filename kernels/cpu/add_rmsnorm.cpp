@@ -64,4 +64,4 @@ static void add_rmsnorm(TensorView x, TensorView residual, TensorView weight, do
 
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_rmsnorm, autosel::add_rmsnorm);
+AUTOSEL_EXPORT(add_rmsnorm, autosel::add_rmsnorm);

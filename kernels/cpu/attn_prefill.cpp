@@ -220,4 +220,4 @@ void attn_prefill(TensorView q, TensorView k, TensorView v, double scale, int64_
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(attn_prefill, autosel::attn_prefill);
+AUTOSEL_EXPORT(attn_prefill, autosel::attn_prefill);

@@ -15,4 +15,4 @@ static void geglu(TensorView gate, TensorView up, int64_t tanh, TensorView y, in
 
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(geglu, autosel::geglu);
+AUTOSEL_EXPORT(geglu, autosel::geglu);

@@ -30,4 +30,4 @@ static void gemm(TensorView x, TensorView w, Optional<TensorView> bias, Optional
 
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemm, autosel::gemm);
+AUTOSEL_EXPORT(gemm, autosel::gemm);

@@ -31,4 +31,4 @@ static void gemv(TensorView x, TensorView w, Optional<TensorView> bias, Optional
 
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemv, autosel::gemv);
+AUTOSEL_EXPORT(gemv, autosel::gemv);

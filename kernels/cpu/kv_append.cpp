@@ -80,4 +80,4 @@ void kv_append(TensorView k, TensorView v, TensorView positions, Optional<Tensor
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(kv_append, autosel::kv_append);
+AUTOSEL_EXPORT(kv_append, autosel::kv_append);

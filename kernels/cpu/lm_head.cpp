@@ -70,4 +70,4 @@ static void lm_head(TensorView x, TensorView w, int64_t greedy, TensorView out, 
 
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(lm_head, autosel::lm_head);
+AUTOSEL_EXPORT(lm_head, autosel::lm_head);

@@ -27,4 +27,4 @@ static void norm_qkv(TensorView x, TensorView norm_weight, TensorView w, double 
 
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(norm_qkv, autosel::norm_qkv);
+AUTOSEL_EXPORT(norm_qkv, autosel::norm_qkv);

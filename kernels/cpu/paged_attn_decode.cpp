@@ -62,4 +62,4 @@ void paged_attn_decode(TensorView q, TensorView k, TensorView v, TensorView tabl
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(paged_attn_decode, autosel::paged_attn_decode);
+AUTOSEL_EXPORT(paged_attn_decode, autosel::paged_attn_decode);

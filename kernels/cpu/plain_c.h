@@ -1,21 +1,17 @@
-// The part of tvm-ffi's C++ interface that the kernels use, over plain C: compiled with -DAUTOSEL_PLAIN_C a kernel needs no
-// header but its own, and ctypes can call it. `autosel export --repro` writes scripts that do.
+// Entry points in plain C: compiled with -DAUTOSEL_PLAIN_C a kernel needs no header but its own, and ctypes can call it.
+// `autosel export --repro` writes scripts that do.
 //
 // An entry takes an array of pointers, one an argument: TensorView*, or null for an absent optional, double*, int64_t*.
 // It returns null, or the message of what was thrown.
 #pragma once
 #include <cstddef>
-#include <cstdint>
-#include <sstream>
-#include <stdexcept>
-#include <string>
-#include <utility>
+
+#include "../argument.h"
 
 enum DLDataTypeCode { kDLInt = 0, kDLUInt = 1, kDLFloat = 2, kDLBfloat = 4, kDLBool = 6 };  // DLPack's numbers
 struct DLDataType { uint8_t code, bits; uint16_t lanes; };
 
-namespace tvm {
-namespace ffi {
+namespace autosel {
 
 // Mirrored field by field in the script's ctypes structure.
 struct TensorView {
@@ -35,56 +31,31 @@ struct TensorView {
   }
 };
 
-template <class T> class Optional {
- public:
-  Optional() : has_(false), held_{} {}
-  Optional(const T& held) : has_(true), held_(held) {}
-  bool has_value() const { return has_; }
-  explicit operator bool() const { return has_; }
-  const T& value() const { return held_; }
-  const T& operator*() const { return held_; }
-  const T* operator->() const { return &held_; }
-
- private:
-  bool has_;
-  T held_;
-};
-
-struct Thrower {
-  std::ostringstream text;
-  explicit Thrower(const char* kind) { text << kind << ": "; }
-  template <class T> Thrower& operator<<(const T& part) { text << part; return *this; }
-  [[noreturn]] ~Thrower() noexcept(false) { throw std::runtime_error(text.str()); }
-};
-
 template <class T> struct Unpack { static T from(void* p) { return *static_cast<T*>(p); } };
 template <class T> struct Unpack<Optional<T>> {
   static Optional<T> from(void* p) { return p ? Optional<T>(*static_cast<const T*>(p)) : Optional<T>(); }
 };
 
-template <class T> struct Bare { using type = T; };
-template <class T> struct Bare<const T&> { using type = T; };
-
-template <class... A, size_t... I> void call(void (*f)(A...), void** args, std::index_sequence<I...>) {
+template <class... A, size_t... I> static inline void call(void (*f)(A...), void** args, std::index_sequence<I...>) {
   f(Unpack<typename Bare<A>::type>::from(args[I])...);
 }
 
-template <class... A> const char* guarded(void (*f)(A...), void** args) {
+template <class... A> static inline const char* guarded(void (*f)(A...), void** args) {
   static thread_local std::string message;
   try {
     call(f, args, std::index_sequence_for<A...>{});
     return nullptr;
+  } catch (const Raised& error) {
+    message = std::string(error.kind) + ": " + error.what();
   } catch (const std::exception& error) {
     message = error.what();
-    return message.c_str();
   }
+  return message.c_str();
 }
 
-}  // namespace ffi
-}  // namespace tvm
+}  // namespace autosel
 
-#define TVM_FFI_THROW(kind) ::tvm::ffi::Thrower(#kind)
-#define TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, function) \
+#define AUTOSEL_EXPORT(name, function)                                                        \
   extern "C" __attribute__((visibility("default"))) const char* autosel_##name(void** args) { \
-    return ::tvm::ffi::guarded(&function, args); \
+    return ::autosel::guarded(&function, args);                                               \
   }

@@ -42,4 +42,4 @@ static void rmsnorm(TensorView x, TensorView weight, double eps, double offset, 
 
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rmsnorm, autosel::rmsnorm);
+AUTOSEL_EXPORT(rmsnorm, autosel::rmsnorm);

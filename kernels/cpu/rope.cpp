@@ -133,4 +133,4 @@ static void rope(TensorView q, TensorView k, TensorView positions, TensorView in
 
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rope, autosel::rope);
+AUTOSEL_EXPORT(rope, autosel::rope);

@@ -281,4 +281,4 @@ static void sample(TensorView logits, TensorView history, TensorView temperature
 
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample, autosel::sample);
+AUTOSEL_EXPORT(sample, autosel::sample);

@@ -3,10 +3,7 @@
 #if defined(AUTOSEL_PLAIN_C)
 #include "plain_c.h"
 #else
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/optional.h>
+#include "../ffi.h"
 #endif
 
 #include "simd.h"
@@ -14,12 +11,9 @@
 
 namespace autosel {
 
-using tvm::ffi::Optional;
-using tvm::ffi::TensorView;
-
 #define AUTOSEL_CHECK(condition, message) \
   do {                                    \
-    if (!(condition)) TVM_FFI_THROW(ValueError) << message; \
+    if (!(condition)) AUTOSEL_THROW(ValueError) << message; \
   } while (0)
 
 template <class T> static inline T* data(const TensorView& t) {
@@ -45,9 +39,9 @@ template <class Body> static inline void by_dtype(const TensorView& t, const Bod
   if (d.code == kDLFloat && d.bits == 32) return body(float{});
 #endif
 #if defined(AUTOSEL_ONE_DTYPE)
-  TVM_FFI_THROW(TypeError) << "this build serves one dtype, and the tensor has another";
+  AUTOSEL_THROW(TypeError) << "this build serves one dtype, and the tensor has another";
 #else
-  TVM_FFI_THROW(TypeError) << "dtype must be bfloat16, float16 or float32";
+  AUTOSEL_THROW(TypeError) << "dtype must be bfloat16, float16 or float32";
 #endif
 }
 

@@ -121,4 +121,4 @@ void add_rmsnorm(TensorView x, TensorView residual, TensorView weight, double ep
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_rmsnorm, autosel::add_rmsnorm);
+AUTOSEL_EXPORT(add_rmsnorm, autosel::add_rmsnorm);

@@ -219,7 +219,7 @@ template <class Body> void by_half_dtype(const TensorView& t, const Body& body) 
 #if defined(AUTOSEL_FP16) || !defined(AUTOSEL_ONE_DTYPE)
   if (is(t, kDLFloat, 16)) return body(f16{});
 #endif
-  TVM_FFI_THROW(TypeError) << "dtype must be bfloat16 or float16, and the build's";
+  AUTOSEL_THROW(TypeError) << "dtype must be bfloat16 or float16, and the build's";
 }
 
 }  // namespace attention

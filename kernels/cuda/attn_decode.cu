@@ -37,4 +37,4 @@ void attn_decode(TensorView q, TensorView k, TensorView v, Optional<TensorView> 
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(attn_decode, autosel::attn_decode);
+AUTOSEL_EXPORT(attn_decode, autosel::attn_decode);

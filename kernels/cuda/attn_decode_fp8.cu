@@ -34,4 +34,4 @@ void attn_decode_fp8(TensorView q, TensorView k, TensorView v, TensorView k_scal
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(attn_decode_fp8, autosel::attn_decode_fp8);
+AUTOSEL_EXPORT(attn_decode_fp8, autosel::attn_decode_fp8);

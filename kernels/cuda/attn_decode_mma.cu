@@ -31,4 +31,4 @@ void attn_decode_mma(TensorView q, TensorView k, TensorView v, Optional<TensorVi
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(attn_decode_mma, autosel::attn_decode_mma);
+AUTOSEL_EXPORT(attn_decode_mma, autosel::attn_decode_mma);

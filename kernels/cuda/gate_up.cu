@@ -61,4 +61,4 @@ void gate_up(TensorView x, TensorView norm_weight, TensorView w_gate, TensorView
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gate_up, autosel::gate_up);
+AUTOSEL_EXPORT(gate_up, autosel::gate_up);

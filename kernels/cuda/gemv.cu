@@ -65,4 +65,4 @@ void gemv(TensorView x, TensorView w, Optional<TensorView> bias, Optional<Tensor
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemv, autosel::gemv);
+AUTOSEL_EXPORT(gemv, autosel::gemv);

@@ -67,4 +67,4 @@ void gemv_fp8(TensorView x, TensorView w, TensorView scale, Optional<TensorView>
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemv_fp8, autosel::gemv_fp8);
+AUTOSEL_EXPORT(gemv_fp8, autosel::gemv_fp8);

@@ -112,10 +112,10 @@ void kv_append(TensorView k, TensorView v, TensorView positions, Optional<Tensor
   if (bits == 16) run(uint16_t{});
   else if (bits == 32) run(uint32_t{});
   else if (bits == 8) run(uint8_t{});
-  else TVM_FFI_THROW(TypeError) << "kv_append copies elements of 8, 16 or 32 bits";
+  else AUTOSEL_THROW(TypeError) << "kv_append copies elements of 8, 16 or 32 bits";
 }
 
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(kv_append, autosel::kv_append);
+AUTOSEL_EXPORT(kv_append, autosel::kv_append);

@@ -12,7 +12,7 @@
 namespace autosel {
 
 inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
+  if (error != cudaSuccess) AUTOSEL_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
 }
 
 // The stream of a tensor's device on which the caller is; that device is current while this lives.

@@ -130,4 +130,4 @@ void lm_head(TensorView x, TensorView w, int64_t greedy, TensorView out, int64_t
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(lm_head, autosel::lm_head);
+AUTOSEL_EXPORT(lm_head, autosel::lm_head);

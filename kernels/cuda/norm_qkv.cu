@@ -57,4 +57,4 @@ void norm_qkv(TensorView x, TensorView norm_weight, TensorView w, double eps, do
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(norm_qkv, autosel::norm_qkv);
+AUTOSEL_EXPORT(norm_qkv, autosel::norm_qkv);

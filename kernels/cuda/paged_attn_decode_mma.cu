@@ -26,4 +26,4 @@ void paged_attn_decode_mma(TensorView q, TensorView k, TensorView v, TensorView 
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(paged_attn_decode_mma, autosel::paged_attn_decode_mma);
+AUTOSEL_EXPORT(paged_attn_decode_mma, autosel::paged_attn_decode_mma);

@@ -98,4 +98,4 @@ void rmsnorm(TensorView x, TensorView weight, double eps, double offset, TensorV
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rmsnorm, autosel::rmsnorm);
+AUTOSEL_EXPORT(rmsnorm, autosel::rmsnorm);

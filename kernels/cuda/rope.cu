@@ -126,4 +126,4 @@ void rope(TensorView q, TensorView k, TensorView positions, TensorView inv_freq,
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rope, autosel::rope);
+AUTOSEL_EXPORT(rope, autosel::rope);

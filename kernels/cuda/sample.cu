@@ -436,4 +436,4 @@ void sample(TensorView logits, TensorView history, TensorView temperature, Tenso
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample, autosel::sample);
+AUTOSEL_EXPORT(sample, autosel::sample);

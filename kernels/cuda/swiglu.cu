@@ -15,4 +15,4 @@ static void swiglu(TensorView gate, TensorView up, TensorView y, int64_t grid, i
 
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(swiglu, autosel::swiglu);
+AUTOSEL_EXPORT(swiglu, autosel::swiglu);

@@ -1,13 +1,10 @@
 // What every entry point does with its arguments before it launches: check, give pointers, choose the storage type.
 #pragma once
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/optional.h>
 
 #include <type_traits>
 
+#include "../ffi.h"
 #include "types.cuh"
 
 #ifndef AUTOSEL_DEVICE
@@ -16,12 +13,9 @@
 
 namespace autosel {
 
-using tvm::ffi::Optional;
-using tvm::ffi::TensorView;
-
 #define AUTOSEL_CHECK(condition, message)                   \
   do {                                                      \
-    if (!(condition)) TVM_FFI_THROW(ValueError) << message; \
+    if (!(condition)) AUTOSEL_THROW(ValueError) << message; \
   } while (0)
 
 constexpr int64_t kMostElements = (int64_t(1) << 31) - 1;  // of a dimension: indices within one are 32-bit
@@ -106,9 +100,9 @@ template <class Body> void by_dtype(const TensorView& t, const Body& body) {
   if (is(t, kDLFloat, 32)) return body(float{});
 #endif
 #if defined(AUTOSEL_ONE_DTYPE)
-  TVM_FFI_THROW(TypeError) << "this build serves one dtype, and the tensor has another";
+  AUTOSEL_THROW(TypeError) << "this build serves one dtype, and the tensor has another";
 #else
-  TVM_FFI_THROW(TypeError) << "dtype must be bfloat16, float16 or float32";
+  AUTOSEL_THROW(TypeError) << "dtype must be bfloat16, float16 or float32";
 #endif
 }
 

@@ -138,6 +138,7 @@ __device__ __forceinline__ auto rows_from(const Matrix<const Half>& m, int64_t f
 // A tile's rows at depth k to a slot of the ring; zeros for what is beyond the matrix.
 template <int Tall, class From, class To>
 __device__ __forceinline__ void copy_tile(const From& from, To&& to, int64_t k) {
+  static_assert(Tall % (kThreads / 8) == 0, "every thread copies as much");
   const auto mine = Copies{}.get_slice(int(threadIdx.x));
   const auto at = mine.partition_D(make_identity_tensor(cute::Shape<Int<Tall>, Int<kDepth>>{}));
   auto slot = mine.partition_D(to);
@@ -146,8 +147,7 @@ __device__ __forceinline__ void copy_tile(const From& from, To&& to, int64_t k) 
     const int row = get<0>(at(0, i, 0));
     const int64_t depth = k + get<1>(at(0, i, 0));
     const bool inside = row < size<0>(from) && depth < size<1>(from);
-    if (Tall * 8 >= kThreads || row < Tall)
-      copy_async(&slot(0, i, 0), inside ? &from(row, depth) : &from(0, 0), inside);
+    copy_async(&slot(0, i, 0), inside ? &from(row, depth) : &from(0, 0), inside);
   }
 }
 
@@ -284,11 +284,11 @@ void gemm_sm80(TensorView x, TensorView w, Optional<TensorView> bias, Optional<T
 // lm_head's arguments; logits alone.
 void lm_head_sm80(TensorView x, TensorView w, int64_t greedy, TensorView logits, int64_t split, int64_t pdl) {
   AUTOSEL_CHECK(greedy == 0, "gives logits, not tokens");
-  gemm_sm80(x, w, std::nullopt, std::nullopt, logits, split, pdl);
+  gemm_sm80(x, w, Optional<TensorView>{}, Optional<TensorView>{}, logits, split, pdl);
 }
 
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemm_sm80, autosel::gemm_sm80);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(lm_head_sm80, autosel::lm_head_sm80);
+AUTOSEL_EXPORT(gemm_sm80, autosel::gemm_sm80);
+AUTOSEL_EXPORT(lm_head_sm80, autosel::lm_head_sm80);

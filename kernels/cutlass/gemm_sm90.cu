@@ -127,7 +127,7 @@ typename Kernel::Arguments arguments(const Operands& o, int64_t split, int64_t s
 
 void succeed(cutlass::Status status, const char* what) {
   if (status != cutlass::Status::kSuccess)
-    TVM_FFI_THROW(RuntimeError) << what << ": " << cutlass::cutlassGetStatusString(status);
+    AUTOSEL_THROW(RuntimeError) << what << ": " << cutlass::cutlassGetStatusString(status);
 }
 
 void gemm_sm90(TensorView x, TensorView w, Optional<TensorView> bias, Optional<TensorView> residual, TensorView y,
@@ -151,11 +151,11 @@ void gemm_sm90(TensorView x, TensorView w, Optional<TensorView> bias, Optional<T
 void lm_head_sm90(TensorView x, TensorView w, int64_t greedy, TensorView logits, int64_t split, int64_t sms,
                   int64_t pdl) {
   AUTOSEL_CHECK(greedy == 0, "gives logits, not tokens");
-  gemm_sm90(x, w, std::nullopt, std::nullopt, logits, split, sms, pdl);
+  gemm_sm90(x, w, Optional<TensorView>{}, Optional<TensorView>{}, logits, split, sms, pdl);
 }
 
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemm_sm90, autosel::gemm_sm90);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(lm_head_sm90, autosel::lm_head_sm90);
+AUTOSEL_EXPORT(gemm_sm90, autosel::gemm_sm90);
+AUTOSEL_EXPORT(lm_head_sm90, autosel::lm_head_sm90);

@@ -23,7 +23,7 @@ struct Operands {
 inline Operands operands(const TensorView& x, const TensorView& w, const Optional<TensorView>& bias,
                          const Optional<TensorView>& residual, const TensorView& y) {
   const bool right = std::is_same<Half, bf16>::value ? is(x, kDLBfloat, 16) : is(x, kDLFloat, 16);
-  if (!right) TVM_FFI_THROW(TypeError) << "dtype must be bfloat16 or float16, and the build's";
+  if (!right) AUTOSEL_THROW(TypeError) << "dtype must be bfloat16 or float16, and the build's";
   auto from = matrix<const Half>(x, "x", x);
   auto weights = matrix<const Half>(w, "w", x, -1, from.columns);
   const int64_t n = weights.rows;

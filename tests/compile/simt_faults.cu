@@ -60,4 +60,4 @@ void run(TensorView x, TensorView y, int64_t which, int64_t barriers) {
 }  // namespace
 }  // namespace autosel
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, autosel::run);
+AUTOSEL_EXPORT(run, autosel::run);

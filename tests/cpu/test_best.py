@@ -130,11 +130,9 @@ def test_a_missing_or_damaged_artefact_is_the_baseline_with_the_reason(home: Pat
 def test_editing_a_kernel_voids_its_own_decisions_and_no_others(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     promote(open_ledger(), native_arm())
     edited = home / "kernels"
-    edited.mkdir()
-    for path in (resources.kernels() / "cpu").glob("*"):
-        if path.is_file():
-            (edited / "cpu").mkdir(exist_ok=True)
-            (edited / "cpu" / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(resources.kernels() / "cpu", edited / "cpu")
+    for shared in resources.kernels().glob("*.h"):
+        shutil.copy(shared, edited)
     monkeypatch.setattr(resources, "kernels", lambda: edited)
     (edited / "cpu" / "gemv.cpp").write_text("// another kernel\n")
     with dispatch.use(home):

@@ -55,6 +55,8 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
         native_arm()
         for name, edit in (("large", WRONG_FOR_LARGE), ("wrong", WRONG)):
             shutil.copytree(resources.kernels() / "cpu", folder / name / "cpu")
+            for shared in resources.kernels().glob("*.h"):
+                shutil.copy(shared, folder / name)
             source = folder / name / "cpu" / "rmsnorm.cpp"
             text = source.read_text()
             assert edit[0] in text

@@ -120,7 +120,7 @@ def test_a_kernel_takes_the_knobs_its_formula_gives(name: str) -> None:
 def test_a_kernel_has_a_source_with_its_entry_and_a_header_that_tells_all(name: str) -> None:
     kernel = KERNELS[name]
     text = (resources.kernels() / "cuda" / f"{kernel.source}.cu").read_text()
-    assert f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({kernel.source}," in text
+    assert f"AUTOSEL_EXPORT({kernel.source}," in text
     head = text.partition("#include")[0]
     for part in (
         "bytes",
