@@ -366,7 +366,9 @@ def sensitivity(fp: Fingerprint, share: float = 0.2) -> dict[str, int]:
 def markdown(stored: Mapping[str, Any]) -> str:
     """Tables for the documentation."""
     found = list(stored["cells"].values())
-    lines = [f"{stored['device']}, {stored['date']}; {len(found)} cells.", ""]
+    there = len(cells("cpu" if any(c["kernel"].startswith("cpp:") for c in found) else "cuda"))
+    told = f"{len(found)} of {there} cells measured with nobody else on the machine"
+    lines = [f"{stored['device']}, {stored['date']}; {told}.", ""]
     lines += ["| kind | cells | geomean | p95 | worst | twin (noise) | constants | goal |", "|" + " --- |" * 8]
     for kind, s in summary(found).items():
         average, most = GOALS.get(kind, (None, None))
