@@ -1,7 +1,7 @@
 """What the daemon can take: start, lookups, writes, memory, kill -9; each beside the figure it is held to.
 
     python benchmarks/bench_daemon.py                      about a minute on two quiet cores
-    python benchmarks/bench_daemon.py --only lookups       start, lookups, tuning, writes, memory, kills; repeatable
+    python benchmarks/bench_daemon.py --only lookups       one part, of those below; repeatable
     python benchmarks/bench_daemon.py --full               10^6 requests and 1,000 kills: about half an hour
     python benchmarks/bench_daemon.py --json
 
@@ -15,6 +15,8 @@ writes   32 processes, each so many debits of an error budget: on disk when ackn
 records  the same with whole decisions, published before they are acknowledged
 memory   resident size of the daemon before and after the requests
 kills    kill -9 at a random moment under four writers; every acknowledged decision is looked up afterwards
+news     from a decision that another host has recorded in a shared ledger until this host's snapshot holds it, through
+         PostgreSQL and a daemon that listens; needs the extra `fleet` and a server's programs
 """
 
 from __future__ import annotations
@@ -383,6 +385,37 @@ def _until_the_end(home: Path, number: int, out: Any) -> None:
         out.put((key, 1e-6))
 
 
+def news(home: Path, full: bool) -> Result:
+    from autosel.ledger import snapshot
+    from tests.fleet import postgres
+
+    times: Latencies = []
+    with postgres.server() as server:
+        url = server.url(server.schema())
+        home.mkdir(mode=0o700)
+        (home / "config.toml").write_text(f'db = "{url}"\n')
+        with running(home, "--no-tune"), open_ledger(url, home=home.with_name("other"), alone=True) as other:
+            for n in range(200 if full else 40):
+                w = ATTN.at(B=n + 1)
+                made = record(other, str(n), fp=here(), workload=w, arm=BASELINE, state="kept", race=None, mode="m")
+                began = time.perf_counter()
+                while not _holds(snapshot.read(home / snapshot.FILE), made.id):
+                    time.sleep(0.001)
+                times.append(time.perf_counter() - began)
+    by, slowest = spread(times), 1e3 * max(times)
+    return Result(
+        name="news",
+        text=f"p50 {by['p50_ms']:.1f} ms, p99 {by['p99_ms']:.1f} ms, slowest {slowest:.0f} ({len(times)} decisions)",
+        goal="<= 1 s",
+        reached=max(times) <= 1.0,
+        values={"seconds": times, **by},
+    )
+
+
+def _holds(found: Any, decision_id: int) -> bool:
+    return found is not None and any(row.document["id"] == decision_id for row in found.rows)
+
+
 PARTS: dict[str, Callable[[Path, bool], Result]] = {
     "start": start,
     "lookups": lookups,
@@ -391,6 +424,7 @@ PARTS: dict[str, Callable[[Path, bool], Result]] = {
     "records": records,
     "memory": memory,
     "kills": kills,
+    "news": news,
 }
 
 if __name__ == "__main__":

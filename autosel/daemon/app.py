@@ -22,6 +22,7 @@ from autosel.daemon.hub import Hub
 from autosel.daemon.jobs import Full
 from autosel.daemon.writer import Busy
 from autosel.errors import AutoselError, LedgerError
+from autosel.ledger import commands
 from autosel.ledger.engine import lost
 
 log = logging.getLogger(__name__)
@@ -38,12 +39,15 @@ def build(hub: Hub, access: Access) -> Any:
 
 
 class Lookups:
-    """GET /v1/best/OP[?workload=KEY]: what clients ask most, without the ways of a framework."""
+    """GET /v1/best/OP[?workload=KEY] and POST /v1/ledger: what clients ask most, without the ways of a framework."""
 
     def __init__(self, app: Any, hub: Hub) -> None:
         self.app, self.hub = app, hub
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] == commands.ADDRESS:
+            await self._write(scope, receive, send)
+            return
         if scope["type"] != "http" or scope["method"] != "GET" or not scope["path"].startswith(LOOKUP):
             await self.app(scope, receive, send)
             return
@@ -63,20 +67,32 @@ class Lookups:
         await send({"type": "http.response.start", "status": 200, "headers": [*_JSON, length]})
         await send({"type": "http.response.body", "body": body})
 
+    async def _write(self, scope: Any, receive: Any, send: Any) -> None:
+        request = Request(scope, receive)
+        try:
+            made = await _measured(self.hub, commands.ADDRESS, api.write_ledger, request)
+        except Exception as error:
+            made = await _our_bug(request, error)
+        await made(scope, receive, send)
+
 
 Handler = Callable[[Hub, Request], Awaitable[Response]]
 
 
 def _route(hub: Hub, path: str, handler: Handler, method: str) -> Route:
     async def endpoint(request: Request) -> Response:
-        started = time.perf_counter()
-        made = await _answered(hub, handler, request)
-        hub.metrics.requests.labels(path, str(made.status_code)).inc()
-        if path != "/v1/events":
-            hub.metrics.seconds.observe(time.perf_counter() - started)
-        return made
+        return await _measured(hub, path, handler, request)
 
     return Route(path, endpoint, methods=[method])
+
+
+async def _measured(hub: Hub, path: str, handler: Handler, request: Request) -> Response:
+    started = time.perf_counter()
+    made = await _answered(hub, handler, request)
+    hub.metrics.requests.labels(path, str(made.status_code)).inc()
+    if path != "/v1/events":
+        hub.metrics.seconds.observe(time.perf_counter() - started)
+    return made
 
 
 async def _answered(hub: Hub, handler: Handler, request: Request) -> Response:

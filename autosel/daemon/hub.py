@@ -58,8 +58,7 @@ class Hub:
         self.metrics.started.set(time.time())
         self.facts = Facts(hw_id=this_device())
         self.view = View(hw_id=self.facts.hw_id)
-        first = ledger or open_ledger(home=home, alone=True)
-        self.writer = Writer(first, lambda: open_ledger(home=home, alone=True), self._committed)
+        self.writer = Writer(ledger or _open(home), lambda: _open(home), self._committed)
         self.jobs = Jobs(
             home / "run" / "jobs.json", busy_limit=self.options.busy_limit, tell=self.events.tell, ended=self._tuned
         )
@@ -73,16 +72,16 @@ class Hub:
 
     async def write(self, work: Work, *, alone: bool = False) -> Any:
         """On disk and published on return."""
-        return await asyncio.wrap_future(self.writer.submit(work, alone=alone))
+        return await self.writer.submit_here(work, alone=alone)
 
     async def read(self, work: Callable[[Ledger], Any]) -> Any:
         return await asyncio.to_thread(work, self.ledger)
 
-    def _committed(self, writes: int) -> None:
+    def _committed(self, writes: int, published: bool) -> None:
         """In the writer's thread."""
         self.metrics.writes.inc(writes)
         self.metrics.commits.inc()
-        if not self._wanted:
+        if published and not self._wanted:
             self._wanted = True
             self.loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self.reload()))
 
@@ -137,6 +136,12 @@ class Hub:
         await self.jobs.stop()
         await asyncio.to_thread(self.writer.close)
         self.ledger.close()
+
+
+def _open(home: Path) -> Ledger:
+    made = open_ledger(home=home, alone=True)
+    made.keep_line()
+    return made
 
 
 def _serving(ledger: Ledger) -> tuple[tuple[Served, ...], list[Decision]]:

@@ -6,12 +6,14 @@ not.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +35,7 @@ class _Item:
     """`alone`: not in a group, because it also does what no transaction can take back."""
 
     work: Work
-    future: Future[Any]
+    future: Any  # a concurrent one, or the event loop's: who waits for it, waits there
     alone: bool
 
 
@@ -42,9 +44,12 @@ class Busy(AutoselError):
 
 
 class Writer:
-    """`open_again` opens the ledger anew once its disk has failed: a second fsync through the same file may lie."""
+    """`open_again` opens the ledger anew once its disk has failed: a second fsync through the same file may lie.
+    `committed` hears of each group: how many writes, and whether what serves was published."""
 
-    def __init__(self, ledger: Ledger, open_again: Callable[[], Ledger], committed: Callable[[int], None]) -> None:
+    def __init__(
+        self, ledger: Ledger, open_again: Callable[[], Ledger], committed: Callable[[int, bool], None]
+    ) -> None:
         self.ledger, self._open_again, self._committed = ledger, open_again, committed
         self._waiting: queue.Queue[_Item | None] = queue.Queue(MOST_WAITING)
         self._failed_at = 0.0
@@ -63,11 +68,20 @@ class Writer:
     def submit(self, work: Work, *, alone: bool = False) -> Future[Any]:
         """Resolves when the work is on disk and published. Raises Busy."""
         future: Future[Any] = Future()
+        self._put(work, future, alone)
+        return future
+
+    def submit_here(self, work: Work, *, alone: bool = False) -> asyncio.Future[Any]:
+        """The same in an event loop, which is woken once for a group, however many wait in it."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._put(work, future, alone)
+        return future
+
+    def _put(self, work: Work, future: Any, alone: bool) -> None:
         try:
             self._waiting.put_nowait(_Item(work=work, future=future, alone=alone))
         except queue.Full:
             raise Busy("the daemon is busy", why=f"{MOST_WAITING} writes wait", todo="try again in a second") from None
-        return future
 
     def close(self) -> None:
         """What was submitted is written; then the thread ends."""
@@ -107,20 +121,17 @@ class Writer:
 
     def _write(self, group: Sequence[_Item], how: Callable[[Ledger, Sequence[_Item]], list[Any]]) -> None:
         try:
-            found = how(self._healthy(), group)
+            ledger = self._healthy()
+            before = ledger.publications
+            found = how(ledger, group)
         except BaseException as error:  # whatever it was, nobody may wait for ever
             if self.ledger.failed and not self._failed_at:
                 self._failed_at = time.monotonic()
             log.error("%d writes failed: %s", len(group), error)
-            for item in group:
-                item.future.set_exception(error)
+            _resolve([(item.future, error) for item in group])
             return
-        for item, value in zip(group, found, strict=True):
-            if isinstance(value, BaseException):
-                item.future.set_exception(value)
-            else:
-                item.future.set_result(value)
-        self._committed(len(group))
+        _resolve([(item.future, value) for item, value in zip(group, found, strict=True)])
+        self._committed(len(group), ledger.publications != before)
 
     def _healthy(self) -> Ledger:
         """The ledger, opened anew if its disk failed a while ago. Raises LedgerError."""
@@ -133,3 +144,32 @@ class Writer:
             self.ledger, self._failed_at = fresh, 0.0
             log.warning("the ledger can be written again")
         return self.ledger
+
+
+Outcome = tuple[Any, Any]  # a future, and what becomes of it
+
+
+def _resolve(outcomes: Sequence[Outcome]) -> None:
+    """Tell everyone; an event loop is woken once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
+    for future, value in outcomes:
+        if isinstance(future, asyncio.Future):
+            by_loop.setdefault(future.get_loop(), []).append((future, value))
+        else:
+            _settle(future, value)
+    for loop, own in by_loop.items():
+        with suppress(RuntimeError):  # it has ended, and with it all who waited
+            loop.call_soon_threadsafe(_settle_all, own)
+
+
+def _settle_all(outcomes: Sequence[Outcome]) -> None:
+    for future, value in outcomes:
+        if not future.done():  # its caller went away
+            _settle(future, value)
+
+
+def _settle(future: Any, value: Any) -> None:
+    if isinstance(value, BaseException):
+        future.set_exception(value)
+    else:
+        future.set_result(value)

@@ -29,6 +29,7 @@ from autosel.ledger.locks import InUseError, write_lock
 
 BUSY_S = 10.0  # a writing transaction takes milliseconds; who waits longer is told so
 OPEN_S = 0.2  # whoever only opens it, to read as a rule, does not wait for a writer
+COMMITS_A_CHECKPOINT = 50  # where the line is kept: a log of some megabytes at most
 OLDEST_SQLITE = (3, 37, 0)  # STRICT tables
 
 
@@ -41,6 +42,9 @@ class Database:
         self.writable = True
         self.immutable = False
         self._failure: LedgerError | None = None
+        self._keeps, self._commits = False, 0
+        self._kept: Connection | None = None  # the connection to write through, where it is kept
+        self._kept_at: tuple[int, int] | None = None
         self._open = threading.local()  # .connection: this thread's transaction, while it is in `together`
         self.engine = self._sqlite_engine() if self.path else server.engine(self.url)
 
@@ -103,16 +107,58 @@ class Database:
         if not self.writable:
             raise read_only(self.name)
         try:
-            writer = self.engine.execution_options(autosel_write=True)
             patience_s = BUSY_S if patience_s is None else patience_s
-            with self._serial(patience_s), self._explained(), writer.connect() as connection:
+            with self._serial(patience_s), self._explained(), self._line() as connection:
                 with connection.begin():
                     yield connection
-                self._checkpoint(connection)
+                self._move_log(connection)
         except LedgerError as error:
             if lost(error) and self.path is not None:  # a server looks after its own disk, and comes back
                 self._failure = error
             raise
+
+    def keep_line(self) -> None:
+        """Keep the writing connection from one transaction to the next. A file is then opened, and its log moved and
+        deleted, once and not at each commit."""
+        self._keeps = True
+
+    @contextmanager
+    def _line(self) -> Iterator[Connection]:
+        """A connection to write through; under the writers' lock."""
+        writer = self.engine.execution_options(autosel_write=True)
+        place = self._place() if self._keeps else None
+        if place is None:  # nothing to keep: a server's lines are in a pool, and a file may be gone
+            with writer.connect() as connection:
+                yield connection
+            return
+        if self._kept is None or self._kept_at != place:  # a backup was put in its place
+            self._let_go()
+            self._kept, self._kept_at = writer.connect(), place
+        try:
+            yield self._kept
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _place(self) -> tuple[int, int] | None:
+        """Which file it is, whatever its name."""
+        try:
+            found = self.path.stat() if self.path else None
+        except OSError:
+            return None
+        return (found.st_dev, found.st_ino) if found else None
+
+    def _let_go(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            with suppress(exc.DBAPIError):
+                kept.close()
+
+    def _move_log(self, connection: Connection) -> None:
+        """Into the file, after each commit; after some, where the line is kept."""
+        self._commits += 1
+        if connection is not self._kept or self._commits % COMMITS_A_CHECKPOINT == 0:
+            self._checkpoint(connection)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -167,6 +213,9 @@ class Database:
             raise explain(error, self.name) from error
 
     def close(self) -> None:
+        if self._kept is not None:  # the last to close moves the log into the file: as a writer
+            with suppress(LedgerError), self._serial(BUSY_S):
+                self._let_go()
         self.engine.dispose()
 
     # --- engines --------------------------------------------------------------------------------------------------

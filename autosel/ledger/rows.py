@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import cache, lru_cache
 from hashlib import sha256
 from typing import Any
 
@@ -57,24 +57,43 @@ def value_of(kind: Any, text: str) -> Any:
         ) from error
 
 
+# A statement is made once and given its values each time: making it takes several times as long as running it.
+
+
+@cache
+def _inserting(table: Table) -> sa.Insert:
+    return sa.insert(table)
+
+
+@cache
+def _finding(table: Table, columns: tuple[str, ...]) -> Select[Any]:
+    """The id of a row whose columns are what `of_<column>` says."""
+    return sa.select(table.c.id).where(*(table.c[name] == sa.bindparam(f"of_{name}") for name in columns))
+
+
+def find(connection: Connection, table: Table, **values: Any) -> int | None:
+    query = _finding(table, tuple(values))
+    found = connection.execute(query, {f"of_{name}": value for name, value in values.items()}).scalar()
+    return int(found) if found is not None else None
+
+
 def insert(connection: Connection, table: Table, **values: Any) -> int:
-    result = connection.execute(sa.insert(table).values(**values))
+    result = connection.execute(_inserting(table), values)
     made: int = result.inserted_primary_key[0] if result.inserted_primary_key else 0
     return made
 
 
 def _once(connection: Connection, table: Table, column: str, **values: Any) -> int:
     """The id of the row with this unique column, inserted if it is new."""
-    found = connection.execute(sa.select(table.c.id).where(table.c[column] == values[column])).scalar()
-    return int(found) if found is not None else insert(connection, table, **values)
+    found = find(connection, table, **{column: values[column]})
+    return found if found is not None else insert(connection, table, **values)
 
 
 # --- evidence -----------------------------------------------------------------------------------------------------
 
 
 def host_id(connection: Connection, host: Host) -> int | None:
-    found = connection.execute(sa.select(t.hosts.c.id).where(t.hosts.c.host == host.id)).scalar()
-    return int(found) if found is not None else None
+    return find(connection, t.hosts, host=host.id)
 
 
 def put_host(connection: Connection, host: Host) -> int:
@@ -124,9 +143,8 @@ def put_parity(connection: Connection, host: int, hw_id: str, w: Workload, arm: 
         "outcome": "passed" if isinstance(parity, Passed) else "failed",
         "document": text_of(parity),
     }
-    same = sa.and_(*(t.parities.c[name] == value for name, value in values.items()))
-    found = connection.execute(sa.select(t.parities.c.id).where(same)).scalar()
-    return int(found) if found is not None else insert(connection, t.parities, **values, created_at=now())
+    found = find(connection, t.parities, **values)
+    return found if found is not None else insert(connection, t.parities, **values, created_at=now())
 
 
 def parity_of(outcome: str, document: str) -> Parity:
@@ -210,6 +228,7 @@ def _proven(host: int) -> sa.ColumnElement[bool]:
     return sa.exists(wanted.correlate(t.decisions, _arm))
 
 
+@cache
 def stored(*, serving: bool = False, host: int = ANY_HOST, proven: bool = False) -> Select[Any]:
     """Select decisions with what their values need; only those that serve now, or all. Whether the arm was proven on
     `host` is looked at where it serves, or with `proven`."""
@@ -234,8 +253,8 @@ def stored(*, serving: bool = False, host: int = ANY_HOST, proven: bool = False)
     ).select_from(source)
 
 
-def fetch(connection: Connection, query: Select[Any]) -> list[Stored]:
-    return [_stored_of(row) for row in connection.execute(query)]
+def fetch(connection: Connection, query: Select[Any], **values: Any) -> list[Stored]:
+    return [_stored_of(row) for row in connection.execute(query, values)]
 
 
 def _stored_of(row: Row[Any]) -> Stored:
@@ -271,10 +290,15 @@ def _stored_of(row: Row[Any]) -> Stored:
     )
 
 
+@cache
+def _one(host: int | None) -> Select[Any]:
+    query = stored() if host is None else stored(host=host, proven=True)
+    return query.where(t.decisions.c.id == sa.bindparam("of"))
+
+
 def one(connection: Connection, decision_id: int, *, host: int | None = None) -> Stored:
     """With `host`: also whether its arm was proven there. Raises LedgerError if there is no such decision."""
-    query = stored() if host is None else stored(host=host, proven=True)
-    found = fetch(connection, query.where(t.decisions.c.id == decision_id))
+    found = fetch(connection, _one(host), of=decision_id)
     if not found:
         last = connection.execute(sa.select(sa.func.max(t.decisions.c.id))).scalar()
         raise LedgerError(
@@ -285,26 +309,42 @@ def one(connection: Connection, decision_id: int, *, host: int | None = None) ->
     return found[0]
 
 
+@cache
+def _at_key() -> Select[Any]:
+    return stored(serving=True).where(t.serving.c.key == sa.bindparam("of"))
+
+
 def at_key(connection: Connection, key: str) -> Stored | None:
-    found = fetch(connection, stored(serving=True).where(t.serving.c.key == key))
+    found = fetch(connection, _at_key(), of=key)
     return found[0] if found else None
+
+
+@cache
+def _of_bucket(host: int) -> Select[Any]:
+    d = t.decisions.c
+    here = sa.and_(*(d[name] == sa.bindparam(f"of_{name}") for name in ("hw_id", "mode", "bucket")))
+    return stored(serving=True, host=host).where(here).order_by(d.length_to)
 
 
 def of_bucket(connection: Connection, hw_id: str, mode: str, bucket: str, host: int = ANY_HOST) -> list[Stored]:
     """What serves a bucket now: one row, or one for each part of a split."""
-    d = t.decisions.c
-    here = sa.and_(d.hw_id == hw_id, d.mode == mode, d.bucket == bucket)
-    return fetch(connection, stored(serving=True, host=host).where(here).order_by(d.length_to))
+    return fetch(connection, _of_bucket(host), of_hw_id=hw_id, of_mode=mode, of_bucket=bucket)
 
 
 def serve(connection: Connection, key: str, decision_id: int, displaced: Sequence[str] = ()) -> None:
     """Let a decision serve its key from the next epoch on, instead of `displaced` keys."""
-    last = connection.execute(sa.select(sa.func.max(t.serving.c.epoch))).scalar() or 0
+    last = connection.execute(_LAST).scalar() or 0
     for gone in displaced:
         if gone != key:
-            connection.execute(sa.delete(t.serving).where(t.serving.c.key == gone))
-    changed = connection.execute(
-        sa.update(t.serving).where(t.serving.c.key == key).values(decision_id=decision_id, epoch=last + 1)
-    )
-    if changed.rowcount == 0:
-        connection.execute(sa.insert(t.serving).values(key=key, decision_id=decision_id, epoch=last + 1))
+            connection.execute(_REMOVE, {"of": gone})
+    if connection.execute(_REPLACE, {"of": key, "by": decision_id, "at": last + 1}).rowcount == 0:
+        connection.execute(_inserting(t.serving), {"key": key, "decision_id": decision_id, "epoch": last + 1})
+
+
+_LAST = sa.select(sa.func.max(t.serving.c.epoch))
+_REMOVE = sa.delete(t.serving).where(t.serving.c.key == sa.bindparam("of"))
+_REPLACE = (
+    sa.update(t.serving)
+    .where(t.serving.c.key == sa.bindparam("of"))
+    .values(decision_id=sa.bindparam("by"), epoch=sa.bindparam("at"))
+)

@@ -124,6 +124,7 @@ class Ledger:
         self._leases: dict[str, int] = {}  # of the devices we hold
         self._trials: set[int] = set()  # open ones
         self._host_id = 0
+        self.publications = 0  # how often what serves was published
 
     def __enter__(self) -> Ledger:
         return self
@@ -155,6 +156,10 @@ class Ledger:
     def failed(self) -> bool:
         """Did a write or an fsync fail? Then this object only reads; the ledger can be opened anew."""
         return self._database.failed
+
+    def keep_line(self) -> None:
+        """Keep the line to the database between writes: for whoever writes often, and starts no process by fork."""
+        self._database.keep_line()
 
     def together(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
         """Group commit: make the calls, all of them in one transaction, then publish once; each is acknowledged when
@@ -353,6 +358,7 @@ class Ledger:
             self._group.publish = True
             return
         path = self.home / snapshot.FILE
+        self.publications += 1
         with publish_lock(self.home, patience_s):  # read under the lock: the last to publish publishes the latest
             snapshot.sweep(path)
             snapshot.publish(path, self.export())
@@ -864,8 +870,11 @@ def _follow(c: Connection, host: int, found: Stored, *, state: State, arm_id: in
     return made
 
 
+_KNOWN = sa.select(t.decisions.c.id).where(t.decisions.c.idempotency_key == sa.bindparam("of"))
+
+
 def _by_idempotency(c: Connection, key: str) -> int | None:
-    found = c.execute(sa.select(t.decisions.c.id).where(t.decisions.c.idempotency_key == key)).scalar()
+    found = c.execute(_KNOWN, {"of": key}).scalar()
     return int(found) if found is not None else None
 
 
@@ -940,9 +949,11 @@ def _document(c: Connection, table: sa.Table, row_id: int | None) -> Any:
     return c.execute(sa.select(table.c.document).where(table.c.id == row_id)).scalar()
 
 
+_SPENT = sa.select(sa.func.sum(t.debits.c.amount)).where(t.debits.c.key == sa.bindparam("of"))
+
+
 def _spent(c: Connection, key: str) -> float:
-    total = c.execute(sa.select(sa.func.sum(t.debits.c.amount)).where(t.debits.c.key == key)).scalar()
-    return float(total or 0.0)
+    return float(c.execute(_SPENT, {"of": key}).scalar() or 0.0)
 
 
 # --- import -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import sqlite3
 import subprocess
@@ -18,6 +19,7 @@ from autosel.errors import BadConfig, LedgerError, ParityError, UnknownName
 from autosel.ledger import Ledger, containment, open_ledger, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.key import budget_key
+from autosel.ledger.restore import restore
 from autosel.values import (
     Arm,
     Decision,
@@ -486,6 +488,48 @@ def test_an_edited_cut_or_malformed_import_is_refused_whole(ledger: Ledger, tmp_
         with pytest.raises(BadConfig):
             other.import_(content, FP.hw_id)
     assert other.history() == []
+
+
+# --- a line that is kept ------------------------------------------------------------------------------------------
+
+
+def test_a_kept_line_writes_to_the_file_that_is_there_now(home: Path, tmp_path: Path) -> None:
+    with open_ledger(home=home) as ledger:
+        ledger.keep_line()
+        first = record(ledger)
+        ledger.backup(tmp_path / "copy.db")
+        record(ledger, "after the copy", workload=ATTN.at(B=2))
+        restore(tmp_path / "copy.db", home / "ledger.db")
+        third = record(ledger, "after the restore", workload=ATTN.at(B=4))
+        assert ledger.history() == [third, first]
+        (home / "ledger.db").rename(tmp_path / "away.db")
+        with pytest.raises(LedgerError):
+            record(ledger, "nowhere", workload=ATTN.at(B=8))
+        (tmp_path / "away.db").rename(home / "ledger.db")
+        last = record(ledger, "and back", workload=ATTN.at(B=16))
+    with open_ledger(home=home) as again:
+        assert again.history() == [last, third, first]
+        again.check()
+
+
+def test_a_kept_line_is_killed_without_losing_what_was_acknowledged(home: Path) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        ledger = open_ledger(home=home)
+        ledger.keep_line()
+        for n in range(1000):
+            os.write(write, b"%d\n" % record(ledger, str(n), race=None).id)
+            if n == 70:  # past a checkpoint
+                os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        told = [int(line) for line in pipe]
+    with open_ledger(home=home) as ledger:
+        assert len(told) == 71
+        assert {d.id for d in ledger.history()} >= set(told)
+        ledger.check()
 
 
 # --- helpers ------------------------------------------------------------------------------------------------------

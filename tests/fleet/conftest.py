@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from autosel.ledger import Ledger, open_ledger
-
-pytest.importorskip("psycopg", reason="no psycopg: install the extra `fleet`")
-
 from tests.fleet import postgres
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[postgres.Server]:
+    pytest.importorskip("psycopg", reason="no psycopg: install the extra `fleet`")
     if postgres.programs() is None:
         pytest.skip("no PostgreSQL server on this machine (Debian: apt install postgresql)")
     with postgres.server() as made:

@@ -14,10 +14,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import psutil
-import psycopg
+
+if TYPE_CHECKING:
+    import psycopg
 
 OWNER = "postgres"  # the database's superuser; trusted over the socket, which only this server has
 
@@ -102,6 +105,8 @@ class Server:
         return f"postgresql+psycopg://{quote(user)}@/postgres?host={self.folder}&options={options}"
 
     def connect(self, schema: str = "public") -> psycopg.Connection:
+        import psycopg
+
         options = f"-c search_path={schema}"
         return psycopg.connect(host=str(self.folder), dbname="postgres", user=OWNER, options=options, autocommit=True)
 

@@ -159,7 +159,7 @@ def ledger(tmp_path: Path) -> Ledger:
 
 def test_writes_that_wait_share_a_commit(ledger: Ledger) -> None:
     groups: list[int] = []
-    writer = Writer(ledger, lambda: ledger, groups.append)
+    writer = Writer(ledger, lambda: ledger, lambda writes, _: groups.append(writes))
     held, go = threading.Event(), threading.Event()
 
     def hold(_: Ledger) -> None:
@@ -191,14 +191,14 @@ def test_a_write_that_is_refused_changes_nothing_and_takes_no_other_with_it(ledg
 
 
 def test_a_write_is_published_before_it_is_acknowledged(ledger: Ledger) -> None:
-    writer = Writer(ledger, lambda: ledger, lambda _: None)
+    writer = Writer(ledger, lambda: ledger, lambda *_: None)
     made = writer.submit(record).result()
     assert f'"id":{made.id}' in (ledger.home / "decisions.json").read_text()
     writer.close()
 
 
 def test_whatever_breaks_nobody_waits_for_ever(ledger: Ledger) -> None:
-    writer = Writer(ledger, lambda: ledger, lambda _: None)
+    writer = Writer(ledger, lambda: ledger, lambda *_: None)
     broken = writer.submit(lambda led: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         broken.result()
