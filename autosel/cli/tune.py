@@ -152,8 +152,8 @@ def weighted_line(decisions: Sequence[Decision], calls: Mapping[str, int]) -> st
         return "weighted: nothing was timed"
     share = timed / sum(calls.values())
     return (
-        f"weighted: {timed:,} of {sum(calls.values()):,} recorded calls ({share:.0%}), {before / 1e6:.2f} s by the "
-        f"baselines, {after / 1e6:.2f} s as decided: {before / after:.2f}x"
+        f"weighted: {timed:,} of {sum(calls.values()):,} recorded calls ({share:.0%}), {before / 1e6:.3g} s by the "
+        f"baselines, {after / 1e6:.3g} s as decided: {before / after:.2f}x"
     )
 
 
