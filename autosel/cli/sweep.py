@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "sweep --model llama-1b --context 256:8192",
-    "sweep --model llama-8b --layers 4 --context 1024:4096 --batch 1:16 --report out",
-    "sweep --model qwen3-1.7b --batch 1:8 --trace-file lengths.txt --no-tune --json",
+    "sweep --model llama-8b --layers 4 --context 1024:4096 --batch 1:16",
+    "sweep --model qwen3-1.7b --trace-file lengths.txt --report out --json",
 )
 MOST_CONTEXT, MOST_BATCH = 1 << 24, 4096
 PICTURE_NAMES = "step-against-context, rate-against-batch"
