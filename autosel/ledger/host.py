@@ -30,10 +30,10 @@ def here(home: Path) -> Host:
 
 def _secret(path: Path) -> str:
     """What this home drew once. Where it cannot be kept, the machine alone says who we are."""
-    making = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    making = path.parent / "locks" / f"host.{secrets.token_hex(8)}"
     try:
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            making.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             making.write_text(secrets.token_hex(16))
             with suppress(FileExistsError):
                 os.link(making, path)  # whole or not at all, and the first one stays
