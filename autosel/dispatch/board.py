@@ -23,7 +23,7 @@ from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
 from autosel.dispatch.handover import Handover, Who
 from autosel.dispatch.resolve import SERVING, Resolution, Serving, index, resolve
 from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
-from autosel.dispatch.signature import inputs_of
+from autosel.dispatch.signature import inputs_of, kind_of
 from autosel.errors import BadConfig
 from autosel.fingerprint import machine
 from autosel.guard import NEVER, Held, Policy, Subject, Watch
@@ -59,6 +59,7 @@ class _Bound:
     function: weakref.ref[Any]
     cell: Cell
     resolution: Resolution
+    kind: str  # of the device it was bound on
     watch: Watch | None = None
     earlier: int = 0  # calls that ran what it was bound to before
 
@@ -123,9 +124,10 @@ class Board:
 
     def bind(self, op: Op, like: Sequence[Any] | Mapping[str, Any]) -> Bound:
         """Raises BadArguments."""
-        w = op.workload_of(inputs_of(op, like))
+        inputs = inputs_of(op, like)
+        w, kind = op.workload_of(inputs), kind_of(op, inputs)
         with self._lock:
-            resolution = self._resolve(op, w)
+            resolution = self._resolve(op, w, kind)
             held: _Bound
 
             def checked(*values: Any) -> Any:
@@ -136,7 +138,9 @@ class Board:
 
             function, cell = make_bound(op, resolution, checked, failed)
             watch = self._watch_of(op, resolution)
-            held = _Bound(op=op, function=weakref.ref(function), cell=cell, resolution=resolution, watch=watch)
+            held = _Bound(
+                op=op, function=weakref.ref(function), cell=cell, resolution=resolution, kind=kind, watch=watch
+            )
             put(function, cell, resolution, watch)
             self._forget_dropped()
             self._bound.append(held)
@@ -146,7 +150,7 @@ class Board:
         """The miss: a microsecond's work becomes some hundred, once a shape. Raises BadArguments."""
         w = op.workload_of(inputs)
         with self._lock:
-            resolution = self._resolve(op, w)
+            resolution = self._resolve(op, w, kind_of(op, inputs))
             watch = self._watch_of(op, resolution)
             left = _gap(watch)
             entry: Entry = [resolution.run, left, resolution, left, watch]
@@ -156,9 +160,10 @@ class Board:
                 table[key(inputs)] = entry
             return entry
 
-    def _resolve(self, op: Op, w: Workload) -> Resolution:
-        found = resolve(op, w, self._serving, lambda part: self._part(op, part))
-        if found.decision is None and settings.get("mode") == "tune" and not settings.get("disable"):
+    def _resolve(self, op: Op, w: Workload, kind: str) -> Resolution:
+        found = resolve(op, w, self._serving, lambda part: self._part(op, part), kind=kind)
+        ours = kind == self._serving.device.kind
+        if ours and found.decision is None and settings.get("mode") == "tune" and not settings.get("disable"):
             self._handover.missed(w)
         return found
 
@@ -258,7 +263,7 @@ class Board:
         count = held.calls
         self._count(held.resolution, count)
         held.earlier += count
-        held.resolution = self._resolve(held.op, held.resolution.workload)
+        held.resolution = self._resolve(held.op, held.resolution.workload, held.kind)
         held.watch = self._watch_of(held.op, held.resolution)
         put(function, held.cell, held.resolution, held.watch)
 

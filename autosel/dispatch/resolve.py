@@ -98,12 +98,14 @@ def unguarded(resolution: Resolution) -> Callable[..., Any]:
     return resolution.run
 
 
-def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded) -> Resolution:
+def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded, *, kind: str = "cpu") -> Resolution:
     """Never raises for a decision's fault: then the baseline serves.
 
-    `guarded` gives what runs the part of a split bucket.
+    `guarded` gives what runs the part of a split bucket; `kind`: of the device that the tensors are on.
     """
     standin = partial(_baseline, op, w, serving.device)
+    if kind != serving.device.kind:
+        return standin(None, f"the tensors are on {kind}; what is served here was decided on {serving.device.kind}")
     if settings.get("disable"):
         return standin(None, "AUTOSEL_DISABLE is set")
     if settings.get("mode") == "off":

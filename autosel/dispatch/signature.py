@@ -63,9 +63,10 @@ def _with_defaults(op: Op) -> list[str]:
 def _key_parts(op: Op) -> list[str]:
     """Shapes and dtypes of every tensor; the scalars that are traits; the length by its power of two.
 
-    Strides are not in it: the contract leaves leading strides free, and a kernel refuses a strided last dimension.
+    Strides are not in it: the contract leaves leading strides free, and a kernel refuses a strided last dimension. The
+    device is in it only where tensors can be on more than one.
     """
-    parts: list[str] = []
+    parts: list[str] = [f"{_first_tensor(op)}.device"] if several_devices() else []
     for arg in op.args:
         n = arg.name
         if arg.kind == "tensor":
@@ -77,6 +78,21 @@ def _key_parts(op: Op) -> list[str]:
         elif n in op.trait_defaults:
             parts.append(n)
     return parts
+
+
+def several_devices() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def _first_tensor(op: Op) -> str:
+    return next(a.name for a in op.args if a.kind == "tensor")
+
+
+def kind_of(op: Op, inputs: Mapping[str, Any]) -> str:
+    """`cpu`, `cuda`, ...: of the device that the first tensor is on; its op has seen that all are on one."""
+    return str(inputs[_first_tensor(op)].device.type)
 
 
 def generate(lines: Sequence[str], scope: dict[str, Any], name: str) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from autosel import dispatch, ops, resources, settings
 from autosel.candidates import arms, registry
-from autosel.dispatch import resolve
+from autosel.dispatch import resolve, signature
 from autosel.dispatch.board import this_device
 from autosel.ledger import Ledger, open_ledger
 from autosel.ledger.key import current_mode
@@ -142,6 +142,26 @@ def test_editing_a_kernel_voids_its_own_decisions_and_no_others(home: Path, monk
     forget()
     with dispatch.use(home):
         assert "source was edited since" in dispatch.best("rmsnorm", like=(X, WEIGHT)).reason
+
+
+def test_tensors_of_another_device_get_the_baseline(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's meta device stands for it: the C++ kernel must not be given pointers it cannot read."""
+    promote(open_ledger(), native_arm())
+    away = (X.to("meta"), WEIGHT.to("meta"))
+    monkeypatch.setattr(signature, "several_devices", lambda: True)
+    signature.signature.cache_clear()
+    try:
+        with dispatch.use(home):
+            assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "cpp:rmsnorm"
+            bound = dispatch.best("rmsnorm", like=away)
+            assert bound.candidate == "torch:rmsnorm"
+            assert "on meta" in bound.reason
+            picked = dispatch.best("rmsnorm")
+            assert picked(X, WEIGHT).device.type == "cpu"
+            assert picked(*away).device.type == "meta"
+            assert {r.candidate for r, _ in picked.uses()} == {"cpp:rmsnorm", "torch:rmsnorm"}
+    finally:
+        signature.signature.cache_clear()
 
 
 def test_another_thread_count_is_another_mode(home: Path) -> None:
