@@ -6,11 +6,14 @@ By default each kernel is compiled for one target and dtype, another one each da
 from __future__ import annotations
 
 import itertools
+import subprocess
 from dataclasses import dataclass
 
 import pytest
 
 from autosel import resources
+from autosel.native.compile import compile_source
+from autosel.native.cuda import target_flags
 from tests.compile.emulate import todays_turn
 from tests.compile.machine_code import Function, functions
 
@@ -86,6 +89,15 @@ def test_a_kernel_keeps_its_budget_on_its_targets(source: str, every_target: boo
             for f in functions(source, cc, f"AUTOSEL_{dtype}", *macros):
                 wrong += [f"{cc} {dtype} {macros} {f.name}: {why}" for why in _faults(f, budget, cc)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_kernel_builds_as_a_tune_would_build_it(every_target: bool) -> None:
+    """By the whole command: nvcc's pass for the host and the link refuse things that its device pass does not."""
+    for source in SOURCES if every_target else [SOURCES[todays_turn() % len(SOURCES)]]:
+        macros = ("AUTOSEL_BF16", *BUDGETS[source].builds[0])
+        built = compile_source(f"cuda/{source}.cu", (*target_flags((9, 0)), *(f"-D{m}" for m in macros)))
+        listed = subprocess.run(["nm", "-D", "--defined-only", built.path], capture_output=True, text=True, check=True)
+        assert f"__tvm_ffi_{source}\n" in listed.stdout
 
 
 def _faults(f: Function, budget: Budget, cc: tuple[int, int]) -> list[str]:
