@@ -6,6 +6,7 @@ exception it raises becomes a reply. Nothing here knows an op.
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import os
 import socket
@@ -54,6 +55,8 @@ def _load(entry: str, threads: int) -> Serve:
 def _answer(serve: Serve, message: dict[str, Any], fds: list[int], arenas: Arenas) -> dict[str, Any]:
     try:
         if "attach" in message:
+            if len(fds) < len(message["attach"]):  # the kernel drops what finds no free descriptor, without a word
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             for (name, size_bytes), fd in zip(message["attach"], fds, strict=True):
                 arenas[name] = Arena.attached(name, fd, size_bytes)
             result: dict[str, Any] = {}

@@ -273,7 +273,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[set[st
     board = import_module("autosel.dispatch.board")  # the package has a function of that name
     standing_in = board.resolve
 
-    def resolve(op: Any, w: Workload, serving: Any, guarded: Any) -> Resolution:
+    def resolve(op: Any, w: Workload, serving: Any, guarded: Any, *, kind: str) -> Resolution:
         device: Fingerprint = serving.device
         for candidate in registry.all_candidates(op.name):
             if candidate.backend == "CPP" and isinstance(candidate.supports(w, device), Accepted):
