@@ -12,7 +12,7 @@ from autosel.certify.certificate import FORMAT as CERTIFICATE
 from autosel.certify.certificate import Certificate, decode
 from autosel.certify.suite import Suite
 from autosel.errors import BadConfig
-from autosel.values import canonical_json, parse_json
+from autosel.values import canonical_json, parse_json, read_bounded
 
 MOST_BYTES = 64 << 20
 
@@ -107,13 +107,7 @@ def _change(now: Figure, before: Figure) -> Change:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise BadConfig(f"cannot read {path}", why=error.strerror or str(error), todo="check the path") from error
-    if len(content) > MOST_BYTES:
-        raise BadConfig(f"{path} is too large", why=f"more than {MOST_BYTES >> 20} MiB")
+    content = read_bounded(path, MOST_BYTES)
     try:
         data = parse_json(content, what=path.name)
     except ValueError as error:

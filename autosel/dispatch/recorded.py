@@ -19,7 +19,7 @@ from typing import Any
 
 from autosel import settings
 from autosel.errors import BadConfig
-from autosel.values import Workload, from_json, parse_json, to_json
+from autosel.values import Workload, from_json, parse_json, read_bounded, to_json
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +91,7 @@ def document(made: Recorded) -> dict[str, Any]:
 
 def read(path: Path) -> Recorded:
     """Raises BadConfig for what is no recording."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise BadConfig(f"cannot read {path}", why=error.strerror or str(error), todo="check the path") from error
-    if len(content) > MOST_BYTES:
-        raise BadConfig(f"{path} is too large", why=f"more than {MOST_BYTES >> 20} MiB")
+    content = read_bounded(path, MOST_BYTES)
     try:
         return _decoded(parse_json(content, what=str(path)))
     except ValueError as error:

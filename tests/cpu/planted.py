@@ -5,6 +5,7 @@ Those called native_* are planted.cpp's, which planting.py builds beside a copy 
 
 import ctypes
 import gc
+import itertools
 import json
 import os
 import random
@@ -95,6 +96,16 @@ def fault(name):
 
 
 globals().update({f"fault_{name}": fault(name) for name in FAULTS})
+
+
+_TURNS = itertools.count()
+
+
+def fault_descriptor_leak_at_times(x, weight, eps, offset, y):
+    """Slowly enough that the check sees it before the process has no descriptor left, whatever its limit."""
+    if next(_TURNS) % 16 == 0:
+        library().descriptor_leak()
+    return right(x, weight, eps, offset, y)
 
 
 def fault_output_flood_once(x, weight, eps, offset, y):

@@ -52,7 +52,7 @@ FAULTS = {
     "fork storm": Fault("fault_fork_storm", ("processes",)),
     "memory hog": Fault("fault_memory_hog", ("SIGABRT",)),
     "output flood": Fault("fault_output_flood_once", ("passed",), "race"),  # drained; it is only slow to
-    "descriptor leak": Fault("fault_descriptor_leak", ("leak", "raised")),  # the latter where few may be open
+    "descriptor leak": Fault("fault_descriptor_leak_at_times", ("leak",)),
     "wrong at an edge shape": Fault("native_wrong_at_an_edge", ("elements",)),
     "NaN now and then": Fault("native_nan_now_and_then", ("repeat", "nan_pattern", "outside_reads")),
     "flaky": Fault("native_flaky", ("repeat", "elements", "outside_reads")),
