@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -57,6 +58,7 @@ EXAMPLES = (
 @click.option("--shape", "shapes", multiple=True, metavar="DIMS", help="this shape, as M1.d2048; repeatable")
 @click.option("--watch", is_flag=True, help="race again whenever the source is saved, until Ctrl-C")
 @click.option("--case", default="", metavar="NAME", help="only this case of parity: what was expected, what came")
+@click.option("--inputs", default="", metavar="TEXT", help="draw the inputs of an earlier proof again")
 @click.option(
     "--deadline",
     type=click.FloatRange(0.1, 3600),
@@ -76,6 +78,7 @@ def race_command(
     shapes: Sequence[str],
     watch: bool,
     case: str,
+    inputs: str,
     deadline: float,
     seed: int | None,
     as_json: bool,
@@ -104,13 +107,16 @@ def race_command(
 
     def once() -> AutoselError | None:
         candidate = registry.named(op, target)  # anew: what it says of itself may have been edited too
+        drawn_from = inputs or secrets.token_hex(8)
         if case:
-            said = reproduce_case(candidate, named, fp, case)
+            said = reproduce_case(candidate, named, fp, case, drawn_from)
             emit_json({"passed": said}) if as_json else click.echo(said)
             return None
         with Progress() as progress:
-            tried = list(try_candidate(candidate, named, fp, progress, seed, call_deadline_s=deadline))
-        failure = judge(tried, again)
+            tried = list(
+                try_candidate(candidate, named, fp, progress, seed, inputs=drawn_from, call_deadline_s=deadline)
+            )
+        failure = judge(tried, again, drawn_from)
         if as_json:
             races = [_document(t) for t in tried]
             emit_json({"op": op, "candidate": candidate.name, "races": races, "error": failure and error_json(failure)})
@@ -237,14 +243,14 @@ def explanation(tried: Tried, name: str, log: str) -> list[str]:
     return lines
 
 
-def reproduce_case(candidate: Candidate, named: Sequence[Named], fp: Fingerprint, case: str) -> str:
+def reproduce_case(candidate: Candidate, named: Sequence[Named], fp: Fingerprint, case: str, inputs: str) -> str:
     """One case of parity at the first workload that has it. Raises ParityError with the values seen, UnknownName."""
     from autosel.parity.reproduce import reproduce
 
     for n in named[:-1]:
         with suppress(UnknownName):
-            return reproduce(candidate, n.workload, fp, case)
-    return reproduce(candidate, named[-1].workload, fp, case)
+            return reproduce(candidate, n.workload, fp, case, inputs)
+    return reproduce(candidate, named[-1].workload, fp, case, inputs)
 
 
 def again_command(ctx: click.Context) -> str:
@@ -288,14 +294,16 @@ def _document(tried: Tried) -> dict[str, object]:
     }
 
 
-def judge(tried: Sequence[Tried], again: str) -> AutoselError | None:
+def judge(tried: Sequence[Tried], again: str, inputs: str) -> AutoselError | None:
     """What there is to say beside the figures: the worst that was found, with its exit code."""
     for t in tried:
         if isinstance(t.parity, Failed):
             return ParityError(
                 f'the candidate failed parity (check "{t.parity.check}", case "{t.parity.case}")',
                 why=t.parity.reason,
-                todo="" if t.parity.case == "load" else f'reproduce:  {again} --case "{t.parity.case}"',
+                todo=""
+                if t.parity.case == "load"
+                else f'reproduce:  {again} --case "{t.parity.case}" --inputs {inputs}',
             )
         if t.verdict is not None and t.reason:
             return ParityError("the candidate fell while racing", why=t.reason)

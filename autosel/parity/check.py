@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,26 +29,36 @@ from autosel.parity.truth import Truths
 from autosel.values import Accepted, Failed, Fingerprint, Parity, Passed, Workload
 from autosel.workers import Exit, RaisedError
 
-_SECRET = secrets.token_bytes(16)  # one a process: candidates of one tune see the same inputs, and none can know them
+INPUTS = secrets.token_hex(8)  # one a process: candidates of one tune see the same inputs, and none can know them
 _TRUTHS = Truths()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """`seed`: where inputs come from, by name; secret unless given. Deadlines of a single call and of a whole proof.
-    `device`: where candidates run."""
+    """`inputs`: the text that all inputs are drawn from, this process's secret unless given. Deadlines of a single call
+    and of a whole proof. `device`: where candidates run."""
 
-    seed: Callable[[str], int] = field(default_factory=lambda: seed_of)
+    inputs: str = INPUTS
     call_deadline_s: float = CALL_S
     proof_deadline_s: float = PROOF_S
     device: str = "cpu"
 
+    @property
+    def seed(self) -> Callable[[str], int]:
+        """A seed by the name of what is drawn."""
+        return seeds_of(self.inputs)
+
 
 def check(
-    proof: Proof, *, fp: Fingerprint | None = None, call_deadline_s: float = CALL_S, device: str = "cpu"
+    proof: Proof,
+    *,
+    fp: Fingerprint | None = None,
+    inputs: str = INPUTS,
+    call_deadline_s: float = CALL_S,
+    device: str = "cpu",
 ) -> Parity:
     """The proof of one candidate at one workload."""
-    return check_all([proof], fp=fp, terms=Terms(call_deadline_s=call_deadline_s, device=device))[0]
+    return check_all([proof], fp=fp, terms=Terms(inputs=inputs, call_deadline_s=call_deadline_s, device=device))[0]
 
 
 def check_all(proofs: Sequence[Proof], *, fp: Fingerprint | None = None, terms: Terms | None = None) -> list[Parity]:
@@ -220,9 +230,15 @@ def _apart(case: Case) -> bool:
     return case.name.startswith("strided rows")
 
 
-def seed_of(what: str) -> int:
-    """A secret seed by name: the same for every candidate proven in this process."""
-    return int.from_bytes(hashlib.blake2b(what.encode(), key=_SECRET, digest_size=3).digest(), "little")
+def seeds_of(inputs: str) -> Callable[[str], int]:
+    """Seeds by name, all from one text: it draws the same inputs again."""
+
+    def seed(what: str) -> int:
+        return int.from_bytes(
+            hashlib.blake2b(what.encode(), key=inputs.encode()[:64], digest_size=3).digest(), "little"
+        )
+
+    return seed
 
 
 def cases_of(op: Op, proof: Proof, fp: Fingerprint | None) -> list[Case]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +107,7 @@ class Subject:
     @property
     def prover(self) -> Prover:
         if self._prover is None:
-            terms = Terms(seed=_drawn_from(self.order.inputs), call_deadline_s=self.order.deadline_s)
+            terms = Terms(inputs=self.order.inputs, call_deadline_s=self.order.deadline_s)
             self._prover = Prover(self.fp, terms, threads=torch_threads(self.proofs))
         return self._prover
 
@@ -170,15 +169,6 @@ class Subject:
         """End its worker; how that ended, if one ran."""
         prover, self._prover = self._prover, None
         return prover.close() if prover is not None else None
-
-
-def _drawn_from(text: str) -> Callable[[str], int]:
-    """Seeds by name, all from one text."""
-
-    def seed(what: str) -> int:
-        return int.from_bytes(hashlib.blake2b(what.encode(), key=text.encode()[:64], digest_size=3).digest(), "little")
-
-    return seed
 
 
 def _short(value: object) -> str:

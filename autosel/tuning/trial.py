@@ -10,7 +10,7 @@ from autosel.candidates import registry
 from autosel.candidates.base import Candidate
 from autosel.models.workloads import Named
 from autosel.native.compile import compile_source
-from autosel.parity.check import check
+from autosel.parity.check import INPUTS, check
 from autosel.parity.session import CALL_S
 from autosel.race.contest import Contest
 from autosel.race.judge import judge
@@ -48,10 +48,14 @@ def try_candidate(
     listener: Listener,
     seed: int | None = None,
     *,
+    inputs: str = INPUTS,
     call_deadline_s: float = CALL_S,
 ) -> Iterator[Tried]:
-    """Prove and race one candidate against the baseline at each workload. A call of its proof that takes longer than
-    the deadline has hung. Raises BuildError if it does not compile, UsageError where memory does not suffice."""
+    """Prove and race one candidate against the baseline at each workload. `inputs`: what those of the proof are drawn
+    from. A call of the proof that takes longer than the deadline has hung.
+
+    Raises BuildError if it does not compile, UsageError where memory does not suffice.
+    """
     contests: list[tuple[Named, Contest]] = []
     for n in named:
         support = candidate.supports(n.workload, fp)
@@ -62,7 +66,7 @@ def try_candidate(
     refuse_without_memory([contest for _, contest in contests])
     entered: dict[str, _Entered] = {}
     for n, contest in contests:
-        parity = _prove(candidate, n, fp, listener, call_deadline_s)
+        parity = _prove(candidate, n, fp, listener, inputs, call_deadline_s)
         if isinstance(parity, Failed):
             yield Tried(named=n, parity=parity, reason=parity.reason)
         else:
@@ -76,13 +80,15 @@ def _contest(candidate: Candidate, n: Named, fp: Fingerprint) -> Contest:
     return contest_of(Job(named=n, mode="", baseline=base, incumbent=base, ways=[way]), fp, margins)
 
 
-def _prove(candidate: Candidate, n: Named, fp: Fingerprint, listener: Listener, call_deadline_s: float) -> Parity:
+def _prove(
+    candidate: Candidate, n: Named, fp: Fingerprint, listener: Listener, inputs: str, call_deadline_s: float
+) -> Parity:
     way = way_of(candidate, n.workload, fp)
     if isinstance(way.recipe, NativeRecipe):
         listener.stage("build", way.recipe.source, 0, 1)
         compile_source(way.recipe.source, way.recipe.flags)
     listener.stage("parity", candidate.name, 0, 1)
-    return check(proof_of(way, n.workload), fp=fp, call_deadline_s=call_deadline_s)
+    return check(proof_of(way, n.workload), fp=fp, inputs=inputs, call_deadline_s=call_deadline_s)
 
 
 def _race(entered: Mapping[str, _Entered], fp: Fingerprint, listener: Listener, seed: int | None) -> Iterator[Tried]:

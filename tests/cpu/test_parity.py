@@ -49,16 +49,16 @@ def device():
 
 
 def test_one_case_can_be_run_alone(device):
-    said = reproduce(Planted("rmsnorm", "wrong_at_one_width"), RMSNORM, device, "strided rows")
+    said = reproduce(Planted("rmsnorm", "wrong_at_one_width"), RMSNORM, device, "strided rows", "a text")
     assert 'passed case "strided rows" (row strides ignored)' in said
     with pytest.raises(ParityError, match="strided rows") as refused:
-        reproduce(Planted("rmsnorm", "ignores_strides"), RMSNORM, device, "strided rows")
+        reproduce(Planted("rmsnorm", "ignores_strides"), RMSNORM, device, "strided rows", "a text")
     assert "outside its inputs" in refused.value.why
     with pytest.raises(ParityError, match='check "repeat"'):
-        reproduce(Planted("rmsnorm", "flips_a_coin"), RMSNORM, device, "repeated calls")
+        reproduce(Planted("rmsnorm", "flips_a_coin"), RMSNORM, device, "repeated calls", "a text")
     with pytest.raises(UnknownName, match="did you mean strided rows"):
-        reproduce(Planted("rmsnorm", "right"), RMSNORM, device, "strided row")
-    assert "passed case" in reproduce(Planted("rmsnorm", "right"), RMSNORM, device, "random at M3 d512")
+        reproduce(Planted("rmsnorm", "right"), RMSNORM, device, "strided row", "a text")
+    assert "passed case" in reproduce(Planted("rmsnorm", "right"), RMSNORM, device, "random at M3 d512", "a text")
 
 
 def test_the_baseline_and_our_kernel_pass(device):

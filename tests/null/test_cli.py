@@ -608,12 +608,16 @@ def tried(**values: Any) -> Tried:
         (tried(verdict=decision("undecided").verdict), 5, "race again:  AGAIN"),
         (tried(verdict=decision().verdict, reason="crash: SIGSEGV"), 4, "crash: SIGSEGV"),
         (tried(parity=None, reason="takes bf16"), 2, "takes bf16"),
-        (tried(parity=Failed(check="elements", case="strided", evidence={}, reason="row 3")), 4, '--case "strided"'),
+        (
+            tried(parity=Failed(check="elements", case="strided", evidence={}, reason="row 3")),
+            4,
+            '--case "strided" --inputs 5eed',
+        ),
         (tried(parity=Failed(check="raised", case="load", evidence={}, reason="no module")), 4, "no module"),
     ],
 )
 def test_a_race_ends_with_the_code_of_what_was_found(found: Tried, code: int | None, told: str) -> None:
-    error = race_verb.judge([found], "AGAIN")
+    error = race_verb.judge([found], "AGAIN", "5eed")
     assert (error.exit_code if error else None) == code
     assert told in str(error or "")
     if isinstance(found.parity, Failed) and found.parity.case == "load":
