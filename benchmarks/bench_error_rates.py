@@ -18,6 +18,7 @@ import argparse
 import datetime
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -251,7 +252,11 @@ def number(value: float) -> str:
     """A probability: at least two digits that count, no leading zero."""
     if value in (0.0, 1.0):
         return f"{value:.0f}"
-    return (f"{value:.3g}" if value < 0.001 else f"{value:.4f}" if value < 0.1 or value > 0.9 else f"{value:.3f}")[1:]
+    if value < 0.0001:
+        return f"{value:.1e}"
+    if value < 0.001 or value >= 0.99995:  # the neighbours of 0 and 1, told apart from them
+        return f"{value:.3g}"[1:] if value < 0.001 else f"{math.floor(value * 1e6) / 1e6:.6f}"[1:]
+    return (f"{value:.4f}" if value < 0.1 or value > 0.9 else f"{value:.3f}")[1:]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
