@@ -16,6 +16,8 @@ from autosel.errors import AutoselError, UsageError
 if TYPE_CHECKING:
     from autosel.client import Client
 
+MOST_USES = 12  # rows
+
 
 @verb("serve", "serve", "serve --tcp 127.0.0.1:8765", "serve --systemd-unit")
 @click.option("--tcp", default="", metavar="HOST:PORT", help="also listen on this loopback port: the dashboard")
@@ -61,7 +63,7 @@ def _command(tcp: str, origins: tuple[str, ...], busy: float, tune: bool) -> str
 @verb("status", "status", "status --json")
 @json_option
 def status_command(as_json: bool) -> None:
-    """Is a daemon serving this home, what serves, what is being tuned. Exit code 1 if there is none."""
+    """Is a daemon serving this home, what serves how many calls, what is tuned. Exit code 1 if there is none."""
     from autosel.client import Client, Unreachable
 
     with Client(timeout_s=5.0) as ask:
@@ -74,7 +76,8 @@ def status_command(as_json: bool) -> None:
                 todo=f"start one: {settings.spelling()} serve",
             ) from error
         if as_json:
-            emit_json({**about, "jobs": ask.get("/v1/jobs")["jobs"], "fleet": ask.get("/v1/fleet")})
+            found = {"jobs": ask.get("/v1/jobs")["jobs"], "fleet": ask.get("/v1/fleet"), "uses": ask.get("/v1/uses")}
+            emit_json({**about, **found})
         else:
             _show(about, ask)
 
@@ -89,13 +92,39 @@ def _show(about: dict[str, Any], ask: Client) -> None:
         ["device", f"{about['others_busy_cores']:.1f} cores busy with other work"],
     ]
     rows += [["fleet", _fleet(ask.get("/v1/fleet"))]]
+    served = ask.get("/v1/uses")
+    rows += [["calls", _calls(served)]]
     rows += [["dashboard", about["dashboard"]]] if about["dashboard"] else []
     for name, text in rows:
         click.echo(paragraph(f"{name:<11}{text}", hang=" " * 11))
+    if served["uses"]:
+        click.echo("\n" + _uses_table(served["uses"]))
     jobs = ask.get("/v1/jobs")["jobs"][:10]
     if jobs:
         lines = [[str(j["id"]), j["state"], j["source"], j["workload"], j["note"] or j["reason"]] for j in jobs]
         click.echo("\n" + table(("job", "state", "from", "workload", "note"), lines, right=(0,), wrap=4))
+
+
+def _calls(served: dict[str, Any]) -> str:
+    """Proof of use: what the processes of this home told since the daemon began."""
+    if not served["calls"]:
+        return "no process of this home has called anything yet"
+    count = served["processes"]
+    covered = sum(u["calls"] for u in served["uses"] if u["decision_id"] is not None) / served["calls"]
+    lively = f"{count} {'process' if count == 1 else 'processes'} in the last minute"
+    return f"{served['calls']} since it began, {covered:.0%} of them by a decision; {lively}"
+
+
+def _uses_table(uses: list[dict[str, Any]]) -> str:
+    """The most called; the rest in one line."""
+    lines = [[u["op"], u["candidate"], _number(u["decision_id"]), f"{u['calls']}"] for u in uses[:MOST_USES]]
+    rest = uses[MOST_USES:]
+    lines += [["rest", f"{len(rest)} others", "", str(sum(u["calls"] for u in rest))]] if rest else []
+    return table(("op", "served by", "decision", "calls"), lines, right=(2, 3), wrap=1)
+
+
+def _number(decision_id: int | None) -> str:
+    return "none" if decision_id is None else str(decision_id)
 
 
 def _fleet(found: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from autosel.daemon.answers import answer
 from autosel.daemon.bodies import Bad, Limits, number, query, read, refuse_odd, typed
 from autosel.daemon.events import MOST_READERS
 from autosel.daemon.hub import Hub
+from autosel.daemon.uses import Report
 from autosel.daemon.view import bucket_of
 from autosel.errors import AutoselError, LedgerError
 from autosel.ledger import commands, compare, faults, rows
@@ -344,6 +345,18 @@ def _refuse_untuned(hub: Hub) -> None:
         raise Bad(409, "this daemon does not tune", todo="start it without --no-tune")
 
 
+async def use_list(hub: Hub, request: Request) -> Response:
+    return answer(hub.uses.document())
+
+
+async def report_uses(hub: Hub, request: Request) -> Response:
+    """How many calls each candidate served in one process since its last report: counted, nothing else."""
+    asked: Report = typed(Report, await read(request, Limits()))
+    for told in hub.uses.take(asked, hub.view.here):
+        hub.metrics.calls.labels(told.op, told.candidate).inc(told.calls)
+    return answer({"instance": hub.instance}, 202)
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -564,6 +577,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _post("/v1/jobs", ask, "Tune these workloads when the device is idle", Ask, status=202),
     Endpoint(method="DELETE", path="/v1/jobs/{id}", handler=cancel, summary="Cancel a job"),
     _post("/v1/misses", misses, "Workloads a client calls that no decision covers", Misses, status=202),
+    _get("/v1/uses", use_list, "Which candidate served how many calls of clients"),
+    _post("/v1/uses", report_uses, "Calls that one process made since its last report", Report, status=202),
     _get("/v1/faults", fault_list, "Faults seen in service, and quarantines"),
     _post("/v1/faults", report_fault, "A served kernel did wrong: demote it now", Fault, status=202),
     _get("/v1/fleet", fleet, "Hosts of this ledger, what waits for a proof, devices that disagree"),

@@ -16,6 +16,7 @@ from autosel.daemon.events import Events
 from autosel.daemon.examination import Examination
 from autosel.daemon.jobs import Job, Jobs
 from autosel.daemon.metrics import Metrics
+from autosel.daemon.uses import Uses
 from autosel.daemon.view import View
 from autosel.daemon.writer import Work, Writer
 from autosel.ledger.describe import decision_json
@@ -56,6 +57,7 @@ class Hub:
         self.loop = asyncio.get_running_loop()
         self.metrics, self.events, self.examination = Metrics(), Events(), Examination()
         self.metrics.started.set(time.time())
+        self.uses = Uses()
         self.facts = Facts(hw_id=this_device())
         self.view = View(hw_id=self.facts.hw_id)
         self.writer = Writer(ledger or _open(home), lambda: _open(home), self._committed)

@@ -30,6 +30,9 @@ class Metrics:
         self.jobs = Gauge("autosel_jobs", "Workloads to tune", ("state",), registry=r)
         self.tuned = Counter("autosel_workloads_tuned", "Workloads tuned by the daemon", ("outcome",), registry=r)
         self.misses = Counter("autosel_misses", "Calls of clients that no decision covered", registry=r)
+        self.calls = Counter(
+            "autosel_calls", "Calls of clients, by the candidate that served them", ("op", "candidate"), registry=r
+        )
         self.faults = Counter("autosel_faults", "Faults seen in service and taken in", ("cause",), registry=r)
         self.others = Gauge("autosel_others_busy_cores", "Cores that other work keeps busy", registry=r)
         self.streams = Gauge("autosel_event_streams", "Open lines of server-sent events", registry=r)

@@ -6,6 +6,7 @@ snapshot, where other processes of this home, and later ones, find it; the datab
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -20,7 +21,7 @@ from typing import Any
 from autosel import settings
 from autosel.dispatch import lock, recorded
 from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
-from autosel.dispatch.handover import Handover, Who
+from autosel.dispatch.handover import Handover, UseKey, Who
 from autosel.dispatch.resolve import SERVING, Resolution, Serving, index, resolve
 from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
 from autosel.dispatch.signature import inputs_of, kind_of
@@ -91,6 +92,7 @@ class Board:
         self._bound: list[_Bound] = []
         self._selected: dict[str, _Selected] = {}
         self._past: dict[tuple[Any, ...], int] = {}
+        self._inherited: dict[tuple[Any, ...], int] = {}  # counted before this process was forked
         self._handover = Handover(self.home)
         self._stamp = _stamp(self.path, self.home)
         self._rows: tuple[snapshot.Row, ...] = ()
@@ -297,21 +299,35 @@ class Board:
 
         threading.Thread(target=look, name="autosel-snapshot", daemon=True).start()
 
-    def hand_over(self) -> None:
-        """Tell a daemon what nobody has decided; the watcher's thread does, after each look."""
+    def hand_over(self, *, last: bool = False) -> None:
+        """Tell a daemon what nobody has decided, and what served; the watcher's thread does, after each look."""
 
-        def calls() -> dict[str, int]:
+        def missed() -> dict[str, int]:
             found: dict[str, int] = {}
             for use in self.uses():
                 if use.decision_id is None:
                     found[use.bucket] = found.get(use.bucket, 0) + use.calls
             return found
 
-        self._handover.deliver(lambda: Who(hw_id=this_device().hw_id, mode=current_mode()), calls)
+        def uses() -> dict[UseKey, int]:
+            found: dict[UseKey, int] = {}
+            for use in self.uses():
+                key = (use.op, use.candidate, use.decision_id)
+                found[key] = found.get(key, 0) + use.calls
+            return found
+
+        if not settings.get("disable"):
+            self._handover.deliver(self._who, missed, uses, last=last)
+
+    @staticmethod
+    def _who() -> Who:
+        return Who(hw_id=this_device().hw_id, mode=current_mode())
 
     def _after_fork(self) -> None:
         """Threads and their locks do not survive a fork."""
         self._lock = threading.RLock()
+        self._inherited = {}
+        self._inherited = self._counted()
         self._handover = Handover(self.home)
         self._closed = threading.Event()
         for watch in self._watches.values():
@@ -338,8 +354,7 @@ class Board:
         self._bound = [b for b in self._bound if b.function() is not None]
 
     def _count(self, resolution: Resolution, calls: int) -> None:
-        key = _use_key(resolution)
-        self._past[key] = self._past.get(key, 0) + calls
+        _add(self._past, resolution, calls)
 
     def uses(self) -> list[Uses]:
         """What ran in this process, by what decided it; a miss is one without a decision."""
@@ -364,9 +379,17 @@ class Board:
             now = [(e[2], calls(e)) for s in self._selected.values() for e in list(s.table.values())]
             now += [(b.resolution, b.calls) for b in self._bound]
         for resolution, count in now:
-            key = _use_key(resolution)
-            total[key] = total.get(key, 0) + count
+            _add(total, resolution, count)
+        for key, count in self._inherited.items():
+            total[key] = total.get(key, 0) - count
         return total
+
+
+def _add(total: dict[tuple[Any, ...], int], resolution: Resolution, calls: int) -> None:
+    """Of a bucket split at a crossover each part counts for itself."""
+    for ran, count in resolution.ran(calls):
+        key = _use_key(ran)
+        total[key] = total.get(key, 0) + count
 
 
 def _use_key(r: Resolution) -> tuple[Any, ...]:
@@ -444,4 +467,14 @@ def _restart_watchers() -> None:
             board._after_fork()
 
 
+def _tell_the_rest() -> None:
+    """What served since the last report, at the end of the process."""
+    for board in list(_boards):
+        if not board._closed.is_set():
+            board.close()
+            with suppress(Exception):
+                board.hand_over(last=True)
+
+
 os.register_at_fork(after_in_child=_restart_watchers)
+atexit.register(_tell_the_rest)

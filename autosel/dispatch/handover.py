@@ -1,4 +1,5 @@
-"""What this process tells the daemon of its home: workloads nobody has decided, faults it could not keep itself.
+"""What this process tells the daemon of its home: workloads nobody has decided, faults it could not keep itself, and
+which candidate served how many calls.
 
 From the thread that watches the snapshot; the calls themselves only leave a note.
 """
@@ -6,6 +7,8 @@ From the thread that watches the snapshot; the calls themselves only leave a not
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +25,11 @@ log = logging.getLogger(__name__)
 MOST_NOTED = 1024
 TOGETHER = 32  # misses in one message
 AGAIN_S = 5.0  # after a daemon that did not answer
+USES_EVERY_S = 2.0
+LAST_S = 1.0  # that the end of a process waits for a delivery under way
+MOST_USES = 512  # rows of one report
+
+UseKey = tuple[str, str, int | None]  # op, candidate, decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +49,12 @@ class Handover:
         self._one = threading.Lock()
         self._daemon = (0, 0)
         self._not_before = 0.0
+        self._client_name = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._serial = 0
+        self._told_uses: dict[UseKey, int] = {}
+        self._unsure: list[tuple[UseKey, int]] = []  # a report whose answer was lost: told again as it was
+        self._next_uses = 0.0
+        self._turn = threading.Lock()  # one delivery at a time: the watcher's, or the last
 
     def missed(self, w: Workload) -> None:
         """Nobody has decided this workload."""
@@ -53,28 +67,83 @@ class Handover:
         with self._one:
             self._faults.append(fault)
 
-    def deliver(self, who: Callable[[], Who], calls: Callable[[], Mapping[str, int]]) -> None:
-        """Tell the daemon what it does not know yet; nothing where there is none. `calls`: how often, by bucket."""
-        if not self._missed and not self._faults:
-            return
+    def deliver(
+        self,
+        who: Callable[[], Who],
+        calls: Callable[[], Mapping[str, int]],
+        uses: Callable[[], Mapping[UseKey, int]],
+        *,
+        last: bool = False,
+    ) -> None:
+        """Tell the daemon what it does not know yet; nothing where there is none.
+
+        `calls`: how often, by bucket; `uses`: all calls of this process so far. `last`: the process ends.
+        """
         try:
             info = self._client.path.stat()
         except OSError:
             return
-        if (info.st_ino, info.st_mtime_ns) != self._daemon:  # another daemon: what the last was told may be lost
-            self._daemon = info.st_ino, info.st_mtime_ns
-            self._told.clear()
-            self._not_before = 0.0
-        if time.monotonic() < self._not_before:
+        if not self._turn.acquire(timeout=LAST_S if last else -1):
             return
         try:
-            self._tell_faults()
-            self._tell_misses(who, calls)
+            self._deliver((info.st_ino, info.st_mtime_ns), who, calls, uses, last=last)
+        finally:
+            self._turn.release()
+
+    def _deliver(
+        self,
+        daemon: tuple[int, int],
+        who: Callable[[], Who],
+        calls: Callable[[], Mapping[str, int]],
+        uses: Callable[[], Mapping[UseKey, int]],
+        *,
+        last: bool,
+    ) -> None:
+        now = time.monotonic()
+        if daemon != self._daemon:  # another daemon: what the last was told may be lost
+            self._daemon = daemon
+            self._told.clear()
+            self._not_before = 0.0
+        if now < self._not_before:
+            return
+        try:
+            if self._missed or self._faults:
+                self._tell_faults()
+                self._tell_misses(who, calls)
+            if last or now >= self._next_uses:
+                self._next_uses = now + USES_EVERY_S
+                self._tell_uses(uses())
         except Unreachable as error:
             log.info("the daemon is told later: %s", error.why)
             self._not_before = time.monotonic() + AGAIN_S
         finally:
             self._client.close()
+
+    def _tell_uses(self, uses: Mapping[UseKey, int]) -> None:
+        """What was called since the last report."""
+        if self._unsure:
+            self._report(self._unsure)
+        fresh = [(key, n - self._told_uses.get(key, 0)) for key, n in uses.items()]
+        fresh = [(key, n) for key, n in fresh if n > 0]
+        for start in range(0, len(fresh), MOST_USES):
+            self._serial += 1
+            self._report(fresh[start : start + MOST_USES])
+
+    def _report(self, rows: list[tuple[UseKey, int]]) -> None:
+        self._unsure = rows
+        told = [{"op": o, "candidate": c, "decision_id": d, "calls": n} for (o, c, d), n in rows]
+        body = {"client": self._client_name, "serial": self._serial, "uses": told}
+        try:
+            self._client.post("/v1/uses", body)
+        except Unreachable:
+            raise
+        except AutoselError as error:
+            if isinstance(error, Refused) and error.status == 503:
+                raise Unreachable("the daemon is busy", why=error.why) from error
+            log.info("the daemon does not take what served: %s", error)
+        for key, n in rows:
+            self._told_uses[key] = self._told_uses.get(key, 0) + n
+        self._unsure = []
 
     def _tell_faults(self) -> None:
         while self._faults:

@@ -49,11 +49,16 @@ class Resolution:
     reason: str
     instead: Callable[..., Any] | None = None  # the baseline, where what runs is another arm and may fail
     parts: tuple[Resolution, ...] = ()  # of a bucket split at a crossover; `run` then chooses by max_len
+    part_calls: Callable[[], Sequence[tuple[Resolution, int]]] | None = None  # and counts what it chose
 
     @property
     def served(self) -> bool:
         """Does a decision's own arm run (be it the baseline, kept), and not a stand-in?"""
         return self.decision is not None and self.candidate == self.decision.arm.candidate
+
+    def ran(self, calls: int) -> Sequence[tuple[Resolution, int]]:
+        """What `calls` of this ran, each with its own count."""
+        return ((self, calls),) if self.part_calls is None else self.part_calls()
 
     def explain(self) -> str:
         d = self.decision
@@ -159,20 +164,33 @@ def _split(op: Op, w: Workload, decisions: Sequence[Decision], serving: Serving,
         covered = high
     rest = _baseline(op, w, device, None, f"no decision for lengths above {covered}")
     now = next((r for high, r in spans if w["L"] <= high), rest)
-    run = _choose_by_length(op, [(high, guarded(r)) for high, r in spans], rest.run)
-    return replace(now, workload=w, run=run, instead=None, parts=(*(r for _, r in spans),))
+    run, counts = _choose_by_length(op, [(high, guarded(r)) for high, r in spans], rest.run)
+    each = [replace(r, workload=w) for r in (*(r for _, r in spans), rest)]
+    return replace(
+        now,
+        workload=w,
+        run=run,
+        instead=None,
+        parts=(*(r for _, r in spans),),
+        part_calls=lambda: [*zip(each, counts(), strict=True)],
+    )
 
 
 def _choose_by_length(
     op: Op, spans: Sequence[tuple[int, Callable[..., Any]]], rest: Callable[..., Any]
-) -> Callable[..., Any]:
+) -> tuple[Callable[..., Any], Callable[[], tuple[int, ...]]]:
+    """What runs, and how often it ran each span, the rest last."""
     s = signature(op)
-    lines = [f"def {s.name}({s.parameters}):"]
+    counters = ", ".join(f"n{number}" for number in range(len(spans) + 1))
+    lines = ["def make():", f"    {counters} = {(0,) * (len(spans) + 1)}", f"    def {s.name}({s.parameters}):"]
+    lines.append(f"        nonlocal {counters}")
     for number, (high, _) in enumerate(spans):
-        lines.append(f"    if max_len <= {int(high)}: return run{number}({s.names})")
-    lines.append(f"    return rest({s.names})")
+        lines += [f"        if max_len <= {int(high)}:", f"            n{number} += 1"]
+        lines.append(f"            return run{number}({s.names})")
+    lines += [f"        n{len(spans)} += 1", f"        return rest({s.names})"]
+    lines += ["    def counts():", f"        return {counters}", f"    return {s.name}, counts"]
     scope: dict[str, Any] = {"rest": rest, **{f"run{n}": run for n, (_, run) in enumerate(spans)}}
-    made: Callable[..., Any] = generate(lines, scope, s.name)
+    made: tuple[Callable[..., Any], Callable[[], tuple[int, ...]]] = generate(lines, scope, "make")()
     return made
 
 

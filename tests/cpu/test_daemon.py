@@ -351,6 +351,40 @@ def test_what_a_serving_process_misses_is_queued_and_told_to_the_next_daemon_too
         board.close()
 
 
+CALLING = """
+import torch, autosel
+norm = autosel.best("rmsnorm")
+for _ in range(7):
+    norm(torch.zeros(1, 64), torch.ones(64))
+"""
+
+
+def test_what_served_how_many_calls_is_told_to_the_daemon_and_shown(daemon: Daemon) -> None:
+    """By a process that lives on, as it goes; by one that ends, at its end."""
+    from autosel.ops import find
+
+    board = Board(daemon.home)
+    try:
+        norm = board.selection(find("rmsnorm"))
+        for _ in range(3):
+            norm(torch.zeros(1, 64), torch.ones(64))
+        board.hand_over(last=True)
+        norm(torch.zeros(2, 64), torch.ones(64))
+        board.hand_over(last=True)
+        board.hand_over(last=True)
+    finally:
+        board.close()
+    subprocess.run([sys.executable, "-c", CALLING], env=environment(daemon.home), check=True, timeout=120)
+    with daemon.client() as ask:
+        found = ask.get("/v1/uses")
+        served = {(u["op"], u["candidate"], u["decision_id"]): u["calls"] for u in found["uses"]}
+        assert served == {("rmsnorm", "torch:rmsnorm", None): 11} and found["processes"] == 2
+    shown = cli(daemon.home, "status").stdout
+    assert "11 since it began, 0% of them by a decision; 2 processes in the last minute" in " ".join(shown.split())
+    assert re.search(r"rmsnorm +torch:rmsnorm +none +11", shown)
+    assert json.loads(cli(daemon.home, "status", "--json").stdout)["uses"] == found
+
+
 def test_a_fault_that_cannot_be_kept_beside_the_snapshot_goes_to_the_daemon(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,6 +488,9 @@ _JSON = st.recursive(
 )
 
 
+_USE = {"op": "rmsnorm", "candidate": "cpp:rmsnorm", "decision_id": 1, "calls": 3}
+
+
 def _valid() -> dict[str, Any]:
     """A body of each address that takes one, as a client of ours would send it."""
     w = to_json(ATTN)
@@ -465,6 +502,7 @@ def _valid() -> dict[str, Any]:
         "/v1/decisions/{id}/unpin": {"reason": "odd"},
         "/v1/jobs": {"workloads": [w], "reason": "odd"},
         "/v1/misses": {"hw_id": HERE, "mode": "m", "misses": [{"workload": w, "calls": 3}]},
+        "/v1/uses": {"client": "1-a", "serial": 1, "uses": [_USE]},
         "/v1/faults": {"cause": "kernel", "reason": "", "workload": "", "evidence": {}, "seen_at": "", "decision": {}},
         "/v1/ledger": commands.encode(spend, {}),
     }

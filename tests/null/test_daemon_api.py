@@ -300,6 +300,28 @@ def test_misses_of_another_device_or_mode_are_not_tuned_here(local: TestClient) 
     assert local.delete(f"/v1/jobs/{job['id']}").json()["state"] == "cancelled"
 
 
+def test_a_report_of_uses_told_twice_counts_once_and_a_callers_names_reach_no_label(local: TestClient) -> None:
+    def use(candidate: str, calls: int, op: str = "rmsnorm", number: int | None = None) -> dict[str, Any]:
+        return {"op": op, "candidate": candidate, "decision_id": number, "calls": calls}
+
+    def told(client: str, serial: int, *uses: dict[str, Any]) -> int:
+        body = {"client": client, "serial": serial, "uses": list(uses)}
+        status: int = local.post("/v1/uses", json=body).status_code
+        return status
+
+    assert told("a", 1, use("cpp:rmsnorm", 5, number=7), use("/etc/my secret", 2)) == 202
+    assert told("a", 1, use("cpp:rmsnorm", 5, number=7), use("/etc/my secret", 2)) == 202, "its answer was lost"
+    assert told("b", 1, use("cpp:rmsnorm", 3, number=7)) == told("a", 2, use("cpp:rmsnorm", 1, number=7)) == 202
+    found = local.get("/v1/uses").json()
+    assert (found["processes"], found["calls"]) == (2, 11)
+    assert found["uses"] == [use("cpp:rmsnorm", 9, number=7), use("other", 2)]
+    text = local.get("/metrics").text
+    assert 'autosel_calls_total{candidate="cpp:rmsnorm",op="rmsnorm"} 9.0' in text
+    assert 'autosel_calls_total{candidate="other",op="rmsnorm"} 2.0' in text and "secret" not in text
+    assert told("c", 1, use("cpp:rmsnorm", 1, op="nosuch")) == told("c", 1, use("x", -1)) == 422
+    assert told("c", 1, *[use("x", 1)] * 513) == 422
+
+
 def test_another_process_writes_through_the_daemon(local: TestClient) -> None:
     w = ATTN.at(L=20_000)
     command = commands.Record(

@@ -251,6 +251,35 @@ def test_a_split_bucket_chooses_by_length_also_when_bound(home: Path, user: Call
         assert "lengths   to 96: user:lengths_short" in dispatch.best("attn", like=(q, k, v)).explain()
 
 
+def test_of_a_split_bucket_each_part_counts_its_own_calls(home: Path, user: Callable[[str], Arm]) -> None:
+    w = attn_workload(96)
+    rows = [
+        decision(w, user("lengths_short"), length_range=(65, 96), id=1),
+        decision(w, user("lengths"), length_range=(97, 120), id=2),
+    ]
+    publish(home, rows)
+    q, k, v = attn_inputs(128)
+    with dispatch.use(home) as board:
+        bound = dispatch.best("attn", like=(q, k, v, None, 80))
+        for run in (dispatch.best("attn"), bound):
+            for n in (65, 97, 98, 121, 122, 123):
+                run(q, k, v, max_len=n)
+        expected = {("user:lengths_short", 1): 2, ("user:lengths", 2): 4, ("torch:sdpa", None): 6}
+        assert _counted(board) == expected
+        publish(home, rows[:1], epoch=2)
+        board.refresh()
+        bound(q, k, v, max_len=65)
+        assert _counted(board) == expected | {("user:lengths_short", 1): 3}, "what ran before is kept as what it was"
+        assert sum(board.asked().values()) == 13
+
+
+def _counted(board: Board) -> dict[Any, int]:
+    counted: dict[Any, int] = {}
+    for use in board.uses():
+        counted[use.candidate, use.decision_id] = counted.get((use.candidate, use.decision_id), 0) + use.calls
+    return counted
+
+
 # --- arguments ----------------------------------------------------------------------------------------------------
 
 
@@ -426,10 +455,9 @@ def test_uses_count_hits_and_misses_by_decision(board: Board, user: Callable[[st
     board.refresh()
     bound(X, WEIGHT)
     del bound
-    counted: dict[Any, int] = {}
-    for use in board.uses():
-        counted[use.candidate, use.decision_id] = counted.get((use.candidate, use.decision_id), 0) + use.calls
-    assert counted == {("user:sevens", 41): 6, ("torch:rmsnorm", None): 2}, "what ran then is counted as what it was"
+    assert _counted(board) == {("user:sevens", 41): 6, ("torch:rmsnorm", None): 2}, (
+        "what ran then is counted as what it was"
+    )
 
 
 # --- processes ----------------------------------------------------------------------------------------------------
@@ -458,9 +486,15 @@ def test_a_forked_child_goes_on_serving_and_watching(board: Board, user: Callabl
     publish(board.path.parent, [decision(W, user("sevens"))])
     board.refresh()
     bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
+    bound(X, WEIGHT)
     child = os.fork()
     if child == 0:
-        ok = bound(X, WEIGHT).eq(7).all().item() and any(t.name == "autosel-snapshot" for t in threading.enumerate())
+        ok = sum(u.calls for u in board.uses()) == 0  # its parent's calls are its parent's
+        ok = (
+            ok
+            and bound(X, WEIGHT).eq(7).all().item()
+            and any(t.name == "autosel-snapshot" for t in threading.enumerate())
+        )
         publish(board.path.parent, [], epoch=2)
         board.refresh()
         os._exit(0 if ok and bound.candidate == "torch:rmsnorm" else 1)

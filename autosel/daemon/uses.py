@@ -1,0 +1,92 @@
+"""Proof of use: which candidate served how many calls, as the processes of this home tell it, since this daemon began.
+
+A process tells how many calls were made since what it told last, under a serial number: told twice because an answer
+was lost, it counts once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from autosel.candidates import registry
+from autosel.daemon.bodies import Bad
+from autosel.errors import UnknownName
+from autosel.values import Decision
+
+MOST_CLIENTS = 4096  # remembered; the one silent for longest is forgotten first
+MOST_KEYS = 8192
+MOST_TOLD = 512  # rows of one report
+SILENT_S = 60.0  # a process that told nothing for so long is not counted as one that calls
+OTHER = "other"  # the candidate of a name that neither this ledger nor this autosel knows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """`calls` more of one op, run by one candidate; `decision_id` None: no decision covered them."""
+
+    op: str
+    candidate: str
+    decision_id: int | None
+    calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Of one process: `client` names it, `serial` grows with each report."""
+
+    client: str
+    serial: int
+    uses: tuple[Told, ...]
+
+
+class Uses:
+    """In the event loop's thread alone."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, str, int | None], int] = {}
+        self._clients: OrderedDict[str, tuple[int, float]] = OrderedDict()  # serial and time of the last report
+
+    def take(self, report: Report, served: Iterable[Decision]) -> list[Told]:
+        """Count it; what was counted, under names that are known here. Raises Bad."""
+        if len(report.uses) > MOST_TOLD:
+            raise Bad(422, f"{len(report.uses)} uses", why=f"at most {MOST_TOLD} at a time")
+        if any(not 0 <= u.calls <= 1 << 53 for u in report.uses):
+            raise Bad(422, "a number of calls that no process makes")
+        known = {(d.op, arm.candidate) for d in served for arm in (d.arm, d.baseline)}
+        fresh = [_named(u, known) for u in report.uses]
+        last, _ = self._clients.pop(report.client, (0, 0.0))
+        self._clients[report.client] = max(last, report.serial), time.monotonic()
+        if len(self._clients) > MOST_CLIENTS:
+            self._clients.popitem(last=False)
+        if report.serial <= last:
+            return []
+        for u in fresh:
+            key = (u.op, u.candidate, u.decision_id)
+            key = key if key in self._calls or len(self._calls) < MOST_KEYS else (u.op, OTHER, None)
+            self._calls[key] = self._calls.get(key, 0) + u.calls
+        return fresh
+
+    def document(self) -> dict[str, Any]:
+        """Most called first. `processes`: how many told something within the last minute."""
+        now = time.monotonic()
+        rows = [
+            {"op": op, "candidate": candidate, "decision_id": number, "calls": calls}
+            for (op, candidate, number), calls in sorted(self._calls.items(), key=lambda item: (-item[1], str(item[0])))
+        ]
+        lively = sum(now - seen < SILENT_S for _, seen in self._clients.values())
+        return {"processes": lively, "calls": sum(self._calls.values()), "uses": rows}
+
+
+def _named(told: Told, known: set[tuple[str, str]]) -> Told:
+    """Raises Bad for an op that nobody knows."""
+    try:
+        op = registry.op_name(told.op)
+    except UnknownName as error:
+        raise Bad(422, f"there is no op {told.op!r:.80}") from error
+    ours = {(c.op, c.name) for c in registry.own_candidates()}
+    candidate = told.candidate if (op, told.candidate) in known | ours else OTHER
+    return Told(op=op, candidate=candidate, decision_id=told.decision_id, calls=told.calls)
