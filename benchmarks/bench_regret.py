@@ -1,16 +1,18 @@
 """How far the closed forms are from the best knobs there are: R = t(closed form) / t(best) - 1, cell by cell.
 
-    python benchmarks/bench_regret.py [--device cpu] [--only WORD ...] [--seconds 4] [--limit 150] [--write] [--fresh]
+    python benchmarks/bench_regret.py [--device cpu] [--only WORD ...] [--seconds 8] [--limit 150] [--write] [--fresh]
 
-A cell is a kernel at a workload. Every legal setting of its knobs is swept in shuffled, interleaved rounds, operands
-cold as in a race. The least of many noisy readings is too low (of 1000 at 1 % noise by 3.2 %), so the sweep only
-nominates: the best five are timed anew beside the closed form, a twin of it and the constants, with ten times the
-rounds; the best of them is chosen on one half of these rounds and judged on the other, both ways round. The interval
-is a bootstrap over rounds; the twin says what this measurement makes of two equal settings.
+A cell is a kernel at a workload. Every legal setting of its knobs enters a sweep by successive halving, operands cold
+as in a race (benchmarks/halving.py); where not even one reading of each fits into half of the sweep's time, those with
+a knob's value that alone is 1.3 times slower stay out. The sweep only nominates: the best three are timed anew beside
+the closed form, a twin of it and the constants; the best of them is chosen on one half of these visits and judged on
+the other, both ways round. The interval is a bootstrap over visits; the twin says what this measurement makes of two
+equal settings.
 
 A route cell has the kernels that take a workload as its settings: which of them the formula sends it to is judged.
 
-Cells during which other processes had more than a twentieth of a core do not count, whatever came out of them.
+Visits during which other processes had more than a twentieth of a core do not count, whatever came out of them; nor
+does a cell of which too few are left. --build compiles what the cells need and measures nothing: before a silent run.
 
 --write keeps the cells in benchmarks/results/<device>/regret.json; without --fresh those that are there, with these
 kernels and formulas, are not measured again, so that --limit SECONDS can cut a sweep into pieces.
@@ -24,7 +26,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -42,18 +43,16 @@ from autosel.candidates.base import Candidate
 from autosel.candidates.registry import all_candidates
 from autosel.knobs.cpu.facts import facts as cpu_facts
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Scalar, Workload, digest
+from benchmarks.halving import final, held_out, interval, nominate, ratios_of
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.instrument import Timer, Times
+    from benchmarks.gpu.instrument import Timer
 
 Setting = dict[str, Scalar]  # knob -> value, of those that the kernel takes
 
 MOST_SETTINGS = 240
-MOST_OTHERS = 0.05  # of one core: if others took more of this machine during a cell, its figures do not count
-NOMINEES = 5
-SWEEP_SHARE = 0.45  # of a cell's time
-LEAST_SWEEPS, LEAST_ROUNDS = 3, 24
-RESAMPLES = 400
+METHOD = 2  # how a cell is measured; cells of another are measured again
+SWEEP_SHARE = 0.4  # of a cell's time
 CLOSED, TWIN, CONSTANT = "closed form", "twin", "constant"
 
 GOALS = {"decode": (0.03, 0.08), "gemm": (0.06, None), "route": (None, 0.05)}  # (geomean, p95; of a route the worst)
@@ -220,38 +219,44 @@ def constant(closed: Setting, fp: Fingerprint) -> Setting:
 
 
 def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, Any]:
-    """A cell's regret with all that it stands on. Raises LookupError where no kernel takes the workload."""
-    fp = timer.fp
-    arms, closed = _arms(cell, fp)
+    """A cell's regret with all that it stands on. Raises LookupError where no kernel takes the workload, Disturbed."""
+    arms, closed = _arms(cell, timer.fp)
     legs = {name: arm for name, (arm, _) in arms.items()}
-    timer.seat(cell.workload, legs)
-    swept = timer.rounds(list(legs), seconds=SWEEP_SHARE * seconds, rng=rng, least=LEAST_SWEEPS)
-    ranked = sorted((n for n in legs if n not in (closed, TWIN, CONSTANT)), key=lambda n: _low(swept[n]))
-    finalists = [closed, TWIN, *([CONSTANT] if CONSTANT in legs else []), *ranked[:NOMINEES]]
-    timer.seat(cell.workload, {name: legs[name] for name in finalists}, seed=2)
-    rounds = timer.rounds(finalists, seconds=(1 - SWEEP_SHARE) * seconds, rng=rng, least=LEAST_ROUNDS)
-    rivals = [n for n in finalists if n not in (TWIN, CONSTANT)]
-    low, high = interval(rounds, closed, rivals, rng)
-    best = min(rivals, key=lambda n: statistics.median(rounds[n]))
+    timer.seat(cell.workload, legs, lead=closed)
+    others = {name: setting for name, (_, setting) in arms.items() if name not in (closed, TWIN, CONSTANT)}
+    swept = nominate(timer, closed, others, arms[closed][1], seconds=SWEEP_SHARE * seconds, rng=rng)
+    rivals = [closed, *swept.nominees]
+    met = [*rivals, *(name for name in (TWIN, CONSTANT) if name in legs)]
+    timer.seat(cell.workload, {name: legs[name] for name in met}, lead=closed)
+    times = final(timer, met, closed, rivals, seconds=(1 - SWEEP_SHARE) * seconds, rng=rng)
+    if not times[closed]:
+        raise Disturbed(cell.name)
+    low, high = interval(times, closed, rivals, rng)
+    best = min(rivals, key=lambda n: statistics.median(ratios_of(times, n, closed)))
     found = {
         "kind": cell.kind,
         "kernel": cell.kernels[0],
         "workload": cell.workload.key,
-        "regret": round(held_out(rounds, closed, rivals), 4),
+        "regret": round(held_out(times, closed, rivals), 4),
         "low": round(low, 4),
         "high": round(high, 4),
-        "twin": round(statistics.median(_ratios(rounds, TWIN, closed)) - 1, 4),
+        "twin": round(statistics.median(ratios_of(times, TWIN, closed)) - 1, 4),
         "closed": arms[closed][1],
-        "closed_us": round(statistics.median(rounds[closed]), 3),
+        "closed_us": round(statistics.median(times[closed]), 3),
         "best": arms[best][1],
-        "best_us": round(statistics.median(rounds[best]), 3),
-        "settings": len(legs) - (TWIN in legs) - (CONSTANT in legs),
-        "sweeps": len(swept[closed]),
-        "rounds": len(rounds[closed]),
+        "best_us": round(statistics.median(times[best]), 3),
+        "settings": len(others) + 1,
+        "left_out": swept.left_out,
+        "readings": swept.readings,
+        "rounds": len(times[closed]),
     }
     if CONSTANT in legs:
-        found["constant"] = round(statistics.median(_ratios(rounds, CONSTANT, best)) - 1, 4)
+        found["constant"] = round(statistics.median(ratios_of(times, CONSTANT, best)) - 1, 4)
     return found
+
+
+class Disturbed(Exception):
+    """Others left too little of the machine to judge a cell by."""
 
 
 def _arms(cell: Cell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], str]:
@@ -282,40 +287,6 @@ def _arms(cell: Cell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], 
 
 def _spelled(setting: Setting) -> str:
     return " ".join(f"{name}={value}" for name, value in setting.items()) or CLOSED
-
-
-def _low(times: Sequence[float]) -> float:
-    """The lower quartile: what disturbs a round only ever adds."""
-    return sorted(times)[len(times) // 4]
-
-
-def _ratios(rounds: Times, arm: str, over: str) -> list[float]:
-    return [a / b for a, b in zip(rounds[arm], rounds[over], strict=True)]
-
-
-def held_out(rounds: Times, closed: str, rivals: Sequence[str]) -> float:
-    """The regret, cross-fitted: the best is chosen on one half of the rounds and judged on the other, both ways.
-
-    The closed form is among the rivals: where it is the best, the regret of that half is 0.
-    """
-    count, found = len(rounds[closed]), []
-    for choose, judge in ((0, 1), (1, 0)):
-        half = {arm: rounds[arm][choose:count:2] for arm in rivals}
-        best = min(rivals, key=lambda arm: statistics.median(half[arm]))
-        ratios = _ratios({a: rounds[a][judge:count:2] for a in (closed, best)}, closed, best)
-        found.append(math.log(statistics.median(ratios)))
-    return math.exp(statistics.fmean(found)) - 1
-
-
-def interval(rounds: Times, closed: str, rivals: Sequence[str], rng: Random) -> tuple[float, float]:
-    """95 %, by resampling whole rounds."""
-    count = len(rounds[closed])
-    drawn = []
-    for _ in range(RESAMPLES):
-        picks = [rng.randrange(count) for _ in range(count)]
-        drawn.append(held_out({arm: [rounds[arm][i] for i in picks] for arm in rivals}, closed, rivals))
-    drawn.sort()
-    return drawn[RESAMPLES // 40], drawn[-RESAMPLES // 40 - 1]
 
 
 # --- what it comes to -------------------------------------------------------------------------------------------------
@@ -406,24 +377,24 @@ def main() -> int:
     todo = [c for c in todo if done.get(c.name, {}).get("key") != held_for(c, fp)]
     todo.sort(key=lambda c: c.name in done)  # what was never measured first
     stored["cells"] = {name: cell for name, cell in stored["cells"].items() if name not in {c.name for c in todo}}
+    if options.build:
+        return build(todo, fp)
     timer, started, rng = Timer(fp, options.device), time.monotonic(), Random(7)
     for number, cell in enumerate(todo):
         if options.limit and time.monotonic() - started > options.limit:
             print(f"{len(todo) - number} cells left: the same command continues", file=sys.stderr)
             break
-        before = busy()
         try:
             found = measure(cell, timer, options.seconds, rng)
         except LookupError as error:
             print(f"left out: {error}", file=sys.stderr)
             continue
+        except Disturbed:
+            print(f"disturbed by others: {cell.name}", file=sys.stderr, flush=True)
+            continue
         finally:
             timer.close()
-        others = others_share(before, busy())
-        if others > MOST_OTHERS and fp.kind == "cpu":
-            print(f"disturbed: others took {others:.0%} of a core: {cell.name}", file=sys.stderr, flush=True)
-            continue
-        stored["cells"][cell.name] = {**found, "others": round(others, 3), "key": held_for(cell, fp)}
+        stored["cells"][cell.name] = {**found, "key": held_for(cell, fp)}
         print(f"{found['regret']:7.1%} ({found['low']:.1%} .. {found['high']:.1%})  twin {found['twin']:+.1%}"
               f"  {cell.name}  {_spelled(_changed(found))}", file=sys.stderr, flush=True)  # fmt: skip
         if options.write:
@@ -434,32 +405,32 @@ def main() -> int:
     return 0
 
 
-def busy() -> tuple[float, float, float]:
-    """Seconds: of the clock, of all cores at work (steal too), of this process at work."""
-    fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    at_work = sum(fields) - fields[3] - fields[4]  # all but idle and iowait
-    return time.monotonic(), at_work / os.sysconf("SC_CLK_TCK"), time.process_time()
+def build(todo: Sequence[Cell], fp: Fingerprint) -> int:
+    """Compile the kernels of these cells at the closed form's settings: into the cache of this home."""
+    from benchmarks.gpu.entrants import entrant
 
-
-def others_share(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
-    """What others took meanwhile, in cores."""
-    clock, at_work, own = (b - a for a, b in zip(before, after, strict=True))
-    return max(0.0, at_work - own) / clock
+    for cell in todo:
+        for name in cell.kernels:
+            found = kernel(cell, name, fp)
+            if found is not None:
+                entrant(found, cell.workload, fp)
+    return 0
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="cells whose name has every WORD")
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each cell")
+    parser.add_argument("--seconds", type=float, default=8.0, help="for each cell, at most")
     parser.add_argument("--limit", type=float, default=0.0, metavar="SECONDS", help="begin no cell after these")
     parser.add_argument("--write", action="store_true", help="keep the cells in benchmarks/results/")
+    parser.add_argument("--build", action="store_true", help="compile the kernels, and measure nothing")
     parser.add_argument("--fresh", action="store_true", help="measure again what is there")
     return parser.parse_args()
 
 
 def held_for(cell: Cell, fp: Fingerprint) -> str:
-    """What a cell's figures depend on: device, kernel sources, and what the formulas give here."""
+    """What a cell's figures depend on: device, kernel sources, what the formulas give here, and the method."""
     from autosel.native.compile import sources_digest
 
     sources, given = [], []
@@ -471,7 +442,7 @@ def held_for(cell: Cell, fp: Fingerprint) -> str:
             sources.append(sources_digest(recipe.source) if isinstance(recipe, NativeRecipe) else recipe.target)
             given.append(taken(found, cell.workload, fp))
     route = routed(cell.workload, fp, cell.kernels) if cell.kind == "route" else ""
-    return digest({"hw": fp.hw_id, "sources": sources, "given": given, "route": route})[:16]
+    return digest({"hw": fp.hw_id, "sources": sources, "given": given, "route": route, "method": METHOD})[:16]
 
 
 def results(device: str, fp: Fingerprint) -> Path:

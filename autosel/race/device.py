@@ -67,6 +67,9 @@ class Host:
 
     timing = "calls"
 
+    def __init__(self) -> None:
+        self.turn = Turn()
+
     def resident(self, value: Tensor) -> Tensor:
         return value.clone()
 
@@ -78,7 +81,7 @@ class Host:
         return value
 
     def timed(self, call: Callable[..., Any], calls: Calls) -> Timed:
-        return InARow(call, calls)
+        return InARow(call, calls, self.turn)
 
     def hush(self) -> None:
         wait_until_idle()
@@ -89,17 +92,26 @@ class Host:
         return read_rate(torch.get_num_threads(), PROBE_S)
 
 
+class Turn:
+    """Which copy is next, for all arms alike: one that began where another has just been would find its copies warm."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def take(self, calls: int) -> range:
+        start, self.next = self.next, self.next + calls
+        return range(start, start + calls)
+
+
 class InARow:
     """Calls on consecutive copies, between two looks at the clock."""
 
-    def __init__(self, call: Callable[..., Any], calls: Calls) -> None:
-        self.call, self.calls, self.turn = call, calls, 0
+    def __init__(self, call: Callable[..., Any], calls: Calls, turn: Turn) -> None:
+        self.call, self.calls, self.turn = call, calls, turn
         self.result: Any = None
 
     def sample(self, calls: int) -> float:
-        n, turn = len(self.calls), self.turn
-        visits = [self.calls[(turn + i) % n] for i in range(calls)]
-        self.turn = (turn + calls) % n
+        visits = [self.calls[i % len(self.calls)] for i in self.turn.take(calls)]
         call = self.call
         result = None
         start = clock_ns()

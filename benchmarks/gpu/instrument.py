@@ -6,10 +6,12 @@ Nothing is judged here.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from random import Random
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 from autosel.ops import find
@@ -22,6 +24,7 @@ from autosel.values import Fingerprint, Workload
 
 WARM_NS = 100_000_000
 LEAST_ROUNDS = 9
+MOST_OTHERS = 0.05  # of one core: what was read while others took more does not count
 Times = dict[str, list[float]]  # arm -> microseconds a call, a round each
 
 
@@ -36,17 +39,26 @@ class Timer:
             torch.set_num_threads(int(fp.identity["cpus"]))
         self.fp, self.bench = fp, Bench(device)
         self.llc_bytes = last_level_bytes(fp)
+        self._looked = at_work()
+        self.workload: Workload | None = None
+        self.inputs: dict[str, Any] = {}
 
-    def seat(self, w: Workload, arms: Mapping[str, Entrant], seed: int = 1) -> None:
-        """Give every arm its operands, and warm all of them up. An arm named "base" sets the length of a sample."""
-        self.workload, self.op, self.arms = w, find(w.op), dict(arms)
-        self.inputs = self.op.inputs(w, seed)
+    def seat(self, w: Workload, arms: Mapping[str, Entrant], lead: str = "") -> None:
+        """Give every arm its operands, in other places than before, and warm up: all, or only `lead`, which then sets
+        the length of a sample. The same workload again keeps its contents."""
+        if self.workload != w:
+            self.workload, self.op = w, find(w.op)
+            self.inputs = self.op.inputs(w, 1)
+        self.arms = dict(arms)
         for entrant in arms.values():
             if entrant.loaded_name not in self.bench.arms:
                 self.bench.load(entrant)
         names = {arm: entrant.loaded_name for arm, entrant in arms.items()}
         self.bench.prepare(w, self.inputs, names, self._copies())
+        seated = self.bench.seats
+        self.bench.seats = {lead: seated[lead]} if lead else seated
         warm = self.bench.warm(WARM_NS)
+        self.bench.seats = seated
         self.plan = plan(min(warm.values()))
 
     def _copies(self) -> int:
@@ -60,6 +72,7 @@ class Timer:
 
     def wrong(self, arm: str) -> str:
         """Why what the arm's last call gave is not right, or "": sampled rows against the float64 reference."""
+        assert self.workload is not None  # seated
         rows = self.op.rows(self.workload, self.inputs, CHECKED_ROWS, 1)
         got = [t.cpu() for t in self.bench.outputs(arm)]
         found = self.op.verify(rows.inputs, rows.pick(got))
@@ -73,13 +86,25 @@ class Timer:
         end, tries = perf_counter() + seconds, 0
         while (perf_counter() < end or len(times[arms[0]]) < least) and tries < 100 * least:
             tries += 1
-            order = list(arms)
-            rng.shuffle(order)
-            taken, disturbed = self.bench.pair(order, self.plan.calls, samples, self.plan.wakes)
-            if not disturbed or tries > 10 * least:
-                for arm, ns in taken.items():
-                    times[arm].append(statistics.median(ns) / 1e3)
+            taken = self.visit(rng.sample(list(arms), len(arms)), samples, even_disturbed=tries > 10 * least)
+            for arm, us in (taken or {}).items():
+                times[arm].append(us)
         return times
+
+    def visit(self, order: Sequence[str], samples: int = 1, *, even_disturbed: bool = False) -> dict[str, float] | None:
+        """The median of each arm's samples, microseconds a call; None if something took the CPU away."""
+        taken, disturbed = self.bench.pair(order, self.plan.calls, samples, self.plan.wakes)
+        if disturbed and not even_disturbed:
+            return None
+        return {arm: statistics.median(ns) / 1e3 for arm, ns in taken.items()}
+
+    def now(self) -> float:
+        return perf_counter()
+
+    def quiet(self) -> bool:
+        """Did others take less than MOST_OTHERS of a core since the last question? On a GPU nobody looks."""
+        before, self._looked = self._looked, at_work()
+        return self.fp.kind != "cpu" or others_share(before, self._looked) <= MOST_OTHERS
 
     def read_bytes_per_s(self) -> float:
         """The read rate right now."""
@@ -87,6 +112,20 @@ class Timer:
 
     def close(self) -> None:
         self.bench.release()
+        self.workload, self.inputs = None, {}
+
+
+def at_work() -> tuple[float, float, float]:
+    """Seconds: of the clock, of all cores at work (steal too), of this process at work."""
+    fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    busy = sum(fields) - fields[3] - fields[4]  # all but idle and iowait
+    return perf_counter(), busy / os.sysconf("SC_CLK_TCK"), process_time()
+
+
+def others_share(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
+    """What others took meanwhile, in cores. The kernel counts all work in ticks of 10 ms: two of them prove nothing."""
+    clock, busy, own = (b - a for a, b in zip(before, after, strict=True))
+    return max(0.0, busy - own - 2 / os.sysconf("SC_CLK_TCK")) / clock
 
 
 def spread(times: Sequence[float]) -> dict[str, Any]:

@@ -66,6 +66,13 @@ def test_a_single_long_gated_row_is_shared() -> None:
     assert rows.swiglu(at("swiglu", M=1, I=1 << 18), EIGHT)["threads"] == 8
 
 
+def test_how_long_a_call_must_be_follows_the_measured_fork_join() -> None:
+    """15 us of one row: eight fork-joins of 2 us are longer, of 0.4 us they are not."""
+    row = at("swiglu", M=1, I=14336)
+    assert rows.swiglu(row, EIGHT)["threads"] == 1
+    assert rows.swiglu(row, dataclasses.replace(EIGHT, fork_join_s=0.4e-6))["threads"] == 7
+
+
 def test_a_dear_fork_join_keeps_one_thread() -> None:
     dear = dataclasses.replace(EIGHT, fork_join_s=1e-3)
     assert rows.rmsnorm(at("rmsnorm", M=512, d=4096), dear)["threads"] == 1
@@ -77,6 +84,6 @@ def test_one_cpu_is_one_thread() -> None:
 
 def test_the_knob_names_every_input_of_its_formula() -> None:
     (knob,) = rows.rope(at("rope", M=16, Hq=32, Hkv=8, D=128, R=128), EIGHT).settings
-    for name in ("shares", "cpus", "serial_s", "wake_s", "fork_join_s"):
+    for name in ("shares", "cpus", "serial_s", "fork_join_s"):
         assert name in knob.formula
         assert name in knob.inputs

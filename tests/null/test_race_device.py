@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autosel.race import device
-from autosel.race.device import Replayed, same_layout
+from autosel.race.device import Host, Replayed, same_layout
 
 TICK_MS = 0.5  # what a call takes, by the stand-in's clock
 
@@ -125,3 +125,12 @@ def test_a_copy_keeps_strides_and_alignment(offset: int) -> None:
         assert made.data_ptr() != value.data_ptr() or not value.numel()
         if value.numel():
             assert made.data_ptr() % 64 == value.data_ptr() % 64
+
+
+def test_no_arm_begins_where_another_has_just_been() -> None:
+    """Two arms over six copies: each sample goes on where the last of either ended: none finds warm ones."""
+    place, made = Host(), []
+    arms = [place.timed(lambda copy, arm=arm: made.append((arm, copy)), [(i,) for i in range(6)]) for arm in "ab"]
+    for arm in (0, 1, 1, 0):
+        arms[arm].sample(2)
+    assert made == [("a", 0), ("a", 1), ("b", 2), ("b", 3), ("b", 4), ("b", 5), ("a", 0), ("a", 1)]

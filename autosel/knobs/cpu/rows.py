@@ -5,10 +5,10 @@ At M = 1 their operands lie in the caller's L1 and L2: a call takes bytes over L
 
 from __future__ import annotations
 
-from autosel.knobs.cpu.facts import CpuFacts, worthwhile_threads
+from autosel.knobs.cpu.facts import CpuFacts
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Scalar, Workload
 
-FORMULA = "min(shares, cpus if serial_s > wake_s and serial_s * (1 - 1/cpus) > 2 * fork_join_s else 1)"
+FORMULA = "min(shares, cpus if serial_s > 8 * fork_join_s else 1)"
 
 # Exponentials (at the exp rate) an element's activation, product and store are worth: division and polynomial included.
 # Best of 60 windows, one Zen 4 core, bf16: swiglu I=14336 5.4 us, geglu I=6912 3.1 us (tanh), 4.9 us (erf), at 5.6 G/s.
@@ -16,9 +16,10 @@ SWIGLU_EXPS, GEGLU_TANH_EXPS, GEGLU_ERF_EXPS = 2.1, 2.5, 4.0
 # FLOPs (at the FMA rate) an element of a norm is worth: widening, square, sum, once more widening, scaling, rounding.
 # One Zen 4 core, bf16, M=64 d=4096, quiet: 57.7 us on one thread, 33.0 on two, at 116 GFLOP/s.
 NORM_FLOPS = 25
-# A fork-join is cheap only while the helpers spin (about 40 us after the last one, team.h). Waking them, or sharing a
-# CPU with a neighbour, took 175-360 us where one thread alone took 5: a shorter call can lose more than it can win.
-WAKE_S = 20e-6
+# Fork-joins a call must outlast. A fork-join is cheap only while the helpers spin (about 40 us after the last one,
+# team.h): one that sleeps is woken in a hundred of them, so a call that could win only a few stays alone. Measured, two
+# Zen 4 cores, fork-join 0.43 us: swiglu I=14336 7.0 us alone, 5.4 on both; where nobody measured it is 2 us, thus 16.
+WORTH_JOINS = 8
 SHARE_ELEMENTS = 2048  # of a gated unit: less than this a thread, and its share is over before the others have woken
 
 
@@ -80,9 +81,8 @@ def _threads(f: CpuFacts, *, serial_s: float, shares: int, dims: dict[str, Scala
         **dims,
         "shares": shares,
         "serial_s": serial_s,
-        "wake_s": WAKE_S,
         "cpus": f.cpus,
         "fork_join_s": f.fork_join_s,
     }
-    value = min(shares, worthwhile_threads(f, serial_s)) if serial_s > WAKE_S else 1
+    value = min(shares, f.cpus) if serial_s > WORTH_JOINS * f.fork_join_s else 1
     return Knobs(settings=(Knob(name="threads", value=value, formula=FORMULA, inputs=inputs),))
