@@ -30,7 +30,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from autosel.client import Client, Unreachable, connect, socket_path  # noqa: E402
+from autosel.client import Client, Refused, Unreachable, connect, socket_path  # noqa: E402
 from autosel.errors import AutoselError  # noqa: E402
 from autosel.ledger import commands, open_ledger  # noqa: E402
 from autosel.values import Workload, to_json  # noqa: E402
@@ -159,6 +160,15 @@ def posted(path: Path, bodies: Callable[[int], Sequence[Any]]) -> Callable[[int]
     return work
 
 
+@contextmanager
+def quiet_daemon(home: Path) -> Iterator[Daemon]:
+    """One that does not tune, and whose child has looked at the device: that takes a core for seconds after a start."""
+    with running(home, "--no-tune") as daemon:
+        with daemon.client() as ask:
+            wait_for(ask, lambda found: "hw_id" in found, "/v1/fingerprint")
+        yield daemon
+
+
 def fill(home: Path) -> None:
     """Some decisions that serve this machine."""
     with open_ledger(home=home, alone=True) as ledger:
@@ -188,7 +198,7 @@ def start(home: Path, full: bool) -> Result:
 
 def lookups(home: Path, full: bool) -> Result:
     fill(home)
-    with running(home, "--no-tune"):
+    with quiet_daemon(home):
         return _lookups("lookups", home, 40_000 if full else 8_000)
 
 
@@ -220,11 +230,20 @@ def tuning(home: Path, full: bool) -> Result:
     )
 
 
-def wait_for(ask: Client, true: Callable[[dict[str, Any]], bool], seconds: float = 60.0) -> None:
+def wait_for(
+    ask: Client, true: Callable[[dict[str, Any]], bool], address: str = "/v1/health", seconds: float = 60.0
+) -> None:
     until = time.monotonic() + seconds
-    while not true(ask.get("/v1/health")):
+    while not _is(ask, address, true):
         assert time.monotonic() < until, "it never came"
         time.sleep(0.05)
+
+
+def _is(ask: Client, address: str, true: Callable[[dict[str, Any]], bool]) -> bool:
+    try:
+        return true(ask.get(address))
+    except Refused:  # not known yet
+        return False
 
 
 def writes(home: Path, full: bool) -> Result:
@@ -233,7 +252,7 @@ def writes(home: Path, full: bool) -> Result:
     def bodies(number: int) -> list[Any]:
         return [commands.Spend(key=f"writer {number}", amount=1e-6, reason=str(n)) for n in range(each)]
 
-    with running(home, "--no-tune") as daemon:
+    with quiet_daemon(home) as daemon:
         seconds, found = together(WRITERS, posted(socket_path(home), bodies))
         commits = figure(daemon, "autosel_ledger_commits_total")
     with open_ledger(home=home, alone=True) as ledger:
@@ -247,7 +266,7 @@ def records(home: Path, full: bool) -> Result:
     def bodies(number: int) -> list[Any]:
         return [_decision(number, n) for n in range(each)]
 
-    with running(home, "--no-tune") as daemon:
+    with quiet_daemon(home) as daemon:
         seconds, found = together(WRITERS, posted(socket_path(home), bodies))
         commits = figure(daemon, "autosel_ledger_commits_total")
     with open_ledger(home=home, alone=True) as ledger:
@@ -295,7 +314,7 @@ def memory(home: Path, full: bool) -> Result:
     """Lookups, and one in ten a request of each other kind; a first part warms caches up."""
     fill(home)
     total = 1_000_000 if full else 100_000
-    with running(home, "--no-tune") as daemon:
+    with quiet_daemon(home) as daemon:
         process = psutil.Process(daemon.process.pid)
         _mixed(home, total // 10)
         before, files = process.memory_info().rss, process.num_fds()

@@ -42,10 +42,11 @@ class Access:
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Why this request is refused: HTTP's status and the reason. None: go on."""
+        if is_local(scope):
+            page = any(name == b"origin" for name, _ in scope["headers"])
+            return (403, "a web page has no business at the Unix socket") if page else None
         headers = heads(scope)
         origin = headers.get("origin")
-        if is_local(scope):
-            return None if origin is None else (403, "a web page has no business at the Unix socket")
         if headers.get("host", "").lower() not in self.hosts:
             return 403, f"the Host {headers.get('host', '')!r:.80} is not this daemon's"
         if origin is not None and origin.lower() not in self.origins:
@@ -79,7 +80,8 @@ def heads(scope: Scope) -> dict[str, str]:
 
 
 class Gate:
-    """ASGI: lets through what `Access` allows, and puts the headers on every answer that keep a browser in bounds."""
+    """ASGI: lets through what `Access` allows, and puts the headers on every answer that keep a browser in bounds; no
+    browser reaches the Unix socket."""
 
     def __init__(self, app: Any, access: Access) -> None:
         self.app, self.access = app, access
@@ -98,7 +100,7 @@ class Gate:
             answer = problem(status, "refused", why=why)
             await answer(scope, receive, _guarded(send))
             return
-        await self.app(scope, receive, _guarded(send))
+        await self.app(scope, receive, send if is_local(scope) else _guarded(send))
 
 
 # Scripts, styles and data only from here; the page in no frame; no form leads elsewhere.

@@ -27,7 +27,7 @@ from autosel.ledger.engine import private_folder
 from autosel.ledger.locks import InUseError, daemon_lock
 
 log = logging.getLogger(__name__)
-SWITCH_S = 0.0005  # the writer's thread and the event loop hand over to each other for every write
+SWITCH_S = 0.002  # whoever holds the interpreter gives it up after this, at the latest: a lookup waits no longer
 GRACE_S = 3  # for requests under way, when we stop
 TOKEN = "token"  # noqa: S105  (the name of its file)
 

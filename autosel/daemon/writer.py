@@ -2,6 +2,10 @@
 
 A commit is one fsync, however many it holds: with many clients that wait their turn, the group grows and the wait does
 not.
+
+The event loop and the thread that writes hold one interpreter between them: while both have work, they hand it to and
+fro at every statement, and each hand-over waits for a core. So the loop gathers a group, and hands it over at once:
+when as many wait as were at it lately, or nobody has come for `LINGER_S`. A lone write waits for nobody.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from autosel.errors import AutoselError, LedgerError
@@ -25,7 +30,10 @@ log = logging.getLogger(__name__)
 
 MOST_TOGETHER = 256
 MOST_WAITING = 4096
+LINGER_S, MOST_LINGER_S = 0.001, 0.010
 REOPEN_S = 5.0  # after the disk failed us, before it is tried again
+WRITES_A_LOG = 4000  # before SQLite's log is moved into the file: some 30 MiB of it
+IDLE_S = 0.5  # without a write, after which it is moved, whatever it holds
 
 Work = Callable[[Ledger], Any]
 
@@ -51,15 +59,17 @@ class Writer:
         self, ledger: Ledger, open_again: Callable[[], Ledger], committed: Callable[[int, bool], None]
     ) -> None:
         self.ledger, self._open_again, self._committed = ledger, open_again, committed
-        self._waiting: queue.Queue[_Item | None] = queue.Queue(MOST_WAITING)
+        self._queue: queue.SimpleQueue[Sequence[_Item] | None] = queue.SimpleQueue()
+        self._waiting, self._counting = 0, threading.Lock()
+        self._gathering = _Gathering(self._queue.put)
         self._failed_at = 0.0
-        self._over = False
+        self._logged = 0  # writes since the log was moved
         self._thread = threading.Thread(target=self._run, name="autosel-writer", daemon=True)
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        return self._waiting.qsize()
+        return self._waiting
 
     @property
     def read_only(self) -> bool:
@@ -68,50 +78,56 @@ class Writer:
     def submit(self, work: Work, *, alone: bool = False) -> Future[Any]:
         """Resolves when the work is on disk and published. Raises Busy."""
         future: Future[Any] = Future()
-        self._put(work, future, alone)
+        self._count(1)
+        self._queue.put([_Item(work=work, future=future, alone=alone)])
         return future
 
     def submit_here(self, work: Work, *, alone: bool = False) -> asyncio.Future[Any]:
-        """The same in an event loop, which is woken once for a group, however many wait in it."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._put(work, future, alone)
+        """The same in an event loop, in one and the same always. What comes at a time is one group."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        self._count(1)
+        self._gathering.add(_Item(work=work, future=future, alone=alone), loop)
         return future
 
-    def _put(self, work: Work, future: Any, alone: bool) -> None:
-        try:
-            self._waiting.put_nowait(_Item(work=work, future=future, alone=alone))
-        except queue.Full:
-            raise Busy("the daemon is busy", why=f"{MOST_WAITING} writes wait", todo="try again in a second") from None
+    def _count(self, more: int) -> None:
+        with self._counting:
+            if more > 0 and self._waiting >= MOST_WAITING:
+                raise Busy("the daemon is busy", why=f"{MOST_WAITING} writes wait", todo="try again in a second")
+            self._waiting += more
 
     def close(self) -> None:
         """What was submitted is written; then the thread ends."""
-        self._over = True
-        self._waiting.put(None)
+        self._gathering.hand_over()
+        self._queue.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        group: list[_Item] = []
-        while True:
-            item = self._waiting.get() if not group else self._next()
-            if item is not None and not item.alone and len(group) < MOST_TOGETHER:
-                group.append(item)
-                continue
-            if group:
-                self._write(group, self._together)
-                group = []
-            if item is None and self._over:
-                return
-            if item is not None:
-                if item.alone:
-                    self._write([item], self._single)
-                else:
-                    group = [item]
+        over = False
+        while not over:
+            items, over = self._next()
+            self._count(-len(items))
+            for alone, some in groupby(items, lambda item: item.alone):
+                how, most = (self._single, 1) if alone else (self._together, MOST_TOGETHER)
+                group = list(some)
+                for at in range(0, len(group), most):
+                    self._write(group[at : at + most], how)
+            if self._logged >= WRITES_A_LOG or (not items and self._logged):
+                self.ledger.move_log()  # after they are acknowledged: it takes as long as some commits
+                self._logged = 0
 
-    def _next(self) -> _Item | None:
-        try:
-            return self._waiting.get_nowait()
-        except queue.Empty:
-            return None
+    def _next(self) -> tuple[list[_Item], bool]:
+        """All that waits, and whether nothing more will come; nothing, where nothing came for a while."""
+        found: list[_Item] = []
+        wait_s = IDLE_S if self._logged else None
+        while True:
+            try:
+                more = self._queue.get(timeout=wait_s) if not found else self._queue.get_nowait()
+            except queue.Empty:
+                return found, False
+            if more is None:
+                return found, True
+            found += more
 
     def _together(self, ledger: Ledger, group: Sequence[_Item]) -> list[Any]:
         return ledger.together([partial(item.work, ledger) for item in group])
@@ -128,9 +144,10 @@ class Writer:
             if self.ledger.failed and not self._failed_at:
                 self._failed_at = time.monotonic()
             log.error("%d writes failed: %s", len(group), error)
-            _resolve([(item.future, error) for item in group])
+            self._resolve([(item.future, error) for item in group])
             return
-        _resolve([(item.future, value) for item, value in zip(group, found, strict=True)])
+        self._logged += len(group)
+        self._resolve([(item.future, value) for item, value in zip(group, found, strict=True)])
         self._committed(len(group), ledger.publications != before)
 
     def _healthy(self) -> Ledger:
@@ -145,27 +162,18 @@ class Writer:
             log.warning("the ledger can be written again")
         return self.ledger
 
+    def _resolve(self, outcomes: Sequence[Outcome]) -> None:
+        """Tell everyone; the event loop is woken once."""
+        own = [(future, value) for future, value in outcomes if isinstance(future, asyncio.Future)]
+        for future, value in outcomes:
+            if not isinstance(future, asyncio.Future):
+                _settle(future, value)
+        if own:
+            with suppress(RuntimeError):  # the loop has ended, and with it all who waited
+                own[0][0].get_loop().call_soon_threadsafe(self._gathering.settle, own)
+
 
 Outcome = tuple[Any, Any]  # a future, and what becomes of it
-
-
-def _resolve(outcomes: Sequence[Outcome]) -> None:
-    """Tell everyone; an event loop is woken once."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
-    for future, value in outcomes:
-        if isinstance(future, asyncio.Future):
-            by_loop.setdefault(future.get_loop(), []).append((future, value))
-        else:
-            _settle(future, value)
-    for loop, own in by_loop.items():
-        with suppress(RuntimeError):  # it has ended, and with it all who waited
-            loop.call_soon_threadsafe(_settle_all, own)
-
-
-def _settle_all(outcomes: Sequence[Outcome]) -> None:
-    for future, value in outcomes:
-        if not future.done():  # its caller went away
-            _settle(future, value)
 
 
 def _settle(future: Any, value: Any) -> None:
@@ -173,3 +181,55 @@ def _settle(future: Any, value: Any) -> None:
         future.set_exception(value)
     else:
         future.set_result(value)
+
+
+class _Gathering:
+    """Writes that wait in the event loop to be handed over as one group. All of it runs in the loop's thread."""
+
+    def __init__(self, put: Callable[[Sequence[_Item]], None]) -> None:
+        self._put = put
+        self._items: list[_Item] = []
+        self._under_way = 0  # handed over, not settled
+        self._handed = 0  # at the last time
+        self._expected = 1  # as many as were at it lately
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, item: _Item, loop: asyncio.AbstractEventLoop) -> None:
+        self._items.append(item)
+        if self._under_way:
+            return
+        if len(self._items) >= self._expected:
+            self.hand_over()
+        elif self._timer is None:
+            self._linger(loop, loop.time() + MOST_LINGER_S)
+
+    def hand_over(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._items:
+            items, self._items = self._items, []
+            self._handed = len(items)
+            self._under_way += self._handed
+            self._put(items)
+
+    def _linger(self, loop: asyncio.AbstractEventLoop, until_s: float) -> None:
+        self._timer = loop.call_later(LINGER_S, self._look, loop, len(self._items), until_s)
+
+    def _look(self, loop: asyncio.AbstractEventLoop, seen: int, until_s: float) -> None:
+        self._timer = None
+        if len(self._items) > seen and loop.time() < until_s:
+            self._linger(loop, until_s)
+        else:
+            self.hand_over()
+
+    def settle(self, outcomes: Sequence[Outcome]) -> None:
+        for future, value in outcomes:
+            if not future.done():  # its caller went away
+                _settle(future, value)
+        self._under_way -= len(outcomes)
+        if not self._under_way:
+            self._expected = self._handed + len(self._items)
+            if self._items:
+                loop = outcomes[0][0].get_loop()
+                self._linger(loop, loop.time() + MOST_LINGER_S)

@@ -14,6 +14,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,11 +26,10 @@ from sqlalchemy.pool import NullPool
 from autosel import settings
 from autosel.errors import LedgerError
 from autosel.ledger import server
-from autosel.ledger.locks import InUseError, write_lock
+from autosel.ledger.locks import InUseError, KeptLock, write_lock
 
 BUSY_S = 10.0  # a writing transaction takes milliseconds; who waits longer is told so
 OPEN_S = 0.2  # whoever only opens it, to read as a rule, does not wait for a writer
-COMMITS_A_CHECKPOINT = 50  # where the line is kept: a log of some megabytes at most
 OLDEST_SQLITE = (3, 37, 0)  # STRICT tables
 
 
@@ -42,7 +42,7 @@ class Database:
         self.writable = True
         self.immutable = False
         self._failure: LedgerError | None = None
-        self._keeps, self._commits = False, 0
+        self._lock: KeptLock | None = None  # where the line is kept
         self._kept: Connection | None = None  # the connection to write through, where it is kept
         self._kept_at: tuple[int, int] | None = None
         self._open = threading.local()  # .connection: this thread's transaction, while it is in `together`
@@ -111,22 +111,30 @@ class Database:
             with self._serial(patience_s), self._explained(), self._line() as connection:
                 with connection.begin():
                     yield connection
-                self._move_log(connection)
+                if connection is not self._kept:
+                    self._checkpoint(connection)
         except LedgerError as error:
             if lost(error) and self.path is not None:  # a server looks after its own disk, and comes back
                 self._failure = error
             raise
 
     def keep_line(self) -> None:
-        """Keep the writing connection from one transaction to the next. A file is then opened, and its log moved and
-        deleted, once and not at each commit."""
-        self._keeps = True
+        """Keep the writing connection, and its lock's file, from one transaction to the next. A file is then opened
+        once, and its log moved into it not at each commit but by `move_log`: for one thread alone."""
+        if self.path is not None:
+            self._lock = KeptLock(self.path)
+
+    def move_log(self) -> None:
+        """Where the line is kept: what was committed, from the log into the file."""
+        with suppress(LedgerError), self._serial(OPEN_S):
+            if self._kept is not None:
+                self._checkpoint(self._kept)
 
     @contextmanager
     def _line(self) -> Iterator[Connection]:
         """A connection to write through; under the writers' lock."""
         writer = self.engine.execution_options(autosel_write=True)
-        place = self._place() if self._keeps else None
+        place = self._place() if self._lock else None
         if place is None:  # nothing to keep: a server's lines are in a pool, and a file may be gone
             with writer.connect() as connection:
                 yield connection
@@ -153,12 +161,6 @@ class Database:
         if kept is not None:
             with suppress(exc.DBAPIError):
                 kept.close()
-
-    def _move_log(self, connection: Connection) -> None:
-        """Into the file, after each commit; after some, where the line is kept."""
-        self._commits += 1
-        if connection is not self._kept or self._commits % COMMITS_A_CHECKPOINT == 0:
-            self._checkpoint(connection)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -195,7 +197,8 @@ class Database:
         if self.path is None:
             yield
             return
-        with write_lock(self.path, deadline_s=patience_s):
+        lock = self._lock.held if self._lock else partial(write_lock, self.path)
+        with lock(deadline_s=patience_s):
             yield
 
     def _checkpoint(self, connection: Connection) -> None:
@@ -216,6 +219,8 @@ class Database:
         if self._kept is not None:  # the last to close moves the log into the file: as a writer
             with suppress(LedgerError), self._serial(BUSY_S):
                 self._let_go()
+        if self._lock is not None:
+            self._lock.close()
         self.engine.dispose()
 
     # --- engines --------------------------------------------------------------------------------------------------

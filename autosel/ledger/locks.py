@@ -7,15 +7,18 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
 from autosel.errors import LedgerError
 
 _POLL_S = 0.002
+NAME_BYTES = 1024  # of the holder, padded: one write replaces a longer name
 
 
 class InUseError(LedgerError):
@@ -25,9 +28,49 @@ class InUseError(LedgerError):
 @contextmanager
 def write_lock(database: Path, *, deadline_s: float) -> Iterator[None]:
     """Exclusive right to write to a database file. Raises LedgerError past the deadline."""
-    name = "write-" + sha256(str(database).encode()).hexdigest()[:16]
-    with _locked(database.parent / "locks" / name, f"the ledger {database}", deadline_s):
+    with _locked(_write_lock(database), f"the ledger {database}", deadline_s):
         yield
+
+
+class KeptLock:
+    """The same right, taken and given back by whoever writes often: its file stays open. A forked child must not write
+    through it: to the kernel it is its parent."""
+
+    def __init__(self, database: Path) -> None:
+        self._path, self._what = _write_lock(database), f"the ledger {database}"
+        self._descriptor = -1
+        self._one = threading.Lock()  # to the kernel, threads of one process are one holder
+
+    @contextmanager
+    def held(self, *, deadline_s: float) -> Iterator[None]:
+        """Raises LedgerError past the deadline."""
+        with self._one:
+            if self._descriptor < 0 or not _still_there(self._path, self._descriptor):
+                self.close()
+                self._descriptor = _open(self._path)
+            _hold(self._descriptor, self._what, deadline_s)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _still_there(path: Path, descriptor: int) -> bool:
+    """Would others who open the path meet us at this descriptor?"""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return os.path.samestat(found, os.fstat(descriptor))
+
+
+def _write_lock(database: Path) -> Path:
+    return database.parent / "locks" / ("write-" + sha256(str(database).encode()).hexdigest()[:16])
 
 
 @contextmanager
@@ -67,18 +110,22 @@ def device_lock(home: Path, hw_id: str) -> Iterator[None]:
 def _locked(path: Path, what: str, deadline_s: float) -> Iterator[None]:
     descriptor = _open(path)
     try:
-        if not _take(descriptor, deadline_s):
-            raise InUseError(
-                f"{what} is in use by another process",
-                why=f"held by {_holder(descriptor)}",
-                todo="let it finish, or end it; its lock ends with it",
-            )
-        with suppress(OSError):  # a full disk costs only the name in the message
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, whoami().encode(), 0)
+        _hold(descriptor, what, deadline_s)
         yield
     finally:
         os.close(descriptor)  # releases the lock, unless a child inherited it
+
+
+def _hold(descriptor: int, what: str, deadline_s: float) -> None:
+    """Take the lock, and leave our name in its file."""
+    if not _take(descriptor, deadline_s):
+        raise InUseError(
+            f"{what} is in use by another process",
+            why=f"held by {_holder(descriptor)}",
+            todo="let it finish, or end it; its lock ends with it",
+        )
+    with suppress(OSError):  # a full disk costs only the name in the message
+        os.pwrite(descriptor, whoami().encode().ljust(NAME_BYTES), 0)
 
 
 def _open(path: Path) -> int:
@@ -103,13 +150,17 @@ def _take(descriptor: int, deadline_s: float) -> bool:
 
 def whoami() -> str:
     """This process, for messages."""
+    return f"pid {os.getpid()} ({_command(os.getpid())[:200]})"
+
+
+@lru_cache(maxsize=1)
+def _command(_: int) -> str:
     try:
-        command = Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
-        command = "python"
-    return f"pid {os.getpid()} ({command[:200]})"
+        return "python"
 
 
 def _holder(descriptor: int) -> str:
-    text = os.pread(descriptor, 400, 0).decode(errors="replace")
+    text = os.pread(descriptor, NAME_BYTES, 0).decode(errors="replace").strip()
     return re.sub(r"[^\x20-\x7e]", "?", text) or "an unknown process"

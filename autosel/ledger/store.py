@@ -158,8 +158,12 @@ class Ledger:
         return self._database.failed
 
     def keep_line(self) -> None:
-        """Keep the line to the database between writes: for whoever writes often, and starts no process by fork."""
+        """Keep the line to the database between writes: for one thread that writes often, in a process that starts no
+        other by fork, and that calls `move_log` now and then."""
         self._database.keep_line()
+
+    def move_log(self) -> None:
+        self._database.move_log()
 
     def together(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
         """Group commit: make the calls, all of them in one transaction, then publish once; each is acknowledged when
@@ -629,10 +633,8 @@ class Ledger:
         it no longer fits."""
         with self._database.writing() as c:
             self._refuse_stale(c, key.partition("/")[0])
-            if _spent(c, key) + amount > LIFETIME_BUDGET * (1 + 1e-9):
-                return False
-            rows.insert(c, t.debits, key=key, amount=amount, reason=reason, created_at=rows.now())
-        return True
+            values = {"of": key, "more": amount, "why": reason, "at": rows.now(), "most": LIFETIME_BUDGET * (1 + 1e-9)}
+            return c.execute(_DEBIT, values).rowcount == 1
 
     def spent(self, key: str) -> float:
         with self._database.reading() as c:
@@ -949,11 +951,20 @@ def _document(c: Connection, table: sa.Table, row_id: int | None) -> Any:
     return c.execute(sa.select(table.c.document).where(table.c.id == row_id)).scalar()
 
 
-_SPENT = sa.select(sa.func.sum(t.debits.c.amount)).where(t.debits.c.key == sa.bindparam("of"))
+_SPENT = sa.select(sa.func.coalesce(sa.func.sum(t.debits.c.amount), 0.0)).where(t.debits.c.key == sa.bindparam("of"))
+_DEBIT = sa.insert(t.debits).from_select(  # looked at and debited in one statement
+    ["key", "amount", "reason", "created_at"],
+    sa.select(
+        sa.bindparam("of", type_=sa.Text),
+        sa.bindparam("more", type_=sa.Float),
+        sa.bindparam("why", type_=sa.Text),
+        sa.bindparam("at", type_=sa.Text),
+    ).where(_SPENT.scalar_subquery() + sa.bindparam("more", type_=sa.Float) <= sa.bindparam("most", type_=sa.Float)),
+)
 
 
 def _spent(c: Connection, key: str) -> float:
-    return float(c.execute(_SPENT, {"of": key}).scalar() or 0.0)
+    return float(c.execute(_SPENT, {"of": key}).scalar_one())
 
 
 # --- import -------------------------------------------------------------------------------------------------------

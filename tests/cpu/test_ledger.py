@@ -19,6 +19,7 @@ from autosel.errors import BadConfig, LedgerError, ParityError, UnknownName
 from autosel.ledger import Ledger, containment, open_ledger, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.key import budget_key
+from autosel.ledger.locks import InUseError, KeptLock, write_lock
 from autosel.ledger.restore import restore
 from autosel.values import (
     Arm,
@@ -520,7 +521,9 @@ def test_a_kept_line_is_killed_without_losing_what_was_acknowledged(home: Path) 
         ledger.keep_line()
         for n in range(1000):
             os.write(write, b"%d\n" % record(ledger, str(n), race=None).id)
-            if n == 70:  # past a checkpoint
+            if n == 50:
+                ledger.move_log()
+            if n == 70:
                 os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(write)
@@ -530,6 +533,32 @@ def test_a_kept_line_is_killed_without_losing_what_was_acknowledged(home: Path) 
         assert len(told) == 71
         assert {d.id for d in ledger.history()} >= set(told)
         ledger.check()
+
+
+def test_a_kept_line_moves_its_log_when_told_and_gives_its_lock_back_after_each_write(home: Path) -> None:
+    with open_ledger(home=home) as ledger, open_ledger(home=home) as other:
+        ledger.keep_line()
+        before = (home / "ledger.db").read_bytes()
+        record(ledger, "one")
+        assert (home / "ledger.db").read_bytes() == before, "it is in the log"
+        ledger.move_log()
+        assert (home / "ledger.db").read_bytes() != before
+        record(other, "two", workload=ATTN.at(B=2))
+        record(ledger, "three", workload=ATTN.at(B=4))
+        assert len(other.history()) == 3
+
+
+def test_a_kept_lock_is_the_one_that_others_take_also_where_its_file_was_deleted(home: Path) -> None:
+    with open_ledger(home=home) as ledger:
+        ledger.keep_line()
+        record(ledger, "one")
+        for path in (home / "locks").glob("write-*"):
+            path.unlink()
+        with write_lock(home / "ledger.db", deadline_s=1.0):
+            with pytest.raises(InUseError):
+                KeptLock(home / "ledger.db").held(deadline_s=0.0).__enter__()
+            with pytest.raises(LedgerError, match="in use"), ledger._database.writing(patience_s=0.0):
+                raise AssertionError("two writers at a time")
 
 
 # --- helpers ------------------------------------------------------------------------------------------------------

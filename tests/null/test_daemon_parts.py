@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from autosel.daemon import bind, charts, idle, jobs, upkeep
 from autosel.daemon.events import BEHIND, Events
 from autosel.daemon.idle import Meter, Reading
 from autosel.daemon.jobs import Full, Job, Jobs
+from autosel.daemon.protocol import Whole
 from autosel.daemon.serve import unit
 from autosel.daemon.view import bucket_of
-from autosel.daemon.writer import Writer
+from autosel.daemon.writer import MOST_LINGER_S, Busy, Writer, _Gathering, _Item
 from autosel.errors import AutoselError, LedgerError, UsageError
 from autosel.ledger import Ledger, commands, open_ledger
 from autosel.ledger.key import budget_key
@@ -205,6 +207,129 @@ def test_whatever_breaks_nobody_waits_for_ever(ledger: Ledger) -> None:
     assert writer.submit(lambda led: 7).result() == 7
     assert writer.submit(lambda led: 8, alone=True).result() == 8
     writer.close()
+
+
+class Later:
+    """An event loop's clock, which goes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now, self.calls = 0.0, []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, delay_s: float, call: Any, *values: Any) -> Any:
+        self.calls.append([self.now + delay_s, lambda: call(*values)])
+        entry = self.calls[-1]
+        return SimpleNamespace(cancel=lambda: self.calls.remove(entry) if entry in self.calls else None)
+
+    def pass_(self, seconds: float) -> None:
+        until = self.now + seconds
+        while due := sorted(c for c in self.calls if c[0] <= until):
+            self.calls.remove(due[0])
+            self.now = due[0][0]
+            due[0][1]()
+        self.now = until
+
+
+class Gathered:
+    """Writes as an event loop gathers them; `groups` is what was handed over."""
+
+    def __init__(self) -> None:
+        self.groups: list[int] = []
+        self.loop = Later()
+        self._gathering = _Gathering(lambda items: self.groups.append(len(items)))
+
+    def come(self, count: int) -> None:
+        for _ in range(count):
+            self._gathering.add(_Item(work=lambda _: None, future=None, alone=False), self.loop)  # type: ignore[arg-type]
+
+    def settle(self) -> None:
+        future = SimpleNamespace(done=lambda: True, get_loop=lambda: self.loop)
+        self._gathering.settle([(future, None)] * self.groups[-1])
+
+
+def test_a_lone_write_waits_for_nobody() -> None:
+    it = Gathered()
+    for _ in range(3):
+        it.come(1)
+        it.settle()
+    assert it.groups == [1, 1, 1]
+
+
+def test_writers_who_come_back_are_one_group() -> None:
+    it = Gathered()
+    it.come(8)
+    assert it.groups == [1], "the first does not wait"
+    it.settle()
+    it.loop.pass_(1.0)
+    assert it.groups == [1, 7]
+    it.come(1)
+    it.settle()  # eight are at it by now
+    it.come(6)
+    assert it.groups == [1, 7]
+    it.come(1)
+    assert it.groups == [1, 7, 8]
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.floats(0.0, 0.002)), min_size=1, max_size=40))
+def test_nobody_waits_longer_than_they_may_for_others(steps: list[tuple[int, float]]) -> None:
+    it = Gathered()
+    it.come(30)
+    it.settle()
+    it.loop.pass_(1.0)
+    it.settle()
+    before, began = len(it.groups), it.loop.now
+    for count, seconds in steps:
+        it.come(count)
+        it.loop.pass_(seconds)
+        if len(it.groups) > before:
+            break
+    else:
+        it.loop.pass_(began + MOST_LINGER_S + 0.002 - it.loop.now)
+    assert len(it.groups) > before
+    assert it.loop.now - began <= MOST_LINGER_S + 0.004
+
+
+def test_more_than_can_wait_are_told_so(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autosel.daemon.writer.MOST_WAITING", 3)
+    writer = Writer(ledger, lambda: ledger, lambda *_: None)
+    held, go = threading.Event(), threading.Event()
+    first = writer.submit(lambda _: (held.set(), go.wait()))
+    held.wait()
+    waiting = [writer.submit(lambda _: None) for _ in range(3)]
+    assert writer.waiting == 3
+    with pytest.raises(Busy, match="busy"):
+        writer.submit(lambda _: None)
+    go.set()
+    assert [first.result(), *(w.result() for w in waiting)][1:] == [None, None, None]
+    assert writer.submit(lambda _: 5).result() == 5
+    writer.close()
+
+
+def test_an_answer_is_sent_in_one_piece_and_before_its_line_is_closed() -> None:
+    sent: list[Any] = []
+    turns: list[Any] = []
+    under = SimpleNamespace(
+        write=sent.append,
+        close=lambda: sent.append("closed"),
+        abort=lambda: sent.append("aborted"),
+        **dict.fromkeys(("get_extra_info", "is_closing", "pause_reading", "resume_reading", "set_protocol"), print),
+    )
+    line = Whole(under, SimpleNamespace(call_soon=turns.append))  # type: ignore[arg-type]
+    line.write(b"head ")
+    line.write(b"body")
+    assert sent == []
+    turns.pop()()
+    assert sent == [b"head body"]
+    line.write(b"last")
+    line.close()
+    turns.pop()()
+    assert sent[1:] == [b"last", "closed"]
+    line.write(b"never")
+    line.abort()
+    turns.pop()()
+    assert sent[3:] == ["aborted"]
 
 
 def test_a_stale_lease_is_refused_through_the_daemon_too(ledger: Ledger) -> None:
