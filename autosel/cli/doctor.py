@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from autosel import settings
-from autosel.cli.options import json_option, verb
+from autosel.cli import engines
+from autosel.cli.engines import ENGINES
+from autosel.cli.options import Known, json_option, verb
 from autosel.cli.output import bytes_text, emit_json, paragraph
-from autosel.errors import AutoselError, BuildError
+from autosel.errors import AutoselError, BuildError, UsageError
 
 if TYPE_CHECKING:
     from autosel.ledger.store import Ledger
@@ -32,20 +34,35 @@ class Finding:
     todo: str = ""
 
 
-@verb("doctor", "doctor", "doctor --json")
+@verb("doctor", "doctor", "doctor --json", "doctor --engine vllm configs/")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), required=False)
+@click.option("--engine", type=Known("engine", ENGINES), help="would it read the files that were exported to FOLDER?")
+@click.option("--python", metavar="FILE", help="with --engine: the Python that serves, if it is another")
 @json_option
-def doctor_command(as_json: bool) -> None:
+def doctor_command(folder: Path | None, engine: str | None, python: str | None, as_json: bool) -> None:
     """Check settings, compiler, libraries, noise, ledger, snapshot, plug-ins, quarantine; say what to do.
 
-    Exit code 1 if something is broken.
+    With --engine: ask that engine's own lookup for every exported row. Exit code 1 if something is broken.
     """
-    findings = list(examine())
+    if engine is None and (folder or python):
+        raise UsageError("FOLDER and --python belong to --engine", todo=f"known engines: {', '.join(ENGINES)}")
+    if engine is not None and folder is None:
+        todo = (
+            f"{settings.spelling()} export --to {engine} DIR, then {settings.spelling()} doctor --engine {engine} DIR"
+        )
+        raise UsageError("--engine needs the folder of an export", todo=todo)
+    findings = list(examine() if engine is None or folder is None else _engine(engine, folder, python))
     if as_json:
         emit_json(findings)
     else:
         _show(findings)
     if any(f.level == "bad" for f in findings):
         raise click.exceptions.Exit(1)
+
+
+def _engine(engine: str, folder: Path, python: str | None) -> Iterator[Finding]:
+    for line in engines.examine(engine, folder, python):
+        yield Finding(what=line.what, level="ok" if line.ok else "bad", text=line.text, todo=line.todo)
 
 
 def _show(findings: Sequence[Finding]) -> None:

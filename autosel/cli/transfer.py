@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autosel import settings
-from autosel.cli.options import Known, json_option, verb
+from autosel.cli.engines import ENGINES, Asked, export_to
+from autosel.cli.options import Known, dtype_option, json_option, verb
 from autosel.cli.output import emit_json
 from autosel.errors import BadConfig, UsageError
 
 if TYPE_CHECKING:
     from autosel.ledger.store import Imported, Ledger
     from autosel.tuning.adopt import Adoption
+    from autosel.values import DTypeName
 
 
 @verb(
@@ -24,25 +26,36 @@ if TYPE_CHECKING:
     "export --sign bundle.json",
     "export --repro 41 race41.py",
     "export --to flashinfer dataset/",
+    "export --to vllm --model qwen3-8b --fingerprint h200 configs/",
 )
 @click.argument("path", type=click.Path(path_type=Path, allow_dash=True), default="-")
 @click.option("--sign", is_flag=True, help="a bundle that names this host, signed (Ed25519)")
 @click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="with this key, not the one of this home")
 @click.option("--repro", "decision_id", type=int, help="write a script that reproduces this decision's race")
-@click.option(
-    "--to", "engine", type=Known("engine", ("flashinfer",)), help="as a flashinfer-bench dataset, in folder PATH"
-)
-def export_command(path: Path, sign: bool, key: Path | None, decision_id: int | None, engine: str | None) -> None:
-    """What serves now, as one file in the snapshot's format (PATH, default stdout)."""
+@click.option("--to", "engine", type=Known("engine", ENGINES), help="as files that this engine reads, in folder PATH")
+@click.option("--model", default=None, metavar="NAME|DIR", help="with --to: whose products  [default: llama-8b]")
+@dtype_option()
+@click.option("--fingerprint", "device", metavar="DEVICE", help="with --to: derive undecided rows for h200, l4 ...")
+def export_command(
+    path: Path,
+    sign: bool,
+    key: Path | None,
+    decision_id: int | None,
+    engine: str | None,
+    model: str | None,
+    dtype: DTypeName | None,
+    device: str | None,
+) -> None:
+    """What serves now, as one file in the snapshot's format (PATH, default stdout), or as an engine's own files."""
     from autosel.ledger.store import open_ledger
 
     if engine is not None:
         if sign or decision_id is not None:
             raise UsageError(f"--to with --{'sign' if sign else 'repro'}", todo="one of them at a time")
-        from autosel.cli.dataset import export_dataset
-
-        export_dataset(path)
+        export_to(engine, path, Asked(model=model or "llama-8b", dtype=dtype, device=device))
         return
+    if model or dtype or device:
+        raise UsageError("--model, --dtype and --fingerprint belong to --to ENGINE")
     if key and not sign:
         raise UsageError("--key without --sign", todo="add --sign")
 

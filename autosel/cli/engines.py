@@ -1,0 +1,165 @@
+"""`export --to ENGINE` and `doctor --engine ENGINE`: an engine's files, and whether it would really read them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autosel import settings
+from autosel.errors import UsageError
+
+if TYPE_CHECKING:
+    from autosel.integrations.engines.ask import Reply
+    from autosel.integrations.engines.folder import Manifest
+    from autosel.integrations.engines.rows import Target
+    from autosel.values import Decision, DTypeName, Fingerprint
+
+ENGINES = ("vllm", "sglang", "inductor", "flashinfer", "hf-kernels")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What `export --to` was given beside the engine and the folder."""
+
+    model: str
+    dtype: DTypeName | None
+    device: str | None
+
+
+def export_to(engine: str, folder: Path, asked: Asked) -> None:
+    if str(folder) == "-":
+        raise UsageError("--to writes a folder", todo=f"{settings.spelling()} export --to {engine} {engine}/")
+    if engine == "flashinfer":
+        from autosel.cli.dataset import export_dataset
+
+        export_dataset(folder)
+        return
+    from importlib import import_module
+
+    module = import_module(f"autosel.integrations.engines.{engine.replace('-', '_')}")
+    made: Manifest = module.export(_target(engine, asked), folder)
+    for line in _written(made, folder):
+        click.echo(line, err=True)
+    click.echo(
+        f"would it be read?  {settings.spelling()} doctor --engine {engine} {shlex.quote(str(folder))}", err=True
+    )
+
+
+def _written(made: Manifest, folder: Path) -> Iterator[str]:
+    from autosel.integrations.engines.rows import WORDS
+
+    yield f"{made.engine} {made.engine_version}: {len(made.rows)} rows for {made.device} in {folder}"
+    for source, count in made.counts.items():
+        yield f"  {count} {WORDS[source]}"
+
+
+def _target(engine: str, asked: Asked) -> Target:
+    """The device of --fingerprint, whose rows the closed forms may give; else the GPU that the ledger knows."""
+    from autosel import models
+    from autosel.integrations.engines.rows import Target
+
+    shape = models.load(asked.model)
+    found = _gpu_decisions()
+    fp = _device(engine, asked.device, [f for f, _ in found.values()])
+    decisions = tuple(d for known, of in found.values() if known.name == fp.name for d in of)
+    return Target(
+        fp=fp, decisions=decisions, model=shape, dtype=asked.dtype or shape.dtype, derives=asked.device is not None
+    )
+
+
+def _device(engine: str, asked: str | None, known: Sequence[Fingerprint]) -> Fingerprint:
+    from autosel.fingerprint import known as files
+
+    if asked is not None:
+        return files.load(asked)
+    names = sorted({f.name for f in known})
+    if len(names) == 1:
+        return known[0]
+    example = f"{settings.spelling()} export --to {engine} --fingerprint h200 {engine}/"
+    if not names:
+        raise UsageError(
+            f"nothing to export to {engine}",
+            why="it runs on GPUs, and no decision here was made on one",
+            todo=f"{example}\nderives the rows by formula, measuring nothing",
+        )
+    raise UsageError(f"which device? decisions were made on {', '.join(names)}", todo=example)
+
+
+def _gpu_decisions() -> Mapping[str, tuple[Fingerprint, list[Decision]]]:
+    """hw_id -> (the device, what serves on it), of CUDA devices."""
+    from autosel.ledger.store import open_ledger
+
+    found: dict[str, tuple[Fingerprint, list[Decision]]] = {}
+    with open_ledger() as ledger:
+        for served in ledger.serving():
+            d = served.decision
+            if d.hw_id not in found:
+                fp = ledger.evidence(d.id).fingerprint
+                if fp is None or fp.kind != "cuda":
+                    continue
+                found[d.hw_id] = fp, []
+            found[d.hw_id][1].append(d)
+    return found
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One thing found. `ok` False: the files would not serve as they are."""
+
+    what: str
+    ok: bool
+    text: str
+    todo: str = ""
+
+
+def examine(engine: str, folder: Path, python: str | None) -> Iterator[Line]:
+    """Would this engine read the files of this folder? By its own lookup. Raises AutoselError where none answers."""
+    from autosel.integrations.engines import ask
+    from autosel.integrations.engines import folder as folders
+
+    made = folders.read(folder)
+    if made.engine != engine:
+        raise UsageError(
+            f"{folder} holds an export to {made.engine}, not to {engine}",
+            todo=f"{settings.spelling()} doctor --engine {made.engine} {shlex.quote(str(folder))}",
+        )
+    for name in folders.changed(folder, made):
+        text = f"{name} is not as it was written (or gone)"
+        yield Line(what="files", ok=False, text=text, todo="export again, or keep yours and leave the rest")
+    reply = ask.ask(engine, folder, made, python or sys.executable)
+    yield from _versions(made, reply)
+    yield from _hits(made, reply)
+
+
+def _versions(made: Manifest, reply: Reply) -> Iterator[Line]:
+    if reply.version == made.engine_version:
+        yield Line(what="version", ok=True, text=f"{made.engine} {reply.version}, for which the files were written")
+        return
+    stale = sum(not row.same for row in reply.rows)
+    moved = f"; {stale} rows hold defaults that it no longer has" if stale else ""
+    yield Line(
+        what="version",
+        ok=not stale,
+        text=f"{made.engine} {reply.version} is installed, the files were written for {made.engine_version}{moved}",
+        todo="export again, with an autosel that knows this version" if stale else "",
+    )
+
+
+def _hits(made: Manifest, reply: Reply) -> Iterator[Line]:
+    total = len(made.rows)
+    whys = sorted({row.why for row in reply.rows if row.why})
+    text = f"{reply.here} of {total} rows would be loaded here"
+    why = f": {'; '.join(whys[:3])}" + (f"; {len(whys) - 3} more reasons" if len(whys) > 3 else "") if whys else ""
+    yield Line(what="here", ok=reply.here == total, text=text + why, todo=reply.setting)
+    if reply.here < total:
+        there = f"{reply.there} of {total} rows are found on {made.device}, by {made.engine}'s own lookup"
+        yield Line(what="there", ok=reply.there == total, text=there)

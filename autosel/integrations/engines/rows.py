@@ -1,0 +1,159 @@
+"""What a row of an engine's file says, and how far that is known.
+
+measured   a decision raced this very thing: the library call or backend that the row makes the engine run
+carried    a decision chose autosel's kernel of these tiles; the engine's own kernel with them was not timed
+derived    the closed forms gave it for the device; nothing was timed
+default    nobody decided: what the engine does without a file, written out, because engines that look for the
+           nearest row would else take a neighbour's
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from autosel import ops
+from autosel.candidates.triton.linear import tiled
+from autosel.knobs.gpu.facts import GpuFacts, facts, power_of_two
+from autosel.knobs.gpu.gemm import TILE_ROW_BYTES
+from autosel.models.shape import ModelShape
+from autosel.values import DTYPE_BYTES, Decision, DTypeName, Fingerprint, Scalar, Workload
+
+Source = Literal["measured", "carried", "derived", "default"]
+SOURCES: tuple[Source, ...] = ("measured", "carried", "derived", "default")
+WORDS: Mapping[Source, str] = {
+    "measured": "measured",
+    "carried": "carried over from a measured kernel, not timed in the engine",
+    "derived": "derived by formula, not measured",
+    "default": "the engine's own default",
+}
+SERVES = ("promoted", "kept", "pinned")
+# Rows of x: every decode batch whose bucket is its own, then the tops of the buckets up to a large prefill chunk.
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """`value` is what the file holds under `key`; `ask`: what the engine's own lookup is asked to find it again."""
+
+    file: str
+    key: str
+    label: str
+    value: Any
+    source: Source
+    reason: str
+    decision: int | None = None
+    ask: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A device, what was decided on it, and a model to be served there. `derives`: the closed forms may answer."""
+
+    fp: Fingerprint
+    decisions: tuple[Decision, ...]
+    model: ModelShape
+    dtype: DTypeName
+    derives: bool
+
+    @property
+    def facts(self) -> GpuFacts:
+        return facts(self.fp)
+
+    def decided(self, w: Workload) -> Decision | None:
+        """What serves w's bucket. One that also adds a bias or a residual is the same product, and second choice."""
+        bare = w.bucket
+        found = [d for d in self.decisions if d.op == w.op and d.state in SERVES and _bare(d.workload) == bare]
+        return min(found, key=lambda d: (len(d.workload.traits), -d.id), default=None)
+
+
+def _bare(w: Workload) -> str:
+    return Workload(op=w.op, dims=w.dims, dtype=w.dtype).bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """One projection of the model as engines run it: q, k and v joined, gate and up joined."""
+
+    label: str
+    n: int
+    k: int
+
+
+def products(m: ModelShape) -> tuple[Product, ...]:
+    return (
+        Product(label="qkv", n=m.qkv_rows, k=m.d),
+        Product(label="o", n=m.d, k=m.Hq * m.D),
+        Product(label="gate_up", n=2 * m.I, k=m.d),
+        Product(label="down", n=m.d, k=m.I),
+    )
+
+
+def linear(m: int, n: int, k: int, dtype: DTypeName) -> Workload:
+    return ops.find("linear").workload(dtype, {"M": m, "N": n, "K": k})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What a Triton matrix product is launched with. `m` rows of x, `n` rows of w, `k` deep."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What is known of one product: the backend that won, and its tile where it has one."""
+
+    source: Source
+    reason: str
+    decision: int | None = None
+    backend: str = ""
+    tile: Tile | None = None
+
+
+def answer(target: Target, w: Workload) -> Answer:
+    decision = target.decided(w)
+    if decision is not None:
+        arm = decision.arm
+        found = tile(arm.knobs, w, target.facts) if arm.backend == "TRITON" else None
+        said = f"decision {decision.id}: {arm.candidate}"
+        source: Source = "carried" if found else "measured"
+        return Answer(source=source, reason=said, decision=decision.id, backend=arm.backend, tile=found)
+    if target.derives:
+        knobs = tiled(w, target.facts)
+        return Answer(
+            source="derived", reason="knobs of gemm.stream or gemm.large", tile=tile(knobs.values, w, target.facts)
+        )
+    return Answer(source="default", reason="nobody decided it")
+
+
+EIGHT_WARPS_FROM = 128 * 64  # accumulators, as kernels/triton/gemm.py has it
+LEAST_ROWS = 16  # the matrix instruction's
+
+
+def tile(knobs: Mapping[str, Scalar], w: Workload, f: GpuFacts) -> Tile | None:
+    """The tile of the streaming or the large-tile knobs; None for knobs of another kernel.
+
+    A stage holds (m + n) * k weights, k = 128 bytes of them; fewer stages where the knobs' would not fit.
+    """
+    if {"tile_rows", "columns", "stages"} <= set(knobs):
+        m, n = max(LEAST_ROWS, power_of_two(int(knobs["columns"]))), int(knobs["tile_rows"])
+    elif {"tile_m", "tile_n", "stages"} <= set(knobs):
+        m, n = int(knobs["tile_m"]), int(knobs["tile_n"])
+    else:
+        return None
+    stages = max(1, min(int(knobs["stages"]), f.smem_per_cta // ((m + n) * TILE_ROW_BYTES)))
+    warps = 8 if m * n >= EIGHT_WARPS_FROM else 4
+    return Tile(m=m, n=n, k=TILE_ROW_BYTES // DTYPE_BYTES[w.dtype], stages=stages, warps=warps)
+
+
+def counted(rows: Sequence[Row]) -> dict[Source, int]:
+    """How many rows come from where, in the order of `SOURCES`, those of none left out."""
+    counts = Counter(row.source for row in rows)
+    return {source: counts[source] for source in SOURCES if counts[source]}

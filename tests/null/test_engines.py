@@ -1,0 +1,117 @@
+"""What every export to an engine has in common: its manifest, its writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autosel.cli.main import run
+from autosel.errors import AutoselError, BadConfig
+from autosel.fingerprint import known
+from autosel.integrations.engines import ask
+from autosel.integrations.engines import folder as folders
+from autosel.integrations.engines.rows import Row
+
+ROW = Row(file="a.json", key="M=1", label="qkv M1", value={"x": 1}, source="derived", reason="formula", ask={"m": 1})
+
+
+def put(folder: Path, *names: str, engine: str = "vllm") -> folders.Manifest:
+    return folders.write(
+        folder,
+        engine=engine,
+        engine_version="1.2.3",
+        fp=known.load("h200"),
+        model="llama-8b",
+        dtype="bf16",
+        rows=[ROW],
+        files={name: f"{name}\n" for name in names},
+    )
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    made = put(tmp_path, "a.json", "sub/b.json")
+    assert folders.read(tmp_path) == made and made.device == "NVIDIA H200"
+    assert folders.changed(tmp_path, made) == ()
+    (tmp_path / "a.json").write_text("mine\n")
+    (tmp_path / "sub/b.json").unlink()
+    assert folders.changed(tmp_path, made) == ("a.json", "sub/b.json")
+
+
+def test_a_new_export_removes_what_the_last_one_wrote_and_nothing_else(tmp_path: Path) -> None:
+    put(tmp_path, "a.json", "old.json", "edited.json")
+    (tmp_path / "mine.json").write_text("{}")
+    (tmp_path / "edited.json").write_text("by hand")
+    put(tmp_path, "a.json")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "autosel.json", "edited.json", "mine.json"]
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    put(tmp_path, "a.json")
+    (tmp_path / "blocked").write_text("a file where a folder is needed")
+    before = (tmp_path / folders.MANIFEST).read_bytes()
+    with pytest.raises(BadConfig, match="cannot write"):
+        put(tmp_path, "blocked/b.json")
+    assert (tmp_path / folders.MANIFEST).read_bytes() == before
+    assert folders.changed(tmp_path, folders.read(tmp_path)) == ()
+
+
+def test_another_engines_export_is_not_overwritten(tmp_path: Path) -> None:
+    put(tmp_path, "a.json", engine="sglang")
+    with pytest.raises(BadConfig, match="an export to sglang"):
+        put(tmp_path, "a.json")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1, "engine": 5}', "{" * 2000, '{"schema": 1}', "\x00\xff"]
+)
+def test_what_is_no_manifest_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / folders.MANIFEST).write_bytes(text.encode())
+    with pytest.raises(BadConfig, match=r"autosel\.json is no manifest"):
+        folders.read(tmp_path)
+
+
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> None:
+    put(tmp_path, "a.json")
+    data = json.loads((tmp_path / folders.MANIFEST).read_text())
+    for name in ("../a.json", "/etc/passwd"):
+        (tmp_path / folders.MANIFEST).write_text(json.dumps({**data, "digests": {name: "0"}}))
+        with pytest.raises(BadConfig, match="leads elsewhere"):
+            folders.read(tmp_path)
+
+
+def test_an_engine_that_is_not_there_is_named_with_the_version_wanted(tmp_path: Path) -> None:
+    made = put(tmp_path, "a.json")
+    with pytest.raises(ask.NotInstalled) as error:
+        ask._reply("vllm", "/srv/bin/python", made, '{"absent": "No module named vllm"}\n', "")
+    assert "vllm is not installed in /srv/bin/python" in str(error.value) and "1.2.3" in str(error.value)
+
+
+@pytest.mark.parametrize("out", ["", "hello\n", '{"version": "1"}\n', '{"version":"1","device":"d","rows":[]}\n'])
+def test_an_engine_that_does_not_answer_in_full_is_an_error(tmp_path: Path, out: str) -> None:
+    made = put(tmp_path, "a.json")
+    with pytest.raises(AutoselError):
+        ask._reply("vllm", "python", made, out, "ImportError: libcuda.so\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["export", "--to", "vllm"], "--to writes a folder"),
+        (["export", "--to", "vlm", "x"], "unknown engine"),
+        (["export", "--model", "llama-8b", "x"], "belong to --to"),
+        (["export", "--to", "inductor", "--fingerprint", "h2000", "x"], "unknown device"),
+        (["export", "--to", "inductor", "x"], "no decision here was made on one"),
+        (["doctor", "x"], "belong to --engine"),
+        (["doctor", "--engine", "vllm"], "needs the folder"),
+        (["doctor", "--engine", "vllm", "."], "no export of autosel"),
+    ],
+)
+def test_bad_words_are_refused_with_the_next_step(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(words) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
