@@ -19,7 +19,7 @@ UNIT_S = 600.0
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
-    return [named.workload.key for named in scope.workloads()]
+    return [named.workload.key for named in scope.everything()]
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
@@ -27,7 +27,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     or broken, and none is faster than the memory it must read."""
     from benchmarks.gpu.instrument import Timer, spread
 
-    w = next(n.workload for n in scope.workloads() if n.workload.key == unit)
+    w = next(n.workload for n in scope.everything() if n.workload.key == unit)
     arms, refused = _arms(w, fp, scope.effort)
     timer = Timer(fp, scope.device)
     broken = _seat(timer, w, arms)

@@ -10,6 +10,8 @@ from autosel.candidates.base import Candidate
 from autosel.values import Accepted, Fingerprint, Knobs, NativeRecipe, Rejected, Scalar, Workload
 from benchmarks.gpu.scope import Scope
 
+BUILT = ("CPP", "CUDA_EXT", "CUTLASS", "TRITON")  # ours: a build is made for the settings of a shape
+
 if TYPE_CHECKING:
     from autosel.models.workloads import Named
     from autosel.race.contest import Entrant
@@ -17,20 +19,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A candidate at the first of the scope's workloads that it takes; `refused` says why it takes none."""
+    """One build of a candidate, at the first of the scope's workloads that it takes with it; `refused` says why it
+    takes none."""
 
     candidate: Candidate
     workload: Workload
     refused: str = ""
+    further: bool = False  # another build than the candidate's first
 
     @property
     def name(self) -> str:
-        return f"{self.workload.op} {self.candidate.name} {self.workload.dtype}"
+        """Op, candidate and dtype; of a further build also the shape that asks for it."""
+        op, dims, rest = self.workload.key.split("/", 2)
+        traits = rest.partition(".")[2]
+        shape = f" {dims}{'.' if traits else ''}{traits}" if self.further else ""
+        return f"{op} {self.candidate.name} {self.workload.dtype}{shape}"
 
 
 def entries(scope: Scope, fp: Fingerprint) -> list[Entry]:
-    """Every candidate of every op of the scope, in each of its dtypes."""
-    return [e for dtype in scope.dtypes for e in _of_dtype(scope, fp, scope.workloads(dtype=dtype))]
+    """Every build of every candidate of every op of the scope, in each of its dtypes: the candidates' first builds
+    first, so that a run which is cut short has met all of them."""
+    found = [e for dtype in scope.dtypes for e in _of_dtype(scope, fp, scope.everything(dtype=dtype))]
+    return sorted(found, key=lambda e: e.further)
 
 
 def _of_dtype(scope: Scope, fp: Fingerprint, named: Sequence[Named]) -> Iterator[Entry]:
@@ -42,9 +52,25 @@ def _of_dtype(scope: Scope, fp: Fingerprint, named: Sequence[Named]) -> Iterator
     for workloads in by_op.values():
         asked = {w.key: eligible(w, fp, scope.effort) for w in workloads}
         for i, (candidate, first) in enumerate(asked[workloads[0].key]):
-            fit = next((w for w in workloads if isinstance(asked[w.key][i][1], Accepted)), None)
-            refused = first.reason if fit is None and isinstance(first, Rejected) else ""
-            yield Entry(candidate=candidate, workload=fit or workloads[0], refused=refused)
+            builds: dict[object, Workload] = {}
+            for w in workloads:
+                if isinstance(asked[w.key][i][1], Accepted):
+                    builds.setdefault(_build(candidate, w, fp), w)
+            for number, w in enumerate(builds.values()):
+                yield Entry(candidate=candidate, workload=w, further=number > 0)
+            if not builds:
+                why = first.reason if isinstance(first, Rejected) else ""
+                yield Entry(candidate=candidate, workload=workloads[0], refused=why)
+
+
+def _build(candidate: Candidate, w: Workload, fp: Fingerprint) -> object:
+    """Equal for workloads that one build serves: a native kernel's flags; of Triton's, whose knobs are all compiled in,
+    the knobs; nothing else is built for a shape."""
+    if candidate.backend not in BUILT:
+        return ""
+    knobs = candidate.knobs(w, fp)
+    recipe = candidate.recipe(w, fp, knobs)
+    return recipe.flags if isinstance(recipe, NativeRecipe) else tuple(knobs.values.items())
 
 
 def entrant(candidate: Candidate, w: Workload, fp: Fingerprint, knobs: Mapping[str, Scalar] | None = None) -> Entrant:

@@ -37,12 +37,13 @@ def main(scope: Scope, name: str, checks: str) -> int:
     fp = fingerprint.take(scope.device)
     entry = next(e for e in entries(scope, fp) if e.name == name)
     way, op = way_of(entry.candidate, entry.workload, fp), OPS[entry.candidate.op]
-    recipe = way.recipe
-    assert isinstance(recipe, NativeRecipe)
-    if checks:
-        looked_for = (f"-fsanitize={checks}", "-fno-sanitize-recover=all", "-g", "-O1")
-        recipe = replace(recipe, flags=(*recipe.flags, *looked_for))
-    call = load(op, recipe, compile_source(recipe.source, recipe.flags).digest, way.knobs.values)
+    recipe, digest = way.recipe, ""
+    if isinstance(recipe, NativeRecipe):
+        if checks:
+            looked_for = (f"-fsanitize={checks}", "-fno-sanitize-recover=all", "-g", "-O1")
+            recipe = replace(recipe, flags=(*recipe.flags, *looked_for))
+        digest = compile_source(recipe.source, recipe.flags).digest
+    call = load(op, recipe, digest, way.knobs.values)
     cases = cases_of(op, proof_of(way, entry.workload), fp)
     cases = cases[:: max(1, len(cases) // CASES)]
     for case in cases:

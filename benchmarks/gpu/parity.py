@@ -13,7 +13,8 @@ UNIT_S = 900.0  # a proof's own deadline is 600 s
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
-    """One for each candidate, dtype and op; a candidate that refuses every shape is a unit too, and says why."""
+    """One for each build of each candidate, dtype and op; a candidate that refuses every shape is a unit too, and says
+    why."""
     return [entry.name for entry in entries(scope, fp)]
 
 
@@ -51,10 +52,11 @@ def table(found: Mapping[str, Found]) -> Table:
         if one.get("outcome") in ("passed", "failed"):
             worst = f"{one['worst']:.2f}" if one["outcome"] == "passed" else ""
             cases = str(one.get("cases", ""))
-            rows.append((*name.split(" "), one["outcome"], cases, worst, f"{one.get('seconds', 0):.1f}"))
+            op, candidate, dtype, shape = (*name.split(" "), "")[:4]
+            rows.append((op, candidate, dtype, one["outcome"], cases, worst, f"{one.get('seconds', 0):.1f}", shape))
     refused = sum(one.get("outcome") == "refused" for one in found.values())
     remarks = [f"{name}: {one['reason']}" for name, one in found.items() if one.get("outcome") == "failed"]
     if refused:
         remarks.append(f"{refused} candidates are not for this device or its shapes: parity.json says why")
-    columns = ("op", "candidate", "dtype", "outcome", "cases", "worst / bound", "s")
+    columns = ("op", "candidate", "dtype", "outcome", "cases", "worst / bound", "s", "a build for")
     return Table(columns=columns, rows=tuple(rows), remarks=tuple(remarks))

@@ -1,4 +1,4 @@
-"""Stage 3: every kernel of ours under checkers that see what results do not show.
+"""Stage 3: every kernel of ours, and every library's, under checkers that see what results do not show.
 
 On CUDA compute-sanitizer's four tools: accesses out of bounds, races in shared memory, reads of what nobody wrote,
 barriers that not all threads reach. On a CPU the compiler's: addresses and undefined behaviour.
@@ -15,26 +15,29 @@ from pathlib import Path
 
 from autosel import settings
 from autosel.values import Fingerprint
-from benchmarks.gpu.entrants import Entry, entries
+from benchmarks.gpu.entrants import entries
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import Found, Table
 
 UNIT_S = 900.0  # a sanitizer slows a kernel by a hundred times, and Python's start with it
 CUDA_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-CPU_TOOLS = ("address,undefined",)
+CPU_TOOLS = ("address,undefined",)  # which are compiled in
+COMPILED = ("CPP", "CUDA_EXT", "CUTLASS")
+OURS = (*COMPILED, "TRITON")
+UNCHECKED = ("TORCH", "INDUCTOR")  # PyTorch's own, and what it generates
 FOUND = 9  # the exit code by which compute-sanitizer says that it found something
 SAID = 20  # lines of a report that are kept
 EXERCISE = Path(__file__).with_name("exercise.py")
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
-    """A tool on a kernel of each source of ours that is compiled and is for this device."""
-    tools = CUDA_TOOLS if scope.on_gpu else CPU_TOOLS
-    return [f"{tool} {e.name}" for e in entries(scope, fp) if _native(e) for tool in tools]
-
-
-def _native(entry: Entry) -> bool:
-    return not entry.refused and entry.candidate.backend in ("CPP", "CUDA_EXT", "CUTLASS")
+    """A tool on each build that is for this device: the first tool on all of them, then the others on those of the
+    first dtype, whose barriers and addresses are the others' too. Libraries get the first tool alone."""
+    first, *others = CUDA_TOOLS if scope.on_gpu else CPU_TOOLS
+    there = [e for e in entries(scope, fp) if not e.refused and (e.candidate.backend in COMPILED or scope.on_gpu)]
+    there = [e for e in there if e.candidate.backend not in UNCHECKED]
+    plain = [e for e in there if e.candidate.backend in OURS and e.workload.dtype == scope.dtypes[0]]
+    return [f"{first} {e.name}" for e in there] + [f"{tool} {e.name}" for tool in others for e in plain]
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
@@ -60,7 +63,8 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
         line for line in said if "=====" in line or "ERROR" in line or "runtime error" in line or "wrong" in line
     ]
     reason = next((line.strip("= ") for line in telling if line.strip("= ")), last)
-    return {"ok": False, "outcome": "found", "reason": reason[:300], "said": (telling or said)[:SAID]}
+    theirs = name.split(" ")[1].partition(":")[0] not in ("cpp", "cuda", "cutlass", "triton")
+    return {"ok": theirs, "outcome": "found", "reason": reason[:300], "said": (telling or said)[:SAID]}
 
 
 def find_sanitizer() -> str | None:
@@ -86,7 +90,9 @@ def _library(name: str) -> str:
 def table(found: Mapping[str, Found]) -> Table:
     rows = []
     for name, one in sorted(found.items(), key=lambda item: item[0].split(" ")[1:]):
-        tool, op, candidate, dtype = name.split(" ")
+        tool, op, candidate, dtype, shape = (*name.split(" "), "")[:5]
         outcome = one.get("outcome", "not run")
-        rows.append((op, candidate, dtype, tool, outcome, str(one.get("cases", "")), f"{one.get('seconds', 0):.1f}"))
-    return Table(columns=("op", "kernel", "dtype", "tool", "outcome", "cases", "s"), rows=tuple(rows))
+        rows.append(
+            (op, candidate, dtype, tool, outcome, str(one.get("cases", "")), f"{one.get('seconds', 0):.1f}", shape)
+        )
+    return Table(columns=("op", "kernel", "dtype", "tool", "outcome", "cases", "s", "a build for"), rows=tuple(rows))

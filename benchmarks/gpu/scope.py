@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autosel.models.workloads import Named
 
 CPU_OPS = ("rmsnorm", "swiglu", "rope")  # what a dry run tunes: seconds each
+OTHER_MODEL = "gemma3-1b"  # GeGLU, windows, norms with an offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class Scope:
     ops: tuple[str, ...]  # empty: all
     dtypes: tuple[DTypeName, ...]  # of parity and the sanitizer; the others take the model's own
     batches: tuple[int, ...]
+    wide: tuple[int, ...]  # rows of x at which the projections are also asked for: the large products' range
     seq: int
     layers: int  # of the decode run; 0: all
     iters: int
@@ -58,6 +60,24 @@ class Scope:
                     found.setdefault(named.workload.key, named)
         return tuple(found.values())
 
+    def everything(self, *, dtype: DTypeName | None = None) -> tuple[Named, ...]:
+        """`workloads`, the projections of `wide`, and of ops that this model has no use for those of another one."""
+        from autosel import models
+        from autosel.models.workloads import ASKED_OPS, STEP_OPS, step
+
+        found = {named.workload.key: named for named in self.workloads(dtype=dtype)}
+        asked = [op for op in (*STEP_OPS, *ASKED_OPS) if not self.ops or op in self.ops]
+        if "linear" in asked:
+            for rows in self.wide:
+                for named in step(models.load(self.model), batch=rows, context=self.seq, dtype=dtype, ops=("linear",)):
+                    found.setdefault(named.workload.key, named)
+        there = {named.workload.op for named in found.values()}
+        missing = tuple(op for op in asked if op not in there)
+        if missing:
+            for named in step(models.load(OTHER_MODEL), batch=1, context=self.seq, dtype=dtype, ops=missing):
+                found.setdefault(named.workload.key, named)
+        return tuple(found.values())
+
 
 def scope_of(options: argparse.Namespace) -> Scope:
     """The whole of it on a GPU; on the CPU enough to run every line. Raises UnknownName for an op nobody has."""
@@ -70,6 +90,7 @@ def scope_of(options: argparse.Namespace) -> Scope:
         ops=ops,
         dtypes=tuple(options.dtype) or (("bf16",) if dry else ("bf16", "fp16", "fp32")),
         batches=(1,) if dry else (1, 8, 64),
+        wide=() if dry else (256, 2048),
         seq=options.seq or (1024 if dry else 8192),
         layers=options.layers or (2 if dry else 0),
         iters=20 if dry else 100,

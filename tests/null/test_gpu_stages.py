@@ -7,12 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from autosel.candidates.base import Candidate
+from autosel.candidates.libraries.base import Library
+from autosel.candidates.registry import eligible, own_candidates
 from autosel.errors import UsageError
+from autosel.fingerprint import known
+from autosel.native import cuda, cutlass
+from autosel.native.cuda import Nvcc
+from autosel.native.cutlass import Headers
+from autosel.values import Accepted, NativeRecipe
 from benchmarks.gpu.__main__ import chosen, parsed, seconds
+from benchmarks.gpu.entrants import Entry, entries
 from benchmarks.gpu.kept import Kept, Record
 from benchmarks.gpu.scope import Scope, scope_of
 from benchmarks.gpu.stages import NAMES, stage
 from benchmarks.gpu.summary import write_summary
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def record(**changes: object) -> Record:
@@ -93,3 +104,113 @@ def test_times_are_read(text: str, found: float) -> None:
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         seconds(text)
+
+
+# --- nobody is forgotten ----------------------------------------------------------------------------------------------
+
+DEVICES = ("h200", "rtx-5070-ti")
+UNREACHED = {"flash_attn:paged_attn": "takes pages of 256 tokens; a serving engine's have 16"}
+WITHOUT_CANDIDATE = {
+    "cuda/gemv_fp8.cu": "no op takes fp8 operands yet",
+    "cuda/attn_decode_fp8.cu": "no op takes fp8 operands yet",
+    "cuda/probes.cu": "the fingerprint stage runs it",
+}
+
+
+@pytest.fixture
+def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers, headers, Triton and each library, as far as `supports` asks."""
+    nvcc = Nvcc(path="nvcc", version="release 13.0", home=Path("/"), architectures=(80, 86, 89, 90, 100, 120))
+    monkeypatch.setattr(cuda, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(cutlass, "find_headers", lambda: Headers(include=Path("/include"), version=(4, 2, 0)))
+    monkeypatch.setattr("autosel.candidates.cuda.base.find_compiler", lambda: "g++")
+    monkeypatch.setattr("autosel.candidates.triton.base.find_spec", lambda name: name)
+    monkeypatch.setattr(Library, "why_not", lambda self, cc: "" if cc >= self.least_cc else "too old a device")
+
+
+def on_gpu() -> Scope:
+    return scope_of(parsed(["--device", "cuda"]))
+
+
+def for_gpus() -> list[Candidate]:
+    """What is not PyTorch's own and not for CPUs."""
+    return [c for c in own_candidates() if c.backend not in ("TORCH", "INDUCTOR", "CPP")]
+
+
+def accepted(name: str) -> list[Entry]:
+    return [e for e in entries(on_gpu(), known.load(name)) if not e.refused]
+
+
+def candidates_in(units: list[str], skip: int = 0) -> set[tuple[str, str]]:
+    return {(words[skip], words[skip + 1]) for words in (unit.split(" ") for unit in units)}
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_parity_lists_every_candidate_there_is() -> None:
+    listed = candidates_in(stage("parity").units(on_gpu(), known.load("h200")))
+    assert listed == {(c.op, c.name) for c in own_candidates()}
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_parity_takes_every_gpu_candidate_on_some_device() -> None:
+    met = {(e.candidate.op, e.candidate.name) for device in DEVICES for e in accepted(device)}
+    assert {c.name for c in for_gpus() if (c.op, c.name) not in met} == set(UNREACHED)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("everything_installed")
+def test_the_sanitizer_looks_at_every_kernel_that_parity_takes(device: str) -> None:
+    units = stage("sanitizer").units(on_gpu(), known.load(device))
+    there = {(e.candidate.op, e.candidate.name) for e in accepted(device) if e.candidate in for_gpus()}
+    assert candidates_in(units, skip=1) == there
+    ours = {(c.op, c.name) for c in for_gpus() if c.backend in ("CUDA_EXT", "CUTLASS", "TRITON")}
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
+        assert candidates_in([u for u in units if u.startswith(tool)], skip=1) >= there & ours
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("everything_installed")
+def test_the_bench_has_every_candidate_that_parity_takes(device: str) -> None:
+    fp, asked = known.load(device), {n.workload.key: n.workload for n in on_gpu().everything()}
+    met = set()
+    for key in stage("bench").units(on_gpu(), fp):
+        met |= {(c.op, c.name) for c, s in eligible(asked[key], fp, "full") if isinstance(s, Accepted)}
+    assert met >= {(e.candidate.op, e.candidate.name) for e in accepted(device) if e.workload.dtype == "bf16"}
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_every_gpu_source_is_reached_or_has_its_reason() -> None:
+    reached = set()
+    for device in DEVICES:
+        for e in accepted(device):
+            fp = known.load(device)
+            recipe = e.candidate.recipe(e.workload, fp, e.candidate.knobs(e.workload, fp))
+            if isinstance(recipe, NativeRecipe):
+                reached.add(recipe.source)
+            elif e.candidate.backend == "TRITON":
+                reached.add(f"triton/{recipe.target.partition(':')[0].rpartition('.')[2]}.py")
+    there = {f"{path.parent.name}/{path.name}" for path in (ROOT / "kernels").glob("c*/*.cu")}
+    there |= {
+        f"triton/{path.name}"
+        for path in (ROOT / "kernels" / "triton").glob("*.py")
+        if "\n@triton.jit" in path.read_text()
+    }
+    used_by_others = {
+        "triton/attention.py",
+        "triton/common.py",
+        "triton/gated.py",
+        "triton/project.py",
+        "triton/tiles.py",
+    }
+    assert there - reached - used_by_others == set(WITHOUT_CANDIDATE)
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_every_build_of_a_kernel_is_proven_not_only_its_first() -> None:
+    """The CUTLASS tiles for few rows, for many and for a large product are different machine code."""
+    built = [e for e in accepted("h200") if e.candidate.name == "cutlass:gemm_sm90" and e.workload.dtype == "bf16"]
+    assert {e.workload["M"] for e in built} >= {8, 64, 256}
+    names = [e.name for e in entries(on_gpu(), known.load("h200"))]
+    assert len(names) == len(set(names))
+    firsts = [e.further for e in entries(on_gpu(), known.load("h200"))]
+    assert firsts == sorted(firsts)
