@@ -683,6 +683,42 @@ def gpu_help() -> str:
     return fence("options:" + said.partition("options:")[2].rstrip())
 
 
+def certificate_fields() -> str:
+    """The certificate's fields under the headings of its source, then those of the values inside it."""
+    from autosel.certify import certificate, slo, statistics
+
+    parts = []
+    for heading, rows in _commented_fields(certificate.Certificate):
+        parts += [f"**{heading.capitalize()}**", table(("field", "type", "what it says"), rows)]
+    inside = (*(getattr(certificate, n) for n in _INSIDE), slo.Judged, statistics.Interval)
+    rows = []
+    for kind in inside:
+        fields = [(name, text) for _, group in _commented_fields(kind) for name, _, text in group]
+        said = "; ".join(f"{name}: {text}" if text else name for name, text in fields)
+        rows.append((code(kind.__name__), " ".join(prose(kind.__doc__).split()), said))
+    return "\n\n".join([*parts, "**The values inside**", table(("type", "what it is", "its fields"), rows)])
+
+
+_INSIDE = (
+    "Latency", "Gaps", "Layers", "Shape", "Proof", "RunnerUp", "OpFigures", "Way", "Samples", "Verification", "Cost",
+    "Signature",
+)  # fmt: skip
+
+
+def _commented_fields(kind: Any) -> list[tuple[str, list[tuple[str, str, str]]]]:
+    """(heading, [(field, type, comment)]) of a dataclass: a heading is a comment on a line of its own."""
+    found: list[tuple[str, list[tuple[str, str, str]]]] = []
+    for line in inspect.getsource(kind).splitlines():
+        heading = re.fullmatch(r" {4}# (.+)", line)
+        field = re.fullmatch(r" {4}(\w+): ([^=#]+?)(?: = [^#]+?)?(?:  # (.+))?", line)
+        if heading:
+            found.append((heading[1], []))
+        elif field:
+            found = found or [("", [])]
+            found[-1][1].append((code(field[1]), code(field[2]), field[3] or ""))
+    return found
+
+
 def transcript(name: str) -> str:
     """What a command printed; pytest's rows of dots are left out."""
     path = TRANSCRIPTS / f"{name}.txt"
@@ -759,6 +795,7 @@ BLOCKS: Mapping[str, Callable[..., str]] = {
     "aa": aa,
     "regret": regret,
     "ran-on": ran_on,
+    "certificate-fields": certificate_fields,
     "gpu-stages": gpu_stages,
     "gpu-help": gpu_help,
     "transcript": transcript,

@@ -76,6 +76,16 @@ class Audit:
         return sum(r.time_us for r in self.rows) + self.rest_us
 
 
+def proof_of_use(made: Certificate) -> str:
+    """How many calls the timed steps made by the counters, and whether others than the named candidates took part."""
+    counts = [(o.candidate, name, n) for o in made.per_op.values() for name, n in o.served.items()]
+    total, others = sum(n for *_, n in counts), sum(n for named, name, n in counts if name != named)
+    if not total:
+        return ""
+    by = f"{others} of them by candidates that no longer serve" if others else "all by the candidates named"
+    return f"{total} calls counted in {made.iters} steps, {by}"
+
+
 def audit(made: Certificate) -> Audit:
     """From the certificate alone, slowest op first."""
     step_us = made.latency_ms.med * 1e3

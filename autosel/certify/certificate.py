@@ -19,7 +19,7 @@ from autosel.certify.statistics import Interval
 from autosel.values import Scalar, canonical_json, from_json, parse_json, to_json
 
 FORMAT = "autosel.certificate"
-VERSION = 2
+VERSION = 3
 MOST_BYTES = 1 << 20  # of a line
 MOST_STEPS = 20_000  # whose times fit into a line
 UNSEALED = ("field_digests", "checksum", "signature")
@@ -84,20 +84,24 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpFigures:
-    """One op of the step. `median_us`, `bytes` and `flops` are those of one of its `calls`; None: it was not timed."""
+    """One op of the step. `median_us`, `bytes` and `flops` are those of one of its `calls`; None: it was not timed.
+
+    `served`: candidate -> calls over the timed steps, counted by the callables themselves.
+    """
 
     op: str
-    workload: str
-    calls: int
+    workload: str  # its key
+    calls: int  # a step
     median_us: float | None
     bytes: int | None
     flops: int | None
-    candidate: str
+    candidate: str  # that served when the run ended
     baseline: str  # the candidate that must be beaten; empty: nothing is decided, so it runs
-    state: str
+    state: str  # promoted, kept, pinned, or baseline
     decision_id: int | None
     parity: Proof | None  # None: no proof of this arm is known here
     runner_up: RunnerUp | None
+    served: Mapping[str, int]  # proof of use; empty: a mode whose calls nobody counts one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,78 +153,82 @@ class Signature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """One decode run. Times in milliseconds, rates in bytes, FLOPs and tokens per second."""
+    """One decode run. Times in milliseconds, rates in bytes, FLOPs and tokens per second.
 
-    format: str
-    version: int
+    What stands after each field is its documentation: docs/decode.md is made of it.
+    """
+
+    # which document
+    format: str  # always `autosel.certificate`
+    version: int  # of the format
     sequence: int  # its line in the file, from 1
     previous: str  # the checksum of the line before; empty on the first
     timestamp: str  # when the run began, UTC
-    repro_cmd: str
-    git_sha: str
+    repro_cmd: str  # the command that runs it again
+    git_sha: str  # of the checkout that ran, with `-dirty` if it was edited; empty for an installed wheel
     # what ran where
-    device: str
+    device: str  # its name
     sm: str  # compute capability, or a CPU's instruction set
-    hw_id: str
-    env_id: str
-    environment: Mapping[str, Any]
-    contended: bool
+    hw_id: str  # digest of the hardware's identity: decisions are looked up under it
+    env_id: str  # digest of the software's
+    environment: Mapping[str, Any]  # versions of Python, torch, compiler, driver, libraries
+    contended: bool  # other work ran when the device's rates were measured
     model: str  # with the layers in its name where not all of them ran
-    layers: Layers
-    dtype: str
-    weights: str
-    shape: Shape
-    mode: str
-    options: Mapping[str, Scalar]
+    layers: Layers  # how many ran, and of how many
+    dtype: str  # of weights, activations and cache
+    weights: str  # `random`, or the checkpoint's folder
+    shape: Shape  # batch, context, prompt, and the model's dimensions
+    mode: str  # what decisions were looked up under: execution, threads, numeric flags
+    options: Mapping[str, Scalar]  # how the run was asked for
     # how fast
-    iters: int
-    warmup: int
-    latency_ms: Latency
-    latency_interval_ms: Interval
-    baseline_ms: float
-    baseline_p95_ms: float
-    speedup: float
-    speedup_interval: Interval
-    tokens_per_sec: float
-    peak_tokens_per_sec: float
-    sustained_tokens_per_sec: float
-    tokens_per_step: float
-    itl_ms: Gaps
-    ttft_ms: float | None  # None: the cache was filled without a prompt
-    baseline_ttft_ms: float | None
-    cost: Cost
-    slo: tuple[Judged, ...]
+    iters: int  # timed steps of each arm
+    warmup: int  # untimed steps before them
+    latency_ms: Latency  # of an optimised step
+    latency_interval_ms: Interval  # 95 % interval of its median
+    baseline_ms: float  # median step of eager PyTorch with SDPA, interleaved in the same run
+    baseline_p95_ms: float  # what 95 % of its steps do not exceed
+    speedup: float  # baseline_ms / latency_ms.med
+    speedup_interval: Interval  # 95 % interval
+    tokens_per_sec: float  # 1000 * batch * tokens_per_step / latency_ms.med
+    peak_tokens_per_sec: float  # of the fastest step
+    sustained_tokens_per_sec: float  # all tokens over the sum of all steps
+    tokens_per_step: float  # of a sequence; above 1 only with speculation
+    itl_ms: Gaps  # between two tokens of a sequence
+    ttft_ms: float | None  # prompt to first token; None: the cache was filled without a prompt
+    baseline_ttft_ms: float | None  # the baseline's
+    cost: Cost  # of tokens, where power or a price is known
+    slo: tuple[Judged, ...]  # objectives asked for, what was measured, and whether it is met
     # against the limits of the device
-    bytes_per_step: int
-    bytes_per_token: float
-    flops_per_step: int
+    bytes_per_step: int  # that must cross the memory bus: weights and keys and values in reach, once
+    bytes_per_token: float  # the same over the tokens of a step
+    flops_per_step: int  # a multiply-add counts two
     read_bytes_per_s: float  # the best window of all probes: the ceiling
     read_probes: tuple[float, ...]  # what memory gave just before each pair of steps
-    read_median_bytes_per_s: float
-    peak_flops: float
-    cache_bytes: int
+    read_median_bytes_per_s: float  # their median
+    peak_flops: float  # measured arithmetic rate of the dtype, all cores; 0: not measured
+    cache_bytes: int  # last-level cache: what may be read without memory
     roofline: float  # the share of a step that reading its bytes at the rate just before it takes
-    weights_bytes: int
-    kv_cache_bytes: int
-    peak_memory_bytes: int
+    weights_bytes: int  # of all weights that ran
+    kv_cache_bytes: int  # allocated
+    peak_memory_bytes: int  # of the process, or of the GPU
     python_overhead: float | None  # share of a step; None: not told apart
     # with which decisions
     autosel: Mapping[str, str]  # op -> backend
-    knobs: Mapping[str, Mapping[str, Scalar]]
-    per_op: Mapping[str, OpFigures]
+    knobs: Mapping[str, Mapping[str, Scalar]]  # op -> the settings of the kernel that served it
+    per_op: Mapping[str, OpFigures]  # op -> what served it, how often, how long, proven how
     ways: tuple[Way, ...]  # leave one out: each half of a layer in each form, and the whole step with it
-    decision_ids: tuple[int, ...]
+    decision_ids: tuple[int, ...]  # of the ledger, all that served
     # how right
-    verification: Verification
-    verification_ok: bool
-    quality: Mapping[str, Scalar] | None
-    notes: tuple[str, ...]
-    samples: Samples
+    verification: Verification  # tokens and logits of both arms, from the same states
+    verification_ok: bool  # logits within their bound, and every arm but the baseline proven
+    quality: Mapping[str, Scalar] | None  # of a scored text (see Quality); None: none was given
+    notes: tuple[str, ...]  # what a reader should know
+    samples: Samples  # every timed step: all times above follow from them
     # how to tell that nobody touched it
     signer: str  # public key (hex); empty: unsigned
-    field_digests: Mapping[str, str]
-    checksum: str
-    signature: Signature | None
+    field_digests: Mapping[str, str]  # eight hex digits a field: which one was touched
+    checksum: str  # sha256 of the RFC 8785 bytes of all but itself and the signature
+    signature: Signature | None  # Ed25519 over the checksum; None: unsigned
 
 
 FIELDS = tuple(f.name for f in dataclasses.fields(Certificate))

@@ -271,6 +271,7 @@ def _per_op(
             decision_id=choice.decision_id,
             parity=known.parity,
             runner_up=known.runner_up,
+            served=dict(choice.served),
         )
     return made
 

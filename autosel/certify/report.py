@@ -9,7 +9,7 @@ from contextlib import suppress
 from html import escape
 from pathlib import Path
 
-from autosel.certify.audit import Audit, Row, audit
+from autosel.certify.audit import Audit, Row, audit, proof_of_use
 from autosel.certify.certificate import Certificate
 from autosel.certify.plots import pictures, png, svg
 from autosel.certify.words import figure, percent
@@ -179,6 +179,7 @@ def _facts(made: Certificate) -> str:
         ("tokens a dollar", figure(made.cost.tokens_per_dollar) if made.cost.tokens_per_dollar else ""),
         ("tokens a watt-hour", figure(made.cost.tokens_per_watt_hour) if made.cost.tokens_per_watt_hour else ""),
         ("software", ", ".join(f"{k} {v!s:.40}" for k, v in made.environment.items())),
+        ("served", proof_of_use(made)),
         ("commit", made.git_sha),
     )
     return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts if v) + "</dl>"

@@ -39,6 +39,8 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
+    """An objective that was asked for, and what was measured, in its unit."""
+
     objective: str
     measured: float
     met: bool

@@ -84,7 +84,7 @@ def _refused(path: Path, number: int, field: str, why: str) -> BadCertificate:
 
 def wrong(made: Certificate) -> str:
     """The first field whose figure cannot be right, and why; empty where all can."""
-    return _shapeless(made) or _unjudged(made) or _miscalculated(made) or _impossible(made)
+    return _shapeless(made) or _unserved(made) or _unjudged(made) or _miscalculated(made) or _impossible(made)
 
 
 def _shapeless(made: Certificate) -> str:
@@ -114,6 +114,26 @@ def _shapeless(made: Certificate) -> str:
         return "ways: a time that is not above 0, or a form nobody knows"
     if set(made.autosel) != set(made.per_op) or set(made.knobs) != set(made.per_op):
         return "autosel, knobs, per_op: they do not name the same ops"
+    return ""
+
+
+def _unserved(made: Certificate) -> str:
+    """Of the calls that were counted: none where they are counted, none by the candidate that is named, or not as many
+    as the timed steps make. A demotion within the run leaves two candidates: both count."""
+    o, eager = made.options, made.mode.startswith("eager.")  # else a graph or a team makes all of a step at once
+    listed = eager and o.get("prealloc") is True and not o.get("speculate")
+    for label, op in made.per_op.items():
+        counts, expected = op.served.values(), op.calls * made.iters
+        if any(n < 1 for n in counts):
+            return f"per_op: {label!r:.60} served: a candidate with fewer than one call"
+        if not counts:
+            if eager:
+                return f"per_op: {label!r:.60} served: no call of it was counted"
+            continue
+        if op.candidate not in op.served:
+            return f"per_op: {label!r:.60} served: {op.candidate!r:.60} is named, and served no call"
+        if listed and (sum(counts) > expected or (sum(counts) < expected and not o.get("advance"))):
+            return f"per_op: {label!r:.60} served: {sum(counts)} calls counted, {expected} made by {made.iters} steps"
     return ""
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 def summary(made: Certificate, found: Audit) -> str:
     """The certificate for people: what ran, how fast, how sure, where the time goes."""
+    from autosel.certify.audit import proof_of_use
+
     part = f"{made.layers.run} of {made.layers.of} layers"
     if made.layers.run != made.layers.of:
         part = click.style(f"{part} only", fg="yellow")
@@ -31,6 +33,8 @@ def summary(made: Certificate, found: Audit) -> str:
     word = "verified" if made.verification_ok else click.style("NOT verified", fg="red")
     near = f", logits at {v.max_logit_error / v.logit_bound:.2f} of their bound" if v.logit_bound else ""
     lines.append(f"{word}: {v.tokens_equal} of {v.tokens_checked} tokens as the baseline's{near}")
+    used = proof_of_use(made)
+    lines += [f"served: {used}"] if used else []
     lines += _quality(made)
     lines += [
         f"objective {j.objective}: {'met' if j.met else click.style('missed', fg='red')}, {j.measured:.4g}"

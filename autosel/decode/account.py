@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autosel import dispatch, ops
 from autosel.candidates import registry
@@ -62,10 +62,22 @@ def _by_workload(step: Step) -> dict[str, list[Call]]:
 
 
 class Uses:
-    """What selections ran from here on: for steps that are no list."""
+    """What ran from here on, by the counters in the callables themselves."""
 
     def __init__(self) -> None:
         self.before = {key: count for key, (_, count) in _counts().items()}
+        self.counted = dispatch.board().counted()
+
+    def served(self) -> Mapping[str, Mapping[str, int]]:
+        """Workload key -> candidate -> calls: proof of use, whatever bound the callables."""
+        found: dict[str, dict[str, int]] = {}
+        for key, count in dispatch.board().counted().items():
+            w, candidate, *_ = key
+            calls = count - self.counted.get(key, 0)
+            if calls:
+                of = found.setdefault(w.key, {})
+                of[candidate] = of.get(candidate, 0) + calls
+        return found
 
     def choices(self, plan: Plan, steps: int) -> tuple[Choice, ...]:
         """Averaged over so many steps; a workload run less than every other step is left out."""
@@ -85,6 +97,11 @@ def _counts() -> dict[str, tuple[Resolution, int]]:
             key = resolution.workload.key
             found[key] = resolution, count + (found[key][1] if key in found else 0)
     return found
+
+
+def proven(choices: Sequence[Choice], served: Mapping[str, Mapping[str, int]]) -> tuple[Choice, ...]:
+    """Each with what its workload's counter says."""
+    return tuple(replace(c, served=tuple(sorted(served.get(c.workload_key, {}).items()))) for c in choices)
 
 
 def _choice(w: Workload, count: int, plan: Plan, candidate: str, decision: Decision | None, reason: str) -> Choice:

@@ -17,7 +17,7 @@ from random import Random
 import torch
 
 from autosel import fingerprint
-from autosel.decode.account import Uses, bytes_per_step, choices_of, flops_per_step, overhead_ns, time_ops
+from autosel.decode.account import Uses, bytes_per_step, choices_of, flops_per_step, overhead_ns, proven, time_ops
 from autosel.decode.arms import Arm, Baseline, Written, our_arm
 from autosel.decode.chain import choose_chain
 from autosel.decode.model import FUSED, Chain
@@ -56,6 +56,7 @@ def measure(
         _warm_up(scene, ours, theirs, listener)
         uses = Uses()
         pairs = list(_pairs(scene, ours, theirs, rng, listener, clock))
+        served = uses.served()
         written = ours.list if isinstance(ours, Written) else None
         choices = choices_of(written, plan) if written else uses.choices(plan, len(pairs))
         listener.stage("ops", "", 0, 1)
@@ -82,7 +83,7 @@ def measure(
         peak_memory_bytes=_peak_memory(plan.device),
         read_bytes_per_s=scene.ceiling,
         read_probes=tuple(scene.probes),
-        choices=choices,
+        choices=proven(choices, served),
         per_op=per_op,
         tokens_checked=len(pairs) * plan.batch,
         tokens_equal=sum(p.equal for p in pairs),

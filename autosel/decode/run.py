@@ -129,6 +129,7 @@ class Choice:
     decision_id: int | None
     state: State | Literal["baseline"]
     reason: str = ""
+    served: tuple[tuple[str, int], ...] = ()  # candidate and calls, as its counter says of the timed steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5  # a demotion must reach us within a second (design section 9)
 
 Stamp = tuple[int, int, int, int]
+UsedFor = tuple[Workload, str, int | None, str]  # the candidate that ran, the decision behind it, the reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +92,8 @@ class Board:
         self._lock = threading.RLock()
         self._bound: list[_Bound] = []
         self._selected: dict[str, _Selected] = {}
-        self._past: dict[tuple[Any, ...], int] = {}
-        self._inherited: dict[tuple[Any, ...], int] = {}  # counted before this process was forked
+        self._past: dict[UsedFor, int] = {}
+        self._inherited: dict[UsedFor, int] = {}  # counted before this process was forked
         self._handover = Handover(self.home)
         self._stamp = _stamp(self.path, self.home)
         self._rows: tuple[snapshot.Row, ...] = ()
@@ -327,7 +328,7 @@ class Board:
         """Threads and their locks do not survive a fork."""
         self._lock = threading.RLock()
         self._inherited = {}
-        self._inherited = self._counted()
+        self._inherited = self.counted()
         self._handover = Handover(self.home)
         self._closed = threading.Event()
         for watch in self._watches.values():
@@ -359,7 +360,7 @@ class Board:
     def uses(self) -> list[Uses]:
         """What ran in this process, by what decided it; a miss is one without a decision."""
         total: dict[tuple[Any, ...], int] = {}
-        for (w, *why), count in self._counted().items():
+        for (w, *why), count in self.counted().items():
             key = (w.op, w.bucket, *why)
             total[key] = total.get(key, 0) + count
         return [
@@ -369,11 +370,12 @@ class Board:
     def asked(self) -> dict[Workload, int]:
         """How often each workload ran in this process; contexts of one length bucket count as the first of them."""
         total: dict[Workload, int] = {}
-        for (w, *_), count in self._counted().items():
+        for (w, *_), count in self.counted().items():
             total[w] = total.get(w, 0) + count
         return total
 
-    def _counted(self) -> dict[tuple[Any, ...], int]:
+    def counted(self) -> dict[UsedFor, int]:
+        """How often each ran in this process."""
         with self._lock:
             total = dict(self._past)
             now = [(e[2], calls(e)) for s in self._selected.values() for e in list(s.table.values())]
@@ -385,14 +387,14 @@ class Board:
         return total
 
 
-def _add(total: dict[tuple[Any, ...], int], resolution: Resolution, calls: int) -> None:
+def _add(total: dict[UsedFor, int], resolution: Resolution, calls: int) -> None:
     """Of a bucket split at a crossover each part counts for itself."""
     for ran, count in resolution.ran(calls):
         key = _use_key(ran)
         total[key] = total.get(key, 0) + count
 
 
-def _use_key(r: Resolution) -> tuple[Any, ...]:
+def _use_key(r: Resolution) -> UsedFor:
     return r.workload, r.candidate, r.decision.id if r.decision else None, r.reason
 
 

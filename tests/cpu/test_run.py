@@ -71,6 +71,9 @@ def test_a_run_leaves_a_verified_certificate_of_what_it_did(ran: dict[str, Any],
     assert made["read_bytes_per_s"] >= max(made["read_probes"]) > 0 and made["ttft_ms"] > 0
     assert [judged["met"] for judged in made["slo"]] == [True, False] and ran["error"]["exit_code"] == 3
     assert json.loads((folder / "c.jsonl").read_bytes().splitlines()[0]) == made
+    each = made["mode"].startswith("eager.")  # a thread team makes the whole step in one call
+    for label, o in made["per_op"].items():
+        assert o["served"] == {o["candidate"]: 20 * o["calls"]} or not (each or o["served"]), label
 
 
 def test_its_audit_and_trace_account_for_the_step(ran: dict[str, Any], folder: Path) -> None:

@@ -71,7 +71,7 @@ def decode_run(
         "peak_memory_bytes": 4 << 30,
         "read_bytes_per_s": CEILING,
         "read_probes": (READ,) * plan.iters,
-        "choices": tuple(_choice(i, label) for i, label in enumerate(OPS)),
+        "choices": tuple(_choice(i, label, plan.iters) for i, label in enumerate(OPS)),
         "per_op": tuple(_time(label, moved, step_ms) for label in OPS),
         "tokens_checked": 50,
         "tokens_equal": 50,
@@ -82,7 +82,7 @@ def decode_run(
     return DecodeRun(**made | changes)
 
 
-def _choice(number: int, label: str) -> Choice:
+def _choice(number: int, label: str, steps: int) -> Choice:
     op, calls, _ = OPS[label]
     decided = label != "rope"
     return Choice(
@@ -94,6 +94,7 @@ def _choice(number: int, label: str) -> Choice:
         candidate=f"cpp:{op}" if decided else f"torch:{op}",
         decision_id=number + 1 if decided else None,
         state="promoted" if decided else "baseline",
+        served=((f"cpp:{op}" if decided else f"torch:{op}", calls * steps),),
     )
 
 

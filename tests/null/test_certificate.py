@@ -285,11 +285,38 @@ def test_a_figure_that_does_not_follow_is_named_though_the_seal_was_computed_aga
 
 
 @pytest.mark.parametrize(
+    ("served", "why"),
+    [
+        ({}, "no call of it was counted"),
+        ({"cpp:attn": 16 * 3 - 1}, "47 calls counted, 48 made by 3 steps"),
+        ({"cpp:attn": 16 * 3 + 1}, "49 calls counted"),
+        ({"torch:sdpa": 16 * 3}, "'cpp:attn' is named, and served no call"),
+        ({"cpp:attn": 16 * 3, "torch:sdpa": 0}, "fewer than one call"),
+        ({"cpp:attn": 16, "torch:sdpa": 32}, ""),  # demoted within the run: both ran
+    ],
+)
+def test_calls_that_were_not_counted_are_no_proof_of_use(served: dict[str, int], why: str) -> None:
+    stated = document()
+    stated["per_op"]["attn"]["served"] = served
+    found = wrong(decode(resealed(stated)))
+    assert why in found and bool(found) == bool(why)
+
+
+def test_a_stream_that_goes_on_may_leave_its_last_bucket_fewer_calls() -> None:
+    stated = document()
+    stated["per_op"]["attn"]["served"] = {"cpp:attn": 16}
+    stated["options"]["advance"] = True
+    assert wrong(decode(resealed(stated))) == ""
+    stated["options"]["advance"], stated["mode"] = False, "team.t2.highest"
+    assert wrong(decode(resealed(stated))) == "", "whose calls nobody counts one by one"
+
+
+@pytest.mark.parametrize(
     ("line", "why"),
     [
         (b"", "line"),
         (b"[]", "no certificate"),
-        (b'{"format":"autosel.certificate","version":3}', "version 3"),
+        (b'{"format":"autosel.certificate","version":2}', "version 2"),
         (LINE.replace(b'"warmup":10', b'"warmup":NaN'), "NaN is not JSON"),
         (LINE.replace(b'"warmup":10', b'"warmup":1e999'), "1e999 is not JSON"),
         (LINE.replace(b'"warmup":10', b'"warmup":10,"warmup":10'), "twice"),
