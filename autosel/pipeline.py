@@ -45,7 +45,7 @@ def tune(
         clock=clock,
         deadline=started + request.budget_s if request.budget_s else float("inf"),
     )
-    with ledger.lock(fp.hw_id) as strikes:
+    with ledger.lock(fp.hw_id, fingerprint.unit(request.device)) as strikes:
         for strike in strikes:
             log.warning("%s was running when an earlier tune died", strike.arm.candidate)
         jobs = [shortlist(tuning, named) for named in request.workloads]

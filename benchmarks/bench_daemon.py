@@ -2,7 +2,8 @@
 
     python benchmarks/bench_daemon.py                      about a minute on two quiet cores
     python benchmarks/bench_daemon.py --only lookups       one part, of those below; repeatable
-    python benchmarks/bench_daemon.py --full               10^6 requests and 1,000 kills: about half an hour
+    python benchmarks/bench_daemon.py --full               10^6 requests and 1,000 kills: about an hour
+    python benchmarks/bench_daemon.py --only kills --kills 100 --seed 3      a part of them
     python benchmarks/bench_daemon.py --json
 
 Clients are processes of their own on the same cores, over the Unix socket, each waiting for an answer before it asks
@@ -33,6 +34,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +70,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", action="append", choices=sorted(PARTS), help="repeatable")
     parser.add_argument("--full", action="store_true", help="10^6 requests, 1,000 kills")
+    parser.add_argument("--kills", type=int, default=0, help="default 15, with --full 1,000")
+    parser.add_argument("--seed", type=int, default=1, help="of the moments of the kills")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = []
     for name in options.only or PARTS:
         with tempfile.TemporaryDirectory() as folder:
-            found = PARTS[name](Path(folder) / "home", options.full)
+            part = partial(kills, count=options.kills, seed=options.seed) if name == "kills" else PARTS[name]
+            found = part(Path(folder) / "home", options.full)
         results.append(found)
         if not options.json:
             mark = {True: "reached", False: "NOT reached", None: ""}[found.reached]
@@ -354,9 +359,9 @@ def _mixed(home: Path, total: int) -> None:
     together(4, work)
 
 
-def kills(home: Path, full: bool) -> Result:
-    rng, total, lost = random.Random(1), 0, 0
-    count = 1_000 if full else 15
+def kills(home: Path, full: bool, count: int = 0, seed: int = 1) -> Result:
+    rng, total, lost = random.Random(seed), 0, 0
+    count = count or (1_000 if full else 15)
     context = mp.get_context("fork")
     for _ in range(count):
         out = context.Queue()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autosel.fingerprint.device import Drift, drifted, take
+from autosel.fingerprint.device import Drift, drifted, take, unit
 from autosel.fingerprint.known import load, names
 
-__all__ = ["Drift", "drifted", "load", "names", "take"]
+__all__ = ["Drift", "drifted", "load", "names", "take", "unit"]

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from autosel.errors import BuildError, UnknownName
-from autosel.fingerprint import gpu, machine, noise, probe, stack, store
+from autosel.fingerprint import gpu, machine, noise, nvml, probe, stack, store
 from autosel.values import Fingerprint, Rate
 
 DEVICES = ("cpu", "cuda")
@@ -29,6 +29,12 @@ def take(device: str = "cpu", *, refresh: bool = False) -> Fingerprint:
     known = _identified()
     stored = None if refresh else store.read(known.env_id)
     return stored or _measured(known)
+
+
+def unit(device: str) -> str:
+    """Which of several equal devices of this machine: a GPU's UUID; empty for the CPU, of which there is one."""
+    kind, _, number = device.partition(":")
+    return nvml.read(int(number or 0)).uuid if kind == "cuda" else ""
 
 
 def _identified() -> Fingerprint:

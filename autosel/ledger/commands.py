@@ -103,9 +103,10 @@ class TakeOver:
     call: Literal["take_over"] = "take_over"
     hw_id: str
     holder: str
+    unit: str = ""
 
     def run(self, ledger: Ledger) -> tuple[int, list[Strike]]:
-        return ledger.take_over(self.hw_id, self.holder)
+        return ledger.take_over(self.hw_id, self.holder, self.unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

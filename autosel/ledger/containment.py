@@ -110,9 +110,9 @@ def machine() -> str:
         return ""
 
 
-def open_trial(connection: Connection, host: int, hw_id: str, op: str, arm: Arm) -> int:
+def open_trial(connection: Connection, host: int, hw_id: str, unit: str, op: str, arm: Arm) -> int:
     values = {"hw_id": hw_id, "op": op, "stage": "worker", "boot": boot(), "host_id": host, "created_at": now()}
-    return insert(connection, t.trials, candidate_id=put_arm(connection, arm), **values)
+    return insert(connection, t.trials, candidate_id=put_arm(connection, arm), unit=unit, **values)
 
 
 def close_trial(connection: Connection, trial_id: int, outcome: str) -> None:
@@ -133,7 +133,7 @@ class Strike:
         return bool(self.reason)
 
 
-def close_abandoned(connection: Connection, host: int, hw_id: str) -> list[Strike]:
+def close_abandoned(connection: Connection, host: int, hw_id: str, unit: str = "") -> list[Strike]:
     """Close every open trial of a host's device. Only for the one process that may hold such trials there."""
     trials, ends, here = t.trials.c, t.trial_ends.c, boot()
     ours = sa.or_(trials.host_id == host, trials.host_id.is_(None))
@@ -141,7 +141,7 @@ def close_abandoned(connection: Connection, host: int, hw_id: str) -> list[Strik
         sa.select(trials.id, trials.op, trials.boot, t.candidates.c.document)
         .join(t.candidates, trials.candidate_id == t.candidates.c.id)
         .outerjoin(t.trial_ends, ends.trial_id == trials.id)
-        .where(trials.hw_id == hw_id, ours, ends.trial_id.is_(None))
+        .where(trials.hw_id == hw_id, trials.unit == unit, ours, ends.trial_id.is_(None))
     )
     found: dict[tuple[str, str], Strike] = {}
     for trial_id, op, then, document in connection.execute(query).all():

@@ -95,14 +95,16 @@ def daemon_lock(home: Path) -> Iterator[None]:
 
 
 @contextmanager
-def device_lock(home: Path, hw_id: str) -> Iterator[None]:
-    """Exclusive right to measure on a device; at once, or LedgerError that names the holder.
+def device_lock(home: Path, hw_id: str, unit: str = "") -> Iterator[None]:
+    """Exclusive right to measure on a device; at once, or LedgerError that names the holder. `unit` tells equal devices
+    of a machine apart.
 
     Worker processes inherit the descriptor if they are given it: the device then stays taken while one still runs.
     """
     if not re.fullmatch(r"[0-9A-Za-z_-]{1,128}", hw_id):
         raise AssertionError(f"not a device id: {hw_id!r}")
-    with _locked(home / "locks" / f"device-{hw_id}", "this device", 0.0):
+    name = f"device-{hw_id}" + (f"-{sha256(unit.encode()).hexdigest()[:16]}" if unit else "")
+    with _locked(home / "locks" / name, "this device", 0.0):
         yield
 
 

@@ -130,8 +130,8 @@ class RemoteLedger(Ledger):
     def save_parity(self, hw_id: str, workload: Workload, arm: Arm, parity: Parity) -> int:
         return int(self._send(commands.SaveParity(hw_id=hw_id, workload=workload, arm=arm, parity=parity)))
 
-    def take_over(self, hw_id: str, holder: str) -> tuple[int, list[Strike]]:
-        lease, strikes = self._send(commands.TakeOver(hw_id=hw_id, holder=holder))
+    def take_over(self, hw_id: str, holder: str, unit: str = "") -> tuple[int, list[Strike]]:
+        lease, strikes = self._send(commands.TakeOver(hw_id=hw_id, holder=holder, unit=unit))
         return int(lease), [from_json(Strike, s) for s in strikes]
 
     def open_trial(self, hw_id: str, op: str, arm: Arm) -> int:

@@ -21,7 +21,7 @@ from sqlalchemy.dialects.sqlite import REAL
 from sqlalchemy.schema import SchemaItem
 from sqlalchemy.types import TypeEngine
 
-HEAD = "0003"  # the Alembic revision this code reads and writes; a test holds it to db/versions/
+HEAD = "0004"  # the Alembic revision this code reads and writes; a test holds it to db/versions/
 
 METADATA = MetaData(
     naming_convention={
@@ -61,6 +61,10 @@ hosts = _table("hosts", _id(), _text("host", unique=True), _text("name"), _text(
 
 def _host() -> Column[int]:
     return Column("host_id", Integer, ForeignKey("hosts.id"))
+
+
+def _unit() -> Column[str]:
+    return Column("unit", Text, nullable=False, server_default="")
 
 
 fingerprints = _table(
@@ -168,7 +172,8 @@ serving = _table(
     CheckConstraint("epoch > 0", name="epoch"),
 )
 
-# Who may measure on a device. The latest of a device and machine is in force; an older one cannot write any more.
+# Who may measure on a device. The latest of a device, machine and unit is in force; an older one cannot write any more.
+# `unit` tells equal devices of a machine apart (a GPU's UUID); empty where a machine has one, as of a CPU.
 leases = _table(
     "leases",
     _id(),
@@ -176,6 +181,7 @@ leases = _table(
     _text("machine"),
     _text("holder"),
     _text("created_at"),
+    _unit(),
 )
 Index(None, leases.c.hw_id, leases.c.machine)
 
@@ -190,6 +196,7 @@ trials = _table(
     _text("created_at"),
     Column("boot", Text, nullable=False, server_default=""),
     _host(),
+    _unit(),
     CheckConstraint("stage IN ('worker', 'client')", name="stage"),
 )
 trial_ends = _table(

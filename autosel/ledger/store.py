@@ -499,17 +499,18 @@ class Ledger:
     # --- containment ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def lock(self, hw_id: str) -> Iterator[list[Strike]]:
-        """The device is ours to measure on; LedgerError at once, naming the holder, if it is another's.
+    def lock(self, hw_id: str, unit: str = "") -> Iterator[list[Strike]]:
+        """The device is ours to measure on; LedgerError at once, naming the holder, if it is another's. `unit` is which
+        of several equal devices of this machine.
 
         Gives the arms whose trial a predecessor's death cut short; those struck out are in quarantine already. Should
         the lock get lost, and another take the device, what we measured can no longer be stored.
         """
-        with device_lock(self.home, hw_id), self._device_of_all(hw_id):
+        with device_lock(self.home, hw_id, unit), self._device_of_all(hw_id, unit):
             if not self.writable:
                 yield []
                 return
-            strikes = self._take_over(hw_id, whoami())
+            self._leases[hw_id], strikes = self.take_over(hw_id, whoami(), unit)
             try:
                 yield strikes
             finally:
@@ -517,24 +518,20 @@ class Ledger:
                     self._stop_trials()
                 self._leases.pop(hw_id, None)
 
-    def _device_of_all(self, hw_id: str) -> AbstractContextManager[None]:
+    def _device_of_all(self, hw_id: str, unit: str) -> AbstractContextManager[None]:
         """Other homes and containers of this machine share a device too: they meet at the server."""
         if not self.shared:
             return nullcontext()
-        name = f"autosel device {hw_id} {containment.machine()}"
+        name = " ".join(["autosel device", hw_id, containment.machine(), *([unit] if unit else [])])
         return server.session_lock(self._database.engine, name, "this device")
 
-    def _take_over(self, hw_id: str, holder: str) -> list[Strike]:
-        self._leases[hw_id], found = self.take_over(hw_id, holder)
-        return found
-
-    def take_over(self, hw_id: str, holder: str) -> tuple[int, list[Strike]]:
+    def take_over(self, hw_id: str, holder: str, unit: str = "") -> tuple[int, list[Strike]]:
         """A new lease, which ends all earlier ones; what their holders left open is closed. `lock` is made of this."""
         with self._database.writing() as c:
             values = {"hw_id": hw_id, "machine": containment.machine(), "holder": holder, "created_at": rows.now()}
-            lease = rows.insert(c, t.leases, **values)
+            lease = rows.insert(c, t.leases, unit=unit, **values)
             here = self._here(c)
-            found = containment.close_abandoned(c, here, hw_id)
+            found = containment.close_abandoned(c, here, hw_id, unit)
             for strike in found:
                 if strike.out:
                     held = strike.arm.build or strike.arm.digest
@@ -544,20 +541,24 @@ class Ledger:
             self.publish()
         return lease, found
 
-    def _refuse_stale(self, c: Connection, hw_id: str) -> None:
-        """Raise LedgerError if we held the device, and another has taken it since."""
+    def _refuse_stale(self, c: Connection, hw_id: str) -> str:
+        """The unit we hold of a device, if any. Raises LedgerError if we held one, and another has taken it since."""
         if hw_id not in self._leases:
-            return
-        lease = t.leases.c
-        mine = sa.and_(lease.hw_id == hw_id, lease.machine == containment.machine())
-        query = sa.select(lease.id, lease.holder, lease.created_at).where(mine).order_by(lease.id.desc()).limit(1)
-        last = c.execute(query).one()
-        if last.id != self._leases[hw_id]:
+            return ""
+        lease, held = t.leases.c, self._leases[hw_id]
+        unit = sa.select(lease.unit).where(lease.id == held).scalar_subquery()
+        mine = sa.and_(lease.hw_id == hw_id, lease.machine == containment.machine(), lease.unit == unit)
+        query = sa.select(lease.id, lease.holder, lease.created_at, lease.unit).where(mine)
+        last = c.execute(query.order_by(lease.id.desc()).limit(1)).first()
+        if last is None:
+            raise LedgerError(f"there is no lease {held} of this device")
+        if last.id != held:
             raise LedgerError(
                 "another process has taken this device over: what was measured here since is not stored",
                 why=f"{last.holder} took it at {last.created_at[:19]}Z; was the folder of locks deleted?",
                 todo="let it finish, then run the command again",
             )
+        return str(last.unit)
 
     @contextmanager
     def trial(self, hw_id: str, op: str, arm: Arm) -> Iterator[int]:
@@ -585,8 +586,8 @@ class Ledger:
     def open_trial(self, hw_id: str, op: str, arm: Arm) -> int:
         """`trial` is made of this and `close_trial`."""
         with self._database.writing() as c:
-            self._refuse_stale(c, hw_id)
-            return containment.open_trial(c, self._here(c), hw_id, op, arm)
+            unit = self._refuse_stale(c, hw_id)
+            return containment.open_trial(c, self._here(c), hw_id, unit, op, arm)
 
     def close_trial(self, trial_id: int, outcome: str) -> None:
         with self._database.writing() as c:

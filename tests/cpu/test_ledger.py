@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from autosel.errors import BadConfig, LedgerError, ParityError, UnknownName
 from autosel.ledger import Ledger, containment, open_ledger, snapshot
@@ -373,6 +374,22 @@ def test_a_trial_that_raises_is_closed_and_is_no_strike(ledger: Ledger) -> None:
         raise KeyboardInterrupt
     with ledger.lock(FP.hw_id) as found:
         assert found == []
+
+
+def test_equal_devices_of_a_machine_are_measured_side_by_side_each_by_one(ledger: Ledger, home: Path) -> None:
+    with open_ledger(home=home) as other, ledger.lock(FP.hw_id, "GPU-a"), other.lock(FP.hw_id, "GPU-b") as struck:
+        with ledger.trial(FP.hw_id, "attn", CPP), open_ledger(home=home) as third:
+            with pytest.raises(LedgerError, match="in use"), third.lock(FP.hw_id, "GPU-b"):
+                raise AssertionError("two at a time")
+            third.take_over(FP.hw_id, "whose lock was lost", "GPU-b")
+        assert struck == []
+        assert record(ledger, "by a").id == 1
+        with pytest.raises(LedgerError, match="taken this device over"):
+            record(other, "by b")
+    with ledger.reading() as c:
+        assert c.execute(sa.select(t.trials.c.unit, t.trial_ends.c.outcome).join(t.trial_ends)).all() == [
+            ("GPU-a", containment.FINISHED)
+        ]
 
 
 def test_the_device_lock_names_its_holder_and_ends_with_it(ledger: Ledger, home: Path) -> None:

@@ -104,11 +104,11 @@ class Server:
         options = quote(f"-c search_path={schema}")
         return f"postgresql+psycopg://{quote(user)}@/postgres?host={self.folder}&options={options}"
 
-    def connect(self, schema: str = "public") -> psycopg.Connection:
+    def connect(self, schema: str = "public", login: str = OWNER) -> psycopg.Connection:
         import psycopg
 
         options = f"-c search_path={schema}"
-        return psycopg.connect(host=str(self.folder), dbname="postgres", user=OWNER, options=options, autocommit=True)
+        return psycopg.connect(host=str(self.folder), dbname="postgres", user=login, options=options, autocommit=True)
 
     def schema(self) -> str:
         """A new, empty one: where a ledger lives. It takes no files of its own, as a database would by the hundred."""

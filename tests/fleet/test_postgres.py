@@ -21,7 +21,7 @@ from autosel.values import Decision
 from tests.cpu import test_ledger as on_sqlite
 from tests.cpu.daemons import cli, running
 from tests.cpu.test_daemon import here
-from tests.cpu.test_ledger import ATTN, BASELINE, CPP, FP, record
+from tests.cpu.test_ledger import ATTN, BASELINE, CPP, FP, PACKED, PASSED, record
 from tests.fleet.postgres import Server
 
 pytestmark = pytest.mark.fleet
@@ -119,6 +119,53 @@ def test_a_tuner_records_and_an_admin_also_ends_quarantines(
         with pytest.raises(LedgerError, match="does not let this role"):
             record(node, "two")
     assert ledger.quarantined(FP.hw_id) == {}
+
+
+def test_only_an_admin_decides_by_hand(ledger: Ledger, server: Server, schema: str, login: str, tmp_path: Path) -> None:
+    ledger.grant("tuner", login)
+    with opened_as(server, schema, login, tmp_path / "node") as node:
+        raced = record(node)
+        for by_hand in (
+            lambda: node.pin(raced.id, "mine"),
+            lambda: node.promote(raced.id, BASELINE.candidate, "it seems slower"),
+            lambda: record(node, "without a race", race=None, verdict=None),
+            lambda: record(node, "of another arm", arm=PACKED, parities=[(PACKED, PASSED)]),
+            lambda: record(node, "kept, and never decided", state="kept", arm=PACKED, parities=[(PACKED, PASSED)]),
+        ):
+            with pytest.raises(LedgerError, match="does not let this role"):
+                by_hand()
+        down = node.demote(raced.id, "wrong once")
+        with pytest.raises(LedgerError, match="does not let this role"):
+            node.promote(down.id, CPP.candidate, "it was a mistake")
+        assert record(node, "raced again").state == "promoted"
+        pin = ledger.pin(raced.id, "an admin means it")
+        with pytest.raises(LedgerError, match="does not let this role"):
+            node.unpin(pin.id, "I know better")
+        assert node.demote(pin.id, "wrong again").state == "demoted"
+    assert [d.state for d in ledger.history()] == ["demoted", "pinned", "promoted", "demoted", "promoted"]
+
+
+def test_not_even_with_sql_of_its_own_does_a_tuner_serve_what_no_race_promoted(
+    ledger: Ledger, server: Server, schema: str, login: str
+) -> None:
+    import psycopg
+
+    ledger.grant("tuner", login)
+    first = record(ledger)
+    record(ledger, "kept", state="kept", arm=BASELINE, workload=ATTN.at(B=2))
+    pin = ledger.pin(first.id, "an admin means it")
+    columns = ", ".join(c.name for c in t.decisions.c if c.name not in ("id", "state", "arm_id", "idempotency_key"))
+    copied = f"INSERT INTO decisions ({columns}, state, arm_id, idempotency_key) SELECT {columns}, %s, %s, 'x' "
+    with server.connect(schema, login) as line:
+        for state, arm in (("pinned", "arm_id"), ("promoted", "arm_id"), ("demoted", "arm_id")):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege, match="by hand"):
+                line.execute(copied.replace("%s, %s", f"'{state}', {arm}") + f"FROM decisions WHERE id = {first.id}")
+        for sql in (
+            f"UPDATE serving SET decision_id = {first.id} WHERE decision_id = {pin.id}",
+            f"DELETE FROM serving WHERE decision_id = {pin.id}",
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege, match="pinned"):
+                line.execute(sql)
 
 
 def test_the_command_prints_the_grants_or_makes_them(
