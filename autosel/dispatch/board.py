@@ -14,25 +14,26 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from autosel import settings
 from autosel.dispatch import lock, recorded
 from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
+from autosel.dispatch.devices import CPU, device_at, kind_of, places_here, this_device
 from autosel.dispatch.handover import Handover, UseKey, Who
 from autosel.dispatch.resolve import SERVING, Resolution, Serving, index, resolve
 from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
-from autosel.dispatch.signature import inputs_of, kind_of
+from autosel.dispatch.signature import inputs_of, place_of
 from autosel.errors import BadConfig
-from autosel.fingerprint import machine
 from autosel.guard import NEVER, Held, Policy, Subject, Watch
 from autosel.ledger import faults, snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import current_mode
 from autosel.ops.contract import Op
-from autosel.values import Fingerprint, Workload
+from autosel.values import Workload
+
+__all__ = ["Board", "UsedFor", "Uses", "this_device"]
 
 log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5  # a demotion must reach us within a second (design section 9)
@@ -61,7 +62,7 @@ class _Bound:
     function: weakref.ref[Any]
     cell: Cell
     resolution: Resolution
-    kind: str  # of the device it was bound on
+    place: str  # where the tensors were that it was bound for
     watch: Watch | None = None
     earlier: int = 0  # calls that ran what it was bound to before
 
@@ -97,15 +98,19 @@ class Board:
         self._handover = Handover(self.home)
         self._stamp = _stamp(self.path, self.home)
         self._rows: tuple[snapshot.Row, ...] = ()
-        self._serving = self._read()
+        self._trouble = ""  # why nothing serves, wherever
+        self._serving: dict[str, Serving] = {}  # by place: what serves tensors that are there
+        self._read()
         self._closed = threading.Event()
         self._watch()
         _boards.add(self)
 
     def refuse_unkept(self) -> None:
-        """Raises ForeignDecision unless everything pinned for this device serves here as pinned."""
-        mine = lock.pinned_here(self._rows, this_device().hw_id, current_mode())
-        error = lock.refusal(self.path, len(mine), lock.unkept(mine, self._serving.held), current_mode())
+        """Raises ForeignDecision unless everything pinned for the devices of this host serves here as pinned."""
+        mode, here = current_mode(), {device_at(place)[0].hw_id: place for place in places_here()}
+        mine = {place: lock.pinned_here(self._rows, hw_id, mode) for hw_id, place in here.items()}
+        problems = [p for place, rows in mine.items() for p in lock.unkept(rows, self._serving_at(place).held)]
+        error = lock.refusal(self.path, sum(map(len, mine.values())), problems, mode)
         if error is not None:
             self.close()
             raise error
@@ -128,9 +133,9 @@ class Board:
     def bind(self, op: Op, like: Sequence[Any] | Mapping[str, Any]) -> Bound:
         """Raises BadArguments."""
         inputs = inputs_of(op, like)
-        w, kind = op.workload_of(inputs), kind_of(op, inputs)
+        w, place = op.workload_of(inputs), place_of(op, inputs)
         with self._lock:
-            resolution = self._resolve(op, w, kind)
+            resolution = self._resolve(op, w, place)
             held: _Bound
 
             def checked(*values: Any) -> Any:
@@ -142,7 +147,7 @@ class Board:
             function, cell = make_bound(op, resolution, checked, failed)
             watch = self._watch_of(op, resolution)
             held = _Bound(
-                op=op, function=weakref.ref(function), cell=cell, resolution=resolution, kind=kind, watch=watch
+                op=op, function=weakref.ref(function), cell=cell, resolution=resolution, place=place, watch=watch
             )
             put(function, cell, resolution, watch)
             self._forget_dropped()
@@ -153,7 +158,7 @@ class Board:
         """The miss: a microsecond's work becomes some hundred, once a shape. Raises BadArguments."""
         w = op.workload_of(inputs)
         with self._lock:
-            resolution = self._resolve(op, w, kind_of(op, inputs))
+            resolution = self._resolve(op, w, place_of(op, inputs))
             watch = self._watch_of(op, resolution)
             left = _gap(watch)
             entry: Entry = [resolution.run, left, resolution, left, watch]
@@ -163,12 +168,26 @@ class Board:
                 table[key(inputs)] = entry
             return entry
 
-    def _resolve(self, op: Op, w: Workload, kind: str) -> Resolution:
-        found = resolve(op, w, self._serving, lambda part: self._part(op, part), kind=kind)
-        ours = kind == self._serving.device.kind
+    def resolution(self, op: Op, w: Workload, place: str = CPU) -> Resolution:
+        """What serves this workload for tensors that are there (`cpu`, `cuda:1`), and why it."""
+        with self._lock:
+            return self._resolve(op, w, place)
+
+    def _resolve(self, op: Op, w: Workload, place: str) -> Resolution:
+        serving = self._serving_at(place)
+        found = resolve(op, w, serving, lambda part: self._part(op, part), kind=kind_of(place))
+        ours = place == CPU  # what a daemon tunes
         if ours and found.decision is None and settings.get("mode") == "tune" and not settings.get("disable"):
             self._handover.missed(w)
         return found
+
+    def _serving_at(self, place: str) -> Serving:
+        """What serves tensors that are there; a place is looked at when the first of its tensors comes."""
+        if place not in self._serving:
+            device, unknown = device_at(place)
+            held = self._held(device.hw_id)
+            self._serving[place] = index(self._rows, device, held, trouble=unknown or self._trouble)
+        return self._serving[place]
 
     # --- guarding ---------------------------------------------------------------------------------------------------
 
@@ -213,7 +232,7 @@ class Board:
         with self._lock:
             before = self._served()
             self._seen[fault.id] = fault
-            self._serving = replace(self._serving, held=self._held())
+            self._serving = {p: replace(s, held=self._held(s.device.hw_id)) for p, s in self._serving.items()}
             self._renew(before)
         log.error("%s for %s no longer serves: %s", fault.arm.candidate, fault.decision.bucket, fault.reason)
         if fault.cause == "unchecked":  # says nothing about the arm
@@ -224,17 +243,21 @@ class Board:
             log.warning("the fault holds for this process only: it cannot be kept in %s: %s", self.home, error)
             self._handover.fault(fault)  # unless a daemon can keep it
 
-    def _held(self) -> Held:
+    def _held(self, hw_id: str) -> Held:
         found = []
         for _, fault in faults.pending(self.home):
             if isinstance(fault, BadConfig):
                 log.warning("%s", fault)
             else:
                 found.append(fault)
-        return Held([*found, *self._seen.values()], this_device().hw_id)
+        return Held([*found, *self._seen.values()], hw_id)
 
     def _served(self) -> dict[str, str]:
-        return _served(self._rows, self._serving.held)
+        """Of every device whose tensors were met."""
+        found: dict[str, str] = {}
+        for serving in self._serving.values():
+            found |= _served([row for rows in serving.rows.values() for row in rows], serving.held)
+        return found
 
     # --- watching ---------------------------------------------------------------------------------------------------
 
@@ -246,7 +269,7 @@ class Board:
                 return
             self._stamp = stamp
             before = self._served()
-            self._serving = self._read()
+            self._read()
             self._renew(before)
 
     def _renew(self, before: Mapping[str, str]) -> None:
@@ -266,20 +289,22 @@ class Board:
         count = held.calls
         self._count(held.resolution, count)
         held.earlier += count
-        held.resolution = self._resolve(held.op, held.resolution.workload, held.kind)
+        held.resolution = self._resolve(held.op, held.resolution.workload, held.place)
         held.watch = self._watch_of(held.op, held.resolution)
         put(function, held.cell, held.resolution, held.watch)
 
-    def _read(self) -> Serving:
-        device, held = this_device(), self._held()
+    def _read(self) -> None:
         try:
             found = snapshot.read(self.path)
         except BadConfig as error:
             log.warning("%s", error)
-            self._rows = ()
-            return index((), device, held, trouble=str(error).replace("\n", ": "))
-        self._rows = found.rows if found else ()
-        return index(self._rows, device, held, trouble="" if found else f"nothing is decided here yet ({self.path})")
+            self._rows, self._trouble = (), str(error).replace("\n", ": ")
+        else:
+            self._rows = found.rows if found else ()
+            self._trouble = "" if found else f"nothing is decided here yet ({self.path})"
+        places, self._serving = {CPU, *self._serving}, {}
+        for place in sorted(places):
+            self._serving_at(place)
 
     def _watch(self) -> None:
         closed, this = self._closed, weakref.ref(self)
@@ -451,13 +476,6 @@ def _stamp(path: Path, home: Path) -> Stamp:
     except OSError:
         return (0, 0, 0, faults.stamp(home))
     return (info.st_ino, info.st_mtime_ns, info.st_size, faults.stamp(home))
-
-
-@cache
-def this_device() -> Fingerprint:
-    """Identity alone: a few milliseconds, nothing measured."""
-    identity = machine.identity()
-    return Fingerprint(kind="cpu", name=identity["model"], identity=identity, environment={}, rates={})
 
 
 _boards: weakref.WeakSet[Board] = weakref.WeakSet()

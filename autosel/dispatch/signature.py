@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from autosel.dispatch import devices
 from autosel.errors import BadArguments
 from autosel.ops.contract import Op
 
@@ -90,9 +91,9 @@ def _first_tensor(op: Op) -> str:
     return next(a.name for a in op.args if a.kind == "tensor")
 
 
-def kind_of(op: Op, inputs: Mapping[str, Any]) -> str:
-    """`cpu`, `cuda`, ...: of the device that the first tensor is on; its op has seen that all are on one."""
-    return str(inputs[_first_tensor(op)].device.type)
+def place_of(op: Op, inputs: Mapping[str, Any]) -> str:
+    """Where the first tensor is (autosel/dispatch/devices.py); its op has seen that all are on one device."""
+    return devices.place_of(inputs[_first_tensor(op)])
 
 
 def generate(lines: Sequence[str], scope: dict[str, Any], name: str) -> Any:

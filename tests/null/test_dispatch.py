@@ -16,13 +16,27 @@ import torch
 
 from autosel import dispatch, ops, settings
 from autosel.candidates import arms, registry
-from autosel.dispatch import resolve
+from autosel.dispatch import devices, resolve
 from autosel.dispatch.board import Board, this_device
 from autosel.dispatch.signature import signature
 from autosel.errors import BadArguments, UnknownName
+from autosel.fingerprint import known
 from autosel.ledger import snapshot
+from autosel.ledger.faults import Fault
 from autosel.ledger.key import current_mode, serving_key
-from autosel.values import Arm, Decision, Effect, Knobs, PythonRecipe, State, Verdict, Workload, digest, to_json
+from autosel.values import (
+    Arm,
+    Decision,
+    Effect,
+    Fingerprint,
+    Knobs,
+    PythonRecipe,
+    State,
+    Verdict,
+    Workload,
+    digest,
+    to_json,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 RMS, ATTN = ops.find("rmsnorm"), ops.find("attn")
@@ -219,6 +233,83 @@ def test_a_candidate_that_no_longer_imports_costs_speed_and_not_the_call(home: P
         bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
         assert is_baseline(bound(X, WEIGHT))
         assert "cannot be loaded: driver too old" in bound.reason
+
+
+# --- on which device ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[Fingerprint, Fingerprint]:
+    """Who cuda:0 and cuda:1 are, as their identities would be read."""
+    found = (known.load("rtx-5070-ti"), known.load("h200"))
+    monkeypatch.setattr(devices, "_gpu", lambda ordinal: found[ordinal])
+    return found
+
+
+def test_each_device_has_its_own_decisions(
+    home: Path, user: Callable[[str], Arm], two_gpus: tuple[Fingerprint, Fingerprint]
+) -> None:
+    publish(home, [decision(W, user("eights")), decision(W, user("sevens"), id=42, hw_id=two_gpus[1].hw_id)])
+    with dispatch.use(home) as board:
+        served = {place: board.resolution(RMS, W, place) for place in ("cpu", "cuda:0", "cuda:1")}
+        assert {place: r.candidate for place, r in served.items()} == {
+            "cpu": "user:eights",
+            "cuda:0": "torch:rmsnorm",
+            "cuda:1": "user:sevens",
+        }
+        assert "measured on another device only" in served["cuda:0"].reason
+        assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "user:eights"
+
+
+def test_a_new_snapshot_reaches_every_device_that_was_met(
+    home: Path, user: Callable[[str], Arm], two_gpus: tuple[Fingerprint, Fingerprint]
+) -> None:
+    hw_id = two_gpus[1].hw_id
+    publish(home, [decision(W, user("sevens"), hw_id=hw_id)])
+    with dispatch.use(home) as board:
+        assert board.resolution(RMS, W, "cuda:1").candidate == "user:sevens"
+        before = board.epoch
+        publish(home, [decision(W, user("sevens"), hw_id=hw_id, state="demoted", id=43)], epoch=2)
+        board.refresh()
+        assert board.resolution(RMS, W, "cuda:1").candidate == "torch:rmsnorm"
+        assert board.epoch == before + 1
+
+
+def fault_of(d: Decision) -> Fault:
+    seen_at = "2026-01-01T01:00:00.000000+00:00"
+    return Fault(cause="kernel", reason="wrong", decision=d, workload=W.key, evidence={}, seen_at=seen_at)
+
+
+def test_a_fault_on_one_device_is_not_held_against_another(
+    home: Path, user: Callable[[str], Arm], two_gpus: tuple[Fingerprint, Fingerprint]
+) -> None:
+    gpu, cpu = decision(W, user("sevens"), id=42, hw_id=two_gpus[1].hw_id), decision(W, user("sevens"))
+    publish(home, [gpu, cpu])
+    with dispatch.use(home) as board:
+        assert board.resolution(RMS, W, "cuda:1").candidate == "user:sevens"
+        board._report(fault_of(gpu))
+        assert board.resolution(RMS, W, "cuda:1").candidate == "torch:rmsnorm"
+        assert board.resolution(RMS, W, "cpu").candidate == "user:sevens"
+
+
+def test_a_gpu_that_cannot_be_identified_gets_the_baseline_and_says_why(home: Path, user: Callable[[str], Arm]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    publish(home, [decision(W, user("eights"))])
+    with dispatch.use(home) as board:
+        found = board.resolution(RMS, W, "cuda:0")
+        assert found.candidate == "torch:rmsnorm"
+        assert "cuda:0 cannot be identified" in found.reason
+        assert board.resolution(RMS, W, "cpu").candidate == "user:eights"
+
+
+def test_a_place_is_the_devices_number_in_this_process() -> None:
+    class Tensor:
+        def __init__(self, *device: object) -> None:
+            self.device = torch.device(*device)  # type: ignore[arg-type]
+
+    places = [devices.place_of(Tensor(*d)) for d in (("cpu",), ("cuda", 1), ("cuda",), ("meta",))]
+    assert places == ["cpu", "cuda:1", "cuda:0", "meta"]
 
 
 def test_disabled_serves_the_baseline(home: Path, user: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch) -> None:
