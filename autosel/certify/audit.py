@@ -38,8 +38,14 @@ class Row:
     runner_up_ratio: float | None
 
 
-FUSED_OPS = {"attn": "norm_qkv", "mlp": "gate_up"}
-INSTEAD = {"fused": "", "normed": "norm and projections apart", "added": "residual and norm in one, projections apart"}
+FUSED_OPS = {"attn": "norm_qkv", "mlp": "gate_up", "step": "step"}
+INSTEAD = {
+    "fused": "",
+    "normed": "norm and projections apart",
+    "added": "residual and norm in one, projections apart",
+    "team": "",
+    "ops": "a call an op",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,7 +209,7 @@ def _shape(run: DecodeRun) -> c.Shape:
 def _options(run: DecodeRun) -> dict[str, Scalar]:
     plan = run.plan
     chosen: dict[str, Scalar] = {
-        "mode": plan.mode,
+        "mode": run.mode_key.partition(".")[0],
         "cache": plan.cache,
         "prompt": plan.prompt,
         "prealloc": plan.prealloc,

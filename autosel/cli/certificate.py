@@ -122,10 +122,10 @@ def fusions(found: Audit) -> list[str]:
 
     lines = []
     for a in found.attribution:
-        if "fused" not in (a.taken, a.other):
+        if not {"fused", "team"} & {a.taken, a.other}:
             continue  # neither has the fused op: of interest to nobody but the JSON
         change = a.step_over_taken - 1
-        if a.taken == "fused":
+        if a.taken in ("fused", "team"):
             told = f"{a.op}: taken; with {INSTEAD[a.other]} the step takes {change:+.1%}"
         else:
             told = f"{a.op}: left out for {INSTEAD[a.taken]}; with it the step takes {change:+.1%}"

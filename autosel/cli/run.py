@@ -58,7 +58,7 @@ MEASURED = (
 @click.option(
     "--layers", type=click.IntRange(1), metavar="N", help="only the first N layers: said wherever it is shown"
 )
-@click.option("--persistent", is_flag=True, help="one thread team for the whole step")
+@click.option("--persistent/--no-persistent", default=None, help="one thread team for the whole step  [where it wins]")
 @click.option("--small-batch", type=click.IntRange(1, 4096), metavar="N", help="N tokens of one stream in flight")
 @click.option("--no-prealloc", is_flag=True, help="ops allocate their results")
 @click.option("--paged", type=click.IntRange(1, 4096), metavar="N", help="KV cache in pages of N tokens")
@@ -127,6 +127,8 @@ class Asked:
         value = self.ctx.params.get(name)
         if name not in MEASURED or value is None or value == parameter.get_default(self.ctx):
             return []
+        if value is False:
+            return [parameter.secondary_opts[0]]
         return [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
 
     @property
@@ -156,7 +158,7 @@ class Asked:
             iters=self["iters"],
             warmup=self["warmup"],
             advance=self["advance"] or bool(self["speculate"]),
-            mode="team" if self["persistent"] else "eager",
+            persistent=self["persistent"],
             cache="paged" if self["paged"] else "contiguous",
             page=self["paged"] or 64,
             prealloc=not self["no_prealloc"],

@@ -10,6 +10,7 @@ from autosel import dispatch, ops
 from autosel.candidates import registry
 from autosel.decode.run import Choice, OpTime, Plan
 from autosel.decode.step import Call, Step
+from autosel.decode.team import CANDIDATE, KERNELS, TeamStep
 from autosel.dispatch.bound import make_bound
 from autosel.dispatch.resolve import Resolution
 from autosel.models import labels
@@ -45,18 +46,35 @@ def names(plan: Plan) -> Mapping[str, str]:
     return labels(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
 
 
-def choices_of(step: Step, plan: Plan) -> tuple[Choice, ...]:
-    """From the callables that the step is bound to, in the order a step runs them."""
-    return tuple(
-        _choice(call.workload, len(calls), plan, call.function.candidate, call.function.decision, call.function.reason)  # type: ignore[attr-defined]
-        for calls in _by_workload(step).values()
-        if (call := calls[0]).workload is not None
-    )
+def choices_of(step: Step | TeamStep, plan: Plan) -> tuple[Choice, ...]:
+    """From the callables that the step is bound to, in the order a step runs them; of a team, from its tasks."""
+    if isinstance(step, TeamStep):
+        return _choices_of_team(step, plan)
+    return tuple(_choice_of(c, plan) for c in _by_workload(step.calls).values() if c[0].workload is not None)
 
 
-def _by_workload(step: Step) -> dict[str, list[Call]]:
+def _choice_of(calls: Sequence[Call], plan: Plan) -> Choice:
+    """Of a workload's calls in a step, all bound to one callable."""
+    w, bound = calls[0].workload, calls[0].function
+    assert w is not None
+    return _choice(w, len(calls), plan, bound.candidate, bound.decision, bound.reason)  # type: ignore[attr-defined]
+
+
+def _choices_of_team(step: TeamStep, plan: Plan) -> tuple[Choice, ...]:
+    """The kernels that the tasks are made of. A decision stands behind one where it chose that very kernel."""
+    made = []
+    for calls in _by_workload([call for task in step.tasks for call in task.calls]).values():
+        w, function = calls[0].workload, calls[0].function
+        if w is not None:
+            kernel, decision = KERNELS[w.op], getattr(function, "decision", None)
+            made.append(_choice(w, len(calls), plan, kernel, decision, f"a task of {CANDIDATE}"))
+    rest = _by_workload(step.rest).values()
+    return (*made, *(_choice_of(calls, plan) for calls in rest if calls[0].workload is not None))
+
+
+def _by_workload(calls: Sequence[Call]) -> dict[str, list[Call]]:
     found: dict[str, list[Call]] = {}
-    for call in step.calls:
+    for call in calls:
         found.setdefault(call.workload.key if call.workload else call.site, []).append(call)
     return found
 
@@ -122,8 +140,10 @@ def _choice(w: Workload, count: int, plan: Plan, candidate: str, decision: Decis
 # --- how long each took ----------------------------------------------------------------------------------------------
 
 
-def time_ops(step: Step, plan: Plan, clock: Callable[[], int]) -> tuple[OpTime, ...]:
+def time_ops(step: Step | TeamStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTime, ...]:
     """Medians over every call of each op in whole steps with a clock around each op."""
+    if isinstance(step, TeamStep):
+        return _time_tasks(step, plan)
     samples: list[list[int]] = [[] for _ in step.calls]
     for _ in range(OP_ROUNDS):
         for took, call in zip(samples, step.calls, strict=True):
@@ -133,7 +153,21 @@ def time_ops(step: Step, plan: Plan, clock: Callable[[], int]) -> tuple[OpTime, 
     by_key: dict[str, list[int]] = {}
     for took, call in zip(samples, step.calls, strict=True):
         by_key.setdefault(call.workload.key if call.workload else call.site, []).extend(took)
-    return tuple(_op_time(calls, by_key[key], plan) for key, calls in _by_workload(step).items())
+    return tuple(_op_time(calls, by_key[key], plan) for key, calls in _by_workload(step.calls).items())
+
+
+def _time_tasks(step: TeamStep, plan: Plan) -> tuple[OpTime, ...]:
+    """As the team's own clocks saw them: from the barrier before a task to the one behind it. What a task does besides
+    the op that it is named after (norms, rotation, append) is in its time."""
+    main = [task.calls[0] for task in step.tasks]
+    took: dict[str, list[int]] = {}
+    for _ in range(OP_ROUNDS):
+        step.run()
+        ends = step.times[0, :, 1].tolist()
+        for call, begin, end in zip(main[1:], ends, ends[1:], strict=False):  # the first begins with the call itself
+            took.setdefault(call.workload.key if call.workload else call.site, []).append(end - begin)
+    groups = _by_workload(main[1:])
+    return tuple(_op_time(calls, took[key], plan) for key, calls in groups.items())
 
 
 def _op_time(calls: Sequence[Call], took_ns: Sequence[int], plan: Plan) -> OpTime:
@@ -172,9 +206,13 @@ class _Nothing:
             function(*arguments)
 
 
-def overhead_ns(step: Step, clock: Callable[[], int]) -> float:
-    """Median time to go through the step's list, through the cell behind every op, with no work done."""
-    empty = _Nothing(flat=[(_idle(call), call.arguments) for call in step.calls])
+def overhead_ns(step: Step | TeamStep, clock: Callable[[], int]) -> float:
+    """Median time to go through the step's list, through the cell behind every op, with no work done; of a team, to
+    call it with no task."""
+    if isinstance(step, TeamStep):
+        empty: _Nothing | TeamStep = replace(step, program=step.program[:0], times=step.times[:, :0], rest=())
+    else:
+        empty = _Nothing(flat=[(_idle(call), call.arguments) for call in step.calls])
     times = []
     for _ in range(OVERHEAD_ROUNDS):
         begin = clock()

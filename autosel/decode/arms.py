@@ -14,7 +14,9 @@ from autosel.decode.generate import accepted, at_once, draft
 from autosel.decode.model import Batch, Chain
 from autosel.decode.sample import Sampler, largest
 from autosel.decode.scene import Scene
-from autosel.decode.step import Direct, write_step
+from autosel.decode.step import Direct
+from autosel.decode.team import write
+from autosel.values import Fingerprint
 
 
 class Arm(Protocol):
@@ -48,11 +50,11 @@ def _rows(tokens: Tensor) -> list[list[int]]:
 
 
 class Written(_Choosing):
-    """Our step as a list of bound ops with buffers made beforehand."""
+    """Our step as a list of bound ops with buffers made beforehand; or, given its device, as a thread team takes it."""
 
-    def __init__(self, scene: Scene, chain: Chain) -> None:
+    def __init__(self, scene: Scene, chain: Chain, team: Fingerprint | None = None) -> None:
         super().__init__(scene)
-        self.list = write_step(scene.decoder, scene.cache, scene.place, chain, self.sampler)
+        self.list = write(scene.decoder, scene.cache, scene.place, chain, self.sampler, team=team)
         self.logits = self.list.logits
 
     def step(self) -> list[list[int]]:
@@ -116,8 +118,8 @@ class Baseline(_Choosing):
         return self.choose(self.logits)
 
 
-def our_arm(scene: Scene, chain: Chain) -> Written | AtOnce | Speculating:
-    """The form that the plan asks for."""
+def our_arm(scene: Scene, chain: Chain, team: Fingerprint | None) -> Written | AtOnce | Speculating:
+    """The form that the plan asks for; `team`: the device whose thread team takes the step."""
     if scene.plan.speculate:
         return Speculating(scene)
-    return Written(scene, chain) if scene.plan.prealloc else AtOnce(scene, chain)
+    return Written(scene, chain, team) if scene.plan.prealloc else AtOnce(scene, chain)

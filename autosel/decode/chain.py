@@ -7,14 +7,16 @@ would cost, all else as it was chosen, is kept: leave one out, and see what the 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
 from autosel.decode.model import FORMS, Chain, Form
 from autosel.decode.run import HALVES, Half, Way
 from autosel.decode.scene import Scene
-from autosel.decode.step import write_step
+from autosel.decode.step import Step, write_step
+from autosel.decode.team import TeamStep
+from autosel.race.idle import wait_until_idle
 
 ROUNDS = 9
 # In nine rounds the medians of equal steps differ by a per cent or so; a gain below that is none.
@@ -49,12 +51,17 @@ def _race(
 
 
 def _medians(scene: Scene, chains: list[Chain], rng: Random, clock: Callable[[], int]) -> list[float]:
-    steps = [write_step(scene.decoder, scene.cache, scene.place, chain) for chain in chains]
-    times: list[list[int]] = [[] for _ in chains]
+    return step_medians([write_step(scene.decoder, scene.cache, scene.place, chain) for chain in chains], rng, clock)
+
+
+def step_medians(steps: Sequence[Step | TeamStep], rng: Random, clock: Callable[[], int]) -> list[float]:
+    """Median ns of each step; each round takes all of them in an order drawn anew."""
+    times: list[list[int]] = [[] for _ in steps]
     for step in steps:
         step.run()
     for _ in range(ROUNDS):
         for i in rng.sample(range(len(steps)), len(steps)):
+            wait_until_idle()  # threads of PyTorch's that another step left looking for work would take our cores
             begin = clock()
             steps[i].run()
             times[i].append(clock() - begin)

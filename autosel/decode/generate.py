@@ -16,9 +16,11 @@ from autosel.decode.cache import Cache, make_cache
 from autosel.decode.model import FUSED, Batch, Chain, Decoder
 from autosel.decode.run import GREEDY, Sampling
 from autosel.decode.sample import Sampler
-from autosel.decode.step import Direct, Place, Step, write_step
+from autosel.decode.step import Direct, Place, Step
+from autosel.decode.team import TeamStep, write
 from autosel.decode.weights import refuse_other_tokens
 from autosel.errors import UsageError
+from autosel.values import Fingerprint
 
 CHUNK = 2048  # prompt tokens a pass: what a pass allocates stays far below the weights
 NGRAM = 3  # longest run of tokens looked for in the text so far
@@ -46,11 +48,13 @@ def generate(
     chain: Chain = FUSED,
     keep_logits: bool = False,
     heard: Callable[[list[int]], None] | None = None,
+    team: Fingerprint | None = None,
 ) -> Generated:
     """`count` new tokens for each prompt, fewer where one of `stop` comes up (it is the last one then).
 
     `speculate` K drafts K tokens a step from what the text has said before and keeps those that greedy decoding would
-    have chosen. `heard` gets each step's tokens as they come. Raises UsageError.
+    have chosen. `heard` gets each step's tokens as they come. `team` is the CPU whose thread team takes each step.
+    Raises UsageError.
     """
     asked = [list(p) for p in prompts]
     _refuse(decoder, asked, count, sampling, speculate)
@@ -69,7 +73,7 @@ def generate(
         if speculate:
             return _speculating(decoder, cache, asked, told, count, speculate, stop)
         place = Place.at(token, [len(p) for p in asked])
-        made = write_step(decoder, cache, place, chain, sampler) if prealloc else None
+        made = write(decoder, cache, place, chain, sampler, team=team) if prealloc else None
         one = _Written(made, sampler) if made else _AtOnce(decoder, cache, place, chain, sampler)
         return _decoding(one, sampler, told, count, stop, keep_logits, heard)
 
@@ -133,7 +137,7 @@ def batch_of(tokens: Tensor, start: int) -> Batch:
 class _Written:
     """Steps by the written list."""
 
-    def __init__(self, step: Step, sampler: Sampler) -> None:
+    def __init__(self, step: Step | TeamStep, sampler: Sampler) -> None:
         self.step, self.cache, self.place, self.sampler = step, step.cache, step.place, sampler
 
     def __call__(self) -> tuple[Tensor, list[int]]:

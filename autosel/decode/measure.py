@@ -24,7 +24,9 @@ from autosel.decode.model import FUSED, Chain
 from autosel.decode.quality import quality
 from autosel.decode.run import DecodeRun, Listener, Plan, Silent, Text
 from autosel.decode.scene import Clock, Scene, set_scene
+from autosel.decode.team import refuse_unsupported
 from autosel.decode.weights import Weights
+from autosel.decode.whole import Whole, choose_team
 from autosel.errors import UsageError
 from autosel.ledger.key import current_mode
 from autosel.race.idle import wait_until_idle
@@ -52,7 +54,9 @@ def measure(
         scene = set_scene(plan, weights, listener, clock)
         listener.stage("chain", "whole steps", 0, 1)
         chain, ways = choose_chain(scene, rng, clock) if _may_choose(plan) else (FUSED, ())
-        ours, theirs = our_arm(scene, chain), Baseline(scene)
+        whole = choose_team(scene, chain, fp, rng, clock)
+        team = fp if whole.taken else None
+        ours, theirs = our_arm(scene, chain, team), Baseline(scene)
         _warm_up(scene, ours, theirs, listener)
         uses = Uses()
         pairs = list(_pairs(scene, ours, theirs, rng, listener, clock))
@@ -62,12 +66,12 @@ def measure(
         listener.stage("ops", "", 0, 1)
         per_op = time_ops(written, plan, clock) if written else ()
         idle_ns = overhead_ns(written, clock) if written else None
-        found = quality(scene.decoder, plan, text, chain, listener) if text else None
+        found = quality(scene.decoder, plan, text, chain, listener, team) if text else None
     context = plan.seq + (len(pairs) - 1) // 2 if plan.advance else plan.seq
     return DecodeRun(
         plan=plan,
         fingerprint=fp,
-        mode_key=current_mode(plan.mode),
+        mode_key=current_mode("team" if team else plan.mode),
         started_at=started_at,
         seconds=time.monotonic() - began,
         optimised_ns=tuple(p.optimised_ns for p in pairs),
@@ -91,9 +95,9 @@ def measure(
         logit_bound=scene.logit_bound,
         python_overhead_share=None if idle_ns is None else idle_ns / statistics.median(p.optimised_ns for p in pairs),
         tokens_per_step=sum(p.kept for p in pairs) / len(pairs),
-        ways=ways,
+        ways=whole.ways if team else (*ways, *whole.ways),
         quality=found,
-        notes=_notes(plan, chain),
+        notes=_notes(plan, chain, whole),
     )
 
 
@@ -101,8 +105,8 @@ def refuse(plan: Plan) -> None:
     """Raises UsageError for what cannot be measured. To be asked before weights are loaded, which takes minutes."""
     if plan.mode == "graph" and plan.device == "cpu":
         raise UsageError("mode graph on a CPU", why="graphs are captured on a GPU", todo="leave the mode out")
-    if plan.mode == "team":
-        raise UsageError("mode team", why="no whole-step kernel is known for this device", todo="leave the mode out")
+    if plan.persistent:
+        refuse_unsupported(plan)
     if plan.speculate and (plan.batch > 1 or not plan.advance or plan.sampling.changes_greedy):
         raise UsageError(
             "speculation with a batch, a fixed context or sampling",
@@ -115,8 +119,12 @@ def _may_choose(plan: Plan) -> bool:
     return plan.prealloc and not plan.speculate
 
 
-def _notes(plan: Plan, chain: Chain) -> tuple[str, ...]:
+def _notes(plan: Plan, chain: Chain, whole: Whole) -> tuple[str, ...]:
     notes = [f"chain: attention {chain.attn}, feed-forward {chain.mlp}"]
+    if whole.taken:
+        notes = ["step: one native call, by one thread team"]
+    if whole.note:
+        notes.append(whole.note)
     if plan.prompt == "synthetic":
         notes.append("the cache was filled with random keys and values; no prompt was run")
     return tuple(notes)

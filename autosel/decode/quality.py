@@ -23,14 +23,18 @@ from autosel.decode.eager import Eager
 from autosel.decode.generate import at_once
 from autosel.decode.model import Chain, Decoder
 from autosel.decode.run import Listener, Plan, Quality, Text
-from autosel.decode.step import Direct, Place, write_step
+from autosel.decode.step import Direct, Place
+from autosel.decode.team import write
+from autosel.values import Fingerprint
 
 MOST_TOKENS = 512  # of all rows: the reference keeps its logits
 CHUNK = 64  # positions whose logits are made at a time
 
 
-def quality(decoder: Decoder, plan: Plan, text: Text, chain: Chain, listener: Listener) -> Quality:
-    """Score the text on both paths."""
+def quality(
+    decoder: Decoder, plan: Plan, text: Text, chain: Chain, listener: Listener, team: Fingerprint | None = None
+) -> Quality:
+    """Score the text on both paths; `team` as in `team.write`."""
     rows = windows(text.tokens, plan.batch)
     count = len(rows[0])
     tokens = torch.tensor(rows, device=decoder.weights.device)
@@ -43,7 +47,7 @@ def quality(decoder: Decoder, plan: Plan, text: Text, chain: Chain, listener: Li
     listener.stage("quality", "reference", 0, count)
     reference = _reference(decoder, tokens)
     place = Place.at(tokens[:, 0], [0] * len(rows))
-    step = write_step(decoder, cache, place, chain) if plan.prealloc else None
+    step = write(decoder, cache, place, chain, team=team) if plan.prealloc else None
     run, scores = Direct(), _Scores()
     for i in range(count - 1):
         listener.stage("quality", text.name, i, count - 1)

@@ -15,7 +15,7 @@ from autosel.errors import UsageError
 from autosel.models.shape import ModelShape
 from autosel.values import Backend, DTypeName, Fingerprint, State
 
-Mode = Literal["eager", "graph", "team"]
+Mode = Literal["eager", "graph"]
 Layout = Literal["contiguous", "paged"]
 LARGEST = {"batch": 1 << 16, "seq": 1 << 24, "iters": 10**6, "warmup": 10**6, "page": 1 << 12, "speculate": 64}
 
@@ -73,6 +73,8 @@ class Plan:
     warmup: int = 10
     advance: bool = False
     mode: Mode = "eager"
+    # one thread team takes the whole step (a CPU): True or False; None: where a race of whole steps says so
+    persistent: bool | None = None
     cache: Layout = "contiguous"
     page: int = 64  # tokens a page of a paged cache
     prealloc: bool = True  # every op writes into buffers made once; off: ops allocate their results
@@ -190,14 +192,15 @@ HALVES: tuple[Half, Half] = ("attn", "mlp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way to make one half of every layer, and what the whole step took with it, the other half as it was chosen.
+    """One way to make one half of every layer, and what the whole step took with it, the other half as it was chosen;
+    or, of the step itself, one way to run it.
 
     `fused`: one op from the block's input through its first projection. `normed`: norm and projection apart. `added`:
-    residual and norm in one op, then the projection.
+    residual and norm in one op, then the projection. `ops`: op by op, in the chosen forms. `team`: one native call.
     """
 
-    half: Half
-    form: Literal["fused", "normed", "added"]
+    half: Half | Literal["step"]
+    form: Literal["fused", "normed", "added", "ops", "team"]
     step_us: float  # median of a few whole steps, in turn with the other forms
     taken: bool
 
@@ -215,7 +218,8 @@ class DecodeRun:
 
     plan: Plan
     fingerprint: Fingerprint
-    mode_key: str  # `eager.t2.highest`: what decisions were looked up under
+    # `eager.t2.highest`: what decisions were looked up under; `team.t2.highest` where one thread team took the step
+    mode_key: str
     started_at: str  # UTC, ISO 8601
     seconds: float  # the whole measurement, loading left out
     optimised_ns: tuple[int, ...]
@@ -237,8 +241,8 @@ class DecodeRun:
     tokens_equal: int
     max_logit_error: float  # the optimised path's largest distance from the reference logits
     logit_bound: float  # what it may be
-    # Of a median optimised step: what Python takes to go through its list, every op doing nothing. None where the step
-    # is no list (--no-prealloc, speculation).
+    # Of a median optimised step: what Python takes to go through its list, every op doing nothing (of a team: to call
+    # it with nothing to do). None where the step is neither (--no-prealloc, speculation).
     python_overhead_share: float | None
     tokens_per_step: float = 1.0  # a sequence; above 1 only where speculation found something
     ways: tuple[Way, ...] = ()  # empty: the chain was not chosen by a race

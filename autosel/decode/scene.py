@@ -48,12 +48,15 @@ class Scene:
 
     def check_logits(self, ours: Tensor, theirs: Tensor) -> None:
         """Judge both arms' logits [B, V] for the tokens fed here by a pass in higher precision."""
-        wider = torch.float64 if self.plan.dtype == "fp32" else torch.float32
-        reference = Eager(self.decoder.weights, wider)
-        exact = reference.logits(self.place.tokens[:, None], self.eager_cache, self.place.longest - 1)
-        error, bound = judged(ours, theirs, exact, self.plan.dtype)
+        error, bound = judged(ours, theirs, self.reference(), self.plan.dtype)
         if not self.logit_bound or error / bound > self.logit_error / self.logit_bound:
             self.logit_error, self.logit_bound = error, bound
+
+    def reference(self) -> Tensor:
+        """Logits [B, V] for the tokens fed here, by a pass in higher precision."""
+        wider = torch.float64 if self.plan.dtype == "fp32" else torch.float32
+        reference = Eager(self.decoder.weights, wider)
+        return reference.logits(self.place.tokens[:, None], self.eager_cache, self.place.longest - 1)
 
     def advance(self, kept: list[list[int]]) -> None:
         """The stream goes on by these tokens of each row, equally many."""

@@ -37,4 +37,9 @@ static inline vreg gelu_erf(vreg x) {
   return positive - t * (p * s) * q;
 }
 
+// gate_up's numbers: 0 silu, 1 gelu (erf), 2 gelu (tanh).
+static inline vreg activate(int64_t kind, vreg g) {
+  return kind == 0 ? silu(g) : kind == 1 ? gelu_erf(g) : gelu_tanh(g);
+}
+
 }  // namespace autosel

@@ -497,6 +497,7 @@ struct Lengths {
   Lengths(const Optional<TensorView>& t, int64_t longest, int64_t room)
       : data(t.has_value() ? autosel::data<int32_t>(t.value()) : nullptr),
         stride(t.has_value() ? t.value().stride(0) : 0), max_len(longest < room ? longest : room) {}
+  Lengths(const int32_t* one_a_sequence, int64_t room) : data(one_a_sequence), stride(1), max_len(room) {}
   int64_t of(int64_t b) const {  // never more than the cache holds, whatever the tensor says
     int64_t n = data ? data[b * stride] : max_len;
     return n < 0 ? 0 : n > max_len ? max_len : n;
@@ -512,107 +513,161 @@ struct Part {  // one unit's unfinished rows: o[rows][width], m[rows], l[rows] b
   bool used;
 };
 
-// source.fill(slot, b, h, first, n) readies a tile's rows, source.k(slot) and source.v(slot) give them.
+// Tiles of a contiguous cache; `tiles` has room for two a rank.
+template <class T> struct Contiguous {
+  Strided4<const T> keys, values;
+  struct Tile { const T *k, *v; };
+  Tile (*tiles)[2];
+  void fill(int rank, int slot, int64_t b, int64_t h, int64_t first, int64_t) const {
+    tiles[rank][slot] = {keys.at(b, h, first), values.at(b, h, first)};
+  }
+  Spaced<T> k(int rank, int slot) const { return {tiles[rank][slot].k, keys.s2}; }
+  Spaced<T> v(int rank, int slot) const { return {tiles[rank][slot].v, values.s2}; }
+};
+
+// How the work falls to the threads. `sequences` has room for a.batch.
+struct Cut {
+  Sequence* sequences;
+  int64_t total, threads;  // tiles in all; threads that have a share of them: the first so many ranks
+
+  Cut(const Shape& a, const Lengths& lengths, int64_t most_threads, int64_t chunk, Sequence* room)
+      : sequences(room), total(0), threads(most_threads) {
+    int64_t keys = 0;
+    for (int64_t b = 0; b < a.batch; ++b) {
+      int64_t length = lengths.of(b);
+      int64_t low = a.window > 0 ? length - a.positions - a.window + 1 : 0;
+      low = low < 0 ? 0 : low;
+      sequences[b] = {length, low, (length - low + a.tile - 1) / a.tile, total};
+      total += sequences[b].tiles * a.kv_heads, keys += (length - low) * a.kv_heads;
+    }
+    int64_t worth = chunk > 0 ? keys / chunk : keys;
+    threads = threads < worth ? threads : worth > 1 ? worth : 1;
+    threads = threads < total ? threads : total;
+  }
+
+  int64_t begin(int64_t rank) const { return total * rank / threads; }
+
+  int64_t of(const Shape& a, int64_t i) const {  // the sequence that tile i of the line belongs to
+    int64_t lo = 0, hi = a.batch - 1;
+    while (lo < hi) {
+      int64_t mid = (lo + hi + 1) / 2;
+      if (sequences[mid].start <= i) lo = mid;
+      else hi = mid - 1;
+    }
+    return lo;
+  }
+};
+
+// Where unfinished units wait: two parts a thread, `floats` of each.
+struct Unfinished {
+  Part* parts;
+  float* partial;
+  size_t floats;
+
+  static size_t floats_of(const Shape& a) { return size_t(a.rows * (a.width + 2)); }
+  static size_t bytes(const Shape& a, int64_t threads) {
+    return size_t(round_up(2 * threads * int64_t(sizeof(Part)), 64)) + size_t(2 * threads) * floats_of(a) * 4;
+  }
+  Unfinished(const Shape& a, int64_t threads, char* memory)
+      : parts(reinterpret_cast<Part*>(memory)),
+        partial(reinterpret_cast<float*>(memory + round_up(2 * threads * int64_t(sizeof(Part)), 64))),
+        floats(floats_of(a)) {}
+  void clear(int64_t rank) const { parts[2 * rank].used = parts[2 * rank + 1].used = false; }
+};
+
+// One thread's tiles [begin, end), after its parts were cleared. source.fill(rank, slot, b, h, first, n) readies a
+// tile's rows, source.k(rank, slot) and source.v(rank, slot) give them; ready(b, h, last) is called before the queries
+// of (b, h) are read, and before its keys are: `last` if the newest key is among those that this thread reads.
+template <class T, class Source, class Ready>
+static void attend_share(const Shape& a, const Cut& cut, const Unfinished& saved, const Strided4<const T>& query,
+                         const Strided4<T>& out, int64_t prefetch, const Source& source, int64_t begin, int64_t end,
+                         int rank, const Ready& ready) {
+  Bench<T> bench(a);
+  auto fill = [&](int64_t i) -> int64_t {  // readies tile i in slot i & 1; returns its keys
+    int64_t b = cut.of(a, i);
+    const Sequence& q = cut.sequences[b];
+    int64_t h = (i - q.start) / q.tiles, first = q.low + (i - q.start) % q.tiles * a.tile;
+    int64_t n = q.length - first < a.tile ? q.length - first : a.tile;
+    source.fill(rank, int(i & 1), b, h, first, n);
+    return n;
+  };
+  int64_t n = fill(begin);
+  for (int64_t i = begin; i < end;) {
+    int64_t b = cut.of(a, i);
+    const Sequence& q = cut.sequences[b];
+    int64_t h = (i - q.start) / q.tiles, from = (i - q.start) % q.tiles;
+    int64_t to = from + (end - i) < q.tiles ? from + (end - i) : q.tiles;
+    ready(b, h, to == q.tiles);
+    bench.start(a, query, b, h);
+    for (int64_t tile = from; tile < to; ++tile, ++i) {
+      int slot = int(i & 1);
+      int64_t next = i + 1 < end ? fill(i + 1) : 0, asked = prefetch ? next : 0;
+      using Rows = decltype(source.k(rank, slot));
+      bench.tile(a, q.length, q.low + tile * a.tile, n, source.k(rank, slot), source.v(rank, slot),
+                 Ahead<Rows>{source.k(rank, slot ^ 1), asked, prefetch, 0},
+                 Ahead<Rows>{source.v(rank, slot ^ 1), asked, prefetch, softening_slots(kRows, n)});
+      n = next;
+    }
+    if (from == 0 && to == q.tiles) {
+      finish(a, out, b, h, q.length, bench.o, bench.l);
+      continue;
+    }
+    int64_t part = 2 * rank + (from == 0);  // a unit's beginning is a range's last piece, any other its first
+    saved.parts[part] = {b * a.kv_heads + h, true};
+    float* save = saved.partial + size_t(part) * saved.floats;
+    memcpy(save, bench.o, size_t(a.rows * a.width) * 4);
+    memcpy(save + a.rows * a.width, bench.m, size_t(a.rows) * 4);
+    memcpy(save + a.rows * (a.width + 1), bench.l, size_t(a.rows) * 4);
+  }
+}
+
+// Once all shares are done: the beginning of a unit that thread `leader` has gathers the ranges that go on with it.
+template <class T>
+static void attend_merge(const Shape& a, const Cut& cut, const Unfinished& saved, const Strided4<T>& out, int64_t leader) {
+  const Part* parts = saved.parts;
+  if (!parts[2 * leader + 1].used) return;
+  int64_t unit = parts[2 * leader + 1].unit;
+  float* sum = saved.partial + size_t(2 * leader + 1) * saved.floats;
+  float *sum_m = sum + a.rows * a.width, *sum_l = sum_m + a.rows;
+  for (int64_t j = leader + 1; j < cut.threads && parts[2 * j].used && parts[2 * j].unit == unit; ++j) {
+    const float* add = saved.partial + size_t(2 * j) * saved.floats;
+    const float *add_m = add + a.rows * a.width, *add_l = add_m + a.rows;
+    for (int64_t r = 0; r < a.rows; ++r) {
+      float m = add_m[r] > sum_m[r] ? add_m[r] : sum_m[r], base = m == -INFINITY ? 0.0f : m;
+      float old = expf(sum_m[r] - base), fresh = expf(add_m[r] - base);
+      for (int64_t c = 0; c < a.width; c += kLanes)
+        store(sum + r * a.width + c,
+              fma(load(add + r * a.width + c), splat(fresh), load(sum + r * a.width + c) * splat(old)));
+      sum_l[r] = sum_l[r] * old + add_l[r] * fresh, sum_m[r] = m;
+    }
+  }
+  int64_t b = unit / a.kv_heads;
+  finish(a, out, b, unit % a.kv_heads, cut.sequences[b].length, sum, sum_l);
+}
+
 template <class T, class Source>
 static void attend(const Shape& a, const Strided4<const T>& query, const Strided4<T>& out, const Lengths& lengths,
                    int64_t threads, int64_t chunk, int64_t prefetch, const Source& source) {
   static thread_local Scratch scratch;
-  size_t part_floats = size_t(a.rows * (a.width + 2));
   if (threads > 255) threads = 255;
   if (threads < 1) threads = 1;
-  size_t head = size_t(round_up(a.batch * int64_t(sizeof(Sequence)) + 2 * threads * int64_t(sizeof(Part)), 64));
-  char* memory = scratch.reserve(head + size_t(2 * threads) * part_floats * 4);
-  Sequence* sequences = reinterpret_cast<Sequence*>(memory);
-  Part* parts = reinterpret_cast<Part*>(sequences + a.batch);
-  float* partial = reinterpret_cast<float*>(memory + head);
-
-  int64_t total = 0, keys = 0;
-  for (int64_t b = 0; b < a.batch; ++b) {
-    int64_t length = lengths.of(b);
-    int64_t low = a.window > 0 ? length - a.positions - a.window + 1 : 0;
-    low = low < 0 ? 0 : low;
-    sequences[b] = {length, low, (length - low + a.tile - 1) / a.tile, total};
-    total += sequences[b].tiles * a.kv_heads, keys += (length - low) * a.kv_heads;
-    if (length == 0)
+  size_t head = size_t(round_up(a.batch * int64_t(sizeof(Sequence)), 64));
+  char* memory = scratch.reserve(head + Unfinished::bytes(a, threads));
+  Cut cut(a, lengths, threads, chunk, reinterpret_cast<Sequence*>(memory));
+  Unfinished saved(a, threads, memory + head);
+  for (int64_t b = 0; b < a.batch; ++b)
+    if (cut.sequences[b].length == 0)
       for (int64_t h = 0; h < a.q_heads; ++h)
         for (int64_t s = 0; s < a.positions; ++s) memset(out.at(b, h, s), 0, size_t(a.d) * sizeof(T));
-  }
-  if (total == 0) return;
-  int64_t worth = chunk > 0 ? keys / chunk : keys;
-  threads = threads < worth ? threads : worth > 1 ? worth : 1;
-  threads = threads < total ? threads : total;
-  for (int64_t i = 0; i < 2 * threads; ++i) parts[i].used = false;
-
-  parallel(threads, total, 1, [&](int64_t begin, int64_t end, int rank) {
-    Bench<T> bench(a);
-    auto of = [&](int64_t i) {  // the sequence that tile i of the line belongs to
-      int64_t lo = 0, hi = a.batch - 1;
-      while (lo < hi) {
-        int64_t mid = (lo + hi + 1) / 2;
-        if (sequences[mid].start <= i) lo = mid;
-        else hi = mid - 1;
-      }
-      return lo;
-    };
-    auto fill = [&](int64_t i) -> int64_t {  // readies tile i in slot i & 1; returns its keys
-      int64_t b = of(i);
-      const Sequence& q = sequences[b];
-      int64_t h = (i - q.start) / q.tiles, first = q.low + (i - q.start) % q.tiles * a.tile;
-      int64_t n = q.length - first < a.tile ? q.length - first : a.tile;
-      source.fill(rank, int(i & 1), b, h, first, n);
-      return n;
-    };
-    int64_t n = fill(begin);
-    for (int64_t i = begin; i < end;) {
-      int64_t b = of(i);
-      const Sequence& q = sequences[b];
-      int64_t h = (i - q.start) / q.tiles, from = (i - q.start) % q.tiles;
-      int64_t to = from + (end - i) < q.tiles ? from + (end - i) : q.tiles;
-      bench.start(a, query, b, h);
-      for (int64_t tile = from; tile < to; ++tile, ++i) {
-        int slot = int(i & 1);
-        int64_t next = i + 1 < end ? fill(i + 1) : 0, asked = prefetch ? next : 0;
-        using Rows = decltype(source.k(rank, slot));
-        bench.tile(a, q.length, q.low + tile * a.tile, n, source.k(rank, slot), source.v(rank, slot),
-                   Ahead<Rows>{source.k(rank, slot ^ 1), asked, prefetch, 0},
-                   Ahead<Rows>{source.v(rank, slot ^ 1), asked, prefetch, softening_slots(kRows, n)});
-        n = next;
-      }
-      if (from == 0 && to == q.tiles) {
-        finish(a, out, b, h, q.length, bench.o, bench.l);
-        continue;
-      }
-      int64_t part = 2 * rank + (from == 0);  // a unit's beginning is a range's last piece, any other its first
-      parts[part] = {b * a.kv_heads + h, true};
-      float* save = partial + size_t(part) * part_floats;
-      memcpy(save, bench.o, size_t(a.rows * a.width) * 4);
-      memcpy(save + a.rows * a.width, bench.m, size_t(a.rows) * 4);
-      memcpy(save + a.rows * (a.width + 1), bench.l, size_t(a.rows) * 4);
-    }
+  if (cut.total == 0) return;
+  threads = cut.threads;
+  for (int64_t i = 0; i < threads; ++i) saved.clear(i);
+  parallel(threads, cut.total, 1, [&](int64_t begin, int64_t end, int rank) {
+    attend_share(a, cut, saved, query, out, prefetch, source, begin, end, rank, [](int64_t, int64_t, bool) {});
   });
-
-  // A beginning gathers the ranges that go on with its unit. With few threads there is little to add: no second fork.
+  // With few threads there is little to add: no second fork.
   parallel(threads > 8 ? threads : 1, threads, 1, [&](int64_t begin, int64_t end, int) {
-    for (int64_t leader = begin; leader < end; ++leader) {
-      if (!parts[2 * leader + 1].used) continue;
-      int64_t unit = parts[2 * leader + 1].unit;
-      float* sum = partial + size_t(2 * leader + 1) * part_floats;
-      float *sum_m = sum + a.rows * a.width, *sum_l = sum_m + a.rows;
-      for (int64_t j = leader + 1; j < threads && parts[2 * j].used && parts[2 * j].unit == unit; ++j) {
-        const float* add = partial + size_t(2 * j) * part_floats;
-        const float *add_m = add + a.rows * a.width, *add_l = add_m + a.rows;
-        for (int64_t r = 0; r < a.rows; ++r) {
-          float m = add_m[r] > sum_m[r] ? add_m[r] : sum_m[r], base = m == -INFINITY ? 0.0f : m;
-          float old = expf(sum_m[r] - base), fresh = expf(add_m[r] - base);
-          for (int64_t c = 0; c < a.width; c += kLanes)
-            store(sum + r * a.width + c,
-                  fma(load(add + r * a.width + c), splat(fresh), load(sum + r * a.width + c) * splat(old)));
-          sum_l[r] = sum_l[r] * old + add_l[r] * fresh, sum_m[r] = m;
-        }
-      }
-      int64_t b = unit / a.kv_heads;
-      finish(a, out, b, unit % a.kv_heads, sequences[b].length, sum, sum_l);
-    }
+    for (int64_t leader = begin; leader < end; ++leader) attend_merge(a, cut, saved, out, leader);
   });
 }
 

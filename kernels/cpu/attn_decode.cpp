@@ -31,17 +31,6 @@
 namespace autosel {
 namespace {
 
-template <class T> struct Contiguous {
-  attention::Strided4<const T> keys, values;
-  struct Tile { const T *k, *v; };
-  Tile (*tiles)[2];
-  void fill(int rank, int slot, int64_t b, int64_t h, int64_t first, int64_t) const {
-    tiles[rank][slot] = {keys.at(b, h, first), values.at(b, h, first)};
-  }
-  attention::Spaced<T> k(int rank, int slot) const { return {tiles[rank][slot].k, keys.s2}; }
-  attention::Spaced<T> v(int rank, int slot) const { return {tiles[rank][slot].v, values.s2}; }
-};
-
 void attn_decode(TensorView q, TensorView k, TensorView v, Optional<TensorView> lengths, int64_t max_len, double scale,
                  int64_t window, double softcap, TensorView o, int64_t threads, int64_t tile, int64_t chunk,
                  int64_t prefetch) {

@@ -168,20 +168,18 @@ template <class T> static DotBlock<T> dot_block_for(int64_t m, int64_t& rows) {
 
 // --- all of it, shared by threads ------------------------------------------------------------------------------------
 
-// One thread's columns [begin, end) of y for at most kMaxRows rows of x.
-template <class T, int Parts, class S, class Done>
-static void stream_share(const Matrix<const S>& x, const Matrix<const T>* w, int64_t begin, int64_t end, int64_t rows,
-                         const Done& done) {
-  static thread_local Scratch scratch;
-  int64_t m = x.rows, k = x.columns, single = 1;
+// Columns [begin, end) of y for the m <= kMaxRows rows of x in `panel`; `after` is where the weights lie that this
+// thread multiplies next.
+template <class T, int Parts, class Done>
+static void stream_columns(const Wide<T>* panel, int64_t m, const Matrix<const T>* w, int64_t begin, int64_t end,
+                           int64_t rows, const T* after, const Done& done) {
+  int64_t k = w->columns, single = 1;
   DotBlock<T> several = dot_block_for<T>(m, rows), one = dot_block_for<T>(m, single);
-  Wide<T>* panel = scratch.get<Wide<T>>(dot_panel_elements<T>(m, k));
-  pack_for_dot<T>(x, panel);
   float out[Parts][kAccumulators + kLanes];
   for (int64_t n = begin; n < end;) {
     int64_t taken = n + rows <= end ? rows : 1;
     for (int p = 0; p < Parts; ++p) {
-      const T* next = p + 1 < Parts ? w[p + 1].row(n) : w[0].row(n + taken);
+      const T* next = p + 1 < Parts ? w[p + 1].row(n) : n + taken < end ? w[0].row(n + taken) : after;
       (taken == rows ? several : one)(w[p].row(n), w[p].stride, panel, k, next, out[p]);
     }
     for (int64_t i = 0; i < m; ++i) {
@@ -191,6 +189,16 @@ static void stream_share(const Matrix<const S>& x, const Matrix<const T>* w, int
     }
     n += taken;
   }
+}
+
+// One thread's columns [begin, end) of y for at most kMaxRows rows of x.
+template <class T, int Parts, class S, class Done>
+static void stream_share(const Matrix<const S>& x, const Matrix<const T>* w, int64_t begin, int64_t end, int64_t rows,
+                         const Done& done) {
+  static thread_local Scratch scratch;
+  Wide<T>* panel = scratch.get<Wide<T>>(dot_panel_elements<T>(x.rows, x.columns));
+  pack_for_dot<T>(x, panel);
+  stream_columns<T, Parts>(panel, x.rows, w, begin, end, rows, w->row(end), done);
 }
 
 // x(m0, m) gives rows m0 .. m0 + m of x (each thread asks, kMaxRows at a time); done(rank, i, n, count, v) takes, for

@@ -13,10 +13,6 @@
 
 namespace autosel {
 
-static inline vreg activate(int64_t kind, vreg g) {
-  return kind == 0 ? silu(g) : kind == 1 ? gelu_erf(g) : gelu_tanh(g);
-}
-
 static void gate_up(TensorView x, TensorView norm_weight, TensorView w_gate, TensorView w_up, double eps, double offset,
                     int64_t activation, TensorView y, int64_t threads, int64_t rows, int64_t k_block, int64_t k_ahead,
                     int64_t m_block) {

@@ -10,27 +10,10 @@
 // as in torch.argmax(logits): the token is that of the two-step way wherever the logits agree.
 #include <vector>
 
+#include "best.h"
 #include "fused.h"
 
 namespace autosel {
-
-struct alignas(64) Best { float value; int64_t index; };
-
-static inline bool beats(float challenger, float holder) {
-  return challenger > holder || (challenger != challenger && holder == holder);
-}
-
-// The first best of `count` logits from column n on challenges `best`, which stands for lower columns (index -1: none).
-template <class T> static inline void challenge(Best& best, int64_t n, int64_t count, const float* v) {
-  T stored[kLanes];
-  store(stored, load(v));
-  vreg rounded = load_some(stored, count);
-  float total = sum(rounded);
-  // Nothing here is NaN if the sum is not (padding is zero and only makes the maximum larger): skip without looking.
-  if (best.index >= 0 && total == total && !beats(max(rounded), best.value)) return;
-  for (int64_t c = 0; c < count; ++c)
-    if (best.index < 0 || beats(widen(stored[c]), best.value)) best = {widen(stored[c]), n + c};
-}
 
 static void lm_head(TensorView x, TensorView w, int64_t greedy, TensorView out, int64_t threads, int64_t rows,
                     int64_t k_block, int64_t k_ahead, int64_t m_block) {
@@ -57,14 +40,7 @@ static void lm_head(TensorView x, TensorView w, int64_t greedy, TensorView out, 
     project<T, 1>(from, m, &weights, plan, [&](int rank, int64_t i, int64_t n, int64_t count, const float* const* v) {
       challenge<T>(best[rank * m + i], n, count, v[0]);
     });
-    for (int64_t i = 0; i < m; ++i) {
-      Best first = best[i];
-      for (int64_t t = 1; t < threads; ++t) {
-        const Best& other = best[t * m + i];
-        if (other.index >= 0 && (first.index < 0 || beats(other.value, first.value))) first = other;
-      }
-      data<int64_t>(out)[i] = first.index;
-    }
+    for (int64_t i = 0; i < m; ++i) data<int64_t>(out)[i] = best_of(best + i, threads, m).index;
   });
 }
 

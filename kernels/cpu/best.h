@@ -1,0 +1,37 @@
+// The greedy choice beside the output head: each thread keeps the best logit of its own columns.
+#pragma once
+#include "project.h"
+
+namespace autosel {
+
+struct alignas(64) Best { float value; int64_t index; };
+
+static inline bool beats(float challenger, float holder) {
+  return challenger > holder || (challenger != challenger && holder == holder);
+}
+
+// The first best of `count` logits from column n on challenges `best`, which stands for lower columns (index -1: none).
+template <class T> static inline void challenge(Best& best, int64_t n, int64_t count, const float* v) {
+  T stored[kLanes];
+  store(stored, load(v));
+  vreg rounded = load_some(stored, count);
+  float total = sum(rounded);
+  // Nothing here is NaN if the sum is not (padding is zero and only makes the maximum larger): skip without looking.
+  if (best.index >= 0 && total == total && !beats(max(rounded), best.value)) return;
+  for (int64_t c = 0; c < count; ++c)
+    if (best.index < 0 || beats(widen(stored[c]), best.value)) best = {widen(stored[c]), n + c};
+}
+
+// The best of `threads` threads, `stride` apart. Of equals the lowest index, whoever found it.
+static inline Best best_of(const Best* held, int64_t threads, int64_t stride) {
+  Best first = held[0];
+  for (int64_t t = 1; t < threads; ++t) {
+    const Best& other = held[t * stride];
+    if (other.index < 0) continue;
+    bool equal = !beats(first.value, other.value) && !beats(other.value, first.value);
+    if (first.index < 0 || beats(other.value, first.value) || (equal && other.index < first.index)) first = other;
+  }
+  return first;
+}
+
+}  // namespace autosel

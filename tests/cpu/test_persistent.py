@@ -1,0 +1,196 @@
+"""The step by one native call: the same bits as op by op, the same tokens as Hugging Face's, and no way to hang it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autosel import fingerprint, models
+from autosel.decode import whole
+from autosel.decode.cache import make_cache
+from autosel.decode.generate import generate, prefill
+from autosel.decode.measure import measure
+from autosel.decode.model import Decoder
+from autosel.decode.run import Plan
+from autosel.decode.step import Place, write_step
+from autosel.decode.team import TASK_WORDS, TeamStep, write_team
+from autosel.decode.weights import load_weights
+from autosel.values import Fingerprint
+from tests.cpu.test_decode_oracle import COUNT, PROMPTS, WINDOW, Oracle, assert_same, compiled, one_thread, oracle
+
+__all__ = ["compiled", "one_thread", "oracle"]  # fixtures
+
+LONG = 4 * WINDOW  # tokens held: the window cuts, and threads share the keys of a head
+
+
+@pytest.fixture(scope="module")
+def fp() -> Fingerprint:
+    return fingerprint.take("cpu")
+
+
+def threaded(step: TeamStep, threads: int) -> TeamStep:
+    """The same step by so many threads: models as small as these are worth one."""
+    times = torch.zeros(threads, len(step.tasks), 2, dtype=torch.int64)
+    return dataclasses.replace(step, threads=threads, times=times)
+
+
+@pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
+def team_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Every team that is written has so many threads."""
+    monkeypatch.setattr("autosel.decode.team.write_team", lambda *a: threaded(write_team(*a), request.param))
+    return int(request.param)
+
+
+@pytest.mark.parametrize("rows", [[0], [0, 1, 2]], ids=["one", "three of different lengths"])
+def test_a_teams_tokens_and_logits_are_those_of_transformers(
+    oracle: Oracle, fp: Fingerprint, rows: list[int], team_of: int
+) -> None:
+    made = generate(oracle.decoder(), [oracle.prompts[r] for r in rows], COUNT, keep_logits=True, team=fp)
+    assert_same(oracle, made, rows)
+
+
+def in_turn(decoder: Decoder, oracle: Oracle, fp: Fingerprint, threads: int, rows: int) -> Iterator[tuple[Any, Any]]:
+    """Both kinds of step from the same prompt, each after the other at every token."""
+    caches = [make_cache(decoder.shape, decoder.weights.dtype, rows=rows, room=LONG + 40) for _ in range(2)]
+    prompts = [(p * 9)[: LONG - i] for i, p in enumerate(oracle.prompts[:rows])]
+    with torch.inference_mode():
+        for cache in caches:
+            prefill(decoder, cache, prompts)
+        places = [Place.at(torch.zeros(rows, dtype=torch.int64), [len(p) for p in prompts]) for _ in caches]
+        ops, listed = (write_step(decoder, c, p) for c, p in zip(caches, places, strict=True))
+        team = threaded(write_team(listed, fp), threads)
+        for i in range(12):
+            for place in places:
+                place.tokens.copy_(torch.arange(rows) * 7 + i)
+            ops.run()
+            team.run()
+            yield ops, team
+            for place in places:
+                place.advance()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_team_leaves_the_bits_that_the_ops_leave(
+    oracle: Oracle, fp: Fingerprint, compiled: set[str], dtype: Any, rows: int
+) -> None:
+    for ops, team in in_turn(oracle.decoder(dtype), oracle, fp, threads=1, rows=rows):
+        assert torch.equal(ops.logits, team.logits)
+        for name in ("k", "v"):
+            held = zip(getattr(ops.cache, name), getattr(team.cache, name), strict=True)
+            assert all(torch.equal(a, b) for a, b in held)
+    assert {"cpp:norm_qkv", "cpp:gemv", "cpp:gate_up", "cpp:attn_decode", "cpp:lm_head"} <= compiled
+
+
+def test_threads_share_a_step_without_another_result(oracle: Oracle, fp: Fingerprint) -> None:
+    """More threads than KV heads: the keys of one fall to several, and are merged."""
+    found: dict[int, list[Tensor]] = {}
+    for threads in (1, 2, 5):
+        steps = in_turn(oracle.decoder(), oracle, fp, threads=threads, rows=2)
+        found[threads] = [team.logits.clone() for _, team in steps]
+    for one, two, five in zip(found[1], found[2], found[5], strict=True):
+        assert (two - one).abs().max() < 1e-4 and (five - one).abs().max() < 1e-4
+        assert two.argmax(-1).tolist() == one.argmax(-1).tolist() == five.argmax(-1).tolist()
+
+
+def test_the_step_chooses_the_first_of_the_largest_logits(oracle: Oracle, fp: Fingerprint) -> None:
+    for ops, team in in_turn(oracle.decoder(), oracle, fp, threads=2, rows=3):
+        assert team.kept[-1].tolist() == ops.logits.argmax(-1).tolist()
+
+
+# --- what must not go wrong ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(oracle: Oracle, fp: Fingerprint) -> TeamStep:
+    decoder = oracle.decoder()
+    cache = make_cache(decoder.shape, "fp32", rows=1, room=PROMPTS[0])
+    with torch.inference_mode():
+        return threaded(write_team(write_step(decoder, cache, Place.at(torch.tensor([3]), [8])), fp), 2)
+
+
+def test_a_step_that_would_leave_its_tensors_is_refused_and_the_next_one_runs(tiny: TeamStep) -> None:
+    with torch.inference_mode():
+        tiny.run()
+        expected = tiny.logits.clone()
+        tiny.place.tokens.fill_(10**6)
+        with pytest.raises(ValueError, match="token 1000000 of"):
+            tiny.run()
+        tiny.place.tokens.fill_(3)
+        tiny.place.advance(1000)
+        with pytest.raises(ValueError, match="of a cache of"):
+            tiny.run()
+        tiny.place.advance(-1000)
+        tiny.run()
+    assert torch.equal(tiny.logits, expected)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["at the first barrier", "at the last task"])
+def test_a_thread_that_fails_fails_the_step_and_hangs_nobody(tiny: TeamStep, last: bool) -> None:
+    """Its rows are too long for any memory: that shows in the threads, not beforehand."""
+    with torch.inference_mode():
+        tiny.run()
+        expected = tiny.logits.clone()
+        kept = tiny.program.clone()
+        projections = [i for i, words in enumerate(kept.tolist()) if words[0] == 1]
+        place = projections[-1 if last else 0] * TASK_WORDS + 4  # k, behind kind, words, rows and n
+        tiny.program.view(-1)[place] = 1 << 58
+        for _ in range(3):
+            with pytest.raises(ValueError, match="out of memory"):
+                tiny.run()
+        tiny.program.copy_(kept)
+        tiny.run()
+    assert torch.equal(tiny.logits, expected)
+
+
+def test_tasks_of_another_layout_are_refused(tiny: TeamStep) -> None:
+    with torch.inference_mode():
+        tiny.program[1, 1] += 1
+        with pytest.raises(ValueError, match="disagree about a task"):
+            tiny.run()
+        tiny.program[1, 0] = 77
+        with pytest.raises(ValueError, match="no task of kind 77"):
+            tiny.run()
+
+
+# --- a measured run --------------------------------------------------------------------------------------------------
+
+
+def plan_of(oracle: Oracle, **changes: Any) -> Plan:
+    shape = models.load(oracle.folder)
+    return Plan(model=shape, weights=str(oracle.folder), seq=30, iters=4, warmup=1, **({"dtype": "fp32"} | changes))
+
+
+def test_a_forced_team_is_measured_and_said(oracle: Oracle) -> None:
+    plan = plan_of(oracle, persistent=True, batch=2, advance=True)
+    run = measure(plan, load_weights(plan))
+    assert run.mode_key.startswith("team.") and run.max_logit_error <= run.logit_bound
+    assert run.tokens_equal == run.tokens_checked
+    assert [(w.half, w.form, w.taken) for w in run.ways] == [("step", "ops", False), ("step", "team", True)]
+    assert {c.backend for c in run.choices} == {"CPP"}
+    attention = [t for t in run.per_op if t.op == "attn"]
+    assert sum(t.count_per_step for t in attention) == plan.layers_run and all(t.median_us > 0 for t in attention)
+
+
+def test_a_team_that_nothing_was_decided_for_is_not_tried_unasked(oracle: Oracle) -> None:
+    plan = plan_of(oracle)
+    run = measure(plan, load_weights(plan))
+    assert run.mode_key.startswith("eager.") and not any(w.half == "step" for w in run.ways)
+    assert any("no thread team: " in note and "--persistent asks for one" in note for note in run.notes)
+
+
+@pytest.mark.parametrize(("gain", "taken"), [(1.5, True), (1.001, False)])
+def test_where_its_kernels_serve_a_team_is_taken_if_it_wins(
+    oracle: Oracle, compiled: set[str], monkeypatch: pytest.MonkeyPatch, gain: float, taken: bool
+) -> None:
+    monkeypatch.setattr(whole, "step_medians", lambda *_: [1e6 * gain, 1e6])
+    plan = plan_of(oracle)
+    run = measure(plan, load_weights(plan))
+    assert run.mode_key.startswith("team." if taken else "eager.")
+    assert [w.taken for w in run.ways if w.half == "step"] == [not taken, taken]
+    assert measure(dataclasses.replace(plan, persistent=False), load_weights(plan)).mode_key.startswith("eager.")
