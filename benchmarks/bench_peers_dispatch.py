@@ -1,67 +1,97 @@
 """What a call costs before its kernel runs: autosel beside the ways PyTorch and Triton offer, around one same function.
 
-    python benchmarks/bench_peers_dispatch.py [--rounds 30] [--calls 5000] [--json]
+    python benchmarks/bench_peers_dispatch.py [--rounds 30] [--calls 5000] [--json] [--write]
 
 The kernel does nothing, so what is timed is the way to it: two tensors and two numbers in, one tensor out. One thread,
 the collector off, all ways timed once a round in a drawn order, each after a tenth of its calls untimed; a figure is
 the median over rounds of the difference to the direct call of the same round, with quartiles. "direct again" is the
-control: a ratio to "direct" outside 1 +- 3 % voids the run (exit code 5). A peer that is not installed is said to be
-absent, not given a number.
+control: a ratio to "direct" outside 1 +- 3 % voids the run (exit code 5), and nothing is written. A peer that is not
+installed, or that cannot make a call without a GPU, is said to be "not covered", with the reason, not given a number.
 Goals: bound at most 0.1 us, by shape at most 1 us, and ahead of every peer that looks at shapes or dispatches.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import importlib.metadata
 import json
+import os
 import random
 import statistics
 import sys
 import tempfile
 import timeit
 from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import peers_tables
+
 import autosel
 from autosel import dispatch
 from autosel.guard import Policy
 from autosel.integrations import torch_ops  # noqa: F401  (registers torch.ops.autosel)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 BOUND_LIMIT_US, SHAPE_LIMIT_US, CONTROL = 0.1, 1.0, 0.03
+RESULT = Path(__file__).parent / "results" / "cpu" / "peers-dispatch.json"
+PACKAGES = ("torch", "triton", "flashinfer-bench", "apache-tvm-ffi")
 NOTHING = "def nothing(x, weight, eps, offset, out=None):\n    return out\n"
 
 
 def main() -> int:
     options = _parsed()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, dispatch.use(Path(folder), Policy(on=False)):
-        ways = _ways(Path(folder))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as open_:
+        open_.enter_context(dispatch.use(Path(folder), Policy(on=False)))
+        ways = _ways(Path(folder), open_)
         found = _timed(ways, options.rounds, options.calls)
-    absent = {name: why for name, why in _ABSENT.items() if why}
     control = found["direct again"]["ratio"]
-    void = abs(control - 1.0) > CONTROL
-    result = {"torch": torch.__version__, "ways": found, "absent": absent, "control": control, "void": void}
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": device(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "rounds": options.rounds,
+        "calls": options.calls,
+        "load": round(os.getloadavg()[0], 2),
+        "control": control,
+        "void": abs(control - 1.0) > CONTROL,
+        "limits_us": {"autosel, bound": BOUND_LIMIT_US, "autosel, by shape": SHAPE_LIMIT_US},
+        "ways": found,
+        "not_covered": dict(_ABSENT),
+    }
     if options.json:
         json.dump(result, sys.stdout, indent=1)
         print()
     else:
-        _show(result)
-    return 5 if void else 0
+        print(peers_tables.dispatch(result))
+    if result["void"]:
+        print(f"VOID: the control's ratio is {control:.3f}, outside 1 +- {CONTROL:.0%}", file=sys.stderr)
+        return 5
+    if options.write:
+        RESULT.parent.mkdir(parents=True, exist_ok=True)
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def device() -> str:
+    from autosel.dispatch.board import this_device
+
+    return str(this_device().name)
 
 
 _ABSENT: dict[str, str] = {}
 
 
-def _ways(folder: Path) -> dict[str, Callable[[], Any]]:
-    """Each makes the same call: x, weight, eps, offset, and the tensor to write."""
+def _ways(folder: Path, open_: ExitStack) -> dict[str, Callable[[], Any]]:
+    """Each makes the same call: x, weight, eps, offset, and the tensor to write. `open_`: what lasts for the run."""
     import importlib.util
 
     (folder / "bench_nothing.py").write_text(NOTHING)
@@ -90,7 +120,10 @@ def _ways(folder: Path) -> dict[str, Callable[[], Any]]:
             "torch Library.define/impl": lambda: defined(x, weight, 1e-6, 0.0, out),
             "torch.library.custom_op": lambda: custom(x, weight, 1e-6, 0.0, out),
         }
-    return ways | _triton(x, weight, out) | _peers()
+    for peer in (_triton(x, weight, out), _flashinfer_bench(folder, open_, x, weight, out)):
+        ways |= peer
+    _say_not_covered()
+    return ways
 
 
 def _serve(folder: Path) -> None:
@@ -163,14 +196,14 @@ def _triton(x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Callable[[], An
 
     class Nothing:
         arg_names = ("x", "weight", "eps", "offset", "out", "n")
-        fn = None
+        fn = staticmethod(_missed)  # whose source it would hash
 
         def run(self, *arguments: Any, **options: Any) -> None:
             return None
 
     try:
         tuner = triton.runtime.autotuner.Autotuner(
-            Nothing(), Nothing.arg_names, [triton.Config({}), triton.Config({}, num_warps=2)], ["n"], None, None
+            Nothing(), [*Nothing.arg_names], [triton.Config({}), triton.Config({}, num_warps=2)], ["n"], None, None
         )
         key = (64, str(x.dtype), str(weight.dtype), str(out.dtype))
         tuner.cache[key] = tuner.configs[0]
@@ -181,19 +214,101 @@ def _triton(x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Callable[[], An
     return {"triton Autotuner, cache hit": lambda: tuner.run(x, weight, 1e-6, 0.0, out, 64, grid=(1,))}
 
 
-def _peers() -> dict[str, Callable[[], Any]]:
-    """Those that need a device, or an engine around them."""
-    for name, package in (
-        ("flashinfer-bench apply", "flashinfer-bench"),
-        ("FlashInfer choose_one", "flashinfer-python"),
-        ("vLLM CustomOp", "vllm"),
-    ):
-        try:
-            version = importlib.metadata.version(package)
-            _ABSENT[name] = f"{package} {version} is installed; its dispatch is not driven here"
-        except importlib.metadata.PackageNotFoundError:
-            _ABSENT[name] = f"{package} is not installed"
-    return {}
+def _flashinfer_bench(
+    folder: Path, open_: ExitStack, x: Tensor, weight: Tensor, out: Tensor
+) -> dict[str, Callable[[], Any]]:
+    """`apply` with one Solution in its table that fits this very shape: a hit, written to the tensor given."""
+    name = "flashinfer-bench apply, hit"
+    os.environ["FIB_CACHE_PATH"] = str(folder / "fib")
+    try:
+        with redirect_stdout(sys.stderr), redirect_stderr(sys.stderr):
+            import flashinfer_bench as fib
+            from flashinfer_bench.apply import ApplyConfig, ApplyRuntime
+    except ImportError as error:
+        _ABSENT[name] = f"cannot be imported here: {error!s:.80}"
+        return {}
+    try:
+        runtime = ApplyRuntime(_trace_set(fib.data), ApplyConfig())
+        runtime.start()
+        open_.callback(runtime.stop)
+        arguments = (x, weight, 1e-6, 0.0, out)
+        _nothing_else_may_run(lambda: fib.apply("rmsnorm_d64", args=arguments, fallback=_missed), out)
+    except Exception as error:  # its inside changes between versions
+        _ABSENT[name] = f"this version's cannot be driven here: {error!r:.80}"
+        return {}
+    return {name: lambda: fib.apply("rmsnorm_d64", args=(x, weight, 1e-6, 0.0, out), fallback=_missed)}
+
+
+def _missed(*arguments: Any) -> None:
+    raise AssertionError("the lookup missed")
+
+
+def _nothing_else_may_run(call: Callable[[], Any], out: Tensor) -> None:
+    """The kernel that does nothing leaves its output as it was."""
+    out.fill_(7.0)
+    call()
+    assert bool((out == 7.0).all())
+
+
+def _trace_set(data: Any) -> Any:
+    """One definition, one solution, one trace that says it passed at M = 1."""
+    shape = {"x": ["M", "d"], "weight": ["d"], "eps": None, "offset": None}
+    definition = data.Definition.model_validate(
+        {
+            "name": "rmsnorm_d64",
+            "op_type": "rmsnorm",
+            "axes": {"M": {"type": "var"}, "d": {"type": "const", "value": 64}},
+            "inputs": {n: {"shape": s, "dtype": "float32"} for n, s in shape.items()},
+            "outputs": {"y": {"shape": ["M", "d"], "dtype": "float32"}},
+            "reference": "def run(x, weight, eps, offset):\n    return x\n",
+        }
+    )
+    solution = data.Solution.model_validate(
+        {
+            "name": "nothing",
+            "definition": definition.name,
+            "author": "bench",
+            "spec": {"language": "python", "target_hardware": ["cpu"], "entry_point": "main.py::run"},
+            "sources": [{"path": "main.py", "content": "def run(x, weight, eps, offset, y):\n    return None\n"}],
+        }
+    )
+    random = {"type": "random"}
+    inputs = {"x": random, "weight": random}
+    inputs |= {n: {"type": "scalar", "value": v} for n, v in (("eps", 1e-6), ("offset", 0.0))}  # type: ignore[dict-item]
+    trace = data.Trace.model_validate(
+        {
+            "definition": definition.name,
+            "workload": {"axes": {"M": 1}, "inputs": inputs, "uuid": "1"},
+            "solution": solution.name,
+            "evaluation": {
+                "status": "PASSED",
+                "environment": {"hardware": "cpu"},
+                "timestamp": "2026-01-01",
+                "correctness": {},
+                "performance": {"latency_ms": 1.0, "reference_latency_ms": 2.0, "speedup_factor": 2.0},
+            },
+        }
+    )
+    return data.TraceSet(
+        definitions={definition.name: definition},
+        solutions={definition.name: [solution]},
+        traces={definition.name: [trace]},
+    )
+
+
+def _say_not_covered() -> None:
+    """Those whose lookup needs a device, or an engine around it."""
+    for name, package in (("FlashInfer AutoTuner.choose_one", "flashinfer-python"), ("vLLM CustomOp", "vllm")):
+        version = _version(package)
+        why = f"{package} {version} is installed: it makes no call without a GPU"
+        _ABSENT[name] = why if version else f"{package} is not installed"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _timed(ways: dict[str, Callable[[], Any]], rounds: int, calls: int) -> dict[str, dict[str, float]]:
@@ -225,22 +340,12 @@ def _timed(ways: dict[str, Callable[[], Any]], rounds: int, calls: int) -> dict[
     return found
 
 
-def _show(result: dict[str, Any]) -> None:
-    print(f"torch {result['torch']}, one thread; microseconds over the direct call, quartiles")
-    for name, w in result["ways"].items():
-        print(f"  {name:<30} {w['over_us']:7.3f}   {w['low_us']:.3f} .. {w['high_us']:.3f}")
-    for name, why in result["absent"].items():
-        print(f"  {name:<30} absent: {why}")
-    bound, shape = (result["ways"][f"autosel, {n}"]["over_us"] for n in ("bound", "by shape"))
-    print(f"goals: bound {bound:.3f} of {BOUND_LIMIT_US} us, by shape {shape:.3f} of {SHAPE_LIMIT_US} us")
-    print(f"control {result['control']:.3f}" + ("  VOID: outside 1 +- 3 %" if result["void"] else ""))
-
-
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--calls", type=int, default=5000)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help=f"keep the result in benchmarks/results/cpu/{RESULT.name}")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face model as it comes against the same model after `autosel.patch`, in turn, on the same weights.
 
     python benchmarks/bench_transformers.py [--model llama-1b] [--layers 16] [--seq 2048] [--rounds 40] [--pinned]
-                                            [--json]
+                                            [--json] [--write]
 
 Decode steps of one sequence under torch.inference_mode, as `generate` makes them: transformers' own forward, SDPA and
 DynamicCache (which concatenates; put back after each step, untimed). Both models hold the same tensors. The order of
@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import datetime
+import importlib.metadata
 import json
+import os
 import random
 import sys
 import tempfile
@@ -41,6 +44,7 @@ from autosel.decode.weights import load_weights
 from autosel.race.idle import wait_until_idle
 from autosel.values import Workload
 
+RESULTS = Path(__file__).parent / "results" / "cpu"
 GOAL = 1.5
 KERNELS = {"linear": "cpp:gemv", "attn": "cpp:attn_decode", "rmsnorm": "cpp:rmsnorm", "rope": "cpp:rope"}
 KERNELS |= {"swiglu": "cpp:swiglu", "geglu": "cpp:geglu"}
@@ -71,12 +75,24 @@ def main() -> int:
             used = sorted((u for u in board.uses() if u.calls), key=lambda u: -u.calls)
     found |= {"model": shape.name, "layers": layers, "dtype": options.dtype, "seq": options.seq, "device": fp.name}
     found |= {"served": "pinned" if options.pinned else "as decided", "replaced": dict(patched.replaced)}
-    found["uses"] = [{"bucket": u.bucket, "candidate": u.candidate, "calls": u.calls} for u in used]
+    found["uses"] = [
+        {"bucket": u.bucket, "candidate": u.candidate, "decision": u.decision_id, "calls": u.calls} for u in used
+    ]
+    found |= {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "goal": GOAL,
+        "threads": fp.identity["cpus"],
+    }
+    found |= {"torch": torch.__version__, "transformers": importlib.metadata.version("transformers")}
+    found["load"] = round(os.getloadavg()[0], 2)
     if options.json:
-        json.dump({"torch": torch.__version__, "goal": GOAL, **found}, sys.stdout, indent=1)
+        json.dump(found, sys.stdout, indent=1)
         print()
     else:
         _show(found)
+    if options.write:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / f"transformers-{shape.name}.json").write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
@@ -158,6 +174,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pinned", action="store_true", help="serve the C++ kernels without a race")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/cpu/")
     return parser.parse_args()
 
 

@@ -619,6 +619,16 @@ def regret() -> str:
     return "\n\n".join(map(markdown, found)) or "Nobody has run `benchmarks/bench_regret.py --write` yet."
 
 
+def peers(which: str) -> str:
+    """What a benchmark beside others found when it was last run with --write: `table=result file`."""
+    from benchmarks import peers_tables
+
+    kind, _, name = which.partition("=")
+    found = peers_tables.stored(name)
+    table_of: Callable[[Mapping[str, Any]], str] = getattr(peers_tables, kind)
+    return table_of(found) if found else f"Nobody has kept a result of the benchmark behind {name} yet."
+
+
 def ran_on() -> str:
     """Every GPU source: what it was checked by without a GPU, and on which devices `./run gpu` found it right."""
     seen = _parities()
@@ -795,6 +805,7 @@ BLOCKS: Mapping[str, Callable[..., str]] = {
     "aa": aa,
     "regret": regret,
     "ran-on": ran_on,
+    "peers": peers,
     "certificate-fields": certificate_fields,
     "gpu-stages": gpu_stages,
     "gpu-help": gpu_help,
