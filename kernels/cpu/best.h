@@ -22,15 +22,17 @@ template <class T> static inline void challenge(Best& best, int64_t n, int64_t c
     if (best.index < 0 || beats(widen(stored[c]), best.value)) best = {widen(stored[c]), n + c};
 }
 
-// The best of `threads` threads, `stride` apart. Of equals the lowest index, whoever found it.
+// The better of two; of equals the one with the lower index.
+static inline Best better(const Best& a, const Best& b) {
+  if (a.index < 0 || b.index < 0) return a.index < 0 ? b : a;
+  if (beats(a.value, b.value) || beats(b.value, a.value)) return beats(a.value, b.value) ? a : b;
+  return a.index < b.index ? a : b;
+}
+
+// The best of `threads` threads, `stride` apart.
 static inline Best best_of(const Best* held, int64_t threads, int64_t stride) {
   Best first = held[0];
-  for (int64_t t = 1; t < threads; ++t) {
-    const Best& other = held[t * stride];
-    if (other.index < 0) continue;
-    bool equal = !beats(first.value, other.value) && !beats(other.value, first.value);
-    if (first.index < 0 || beats(other.value, first.value) || (equal && other.index < first.index)) first = other;
-  }
+  for (int64_t t = 1; t < threads; ++t) first = better(first, held[t * stride]);
   return first;
 }
 

@@ -121,9 +121,40 @@ class Barrier {
   alignas(64) std::atomic<uint32_t> opened_{0};
 };
 
+// What is left of a thread's share of a projection, in eights of columns: its owner takes from the front, whoever has
+// nothing left to do from the back. On a quiet machine nobody does; where a neighbour has the other core half the time, a
+// static share is what everyone waits for.
+class alignas(64) Left {
+ public:
+  void put(int64_t begin, int64_t end) { ends_.store(pack(begin, end), std::memory_order_relaxed); }
+  int64_t count() const {
+    uint64_t now = ends_.load(std::memory_order_relaxed);
+    return back(now) - front(now);
+  }
+
+  // Takes at most `most` of them, from the front or the back: [begin, end). False: none are left.
+  bool take(int64_t most, bool from_front, int64_t& begin, int64_t& end) {
+    uint64_t now = ends_.load(std::memory_order_relaxed), next;
+    do {
+      int64_t first = front(now), last = back(now), n = last - first < most ? last - first : most;
+      if (n <= 0) return false;
+      begin = from_front ? first : last - n, end = begin + n;
+      next = from_front ? pack(end, last) : pack(first, begin);
+    } while (!ends_.compare_exchange_weak(now, next, std::memory_order_relaxed));
+    return true;
+  }
+
+ private:
+  static uint64_t pack(int64_t begin, int64_t end) { return uint64_t(begin) << 32 | uint64_t(end); }
+  static int64_t front(uint64_t ends) { return int64_t(ends >> 32); }
+  static int64_t back(uint64_t ends) { return int64_t(ends & 0xffffffff); }
+  std::atomic<uint64_t> ends_{0};
+};
+
 struct Run {
   const int64_t* tasks;
   int64_t count;
+  Left* left;      // [count][threads]
   int64_t* times;  // [threads][count][2]: when a thread was done with its share, and with waiting; ns. Or null.
   Best* best;      // [threads][rows]
   char* unfinished;
@@ -140,6 +171,9 @@ int64_t now_ns() {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
 }
+
+// A thread's share of n columns, in eights: as `parallel` cuts them.
+int64_t share_begin(int64_t n, int64_t rank, int64_t size) { return (n + 7) / 8 * rank / size; }
 
 // One thread on its way through the list.
 template <class T> class Walker {
@@ -168,7 +202,7 @@ template <class T> class Walker {
     for (int64_t i = next_; i < run_.count; ++i)
       if (as<Head>(run_.task(i)).kind == kProject) {
         const Project<T>& p = as<Project<T>>(run_.task(i));
-        return p.w + share_begin(p.n, rank_) * p.w_stride;
+        return p.w + share_begin(p.n, rank_, size_) * 8 * p.w_stride;
       }
     return nullptr;
   }
@@ -187,11 +221,6 @@ template <class T> class Walker {
     if (run_.times) run_.times[(rank_ * run_.count + i) * 2 + which] = now_ns();
   }
 
-  // The first of this thread's columns of n: as `parallel` cuts them, in eights.
-  int64_t share_begin(int64_t n, int rank) const {
-    int64_t first = (n + 7) / 8 * rank / size_ * 8;
-    return first < n ? first : n;
-  }
 
   // --- embedding -----------------------------------------------------------------------------------------------------
 
@@ -229,10 +258,24 @@ template <class T> class Walker {
         });
       case kChoose: {
         Best* best = run_.best + rank_ * run_.most_rows;
-        return columns<1>(p, panel, [&](int64_t i, int64_t n, int64_t count, const float* const* v) {
+        // What was taken from another thread's end may lie before what came first: each run of columns is judged apart.
+        Best run[kMaxRows];
+        int64_t from = -1;
+        auto keep = [&] {
+          for (int64_t i = 0; i < p.rows && from >= 0; ++i) best[i] = better(best[i], run[i]);
+        };
+        columns<1>(p, panel, [&](int64_t i, int64_t n, int64_t count, const float* const* v) {
+          if (i == 0) {
+            if (n != from) {
+              keep();
+              for (int64_t r = 0; r < p.rows; ++r) run[r] = {0, -1};
+            }
+            from = n + count;
+          }
           store_some(at(p.y, p.n, i, n), load(v[0]), count);
-          challenge<T>(best[i], n, count, v[0]);
+          challenge<T>(run[i], n, count, v[0]);
         });
+        return keep();
       }
     }
   }
@@ -240,8 +283,21 @@ template <class T> class Walker {
   template <int Parts, class Done> void columns(const Project<T>& p, const Wide<T>* panel, const Done& done) {
     Matrix<const T> w[2] = {{p.w, p.n, p.k, p.w_stride}, {p.up, p.n, p.k, p.up_stride}};
     const T* after = coming();
-    stream_columns<T, Parts>(panel, p.rows, w, share_begin(p.n, rank_), share_begin(p.n, rank_ + 1), p.together,
-                             after ? after : p.w, done);
+    if (!after) after = p.w;
+    Left *left = run_.left + (next_ - 1) * size_, &own = left[rank_];
+    int64_t most = kTakenBytes / (8 * Parts * p.k * int64_t(sizeof(T))) + 1, begin, end;
+    auto stream = [&](const T* then) {
+      int64_t last = 8 * end < p.n ? 8 * end : p.n;
+      stream_columns<T, Parts>(panel, p.rows, w, 8 * begin, last, p.together, then, done);
+    };
+    while (own.take(most, true, begin, end)) stream(own.count() > 0 ? w[0].row(8 * end) : after);
+    for (;;) {
+      int victim = rank_;
+      for (int other = 0; other < size_; ++other)
+        if (left[other].count() > left[victim].count()) victim = other;
+      if (victim == rank_) return;
+      if (left[victim].take(1, false, begin, end)) stream(after);
+    }
   }
 
   // The rows to multiply, laid out for the dots: each thread makes its own.
@@ -362,6 +418,7 @@ template <class T> class Walker {
     }
   };
 
+  static constexpr int64_t kTakenBytes = 64 << 10;   // of weights at a time: 3 us, what one waits for the other at most
   static constexpr int64_t kAheadBytes = 256 << 10;  // a quarter of the smallest L2 in use on servers
   Run& run_;
   int rank_, size_;
@@ -422,6 +479,7 @@ void step(TensorView tasks, TensorView like, Optional<TensorView> times, int64_t
     using T = decltype(tag);
     static thread_local attention::Scratch memory;
     static thread_local std::vector<Best> best;
+    static thread_local std::vector<Left> left;
     Run run{};
     run.tasks = data<int64_t>(tasks), run.count = tasks.size(0), run.times = times ? data<int64_t>(*times) : nullptr;
     size_t unfinished = 0;
@@ -429,6 +487,14 @@ void step(TensorView tasks, TensorView like, Optional<TensorView> times, int64_t
     run.unfinished = memory.reserve(unfinished);
     best.assign(size_t(threads * run.most_rows), Best{0, -1});
     run.best = best.data();
+    if (int64_t(left.size()) < run.count * threads) left = std::vector<Left>(size_t(run.count * threads));
+    run.left = left.data();
+    for (int64_t i = 0; i < run.count; ++i)
+      if (as<Head>(run.task(i)).kind == kProject)
+        for (int64_t rank = 0; rank < threads; ++rank) {
+          int64_t n = as<Project<T>>(run.task(i)).n;
+          left[size_t(i * threads + rank)].put(share_begin(n, rank, threads), share_begin(n, rank + 1, threads));
+        }
     team_v1::team().run(int(threads), [](void* context, int rank, int size) {
       Run& run = *static_cast<Run*>(context);
       try {
