@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+AUTOSEL, INDUCTOR, KERNEL_TUNER = "autosel tune", "Inductor max-autotune", "Kernel Tuner, C backend"
 RESULTS = Path(__file__).parent / "results" / "cpu"
 
 
@@ -55,3 +58,79 @@ def transformers(found: Mapping[str, Any]) -> str:
         f"{found['transformers']}; {found['date']}"
     )
     return "\n".join([head, "", "| what | |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)])
+
+
+# --- tuning -----------------------------------------------------------------------------------------------------------
+
+
+def tune(found: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in found.get("versions", {}).items())
+    n, k = found["shape"]
+    parts = [f"x[1,{k}] @ w[{n},{k}]^T, bf16; {found['device']}; {versions}; {found['date']}", _tuners(found)]
+    return "\n\n".join([*parts, *([_planted(found["planted"])] if "planted" in found else [])])
+
+
+def _tuners(found: Mapping[str, Any]) -> str:
+    times: Mapping[str, Sequence[float]] = found.get("judged", {}).get("us", {})
+    lines = [
+        "| tuner | processes | seconds to a choice | chose | flips | regret among its own | over the best of all |"
+    ]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, taken in found["runs"].items():
+        if not taken:
+            lines.append(f"| {name} | 0 | not covered | | | | |")
+            continue
+        picks, seconds = [t["pick"] for t in taken], [t["seconds"] for t in taken]
+        chose = ", ".join(f"{pick} ({count})" for pick, count in Counter(picks).most_common())
+        took = f"{statistics.median(seconds):.1f} ({min(seconds):.1f} .. {max(seconds):.1f})"
+        worth = [_worth(picks, times, own) for own in (own_candidates(name, times), list(times))] if times else ["", ""]
+        lines.append(f"| {name} | {len(taken)} | {took} | {chose} | {flips(picks):.0%} | {worth[0]} | {worth[1]} |")
+    return "\n".join(lines)
+
+
+def own_candidates(tuner: str, times: Mapping[str, Any]) -> list[str]:
+    """Whom a tuner had to choose from; autosel derives the kernel's setting, so all settings are held against it."""
+    if tuner == INDUCTOR:
+        return [name for name in times if name.startswith("Inductor")]
+    return [name for name in times if name.startswith("cpp:") or (tuner == AUTOSEL and name == "ATEN")]
+
+
+def _worth(picks: Sequence[str], times: Mapping[str, Sequence[float]], candidates: Sequence[str]) -> str:
+    found = regrets(times, candidates)
+    each = [found[pick] for pick in picks]
+    return f"{statistics.mean(each):.1%} (worst {max(each):.1%})"
+
+
+def flips(picks: Sequence[str]) -> float:
+    """The share that did not choose what most chose."""
+    return 1 - Counter(picks).most_common(1)[0][1] / len(picks)
+
+
+def regrets(times: Mapping[str, Sequence[float]], candidates: Sequence[str]) -> dict[str, float]:
+    """Candidate -> t / t(best) - 1: the best by one half of the rounds, judged on the other, and back."""
+    halves = [{name: statistics.median(times[name][start::2]) for name in candidates} for start in (0, 1)]
+    found = {}
+    for name in candidates:
+        ratios = []
+        for chosen_on, judged_on in (halves, halves[::-1]):
+            best = min(candidates, key=lambda n, half=chosen_on: half[n])  # type: ignore[misc]
+            ratios.append(judged_on[name] / judged_on[best])
+        found[name] = statistics.mean(ratios) - 1
+    return found
+
+
+def _planted(found: Mapping[str, Any]) -> str:
+    lines = [f"| tuner | of {len(found['wrong'])} wrong kernels caught | believed | died of | right ones refused |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for name in (AUTOSEL, KERNEL_TUNER):
+        said = found[name]
+        wrong = [said[k].partition(":")[0] for k in found["wrong"] if k in said]
+        if len(wrong) < len(found["wrong"]):
+            lines.append(f"| {name} | not covered | | | |")
+            continue
+        refused = sum(said[k] != "believed" for k in found["right"] if k in said)
+        counts = " | ".join(str(wrong.count(kind)) for kind in ("caught", "believed", "died"))
+        lines.append(f"| {name} | {counts} | {refused} of {len(found['right'])} |")
+    lines.append(f"| {INDUCTOR} | not covered: it compares no outputs | | | |")
+    believed = [k.removeprefix("native_") for k in found["wrong"] if found[KERNEL_TUNER].get(k) == "believed"]
+    return "\n".join(lines) + (f"\n\nKernel Tuner believed: {', '.join(believed)}." if believed else "")
