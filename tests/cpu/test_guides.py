@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,20 +17,42 @@ from autosel.cli.main import VERBS, cli
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted(p for p in (ROOT / "docs" / "guides").glob("*.md") if p.name != "README.md")
-BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(python|console|toml|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"# ([\w./-]+\.(?:py|toml))\n")  # a block that begins so is that file
+CHANGING = ("add-an-op", "add-a-backend")  # these change a checkout: a copy of it
 # Brief enough to run here, with the exit code they shall have; others measure for minutes, need another environment,
 # or are run by their verb's own tests.
 RUN = {
     "autosel race rmsnorm --candidate mine.py:norm --shape M1.d64 --dtype fp32 --case zeros": 4,
     "autosel run --model tiny --seq 32 --iters 10 --warmup 2 --certify mine.jsonl": 0,
     "autosel verify mine.jsonl": 0,
+    "autosel race relu2 --candidate fast.py:relu2 --shape M1.I64 --dtype fp32 --case -inf": 4,
+    "AUTOSEL_ALLOW=fastnorm autosel race rmsnorm --candidate user:fastnorm --shape M3.d64 --dtype fp32 --case zeros": 0,
+    "autosel race rmsnorm --candidate fastnorm:rmsnorm --shape M3.d64 --dtype fp32 --case zeros": 0,
+    "pip install .": 0,
 }
 COMMAND = """
-def ran_(words, code):
-    import subprocess, sys
-    done = subprocess.run([sys.executable, "-P", "-m", "autosel.cli.main", *words], capture_output=True, text=True)
+def ran_(given, words, code):
+    import os, subprocess, sys
+    done = subprocess.run([sys.executable, *words], env=os.environ | given, capture_output=True, text=True)
     assert done.returncode == code, (words, done.returncode, done.stdout, done.stderr)
+
+
+def written_(name, text):
+    from pathlib import Path
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text)
+
+
+def changed_(name, hunks):
+    from pathlib import Path
+    text = Path(name).read_text()
+    for old, new in hunks:
+        assert text.count(old) == 1, (name, old, "stands in it", text.count(old), "times")
+        text = text.replace(old, new)
+    Path(name).write_text(text)
 """
+PIP = ["-m", "pip", "install", "--no-index", "--no-build-isolation", "--no-deps", "--quiet", "--target", "installed"]
 
 
 def blocks(guide: Path) -> list[tuple[str, str]]:
@@ -45,12 +68,45 @@ def script(guide: Path) -> str:
     """The page as one program."""
     lines = [COMMAND]
     for kind, text in blocks(guide):
-        if kind == "python":
+        named = NAMED.match(text)
+        if named is not None:
+            lines.append(f"written_({named[1]!r}, {text[named.end() :]!r})")
+        elif kind == "python":
             lines.append(text)
+        elif kind == "diff":
+            lines.append(changes(text))
         else:
             asked = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
-            lines += [f"ran_({shlex.split(c)[1:]!r}, {RUN[c]})" for c in asked if c in RUN]
+            lines += [ran(c) for c in asked if c in RUN]
     return "\n".join(lines)
+
+
+def ran(command: str) -> str:
+    given, words = split(command)
+    whole = ["-P", "-m", "autosel.cli.main", *words[1:]] if words[0] == "autosel" else [*PIP, *words[2:]]
+    return f"ran_({given!r}, {whole!r}, {RUN[command]})"
+
+
+def split(command: str) -> tuple[dict[str, str], list[str]]:
+    """What is set for a command alone, and its words."""
+    words = shlex.split(command)
+    given = [w for w in words if re.match(r"[A-Z_]+=", w)]
+    return dict(w.split("=", 1) for w in given), words[len(given) :]
+
+
+def changes(diff: str) -> str:
+    """Lines that stay (a blank before them), go (-) or come (+); @@ begins another place of the file."""
+    first, *rest = diff.splitlines()
+    hunks: list[list[str]] = [[]]
+    for line in rest:
+        if line.startswith("@@"):
+            hunks.append([])
+        else:
+            hunks[-1].append(line or " ")
+    pairs = [
+        tuple("".join(line[1:] + "\n" for line in hunk if line[0] in kept) for kept in (" -", " +")) for hunk in hunks
+    ]
+    return f"changed_({first.removeprefix('--- ')!r}, {pairs!r})"
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -58,6 +114,13 @@ def environment(home: Path) -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     one = {"OMP_NUM_THREADS": "1"}  # other tests run beside this one
     return kept | one | {"AUTOSEL_HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": path}
+
+
+def copied(folder: Path) -> None:
+    """What a checkout needs to run."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+    for part in ("autosel", "kernels", "fingerprints", "db"):
+        shutil.copytree(ROOT / part, folder / part, ignore=ignored)
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda p: p.stem)
@@ -68,9 +131,11 @@ def test_a_guide_runs(guide: Path, tmp_path: Path) -> None:
     folder.mkdir()
     assert any(kind == "python" for kind, _ in blocks(guide))
     (folder / "guide_.py").write_text(script(guide))
-    done = subprocess.run(
-        [sys.executable, "guide_.py"], cwd=folder, env=environment(tmp_path / "home"), capture_output=True, text=True
-    )
+    given = environment(tmp_path / "home")
+    if guide.stem in CHANGING:
+        copied(folder)
+        given["PYTHONPATH"] = f"{folder}{os.pathsep}{folder / 'installed'}"
+    done = subprocess.run([sys.executable, "guide_.py"], cwd=folder, env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -78,7 +143,9 @@ def test_every_command_of_a_guide_parses_and_the_brief_ones_are_all_there() -> N
     seen = [c for guide in GUIDES for c in commands(guide)]
     assert set(RUN) <= set(seen)
     for command in seen:
-        words = shlex.split(command)
+        _, words = split(command)
+        if words[:2] == ["pip", "install"]:
+            continue
         assert words[0] == "autosel" and words[1] in VERBS, command
         verb = cli.get_command(click.Context(cli), words[1])
         assert verb is not None
