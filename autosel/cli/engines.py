@@ -30,6 +30,7 @@ class Asked:
     model: str
     dtype: DTypeName | None
     device: str | None
+    tp: int
 
 
 def export_to(engine: str, folder: Path, asked: Asked) -> None:
@@ -62,14 +63,24 @@ def _written(made: Manifest, folder: Path) -> Iterator[str]:
 def _target(engine: str, asked: Asked) -> Target:
     """The device of --fingerprint, whose rows the closed forms may give; else the GPU that the ledger knows."""
     from autosel import models
+    from autosel.integrations.engines import experts
     from autosel.integrations.engines.rows import Target
 
-    shape = models.load(asked.model)
+    found_experts = experts.read(asked.model)
+    shape = None if found_experts else models.load(asked.model)
     found = _gpu_decisions()
     fp = _device(engine, asked.device, [f for f, _ in found.values()])
     decisions = tuple(d for known, of in found.values() if known.name == fp.name for d in of)
+    known = shape or found_experts
+    assert known is not None
     return Target(
-        fp=fp, decisions=decisions, model=shape, dtype=asked.dtype or shape.dtype, derives=asked.device is not None
+        fp=fp,
+        decisions=decisions,
+        dtype=asked.dtype or known.dtype,
+        derives=asked.device is not None,
+        model=shape,
+        experts=found_experts,
+        tp=asked.tp,
     )
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 @click.option("--to", "engine", type=Known("engine", ENGINES), help="as files that this engine reads, in folder PATH")
 @click.option("--model", default=None, metavar="NAME|DIR", help="with --to: whose products  [default: llama-8b]")
 @dtype_option()
+@click.option("--tp", type=click.IntRange(1, 1024), default=1, metavar="N", help="with --to: split over N devices")
 @click.option("--fingerprint", "device", metavar="DEVICE", help="with --to: derive undecided rows for h200, l4 ...")
 def export_command(
     path: Path,
@@ -44,6 +45,7 @@ def export_command(
     engine: str | None,
     model: str | None,
     dtype: DTypeName | None,
+    tp: int,
     device: str | None,
 ) -> None:
     """What serves now, as one file in the snapshot's format (PATH, default stdout), or as an engine's own files."""
@@ -52,10 +54,10 @@ def export_command(
     if engine is not None:
         if sign or decision_id is not None:
             raise UsageError(f"--to with --{'sign' if sign else 'repro'}", todo="one of them at a time")
-        export_to(engine, path, Asked(model=model or "llama-8b", dtype=dtype, device=device))
+        export_to(engine, path, Asked(model=model or "llama-8b", dtype=dtype, device=device, tp=tp))
         return
-    if model or dtype or device:
-        raise UsageError("--model, --dtype and --fingerprint belong to --to ENGINE")
+    if model or dtype or device or tp != 1:
+        raise UsageError("--model, --dtype, --tp and --fingerprint belong to --to ENGINE")
     if key and not sign:
         raise UsageError("--key without --sign", todo="add --sign")
 

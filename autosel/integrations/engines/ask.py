@@ -89,7 +89,7 @@ def _reply(engine: str, python: str, made: Manifest, out: str, errors: str) -> R
         raise NotInstalled(
             f"{engine} is not installed in {python}",
             why=f"{data['absent']}; the files were made for {engine} {made.engine_version}",
-            todo=f"name the Python that serves: doctor --engine {engine} {{folder}} --python VENV/bin/python",
+            todo="name the Python that serves: --python VENV/bin/python",
         )
     try:
         reply: Reply = from_json(Reply, data)

@@ -17,6 +17,7 @@ import torch
 from autosel.errors import UsageError
 from autosel.integrations.engines import folder as folders
 from autosel.integrations.engines.rows import COUNTS, Answer, Product, Row, Target, Tile, answer, linear, products
+from autosel.models.shape import ModelShape
 
 FILE = "lookup_table.json"
 ATEN, TRITON = "aten::mm", "triton::mm"
@@ -29,24 +30,26 @@ def export(target: Target, folder: Path) -> folders.Manifest:
         raise UsageError(
             f"Inductor's lookup table has no {target.dtype} products", why=f"known: {', '.join(TORCH_DTYPE)}"
         )
-    rows = list(_rows(target))
+    if target.model is None:
+        raise UsageError(f"{target.name} has experts", why="Inductor's table is made for the products of dense layers")
+    rows = list(_rows(target, target.model))
     table: dict[str, list[Any]] = {row.key: [row.value] for row in rows}
     return folders.write(
         folder,
         engine="inductor",
         engine_version=torch.__version__,
         fp=target.fp,
-        model=target.model.name,
+        model=target.name,
         dtype=target.dtype,
         rows=rows,
         files={FILE: folders.document(table)},
     )
 
 
-def _rows(target: Target) -> Iterator[Row]:
+def _rows(target: Target, model: ModelShape) -> Iterator[Row]:
     seen: set[str] = set()
     hash_ = template_hash()
-    for product in products(target.model):
+    for product in products(model, target.tp):
         for m in COUNTS:
             key = _key(target, m, product)
             if key in seen:  # o and down of some models

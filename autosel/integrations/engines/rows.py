@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 from autosel import ops
 from autosel.candidates.triton.linear import tiled
+from autosel.errors import UsageError
+from autosel.integrations.engines.experts import Experts
 from autosel.knobs.gpu.facts import GpuFacts, facts, power_of_two
 from autosel.knobs.gpu.gemm import TILE_ROW_BYTES
 from autosel.models.shape import ModelShape
@@ -50,13 +52,23 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A device, what was decided on it, and a model to be served there. `derives`: the closed forms may answer."""
+    """A device, what was decided on it, and a model to be served there, by `tp` devices together.
+
+    `model` is None for one with experts, which autosel has no op for. `derives`: the closed forms may answer.
+    """
 
     fp: Fingerprint
     decisions: tuple[Decision, ...]
-    model: ModelShape
     dtype: DTypeName
     derives: bool
+    model: ModelShape | None = None
+    experts: Experts | None = None
+    tp: int = 1
+
+    @property
+    def name(self) -> str:
+        known = self.model or self.experts
+        return known.name if known else ""
 
     @property
     def facts(self) -> GpuFacts:
@@ -65,8 +77,11 @@ class Target:
     def decided(self, w: Workload) -> Decision | None:
         """What serves w's bucket. One that also adds a bias or a residual is the same product, and second choice."""
         bare = w.bucket
-        found = [d for d in self.decisions if d.op == w.op and d.state in SERVES and _bare(d.workload) == bare]
+        found = [d for d in self.serving(w.op) if _bare(d.workload) == bare]
         return min(found, key=lambda d: (len(d.workload.traits), -d.id), default=None)
+
+    def serving(self, op: str) -> list[Decision]:
+        return [d for d in self.decisions if d.op == op and d.state in SERVES]
 
 
 def _bare(w: Workload) -> str:
@@ -82,12 +97,16 @@ class Product:
     k: int
 
 
-def products(m: ModelShape) -> tuple[Product, ...]:
+def products(m: ModelShape, tp: int = 1) -> tuple[Product, ...]:
+    """What each of `tp` devices holds: rows of qkv and gate_up, columns of o and down. KV heads are never cut."""
+    if m.Hq % tp or m.I % tp:
+        raise UsageError(f"--tp {tp} does not divide {m.name}", why=f"it has {m.Hq} heads, and is {m.I} wide inside")
+    heads = m.Hq // tp
     return (
-        Product(label="qkv", n=m.qkv_rows, k=m.d),
-        Product(label="o", n=m.d, k=m.Hq * m.D),
-        Product(label="gate_up", n=2 * m.I, k=m.d),
-        Product(label="down", n=m.d, k=m.I),
+        Product(label="qkv", n=(heads + 2 * max(1, m.Hkv // tp)) * m.D, k=m.d),
+        Product(label="o", n=m.d, k=heads * m.D),
+        Product(label="gate_up", n=2 * m.I // tp, k=m.d),
+        Product(label="down", n=m.d, k=m.I // tp),
     )
 
 

@@ -1,0 +1,96 @@
+"""SGLang's files: tiles of its Triton products in blocked fp8, tiles of its fused experts, and its attention flag.
+
+    gemm/configs/N=..,K=..,device_name=..,dtype=fp8_w8a8,block_shape=[128, 128].json   rows of x -> tiles
+    moe/configs/triton_3_5_1/E=..,N=..,device_name=...json                              tokens -> tiles
+    serve.yaml                                                 python -m sglang.launch_server --config it
+
+SGLang 0.5.23 names files as vLLM does, but for a space in the block's shape, and keeps those of experts by Triton's
+version, taking the nearest older where its own has none. It looks for the first kind in its own package alone
+(autosel's plug-in hands it this folder: AUTOSEL_ENGINE_FILES), for the second in SGLANG_MOE_CONFIG_DIR.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from autosel.integrations.engines import folder as folders
+from autosel.integrations.engines.experts import Experts
+from autosel.integrations.engines.rows import Target
+from autosel.integrations.engines.vllm import (
+    BLOCK,
+    DEFAULT_GEMM,
+    FLAG_FILE,
+    flag_row,
+    flag_text,
+    gemm_rows,
+    grouped,
+    moe_rows,
+)
+
+VERSION = "0.5.23"  # whose formats and defaults these are
+TRITON = "3.5.1"  # where Triton is not installed here: the folder of the last version SGLang ships files for
+ATTENTION = {
+    "FLASHINFER": "flashinfer",
+    "FLASH_ATTN": "fa3",
+    "TRITON": "autosel",
+    "CUDA_EXT": "autosel",
+    "CUTLASS": "autosel",
+}
+LOW_SHARED_BYTES = 128 << 10  # below, it cuts experts in fp8 smaller
+
+
+def export(target: Target, folder: Path) -> folders.Manifest:
+    rows = [
+        *gemm_rows(target, gemm_file, {**DEFAULT_GEMM, "num_stages": 3}),
+        *moe_rows(target, moe_file, lambda m, e: default_moe(m, e, target.facts.smem_per_cta)),
+    ]
+    flag = flag_row(target, FLAG_FILE, "attention-backend", ATTENTION)
+    files = grouped(rows)
+    files[FLAG_FILE] = flag_text(flag, "python -m sglang.launch_server --model-path MODEL --config serve.yaml")
+    return folders.write(
+        folder,
+        engine="sglang",
+        engine_version=VERSION,
+        fp=target.fp,
+        model=target.name,
+        dtype=target.dtype,
+        rows=[*rows, flag],
+        files=files,
+    )
+
+
+def gemm_file(device: str, n: int, k: int) -> str:
+    name = device.replace(" ", "_")
+    return f"gemm/configs/N={n},K={k},device_name={name},dtype=fp8_w8a8,block_shape=[{BLOCK[0]}, {BLOCK[1]}].json"
+
+
+def moe_file(device: str, e: Experts, inner: int) -> str:
+    dtype = ",dtype=fp8_w8a8" if e.dtype == "fp8_e4m3" else ""
+    block = f",block_shape=[{e.block[0]}, {e.block[1]}]" if e.block else ""
+    name = f"E={e.count},N={inner},device_name={device.replace(' ', '_')}{dtype}{block}.json"
+    return f"moe/configs/triton_{triton_version().replace('.', '_')}/{name}"
+
+
+def triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return TRITON
+
+
+def default_moe(m: int, e: Experts, shared_bytes: int) -> dict[str, int]:
+    """SGLang 0.5.23's get_default_config on NVIDIA: what it runs without a file."""
+    few = m <= e.count
+    if e.dtype != "fp8_e4m3":
+        return _sizes(16, 32, 64, 1) if few else _sizes(64, 64, 32, 8)
+    if e.block:
+        return _sizes(64, e.block[0], e.block[1], 32, 4, 3)
+    if shared_bytes < LOW_SHARED_BYTES:
+        return _sizes(32, 64, 256, 1, 4, 4) if few else _sizes(64, 128, 256, 64, 4, 2)
+    return _sizes(64, 128, 128, 1, 4, 4) if few else _sizes(128, 256, 128, 32, 8, 4)
+
+
+def _sizes(m: int, n: int, k: int, group: int, warps: int = 0, stages: int = 0) -> dict[str, int]:
+    made = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k, "GROUP_SIZE_M": group}
+    return {**made, "num_warps": warps, "num_stages": stages} if warps else made

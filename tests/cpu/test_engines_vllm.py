@@ -1,0 +1,172 @@
+"""vLLM's files, found again by vLLM's own lookups: its published wheel, no GPU, nothing served."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from autosel import models
+from autosel.cli.main import run
+from autosel.errors import BadConfig, UsageError
+from autosel.fingerprint import known
+from autosel.integrations.engines import ask, experts, vllm
+from autosel.integrations.engines import folder as folders
+from autosel.integrations.engines.rows import Target
+from autosel.values import Decision
+from tests import engines
+from tests.cpu.serving import pinned
+
+MODEL = models.load("qwen3-8b")
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+}
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+asks_vllm = pytest.mark.skipif(bool(engines.missing("vllm")), reason=engines.missing("vllm"))
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", engines.paths("vllm"))
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    monkeypatch.delenv("VLLM_TUNED_CONFIG_FOLDER", raising=False)
+
+
+def checkpoint(folder: Path, **changed: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changed}))
+    return folder
+
+
+def target(*decisions: Decision, model: str = "", derives: bool = True, tp: int = 1, device: str = "h200") -> Target:
+    found = experts.read(model) if model else None
+    shape = None if found else MODEL
+    return Target(
+        fp=known.load(device), decisions=decisions, dtype="bf16", derives=derives, model=shape, experts=found, tp=tp
+    )
+
+
+@asks_vllm
+def test_vllms_own_lookups_find_every_row(tmp_path: Path) -> None:
+    """Products and experts, in bf16 and in blocked fp8, derived and pinned; pinned ones are what it runs without."""
+    asked = [target(tp=2), target(derives=False)]
+    for name, extra in (("plain", {}), ("fp8", FP8)):
+        model = str(checkpoint(tmp_path / name, **extra))
+        asked += [target(model=model, tp=2), target(model=model, derives=False)]
+    rows, folder = [], tmp_path / "all"
+    for one in asked:  # one question for all of them: starting vLLM takes seconds
+        made = vllm.export(one, tmp_path / "one")
+        rows += made.rows
+        for file in made.digests:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_bytes((tmp_path / "one" / file).read_bytes())
+    heard = ask.ask("vllm", folder, dataclasses.replace(made, rows=tuple(rows)))
+    assert heard.version == vllm.VERSION
+    missed = [r.label for r, said in zip(rows, heard.rows, strict=True) if not said.there]
+    stale = [r.label for r, said in zip(rows, heard.rows, strict=True) if not said.same]
+    assert not missed and not stale
+    assert heard.here == len(asked)  # the flag's alone: the device is another
+    assert "VLLM_TUNED_CONFIG_FOLDER" in heard.setting and "AUTOSEL_ENGINE_FILES" in heard.setting
+
+
+@asks_vllm
+def test_a_moved_file_or_a_changed_default_is_seen(tmp_path: Path) -> None:
+    made = vllm.export(target(derives=False), tmp_path)
+    first = made.rows[0].file
+    others = [r for r in made.rows if r.file != first]
+    (tmp_path / first).rename(tmp_path / first.replace(",device", ", device"))
+    odd = dataclasses.replace(others[0], value={**others[0].value, "num_warps": 16})
+    content = json.loads((tmp_path / odd.file).read_text())
+    (tmp_path / odd.file).write_text(json.dumps({**content, odd.key: odd.value}))
+    heard = ask.ask("vllm", tmp_path, dataclasses.replace(made, rows=(made.rows[0], odd, others[1])))
+    assert [(r.there, r.same) for r in heard.rows] == [(False, True), (True, False), (True, True)]
+
+
+@asks_vllm
+def test_doctor_names_both_versions_and_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = vllm.export(target(derives=False), tmp_path)
+    manifest = json.loads((tmp_path / folders.MANIFEST).read_text())
+    manifest["engine_version"] = "0.31.0"
+    manifest["rows"] = manifest["rows"][:1]
+    (tmp_path / folders.MANIFEST).write_text(json.dumps(manifest))
+    assert run(["doctor", "--engine", "vllm", str(tmp_path)]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "vllm 0.33.0 is installed, the files were written for 0.31.0" in said
+    assert "0 of 1 rows would be loaded here: the device is cpu, the files are for NVIDIA_H200" in said
+    assert f"export AUTOSEL_ENGINE_FILES={tmp_path}" in said
+    assert folders.changed(tmp_path, made) == ()
+
+
+def test_a_python_without_vllm_is_named_with_the_version_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vllm.export(target(), tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(engines.ROOT))
+    assert run(["doctor", "--engine", "vllm", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "vllm is not installed in" in said and "vllm 0.33.0" in said and "--python" in said
+
+
+def test_decided_attention_names_a_backend_only_where_all_agree(tmp_path: Path) -> None:
+    from autosel import ops
+
+    def decided(number: int, length: int, backend: str) -> Decision:
+        dims = {"B": 1, "Hq": MODEL.Hq, "Hkv": MODEL.Hkv, "S": 1, "D": MODEL.D, "L": length}
+        w = ops.find("attn").workload("bf16", dims)
+        d = pinned(w, "torch:sdpa")
+        return dataclasses.replace(d, id=number, arm=dataclasses.replace(d.arm, backend=backend))
+
+    one = vllm.export(target(decided(3, 512, "FLASHINFER"), decided(4, 2048, "FLASHINFER")), tmp_path / "one").rows[-1]
+    assert (one.value, one.source, one.decision) == ("FLASHINFER", "measured", 3)
+    assert "attention-backend: FLASHINFER\n" in (tmp_path / "one" / "serve.yaml").read_text()
+    two = vllm.export(target(decided(3, 512, "FLASHINFER"), decided(4, 2048, "TORCH")), tmp_path / "two").rows[-1]
+    assert (two.value, two.source, two.decision) == (None, "default", None) and "3, 4" in two.reason
+    assert "\nattention-backend" not in (tmp_path / "two" / "serve.yaml").read_text()
+
+
+def test_split_products_are_those_a_device_holds(tmp_path: Path) -> None:
+    made = vllm.export(target(tp=4), tmp_path)
+    assert {(r.ask["n"], r.ask["k"]) for r in made.rows if r.ask["kind"] == "gemm"} == {
+        (1536, 4096),
+        (4096, 1024),
+        (6144, 4096),
+        (4096, 3072),
+    }
+    with pytest.raises(UsageError, match="does not divide"):
+        vllm.export(target(tp=5), tmp_path / "five")
+    assert not (tmp_path / "five").exists()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_experts_per_tok": None},
+        {"moe_intermediate_size": "768"},
+        {"hidden_size": True},
+        {"num_experts": -1},
+        {"quantization_config": {"quant_method": "awq"}},
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+    ],
+)
+def test_experts_whose_sizes_are_not_told_are_refused(changed: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match=r"config\.json"):
+        experts.read(str(checkpoint(tmp_path / "m", **changed)))
+
+
+def test_tiles_of_experts_fit_every_known_device(tmp_path: Path) -> None:
+    for extra in ({}, FP8):
+        model = checkpoint(tmp_path / f"m{len(extra)}", **extra)
+        for name in known.names():
+            one = target(model=str(model), device=name)
+            size = 1 if extra else 2
+            for row in vllm.export(one, tmp_path / name).rows[:-1]:
+                v = row.value
+                stage = (v["BLOCK_SIZE_M"] + v["BLOCK_SIZE_N"]) * v["BLOCK_SIZE_K"] * size
+                assert stage * v["num_stages"] <= one.facts.smem_per_cta and row.source == "derived"

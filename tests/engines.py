@@ -1,0 +1,96 @@
+"""Real serving engines for the tests: their published wheels, unpacked without the dependencies that pin another torch.
+
+    python tests/engines.py        fetches them below .venv/engines (about half a gigabyte; kept: 180 MB)
+
+Of an engine the Python and JSON files are kept; of what they import, the light packages below. That is enough for their
+own lookups, parsers and registries, and for none of their kernels: nothing is served.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINES = ROOT / ".venv" / "engines"
+WHEELS = {
+    "vllm": "vllm==0.33.0",
+    "sglang": "sglang==0.5.23",
+    "flashinfer": "flashinfer-python==0.7.2.post1",
+    "kernels": "kernels==0.17.2",
+    "flashinfer-bench": "flashinfer-bench==0.1.2",
+}
+WHOLE = ("kernels", "sglang")  # a compiled parser; sources that its import looks for
+KEPT = (".py", ".json", ".toml", "METADATA", "entry_points.txt")
+DEPENDENCIES = (
+    *("aiohappyeyeballs", "aiohttp", "aiosignal", "blake3", "cachetools", "cbor2", "cloudpickle", "compressed-tensors"),
+    *("depyf", "dill", "einops", "fastapi", "frozenlist", "ijson", "ipython", "lark", "llguidance", "msgspec"),
+    *("multidict", "openai", "openai-harmony", "opentelemetry-api", "opentelemetry-sdk"),
+    *("opentelemetry-semantic-conventions", "orjson", "partial-json-parser", "pillow"),
+    *("prometheus-fastapi-instrumentator", "propcache", "py-cpuinfo", "pybase64", "python-json-logger", "pyzmq"),
+    *("regex", "sentencepiece", "setproctitle", "sniffio", "tiktoken", "traitlets", "watchfiles", "xgrammar", "yarl"),
+)
+
+
+def missing(*engines: str) -> str:
+    """Why these cannot be asked here, or "": the reason a test skips with."""
+    absent = [e for e in engines if not (ENGINES / e).is_dir()]
+    return f"{', '.join(absent)} not fetched: python tests/engines.py" if absent else ""
+
+
+def paths(*engines: str) -> str:
+    """For PYTHONPATH: autosel's checkout, the engines, what they import; PyTorch's package stays the one installed."""
+    found = [ENGINES / e for e in engines]
+    return os.pathsep.join(map(str, [ROOT, *found, ENGINES / "shim", ENGINES / "dependencies"]))
+
+
+def fetch() -> None:
+    ENGINES.mkdir(parents=True, exist_ok=True)
+    for engine, wanted in WHEELS.items():
+        if not (ENGINES / engine).is_dir():
+            _unpack(engine, wanted)
+    if not (ENGINES / "dependencies").is_dir():
+        making = ENGINES / "dependencies.making"
+        shutil.rmtree(making, ignore_errors=True)
+        _pip("install", "--no-deps", "--target", str(making), *DEPENDENCIES)
+        making.rename(ENGINES / "dependencies")
+    _shim()
+
+
+def _unpack(engine: str, wanted: str) -> None:
+    with tempfile.TemporaryDirectory(dir=ENGINES) as scratch:
+        _pip("download", "--no-deps", "--dest", scratch, wanted)
+        making = Path(scratch) / "unpacked"
+        for wheel in Path(scratch).glob("*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                for name in archive.namelist():
+                    if engine in WHOLE or name.endswith(KEPT):
+                        archive.extract(name, making)
+        making.rename(ENGINES / engine)
+
+
+def _shim() -> None:
+    """SGLang imports torchvision for image models, of which nothing is asked; its wheel needs CUDA's libraries."""
+    folder = ENGINES / "shim" / "torchvision"
+    names = "NEAREST NEAREST_EXACT BOX BILINEAR HAMMING BICUBIC LANCZOS"
+    mode = f"import enum\nInterpolationMode = enum.Enum('InterpolationMode', '{names}')\n"
+    anything = "__version__ = '0.28.0'\ndef __getattr__(name):\n    return type(name, (), {})\n"
+    for module in ("", "io", "transforms", "transforms/functional", "transforms/v2", "transforms/v2/functional"):
+        (folder / module).mkdir(parents=True, exist_ok=True)
+        (folder / module / "__init__.py").write_text(mode + anything)
+
+
+def _pip(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "-q", words[0], *words[1:]], check=True, timeout=600)
+
+
+if __name__ == "__main__":
+    try:
+        fetch()
+    except subprocess.SubprocessError as error:
+        sys.exit(f"the engines cannot be fetched, and tests that ask them skip: {error}")
