@@ -118,16 +118,22 @@ struct Task {
   int row0, rows, length, active;  // active: CTAs that share these rows
 };
 
-template <int R, class T> __device__ __forceinline__ Task task_of(const Queries<T>& a) {
+// Which of the tasks: the split of the keys, the tile of rows (of `tiles` a sequence), the sequence. Of a launch that has
+// a CTA for each, the CTA's place in it.
+struct Seat { unsigned split, tile, tiles, b; };
+
+__device__ __forceinline__ Seat own_seat() { return {blockIdx.x, blockIdx.y, gridDim.y, blockIdx.z}; }
+
+template <int R, class T> __device__ __forceinline__ Task task_of(const Queries<T>& a, const Seat& seat) {
   Task t;
   const int all = a.group * a.positions, tiles = (all + R - 1) / R;
-  t.b = int(blockIdx.z), t.h = int(blockIdx.y / unsigned(tiles)), t.row0 = int(blockIdx.y % unsigned(tiles)) * R;
+  t.b = int(seat.b), t.h = int(seat.tile / unsigned(tiles)), t.row0 = int(seat.tile % unsigned(tiles)) * R;
   t.rows = all - t.row0 < R ? all - t.row0 : R;
   const int length = a.lengths ? a.lengths[t.b * a.length_step] : a.max_len;
   t.length = length < 0 ? 0 : length < a.max_len ? length : a.max_len;
   const int first = a.window ? max(0, t.length - a.positions - a.window + 1) : 0;
   t.active = max(1, int((int64_t(t.length) - first + a.chunk - 1) / a.chunk));
-  const int64_t begin = first + int64_t(blockIdx.x) * a.chunk;
+  const int64_t begin = first + int64_t(seat.split) * a.chunk;
   t.begin = int(min(begin, int64_t(t.length))), t.end = int(min(begin + a.chunk, int64_t(t.length)));
   return t;
 }
@@ -148,11 +154,11 @@ constexpr size_t join_bytes(int rows, int wide) { return size_t(kWarps) * rows *
 // From the warps' sums in shared memory, [warp][R][Wide channels, maximum, sum], to the result, or to the workspace and, by
 // the CTA that comes last, from there.
 template <int R, int Wide, class T>
-__device__ void finish(const Queries<T>& a, const Task& task, const Scratch& scratch) {
+__device__ void finish(const Queries<T>& a, const Task& task, const Scratch& scratch, const Seat& seat) {
   constexpr int kRow = Wide + 2;
   float* all = reinterpret_cast<float*>(shared_memory());
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
-  const int64_t index = int64_t(blockIdx.z) * gridDim.y + blockIdx.y, room = a.width + 2;
+  const int64_t index = int64_t(seat.b) * seat.tiles + seat.tile, room = a.width + 2;
   float* parts = scratch.sums + index * a.splits * R * room;  // [split][R][D + 2]
   // A warp a row: its joint maximum and sum, then its channels.
   for (int r = warp; r < task.rows; r += kWarps) {
@@ -162,7 +168,7 @@ __device__ void finish(const Queries<T>& a, const Task& task, const Scratch& scr
       const float* row = all + (w * R + r) * kRow;
       total += row[Wide + 1] * weight(row[Wide], most);
     }
-    float* part = parts + (int64_t(blockIdx.x) * R + r) * room;
+    float* part = parts + (int64_t(seat.split) * R + r) * room;
     for (int d = lane; d < a.width; d += kWarp) {
       float value = 0;
       for (int w = 0; w < kWarps; ++w) {
@@ -399,14 +405,14 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source, bool Al
 __global__ void __launch_bounds__(kThreads, Aligned ? 2 : 1) attend(Queries<T> queries, Source source, Scratch scratch) {
   release_dependents();
   wait_for_producers();
-  const Task task = task_of<R>(queries);
+  const Task task = task_of<R>(queries, own_seat());
   if (int(blockIdx.x) >= task.active) return;  // a shorter sequence than the longest
   using A = Attend<T, KV, R, Lanes, Chunks, Source, Aligned>;
   A a(queries, source, task);
   a.take_queries();
   a.walk();
   a.lay_out();
-  finish<R, A::kWide>(queries, task, scratch);
+  finish<R, A::kWide>(queries, task, scratch, own_seat());
 }
 
 // --- host -----------------------------------------------------------------------------------------------------------

@@ -181,13 +181,13 @@ __global__ void __launch_bounds__(kThreads, Aligned ? 2 : 1)
     attend_tiles(Queries<T> queries, Source source, Scratch scratch) {
   release_dependents();
   wait_for_producers();
-  const Task task = task_of<kTileRows>(queries);
+  const Task task = task_of<kTileRows>(queries, own_seat());
   if (int(blockIdx.x) >= task.active) return;  // a shorter sequence than the longest
   AttendTiles<T, Wide, Source, Aligned> a(queries, source, task);
   a.take_queries();
   a.walk();
   a.lay_out();
-  finish<kTileRows, Wide>(queries, task, scratch);
+  finish<kTileRows, Wide>(queries, task, scratch, own_seat());
 }
 
 // --- host -----------------------------------------------------------------------------------------------------------

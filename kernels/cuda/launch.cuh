@@ -42,6 +42,7 @@ struct Shape {
   unsigned threads;
   size_t shared_bytes = 0;
   bool dependent = false;  // may start before the kernel ahead has finished; it must wait_for_producers
+  bool together = false;   // its CTAs wait for each other: launched only if all of them can be resident at once
 };
 
 constexpr size_t kSharedUnasked = 48 << 10;  // more must be asked for, once a kernel and device
@@ -80,12 +81,13 @@ void launch(const Shape& shape, const Stream& stream, void (*kernel)(Params...),
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
   permit_shared(reinterpret_cast<const void*>(kernel), stream, shape.shared_bytes);
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  attribute.id = shape.together ? cudaLaunchAttributeCooperative : cudaLaunchAttributeProgrammaticStreamSerialization;
+  if (shape.together) attribute.val.cooperative = 1;
+  else attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid, config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared_bytes, config.stream = stream.get();
-  config.attrs = &attribute, config.numAttrs = shape.dependent ? 1 : 0;
+  config.attrs = &attribute, config.numAttrs = shape.dependent || shape.together ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), "launch");
 }
 

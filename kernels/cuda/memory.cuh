@@ -141,6 +141,51 @@ __device__ __forceinline__ void wait_for_producers() {
 #endif
 }
 
+// --- CTAs of one launch that wait for each other ----------------------------------------------------------------------
+
+// What a thread wrote before `add_released`, and what its CTA wrote before a barrier ahead of it, is seen by whoever finds
+// the sum by `load_acquired`, and by that thread's CTA after a barrier.
+__device__ __forceinline__ void add_released(unsigned* at, unsigned v) {
+#ifdef __CUDA_ARCH__
+  __threadfence();
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
+#else
+  *at += v;
+#endif
+}
+
+__device__ __forceinline__ unsigned load_acquired(const unsigned* at) {
+#ifdef __CUDA_ARCH__
+  unsigned v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+#else
+  return *at;
+#endif
+}
+
+// Nanoseconds of a clock that all SMs share; it may tick in steps of a microsecond.
+__device__ __forceinline__ unsigned long long clock_ns() {
+#ifdef __CUDA_ARCH__
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+#elif defined(AUTOSEL_EMULATED)
+  return simt::clock_ns();
+#else
+  return 0;
+#endif
+}
+
+// Between two looks at a counter.
+__device__ __forceinline__ void rest() {
+#ifdef __CUDA_ARCH__
+  __nanosleep(20);
+#elif defined(AUTOSEL_EMULATED)
+  simt::rest();
+#endif
+}
+
 // --- shared memory --------------------------------------------------------------------------------------------------
 
 // The block's shared memory, all of it dynamic: a launch says how much, so that a check knows where it ends.

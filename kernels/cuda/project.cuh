@@ -17,9 +17,13 @@
 #define AUTOSEL_ROWS 1
 #endif
 
+#ifndef AUTOSEL_THREADS
+#define AUTOSEL_THREADS 256
+#endif
+
 namespace autosel {
 
-constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+constexpr int kThreads = AUTOSEL_THREADS, kWarps = kThreads / kWarp;
 constexpr int kMostRows = 8;  // of x at once: M x AUTOSEL_ROWS accumulators a lane
 // CTAs an SM must be able to hold: registers are capped for it. Rows that are not aligned are slow anyway.
 template <bool Aligned> constexpr int kResident = Aligned ? 2 : 1;
@@ -139,8 +143,13 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
     }
   }
 
-  // done(m, n, v[Parts]) once for every row m < M of x and row n of the weights, by one lane.
+  // done(m, n, v[Parts]) once for every row m < M of x and row n of the weights, by one lane. `ready` is waited for once
+  // the first weights are on their way: then x can be read.
   template <class Source, class Done> __device__ __forceinline__ void run(Source& x, const Done& done) const {
+    run(x, done, [] { wait_for_producers(); });
+  }
+  template <class Source, class Done, class Ready>
+  __device__ __forceinline__ void run(Source& x, const Done& done, const Ready& ready) const {
     const int teams = kWarps / w.split, team = int(threadIdx.x) / kWarp / w.split;
     const int stride = w.split * U * kStep, start = part * U * kStep, steps = (depth + stride - 1) / stride;
     float sum[M][Parts][R] = {}, squares[M] = {};
@@ -149,7 +158,7 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
     // Every warp of a CTA goes through as many groups, for split warps meet at barriers; the last may be nobody's.
     int group = int(blockIdx.x) * teams, step = 0;
     fetch(now, group + team, start);
-    wait_for_producers();
+    ready();
     while (group < groups) {
       const bool last = step + 1 == steps;
       const int next_group = last ? group + int(gridDim.x) * teams : group, next_step = last ? 0 : step + 1;

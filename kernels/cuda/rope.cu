@@ -10,6 +10,7 @@
 //         range reduction nor the local memory that sincosf's takes. Five double operations a pair: 160 clocks a head
 //         even where double runs at 1/64 rate. A lane reads both members of its pairs before it writes: q_out may be q.
 // status  compiled and emulated; not yet run on silicon
+#include "angle.cuh"
 #include "launch.cuh"
 
 namespace autosel {
@@ -32,12 +33,6 @@ template <class T> struct Turns {
   int64_t tokens;
   int width, pairs;
 };
-
-__device__ __forceinline__ void cos_sin(int64_t position, float frequency, float& cos, float& sin) {
-  double half_turns = double(position) * double(frequency) * 0.31830988618379067154;
-  half_turns -= 2.0 * rint(0.5 * half_turns);
-  sincospif(float(half_turns), &sin, &cos);
-}
 
 template <class T, bool Interleaved, bool Aligned>
 __global__ void __launch_bounds__(kMostThreads) rope_heads(Turns<T> t) {

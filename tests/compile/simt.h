@@ -1,12 +1,13 @@
 // A GPU's execution model on one CPU thread, so that a .cu file compiled by g++ runs here as it is written.
 //
-// Force-included ahead of the file (g++ -x c++ -include simt.h). Blocks run in turn; a block's threads are fibers, which
-// change places at barriers, shuffles and votes only. What it checks beside the results: shared memory beyond the bytes
+// Force-included ahead of the file (g++ -x c++ -include simt.h). Blocks run in turn, or, of a cooperative launch, all at
+// once; a block's threads are fibers, which change places at barriers, shuffles, votes and rests only. What it checks beside the results: shared memory beyond the bytes
 // asked for ends the process (guard pages), and what no thread has written is NaN; a barrier or shuffle that not all
 // reach is an error that names who waits where; launches that no device would accept are refused. Every other launch
 // runs blocks and threads in reverse, so that a missing barrier shows in one order if not in the other.
 // It cannot show: speed, races between blocks that run at once, the memory model, alignment faults of plain accesses.
 #pragma once
+#define AUTOSEL_EMULATED 1
 
 // CUDA's headers and the library's come first: they must not see the names redefined below.
 #include <cuda_bf16.h>
@@ -42,6 +43,8 @@
 namespace simt {
 
 constexpr unsigned kWarp = 32, kMostThreads = 1024;
+constexpr unsigned kMultiprocessors = 2, kResidentBlocks = 2;  // of the device that is played: blocks a multiprocessor
+constexpr unsigned kMostTogether = kMultiprocessors * kResidentBlocks;
 constexpr size_t kStack = 128 << 10, kMostShared = 227 << 10, kSharedUnasked = 48 << 10;  // sm_90's limits
 
 #if defined(__x86_64__)
@@ -96,6 +99,15 @@ struct Fiber {
   State state;
   uint3 thread;
   uint64_t exchanges;  // warp operations so far
+  unsigned block;      // of those that run
+};
+
+// One of the blocks that run.
+struct Block {
+  uint3 at{};
+  unsigned waiting = 0, done = 0;
+  bool any = false, agreed = false;  // of what the threads brought to a barrier, and to the last one
+  char* shared = nullptr;
 };
 
 // What the lanes of a warp lay out for each other. Two, in turns: a lane may be one operation ahead of another.
@@ -107,14 +119,15 @@ struct Exchange {
 
 struct Machine {
   dim3 grid, block;
-  uint3 at{};  // the block that runs
-  std::vector<Fiber> fibers;
+  std::vector<Block> blocks;
+  std::vector<Fiber> fibers;        // [block][thread]
   std::vector<Exchange> exchanges;  // [warp][2]
-  unsigned now = 0, waiting = 0, done = 0;
+  unsigned now = 0;
   int direction = 1;
   Context home;
-  char *stacks = nullptr, *shared_end = nullptr, *shared = nullptr;
+  char *stacks = nullptr, *shared_ends[kMostTogether] = {};
   size_t shared_bytes = 0;
+  unsigned long long clock_ns = 0;  // moves while a thread rests
   std::function<void()> body;
   std::string failed;
   bool reverse = false;
@@ -127,6 +140,8 @@ static inline Machine& machine() {  // static: each library its own
 }
 
 inline Fiber& self() { return machine().fibers[machine().now]; }
+inline Block& own() { return machine().blocks[self().block]; }
+inline unsigned threads_of_block() { return machine().block.x * machine().block.y * machine().block.z; }
 
 // Gives way to the next thread that can run; returns when this one can again.
 inline void give_way() {
@@ -143,31 +158,50 @@ inline void give_way() {
   change(m.fibers[from].context, m.home);  // nobody can run: all done, or a deadlock; the launch finds out which
 }
 
+// All of a block's threads have come to a barrier, or ended: exited threads count as arrived, as on a device.
+inline void pass(unsigned block) {
+  Machine& m = machine();
+  Block& b = m.blocks[block];
+  b.waiting = 0, b.agreed = b.any, b.any = false;
+  for (unsigned i = 0; i < threads_of_block(); ++i) {
+    Fiber& f = m.fibers[block * threads_of_block() + i];
+    if (f.state == State::at_barrier) f.state = State::runs;
+  }
+}
+
 inline void fiber_main() {
   machine().body();
-  Machine& m = machine();
+  Block& b = own();
   self().state = State::done;
-  m.done += 1;
-  if (m.waiting && m.waiting + m.done == m.fibers.size()) {  // exited threads count as arrived, as on a device
-    m.waiting = 0;
-    for (Fiber& f : m.fibers)
-      if (f.state == State::at_barrier) f.state = State::runs;
-  }
+  b.done += 1;
+  if (b.waiting && b.waiting + b.done == threads_of_block()) pass(self().block);
   give_way();
   std::abort();
 }
 
 inline void barrier() {
-  Machine& m = machine();
-  m.waiting += 1;
-  if (m.waiting + m.done < m.fibers.size()) {
+  Block& b = own();
+  b.waiting += 1;
+  if (b.waiting + b.done < threads_of_block()) {
     self().state = State::at_barrier;
     give_way();
     return;
   }
-  m.waiting = 0;
-  for (Fiber& f : m.fibers)
-    if (f.state == State::at_barrier) f.state = State::runs;
+  pass(self().block);
+}
+
+inline bool barrier_or(bool yes) {
+  own().any = own().any || yes;
+  barrier();
+  return own().agreed;
+}
+
+inline unsigned long long clock_ns() { return machine().clock_ns; }
+
+// Between two looks at what another block is to write.
+inline void rest() {
+  machine().clock_ns += 100;
+  give_way();
 }
 
 // Lays out four words, waits for the other lanes, and returns all that were laid out. The whole warp must take part.
@@ -228,41 +262,60 @@ inline uint32_t vote(unsigned mask, bool yes) {
 
 inline std::string where() {
   Machine& m = machine();
-  std::string text = "block (" + std::to_string(m.at.x) + "," + std::to_string(m.at.y) + "," + std::to_string(m.at.z) + ")";
-  unsigned barriers = 0, warps = 0;
-  for (Fiber& f : m.fibers) barriers += f.state == State::at_barrier, warps += f.state == State::at_warp;
-  return text + ": " + std::to_string(m.done) + " threads have ended, " + std::to_string(barriers) + " wait at a barrier, " +
-         std::to_string(warps) + " for their warp";
+  std::string text;
+  for (unsigned i = 0; i < m.blocks.size(); ++i) {
+    const Block& b = m.blocks[i];
+    unsigned warps = 0, barriers = 0;
+    for (Fiber& f : m.fibers)
+      if (f.block == i) barriers += f.state == State::at_barrier, warps += f.state == State::at_warp;
+    if (b.done == threads_of_block()) continue;
+    text += "block (" + std::to_string(b.at.x) + "," + std::to_string(b.at.y) + "," + std::to_string(b.at.z) + "): " +
+            std::to_string(b.done) + " threads have ended, " + std::to_string(barriers) + " wait at a barrier, " +
+            std::to_string(warps) + " for their warp";
+  }
+  return text;
 }
 
 // Shared memory lies against a page that may not be touched, on both sides; bytes are rounded up to 16.
-inline void give_shared(size_t bytes) {
+inline char* give_shared(unsigned block, size_t bytes) {
   Machine& m = machine();
-  if (!m.shared_end) {
+  if (!m.shared_ends[block]) {
     const size_t page = size_t(sysconf(_SC_PAGESIZE)), room = (kMostShared + page - 1) / page * page;
     char* at = static_cast<char*>(mmap(nullptr, room + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     mprotect(at + page, room, PROT_READ | PROT_WRITE);
-    m.shared_end = at + page + room;
+    m.shared_ends[block] = at + page + room;
   }
   m.shared_bytes = (bytes + 127) / 128 * 128;
-  m.shared = m.shared_end - m.shared_bytes;
+  return m.shared_ends[block] - m.shared_bytes;
 }
 
-inline void run_block(uint3 at) {
+// The blocks [first, first + count) of the launch at once.
+inline void run_blocks(uint64_t first, unsigned count, size_t shared_bytes) {
   Machine& m = machine();
-  const unsigned threads = m.block.x * m.block.y * m.block.z;
-  m.at = at, m.waiting = m.done = 0;
-  m.fibers.resize(threads), m.exchanges.assign(2 * threads / kWarp, Exchange());
-  memset(m.shared, 0xff, m.shared_bytes);  // NaN in every floating-point type
-  for (unsigned i = 0; i < threads; ++i) {
-    Fiber& f = m.fibers[i];
-    f.thread = uint3{i % m.block.x, i / m.block.x % m.block.y, i / m.block.x / m.block.y};
-    f.state = State::runs, f.exchanges = 0;
-    prepare(f.context, m.stacks + i * kStack, fiber_main);
+  const unsigned threads = threads_of_block();
+  m.blocks.assign(count, Block()), m.fibers.resize(count * threads), m.exchanges.assign(2 * count * threads / kWarp, Exchange());
+  for (unsigned b = 0; b < count; ++b) {
+    const uint64_t at = first + b;
+    m.blocks[b].at = uint3{unsigned(at % m.grid.x), unsigned(at / m.grid.x % m.grid.y), unsigned(at / m.grid.x / m.grid.y)};
+    m.blocks[b].shared = give_shared(b, shared_bytes);
+    memset(m.blocks[b].shared, 0xff, m.shared_bytes);  // NaN in every floating-point type
+    for (unsigned i = 0; i < threads; ++i) {
+      Fiber& f = m.fibers[b * threads + i];
+      f.thread = uint3{i % m.block.x, i / m.block.x % m.block.y, i / m.block.x / m.block.y};
+      f.state = State::runs, f.exchanges = 0, f.block = b;
+      prepare(f.context, m.stacks + (b * threads + i) * kStack, fiber_main);
+    }
   }
-  m.now = m.direction > 0 ? 0 : threads - 1;
+  m.now = m.direction > 0 ? 0 : count * threads - 1;
   change(m.home, m.fibers[m.now].context);
-  if (m.done != threads) m.failed = "deadlock in " + where();
+  for (const Block& b : m.blocks)
+    if (b.done != threads && m.failed.empty()) m.failed = "deadlock in " + where();
+}
+
+inline bool is_cooperative(const cudaLaunchConfig_t& c) {
+  for (unsigned i = 0; i < c.numAttrs; ++i)
+    if (c.attrs[i].id == cudaLaunchAttributeCooperative && c.attrs[i].val.cooperative) return true;
+  return false;
 }
 
 inline cudaError_t run(const cudaLaunchConfig_t& c, const void* kernel, std::function<void()> body) {
@@ -275,15 +328,17 @@ inline cudaError_t run(const cudaLaunchConfig_t& c, const void* kernel, std::fun
   const size_t permitted = m.permitted.count(kernel) ? m.permitted[kernel] : kSharedUnasked;
   if (c.dynamicSmemBytes > permitted || c.dynamicSmemBytes > kMostShared) return cudaErrorInvalidValue;
   if (!m.stacks)
-    m.stacks = static_cast<char*>(mmap(nullptr, kMostThreads * kStack, PROT_READ | PROT_WRITE,
+    m.stacks = static_cast<char*>(mmap(nullptr, kMostTogether * kMostThreads * kStack, PROT_READ | PROT_WRITE,
                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  give_shared(c.dynamicSmemBytes);
   m.grid = g, m.block = b, m.body = std::move(body), m.failed.clear();
   m.direction = m.reverse ? -1 : 1, m.reverse = !m.reverse;
   const uint64_t blocks = uint64_t(g.x) * g.y * g.z;
-  for (uint64_t i = 0; i < blocks && m.failed.empty(); ++i) {
-    const uint64_t at = m.direction > 0 ? i : blocks - 1 - i;
-    run_block(uint3{unsigned(at % g.x), unsigned(at / g.x % g.y), unsigned(at / g.x / g.y)});
+  if (is_cooperative(c)) {
+    if (blocks > kMostTogether) return cudaErrorCooperativeLaunchTooLarge;
+    run_blocks(0, unsigned(blocks), c.dynamicSmemBytes);
+  } else {
+    for (uint64_t i = 0; i < blocks && m.failed.empty(); ++i)
+      run_blocks(m.direction > 0 ? i : blocks - 1 - i, 1, c.dynamicSmemBytes);
   }
   if (!m.failed.empty()) {
     fprintf(stderr, "simt: %s\n", m.failed.c_str());
@@ -314,7 +369,13 @@ inline const char* simt_error(cudaError_t e) {
 #define cudaGetDevice(device) (*(device) = 0, cudaSuccess)
 #define cudaSetDevice(device) ((void)(device), cudaSuccess)
 #define cudaGetLastError() cudaSuccess
-#define cudaDeviceGetAttribute(value, attribute, device) (*(value) = int(simt::kMostShared), (void)(device), cudaSuccess)
+inline int simt_attribute(cudaDeviceAttr a) {
+  if (a == cudaDevAttrMultiProcessorCount) return int(simt::kMultiprocessors);
+  return a == cudaDevAttrCooperativeLaunch ? 1 : int(simt::kMostShared);
+}
+#define cudaDeviceGetAttribute(value, attribute, device) (*(value) = simt_attribute(attribute), (void)(device), cudaSuccess)
+#define cudaOccupancyMaxActiveBlocksPerMultiprocessor(count, kernel, threads, bytes) \
+  (*(count) = int(simt::kResidentBlocks), (void)(kernel), (void)(threads), (void)(bytes), cudaSuccess)
 #define cudaStreamGetCaptureInfo(stream, status, id) (*(status) = cudaStreamCaptureStatusNone, *(id) = 0, cudaSuccess)
 #define cudaThreadExchangeStreamCaptureMode(mode) ((void)(mode), cudaSuccess)
 inline cudaError_t simt_malloc(void** p, size_t bytes) {
@@ -337,12 +398,14 @@ inline cudaError_t simt_malloc(void** p, size_t bytes) {
 #undef __host__
 #undef __shared__
 #undef __forceinline__
+#undef __noinline__
 #undef __launch_bounds__
 #undef __align__
 #define __global__
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
@@ -354,16 +417,17 @@ inline cudaError_t simt_malloc(void** p, size_t bytes) {
     struct { operator unsigned() const { return (of).z; } } z;               \
   } name{};
 SIMT_INDEX(threadIdx, simt::self().thread)
-SIMT_INDEX(blockIdx, simt::machine().at)
+SIMT_INDEX(blockIdx, simt::own().at)
 SIMT_INDEX(blockDim, simt::machine().block)
 SIMT_INDEX(gridDim, simt::machine().grid)
 #undef SIMT_INDEX
 
 namespace autosel {
-inline char* shared_memory() { return simt::machine().shared; }
+inline char* shared_memory() { return simt::own().shared; }
 }  // namespace autosel
 
 inline void __syncthreads() { simt::barrier(); }
+inline int __syncthreads_or(int yes) { return simt::barrier_or(yes != 0); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { simt::vote(mask, true); }
 inline void __threadfence() {}
 template <class T> T __shfl_sync(unsigned mask, T v, int from) { return simt::shuffle(mask, v, unsigned(from)); }

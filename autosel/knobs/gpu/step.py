@@ -67,6 +67,11 @@ def step(cost: StepCost, f: GpuFacts) -> Knobs:
     )
 
 
+def persistent_wins(cost: StepCost, f: GpuFacts) -> bool:
+    """Is one launch (kernels/cuda/step.cu) predicted to beat a graph: are the nodes it saves over 5 % of the step?"""
+    return bool(step(cost, f)["persistent"])
+
+
 def floor_s(cost: StepCost, f: GpuFacts) -> float:
     """max(bytes / beta, FLOP / pi): the step at the attainable rates, before any overhead."""
     return max(cost.bytes_read / f.read, cost.flops / f.matrix_flops(cost.dtype))

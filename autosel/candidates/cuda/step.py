@@ -1,0 +1,254 @@
+"""The whole decode step as one CUDA launch (kernels/cuda/step.cu): its build, and the list of tasks it goes through.
+
+    build = StepBuild.of(attn, projection, fp)        # raises UsageError with the reason where it cannot be
+    program = Program(build)
+    program.embed(...); program.project(...); program.rotate(...); program.attend(...)   # in the step's order
+    step = program.bound(limit_us=2_000_000)          # checked, and copied to the device
+    step.run()                                        # on the current stream; can be captured in a graph
+    step.stopped()                                    # 0, or 1 + the task in which a wait outlasted the limit
+
+Whether a step should take it is knobs.gpu.step's to say. Tensors are borrowed: `Bound.kept` holds them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from autosel.errors import UsageError
+from autosel.knobs.gpu import persistent
+from autosel.knobs.gpu.facts import facts
+from autosel.native import cuda
+from autosel.values import Accepted, DTypeName, Fingerprint, Knobs, NativeRecipe, Rejected, Support, Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SOURCE, ENTRY, CHECK = "cuda/step.cu", "step", "step_check"
+TASK_WORDS, STATE_WORDS = 32, 3  # step.cu: kTaskWords, kCounters
+EMBED, PROJECT, ROTATE, ATTEND, NORM = range(5)  # step.cu: Kind
+HEAD = 3  # words ahead of a task's own
+WARPS = persistent.THREADS // 32
+LOG2_E = struct.unpack("<f", struct.pack("<f", 1.4426950408889634))[0]  # as the kernels have it: an fp32
+
+Word = int | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBuild:
+    """What is compiled in, and for which device."""
+
+    dtype: DTypeName
+    knobs: Knobs
+    recipe: NativeRecipe
+
+    @staticmethod
+    def of(attn: Workload, projection: Workload, fp: Fingerprint) -> StepBuild:
+        """For the step with this attention and smallest projection. Raises UsageError."""
+        support = supports(attn, fp)
+        if isinstance(support, Rejected):
+            raise UsageError("no whole-step kernel", why=support.reason)
+        f = facts(fp)
+        knobs = persistent.persistent(attn, projection, f)
+        return StepBuild(dtype=attn.dtype, knobs=knobs, recipe=recipe(attn.dtype, knobs, cuda.target_flags(f.cc)))
+
+
+def supports(attn: Workload, fp: Fingerprint) -> Support:
+    """Can a step with this attention be one launch there?"""
+    if fp.kind != "cuda":
+        return Rejected(reason="a CUDA kernel; the device is a CPU")
+    if attn.dtype not in ("bf16", "fp16", "fp32"):
+        return Rejected(reason=f"takes bf16, fp16, fp32; the workload is {attn.dtype}")
+    if attn.op != "attn" or attn["S"] != 1:
+        return Rejected(reason="one position a sequence, over a contiguous cache")
+    why = persistent.fits(attn["B"], attn["D"], attn.dtype) or cuda.why_not(facts(fp).cc)
+    return Rejected(reason=why) if why else Accepted()
+
+
+def recipe(dtype: DTypeName, knobs: Knobs, target: tuple[str, ...]) -> NativeRecipe:
+    macros = {"rows": "M", "head_rows": "HEAD_ROWS", "lanes": "LANES", "unroll": "UNROLL", "rows_per_warp": "ROWS"}
+    defined = (f"-DAUTOSEL_{macro}={knobs[name]}" for name, macro in macros.items())
+    return NativeRecipe(source=SOURCE, entry=ENTRY, flags=(*target, f"-DAUTOSEL_{dtype.upper()}", *defined))
+
+
+@dataclass(slots=True, kw_only=True)
+class Bound:
+    """A step ready to run. `state` on the device: why it stopped, steps taken, counters."""
+
+    entry: Callable[..., Any]
+    program: Tensor
+    state: Tensor
+    like: Tensor
+    grid: int  # 0: as many CTAs as can be resident
+    slots: int
+    limit_us: int
+    kept: list[Any]
+
+    def run(self) -> None:
+        """Enqueue one step. Raises ValueError where its CTAs cannot all be resident."""
+        self.entry(self.program, self.state, self.like, self.grid, self.slots, self.limit_us)
+
+    def stopped(self) -> int:
+        """0, or 1 + the task in which a wait outlasted the limit; waits for the device."""
+        return int(self.state[0])
+
+
+@dataclass(slots=True)
+class Program:
+    """Tasks in the order of the step; each sees what the ones before it wrote. x of rows: [B, n], last dimension 1."""
+
+    build: StepBuild
+    tasks: list[bytes] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+
+    def embed(self, tokens: Tensor, table: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
+        """out[B,d] = table[tokens] * scale; tokens int64[B]. A token that is in no row of the table gives zeros."""
+        rows, d = out.shape
+        self._add(EMBED, rows, self._at(tokens), self._at(table), table.stride(0), len(table), rows, d, float(scale),
+                  self._at(out))  # fmt: skip
+
+    def project(
+        self,
+        x: Tensor,
+        w: Tensor,
+        y: Tensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        offset: float = 0.0,
+        up: Tensor | None = None,
+        activation: int = 0,
+        residual: Tensor | None = None,
+        split: int = 0,
+    ) -> None:
+        """y = (rmsnorm(x) or x) @ w^T, plus `residual` (which may be y); with `up`: act(that) * (rmsnorm(x) @ up^T).
+
+        `split`: warps that share a row; 0: the knobs'.
+        """
+        split = split or int(self.build.knobs["split_k"])
+        (n, k), per_warp = w.shape, int(self.build.knobs["rows_per_warp"])
+        units = math.ceil(math.ceil(n / per_warp) / (WARPS // split))
+        self._add(PROJECT, units, len(x), n, k, split, self._at(x), x.stride(0), self._at(norm), float(eps),
+                  float(offset), self._at(w), w.stride(0), self._at(up), _row(up), activation, self._at(y), y.stride(0),
+                  self._at(residual), _row(residual))  # fmt: skip
+
+    def rotate(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        inv_freq: Tensor,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        interleaved: bool = False,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+        offset: float = 0.0,
+    ) -> None:
+        """From qkv[B, (Hq + 2 Hkv) D]: q, normed where a weight is given and rotated, into q[B, Hq D]; k likewise,
+        and v as it is, to positions[B] (int64) of the caches [B,Hkv,L,D]; not behind a cache's end."""
+        rows, heads, width = len(qkv), k_cache.shape[1], k_cache.shape[3]
+        q_heads = q.shape[1] // width
+        caches = (k_cache, v_cache)
+        self._add(ROTATE, math.ceil(rows * (q_heads + 2 * heads) / WARPS), self._at(qkv), qkv.stride(0), rows, q_heads,
+                  heads, width, len(inv_freq), int(interleaved), self._at(inv_freq), self._at(positions),
+                  self._at(q_norm), self._at(k_norm), float(eps), float(offset), self._at(q), q.stride(0),
+                  *(self._at(c) for c in caches), *(c.stride(i) for i in range(3) for c in caches),
+                  min(c.shape[2] for c in caches))  # fmt: skip
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor,
+        o: Tensor,
+        *,
+        max_len: int,
+        scale: float = 0.0,
+        window: int = 0,
+        softcap: float = 0.0,
+        chunk: int = 0,
+    ) -> None:
+        """o[B, Hq D] of q[B, Hq D] over the caches [B,Hkv,L,D], lengths int32[B], none above max_len. `chunk` keys a
+        CTA; 0: all of them."""
+        import torch
+
+        rows, heads, width = len(q), k.shape[1], k.shape[3]
+        group = q.shape[1] // width // heads
+        window = 0 if window >= max_len else window
+        span = min(max_len, window) if window else max_len
+        chunk = chunk or span
+        splits, head_rows = math.ceil(span / chunk), int(self.build.knobs["head_rows"])
+        tiles = heads * math.ceil(group / head_rows)
+        by = scale or 1 / math.sqrt(width)
+        sums = torch.empty(rows * tiles * splits * head_rows * (width + 2), dtype=torch.float32, device=q.device)
+        counters = torch.zeros(rows * tiles, dtype=torch.int32, device=q.device)
+        self._add(ATTEND, splits * tiles * rows, rows, self._at(q), q.stride(0), width, self._at(o), o.stride(0), width,
+                  self._at(k), self._at(v), *(k.stride(i) for i in range(3)), *(v.stride(i) for i in range(3)),
+                  self._at(lengths), max_len, heads, group, width, window,
+                  by / softcap if softcap else by * LOG2_E, softcap * LOG2_E, chunk, splits, self._at(sums),
+                  self._at(counters))  # fmt: skip
+
+    def norm(
+        self, x: Tensor, weight: Tensor, out: Tensor, *, eps: float, offset: float = 0.0, residual: Tensor | None = None
+    ) -> None:
+        """out = rmsnorm(x), plus `residual` where it is given."""
+        rows, d = x.shape
+        self._add(NORM, rows, rows, d, self._at(x), x.stride(0), self._at(weight), float(eps), float(offset),
+                  self._at(residual), _row(residual), self._at(out), out.stride(0))  # fmt: skip
+
+    def words(self) -> Tensor:
+        """int64 [tasks, 32], on the host."""
+        import torch
+
+        return torch.frombuffer(bytearray(b"".join(self.tasks)), dtype=torch.int64).view(len(self.tasks), TASK_WORDS)
+
+    def bound(
+        self,
+        entry: Callable[..., Any],
+        check: Callable[..., Any],
+        like: Tensor,
+        *,
+        grid: int = 0,
+        limit_us: int = 2_000_000,
+    ) -> Bound:
+        """`entry` and `check`: the build's `step` and `step_check`; `like`: any tensor of the step's dtype and device.
+
+        Raises ValueError for a task that the build cannot do.
+        """
+        import torch
+
+        words = self.words()
+        check(words, like)
+        state = torch.zeros(STATE_WORDS + len(self.tasks), dtype=torch.int32, device=like.device)
+        return Bound(
+            entry=entry,
+            program=words.to(like.device),
+            state=state,
+            like=like,
+            grid=grid,
+            slots=int(self.build.knobs["slots"]),
+            limit_us=limit_us,
+            kept=[*self.kept, words],
+        )
+
+    def _add(self, kind: int, units: int, *words: Word) -> None:
+        count = HEAD + len(words)
+        spelled = [struct.pack("<d" if isinstance(w, float) else "<q", w) for w in (kind, count, units, *words)]
+        self.tasks.append(b"".join(spelled).ljust(8 * TASK_WORDS, b"\0"))
+
+    def _at(self, t: Tensor | None) -> int:
+        if t is None:
+            return 0
+        self.kept.append(t)
+        return int(t.data_ptr())
+
+
+def _row(t: Tensor | None) -> int:
+    return 0 if t is None else int(t.stride(0))
