@@ -40,9 +40,9 @@ EXAMPLES = (
 PATH = click.Path(path_type=Path)
 # What a rerun needs; files to write, prices and objectives change nothing that is measured.
 MEASURED = (
-    "model", "weights", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "persistent", "small_batch",
-    "no_prealloc", "paged", "advance", "temperature", "top_k", "top_p", "repetition_penalty", "speculate", "device",
-    "seed",
+    "model", "weights", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "persistent",
+    "no_persistent", "small_batch", "no_prealloc", "paged", "advance", "temperature", "top_k", "top_p",
+    "repetition_penalty", "speculate", "device", "seed",
 )  # fmt: skip
 
 
@@ -58,7 +58,8 @@ MEASURED = (
 @click.option(
     "--layers", type=click.IntRange(1), metavar="N", help="only the first N layers: said wherever it is shown"
 )
-@click.option("--persistent/--no-persistent", default=None, help="one thread team for the whole step  [where it wins]")
+@click.option("--persistent", is_flag=True, help="one thread team takes the step  [where it wins]")
+@click.option("--no-persistent", is_flag=True, help="none does")
 @click.option("--small-batch", type=click.IntRange(1, 4096), metavar="N", help="N tokens of one stream in flight")
 @click.option("--no-prealloc", is_flag=True, help="ops allocate their results")
 @click.option("--paged", type=click.IntRange(1, 4096), metavar="N", help="KV cache in pages of N tokens")
@@ -127,8 +128,6 @@ class Asked:
         value = self.ctx.params.get(name)
         if name not in MEASURED or value is None or value == parameter.get_default(self.ctx):
             return []
-        if value is False:
-            return [parameter.secondary_opts[0]]
         return [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
 
     @property
@@ -145,6 +144,8 @@ class Asked:
         model = models.load(self.model)
         if self["small_batch"] and self["batch"] != 1:
             raise UsageError("--small-batch with --batch", why="each says how many sequences share a step")
+        if self["persistent"] and self["no_persistent"]:
+            raise UsageError("--persistent with --no-persistent", why="one asks for what the other forbids")
         if (self["layers"] or 0) > model.layers:
             raise UsageError(f"--layers {self['layers']}", why=f"{model.name} has {model.layers}")
         return Plan(
@@ -158,7 +159,7 @@ class Asked:
             iters=self["iters"],
             warmup=self["warmup"],
             advance=self["advance"] or bool(self["speculate"]),
-            persistent=self["persistent"],
+            persistent=True if self["persistent"] else False if self["no_persistent"] else None,
             cache="paged" if self["paged"] else "contiguous",
             page=self["paged"] or 64,
             prealloc=not self["no_prealloc"],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autosel import fingerprint, models
+from autosel.cli.main import run
 from autosel.decode import whole
 from autosel.decode.cache import make_cache
 from autosel.decode.generate import generate, prefill
@@ -161,36 +164,57 @@ def test_tasks_of_another_layout_are_refused(tiny: TeamStep) -> None:
 # --- a measured run --------------------------------------------------------------------------------------------------
 
 
+# How a run is measured does not depend on the family.
+one_family = pytest.mark.parametrize("oracle", ["gemma3"], indirect=True)
+
+
 def plan_of(oracle: Oracle, **changes: Any) -> Plan:
     shape = models.load(oracle.folder)
     return Plan(model=shape, weights=str(oracle.folder), seq=30, iters=4, warmup=1, **({"dtype": "fp32"} | changes))
 
 
+@one_family
 def test_a_forced_team_is_measured_and_said(oracle: Oracle) -> None:
     plan = plan_of(oracle, persistent=True, batch=2, advance=True)
-    run = measure(plan, load_weights(plan))
-    assert run.mode_key.startswith("team.") and run.max_logit_error <= run.logit_bound
-    assert run.tokens_equal == run.tokens_checked
-    assert [(w.half, w.form, w.taken) for w in run.ways] == [("step", "ops", False), ("step", "team", True)]
-    assert {c.backend for c in run.choices} == {"CPP"}
-    attention = [t for t in run.per_op if t.op == "attn"]
+    made = measure(plan, load_weights(plan))
+    assert made.mode_key.startswith("team.") and made.max_logit_error <= made.logit_bound
+    assert made.tokens_equal == made.tokens_checked
+    assert [(w.half, w.form, w.taken) for w in made.ways] == [("step", "ops", False), ("step", "team", True)]
+    assert {c.backend for c in made.choices} == {"CPP"}
+    attention = [t for t in made.per_op if t.op == "attn"]
     assert sum(t.count_per_step for t in attention) == plan.layers_run and all(t.median_us > 0 for t in attention)
 
 
+@one_family
 def test_a_team_that_nothing_was_decided_for_is_not_tried_unasked(oracle: Oracle) -> None:
     plan = plan_of(oracle)
-    run = measure(plan, load_weights(plan))
-    assert run.mode_key.startswith("eager.") and not any(w.half == "step" for w in run.ways)
-    assert any("no thread team: " in note and "--persistent asks for one" in note for note in run.notes)
+    made = measure(plan, load_weights(plan))
+    assert made.mode_key.startswith("eager.") and not any(w.half == "step" for w in made.ways)
+    assert any("no thread team: " in note and "--persistent asks for one" in note for note in made.notes)
 
 
+@one_family
 @pytest.mark.parametrize(("gain", "taken"), [(1.5, True), (1.001, False)])
 def test_where_its_kernels_serve_a_team_is_taken_if_it_wins(
     oracle: Oracle, compiled: set[str], monkeypatch: pytest.MonkeyPatch, gain: float, taken: bool
 ) -> None:
     monkeypatch.setattr(whole, "step_medians", lambda *_: [1e6 * gain, 1e6])
     plan = plan_of(oracle)
-    run = measure(plan, load_weights(plan))
-    assert run.mode_key.startswith("team." if taken else "eager.")
-    assert [w.taken for w in run.ways if w.half == "step"] == [not taken, taken]
+    made = measure(plan, load_weights(plan))
+    assert made.mode_key.startswith("team." if taken else "eager.")
+    assert [w.taken for w in made.ways if w.half == "step"] == [not taken, taken]
     assert measure(dataclasses.replace(plan, persistent=False), load_weights(plan)).mode_key.startswith("eager.")
+
+
+@one_family
+def test_a_teams_certificate_says_so_and_is_believed(oracle: Oracle, tmp_path: Path) -> None:
+    to = ("--certify", str(tmp_path / "c.jsonl"), "--audit", str(tmp_path / "audit.json"))
+    asked = ("--seq", "30", "--iters", "5", "--warmup", "1", "--dtype", "fp32", "--persistent", *to)
+    assert run(["run", "--model", str(oracle.folder), *asked, "--json"]) == 0
+    made = json.loads((tmp_path / "c.jsonl").read_bytes())
+    assert made["mode"].startswith("team.") and made["options"]["mode"] == "team" and made["verification_ok"]
+    assert "--persistent" in made["repro_cmd"] and made["python_overhead"] > 0
+    found = json.loads((tmp_path / "audit.json").read_text())
+    assert [(a["op"], a["taken"], a["other"]) for a in found["attribution"]] == [("step", "team", "ops")]
+    assert {"attn", "lm_head", "gate_up"} <= {r["label"] for r in found["rows"] if r["time_us"] > 0}
+    assert run(["verify", str(tmp_path / "c.jsonl")]) == 0

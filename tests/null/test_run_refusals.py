@@ -29,6 +29,11 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (("--prompt", "nowhere.txt"), "nowhere.txt cannot be read"),
         (("--seq", "1000000"), "contexts of at most 131072"),
         (("--iters", "0"), "--iters"),
+        (("--persistent", "--no-persistent"), "one asks for what the other forbids"),
+        (("--persistent", "--paged", "16"), "reads a contiguous cache"),
+        (("--persistent", "--batch", "9"), "multiplies at most 8 rows"),
+        (("--persistent", "--no-prealloc"), "buffers made beforehand"),
+        (("--persistent", "--speculate", "ngram:2"), "several tokens a sequence"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused_first(
