@@ -38,6 +38,7 @@ EXAMPLES = (
     "tune --model qwen3-1.7b --op attn --seq 32768",
     "tune --model ~/checkpoints/my-llama --budget 5m --json",
     "tune --recorded recorded.json",
+    "tune --ray 10.0.0.1:6379 --device cuda",
 )
 
 
@@ -57,6 +58,9 @@ EXAMPLES = (
 @click.option("--effort", type=Known("effort", ("quick", "full")), help="full also races torch.compile")
 @click.option("--resume/--force", "resume", default=True, help="--force measures again what is settled")
 @click.option("--device", default="cpu", metavar="DEVICE", help="what to tune for  [default: cpu]")
+@click.option(
+    "--ray", default="", metavar="ADDRESS", help="on the workers of a Ray cluster; `local` makes one of this machine"
+)
 @seed_option
 @json_option
 def tune_command(
@@ -70,6 +74,7 @@ def tune_command(
     effort: str | None,
     resume: bool,
     device: str,
+    ray: str,
     seed: int | None,
     as_json: bool,
 ) -> None:
@@ -83,7 +88,8 @@ def tune_command(
     from autosel.models.workloads import step
     from autosel.pipeline import Request
 
-    refuse_absent(device)
+    if not ray:
+        refuse_absent(device)
     seconds = parse_budget(budget) if budget else float(settings.get("budget"))
     ctx = click.get_current_context()
     if recorded is None:
@@ -98,7 +104,7 @@ def tune_command(
         seed=seed,
         force=not resume,
     )
-    report_on(request, named, again_command(ctx), as_json, weighted=recorded is not None)
+    report_on(request, named, again_command(ctx), as_json, weighted=recorded is not None, ray=ray)
 
 
 def recorded_workloads(ctx: click.Context, path: Path) -> tuple[Named, ...]:
@@ -122,9 +128,11 @@ def _given(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
 
-def report_on(request: Any, named: Sequence[Named], again: str, as_json: bool, *, weighted: bool = False) -> None:
+def report_on(
+    request: Any, named: Sequence[Named], again: str, as_json: bool, *, weighted: bool = False, ray: str = ""
+) -> None:
     """Tune, and say what came of it; `weighted`, also what it is worth to the calls that were counted."""
-    found = run_to_end(request, len(named), again)
+    found = run_to_end(request, len(named), again, ray=ray)
     undecided = unfinished(found, again)
     if as_json:
         emit_json({**report_json(found), "error": error_json(undecided) if undecided else None})
@@ -157,17 +165,21 @@ def weighted_line(decisions: Sequence[Decision], calls: Mapping[str, int]) -> st
     )
 
 
-def run_to_end(request: Any, workloads: int, again: str) -> Report:
-    """The pipeline with its progress. Raises Stopped on Ctrl-C, with what was kept."""
+def run_to_end(request: Any, workloads: int, again: str, *, ray: str = "") -> Report:
+    """The pipeline, here or on the workers of a cluster, with its progress. Raises Stopped on Ctrl-C, with what was
+    kept."""
     from autosel.cli.progress import Progress
     from autosel.ledger.store import open_ledger
     from autosel.pipeline import tune
+
+    if ray:
+        from autosel.fleet import on_ray
 
     progress = Progress(request.budget_s)
     with open_ledger() as ledger:
         try:
             with progress:
-                return tune(request, ledger, progress)
+                return on_ray.tune(request, ray, ledger, progress) if ray else tune(request, ledger, progress)
         except KeyboardInterrupt:
             done = progress.settled + progress.decided_now
             raise Stopped(f"stopped; {done} of {workloads} decided and kept; `{again}` continues") from None
@@ -177,9 +189,9 @@ def again_command(ctx: click.Context) -> str:
     """The command that goes on with this one: the same model and what else decides which workloads there are."""
     if ctx.params.get("recorded"):
         words = [settings.spelling(), "tune", "--recorded", shlex.quote(str(ctx.params["recorded"]))]
-        return " ".join([*words, *given_options(ctx, ("effort",))])
+        return " ".join([*words, *given_options(ctx, ("effort", "device", "ray"))])
     words = [settings.spelling(), "tune", "--model", shlex.quote(str(ctx.params["model"]))]
-    return " ".join([*words, *given_options(ctx, ("ops", "dtype", "batch", "seq", "effort"))])
+    return " ".join([*words, *given_options(ctx, ("ops", "dtype", "batch", "seq", "effort", "device", "ray"))])
 
 
 def unfinished(found: Report, again: str) -> TooNoisy | None:

@@ -1,4 +1,5 @@
-"""The child process in which the daemon tunes, and looks at what needs a tensor library. Started by `jobs`.
+"""The child process in which the daemon tunes, and looks at what needs a tensor library. Started by `jobs`, and by a
+worker of a fleet.
 
     stdin   one JSON line that says what to do, then `pause`, `resume`, `stop`; its end stops us too
     stdout  one JSON line an event
@@ -136,10 +137,12 @@ def tune(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
     for w in workloads:
         ops.find(w.op)
     named = tuple(Named(workload=w, label=w.op, calls_per_step=0) for w in workloads)
-    request = Request(workloads=named, effort=task["effort"], force=task["force"], seed=task.get("seed"))
+    asked = {n: task[n] for n in ("effort", "force", "seed", "device", "budget_s") if n in task}
+    request = Request(workloads=named, **asked)
     with open_ledger() as ledger:
         found = work(request, ledger, Listener(voice, gate))
-    voice.say("done", undecided=[n.workload.key for n in found.undecided], seconds=found.seconds)
+    undecided = [n.workload.key for n in found.undecided]
+    voice.say("done", undecided=undecided, seconds=found.seconds, fingerprint=found.fingerprint)
 
 
 def adopt(_: dict[str, Any], voice: Voice, gate: Gate) -> None:

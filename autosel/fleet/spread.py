@@ -1,0 +1,231 @@
+"""Spread a tune over workers: each gets a part of the workloads at a time; what a worker's end cut short goes to
+another. No Ray here.
+
+Decisions are filed by the kind of device they were measured on: each kind gets all workloads, and the devices of a kind
+share them. Workers of one device take turns: two that measured there at once would measure each other. What a worker
+decided before its end is in the ledger, and is not measured again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+from autosel.errors import AutoselError
+from autosel.models.workloads import Named
+from autosel.tuning.job import Request
+from autosel.values import to_json
+
+PARTS_A_DEVICE = 3  # a part costs some starts of Python and torch; one that is lost, all it had not decided
+ATTEMPTS = 3  # of a part
+LOOK_S = 0.25
+REST_S = 3.0  # before a worker whose device was in use tries again: a killed worker's child lets it go within seconds
+RESTS = 10
+
+
+class Lost(Exception):
+    """A worker is gone."""
+
+
+class Worker(Protocol):
+    """Who tunes a part at a time. `kind` is its device's hw_id, `device` the device itself, `name` for people."""
+
+    name: str
+    kind: str
+    device: str
+
+    def start(self, task: Mapping[str, Any]) -> None: ...
+
+    def news(self) -> list[dict[str, Any]]:
+        """What it has said since the last time; of a part, `{"event": "ended", "code": ...}` last. Raises Lost."""
+        ...
+
+    def stop(self) -> None:
+        """Ask it to end what it is at."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """Workloads for one kind of device. `last` is the worker that had it."""
+
+    kind: str
+    workloads: tuple[Named, ...]
+    attempts: int = 0
+    rests: int = 0
+    last: str = ""
+    trouble: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """`decided` holds what was said of each decision, `undecided` keys of workloads; `failed` parts with the reason."""
+
+    decided: dict[int, dict[str, Any]] = field(default_factory=dict)
+    undecided: list[str] = field(default_factory=list)
+    failed: list[Part] = field(default_factory=list)
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parts(workloads: Sequence[Named], workers: Sequence[Worker]) -> list[Part]:
+    """Those of one op stay together as far as they can: they share builds."""
+    found = []
+    in_order = sorted(workloads, key=lambda n: n.workload.op)
+    for kind in dict.fromkeys(w.kind for w in workers):
+        devices = len({w.device for w in workers if w.kind == kind})
+        count = min(len(in_order), devices * PARTS_A_DEVICE if devices > 1 else 1)
+        cuts = [len(in_order) * n // count for n in range(count + 1)]
+        found += [Part(kind=kind, workloads=tuple(in_order[a:b])) for a, b in pairwise(cuts) if b > a]
+    return found
+
+
+class Spread:
+    """`replace` finds another worker where one was lost, or None; `hear` is told all that workers say, and by whom."""
+
+    def __init__(
+        self,
+        request: Request,
+        workers: Sequence[Worker],
+        *,
+        replace: Callable[[Worker], Worker | None] = lambda _: None,
+        hear: Callable[[Worker, dict[str, Any]], None] = lambda *_: None,
+        clock: Callable[[], float] = time.monotonic,
+        rest: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.request, self._replace, self._hear = request, replace, hear
+        self._clock, self._rest = clock, rest
+        self._idle: list[Worker] = list(workers)  # whoever has waited longest first
+        self._resting: list[tuple[float, Worker]] = []
+        self._running: list[tuple[Worker, Part]] = []
+        self._waiting = parts(request.workloads, workers)
+        self._over_at = clock() + request.budget_s if request.budget_s else float("inf")
+        self._done: set[tuple[str, str]] = set()  # (kind, workload) of what was decided
+        self.outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """Until every part has ended. KeyboardInterrupt ends what runs, keeps what is decided, and is passed on."""
+        try:
+            while self._running or self._waiting:
+                self._hand_out()
+                for worker, part in list(self._running):
+                    self._listen(worker, part)
+                if self._clock() >= self._over_at:
+                    self._give_up(self._waiting, {})
+                elif not self._workers() and self._waiting:
+                    self._give_up(self._waiting, {"what": "no worker is left"})
+                if self._running or self._waiting:
+                    self._rest(LOOK_S)
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        return self.outcome
+
+    def stop(self) -> None:
+        for worker, _ in self._running:
+            worker.stop()
+
+    def _workers(self) -> list[Worker]:
+        return [*self._idle, *(w for _, w in self._resting), *(w for w, _ in self._running)]
+
+    def _hand_out(self) -> None:
+        rested = [w for at_s, w in self._resting if at_s <= self._clock()]
+        self._resting = [(at_s, w) for at_s, w in self._resting if at_s > self._clock()]
+        self._idle += rested
+        for worker in list(self._idle):
+            part = self._part_for(worker)
+            if part is not None:
+                self._waiting.remove(part)
+                self._idle.remove(worker)
+                self._running.append((worker, part))
+                part.last = worker.name
+                worker.start(self._task(part))
+
+    def _part_for(self, worker: Worker) -> Part | None:
+        """The next part for a worker whose device is free; one that it had before only where nobody else can."""
+        if any(other.device == worker.device for other, _ in self._running):
+            return None
+        others = any(w.kind == worker.kind for w in self._workers() if w is not worker)
+        mine = [p for p in self._waiting if p.kind == worker.kind]
+        return next((p for p in mine if p.last != worker.name or not others), None)
+
+    def _task(self, part: Part) -> dict[str, Any]:
+        asked = self.request
+        left = max(1.0, self._over_at - self._clock()) if asked.budget_s else 0.0
+        return {
+            "do": "tune",
+            "workloads": [to_json(n.workload) for n in part.workloads],
+            "effort": asked.effort,
+            "device": asked.device,
+            "budget_s": left,
+            "seed": asked.seed,
+            "force": asked.force and part.attempts == 0,  # what the lost worker has measured anew holds
+        }
+
+    def _listen(self, worker: Worker, part: Part) -> None:
+        try:
+            said = worker.news()
+        except Lost as error:
+            self._running.remove((worker, part))
+            self._hear(worker, {"event": "lost", "why": str(error)})
+            another = self._replace(worker)
+            if another is not None:
+                self._idle.append(another)
+            self._again(part, {"what": f"{worker.name} was lost", "why": str(error)})
+            return
+        for event in said:
+            self._take(worker, part, event)
+
+    def _take(self, worker: Worker, part: Part, event: dict[str, Any]) -> None:
+        if event["event"] == "decided":
+            if event["id"] in self.outcome.decided:
+                return  # of a part that was begun before
+            self.outcome.decided[event["id"]] = event
+            self._done.add((part.kind, event["workload"]))
+        elif event["event"] == "error":
+            part.trouble = {n: str(event.get(n) or "") for n in ("kind", "what", "why", "todo")}
+        elif event["event"] == "done":
+            self.outcome.undecided += event["undecided"]
+            self.outcome.fingerprint = self.outcome.fingerprint or event["fingerprint"]
+        elif event["event"] == "ended":
+            self._ended(worker, part, event["code"])
+        self._hear(worker, event)
+
+    def _ended(self, worker: Worker, part: Part, code: int) -> None:
+        self._running.remove((worker, part))
+        trouble, part.trouble = part.trouble, {}
+        if code and trouble.get("kind") == "InUseError" and part.rests < RESTS:
+            part.rests += 1
+            self._resting.append((self._clock() + REST_S, worker))
+            part.last = ""
+            self._waiting.insert(0, part)
+            return
+        self._idle.append(worker)
+        if code:
+            self._again(part, trouble or {"what": f"the tune on {worker.name} ended with {code}"})
+
+    def _again(self, part: Part, trouble: dict[str, str]) -> None:
+        part.attempts += 1
+        alone = not any(w.kind == part.kind and w.name != part.last for w in self._workers())
+        if part.attempts >= ATTEMPTS or (alone and trouble.get("kind")):  # a refusal would be the same again
+            self._give_up([part], trouble)
+        else:
+            self._waiting.insert(0, part)
+
+    def _give_up(self, given: Sequence[Part], trouble: dict[str, str]) -> None:
+        """`trouble` empty: its time is over, which is no failure."""
+        for part in list(given):
+            if part in self._waiting:
+                self._waiting.remove(part)
+            left = [n.workload.key for n in part.workloads if (part.kind, n.workload.key) not in self._done]
+            self.outcome.undecided += left
+            if trouble and left:
+                part.trouble = trouble
+                self.outcome.failed.append(part)
+
+
+def error_of(part: Part) -> AutoselError:
+    t = part.trouble
+    return AutoselError(t.get("what", ""), why=t.get("why", ""), todo=t.get("todo", ""))
