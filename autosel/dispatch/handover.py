@@ -23,6 +23,7 @@ from autosel.values import Workload, to_json
 log = logging.getLogger(__name__)
 
 MOST_NOTED = 1024
+MOST_FAULTS = 256  # that wait: an arm seen to fail is held back here already, and says nothing new by failing again
 TOGETHER = 32  # misses in one message
 AGAIN_S = 5.0  # after a daemon that did not answer
 USES_EVERY_S = 2.0
@@ -45,7 +46,7 @@ class Handover:
         self._client = Client(socket_path(home), timeout_s=2.0)
         self._missed: dict[str, Workload] = {}  # by bucket
         self._told: set[str] = set()
-        self._faults: list[Fault] = []
+        self._faults: dict[str, Fault] = {}  # by id, oldest first
         self._one = threading.Lock()
         self._daemon = (0, 0)
         self._not_before = 0.0
@@ -63,9 +64,10 @@ class Handover:
                 self._missed.setdefault(w.bucket, w)
 
     def fault(self, fault: Fault) -> None:
-        """One that could not be written to the journal."""
+        """One that could not be written to the journal. The same again, or one too many, is not kept."""
         with self._one:
-            self._faults.append(fault)
+            if len(self._faults) < MOST_FAULTS:
+                self._faults.setdefault(fault.id, fault)
 
     def deliver(
         self,
@@ -147,8 +149,10 @@ class Handover:
 
     def _tell_faults(self) -> None:
         while self._faults:
+            with self._one:
+                number, fault = next(iter(self._faults.items()))
             try:
-                self._client.post("/v1/faults", plain(to_json(self._faults[0])))
+                self._client.post("/v1/faults", plain(to_json(fault)))
             except Refused as error:
                 log.warning("the daemon does not take a fault: %s", error.what)
             except Unreachable:
@@ -156,7 +160,7 @@ class Handover:
             except AutoselError as error:
                 log.warning("the daemon does not take a fault: %s", error)
             with self._one:
-                self._faults.pop(0)
+                del self._faults[number]
 
     def _tell_misses(self, who: Callable[[], Who], calls: Callable[[], Mapping[str, int]]) -> None:
         with self._one:

@@ -24,8 +24,10 @@ from autosel.daemon.protocol import Whole
 from autosel.daemon.serve import unit
 from autosel.daemon.view import bucket_of
 from autosel.daemon.writer import MOST_LINGER_S, Busy, Writer, _Gathering, _Item
+from autosel.dispatch.handover import MOST_FAULTS, Handover
 from autosel.errors import AutoselError, LedgerError, UsageError
 from autosel.ledger import Ledger, commands, open_ledger
+from autosel.ledger.faults import Fault
 from autosel.ledger.key import budget_key
 from autosel.models.workloads import step
 from autosel.values import Workload, to_json
@@ -330,6 +332,18 @@ def test_an_answer_is_sent_in_one_piece_and_before_its_line_is_closed() -> None:
     line.abort()
     turns.pop()()
     assert sent[3:] == ["aborted"]
+
+
+def test_faults_that_wait_for_a_daemon_are_few_and_each_once(tmp_path: Path, ledger: Ledger) -> None:
+    decision = record(ledger)
+    fault = Fault(cause="raised", reason="", decision=decision, workload="", evidence={}, seen_at="")
+    waiting = Handover(tmp_path)
+    for _ in range(3):
+        waiting.fault(fault)
+    assert len(waiting._faults) == 1
+    for number in range(2 * MOST_FAULTS):
+        waiting.fault(dataclasses.replace(fault, decision=dataclasses.replace(decision, id=number)))
+    assert len(waiting._faults) == MOST_FAULTS
 
 
 def test_a_stale_lease_is_refused_through_the_daemon_too(ledger: Ledger) -> None:
