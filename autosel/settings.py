@@ -50,6 +50,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(name="lock", kind=Path, default=None, help="a lock file: best() serves what it pins and nothing else"),
     Setting(name="frozen", kind=bool, default=False, help="1: refuse to start where the lock file cannot be kept"),
     Setting(name="record", kind=Path, default=None, help="a file to note in which workloads this process asks for"),
+    Setting(name="engine_files", kind=Path, default=None, help="an export that a serving engine's plug-in hands it"),
     Setting(name="allow", kind=str, default="", help="entry points of autosel.candidates that may be imported: a,b"),
     Setting(name="effort", kind=str, default="quick", help="how hard `tune` tries", choices=("quick", "full")),
     Setting(name="budget", kind=float, default=0.0, help="seconds `tune` may take; 0: as long as it needs"),

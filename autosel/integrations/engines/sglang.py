@@ -30,13 +30,7 @@ from autosel.integrations.engines.vllm import (
 
 VERSION = "0.5.23"  # whose formats and defaults these are
 TRITON = "3.5.1"  # where Triton is not installed here: the folder of the last version SGLang ships files for
-ATTENTION = {
-    "FLASHINFER": "flashinfer",
-    "FLASH_ATTN": "fa3",
-    "TRITON": "autosel",
-    "CUDA_EXT": "autosel",
-    "CUTLASS": "autosel",
-}
+ATTENTION = {"FLASHINFER": "flashinfer", "FLASH_ATTN": "fa3"}  # none of autosel's own kernels is a backend there
 LOW_SHARED_BYTES = 128 << 10  # below, it cuts experts in fp8 smaller
 
 

@@ -1,0 +1,142 @@
+"""What the plug-ins of serving engines share: what was decided for these tensors, or None: then the engine's own runs.
+
+An engine's own kernels are better than autosel's baseline, which is eager PyTorch: only where something else than the
+baseline was decided for a shape does it run. Inside torch.compile nothing is asked: there the engine's own code is
+compiled. Of tensors that no workload describes nothing was decided.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel import dispatch, settings
+from autosel.dispatch import Bound
+from autosel.errors import BadArguments
+from autosel.values import count_bucket, length_bucket
+
+MOST_SHAPES = 1024
+
+
+class Decided:
+    """What was decided for an op, by the shapes of a call; asked anew when another home serves, or a shape is new."""
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self.board: Any = None
+        self.bound: dict[Any, Bound | None] = {}
+
+    def __call__(self, key: Any, *arguments: Any) -> Bound | None:
+        """`key` holds whatever of the arguments another workload would differ in."""
+        board = dispatch.board()
+        if board is not self.board or len(self.bound) >= MOST_SHAPES:
+            self.board, self.bound = board, {}
+        if key not in self.bound:
+            try:
+                self.bound[key] = dispatch.best(self.op, like=arguments)
+            except BadArguments:
+                self.bound[key] = None
+        found = self.bound[key]
+        decision = found.decision if found else None
+        return found if decision and decision.arm.digest != decision.baseline.digest else None
+
+
+NORM, ADD_NORM = Decided("rmsnorm"), Decided("add_rmsnorm")
+GATED = {"swiglu": Decided("swiglu"), "geglu": Decided("geglu")}
+PAGED = Decided("paged_attn")
+
+
+def norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """y of x[..., d], or (y, x + residual)."""
+    if torch.compiler.is_compiling() or not x.numel() or not _inference(x, weight):
+        return None
+    rows = x.reshape(-1, x.shape[-1])
+    key = (count_bucket(len(rows)), rows.shape[1], x.dtype, weight.dtype, x.device, rows.stride(0), eps, offset)
+    if residual is None:
+        found = NORM(key, rows, weight, eps, offset)
+        made: Tensor | None = found(rows, weight, eps, offset).view(x.shape) if found else None
+        return made
+    others = residual.reshape(rows.shape)
+    both = ADD_NORM((key, others.stride(0)), rows, others, weight, eps, offset)
+    if both is None:
+        return None
+    y, added = both(rows, others, weight, eps, offset)
+    return y.view(x.shape), added.view(x.shape)
+
+
+def gated(op: str, x: Tensor, *more: int) -> Tensor | None:
+    """swiglu or geglu of x[..., 2 I], gate before up."""
+    if torch.compiler.is_compiling() or not x.numel() or not _inference(x):
+        return None
+    gate, up = x.reshape(-1, x.shape[-1]).chunk(2, dim=-1)
+    key = (count_bucket(len(gate)), gate.shape[1], gate.stride(0), x.dtype, x.device, *more)
+    found = GATED[op](key, gate, up, *more)
+    made: Tensor | None = found(gate, up, *more).view(*x.shape[:-1], gate.shape[1]) if found else None
+    return made
+
+
+def paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    max_len: int,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    out: Tensor,
+) -> bool:
+    """One decode step of q[B,Hq,1,D] over k/v[pages,page,Hkv,D], written to `out`; False: nothing was decided."""
+    if torch.compiler.is_compiling() or not _inference(q):
+        return False
+    key = (
+        (count_bucket(q.shape[0]), q.shape[1:], k.shape[1:], length_bucket(max_len), q.dtype, k.dtype, q.device),
+        (k.stride(), v.stride(), q.stride(0), window, softcap),
+    )
+    rest = (table, lengths, max_len, scale, window, softcap)
+    found = PAGED(key, q, k, v, *rest)
+    if found is None:
+        return False
+    found(q, k, v, *rest, out)
+    return True
+
+
+def _inference(*tensors: Tensor) -> bool:
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+Lookup = Callable[[int, int, int, int], dict[int, Any] | None]
+
+
+def handed_over(own: Lookup, named: Callable[[int, int, int, int], str]) -> Lookup:
+    """The engine's lookup of tiles, which finds those of AUTOSEL_ENGINE_FILES before its own."""
+
+    @functools.wraps(own)
+    def lookup(n: int, k: int, block_n: int, block_k: int) -> dict[int, Any] | None:
+        if torch.compiler.is_compiling():
+            return own(n, k, block_n, block_k)
+        found = read(n, k, block_n, block_k)
+        return found if found is not None else own(n, k, block_n, block_k)
+
+    @functools.cache
+    def read(n: int, k: int, block_n: int, block_k: int) -> dict[int, Any] | None:
+        folder = settings.get("engine_files")
+        path = Path(folder) / "gemm" / "configs" / named(n, k, block_n, block_k) if folder else None
+        if path is None or not path.is_file():
+            return None
+        return {int(m): tiles for m, tiles in json.loads(path.read_text(encoding="utf-8")).items()}
+
+    lookup._autosel = True  # type: ignore[attr-defined]
+    return lookup

@@ -1,0 +1,115 @@
+"""SGLang's plug-in: what was decided serves in SGLang's norms and gated activations, and exported tiles are found.
+
+Loaded by each SGLang process by itself (`sglang.srt.plugins`), through SGLang's own hooks around RMSNorm, GemmaRMSNorm,
+SiluAndMul and GeluAndMul, and around its lookup of tiles where AUTOSEL_ENGINE_FILES names a folder. Where nothing was
+decided SGLang's own code runs. Attention is SGLang's: its backends plan a batch ahead, and none of ours does yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from autosel import settings
+
+log = logging.getLogger(__name__)
+
+WRITTEN_FOR = "0.5.23"
+NORMS = "sglang.srt.layers.layernorm"
+GATES = "sglang.srt.layers.activation"
+TILES = "sglang.kernels.ops.gemm.fp8_kernel"
+METHODS = ("forward_cuda", "forward_cpu")
+
+
+def register() -> None:
+    """Does nothing the second time, nor under AUTOSEL_DISABLE. Never raises: a server shall start without us."""
+    if settings.get("disable"):
+        return
+    try:
+        registry, kind, hooks = _hooks()
+    except (ImportError, AttributeError) as error:
+        from importlib.metadata import version
+
+        log.warning(
+            "autosel leaves SGLang as it is: SGLang %s has another interface than %s, for which this plug-in was "
+            "written (%s); install an SGLang near it, or an autosel that knows yours",
+            version("sglang"),
+            WRITTEN_FOR,
+            error,
+        )
+        return
+    for target, hook in hooks.items():
+        if not any(getattr(there, "_autosel", False) for _, there, _ in registry._hooks.get(target, ())):
+            hook._autosel = True  # type: ignore[attr-defined]
+            registry.register(target, hook, kind)
+
+
+def _hooks() -> tuple[Any, Any, dict[str, Callable[..., Any]]]:
+    """What to register where. All that could be missing is looked up before anything is changed."""
+    from sglang.srt.layers import activation, layernorm
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hooks: dict[str, Callable[..., Any]] = {}
+    found: tuple[tuple[str, type, Callable[[], Callable[..., Any]]], ...] = (
+        (NORMS, layernorm.RMSNorm, lambda: _norm(0.0)),
+        (NORMS, layernorm.GemmaRMSNorm, lambda: _norm(1.0)),
+        (GATES, activation.SiluAndMul, lambda: _gate("swiglu")),
+        (GATES, activation.GeluAndMul, lambda: _gate("geglu")),
+    )
+    for module, layer, hook in found:
+        for method in METHODS:
+            if method in vars(layer):
+                hooks[f"{module}.{layer.__name__}.{method}"] = hook()
+    if settings.get("engine_files"):
+        from sglang.kernels.ops.gemm import fp8_kernel
+
+        hooks[f"{TILES}.get_w8a8_block_fp8_configs"] = _tiles(fp8_kernel.get_device_name)
+    return HookRegistry, HookType.AROUND, hooks
+
+
+def _norm(offset: float) -> Callable[..., Any]:
+    def around(own: Callable[..., Any], layer: Any, x: Any, residual: Any = None, *more: Any, **named: Any) -> Any:
+        from autosel.integrations import engine_ops
+
+        odd = any(m is not None for m in (*more, *named.values())) or any(
+            getattr(layer, n, None) for n in ("variance_size_override", "cast_x_before_out_mul", "fp32_residual")
+        )
+        if not odd and getattr(layer, "_quant_linear", None) is None:
+            made = engine_ops.norm(x, layer.weight.data, layer.variance_epsilon, offset, residual)
+            if made is not None:
+                return made
+        return own(layer, x, residual, *more, **named)
+
+    return around
+
+
+def _gate(op: str) -> Callable[..., Any]:
+    def around(own: Callable[..., Any], layer: Any, x: Any, *more: Any, **named: Any) -> Any:
+        from autosel.integrations import engine_ops
+
+        if not more and not named:
+            extra = (int(getattr(layer, "approximate", "tanh") == "tanh"),) if op == "geglu" else ()
+            made = engine_ops.gated(op, x, *extra)
+            if made is not None:
+                return made
+        return own(layer, x, *more, **named)
+
+    return around
+
+
+def _tiles(device: Callable[[], str | None]) -> Callable[..., Any]:
+    from autosel.integrations.engine_ops import handed_over
+
+    def name(n: int, k: int, block_n: int, block_k: int) -> str:
+        own = str(device()).replace(" ", "_")
+        return f"N={n},K={k},device_name={own},dtype=fp8_w8a8,block_shape=[{block_n}, {block_k}].json"
+
+    held: dict[Any, Any] = {}
+
+    def around(own: Callable[..., Any], n: int, k: int, block_n: int, block_k: int) -> Any:
+        if own not in held:
+            held[own] = handed_over(own, name)
+        return held[own](n, k, block_n, block_k)
+
+    return around

@@ -1,0 +1,81 @@
+"""`--attention-backend CUSTOM`: vLLM's Triton backend; its plain decode steps run what was decided for `paged_attn`.
+
+Prompts, mixed batches, quantised caches, sinks, ALiBi and all that was not decided run vLLM's own kernel. Importing
+this needs vLLM and Triton. It has served on no GPU yet: tested is that it attends to what vLLM's cache holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+
+from autosel.integrations import engine_ops
+
+PLAIN_CACHES = ("auto", "float16", "bfloat16")
+
+
+class AutoselAttentionImpl(TritonAttentionImpl):  # type: ignore[misc]
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        scaled = output_scale is not None or output_block_scale is not None
+        if not scaled and self._decode(query, kv_cache, attn_metadata, output):
+            return output
+        made: Tensor = super().forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+        )
+        return made
+
+    def _decode(self, query: Tensor, kv_cache: Tensor, m: Any, output: Tensor) -> bool:
+        """One token a sequence. kv_cache [blocks, Hkv, block, 2 D]: keys, then values."""
+        if m is None or m.max_query_len != 1 or not self._plain(m) or kv_cache.dtype != query.dtype:
+            return False
+        n = m.num_actual_tokens
+        if m.seq_lens.shape[0] < n:
+            return False
+        k, v = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return engine_ops.paged(
+            query[:n].view(n, self.num_heads, 1, self.head_size),
+            k,
+            v,
+            m.block_table[:n],
+            m.seq_lens[:n],
+            int(m.max_seq_len),
+            scale=self.scale,
+            window=self.sliding_window[0] + 1,  # vLLM's (w - 1, 0); (-1, -1) without one
+            softcap=float(self.logits_soft_cap),
+            out=output[:n].view(n, self.num_heads, 1, self.head_size),
+        )
+
+    def _plain(self, m: Any) -> bool:
+        return (
+            self.attn_type == AttentionType.DECODER
+            and self.kv_cache_dtype in PLAIN_CACHES
+            and self.alibi_slopes is None
+            and self.sinks is None
+            and self.chunk_lookback == -1
+            and m.mm_prefix_range is None
+            and m.rswa_prefix_lens is None
+        )
+
+
+class AutoselAttentionBackend(TritonAttentionBackend):  # type: ignore[misc]
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[AutoselAttentionImpl]:
+        return AutoselAttentionImpl

@@ -1,0 +1,66 @@
+"""vLLM's norms and gated activations with decided kernels. Importing this needs vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+from autosel.integrations import engine_ops
+
+
+def _normed(layer: Any, x: Tensor, residual: Tensor | None, offset: float) -> Any:
+    """Half of a row's elements for its mean, no weight: not the op."""
+    if getattr(layer, "variance_size_override", None) is not None or not getattr(layer, "has_weight", True):
+        return None
+    return engine_ops.norm(x, layer.weight.data, layer.variance_epsilon, offset, residual)
+
+
+class AutoselRMSNorm(RMSNorm):  # type: ignore[misc]
+    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        made = _normed(self, x, residual, 0.0)
+        return super().forward_cuda(x, residual) if made is None else made
+
+    def forward_cpu(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        made = _normed(self, x, residual, 0.0)
+        return super().forward_cpu(x, residual) if made is None else made
+
+
+class AutoselGemmaRMSNorm(GemmaRMSNorm):  # type: ignore[misc]
+    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        made = _normed(self, x, residual, 1.0)
+        return super().forward_cuda(x, residual) if made is None else made
+
+    def forward_cpu(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        made = _normed(self, x, residual, 1.0)
+        return super().forward_cpu(x, residual) if made is None else made
+
+
+class AutoselSiluAndMul(SiluAndMul):  # type: ignore[misc]
+    def forward_cuda(self, x: Tensor) -> Any:
+        made = engine_ops.gated("swiglu", x)
+        return super().forward_cuda(x) if made is None else made
+
+    def forward_cpu(self, x: Tensor) -> Any:
+        made = engine_ops.gated("swiglu", x)
+        return super().forward_cpu(x) if made is None else made
+
+
+class AutoselGeluAndMul(GeluAndMul):  # type: ignore[misc]
+    def forward_cuda(self, x: Tensor) -> Any:
+        made = engine_ops.gated("geglu", x, int(self.approximate == "tanh"))
+        return super().forward_cuda(x) if made is None else made
+
+    def forward_cpu(self, x: Tensor) -> Any:
+        made = engine_ops.gated("geglu", x, int(self.approximate == "tanh"))
+        return super().forward_cpu(x) if made is None else made
+
+
+REPLACED: dict[Any, Any] = {
+    RMSNorm: AutoselRMSNorm,
+    GemmaRMSNorm: AutoselGemmaRMSNorm,
+    SiluAndMul: AutoselSiluAndMul,
+    GeluAndMul: AutoselGeluAndMul,
+}
