@@ -14,6 +14,9 @@ A route cell has the kernels that take a workload as its settings: which of them
 Visits during which other processes had more than a twentieth of a core do not count, whatever came out of them; nor
 does a cell of which too few are left. --build compiles what the cells need and measures nothing: before a silent run.
 
+On a GPU the settings that FlashAttention, vLLM, Triton's tutorial and cuBLASLt would choose are timed beside them
+(benchmarks/peer_settings.py).
+
 --write keeps the cells in benchmarks/results/<device>/regret.json; without --fresh those that are there, with these
 kernels and formulas, are not measured again, so that --limit SECONDS can cut a sweep into pieces.
 """
@@ -44,6 +47,7 @@ from autosel.candidates.registry import all_candidates
 from autosel.knobs.cpu.facts import facts as cpu_facts
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Scalar, Workload, digest
 from benchmarks.halving import final, held_out, interval, nominate, ratios_of
+from benchmarks.peer_settings import of_peers
 
 if TYPE_CHECKING:
     from benchmarks.gpu.instrument import Timer
@@ -53,7 +57,7 @@ Setting = dict[str, Scalar]  # knob -> value, of those that the kernel takes
 MOST_SETTINGS = 240
 METHOD = 2  # how a cell is measured; cells of another are measured again
 SWEEP_SHARE = 0.4  # of a cell's time
-CLOSED, TWIN, CONSTANT = "closed form", "twin", "constant"
+CLOSED, TWIN, CONSTANT, PEER = "closed form", "twin", "constant", "as "
 
 GOALS = {"decode": (0.03, 0.08), "gemm": (0.06, None), "route": (None, 0.05)}  # (geomean, p95; of a route the worst)
 
@@ -144,6 +148,9 @@ LISTS: dict[str, tuple[int, ...]] = {
     "rows_per_warp": (1, 2, 4),
     "stages": (2, 3, 4),
     "ctas_per_row": (1, 2, 4, 8, 16, 32),
+    "tile_rows": (64, 128),
+    "tile_m": (64, 128),
+    "tile_n": (64, 128, 256),
 }
 CONSTANTS: Setting = {"rows": 1, "tile": 64, "prefetch": 16, "split_k": 1, "unroll": 4, "rows_per_warp": 1, "stages": 2}
 
@@ -223,10 +230,11 @@ def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, 
     arms, closed = _arms(cell, timer.fp)
     legs = {name: arm for name, (arm, _) in arms.items()}
     timer.seat(cell.workload, legs, lead=closed)
-    others = {name: setting for name, (_, setting) in arms.items() if name not in (closed, TWIN, CONSTANT)}
+    beside = [name for name in arms if name in (TWIN, CONSTANT) or name.startswith(PEER)]  # timed, but no rivals
+    others = {name: setting for name, (_, setting) in arms.items() if name != closed and name not in beside}
     swept = nominate(timer, closed, others, arms[closed][1], seconds=SWEEP_SHARE * seconds, rng=rng)
     rivals = [closed, *swept.nominees]
-    met = [*rivals, *(name for name in (TWIN, CONSTANT) if name in legs)]
+    met = [*rivals, *beside]
     timer.seat(cell.workload, {name: legs[name] for name in met}, lead=closed)
     times = final(timer, met, closed, rivals, seconds=(1 - SWEEP_SHARE) * seconds, rng=rng)
     if not times[closed]:
@@ -252,6 +260,11 @@ def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, 
     }
     if CONSTANT in legs:
         found["constant"] = round(statistics.median(ratios_of(times, CONSTANT, best)) - 1, 4)
+    peers = [name for name in beside if name.startswith(PEER)]
+    if peers:
+        found["peers"] = {
+            name.removeprefix(PEER): round(statistics.median(ratios_of(times, name, best)) - 1, 4) for name in peers
+        }
     return found
 
 
@@ -282,6 +295,11 @@ def _arms(cell: Cell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], 
     made[TWIN] = (replace(twin, candidate=f"{own.name} again"), setting)
     if is_legal(fixed, w, fp):
         made[CONSTANT] = (replace(entrant(own, w, fp, fixed), candidate=f"{own.name} constant"), fixed)
+    for peer, chosen in of_peers(w, fp, setting).items():
+        made[f"{PEER}{peer}"] = (replace(entrant(own, w, fp, chosen), candidate=f"{own.name} as {peer}"), chosen)
+    library = next((c for c in all_candidates(w.op) if c.name == "torch:linear"), None)
+    if fp.kind == "cuda" and library is not None:
+        made[f"{PEER}cublaslt"] = (entrant(library, w, fp), {})
     return made, _spelled(setting)
 
 
@@ -308,6 +326,23 @@ def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
             **({"constants": geomean(constants)} if constants else {}),
         }
     return made
+
+
+def peers_summary(found: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, float, float]]:
+    """Peer -> (cells in which it has a rule, its geomean over the best setting, the closed form's in those cells)."""
+    names = dict.fromkeys(name for c in found for name in c.get("peers", {}))
+    cells_of = {name: [c for c in found if name in c.get("peers", {})] for name in names}
+    return {
+        name: (len(those), geomean([c["peers"][name] for c in those]), geomean([c["regret"] for c in those]))
+        for name, those in cells_of.items()
+    }
+
+
+def peers_told(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"as {name} would set it: {theirs:.1%} over the best in {count} cells; the closed form there {ours:.1%}"
+        for name, (count, theirs, ours) in peers_summary(found).items()
+    ]
 
 
 def geomean(regrets: Sequence[float]) -> float:
@@ -348,6 +383,8 @@ def markdown(stored: Mapping[str, Any]) -> str:
         constants = f"{s['constants']:.1%}" if "constants" in s else ""
         shown = f"{s['geomean']:.1%} | {s['p95']:.1%} | {s['worst']:.1%} | {s['twin']:.1%} | {constants}"
         lines.append(f"| {kind} | {s['cells']} | {shown} | {', '.join(goal)} |")
+    peers = peers_told(found)
+    lines += ["", *(f"- {told}" for told in peers)] if peers else []
     lines += ["", "| kernel | workload | regret (95 %) | closed form, us | best, us | settings |", "|" + " --- |" * 6]
     for c in sorted(found, key=lambda c: -c["regret"]):
         regret = f"{c['regret']:.1%} ({c['low']:.1%} .. {c['high']:.1%})"

@@ -53,5 +53,6 @@ def table(found: Mapping[str, Found]) -> Table:
         told.append(
             f"{kind}: geomean {s['geomean']:.1%}, p95 {s['p95']:.1%}, worst {s['worst']:.1%} of {s['cells']:.0f}"
         )
+    told += regret.peers_told(measured)
     columns = ("kind", "kernel", "workload", "regret", "95 %", "closed us", "best us")
     return Table(columns=columns, rows=tuple(rows), remarks=tuple(told))

@@ -1,0 +1,73 @@
+"""What others would set where our closed forms set something: their published rules, given to our kernels.
+
+A rule is the peer's, the kernel is ours: what is compared is the choice. Sources: FlashAttention 3's rule for splits
+(hopper/heuristics.h of Dao-AILab/flash-attention); vLLM's unified attention in Triton (128 // Hkv sequences as the
+threshold, 16 segments); the matrix product of Triton's tutorials, whose tiles of 128 x 128 and 3 stages many kernels
+start from. cuBLASLt's first choice is what torch's linear takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from autosel.knobs.gpu.attention import cache_of
+from autosel.knobs.gpu.facts import GpuFacts, facts
+from autosel.values import Fingerprint, Scalar, Workload
+
+Setting = dict[str, Scalar]
+
+FA_KEYS = 128  # of a block of FlashAttention's, heads of up to 128 channels
+FA_MOST_SPLITS = 128
+FA_NEVER_SPLIT = 4  # blocks
+FA_ENOUGH = 0.8  # of the SMs busy: no split
+FA_WITHIN = 0.85  # of the best wave efficiency
+VLLM_SEGMENTS = 16
+TRITON_TILE: Setting = {"tile_rows": 128, "tile_m": 128, "tile_n": 128, "stages": 3, "split_k": 1}
+
+
+def flash_attention_splits(tiles: int, sms: int, blocks: int, most: int = FA_MOST_SPLITS) -> int:
+    """The fewest splits whose waves are at least 85 % as full as the fullest; 1 where 80 % of the SMs have a tile, or the
+    keys are few.
+
+    `tiles`: sequences x KV heads (x tiles of query rows); `blocks`: of keys, in the longest sequence.
+    """
+    if tiles >= FA_ENOUGH * sms:
+        return 1
+    if blocks <= FA_NEVER_SPLIT:
+        return 1
+    tried = range(1, min(most, sms, blocks) + 1)
+    full = {s: tiles * s / sms / math.ceil(tiles * s / sms) for s in tried}
+    best = max(full.values())
+    return min(s for s in tried if full[s] >= FA_WITHIN * best)
+
+
+def vllm_segments(sequences: int, kv_heads: int) -> int:
+    """16 while there are at most 128 / Hkv sequences, else none: whatever the device and the length."""
+    return VLLM_SEGMENTS if sequences <= 128 // kv_heads else 1
+
+
+def of_peers(w: Workload, fp: Fingerprint, closed: Mapping[str, Scalar]) -> dict[str, Setting]:
+    """Peer -> setting, of those that have a rule for this workload; the rest of the closed form's knobs stays."""
+    if fp.kind != "cuda":
+        return {}
+    if w.op in ("attn", "paged_attn") and "chunk" in closed:
+        found = attention_splits(w, facts(fp))
+        return {peer: {**closed, "chunk": _chunk(w, s, int(closed["tile"]))} for peer, s in found.items()}
+    tiled = {name: value for name, value in TRITON_TILE.items() if name in closed}
+    if w.op == "linear" and {"tile_rows", "tile_m"} & set(tiled):
+        return {"triton's tutorial": {**closed, **tiled}}
+    return {}
+
+
+def attention_splits(w: Workload, f: GpuFacts) -> dict[str, int]:
+    c = cache_of(w)
+    return {
+        "flash-attention": flash_attention_splits(c.heads, f.sms, math.ceil(c.length / FA_KEYS)),
+        "vllm": vllm_segments(w["B"], w["Hkv"]),
+    }
+
+
+def _chunk(w: Workload, splits: int, tile: int) -> int:
+    """Keys of a split, in whole tiles."""
+    return tile * math.ceil(cache_of(w).length / splits / tile)

@@ -1,0 +1,79 @@
+"""The peers' rules as they are published, on worked cases; and where the harness gives them to our kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from autosel.candidates.registry import find
+from autosel.fingerprint import known
+from autosel.knobs.gpu.facts import facts
+from autosel.ops import OPS
+from autosel.values import Fingerprint, Workload
+from benchmarks.bench_regret import cells, peers_summary, taken
+from benchmarks.peer_settings import attention_splits, flash_attention_splits, of_peers, vllm_segments
+
+H200, TI = known.load("h200"), known.load("rtx-5070-ti")
+
+
+def attn(b: int, length: int, hkv: int = 8) -> Workload:
+    return OPS["attn"].workload("bf16", {"B": b, "Hq": 32, "Hkv": hkv, "S": 1, "D": 128, "L": length})
+
+
+@pytest.mark.parametrize(
+    ("fp", "workload", "splits"),
+    [(H200, attn(1, 8192), 15), (H200, attn(8, 1024), 2), (TI, attn(1, 8192), 8), (TI, attn(8, 1024), 1)],
+)
+def test_flash_attention_splits_as_in_the_worked_cases(fp: Fingerprint, workload: Workload, splits: int) -> None:
+    """By hand: of 132 SMs 8 tiles fill 120 with 15 splits, 112 with 14, and 112 / 132 is below 85 % of a full wave."""
+    assert attention_splits(workload, facts(fp))["flash-attention"] == splits
+
+
+def test_flash_attention_does_not_split_what_fills_the_device_or_cannot_be_split() -> None:
+    assert flash_attention_splits(106, 132, 64) == 1
+    assert flash_attention_splits(1, 132, 4) == 1
+    assert flash_attention_splits(10, 132, 6) == 6
+    assert flash_attention_splits(10, 60, 5) == 5
+
+
+def test_vllm_counts_sequences_and_nothing_else() -> None:
+    assert vllm_segments(1, 8) == vllm_segments(16, 8) == 16
+    assert vllm_segments(17, 8) == 1
+
+
+def test_peers_choose_the_split_and_leave_the_rest() -> None:
+    w = attn(1, 8192)
+    closed = taken(find("attn", "cuda:attn_decode"), w, H200)
+    found = of_peers(w, H200, closed)
+    assert set(found) == {"flash-attention", "vllm"}
+    assert found["vllm"] == {**closed, "chunk": 512}
+    assert found["flash-attention"]["chunk"] == 576  # 8192 / 15 in whole tiles of 64
+
+
+def test_a_tile_of_tritons_tutorial_is_tried_where_a_tile_is_chosen() -> None:
+    w = OPS["linear"].workload("bf16", {"M": 64, "N": 4096, "K": 4096})
+    closed = taken(find("linear", "triton:gemm"), w, H200)
+    (peer,) = of_peers(w, H200, closed).values()
+    assert {name: peer[name] for name in ("tile_rows", "stages", "split_k")} == {
+        "tile_rows": 128, "stages": 3, "split_k": 1,
+    }  # fmt: skip
+
+
+def test_every_attention_cell_on_a_gpu_has_its_peers_and_no_cell_on_a_cpu() -> None:
+    for c in cells("cuda"):
+        if c.workload.op in ("attn", "paged_attn"):
+            closed = taken(find(c.workload.op, c.kernels[0]), c.workload, H200)
+            assert of_peers(c.workload, H200, closed), c.name
+    cpu = Fingerprint(kind="cpu", name="a CPU", identity={}, environment={}, rates={})
+    assert of_peers(attn(1, 512), cpu, {"chunk": 3, "tile": 128}) == {}
+
+
+def test_a_peer_is_compared_in_the_cells_where_it_has_a_rule() -> None:
+    found = [
+        {"kind": "decode", "regret": 0.0, "peers": {"vllm": 0.21}},
+        {"kind": "decode", "regret": 0.1, "peers": {"vllm": 0.0}},
+        {"kind": "decode", "regret": 9.9},
+    ]
+    count, theirs, ours = peers_summary(found)["vllm"]
+    assert count == 2
+    assert theirs == pytest.approx(0.1)
+    assert ours == pytest.approx(0.0488, abs=1e-3)
