@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -78,7 +79,7 @@ def by_op(view: View) -> list[OpRow]:
 
 
 def _op_row(op: str, decisions: Sequence[Decision], view: View) -> OpRow:
-    won = [d.verdict for d in decisions if d.verdict is not None and d.verdict.outcome == "promote"]
+    won = [v for d in decisions if (v := view.won(d)) is not None]
     effects = [v.effect for v in won if v.effect is not None]
     roof = [v.roofline for v in won if v.roofline is not None]
     stale = [d for d in decisions if str(d.id) in view.stale]
@@ -324,9 +325,13 @@ def fingerprints(ledger: Ledger) -> dict[int, Fingerprint]:
 
 
 def compare(hub: Hub, known: Sequence[Choice], a: str, b: str) -> Compared:
+    """Those asked for; where none are, the last two of a kind, the older first."""
     names = {choice.id: choice.name for choice in known}
     if not a and not b:
-        return Compared()
+        alike = [(x.id, y.id) for x, y in pairwise(known) if x.id[0] == y.id[0]]
+        if not alike:
+            return Compared()
+        b, a = alike[0]
     if a not in names or b not in names:
         return Compared(trouble="choose two of what is listed")
     if a[0] != b[0]:

@@ -12,7 +12,7 @@ from typing import Any
 from autosel.ledger.describe import decision_json, served_state
 from autosel.ledger.faults import plain
 from autosel.ledger.store import Served
-from autosel.values import COUNT_DIMS, LENGTH_DIMS, Decision, count_bucket, length_bucket, to_json
+from autosel.values import COUNT_DIMS, LENGTH_DIMS, Decision, Verdict, count_bucket, length_bucket, to_json
 
 MOST_ANSWERS = 4096
 ALIASES = {"gemv": "linear", "gemm": "linear"}
@@ -79,12 +79,18 @@ class View:
             found[state] = found.get(state, 0) + 1
         return found
 
+    def won(self, d: Decision) -> Verdict | None:
+        """The verdict by which another arm than the baseline serves now; None where the baseline does."""
+        serves = str(d.id) not in self.stale and d.arm.digest != d.baseline.digest
+        return d.verdict if serves and d.verdict is not None and d.verdict.outcome == "promote" else None
+
     def speedups(self) -> dict[str, float]:
-        """By op: the median, over its decisions, of the speedup over the baseline."""
+        """By op: the median, over what serves now instead of the baseline, of the speedup over it."""
         by_op: dict[str, list[float]] = {}
         for d in self.here:
-            if d.verdict is not None and d.verdict.effect is not None:
-                by_op.setdefault(d.op, []).append(d.verdict.effect.median)
+            v = self.won(d)
+            if v is not None and v.effect is not None:
+                by_op.setdefault(d.op, []).append(v.effect.median)
         return {op: median(values) for op, values in by_op.items()}
 
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette")
 
 from autosel import models
-from autosel.daemon import bind, charts, idle, jobs, upkeep
+from autosel.daemon import bind, charts, idle, jobs, shown, upkeep
 from autosel.daemon.events import BEHIND, Events
 from autosel.daemon.idle import Meter, Reading
 from autosel.daemon.jobs import Full, Job, Jobs
 from autosel.daemon.protocol import Whole
 from autosel.daemon.serve import unit
-from autosel.daemon.view import bucket_of
+from autosel.daemon.view import View, bucket_of
 from autosel.daemon.writer import MOST_LINGER_S, Busy, Writer, _Gathering, _Item
 from autosel.dispatch.handover import MOST_FAULTS, Handover
 from autosel.errors import AutoselError, LedgerError, UsageError
@@ -436,6 +436,18 @@ def _passed() -> Any:
     from tests.cpu.test_ledger import PASSED
 
     return PASSED
+
+
+def test_a_speedup_is_of_what_serves_now_not_of_what_is_stale_or_demoted(ledger: Ledger) -> None:
+    made = [record(ledger, f"{b}", workload=ATTN.at(B=b)) for b in (1, 2, 4)]
+    view = View(hw_id=FP.hw_id, served=ledger.serving())
+    assert view.speedups() == {"attn": 2.0}
+    ledger.demote(made[0].id, "wrong")
+    stale = {str(made[1].id): "its source was edited", str(made[2].id): "its source was edited"}
+    view = View(hw_id=FP.hw_id, served=ledger.serving(), stale=stale)
+    assert view.speedups() == {}
+    (row,) = shown.by_op(view)
+    assert (row.speedup, row.floor, row.stale, row.off) == (None, None, 2, 1)
 
 
 def test_the_roofline_is_what_reading_the_operands_takes() -> None:

@@ -34,7 +34,7 @@ function decades(low, high, fine) {
   }
   return found;
 }
-const text = (value) => (value >= 1000 ? value.toLocaleString("en").replaceAll(",", "\u2009") : String(Number(value.toPrecision(2))));
+const text = (value) => (value >= 1000 ? value.toLocaleString("en").replaceAll(",", "\u2009") : String(Number.isInteger(value) ? value : Number(value.toPrecision(2))));
 function ticks(values) {
   const low = Math.min(...values);
   const high = Math.max(...values);
