@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from autosel import dispatch, ops, settings
+from autosel import dispatch, ops
 from autosel.cli import record as record_verb
 from autosel.cli import tune as tune_verb
 from autosel.cli.main import run
@@ -46,15 +44,8 @@ sys.exit(7)
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
+def importable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    settings.read.cache_clear()
-    yield tmp_path / "home"
-    monkeypatch.undo()
-    settings.read.cache_clear()
 
 
 def recording(**changes: Any) -> recorded.Recorded:

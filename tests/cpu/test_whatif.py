@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autosel import settings
 from autosel.cli import whatif
 from autosel.cli.main import run
 from autosel.errors import UsageError
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
-    settings.read.cache_clear()
-    yield tmp_path / "home"
-    monkeypatch.undo()
-    settings.read.cache_clear()
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def row(candidate: str, us: float) -> dict[str, Any]:

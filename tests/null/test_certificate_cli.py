@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +23,7 @@ from autosel.errors import AutoselError, BadConfig, ParityError
 from autosel.values import to_json
 from tests.null.certificates import certificate, decode_run
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
-    settings.read.cache_clear()
-    yield tmp_path / "home"
-    settings.read.cache_clear()
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture

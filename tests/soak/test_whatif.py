@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from autosel import ops, settings
+from autosel import ops
 from autosel.cli.main import run
 from autosel.dispatch import recorded
 from autosel.dispatch.board import this_device
 from autosel.ledger import open_ledger
 from autosel.ledger.key import current_mode
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
-    settings.read.cache_clear()
-    yield tmp_path / "home"
-    monkeypatch.undo()
-    settings.read.cache_clear()
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def test_a_rehearsal_leaves_this_home_as_it_was(home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

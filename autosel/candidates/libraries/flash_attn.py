@@ -28,19 +28,8 @@ def attn(
     softcap: float,
 ) -> Tensor:
     """Its operands are [B, length, heads, D]: views of ours."""
-    from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found,unused-ignore]
-
-    made: Tensor = flash_attn_with_kvcache(
-        q.transpose(1, 2),
-        k[:, :, :max_len].transpose(1, 2),
-        v[:, :, :max_len].transpose(1, 2),
-        cache_seqlens=max_len if lengths is None else lengths,
-        softmax_scale=scale or None,
-        causal=True,
-        window_size=(window - 1, 0) if window else (-1, -1),
-        softcap=softcap,
-    )
-    return made.transpose(1, 2)
+    keys, values = (t[:, :, :max_len].transpose(1, 2) for t in (k, v))
+    return _called(q, keys, values, None, max_len if lengths is None else lengths, scale, window, softcap)
 
 
 def paged_attn(
@@ -54,12 +43,25 @@ def paged_attn(
     window: int,
     softcap: float,
 ) -> Tensor:
+    return _called(q, k_pages, v_pages, block_table, lengths, scale, window, softcap)
+
+
+def _called(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor | None,
+    lengths: Tensor | int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
     from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found,unused-ignore]
 
     made: Tensor = flash_attn_with_kvcache(
         q.transpose(1, 2),
-        k_pages,
-        v_pages,
+        k,
+        v,
         cache_seqlens=lengths,
         block_table=block_table,
         softmax_scale=scale or None,
