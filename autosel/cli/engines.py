@@ -43,13 +43,29 @@ def export_to(engine: str, folder: Path, asked: Asked) -> None:
         return
     from importlib import import_module
 
-    module = import_module(f"autosel.integrations.engines.{engine.replace('-', '_')}")
-    made: Manifest = module.export(_target(engine, asked), folder)
+    made: Manifest
+    if engine == "hf-kernels":
+        made = _hf_kernels(folder)
+    else:
+        module = import_module(f"autosel.integrations.engines.{engine}")
+        made = module.export(_target(engine, asked), folder)
     for line in _written(made, folder):
         click.echo(line, err=True)
     click.echo(
         f"would it be read?  {settings.spelling()} doctor --engine {engine} {shlex.quote(str(folder))}", err=True
     )
+
+
+def _hf_kernels(folder: Path) -> Manifest:
+    """Of this machine's CPU: its decisions are the ones that serve here."""
+    from autosel import fingerprint
+    from autosel.cli.best import this_device
+    from autosel.integrations.engines import hf_kernels
+    from autosel.ledger.store import open_ledger
+
+    with open_ledger() as ledger:
+        decisions = [s.decision for s in ledger.serving() if s.decision.hw_id == this_device()]
+    return hf_kernels.export(fingerprint.take("cpu"), decisions, folder)
 
 
 def _written(made: Manifest, folder: Path) -> Iterator[str]:

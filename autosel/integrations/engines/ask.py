@@ -58,7 +58,7 @@ class NotInstalled(AutoselError):
 def ask(engine: str, folder: Path, made: Manifest, python: str = sys.executable) -> Reply:
     """Raises NotInstalled, AutoselError with the engine's own last words, UsageError."""
     question = {"folder": str(folder.resolve()), "device": made.device, "rows": to_json(made.rows)}
-    words = [python, str(PROBES / f"{engine}_probe.py")]
+    words = [python, str(PROBES / f"{engine.replace('-', '_')}_probe.py")]
     try:
         ran = subprocess.run(
             words, input=json.dumps(question), capture_output=True, text=True, timeout=PATIENCE_S, env=_environment()

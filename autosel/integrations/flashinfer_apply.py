@@ -1,0 +1,141 @@
+"""FlashInfer's `trace_apply`: what was decided, under FlashInfer's definition names, for whatever calls FlashInfer.
+
+    from autosel.integrations import flashinfer_apply
+    print(flashinfer_apply.enable(rms_eps=1e-6))      # before the engine starts; flashinfer.trace_apply.stats() counts
+    flashinfer_apply.disable()
+
+Gated activations (`silu_and_mul_h28672`, `gelu_tanh_and_mul_h..`, `gelu_and_mul_h..`) and norms (`rmsnorm_h4096`,
+`fused_add_rmsnorm_h4096`). FlashInfer's definitions of norms fix epsilon at 1e-6 and do not pass the call's on: they
+are registered for a model of that epsilon alone. Attention is not: its definitions leave out window and softcap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from autosel import settings
+from autosel.errors import UsageError
+from autosel.integrations import engine_ops
+from autosel.ledger import snapshot
+from autosel.values import Decision
+
+EPSILON = 1e-6  # of FlashInfer 0.7's definitions rmsnorm and fused_add_rmsnorm
+WRITTEN_FOR = "0.7.2"
+GELU = {0: "gelu_and_mul", 1: "gelu_tanh_and_mul"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """The definitions that FlashInfer routes here, and what was decided but is not among them, with the reason."""
+
+    names: tuple[str, ...]
+    left: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"autosel serves {len(self.names)} of FlashInfer's definitions: {', '.join(self.names)}"]
+        return "\n".join([*lines, *(f"  left as it was: {line}" for line in self.left)])
+
+
+def enable(*, rms_eps: float) -> Applied:
+    """From now on, in this process. Raises UsageError: no FlashInfer or another interface, nothing to serve, or
+    somebody else's solutions in force; then nothing was changed."""
+    apply = _trace_apply()
+    if apply.is_enabled():
+        raise UsageError(
+            "FlashInfer already applies solutions",
+            why="it holds one set at a time",
+            todo="flashinfer.trace_apply.disable_apply() first",
+        )
+    served, left = definitions(_decisions(), rms_eps)
+    if not served:
+        raise UsageError(
+            "nothing decided here has a definition in FlashInfer",
+            why="; ".join(left) or "no norm and no gated activation was decided",
+            todo=f"{settings.spelling()} tune --op swiglu",
+        )
+    apply.enable_apply(served)
+    return Applied(names=tuple(sorted(served)), left=tuple(left))
+
+
+def disable() -> None:
+    """FlashInfer's own kernels again."""
+    _trace_apply().disable_apply()
+
+
+def _trace_apply() -> Any:
+    try:
+        from flashinfer import trace_apply
+    except ImportError as error:
+        raise UsageError(
+            f"no FlashInfer with trace_apply: {_installed()}",
+            why=f"{error}; this was written for FlashInfer {WRITTEN_FOR}",
+            todo=f"pip install 'flashinfer-python>={WRITTEN_FOR}' in the environment that serves",
+        ) from error
+    return trace_apply
+
+
+def _installed() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"FlashInfer {version('flashinfer-python')} is installed"
+    except PackageNotFoundError:
+        return "none is installed"
+
+
+def _decisions() -> list[Decision]:
+    found = snapshot.read(settings.home() / snapshot.FILE)
+    return [row.decision for row in found.rows] if found else []
+
+
+def definitions(decided: Iterable[Decision], rms_eps: float) -> tuple[dict[str, Callable[..., Any]], list[str]]:
+    """FlashInfer's name -> a callable by keyword; and what has none, with the reason."""
+    served: dict[str, Callable[..., Any]] = {}
+    left: list[str] = []
+    for d in decided:
+        w = d.workload
+        if d.arm.digest == d.baseline.digest:
+            continue
+        if w.op in ("swiglu", "geglu"):
+            tanh = int(w.trait("tanh", 0))
+            name = f"{'silu_and_mul' if w.op == 'swiglu' else GELU[tanh]}_h{2 * w['I']}"
+            served[name] = _gated(w.op, *((tanh,) if w.op == "geglu" else ()))
+        elif w.op in ("rmsnorm", "add_rmsnorm") and not w.traits:
+            name = f"{'rmsnorm' if w.op == 'rmsnorm' else 'fused_add_rmsnorm'}_h{w['d']}"
+            if rms_eps == EPSILON:
+                served[name] = _norm if w.op == "rmsnorm" else _add_norm
+            else:
+                left.append(f"{name}: FlashInfer's definition fixes epsilon at {EPSILON:g}, the model's is {rms_eps:g}")
+        else:
+            left.append(f"{w.key}: FlashInfer has no definition of it that says all it depends on")
+    return served, left
+
+
+# A matched definition has no way back to FlashInfer's own kernel: where this count of rows was not decided, the op's
+# eager composition runs. Each takes the names of the definition's inputs.
+
+
+def _gated(op: str, *more: int) -> Callable[..., Any]:
+    def run(input: Any) -> Any:
+        made = engine_ops.gated(op, input, *more)
+        return made if made is not None else _eager(op, *input.chunk(2, dim=-1), *more)
+
+    return run
+
+
+def _norm(hidden_states: Any, weight: Any) -> Any:
+    made = engine_ops.norm(hidden_states, weight, EPSILON)
+    return made if made is not None else _eager("rmsnorm", hidden_states, weight, EPSILON, 0.0)
+
+
+def _add_norm(hidden_states: Any, residual: Any, weight: Any) -> Any:
+    made = engine_ops.norm(hidden_states, weight, EPSILON, residual=residual)
+    return made if made is not None else _eager("add_rmsnorm", hidden_states, residual, weight, EPSILON, 0.0, 0)
+
+
+def _eager(op: str, *arguments: Any) -> Any:
+    from autosel.ops import eager
+
+    return getattr(eager, op)(*arguments)

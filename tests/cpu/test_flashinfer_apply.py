@@ -1,0 +1,94 @@
+"""What was decided, behind FlashInfer's own functions, by its own trace_apply; the published wheel, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autosel import ops, settings
+from autosel.native.compile import find_compiler
+from autosel.values import Workload
+from tests import engines
+from tests.cpu.serving import pinned, serve
+
+SCRIPT = """
+import json, os, torch
+torch.set_grad_enabled(False)
+import flashinfer, autosel
+if not torch.cuda.is_available():  # a build of PyTorch without CUDA cannot answer, and there is no stream to capture
+    torch.cuda.is_current_stream_capturing = lambda: False
+from autosel import settings
+from autosel.errors import UsageError
+from autosel.integrations import flashinfer_apply
+said = {}
+try:
+    flashinfer_apply.enable(rms_eps=1e-5)
+except UsageError as error:
+    said["refused"] = str(error)
+applied = flashinfer_apply.enable(rms_eps=1e-6)
+said["names"] = applied.names
+try:
+    flashinfer_apply.enable(rms_eps=1e-6)
+except UsageError as error:
+    said["twice"] = str(error)
+torch.manual_seed(1)
+x, r, w = torch.randn(2, 64), torch.randn(2, 64), torch.randn(64)
+def reference(x):
+    return (x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * w.double()).float()
+def close(a, b):
+    return bool(torch.allclose(a, b, rtol=1e-5, atol=1e-5))
+want, total = reference(x + r), x + r
+said["norm"] = close(flashinfer.norm.rmsnorm(x, w), reference(x))
+flashinfer.norm.fused_add_rmsnorm(x, r, w)
+said["both"] = [close(x, want), close(r, total)]
+many = torch.randn(40, 64)
+said["undecided"] = close(flashinfer.norm.rmsnorm(many, w), reference(many))
+said["stats"] = sorted(s["hit"] for s in flashinfer.trace_apply.stats().values())
+said["uses"] = sorted({u.op for u in autosel.uses() if u.calls and u.candidate.startswith("cpp:")})
+flashinfer_apply.disable()
+said["off"] = flashinfer.trace_apply.is_enabled()
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.skipif(bool(engines.missing("flashinfer")), reason=engines.missing("flashinfer"))
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+def test_flashinfers_functions_run_what_was_decided_and_are_right(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shapes = (("rmsnorm", "cpp:rmsnorm"), ("add_rmsnorm", "cpp:add_rmsnorm"))
+    serve(home, [(ops.find(op).workload("fp32", {"M": 2, "d": 64}), name) for op, name in shapes])
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
+    environment |= {"PYTHONPATH": engines.paths("flashinfer"), "AUTOSEL_HOME": str(home)}
+    (home / "native").symlink_to(settings.home() / "native")
+    ran = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    said = json.loads(ran.stdout.splitlines()[-1])
+    assert said["names"] == ["fused_add_rmsnorm_h64", "rmsnorm_h64"]
+    assert said["norm"] and said["both"] == [True, True] and said["undecided"]
+    assert said["stats"] == [1, 2] and said["uses"] == ["add_rmsnorm", "rmsnorm"]
+    assert "fixes epsilon at 1e-06" in said["refused"] and "already applies" in said["twice"] and said["off"] is False
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+def test_definitions_have_flashinfers_names_and_the_rest_a_reason() -> None:
+    from autosel.integrations.flashinfer_apply import definitions
+
+    def of(op: str, name: str, dims: dict[str, int], **traits: object) -> Workload:
+        return pinned(ops.find(op).workload("fp32", dims, **traits), name)  # type: ignore[arg-type, return-value]
+
+    decided = [
+        of("swiglu", "cpp:swiglu", {"M": 1, "I": 64}),
+        of("geglu", "cpp:geglu", {"M": 1, "I": 64}, tanh=1),
+        of("rmsnorm", "cpp:rmsnorm", {"M": 1, "d": 32}, offset=1.0),
+        of("rmsnorm", "cpp:rmsnorm", {"M": 1, "d": 64}),
+        of("rmsnorm", "torch:rmsnorm", {"M": 1, "d": 96}),
+    ]
+    served, left = definitions(decided, 1e-5)  # type: ignore[arg-type]
+    assert sorted(served) == ["gelu_tanh_and_mul_h128", "silu_and_mul_h128"]
+    assert len(left) == 2 and "no definition" in left[0] and left[1].startswith("rmsnorm_h64: ")
+    assert "rmsnorm_h64" in definitions(decided, 1e-6)[0]  # type: ignore[arg-type]
