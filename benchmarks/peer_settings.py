@@ -27,8 +27,8 @@ TRITON_TILE: Setting = {"tile_rows": 128, "tile_m": 128, "tile_n": 128, "stages"
 
 
 def flash_attention_splits(tiles: int, sms: int, blocks: int, most: int = FA_MOST_SPLITS) -> int:
-    """The fewest splits whose waves are at least 85 % as full as the fullest; 1 where 80 % of the SMs have a tile, or the
-    keys are few.
+    """The fewest splits whose waves are at least 85 % as full as the fullest; 1 where 80 % of the SMs have a tile, or
+    there are few keys.
 
     `tiles`: sequences x KV heads (x tiles of query rows); `blocks`: of keys, in the longest sequence.
     """
