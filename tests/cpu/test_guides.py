@@ -23,6 +23,8 @@ CHANGING = ("add-an-op", "add-a-backend")  # these change a checkout: a copy of 
 # Brief enough to run here, with the exit code they shall have; others measure for minutes, need another environment,
 # or are run by their verb's own tests.
 RUN = {
+    "autosel export --to vllm --fingerprint h200 --model qwen3-8b configs/": 0,
+    "autosel export --to sglang --fingerprint h200 --model qwen3-8b configs/": 0,
     "autosel race rmsnorm --candidate mine.py:norm --shape M1.d64 --dtype fp32 --case zeros": 4,
     "autosel run --model tiny --seq 32 --iters 10 --warmup 2 --certify mine.jsonl": 0,
     "autosel verify mine.jsonl": 0,
