@@ -324,15 +324,16 @@ class Jobs:
         if await self._child_runs({"do": "adopt"}, hear) != 0:  # another process has the device, or it broke off
             self._adopt_from = time.monotonic() + ADOPT_AGAIN_S
 
-    async def examine(self) -> dict[str, Any] | None:
-        """What a child that loads the libraries finds out about device and decisions."""
+    async def examine(self, *, rates: bool = False) -> dict[str, Any] | None:
+        """What a child that loads the libraries finds out about device and decisions; with `rates`, also whether the
+        device is as fast as it was."""
         found: dict[str, Any] = {}
 
         def hear(said: dict[str, Any]) -> None:
             if said["event"] in ("facts", "error"):
                 found.update(said)
 
-        code = await self._child_runs({"do": "examine"}, hear, aside=True)
+        code = await self._child_runs({"do": "examine", "rates": rates}, hear, aside=True)
         if found.get("event") != "facts":
             log.warning("the device could not be looked at (%s): %s", code, found.get("what", "no answer"))
             return None

@@ -23,7 +23,7 @@ from autosel.ledger.faults import plain
 from autosel.race.judge import CLONE, duels
 from autosel.race.run import Tick
 from autosel.tuning.job import Rejection
-from autosel.values import Decision, Workload, from_json, to_json
+from autosel.values import Accepted, Decision, Fingerprint, Workload, from_json, to_json
 
 SAY_EVERY_S = 0.25
 STOP_S = 5.0  # from being asked to stop until we are gone, whatever we are at
@@ -156,15 +156,24 @@ def adopt(_: dict[str, Any], voice: Voice, gate: Gate) -> None:
             voice.say("adopted", id=made.decision.id, workload=made.decision.workload.key, reason=made.reason)
 
 
-def examine(_: dict[str, Any], voice: Voice, gate: Gate) -> None:
-    """What this device and its software are now, and which decisions no longer hold."""
+def examine(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
+    """What this device and its software are now, and which decisions no longer hold. With `rates`: whether the device
+    still is as fast as when it was measured; if not, it is measured anew, and what now has other knobs is named.
+
+    On a machine that others use too a rate says who was running: there nothing follows from it.
+    """
     from autosel import fingerprint, ops
     from autosel.dispatch.resolve import staleness
     from autosel.ledger.key import current_mode
     from autosel.ledger.store import open_ledger
 
     fp, mode = fingerprint.take("cpu"), current_mode()
+    drift = fingerprint.drifted(fp) if task.get("rates") else None
+    drifted = drift is not None and drift.moved and not drift.shared
+    if drifted:
+        fp = fingerprint.take("cpu", refresh=True)
     stale: dict[str, str] = {}
+    other: dict[str, str] = {}
     moved: dict[str, int] = {}
     with open_ledger() as ledger:
         for served in ledger.serving():
@@ -174,8 +183,22 @@ def examine(_: dict[str, Any], voice: Voice, gate: Gate) -> None:
             why = staleness(d)
             if why:
                 stale[str(d.id)] = why
+            elif drift is not None and drifted and has_other_knobs(d, fp):
+                other[str(d.id)] = f"the device drifted ({drift.reason}): {d.arm.candidate} has other knobs now"
             moved[str(d.id)] = ops.find(d.op).bytes_moved(d.workload)
-    voice.say("facts", fingerprint=fp, hw_id=fp.hw_id, env_id=fp.env_id, mode=mode, stale=stale, moved=moved)
+    facts = {"hw_id": fp.hw_id, "env_id": fp.env_id, "mode": mode, "stale": stale, "moved": moved}
+    voice.say("facts", fingerprint=fp, other_knobs=other, **facts)
+
+
+def has_other_knobs(d: Decision, fp: Fingerprint) -> bool:
+    """Would the decision's candidate be run otherwise by these rates? Then it is worth a race; what was proven goes on
+    serving until then."""
+    from autosel.candidates import registry
+    from autosel.tuning.shortlist import way_of
+
+    candidate = registry.find(d.op, d.arm.candidate)
+    support = candidate.supports(d.workload, fp)
+    return not isinstance(support, Accepted) or way_of(candidate, d.workload, fp).arm.knobs != d.arm.knobs
 
 
 DUTIES = {"tune": tune, "examine": examine, "adopt": adopt}

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.2  # a fault reaches every client within a second: this, and the half second of its own look
 SOURCES_S = 5.0
+RATES_S = 3600.0  # a look at the rates takes the device for 0.1 s, and a start of torch
 AGAIN_S = 5.0  # before faults that could not be recorded are tried again
 LISTEN_AGAIN_S = 1.0
 LIBRARIES = ("torch", "triton", "apache-tvm-ffi", "autosel-kernels")
@@ -90,24 +91,29 @@ def summary(fault: Fault) -> dict[str, Any]:
 
 
 async def look_after(hub: Hub) -> None:
-    """For ever: whenever sources or libraries have changed, find out what no longer holds, and queue it."""
-    seen = ""
+    """For ever: whenever sources or libraries have changed, find out what no longer holds, and queue it; now and then,
+    while the device is idle, whether its rates still hold."""
+    seen, rates_at = "", time.monotonic() + RATES_S
     while True:
         now = await asyncio.to_thread(software)
+        idle = hub.options.tune and hub.jobs.live is None and hub.jobs.meter.busy <= hub.jobs.busy_limit
         if now != seen:
             seen = now
             await examine(hub)
+        elif idle and time.monotonic() >= rates_at:
+            rates_at = time.monotonic() + RATES_S
+            await examine(hub, rates=True)
         await asyncio.sleep(SOURCES_S)
 
 
-async def examine(hub: Hub) -> None:
-    found = await hub.jobs.examine()
+async def examine(hub: Hub, *, rates: bool = False) -> None:
+    found = await hub.jobs.examine(rates=rates)
     if found is None:
         return
     hub.learn(Facts(**{name: found[name] for name in ("fingerprint", "hw_id", "env_id", "mode", "stale", "moved")}))
     await hub.reload()  # what is offered to this device, now that it is known
     for decision in hub.view.here:
-        why = hub.facts.stale.get(str(decision.id))
+        why = hub.facts.stale.get(str(decision.id)) or found["other_knobs"].get(str(decision.id))
         if why and hub.options.tune and decision.mode == hub.facts.mode:
             race_again(hub, decision, why)
 

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette")
 
 from autosel import models
-from autosel.daemon import bind, charts, idle, jobs, shown, upkeep
+from autosel.candidates import registry
+from autosel.daemon import bind, charts, idle, jobs, shown, tuner, upkeep
 from autosel.daemon.events import BEHIND, Events
+from autosel.daemon.hub import Options
 from autosel.daemon.idle import Meter, Reading
 from autosel.daemon.jobs import Full, Job, Jobs
 from autosel.daemon.protocol import Whole
@@ -30,8 +32,10 @@ from autosel.ledger import Ledger, commands, open_ledger
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import budget_key
 from autosel.models.workloads import step
-from autosel.values import Workload, to_json
+from autosel.tuning.shortlist import way_of
+from autosel.values import Fingerprint, Rate, Workload, to_json
 from tests.cpu.test_ledger import ATTN, CPP, FAILED, FP, record, verdict
+from tests.null.test_candidates import CPU
 
 RMSNORM = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
 
@@ -151,6 +155,49 @@ def test_the_kernels_figures_are_read() -> None:
     two = idle.read(1.0, [threading.get_native_id()])
     assert two.busy_s >= one.busy_s > 0
     assert two.own_s > 0
+
+
+# --- does what serves still hold? -------------------------------------------------------------------------------------
+
+
+def test_a_rate_that_moved_far_enough_changes_knobs_and_a_little_does_not() -> None:
+    w = Workload(op="rmsnorm", dims=(("M", 64), ("d", 4096)), dtype="bf16")
+
+    def device(fork_join_s: float) -> Fingerprint:
+        rate = Rate(value=fork_join_s, unit="s", spread=0.0, source="the test")
+        return dataclasses.replace(CPU, rates={"fork_join_s@2": rate})
+
+    arm = way_of(registry.find("rmsnorm", "cpp:rmsnorm"), w, device(2e-6)).arm
+    decision: Any = SimpleNamespace(op="rmsnorm", workload=w, arm=arm)
+    assert not tuner.has_other_knobs(decision, device(2.1e-6))
+    assert tuner.has_other_knobs(decision, device(1.0))
+
+
+def test_what_has_other_knobs_since_the_device_drifted_is_raced_again_and_serves_meanwhile(ledger: Ledger) -> None:
+    made = [record(ledger, f"{b}", workload=ATTN.at(B=b)) for b in (1, 2, 4)]
+    found = {"fingerprint": {}, "hw_id": FP.hw_id, "env_id": "", "mode": made[0].mode, "moved": {}}
+    found |= {"stale": {str(made[0].id): "its source was edited"}, "other_knobs": {str(made[1].id): "it drifted"}}
+    asked: list[bool] = []
+    queued: list[tuple[str, str]] = []
+
+    class Child:
+        async def examine(self, *, rates: bool) -> dict[str, Any]:
+            asked.append(rates)
+            return found
+
+        def add(self, w: Workload, source: str, why: str) -> None:
+            queued.append((w.bucket, why))
+
+    hub: Any = SimpleNamespace(jobs=Child(), options=Options(), view=View(hw_id=FP.hw_id, served=ledger.serving()))
+
+    async def reload() -> None:
+        hub.view = dataclasses.replace(hub.view, stale=hub.facts.stale)
+
+    hub.reload, hub.learn = reload, lambda facts: setattr(hub, "facts", facts)
+    asyncio.run(upkeep.examine(hub, rates=True))
+    assert asked == [True]
+    assert queued == [(made[0].bucket, "its source was edited"), (made[1].bucket, "it drifted")]
+    assert set(hub.view.stale) == {str(made[0].id)}
 
 
 # --- writer -----------------------------------------------------------------------------------------------------------
