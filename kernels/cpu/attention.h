@@ -575,13 +575,13 @@ struct Unfinished {
   void clear(int64_t rank) const { parts[2 * rank].used = parts[2 * rank + 1].used = false; }
 };
 
-// One thread's tiles [begin, end), after its parts were cleared. source.fill(rank, slot, b, h, first, n) readies a
+// One thread's tiles [begin, end), after its parts were cleared; up to `beyond` >= end it asks ahead. source.fill(rank, slot, b, h, first, n) readies a
 // tile's rows, source.k(rank, slot) and source.v(rank, slot) give them; ready(b, h, last) is called before the queries
 // of (b, h) are read, and before its keys are: `last` if the newest key is among those that this thread reads.
 template <class T, class Source, class Ready>
 static void attend_share(const Shape& a, const Cut& cut, const Unfinished& saved, const Strided4<const T>& query,
                          const Strided4<T>& out, int64_t prefetch, const Source& source, int64_t begin, int64_t end,
-                         int rank, const Ready& ready) {
+                         int64_t beyond, int rank, const Ready& ready) {
   Bench<T> bench(a);
   auto fill = [&](int64_t i) -> int64_t {  // readies tile i in slot i & 1; returns its keys
     int64_t b = cut.of(a, i);
@@ -601,7 +601,7 @@ static void attend_share(const Shape& a, const Cut& cut, const Unfinished& saved
     bench.start(a, query, b, h);
     for (int64_t tile = from; tile < to; ++tile, ++i) {
       int slot = int(i & 1);
-      int64_t next = i + 1 < end ? fill(i + 1) : 0, asked = prefetch ? next : 0;
+      int64_t next = i + 1 < beyond ? fill(i + 1) : 0, asked = prefetch ? next : 0;
       using Rows = decltype(source.k(rank, slot));
       bench.tile(a, q.length, q.low + tile * a.tile, n, source.k(rank, slot), source.v(rank, slot),
                  Ahead<Rows>{source.k(rank, slot ^ 1), asked, prefetch, 0},
@@ -663,7 +663,7 @@ static void attend(const Shape& a, const Strided4<const T>& query, const Strided
   threads = cut.threads;
   for (int64_t i = 0; i < threads; ++i) saved.clear(i);
   parallel(threads, cut.total, 1, [&](int64_t begin, int64_t end, int rank) {
-    attend_share(a, cut, saved, query, out, prefetch, source, begin, end, rank, [](int64_t, int64_t, bool) {});
+    attend_share(a, cut, saved, query, out, prefetch, source, begin, end, end, rank, [](int64_t, int64_t, bool) {});
   });
   // With few threads there is little to add: no second fork.
   parallel(threads > 8 ? threads : 1, threads, 1, [&](int64_t begin, int64_t end, int) {

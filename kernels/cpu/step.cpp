@@ -121,9 +121,9 @@ class Barrier {
   alignas(64) std::atomic<uint32_t> opened_{0};
 };
 
-// What is left of a thread's share of a projection, in eights of columns: its owner takes from the front, whoever has
-// nothing left to do from the back. On a quiet machine nobody does; where a neighbour has the other core half the time, a
-// static share is what everyone waits for.
+// What is left of a thread's share of a task: its owner takes from the front, whoever has nothing left to do from the
+// back. On a quiet machine nobody does; where a neighbour has the other core half the time, a static share is what
+// everyone waits for. Who computes a unit changes no bit of it.
 class alignas(64) Left {
  public:
   void put(int64_t begin, int64_t end) { ends_.store(pack(begin, end), std::memory_order_relaxed); }
@@ -172,8 +172,12 @@ int64_t now_ns() {
   return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
 }
 
-// A thread's share of n columns, in eights: as `parallel` cuts them.
-int64_t share_begin(int64_t n, int64_t rank, int64_t size) { return (n + 7) / 8 * rank / size; }
+// What a task is shared out in: columns of a projection, eight at a time, or a sequence's KV heads.
+template <class T> int64_t units_of(const int64_t* task) {
+  if (as<Head>(task).kind == kProject) return (as<Project<T>>(task).n + 7) / 8;
+  if (as<Head>(task).kind == kAttend) return as<Attend<T>>(task).batch * as<Attend<T>>(task).kv_heads;
+  return 0;
+}
 
 // One thread on its way through the list.
 template <class T> class Walker {
@@ -202,7 +206,7 @@ template <class T> class Walker {
     for (int64_t i = next_; i < run_.count; ++i)
       if (as<Head>(run_.task(i)).kind == kProject) {
         const Project<T>& p = as<Project<T>>(run_.task(i));
-        return p.w + share_begin(p.n, rank_, size_) * 8 * p.w_stride;
+        return p.w + units_of<T>(run_.task(i)) * rank_ / size_ * 8 * p.w_stride;
       }
     return nullptr;
   }
@@ -284,19 +288,24 @@ template <class T> class Walker {
     Matrix<const T> w[2] = {{p.w, p.n, p.k, p.w_stride}, {p.up, p.n, p.k, p.up_stride}};
     const T* after = coming();
     if (!after) after = p.w;
-    Left *left = run_.left + (next_ - 1) * size_, &own = left[rank_];
+    Left* left = run_.left + (next_ - 1) * size_;
     int64_t most = kTakenBytes / (8 * Parts * p.k * int64_t(sizeof(T))) + 1, begin, end;
     auto stream = [&](const T* then) {
       int64_t last = 8 * end < p.n ? 8 * end : p.n;
       stream_columns<T, Parts>(panel, p.rows, w, 8 * begin, last, p.together, then, done);
     };
-    while (own.take(most, true, begin, end)) stream(own.count() > 0 ? w[0].row(8 * end) : after);
+    while (take(left, most, begin, end)) stream(left[rank_].count() > 0 ? w[0].row(8 * end) : after);
+  }
+
+  // What this thread does next: of its own, else one of whoever has most left. False: nothing is left anywhere.
+  bool take(Left* left, int64_t most, int64_t& begin, int64_t& end) {
+    if (left[rank_].take(most, true, begin, end)) return true;
     for (;;) {
       int victim = rank_;
       for (int other = 0; other < size_; ++other)
         if (left[other].count() > left[victim].count()) victim = other;
-      if (victim == rank_) return;
-      if (left[victim].take(1, false, begin, end)) stream(after);
+      if (victim == rank_) return false;
+      if (left[victim].take(1, false, begin, end)) return true;
     }
   }
 
@@ -343,14 +352,24 @@ template <class T> class Walker {
     int64_t row = p.q_heads * p.d;
     T* turned = reinterpret_cast<T*>(heads.reserve(size_t((p.batch * row + p.d) * int64_t(sizeof(T)))));
     Strided4<T> out{p.out, row, p.d, row};
+    typename Contiguous<T>::Tile tiles[1][2];
+    Contiguous<T> source{cached<const T>(p, p.k_cache), cached<const T>(p, p.v_cache), tiles};
+    Ready ready{p, turned, turned + p.batch * row};
+    auto share = [&](int64_t begin, int64_t end, int64_t beyond) {
+      attend_share(a, cut, saved, Strided4<const T>{turned, row, p.d, row}, out, p.prefetch, Mine{source}, begin, end,
+                   beyond, rank_, ready);
+    };
+    if (cut.threads == size_ && p.batch * p.kv_heads >= 2 * size_) {  // enough whole units to share them as they come
+      Left* left = run_.left + (next_ - 1) * size_;
+      for (int64_t unit, end; take(left, 1, unit, end);) {
+        int64_t from = first_tile(p, cut, unit), to = first_tile(p, cut, unit + 1);
+        share(from, to, left[rank_].count() > 0 ? to + 1 : to);
+      }
+      return true;
+    }
     if (rank_ < cut.threads) {
-      typename Contiguous<T>::Tile tiles[1][2];
-      Contiguous<T> source{cached<const T>(p, p.k_cache), cached<const T>(p, p.v_cache), tiles};
       saved.clear(rank_);
-      Ready ready{p, turned, turned + p.batch * row};
-      Mine mine{source};
-      attend_share(a, cut, saved, Strided4<const T>{turned, row, p.d, row}, out, p.prefetch, mine, cut.begin(rank_),
-                   cut.begin(rank_ + 1), rank_, ready);
+      share(cut.begin(rank_), cut.begin(rank_ + 1), cut.begin(rank_ + 1));
     }
     if (!crosses(a, cut)) return true;
     if (!wait()) return false;
@@ -379,6 +398,13 @@ template <class T> class Walker {
 
   template <class To> static attention::Strided4<To> cached(const Attend<T>& p, T* base) {
     return {base, p.sequence_stride, p.head_stride, p.slot_stride};
+  }
+
+  // Where a unit (sequence b, KV head h: b * kv_heads + h) begins in the line of tiles; behind the last, its end.
+  static int64_t first_tile(const Attend<T>& p, const attention::Cut& cut, int64_t unit) {
+    if (unit == p.batch * p.kv_heads) return cut.total;
+    const attention::Sequence& q = cut.sequences[unit / p.kv_heads];
+    return q.start + unit % p.kv_heads * q.tiles;
   }
 
   // Does some unit fall to two threads? All threads find the same.
@@ -489,12 +515,11 @@ void step(TensorView tasks, TensorView like, Optional<TensorView> times, int64_t
     run.best = best.data();
     if (int64_t(left.size()) < run.count * threads) left = std::vector<Left>(size_t(run.count * threads));
     run.left = left.data();
-    for (int64_t i = 0; i < run.count; ++i)
-      if (as<Head>(run.task(i)).kind == kProject)
-        for (int64_t rank = 0; rank < threads; ++rank) {
-          int64_t n = as<Project<T>>(run.task(i)).n;
-          left[size_t(i * threads + rank)].put(share_begin(n, rank, threads), share_begin(n, rank + 1, threads));
-        }
+    for (int64_t i = 0; i < run.count; ++i) {
+      int64_t units = units_of<T>(run.task(i));
+      for (int64_t rank = 0; rank < threads; ++rank)
+        left[size_t(i * threads + rank)].put(units * rank / threads, units * (rank + 1) / threads);
+    }
     team_v1::team().run(int(threads), [](void* context, int rank, int size) {
       Run& run = *static_cast<Run*>(context);
       try {

@@ -1,0 +1,157 @@
+"""One native call a step against a call an op, and the eager baseline: whole decode steps in turn, and where time goes.
+
+    python benchmarks/bench_step.py [--model llama-1b ...] [--layers 4] [--seq 128 --seq 2048] [--rounds 25] [--json]
+
+Both of ours are made of the same C++ kernels with the knobs of the closed forms, whatever is decided here, so that the
+difference is what a thread team is worth: no Python and no fork-join between ops, and shares that threads take from
+each other. Weights and cache are random. Each round asks a read probe what memory gives just then and takes the arms in
+an order drawn anew, the baseline every third round; every step waits for the other arms' threads to sleep.
+
+Roofline: bytes of the step / rate of its round's probe / time; the median over rounds. `waits` is the share of the
+team's step in which a thread waits at barriers for the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from importlib import import_module
+from random import Random
+from typing import Any
+
+import torch
+
+from autosel import fingerprint, models
+from autosel.candidates import registry
+from autosel.candidates.load import load
+from autosel.certify.statistics import median, speedup_interval
+from autosel.decode.account import bytes_per_step, overhead_ns
+from autosel.decode.arms import Arm, Baseline, Written
+from autosel.decode.model import FUSED
+from autosel.decode.run import Plan, Silent
+from autosel.decode.scene import set_scene
+from autosel.decode.team import TeamStep
+from autosel.decode.weights import load_weights
+from autosel.dispatch.resolve import Resolution
+from autosel.native.compile import compile_source
+from autosel.race.idle import wait_until_idle
+from autosel.values import Accepted, Fingerprint, NativeRecipe, Workload
+
+
+def main() -> int:
+    options = _parsed()
+    fp = fingerprint.take("cpu")
+    torch.set_num_threads(int(fp.identity["cpus"]))
+    _serve_our_kernels(fp)
+    rows = []
+    for name in options.model or ["llama-1b"]:
+        model, weights = models.load(name), None
+        for seq in options.seq or [128, 2048, 8192]:
+            print(f"{name} {seq}", file=sys.stderr, flush=True)
+            layers = min(options.layers, model.layers)
+            plan = Plan(model=model, layers=layers, seq=seq, dtype=options.dtype, prompt="synthetic")
+            weights = weights or load_weights(plan)
+            with torch.inference_mode():
+                rows.append({"model": name, "layers": plan.layers_run, **compared(plan, weights, fp, options)})
+    if options.json:
+        json.dump({"device": fp.name, "torch": torch.__version__, "rows": rows}, sys.stdout, indent=1)
+        print()
+    else:
+        _table(rows, fp.name)
+    return 0
+
+
+def _serve_our_kernels(fp: Fingerprint) -> None:
+    """As if the C++ kernel of every op had been promoted with the knobs of its formula."""
+    board = import_module("autosel.dispatch.board")
+    standing_in = board.resolve
+
+    def resolve(op: Any, w: Workload, *rest: Any, **named: Any) -> Resolution:
+        for candidate in registry.all_candidates(op.name):
+            if candidate.backend == "CPP" and isinstance(candidate.supports(w, fp), Accepted):
+                knobs = candidate.knobs(w, fp)
+                recipe = candidate.recipe(w, fp, knobs)
+                assert isinstance(recipe, NativeRecipe)
+                run = load(op, recipe, compile_source(recipe.source, recipe.flags).digest, knobs.values)
+                return Resolution(workload=w, run=run, candidate=candidate.name, decision=None, reason="benchmark")
+        made: Resolution = standing_in(op, w, *rest, **named)
+        return made
+
+    board.resolve = resolve
+
+
+def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namespace) -> dict[str, Any]:
+    """All arms at one context: medians in milliseconds, ratios with their intervals."""
+    scene = set_scene(plan, weights, Silent(), time.perf_counter_ns)
+    ops, team, eager = Written(scene, FUSED), Written(scene, FUSED, fp), Baseline(scene)
+    arms: dict[str, Arm] = {"ops": ops, "team": team, "eager": eager}
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    waits, rng = [], Random(options.seed)
+    for arm in arms.values():
+        arm.step()
+        arm.step()
+    for i in range(options.rounds):
+        scene.probe()
+        for name in rng.sample(list(arms), len(arms)):
+            if name == "eager" and i % 3:
+                continue
+            wait_until_idle()
+            begin = time.perf_counter_ns()
+            arms[name].step()
+            times[name].append((time.perf_counter_ns() - begin) / 1e6)
+        assert isinstance(team.list, TeamStep)
+        waits.append(waiting_share(team.list))
+    assert torch.equal(ops.logits, team.logits), "the same kernels, and other bits"
+    bytes_read = bytes_per_step(plan.shape, plan.dtype, plan.batch, plan.seq)
+    floors = [bytes_read / rate * 1e3 for rate in scene.probes]
+    gain, speedup = speedup_interval(times["team"], times["ops"]), median(times["eager"]) / median(times["team"])
+    return {
+        "seq": plan.seq,
+        "rounds": options.rounds,
+        "read_median_bytes_per_s": statistics.median(scene.probes),
+        "bytes_per_step": bytes_read,
+        **{f"{name}_ms": median(found) for name, found in times.items()},
+        **{f"{n}_roofline": median([f / t for f, t in zip(floors, times[n], strict=True)]) for n in ("ops", "team")},
+        "ops_over_team": median([a / b for a, b in zip(times["ops"], times["team"], strict=True)]),
+        "ops_over_team_interval": [gain.lo, gain.hi],
+        "eager_over_team": speedup,
+        "waits": median(waits),
+        "python_share_ops": overhead_ns(ops.list, time.perf_counter_ns) / 1e6 / median(times["ops"]),
+        "python_share_team": overhead_ns(team.list, time.perf_counter_ns) / 1e6 / median(times["team"]),
+        "tasks": len(team.list.tasks),
+        "threads": team.list.threads,
+    }
+
+
+def waiting_share(step: TeamStep) -> float:
+    """Of the last step's time, what a thread spends at barriers, averaged over the threads."""
+    done, left = step.times.unbind(-1)
+    whole = int(left[0, -1] - left[0, 0])
+    return float((left - done)[:, 1:].sum()) / step.threads / whole
+
+
+def _table(rows: list[dict[str, Any]], device: str) -> None:
+    print(f"{device}: decode steps, the same C++ kernels by one native call (team) and by a call an op (ops)")
+    print(f"{'model':<12} {'context':>7} {'ops ms':>7} {'team ms':>7} {'eager ms':>8} {'roofline':>9}  ops/team  waits")
+    for r in rows:
+        sizes = f"{r['seq']:>7} {r['ops_ms']:>7.1f} {r['team_ms']:>7.1f} {r['eager_ms']:>8.1f}"
+        print(f"{r['model']:<12} {sizes} {r['team_roofline']:>9.2f} {r['ops_over_team']:>9.3f} {r['waits']:>6.1%}")
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", action="append", help="preset, again for another  [llama-1b]")
+    parser.add_argument("--layers", type=int, default=1 << 20, help="only the first so many")
+    parser.add_argument("--seq", type=int, action="append", help="context, again for another  [128, 2048, 8192]")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
