@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not(
 
 OP = OPS["linear"]
 # rows, columns, stages: one column tile or several, two warps across, the fewest and the most stages
-BUILDS = ((64, 16, 4), (128, 128, 2), (128, 16, 3), (64, 64, 8), (64, 32, 2))
+BUILDS = (
+    (64, 16, 4), (128, 128, 2), (128, 16, 3), (64, 64, 8), (64, 32, 2), (64, 128, 9), (128, 32, 5), (128, 64, 6),
+)  # fmt: skip
 PLANS = ((1, 0), (3, 1), (2, 0), (64, 0))  # split_k, pdl
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16")
 SHAPES: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (

@@ -21,7 +21,7 @@ WORKLOADS: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
 # grid, split_k, pdl
 PLANS = ((264, 1, 0), (2, 1, 1), (3, 2, 0), (1, 8, 0), (5, 4, 1))
 # AUTOSEL_ROWS, AUTOSEL_UNROLL: one row and much in flight (few x), many rows (many x)
-BUILDS = ((1, 4), (2, 2), (4, 4))
+BUILDS = ((1, 4), (2, 2), (4, 4), (1, 2), (2, 4), (1, 1))
 
 
 def failure(op: Op, made: Case, build: tuple[int, int], plan: tuple[int, ...]) -> Mismatch | None:
