@@ -2,7 +2,7 @@
 
     python tests/engines.py        fetches them below .venv/engines (about half a gigabyte; kept: 180 MB)
 
-Of an engine the Python and JSON files are kept; of what they import, the light packages below. That is enough for their
+Of an engine the Python and JSON files are kept; of what they import, what engines.txt lists. That is enough for their
 own lookups, parsers and registries, and for none of their kernels: nothing is served.
 """
 
@@ -27,14 +27,7 @@ WHEELS = {
 }
 WHOLE = ("kernels", "sglang")  # a compiled parser; sources that its import looks for
 KEPT = (".py", ".json", ".toml", "METADATA", "entry_points.txt")
-DEPENDENCIES = (
-    *("aiohappyeyeballs", "aiohttp", "aiosignal", "blake3", "cachetools", "cbor2", "cloudpickle", "compressed-tensors"),
-    *("depyf", "dill", "einops", "fastapi", "frozenlist", "ijson", "ipython", "lark", "llguidance", "msgspec"),
-    *("multidict", "openai", "openai-harmony", "opentelemetry-api", "opentelemetry-sdk"),
-    *("opentelemetry-semantic-conventions", "orjson", "partial-json-parser", "pillow"),
-    *("prometheus-fastapi-instrumentator", "propcache", "py-cpuinfo", "pybase64", "python-json-logger", "pyzmq"),
-    *("regex", "sentencepiece", "setproctitle", "sniffio", "tiktoken", "traitlets", "watchfiles", "xgrammar", "yarl"),
-)
+DEPENDENCIES = Path(__file__).with_suffix(".txt")
 
 
 def missing(*engines: str) -> str:
@@ -57,7 +50,7 @@ def fetch() -> None:
     if not (ENGINES / "dependencies").is_dir():
         making = ENGINES / "dependencies.making"
         shutil.rmtree(making, ignore_errors=True)
-        _pip("install", "--no-deps", "--target", str(making), *DEPENDENCIES)
+        _pip("install", "--no-deps", "--target", str(making), "-r", str(DEPENDENCIES))
         making.rename(ENGINES / "dependencies")
     _shim()
 

@@ -14,7 +14,7 @@ from autosel.errors import BadConfig, UsageError
 from autosel.fingerprint import known
 from autosel.integrations.engines import ask, experts, vllm
 from autosel.integrations.engines import folder as folders
-from autosel.integrations.engines.rows import Target
+from autosel.integrations.engines.rows import Row, Target
 from autosel.values import Decision
 from tests import engines
 from tests.cpu.serving import pinned
@@ -53,6 +53,17 @@ def target(*decisions: Decision, model: str = "", derives: bool = True, tp: int 
     )
 
 
+def spoiled(scratch: Path, folder: Path) -> list[Row]:
+    """A row whose file vLLM would name otherwise, and a default that this vLLM never had."""
+    moved, changed = (
+        r for r in vllm.export(target(derives=False, tp=16), scratch).rows if r.key == "1" and r.ask["n"] < 4000
+    )
+    changed = dataclasses.replace(changed, value={**changed.value, "num_warps": 16})
+    (folder / moved.file.replace(",device", ", device")).write_text(json.dumps({moved.key: moved.value}))
+    (folder / changed.file).write_text(json.dumps({changed.key: changed.value}))
+    return [moved, changed]
+
+
 @asks_vllm
 def test_vllms_own_lookups_find_every_row(tmp_path: Path) -> None:
     """Products and experts, in bf16 and in blocked fp8, derived and pinned; pinned ones are what it runs without."""
@@ -67,26 +78,16 @@ def test_vllms_own_lookups_find_every_row(tmp_path: Path) -> None:
         for file in made.digests:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_bytes((tmp_path / "one" / file).read_bytes())
-    heard = ask.ask("vllm", folder, dataclasses.replace(made, rows=tuple(rows)))
+    odd = spoiled(tmp_path / "one", folder)
+    heard = ask.ask("vllm", folder, dataclasses.replace(made, rows=(*rows, *odd)))
+    assert [(r.there, r.same) for r in heard.rows[len(rows) :]] == [(False, True), (True, False)]
+    heard = dataclasses.replace(heard, rows=heard.rows[: len(rows)])
     assert heard.version == vllm.VERSION
     missed = [r.label for r, said in zip(rows, heard.rows, strict=True) if not said.there]
     stale = [r.label for r, said in zip(rows, heard.rows, strict=True) if not said.same]
     assert not missed and not stale
     assert heard.here == len(asked)  # the flag's alone: the device is another
     assert "VLLM_TUNED_CONFIG_FOLDER" in heard.setting and "AUTOSEL_ENGINE_FILES" in heard.setting
-
-
-@asks_vllm
-def test_a_moved_file_or_a_changed_default_is_seen(tmp_path: Path) -> None:
-    made = vllm.export(target(derives=False), tmp_path)
-    first = made.rows[0].file
-    others = [r for r in made.rows if r.file != first]
-    (tmp_path / first).rename(tmp_path / first.replace(",device", ", device"))
-    odd = dataclasses.replace(others[0], value={**others[0].value, "num_warps": 16})
-    content = json.loads((tmp_path / odd.file).read_text())
-    (tmp_path / odd.file).write_text(json.dumps({**content, odd.key: odd.value}))
-    heard = ask.ask("vllm", tmp_path, dataclasses.replace(made, rows=(made.rows[0], odd, others[1])))
-    assert [(r.there, r.same) for r in heard.rows] == [(False, True), (True, False), (True, True)]
 
 
 @asks_vllm
