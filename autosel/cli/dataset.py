@@ -15,6 +15,7 @@ from autosel.errors import UsageError
 def export_dataset(folder: Path) -> None:
     """What serves now, as a flashinfer-bench dataset."""
     from autosel.integrations import flashinfer_bench
+    from autosel.integrations.engines import flashinfer
     from autosel.ledger.store import open_ledger
 
     if str(folder) == "-":
@@ -27,7 +28,7 @@ def export_dataset(folder: Path) -> None:
         )
         for e in evidence
     ]
-    made = flashinfer_bench.export(decided, folder)
+    made = flashinfer.export(decided, folder)
     counts = f"{made.definitions} definitions, {made.solutions} solutions, {made.traces} traces"
     click.echo(f"{counts} in {folder}", err=True)
     for line in made.left:

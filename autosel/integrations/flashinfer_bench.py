@@ -95,7 +95,7 @@ def export(decided: Iterable[Decided], folder: Path) -> Exported:
     left = []
     for one in decided:
         d = one.decision
-        why = _unspeakable(d)
+        why = unspeakable(d)
         if why:
             left.append(f"{d.workload.key}: {why}")
             continue
@@ -119,7 +119,7 @@ def export(decided: Iterable[Decided], folder: Path) -> Exported:
     )
 
 
-def _unspeakable(d: Decision) -> str:
+def unspeakable(d: Decision) -> str:
     if d.op not in SHAPES:
         return "an op that writes its arguments, or draws"
     if d.workload.dtype not in DTYPE:

@@ -1,0 +1,41 @@
+"""FlashInfer's dataset (flashinfer_bench writes it) with a manifest, so that `doctor` can ask whether it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from autosel.integrations import flashinfer_bench
+from autosel.integrations.engines import folder as folders
+from autosel.integrations.engines.rows import Row
+
+VERSION = "0.1.2"  # of flashinfer-bench, whose schema it is
+
+
+def export(decided: Sequence[flashinfer_bench.Decided], folder: Path) -> flashinfer_bench.Exported:
+    """A row is a solution: the decision that it is, measured where a race stands behind it, else the user's word."""
+    made = flashinfer_bench.export(decided, folder)
+    rows = []
+    for one in decided:
+        d = one.decision
+        if flashinfer_bench.unspeakable(d):
+            continue
+        name = flashinfer_bench.solution(d.workload, d.arm)["name"]
+        raced = d.verdict is not None and one.parity is not None
+        rows.append(
+            Row(
+                file=f"solutions/{name}.json",
+                key=d.workload.key,
+                label=d.workload.key,
+                value=name,
+                source="measured" if raced else "default",
+                reason=f"decision {d.id}: {d.arm.candidate}" + ("" if raced else ", by hand: no race behind it"),
+                decision=d.id,
+            )
+        )
+    files = {f: (folder / f).read_text(encoding="utf-8") for f in sorted({row.file for row in rows})}
+    device = next((one.device for one in decided if one.device), None)
+    folders.write(
+        folder, engine="flashinfer", engine_version=VERSION, fp=device, model="", dtype="", rows=rows, files=files
+    )
+    return made
