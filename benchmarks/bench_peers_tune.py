@@ -309,10 +309,11 @@ def planted(found: dict[str, Any], options: argparse.Namespace, end: float) -> N
 
 def _before_kernel_tuner(python: str, asked: Mapping[str, Any]) -> str:
     command = [python, str(Path(__file__).parent / "peers_kernel_tuner.py"), "check", json.dumps(asked)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        return "died: it hung"
+    with tempfile.TemporaryDirectory() as folder:  # it leaves its sources where it runs
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+        except subprocess.TimeoutExpired:
+            return "died: it hung"
     if done.returncode:
         return f"died: exit code {done.returncode}"
     return "caught: answer" if json.loads(done.stdout)["caught"] else "believed"
