@@ -107,7 +107,7 @@ def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namesp
     assert torch.equal(ops.logits, team.logits), "the same kernels, and other bits"
     bytes_read = bytes_per_step(plan.shape, plan.dtype, plan.batch, plan.seq)
     floors = [bytes_read / rate * 1e3 for rate in scene.probes]
-    gain, speedup = speedup_interval(times["team"], times["ops"]), median(times["eager"]) / median(times["team"])
+    gain, speedup = speedup_interval(times["ops"], times["team"]), median(times["eager"]) / median(times["team"])
     return {
         "seq": plan.seq,
         "rounds": options.rounds,
