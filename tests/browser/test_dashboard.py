@@ -114,7 +114,9 @@ def test_a_page_says_all_without_javascript(browser: Any, daemon: Daemon) -> Non
     assert "cpp:attn" in page.locator("main").inner_text()
     assert page.locator("table tbody tr").count() >= 7
     page.goto(daemon.url)
-    assert "2.0x" in page.locator("#serving").inner_text()
+    assert "attn" in page.locator("#serving").inner_text()
+    page.goto(f"{daemon.url}decisions/1")
+    assert "2.0x" in page.locator("main").inner_text()
     context.close()
 
 
