@@ -3,7 +3,7 @@
     python benchmarks/bench_peers.py [--model llama-1b] [--layers N] [--seq 128 --seq 2048] [--rounds 12]
                                      [--arm autosel --arm eager --arm compile --arm llama.cpp] [--write]
 
-    autosel     the written step with what this home's decisions say: tune first (`autosel tune --model llama-1b`)
+    autosel     the step as `autosel run --persistent` takes it: one native call, C++ kernels at their formulas' knobs
     eager       Hugging Face's model class, SDPA, DynamicCache, torch.inference_mode
     compile     the same model under torch.compile, StaticCache of exactly the context
     llama.cpp   the package llama-cpp-python, built from source, on a bf16 GGUF of the same tensors, written by the
@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 from hugging_face import filled_cache, model_of, rewinding
+from peers_tables import steps
 from torch import Tensor
 
 from autosel import fingerprint, models
@@ -46,6 +47,7 @@ from autosel.decode.model import Decoder
 from autosel.decode.run import GREEDY, Plan
 from autosel.decode.sample import Sampler
 from autosel.decode.step import Place, write_step
+from autosel.decode.team import KERNELS, write_team
 from autosel.decode.weights import Weights, load_weights
 from autosel.fingerprint import probe
 from autosel.race.idle import wait_until_idle
@@ -83,7 +85,7 @@ def main() -> int:
         "dtype": plan.dtype,
         "rows": rows,
     }
-    print(json.dumps(found, indent=1) if options.json else table(found))
+    print(json.dumps(found, indent=1) if options.json else steps(found))
     if options.write:
         RESULTS.mkdir(parents=True, exist_ok=True)
         (RESULTS / f"peers-{options.model}.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -123,11 +125,8 @@ def _autosel(weights: Weights, seq: int, _: Path) -> Step:
     place = Place.at(torch.tensor([7]), [seq - 1])
     logits = torch.empty(1, weights.shape.V, dtype=weights.embedding.dtype)
     sampler = Sampler(GREEDY, [[7]], seq, logits)
-    step = write_step(decoder, cache, place, sampler=sampler)
-    SERVING[seq] = dict(Counter(getattr(call.function, "candidate", call.site) for call in step.calls))
-    proven = sum(n for name, n in SERVING[seq].items() if name.startswith("cpp:"))
-    if not proven:
-        print("nothing is decided here: autosel serves PyTorch's ops; run `autosel tune` first", file=sys.stderr)
+    step = write_team(write_step(decoder, cache, place, sampler=sampler), fingerprint.take("cpu"))
+    SERVING[seq] = dict(Counter(KERNELS.get(call.op, call.op) for call in step.ops.calls))
 
     def run() -> int:
         step.run()
@@ -325,19 +324,6 @@ def _paired(w: Tensor, heads: int) -> Tensor:
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------
-
-
-def table(found: Mapping[str, Any]) -> str:
-    part = f"{found['layers']} of {found['of_layers']} layers"
-    lines = [f"{found['model']} {found['dtype']}, {part}, on {found['device']}, {found['date']}", ""]
-    lines += ["| context | arm | ms a step | over autosel | read rate beside |", "| --- | --- | --- | --- | --- |"]
-    for row in found["rows"]:
-        for name, one in row["arms"].items():
-            lo, hi = one["interval"]
-            ratio = f"{one['over_first']:.2f}x ({lo:.2f} .. {hi:.2f})" if one["over_first"] != 1 else ""
-            beside = f"{row['read_gb_s']:.1f} GB/s"
-            lines.append(f"| {row['seq']} | {name} | {one['median_ms']:.1f} | {ratio} | {beside} |")
-    return "\n".join(lines)
 
 
 def _versions() -> dict[str, str]:

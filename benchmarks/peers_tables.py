@@ -35,6 +35,20 @@ def dispatch(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def steps(found: Mapping[str, Any]) -> str:
+    """Whole decode steps: each arm's median, and over autosel's."""
+    part = f"{found['layers']} of {found['of_layers']} layers"
+    lines = [f"{found['model']} {found['dtype']}, {part}, on {found['device']}, {found['date']}", ""]
+    lines += ["| context | arm | ms a step | over autosel | read rate beside |", "| --- | --- | --- | --- | --- |"]
+    for row in found["rows"]:
+        for name, one in row["arms"].items():
+            lo, hi = one["interval"]
+            ratio = f"{one['over_first']:.2f}x ({lo:.2f} .. {hi:.2f})" if one["over_first"] != 1 else ""
+            beside = f"{row['read_gb_s']:.1f} GB/s"
+            lines.append(f"| {row['seq']} | {name} | {one['median_ms']:.1f} | {ratio} | {beside} |")
+    return "\n".join(lines)
+
+
 def transformers(found: Mapping[str, Any]) -> str:
     lo, hi = found["interval"]
     decided = sum(u["calls"] for u in found["uses"] if u["decision"] is not None)

@@ -32,7 +32,7 @@ DEPENDENCIES = Path(__file__).with_suffix(".txt")
 
 def missing(*engines: str) -> str:
     """Why these cannot be asked here, or "": the reason a test skips with."""
-    absent = [e for e in engines if not (ENGINES / e).is_dir()]
+    absent = [e for e in (*engines, "dependencies", "shim") if not (ENGINES / e).is_dir()]
     return f"{', '.join(absent)} not fetched: python tests/engines.py" if absent else ""
 
 

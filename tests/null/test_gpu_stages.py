@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autosel.candidates import registry
 from autosel.candidates.base import Candidate
 from autosel.candidates.libraries.base import Library
 from autosel.candidates.registry import eligible, own_candidates
@@ -126,6 +127,7 @@ def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutlass, "find_headers", lambda: Headers(include=Path("/include"), version=(4, 2, 0)))
     monkeypatch.setattr("autosel.candidates.cuda.base.find_compiler", lambda: "g++")
     monkeypatch.setattr("autosel.candidates.triton.base.find_spec", lambda name: name)
+    monkeypatch.setattr(registry, "registered", lambda op: ())  # what other tests of this process have defined
     monkeypatch.setattr(Library, "why_not", lambda self, cc: "" if cc >= self.least_cc else "too old a device")
 
 
