@@ -314,7 +314,7 @@ template <class T> __device__ __noinline__ void norm(const NormTask<T>& t) {
   }
 }
 
-template <class Task> __device__ __forceinline__ const Task& as(const int64_t* words) {
+template <class Task> __host__ __device__ __forceinline__ const Task& as(const int64_t* words) {
   return *reinterpret_cast<const Task*>(words);
 }
 
