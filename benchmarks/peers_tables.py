@@ -49,6 +49,22 @@ def steps(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def team(found: Mapping[str, Any]) -> str:
+    """Whole decode steps by one native call and by a call an op, and the eager baseline."""
+    lines = [f"bf16, on {found['device']}, {found['date']}", ""]
+    lines += [
+        "| model | context | read rate beside | roofline, team | roofline, ops | ops / team | eager / team | waits |"
+    ]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for r in found["rows"]:
+        lo, hi = r["ops_over_team_interval"]
+        gain = f"{r['ops_over_team']:.3f} ({lo:.2f} .. {hi:.2f})"
+        cells = [f"{r['model']}, {r['layers']} layers", str(r["seq"]), f"{r['read_median_bytes_per_s'] / 1e9:.1f} GB/s"]
+        cells += [f"{r['team_roofline']:.2f}", f"{r['ops_roofline']:.2f}", gain]
+        lines.append("| " + " | ".join([*cells, f"{r['eager_over_team']:.1f}", f"{r['waits']:.1%}"]) + " |")
+    return "\n".join(lines)
+
+
 def transformers(found: Mapping[str, Any]) -> str:
     lo, hi = found["interval"]
     decided = sum(u["calls"] for u in found["uses"] if u["decision"] is not None)
