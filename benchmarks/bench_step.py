@@ -1,6 +1,7 @@
 """One native call a step against a call an op, and the eager baseline: whole decode steps in turn, and where time goes.
 
-    python benchmarks/bench_step.py [--model llama-1b ...] [--layers 4] [--seq 128 --seq 2048] [--rounds 25] [--json]
+    python benchmarks/bench_step.py [--model llama-1b ...] [--layers 4] [--seq 128 --seq 2048] [--rounds 17] [--json]
+                                    [--write]
 
 Both of ours are made of the same C++ kernels with the knobs of the closed forms, whatever is decided here, so that the
 difference is what a thread team is worth: no Python and no fork-join between ops, and shares that threads take from
@@ -8,17 +9,20 @@ each other. Weights and cache are random. Each round asks a read probe what memo
 an order drawn anew, the baseline every third round; every step waits for the other arms' threads to sleep.
 
 Roofline: bytes of the step / rate of its round's probe / time; the median over rounds. `waits` is the share of the
-team's step in which a thread waits at barriers for the others.
+team's step in which a thread waits at barriers for the others. --write puts the rows into benchmarks/results/cpu/,
+in place of those of the same model and context.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
 import sys
 import time
 from importlib import import_module
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -41,6 +45,9 @@ from autosel.race.idle import wait_until_idle
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Workload
 
 
+KEPT = Path(__file__).parent / "results" / "cpu" / "step.json"
+
+
 def main() -> int:
     options = _parsed()
     fp = fingerprint.take("cpu")
@@ -56,6 +63,8 @@ def main() -> int:
             weights = weights or load_weights(plan)
             with torch.inference_mode():
                 rows.append({"model": name, "layers": plan.layers_run, **compared(plan, weights, fp, options)})
+    if options.write:
+        _keep(rows, fp.name)
     if options.json:
         json.dump({"device": fp.name, "torch": torch.__version__, "rows": rows}, sys.stdout, indent=1)
         print()
@@ -133,6 +142,17 @@ def waiting_share(step: TeamStep) -> float:
     return float((left - done)[:, 1:].sum()) / step.threads / whole
 
 
+def _keep(rows: list[dict[str, Any]], device: str) -> None:
+    before = json.loads(KEPT.read_text())["rows"] if KEPT.is_file() else []
+    held = {(r["model"], r["layers"], r["seq"]): r for r in [*before, *({**r, "date": _today()} for r in rows)]}
+    found = {"device": device, "torch": torch.__version__, "rows": list(held.values())}
+    KEPT.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
 def _table(rows: list[dict[str, Any]], device: str) -> None:
     print(f"{device}: decode steps, the same C++ kernels by one native call (team) and by a call an op (ops)")
     print(f"{'model':<12} {'context':>7} {'ops ms':>7} {'team ms':>7} {'eager ms':>8} {'roofline':>9}  ops/team  waits")
@@ -147,9 +167,10 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=1 << 20, help="only the first so many")
     parser.add_argument("--seq", type=int, action="append", help="context, again for another  [128, 2048, 8192]")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=17)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help="keep the rows in benchmarks/results/cpu/step.json")
     return parser.parse_args()
 
 

@@ -51,7 +51,7 @@ def steps(found: Mapping[str, Any]) -> str:
 
 def team(found: Mapping[str, Any]) -> str:
     """Whole decode steps by one native call and by a call an op, and the eager baseline."""
-    lines = [f"bf16, on {found['device']}, {found['date']}", ""]
+    lines = [f"bf16, on {found['device']}, {', '.join(sorted({r['date'] for r in found['rows']}))}", ""]
     lines += [
         "| model | context | read rate beside | roofline, team | roofline, ops | ops / team | eager / team | waits |"
     ]
