@@ -44,7 +44,6 @@ from autosel.native.compile import compile_source
 from autosel.race.idle import wait_until_idle
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Workload
 
-
 KEPT = Path(__file__).parent / "results" / "cpu" / "step.json"
 
 
