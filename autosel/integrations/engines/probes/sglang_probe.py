@@ -5,15 +5,15 @@ answers on the device the rows are for is asked under that device's name.
 """
 
 import json
-import os
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
-NOWHERE = "none that SGLang knows"
+from tiles import Flag, environment, heard, set_to, taken  # beside this script, which any Python may run
 
 
 def main(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,27 +31,9 @@ def main(question: Mapping[str, Any]) -> dict[str, Any]:
     asked: dict[str, Any] = {
         "gemm": Gemm(fp8_kernel, folder, wanted),
         "moe": Moe(fused_moe_triton_config, folder, wanted),
-        "flag": Flag(folder),
+        "flag": EngineFlag(folder),
     }
-    rows = [heard(asked[row["ask"]["kind"]], row, device, wanted) for row in question["rows"]]
-    missing = {row["ask"]["kind"] for row, said in zip(question["rows"], rows, strict=True) if not said["here"]}
-    settings = [asked[kind].setting for kind in ("gemm", "moe") if kind in missing]
-    return {"version": version("sglang"), "device": device or NOWHERE, "rows": rows, "setting": "\n".join(settings)}
-
-
-def heard(kind: Any, row: Mapping[str, Any], device: str, wanted: str) -> dict[str, Any]:
-    there = kind.there(row)
-    here = kind.here(row) if device or isinstance(kind, Flag) else False
-    if here:
-        why = ""
-    elif not there:
-        why = f"SGLang does not take {row['file']} for these sizes"
-    elif device != wanted:
-        why = f"the device is {device or NOWHERE}, the files are for {wanted}"
-    else:
-        why = kind.elsewhere
-    same = row["source"] != "default" or kind.default(row["ask"]) in (None, row["value"])
-    return {"here": here, "there": there, "why": why, "same": same}
+    return {"version": version("sglang"), **heard("SGLang", asked, question["rows"], device, wanted)}
 
 
 class Gemm:
@@ -68,12 +50,8 @@ class Gemm:
     def there(self, row: Mapping[str, Any]) -> bool:
         """The function itself, as if its package lay in our folder, on the device that is wanted."""
         ask, module = row["ask"], self.module
-        kept = module.__file__, module.get_device_name
-        module.__file__, module.get_device_name = str(self.folder / "gemm" / "x"), lambda: self.wanted
-        try:
+        with set_to(module, __file__=str(self.folder / "gemm" / "x"), get_device_name=lambda: self.wanted):
             return taken(unwrap(module.get_w8a8_block_fp8_configs)(ask["n"], ask["k"], *ask["block"]), row)
-        finally:
-            module.__file__, module.get_device_name = kept
 
     def default(self, _ask: Mapping[str, Any]) -> Any:
         """Written inside the function that launches the kernel, which a machine without a GPU cannot call."""
@@ -94,19 +72,14 @@ class Moe:
         return taken(found, row)
 
     def there(self, row: Mapping[str, Any]) -> bool:
-        module, name = self.module, "SGLANG_MOE_CONFIG_DIR"
-        kept, before = module.get_device_name, os.environ.get(name)
-        module.get_device_name = lambda: self.wanted
-        os.environ[name] = str(self.folder / "moe")
-        try:
-            return self.here(row)
-        except FileNotFoundError:
-            return False
-        finally:
-            module.get_device_name = kept
-            os.environ.pop(name)
-            if before is not None:
-                os.environ[name] = before
+        with (
+            set_to(self.module, get_device_name=lambda: self.wanted),
+            environment("SGLANG_MOE_CONFIG_DIR", self.folder / "moe"),
+        ):
+            try:
+                return self.here(row)
+            except FileNotFoundError:
+                return False
 
     def default(self, ask: Mapping[str, Any]) -> Any:
         """None for experts in plain fp8, whose defaults follow the shared memory of the device at hand."""
@@ -119,33 +92,18 @@ class Moe:
         return dict(found)
 
 
-class serving:  # noqa: N801
+def serving(module: Any) -> AbstractContextManager[None]:
     """Its lookups ask the server's settings for deterministic inference; with no server there is none."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    class Plain:
+        enable_deterministic_inference = False
+        deterministic: Any
 
-    def __enter__(self) -> None:
-        class Plain:
-            enable_deterministic_inference = False
-            deterministic: Any
-
-        Plain.deterministic = Plain
-        self.kept, self.module.get_exec = self.module.get_exec, lambda: Plain
-
-    def __exit__(self, *error: object) -> None:
-        self.module.get_exec = self.kept
+    Plain.deterministic = Plain
+    return set_to(module, get_exec=lambda: Plain)
 
 
-class Flag:
-    elsewhere = setting = ""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def here(self, row: Mapping[str, Any]) -> bool:
-        return self.there(row)
-
+class EngineFlag(Flag):
     def there(self, row: Mapping[str, Any]) -> bool:
         """As `launch_server --config` reads it; a backend must be one that SGLang has registered."""
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -155,15 +113,6 @@ class Flag:
             return all(line.startswith("#") for line in (self.folder / row["file"]).read_text().splitlines())
         words = ConfigArgumentMerger().merge_config_with_args(["--config", str(self.folder / row["file"])])
         return words[:2] == [f"--{row['key']}", row["value"]] and row["value"] in ATTENTION_BACKENDS
-
-    def default(self, _ask: Mapping[str, Any]) -> Any:
-        return None
-
-
-def taken(configs: Any, row: Mapping[str, Any]) -> bool:
-    """As the engine takes the row of the nearest count."""
-    m = row["ask"]["m"]
-    return bool(configs) and configs[min(configs, key=lambda rows: abs(rows - m))] == row["value"]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ answers on the device the rows are for is asked under that device's name.
 """
 
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
-NOWHERE = "none that vLLM knows"
+from tiles import Flag, environment, heard, set_to, taken  # beside this script, which any Python may run
 
 
 def main(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,27 +34,9 @@ def main(question: Mapping[str, Any]) -> dict[str, Any]:
     asked: dict[str, Any] = {
         "gemm": Gemm(fp8_utils, folder, wanted),
         "moe": Moe(fused_moe, folder, wanted),
-        "flag": Flag(folder),
+        "flag": EngineFlag(folder),
     }
-    rows = [heard(asked[row["ask"]["kind"]], row, device, wanted) for row in question["rows"]]
-    missing = {row["ask"]["kind"] for row, said in zip(question["rows"], rows, strict=True) if not said["here"]}
-    settings = [asked[kind].setting for kind in ("gemm", "moe") if kind in missing]
-    return {"version": version("vllm"), "device": device or NOWHERE, "rows": rows, "setting": "\n".join(settings)}
-
-
-def heard(kind: Any, row: Mapping[str, Any], device: str, wanted: str) -> dict[str, Any]:
-    there = kind.there(row)
-    here = kind.here(row) if device or isinstance(kind, Flag) else False
-    if here:
-        why = ""
-    elif not there:
-        why = f"vLLM does not take {row['file']} for these sizes"
-    elif device != wanted:
-        why = f"the device is {device or NOWHERE}, the files are for {wanted}"
-    else:
-        why = kind.elsewhere
-    same = row["source"] != "default" or kind.default(row["ask"]) in (None, row["value"])
-    return {"here": here, "there": there, "why": why, "same": same}
+    return {"version": version("vllm"), **heard("vLLM", asked, question["rows"], device, wanted)}
 
 
 class Gemm:
@@ -72,12 +53,8 @@ class Gemm:
     def there(self, row: Mapping[str, Any]) -> bool:
         """The function itself, as if its package lay in our folder, on the device that is wanted."""
         ask, module = row["ask"], self.module
-        kept = module.__file__, module.get_device_name_as_file_name
-        module.__file__, module.get_device_name_as_file_name = str(self.folder / "gemm" / "x"), lambda: self.wanted
-        try:
+        with set_to(module, __file__=str(self.folder / "gemm" / "x"), get_device_name_as_file_name=lambda: self.wanted):
             return taken(unwrap(module.get_w8a8_block_fp8_configs)(ask["n"], ask["k"], *ask["block"]), row)
-        finally:
-            module.__file__, module.get_device_name_as_file_name = kept
 
     def default(self, ask: Mapping[str, Any]) -> Any:
         """What it would launch without a file: its product is called with a kernel that only notes its tiles."""
@@ -89,14 +66,10 @@ class Gemm:
 
         seen: dict[str, Any] = {}
         block, module = ask["block"], self.module
-        kept = module._w8a8_triton_block_scaled_mm, module.get_w8a8_block_fp8_configs
-        module._w8a8_triton_block_scaled_mm, module.get_w8a8_block_fp8_configs = Noted(), lambda *sizes: None
         x = torch.empty(1, block[1], dtype=torch.float8_e4m3fn)
         w = torch.empty(block[0], block[1], dtype=torch.float8_e4m3fn)
-        try:
+        with set_to(module, _w8a8_triton_block_scaled_mm=Noted(), get_w8a8_block_fp8_configs=lambda *sizes: None):
             module.w8a8_triton_block_scaled_mm(x, w, torch.ones(1, 1), torch.ones(1, 1), block, torch.bfloat16)
-        finally:
-            module._w8a8_triton_block_scaled_mm, module.get_w8a8_block_fp8_configs = kept
         return seen
 
 
@@ -112,17 +85,11 @@ class Moe:
         return taken(unwrap(self.module.get_moe_configs)(ask["e"], ask["n"], ask["dtype"], *self._block(ask)), row)
 
     def there(self, row: Mapping[str, Any]) -> bool:
-        module, name = self.module, "VLLM_TUNED_CONFIG_FOLDER"
-        kept, before = module.get_device_name_as_file_name, os.environ.get(name)
-        module.get_device_name_as_file_name = lambda: self.wanted
-        os.environ[name] = str(self.folder / "moe")
-        try:
+        with (
+            set_to(self.module, get_device_name_as_file_name=lambda: self.wanted),
+            environment("VLLM_TUNED_CONFIG_FOLDER", self.folder / "moe"),
+        ):
             return self.here(row)
-        finally:
-            module.get_device_name_as_file_name = kept
-            os.environ.pop(name)
-            if before is not None:
-                os.environ[name] = before
 
     def default(self, ask: Mapping[str, Any]) -> Any:
         found = self.module.get_default_config(
@@ -135,15 +102,7 @@ class Moe:
         return ask["block"] or (None, None)
 
 
-class Flag:
-    elsewhere = setting = ""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def here(self, row: Mapping[str, Any]) -> bool:
-        return self.there(row)
-
+class EngineFlag(Flag):
     def there(self, row: Mapping[str, Any]) -> bool:
         """As `vllm serve --config` reads it; a backend must be one that vLLM can name a class of."""
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -156,15 +115,6 @@ class Flag:
         except (ValueError, OSError):
             return False
         return words == ([f"--{row['key']}", row["value"]] if row["value"] else [])
-
-    def default(self, _ask: Mapping[str, Any]) -> Any:
-        return None
-
-
-def taken(configs: Any, row: Mapping[str, Any]) -> bool:
-    """As the engine takes the row of the nearest count."""
-    m = row["ask"]["m"]
-    return bool(configs) and configs[min(configs, key=lambda rows: abs(rows - m))] == row["value"]
 
 
 if __name__ == "__main__":

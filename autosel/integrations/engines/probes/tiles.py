@@ -1,0 +1,83 @@
+"""What the probes of vLLM and SGLang share, whose lookups of tiles have one origin. The standard library alone."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def heard(
+    engine: str, kinds: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], device: str, wanted: str
+) -> dict[str, Any]:
+    """Every row put to its kind's lookup. `device`: the engine's name for the one here, empty where it knows none."""
+    named = device or f"none that {engine} knows"
+    found = [_heard(engine, kinds[row["ask"]["kind"]], row, device, named, wanted) for row in rows]
+    missing = {row["ask"]["kind"] for row, said in zip(rows, found, strict=True) if not said["here"]}
+    settings = [kinds[kind].setting for kind in ("gemm", "moe") if kind in missing]
+    return {"device": named, "rows": found, "setting": "\n".join(settings)}
+
+
+def _heard(engine: str, kind: Any, row: Mapping[str, Any], device: str, named: str, wanted: str) -> dict[str, Any]:
+    there = kind.there(row)
+    here = kind.here(row) if device or isinstance(kind, Flag) else False
+    if here:
+        why = ""
+    elif not there:
+        why = f"{engine} does not take {row['file']} for these sizes"
+    elif device != wanted:
+        why = f"the device is {named}, the files are for {wanted}"
+    else:
+        why = kind.elsewhere
+    same = row["source"] != "default" or kind.default(row["ask"]) in (None, row["value"])
+    return {"here": here, "there": there, "why": why, "same": same}
+
+
+class Flag:
+    """The attention flag: read from its file alone, whatever the device. `there` is the engine's."""
+
+    elsewhere = setting = ""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def here(self, row: Mapping[str, Any]) -> bool:
+        return self.there(row)
+
+    def there(self, row: Mapping[str, Any]) -> bool:
+        raise NotImplementedError
+
+    def default(self, _ask: Mapping[str, Any]) -> Any:
+        return None
+
+
+def taken(configs: Any, row: Mapping[str, Any]) -> bool:
+    """As the engine takes the row of the nearest count."""
+    m = row["ask"]["m"]
+    return bool(configs) and configs[min(configs, key=lambda rows: abs(rows - m))] == row["value"]
+
+
+@contextmanager
+def set_to(module: Any, **values: Any) -> Iterator[None]:
+    """Some of a module's names, for a while."""
+    kept = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(module, name, value)
+
+
+@contextmanager
+def environment(name: str, value: Path) -> Iterator[None]:
+    """One variable, for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = str(value)
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
