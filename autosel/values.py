@@ -1,6 +1,6 @@
 """The values that travel down the pipeline: frozen, slotted, free of torch. Every unit is in the name.
 
-    Fingerprint -> Knobs -> Accepted -> Built -> Passed -> Race -> Verdict -> Decision
+    Fingerprint -> Knobs -> Accepted -> Recipe -> Passed -> Race -> Verdict -> Decision
 
 A value that crosses a process or a disk goes through `to_json`/`from_json` and `canonical_json`: data, never pickle.
 """
@@ -222,17 +222,6 @@ class PythonRecipe:
 
 
 Recipe = NativeRecipe | PythonRecipe
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """A receipt: the artefact exists under `digest`. Never a callable: candidates load only in workers and at bind."""
-
-    candidate: str
-    recipe: Recipe
-    digest: str
-    seconds: float
-    log: str = ""
 
 
 # --- parity ----------------------------------------------------------------------------------------------------------

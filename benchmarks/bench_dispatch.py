@@ -43,7 +43,7 @@ def rmsnorm(x, weight, eps, offset, out=None):
 def attn(q, k, v, lengths, max_len, scale, window, softcap, out=None):
     return out
 """
-BOUND_LIMIT_NS, SHAPE_LIMIT_NS, CONTROL_NS, IMPORT_LIMIT_MS = 100, 1000, 30, 100
+BOUND_LIMIT_NS, SHAPE_LIMIT_NS, CONTROL_NS = 100, 1000, 30
 
 
 def main() -> int:

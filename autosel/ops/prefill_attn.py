@@ -17,7 +17,6 @@ from autosel.ops.draw import Change, Draw, large, offset_by_one, outliers, relay
 from autosel.values import DTYPE_BYTES, Workload
 
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 193)
-CHECKED_SCORES = 1 << 22  # scores computed in float64 while racing
 
 
 class PrefillAttn(Op):
