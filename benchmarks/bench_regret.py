@@ -350,25 +350,6 @@ def geomean(regrets: Sequence[float]) -> float:
     return math.exp(statistics.fmean(math.log1p(r) for r in regrets)) - 1
 
 
-def sensitivity(fp: Fingerprint, share: float = 0.2) -> dict[str, int]:
-    """Field of the fingerprint -> in how many cells a change of it by `share` changes some knob; a field with 0 needs
-    no precision."""
-    rates = {name: rate for name, rate in fp.rates.items() if rate.value}
-    there = [(c, k) for c in cells(fp.kind if fp.kind == "cpu" else "cuda") if (k := kernel(c, c.kernels[0], fp))]
-    usual = [taken(k, c.workload, fp) for c, k in there]
-    found = {}
-    for name, rate in rates.items():
-        moved = [
-            replace(fp, rates={**fp.rates, name: replace(rate, value=rate.value * factor)})
-            for factor in (1 - share, 1 + share)
-        ]
-        found[name] = sum(
-            any(taken(k, c.workload, other) != before for other in moved)
-            for (c, k), before in zip(there, usual, strict=True)
-        )
-    return found
-
-
 def markdown(stored: Mapping[str, Any]) -> str:
     """Tables for the documentation."""
     found = list(stored["cells"].values())
