@@ -67,12 +67,17 @@ class Scene:
 
     def probe(self) -> None:
         """How fast memory can be read just now: some twenty windows of about a millisecond."""
-        try:
-            windows = probe.load().read(torch.get_num_threads(), PROBE_S)
-        except BuildError:  # no compiler: by numpy, a lower bound
-            windows = [probe.read_rate(torch.get_num_threads(), PROBE_S)]
+        windows = read_windows()
         self.probes.append(statistics.median(windows))
         self.ceiling = max(self.ceiling, *windows)
+
+
+def read_windows() -> list[float]:
+    """Bytes/s that memory gives just now, in some twenty windows of about a millisecond."""
+    try:
+        return probe.load().read(torch.get_num_threads(), PROBE_S)
+    except BuildError:  # no compiler: by numpy, a lower bound
+        return [probe.read_rate(torch.get_num_threads(), PROBE_S)]
 
 
 def judged(ours: Tensor, theirs: Tensor, exact: Tensor, dtype: DTypeName) -> tuple[float, float]:

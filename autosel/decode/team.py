@@ -226,7 +226,7 @@ class _Lowering:
         norm = self.step.decoder.norm
         q_norm, k_norm = (before[s].arguments[1] if s in before else None for s in ("q norm", "k norm"))
         inv_freq, style = before["rope"].arguments[3:5]
-        knobs = self._knobs(call)
+        knobs = knobs_of(call, self.fp)
         batch, heads, _, d = q.shape
         place, layer = self.step.place, self.shape.layer_types[call.layer]
         return _pack(
@@ -255,7 +255,7 @@ class _Lowering:
             assert x.data_ptr() == joined.data_ptr(), "a sandwich's sum is what the next projection is made of"
             x = made
         assert all(t is None or t.is_contiguous() for t in (x, add, y, residual, joined))
-        knobs = self._knobs(call)
+        knobs = knobs_of(call, self.fp)
         self.threads = max(self.threads, min(MOST_THREADS, int(knobs["threads"])))
         token = None
         if call.op == "lm_head":
@@ -283,10 +283,11 @@ class _Lowering:
             return a[0], (a[1], None, None), (ADD, 0, a[3]), a[4]
         return a[0], (a[1], None, None), (CHOOSE, 0, None), a[3]
 
-    def _knobs(self, call: Call) -> dict[str, Any]:
-        """Of the decision that serves the op, where that is the kernel the task is made of; else derived."""
-        decision = getattr(call.function, "decision", None)
-        if decision is not None and decision.arm.candidate == KERNELS[call.op]:
-            return dict(decision.arm.knobs)
-        assert call.workload is not None
-        return registry.find(call.op, KERNELS[call.op]).knobs(call.workload, self.fp).values
+
+def knobs_of(call: Call, fp: Fingerprint) -> dict[str, Any]:
+    """Of the decision that serves the op, where that is the kernel the task is made of; else derived."""
+    decision = getattr(call.function, "decision", None)
+    if decision is not None and decision.arm.candidate == KERNELS[call.op]:
+        return dict(decision.arm.knobs)
+    assert call.workload is not None
+    return registry.find(call.op, KERNELS[call.op]).knobs(call.workload, fp).values

@@ -19,7 +19,7 @@ from autosel.decode.scene import Scene, judged
 from autosel.decode.step import Step, write_step
 from autosel.decode.team import KERNELS, TeamStep, supports, write_team
 from autosel.errors import BuildError, ParityError
-from autosel.values import Fingerprint, Rejected
+from autosel.values import Fingerprint, Passed, Rejected
 
 # Nearly all bytes of a step go through these: where they are not served by the kernels that a team is made of, nothing
 # was decided for it either, and nobody waits for its compilation unasked.
@@ -35,8 +35,19 @@ class Whole:
     note: str = ""
 
 
-def choose_team(scene: Scene, chain: Chain, fp: Fingerprint, rng: Random, clock: Callable[[], int]) -> Whole:
-    """Taken if the plan forces it; never if it forbids it; else if it wins against op by op in the chosen chain.
+Judge = Callable[[Chain, Passed], Whole | None]
+
+
+def choose_team(
+    scene: Scene,
+    chain: Chain,
+    fp: Fingerprint,
+    rng: Random,
+    clock: Callable[[], int],
+    judge: Judge | None = None,
+) -> Whole:
+    """Taken if the plan forces it; never if it forbids it; else as the judge decides (decode.standing); where there is
+    none, or nothing it could decide, if it wins against op by op in the chosen chain, for this run alone.
 
     Raises ParityError and BuildError where it was forced.
     """
@@ -52,11 +63,14 @@ def choose_team(scene: Scene, chain: Chain, fp: Fingerprint, rng: Random, clock:
         return Whole(taken=False, note=f"no thread team: {why}; --persistent asks for one")
     try:
         team = write_team(write_step(scene.decoder, scene.cache, scene.place), fp)
-        _refuse_other_logits(scene, ops, team)
+        parity = _refuse_other_logits(scene, ops, team)
     except (BuildError, ParityError) as error:
         if asked:
             raise
         return Whole(taken=False, note=f"no thread team: {error.what}")
+    found = judge(chain, parity) if judge is not None and asked is None else None
+    if found is not None:
+        return found
     ops_ns, team_ns = step_medians([ops, team], rng, clock)
     taken = asked is True or ops_ns >= LEAST_GAIN * team_ns
     ways = (
@@ -75,12 +89,12 @@ def _undecided(ops: Step) -> str:
     return ""
 
 
-def _refuse_other_logits(scene: Scene, ops: Step, team: TeamStep) -> None:
+def _refuse_other_logits(scene: Scene, ops: Step, team: TeamStep) -> Passed:
     """Raises ParityError."""
     ops.run()
     team.run()
     if torch.equal(ops.logits, team.logits):
-        return
+        return Passed(cases=1, worst=0.0, worst_case="the logits of the step op by op, bit for bit")
     error, bound = judged(team.logits, ops.logits, scene.reference(), scene.plan.dtype)
     if not error <= bound:
         raise ParityError(
@@ -88,3 +102,4 @@ def _refuse_other_logits(scene: Scene, ops: Step, team: TeamStep) -> None:
             why=f"{error:.3g} from the reference, {bound:.3g} allowed",
             todo="use --no-persistent, and report this",
         )
+    return Passed(cases=1, worst=error / bound, worst_case="logits against a pass in higher precision")
