@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +13,9 @@ from autosel.candidates.base import Candidate
 from autosel.candidates.libraries.base import PACKAGE as LIBRARIES
 from autosel.candidates.source import TRITON_KERNELS, function_digest, module_digest
 from autosel.candidates.torch import EAGER
-from autosel.values import Arm, Fingerprint, Knobs, PythonRecipe, Workload, digest
+from autosel.values import Arm, Fingerprint, Knobs, PythonRecipe, Scalar, Workload, digest
+
+STEP = "autosel.decode.step"  # of the whole step, op by op (decode.standing)
 
 
 def arm(candidate: Candidate, w: Workload, fp: Fingerprint, built_digest: str, knobs: Knobs) -> Arm:
@@ -25,9 +28,15 @@ def arm(candidate: Candidate, w: Workload, fp: Fingerprint, built_digest: str, k
         backend=candidate.backend,
         recipe=recipe,
         knobs=knobs.values,
-        digest=digest({"source": source, "knobs": knobs.values}),
+        digest=digest_of(source, knobs.values),
         build=build,
     )
+
+
+def digest_of(source: str, knobs: Mapping[str, Scalar]) -> str:
+    """An arm's digest: what runs (`source`: a native arm's build, a Python arm's `python_digest`), and with which
+    knobs."""
+    return digest({"source": source, "knobs": knobs})
 
 
 def python_digest(recipe: PythonRecipe) -> str:
@@ -39,7 +48,7 @@ def python_digest(recipe: PythonRecipe) -> str:
     module, _, name = recipe.target.partition(":")
     if module == inductor.__name__:
         source = function_digest(EAGER, name) + function_digest(module, "_lazy")
-    elif module == EAGER or module.startswith(f"{LIBRARIES}."):
+    elif module in (EAGER, STEP) or module.startswith(f"{LIBRARIES}."):
         source = function_digest(module, name)
     else:
         source = module_digest(module, recipe.path)

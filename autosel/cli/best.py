@@ -89,7 +89,7 @@ def show_stale(rows: Sequence[Now], op: str) -> None:
 def serving(op: str | None) -> list[Now]:
     """What serves here now, in the ledger's order; gemv and gemm are linear at M = 1 and above."""
     from autosel.candidates.registry import op_name
-    from autosel.dispatch.resolve import staleness
+    from autosel.candidates.validity import staleness
     from autosel.ledger.store import open_ledger
 
     hw_id = this_device()

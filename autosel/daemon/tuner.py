@@ -163,7 +163,7 @@ def examine(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
     On a machine that others use too a rate says who was running: there nothing follows from it.
     """
     from autosel import fingerprint, ops
-    from autosel.dispatch.resolve import staleness
+    from autosel.candidates.validity import staleness
     from autosel.ledger.key import current_mode
     from autosel.ledger.store import open_ledger
 

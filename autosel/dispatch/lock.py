@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autosel.dispatch.resolve import SERVING, staleness
+from autosel.candidates.validity import staleness
+from autosel.dispatch.resolve import SERVING
 from autosel.errors import AutoselError, ForeignDecision
 from autosel.guard import Held
 from autosel.ledger.snapshot import Row

@@ -5,34 +5,22 @@ with the reason; nothing here derives, compiles or measures.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from autosel import settings
-from autosel.candidates import arms, registry
+from autosel.candidates import registry
 from autosel.candidates.load import load
+from autosel.candidates.validity import staleness
 from autosel.dispatch.signature import generate, signature
 from autosel.errors import AutoselError
 from autosel.guard import Held
 from autosel.ledger.key import current_mode
 from autosel.ledger.snapshot import Row
-from autosel.native.compile import find_artefact, sources_digest
 from autosel.ops.contract import Op
-from autosel.values import (
-    Arm,
-    Decision,
-    Fingerprint,
-    Knobs,
-    NativeRecipe,
-    PythonRecipe,
-    Recipe,
-    Workload,
-    digest,
-    length_bucket,
-)
+from autosel.values import Decision, Fingerprint, Knobs, Recipe, Workload, length_bucket
 
 log = logging.getLogger(__name__)
 SERVING = ("promoted", "kept", "pinned")
@@ -201,59 +189,6 @@ def _why_none(w: Workload, serving: Serving, mode: str) -> str:
     if w.bucket in serving.foreign:
         return f"measured on another device only (this is {serving.device.hw_id[:12]})"
     return f"no decision for {w.bucket}"
-
-
-# --- validity -----------------------------------------------------------------------------------------------------
-
-
-def staleness(decision: Decision) -> str:
-    """Why a decision no longer holds: one of its two arms is not the thing that was measured. Empty if both are."""
-    for arm in (decision.baseline, decision.arm):
-        why = _stale(arm)
-        if why:
-            return f"decision {decision.id} is stale: {why}"
-    return ""
-
-
-def _stale(arm: Arm) -> str:
-    recipe = arm.recipe
-    if isinstance(recipe, NativeRecipe):
-        if not re.fullmatch("[0-9a-f]{64}", arm.build):  # a path would lead out of the folder of artefacts
-            return f"{arm.candidate}'s build is not named by a digest"
-        if digest({"source": arm.build, "knobs": arm.knobs}) != arm.digest:
-            return f"{arm.candidate}'s build and knobs are not those of its digest"
-        return _edited(arm.build, recipe.source, arm.candidate)
-    try:
-        now = _python_digest(recipe)
-    except (AutoselError, OSError, AssertionError) as error:
-        return first_line(error)
-    if digest({"source": now, "knobs": arm.knobs}) != arm.digest:
-        return f"{arm.candidate}'s code or its libraries (torch {_torch()}) are not those that were measured"
-    return ""
-
-
-@lru_cache(maxsize=1024)
-def _edited(build: str, source: str, candidate: str) -> str:
-    """Once a process: a serving process keeps what it loaded, whatever becomes of the files."""
-    artefact = find_artefact(build)
-    if artefact is None:
-        return f"the compiled {candidate} ({build[:12]}) is missing or damaged; run tune again"
-    try:
-        current = sources_digest(source)
-    except AutoselError as error:
-        return error.what
-    return "" if artefact.sources == current else f"{candidate}'s source was edited since"
-
-
-@lru_cache(maxsize=1024)
-def _python_digest(recipe: PythonRecipe) -> str:
-    return arms.python_digest(recipe)
-
-
-def _torch() -> str:
-    import torch
-
-    return str(torch.__version__)
 
 
 # --- baseline -----------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from autosel import dispatch, ops, resources, settings
-from autosel.candidates import arms, registry
-from autosel.dispatch import resolve, signature
+from autosel.candidates import arms, registry, validity
+from autosel.dispatch import signature
 from autosel.dispatch.board import this_device
 from autosel.ledger import Ledger, open_ledger
 from autosel.ledger.key import current_mode
@@ -54,8 +54,7 @@ def home(tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def forget() -> None:
     """What a new process would not know."""
-    resolve._edited.cache_clear()
-    resolve._python_digest.cache_clear()
+    validity.forget()
 
 
 def native_arm() -> Arm:

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from autosel import dispatch, ops, resources, settings
-from autosel.candidates import arms, registry
+from autosel.candidates import arms, registry, validity
 from autosel.cli.main import run as cli
-from autosel.dispatch import resolve
 from autosel.dispatch.board import Board, this_device
 from autosel.errors import LedgerError
 from autosel.guard import Policy
@@ -84,8 +83,7 @@ def home(tmp_path: Path, builds: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def forget() -> None:
     """What a new process would not know."""
-    resolve._edited.cache_clear()
-    resolve._python_digest.cache_clear()
+    validity.forget()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from hypothesis import settings as terms
 from hypothesis import strategies as st
 
 from autosel import models, ops, resources, settings
-from autosel.candidates import arms, registry
+from autosel.candidates import arms, registry, validity
 from autosel.candidates.user import from_target
 from autosel.cli.explain import explain_text
 from autosel.cli.main import run
@@ -382,7 +382,7 @@ def imported(data: bytes, folder: Path) -> None:
         return
     for made in (*found.served, *(d for d, _ in found.kept)):
         if isinstance(made.arm.recipe, NativeRecipe):
-            assert resolve.staleness(made), "there is no such build here"
+            assert validity.staleness(made), "there is no such build here"
         evidence = ledger.evidence(made.id)
         refused_in_words(lambda evidence=evidence: explain_text(evidence))
         written = refused_in_words(lambda evidence=evidence: script(evidence))

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from autosel import dispatch, ops, settings
-from autosel.candidates import arms, registry
-from autosel.dispatch import devices, resolve
+from autosel.candidates import arms, registry, validity
+from autosel.dispatch import devices
 from autosel.dispatch.board import Board, this_device
 from autosel.dispatch.signature import signature
 from autosel.errors import BadArguments, UnknownName
@@ -214,11 +214,11 @@ def test_a_user_module_that_is_gone_or_edited_does_not_serve(home: Path, tmp_pat
     recipe = PythonRecipe(target="short_lived:f", path=str(tmp_path))
     publish(home, [decision(W, python_arm("user:f", recipe))])
     file.write_text("def f(x, weight, eps, offset, out=None):\n    return -x\n")
-    resolve._python_digest.cache_clear()
+    validity.forget()
     with dispatch.use(home):
         assert "not those that were measured" in dispatch.best("rmsnorm", like=(X, WEIGHT)).reason
     file.unlink()
-    resolve._python_digest.cache_clear()
+    validity.forget()
     with dispatch.use(home):
         bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
         assert "no module" in bound.reason
