@@ -28,12 +28,19 @@ WHEELS = {
 WHOLE = ("kernels", "sglang")  # a compiled parser; sources that its import looks for
 KEPT = (".py", ".json", ".toml", "METADATA", "entry_points.txt")
 DEPENDENCIES = Path(__file__).with_suffix(".txt")
+FETCHED = ENGINES / "dependencies" / DEPENDENCIES.name  # the list as it was then
 
 
 def missing(*engines: str) -> str:
     """Why these cannot be asked here, or "": the reason a test skips with."""
     absent = [e for e in (*engines, "dependencies", "shim") if not (ENGINES / e).is_dir()]
+    if not absent and not _current():
+        absent = ["what they import now"]
     return f"{', '.join(absent)} not fetched: python tests/engines.py" if absent else ""
+
+
+def _current() -> bool:
+    return FETCHED.is_file() and FETCHED.read_text() == DEPENDENCIES.read_text()
 
 
 def paths(*engines: str) -> str:
@@ -47,11 +54,13 @@ def fetch() -> None:
     for engine, wanted in WHEELS.items():
         if not (ENGINES / engine).is_dir():
             _unpack(engine, wanted)
-    if not (ENGINES / "dependencies").is_dir():
+    if not _current():
         making = ENGINES / "dependencies.making"
         shutil.rmtree(making, ignore_errors=True)
         _pip("install", "--no-deps", "--target", str(making), "-r", str(DEPENDENCIES))
-        making.rename(ENGINES / "dependencies")
+        shutil.copy(DEPENDENCIES, making)
+        shutil.rmtree(FETCHED.parent, ignore_errors=True)
+        making.rename(FETCHED.parent)
     _shim()
 
 

@@ -1,15 +1,21 @@
-"""`export --to flashinfer` and `import --definition`: decisions as a dataset, a solution as a source to race."""
+"""`export --to flashinfer`, and `import` of a solution as a source to race, of traces as evidence and traffic."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from autosel import settings
-from autosel.cli.output import emit_json
-from autosel.errors import UsageError
+from autosel.cli.output import emit_json, microseconds, ratio, table
+from autosel.errors import BadConfig, UsageError
+from autosel.values import Decision, to_json
+
+if TYPE_CHECKING:
+    from autosel.integrations.flashinfer_traces import Elsewhere, Traces
 
 
 def export_dataset(folder: Path) -> None:
@@ -51,3 +57,74 @@ def import_solution(path: Path | None, definition: Path | None, into: Path | Non
         return
     click.echo("unpacked; nothing of it has run. Prove and time it:")
     click.echo(f"  {settings.spelling()} race {found.op} --candidate {shlex.quote(found.target)}")
+
+
+SHOWN = 12  # rows of the table; the home keeps them all
+
+
+def import_traces(dataset: Path, into: Path | None, as_json: bool) -> None:
+    """Keep a dataset's evidence, and write its workloads as a recording to `into`."""
+    from autosel.dispatch import recorded
+    from autosel.dispatch.board import this_device
+    from autosel.integrations import flashinfer_traces
+    from autosel.ledger.key import current_mode
+
+    if into is not None and into.is_dir():
+        raise UsageError(f"{into} is a folder", todo=f"name a file: --into {into / 'traffic.json'}")
+    if into is not None and not into.absolute().parent.is_dir():
+        raise BadConfig(f"cannot write {into}", why=f"there is no folder {into.parent}")
+    found = flashinfer_traces.read(dataset)
+    added = flashinfer_traces.keep(settings.home(), found.evidence)
+    if into is not None:
+        try:
+            recorded.save(into, flashinfer_traces.traffic(found, this_device().hw_id, current_mode()))
+        except OSError as error:
+            raise BadConfig(f"cannot write {into}", why=error.strerror or str(error)) from error
+    if as_json:
+        calls = [{"workload": to_json(w), "calls": n} for w, n in found.calls.items()]
+        evidence = [{**to_json(e), "bucket": e.workload.bucket, "speedup": e.speedup} for e in found.evidence]
+        emit_json({"evidence": evidence, "added": added, "workloads": calls, "left": list(found.left)})
+        return
+    for line in _told(found, added, into):
+        click.echo(line)
+
+
+def _told(found: Traces, added: int, into: Path | None) -> Iterator[str]:
+    shown = sorted(found.evidence, key=lambda e: (e.workload.op, -(e.speedup or 0.0)))[:SHOWN]
+    rows = [[e.workload.key, e.solution, *_times(e), e.hardware] for e in shown]
+    if rows:
+        yield table(("workload", "solution", "us", "speedup", "measured on"), rows, right=(2, 3), wrap=1)
+    if len(found.evidence) > SHOWN:
+        yield f"... and {len(found.evidence) - SHOWN} more"
+    yield f"{len(found.evidence)} evaluations made elsewhere, {added} of them new here: they decide nothing"
+    for line in found.left:
+        yield f"  left out: {line}"
+    if into is None:
+        yield f"tune their {len(found.calls)} workloads: add --into traffic.json"
+    else:
+        yield f"{len(found.calls)} workloads in {into}: {settings.spelling()} tune --recorded {shlex.quote(str(into))}"
+
+
+def _times(e: Elsewhere) -> tuple[str, str]:
+    if e.time_us is None:
+        return "", e.status
+    return microseconds(e.time_us), ratio(e.speedup) if e.speedup else ""
+
+
+def elsewhere(d: Decision) -> list[Elsewhere]:
+    """What was imported of a decision's bucket."""
+    from autosel.integrations import flashinfer_traces
+
+    return flashinfer_traces.kept(settings.home(), d.bucket)
+
+
+def elsewhere_lines(d: Decision) -> list[tuple[str, str]]:
+    """For `explain`: told, with its origin, and no more."""
+    found = elsewhere(d)
+    if not found:
+        return []
+    best = found[0]
+    what = f"{ratio(best.speedup)} over its reference" if best.speedup else best.status
+    more = f"; {len(found) - 1} more" if len(found) > 1 else ""
+    text = f"{best.solution}, {what}, on {best.hardware} ({best.origin}){more}"
+    return [("elsewhere", f"{text}; not measured here, decides nothing")]

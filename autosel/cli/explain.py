@@ -10,6 +10,7 @@ import click
 
 from autosel import settings
 from autosel.cli.best import Now, serving
+from autosel.cli.dataset import elsewhere, elsewhere_lines
 from autosel.cli.figures import decision_json, short_shape
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import bandwidth, emit_json, microseconds, paragraph, ratio, table
@@ -68,7 +69,7 @@ def explain_text(evidence: Evidence, stale: str = "") -> str:
     lines += [*_parity_lines(evidence), *_race_lines(evidence.race, v)]
     if v is not None:
         lines += _effect_lines(d, v)
-    lines += [*_knob_lines(d), ("changes", _what_would_change_it(d))]
+    lines += [*_knob_lines(d), *elsewhere_lines(d), ("changes", _what_would_change_it(d))]
     lines.append(("reproduce", f"{settings.spelling()} export --repro {d.id}      one file that needs only torch"))
     return "\n".join([paragraph(head, hang="  "), *(_field(name, text) for name, text in lines)])
 
@@ -172,6 +173,7 @@ def _evidence_json(evidence: Evidence) -> dict[str, object]:
             {"candidate": arm.candidate, "outcome": type(p).__name__.lower(), **to_json(p)}
             for arm, p in evidence.parities
         ],
+        "elsewhere": [to_json(e) for e in elsewhere(evidence.decision)],
         "arm": to_json(evidence.decision.arm),
         "baseline": to_json(evidence.decision.baseline),
     }

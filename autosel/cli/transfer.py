@@ -111,6 +111,7 @@ def _write(path: Path, text: str) -> None:
     "import bundle.json --key node7.pem",
     "import",
     "import solution.json --definition definition.json --into mine/",
+    "import dataset/ --into traffic.json",
 )
 @click.argument("path", type=click.Path(path_type=Path), required=False)
 @click.option("--key", default="", metavar="KEY", help="it must be signed by this key: a file, or its hex")
@@ -122,7 +123,10 @@ def _write(path: Path, text: str) -> None:
     help="PATH is a flashinfer-bench solution of this: unpack it to race it",
 )
 @click.option(
-    "--into", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="the folder to unpack into"
+    "--into",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="a solution: the folder to unpack into; a dataset: the recording to write",
 )
 @json_option
 def import_command(
@@ -132,10 +136,20 @@ def import_command(
 
     Decisions of this device's kind serve once their kernel has been built and has passed parity here; what served
     before goes on until then. Decisions of other devices are kept as history.
+
+    A folder is a flashinfer-bench dataset: its traces are kept as evidence from elsewhere, which decides nothing, and
+    its workloads are written as a recording for `tune --recorded`.
     """
     from autosel.cli.best import this_device
     from autosel.ledger.store import open_ledger
 
+    if path is not None and path.is_dir():
+        from autosel.cli.dataset import import_traces
+
+        if definition is not None or key:
+            raise UsageError(f"{path} is a folder: a dataset", why="it needs neither --definition nor --key")
+        import_traces(path, into, as_json)
+        return
     if definition is not None or into is not None:
         from autosel.cli.dataset import import_solution
 

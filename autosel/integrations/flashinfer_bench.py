@@ -20,7 +20,9 @@ from typing import Any
 
 from autosel import ops, resources
 from autosel.candidates.torch import EAGER
+from autosel.dispatch import recorded
 from autosel.errors import BadConfig, UsageError
+from autosel.integrations.engines import folder as folders
 from autosel.native.compile import find_sources
 from autosel.ops import eager
 from autosel.ops.contract import Arg, Op
@@ -35,11 +37,12 @@ from autosel.values import (
     PythonRecipe,
     Workload,
     digest,
+    from_json,
     parse_json,
 )
 
 AUTHOR = "autosel"
-TAG = "autosel:op="
+TAG, OF_DTYPE, OF_TRAITS = "autosel:op=", "autosel:dtype=", "autosel:traits="
 DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 INT32, INT64 = "int32", "int64"
 
@@ -88,7 +91,14 @@ class Exported:
 
 
 def export(decided: Iterable[Decided], folder: Path) -> Exported:
-    """Write the dataset. Files of the same name are replaced; others in the folder stay."""
+    """Write the dataset, all of it or nothing. Files of the same name are replaced; others in the folder stay."""
+    files, made = documents(decided)
+    folders.put(folder, files)
+    return made
+
+
+def documents(decided: Iterable[Decided]) -> tuple[dict[str, str], Exported]:
+    """The dataset's files by name, and what is in it."""
     definitions: dict[str, dict[str, Any]] = {}
     solutions: dict[str, dict[str, Any]] = {}
     traces: dict[str, list[dict[str, Any]]] = {}
@@ -105,13 +115,10 @@ def export(decided: Iterable[Decided], folder: Path) -> Exported:
         solutions[made["name"]] = made
         if d.verdict is not None and one.parity is not None and d.arm.candidate in d.verdict.timings:
             traces.setdefault(name, []).append(trace(one, made["name"]))
-    for name, document in definitions.items():
-        _write(folder / "definitions" / f"{name}.json", json.dumps(document, indent=2) + "\n")
-    for name, document in solutions.items():
-        _write(folder / "solutions" / f"{name}.json", json.dumps(document, indent=2) + "\n")
-    for name, lines in traces.items():
-        _write(folder / "traces" / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    return Exported(
+    files = {f"definitions/{n}.json": json.dumps(d, indent=2) + "\n" for n, d in definitions.items()}
+    files |= {f"solutions/{n}.json": json.dumps(d, indent=2) + "\n" for n, d in solutions.items()}
+    files |= {f"traces/{n}.jsonl": "".join(json.dumps(t) + "\n" for t in lines) for n, lines in traces.items()}
+    return files, Exported(
         definitions=len(definitions),
         solutions=len(solutions),
         traces=sum(map(len, traces.values())),
@@ -131,14 +138,6 @@ def unspeakable(d: Decision) -> str:
     return ""
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadConfig(f"cannot write {path}", why=error.strerror or str(error)) from error
-
-
 def definition_name(w: Workload) -> str:
     """`rmsnorm_d4096_bf16`: what calls vary is left out."""
     sizes = [f"{n.lower()}{s}" for n, s in w.dims if n not in COUNT_DIMS | LENGTH_DIMS]
@@ -155,13 +154,39 @@ def definition(w: Workload) -> dict[str, Any]:
     return {
         "name": definition_name(w),
         "op_type": OP_TYPE.get(w.op, w.op),
-        "tags": [f"{TAG}{w.op}"],
+        "tags": [f"{TAG}{w.op}", f"{OF_DTYPE}{w.dtype}", f"{OF_TRAITS}{json.dumps(dict(w.traits))}"],
         "description": (inspect.getdoc(inspect.getmodule(type(op))) or "").partition("\n\n")[0],
         "axes": axes,
         "inputs": {a.name: _spec(w, a) for a in _passed(op, w)},
         "outputs": {n: _output(w, n) for n in op.output_names},
         "reference": f"{_eager_source()}\n\n{_python_run(op, w)}",
     }
+
+
+def workload_of(definition: Mapping[str, Any], axes: Mapping[str, int]) -> Workload | None:
+    """The workload of a definition of ours at these sizes, None for one of others. Raises BadConfig."""
+    tags = [t for t in definition.get("tags") or () if isinstance(t, str)]
+    found = {key: [t.removeprefix(key) for t in tags if t.startswith(key)] for key in (TAG, OF_DTYPE, OF_TRAITS)}
+    if not found[TAG]:
+        return None
+    name = str(definition.get("name"))
+    try:
+        ((op_name,), (dtype,), (traits,)) = found.values()
+        op = ops.OPS[op_name]
+        sizes = axes if "R" not in op.dim_names else {**axes, "R": 2 * axes["R2"]}
+        made = from_json(
+            Workload,
+            {
+                "op": op_name,
+                "dims": [[n, sizes[n]] for n in op.dim_names],
+                "dtype": dtype,
+                "traits": [[n, v] for n, v in parse_json(traits, what=name).items()],
+            },
+        )
+    except (KeyError, ValueError, AttributeError) as error:
+        raise BadConfig(f"{name} is not as autosel writes it", why=f"{error!s:.100}") from error
+    recorded.refuse_unknown(made, Path(name))
+    return made
 
 
 def _passed(op: Op, w: Workload) -> list[Arg]:
@@ -362,8 +387,7 @@ def _unpacked(made: Mapping[str, Any], where: Path, folder: Path) -> str:
     files = {_inside(s, where): s["content"] for s in sources}
     if file not in files:
         raise BadConfig(f"{where}: its entry lies in {file!r:.60}, which it does not hold")
-    for name, content in files.items():
-        _write(folder / name, content)
+    folders.put(folder, files)
     return f"{folder / file}:{symbol}"
 
 

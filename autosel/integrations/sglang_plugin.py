@@ -1,8 +1,12 @@
-"""SGLang's plug-in: what was decided serves in SGLang's norms and gated activations, and exported tiles are found.
+"""SGLang's plug-in: what was decided serves in SGLang, and exported tiles are found.
 
-Loaded by each SGLang process by itself (`sglang.srt.plugins`), through SGLang's own hooks around RMSNorm, GemmaRMSNorm,
-SiluAndMul and GeluAndMul, and around its lookup of tiles where AUTOSEL_ENGINE_FILES names a folder. Where nothing was
-decided SGLang's own code runs. Attention is SGLang's: its backends plan a batch ahead, and none of ours does yet.
+Loaded by each SGLang process by itself (`sglang.srt.plugins`). It registers
+
+- `--attention-backend autosel`: SGLang's own backend, whose decode steps run what was decided for `paged_attn`;
+- SGLang's own hooks around RMSNorm, GemmaRMSNorm, SiluAndMul and GeluAndMul;
+- a hook around its lookup of tiles, where AUTOSEL_ENGINE_FILES names a folder.
+
+Where nothing was decided SGLang's own code runs.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from autosel import settings
 log = logging.getLogger(__name__)
 
 WRITTEN_FOR = "0.5.23"
+ATTENTION = "autosel"
 NORMS = "sglang.srt.layers.layernorm"
 GATES = "sglang.srt.layers.activation"
 TILES = "sglang.kernels.ops.gemm.fp8_kernel"
@@ -28,6 +33,7 @@ def register() -> None:
         return
     try:
         registry, kind, hooks = _hooks()
+        register_attention = _attention()
     except (ImportError, AttributeError) as error:
         from importlib.metadata import version
 
@@ -43,6 +49,7 @@ def register() -> None:
         if not any(getattr(there, "_autosel", False) for _, there, _ in registry._hooks.get(target, ())):
             hook._autosel = True  # type: ignore[attr-defined]
             registry.register(target, hook, kind)
+    register_attention()
 
 
 def _hooks() -> tuple[Any, Any, dict[str, Callable[..., Any]]]:
@@ -66,6 +73,24 @@ def _hooks() -> tuple[Any, Any, dict[str, Callable[..., Any]]]:
 
         hooks[f"{TILES}.get_w8a8_block_fp8_configs"] = _tiles(fp8_kernel.get_device_name)
     return HookRegistry, HookType.AROUND, hooks
+
+
+def _attention() -> Callable[[], None]:
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+
+    def create(runner: Any) -> Any:
+        from autosel.integrations import sglang_attention
+
+        return sglang_attention.create(runner)
+
+    def register() -> None:
+        if ATTENTION not in ATTENTION_BACKENDS:
+            register_attention_backend(ATTENTION)(create)
+        if ATTENTION not in ATTENTION_BACKEND_CHOICES:
+            ATTENTION_BACKEND_CHOICES.append(ATTENTION)
+
+    return register
 
 
 def _norm(offset: float) -> Callable[..., Any]:

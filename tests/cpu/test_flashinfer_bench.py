@@ -13,10 +13,13 @@ import torch
 
 from autosel import ops
 from autosel.candidates import registry
+from autosel.cli.dataset import elsewhere_lines
 from autosel.cli.main import run
+from autosel.cli.record import named_workloads
 from autosel.dispatch.board import this_device
 from autosel.errors import BadConfig, UsageError
 from autosel.integrations import flashinfer_bench as fib
+from autosel.integrations import flashinfer_traces
 from autosel.native.compile import compile_source, find_compiler
 from autosel.native.load import load_entry
 from autosel.ops.contract import Match, Op
@@ -156,3 +159,115 @@ def test_the_verbs_write_and_unpack(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"race swiglu --candidate {tmp_path / 'mine' / 'main.py'}:run" in capsys.readouterr().out
     assert run(["import", str(solution), "--into", str(tmp_path / "mine")]) == 2
     assert run(["export", "--to", "flashinfer"]) == 2
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", SPOKEN, ids=lambda op: op.name)
+def test_a_trace_comes_back_as_the_workload_it_was_of(op: Op, tmp_path: Path) -> None:
+    w = small(op, offset=1.0) if op.name == "rmsnorm" else small(op)
+    fib.export([decided(w, _baseline_of(op))], tmp_path)
+    found = flashinfer_traces.read(tmp_path)
+    assert found.calls == {w: 1} and not found.left
+    (one,) = found.evidence
+    assert one.workload == w and one.time_us == pytest.approx(2.0) and one.hardware == this_device().name
+    assert one.origin.endswith(".jsonl:1") and one.solution.startswith("autosel_")
+
+
+FOREIGN: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
+    "rmsnorm_h4096": (
+        {"batch_size": None, "hidden_size": 4096},
+        {"batch_size": 7},
+        "rmsnorm/M7.d4096/bf16",
+    ),
+    "gemm_n_28672_k_4096": ({"M": None, "N": 28672, "K": 4096}, {"M": 3}, "linear/M3.N28672.K4096/bf16"),
+    "silu_and_mul_h512": ({"num_tokens": None, "hidden_size": 512}, {"num_tokens": 5}, "swiglu/M5.I256/bf16"),
+    "gqa_paged_decode_h32_kv8_d128_ps16": (
+        {"batch_size": None, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16},
+        {"batch_size": 2, "num_kv_indices": 9, "len_indptr": 3, "num_pages": 40},
+        "paged_attn/B2.Hq32.Hkv8.S1.D128.L80.page16/bf16",
+    ),
+}
+
+
+def foreign(folder: Path, name: str, **changed: Any) -> Path:
+    """A dataset of somebody's, with one workload that was evaluated twice and once failed, and one nobody solved."""
+    axes, variable, _ = FOREIGN[name]
+    first = {"rmsnorm_h4096": "hidden_states", "gemm_n_28672_k_4096": "A", "silu_and_mul_h512": "input"}.get(name, "q")
+    meant = {
+        "name": name,
+        "op_type": "any",
+        "axes": {n: {"type": "var"} if v is None else {"type": "const", "value": v} for n, v in axes.items()},
+        "inputs": {first: {"shape": ["a"], "dtype": "bfloat16"}},
+    }
+    asked = {"axes": variable, "inputs": {}, "uuid": "one"}
+    ran = {"environment": {"hardware": "NVIDIA H100", "libs": {}}, "timestamp": "2026-01-01"}
+    times = {"latency_ms": 0.5, "reference_latency_ms": 1.5, "speedup_factor": 3.0}
+    passed = {**ran, "status": "PASSED", "correctness": {}, "performance": times}
+    lines: list[dict[str, Any]] = [
+        {"definition": name, "workload": asked, "solution": "theirs", "evaluation": passed | changed},
+        {"definition": name, "workload": asked, "solution": "broken", "evaluation": {**ran, "status": "TIMEOUT"}},
+        {"definition": name, "workload": {**asked, "uuid": "two"}},
+        {"definition": "moe_fp8", "workload": asked},
+    ]
+    for kind in ("definitions/group", "traces/group"):
+        (folder / kind).mkdir(parents=True)
+    (folder / "definitions/group/d.json").write_text(json.dumps(meant))
+    (folder / "traces/group/t.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_flashinfers_own_definitions_are_known_by_name(name: str, tmp_path: Path) -> None:
+    found = flashinfer_traces.read(foreign(tmp_path, name))
+    assert {w.key: n for w, n in found.calls.items()} == {FOREIGN[name][2]: 2}  # inputs of two kinds
+    assert [(e.solution, e.status, e.time_us, e.speedup) for e in found.evidence] == [
+        ("theirs", "PASSED", 500.0, 3.0),
+        ("broken", "TIMEOUT", None, None),
+    ]
+    assert found.left == ("moe_fp8: its definition is not in the dataset",)
+
+
+def test_imported_traces_decide_nothing_and_can_be_tuned(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset, traffic = foreign(tmp_path / "theirs", "rmsnorm_h4096"), tmp_path / "traffic.json"
+    assert run(["import", str(dataset), "--into", str(traffic)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "theirs 500 3.0x NVIDIA H100" in said and "2 of them new here: they decide nothing" in said
+    assert run(["import", str(dataset)]) == 0  # the same again
+    assert "0 of them new here" in capsys.readouterr().out
+    (named,) = named_workloads(traffic)
+    assert named.workload.key == "rmsnorm/M7.d4096/bf16" and named.calls_per_step == 2
+    decision = pinned(named.workload, "torch:rmsnorm")
+    text = " ".join(t for _, t in elsewhere_lines(decision))
+    assert "theirs, 3.0x over its reference, on NVIDIA H100" in text and "t.jsonl:1" in text and "1 more" in text
+    assert run(["best", "rmsnorm", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "baseline"
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"performance": {"latency_ms": -1}}, "a time of -1 ms"),
+        ({"performance": {"latency_ms": "fast"}}, "a time of 'fast' ms"),
+        ({"environment": {}}, "hardware"),
+        ({"status": 5}, "status"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused_by_its_line(changed: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match=r"t\.jsonl:1 is no trace") as error:
+        flashinfer_traces.read(foreign(tmp_path, "rmsnorm_h4096", **changed))
+    assert why in str(error.value)
+
+
+def test_a_folder_that_is_no_dataset_is_refused(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", str(tmp_path)]) == 2
+    assert "it has no folder definitions" in capsys.readouterr().err
+    dataset = foreign(tmp_path / "theirs", "rmsnorm_h4096")
+    (dataset / "traces/group/t.jsonl").write_text('{"definition": "rmsnorm_h4096", "workload": {"axes": {"M": 0}}}\n')
+    assert run(["import", str(dataset)]) == 2
+    assert "t.jsonl:1" in capsys.readouterr().err
+    assert run(["import", str(dataset), "--definition", str(dataset / "definitions/group/d.json")]) == 2
+    assert not (home / "elsewhere.jsonl").exists()

@@ -1,56 +1,81 @@
-"""autosel's plug-in inside the real vLLM: registered, idempotent, serving what was decided; on the CPU, no server."""
+"""autosel's plug-in inside the real vLLM: found by it, registered once, built by its own selector, serving. No server.
+
+vLLM runs on a platform of this test's (its own plug-in point): its CPU platform, which gives the attention backend
+asked for instead of the CPU's only one. vLLM's Triton kernels, which write its cache and attend where nothing was
+decided, run in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from autosel import ops, settings
+from autosel import ops
 from autosel.candidates import registry
 from autosel.native.compile import find_compiler
 from tests import engines
-from tests.cpu.serving import serve
+from tests.cpu.engine_scene import NORMS, decided, entry_points, heard, installed
 
 pytestmark = [
     pytest.mark.skipif(bool(engines.missing("vllm")), reason=engines.missing("vllm")),
     pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton (the `cross` extra)"),
 ]
 
 PAGED = next(c.name for c in registry.all_candidates("paged_attn") if c.name.startswith("cpp:"))
-# One process, since starting vLLM takes seconds: what it prints is what the tests read.
+PLATFORM = """
+from vllm.platforms.cpu import CpuPlatform
+
+class Asked(CpuPlatform):
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+        return selected_backend.get_path()
+
+def platform():
+    return "asked_platform.Asked"
+"""
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+}
+# One process, since starting vLLM takes seconds: what it notes is what the tests read.
 SCRIPT = """
-import json, torch, types
-import os
-from autosel import dispatch
-torch.set_grad_enabled(False)
-dispatch.use(os.environ["DECIDED"]).__enter__()
-from vllm.config import VllmConfig, set_current_vllm_config
+# Triton with a device that is none: kernels are interpreted. vLLM asks these two things of it.
+import triton.backends
+triton.backends.backends["nvidia"].driver.is_active = staticmethod(lambda: True)
+torch.cuda.get_device_capability = lambda *device: (8, 0)
+
 from vllm.plugins import load_general_plugins
-from autosel.integrations import engine_ops, vllm_plugin
-import autosel
-said = {}
-vllm_plugin.register(); vllm_plugin.register()
+load_general_plugins()
+from autosel.integrations import vllm_plugin
+vllm_plugin.register()
+from vllm.config import AttentionConfig, CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 said["oot"] = {name: cls.__name__ for name, cls in op_registry_oot.items()}
 said["flags"] = sorted(cls.name for cls in op_registry_oot.values())
-backend = AttentionBackendEnum["CUSTOM"].get_class()
-said["backend"] = [backend.__module__, backend.get_name(), backend.get_impl_cls().__name__]
-from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-from vllm.model_executor.layers.activation import SiluAndMul
-torch.manual_seed(1)
-with set_current_vllm_config(VllmConfig()):
+config = VllmConfig(
+    model_config=ModelConfig(model=".", skip_tokenizer_init=True, dtype="float32", max_model_len=256),
+    cache_config=CacheConfig(block_size=16), attention_config=AttentionConfig(backend=AttentionBackendEnum.CUSTOM))
+with set_current_vllm_config(config):
     norm, other, act = RMSNorm(64), RMSNorm(96), SiluAndMul()
-def close(a, b):
-    return bool(torch.allclose(a, b, rtol=1e-5, atol=1e-5))
-def reference(x, w, eps=1e-6):
-    return (x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps) * w.double()).float()
+    layers = {w: Attention(4, 32, 0.25, num_kv_heads=2, cache_config=config.cache_config, prefix=f"layers.{w}",
+                           per_layer_sliding_window=w or None) for w in (0, 8)}
 norm.weight.data.normal_(); other.weight.data.normal_()
 x, r = torch.randn(2, 64), torch.randn(2, 64)
 y = norm.forward_cpu(x)
@@ -60,66 +85,65 @@ said["norm"] = [type(norm).__name__, close(y, reference(x, norm.weight)), close(
 said["own"] = close(other.forward_cpu(torch.ones(2, 96)), reference(torch.ones(2, 96), other.weight))
 g = torch.randn(2, 128)
 said["act"] = close(act.forward_cpu(g), torch.nn.functional.silu(g[:, :64]) * g[:, 64:])
-# decode over vLLM's cache layout
-impl = object.__new__(backend.get_impl_cls())
-impl.__dict__.update(num_heads=4, head_size=16, scale=0.25, sliding_window=(-1, -1), logits_soft_cap=0,
-    attn_type="decoder", kv_cache_dtype="auto", alibi_slopes=None, sinks=None, chunk_lookback=-1)
-cache = torch.randn(8, 2, 16, 32)
-lengths, table = torch.tensor([20, 33], dtype=torch.int32), torch.tensor([[3, 1, 0], [5, 2, 7]], dtype=torch.int32)
-meta = types.SimpleNamespace(max_query_len=1, num_actual_tokens=2, seq_lens=lengths, block_table=table, max_seq_len=33,
-    mm_prefix_range=None, rswa_prefix_lens=None)
-q, out = torch.randn(2, 4, 16), torch.zeros(2, 4, 16)
-said["decode"] = impl._decode(q, cache, meta, out)
-right = True
-for b, n in enumerate(lengths.tolist()):
-    kv = cache[table[b].long()].permute(0, 2, 1, 3).reshape(-1, 2, 32)[:n].repeat_interleave(2, 1).double()
-    s = torch.einsum("hd,nhd->hn", q[b].double(), kv[..., :16]) * 0.25
-    right &= close(out[b], torch.einsum("hn,nhd->hd", s.softmax(-1), kv[..., 16:]).float())
-said["attended"] = right
-meta.max_query_len = 2
-said["prompt"] = impl._decode(q, cache, meta, out)
-said["uses"] = sorted({u.op for u in autosel.uses() if u.calls and u.candidate.startswith("cpp:")})
+
+# Steps of two sequences, with vLLM's metadata: prompts by vLLM's kernel, then one token each by what was decided.
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+table = torch.tensor([[3, 1, 0], [5, 2, 7]], dtype=torch.int32)
+def run(layer, queries, lengths):
+    kept = [(b, p) for b, (q, n) in enumerate(zip(queries, lengths)) for p in range(n - q, n)]
+    slots = torch.tensor([int(table[b, p // 16]) * 16 + p % 16 for b, p in kept])
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
+    common = CommonAttentionMetadata(query_start_loc=starts, query_start_loc_cpu=starts, num_reqs=2,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32), num_actual_tokens=len(kept), max_query_len=max(queries),
+        max_seq_len=max(lengths), block_table_tensor=table, slot_mapping=slots)
+    backend = layer.get_attn_backend()
+    made = backend.get_builder_cls()(layer.get_kv_cache_spec(config), [layer.layer_name], config, torch.device("cpu"))
+    q, kv = torch.randn(len(kept), 128), torch.randn(2, len(kept), 64)
+    with set_forward_context({layer.layer_name: made.build(0, common)}, config, slot_mapping={layer.layer_name: slots}):
+        out = layer(q, *kv)
+    last = [sum(queries[: b + 1]) - 1 for b in (0, 1)]
+    return q.view(-1, 4, 32)[last], out.view(-1, 4, 32)[last]
+def right(layer, queries, lengths, window):
+    q, out = run(layer, queries, lengths)
+    keys, values = layer.kv_cache.transpose(1, 2)[table.long()].flatten(1, 2).split(32, dim=-1)
+    return close(out, attention(q, keys, values, lengths, 0.25, window))
+def calls():
+    return sum(u.calls for u in autosel.uses() if u.op == "paged_attn" and u.candidate.startswith("cpp:"))
+for window, layer in layers.items():
+    layer.kv_cache = torch.zeros(8, 2, 16, 64)
+    backend = layer.get_attn_backend()
+    steps = [("prompts", [19, 32], [19, 32]), ("decode", [1, 1], [20, 33]), ("mixed", [1, 2], [21, 35])]
+    said[f"window {window}"] = {"built": [backend.get_name(), type(layer.impl).__module__, type(layer.impl).__name__]}
+    for name, queries, lengths in steps:
+        before = calls()
+        said[f"window {window}"][name] = [right(layer, queries, lengths, window), calls() - before]
+said["profiling"] = layers[0].impl.forward(layers[0], *torch.zeros(3, 1, 4, 32), layers[0].kv_cache, None,
+                                           torch.ones(1, 4, 32)).sum().item()
+said["uses"] = served()
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 said["tiles"] = fp8_utils.get_w8a8_block_fp8_configs(256, 384, 128, 128)
 said["none"] = fp8_utils.get_w8a8_block_fp8_configs(128, 384, 128, 128)
-print(json.dumps(said))
 """
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    home, files = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("files")
-    shapes = (
-        ("rmsnorm", "cpp:rmsnorm", {"M": 2, "d": 64}),
-        ("add_rmsnorm", "cpp:add_rmsnorm", {"M": 2, "d": 64}),
-        ("swiglu", "cpp:swiglu", {"M": 2, "I": 64}),
-        ("paged_attn", PAGED, {"B": 2, "Hq": 4, "Hkv": 2, "S": 1, "D": 16, "L": 33, "page": 16}),
-    )
-    serve(home, [(ops.find(op).workload("fp32", dims), name) for op, name, dims in shapes])
-    path = files / "gemm/configs/N=256,K=384,device_name=cpu,dtype=fp8_w8a8,block_shape=[128,128].json"
-    path.parent.mkdir(parents=True)
-    path.write_text('{"1": {"BLOCK_SIZE_M": 16}}')
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
-    environment |= {
-        "PYTHONPATH": engines.paths("vllm"),
-        "VLLM_TARGET_DEVICE": "cpu",
-        "AUTOSEL_HOME": str(settings.home()),
-    }
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment | {"AUTOSEL_ENGINE_FILES": str(files), "DECIDED": str(home)},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    found: dict[str, object] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+    folder = tmp_path_factory.mktemp("vllm")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    groups = {"vllm.platform_plugins": {"asked": "asked_platform:platform"}}
+    plug = installed(folder / "plug", {**groups, "vllm.general_plugins": entry_points()["vllm.general_plugins"]})
+    (plug / "asked_platform.py").write_text(PLATFORM)
+    paged = {"B": 2, "Hq": 4, "Hkv": 2, "S": 1, "D": 32, "L": 33, "page": 16}
+    windowed = ops.find("paged_attn").workload("fp32", paged, window=8)
+    chosen = [*decided([*NORMS, ("paged_attn", PAGED, paged)]), (windowed, PAGED)]
+    tiles = "N=256,K=384,device_name=cpu,dtype=fp8_w8a8,block_shape=[128,128].json"
+    return heard(folder, "vllm", SCRIPT, chosen, tiles=tiles, plug=plug, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="0")
 
 
 def test_each_op_is_registered_once_under_the_flag_vllm_knows(said: dict[str, object]) -> None:
     assert said["oot"] == {name: f"Autosel{name}" for name in ("RMSNorm", "GemmaRMSNorm", "SiluAndMul", "GeluAndMul")}
     assert said["flags"] == ["gelu_and_mul", "gemma_rms_norm", "rms_norm", "silu_and_mul"]
-    assert said["backend"] == ["autosel.integrations.vllm_attention", "CUSTOM", "AutoselAttentionImpl"]
 
 
 def test_vllms_modules_run_what_was_decided_and_are_right(said: dict[str, object]) -> None:
@@ -128,8 +152,20 @@ def test_vllms_modules_run_what_was_decided_and_are_right(said: dict[str, object
     assert said["uses"] == ["add_rmsnorm", "paged_attn", "rmsnorm", "swiglu"]
 
 
-def test_decode_reads_vllms_cache_and_prompts_are_left_to_vllm(said: dict[str, object]) -> None:
-    assert said["decode"] is True and said["attended"] is True and said["prompt"] is False
+@pytest.mark.parametrize("window", [0, 8])
+def test_vllm_builds_our_attention_and_its_decode_steps_run_what_was_decided(
+    said: dict[str, object], window: int
+) -> None:
+    """Each step: is it right, and how many decided calls it made."""
+    layer = said[f"window {window}"]
+    assert isinstance(layer, dict)
+    assert layer["built"] == ["CUSTOM", "autosel.integrations.vllm_attention", "AutoselAttentionImpl"]
+    assert layer["prompts"] == [True, 0] and layer["mixed"] == [True, 0]  # vLLM's own kernel
+    assert layer["decode"] == [True, 1]
+
+
+def test_a_profiling_run_is_left_to_vllm(said: dict[str, object]) -> None:
+    assert said["profiling"] == 0.0
 
 
 def test_tiles_of_the_exported_folder_come_before_vllms_own(said: dict[str, object]) -> None:
@@ -137,7 +173,6 @@ def test_tiles_of_the_exported_folder_come_before_vllms_own(said: dict[str, obje
 
 
 def test_the_entry_points_name_what_exists() -> None:
-    found = tomllib.loads((engines.ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     for group, module in (("vllm.general_plugins", "vllm_plugin"), ("sglang.srt.plugins", "sglang_plugin")):
-        assert found[group]["autosel"] == f"autosel.integrations.{module}:register"
+        assert entry_points()[group]["autosel"] == f"autosel.integrations.{module}:register"
         assert (Path(engines.ROOT) / f"autosel/integrations/{module}.py").is_file()

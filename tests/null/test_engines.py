@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,14 +49,43 @@ def test_a_new_export_removes_what_the_last_one_wrote_and_nothing_else(tmp_path:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "autosel.json", "edited.json", "mine.json"]
 
 
-def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
-    put(tmp_path, "a.json")
+def contents(folder: Path) -> dict[str, str]:
+    return {p.relative_to(folder).as_posix(): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_file_that_cannot_be_put_leaves_every_other_as_it_was(tmp_path: Path) -> None:
+    """The ones before it were moved already: they are moved back, and folders made for them are gone again."""
+    put(tmp_path, "a.json", "sub/b.json")
+    (tmp_path / "a.json").write_text("edited")
     (tmp_path / "blocked").write_text("a file where a folder is needed")
-    before = (tmp_path / folders.MANIFEST).read_bytes()
-    with pytest.raises(BadConfig, match="cannot write"):
-        put(tmp_path, "blocked/b.json")
-    assert (tmp_path / folders.MANIFEST).read_bytes() == before
-    assert folders.changed(tmp_path, folders.read(tmp_path)) == ()
+    (tmp_path / "taken.json").mkdir()
+    before, folders_before = contents(tmp_path), sorted(p for p in tmp_path.rglob("*") if p.is_dir())
+    for bad in ("blocked/c.json", "taken.json"):
+        with pytest.raises(BadConfig, match=f"cannot write .*{bad}"):
+            put(tmp_path, "a.json", "new/d.json", bad, "sub/b.json")
+        assert contents(tmp_path) == before
+        assert sorted(p for p in tmp_path.rglob("*") if p.is_dir()) == folders_before
+
+
+def test_a_disk_that_fills_leaves_every_file_as_it_was(tmp_path: Path) -> None:
+    """In a process whose files may have 2 KiB: writing more fails there as it does on a full disk."""
+    put(tmp_path, "a.json")
+    before = contents(tmp_path)
+    script = f"""
+import resource, signal
+from pathlib import Path
+from autosel.errors import BadConfig
+from autosel.integrations.engines import folder as folders
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+try:
+    folders.put(Path({str(tmp_path)!r}), {{"a.json": "new", "b.json": "x" * 4096}})
+except BadConfig as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "cannot write" in done.stdout and "b.json" in done.stdout
+    assert contents(tmp_path) == before
 
 
 def test_another_engines_export_is_not_overwritten(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ VERSION = "0.1.2"  # of flashinfer-bench, whose schema it is
 
 def export(decided: Sequence[flashinfer_bench.Decided], folder: Path) -> flashinfer_bench.Exported:
     """A row is a solution: the decision that it is, measured where a race stands behind it, else the user's word."""
-    made = flashinfer_bench.export(decided, folder)
+    files, made = flashinfer_bench.documents(decided)
     rows = []
     for one in decided:
         d = one.decision
@@ -33,7 +33,6 @@ def export(decided: Sequence[flashinfer_bench.Decided], folder: Path) -> flashin
                 decision=d.id,
             )
         )
-    files = {f: (folder / f).read_text(encoding="utf-8") for f in sorted({row.file for row in rows})}
     device = next((one.device for one in decided if one.device), None)
     folders.write(
         folder, engine="flashinfer", engine_version=VERSION, fp=device, model="", dtype="", rows=rows, files=files

@@ -1,23 +1,25 @@
 """An engine's files and their manifest in a folder.
 
-`autosel.json` is the manifest: what each row says, from which decision or formula, and a digest of each file. It is
-written last, each file whole or not at all. What an earlier export wrote and this one does not is removed, if it is
-still as it was written; nothing else in the folder is touched.
+`autosel.json` is the manifest: what each row says, from which decision or formula, and a digest of each file. All files
+are written aside first and then moved into place, the manifest last; what cannot be written, or moved, leaves the
+folder as it was. What an earlier export wrote and this one does not is removed, if it is still as it was written;
+nothing else in the folder is touched.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autosel.errors import BadConfig
-from autosel.integrations.engines.rows import WORDS, Row, Source, counted
+from autosel.integrations.engines.rows import WORDS, Row, Source, Target, counted
 from autosel.values import Fingerprint, from_json, parse_json, to_json
 from autosel.version import __version__
 
@@ -57,7 +59,7 @@ def write(
     rows: Sequence[Row],
     files: Mapping[str, str],
 ) -> Manifest:
-    """Put the files and their manifest there. Raises BadConfig; then no file is half written."""
+    """Put the files and their manifest there. Raises BadConfig; then the folder is as it was."""
     before = _earlier(folder, engine)
     made = Manifest(
         engine=engine,
@@ -68,14 +70,28 @@ def write(
         rows=tuple(rows),
         digests={name: _digest(text.encode()) for name, text in files.items()},
     )
-    for name, text in files.items():
-        _replace(folder / name, text)
+    put(folder, {**files, MANIFEST: json.dumps({"sources": WORDS, **to_json(made)}, indent=1) + "\n"})
     for name, digest in before.items():
         if name not in files and _digest_of(folder / name) == digest:
             with suppress(OSError):
                 (folder / name).unlink()
-    _replace(folder / MANIFEST, json.dumps({"sources": WORDS, **to_json(made)}, indent=1) + "\n")
     return made
+
+
+def write_for(
+    target: Target, folder: Path, *, engine: str, engine_version: str, rows: Sequence[Row], files: Mapping[str, str]
+) -> Manifest:
+    """`write`, for a model's rows on a device."""
+    return write(
+        folder,
+        engine=engine,
+        engine_version=engine_version,
+        fp=target.fp,
+        model=target.name,
+        dtype=target.dtype,
+        rows=rows,
+        files=files,
+    )
 
 
 def read(folder: Path) -> Manifest:
@@ -121,16 +137,78 @@ def _earlier(folder: Path, engine: str) -> Mapping[str, str]:
     return found.digests
 
 
-def _replace(path: Path, text: str) -> None:
-    making = path.with_name(f".{path.name}.{os.getpid()}")
+# --- all files, or none -----------------------------------------------------------------------------------------------
+
+
+def put(folder: Path, files: Mapping[str, str]) -> None:
+    """Each whole and in this order, or none of them: raises BadConfig, and the folder is as it was. A machine that dies
+    among the moves leaves some of them new; what they replaced lies in `.autosel-*` then."""
+    with _aside(folder) as aside:
+        for name, text in files.items():
+            path = aside / "new" / name
+            with _naming(folder / name):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+        moved: list[str] = []
+        try:
+            for name in files:
+                with _naming(folder / name):
+                    _move(folder / name, aside / "old" / name, aside / "new" / name)
+                moved.append(name)
+        except BaseException:
+            for name in reversed(moved):
+                _move_back(folder, name, aside / "old" / name)
+            raise
+
+
+@contextmanager
+def _aside(folder: Path) -> Iterator[Path]:
+    """A folder on the same disk, gone afterwards."""
+    with _naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".autosel-", dir=folder))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        making.write_text(text, encoding="utf-8")
-        making.replace(path)
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        with suppress(OSError):
-            making.unlink()
         raise BadConfig(f"cannot write {path}", why=error.strerror or str(error)) from error
+
+
+def _move(path: Path, old: Path, new: Path) -> None:
+    """`new` to `path`; what was there, to `old`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(0, "a folder of this name is there")
+    if path.exists():
+        old.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(old)
+    try:
+        new.replace(path)
+    except OSError:
+        if old.exists():
+            old.replace(path)
+        raise
+
+
+def _move_back(folder: Path, name: str, old: Path) -> None:
+    """What was there, or nothing and no folder that is empty now."""
+    path = folder / name
+    with suppress(OSError):
+        if old.exists():
+            old.replace(path)
+            return
+        path.unlink()
+        for parent in path.parents:
+            if parent == folder:
+                return
+            parent.rmdir()
 
 
 def _digest(content: bytes) -> str:

@@ -34,15 +34,9 @@ def export(target: Target, folder: Path) -> folders.Manifest:
         raise UsageError(f"{target.name} has experts", why="Inductor's table is made for the products of dense layers")
     rows = list(_rows(target, target.model))
     table: dict[str, list[Any]] = {row.key: [row.value] for row in rows}
-    return folders.write(
-        folder,
-        engine="inductor",
-        engine_version=torch.__version__,
-        fp=target.fp,
-        model=target.name,
-        dtype=target.dtype,
-        rows=rows,
-        files={FILE: folders.document(table)},
+    files = {FILE: folders.document(table)}
+    return folders.write_for(
+        target, folder, engine="inductor", engine_version=torch.__version__, rows=rows, files=files
     )
 
 

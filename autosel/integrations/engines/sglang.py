@@ -17,20 +17,18 @@ from pathlib import Path
 from autosel.integrations.engines import folder as folders
 from autosel.integrations.engines.experts import Experts
 from autosel.integrations.engines.rows import Target
-from autosel.integrations.engines.vllm import (
-    BLOCK,
-    DEFAULT_GEMM,
-    FLAG_FILE,
-    flag_row,
-    flag_text,
-    gemm_rows,
-    grouped,
-    moe_rows,
-)
+from autosel.integrations.engines.vllm import BLOCK, DEFAULT_GEMM, flagged, gemm_rows, moe_rows
 
 VERSION = "0.5.23"  # whose formats and defaults these are
 TRITON = "3.5.1"  # where Triton is not installed here: the folder of the last version SGLang ships files for
-ATTENTION = {"FLASHINFER": "flashinfer", "FLASH_ATTN": "fa3"}  # none of autosel's own kernels is a backend there
+# Backends of autosel's decisions -> --attention-backend. `autosel` is our own, registered by our plug-in.
+ATTENTION = {
+    "FLASHINFER": "flashinfer",
+    "FLASH_ATTN": "fa3",
+    "TRITON": "autosel",
+    "CUDA_EXT": "autosel",
+    "CUTLASS": "autosel",
+}
 LOW_SHARED_BYTES = 128 << 10  # below, it cuts experts in fp8 smaller
 
 
@@ -39,19 +37,8 @@ def export(target: Target, folder: Path) -> folders.Manifest:
         *gemm_rows(target, gemm_file, {**DEFAULT_GEMM, "num_stages": 3}),
         *moe_rows(target, moe_file, lambda m, e: default_moe(m, e, target.facts.smem_per_cta)),
     ]
-    flag = flag_row(target, FLAG_FILE, "attention-backend", ATTENTION)
-    files = grouped(rows)
-    files[FLAG_FILE] = flag_text(flag, "python -m sglang.launch_server --model-path MODEL --config serve.yaml")
-    return folders.write(
-        folder,
-        engine="sglang",
-        engine_version=VERSION,
-        fp=target.fp,
-        model=target.name,
-        dtype=target.dtype,
-        rows=[*rows, flag],
-        files=files,
-    )
+    use = "python -m sglang.launch_server --model-path MODEL --config serve.yaml"
+    return flagged(target, folder, rows, ATTENTION, use, engine="sglang", engine_version=VERSION)
 
 
 def gemm_file(device: str, n: int, k: int) -> str:

@@ -48,19 +48,17 @@ ATTENTION = {
 
 def export(target: Target, folder: Path) -> folders.Manifest:
     rows = [*gemm_rows(target, gemm_file, DEFAULT_GEMM), *moe_rows(target, moe_file, default_moe)]
-    flag = flag_row(target, FLAG_FILE, "attention-backend", ATTENTION)
-    files = grouped(rows)
-    files[FLAG_FILE] = flag_text(flag, "vllm serve MODEL --config serve.yaml")
-    return folders.write(
-        folder,
-        engine="vllm",
-        engine_version=VERSION,
-        fp=target.fp,
-        model=target.name,
-        dtype=target.dtype,
-        rows=[*rows, flag],
-        files=files,
-    )
+    use = "vllm serve MODEL --config serve.yaml"
+    return flagged(target, folder, rows, ATTENTION, use, engine="vllm", engine_version=VERSION)
+
+
+def flagged(
+    target: Target, folder: Path, rows: list[Row], names: Mapping[str, str], use: str, **engine: str
+) -> folders.Manifest:
+    """The files of these rows, and that of the attention flag. `names`: what the engine calls our backends."""
+    flag = flag_row(target, FLAG_FILE, "attention-backend", names)
+    files = {**grouped(rows), FLAG_FILE: flag_text(flag, use)}
+    return folders.write_for(target, folder, rows=[*rows, flag], files=files, **engine)
 
 
 def grouped(rows: list[Row]) -> dict[str, str]:

@@ -1,0 +1,122 @@
+"""`--attention-backend autosel`: SGLang's own backend; its plain decode steps run what was decided for `paged_attn`.
+
+SGLang's own is its Triton backend on a GPU and its PyTorch one on a CPU. Prompts, speculation, quantised or divided
+caches, sinks, encoders and all that was not decided run it. Pages are those of `--page-size` (1 unless set; more is
+fewer table entries to read). It has served on no GPU yet: tested is that it attends to what SGLang's cache holds.
+Importing this needs SGLang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from torch import Tensor
+
+from autosel.integrations import engine_ops
+
+
+def create(runner: Any) -> Any:
+    """A backend for SGLang's registry. Raises ValueError for models with latent attention, as SGLang's own do."""
+    if runner.use_mla_backend:
+        raise ValueError("autosel's attention serves no latent attention (MLA): --attention-backend triton")
+    if torch.device(runner.device).type == "cpu":
+        from sglang.srt.layers.attention import torch_native_backend
+
+        own = torch_native_backend.TorchNativeAttnBackend
+    else:
+        from sglang.srt.layers.attention import triton_backend
+
+        own = triton_backend.TritonAttnBackend
+    return type("AutoselAttnBackend", (DecodeSteps, own), {})(runner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What all layers of one decode step share. `max_len` is at least every length, known on the host."""
+
+    batch: Any
+    table: Tensor  # [B, pages] int32
+    lengths: Tensor  # [B] int32
+    max_len: int
+
+
+class DecodeSteps:
+    """Before one of SGLang's backends, whose attributes it reads."""
+
+    needs_cpu_seq_lens = True  # the longest of a batch, without a synchronisation
+    step: Step | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+        known = forward_batch.seq_lens_cpu
+        self.step = self._step(forward_batch, None if known is None else int(known.max()))
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Recorded: replays read the tables of their own batch. How long it will be is not known: the longest."""
+        super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
+        self.step = self._step(forward_batch, None)
+
+    def _step(self, batch: Any, longest: int | None) -> Step | None:
+        pool = self.token_to_kv_pool  # type: ignore[attr-defined]
+        plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.dtype == pool.store_dtype
+        if not plain or not batch.forward_mode.is_decode() or batch.spec_info is not None:
+            return None
+        if batch.encoder_lens is not None or getattr(self, "dcp_size", 1) > 1:
+            return None
+        slots = self.req_to_token_pool.req_to_token  # type: ignore[attr-defined]  # [requests, context]: a slot a token
+        longest = slots.shape[1] if longest is None else longest
+        first = slots[:, : longest : pool.page_size].index_select(0, batch.req_pool_indices)  # of each page
+        table = first if pool.page_size == 1 else first // pool.page_size
+        return Step(batch=batch, table=table, lengths=batch.seq_lens.to(torch.int32), max_len=longest)
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **named: Any
+    ) -> Tensor:
+        step = self.step
+        if step is not None and step.batch is forward_batch and self._plain(q, k, layer, named):
+            if save_kv_cache:
+                location = KVWriteLoc.for_batch(forward_batch)
+                self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)  # type: ignore[attr-defined]
+                save_kv_cache = False
+            rows = q.reshape(-1, layer.tp_q_head_num, 1, layer.qk_head_dim)
+            out = torch.empty_like(rows)
+            if self._decided(step, rows, layer, out):
+                return out.view(len(rows), -1)
+        made: Tensor = super().forward_decode(  # type: ignore[misc]
+            q, k, v, layer, forward_batch, save_kv_cache, **named
+        )
+        return made
+
+    def _plain(self, q: Tensor, k: Tensor | None, layer: Any, named: dict[str, Any]) -> bool:
+        return (
+            k is not None
+            and q.dtype == self.token_to_kv_pool.dtype  # type: ignore[attr-defined]
+            and layer.qk_head_dim == layer.v_head_dim
+            and layer.k_scale is None
+            and layer.v_scale is None
+            and not layer.is_cross_attention
+            and layer.attn_type == AttentionType.DECODER
+            and layer.xai_temperature_len <= 0
+            and (not layer.logit_cap or layer.logit_capping_method == "tanh")
+            and all(value is None for value in named.values())  # sinks, score_mod
+        )
+
+    def _decided(self, step: Step, rows: Tensor, layer: Any, out: Tensor) -> bool:
+        pool = self.token_to_kv_pool  # type: ignore[attr-defined]
+        pages = (-1, pool.page_size, layer.tp_k_head_num, layer.qk_head_dim)
+        return engine_ops.paged(
+            rows,
+            pool.get_key_buffer(layer.layer_id).view(pages),
+            pool.get_value_buffer(layer.layer_id).view(pages),
+            step.table,
+            step.lengths,
+            step.max_len,
+            scale=layer.scaling,
+            window=layer.sliding_window_size + 1,  # SGLang counts keys before the token's own; -1: no window
+            softcap=float(layer.logit_cap or 0.0),
+            out=out,
+        )
