@@ -6,6 +6,8 @@ never has to guess. Raise these for the caller's mistakes; `assert` is for ours.
 
 from __future__ import annotations
 
+from typing import Any
+
 MOST_CHARACTERS = 3000  # of one part of a message: what a person reads
 
 
@@ -72,6 +74,14 @@ class WorkerError(AutoselError):
     def __init__(self, what: str, *, cause: str, why: str = "", todo: str = "", retryable: bool = False) -> None:
         super().__init__(what, why=why, todo=todo)
         self.cause, self.retryable = cause, retryable
+
+
+class DeviceFault(AutoselError):
+    """A kernel did not end as it should: its watchdog stopped it, or the device refused it. `arm` (an Arm) of `op`."""
+
+    def __init__(self, what: str, *, arm: Any, op: str, why: str = "", todo: str = "") -> None:
+        super().__init__(what, why=why, todo=todo)
+        self.arm, self.op = arm, op
 
 
 class ParityError(AutoselError):

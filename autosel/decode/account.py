@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from autosel import dispatch, ops
 from autosel.candidates import registry
+from autosel.decode.device import time_calls
 from autosel.decode.run import Choice, OpTime, Plan
-from autosel.decode.step import Call, Step
-from autosel.decode.team import CANDIDATE, KERNELS, TeamStep
+from autosel.decode.step import Call, Step, WholeStep
 from autosel.dispatch.bound import make_bound
 from autosel.dispatch.resolve import Resolution
 from autosel.models import labels
@@ -46,10 +46,10 @@ def names(plan: Plan) -> Mapping[str, str]:
     return labels(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
 
 
-def choices_of(step: Step | TeamStep, plan: Plan) -> tuple[Choice, ...]:
-    """From the callables that the step is bound to, in the order a step runs them; of a team, from its tasks."""
-    if isinstance(step, TeamStep):
-        return _choices_of_team(step, plan)
+def choices_of(step: Step | WholeStep, plan: Plan) -> tuple[Choice, ...]:
+    """From the callables that the step is bound to, in the order a step runs them; of a whole step, from its tasks."""
+    if not isinstance(step, Step):
+        return _choices_of_whole(step, plan)
     return tuple(_choice_of(c, plan) for c in _by_workload(step.calls).values() if c[0].workload is not None)
 
 
@@ -60,14 +60,14 @@ def _choice_of(calls: Sequence[Call], plan: Plan) -> Choice:
     return _choice(w, len(calls), plan, bound.candidate, bound.decision, bound.reason)  # type: ignore[attr-defined]
 
 
-def _choices_of_team(step: TeamStep, plan: Plan) -> tuple[Choice, ...]:
+def _choices_of_whole(step: WholeStep, plan: Plan) -> tuple[Choice, ...]:
     """The kernels that the tasks are made of. A decision stands behind one where it chose that very kernel."""
     made = []
     for calls in _by_workload([call for task in step.tasks for call in task.calls]).values():
         w, function = calls[0].workload, calls[0].function
         if w is not None:
-            kernel, decision = KERNELS[w.op], getattr(function, "decision", None)
-            made.append(_choice(w, len(calls), plan, kernel, decision, f"a task of {CANDIDATE}"))
+            kernel, decision = step.kernels[w.op], getattr(function, "decision", None)
+            made.append(_choice(w, len(calls), plan, kernel, decision, f"a task of {step.candidate}"))
     rest = _by_workload(step.rest).values()
     return (*made, *(_choice_of(calls, plan) for calls in rest if calls[0].workload is not None))
 
@@ -140,30 +140,27 @@ def _choice(w: Workload, count: int, plan: Plan, candidate: str, decision: Decis
 # --- how long each took ----------------------------------------------------------------------------------------------
 
 
-def time_ops(step: Step | TeamStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTime, ...]:
+def time_ops(step: Step | WholeStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTime, ...]:
     """Medians over every call of each op in whole steps with a clock around each op."""
-    if isinstance(step, TeamStep):
+    if not isinstance(step, Step):
         return _time_tasks(step, plan)
     samples: list[list[int]] = [[] for _ in step.calls]
     for _ in range(OP_ROUNDS):
-        for took, call in zip(samples, step.calls, strict=True):
-            begin = clock()
-            call.function(*call.arguments)
-            took.append(clock() - begin)
+        for took, ns in zip(samples, time_calls(step, clock), strict=True):
+            took.append(ns)
     by_key: dict[str, list[int]] = {}
     for took, call in zip(samples, step.calls, strict=True):
         by_key.setdefault(call.workload.key if call.workload else call.site, []).extend(took)
     return tuple(_op_time(calls, by_key[key], plan) for key, calls in _by_workload(step.calls).items())
 
 
-def _time_tasks(step: TeamStep, plan: Plan) -> tuple[OpTime, ...]:
-    """As the team's own clocks saw them: from the barrier before a task to the one behind it. What a task does besides
-    the op that it is named after (norms, rotation, append) is in its time."""
+def _time_tasks(step: WholeStep, plan: Plan) -> tuple[OpTime, ...]:
+    """As the device's own clock saw them: from the end of the task before to the end of this one. What a task does
+    besides the op that it is named after (norms, rotation, append) is in its time."""
     main = [task.calls[0] for task in step.tasks]
     took: dict[str, list[int]] = {}
     for _ in range(OP_ROUNDS):
-        step.run()
-        ends = step.times[0, :, 1].tolist()
+        ends = step.task_ns()
         for call, begin, end in zip(main[1:], ends, ends[1:], strict=False):  # the first begins with the call itself
             took.setdefault(call.workload.key if call.workload else call.site, []).append(end - begin)
     groups = _by_workload(main[1:])
@@ -206,18 +203,19 @@ class _Nothing:
             function(*arguments)
 
 
-def overhead_ns(step: Step | TeamStep, clock: Callable[[], int]) -> float:
-    """Median time to go through the step's list, through the cell behind every op, with no work done; of a team, to
-    call it with no task."""
-    if isinstance(step, TeamStep):
-        empty: _Nothing | TeamStep = replace(step, program=step.program[:0], times=step.times[:, :0], rest=())
+def overhead_ns(step: Step | WholeStep, clock: Callable[[], int]) -> float:
+    """Median time to go through the step's list, through the cell behind every op, with no work done; of a whole step,
+    to call it with nothing to do."""
+    if isinstance(step, Step):
+        idle = _Nothing(flat=[(_idle(call), call.arguments) for call in step.calls]).run
     else:
-        empty = _Nothing(flat=[(_idle(call), call.arguments) for call in step.calls])
+        idle = step.idle()
     times = []
     for _ in range(OVERHEAD_ROUNDS):
         begin = clock()
-        empty.run()
+        idle()
         times.append(clock() - begin)
+    step.settle()
     return statistics.median(times)
 
 

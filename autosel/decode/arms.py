@@ -12,10 +12,10 @@ from torch import Tensor
 
 from autosel.decode.generate import accepted, at_once, draft
 from autosel.decode.model import Batch, Chain
+from autosel.decode.persistent import write
 from autosel.decode.sample import Sampler, largest
 from autosel.decode.scene import Scene
 from autosel.decode.step import Direct
-from autosel.decode.team import write
 from autosel.values import Fingerprint
 
 
@@ -50,7 +50,7 @@ def _rows(tokens: Tensor) -> list[list[int]]:
 
 
 class Written(_Choosing):
-    """Our step as a list of bound ops with buffers made beforehand; or, given its device, as a thread team takes it."""
+    """Our step as a list of bound ops with buffers made beforehand; or, given its device, as that takes it whole."""
 
     def __init__(self, scene: Scene, chain: Chain, team: Fingerprint | None = None) -> None:
         super().__init__(scene)
@@ -61,7 +61,9 @@ class Written(_Choosing):
         assert self.list.chosen is not None
         self.sampler.draw()
         self.list.run()
-        return _rows(self.list.chosen)
+        tokens = _rows(self.list.chosen)
+        self.list.settle()
+        return tokens
 
 
 class AtOnce(_Choosing):
@@ -119,7 +121,7 @@ class Baseline(_Choosing):
 
 
 def our_arm(scene: Scene, chain: Chain, team: Fingerprint | None) -> Written | AtOnce | Speculating:
-    """The form that the plan asks for; `team`: the device whose thread team takes the step."""
+    """The form that the plan asks for; `team`: the device that takes the step whole."""
     if scene.plan.speculate:
         return Speculating(scene)
     return Written(scene, chain, team) if scene.plan.prealloc else AtOnce(scene, chain)

@@ -14,8 +14,7 @@ from random import Random
 from autosel.decode.model import FORMS, Chain, Form
 from autosel.decode.run import HALVES, Half, Way
 from autosel.decode.scene import Scene
-from autosel.decode.step import Step, write_step
-from autosel.decode.team import TeamStep
+from autosel.decode.step import Step, WholeStep, write_step
 from autosel.race.idle import wait_until_idle
 
 ROUNDS = 9
@@ -54,15 +53,17 @@ def _medians(scene: Scene, chains: list[Chain], rng: Random, clock: Callable[[],
     return step_medians([write_step(scene.decoder, scene.cache, scene.place, chain) for chain in chains], rng, clock)
 
 
-def step_medians(steps: Sequence[Step | TeamStep], rng: Random, clock: Callable[[], int]) -> list[float]:
+def step_medians(steps: Sequence[Step | WholeStep], rng: Random, clock: Callable[[], int]) -> list[float]:
     """Median ns of each step; each round takes all of them in an order drawn anew."""
     times: list[list[int]] = [[] for _ in steps]
     for step in steps:
         step.run()
+        step.settle()
     for _ in range(ROUNDS):
         for i in rng.sample(range(len(steps)), len(steps)):
             wait_until_idle()  # threads of PyTorch's that another step left looking for work would take our cores
             begin = clock()
             steps[i].run()
+            steps[i].settle()
             times[i].append(clock() - begin)
     return [statistics.median(t) for t in times]

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from autosel.decode.cache import Cache, make_cache
 from autosel.decode.model import FUSED, Batch, Chain, Decoder
+from autosel.decode.persistent import write
 from autosel.decode.run import GREEDY, Sampling
 from autosel.decode.sample import Sampler
-from autosel.decode.step import Direct, Place, Step
-from autosel.decode.team import TeamStep, write
+from autosel.decode.step import Direct, Place, Step, WholeStep
 from autosel.decode.weights import refuse_other_tokens
 from autosel.errors import UsageError
 from autosel.values import Fingerprint
@@ -53,7 +53,7 @@ def generate(
     """`count` new tokens for each prompt, fewer where one of `stop` comes up (it is the last one then).
 
     `speculate` K drafts K tokens a step from what the text has said before and keeps those that greedy decoding would
-    have chosen. `heard` gets each step's tokens as they come. `team` is the CPU whose thread team takes each step.
+    have chosen. `heard` gets each step's tokens as they come. `team` is the device that takes each step whole.
     Raises UsageError.
     """
     asked = [list(p) for p in prompts]
@@ -137,7 +137,7 @@ def batch_of(tokens: Tensor, start: int) -> Batch:
 class _Written:
     """Steps by the written list."""
 
-    def __init__(self, step: Step | TeamStep, sampler: Sampler) -> None:
+    def __init__(self, step: Step | WholeStep, sampler: Sampler) -> None:
         self.step, self.cache, self.place, self.sampler = step, step.cache, step.place, sampler
 
     def __call__(self) -> tuple[Tensor, list[int]]:
@@ -146,7 +146,9 @@ class _Written:
         self.sampler.draw()
         self.step.run()
         self.place.tokens.copy_(self.step.chosen)
-        return self.step.logits, self.place.tokens.tolist()
+        tokens = self.place.tokens.tolist()
+        self.step.settle()
+        return self.step.logits, tokens
 
 
 class _AtOnce:

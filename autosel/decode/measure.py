@@ -6,7 +6,6 @@ so that whatever the machine does meets both.
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
 from collections.abc import Iterator
@@ -20,11 +19,12 @@ from autosel import fingerprint
 from autosel.decode.account import Uses, bytes_per_step, choices_of, flops_per_step, overhead_ns, proven, time_ops
 from autosel.decode.arms import Arm, Baseline, Written, our_arm
 from autosel.decode.chain import choose_chain
+from autosel.decode.device import peak_memory
 from autosel.decode.model import FUSED, Chain
+from autosel.decode.persistent import kind_of, refuse_unsupported
 from autosel.decode.quality import quality
 from autosel.decode.run import DecodeRun, Listener, Plan, Silent, Text
 from autosel.decode.scene import Clock, Scene, set_scene
-from autosel.decode.team import refuse_unsupported
 from autosel.decode.weights import Weights
 from autosel.decode.whole import Whole, choose_team
 from autosel.errors import UsageError
@@ -84,7 +84,7 @@ def measure(
         flops_per_step=flops_per_step(plan.shape, plan.batch, context),
         weights_bytes=weights.bytes,
         kv_cache_bytes=scene.cache.bytes,
-        peak_memory_bytes=_peak_memory(plan.device),
+        peak_memory_bytes=peak_memory(plan.device),
         read_bytes_per_s=scene.ceiling,
         read_probes=tuple(scene.probes),
         choices=proven(choices, served),
@@ -122,18 +122,12 @@ def _may_choose(plan: Plan) -> bool:
 def _notes(plan: Plan, chain: Chain, whole: Whole) -> tuple[str, ...]:
     notes = [f"chain: attention {chain.attn}, feed-forward {chain.mlp}"]
     if whole.taken:
-        notes = ["step: one native call, by one thread team"]
+        notes = [kind_of(plan.device).taken]
     if whole.note:
         notes.append(whole.note)
     if plan.prompt == "synthetic":
         notes.append("the cache was filled with random keys and values; no prompt was run")
     return tuple(notes)
-
-
-def _peak_memory(device: str) -> int:
-    if device != "cpu":
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
 
 
 # --- steps in turn ---------------------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from autosel.decode.cache import make_cache
 from autosel.decode.eager import Eager
 from autosel.decode.generate import at_once
 from autosel.decode.model import Chain, Decoder
+from autosel.decode.persistent import write
 from autosel.decode.run import Listener, Plan, Quality, Text
 from autosel.decode.step import Direct, Place
-from autosel.decode.team import write
 from autosel.values import Fingerprint
 
 MOST_TOKENS = 512  # of all rows: the reference keeps its logits
@@ -34,7 +34,7 @@ CHUNK = 64  # positions whose logits are made at a time
 def quality(
     decoder: Decoder, plan: Plan, text: Text, chain: Chain, listener: Listener, team: Fingerprint | None = None
 ) -> Quality:
-    """Score the text on both paths; `team` as in `team.write`."""
+    """Score the text on both paths; `team` as in `persistent.write`."""
     rows = windows(text.tokens, plan.batch)
     count = len(rows[0])
     tokens = torch.tensor(rows, device=decoder.weights.device)
@@ -54,6 +54,7 @@ def quality(
         place.tokens.copy_(tokens[:, i])
         if step is not None:
             step.run()
+            step.settle()
         logits = step.logits if step is not None else at_once(decoder, cache, place, run, chain)
         scores.add(logits, reference[:, i], tokens[:, i + 1])
         place.advance()

@@ -73,7 +73,7 @@ class Plan:
     warmup: int = 10
     advance: bool = False
     mode: Mode = "eager"
-    # one thread team takes the whole step (a CPU): True or False; None: where a race of whole steps says so
+    # the device takes the whole step (a thread team, or one launch): True or False; None: where a race says so
     persistent: bool | None = None
     cache: Layout = "contiguous"
     page: int = 64  # tokens a page of a paged cache
@@ -111,6 +111,15 @@ class Plan:
         types = self.model.layer_types[: self.layers_run]
         slides = "sliding" in types
         return replace(self.model, layers=self.layers_run, layer_types=types, window=self.model.window if slides else 0)
+
+    @property
+    def not_whole(self) -> str:
+        """Why no device can take a step of this plan whole, or ""."""
+        if self.speculate:
+            return "drafts make steps of several tokens a sequence"
+        if not self.prealloc:
+            return "--no-prealloc: a whole step writes into buffers made beforehand"
+        return "--paged: a whole step reads a contiguous cache" if self.cache == "paged" else ""
 
     @property
     def longest(self) -> int:
@@ -196,7 +205,8 @@ class Way:
     or, of the step itself, one way to run it.
 
     `fused`: one op from the block's input through its first projection. `normed`: norm and projection apart. `added`:
-    residual and norm in one op, then the projection. `ops`: op by op, in the chosen forms. `team`: one native call.
+    residual and norm in one op, then the projection. `ops`: op by op, in the chosen forms. `team`: the device takes
+    it whole, by one native call or launch.
     """
 
     half: Half | Literal["step"]
@@ -218,7 +228,7 @@ class DecodeRun:
 
     plan: Plan
     fingerprint: Fingerprint
-    # `eager.t2.highest`: what decisions were looked up under; `team.t2.highest` where one thread team took the step
+    # `eager.t2.highest`: what decisions were looked up under; `team.t2.highest` where the device took it whole
     mode_key: str
     started_at: str  # UTC, ISO 8601
     seconds: float  # the whole measurement, loading left out
@@ -241,8 +251,8 @@ class DecodeRun:
     tokens_equal: int
     max_logit_error: float  # the optimised path's largest distance from the reference logits
     logit_bound: float  # what it may be
-    # Of a median optimised step: what Python takes to go through its list, every op doing nothing (of a team: to call
-    # it with nothing to do). None where the step is neither (--no-prealloc, speculation).
+    # Of a median optimised step: what Python takes to go through its list, every op doing nothing (of a whole step:
+    # to call it with nothing to do). None where the step is neither (--no-prealloc, speculation).
     python_overhead_share: float | None
     tokens_per_step: float = 1.0  # a sequence; above 1 only where speculation found something
     ways: tuple[Way, ...] = ()  # empty: the chain was not chosen by a race

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autosel.decode.cache import Cache, make_cache
+from autosel.decode.device import read_windows
 from autosel.decode.eager import Eager
 from autosel.decode.generate import prefill
 from autosel.decode.model import Decoder
@@ -18,12 +19,8 @@ from autosel.decode.prompt import prompts
 from autosel.decode.run import Listener, Plan
 from autosel.decode.step import Place
 from autosel.decode.weights import Weights
-from autosel.errors import BuildError
-from autosel.fingerprint import probe
 from autosel.ops.contract import UNIT
 from autosel.values import DTypeName
-
-PROBE_S = 0.02
 
 Clock = Callable[[], int]
 
@@ -67,17 +64,9 @@ class Scene:
 
     def probe(self) -> None:
         """How fast memory can be read just now: some twenty windows of about a millisecond."""
-        windows = read_windows()
+        windows = read_windows(self.plan.device)
         self.probes.append(statistics.median(windows))
         self.ceiling = max(self.ceiling, *windows)
-
-
-def read_windows() -> list[float]:
-    """Bytes/s that memory gives just now, in some twenty windows of about a millisecond."""
-    try:
-        return probe.load().read(torch.get_num_threads(), PROBE_S)
-    except BuildError:  # no compiler: by numpy, a lower bound
-        return [probe.read_rate(torch.get_num_threads(), PROBE_S)]
 
 
 def judged(ours: Tensor, theirs: Tensor, exact: Tensor, dtype: DTypeName) -> tuple[float, float]:

@@ -6,9 +6,9 @@ it is to go through the list; Python then takes a microsecond or two a call and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -112,6 +112,11 @@ class Step:
         for function, arguments in self.flat:
             function(*arguments)
 
+    def settle(self) -> None:
+        """Until what was enqueued has ended: on a GPU a step is only begun when `run` returns."""
+        if self.logits.device.type == "cuda":
+            torch.cuda.current_stream(self.logits.device).synchronize()
+
     def _set_length(self, length: int) -> None:
         """Another bucket, or a window that begins to cut, is another workload: bound anew."""
         window, before = self.decoder.shape.window, self.length
@@ -122,6 +127,59 @@ class Step:
                 _lengthen(call, length, self.decoder.window(call.layer, length), bind=not same)
         if not same:
             self.flat = [(call.function, call.arguments) for call in self.calls]
+
+
+class Task(Protocol):
+    """A part of a whole step. `calls` of the list are what it stands for, the slowest first."""
+
+    @property
+    def calls(self) -> tuple[Call, ...]: ...
+
+
+class WholeStep(Protocol):
+    """A step that the device takes by itself, from first task to last: a thread team's, or one launch.
+
+    `ops` is the list it came from, and holds its buffers; `kernels` names the single-op kernel whose arithmetic stands
+    for each op; `rest` comes behind it, call by call.
+    """
+
+    ops: Step
+
+    @property
+    def candidate(self) -> str: ...
+
+    @property
+    def kernels(self) -> Mapping[str, str]: ...
+
+    @property
+    def tasks(self) -> Sequence[Task]: ...
+
+    @property
+    def rest(self) -> Sequence[Call]: ...
+
+    @property
+    def place(self) -> Place: ...
+
+    @property
+    def cache(self) -> Cache: ...
+
+    @property
+    def logits(self) -> Tensor: ...
+
+    @property
+    def chosen(self) -> Tensor | None: ...
+
+    def run(self) -> None:
+        """Begin the step. Raises DeviceFault."""
+
+    def settle(self) -> None:
+        """Until it has ended. Raises DeviceFault where it was stopped."""
+
+    def task_ns(self) -> list[int]:
+        """One step, settled: when each task had ended, in ns of one clock."""
+
+    def idle(self) -> Callable[[], None]:
+        """The same call with nothing to do, for what calling costs."""
 
 
 def write_step(

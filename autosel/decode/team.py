@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,8 @@ from torch import Tensor
 
 from autosel.candidates import registry
 from autosel.decode.cache import Cache
-from autosel.decode.model import FUSED, Chain, Decoder
 from autosel.decode.run import Plan
-from autosel.decode.sample import Sampler
-from autosel.decode.step import Call, Place, Step, write_step
-from autosel.errors import UsageError
+from autosel.decode.step import Call, Place, Step
 from autosel.knobs.cpu.facts import ISA_FLAGS, facts
 from autosel.native.compile import NO_COMPILER, compile_source, find_compiler
 from autosel.native.load import load_entry
@@ -52,25 +49,14 @@ KERNELS = {
 def supports(plan: Plan) -> Support:
     """Can a team take the plan's step? Asked before weights are loaded."""
     if plan.device != "cpu":
-        return Rejected(reason="a thread team runs on a CPU; on a GPU a whole-step kernel is not there yet")
-    if plan.speculate:
-        return Rejected(reason="drafts make steps of several tokens a sequence")
-    if not plan.prealloc:
-        return Rejected(reason="--no-prealloc: a team writes into buffers made beforehand")
-    if plan.cache == "paged":
-        return Rejected(reason="--paged: the team reads a contiguous cache")
+        return Rejected(reason="a thread team runs on a CPU")
+    if plan.not_whole:
+        return Rejected(reason=plan.not_whole)
     if plan.batch > MOST_ROWS:
         return Rejected(reason=f"batch {plan.batch}: the team multiplies at most {MOST_ROWS} rows")
     if find_compiler() is None:
         return Rejected(reason=NO_COMPILER)
     return Accepted()
-
-
-def refuse_unsupported(plan: Plan) -> None:
-    """Raises UsageError with the reason."""
-    support = supports(plan)
-    if isinstance(support, Rejected):
-        raise UsageError("--persistent", why=support.reason, todo="leave it out: the step then runs op by op")
 
 
 # --- the step --------------------------------------------------------------------------------------------------------
@@ -102,6 +88,14 @@ class TeamStep:
     kept: list[Tensor] = field(default_factory=list)  # what the program points to beside the list's tensors
 
     @property
+    def candidate(self) -> str:
+        return CANDIDATE
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        return KERNELS
+
+    @property
     def place(self) -> Place:
         return self.ops.place
 
@@ -122,20 +116,18 @@ class TeamStep:
         for call in self.rest:
             call.function(*call.arguments)
 
+    def settle(self) -> None:
+        """The call returns when the step has ended."""
 
-def write(
-    decoder: Decoder,
-    cache: Cache,
-    place: Place,
-    chain: Chain = FUSED,
-    sampler: Sampler | None = None,
-    *,
-    team: Fingerprint | None = None,
-) -> Step | TeamStep:
-    """The step, op by op in the forms of the chain; or, given its device, for a thread team, whose forms are fused."""
-    if team is None:
-        return write_step(decoder, cache, place, chain, sampler)
-    return write_team(write_step(decoder, cache, place, FUSED, sampler), team)
+    def task_ns(self) -> list[int]:
+        """One step: when the last thread was done with each task."""
+        self.run()
+        ends: list[int] = self.times[0, :, 1].tolist()
+        return ends
+
+    def idle(self) -> Callable[[], None]:
+        """The same call with no task."""
+        return replace(self, program=self.program[:0], times=self.times[:, :0], rest=()).run
 
 
 def write_team(step: Step, fp: Fingerprint) -> TeamStep:

@@ -320,7 +320,8 @@ template <class Task> __host__ __device__ __forceinline__ const Task& as(const i
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, kCtas)
-    step_walk(const int64_t* program, int tasks, unsigned* state, int slots, unsigned long long limit_ns) {
+    step_walk(const int64_t* program, int tasks, unsigned* state, unsigned long long* times, int slots,
+              unsigned long long limit_ns) {
   if (load_acquired(state + kStopped) != 0) return;
   const unsigned step = load_acquired(state + kSteps) + 1;
   unsigned ahead = 0;  // CTAs that take part in the task before
@@ -340,7 +341,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         else norm(as<NormTask<T>>(words));
       }
       __syncthreads();
-      if (threadIdx.x == 0) add_released(state + kCounters + i, 1);
+      if (threadIdx.x == 0) {
+        add_released(state + kCounters + i, 1);
+        if (times) atomicMax(times + i, clock_ns());
+      }
     }
     ahead = here;
   }
@@ -372,15 +376,36 @@ template <class T> int64_t resident(const Stream& stream, size_t bytes) {
   return int64_t(sms) * ctas;
 }
 
+// found int64[1] on the host: the CTAs that `like`'s device holds at once; a launch of more is refused. Raises ValueError
+// where there are no cooperative launches.
+void step_resident(TensorView like, int64_t slots, TensorView found) {
+  AUTOSEL_CHECK(found.device().device_type == kDLCPU && is(found, kDLInt, 64) && found.numel() == 1, "found is int64[1]");
+  AUTOSEL_CHECK(slots >= 2 && slots <= attention::kMostSlots, "slots is " << slots);
+  int64_t most = 0;
+  by_dtype(like, [&](auto tag) {
+    using T = decltype(tag);
+    Stream stream(like);
+    const size_t bytes = shared_bytes<T>(slots);
+    if (bytes <= most_shared(stream)) most = resident<T>(stream, bytes);
+  });
+  *data<int64_t>(found) = most;
+}
+
 // program int64 [tasks, kTaskWords] and state int32 [kCounters + tasks] on `like`'s device; grid 0: as many as can be
 // resident. Raises ValueError for more than that. Nothing of the program is looked at here: step_check did, on the host.
-void step(TensorView program, TensorView state, TensorView like, int64_t grid, int64_t slots, int64_t limit_us) {
+// times int64 [tasks], if given: when the last CTA was done with each task, by the device's clock, in ns.
+void step(TensorView program, TensorView state, Optional<TensorView> times, TensorView like, int64_t grid, int64_t slots,
+          int64_t limit_us) {
   check_form(program, "program", program, 2), check_form(state, "state", program, 1);
   const int64_t tasks = program.size(0);
   AUTOSEL_CHECK(is(program, kDLInt, 64) && program.size(1) == kTaskWords && tasks >= 1,
                 "a program is int64[tasks, " << kTaskWords << "]");
   AUTOSEL_CHECK(tasks == 1 || program.stride(0) == kTaskWords, "a program is contiguous");
   AUTOSEL_CHECK(is(state, kDLInt, 32) && state.size(0) == kCounters + tasks, "state is int32[" << kCounters + tasks << "]");
+  if (times) {
+    check_form(*times, "times", program, 1);
+    AUTOSEL_CHECK(is(*times, kDLInt, 64) && times->size(0) == tasks, "times is int64[" << tasks << "]");
+  }
   AUTOSEL_CHECK(slots >= 2 && slots <= attention::kMostSlots, "slots is " << slots);
   AUTOSEL_CHECK(limit_us >= 1, "a watchdog of " << limit_us << " us");
   by_dtype(like, [&](auto tag) {
@@ -393,7 +418,9 @@ void step(TensorView program, TensorView state, TensorView like, int64_t grid, i
     Shape shape{dim3(unsigned(ctas)), unsigned(kThreads), bytes};
     shape.together = true;
     launch(shape, stream, step_walk<T>, data<const int64_t>(program), int(tasks),
-           reinterpret_cast<unsigned*>(data<int32_t>(state)), int(slots), (unsigned long long)(limit_us)*1000ull);
+           reinterpret_cast<unsigned*>(data<int32_t>(state)),
+           times ? reinterpret_cast<unsigned long long*>(data<int64_t>(*times)) : nullptr, int(slots),
+           (unsigned long long)(limit_us)*1000ull);
   });
 }
 
@@ -477,3 +504,4 @@ void step_check(TensorView program, TensorView like) {
 
 AUTOSEL_EXPORT(step, autosel::step);
 AUTOSEL_EXPORT(step_check, autosel::step_check);
+AUTOSEL_EXPORT(step_resident, autosel::step_resident);

@@ -3,11 +3,13 @@
     build = StepBuild.of(attn, projection, fp)        # raises UsageError with the reason where it cannot be
     program = Program(build)
     program.embed(...); program.project(...); program.rotate(...); program.attend(...)   # in the step's order
-    step = program.bound(limit_us=2_000_000)          # checked, and copied to the device
+    entries = compiled(build)                         # nvcc, half a minute, once
+    room(entries, build, like)                        # CTAs that can be resident at once, or Rejected
+    step = program.bound(entries.step, entries.check, like)   # checked, and copied to the device
     step.run()                                        # on the current stream; can be captured in a graph
     step.stopped()                                    # 0, or 1 + the task in which a wait outlasted the limit
 
-Whether a step should take it is knobs.gpu.step's to say. Tensors are borrowed: `Bound.kept` holds them.
+Whether a step should take it is knobs.gpu.persistent's to say. Tensors are borrowed: `Bound.kept` holds them.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ from autosel.errors import UsageError
 from autosel.knobs.gpu import persistent
 from autosel.knobs.gpu.facts import facts
 from autosel.native import cuda
+from autosel.native.compile import NO_COMPILER, compile_source, find_compiler
+from autosel.native.load import load_entry
 from autosel.values import Accepted, DTypeName, Fingerprint, Knobs, NativeRecipe, Rejected, Support, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SOURCE, ENTRY, CHECK = "cuda/step.cu", "step", "step_check"
+CANDIDATE = "cuda:step"
+SOURCE, ENTRY, CHECK, RESIDENT = "cuda/step.cu", "step", "step_check", "step_resident"
+LIMIT_US = 2_000_000  # of one wait: a step takes milliseconds
 TASK_WORDS, STATE_WORDS = 32, 3  # step.cu: kTaskWords, kCounters
 EMBED, PROJECT, ROTATE, ATTEND, NORM = range(5)  # step.cu: Kind
 HEAD = 3  # words ahead of a task's own
@@ -64,7 +70,10 @@ def supports(attn: Workload, fp: Fingerprint) -> Support:
         return Rejected(reason=f"takes bf16, fp16, fp32; the workload is {attn.dtype}")
     if attn.op != "attn" or attn["S"] != 1:
         return Rejected(reason="one position a sequence, over a contiguous cache")
-    why = persistent.fits(attn["B"], attn["D"], attn.dtype) or cuda.why_not(facts(fp).cc)
+    f = facts(fp)
+    why = persistent.fits(attn["B"], attn["D"], attn.dtype) or cuda.why_not(f.cc) or persistent.crowded(attn, f)
+    if not why and find_compiler() is None:
+        why = NO_COMPILER
     return Rejected(reason=why) if why else Accepted()
 
 
@@ -72,6 +81,37 @@ def recipe(dtype: DTypeName, knobs: Knobs, target: tuple[str, ...]) -> NativeRec
     macros = {"rows": "M", "head_rows": "HEAD_ROWS", "lanes": "LANES", "unroll": "UNROLL", "rows_per_warp": "ROWS"}
     defined = (f"-DAUTOSEL_{macro}={knobs[name]}" for name, macro in macros.items())
     return NativeRecipe(source=SOURCE, entry=ENTRY, flags=(*target, f"-DAUTOSEL_{dtype.upper()}", *defined))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """The functions of a compiled build. `digest` names the artefact."""
+
+    step: Callable[..., Any]
+    check: Callable[..., Any]
+    resident: Callable[..., Any]
+    digest: str = ""
+
+
+def compiled(build: StepBuild) -> Entries:
+    """Compiled on first use, and loaded. Raises BuildError."""
+    digest = compile_source(build.recipe.source, build.recipe.flags).digest
+    step, check, resident = (load_entry(digest, name) for name in (ENTRY, CHECK, RESIDENT))
+    return Entries(step=step, check=check, resident=resident, digest=digest)
+
+
+def room(entries: Entries, build: StepBuild, like: Tensor) -> int | Rejected:
+    """How many CTAs `like`'s device holds at once, by its own word: all of a launch's wait for each other."""
+    import torch
+
+    found = torch.zeros(1, dtype=torch.int64)
+    try:
+        entries.resident(like, int(build.knobs["slots"]), found)
+    except (ValueError, RuntimeError) as error:
+        return Rejected(reason=str(error))
+    if not int(found):
+        return Rejected(reason="not one CTA of the whole-step kernel fits an SM of this device")
+    return int(found)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,9 +127,12 @@ class Bound:
     limit_us: int
     kept: list[Any]
 
-    def run(self) -> None:
-        """Enqueue one step. Raises ValueError where its CTAs cannot all be resident."""
-        self.entry(self.program, self.state, self.like, self.grid, self.slots, self.limit_us)
+    def run(self, times: Tensor | None = None) -> None:
+        """Enqueue one step. Raises ValueError where its CTAs cannot all be resident.
+
+        `times` int64 [tasks] on the device gets when the last CTA was done with each task, by the device's clock in ns.
+        """
+        self.entry(self.program, self.state, times, self.like, self.grid, self.slots, self.limit_us)
 
     def stopped(self) -> int:
         """0, or 1 + the task in which a wait outlasted the limit; waits for the device."""
@@ -103,6 +146,7 @@ class Program:
     build: StepBuild
     tasks: list[bytes] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
+    splits: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)  # sums and counters by size
 
     def embed(self, tokens: Tensor, table: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
         """out[B,d] = table[tokens] * scale; tokens int64[B]. A token that is in no row of the table gives zeros."""
@@ -187,8 +231,11 @@ class Program:
         splits, head_rows = math.ceil(span / chunk), int(self.build.knobs["head_rows"])
         tiles = heads * math.ceil(group / head_rows)
         by = scale or 1 / math.sqrt(width)
-        sums = torch.empty(rows * tiles * splits * head_rows * (width + 2), dtype=torch.float32, device=q.device)
-        counters = torch.zeros(rows * tiles, dtype=torch.int32, device=q.device)
+        size = (rows * tiles * splits * head_rows * (width + 2), rows * tiles)
+        if size not in self.splits:  # layers share them: the one before is done with its own
+            sums = torch.empty(size[0], dtype=torch.float32, device=q.device)
+            self.splits[size] = sums, torch.zeros(size[1], dtype=torch.int32, device=q.device)
+        sums, counters = self.splits[size]
         self._add(ATTEND, splits * tiles * rows, rows, self._at(q), q.stride(0), width, self._at(o), o.stride(0), width,
                   self._at(k), self._at(v), *(k.stride(i) for i in range(3)), *(v.stride(i) for i in range(3)),
                   self._at(lengths), max_len, heads, group, width, window,
@@ -216,7 +263,7 @@ class Program:
         like: Tensor,
         *,
         grid: int = 0,
-        limit_us: int = 2_000_000,
+        limit_us: int = LIMIT_US,
     ) -> Bound:
         """`entry` and `check`: the build's `step` and `step_check`; `like`: any tensor of the step's dtype and device.
 

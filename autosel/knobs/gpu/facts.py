@@ -43,6 +43,7 @@ class GpuFacts:
     fp8_flops: float
     node_s: float  # n_t: one node of a graph
     stream_s: float  # one kernel of a stream, queued ahead
+    flag_s: float  # t_flag: a barrier of all SMs by a counter in memory
     persistent_saving_s: float  # what one dependence costs less inside a persistent kernel than between two PDL nodes
 
     @property
@@ -122,6 +123,7 @@ def _facts(identity: Mapping[str, object], rate: Mapping[str, float]) -> GpuFact
         fp8_flops=rate.get("fp8_matrix_flops", rate["bf16_matrix_flops"]),  # cc 8.0 converts fp8 to bf16 first
         node_s=rate["graph_node_s"],
         stream_s=rate["stream_launch_s"],
+        flag_s=rate["flag_barrier_s"],
         persistent_saving_s=rate["persistent_saving_s"],
     )
 

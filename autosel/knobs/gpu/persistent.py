@@ -1,14 +1,31 @@
-"""Knobs of the whole-step kernel (kernels/cuda/step.cu): what is compiled in, and the ring that attention gets.
+"""The whole-step kernel (kernels/cuda/step.cu): what is compiled in, and whether it is worth a try.
 
-Whether a step should take it at all says step.py, by what a node of a graph and a flag in memory were measured to cost.
+Both ways to take a step read the same bytes, F = max(bytes / beta, FLOP / pi); they differ in what lies between two
+kernels, or tasks. All of it is measured by the fingerprint: n_t a node of a graph, t_flag a barrier of all SMs by a
+counter in memory, lambda the loaded latency, Delta what a dependent launch (PDL) costs more than such a barrier.
+
+- A graph of n kernels: each starts when the one before has ended (n_t), ramps up (lambda) and drains (lambda):
+  T = F + n (n_t + 2 lambda). A chain of dependent launches issues its weights before it waits, and so ramps up during
+  the other's end: T = F + n (t_flag + Delta + lambda).
+- One launch of m tasks: a task's weights are under way before it waits as well, and the wait is a flag's:
+  T = F + n_t + m (t_flag + lambda).
+
+Checked against figures of others for Llama-3.2-1B, bf16, at a short context on an H200 (2.47 GB; about 100 kernels, or
+tasks), with the estimates of fingerprints/h200.json: 757 us for one launch (760 seen), 790 us for a graph with
+dependent launches (795 seen; msaroufim/megakernels-vs-cuda-graphs).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from autosel.knobs.gpu import attention, gemv
 from autosel.knobs.gpu.facts import VECTOR_BYTES, WARP, GpuFacts, power_of_two
+from autosel.knobs.gpu.step import StepCost, floor_s
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
+# A predicted gain below this is none: the rates behind it are good to a few per cent, and so are the races.
+LEAST_GAIN = 0.05
 THREADS = 128
 ROWS_MOST = 8  # of x: accumulators of all of them are in registers
 LANES = (8, 16, 32)  # that share a key, 16 bytes each
@@ -29,6 +46,31 @@ def fits(rows: int, head_dim: int, dtype: str) -> str:
     return ""
 
 
+def crowded(attn: Workload, f: GpuFacts) -> str:
+    """Why an SM cannot hold even one CTA of the build, or "". Its CTAs wait for each other: all must be resident."""
+    head_rows = _head_rows(attn)
+    ring = 2 * _slot_bytes(head_rows)  # the least
+    joined = THREADS // WARP * head_rows * (LANES[-1] * VECTOR_BYTES // DTYPE_BYTES[attn.dtype] + 2) * 4
+    need = max(ring, joined)
+    if need > f.smem_per_cta:
+        return f"a CTA needs {need} bytes of shared memory, and all must be resident; an SM gives one {f.smem_per_cta}"
+    return ""
+
+
+def _head_rows(attn: Workload) -> int:
+    return min(HEAD_ROWS_MOST, power_of_two(attn["Hq"] // attn["Hkv"]))
+
+
+def _slot_bytes(head_rows: int) -> int:
+    """Of a CTA's ring: one slot of each warp."""
+    return THREADS // WARP * SLOT_BYTES[head_rows == HEAD_ROWS_MOST]
+
+
+def _ctas_per_sm(head_rows: int) -> int:
+    """step.cu's launch bounds."""
+    return 3 if head_rows < 4 else 2
+
+
 def persistent(attn: Workload, projection: Workload, f: GpuFacts) -> Knobs:
     """rows, head_rows, lanes, unroll, rows_per_warp, split_k, slots, for the step that has this attention.
 
@@ -36,12 +78,12 @@ def persistent(attn: Workload, projection: Workload, f: GpuFacts) -> Knobs:
     """
     b = DTYPE_BYTES[attn.dtype]
     cache, group = attention.cache_of(attn), attn["Hq"] // attn["Hkv"]
-    ctas = 3 if group < 4 else 2  # step.cu's launch bounds
+    head_rows = _head_rows(attn)
+    ctas = _ctas_per_sm(head_rows)
     need = f.in_flight / f.sms
     unroll = max(2, min(8, power_of_two(need / (ctas * THREADS * VECTOR_BYTES))))
-    head_rows = min(HEAD_ROWS_MOST, power_of_two(group))
     wanted = next(lanes for lanes in LANES if lanes * VECTOR_BYTES // b >= attn["D"])
-    slot = THREADS // WARP * SLOT_BYTES[head_rows == HEAD_ROWS_MOST]
+    slot = _slot_bytes(head_rows)
     slots = max(2, min(SLOTS_MOST, f.smem_per_sm // ctas // slot, 1 + power_of_two(need / (ctas * slot))))
     p = gemv.projection(projection)
     return Knobs(
@@ -73,3 +115,44 @@ def persistent(attn: Workload, projection: Workload, f: GpuFacts) -> Knobs:
             ),
         )
     )
+
+
+def chunk(attn: Workload, slots: int, f: GpuFacts) -> int:
+    """Keys of one KV head that a CTA takes: decode attention's own rule (attention.py), with this kernel's ring.
+
+    H200, llama-8b at 8192: 264 CTAs for 8 KV heads.
+    """
+    c, head_rows = attention.cache_of(attn), _head_rows(attn)
+    tile = max(1, _slot_bytes(head_rows) // c.token_bytes)
+    ring = attention.Shape(tile=tile, stages=slots, ctas_per_sm=_ctas_per_sm(head_rows))
+    return attention.chunk_tokens(c, ring, f, 1 if c.ragged else attention.split(c, ring, f))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a step is expected to take as a graph of its kernels and as one launch of its tasks."""
+
+    graph_s: float
+    launch_s: float
+
+    @property
+    def gain(self) -> float:
+        """The share of the graph's time that one launch saves."""
+        return 1 - self.launch_s / self.graph_s
+
+    @property
+    def wins(self) -> bool:
+        return self.gain > LEAST_GAIN
+
+    @property
+    def text(self) -> str:
+        times = f"{self.launch_s * 1e6:.0f} us against {self.graph_s * 1e6:.0f} us as a graph"
+        return f"by this device's measured rates one launch takes {times}, {self.gain:.1%} less"
+
+
+def predict(cost: StepCost, tasks: int, f: GpuFacts, *, dependent: bool = False) -> Prediction:
+    """`cost.kernels` nodes of a graph against `tasks` of one launch; `dependent`: the nodes are dependent launches."""
+    floor = floor_s(cost, f)
+    edge = f.flag_s + f.persistent_saving_s + f.latency_s if dependent else f.node_s + 2 * f.latency_s
+    one = f.node_s + tasks * (f.flag_s + f.latency_s)
+    return Prediction(graph_s=floor + cost.kernels * edge, launch_s=floor + one)

@@ -22,7 +22,7 @@ class StepCost:
 
 
 def step(cost: StepCost, f: GpuFacts) -> Knobs:
-    """graph, persistent, pdl_ring_bytes, l2_persist, host_depth.
+    """graph, persistent (against dependent launches; persistent.py asks again), pdl_ring_bytes, l2_persist, host_depth.
 
     H200, llama-8b (192 kernels, 3.7 ms): a graph saves 0.23 ms; a persistent kernel would save 1.8 %, so graph and PDL.
     RTX 5070 Ti: 0.12 of 19.5 ms, so a graph is optional: the queue hides it.
@@ -65,11 +65,6 @@ def step(cost: StepCost, f: GpuFacts) -> Knobs:
             ),
         )
     )
-
-
-def persistent_wins(cost: StepCost, f: GpuFacts) -> bool:
-    """Is one launch (kernels/cuda/step.cu) predicted to beat a graph: are the nodes it saves over 5 % of the step?"""
-    return bool(step(cost, f)["persistent"])
 
 
 def floor_s(cost: StepCost, f: GpuFacts) -> float:

@@ -1,0 +1,70 @@
+"""What a measurement asks of a device beside its ops: how fast memory reads, what each op took, how much was held.
+
+Status of the GPU's half: not yet run on silicon.
+"""
+
+from __future__ import annotations
+
+import itertools
+import resource
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from autosel.decode.step import Call, Step
+from autosel.errors import BuildError
+from autosel.fingerprint import probe
+
+PROBE_S = 0.02
+HELD_CYCLES = 20_000  # a call: some 10 us, more than the host takes to enqueue it between two events
+
+
+def read_windows(device: str = "cpu") -> list[float]:
+    """Bytes/s that memory gives just now: on a CPU in some twenty windows of about a millisecond, on a GPU the best of
+    five."""
+    if device != "cpu":
+        return [_gpu_reader(torch.device(device).index or 0)()]
+    try:
+        return probe.load().read(torch.get_num_threads(), PROBE_S)
+    except BuildError:  # no compiler: by numpy, a lower bound
+        return [probe.read_rate(torch.get_num_threads(), PROBE_S)]
+
+
+@cache
+def _gpu_reader(ordinal: int) -> Callable[[], float]:
+    from autosel.fingerprint.gpu_probe import reader
+
+    return reader(ordinal)
+
+
+def peak_memory(device: str) -> int:
+    """Bytes held at most so far."""
+    if device != "cpu":
+        return int(torch.cuda.max_memory_allocated(torch.device(device)))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
+
+
+def time_calls(step: Step, clock: Callable[[], int]) -> list[int]:
+    """Nanoseconds of each call of one step. On a GPU by events, all of them enqueued while the stream is held: no delay
+    of the host is counted."""
+    if step.logits.device.type == "cuda":
+        return _by_events(step.calls, step.logits.device)
+    took = []
+    for call in step.calls:
+        begin = clock()
+        call.function(*call.arguments)
+        took.append(clock() - begin)
+    return took
+
+
+def _by_events(calls: list[Call], device: torch.device) -> list[int]:
+    with torch.cuda.device(device):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+        torch.cuda._sleep(HELD_CYCLES * len(calls))
+        marks[0].record()
+        for call, mark in zip(calls, marks[1:], strict=True):
+            call.function(*call.arguments)
+            mark.record()
+        marks[-1].synchronize()
+        return [round(a.elapsed_time(b) * 1e6) for a, b in itertools.pairwise(marks)]

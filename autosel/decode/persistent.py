@@ -1,0 +1,129 @@
+"""The step taken whole by the device itself, whichever that is: the one place of decode that asks.
+
+    kind = kind_of(plan.device)          # a thread team on a CPU (team.py), one launch on a GPU (launch.py)
+    kind.supports(plan)                  # Accepted, or Rejected(reason): before weights are loaded
+    step = kind.write(written, fp)       # the list of ops, lowered; compiles on first use
+    step.run(); step.settle()            # begin; wait for its end
+
+Both are made from the list that runs op by op, hold its buffers, and give its tokens. Whether one should take the step
+is a race's to say (whole.py).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from autosel.decode import launch, team
+from autosel.decode.account import bytes_per_step, flops_per_step
+from autosel.decode.cache import Cache
+from autosel.decode.model import FUSED, Chain, Decoder
+from autosel.decode.run import Plan
+from autosel.decode.sample import Sampler
+from autosel.decode.step import Place, Step, WholeStep, write_step
+from autosel.errors import UsageError
+from autosel.knobs.gpu.persistent import fits
+from autosel.values import Accepted, Fingerprint, Rejected, Support
+
+# Nearly all bytes of a step go through these: where they are not served by the kernels that a team is made of, nothing
+# was decided for it either, and nobody waits for its compilation unasked.
+DECIDED = ("linear", "attn", "lm_head")
+
+
+class Kind(Protocol):
+    """How one kind of device takes whole steps."""
+
+    candidate: str
+    name: str  # in notes
+    taken: str  # the note of a run that it took
+
+    def supports(self, plan: Plan) -> Support:
+        """Asked before weights are loaded; what depends on the device's limits `write` refuses."""
+
+    def write(self, step: Step, fp: Fingerprint) -> WholeStep:
+        """The list, written with the fused chain. Raises UsageError, BuildError."""
+
+    def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
+        """Why nobody should wait for its compilation unasked, or ""; `ops` is the step that serves now."""
+
+
+def kind_of(device: str) -> Kind:
+    return KINDS["cpu" if device == "cpu" else "cuda"]
+
+
+def supports(plan: Plan) -> Support:
+    """Can the plan's device take its steps whole? Asked before weights are loaded."""
+    return kind_of(plan.device).supports(plan)
+
+
+def refuse_unsupported(plan: Plan) -> None:
+    """Raises UsageError with the reason."""
+    support = supports(plan)
+    if isinstance(support, Rejected):
+        raise UsageError("--persistent", why=support.reason, todo="leave it out: the step then runs op by op")
+
+
+def write(
+    decoder: Decoder,
+    cache: Cache,
+    place: Place,
+    chain: Chain = FUSED,
+    sampler: Sampler | None = None,
+    *,
+    team: Fingerprint | None = None,
+) -> Step | WholeStep:
+    """The step, op by op in the forms of the chain; or, given its device, taken whole by it, in fused forms."""
+    if team is None:
+        return write_step(decoder, cache, place, chain, sampler)
+    return KINDS[team.kind].write(write_step(decoder, cache, place, FUSED, sampler), team)
+
+
+# --- a CPU: one thread team ------------------------------------------------------------------------------------------
+
+
+class ThreadTeam:
+    candidate = team.CANDIDATE
+    name = "thread team"
+    taken = "step: one native call, by one thread team"
+
+    def supports(self, plan: Plan) -> Support:
+        return team.supports(plan)
+
+    def write(self, step: Step, fp: Fingerprint) -> WholeStep:
+        return team.write_team(step, fp)
+
+    def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
+        """Where something else serves what weighs."""
+        for call in ops.calls:
+            candidate = getattr(call.function, "candidate", "")
+            if call.op in DECIDED and candidate != team.KERNELS[call.op]:
+                return f"{call.op} is served by {candidate}, not by {team.KERNELS[call.op]}"
+        return ""
+
+
+# --- a GPU: one launch -----------------------------------------------------------------------------------------------
+
+
+class OneLaunch:
+    candidate = launch.CANDIDATE
+    name = "whole-step launch"
+    taken = "step: one launch, by CTAs that are all resident and wait for each other"
+
+    def supports(self, plan: Plan) -> Support:
+        why = plan.not_whole or fits(plan.batch, plan.shape.D, plan.dtype)
+        return Rejected(reason=why) if why else Accepted()
+
+    def write(self, step: Step, fp: Fingerprint) -> WholeStep:
+        return launch.write_launch(step, fp)
+
+    def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
+        """Where it cannot be, or the rates that were measured say that it gains too little."""
+        support = launch.supports(fused, fp)
+        if isinstance(support, Rejected):
+            return support.reason
+        moved = bytes_per_step(plan.shape, plan.dtype, plan.batch, ops.place.longest)
+        flops = flops_per_step(plan.shape, plan.batch, ops.place.longest)
+        found = launch.predict(fused, len(ops.calls), moved, flops, fp)
+        return "" if found.wins else found.text
+
+
+KINDS: dict[str, Kind] = {"cpu": ThreadTeam(), "cuda": OneLaunch()}
