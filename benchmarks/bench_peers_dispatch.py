@@ -6,7 +6,8 @@ The kernel does nothing, so what is timed is the way to it: two tensors and two 
 the collector off, all ways timed once a round in a drawn order, each after a tenth of its calls untimed; a figure is
 the median over rounds of the difference to the direct call of the same round, with quartiles. "direct again" is the
 control: a ratio to "direct" outside 1 +- 3 % voids the run (exit code 5), and nothing is written. A peer that is not
-installed, or that cannot make a call without a GPU, is said to be "not covered", with the reason, not given a number.
+installed, or that cannot make a call here, is said to be "not covered", with the reason, not given a number. Serving
+engines are taken from the environment, or from the wheels that `python tests/engines.py` fetches.
 Goals: bound at most 0.1 us, by shape at most 1 us, and ahead of every peer that looks at shapes or dispatches.
 """
 
@@ -39,10 +40,11 @@ import autosel
 from autosel import dispatch
 from autosel.guard import Policy
 from autosel.integrations import torch_ops  # noqa: F401  (registers torch.ops.autosel)
+from tests import engines
 
 BOUND_LIMIT_US, SHAPE_LIMIT_US, CONTROL = 0.1, 1.0, 0.03
 RESULT = Path(__file__).parent / "results" / "cpu" / "peers-dispatch.json"
-PACKAGES = ("torch", "triton", "flashinfer-bench", "apache-tvm-ffi")
+PACKAGES = ("torch", "triton", "flashinfer-bench", "apache-tvm-ffi", "flashinfer-python", "vllm")
 NOTHING = "def nothing(x, weight, eps, offset, out=None):\n    return out\n"
 
 
@@ -120,9 +122,14 @@ def _ways(folder: Path, open_: ExitStack) -> dict[str, Callable[[], Any]]:
             "torch Library.define/impl": lambda: defined(x, weight, 1e-6, 0.0, out),
             "torch.library.custom_op": lambda: custom(x, weight, 1e-6, 0.0, out),
         }
-    for peer in (_triton(x, weight, out), _flashinfer_bench(folder, open_, x, weight, out)):
+    sys.path += engines.paths("flashinfer", "vllm").split(os.pathsep)[1:]  # after what is installed
+    for peer in (
+        _triton(x, weight, out),
+        _flashinfer_bench(folder, open_, x, weight, out),
+        _flashinfer(direct, x, weight, out),
+        _vllm(direct, x, weight, out),
+    ):
         ways |= peer
-    _say_not_covered()
     return ways
 
 
@@ -296,12 +303,66 @@ def _trace_set(data: Any) -> Any:
     )
 
 
-def _say_not_covered() -> None:
-    """Those whose lookup needs a device, or an engine around it."""
-    for name, package in (("FlashInfer AutoTuner.choose_one", "flashinfer-python"), ("vLLM CustomOp", "vllm")):
-        version = _version(package)
-        why = f"{package} {version} is installed: it makes no call without a GPU"
-        _ABSENT[name] = why if version else f"{package} is not installed"
+def _flashinfer(direct: Callable[..., Any], x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Callable[[], Any]]:
+    """A hit in its AutoTuner's memory, one runner of one tactic, and the runner's call: as its own ops do it."""
+    name = "FlashInfer AutoTuner.choose_one, hit"
+    try:
+        with redirect_stdout(sys.stderr), redirect_stderr(sys.stderr):
+            from flashinfer.autotuner import AutoTuner, TunableRunner, TuningConfig
+    except Exception as error:  # of a wheel without its kernels
+        _ABSENT[name] = f"cannot be imported here: {error!s:.80}"
+        return {}
+
+    class Nothing(TunableRunner):  # type: ignore[misc]
+        def get_valid_tactics(self, inputs: Any, profile: Any) -> list[int]:
+            return [7]
+
+        def forward(self, inputs: Any, tactic: int = -1, do_preparation: bool = False, **named: Any) -> Any:
+            return direct(inputs[0], inputs[1], 1e-6, 0.0, inputs[2])
+
+    try:
+        tuner, runner, config = AutoTuner.get(), Nothing(), TuningConfig()
+        shapes = tuple(tuner._get_input_sizes([x, weight, out]))
+        tuner._winner_cache()[AutoTuner._get_cache_key("nothing", runner, shapes, config)] = (7, None)
+
+        def call() -> Any:
+            inputs = [x, weight, out]
+            chosen, tactic = tuner.choose_one("nothing", [runner], config, inputs)
+            return chosen(inputs, tactic=tactic)
+
+        assert tuner.choose_one("nothing", [runner], config, [x, weight, out])[1] == 7, "the lookup missed"
+        _nothing_else_may_run(call, out)
+    except Exception as error:  # its inside changes between versions
+        _ABSENT[name] = f"this version's cannot be driven here: {error!r:.80}"
+        return {}
+    return {name: call}
+
+
+def _vllm(direct: Callable[..., Any], x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Callable[[], Any]]:
+    """A call of a CustomOp, as vLLM's layers are: a module whose forward was chosen for the platform when made."""
+    name = "vLLM CustomOp"
+    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+    try:
+        with redirect_stdout(sys.stderr), redirect_stderr(sys.stderr):
+            from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+            from vllm.model_executor.custom_op import CustomOp
+    except Exception as error:  # of a wheel without its kernels
+        _ABSENT[name] = f"cannot be imported here: {error!s:.80}"
+        return {}
+    try:
+
+        @CustomOp.register("autosel_bench_nothing")  # type: ignore[untyped-decorator]
+        class Nothing(CustomOp):  # type: ignore[misc]
+            def forward_cpu(self, *arguments: Any) -> Any:
+                return direct(*arguments)
+
+        with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))):
+            op = Nothing()
+        _nothing_else_may_run(lambda: op(x, weight, 1e-6, 0.0, out), out)
+    except Exception as error:  # its inside changes between versions
+        _ABSENT[name] = f"this version's cannot be driven here: {error!r:.80}"
+        return {}
+    return {name: lambda: op(x, weight, 1e-6, 0.0, out)}
 
 
 def _version(package: str) -> str:
