@@ -29,6 +29,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import command_line
 import numpy as np
 from figures import commit
 from peers_rules import RULES
@@ -59,13 +60,11 @@ RACED: Mapping[str, Mapping[str, int]] = {**SHORT_OPS, "linear": {"M": 1, "N": 4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line.parser(__doc__, write="keep the result in benchmarks/results/cpu/")
     parser.add_argument("--races", type=int, default=300)
     parser.add_argument("--op", default="rmsnorm", choices=sorted(RACED))
     parser.add_argument("--parts", type=Path, metavar="FILE", help="go on with the races in FILE, and add to them")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no new race after so long")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/cpu/")
     parser.add_argument("--calibrate", type=int, metavar="N", help="N A/A sessions per time class, into your ledger")
     options = parser.parse_args()
     if options.write and options.races < 300:

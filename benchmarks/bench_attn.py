@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import command_line
 import torch
 
 from autosel import fingerprint
@@ -61,17 +62,16 @@ def main() -> int:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line.parser(__doc__)
     parser.add_argument(
         "--length", type=int, action="append", default=[], help="may be repeated; default: 256 to 32768"
     )
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    command_line.dtype(parser)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", default="32/8", help="query heads/KV heads")
     parser.add_argument("--width", type=int, default=128, help="of a head")
     parser.add_argument("--page", type=int, default=0, help="tokens a page; 0: a contiguous cache")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each length; at least 9 rounds")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", metavar="FILE", help="also draw time against length (needs matplotlib)")
     return parser.parse_args()
 

@@ -22,7 +22,6 @@ news     from a decision that another host has recorded in a shared ledger until
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing as mp
 import os
@@ -38,6 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import command_line
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,12 +67,11 @@ class Result:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line.parser(__doc__)
     parser.add_argument("--only", action="append", choices=sorted(PARTS), help="repeatable")
     parser.add_argument("--full", action="store_true", help="10^6 requests, 1,000 kills")
     parser.add_argument("--kills", type=int, default=0, help="default 15, with --full 1,000")
     parser.add_argument("--seed", type=int, default=1, help="of the moments of the kills")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = []
     for name in options.only or PARTS:

@@ -10,7 +10,6 @@ that it does not change where there is work. The guard's countdown runs, its che
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -22,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import command_line
 import torch
 
 from autosel import dispatch, ops
@@ -47,10 +47,9 @@ BOUND_LIMIT_NS, SHAPE_LIMIT_NS, CONTROL_NS = 100, 1000, 30
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--calls", type=int, default=2000)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     imported = import_times(8)

@@ -32,6 +32,8 @@ from figures import commit
 if TYPE_CHECKING:
     from tests.null.error_rates import Rate
 
+import command_line
+
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks" / "results" / "cpu" / "error_rates.json"
 SCHEMA = 2
@@ -87,14 +89,12 @@ COLUMNS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line.parser(__doc__, write="keep the result in benchmarks/results/cpu/")
     parser.add_argument("--races", type=int, default=4_000, help="races a cell (default 4000)")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="studies whose name contains it")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     parser.add_argument("--parts", type=Path, metavar="FILE", help="go on with the cells in FILE, and add to them")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing new after so long")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/cpu/")
     options = parser.parse_args()
     if options.write and (options.only or options.races < 4_000):
         parser.error("--write keeps whole results of at least 4,000 races only")

@@ -14,7 +14,6 @@ quartiles.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import random
@@ -24,6 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import command_line
 import torch
 
 from autosel import fingerprint
@@ -52,16 +52,15 @@ LEAST_ROUNDS = 9
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line.parser(__doc__)
     parser.add_argument("--m", type=int, default=1, help="rows of x")
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    command_line.dtype(parser)
     parser.add_argument(
         "--seconds", type=float, default=4.0, help="for each shape; at least 9 rounds whatever it takes"
     )
     parser.add_argument("--only", action="append", default=[], choices=[name for name, *_ in SHAPES])
     parser.add_argument("--small-pages", action="store_true", help="as a server holds them that asks for nothing")
     parser.add_argument("--no-wait", action="store_true", help="do not wait for the other arm's threads to sleep")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     fp = fingerprint.take("cpu")
     torch.set_num_threads(int(fp.identity["cpus"]))

@@ -10,7 +10,6 @@ Slowing: pairs until the detector's alarm, and a real kernel that becomes 1.3 ti
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
@@ -23,6 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import command_line
 import torch
 
 from autosel import ops
@@ -45,10 +45,9 @@ OFF, COUNTDOWN, SHADOW = Policy(on=False), Policy(shadow_rate=0.0), Policy()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line.parser(__doc__)
     parser.add_argument("--steps", type=int, default=200, help="decode steps a way")
     parser.add_argument("--runs", type=int, default=2000, help="simulated faults and slowdowns")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     logging.getLogger("autosel").setLevel(logging.CRITICAL)  # the faults are meant
     with tempfile.TemporaryDirectory() as folder:

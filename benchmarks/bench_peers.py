@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import command_line
 import numpy as np
 import torch
 from hugging_face import filled_cache, model_of, rewinding
@@ -339,16 +340,10 @@ def _versions() -> dict[str, str]:
 
 
 def _parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="llama-1b")
-    parser.add_argument("--layers", type=int, default=1 << 10, help="only the first so many")
-    parser.add_argument("--seq", type=int, action="append", help="context; repeatable  [128 and 2048]")
+    parser = command_line.parser(__doc__, write="keep the result in benchmarks/results/cpu/")
+    command_line.decoding(parser, seqs=(128, 2048), rounds=12)
     parser.add_argument("--arm", action="append", choices=ARMS, help="repeatable; the first is what ratios are over")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gguf", metavar="DIR", help="keep the GGUF file there, and use it again (the same layers!)")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/cpu/")
     return parser.parse_args()
 
 

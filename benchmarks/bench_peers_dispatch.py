@@ -34,6 +34,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import command_line
 import peers_tables
 
 import autosel
@@ -402,11 +403,9 @@ def _timed(ways: dict[str, Callable[[], Any]], rounds: int, calls: int) -> dict[
 
 
 def _parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line.parser(__doc__, write=f"keep the result in benchmarks/results/cpu/{RESULT.name}")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--calls", type=int, default=5000)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--write", action="store_true", help=f"keep the result in benchmarks/results/cpu/{RESULT.name}")
     return parser.parse_args()
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import command_line
 import torch
 
 from autosel import fingerprint, models
@@ -161,15 +162,9 @@ def _table(rows: list[dict[str, Any]], device: str) -> None:
 
 
 def _parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", action="append", help="preset, again for another  [llama-1b]")
-    parser.add_argument("--layers", type=int, default=1 << 20, help="only the first so many")
-    parser.add_argument("--seq", type=int, action="append", help="context, again for another  [128, 2048, 8192]")
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
-    parser.add_argument("--rounds", type=int, default=17)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--write", action="store_true", help="keep the rows in benchmarks/results/cpu/step.json")
+    parser = command_line.parser(__doc__, write="keep the rows in benchmarks/results/cpu/step.json")
+    command_line.decoding(parser, seqs=(128, 2048, 8192), rounds=17, models=True)
+    command_line.dtype(parser)
     return parser.parse_args()
 
 

@@ -29,6 +29,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import command_line
 import torch
 from hugging_face import filled_cache, model_of, rewinding
 from torch import Tensor
@@ -164,17 +165,11 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="llama-1b", help="a preset or checkpoint folder")
-    parser.add_argument("--layers", type=int, default=1 << 10, help="only the first so many")
-    parser.add_argument("--seq", type=int, default=2048, help="context")
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
-    parser.add_argument("--rounds", type=int, default=40)
+    parser = command_line.parser(__doc__, write="keep the result in benchmarks/results/cpu/")
+    command_line.decoding(parser, seqs=(2048,), rounds=40)
+    command_line.dtype(parser)
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pinned", action="store_true", help="serve the C++ kernels without a race")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/cpu/")
     return parser.parse_args()
 
 

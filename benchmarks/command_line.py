@@ -1,0 +1,38 @@
+"""Arguments that the benchmarks have in common, each spelled once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+DTYPES = ("bf16", "fp16", "fp32")
+KEPT = "benchmarks/results/cpu/"
+
+
+def parser(doc: str | None, *, write: str = "") -> argparse.ArgumentParser:
+    """Described by its module's first line, with --json; `write`: what --write keeps, where there is one."""
+    made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    made.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    if write:
+        made.add_argument("--write", action="store_true", help=write)
+    return made
+
+
+def dtype(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--dtype", default="bf16", choices=DTYPES)
+
+
+def decoding(made: argparse.ArgumentParser, *, seqs: Sequence[int], rounds: int, models: bool = False) -> None:
+    """Decode steps of a model. Several contexts can be asked for where `seqs` are several, models where `models`."""
+    folder = "a preset or checkpoint folder"
+    if models:
+        made.add_argument("--model", action="append", help=f"{folder}; repeatable  [llama-1b]")
+    else:
+        made.add_argument("--model", default="llama-1b", help=folder)
+    made.add_argument("--layers", type=int, default=1 << 10, help="only the first so many")
+    if len(seqs) > 1:
+        made.add_argument("--seq", type=int, action="append", help=f"context; repeatable  {list(seqs)}")
+    else:
+        made.add_argument("--seq", type=int, default=seqs[0], help="context")
+    made.add_argument("--rounds", type=int, default=rounds)
+    made.add_argument("--seed", type=int, default=0)
