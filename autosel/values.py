@@ -30,6 +30,7 @@ Backend = Literal[
     "USER",
 ]  # fmt: skip
 DeviceKind = Literal["cpu", "cuda"]
+WHOLE_STEP = "step"  # op of a decision about one whole decode step: it has no contract of its own, only the decoder's
 
 
 # --- workload --------------------------------------------------------------------------------------------------------
@@ -519,8 +520,10 @@ def parse_json(text: str | bytes, *, what: str = "document", depth: int = 32) ->
 
     try:
         data = json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite, parse_int=whole)
-    except (RecursionError, UnicodeDecodeError) as error:
-        raise ValueError(f"{what}: {type(error).__name__}") from error
+    except RecursionError as error:
+        raise ValueError(f"{what} is nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not UTF-8") from error
     _refuse_depth(data, depth, what)
     _refuse_surrogates(data, what)
     return data
@@ -528,7 +531,7 @@ def parse_json(text: str | bytes, *, what: str = "document", depth: int = 32) ->
 
 def _refuse_depth(data: Any, left: int, what: str) -> None:
     if left < 0:
-        raise ValueError(f"{what}: nested too deeply")
+        raise ValueError(f"{what} is nested too deeply")
     items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
     for item in items:
         _refuse_depth(item, left - 1, what)

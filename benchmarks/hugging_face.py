@@ -45,6 +45,33 @@ def filled_cache(model: Any, cache: Cache, count: int) -> Any:
     return made
 
 
+def in_place_cache(model: Any, cache: Cache, count: int) -> Any:
+    """As `filled_cache`, but a layer that attends to everything writes where there is room, as ours does, and does not
+    copy all it holds into new tensors at each step."""
+    from transformers.cache_utils import DynamicLayer
+
+    class InPlace(DynamicLayer):
+        def __init__(self, k: Tensor, v: Tensor) -> None:
+            super().__init__()
+            self.room = k.clone(), v.clone()
+            self.lazy_initialization(k, v)
+            self.keys, self.values = (t[:, :, :count] for t in self.room)
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            held = self.keys.shape[-2]
+            end = held + key_states.shape[-2]
+            for room, new in zip(self.room, (key_states, value_states), strict=True):
+                room[:, :, held:end] = new
+            self.keys, self.values = (t[:, :, :end] for t in self.room)
+            return self.keys, self.values
+
+    made = filled_cache(model, cache, count)
+    for i, (k, v) in enumerate(zip(cache.k, cache.v, strict=True)):
+        if not made.layers[i].is_sliding:
+            made.layers[i] = InPlace(k, v)
+    return made
+
+
 def rewinding(cache: Any) -> Callable[[], None]:
     """Put the cache back to what it holds now: a step makes new tensors and leaves the old ones as they were."""
     held = [dict(vars(layer)) for layer in cache.layers]

@@ -15,7 +15,7 @@ from autosel.candidates.torch import BASELINES, TORCH
 from autosel.candidates.user import from_target, registered
 from autosel.candidates.user_source import from_source, is_source
 from autosel.errors import UnknownName
-from autosel.values import Fingerprint, Rejected, Support, Workload
+from autosel.values import WHOLE_STEP, Fingerprint, Rejected, Support, Workload
 
 ALIASES = {"gemv": "linear", "gemm": "linear"}  # as in autosel.ops, which would load torch
 _BASELINE = {c.op: c for c in BASELINES}
@@ -63,6 +63,11 @@ def eligible(w: Workload, fp: Fingerprint, effort: str = "quick") -> tuple[tuple
     """Each candidate of the op with its answer, the baseline first. `quick` leaves out those that ask for `full`."""
     wanted = [c for c in all_candidates(w.op) if effort == "full" or c.effort == "quick"]
     return tuple((c, _supports(c, w, fp)) for c in wanted)
+
+
+def ledger_name(op: str) -> str:
+    """`op_name`, or the whole step's: an op of the ledger that no candidate here is for. Raises UnknownName."""
+    return op if op == WHOLE_STEP else op_name(op)
 
 
 def op_name(op: str) -> str:

@@ -50,7 +50,7 @@ def of_certificates(made: Iterable[Certificate]) -> list[Figure]:
 def of_suite(found: Suite) -> list[Figure]:
     return [
         Figure(
-            what=f"{r.model} {r.configuration} {r.prompt}/{r.tokens}",
+            what=f"{r.model} {r.dtype} {r.configuration} {r.prompt}/{r.tokens}",
             tokens_per_s=r.e2e_tokens_per_s,
             device=found.device,
             env_id=found.env_id,

@@ -215,7 +215,7 @@ def _latency(made: Certificate, found: Audit) -> Figure:
     axes.set_xlabel("ms of a step (log)")
     axes.set_ylabel("% of the steps")
     grid(axes)
-    axes.legend(loc="upper left")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)  # above: both curves end at 100 %
     return figure
 
 

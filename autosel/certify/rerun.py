@@ -1,5 +1,7 @@
 """Does a certificate's figure come out again? A second run of the same plan, compared statistically.
 
+Where a text was scored it is scored again: a path that is as fast and worse has not come out again.
+
 What is compared are ratios, for absolute times of a shared machine move by more than any kernel does: the speedup,
 whose arms were interleaved, and the step time against the read rate measured beside it. Each is new / old with the
 interval that both runs' resamples give. Two runs of the same thing differ by more than the noise within either (other
@@ -8,7 +10,8 @@ pages, other neighbours): hence the margin around 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,12 +20,17 @@ import numpy as np
 from autosel.certify.certificate import Certificate
 from autosel.certify.derive import rooflines
 from autosel.certify.statistics import FEWEST_TO_RESAMPLE, Figures, Interval, median, middle, resampled_medians
+from autosel.decode.run import SUSPICION
 from autosel.errors import AutoselError, TooNoisy, UsageError
+from autosel.values import Scalar
 
-Outcome = Literal["reproduced", "faster", "slower", "too noisy"]
+Outcome = Literal["reproduced", "faster", "slower", "too noisy", "another quality"]
 SPEEDUP_MARGIN = 0.05  # the effect that a race must show before its noise is known (docs/method.md)
 TIME_MARGIN = 0.10  # what a read probe may be off (certify.physics)
 WIDEST = 0.25  # an interval that reaches further from its middle says nothing
+# A path may err twice as much as the certified one, as in parity; a divergence grows with the square of the error.
+DIVERGENCE_MARGIN = 4.0
+SAME_REFERENCE = 1e-3  # nats a token: the reference is fp32, and other threads may sum in another order
 
 
 class NotReproduced(AutoselError):
@@ -50,14 +58,30 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rescored:
+    """The text of both runs: nats a token behind the reference, and divergence. `why`: what did not come out again."""
+
+    certified: float
+    measured: float
+    allowed: float  # how far the two may be apart
+    certified_divergence: float
+    measured_divergence: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun:
     speedup: Compared
     time: Compared  # against the read rate just before each step
     notes: tuple[str, ...]
+    quality: Rescored | None = None  # of a certificate that scored a text
 
     @property
     def outcome(self) -> Outcome:
-        """The worse of both; an undecided one decides nothing unless the other is slower."""
+        """Another text is worst; then the worse of both figures, of which an undecided one decides nothing unless the
+        other is slower."""
+        if self.quality is not None and self.quality.why:
+            return "another quality"
         found = (self.speedup.outcome, self.time.outcome)
         order: tuple[Outcome, ...] = ("slower", "too noisy", "faster", "reproduced")
         return next(outcome for outcome in order if outcome in found)
@@ -80,6 +104,9 @@ def compare(certified: Certificate, again: Certificate) -> Rerun:
     notes = []
     if certified.env_id != again.env_id:
         notes.append("the software differs: " + ", ".join(_differences(certified, again)))
+    modes = [made.options.get("mode") for made in (certified, again)]
+    if modes[0] != modes[1]:
+        notes.append(f"the step was taken {modes[0]} when certified, {modes[1]} now")
     if certified.git_sha != again.git_sha:
         notes.append(f"certified at {certified.git_sha[:12] or 'a wheel'}, now {again.git_sha[:12] or 'a wheel'}")
     if again.contended:
@@ -88,13 +115,27 @@ def compare(certified: Certificate, again: Certificate) -> Rerun:
         speedup=_compared("speedup", new, old, SPEEDUP_MARGIN),
         time=_compared("roofline", _medians(rooflines(again)), _medians(rooflines(certified)), TIME_MARGIN),
         notes=tuple(notes),
+        quality=_rescored(certified.quality, again.quality),
     )
+
+
+def refuse_other_text(certified: Certificate, sha256: str, where: str) -> None:
+    """Raises UsageError: only the text that was scored can be scored again."""
+    stated = certified.quality or {}
+    if sha256 != stated.get("text_sha256"):
+        raise UsageError(
+            f"{where} is not the text that was scored",
+            why=f"its sha256 is {sha256[:12]}; certified {str(stated.get('text_sha256'))[:12]} ({stated.get('text')})",
+            todo="name that text with --quality",
+        )
 
 
 def judge(found: Rerun) -> None:
     """Raises NotReproduced (exit code 3) or TooNoisy (5)."""
     why = "\n".join(f"{c.what}: {c.ratio:.3f} of the certified ({c.interval.lo:.3f} .. {c.interval.hi:.3f})"
                     for c in (found.speedup, found.time))  # fmt: skip
+    if found.quality is not None and found.quality.why:
+        raise NotReproduced("the certified quality did not come out again", why=found.quality.why)
     if found.outcome == "slower":
         raise NotReproduced("the certified figure did not come out again", why=why)
     if found.outcome == "too noisy":
@@ -103,11 +144,41 @@ def judge(found: Rerun) -> None:
 
 def _refuse_other_plan(certified: Certificate, again: Certificate) -> None:
     for name in ("model", "layers", "dtype", "weights", "shape", "options", "iters", "warmup"):
-        if getattr(certified, name) != getattr(again, name):
-            raise UsageError(
-                f"this is another run: {name} differs",
-                why=f"certified {getattr(certified, name)!r:.160}, now {getattr(again, name)!r:.160}",
-            )
+        old, new = (_asked(getattr(made, name)) for made in (certified, again))
+        if old != new:
+            raise UsageError(f"this is another run: {name} differs", why=f"certified {old!r:.160}, now {new!r:.160}")
+
+
+def _asked(stated: object) -> object:
+    """Without how the step was taken, which a decision says, not the plan."""
+    return {k: v for k, v in stated.items() if k != "mode"} if isinstance(stated, Mapping) else stated
+
+
+def _rescored(old: Mapping[str, Scalar] | None, new: Mapping[str, Scalar] | None) -> Rescored | None:
+    """Raises UsageError where the certified text was not scored again."""
+    if old is None:
+        return None
+    if new is None or any(old[n] != new[n] for n in ("text_sha256", "tokenizer", "tokens")):
+        raise UsageError("the certified text was not scored again", todo="name it with --quality")
+    behind = [float(q["difference"]) for q in (old, new)]
+    divergence = [float(q["mean_divergence"]) for q in (old, new)]
+    allowed = SUSPICION * math.hypot(float(old["difference_error"]), float(new["difference_error"]))
+    reference = [math.log(float(q["reference_perplexity"])) for q in (old, new)]
+    why = ""
+    if abs(reference[0] - reference[1]) > SAME_REFERENCE:
+        why = f"the reference itself gives {reference[1]:.4f} nats a token, certified {reference[0]:.4f}: other weights"
+    elif behind[1] - behind[0] > allowed:
+        why = f"{behind[1]:+.4g} nats a token to the reference, certified {behind[0]:+.4g}, {allowed:.2g} apart allowed"
+    elif divergence[1] > DIVERGENCE_MARGIN * divergence[0]:
+        why = f"divergence {divergence[1]:.3g} nats, certified {divergence[0]:.3g}: more than {DIVERGENCE_MARGIN:g}x"
+    return Rescored(
+        certified=behind[0],
+        measured=behind[1],
+        allowed=allowed,
+        certified_divergence=divergence[0],
+        measured_divergence=divergence[1],
+        why=why,
+    )
 
 
 def _speedups(made: Certificate) -> Figures:

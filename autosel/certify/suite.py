@@ -55,6 +55,7 @@ class Row:
     """One configuration of one model. Rates in tokens per second, times in milliseconds."""
 
     model: str
+    dtype: str
     configuration: str
     prompt: int
     tokens: int
@@ -118,6 +119,7 @@ def row(c: Configuration, made: Sequence[Certificate]) -> Row:
 
     return Row(
         model=made[0].model,
+        dtype=made[0].dtype,
         configuration=c.name,
         prompt=c.prompt,
         tokens=c.tokens,

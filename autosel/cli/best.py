@@ -13,7 +13,7 @@ from autosel.cli.figures import decision_json, decision_table
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph
 from autosel.errors import UsageError
-from autosel.values import Decision
+from autosel.values import WHOLE_STEP, Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,12 @@ def best_command(op: str, workload: str, as_json: bool) -> None:
         show_stale(rows, op)
     else:
         click.echo(f"{op}: {_undecided(op)['reason']}; the baseline serves, {_undecided(op)['candidate']}")
-        click.echo(f"measure:  {settings.spelling()} tune --op {op}", err=True)
+        click.echo(f"measure:  {settings.spelling()} {measured_by(op)}", err=True)
+
+
+def measured_by(op: str) -> str:
+    """The verb that decides the op. Whole steps are raced where a model runs."""
+    return "run --model NAME, once its ops are tuned" if op == WHOLE_STEP else f"tune --op {op}"
 
 
 def _document(op: str, rows: Sequence[Now]) -> dict[str, Any]:
@@ -72,6 +77,9 @@ def _undecided(op: str) -> dict[str, Any]:
     unknown = dict.fromkeys(
         ("workload", "decision_id", "speedup", "next_best", "baseline_us", "time_us", "roofline", "read_bytes_per_s")
     )
+    if op == WHOLE_STEP:
+        who = {"op": op, "state": "baseline", "backend": None, "candidate": "op by op"}
+        return {**who, **unknown, "reason": "nothing is decided on this device", "all": []}
     candidate = baseline(op)
     who = {"op": candidate.op, "state": "baseline", "backend": candidate.backend, "candidate": candidate.name}
     return {**who, **unknown, "reason": "nothing is decided on this device", "all": []}
@@ -83,17 +91,17 @@ def show_stale(rows: Sequence[Now], op: str) -> None:
     for reason in reasons:
         click.echo(paragraph(f"{reason}; the baseline runs instead", hang="  "))
     if reasons and not settings.get("disable"):
-        click.echo(f"measure again:  {settings.spelling()} tune --op {op}", err=True)
+        click.echo(f"measure again:  {settings.spelling()} {measured_by(op)}", err=True)
 
 
 def serving(op: str | None) -> list[Now]:
     """What serves here now, in the ledger's order; gemv and gemm are linear at M = 1 and above."""
-    from autosel.candidates.registry import op_name
+    from autosel.candidates.registry import ledger_name
     from autosel.candidates.validity import staleness
     from autosel.ledger.store import open_ledger
 
     hw_id = this_device()
-    name = op_name(op) if op else None
+    name = ledger_name(op) if op else None
     with open_ledger() as ledger:
         rows = [s.decision for s in ledger.serving() if s.decision.hw_id == hw_id]
     rows = [d for d in rows if name in (None, d.op)]
@@ -108,7 +116,7 @@ def _elsewhere(decision: Decision) -> str:
 
     if settings.get("disable"):
         return "AUTOSEL_DISABLE is set"
-    mode = current_mode()
+    mode = current_mode("team" if decision.op == WHOLE_STEP else "eager")
     return "" if decision.mode == mode else f"decision {decision.id} is for {decision.mode}; this process runs {mode}"
 
 

@@ -29,6 +29,8 @@ def summary(made: Certificate, found: Audit) -> str:
     lines = [paragraph(head, hang="  "), *_arms(made), *_tokens(made)]
     if found.rows:
         lines += [*shares(found), *fusions(found)]
+    if made.python_overhead is not None:
+        lines.append(f"our own Python: {100 * made.python_overhead:.2g} % of the step")
     v = made.verification
     word = "verified" if made.verification_ok else click.style("NOT verified", fg="red")
     near = f", logits at {v.max_logit_error / v.logit_bound:.2f} of their bound" if v.logit_bound else ""
@@ -122,10 +124,10 @@ def fusions(found: Audit) -> list[str]:
 
     lines = []
     for a in found.attribution:
-        if not {"fused", "team"} & {a.taken, a.other}:
+        if not {"fused", "graph", "team"} & {a.taken, a.other}:
             continue  # neither has the fused op: of interest to nobody but the JSON
         change = a.step_over_taken - 1
-        if a.taken in ("fused", "team"):
+        if a.taken in ("fused", "graph", "team"):
             told = f"{a.op}: taken; with {INSTEAD[a.other]} the step takes {change:+.1%}"
         else:
             told = f"{a.op}: left out for {INSTEAD[a.taken]}; with it the step takes {change:+.1%}"

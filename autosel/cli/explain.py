@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from autosel import settings
-from autosel.cli.best import Now, serving
+from autosel.cli.best import Now, measured_by, serving
 from autosel.cli.dataset import elsewhere, elsewhere_lines
-from autosel.cli.figures import decision_json, short_shape
+from autosel.cli.figures import decision_json, short_shape, winner
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import bandwidth, emit_json, microseconds, paragraph, ratio, table
 from autosel.errors import LedgerError, UsageError
-from autosel.values import Decision, Effect, Failed, Passed, Race, Rejected, Session, Verdict, to_json
+from autosel.values import WHOLE_STEP, Decision, Effect, Failed, Passed, Race, Rejected, Session, Verdict, to_json
 
 if TYPE_CHECKING:
     from autosel.ledger.store import Evidence, Ledger
@@ -54,7 +54,7 @@ def _chosen(ledger: Ledger, op: str | None, decision_id: int | None) -> list[Now
         raise LedgerError(
             f"no decision for {op} on this device",
             why="the baseline serves it",
-            todo=f"{settings.spelling()} tune --op {op}",
+            todo=f"{settings.spelling()} {measured_by(op or '')}",
         )
     return found
 
@@ -62,7 +62,7 @@ def _chosen(ledger: Ledger, op: str | None, decision_id: int | None) -> list[Now
 def explain_text(evidence: Evidence, stale: str = "") -> str:
     """The decision in about ten lines of at most 80 columns."""
     d, v = evidence.decision, evidence.decision.verdict
-    head = f"{d.op}  {short_shape(d)} {d.workload.dtype}   {d.state} {d.arm.backend}   decision {d.id}, {_ago(d)}"
+    head = f"{d.op}  {short_shape(d)} {d.workload.dtype}   {d.state} {winner(d)}   decision {d.id}, {_ago(d)}"
     lines: list[Line] = [("stale", f"{stale}; the baseline runs instead")] if stale else []
     if v is None or d.reason != v.reason:
         lines.append(("decided", d.reason))
@@ -70,7 +70,7 @@ def explain_text(evidence: Evidence, stale: str = "") -> str:
     if v is not None:
         lines += _effect_lines(d, v)
     lines += [*_knob_lines(d), *elsewhere_lines(d), ("changes", _what_would_change_it(d))]
-    lines.append(("reproduce", f"{settings.spelling()} export --repro {d.id}      one file that needs only torch"))
+    lines.append(("reproduce", _how_to_reproduce(d)))
     return "\n".join([paragraph(head, hang="  "), *(_field(name, text) for name, text in lines)])
 
 
@@ -123,10 +123,8 @@ def _effect_lines(d: Decision, v: Verdict) -> Iterator[Line]:
     yield "median", f"{microseconds(own.median_us)} us" + (f" against {microseconds(other.median_us)}" if other else "")
     yield "tail", f"p95 {microseconds(own.p95_us)} us" + (f" against {microseconds(other.p95_us)}" if other else "")
     if v.roofline is not None:
-        from autosel.ops import find
-
-        moved = find(d.op).bytes_moved(d.workload)
-        floor = moved / v.read_bytes_per_s * 1e6
+        floor = v.roofline * own.median_us
+        moved = floor / 1e6 * v.read_bytes_per_s
         text = f"memory: {moved / 1e6:.3g} MB at {bandwidth(v.read_bytes_per_s)} = {microseconds(floor)} us"
         yield "limit", f"{text}, reached {v.roofline:.0%}"
 
@@ -139,6 +137,8 @@ def _knob_lines(d: Decision) -> list[Line]:
     if not d.arm.knobs:
         return []
     text = ", ".join(f"{name} {value}" for name, value in d.arm.knobs.items())
+    if d.op == WHOLE_STEP:
+        return [("knobs", text)]
     return [("knobs", f"{text}          {settings.spelling()} knobs --op {d.op} --explain")]
 
 
@@ -148,7 +148,15 @@ def _what_would_change_it(d: Decision) -> str:
         low, high = d.length_range
         lengths = f"a context below {low} or above {high} tokens (measured crossover), "
     kernel = "an edited kernel, " if d.arm.build else ""
+    if d.op == WHOLE_STEP:
+        kernel += "another decision about an op of it, "
     return f"{lengths}{kernel}another torch, another CPU"
+
+
+def _how_to_reproduce(d: Decision) -> str:
+    if d.op == WHOLE_STEP:
+        return f"{settings.spelling()} demote {d.id}, then run that model again: it is measured in whole steps"
+    return f"{settings.spelling()} export --repro {d.id}      one file that needs only torch"
 
 
 def _ago(d: Decision) -> str:
@@ -211,9 +219,9 @@ def _session_json(session: Session) -> dict[str, object]:
 
 def _show_failed(ledger: Ledger, op: str | None, as_json: bool) -> None:
     """Everything that failed or may not race, newest first."""
-    from autosel.candidates.registry import op_name
+    from autosel.candidates.registry import ledger_name
 
-    decisions = ledger.history(op_name(op) if op else None)
+    decisions = ledger.history(ledger_name(op) if op else None)
     found = [*_failures(ledger, decisions), *_ineligible(decisions)]
     if as_json:
         emit_json(found)
@@ -243,7 +251,8 @@ def _ineligible(decisions: Sequence[Decision]) -> list[dict[str, object]]:
 
     seen: dict[tuple[str, str, str], dict[str, object]] = {}
     fp = fingerprint.take("cpu") if decisions else None
-    for w in {d.workload.key: d.workload for d in decisions if fp and d.hw_id == fp.hw_id}.values():
+    raced = [d for d in decisions if d.op != WHOLE_STEP]  # of a whole step `run` says it
+    for w in {d.workload.key: d.workload for d in raced if fp and d.hw_id == fp.hw_id}.values():
         assert fp is not None
         for candidate, support in registry.eligible(w, fp, "full"):
             if isinstance(support, Rejected):

@@ -9,9 +9,18 @@ import click
 from autosel.cli.output import microseconds, ratio, state_style, table
 from autosel.ledger import describe
 from autosel.ledger.describe import decision_json, served_state, shape, spread
-from autosel.values import Decision
+from autosel.values import WHOLE_STEP, Decision
 
-__all__ = ["against_baseline", "decision_json", "decision_table", "served_state", "shape", "short_shape", "spread"]
+__all__ = [
+    "against_baseline",
+    "decision_json",
+    "decision_table",
+    "served_state",
+    "shape",
+    "short_shape",
+    "spread",
+    "winner",
+]
 
 
 HEADERS = ("op", "workload", "winner", "time us", "vs baseline", "next best", "roofline")
@@ -34,12 +43,19 @@ def _row(decision: Decision, label: str, stale: bool) -> list[str]:
     return [
         label,
         short_shape(decision),
-        state_style(decision.state)(decision.arm.backend),
+        state_style(decision.state)(winner(decision)),
         f"{microseconds(timing.median_us)} {spread(timing)}" if timing else "-",
         against_baseline(decision),
         ratio(verdict.next_best[1]) if verdict and verdict.next_best else "",
         f"{verdict.roofline:.0%}" if verdict and verdict.roofline is not None else "",
     ]
+
+
+def winner(decision: Decision) -> str:
+    """The backend; of a whole step, which way it is taken."""
+    if decision.op != WHOLE_STEP:
+        return decision.arm.backend
+    return "op by op" if decision.arm.digest == decision.baseline.digest else "team"
 
 
 def short_shape(decision: Decision) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from autosel import settings
+from autosel.cli.best import measured_by
 from autosel.cli.figures import against_baseline, decision_json
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph, state_style, table
@@ -21,9 +22,9 @@ def history_command(op: str | None, limit: int, as_json: bool) -> None:
 
     name = None
     if op is not None:
-        from autosel.candidates.registry import op_name
+        from autosel.candidates.registry import ledger_name
 
-        name = op_name(op)
+        name = ledger_name(op)
     with open_ledger() as ledger:
         found = ledger.history(name, limit=limit)
     if as_json:
@@ -31,7 +32,7 @@ def history_command(op: str | None, limit: int, as_json: bool) -> None:
         return
     if not found:
         click.echo(f"no decisions{f' about {op}' if op else ''} yet: the baseline serves")
-        click.echo(f"measure:  {settings.spelling()} tune{f' --op {op}' if op else ''}", err=True)
+        click.echo(f"measure:  {settings.spelling()} {measured_by(op) if op else 'tune'}", err=True)
         return
     rows = [
         [

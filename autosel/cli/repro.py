@@ -16,7 +16,7 @@ from autosel import resources, settings
 from autosel.errors import UsageError
 from autosel.ledger.store import Evidence
 from autosel.native.compile import find_sources
-from autosel.values import Arm, NativeRecipe, Workload
+from autosel.values import WHOLE_STEP, Arm, NativeRecipe, Workload
 from autosel.version import __version__
 
 LLC_FALLBACK_BYTES = 32 << 20
@@ -31,6 +31,12 @@ def script(evidence: Evidence) -> str:
             f"decision {d.id} rests on no race of this ledger: there is nothing to reproduce",
             why=d.reason,
             todo=f"{settings.spelling()} explain --id {d.id}",
+        )
+    if d.op == WHOLE_STEP:
+        raise UsageError(
+            f"decision {d.id} is about whole decode steps",
+            why="a model's weights do not go into one file",
+            todo=f"{settings.spelling()} demote {d.id}, then run that model again: it is raced anew",
         )
     if not isinstance(d.arm.recipe, NativeRecipe) and not d.arm.recipe.target.startswith("autosel.ops.eager:"):
         raise UsageError(

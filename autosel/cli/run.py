@@ -16,7 +16,7 @@ from autosel import settings
 from autosel.cli.certificate import change_line, plan_text, summary, where_line
 from autosel.cli.options import Known, batch_option, dtype_option, json_option, verb
 from autosel.cli.output import emit_json, error_json, report
-from autosel.errors import AutoselError, ParityError, UsageError
+from autosel.errors import AutoselError, LedgerError, ParityError, UsageError
 from autosel.values import DTypeName, to_json
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autosel.certify.compare import Change, Figure
     from autosel.certify.slo import Objective
     from autosel.decode.run import DecodeRun, Plan, Text
+    from autosel.ledger.store import Ledger
 
 MOST_ITERS = 20_000  # as certify.certificate.MOST_STEPS, which would load numpy
 DEFAULT_MODEL = "llama-8b"
@@ -42,7 +43,7 @@ PATH = click.Path(path_type=Path)
 MEASURED = (
     "model", "weights", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "persistent",
     "no_persistent", "small_batch", "no_prealloc", "paged", "advance", "temperature", "top_k", "top_p",
-    "repetition_penalty", "speculate", "device", "seed",
+    "repetition_penalty", "speculate", "device", "seed", "score",
 )  # fmt: skip
 
 
@@ -181,10 +182,7 @@ class Asked:
         return found
 
     def _weights(self) -> str:
-        if self["weights"]:
-            return str(self["weights"])
-        folder = Path(self.model).expanduser()
-        return str(folder) if folder.is_dir() and any(folder.glob("*.safetensors")) else "random"
+        return str(self["weights"]) if self["weights"] else weights_of(self.model)
 
     def text(self, plan: Plan) -> Text | None:
         """What --quality is to score. Raises UsageError, BadConfig."""
@@ -220,6 +218,14 @@ class Asked:
         made = sign.make_key(path)
         click.echo(f"made the key {path}; its public half is {sign.public_hex(made)}", err=True)
         return made
+
+
+def weights_of(model: str) -> str:
+    """The folder, if it holds weights or says that it should: what is wrong with them is an error, and never a reason
+    to measure random ones instead. Else "random"."""
+    folder = Path(model).expanduser()
+    held = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
+    return str(folder) if folder.is_dir() and any(any(folder.glob(name)) for name in held) else "random"
 
 
 def drafted(text: str) -> int:
@@ -297,8 +303,22 @@ def measured(plan: Plan, text: Text | None = None) -> DecodeRun:
 
     refuse(plan)
     prompts(plan)
-    with progress() as listener:
-        return measure(plan, load_weights(plan, listener), text=text, listener=listener)
+    with ledger_or_none() as ledger, progress() as listener:
+        return measure(plan, load_weights(plan, listener), text=text, listener=listener, ledger=ledger)
+
+
+@contextlib.contextmanager
+def ledger_or_none() -> Iterator[Ledger | None]:
+    """Where it stands who takes whole steps; a ledger that cannot be opened costs that, not the run."""
+    from autosel.ledger.store import open_ledger
+
+    with contextlib.ExitStack() as stack:
+        ledger = None
+        try:
+            ledger = stack.enter_context(open_ledger())
+        except LedgerError as error:
+            click.echo(f"{error.what}: who takes the step is raced for this run alone", err=True)
+        yield ledger
 
 
 @contextlib.contextmanager

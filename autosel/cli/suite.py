@@ -20,6 +20,7 @@ from autosel.cli.run import (
     earlier,
     failed,
     grounds,
+    ledger_or_none,
     progress,
     refuse_unwritable,
 )
@@ -80,7 +81,7 @@ def measured_suite(asked: Asked, level: Any, key: Any) -> tuple[Suite, AutoselEr
 
     rows, certified = [], []
     base = asked.plan()
-    with progress() as listener:
+    with ledger_or_none() as ledger, progress() as listener:
         for name in suite.models(level, asked["model"] or None):
             model = models.load(name)
             plans = [(c, suite.plan_of(_of_model(base, model), c)) for c in suite.configurations(level)]
@@ -92,7 +93,7 @@ def measured_suite(asked: Asked, level: Any, key: Any) -> tuple[Suite, AutoselEr
 
                 def trial(plan: Plan, name: str = name, c: Any = c, weights: Any = weights) -> Certificate:
                     listener.stage(f"{plan.model.name} {c.name}", "", 0, 1)
-                    run = measure(plan, weights, listener=listener)
+                    run = measure(plan, weights, listener=listener, ledger=ledger)
                     return issue(run, grounds(run), Request(repro_cmd=command(name, plan)))
 
                 made = suite.trials(plan, trial)

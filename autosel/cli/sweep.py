@@ -90,6 +90,7 @@ def grid_of(asked: dict[str, Any]) -> list[Plan]:
     from autosel import models
     from autosel.certify.sweep import MOST_CELLS, span
     from autosel.cli.fingerprint import refuse_absent
+    from autosel.cli.run import weights_of
     from autosel.decode.run import Plan
 
     contexts = span(asked["context"], "--context", 2, MOST_CONTEXT)
@@ -100,13 +101,12 @@ def grid_of(asked: dict[str, Any]) -> list[Plan]:
     model = models.load(asked["model"])
     if (asked["layers"] or 0) > model.layers:
         raise UsageError(f"--layers {asked['layers']}", why=f"{model.name} has {model.layers}")
-    folder = Path(asked["model"]).expanduser()
     dtype: DTypeName = asked["dtype"] or model.dtype
     return [
         Plan(
             model=model,
             layers=0 if asked["layers"] == model.layers else asked["layers"] or 0,
-            weights=str(folder) if folder.is_dir() and any(folder.glob("*.safetensors")) else "random",
+            weights=weights_of(asked["model"]),
             prompt="synthetic",
             dtype=dtype,
             batch=batch,
@@ -132,15 +132,18 @@ def swept(asked: dict[str, Any], grid: Sequence[Plan]) -> tuple[Sweep, AutoselEr
     from autosel.certify import sweep
     from autosel.certify.certificate import Layers, model_name
     from autosel.certify.issue import git_sha
+    from autosel.decode.safetensors import open_folder
     from autosel.decode.weights import free_memory
 
+    if grid[0].weights != "random":
+        open_folder(Path(grid[0].weights).expanduser())  # what cannot be loaded is said before minutes of tuning
     started, memory = datetime.now(UTC).isoformat(timespec="seconds"), free_memory(grid[0].device)
     sized = [(plan, *_fits(plan, memory)) for plan in grid]
     trouble: AutoselError | None = None
     decisions: list[Decision] = []
     if asked["tunes"]:
         decisions, trouble = _tuned(asked, [plan for plan, _, why in sized if not why])
-    cells = _measured(sized)
+    cells = _measured(sized, decides=asked["tunes"])
     changes = sweep.changes_of(sweep.served(cells), decisions)
     if asked["tunes"]:
         changes, narrowed = _narrowed(asked, grid[0], cells, changes)
@@ -203,22 +206,22 @@ def _decided(asked: dict[str, Any], named: Sequence[Named]) -> tuple[list[Decisi
     return list(found.decisions), unfinished(found, again)
 
 
-def _measured(sized: Sequence[tuple[Plan, int, str]]) -> list[Cell]:
-    """Each cell that fits, on weights loaded once."""
+def _measured(sized: Sequence[tuple[Plan, int, str]], *, decides: bool) -> list[Cell]:
+    """Each cell that fits, on weights loaded once. `decides`: who takes its whole steps too, where nothing says so."""
     from autosel.certify.sweep import Cell
-    from autosel.cli.run import progress
+    from autosel.cli.run import ledger_or_none, progress
     from autosel.decode.measure import measure, refuse
     from autosel.decode.weights import load_weights
 
     cells, weights = [], None
-    with progress() as listener:
+    with ledger_or_none() as ledger, progress() as listener:
         for i, (plan, need, why) in enumerate(sized):
             figures = None
             if not why:
                 refuse(plan)
                 listener.stage(f"batch {plan.batch}, context {plan.seq}", "", i, len(sized))
                 weights = weights or load_weights(plan, listener)
-                figures = figures_of(measure(plan, weights, listener=listener))
+                figures = figures_of(measure(plan, weights, listener=listener, ledger=ledger, decides=decides))
             cells.append(Cell(batch=plan.batch, context=plan.seq, need_bytes=need, figures=figures, why=why))
     return cells
 

@@ -18,31 +18,39 @@ if TYPE_CHECKING:
     from autosel.certify.certificate import Certificate
     from autosel.certify.rerun import Compared, Rerun
     from autosel.certify.verify import Verified
+    from autosel.cli.run import Asked
+    from autosel.decode.run import Plan, Text
 
 EXAMPLES = (
     "verify certificates.jsonl",
     "verify --rerun certificates.jsonl:7",
+    "verify --rerun certificates.jsonl:7 --quality text.txt",
     "verify certificates.jsonl --key signer.pem --head 1f3c0a...",
 )
+PATH = click.Path(path_type=Path)
 
 
 @verb("verify", *EXAMPLES)
 @click.argument("where", metavar="FILE[:LINE]", required=False, default="")
 @click.option("--rerun", is_flag=True, help="measure LINE (default: the last) again, and compare")
+@click.option("--quality", "score", type=PATH, metavar="TEXT_FILE", help="where the scored text is now (--rerun)")
 @click.option("--key", default="", metavar="KEY", help="every line must be signed by it: a key file, or its hex")
 @click.option("--head", default="", metavar="SHA256", help="the last line must have this checksum")
 @json_option
-def verify_command(where: str, rerun: bool, key: str, head: str, as_json: bool) -> None:
+def verify_command(where: str, rerun: bool, score: Path | None, key: str, head: str, as_json: bool) -> None:
     """Check a certificate file: bytes, chain, sums, physics, signatures (default: the one below the home).
 
-    --rerun: exit code 3 if the figure does not come out again, 5 if the runs are too noisy to tell.
+    --rerun: exit code 3 if the figure, or the score of the text, does not come out again, 5 if the runs are too noisy
+    to tell.
     """
     from autosel.certify import sign
     from autosel.certify.verify import verify
 
+    if score is not None and not rerun:
+        raise UsageError("--quality without --rerun", todo="add --rerun")
     path, line = located(where)
     found = verify(path, signer=sign.public_key(key) if key else "", head=_head(head), keep=line)
-    again = run_again(found.last) if rerun else None
+    again = run_again(found.last, score) if rerun else None
     trouble = _judged(again)
     if as_json:
         emit_json(
@@ -104,8 +112,11 @@ def words(path: Path, found: Verified) -> str:
 # --- again -----------------------------------------------------------------------------------------------------------
 
 
-def run_again(certified: Certificate) -> Rerun:
-    """Measure the certificate's plan on this device. Raises UsageError where it is another's, or no longer the plan."""
+def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
+    """Measure the certificate's plan on this device, and score its text again; `score`: where that is now.
+
+    Raises UsageError where the certificate is another device's, or this is no longer the plan or the text.
+    """
     from autosel import fingerprint
     from autosel.certify.issue import Request, issue
     from autosel.certify.rerun import compare, refuse_other_device
@@ -115,8 +126,29 @@ def run_again(certified: Certificate) -> Rerun:
     plan = asked.plan()
     fp = fingerprint.take(plan.device)
     refuse_other_device(certified, fp.hw_id, fp.name)
-    run = measured(plan)
+    text = text_again(certified, asked, plan, score)
+    run = measured(plan, text)
     return compare(certified, issue(run, grounds(run), Request(repro_cmd=certified.repro_cmd)))
+
+
+def text_again(certified: Certificate, asked: Asked, plan: Plan, score: Path | None) -> Text | None:
+    """The text that the certificate scored: from `score`, else from where its command had it."""
+    from autosel.certify.rerun import refuse_other_text
+    from autosel.decode.prompt import text_to_score
+
+    if certified.quality is None:
+        if score is not None:
+            raise UsageError("--quality: the certificate scored no text", todo="leave --quality out")
+        return None
+    path = score or asked["score"]
+    if path is None:
+        raise UsageError(
+            f"the certificate scored a text, {certified.quality.get('text')}, and its command does not say where it is",
+            todo="name that text with --quality",
+        )
+    text = text_to_score(path, plan)
+    refuse_other_text(certified, text.sha256, str(path))
+    return text
 
 
 def command_of(certified: Certificate) -> Any:
@@ -163,6 +195,10 @@ def rerun_words(certified: Certificate, again: Rerun) -> str:
         f"({interval.lo:.3g} .. {interval.hi:.3g}): {within} its interval"
     )
     lines += [_compared_words(one) for one in (again.speedup, again.time)]
+    if again.quality is not None:
+        q = again.quality
+        lines.append(f"  text      {q.measured:+.4g} nats a token to the reference; certified {q.certified:+.4g}")
+        lines.append(f"            divergence {q.measured_divergence:.3g}; certified {q.certified_divergence:.3g}")
     return "\n".join([*lines, *(paragraph(f"  {note}", hang="  ") for note in again.notes)])
 
 
@@ -176,4 +212,5 @@ def _rerun_json(again: Rerun | None) -> dict[str, Any] | None:
     if again is None:
         return None
     parts = {c.what: {**to_json(c), "outcome": c.outcome} for c in (again.speedup, again.time)}
-    return {"outcome": again.outcome, "notes": list(again.notes), **parts}
+    quality = to_json(again.quality) if again.quality else None
+    return {"outcome": again.outcome, "notes": list(again.notes), "quality": quality, **parts}

@@ -17,6 +17,7 @@ from autosel import settings
 from autosel.cli.options import json_option, ops_option, seed_option, verb
 from autosel.cli.output import emit_json, microseconds, table
 from autosel.errors import AutoselError, UsageError
+from autosel.values import WHOLE_STEP
 
 if TYPE_CHECKING:
     from autosel.values import Workload
@@ -162,7 +163,7 @@ def _workloads(path: Path | None, ops: Sequence[str]) -> dict[Workload, int]:
         from autosel.ledger.store import open_ledger
 
         with open_ledger() as ledger:
-            found = {s.decision.workload: 1 for s in ledger.serving()}
+            found = {s.decision.workload: 1 for s in ledger.serving() if s.decision.op != WHOLE_STEP}
     wanted = {op_name(op) for op in ops}
     found = {w: n for w, n in found.items() if not wanted or w.op in wanted}
     if not found:

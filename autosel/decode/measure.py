@@ -25,11 +25,14 @@ from autosel.decode.persistent import kind_of, refuse_unsupported
 from autosel.decode.quality import quality
 from autosel.decode.run import DecodeRun, Listener, Plan, Silent, Text
 from autosel.decode.scene import Clock, Scene, set_scene
+from autosel.decode.standing import Standing, stand
 from autosel.decode.weights import Weights
 from autosel.decode.whole import Whole, choose_team
 from autosel.errors import UsageError
 from autosel.ledger.key import current_mode
+from autosel.ledger.store import Ledger
 from autosel.race.idle import wait_until_idle
+from autosel.values import Fingerprint
 
 
 def measure(
@@ -39,8 +42,13 @@ def measure(
     text: Text | None = None,
     listener: Listener | None = None,
     clock: Clock = time.perf_counter_ns,
+    ledger: Ledger | None = None,
+    decides: bool = True,
 ) -> DecodeRun:
     """Run the plan; score the text with what was timed, if one is given. `clock` gives nanoseconds.
+
+    In the ledger stands who takes the whole step; what is not decided yet is raced and recorded. Without one, or where
+    it is not to decide, it is raced for this run alone, and shortly.
 
     Raises UsageError, BadConfig.
     """
@@ -52,9 +60,12 @@ def measure(
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     with torch.inference_mode():
         scene = set_scene(plan, weights, listener, clock)
+        standing = None
+        if ledger is not None and plan.persistent is None and _may_choose(plan):
+            standing = stand(scene, fp, ledger, rng, clock, listener, decides=decides)
         listener.stage("chain", "whole steps", 0, 1)
-        chain, ways = choose_chain(scene, rng, clock) if _may_choose(plan) else (FUSED, ())
-        whole = choose_team(scene, chain, fp, rng, clock)
+        chain, ways = choose_chain(scene, rng, clock) if _may_choose(plan) and not _teams(standing) else (FUSED, ())
+        whole = _whole(scene, chain, fp, rng, clock, standing, ledger)
         team = fp if whole.taken else None
         ours, theirs = our_arm(scene, chain, team), Baseline(scene)
         _warm_up(scene, ours, theirs, listener)
@@ -117,6 +128,25 @@ def refuse(plan: Plan) -> None:
 
 def _may_choose(plan: Plan) -> bool:
     return plan.prealloc and not plan.speculate
+
+
+def _teams(standing: Standing | None) -> bool:
+    """Is it decided that the team takes the step? Then nobody asks which forms would be faster without it."""
+    return standing is not None and standing.team is True
+
+
+def _whole(
+    scene: Scene,
+    chain: Chain,
+    fp: Fingerprint,
+    rng: Random,
+    clock: Clock,
+    standing: Standing | None,
+    ledger: Ledger | None,
+) -> Whole:
+    if standing is not None and standing.team is False:
+        return standing.kept()
+    return choose_team(scene, chain, fp, rng, clock, standing.judge if standing is not None else None, ledger)
 
 
 def _notes(plan: Plan, chain: Chain, whole: Whole) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autosel.values import Decision, Timing, Verdict, Workload
+from autosel.values import WHOLE_STEP, Decision, Timing, Verdict, Workload
 
 
 def decision_json(decision: Decision) -> dict[str, Any]:
@@ -69,6 +69,8 @@ def against_baseline(decision: Decision) -> str:
 def shape(w: Workload) -> str:
     """`B1 H32/8 D128 L8192`, `M1 K4096 N28672`: the dimensions people know, nothing else."""
     dims = dict(w.dims)
+    if w.op == WHOLE_STEP:
+        return f"B{dims['B']} layers{dims['layers']} d{dims['d']} L{dims['L']}"
     if "Hq" in dims and "Hkv" in dims:
         dims = {"H": f"{dims.pop('Hq')}/{dims.pop('Hkv')}", **dims}  # type: ignore[dict-item]
     for dull in ("S", "R"):

@@ -116,7 +116,7 @@ class Bench:
 
         `wake`: an untimed call comes first, which wakes the arm's own threads and loads its code.
         """
-        before = _Disturbance.read()
+        before = Disturbance.read()
         times: dict[str, list[float]] = {}
         for name in order:
             seat = self.seats[name]
@@ -187,7 +187,7 @@ def _runtime(entrant: Entrant) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Disturbance:
+class Disturbance:
     """What took the CPU away: cgroup throttling and steal. Such a pair is dropped whole, both arms, by cause."""
 
     throttled: int
@@ -195,8 +195,8 @@ class _Disturbance:
     at_ns: int
 
     @staticmethod
-    def read() -> _Disturbance:
-        return _Disturbance(throttled=_throttled(), steal_ticks=_steal_ticks(), at_ns=clock_ns())
+    def read() -> Disturbance:
+        return Disturbance(throttled=_throttled(), steal_ticks=_steal_ticks(), at_ns=clock_ns())
 
     def since(self) -> str:
         if _throttled() > self.throttled:

@@ -53,9 +53,11 @@ def small(name: str) -> ModelShape:
     )
 
 
+@pytest.mark.parametrize("kind", ["filled_cache", "in_place_cache"])
 @pytest.mark.parametrize("name", ["llama-1b", "qwen3-1.7b", "gemma3-1b"])
-def test_the_eager_baseline_is_hugging_faces_model_on_the_same_tensors(name: str) -> None:
-    from hugging_face import filled_cache, model_of, rewinding
+def test_the_eager_baseline_is_hugging_faces_model_on_the_same_tensors(name: str, kind: str) -> None:
+    import hugging_face
+    from hugging_face import model_of, rewinding
 
     weights = load_weights(Plan(model=small(name), dtype="fp32", seq=CONTEXT))
     cache = make_cache(weights.shape, "fp32", rows=1, room=CONTEXT)
@@ -64,7 +66,7 @@ def test_the_eager_baseline_is_hugging_faces_model_on_the_same_tensors(name: str
     token = torch.tensor([[7]])
     with torch.inference_mode():
         theirs = model_of(weights)
-        past = filled_cache(theirs, cache, CONTEXT - 1)
+        past = getattr(hugging_face, kind)(theirs, cache, CONTEXT - 1)
         rewind = rewinding(past)
         ours = Eager(weights).logits(token, cache, CONTEXT - 1)
         for _ in range(2):  # the second step finds the cache as the first did

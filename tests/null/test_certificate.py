@@ -327,7 +327,7 @@ def test_a_stream_that_goes_on_may_leave_its_last_bucket_fewer_calls() -> None:
         (LINE.replace(b'"warmup":10', b'"warmup": 10'), "spelling"),
         (LINE.replace(b'"warmup":10', b'"warmup":1e1'), "expected int"),
         (LINE.replace(b'"dtype":"bf16"', b'"dtype":"\\ud800"'), "surrogate"),
-        (LINE.replace(b'"dtype":"bf16"', b'"dtype":"\xff"'), "Unicode"),
+        (LINE.replace(b'"dtype":"bf16"', b'"dtype":"\xff"'), "not UTF-8"),
         (LINE + b" ", "spelling"),
         (resealed({**document(), "extra": 1}), "unknown"),
         (resealed({**document(), "warmup": "10"}), "warmup"),

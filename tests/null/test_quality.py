@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from autosel import models
-from autosel.certify import verify
+from autosel.certify import rerun, verify
 from autosel.certify.audit import audit
 from autosel.certify.certificate import Certificate
 from autosel.certify.issue import refuse_unjudged
 from autosel.cli.certificate import summary
+from autosel.cli.verify import command_of, rerun_words, text_again
 from autosel.decode.prompt import text_to_score
 from autosel.decode.quality import MOST_TOKENS, _Scores, windows
 from autosel.decode.run import Plan, Quality, Text
@@ -160,3 +161,65 @@ def test_lossy_arithmetic_is_certified_only_with_a_text() -> None:
     refuse_unjudged("bf16", judged=False)
     lossy = dataclasses.replace(certificate(decode_run()), dtype="fp8_e4m3")
     assert verify.wrong(lossy) == "quality: fp8_e4m3 is lossy, and no text was scored"
+
+
+# --- again -----------------------------------------------------------------------------------------------------------
+
+
+def scored_run(seed: int, **changed: Any) -> Certificate:
+    quality = dataclasses.replace(QUALITY, **changed)
+    return certificate(dataclasses.replace(decode_run(seed=seed, iters=60), quality=quality))
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"difference": 0.05}, ""),  # within the errors of both
+        ({"difference": -0.2}, ""),  # better: the certificate flags it where it is suspect
+        ({"difference": 0.2}, "nats a token to the reference"),
+        ({"mean_divergence": 0.003}, ""),
+        ({"mean_divergence": 0.005}, "divergence"),
+        ({"reference_perplexity": 10.5}, "other weights"),
+    ],
+)
+def test_a_rerun_scores_the_text_again_and_says_what_became_worse(changed: dict[str, float], why: str) -> None:
+    found = rerun.compare(scored_run(1), scored_run(2, **changed))
+    assert found.quality is not None
+    if not why:
+        assert found.quality.why == "" and found.outcome == "reproduced"
+        assert "divergence" in rerun_words(scored_run(1), found)
+        return
+    assert why in found.quality.why and found.outcome == "another quality"
+    with pytest.raises(rerun.NotReproduced, match="the certified quality did not come out again") as raised:
+        rerun.judge(found)
+    assert raised.value.exit_code == 3
+
+
+def test_a_certified_text_that_was_not_scored_again_or_is_another_is_refused() -> None:
+    plain = certificate(decode_run(seed=2, iters=60))
+    for again in (plain, scored_run(2, text_sha256="1" * 64), scored_run(2, tokens=99)):
+        with pytest.raises(UsageError, match="not scored again"):
+            rerun.compare(scored_run(1), again)
+    assert rerun.compare(plain, plain).quality is None
+    with pytest.raises(UsageError, match="not the text that was scored"):
+        rerun.refuse_other_text(scored_run(1), "1" * 64, "other.txt")
+
+
+def test_the_text_is_where_the_command_had_it_or_where_it_is_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("abc")
+    text = text_to_score(tmp_path / "t.txt", Plan(model=models.load("llama-1b")))
+    made = dataclasses.replace(
+        scored_run(1, text_sha256=text.sha256), repro_cmd=f"./run run --model llama-1b --quality {tmp_path / 't.txt'}"
+    )
+    asked = command_of(made)
+    assert text_again(made, asked, asked.plan(), None) == text
+    (tmp_path / "t.txt").rename(tmp_path / "moved.txt")
+    with pytest.raises(BadConfig, match="cannot be read"):
+        text_again(made, asked, asked.plan(), None)
+    assert text_again(made, asked, asked.plan(), tmp_path / "moved.txt") == dataclasses.replace(text, name="moved.txt")
+    silent = dataclasses.replace(made, repro_cmd="./run run --model llama-1b")
+    with pytest.raises(UsageError, match="does not say where it is"):
+        text_again(silent, command_of(silent), asked.plan(), None)
+    plain = certificate(decode_run(iters=60))
+    with pytest.raises(UsageError, match="scored no text"):
+        text_again(plain, asked, asked.plan(), tmp_path / "moved.txt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,20 @@ import pytest
 
 from autosel.cli.main import run
 
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float32",
+    "hidden_act": "silu",
+}
 SMALL = ("run", "--model", "llama-1b", "--layers", "1", "--seq", "16", "--iters", "2")
 
 
@@ -49,3 +64,28 @@ def test_a_suite_that_does_not_fit_is_refused_first(
     monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 20)
     assert run(["run", "--suite", "quick", "--layers", "1"]) == 2
     assert "of memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ({"model.safetensors.index.json": '{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}'},
+         "lacks model-00001-of-00002.safetensors"),
+        ({"pytorch_model.bin": ""}, "is a pickle"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("verb", [("run",), ("sweep",)])
+def test_a_checkpoint_that_lacks_its_weights_is_no_reason_to_measure_random_ones(
+    held: dict[str, str], said: str, verb: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.undo()
+    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("autosel.cli.sweep._tuned", lambda *_: pytest.fail("it was tuned first"))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(CONFIG))
+    for name, content in held.items():
+        (tmp_path / "m" / name).write_text(content)
+    context = ("--seq", "8") if verb == ("run",) else ("--context", "8")
+    assert run([*verb, "--model", str(tmp_path / "m"), *context, "--iters", "1", "--warmup", "0"]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
