@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosel.fingerprint import known
-from autosel.knobs.gpu import cutlass, facts
+from autosel.knobs.gpu import attention, cutlass, facts
 from autosel.knobs.gpu.gemv import Projection
 from autosel.values import Knobs, Workload
 
@@ -124,3 +124,36 @@ def test_streaming_reaches_the_readers_it_needs_or_runs_out_of_k(m, n, k, f, dty
     p = Projection(rows=min(m, 64), outputs=n, depth=k, dtype=dtype)
     s = cutlass.streaming(p, f, rows=64, columns=64, beside=0)
     assert s.tiles * s.split >= math.floor(f.sms_needed) or s.split == max(1, min(64, k // 256))
+
+
+# --- why there is no decode attention (docs/gpu.md) -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("f", EVERY.values(), ids=EVERY)
+def test_decode_attention_lacks_neither_bytes_under_way_nor_multiply_adds(f):
+    """llama-8b, 8192 tokens: what TMA and wgmma would bring more of."""
+    cache = attention.Cache(
+        heads=8, query_heads=32, group=4, head_dim=128, length=8192, dtype_bytes=2, page=0, ragged=False
+    )
+    shape = attention.shape(cache, f)
+    ctas = cache.heads * attention.split(cache, shape, f)
+    assert ctas * shape.in_flight(cache) >= 0.95 * f.in_flight
+    mma_flops = f.bf16_flops / 2  # no less on any of them; half of wgmma's on Hopper
+    assert 4 * 16 * cache.heads * cache.length * cache.head_dim / mma_flops < 0.3 * cache.bytes_read / f.read
+
+
+def test_figures_of_the_decode_attention_that_was_not_built():
+    cache = attention.Cache(
+        heads=8, query_heads=32, group=4, head_dim=128, length=8192, dtype_bytes=2, page=0, ragged=False
+    )
+    shape = attention.shape(cache, H200)
+    split = attention.split(cache, shape, H200)
+    assert (cache.heads * split, shape.in_flight(cache)) == (64, 64 << 10)
+    assert cache.heads * split * shape.in_flight(cache) / H200.sms == pytest.approx(32e3, rel=0.02)
+    assert H200.in_flight / H200.sms == pytest.approx(25e3, rel=0.02)
+    assert cache.bytes_read / H200.read * 1e6 == pytest.approx(7.8, abs=0.05)
+    assert attention.time_s(cache, shape, H200, split) * 1e6 == pytest.approx(10.6, abs=0.05)
+    assert 4 * 16 * cache.heads * cache.length * cache.head_dim / (H200.bf16_flops / 2) * 1e6 == pytest.approx(
+        1.4, abs=0.05
+    )
+    assert H200.l2 / H200.read == pytest.approx(2.3, abs=0.05)

@@ -9,7 +9,8 @@ L2 carries both while 1 + M / rows <= beta2 / beta. So up to 64 (beta2 / beta - 
 
 There is no decode attention on CUTLASS. It would bring wgmma and TMA, and decode lacks neither multiply-adds nor bytes
 under way: up to 6 query rows a KV head CUDA cores keep up with an H200's memory, and mma's tiles of 16 rows do beyond
-(cuda/attn_decode.cu, cuda/attn_decode_mma.cu). From about 64 packed rows on, which chunked prefill has, it would pay.
+(cuda/attn_decode.cu, cuda/attn_decode_mma.cu). From about 64 packed rows on, which chunked prefill has, it would pay;
+docs/gpu.md has the figures.
 """
 
 from __future__ import annotations
