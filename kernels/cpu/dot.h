@@ -12,8 +12,15 @@
 //   M=1, K=14336   R=1: 0.78-0.86, reading 2 KB ahead: 0.9    R=2: 0.84    R=4: 1.06    R=8: 1.06-1.1
 //   M=4, K=4096    R=4 without asking ahead: 0.55    R=4: 0.65-0.96    R=6: 0.7-0.96
 //   M=8, K=4096    R=1: 0.40    R=2: 0.45-0.64    R=3: 0.8-0.95
+// A prefetch that finds the queue to memory full is dropped. In long rows the hardware's own streams make up for it; in
+// rows shorter than a page they end before they have begun. So lines of those are asked for once more, shortly before
+// use, the beginnings of the next block's rows included. Against once, M=1, R=8, medians of some 200 pairs at 34 GB/s:
+//   K=1152  one matrix 1.07, gate and up in turn 1.03-1.05      K=1024  1.08      K=2048  0.97      K=6912, 8192  1.00
+//   256 to 512 bytes ahead do the same; without the beginnings of rows 1.06, 1.02 and 1.08; into L1 0.95.
 // Losers: asking into L1 instead of L2 (0.55: it evicts x); blocks of K with partial sums kept in L1 (0.85-0.95: no
-// better than R rows, and more code); two blocks ahead (no gain).
+// better than R rows, and more code); two blocks ahead (no gain). At K=1152: sums of eight rows by one transposition
+// (1.00); sixteen rows (1.00; K=6912 0.91); row after row, 2 to 4 KB ahead (lm_head 1.08, gate and up 1.01, but K=2048
+// 0.92-0.95 and K=8192 0.90); runs of 32 to 256 KB of gate before as much of up (1.00); no asking at all (0.83).
 #pragma once
 #include <type_traits>
 
@@ -32,6 +39,8 @@ template <class T> using Wide = std::conditional_t<kPaired<T>, bf16, float>;
 
 constexpr int kAccumulators = kLanes == 16 ? 24 : 12;  // of 32 or 16 registers; the rest holds operands
 constexpr int kMaxRows = 8;                            // of x that this way of multiplying takes
+constexpr int64_t kShortRow = 4096;                    // bytes: shorter rows of weights are asked for twice,
+constexpr int64_t kAgainBytes = 256;                   // the second time so far ahead of use
 
 static inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
@@ -104,7 +113,7 @@ template <class T, class S> static void pack_for_dot(const Matrix<const S>& x, W
 template <class T>
 using DotBlock = void (*)(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T* next, float* out);
 
-template <class T, int M, int R>
+template <class T, int M, int R, bool kAgain = false>
 static void dot_block(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T* next, float* out) {
   constexpr int W = Step<T>::kWidth, U = M * R >= 8 ? 1 : (8 + M * R - 1) / (M * R);  // >= 8 chains hide the latency
   constexpr int kStride = W * int(sizeof(T));  // 64 bytes, or 32: then every other step has a new line to ask for
@@ -114,10 +123,13 @@ static void dot_block(const T* w, int64_t stride, const Wide<T>* x, int64_t k, c
   for (; j + U * W <= k; j += U * W, x += U * M * W, ahead += U * R * kStride)
 #pragma GCC unroll 8
     for (int u = 0; u < U; ++u) {
+      int64_t at = j + u * W, soon = at + kAgainBytes / int64_t(sizeof(T));
+      const T* again = soon < k ? w + soon : next + (soon - k);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        Step<T> s = Step<T>::at(w + r * stride + j + u * W);
+        Step<T> s = Step<T>::at(w + r * stride + at);
         if (kStride == 64 || U * R == 1 || (u * R + r) % 2 == 0) prefetch_l2(ahead + (u * R + r) * kStride);
+        if (kAgain && (kStride == 64 || at % (2 * W) == 0)) prefetch_l2(again + r * stride);
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) acc[r][m][u] = s.add(acc[r][m][u], x + (u * M + m) * W);
       }
@@ -137,30 +149,30 @@ static void dot_block(const T* w, int64_t stride, const Wide<T>* x, int64_t k, c
 }
 
 // The kernels there are: R of 1, 8, 4, and where not even 4 fit, 3 or 2. Null for any other R.
-template <class T, int M> static DotBlock<T> dot_block_of(int64_t rows) {
+template <class T, int M> static DotBlock<T> dot_block_of(int64_t rows, bool again) {
   constexpr int A = kAccumulators;
   if (rows == 1) return dot_block<T, M, 1>;
-  if constexpr (M * 8 <= A) if (rows == 8) return dot_block<T, M, 8>;
+  if constexpr (M * 8 <= A) if (rows == 8) return again ? dot_block<T, M, 8, true> : dot_block<T, M, 8>;
   if constexpr (M * 4 <= A) if (rows == 4) return dot_block<T, M, 4>;
   if constexpr (M * 3 <= A && M * 4 > A) if (rows == 3) return dot_block<T, M, 3>;
   if constexpr (M * 2 <= A && M * 3 > A) if (rows == 2) return dot_block<T, M, 2>;
   return nullptr;
 }
 
-// The kernel for m <= kMaxRows rows of x and `rows` of weights; where there is none, `rows` becomes the next lower
-// number that has one (a knob derived for another M must not be an error).
-template <class T> static DotBlock<T> dot_block_for(int64_t m, int64_t& rows) {
-  for (;; --rows) {
+// The kernel for m <= kMaxRows rows of x and `rows` of weights, of k elements; where there is none, `rows` becomes the
+// next lower number that has one (a knob derived for another M must not be an error).
+template <class T> static DotBlock<T> dot_block_for(int64_t m, int64_t k, int64_t& rows) {
+  for (bool again = k * int64_t(sizeof(T)) < kShortRow;; --rows) {
     DotBlock<T> found = nullptr;
     switch (m) {
-      case 1: found = dot_block_of<T, 1>(rows); break;
-      case 2: found = dot_block_of<T, 2>(rows); break;
-      case 3: found = dot_block_of<T, 3>(rows); break;
-      case 4: found = dot_block_of<T, 4>(rows); break;
-      case 5: found = dot_block_of<T, 5>(rows); break;
-      case 6: found = dot_block_of<T, 6>(rows); break;
-      case 7: found = dot_block_of<T, 7>(rows); break;
-      case 8: found = dot_block_of<T, 8>(rows); break;
+      case 1: found = dot_block_of<T, 1>(rows, again); break;
+      case 2: found = dot_block_of<T, 2>(rows, again); break;
+      case 3: found = dot_block_of<T, 3>(rows, again); break;
+      case 4: found = dot_block_of<T, 4>(rows, again); break;
+      case 5: found = dot_block_of<T, 5>(rows, again); break;
+      case 6: found = dot_block_of<T, 6>(rows, again); break;
+      case 7: found = dot_block_of<T, 7>(rows, again); break;
+      case 8: found = dot_block_of<T, 8>(rows, again); break;
     }
     if (found) return found;
   }
@@ -174,7 +186,7 @@ template <class T, int Parts, class Done>
 static void stream_columns(const Wide<T>* panel, int64_t m, const Matrix<const T>* w, int64_t begin, int64_t end,
                            int64_t rows, const T* after, const Done& done) {
   int64_t k = w->columns, single = 1;
-  DotBlock<T> several = dot_block_for<T>(m, rows), one = dot_block_for<T>(m, single);
+  DotBlock<T> several = dot_block_for<T>(m, k, rows), one = dot_block_for<T>(m, k, single);
   float out[Parts][kAccumulators + kLanes];
   for (int64_t n = begin; n < end;) {
     int64_t taken = n + rows <= end ? rows : 1;
