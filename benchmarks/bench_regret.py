@@ -44,8 +44,11 @@ if str(ROOT) not in sys.path:
 
 from autosel.candidates.base import Candidate
 from autosel.candidates.registry import all_candidates
+from autosel.errors import BuildError
 from autosel.knobs.cpu.facts import facts as cpu_facts
+from autosel.knobs.gpu.facts import facts as gpu_facts
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Scalar, Workload, digest
+from benchmarks.cutlass_settings import around
 from benchmarks.halving import final, held_out, interval, nominate, ratios_of
 from benchmarks.peer_settings import of_peers
 
@@ -112,7 +115,8 @@ def cells(device: str) -> list[Cell]:
         found.append(cell("decode", f"{own}:swiglu", "swiglu", {"M": m, "I": 14336}))
     many = "cpp:gemm" if device == "cpu" else "triton:gemm"
     for (n, k), m in itertools.product(((4096, 4096), (2048, 8192)), (16, 32, 64, 128, 256)):
-        found.append(cell("gemm", many, "linear", {"M": m, "N": n, "K": k}))
+        for name in (many,) if device == "cpu" else (many, "cutlass:gemm_sm90", "cutlass:gemm_sm80"):
+            found.append(cell("gemm", name, "linear", {"M": m, "N": n, "K": k}))
     for (n, k), m in itertools.product(((4096, 4096), (2048, 2048)), (5, 6, 7, 8)):
         found.append(cell("route", f"{own}:gemv {many}", "linear", {"M": m, "N": n, "K": k}))
     return found
@@ -158,6 +162,8 @@ CONSTANTS: Setting = {"rows": 1, "tile": 64, "prefetch": 16, "split_k": 1, "unro
 def settings(candidate: Candidate, w: Workload, fp: Fingerprint) -> tuple[Setting, list[Setting]]:
     """(the closed form's, every legal one with it): the product of all knobs' values, coarser where it is too large."""
     closed = taken(candidate, w, fp)
+    if candidate.backend == "CUTLASS":
+        return closed, around(closed, gpu_facts(fp))
     idle = ignored(closed)
     axes = {n: [v] if n in idle else values(n, v, fp) for n, v in closed.items() if n != "pdl"}
     while math.prod(len(axis) for axis in axes.values()) > MOST_SETTINGS:
@@ -290,7 +296,11 @@ def _arms(cell: Cell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], 
     own = kernels[0]
     setting, legal = settings(own, w, fp)
     for one in legal:
-        made[_spelled(one)] = (entrant(own, w, fp, one), one)
+        try:
+            made[_spelled(one)] = (entrant(own, w, fp, one), one)
+        except BuildError:  # a neighbour that the compiler refuses is none
+            if one == setting:
+                raise
     fixed, twin = constant(setting, fp), made[_spelled(setting)][0]
     made[TWIN] = (replace(twin, candidate=f"{own.name} again"), setting)
     if is_legal(fixed, w, fp):

@@ -674,6 +674,29 @@ def _parities() -> dict[str, set[str]]:
     return {name: devices - failed.get(name, set()) for name, devices in passed.items()}
 
 
+def silicon() -> str:
+    """Goal, reached and peer of every GPU whose results are committed; the goals alone where there are none."""
+    from benchmarks.gpu import goals
+    from benchmarks.gpu.kept import Kept
+    from benchmarks.gpu.stages import NAMES
+
+    parts = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*/fingerprint.json")):
+        records = {record.stage: record for record in Kept(path.parent).records(NAMES)}
+        device = records["fingerprint"].device
+        if device["kind"] != "cuda":
+            continue
+        gaps = path.with_name("gaps.json")
+        reasons = json.loads(gaps.read_text()) if gaps.is_file() else {}
+        shas = sorted({r.git_sha[:12] for r in records.values() if r.git_sha})
+        told = f"{device['name']}, {records['fingerprint'].started[:10]}, commit {', '.join(shas)}"
+        parts += [f"## {device['name']}", told, table(goals.COLUMNS, list(goals.lines(records, reasons)))]
+    if parts:
+        return "\n\n".join(parts)
+    nothing = "No such run exists yet: no results of `./run gpu` on a GPU are committed. These are the goals."
+    return "\n\n".join([nothing, table(goals.COLUMNS, list(goals.lines({}, {})))])
+
+
 def gpu_stages() -> str:
     """What each stage of `./run gpu` is there for, in its own words."""
     from benchmarks.gpu.stages import STAGES
@@ -805,6 +828,7 @@ BLOCKS: Mapping[str, Callable[..., str]] = {
     "aa": aa,
     "regret": regret,
     "ran-on": ran_on,
+    "silicon": silicon,
     "peers": peers,
     "certificate-fields": certificate_fields,
     "gpu-stages": gpu_stages,

@@ -1,4 +1,4 @@
-"""Stage 4: every candidate of every op side by side, operands cold, beside the read rate of the same minute."""
+"""Stage 6: every candidate of every op side by side, operands cold, beside the read rate of the same minute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autosel.values import Accepted, Fingerprint, Workload
 from benchmarks.gpu.entrants import entrant
-from benchmarks.gpu.scope import Scope
+from benchmarks.gpu.scope import Scope, is_ours
 from benchmarks.gpu.stages import Found, Table
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     for one in found.values():
         one["speedup"] = round(found[base]["us"] / one["us"], 3)
     timer.close()
-    ours = [arm for arm in (*wrong, *broken) if arm.partition(":")[0] in ("cpp", "cuda", "cutlass", "triton")]
+    ours = [arm for arm in (*wrong, *broken) if is_ours(arm)]
     return {
         "ok": not ours,
         "arms": found,

@@ -5,8 +5,10 @@ Everything else it says (a compiler, a library at import) goes to stderr, which 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import traceback
 
@@ -16,9 +18,12 @@ from autosel.values import digest, to_json
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import stage
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 
 def serve(name: str, scope: Scope) -> int:
     """First a line that lists the units and says what their results hold for; then one for each unit asked for."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # or it would measure on, beside the next run
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -27,7 +32,7 @@ def serve(name: str, scope: Scope) -> int:
 
     try:
         work, fp = stage(name), fingerprint.take(scope.device)
-        held_for = digest({"scope": json.loads(scope.text), "env_id": fp.env_id})
+        held_for = digest({"scope": scope.plain, "env_id": fp.env_id})
         shown = {"name": fp.name, "kind": fp.kind, "hw_id": fp.hw_id, "env_id": fp.env_id, "contended": fp.contended}
         shown |= {"environment": to_json(fp.environment), "rates": {n: r.value for n, r in fp.rates.items()}}
         reply({"listed": work.units(scope, fp), "key": held_for, "device": shown})
@@ -41,5 +46,21 @@ def serve(name: str, scope: Scope) -> int:
         except Exception as error:  # a candidate's module may raise anything; it costs its unit
             traceback.print_exc()
             found = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        broken = fault_of_device()
+        if broken:  # no call in this process will ever succeed again
+            reply({**found, "ok": False, "error": found.get("error") or broken, "leaving": True})
+            return 1
         reply(found)
     return 0
+
+
+def fault_of_device() -> str:
+    """What this process did to its device that cannot be undone, or "". Waits for what is still enqueued."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""

@@ -1,4 +1,8 @@
-"""Stage 7: a decode of the model against the eager baseline, certified by `autosel run`."""
+"""Stage 10: decodes of the models against the eager baseline, each certified by `autosel run`.
+
+The model at its context: one sequence, several, two tokens of one stream in flight, the step taken whole by the device
+(`persistent`) and op by op (`op by op`); then the other models, at that context and at a short one.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,42 @@ from benchmarks.gpu.stages import Found, Table
 from benchmarks.gpu.verb import verb
 
 UNIT_S = 3600.0
-REGRESSED, NOT_PROVEN = 3, 4
+SHORT = 256
+WHOLE, BY_OPS = "persistent", "op by op"
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
-    return [f"batch {batch}" for batch in scope.batches]
+    return list(runs(scope))
+
+
+def runs(scope: Scope) -> dict[str, tuple[str, ...]]:
+    """Unit -> its words of the command line, beside those that all have."""
+    found = {f"batch {batch}": ("--batch", str(batch)) for batch in scope.batches}
+    found["small batch 2"] = ("--small-batch", "2")
+    found[WHOLE] = ("--persistent",)
+    found[BY_OPS] = ("--no-persistent",)
+    for model in scope.models:
+        for seq in dict.fromkeys((min(SHORT, scope.seq), scope.seq)):
+            if model != scope.model or seq != scope.seq:
+                found[f"{_short(model)} at {seq}"] = ("--model", model, "--seq", str(seq))
+    return found
+
+
+def _short(model: str) -> str:
+    """A checkpoint folder's last part: its place on this machine is nobody's concern."""
+    return model.rstrip("/").rpartition("/")[2]
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     """Ok where the tokens are right and the certificate stands."""
-    words = ["--model", scope.model, "--seq", str(scope.seq), "--iters", str(scope.iters), "--device", scope.device]
-    words += ["--batch", unit.split()[1]]
-    words += ["--layers", str(scope.layers)] if scope.layers else []
-    done = verb("run", *words, "--json")
-    return {"ok": "error" not in done or not done["error"], **done}
+    words = runs(scope)[unit]
+    given = ("--model", scope.model) if "--model" not in words else ()
+    given += ("--seq", str(scope.seq)) if "--seq" not in words else ()
+    given += ("--layers", str(scope.layers)) if scope.layers else ()
+    done = verb("run", *given, "--iters", str(scope.iters), "--device", scope.device, *words, "--json")
+    error = done.get("error")
+    why = {"reason": error if isinstance(error, str) else f"{error['what']}: {error['why']}"} if error else {}
+    return {"ok": not error, **done, **why}
 
 
 def table(found: Mapping[str, Found]) -> Table:
@@ -36,4 +62,10 @@ def table(found: Mapping[str, Found]) -> Table:
         roof = f"{c['roofline']:.0%}" if isinstance(c.get("roofline"), float) else ""
         rows.append((name, *times, f"{c['speedup']:.2f}", f"{c['tokens_per_sec']:.1f}", roof))
     columns = ("run", "ms", "p95", "baseline ms", "speedup", "tok/s", "roofline")
-    return Table(columns=columns, rows=tuple(rows))
+    told = []
+    if {WHOLE, BY_OPS} <= {row[0] for row in rows}:
+        whole, by_ops = (found[name]["certificate"]["latency_ms"]["med"] for name in (WHOLE, BY_OPS))
+        told = [
+            f"a step taken whole is {by_ops / whole:.2f} times as fast as op by op; as a graph: see the graph stage"
+        ]
+    return Table(columns=columns, rows=tuple(rows), remarks=tuple(told))

@@ -43,9 +43,9 @@ class Timer:
         self.workload: Workload | None = None
         self.inputs: dict[str, Any] = {}
 
-    def seat(self, w: Workload, arms: Mapping[str, Entrant], lead: str = "") -> None:
+    def seat(self, w: Workload, arms: Mapping[str, Entrant], lead: str = "", copies: int = 0) -> None:
         """Give every arm its operands, in other places than before, and warm up: all, or only `lead`, which then sets
-        the length of a sample. The same workload again keeps its contents."""
+        the length of a sample. The same workload again keeps its contents. `copies` of the operands, 0: as a race."""
         if self.workload != w:
             self.workload, self.op = w, find(w.op)
             self.inputs = self.op.inputs(w, 1)
@@ -54,7 +54,7 @@ class Timer:
             if entrant.loaded_name not in self.bench.arms:
                 self.bench.load(entrant)
         names = {arm: entrant.loaded_name for arm, entrant in arms.items()}
-        self.bench.prepare(w, self.inputs, names, self._copies())
+        self.bench.prepare(w, self.inputs, names, copies or self._copies())
         seated = self.bench.seats
         self.bench.seats = {lead: seated[lead]} if lead else seated
         warm = self.bench.warm(WARM_NS)
@@ -69,6 +69,19 @@ class Timer:
         tensors = [v for n, v in self.inputs.items() if roles[n] != "resident" and isinstance(v, torch.Tensor)]
         rotated = sum(t.numel() * t.element_size() for t in tensors)
         return min(MAX_COPIES, 1 + 3 * self.llc_bytes // rotated) if rotated else 1
+
+    def renew(self, seed: int) -> None:
+        """Other contents in the resident operands, at the same addresses; outputs poisoned. Index-like operands stay:
+        a cache written at new places would not be the one the check knows."""
+        assert self.workload is not None  # seated
+        fresh = self.op.refresh(self.workload, self.inputs, seed)
+        names = [a.name for a in self.op.args if a.role == "resident"]
+        new = {n: fresh[n] for n in names if hasattr(fresh[n], "dim") and fresh[n].is_floating_point()}
+        self.inputs = {**self.inputs, **new}
+        self.bench.refresh(new)
+        for seat in self.bench.seats.values():
+            for output in seat.outputs:
+                output.fill_(float("nan") if output.is_floating_point() else -1)
 
     def wrong(self, arm: str) -> str:
         """Why what the arm's last call gave is not right, or "": sampled rows against the float64 reference."""

@@ -1,4 +1,4 @@
-"""Stage 5: the closed forms against an exhaustive sweep, as benchmarks/bench_regret.py does it."""
+"""Stage 7: the closed forms against an exhaustive sweep, as benchmarks/bench_regret.py does it."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,9 +27,17 @@ START_S = 300.0  # imports, and on a device met for the first time its fingerpri
 
 
 def run_stage(
-    name: str, scope: Scope, kept: Kept, *, budget_s: float = 0.0, fresh: bool = False, unit_s: float = 0.0
+    name: str,
+    scope: Scope,
+    kept: Kept,
+    wanted: Callable[[str], bool] = lambda unit: True,
+    *,
+    budget_s: float = 0.0,
+    fresh: bool = False,
+    retry: bool = False,
+    unit_s: float = 0.0,
 ) -> Record:
-    """Go on with a stage until it is done or its budget is spent (0: until it is done).
+    """Go on with those units of a stage that are wanted, until they are done or its budget is spent (0: no end).
 
     A unit that outlives its deadline, or whose process dies, has failed; the next one starts in a new process. Raises
     AutoselError where the stage cannot begin.
@@ -41,8 +50,9 @@ def run_stage(
             why = first["error"] if first else f"see {child.log}"
             raise AutoselError(f"stage {name} cannot begin", why=why)
         record = _resumed(name, scope, kept, first, fresh)
+        record.units = {u: found for u, found in record.units.items() if found["ok"] or not retry}
         before = record.seconds
-        for unit in record.undone:
+        for unit in filter(wanted, record.undone):
             left = end - time.monotonic()
             if left <= 0:
                 break
@@ -67,7 +77,7 @@ def _resumed(name: str, scope: Scope, kept: Kept, first: dict[str, Any], fresh: 
         stage=name,
         key=first["key"],
         device=first["device"],
-        scope=json.loads(scope.text),
+        scope=scope.plain,
         git_sha=git_sha(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         listed=first["listed"],
@@ -97,6 +107,8 @@ class Child:
         found = self.hear(deadline_s)
         taken = round(time.monotonic() - started, 2)
         if found is not None:
+            if found.pop("leaving", False):
+                self.close()
             return {**found, "seconds": taken}
         late = self.process.poll() is None
         why = f"took longer than {deadline_s:.0f} s" if late else f"its process ended: {_ending(self.process)}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from autosel import settings
 from autosel.values import Fingerprint
 from benchmarks.gpu.entrants import entries
-from benchmarks.gpu.scope import Scope
+from benchmarks.gpu.scope import Scope, is_ours
 from benchmarks.gpu.stages import Found, Table
 
 UNIT_S = 900.0  # a sanitizer slows a kernel by a hundred times, and Python's start with it
@@ -63,8 +63,12 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
         line for line in said if "=====" in line or "ERROR" in line or "runtime error" in line or "wrong" in line
     ]
     reason = next((line.strip("= ") for line in telling if line.strip("= ")), last)
-    theirs = name.split(" ")[1].partition(":")[0] not in ("cpp", "cuda", "cutlass", "triton")
-    return {"ok": theirs, "outcome": "found", "reason": reason[:300], "said": (telling or said)[:SAID]}
+    return {
+        "ok": not is_ours(name.split(" ")[1]),
+        "outcome": "found",
+        "reason": reason[:300],
+        "said": (telling or said)[:SAID],
+    }
 
 
 def find_sanitizer() -> str | None:

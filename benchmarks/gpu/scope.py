@@ -6,7 +6,8 @@ import argparse
 import json
 import re
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from autosel.errors import UnknownName, UsageError
 from autosel.values import DTypeName
@@ -15,14 +16,18 @@ if TYPE_CHECKING:
     from autosel.models.workloads import Named
 
 CPU_OPS = ("rmsnorm", "swiglu", "rope")  # what a dry run tunes: seconds each
+OURS = ("cpp", "cuda", "cutlass", "triton")  # whose faults are ours; another's are a finding
+MODELS = ("llama-8b", "llama-1b", "qwen3-1.7b", "gemma3-1b")  # of the certified runs
 OTHER_MODEL = "gemma3-1b"  # GeGLU, windows, norms with an offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """Everything a stage's units depend on beside the device and the sources: plain JSON."""
+    """Everything a stage's units depend on beside the device and the sources: plain JSON. `out` is where results lie,
+    and no part of what they hold for."""
 
     device: str
+    out: str
     model: str
     ops: tuple[str, ...]  # empty: all
     dtypes: tuple[DTypeName, ...]  # of parity and the sanitizer; the others take the model's own
@@ -34,6 +39,11 @@ class Scope:
     tuned_ops: tuple[str, ...]  # empty: all
     effort: str  # full: torch.compile too
     cell_seconds: float  # of the bench and of a regret cell
+    models: tuple[str, ...]  # of the decode runs
+    contexts: str  # of a sweep, A:B
+    batch_range: str
+    batch_context: int  # at which batches are swept
+    sweep_budget: str  # of its tuning; "": none
 
     @property
     def on_gpu(self) -> bool:
@@ -42,6 +52,11 @@ class Scope:
     @property
     def text(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """What results hold for."""
+        return {name: value for name, value in json.loads(self.text).items() if name != "out"}
 
     @staticmethod
     def from_text(text: str) -> Scope:
@@ -79,6 +94,11 @@ class Scope:
         return tuple(found.values())
 
 
+def is_ours(candidate: str) -> bool:
+    """`cuda:gemv` is; `torch:linear` and `flashinfer:attn` are not."""
+    return candidate.partition(":")[0] in OURS
+
+
 def scope_of(options: argparse.Namespace) -> Scope:
     """The whole of it on a GPU; on the CPU enough to run every line. Raises UnknownName for an op nobody has."""
     from autosel.candidates.registry import op_name
@@ -86,6 +106,7 @@ def scope_of(options: argparse.Namespace) -> Scope:
     dry, ops = options.device == "cpu", tuple(dict.fromkeys(op_name(name) for name in options.op))
     return Scope(
         device=options.device,
+        out=str(Path(options.out or f"gpu-{options.device.replace(':', '')}").absolute()),
         model=options.model or ("llama-1b" if dry else "llama-8b"),
         ops=ops,
         dtypes=tuple(options.dtype) or (("bf16",) if dry else ("bf16", "fp16", "fp32")),
@@ -93,10 +114,15 @@ def scope_of(options: argparse.Namespace) -> Scope:
         wide=() if dry else (256, 2048),
         seq=options.seq or (1024 if dry else 8192),
         layers=options.layers or (2 if dry else 0),
-        iters=20 if dry else 100,
+        iters=5 if dry else 100,
         tuned_ops=ops or (CPU_OPS if dry else ()),
         effort="quick" if dry else "full",
         cell_seconds=1.5 if dry else 4.0,
+        models=(options.model,) if options.model else ("llama-1b",) if dry else MODELS,
+        contexts=options.contexts or ("64:128" if dry else "256:131072"),
+        batch_range=options.batches or ("1:2" if dry else "1:512"),
+        batch_context=128 if dry else 1024,
+        sweep_budget="" if dry else "30m",
     )
 
 

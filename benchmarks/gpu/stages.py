@@ -41,10 +41,15 @@ STAGES = {
     "fingerprint": "benchmarks.gpu.fingerprint",
     "parity": "benchmarks.gpu.parity",
     "sanitizer": "benchmarks.gpu.sanitizer",
+    "graph": "benchmarks.gpu.graph",
+    "containment": "benchmarks.gpu.containment",
     "bench": "benchmarks.gpu.bench",
     "regret": "benchmarks.gpu.regret",
+    "profile": "benchmarks.gpu.profiles",
     "tune": "benchmarks.gpu.tune",
     "decode": "benchmarks.gpu.decode",
+    "sweep": "benchmarks.gpu.sweeps",
+    "engines": "benchmarks.gpu.engines",
 }
 NAMES = tuple(STAGES)
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
 
 from benchmarks.gpu.kept import Kept, Record
-from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import NAMES, Table, stage
 
 WIDTH = 100
 
 
-def write_summary(kept: Kept, scope: Scope) -> tuple[str, bool]:
-    """Write summary.txt and summary.md over every stage there is a record of; (the text, did all of it go well?)."""
+def write_summary(kept: Kept, wanted: Callable[[str], bool] = lambda unit: True) -> tuple[str, bool]:
+    """Write summary.txt and summary.md over every stage there is a record of; (the text, did all that was wanted go
+    well?)."""
     records = list(kept.records(NAMES))
     tables = {record.stage: stage(record.stage).table(record.units) for record in records}
     text = "\n\n".join([_head(records), *(_as_text(r, tables[r.stage]) for r in records)])
     kept.write_text("summary.txt", text + "\n")
     kept.write_text("summary.md", "\n\n".join(_pages(records, tables)) + "\n")
-    return text, all(not record.failed and not record.undone for record in records)
+    return text, not any(wanted(unit) for record in records for unit in (*record.failed, *record.undone))
 
 
 def _head(records: Sequence[Record]) -> str:

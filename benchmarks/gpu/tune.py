@@ -1,11 +1,11 @@
-"""Stage 6: `autosel tune` as a user calls it, on the model; its decisions are this machine's from then on."""
+"""Stage 9: `autosel tune` as a user calls it, on the model; its decisions are this machine's from then on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from autosel.values import Fingerprint
-from benchmarks.gpu.scope import Scope
+from benchmarks.gpu.scope import Scope, is_ours
 from benchmarks.gpu.stages import Found, Table
 from benchmarks.gpu.verb import verb
 
@@ -29,7 +29,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     if "decisions" not in done:
         return {"ok": False, **done}
     fallen = [r for r in done["rejected"] if r["stage"] in ("build", "parity", "race")]
-    ours = [r for r in fallen if r["candidate"].partition(":")[0] in ("cpp", "cuda", "cutlass", "triton")]
+    ours = [r for r in fallen if is_ours(r["candidate"])]
     why = {"reason": f"{ours[0]['candidate']}: {ours[0]['reason']}"} if ours else {}
     return {"ok": not ours, **done, **why}
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.halving import LEAST_VISITS
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = ROOT / "benchmarks" / "gpu" / "__main__.py"
-STAGES = ("fingerprint", "parity", "sanitizer", "bench", "regret", "tune", "decode")
+STAGES = (
+    "fingerprint", "parity", "sanitizer", "graph", "containment", "bench", "regret", "profile", "tune", "decode",
+    "sweep", "engines",
+)  # fmt: skip
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -48,10 +53,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+WORDS = ("take", "rmsnorm", "whole step", "illegal", "slowest", "batch 1", "contexts", "vllm")
+
+
 @pytest.fixture(scope="module")
 def dry(folder: Path) -> dict[str, Any]:
-    """The records of one run of all stages at one op, by stage."""
+    """The records of one run of all stages at one op, by stage; the soak tier goes through all units."""
     words = ["--device", "cpu", "--out", str(folder / "out"), "--model", str(folder / "model"), "--seq", "128"]
+    words += ["--contexts", "64:64", "--keep", str(folder / "checkout"), *(f"--unit={word}" for word in WORDS)]
     done = command(folder, *words, "--op", "rmsnorm", "--layers", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     return {stage: json.loads((folder / "out" / f"{stage}.json").read_text()) for stage in STAGES}
@@ -59,8 +68,8 @@ def dry(folder: Path) -> dict[str, Any]:
 
 def test_every_stage_runs_to_its_end(dry: dict[str, Any]) -> None:
     for stage, record in dry.items():
-        assert sorted(record["units"]) == sorted(record["listed"]), stage
-        assert record["listed"], stage
+        assert set(record["units"]) == {unit for unit in record["listed"] if any(word in unit for word in WORDS)}, stage
+        assert record["units"], stage
         assert all(found["ok"] for found in record["units"].values()), stage
 
 
@@ -78,6 +87,25 @@ def test_each_stage_found_what_it_is_there_for(dry: dict[str, Any]) -> None:
     certificate = dry["decode"]["units"]["batch 1"]["certificate"]
     assert certificate["tokens_per_sec"] > 0
     assert certificate["verification_ok"]
+    assert dry["graph"]["units"]["rmsnorm cpp:rmsnorm bf16"]["outcome"] == "right"
+    step = dry["graph"]["units"]["a whole step"]
+    assert step["outcome"] == "right" and step["eager_ms"] > 0
+    fault = dry["containment"]["units"]["illegal_access"]
+    assert (fault["outcome"], fault["behind"]) == ("contained", "passed") and "SIGSEGV" in fault["cause"]
+    profiled = dry["profile"]["units"]["slowest 1"]
+    assert profiled["arm"] == "cpp:rmsnorm" and profiled["us"] > 0
+    (cell,) = dry["sweep"]["units"]["contexts"]["sweep"]["cells"]
+    assert cell["figures"]["verified"]
+    assert "is not installed" in dry["engines"]["units"]["vllm"]["reason"]
+
+
+def test_results_go_where_they_are_kept(dry: dict[str, Any], folder: Path) -> None:
+    """All but what belongs to this machine."""
+    (kept,) = (folder / "checkout" / "benchmarks" / "results").iterdir()
+    names = {path.name for path in kept.iterdir()}
+    assert names >= {*(f"{stage}.json" for stage in STAGES), "summary.md", "certificates.jsonl"}
+    for stage in STAGES:
+        assert str(folder / "home") not in (kept / f"{stage}.json").read_text(), stage
 
 
 def test_the_summary_has_every_stage(dry: dict[str, Any], folder: Path) -> None:
@@ -90,11 +118,14 @@ def test_the_summary_has_every_stage(dry: dict[str, Any], folder: Path) -> None:
 def test_what_is_done_is_not_done_again(dry: dict[str, Any], folder: Path) -> None:
     """A unit that is missing is all that the same command measures."""
     path = folder / "out" / "parity.json"
+    shown = sorted(p.name for p in (folder / "out").iterdir())
+    assert not [name for name in shown if name.startswith(".")], shown  # nothing half-written
     cut = json.loads(path.read_text())
     del cut["units"]["rmsnorm torch:rmsnorm bf16"]
     cut["units"]["rmsnorm cpp:rmsnorm bf16"]["seconds"] = 12345.0
     path.write_text(json.dumps(cut))
     words = ["--device", "cpu", "--out", str(folder / "out"), "--model", str(folder / "model"), "--seq", "128"]
+    words += ["--contexts", "64:64"]
     done = command(folder, *words, "--op", "rmsnorm", "--layers", "1", "--stage", "parity")
     assert done.returncode == 0, done.stderr
     again = json.loads(path.read_text())["units"]
@@ -109,6 +140,72 @@ def test_a_unit_beyond_its_deadline_costs_itself_alone(folder: Path) -> None:
     record = json.loads((folder / "late" / "parity.json").read_text())
     assert set(record["units"]) == set(record["listed"])
     assert "took longer" in record["units"]["rmsnorm cpp:rmsnorm bf16"]["error"]
+
+
+def begun(folder: Path, out: str) -> subprocess.Popen[str]:
+    """A run that is at its second unit."""
+    environment = {**os.environ, "AUTOSEL_HOME": str(folder / "home")}
+    words = ["--device", "cpu", "--out", str(folder / out), "--model", str(folder / "model"), "--op", "rmsnorm"]
+    line = [sys.executable, "-P", str(MAIN), *words, "--stage", "parity"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+    running = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    signal.signal(signal.SIGINT, before)
+    assert running.stderr is not None
+    told = next(line for line in running.stderr if line.startswith("[parity] 2/"))
+    assert told
+    return running
+
+
+def resumed(folder: Path, out: str) -> None:
+    """The same command goes on where the other one was stopped."""
+    before = json.loads((folder / out / "parity.json").read_text())
+    assert 0 < len(before["units"]) < len(before["listed"])
+    words = ["--device", "cpu", "--out", str(folder / out), "--model", str(folder / "model"), "--op", "rmsnorm"]
+    done = command(folder, *words, "--stage", "parity")
+    assert done.returncode == 0, done.stderr
+    after = json.loads((folder / out / "parity.json").read_text())
+    assert set(after["units"]) == set(after["listed"])
+    assert all(after["units"][name] == found for name, found in before["units"].items())
+    assert after["started"] == before["started"]
+
+
+def test_an_interrupt_ends_it_and_the_same_command_continues(folder: Path) -> None:
+    """Ctrl-C: the interrupt goes to the foreground group."""
+    running = begun(folder, "interrupted")
+    os.killpg(running.pid, signal.SIGINT)
+    _, said = running.communicate(timeout=120)
+    assert running.returncode == 130
+    assert "the same command continues" in said and "Traceback" not in said
+    resumed(folder, "interrupted")
+
+
+def test_what_a_kill_leaves_is_whole_and_nobody_measures_on(folder: Path) -> None:
+    running = begun(folder, "killed")
+    (child,) = psutil.Process(running.pid).children()
+    running.kill()
+    running.communicate(timeout=120)
+    _, alive = psutil.wait_procs([child], timeout=60)
+    assert not alive
+    resumed(folder, "killed")
+
+
+def test_a_budget_leaves_what_it_cannot_pay_and_says_so(folder: Path) -> None:
+    words = ["--device", "cpu", "--out", str(folder / "cheap"), "--model", str(folder / "model"), "--op", "rmsnorm"]
+    done = command(folder, *words, "--stage", "parity", "--budget", "0.001s")
+    assert done.returncode == 1
+    record = json.loads((folder / "cheap" / "parity.json").read_text())
+    assert record["listed"] and not record["units"]  # a unit that its stage cut short is not a failed one
+    assert "left: the same command continues" in done.stdout
+
+
+def test_what_failed_is_tried_again_when_asked(folder: Path) -> None:
+    path = folder / "again" / "parity.json"
+    words = ["--device", "cpu", "--out", str(path.parent), "--model", str(folder / "model"), "--op", "rmsnorm"]
+    words += ["--stage", "parity", "--unit", "cpp:rmsnorm"]
+    assert command(folder, *words, "--unit-seconds", "0.001s").returncode == 1
+    assert command(folder, *words).returncode == 1  # kept as it is
+    assert command(folder, *words, "--retry").returncode == 0
+    assert json.loads(path.read_text())["units"]["rmsnorm cpp:rmsnorm bf16"]["outcome"] == "passed"
 
 
 def test_without_a_gpu_it_says_so_and_what_to_do(folder: Path) -> None:

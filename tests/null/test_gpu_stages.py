@@ -58,7 +58,7 @@ def test_the_summary_names_what_failed_and_what_is_left(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     failed = {"ok": False, "outcome": "failed", "reason": "guards (two rows): it wrote outside its outputs"}
     kept.write(record(units={"rmsnorm cpp:rmsnorm bf16": failed}))
-    text, clean = write_summary(kept, scope())
+    text, clean = write_summary(kept)
     assert not clean
     assert "1 failed" in text
     assert "1 left" in text
@@ -69,7 +69,7 @@ def test_the_summary_names_what_failed_and_what_is_left(tmp_path: Path) -> None:
 def test_all_done_and_right_is_clean(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     kept.write(record(units={"rmsnorm cpp:rmsnorm bf16": PASSED}, listed=["rmsnorm cpp:rmsnorm bf16"]))
-    assert write_summary(kept, scope())[1]
+    assert write_summary(kept)[1]
 
 
 def scope(*words: str) -> Scope:
@@ -91,7 +91,7 @@ def test_every_stage_has_a_table_of_nothing() -> None:
 def test_which_stages_run() -> None:
     assert chosen([], "") == list(NAMES)
     assert chosen(["bench", "parity"], "") == ["parity", "bench"]
-    assert chosen([], "regret") == ["regret", "tune", "decode"]
+    assert chosen([], "regret") == ["regret", "profile", "tune", "decode", "sweep", "engines"]
     with pytest.raises(UsageError):
         chosen(["bench"], "tune")
 
@@ -115,7 +115,7 @@ WITHOUT_CANDIDATE = {
     "cuda/gemv_fp8.cu": "no op takes fp8 operands yet",
     "cuda/attn_decode_fp8.cu": "no op takes fp8 operands yet",
     "cuda/probes.cu": "the fingerprint stage runs it",
-    "cuda/step.cu": "a whole step is no op; nothing decodes by it yet",
+    "cuda/step.cu": "a whole step is no op: the decode stage runs it",
 }
 
 
@@ -206,6 +206,18 @@ def test_every_gpu_source_is_reached_or_has_its_reason() -> None:
         "triton/tiles.py",
     }
     assert there - reached - used_by_others == set(WITHOUT_CANDIDATE)
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_the_graph_stage_captures_every_build_that_parity_takes() -> None:
+    units = stage("graph").units(on_gpu(), known.load("h200"))
+    assert units == [*(e.name for e in entries(on_gpu(), known.load("h200")) if not e.refused), "a whole step"]
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_the_regret_stage_has_cells_of_all_three_languages() -> None:
+    units = stage("regret").units(on_gpu(), known.load("h200"))
+    assert {unit.split(" ")[1].partition(":")[0] for unit in units} == {"cuda", "triton", "cutlass"}
 
 
 @pytest.mark.usefixtures("everything_installed")

@@ -1,0 +1,83 @@
+"""Stage 12: autosel's plug-ins inside the serving engines that are installed here: vLLM, SGLang, FlashInfer.
+
+Each engine runs in a process of its own: once as it is, once with what was decided. Its answers must be the same, as
+far as a served kernel's rounding lets a greedy stream agree, and something decided must have served.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from autosel import settings
+from autosel.values import Fingerprint
+from benchmarks.gpu.scope import Scope
+from benchmarks.gpu.stages import Found, Table
+
+UNIT_S = 1800.0  # an engine compiles and captures at its start
+ENGINES = {"vllm": "vllm", "sglang": "sglang", "flashinfer": "flashinfer-python"}  # module -> distribution
+SERVED = Path(__file__).with_name("served.py")
+
+
+def units(scope: Scope, fp: Fingerprint) -> list[str]:
+    return list(ENGINES)
+
+
+def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
+    """Ok where the engine is not there, or the plug-in serves in it and its answers stay right."""
+    if importlib.util.find_spec(unit) is None:
+        return {"ok": True, "outcome": "not installed", "reason": f"{ENGINES[unit]} is not installed here"}
+    plain, ours = heard(unit, scope, plugged=False), heard(unit, scope, plugged=True)
+    told = {"version": metadata.version(ENGINES[unit]), "plain": plain, "ours": ours}
+    wrong = "; ".join(one["error"] for one in (plain, ours) if "error" in one) or disagreement(plain, ours)
+    if wrong:
+        return {"ok": False, "outcome": "failed", "reason": wrong, **told}
+    return {"ok": True, "outcome": "served", **told}
+
+
+def heard(engine: str, scope: Scope, *, plugged: bool) -> Found:
+    """What served.py says of one run: the last line of its output."""
+    environment = settings.passed_to_children() | ({} if plugged else {"AUTOSEL_DISABLE": "1"})
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # its model in the process that is asked what served
+    command = [sys.executable, "-P", str(SERVED), scope.text, engine]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    print(done.stderr, file=sys.stderr)
+    lines = done.stdout.strip().splitlines()
+    try:
+        found: Found = json.loads(lines[-1])
+        return found
+    except (ValueError, IndexError):
+        last = done.stderr.strip().splitlines()[-3:]
+        return {"error": f"exit code {done.returncode}: {' '.join(line.strip() for line in last)}"[:500]}
+
+
+def disagreement(plain: Found, ours: Found) -> str:
+    """Why the two runs do not go together, or ""."""
+    if plain["served"]:
+        return f"without the plug-in {', '.join(plain['served'])} served all the same"
+    if ours["served"] == []:
+        return "nothing that was decided served: is anything decided for this model? see the tune stage"
+    if "error_share" in ours:  # results themselves, in shares of their bound
+        return "" if ours["error_share"] <= 1 else f"results are {ours['error_share']:.2f} of their bound"
+    first = [a[0] == b[0] for a, b in zip(plain["tokens"], ours["tokens"], strict=True)]
+    return "" if all(first) else f"first tokens differ in {first.count(False)} of {len(first)} prompts"
+
+
+def table(found: Mapping[str, Found]) -> Table:
+    rows = []
+    for name, one in found.items():
+        if "outcome" not in one:
+            continue
+        served = ", ".join(one.get("ours", {}).get("served") or ())
+        rates = [f"{one[side]['tokens_per_s']:.1f}" if "tokens_per_s" in one.get(side, {}) else "" for side in SIDES]
+        rows.append((name, one.get("version", ""), one["outcome"], *rates, served))
+    columns = ("engine", "version", "outcome", "tok/s as it is", "tok/s with autosel", "served")
+    return Table(columns=columns, rows=tuple(rows))
+
+
+SIDES = ("plain", "ours")

@@ -1,0 +1,160 @@
+"""Stage 4: every candidate captured in a CUDA graph, which is replayed on changed inputs; and a whole decode step.
+
+A replay must give what the contract allows on contents it was not captured with, and the very bits of a plain call. On
+a CPU, which has no graphs, the calls of a sample take their place.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from autosel.values import Fingerprint
+from benchmarks.gpu.entrants import Entry, entrant, entries
+from benchmarks.gpu.scope import Scope, is_ours
+from benchmarks.gpu.stages import Found, Table
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.instrument import Timer
+
+UNIT_S = 600.0
+STEP = "a whole step"
+SEEDS = (2, 3, 4)
+STEPS = 20  # of a whole step, each way
+
+
+def units(scope: Scope, fp: Fingerprint) -> list[str]:
+    """Each build of each candidate that is for this device, then the step."""
+    return [*(e.name for e in entries(scope, fp) if not e.refused), STEP]
+
+
+def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
+    """Ok unless one of ours cannot be captured, or its replay is wrong; of another that is a finding."""
+    if unit == STEP:
+        return whole_step(scope)
+    from benchmarks.gpu.instrument import Timer
+
+    entry = next(e for e in entries(scope, fp) if e.name == unit)
+    ours = is_ours(entry.candidate.name)
+    timer = Timer(fp, scope.device)
+    try:
+        arm = entrant(entry.candidate, entry.workload, fp)
+        timer.seat(entry.workload, {arm.candidate: arm}, copies=1)
+        found = replayed(timer, entry)
+    except Exception as error:
+        if ours:
+            raise
+        found = {"outcome": "raised", "reason": f"{type(error).__name__}: {str(error)[:200]}"}
+    finally:
+        timer.close()
+    return {"ok": not ours or found["outcome"] == "right", **found}
+
+
+def replayed(timer: Timer, entry: Entry) -> Found:
+    """Replay on contents drawn anew, each replay judged and compared with a plain call on the same contents."""
+    name = entry.candidate.name
+    seat = timer.bench.seats[name]
+    for seed in SEEDS:
+        timer.renew(seed)
+        seat.timed.sample(1)
+        wrong = timer.wrong(name)
+        if wrong:
+            return {"outcome": "wrong", "how": how(seat.timed), "reason": wrong}
+        replay = [t.clone() for t in timer.bench.outputs(name)]
+        seat.timed.result = seat.timed.call(*seat.timed.calls[0])  # type: ignore[attr-defined]
+        called = timer.bench.outputs(name)
+        if entry.candidate.deterministic and not all(same(a, b) for a, b in zip(replay, called, strict=True)):
+            return {"outcome": "differs", "how": how(seat.timed), "reason": "a replay and a call give other bits"}
+    if how(seat.timed) == "queue":
+        return {"outcome": "not captured", "how": "queue", "reason": "it cannot be captured: it was launched instead"}
+    return {"outcome": "right", "how": how(seat.timed), "replays": len(SEEDS)}
+
+
+def how(timed: Any) -> str:
+    """`graph`; `queue`, where no graph could be made; `calls` on a CPU."""
+    graphs = getattr(timed, "graphs", None)
+    if graphs is None:
+        return "calls"
+    return "queue" if None in graphs.values() else "graph"
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal values, NaN where the other has NaN."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def whole_step(scope: Scope) -> Found:
+    """A decode step of the model, op by op: launched call by call, and as one graph."""
+    import torch
+
+    from autosel.race.device import place
+
+    with torch.inference_mode():
+        step = written(scope)
+        timed = place(scope.device).timed(step.run, [()])
+        timed.sample(1)
+        graph_ms = [timed.sample(1) / 1e6 for _ in range(STEPS)]
+        replay = step.logits.clone()
+        eager_ms = [_clocked(step) for _ in range(STEPS)]
+        right = same(replay, step.logits)
+    found = {"how": how(timed), "graph_ms": middle(graph_ms), "eager_ms": middle(eager_ms), "calls": len(step.calls)}
+    if not right or found["how"] == "queue":
+        why = "logits of the replay are others" if not right else "the step cannot be captured"
+        return {"ok": False, "outcome": "wrong" if not right else "not captured", "reason": why, **found}
+    return {"ok": True, "outcome": "right", **found}
+
+
+def written(scope: Scope) -> Any:
+    """The step as `autosel run` makes it (decode.step.Step), its cache filled."""
+    from time import perf_counter_ns
+
+    from autosel import models
+    from autosel.decode.run import Plan, Silent
+    from autosel.decode.scene import set_scene
+    from autosel.decode.step import write_step
+    from autosel.decode.weights import load_weights
+
+    model = models.load(scope.model)
+    plan = Plan(
+        model=model,
+        layers=scope.layers % model.layers,
+        dtype=model.dtype,
+        seq=scope.seq,
+        prompt="synthetic",
+        device=scope.device,
+    )
+    scene = set_scene(plan, load_weights(plan), Silent(), perf_counter_ns)
+    return write_step(scene.decoder, scene.cache, scene.place)
+
+
+def _clocked(step: Any) -> float:
+    begin = perf_counter()
+    step.run()
+    step.settle()
+    return (perf_counter() - begin) * 1e3
+
+
+def middle(times: list[float]) -> float:
+    return round(statistics.median(times), 4)
+
+
+def table(found: Mapping[str, Found]) -> Table:
+    rows = []
+    for name, one in sorted(found.items()):
+        if name != STEP and "outcome" in one:
+            op, candidate, dtype, shape = (*name.split(" "), "")[:4]
+            rows.append(
+                (op, candidate, dtype, one["outcome"], one.get("how", ""), f"{one.get('seconds', 0):.1f}", shape)
+            )
+    told = [f"{name}: {one['reason']}" for name, one in found.items() if one.get("outcome") not in (None, "right")]
+    step = found.get(STEP, {})
+    if "graph_ms" in step:
+        gain = step["eager_ms"] / step["graph_ms"]
+        told.append(
+            f"a whole step of {step['calls']} calls: {step['eager_ms']:.3f} ms call by call, {step['graph_ms']:.3f} ms"
+            f" as {step['how']}, {gain:.2f} times as fast"
+        )
+    columns = ("op", "candidate", "dtype", "outcome", "as", "s", "a build for")
+    return Table(columns=columns, rows=tuple(rows), remarks=tuple(told))

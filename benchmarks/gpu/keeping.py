@@ -1,0 +1,108 @@
+"""Keep a device's results in the checkout: benchmarks/results/<device>/ and the measured part of fingerprints/.
+
+    <stage>.json              the record, as the run wrote it; places of this machine left out
+    summary.md                the tables
+    certificates.jsonl        of the decode stage
+    sweep-*.svg               of the sweep stage, where matplotlib is installed
+    gaps.json                 by a goal's name the reason for a gap; written by hand, never overwritten
+
+The documentation's table of kernels and its page of goals are made from these (docs/generate.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from autosel.errors import UsageError
+from benchmarks.gpu.kept import Kept, Record
+from benchmarks.gpu.stages import NAMES
+
+ROOT = Path(__file__).resolve().parents[2]
+OF_THIS_MACHINE = ("file", "audit", "traceback")  # keys whose values say where things lie, or are long
+
+
+def keep(kept: Kept, root: Path = ROOT) -> list[str]:
+    """What was written, below `root`. Raises UsageError where there is nothing, or only a dry run, to keep."""
+    records = {record.stage: record for record in kept.records(NAMES)}
+    if not records:
+        raise UsageError("nothing to keep", why=f"{kept.folder} has no results", todo="run the stages first")
+    device = next(iter(records.values())).device
+    if device["kind"] == "cpu" and root == ROOT:
+        raise UsageError("a dry run is not kept", why="its results are this CPU's, and say nothing of a GPU")
+    folder = root / "benchmarks" / "results" / slug(device["name"])
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [f"{name}.json" for name in records]
+    for name, record in records.items():
+        (folder / f"{name}.json").write_text(json.dumps(plain(asdict(record)), indent=1) + "\n")
+    written += [name for name, text in texts(kept, records) if (folder / name).write_text(text)]
+    written += pictures(folder, records)
+    measured = fingerprint(root, records)
+    shown = [str((folder / name).relative_to(root)) for name in written]
+    return [*shown, *([str(measured.relative_to(root))] if measured else [])]
+
+
+def slug(name: str) -> str:
+    """`NVIDIA H200` -> `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def plain(value: Any) -> Any:
+    """The same without what belongs to this machine."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items() if k not in OF_THIS_MACHINE}
+    return [plain(v) for v in value] if isinstance(value, list) else value
+
+
+def texts(kept: Kept, records: Mapping[str, Record]) -> Iterator[tuple[str, str]]:
+    summary = kept.folder / "summary.md"
+    if summary.is_file():
+        yield "summary.md", summary.read_text()
+    runs = records["decode"].units.values() if "decode" in records else ()
+    made = [run["certificate"] for run in runs if "certificate" in run]
+    if made:
+        yield "certificates.jsonl", "".join(json.dumps(one, sort_keys=True) + "\n" for one in made)
+
+
+def pictures(folder: Path, records: Mapping[str, Record]) -> list[str]:
+    """The sweeps' curves; none without matplotlib."""
+    from autosel.certify.sweep import Sweep
+    from autosel.errors import AutoselError
+    from autosel.values import from_json
+
+    written: list[str] = []
+    for unit, found in (records["sweep"].units if "sweep" in records else {}).items():
+        try:
+            from autosel.certify.sweep_plots import pictures as drawn
+
+            for name, figure in drawn(from_json(Sweep, found["sweep"])).items():
+                path = folder / f"sweep-{unit}-{name}.svg"
+                figure.savefig(path)
+                written.append(path.name)
+        except (AutoselError, KeyError):  # no matplotlib; or the sweep failed
+            continue
+    return written
+
+
+def fingerprint(root: Path, records: Mapping[str, Record]) -> Path | None:
+    """Fill the measured part of the device's file, if there is one; figures that it does not list are left."""
+    taken = records["fingerprint"].units.get("take", {}).get("fingerprint") if "fingerprint" in records else None
+    path = _device_file(root, taken["name"]) if taken else None
+    if taken is None or path is None:
+        return None
+    text = path.read_text()
+    for name, rate in taken["rates"].items():
+        figure = {key: rate[key] for key in ("value", "unit", "spread", "source")}
+        text = re.sub(rf'(?s)("measured": \{{.*?"{name}": )(null|\{{[^}}]*\}})', rf"\g<1>{json.dumps(figure)}", text)
+    json.loads(text)
+    path.write_text(text)
+    return path
+
+
+def _device_file(root: Path, name: str) -> Path | None:
+    files = sorted((root / "fingerprints").glob("*.json"))
+    return next((path for path in files if json.loads(path.read_text())["name"] == name), None)

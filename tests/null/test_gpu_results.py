@@ -1,0 +1,380 @@
+"""What `./run gpu` makes of what its stages found: goals, files to keep, counters, engines; and what a device's fault
+costs. Without a device: records, tables and processes as they would be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from autosel.errors import UsageError
+from autosel.fingerprint import known
+from autosel.knobs.gpu import cutlass
+from autosel.knobs.gpu.facts import facts
+from autosel.ops import OPS
+from autosel.values import Failed, Passed
+from benchmarks.bench_regret import settings
+from benchmarks.cutlass_settings import around
+from benchmarks.gpu import child, containment, decode, engines, goals, keeping, profiles, served
+from benchmarks.gpu.__main__ import parsed
+from benchmarks.gpu.kept import Kept, Record
+from benchmarks.gpu.runner import Child
+from benchmarks.gpu.scope import Scope, scope_of
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE = {"name": "NVIDIA H200", "kind": "cuda", "hw_id": "0" * 64}
+
+
+def scope(*words: str) -> Scope:
+    return scope_of(parsed(["--device", "cuda", *words]))
+
+
+def record(stage: str, units: Mapping[str, Any], listed: list[str] | None = None) -> Record:
+    return Record(
+        stage=stage, key="k", device=DEVICE, scope={}, git_sha="a" * 40, started="2026-01-01T00:00:00+00:00",
+        listed=list(units) if listed is None else listed, units=dict(units),
+    )  # fmt: skip
+
+
+def timed(us: float, floor_us: float, **more: Any) -> dict[str, Any]:
+    arms = {"cuda:gemv": {"us": us, "read": floor_us / us}}
+    return {"ok": True, "arms": arms, "wrong": {}, "floor_us": floor_us, **more}
+
+
+def key(op: str, **dims: int) -> str:
+    return str(OPS[op].workload("bf16", dims).key)
+
+
+GEMV = {"M": 1, "N": 4096, "K": 4096}
+ATTN = {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192}
+
+
+# --- goals ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_records_every_goal_is_shown_as_not_run() -> None:
+    rows = list(goals.lines({}, {}))
+    assert len(rows) == len(goals.GOALS) == len({row[0] for row in rows})
+    assert {row[2] for row in rows} == {"not run"}
+
+
+def reached(name: str, **records: Record) -> tuple[str, ...]:
+    return next(row for row in goals.lines(records, {}) if row[0] == name)
+
+
+def test_a_gemv_is_judged_by_what_it_takes_beyond_its_bytes() -> None:
+    """By its worst workload at one row; another number of rows, or another op, does not count."""
+    found = {
+        key("linear", **GEMV): timed(10.0, 9.0),
+        key("linear", **{**GEMV, "K": 8192}): timed(20.0, 18.8),
+        key("linear", **{**GEMV, "M": 16}): timed(90.0, 9.0),
+        key("rmsnorm", M=1, d=4096): timed(99.0, 0.1),
+    }
+    row = reached("gemv, M=1: beyond bytes / R", bench=record("bench", found))
+    assert row[2:4] == ("1.2 us", "reached")
+
+
+def test_an_arm_that_is_wrong_reaches_nothing() -> None:
+    found = {key("attn", **ATTN): timed(8.0, 7.0, wrong={"cuda:gemv": "elements"})}
+    assert reached("attention, B=1, L=8192: a layer", bench=record("bench", found))[2] == "not run"
+    found = {key("attn", **ATTN): timed(13.0, 7.0)}
+    assert reached("attention, B=1, L=8192: a layer", bench=record("bench", found))[3] == "missed"
+
+
+def test_shares_of_the_read_rate_are_judged_where_bytes_prevail() -> None:
+    found = {key("attn", **ATTN): timed(10.0, 7.0), key("attn", **{**ATTN, "B": 64}): timed(100.0, 96.0)}
+    row = reached("attention where bytes prevail: of R", bench=record("bench", found))
+    assert row[2:4] == ("96.0%", "reached")
+
+
+def test_a_missed_goal_asks_for_its_reason() -> None:
+    runs = record("decode", {"batch 1": {"ok": True, "certificate": {"tokens_per_sec": 200.0, "speedup": 3.0}}})
+    name = "llama-8b bf16, B=1, L=8192"
+    assert reached(name, decode=runs)[5] == goals.UNKNOWN
+    told = {row[0]: row for row in goals.lines({"decode": runs}, {name: "the launch gaps"})}
+    assert told[name][2:4] == ("200 tok/s", "missed") and told[name][5] == "the launch gaps"
+    assert told["llama-8b over eager PyTorch, B=1, L=8192"][3] == "reached"
+
+
+def test_what_is_left_undone_misses_its_goal() -> None:
+    row = reached("parity: units that failed or are left", parity=record("parity", {"a": {"ok": True}}, ["a", "b"]))
+    assert row[3] == "missed"
+
+
+def test_goals_name_units_that_there_are() -> None:
+    """A renamed decode run would leave its goal unread for ever."""
+    named = {*goals.BASE, "llama-1b at 256", "qwen3-1.7b at 256", "gemma3-1b at 256"}
+    assert named <= set(decode.runs(scope()))
+
+
+# --- keeping ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "fingerprints", tmp_path / "checkout" / "fingerprints")
+    return tmp_path / "checkout"
+
+
+def rate(value: float) -> dict[str, Any]:
+    return {"value": value, "unit": "B/s", "spread": 0.01, "source": "best of 5 windows"}
+
+
+def test_results_of_a_device_become_files_of_the_checkout(tmp_path: Path, checkout: Path) -> None:
+    kept = Kept(tmp_path / "out")
+    taken = {"name": "NVIDIA H200", "rates": {"read_bytes_per_s": rate(4.2e12), "unheard_of": rate(1.0)}}
+    kept.write(record("fingerprint", {"take": {"ok": True, "fingerprint": taken}}))
+    kept.write(record("decode", {"batch 1": {"ok": True, "file": "/home/me/c.jsonl", "certificate": {"speedup": 3.0}}}))
+    written = keeping.keep(kept, checkout)
+    folder = checkout / "benchmarks" / "results" / "nvidia-h200"
+    assert {"fingerprint.json", "decode.json", "certificates.jsonl"} == {p.name for p in folder.iterdir()}
+    assert "/home/me" not in (folder / "decode.json").read_text()
+    assert "fingerprints/h200.json" in written
+    now = known.read(checkout / "fingerprints" / "h200.json")
+    assert now.rates["read_bytes_per_s"].value == 4.2e12
+    assert now.rates["l2_bytes_per_s"].value == known.load("h200").rates["l2_bytes_per_s"].value  # still estimated
+    keeping.keep(kept, checkout)  # again, over what was measured before
+    assert known.read(checkout / "fingerprints" / "h200.json").rates == now.rates
+
+
+def test_a_dry_run_is_not_kept_in_this_checkout(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    with pytest.raises(UsageError, match="nothing to keep"):
+        keeping.keep(kept)
+    dry = record("parity", {})
+    dry.device = {**DEVICE, "kind": "cpu"}
+    kept.write(dry)
+    with pytest.raises(UsageError, match="a dry run is not kept"):
+        keeping.keep(kept)
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+HEAD = (
+    "ID",
+    "Process ID",
+    "Kernel Name",
+    "Grid Size",
+    "CC",
+    "Section Name",
+    "Metric Name",
+    "Metric Unit",
+    "Metric Value",
+)
+ROWS = (
+    (0, 12, "gemv(const void *, int)", "(132, 1, 1)", "9.0", "C", "dram__bytes_read.sum", "byte", "33,554,432"),
+    (0, 12, "gemv(const void *, int)", "(132, 1, 1)", "9.0", "C", "gpu__time_duration.sum", "ns", "9,216"),
+    (0, 12, "gemv(const void *, int)", "(132, 1, 1)", "9.0", "C", "launch__waves_per_multiprocessor", "", "n/a"),
+    (1, 12, "merge(float *)", "(1, 1, 1)", "9.0", "C", "gpu__time_duration.sum", "ns", "1,024"),
+)
+NCU = "==PROF== Connected to process 12\n" + "\n".join(",".join(f'"{cell}"' for cell in row) for row in (HEAD, *ROWS))
+
+
+def test_counters_of_a_call_of_two_launches_are_added_up() -> None:
+    kernels = list(profiles.counters(NCU))
+    assert [k["kernel"] for k in kernels] == ["gemv", "merge"]
+    found = profiles.summed(kernels, floor_us=8.0)
+    assert (found["us"], found["read_bytes"]) == (10.24, 33554432)
+    shown = profiles.table({"slowest 1": {"outcome": "profiled", "arm": "a", "workload": "w", "of_read": 0.8, **found}})
+    assert shown.rows[0][2] == "10.2"
+
+
+def test_the_slowest_of_ours_are_found_where_they_do_worst(tmp_path: Path) -> None:
+    arms = {
+        "cuda:gemv": {"us": 10.0, "read": 0.9}, "triton:gemv": {"us": 20.0, "read": 0.4},
+        "torch:linear": {"us": 99.0, "read": 0.1}, "cuda:gate_up": {"us": 1.0, "read": 0.2},
+    }  # fmt: skip
+    units = {
+        "a": {"ok": True, "arms": arms, "wrong": {"cuda:gate_up": "elements"}, "floor_us": 9.0},
+        "b": {"ok": True, "arms": {"cuda:gemv": {"us": 30.0, "read": 0.3}}, "wrong": {}, "floor_us": 9.0},
+    }
+    Kept(tmp_path).write(record("bench", units))
+    found = profiles.slowest(scope("--out", str(tmp_path)))
+    assert found == [("b", "cuda:gemv", 0.3), ("a", "triton:gemv", 0.4)]
+
+
+def test_without_the_profiler_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Kept(tmp_path).write(record("bench", {"w": timed(10.0, 9.0)}))
+    monkeypatch.setattr(profiles, "find_profiler", lambda: None)
+    found = profiles.run("slowest 1", scope("--out", str(tmp_path)), known.load("h200"))
+    assert found["ok"] and "was not found" in found["reason"]
+    assert profiles.run("slowest 2", scope("--out", str(tmp_path)), known.load("h200"))["outcome"] == "nobody"
+    assert profiles.table({"slowest 1": found}).remarks[0].startswith("slowest 1: cuda:gemv ncu")
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "outcome"),
+    [(NCU, 0, "profiled"), ("==ERROR== ERR_NVGPUCTRPERM", 1, "not profiled"), ("no such thing", 1, "failed")],
+)
+def test_what_the_profiler_says_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, code: int, outcome: str
+) -> None:
+    """A tool that says it, in the profiler's place; its command line is the profiler's."""
+    tool = tmp_path / "ncu"
+    tool.write_text(f"#!/bin/sh\ntest \"$1\" = --csv || exit 7\ncat <<'END'\n{said}\nEND\nexit {code}\n")
+    tool.chmod(0o755)
+    Kept(tmp_path).write(record("bench", {"w": timed(10.0, 9.0)}))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found = profiles.run("slowest 1", scope("--out", str(tmp_path)), known.load("h200"))
+    assert (found["outcome"], found["ok"]) == (outcome, outcome != "failed")
+
+
+# --- containment ------------------------------------------------------------------------------------------------------
+
+
+def failed(cause: str, reason: str = "") -> Failed:
+    return Failed(check="raised", case="c", evidence={"cause": cause}, reason=reason)
+
+
+def test_a_fault_must_fail_for_its_own_cause() -> None:
+    words = containment.FAULTS["illegal_access"]
+    assert not containment.judged(failed("raised RuntimeError", "CUDA error: an illegal memory access"), words)
+    assert containment.judged(failed("timeout in request"), words)
+    assert containment.judged(Passed(cases=1, worst=0.5, worst_case="c"), words) == ["it passed"]
+    assert not containment.judged(failed("raised RuntimeError", "cudaMalloc: out of memory"), ("memory",))
+
+
+def test_the_next_must_get_the_very_proof_it_gets_alone() -> None:
+    alone = Passed(cases=40, worst=0.5, worst_case="two rows", seconds=1.0)
+    assert not containment.as_alone(Passed(cases=40, worst=0.5, worst_case="two rows", seconds=9.0), alone)
+    assert containment.as_alone(Passed(cases=39, worst=0.5, worst_case="two rows"), alone)
+    assert containment.as_alone(failed("SIGSEGV"), alone)
+    assert "by itself" in containment.as_alone(alone, failed("SIGSEGV"))[0]
+
+
+def test_after_a_fault_of_the_device_the_next_unit_gets_a_new_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that says so is let go; the parent asks another."""
+
+    def serve(self: Child) -> None:
+        code = 'import sys\nfor line in sys.stdin: print(\'{"ok": false, "leaving": true}\', flush=True)'
+        self.command = [sys.executable, "-c", code]
+        start(self)
+
+    start = Child._start
+    monkeypatch.setattr(Child, "_start", serve)
+    with Child("parity", scope("--out", str(tmp_path)), Kept(tmp_path)) as asked:
+        first = asked.process
+        assert asked.ask("a unit", 60.0)["ok"] is False
+        assert asked.process is None and first is not None and first.returncode is not None
+
+
+def test_a_fault_that_the_device_keeps_is_found_after_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert child.fault_of_device() == ""
+
+    def synchronize() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert child.fault_of_device() == "CUDA error: an illegal memory access was encountered"
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert child.fault_of_device() == ""
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_not_there_is_said_to_be_so() -> None:
+    found = {name: engines.run(name, scope(), known.load("h200")) for name in engines.ENGINES}
+    for one in found.values():
+        assert one["ok"]
+        assert one["outcome"] == "not installed" or "version" in one
+    assert {row[0] for row in engines.table(found).rows} == set(engines.ENGINES)
+
+
+@pytest.mark.parametrize(
+    ("ours", "wrong"),
+    [
+        ({"tokens": [[5, 1]], "served": ["rmsnorm"]}, ""),
+        ({"tokens": [[5, 9]], "served": None}, ""),  # a later token may differ: a rounding turned it
+        ({"tokens": [[6, 1]], "served": ["rmsnorm"]}, "first tokens differ in 1 of 1"),
+        ({"tokens": [[5, 1]], "served": []}, "nothing that was decided served"),
+        ({"error_share": 1.5, "served": ["swiglu"]}, "1.50 of their bound"),
+        ({"error_share": 0.5, "served": ["swiglu"]}, ""),
+    ],
+)
+def test_an_engine_with_the_plug_in_is_compared_with_itself(ours: dict[str, Any], wrong: str) -> None:
+    said = engines.disagreement({"tokens": [[5, 1]], "served": []}, ours)
+    assert wrong in said and bool(said) == bool(wrong)
+    assert "without the plug-in" in engines.disagreement({"tokens": [], "served": ["rmsnorm"]}, ours)
+
+
+class Asked:
+    """An engine's front: what it is asked with is kept; it answers with tokens."""
+
+    given: dict[str, Any]
+
+    def __init__(self, **given: Any) -> None:
+        Asked.given = given
+        config = json.loads((Path(given.get("model") or given["model_path"]) / "config.json").read_text())
+        assert config["vocab_size"] > 0
+
+    def generate(self, prompts: Any = None, how: Any = None, **named: Any) -> list[Any]:
+        count = len(prompts if prompts is not None else named["input_ids"])
+        outputs = [SimpleNamespace(token_ids=(1, 2))]
+        return [SimpleNamespace(outputs=outputs) if prompts is not None else {"output_ids": [1, 2]}] * count
+
+    def shutdown(self) -> None: ...
+
+
+def test_engines_are_asked_in_their_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**LLAMA, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name, front in (("vllm", {"LLM": Asked, "SamplingParams": argparse.Namespace}), ("sglang", {"Engine": Asked})):
+        module = ModuleType(name)
+        vars(module).update(front)
+        monkeypatch.setitem(sys.modules, name, module)
+        found = served.ENGINES[name](scope("--model", str(tmp_path), "--seq", "64"))
+        assert found["tokens"] == [[1, 2]] * served.PROMPTS
+        assert 64 in (Asked.given.get("max_model_len"), Asked.given.get("context_length"))
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256, "torch_dtype": "bfloat16", "hidden_act": "silu", "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+# --- settings of the CUTLASS products ---------------------------------------------------------------------------------
+
+PRODUCTS = [
+    (device, name, m, n, k)
+    for device, names in (("h200", ("gemm_sm90", "gemm_sm80")), ("rtx-5070-ti", ("gemm_sm80",)))
+    for name in names
+    for m, n, k in ((16, 4096, 4096), (16, 2048, 8192), (64, 1024, 4096), (256, 4096, 4096), (256, 2048, 8192))
+]
+
+
+@pytest.mark.parametrize(("device", "name", "m", "n", "k"), PRODUCTS)
+def test_neighbours_of_a_cutlass_form_fit_the_device_and_are_few_builds(
+    device: str, name: str, m: int, n: int, k: int
+) -> None:
+    from autosel.candidates.registry import find
+
+    fp = known.load(device)
+    f, w = facts(fp), OPS["linear"].workload("bf16", {"M": m, "N": n, "K": k})
+    closed, found = settings(find("linear", f"cutlass:{name}"), w, fp)
+    assert closed in found and found == around(closed, f)
+    builds = {tuple((n, v) for n, v in s.items() if n not in ("split_k", "sms", "pdl")) for s in found}
+    assert 4 <= len(builds) <= 12
+    for s in found:
+        rows, columns = (int(s[a]) for a in (("tile_m", "tile_n") if "tile_m" in s else ("rows", "columns")))
+        beside = cutlass.end_bytes(rows, columns) if "tile_m" in s else 0
+        assert beside + int(s["stages"]) * (rows + columns) * cutlass.STEP_BYTES <= f.smem_per_cta
+        assert int(s["stages"]) >= 2
+        if "tile_m" in s and s["stream_k"]:
+            assert rows == cutlass.WIDE
+        if "tile_m" in s:
+            assert int(s["sms"]) % int(s["cluster"]) == 0
