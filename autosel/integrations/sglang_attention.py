@@ -68,7 +68,8 @@ class DecodeSteps:
         if batch.encoder_lens is not None or getattr(self, "dcp_size", 1) > 1:
             return None
         slots = self.req_to_token_pool.req_to_token  # type: ignore[attr-defined]  # [requests, context]: a slot a token
-        longest = slots.shape[1] if longest is None else longest
+        if longest is None:  # the table is a little wider than the context: room for speculation, which is not ours
+            longest = min(slots.shape[1], getattr(self, "max_context_len", slots.shape[1]))
         first = slots[:, : longest : pool.page_size].index_select(0, batch.req_pool_indices)  # of each page
         table = first if pool.page_size == 1 else first // pool.page_size
         return Step(batch=batch, table=table, lengths=batch.seq_lens.to(torch.int32), max_len=longest)
