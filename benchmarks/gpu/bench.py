@@ -80,7 +80,10 @@ def _arms(w: Workload, fp: Fingerprint, effort: str) -> tuple[dict[str, Entrant]
 
 
 def _seat(timer: Timer, w: Workload, arms: dict[str, Entrant]) -> dict[str, str]:
-    """Seat all arms; one that raises at its first call is taken out. Returns those, with what they raised."""
+    """Seat all arms; one that raises at its first call is taken out. Returns those, with what they raised. Raises
+    RuntimeError for one that leaves the device unusable: nobody could be timed after it."""
+    from benchmarks.gpu.child import fault_of_device
+
     broken: dict[str, str] = {}
     for name in list(arms):
         try:
@@ -88,6 +91,8 @@ def _seat(timer: Timer, w: Workload, arms: dict[str, Entrant]) -> dict[str, str]
         except Exception as error:  # anybody's kernel: it loses its place, not the table
             broken[name] = f"{type(error).__name__}: {str(error)[:200]}"
             del arms[name]
+            if fault_of_device():
+                raise RuntimeError(f"{name} left the device unusable: {broken[name]}") from error
     timer.seat(w, arms)
     return broken
 

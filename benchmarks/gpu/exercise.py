@@ -25,16 +25,21 @@ from autosel.parity.check import cases_of
 from autosel.race.device import same_layout
 from autosel.tuning.prove import proof_of
 from autosel.tuning.shortlist import way_of
-from autosel.values import NativeRecipe
+from autosel.values import Fingerprint, NativeRecipe, Rejected
 from benchmarks.gpu.entrants import entries
+from benchmarks.gpu.graph import set_up
 from benchmarks.gpu.scope import Scope
 
+STEP = "step "
+STEP_SEQ = 256
 CASES = 8  # spread over the battery: every shape class, some hostile values
 
 
 def main(scope: Scope, name: str, checks: str) -> int:
     torch.set_num_threads(1)
     fp = fingerprint.take(scope.device)
+    if name.startswith(STEP):
+        return whole_step(scope, fp)
     entry = next(e for e in entries(scope, fp) if e.name == name)
     way, op = way_of(entry.candidate, entry.workload, fp), OPS[entry.candidate.op]
     recipe, digest = way.recipe, ""
@@ -61,6 +66,32 @@ def main(scope: Scope, name: str, checks: str) -> int:
             print(f"wrong: {case.name}: {found.check}: {found.reason}", file=sys.stderr)
             return 1
     print(f"{len(cases)} cases")
+    return 0
+
+
+def whole_step(scope: Scope, fp: Fingerprint) -> int:
+    """One layer and the output head as the device takes them by itself, against the same step op by op."""
+    from autosel.decode.persistent import supports, write
+    from autosel.decode.scene import judged
+    from autosel.decode.step import write_step
+
+    with torch.inference_mode():
+        scene = set_up(scope, scope.small_model, layers=1, seq=min(STEP_SEQ, scope.seq))
+        support = supports(scene.plan)
+        if isinstance(support, Rejected):
+            print(f"0 cases: {support.reason}")
+            return 0
+        ops = write_step(scene.decoder, scene.cache, scene.place)
+        ops.run()
+        ops.settle()
+        whole = write(scene.decoder, scene.cache, scene.place, team=fp)
+        whole.run()
+        whole.settle()
+        error, bound = judged(whole.logits, ops.logits, scene.reference(), scene.plan.dtype)
+    if not error <= bound:
+        print(f"wrong: logits {error:.3g} from the reference, {bound:.3g} allowed", file=sys.stderr)
+        return 1
+    print("1 cases")
     return 0
 
 

@@ -114,7 +114,7 @@ def failed(stage: str) -> Callable[[Records], float | None]:
 
 # --- the goals --------------------------------------------------------------------------------------------------------
 
-BASE = ("batch 1", "persistent", "op by op")  # the model at its context: three ways to take a step
+BASE = ("batch 1", "persistent", "graph", "call by call")  # the model at its context, its step in every form
 GOALS = (
     *(Goal(name=f"{stage}: units that failed or are left", limit=0, unit="", reached=failed(stage), most=True)
       for stage in CLEAN),

@@ -108,25 +108,27 @@ def whole_step(scope: Scope) -> Found:
 
 def written(scope: Scope) -> Any:
     """The step as `autosel run` makes it (decode.step.Step), its cache filled."""
+    from autosel.decode.step import write_step
+
+    scene = set_up(scope, scope.model, layers=scope.layers, seq=scope.seq)
+    return write_step(scene.decoder, scene.cache, scene.place)
+
+
+def set_up(scope: Scope, name: str, *, layers: int, seq: int) -> Any:
+    """A decode.scene.Scene: a model of random weights, its cache filled, one sequence about to be fed a token."""
     from time import perf_counter_ns
 
     from autosel import models
     from autosel.decode.run import Plan, Silent
     from autosel.decode.scene import set_scene
-    from autosel.decode.step import write_step
     from autosel.decode.weights import load_weights
 
-    model = models.load(scope.model)
+    model = models.load(name)
+    layers %= model.layers
     plan = Plan(
-        model=model,
-        layers=scope.layers % model.layers,
-        dtype=model.dtype,
-        seq=scope.seq,
-        prompt="synthetic",
-        device=scope.device,
+        model=model, layers=layers, dtype=model.dtype, seq=seq, prompt="synthetic", iters=1, device=scope.device
     )
-    scene = set_scene(plan, load_weights(plan), Silent(), perf_counter_ns)
-    return write_step(scene.decoder, scene.cache, scene.place)
+    return set_scene(plan, load_weights(plan), Silent(), perf_counter_ns)
 
 
 def _clocked(step: Any) -> float:

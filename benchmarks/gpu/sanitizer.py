@@ -37,7 +37,13 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
     there = [e for e in entries(scope, fp) if not e.refused and (e.candidate.backend in COMPILED or scope.on_gpu)]
     there = [e for e in there if e.candidate.backend not in UNCHECKED]
     plain = [e for e in there if e.candidate.backend in OURS and e.workload.dtype == scope.dtypes[0]]
-    return [f"{first} {e.name}" for e in there] + [f"{tool} {e.name}" for tool in others for e in plain]
+    named = [f"{first} {e.name}" for e in there] + [f"{tool} {e.name}" for tool in others for e in plain]
+    return [*named, *(f"{tool} {step(scope)}" for tool in (first, *others) if not scope.ops)]
+
+
+def step(scope: Scope) -> str:
+    """The whole decode step as the device takes it by itself: no op, so no candidate of parity's."""
+    return f"step {'cuda' if scope.on_gpu else 'cpp'}:step bf16"
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:

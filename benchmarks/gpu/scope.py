@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 CPU_OPS = ("rmsnorm", "swiglu", "rope")  # what a dry run tunes: seconds each
 OURS = ("cpp", "cuda", "cutlass", "triton")  # whose faults are ours; another's are a finding
+SMALL_MODEL = "llama-1b"
 MODELS = ("llama-8b", "llama-1b", "qwen3-1.7b", "gemma3-1b")  # of the certified runs
 OTHER_MODEL = "gemma3-1b"  # GeGLU, windows, norms with an offset
 
@@ -48,6 +49,11 @@ class Scope:
     @property
     def on_gpu(self) -> bool:
         return self.device != "cpu"
+
+    @property
+    def small_model(self) -> str:
+        """For what is slowed a hundred times."""
+        return SMALL_MODEL if SMALL_MODEL in self.models else self.model
 
     @property
     def text(self) -> str:

@@ -1,0 +1,130 @@
+"""How `./run gpu` goes through a stage: deadlines, budgets, deaths, what is done again and what is not. The stage's
+process is a script that does what it is told; nothing is measured."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from autosel.errors import AutoselError
+from benchmarks.gpu.__main__ import parsed
+from benchmarks.gpu.kept import Kept, Record
+from benchmarks.gpu.runner import Child, run_stage
+from benchmarks.gpu.scope import Scope, scope_of
+from benchmarks.gpu.summary import write_summary
+
+# Lists its units, then answers by their names; each start leaves a line in FILE.
+SCRIPT = """
+import json, os, signal, sys
+file, key, *units = sys.argv[1:]
+open(file, "a").write("started\\n")
+if key == "refuses":
+    print(json.dumps({"error": "no such device"}), flush=True)
+    sys.exit(1)
+device = {"name": "a device", "kind": "cpu", "hw_id": "0" * 64}
+print(json.dumps({"listed": units, "key": key, "device": device}), flush=True)
+for line in sys.stdin:
+    unit = line.strip()
+    if unit == "hangs":
+        signal.pause()
+    if unit == "dies":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    fails = unit == "fails" and open(file).read().count("started") < 2
+    found = {"ok": not fails, "error": "a reason"} if fails else {"ok": True}
+    print(json.dumps({**found, "pid": os.getpid(), "leaving": unit == "breaks"}), flush=True)
+"""
+
+
+@pytest.fixture
+def scope(tmp_path: Path) -> Scope:
+    return scope_of(parsed(["--device", "cpu", "--out", str(tmp_path / "out")]))
+
+
+class Stage:
+    """A stage of these units."""
+
+    def __init__(self, folder: Path, scope: Scope, patch: pytest.MonkeyPatch) -> None:
+        self.file, self.scope, self.kept = folder / "starts", scope, Kept(Path(scope.out))
+        self.patch = patch
+
+    def run(self, *units: str, key: str = "k", **options: object) -> Record:
+        start = Child._start
+
+        def begin(child: Child) -> None:
+            child.command = [sys.executable, "-c", SCRIPT, str(self.file), key, *units]
+            start(child)
+
+        with self.patch.context() as patch:
+            patch.setattr(Child, "_start", begin)
+            return run_stage("parity", self.scope, self.kept, **options)  # type: ignore[arg-type]
+
+    @property
+    def starts(self) -> int:
+        return len(self.file.read_text().splitlines())
+
+
+@pytest.fixture
+def stage(tmp_path: Path, scope: Scope, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(tmp_path, scope, monkeypatch)
+
+
+def test_a_stage_that_cannot_begin_says_why(stage: Stage) -> None:
+    with pytest.raises(AutoselError) as error:
+        stage.run("a", key="refuses")
+    assert "no such device" in error.value.why
+
+
+def test_a_unit_beyond_its_deadline_costs_itself_alone(stage: Stage) -> None:
+    found = stage.run("a", "hangs", "b", unit_s=3.0)
+    assert found.failed == ["hangs"] and not found.undone
+    assert "took longer than" in found.units["hangs"]["error"]
+    assert stage.starts == 2
+
+
+def test_a_unit_that_takes_its_process_along_costs_itself_alone(stage: Stage) -> None:
+    found = stage.run("a", "dies", "b")
+    assert found.failed == ["dies"] and "SIGSEGV" in found.units["dies"]["error"]
+    assert found.units["b"]["ok"]
+
+
+def test_after_a_unit_that_broke_the_device_comes_a_new_process(stage: Stage) -> None:
+    found = stage.run("a", "breaks", "b")
+    pids = [found.units[name]["pid"] for name in ("a", "breaks", "b")]
+    assert pids[0] == pids[1] != pids[2]
+    assert "leaving" not in found.units["breaks"]
+
+
+def test_a_budget_leaves_what_it_cannot_pay(stage: Stage) -> None:
+    """What its stage cut short has not failed."""
+    found = stage.run("a", "hangs", "b", budget_s=6.0)
+    assert found.undone == ["hangs", "b"] and not found.failed
+    assert stage.kept.read("parity") == found
+    text, clean = write_summary(stage.kept)
+    assert "2 left: the same command continues" in text and not clean
+
+
+def test_what_is_done_is_not_done_again_and_what_failed_only_when_asked(stage: Stage) -> None:
+    first = stage.run("a", "fails")
+    assert first.failed == ["fails"]
+    second = stage.run("a", "fails")
+    assert second.units == first.units
+    third = stage.run("a", "fails", retry=True)
+    assert not third.failed and third.units["a"] == first.units["a"]
+
+
+def test_results_for_something_else_are_not_taken_for_these(stage: Stage) -> None:
+    first, other = stage.run("a"), stage.run("a", key="another scope")
+    assert other.units["a"]["pid"] != first.units["a"]["pid"]
+    assert stage.run("a", key="another scope", fresh=True).units["a"]["pid"] != other.units["a"]["pid"]
+
+
+def test_only_the_units_that_are_wanted_are_gone_through(stage: Stage) -> None:
+    def wanted(unit: str) -> bool:
+        return "a" in unit
+
+    found = stage.run("a", "b", "ab", wanted=wanted)
+    assert found.undone == ["b"]
+    assert write_summary(stage.kept, wanted)[1]
+    assert not write_summary(stage.kept)[1]
