@@ -11,13 +11,11 @@ Where nothing was decided SGLang's own code runs.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from autosel import settings
-
-log = logging.getLogger(__name__)
+from autosel.integrations import plugged
 
 WRITTEN_FOR = "0.5.23"
 ATTENTION = "autosel"
@@ -35,15 +33,7 @@ def register() -> None:
         registry, kind, hooks = _hooks()
         register_attention = _attention()
     except (ImportError, AttributeError) as error:
-        from importlib.metadata import version
-
-        log.warning(
-            "autosel leaves SGLang as it is: SGLang %s has another interface than %s, for which this plug-in was "
-            "written (%s); install an SGLang near it, or an autosel that knows yours",
-            version("sglang"),
-            WRITTEN_FOR,
-            error,
-        )
+        plugged.leave("SGLang", WRITTEN_FOR, error)
         return
     for target, hook in hooks.items():
         if not any(getattr(there, "_autosel", False) for _, there, _ in registry._hooks.get(target, ())):

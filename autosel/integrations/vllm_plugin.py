@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import logging
 import re
-from importlib.metadata import version
 from typing import Any
 
 from autosel import settings
+from autosel.integrations import plugged
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +32,7 @@ def register() -> None:
     try:
         parts = _parts()
     except (ImportError, AttributeError) as error:
-        log.warning(
-            "autosel leaves vLLM as it is: vLLM %s has another interface than %s, for which this plug-in was written "
-            "(%s); install a vLLM near %s, or an autosel that knows yours",
-            version("vllm"),
-            WRITTEN_FOR,
-            error,
-            WRITTEN_FOR,
-        )
+        plugged.leave("vLLM", WRITTEN_FOR, error)
         return
     for part in parts:
         part()

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from autosel import settings
 from autosel.cli.main import run
 from autosel.errors import AutoselError, BadConfig
 from autosel.fingerprint import known
+from autosel.integrations import sglang_plugin, vllm_plugin
 from autosel.integrations.engines import ask
 from autosel.integrations.engines import folder as folders
 from autosel.integrations.engines.rows import Row
@@ -146,3 +150,20 @@ def test_bad_words_are_refused_with_the_next_step(
     assert run(words) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("engine", "plugin"), [("vLLM", vllm_plugin), ("SGLang", sglang_plugin)])
+def test_an_engine_of_another_interface_is_left_alone_with_both_versions(
+    engine: str, plugin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A package of that name which has nothing of what the plug-in takes hold of."""
+    monkeypatch.setitem(sys.modules, engine.lower(), types.ModuleType(engine.lower()))
+    monkeypatch.setattr("autosel.integrations.plugged.version", lambda name: f"9.9 of {name}")
+    plugin.register()
+    (said,) = caplog.messages
+    assert f"9.9 of {engine.lower()}" in said and f"install a {engine} near {plugin.WRITTEN_FOR}" in said
+    monkeypatch.setenv("AUTOSEL_DISABLE", "1")
+    settings.read.cache_clear()
+    plugin.register()
+    settings.read.cache_clear()
+    assert len(caplog.messages) == 1
