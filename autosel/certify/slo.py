@@ -45,6 +45,11 @@ class Judged:
     measured: float
     met: bool
 
+    @property
+    def found(self) -> str:
+        """`44.1 ms`, `35.2 tok/s`."""
+        return f"{self.measured:.4g} {'tok/s' if self.objective.startswith('tps') else 'ms'}"
+
 
 def parse(text: str) -> tuple[Objective, ...]:
     """Raises UsageError, UnknownName."""
@@ -94,5 +99,5 @@ def refuse_missed(judged: Sequence[Judged]) -> None:
     if missed:
         raise MissedObjective(
             f"{len(missed)} of {len(judged)} objectives missed",
-            why="\n".join(f"{j.objective}: measured {j.measured:.4g}" for j in missed),
+            why="\n".join(f"{j.objective}: measured {j.found}" for j in missed),
         )

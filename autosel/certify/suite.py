@@ -6,7 +6,7 @@ in, so many tokens out, baseline and optimised steps in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -109,6 +109,12 @@ def trials(plan: Plan, measure: Callable[[Plan], Certificate]) -> list[Certifica
     for _ in range(WARM_UPS):
         measure(replace(plan, iters=min(plan.iters, WARM_UP_TOKENS)))
     return [measure(plan) for _ in range(TRIALS)]
+
+
+def under_way(what: str) -> Iterator[str]:
+    """What each run of `trials` is, in its order."""
+    for kind, count in (("warm-up", WARM_UPS), ("trial", TRIALS)):
+        yield from (f"{what}, {kind} {number} of {count}" for number in range(1, count + 1))
 
 
 def row(c: Configuration, made: Sequence[Certificate]) -> Row:

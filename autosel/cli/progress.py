@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Protocol
 
 import click
 
@@ -134,6 +135,23 @@ class Progress:
     def _elapsed(self) -> str:
         of = f" of {_clock(self.budget_s)}" if self.budget_s else ""
         return _clock(self.clock() - self.started) + of
+
+
+class Stages(Protocol):
+    """Who wants to know how it goes."""
+
+    def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
+
+
+class Within:
+    """A listener for one run of many: what that run is at is a detail of it."""
+
+    def __init__(self, listener: Stages, title: str) -> None:
+        self.listener, self.title = listener, title
+
+    def stage(self, name: str, detail: str, done: int, total: int) -> None:
+        count = f"{done}/{total}" if total > 1 else ""
+        self.listener.stage(self.title, " ".join(part for part in (name, count, detail) if part), 0, 1)
 
 
 def _clock(seconds: float) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MOST_ITERS = 20_000  # as certify.certificate.MOST_STEPS, which would load numpy
 DEFAULT_MODEL = "llama-8b"
+DEFAULT_SEQ = 8192
 EXAMPLES = (
     "run --model llama-1b --seq 2048",
     "run --model llama-8b --layers 4 --seq 8192 --iters 50",
@@ -53,7 +54,7 @@ MEASURED = (
 @click.option("--prompt", default="random", metavar="FILE", help="text, token ids (.json), random or synthetic")
 @dtype_option()
 @batch_option
-@click.option("--seq", type=click.IntRange(2, 1 << 24), default=8192, metavar="N", help="context  [default: 8192]")
+@click.option("--seq", type=click.IntRange(2, 1 << 24), metavar="N", help="context  [8192, or what the model can]")
 @click.option("--iters", type=click.IntRange(1, MOST_ITERS), default=100, metavar="N", help="timed steps  [100]")
 @click.option("--warmup", type=click.IntRange(0, 10**6), default=10, metavar="N", help="untimed ones before  [10]")
 @click.option(
@@ -156,7 +157,7 @@ class Asked:
             prompt=self["prompt"],
             dtype=self._dtype(model.dtype),
             batch=self["small_batch"] or self["batch"],
-            seq=self["seq"],
+            seq=self["seq"] or self._longest(model.max_context),
             iters=self["iters"],
             warmup=self["warmup"],
             advance=self["advance"] or bool(self["speculate"]),
@@ -176,6 +177,11 @@ class Asked:
             device=self["device"],
             seed=self["seed"],
         )
+
+    def _longest(self, most: int) -> int:
+        """DEFAULT_SEQ, or what the model was made for less what the run adds to it."""
+        advances = self["advance"] or self["speculate"]
+        return max(2, min(DEFAULT_SEQ, most - (self["iters"] if advances else 0) - drafted(self["speculate"])))
 
     def _dtype(self, own: DTypeName) -> DTypeName:
         found: DTypeName = self["dtype"] or own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import click
 from autosel import settings
 from autosel.cli.certificate import change_line, suite_text
 from autosel.cli.output import emit_json, error_json, report
+from autosel.cli.progress import Within
 from autosel.cli.run import (
     Asked,
     append,
@@ -90,10 +92,13 @@ def measured_suite(asked: Asked, level: Any, key: Any) -> tuple[Suite, AutoselEr
             refuse_without_memory(max((plan for _, plan in plans), key=memory_need))
             weights = load_weights(plans[0][1], listener)
             for c, plan in plans:
+                under_way = suite.under_way(f"{plan.model.name} {c.name} {c.prompt}/{c.tokens}")
 
-                def trial(plan: Plan, name: str = name, c: Any = c, weights: Any = weights) -> Certificate:
-                    listener.stage(f"{plan.model.name} {c.name}", "", 0, 1)
-                    run = measure(plan, weights, listener=listener, ledger=ledger)
+                def trial(
+                    plan: Plan, name: str = name, titles: Iterator[str] = under_way, weights: Any = weights
+                ) -> Certificate:
+                    within = Within(listener, next(titles))
+                    run = measure(plan, weights, listener=within, ledger=ledger)
                     return issue(run, grounds(run), Request(repro_cmd=command(name, plan)))
 
                 made = suite.trials(plan, trial)

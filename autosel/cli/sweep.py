@@ -209,6 +209,7 @@ def _decided(asked: dict[str, Any], named: Sequence[Named]) -> tuple[list[Decisi
 def _measured(sized: Sequence[tuple[Plan, int, str]], *, decides: bool) -> list[Cell]:
     """Each cell that fits, on weights loaded once. `decides`: who takes its whole steps too, where nothing says so."""
     from autosel.certify.sweep import Cell
+    from autosel.cli.progress import Within
     from autosel.cli.run import ledger_or_none, progress
     from autosel.decode.measure import measure, refuse
     from autosel.decode.weights import load_weights
@@ -219,9 +220,9 @@ def _measured(sized: Sequence[tuple[Plan, int, str]], *, decides: bool) -> list[
             figures = None
             if not why:
                 refuse(plan)
-                listener.stage(f"batch {plan.batch}, context {plan.seq}", "", i, len(sized))
-                weights = weights or load_weights(plan, listener)
-                figures = figures_of(measure(plan, weights, listener=listener, ledger=ledger, decides=decides))
+                within = Within(listener, f"cell {i + 1} of {len(sized)}, batch {plan.batch}, context {plan.seq}")
+                weights = weights or load_weights(plan, within)
+                figures = figures_of(measure(plan, weights, listener=within, ledger=ledger, decides=decides))
             cells.append(Cell(batch=plan.batch, context=plan.seq, need_bytes=need, figures=figures, why=why))
     return cells
 

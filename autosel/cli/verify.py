@@ -146,6 +146,8 @@ def text_again(certified: Certificate, asked: Asked, plan: Plan, score: Path | N
             f"the certificate scored a text, {certified.quality.get('text')}, and its command does not say where it is",
             todo="name that text with --quality",
         )
+    if score is None and not path.exists():
+        raise UsageError(f"the scored text is no longer at {path}", todo="name where it is now with --quality")
     text = text_to_score(path, plan)
     refuse_other_text(certified, text.sha256, str(path))
     return text

@@ -16,6 +16,7 @@ from autosel.certify.audit import audit
 from autosel.certify.issue import chained
 from autosel.cli.certificate import suite_text, summary, where_line
 from autosel.cli.main import run
+from autosel.cli.progress import Progress, Within
 from autosel.cli.run import Asked, failed, run_command
 from autosel.cli.suite import command
 from autosel.cli.verify import command_of, located, rerun_words
@@ -240,3 +241,41 @@ def test_the_memory_table_says_where_the_batch_collapses(said: Any) -> None:
     assert found["model"] == "llama-70b" and found["weights_bytes"] > 130e9
     part = json.loads(said("run", "--model", "llama-70b", "--layers", "2", "--plan", "--json")[1])
     assert part["model"] == "llama-70b[2/80 layers]" and part["fits"][0]["batch"] > 0
+
+
+def test_speculation_is_said_by_itself_and_a_measured_objective_has_its_unit() -> None:
+    made = certificate(objectives=slo.parse("ttft<1ms,tps>1"))
+    options = {**made.options, "speculate": 4}
+    said = " ".join(summary(dataclasses.replace(made, options=options, tokens_per_step=2.5), audit(made)).split())
+    assert "speculation: 4 tokens drafted from the text so far, 2.50 kept a step" in said
+    assert f"{2.5 * made.speedup:.2f}x a token" in said
+    assert ", 900 ms" in said and f"met, {made.tokens_per_sec:.4g} tok/s" in said
+    assert "speculation" not in summary(made, audit(made))
+
+
+def test_the_context_is_by_default_what_the_model_was_made_for(tmp_path: Path) -> None:
+    def context(*words: str) -> int:
+        found: Asked = command_of(dataclasses.replace(certificate(), repro_cmd=shlex.join(["autosel", "run", *words])))
+        return found.plan().seq
+
+    assert context("--model", "llama-1b") == 8192 and context("--model", "llama-1b", "--seq", "300") == 300
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes, "max_position_embeddings": 512}))
+    assert context("--model", str(tmp_path)) == 512
+    assert context("--model", str(tmp_path), "--advance", "--iters", "100") == 412
+    assert context("--model", str(tmp_path), "--speculate", "ngram:4", "--iters", "100") == 408
+
+
+def test_a_suite_says_which_run_of_how_many_is_under_way(capsys: pytest.CaptureFixture[str]) -> None:
+    titles = list(suite.under_way("llama-1b short 64/64"))
+    assert len(titles) == suite.WARM_UPS + suite.TRIALS
+    assert (titles[0], titles[-1]) == (
+        "llama-1b short 64/64, warm-up 1 of 2",
+        "llama-1b short 64/64, trial 3 of 3",
+    )
+    listener = Progress()
+    for stage in (("prefill", "baseline", 0, 2), ("decode", "", 3, 63)):
+        Within(listener, titles[0]).stage(*stage)
+    assert listener.line().startswith(f"{titles[0]} decode 3/63")
+    assert capsys.readouterr().err.count("\n") == 1  # into a pipe: a line for each run, not for each of its stages

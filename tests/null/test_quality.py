@@ -214,7 +214,7 @@ def test_the_text_is_where_the_command_had_it_or_where_it_is_said_to_be(tmp_path
     asked = command_of(made)
     assert text_again(made, asked, asked.plan(), None) == text
     (tmp_path / "t.txt").rename(tmp_path / "moved.txt")
-    with pytest.raises(BadConfig, match="cannot be read"):
+    with pytest.raises(UsageError, match="no longer at"):
         text_again(made, asked, asked.plan(), None)
     assert text_again(made, asked, asked.plan(), tmp_path / "moved.txt") == dataclasses.replace(text, name="moved.txt")
     silent = dataclasses.replace(made, repro_cmd="./run run --model llama-1b")
