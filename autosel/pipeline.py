@@ -18,6 +18,7 @@ from autosel.tuning.crossover import lowest_ends, may_split, split_buckets
 from autosel.tuning.decide import decide
 from autosel.tuning.job import Listener, Rejection, Report, Request, Tally, Tuning
 from autosel.tuning.prove import prove_all
+from autosel.tuning.renew import serve_meanwhile
 from autosel.tuning.shortlist import shortlist
 from autosel.tuning.trial import Tried, try_candidate
 
@@ -48,6 +49,7 @@ def tune(
     with ledger.lock(fp.hw_id, fingerprint.unit(request.device)) as strikes:
         for strike in strikes:
             log.warning("%s was running when an earlier tune died", strike.arm.candidate)
+        serve_meanwhile(tuning)
         jobs = [shortlist(tuning, named) for named in request.workloads]
         for job in jobs:
             tuning.tally.settled(job)

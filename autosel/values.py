@@ -374,6 +374,7 @@ class Decision:
     reason: str
     created_at: str  # UTC, ISO 8601
     length_range: tuple[int, int] | None = None  # max_len this row serves, where its bucket was split at a crossover
+    stale: str = ""  # what has changed since its race: its arm has passed parity again since, and waits for another
 
 
 # --- data, not pickle ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from autosel.candidates.base import Candidate
 from autosel.candidates.libraries.base import PACKAGE as LIBRARIES
 from autosel.candidates.source import TRITON_KERNELS, function_digest, module_digest
 from autosel.candidates.torch import EAGER
+from autosel.fingerprint import nvml
 from autosel.values import Arm, Fingerprint, Knobs, PythonRecipe, Scalar, Workload, digest
 
 STEP = "autosel.decode.step"  # of the whole step, op by op (decode.standing)
@@ -77,7 +78,8 @@ def triton_version() -> str:
 
 @cache
 def torch_identity() -> dict[str, Any]:
-    """PyTorch as built: version, commit, its BLAS and oneDNN, the instruction set it dispatches to, CUDA and cuDNN.
+    """PyTorch as built: version, commit, its BLAS and oneDNN, the instruction set it dispatches to, CUDA and cuDNN; and
+    the GPU's driver beneath it.
 
     The number of threads and the numeric flags are not here: they are the decision's mode.
     """
@@ -90,4 +92,5 @@ def torch_identity() -> dict[str, Any]:
         "built": torch.__config__.show(),
         "cuda": str(torch.version.cuda),
         "cudnn": str(cudnn_version() if torch.cuda.is_available() else None),
+        **({"driver": driver} if (driver := nvml.driver()) else {}),
     }

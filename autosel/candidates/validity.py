@@ -13,22 +13,25 @@ from autosel.values import Arm, Decision, NativeRecipe, PythonRecipe
 
 
 def staleness(decision: Decision) -> str:
-    """Why a decision no longer holds: one of its two arms is not the thing that was measured. Empty if both are."""
+    """Why a decision no longer holds: one of its two arms is not the thing that was measured. Empty if both are.
+
+    Of one that was proven again after a change (`decision.stale`), the build that was: its source is another already.
+    """
     for arm in (decision.baseline, decision.arm):
-        why = _stale(arm)
+        why = _stale(arm, any_source=bool(decision.stale))
         if why:
             return f"decision {decision.id} is stale: {why}"
     return ""
 
 
-def _stale(arm: Arm) -> str:
+def _stale(arm: Arm, *, any_source: bool) -> str:
     recipe = arm.recipe
     if isinstance(recipe, NativeRecipe):
         if not re.fullmatch("[0-9a-f]{64}", arm.build):  # a path would lead out of the folder of artefacts
             return f"{arm.candidate}'s build is not named by a digest"
         if arms.digest_of(arm.build, arm.knobs) != arm.digest:
             return f"{arm.candidate}'s build and knobs are not those of its digest"
-        return _edited(arm.build, recipe.source, arm.candidate)
+        return _edited(arm.build, "" if any_source else recipe.source, arm.candidate)
     try:
         now = _python_digest(recipe)
     except (AutoselError, OSError, AssertionError) as error:
@@ -40,10 +43,12 @@ def _stale(arm: Arm) -> str:
 
 @lru_cache(maxsize=1024)
 def _edited(build: str, source: str, candidate: str) -> str:
-    """Once a process: a serving process keeps what it loaded, whatever becomes of the files."""
+    """Once a process: a serving process keeps what it loaded, whatever becomes of the files. No `source`: any."""
     artefact = find_artefact(build)
     if artefact is None:
         return f"the compiled {candidate} ({build[:12]}) is missing or damaged; run tune again"
+    if not source:
+        return ""
     try:
         current = sources_digest(source)
     except AutoselError as error:

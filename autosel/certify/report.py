@@ -138,8 +138,9 @@ def _verdicts(made: Certificate) -> str:
 
 def _ops_table(found: Audit) -> str:
     heads = ("op", "share", "ms a step", "calls", "µs a call", "served by", "next best", "GB/s", "roofline", "limit")
-    rows = "".join(f"<tr>{_cells(_op_row(row))}</tr>" for row in found.rows)
-    rest = f"<tr>{_cells(['rest', percent(found.rest_share), figure(found.rest_us / 1e3, 3), *[''] * 7])}</tr>"
+    rows = "".join(f"<tr>{_cells(_op_row(row), heads)}</tr>" for row in found.rows)
+    own = ["rest", percent(found.rest_share), figure(found.rest_us / 1e3, 3), *[""] * 7]
+    rest = f"<tr>{_cells(own, heads)}</tr>"
     head = "".join(f"<th>{escape(h)}</th>" for h in heads)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}{rest}</tbody></table></div>'
 
@@ -159,8 +160,10 @@ def _op_row(row: Row) -> list[str]:
     ]
 
 
-def _cells(values: Sequence[str]) -> str:
-    return "".join(f"<td>{escape(v)}</td>" for v in values)
+def _cells(values: Sequence[str], heads: Sequence[str]) -> str:
+    """Each names its column: on a phone a row is a list, and the head is gone."""
+    pairs = zip(values, heads, strict=True)
+    return "".join(f'<td data-h="{escape(head)}">{escape(value)}</td>' for value, head in pairs)
 
 
 def _facts(made: Certificate) -> str:
@@ -222,7 +225,15 @@ th{font-weight:500;color:var(--quiet)}td:nth-child(1),th:nth-child(1),td:nth-chi
 td:nth-child(7),th:nth-child(7),td:nth-child(10),th:nth-child(10){text-align:left}
 figure{margin:1.8rem 0 0}figure svg{width:100%;min-width:36rem;height:auto;display:block}figcaption{font-size:.88rem}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1.2rem;margin:0}dd{margin:0;overflow-wrap:anywhere}
-@media (max-width:34rem){dl{grid-template-columns:1fr}dt{margin-top:.4rem}}
+@media (max-width:34rem){dl{grid-template-columns:1fr}dt{margin-top:.4rem}
+figure svg{min-width:0}.figures{margin:0 -.6rem}
+thead{display:none}tr{display:grid;grid-template-columns:1fr 1fr;gap:0 1rem;padding:.5rem 0;
+border-bottom:1px solid var(--grid)}
+td:nth-child(n){display:flex;justify-content:space-between;gap:.6rem;padding:.1rem 0;border:0;white-space:normal;
+overflow-wrap:anywhere;text-align:right}
+td:empty{display:none}td::before{content:attr(data-h);color:var(--quiet);white-space:nowrap}
+td:nth-child(1){grid-column:1/-1;justify-content:start;font-weight:600}td:nth-child(1)::before{content:none}
+td:nth-child(6),td:nth-child(7){grid-column:1/-1}}
 code,pre{font:.86em ui-monospace,"DejaVu Sans Mono",monospace;overflow-wrap:anywhere}
 pre{overflow-x:auto;border:1px solid var(--grid);border-radius:6px;padding:.8rem}
 """

@@ -68,7 +68,8 @@ def now_json(now: Now) -> dict[str, Any]:
     baseline = now.decision.baseline
     instead = {"backend": baseline.backend, "candidate": baseline.candidate, "knobs": dict(baseline.knobs)}
     gone = dict.fromkeys(("speedup", "next_best", "time_interval_us", "roofline"))
-    return made | instead | gone | {"state": "baseline", "time_us": made["baseline_us"], "reason": now.stale}
+    stale = {"state": "baseline", "time_us": made["baseline_us"], "reason": now.stale, "stale": now.stale}
+    return made | instead | gone | stale
 
 
 def _undecided(op: str) -> dict[str, Any]:
@@ -90,7 +91,10 @@ def show_stale(rows: Sequence[Now], op: str) -> None:
     reasons = dict.fromkeys(n.stale for n in rows if n.stale)
     for reason in reasons:
         click.echo(paragraph(f"{reason}; the baseline runs instead", hang="  "))
-    if reasons and not settings.get("disable"):
+    again = dict.fromkeys(n.decision.stale for n in rows if n.decision.stale and not n.stale)
+    for reason in again:
+        click.echo(paragraph(f"stale: {reason}; proven again since, and served until it is raced", hang="  "))
+    if (reasons or again) and not settings.get("disable"):
         click.echo(f"measure again:  {settings.spelling()} {measured_by(op)}", err=True)
 
 

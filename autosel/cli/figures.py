@@ -64,4 +64,4 @@ def short_shape(decision: Decision) -> str:
 
 def against_baseline(decision: Decision) -> str:
     text = describe.against_baseline(decision)
-    return click.style(text, fg="yellow") if text == "undecided" else text
+    return click.style(text, fg="yellow") if text == "undecided" or text.endswith("stale") else text

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND]")
 def lock_command(path: Path, check: bool, build: bool, frozen: bool, as_json: bool, command: Sequence[str]) -> None:
-    """Pin by digest what serves on this device now; what the file pins for other devices stays in it.
+    """Pin by digest what serves on this machine now; what the file pins for other devices stays in it.
 
     A program serves from it with AUTOSEL_LOCK=FILE, and with AUTOSEL_FROZEN=1 refuses to start where it cannot.
     """
@@ -70,23 +70,21 @@ def _words(option: str) -> str:
 
 
 def _write(path: Path) -> tuple[int, int]:
-    """(rows of this device and mode, rows kept)."""
-    from autosel.dispatch import lock
-    from autosel.dispatch.board import this_device
+    """(rows of this machine's devices and mode, rows kept)."""
     from autosel.ledger import snapshot
     from autosel.ledger.key import current_mode
     from autosel.ledger.store import open_ledger
 
-    hw_id, mode = this_device().hw_id, current_mode()
+    mode = current_mode()
     with open_ledger() as ledger:
-        mine = lock.pinned_here(snapshot.validate(ledger.export(), "the ledger").rows, hw_id, mode)
+        mine = _of_this_machine(snapshot.validate(ledger.export(), "the ledger").rows)
     if not mine:
         raise AutoselError(
             "nothing serves on this device yet", why=f"no decision under {mode}", todo=f"{settings.spelling()} tune"
         )
     found = snapshot.read(path)
     before = found.rows if found else ()
-    here = {r.key for r in lock.pinned_here(before, hw_id, mode)}
+    here = {r.key for r in _of_this_machine(before)}
     others = [r for r in before if r.key not in here]
     rows = sorted((*mine, *others), key=lambda r: r.key)
     made = snapshot.document(
@@ -111,7 +109,7 @@ def _check(path: Path, build: bool, as_json: bool) -> None:
     mine, built = _pinned_here(path), 0
     if build:
         built = sum(_build(row) for row in mine)
-    problems = lock.unkept(mine, _held())
+    problems = [p for hw_id in _devices() for p in lock.unkept(_of(mine, hw_id), _held(hw_id))]
     error = lock.refusal(path, len(mine), problems, current_mode())
     if as_json:
         emit_json(_json(path, mine, problems, built))
@@ -125,26 +123,41 @@ def _check(path: Path, build: bool, as_json: bool) -> None:
 
 
 def _pinned_here(path: Path) -> tuple[Row, ...]:
-    from autosel.dispatch import lock
-    from autosel.dispatch.board import this_device
     from autosel.ledger import snapshot
-    from autosel.ledger.key import current_mode
 
     found = snapshot.read(path)
     if found is None:
         raise BadConfig(f"there is no {path}", todo=f"{settings.spelling()} lock writes one")
-    return lock.pinned_here(found.rows, this_device().hw_id, current_mode())
+    return _of_this_machine(found.rows)
 
 
-def _held() -> Held:
+def _devices() -> tuple[str, ...]:
+    """The identities of this machine's devices: of equal ones, one."""
+    from autosel.dispatch.devices import device_at, places_here
+
+    return tuple(dict.fromkeys(fp.hw_id for fp, unknown in map(device_at, places_here()) if not unknown))
+
+
+def _of_this_machine(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Those of its devices, as this process runs them."""
+    from autosel.dispatch import lock
+    from autosel.ledger.key import current_mode
+
+    return tuple(row for hw_id in _devices() for row in lock.pinned_here(rows, hw_id, current_mode()))
+
+
+def _of(rows: Sequence[Row], hw_id: str) -> tuple[Row, ...]:
+    return tuple(row for row in rows if row.document.get("hw_id") == hw_id)
+
+
+def _held(hw_id: str) -> Held:
     """Nothing that a fault was seen of serves, pinned or not."""
-    from autosel.dispatch.board import this_device
     from autosel.guard import Held
     from autosel.ledger import faults
     from autosel.ledger.faults import Fault
 
     seen = [fault for _, fault in faults.pending(settings.home()) if isinstance(fault, Fault)]
-    return Held(seen, this_device().hw_id)
+    return Held(seen, hw_id)
 
 
 def _build(row: Row) -> bool:

@@ -50,13 +50,22 @@ def record_command(output: Path, command: Sequence[str]) -> None:
     code = _run(command, output)
     parts = _parts(output)
     try:
-        found = recorded.merge([recorded.read(path) for path in parts])
+        found, *others = recorded.by_device([recorded.read(path) for path in parts])
         recorded.save(output, found)
+        for other in others:
+            recorded.save(_beside(output, other.device), other)
     finally:
         for path in parts:
             path.unlink(missing_ok=True)
     click.echo(_told(output, found.calls), err=True)
+    for other in others:
+        click.echo(f"on another device: {_summary(_beside(output, other.device), other.calls)}", err=True)
     raise click.exceptions.Exit(code)
+
+
+def _beside(output: Path, hw_id: str) -> Path:
+    """Where the calls on another device than the one most called are noted."""
+    return output.with_name(f"{output.stem}-{hw_id[:8]}{output.suffix}")
 
 
 def _parts(output: Path) -> list[Path]:
@@ -83,9 +92,13 @@ def _told(output: Path, calls: Mapping[Workload, int]) -> str:
     ordered = sorted(calls.items(), key=lambda item: -item[1])
     rows = [[w.op, f"{w.shape_text} {w.dtype}", f"{n:,}"] for w, n in ordered[:SHOWN]]
     more = f"\n... and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
-    told = f"{len(calls)} workloads, {sum(calls.values()):,} calls, in {output}"
     shown = table(("op", "workload", "calls"), rows, right=(2,), wrap=1)
-    return f"{shown}{more}\n{told}\ntune them: {settings.spelling()} tune --recorded {shlex.quote(str(output))}"
+    again = f"tune them: {settings.spelling()} tune --recorded {shlex.quote(str(output))}"
+    return f"{shown}{more}\n{_summary(output, calls)}\n{again}"
+
+
+def _summary(output: Path, calls: Mapping[Workload, int]) -> str:
+    return f"{len(calls)} workloads, {sum(calls.values()):,} calls, in {output}"
 
 
 def named_workloads(path: Path) -> tuple[Named, ...]:
@@ -103,6 +116,16 @@ def named_workloads(path: Path) -> tuple[Named, ...]:
         calls[w.bucket] = calls.get(w.bucket, 0) + n
     named = [Named(workload=w, label=ops.find(w.op).label(w), calls_per_step=calls[b]) for b, w in shown.items()]
     return tuple(sorted(named, key=lambda n: -n.calls_per_step * ops.find(n.workload.op).bytes_moved(n.workload)))
+
+
+def place_of(path: Path) -> str:
+    """Which device of this machine, as `tune --device` calls it, a recording is of; "" where it is none of them."""
+    from autosel.dispatch import devices, recorded
+
+    wanted = recorded.read(path).device
+    if wanted == devices.this_device().hw_id:
+        return devices.CPU
+    return next((p for p in devices.places_here() if devices.device_at(p)[0].hw_id == wanted), "")
 
 
 def mode_note(path: Path) -> str:

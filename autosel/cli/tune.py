@@ -88,10 +88,14 @@ def tune_command(
     from autosel.models.workloads import step
     from autosel.pipeline import Request
 
+    ctx = click.get_current_context()
+    if recorded is not None and not ray and not _given(ctx, "device"):
+        from autosel.cli.record import place_of
+
+        device = place_of(recorded) or device
     if not ray:
         refuse_absent(device)
     seconds = parse_budget(budget) if budget else float(settings.get("budget"))
-    ctx = click.get_current_context()
     if recorded is None:
         named = step(models.load(model), batch=batch, context=seq, dtype=dtype, ops=list(ops) or None)
     else:

@@ -74,9 +74,10 @@ class Misses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """Workloads to tune, `force` also where they are settled."""
+    """Workloads to tune on a device of this machine, `force` also where they are settled."""
 
     workloads: tuple[Workload, ...]
+    device: str = "cpu"
     reason: str = "asked for"
     force: bool = False
 
@@ -99,20 +100,34 @@ async def health(hub: Hub, request: Request) -> Response:
             "mode": hub.view.mode,
             "epoch": hub.view.epoch,
             "serving": hub.view.states(),
-            "stale": len(hub.view.stale),
+            "stale": len(hub.view.off) + len(hub.view.renewed),
             "jobs": len(queued),
             "held": hub.jobs.held,
             "tuning": hub.jobs.live.document() if hub.jobs.live else None,
+            "devices": [device_json(hub, name) for name in hub.known],
             "others_busy_cores": round(hub.jobs.meter.busy, 2),
             "dashboard": hub.options.address,
         }
     )
 
 
+def device_json(hub: Hub, name: str) -> dict[str, Any]:
+    """`busy`: cores that others keep busy, of a GPU the share of the time; `held`: why it is not tuned on now."""
+    facts, meter = hub.known[name], hub.jobs.meters.get(name)
+    busy = round(meter.busy, 2) if meter else None
+    held = meter.why(hub.jobs.busy_limit) if meter else ""
+    return {"device": name, "hw_id": facts.hw_id, "unit": facts.unit, "busy": busy, "held": held}
+
+
 async def fingerprint(hub: Hub, request: Request) -> Response:
-    if not hub.facts.fingerprint:
+    """`device` is that of one of this machine's, as `tune --device` calls it."""
+    asked = query(request, {"device": "cpu"})
+    facts = hub.known.get(asked["device"])
+    if facts is None and hub.facts.fingerprint:
+        raise Bad(404, f"there is no device {asked['device'][:60]!r} here", why=f"there is {', '.join(hub.known)}")
+    if facts is None or not facts.fingerprint:
         raise Bad(503, "the device is being looked at", todo="ask again in some seconds")
-    return answer({"hw_id": hub.facts.hw_id, "env_id": hub.facts.env_id, **hub.facts.fingerprint})
+    return answer({"hw_id": facts.hw_id, "env_id": facts.env_id, **facts.fingerprint})
 
 
 async def openapi(hub: Hub, request: Request) -> Response:
@@ -143,9 +158,10 @@ async def serving(hub: Hub, request: Request) -> Response:
 
 
 async def best(hub: Hub, request: Request) -> Response:
-    """`workload` is a workload's key, or its bucket."""
-    asked = query(request, {"workload": ""})
-    return Response(hub.view.lookup(request.path_params["op"], asked["workload"]), media_type="application/json")
+    """`workload` is a workload's key, or its bucket; `device` one of this machine's."""
+    asked = query(request, {"workload": "", "device": ""})
+    found = hub.view.lookup(request.path_params["op"], asked["workload"], asked["device"])
+    return Response(found, media_type="application/json")
 
 
 async def decisions(hub: Hub, request: Request) -> Response:
@@ -177,7 +193,7 @@ def evidence_json(e: Evidence, stale: Mapping[str, str]) -> dict[str, Any]:
         "hw_id": d.hw_id,
         "mode": d.mode,
         "serves": e.serves,
-        "stale": stale.get(str(d.id), ""),
+        "stale": stale.get(str(d.id), d.stale),
         "previous": e.previous.id if e.previous else None,
         "arm": to_json(d.arm),
         "baseline": to_json(d.baseline),
@@ -299,7 +315,9 @@ async def ask(hub: Hub, request: Request) -> Response:
         raise Bad(422, f"{len(asked.workloads)} workloads", why="1 to 64 may be asked for at a time")
     for w in asked.workloads:
         refuse_odd(w)
-    made = [hub.jobs.add(w, "asked", asked.reason, force=asked.force) for w in asked.workloads]
+    if asked.device not in hub.known:
+        raise Bad(422, f"there is no device {asked.device[:60]!r} here", why=f"there is {', '.join(hub.known)}")
+    made = [hub.jobs.add(w, "asked", asked.reason, force=asked.force, device=asked.device) for w in asked.workloads]
     return answer({"jobs": [queue.document(j) for j in made if j]}, 202)
 
 
@@ -320,23 +338,24 @@ async def misses(hub: Hub, request: Request) -> Response:
         if not 0 <= miss.calls <= 1 << 53:
             raise Bad(422, f"{miss.calls} calls")
     hub.metrics.misses.inc(sum(m.calls for m in asked.misses))
-    refused = ""
-    if asked.hw_id != hub.view.hw_id:
+    refused, device = "", hub.device_of(asked.hw_id)
+    if not device:
         refused = f"this is another device ({hub.view.hw_id[:12]}): what is measured here would not serve there"
     elif hub.view.mode and asked.mode != hub.view.mode:
         refused = f"measured is {hub.view.mode}; a process that runs {asked.mode} is not served by it"
     elif not hub.options.tune:
         refused = "this daemon does not tune (serve --no-tune)"
-    queued = [] if refused else [q for m in asked.misses if (q := _queue(hub, m)) is not None]
+    queued = [] if refused else [q for m in asked.misses if (q := _queue(hub, m, device)) is not None]
     return answer({"instance": hub.instance, "queued": queued, "refused": refused}, 202)
 
 
-def _queue(hub: Hub, miss: Miss) -> int | None:
+def _queue(hub: Hub, miss: Miss, device: str) -> int | None:
     bucket, _ = bucket_of(miss.workload.key)
-    stale = hub.view.stale
-    if any(d.bucket == bucket and str(d.id) not in stale and d.mode == hub.view.mode for d in hub.view.here):
+    stale, here = hub.view.stale, hub.known[device].hw_id
+    same = [d for d in hub.view.here if d.bucket == bucket and (d.hw_id, d.mode) == (here, hub.view.mode)]
+    if any(str(d.id) not in stale for d in same):
         return None  # decided meanwhile
-    made = hub.jobs.add(miss.workload, "miss", "a client calls it", calls=miss.calls)
+    made = hub.jobs.add(miss.workload, "miss", "a client calls it", calls=miss.calls, device=device)
     return made.id if made else None
 
 
@@ -555,9 +574,19 @@ def _post(path: str, handler: Handler, summary: str, body: Any, **more: Any) -> 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     _get("/v1/health", health, "Is it well, what does it do now"),
-    _get("/v1/fingerprint", fingerprint, "Who this device is, and how fast it was measured to be"),
+    _get(
+        "/v1/fingerprint",
+        fingerprint,
+        "Who a device is, and how fast it was measured to be",
+        query={"device": "of this machine; cpu"},
+    ),
     _get("/v1/serving", serving, "Every decision that serves this device"),
-    _get("/v1/best/{op}", best, "What serves an op, or one workload of it", query={"workload": "its key or bucket"}),
+    _get(
+        "/v1/best/{op}",
+        best,
+        "What serves an op, or one workload of it",
+        query={"workload": "its key or bucket", "device": "of this machine; any"},
+    ),
     _get(
         "/v1/decisions",
         decisions,

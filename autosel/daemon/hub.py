@@ -14,7 +14,7 @@ from typing import Any
 
 from autosel.daemon.events import Events
 from autosel.daemon.examination import Examination
-from autosel.daemon.jobs import Job, Jobs
+from autosel.daemon.jobs import CPU, Job, Jobs
 from autosel.daemon.metrics import Metrics
 from autosel.daemon.uses import Uses
 from autosel.daemon.view import View
@@ -37,8 +37,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a child found out about device and software; empty until it has."""
+    """What a child found out about a device and its software; empty until it has."""
 
+    device: str = "cpu"
+    unit: str = ""  # which of several equal ones: a GPU's UUID
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     hw_id: str = ""
     env_id: str = ""
@@ -59,6 +61,7 @@ class Hub:
         self.metrics.started.set(time.time())
         self.uses = Uses()
         self.facts = Facts(hw_id=this_device())
+        self.known = {self.facts.device: self.facts}  # of every device here
         self.view = View(hw_id=self.facts.hw_id)
         self.writer = Writer(ledger or _open(home), lambda: _open(home), self._committed)
         self.jobs = Jobs(
@@ -92,24 +95,39 @@ class Hub:
         async with self._reloading:
             self._wanted = False
             served, waiting = await self.read(_serving)
-            here = (self.facts.hw_id, self.facts.mode)
-            self.jobs.offered = {d.id for d in waiting if (d.hw_id, d.mode) == here}
+            here = {(f.hw_id, f.mode): name for name, f in reversed(self.known.items())}  # of equal ones the first
+            places = ((d.id, here.get((d.hw_id, d.mode))) for d in waiting)
+            self.jobs.offered = {number: place for number, place in places if place}
             before, epoch = self.view, max((s.epoch for s in served), default=0)
             known = {(s.key, s.epoch, s.decision.id) for s in before.served}
             if epoch == before.epoch and {(s.key, s.epoch, s.decision.id) for s in served} == known:
                 return
-            self.view = View(
-                epoch=epoch, hw_id=self.facts.hw_id, mode=self.facts.mode, served=served, stale=self.facts.stale
-            )
+            self.view = replace(before, epoch=epoch, served=served, _answers={})
             for s in served:
                 if before.epoch and (s.key, s.epoch, s.decision.id) not in known:
                     self.events.tell("decision", {**decision_json(s.decision), "recorded": s.decision.state})
             self.events.tell("epoch", {"epoch": epoch})
 
     def learn(self, facts: Facts) -> None:
-        self.facts = facts
-        self.view = replace(self.view, hw_id=facts.hw_id, mode=facts.mode, stale=facts.stale, _answers={})
-        self.events.tell("facts", {"stale": facts.stale})
+        self.known[facts.device] = facts
+        self.facts = self.known[CPU]
+        self.jobs.know(facts.device, facts.unit)
+        stale = {number: why for f in self.known.values() for number, why in f.stale.items()}
+        others = {f.hw_id: name for name, f in reversed(self.known.items()) if f.hw_id != self.facts.hw_id}
+        own = self.facts
+        self.view = replace(self.view, hw_id=own.hw_id, others=others, mode=own.mode, stale=stale, _answers={})
+        self.events.tell("facts", {"device": facts.device, "stale": stale})
+
+    def device_of(self, hw_id: str) -> str:
+        """Which device here has this identity; "" if none has. Of equal ones the one least at work for others."""
+        found = [name for name, facts in self.known.items() if facts.hw_id == hw_id]
+        meters = self.jobs.meters
+        return min(found, key=lambda name: meters[name].busy if name in meters else 0.0, default="")
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Bytes a call moves, by decision."""
+        return {number: size for f in self.known.values() for number, size in f.moved.items()}
 
     def _tuned(self, job: Job) -> None:
         self.metrics.tuned.labels(job.state).inc()
@@ -120,7 +138,7 @@ class Hub:
         m.waiting.set(self.writer.waiting)
         m.read_only.set(self.writer.read_only)
         m.epoch.set(view.epoch)
-        m.stale.set(len(self.facts.stale))
+        m.stale.set(len(view.off) + len(view.renewed))
         m.streams.set(self.events.readers)
         m.others.set(self.jobs.meter.busy)
         for gauge, values in ((m.serving, view.states()), (m.speedup, view.speedups())):

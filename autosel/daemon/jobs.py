@@ -1,4 +1,4 @@
-"""What is to be tuned, one batch at a time, in a child process, while the device is idle.
+"""What is to be tuned, one batch at a time, in a child process, while its device is idle.
 
 A workload is tuned once however many clients miss it. The queue is on disk before a job is acknowledged; what a killed
 daemon was at is queued again, and decided workloads cost it nothing.
@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -32,6 +32,7 @@ State = Literal["queued", "running", "paused", "done", "undecided", "failed", "c
 OPEN: tuple[State, ...] = ("queued", "running", "paused")
 ASKING_FIRST: dict[Source, int] = {"asked": 0, "stale": 1, "miss": 2}
 
+CPU = "cpu"
 MOST_OPEN = 256
 KEPT = 200  # ended jobs that are still shown
 BATCH = 8  # workloads that share the processes of one tune
@@ -49,6 +50,7 @@ class Job:
 
     id: int
     workload: Workload
+    device: str = "cpu"  # as `tune --device` calls it
     source: Source
     reason: str
     state: State = "queued"
@@ -105,7 +107,7 @@ class Jobs:
         effort: str = "quick",
     ) -> None:
         self.path, self.busy_limit, self.effort = path, busy_limit, effort
-        self.meter = idle.Meter()
+        self.meters: dict[str, idle.Meter | idle.GpuMeter] = {CPU: idle.Meter()}
         self.live: Live | None = None
         self.held = ""  # why nothing is tuned now
         self._tell, self._ended = tell, ended
@@ -113,11 +115,12 @@ class Jobs:
         self._child: asyncio.subprocess.Process | None = None  # the one that tunes
         self._children: set[asyncio.subprocess.Process] = set()
         self._cancelled: set[int] = set()
-        self._again_at: dict[str, float] = {}
+        self._again_at: dict[tuple[str, str], float] = {}  # by device and bucket
         self._stopping = False
-        self.offered: set[int] = set()  # decisions of other hosts that wait for a proof of this one
+        self.offered: dict[int, str] = {}  # decisions of other hosts that wait for a proof of this one, by device
         self.refused: set[int] = set()  # of these, what this daemon has tried
-        self._adopt_from = 0.0
+        self.lost: dict[int, str] = {}  # stale winners, by device: to be proven again before they are raced
+        self._not_before: dict[str, float] = {}  # a duty of a device, after one that broke off
         self._load()
 
     # --- the queue --------------------------------------------------------------------------------------------------
@@ -131,24 +134,51 @@ class Jobs:
     def get(self, job_id: int) -> Job | None:
         return self._jobs.get(job_id)
 
+    @property
+    def meter(self) -> idle.Meter:
+        """The CPU's."""
+        found = self.meters[CPU]
+        assert isinstance(found, idle.Meter)
+        return found
+
+    def know(self, device: str, unit: str) -> None:
+        """There is this device; a GPU by its UUID."""
+        if device not in self.meters:
+            self.meters[device] = idle.GpuMeter(device, unit)
+
     def add(
-        self, workload: Workload, source: Source, reason: str, *, calls: int = 0, force: bool = False
+        self,
+        workload: Workload,
+        source: Source,
+        reason: str,
+        *,
+        calls: int = 0,
+        force: bool = False,
+        device: str = CPU,
     ) -> Job | None:
-        """The open job of the workload's bucket, a new one if there is none; on disk when this returns. None: a miss
-        that was tried not long ago. Raises Full."""
-        known = next((j for j in self._jobs.values() if j.state in OPEN and j.workload.bucket == workload.bucket), None)
+        """The open job of the workload's bucket on a device, a new one if there is none; on disk when this returns.
+        None: a miss that was tried not long ago. Raises Full."""
+        own = (device, workload.bucket)
+        known = next((j for j in self._jobs.values() if j.state in OPEN and _place(j) == own), None)
         if known is not None:
             made = replace(known, calls=known.calls + calls, force=known.force or force)
             if ASKING_FIRST[source] < ASKING_FIRST[known.source] and known.state == "queued":
                 made = replace(made, source=source, reason=reason)
-        elif source != "asked" and time.monotonic() < self._again_at.get(workload.bucket, 0.0):
+        elif source != "asked" and time.monotonic() < self._again_at.get(own, 0.0):
             return None
         elif sum(j.state in OPEN for j in self._jobs.values()) >= MOST_OPEN:
             raise Full("the queue is full", why=f"{MOST_OPEN} workloads wait", todo="they are tuned as time allows")
         else:
             number = max(self._jobs, default=0) + 1
             made = Job(
-                id=number, workload=workload, source=source, reason=reason, calls=calls, force=force, created_at=_now()
+                id=number,
+                workload=workload,
+                device=device,
+                source=source,
+                reason=reason,
+                calls=calls,
+                force=force,
+                created_at=_now(),
             )
         self._put(made, save=known is None or made.source != known.source or made.force != known.force)
         return made
@@ -176,7 +206,7 @@ class Jobs:
 
     def _end(self, job: Job, state: State, note: str, decision_id: int | None = None) -> Job:
         if state in ("undecided", "failed"):
-            self._again_at[job.workload.bucket] = time.monotonic() + AGAIN_S
+            self._again_at[_place(job)] = time.monotonic() + AGAIN_S
         made = self._put(replace(job, state=state, note=note, decision_id=decision_id, ended_at=_now()))
         self._ended(made)
         return made
@@ -212,22 +242,41 @@ class Jobs:
     # --- tuning -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """For ever: whenever the device is idle and something waits, tune a batch."""
+        """For ever: whenever a device is idle and something waits for it, work on one batch, one device at a time."""
         while not self._stopping:
-            self.meter.take(idle.read(time.monotonic(), [os.getpid()]))
-            waiting = sorted((j for j in self._jobs.values() if j.state == "queued"), key=_turn)
-            self.held = self._why_held() if waiting else ""
-            if waiting and not self.held:
-                force = waiting[0].force
-                await self._tune([j for j in waiting if j.force == force][:BATCH])
-            elif self.offered - self.refused and not self._why_held() and time.monotonic() > self._adopt_from:
-                await self._adopt()
+            await self._look()
+            await self._next()
             await asyncio.sleep(LOOK_S)
 
-    def _why_held(self) -> str:
-        if self.meter.busy <= self.busy_limit:
-            return ""
-        return f"other work keeps {self.meter.busy:.1f} cores busy (limit {self.busy_limit:g})"
+    async def _look(self) -> None:
+        """In a thread: a driver may take its time to answer, and lookups go on."""
+        for meter in list(self.meters.values()):
+            await asyncio.to_thread(meter.look, time.monotonic())
+
+    async def _next(self) -> None:
+        """Stale winners first, that they serve again; then the queue; then what other hosts decided."""
+        waiting = sorted((j for j in self._jobs.values() if j.state == "queued"), key=_turn)
+        free = {device for device in self.meters if not self._why_held(device)}
+        turn = next((j for j in waiting if j.device in free), None)
+        self.held = self._why_held(waiting[0].device) if waiting and turn is None else ""
+        offered = {number: device for number, device in self.offered.items() if number not in self.refused}
+        if lost := self._due(self.lost, free):
+            await self._renew(lost)
+        elif turn is not None:
+            same = [j for j in waiting if (j.device, j.force) == (turn.device, turn.force)]
+            await self._tune(same[:BATCH])
+        elif other := self._due(offered, free):
+            await self._adopt(other)
+
+    def _due(self, wanted: Mapping[int, str], free: Collection[str]) -> str:
+        """The device of the first of these decisions whose device is free, and was not just refused to us; or ""."""
+        now = time.monotonic()
+        ready = (d for d in wanted.values() if d in free and now > self._not_before.get(d, 0.0))
+        return next(ready, "")
+
+    def _why_held(self, device: str) -> str:
+        meter = self.meters.get(device)
+        return meter.why(self.busy_limit) if meter is not None else f"{device} is not here"
 
     async def _tune(self, batch: Sequence[Job]) -> None:
         self.live = Live()
@@ -237,6 +286,7 @@ class Jobs:
             "workloads": [to_json(j.workload) for j in batch],
             "effort": self.effort,
             "force": batch[0].force,
+            "device": batch[0].device,
         }
         problem: dict[str, Any] = {}
         decided: dict[str, dict[str, Any]] = {}
@@ -248,7 +298,7 @@ class Jobs:
                 decided[said["bucket"]] = said
             self._hear(said)
 
-        pauser = asyncio.ensure_future(self._pause_for_others(running))
+        pauser = asyncio.ensure_future(self._pause_for_others(running, batch[0].device))
         try:
             code = await self._child_runs(task, hear)
         finally:
@@ -290,18 +340,18 @@ class Jobs:
             live.races = {who: row for who, row in live.races.items() if who[0] != said["workload"]}
         self._tell("live", live.document())
 
-    async def _pause_for_others(self, running: dict[str, Job]) -> None:
-        """Hold the tune while other work is on the device."""
+    async def _pause_for_others(self, running: dict[str, Job], device: str) -> None:
+        """Hold the tune while other work is on its device."""
         looks, paused = 0, False
         while True:
             await asyncio.sleep(LOOK_S)
-            busy = self.meter.take(idle.read(time.monotonic(), [os.getpid()]))
-            looks = looks + 1 if (busy > self.busy_limit) != paused else 0
+            await self._look()
+            looks = looks + 1 if bool(self._why_held(device)) != paused else 0
             if looks < BUSY_LOOKS:
                 continue
             looks, paused = 0, not paused
             self._order("pause" if paused else "resume")
-            self.held = self._why_held() if paused else ""
+            self.held = self._why_held(device) if paused else ""
             for job in running.values():
                 now = self._jobs[job.id]
                 if now.state in OPEN:
@@ -312,7 +362,7 @@ class Jobs:
             with suppress(OSError, RuntimeError):
                 self._child.stdin.write(f"{word}\n".encode())
 
-    async def _adopt(self) -> None:
+    async def _adopt(self, device: str) -> None:
         """Prove what other hosts have decided. What was refused is not tried again by this daemon."""
 
         def hear(said: dict[str, Any]) -> None:
@@ -321,22 +371,43 @@ class Jobs:
                 self.refused |= {said["id"]} if said["reason"] else set()
                 self._tell("adopted", {name: said[name] for name in ("id", "workload", "reason")})
 
-        if await self._child_runs({"do": "adopt"}, hear) != 0:  # another process has the device, or it broke off
-            self._adopt_from = time.monotonic() + ADOPT_AGAIN_S
+        await self._proven({"do": "adopt", "device": device}, hear)
 
-    async def examine(self, *, rates: bool = False) -> dict[str, Any] | None:
-        """What a child that loads the libraries finds out about device and decisions; with `rates`, also whether the
-        device is as fast as it was."""
-        found: dict[str, Any] = {}
+    async def _proven(self, task: dict[str, Any], hear: Callable[[dict[str, Any]], None]) -> bool:
+        """Did the child come to its end? Else another process has the device, or it broke off: later again."""
+        done = await self._child_runs(task, hear) == 0
+        if not done:
+            self._not_before[task["device"]] = time.monotonic() + ADOPT_AGAIN_S
+        return done
+
+    async def _renew(self, device: str) -> None:
+        """Prove winners again that a change made stale: seconds, after which they serve until they are raced. One that
+        does not pass is not tried again until something else changes."""
 
         def hear(said: dict[str, Any]) -> None:
-            if said["event"] in ("facts", "error"):
-                found.update(said)
+            if said["event"] == "renewed":
+                log.info("stale decision %d: %s", said["id"], said["reason"] or "proven again")
+                self.lost.pop(said["id"], None)
+                self._tell("renewed", {name: said[name] for name in ("id", "workload", "reason")})
+
+        if await self._proven({"do": "renew", "device": device}, hear):
+            self.lost = {number: other for number, other in self.lost.items() if other != device}
+
+    async def examine(self, *, rates: bool = False) -> list[dict[str, Any]]:
+        """What a child that loads the libraries finds out about each device and its decisions, the CPU first; with
+        `rates`, also whether it is as fast as it was. Nothing where it does not answer."""
+        found: list[dict[str, Any]] = []
+        problem: dict[str, Any] = {}
+
+        def hear(said: dict[str, Any]) -> None:
+            if said["event"] == "facts":
+                found.append(said)
+            elif said["event"] == "error":
+                problem.update(said)
 
         code = await self._child_runs({"do": "examine", "rates": rates}, hear, aside=True)
-        if found.get("event") != "facts":
-            log.warning("the device could not be looked at (%s): %s", code, found.get("what", "no answer"))
-            return None
+        if code != 0:
+            log.warning("a device could not be looked at (%s): %s", code, problem.get("what", "no answer"))
         return found
 
     async def _child_runs(
@@ -404,6 +475,10 @@ def document(job: Job) -> dict[str, Any]:
     found: dict[str, Any] = to_json(job)
     w = job.workload
     return {**found, "workload": w.key, "bucket": w.bucket, "op": w.op}
+
+
+def _place(job: Job) -> tuple[str, str]:
+    return job.device, job.workload.bucket
 
 
 def _turn(job: Job) -> tuple[int, int, int, int]:

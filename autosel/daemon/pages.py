@@ -92,8 +92,8 @@ async def now(hub: Hub, request: Request) -> Response:
     changes = await hub.read(lambda ledger: ledger.history(limit=6))
     jobs = [j for j in hub.jobs.all() if j.state in ("queued", "running", "paused")]
     return _page(
-        hub, "now", "Now", device=shown.device(hub), ops=shown.by_op(hub.view), changes=changes, jobs=jobs[:8],
-        waiting=len(jobs), live=_live(hub),
+        hub, "now", "Now", device=shown.device(hub), others=shown.other_devices(hub), ops=shown.by_op(hub.view),
+        changes=changes, jobs=jobs[:8], waiting=len(jobs), live=_live(hub),
     )  # fmt: skip
 
 
@@ -124,10 +124,10 @@ async def op(hub: Hub, request: Request) -> Response:
         raise Bad(
             404, f"nothing is decided about {name[:60]!r} here", todo=f"{settings.spelling()} tune --op {name[:60]}"
         )
-    families = shown.families(rows)
+    families = shown.families(rows, hub.view.device) if hub.view.others else shown.families(rows)
     chosen = next((f for f in families if f.id == asked["family"]), families[0])
     sources = await asyncio.to_thread(shown.sources, chosen.decisions)
-    chart = charts.times(chosen.decisions, hub.facts.moved, chosen.axis)
+    chart = charts.times(chosen.decisions, hub.moved, chosen.axis)
     return _page(
         hub, "op", name, op=name, families=families, chosen=chosen, chart=chart, sources=sources,
         candidates=charts.candidates(chosen.decisions),
@@ -148,7 +148,7 @@ async def decision(hub: Hub, request: Request) -> Response:
     return _page(
         hub, "decision", f"Decision {e.decision.id}", e=e, d=e.decision, v=e.decision.verdict,
         stale=hub.view.stale.get(str(e.decision.id), ""), sessions=shown.sessions(e.race),
-        forest=[charts.forest(e.decision)], moved=hub.facts.moved.get(str(e.decision.id)),
+        forest=[charts.forest(e.decision)], moved=hub.moved.get(str(e.decision.id)),
         passed=shown.choosable(e),
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -57,41 +57,67 @@ def device(hub: Hub) -> Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherDevice:
+    """A GPU beside the CPU. `busy`: share of the time that others keep it at work."""
+
+    name: str
+    headline: str
+    busy: float
+    held: str
+
+
+def other_devices(hub: Hub) -> list[OtherDevice]:
+    found = []
+    for name, facts in hub.known.items():
+        if name != hub.facts.device:
+            meter = hub.jobs.meters[name]
+            text = headline(from_json(Fingerprint, facts.fingerprint))
+            held = meter.why(hub.jobs.busy_limit)
+            found.append(OtherDevice(name=name, headline=text, busy=meter.busy, held=held))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpRow:
     """One op: what serves it, over all its workloads. `speedup`: lowest and highest median; `floor`: lowest bound."""
 
     op: str
+    device: str  # where the machine has several
     workloads: int
     candidates: tuple[str, ...]
     speedup: tuple[float, float] | None
     floor: float | None
     roofline: tuple[float, float] | None
-    stale: int
+    stale: int  # the baseline runs instead
+    again: int  # serve, proven again after a change, and wait for a race
     off: int  # demoted or quarantined
     last: Decision
 
 
 def by_op(view: View) -> list[OpRow]:
-    found: dict[str, list[Decision]] = {}
+    found: dict[tuple[str, str], list[Decision]] = {}
     for d in view.here:
-        found.setdefault(d.op, []).append(d)
-    return [_op_row(op, rows, view) for op, rows in sorted(found.items())]
+        found.setdefault((d.op, view.device(d) if view.others else ""), []).append(d)
+    return [_op_row(*of, rows, view) for of, rows in sorted(found.items())]
 
 
-def _op_row(op: str, decisions: Sequence[Decision], view: View) -> OpRow:
+def _op_row(op: str, device: str, decisions: Sequence[Decision], view: View) -> OpRow:
     won = [v for d in decisions if (v := view.won(d)) is not None]
     effects = [v.effect for v in won if v.effect is not None]
     roof = [v.roofline for v in won if v.roofline is not None]
     stale = [d for d in decisions if str(d.id) in view.stale]
+    again = [d for d in decisions if d.stale and d not in stale]
     serving = [d.baseline if d in stale else d.arm for d in decisions]
     return OpRow(
         op=op,
+        device=device,
         workloads=len(decisions),
         candidates=tuple(sorted({arm.candidate for arm in serving})),
         speedup=(min(e.median for e in effects), max(e.median for e in effects)) if effects else None,
         floor=min(e.lo for e in effects) if effects else None,
         roofline=(min(roof), max(roof)) if roof else None,
         stale=len(stale),
+        again=len(again),
         off=sum(d.state in ("demoted", "quarantined") for d in decisions),
         last=max(decisions, key=lambda d: d.id),
     )
@@ -114,11 +140,15 @@ def warnings(hub: Hub) -> list[Remark]:
     off = [d for d in hub.view.here if d.state in ("demoted", "quarantined")]
     for d in off[:3]:
         found.append(Remark(level="bad", text=f"{d.op}: {d.state}: {d.reason}", link=f"/decisions/{d.id}"))
-    stale = [d for d in hub.view.here if str(d.id) in hub.view.stale]
+    todo = "raced again when the device is idle" if hub.options.tune else f"{settings.spelling()} tune"
+    if hub.view.renewed:
+        many, why = len(hub.view.renewed), hub.view.renewed[0].stale
+        text = f"{many} of {len(hub.view.here)} decisions serve proven again, not yet raced again: {why}"
+        found.append(Remark(level="note", text=text, todo=todo, link="/race"))
+    stale = hub.view.off
     if stale:
         why = hub.view.stale[str(stale[0].id)].partition(": ")[2]
         text = f"{len(stale)} of {len(hub.view.here)} decisions are stale, the baseline runs: {why}"
-        todo = "raced again when the device is idle" if hub.options.tune else f"{settings.spelling()} tune"
         found.append(Remark(level="note", text=text, todo=todo, link="/race"))
     if hub.jobs.held:
         found.append(Remark(level="note", text=f"tuning waits: {hub.jobs.held}", link="/race"))
@@ -132,7 +162,12 @@ def warnings(hub: Hub) -> list[Remark]:
 
 
 def last_races(ledger: Ledger) -> list[Decision]:
-    return [d for d in ledger.history(limit=60) if d.verdict is not None and d.state in ("promoted", "kept")][:12]
+    return [d for d in ledger.history(limit=60) if d.verdict is not None and _raced(d)][:12]
+
+
+def _raced(d: Decision) -> bool:
+    """Was it decided by its race, and not by hand or by another proof?"""
+    return d.state in ("promoted", "kept") and not d.stale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +220,9 @@ class Family:
     decisions: tuple[Decision, ...]
 
 
-def families(decisions: Sequence[Decision]) -> list[Family]:
-    """Over the context where the op has one, else over the rows; the largest family first."""
+def families(decisions: Sequence[Decision], device: Callable[[Decision], str] = lambda _: "") -> list[Family]:
+    """Over the context where the op has one, else over the rows; the largest family first. `device`: which one, where
+    there are several."""
     found: dict[str, list[Decision]] = {}
     axes: dict[str, str] = {}
     for d in decisions:
@@ -194,7 +230,7 @@ def families(decisions: Sequence[Decision]) -> list[Family]:
         axis = "L" if "L" in dims else "M" if "M" in dims else "B" if "B" in dims else dims[0]
         rest = " ".join(f"{n}{s}" for n, s in d.workload.dims if n != axis)
         traits = " ".join(f"{n}={v}" for n, v in d.workload.traits)
-        name = " ".join(x for x in (rest, d.workload.dtype, traits, d.mode) if x)
+        name = " ".join(x for x in (device(d), rest, d.workload.dtype, traits, d.mode) if x)
         found.setdefault(name, []).append(d)
         axes[name] = axis
     order = sorted(found, key=lambda name: (-len(found[name]), name))
@@ -452,7 +488,7 @@ def host(hub: Hub) -> Host:
         hw_id=hub.view.hw_id,
         env_id=hub.facts.env_id,
         decided=len(hub.view.here),
-        stale=sum(str(d.id) in hub.view.stale for d in hub.view.here),
+        stale=len(hub.view.off) + len(hub.view.renewed),
         foreign=len(hub.view.served) - len(hub.view.here),
         contended=found.contended,
         version=__version__,

@@ -16,14 +16,19 @@ import signal
 import sys
 import threading
 import time
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from autosel.errors import AutoselError
+from autosel.errors import AutoselError, UsageError
 from autosel.ledger.faults import plain
 from autosel.race.judge import CLONE, duels
 from autosel.race.run import Tick
 from autosel.tuning.job import Rejection
-from autosel.values import Accepted, Decision, Fingerprint, Workload, from_json, to_json
+from autosel.values import WHOLE_STEP, Accepted, Decision, Fingerprint, Workload, from_json, to_json
+
+if TYPE_CHECKING:
+    from autosel.ledger.store import Ledger
+
+log = logging.getLogger(__name__)
 
 SAY_EVERY_S = 0.25
 STOP_S = 5.0  # from being asked to stop until we are gone, whatever we are at
@@ -145,49 +150,80 @@ def tune(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
     voice.say("done", undecided=undecided, seconds=found.seconds, fingerprint=found.fingerprint)
 
 
-def adopt(_: dict[str, Any], voice: Voice, gate: Gate) -> None:
+def adopt(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
     """Prove what other hosts have decided, so that it may serve here."""
     from autosel import fingerprint
     from autosel.ledger.store import open_ledger
     from autosel.tuning.adopt import adopt as work
 
     with open_ledger() as ledger:
-        for made in work(ledger, fingerprint.take("cpu"), Listener(voice, gate)):
+        for made in work(ledger, fingerprint.take(task["device"]), Listener(voice, gate), device=task["device"]):
             voice.say("adopted", id=made.decision.id, workload=made.decision.workload.key, reason=made.reason)
 
 
+def renew(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
+    """Prove winners again that a change has made stale, so that they may serve until they are raced."""
+    from autosel import fingerprint
+    from autosel.ledger.store import open_ledger
+    from autosel.tuning.renew import renew as work
+
+    device: str = task["device"]
+    fp = fingerprint.take(device)
+    with open_ledger() as ledger, ledger.lock(fp.hw_id, fingerprint.unit(device)):
+        for made in work(ledger, fp, Listener(voice, gate), device=device):
+            key = made.stale.workload.key
+            voice.say("renewed", id=made.stale.id, workload=key, reason=made.reason)
+
+
 def examine(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
-    """What this device and its software are now, and which decisions no longer hold. With `rates`: whether the device
+    """What each device and its software are now, and which decisions no longer hold. With `rates`: whether the CPU
     still is as fast as when it was measured; if not, it is measured anew, and what now has other knobs is named.
 
     On a machine that others use too a rate says who was running: there nothing follows from it.
     """
+    from autosel import fingerprint
+    from autosel.ledger.store import open_ledger
+
+    with open_ledger() as ledger:
+        for device in fingerprint.present():
+            try:
+                voice.say("facts", **_facts(ledger, device, rates=bool(task.get("rates"))))
+            except UsageError as error:  # a GPU that lacks what measures it, or cannot be told from its neighbours
+                log.warning("%s is left alone: %s", device, error.what)
+
+
+def _facts(ledger: Ledger, device: str, *, rates: bool) -> dict[str, Any]:
     from autosel import fingerprint, ops
     from autosel.candidates.validity import staleness
     from autosel.ledger.key import current_mode
-    from autosel.ledger.store import open_ledger
+    from autosel.tuning.renew import outdated
 
-    fp, mode = fingerprint.take("cpu"), current_mode()
-    drift = fingerprint.drifted(fp) if task.get("rates") else None
+    fp, mode = fingerprint.take(device), current_mode()
+    drift = fingerprint.drifted(fp) if rates and fp.kind == "cpu" else None
     drifted = drift is not None and drift.moved and not drift.shared
     if drifted:
-        fp = fingerprint.take("cpu", refresh=True)
+        fp = fingerprint.take(device, refresh=True)
     stale: dict[str, str] = {}
+    lost: list[int] = []  # of these, winners that may serve again once they are proven again
     other: dict[str, str] = {}
     moved: dict[str, int] = {}
-    with open_ledger() as ledger:
-        for served in ledger.serving():
-            d = served.decision
-            if d.hw_id != fp.hw_id or d.mode != mode:
-                continue
-            why = staleness(d)
-            if why:
-                stale[str(d.id)] = why
-            elif drift is not None and drifted and has_other_knobs(d, fp):
-                other[str(d.id)] = f"the device drifted ({drift.reason}): {d.arm.candidate} has other knobs now"
+    for served in ledger.serving():
+        d = served.decision
+        if d.hw_id != fp.hw_id or d.mode != mode:
+            continue
+        why = staleness(d)
+        if why:
+            stale[str(d.id)] = why
+            if outdated([d], fp.hw_id, mode):
+                lost.append(d.id)
+        elif d.stale:
+            other[str(d.id)] = f"proven again, not yet raced: {d.stale}"
+        elif drift is not None and drifted and d.op != WHOLE_STEP and has_other_knobs(d, fp):
+            other[str(d.id)] = f"the device drifted ({drift.reason}): {d.arm.candidate} has other knobs now"
+        if d.op != WHOLE_STEP:
             moved[str(d.id)] = ops.find(d.op).bytes_moved(d.workload)
-    facts = {"hw_id": fp.hw_id, "env_id": fp.env_id, "mode": mode, "stale": stale, "moved": moved}
-    voice.say("facts", fingerprint=fp, other_knobs=other, **facts)
+    who = {"device": device, "unit": fingerprint.unit(device), "hw_id": fp.hw_id, "env_id": fp.env_id, "mode": mode}
+    return {**who, "fingerprint": fp, "stale": stale, "lost": lost, "other_knobs": other, "moved": moved}
 
 
 def has_other_knobs(d: Decision, fp: Fingerprint) -> bool:
@@ -201,7 +237,7 @@ def has_other_knobs(d: Decision, fp: Fingerprint) -> bool:
     return not isinstance(support, Accepted) or way_of(candidate, d.workload, fp).arm.knobs != d.arm.knobs
 
 
-DUTIES = {"tune": tune, "examine": examine, "adopt": adopt}
+DUTIES = {"tune": tune, "examine": examine, "adopt": adopt, "renew": renew}
 
 if __name__ == "__main__":
     sys.exit(main())

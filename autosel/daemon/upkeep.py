@@ -7,18 +7,21 @@ import logging
 import os
 import time
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 from autosel import resources
+from autosel.candidates import registry
 from autosel.daemon.hub import Facts, Hub
 from autosel.daemon.jobs import Full
 from autosel.errors import AutoselError
+from autosel.fingerprint import nvml
 from autosel.ledger import faults, intake, server, snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.store import Ledger
-from autosel.values import Decision
+from autosel.values import WHOLE_STEP, Decision
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +30,7 @@ SOURCES_S = 5.0
 RATES_S = 3600.0  # a look at the rates takes the device for 0.1 s, and a start of torch
 AGAIN_S = 5.0  # before faults that could not be recorded are tried again
 LISTEN_AGAIN_S = 1.0
+FACTS = ("device", "unit", "fingerprint", "hw_id", "env_id", "mode", "stale", "moved")
 LIBRARIES = ("torch", "triton", "apache-tvm-ffi", "autosel-kernels")
 
 
@@ -96,7 +100,7 @@ async def look_after(hub: Hub) -> None:
     seen, rates_at = "", time.monotonic() + RATES_S
     while True:
         now = await asyncio.to_thread(software)
-        idle = hub.options.tune and hub.jobs.live is None and hub.jobs.meter.busy <= hub.jobs.busy_limit
+        idle = hub.options.tune and hub.jobs.live is None and not hub.jobs.meter.why(hub.jobs.busy_limit)
         if now != seen:
             seen = now
             await examine(hub)
@@ -107,31 +111,43 @@ async def look_after(hub: Hub) -> None:
 
 
 async def examine(hub: Hub, *, rates: bool = False) -> None:
-    found = await hub.jobs.examine(rates=rates)
-    if found is None:
-        return
-    hub.learn(Facts(**{name: found[name] for name in ("fingerprint", "hw_id", "env_id", "mode", "stale", "moved")}))
-    await hub.reload()  # what is offered to this device, now that it is known
-    for decision in hub.view.here:
-        why = hub.facts.stale.get(str(decision.id)) or found["other_knobs"].get(str(decision.id))
-        if why and hub.options.tune and decision.mode == hub.facts.mode:
-            race_again(hub, decision, why)
+    looked_at = await hub.jobs.examine(rates=rates)
+    for found in looked_at:
+        hub.learn(Facts(**{name: found[name] for name in FACTS}))
+    if looked_at and hub.options.tune:
+        hub.jobs.lost = {number: found["device"] for found in looked_at for number in found["lost"]}
+    await hub.reload()  # what is offered to these devices, now that they are known
+    for found in looked_at if hub.options.tune else ():
+        for decision in hub.view.here:
+            why = found["stale"].get(str(decision.id)) or found["other_knobs"].get(str(decision.id))
+            if why and decision.mode == found["mode"]:
+                race_again(hub, decision, why, found["device"])
 
 
-def race_again(hub: Hub, decision: Decision, why: str) -> None:
+def race_again(hub: Hub, decision: Decision, why: str, device: str) -> None:
+    if decision.op == WHOLE_STEP:
+        return  # the decoder races its own, by the model's weights
     try:
-        hub.jobs.add(decision.workload, "stale", why)
+        hub.jobs.add(decision.workload, "stale", why, device=device)
     except Full as error:
         log.warning("%s is not raced again: %s", decision.bucket, error)
 
 
 def software() -> str:
-    """Changes when a kernel's source, or one of the libraries that decisions rest on, does."""
+    """Changes when a kernel's source, one of the libraries that decisions rest on, or the GPU's driver does."""
     parts = [f"{path}:{info.st_mtime_ns}:{info.st_size}" for path, info in _sources(resources.kernels())]
-    for name in LIBRARIES:
+    for name in (*LIBRARIES, *_backends()):
         with suppress(PackageNotFoundError):
             parts.append(f"{name} {distribution(name).version}")
+    parts.append(f"driver {nvml.driver()}")
     return "\n".join(parts)
+
+
+@cache
+def _backends() -> tuple[str, ...]:
+    """Distributions whose kernels may be installed."""
+    found = {c.library.distribution for c in registry.own_candidates() if hasattr(c, "library")}
+    return tuple(sorted(found))
 
 
 def _sources(folder: Path) -> list[tuple[str, os.stat_result]]:

@@ -24,26 +24,43 @@ class View:
     """`stale` says, by decision, why the baseline runs instead; `mode` is that of a process with default settings."""
 
     epoch: int = 0
-    hw_id: str = ""
+    hw_id: str = ""  # the CPU's
+    others: Mapping[str, str] = field(default_factory=dict)  # of other devices of this machine: name by hw_id
     mode: str = ""
     served: tuple[Served, ...] = ()
     stale: Mapping[str, str] = field(default_factory=dict)
-    _answers: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    _answers: dict[tuple[str, str, str], bytes] = field(default_factory=dict)
 
     @property
     def here(self) -> list[Decision]:
-        return [s.decision for s in self.served if s.decision.hw_id == self.hw_id]
+        return [s.decision for s in self.served if s.decision.hw_id == self.hw_id or s.decision.hw_id in self.others]
 
-    def lookup(self, op: str, workload: str) -> bytes:
-        """The JSON of what serves a workload (its key), or of all that serves the op where that is empty."""
-        found = self._answers.get((op, workload))
+    def device(self, decision: Decision) -> str:
+        """Which device of this machine a decision is of."""
+        return self.others.get(decision.hw_id, "cpu")
+
+    @property
+    def off(self) -> list[Decision]:
+        """Those in whose place the baseline runs, because something has changed since their race."""
+        return [d for d in self.here if str(d.id) in self.stale]
+
+    @property
+    def renewed(self) -> list[Decision]:
+        """Those that serve, proven again after a change, and wait for a race."""
+        return [d for d in self.here if d.stale and str(d.id) not in self.stale]
+
+    def lookup(self, op: str, workload: str, device: str = "") -> bytes:
+        """The JSON of what serves a workload (its key), or of all that serves the op where that is empty; on one
+        device, or on any, the CPU's first."""
+        found = self._answers.get((op, workload, device))
         if found is None:
-            rows = self.of_op(op)
+            rows = [d for d in self.of_op(op) if device in ("", self.device(d))]
+            rows.sort(key=lambda d: d.hw_id != self.hw_id)
             made = self._at(op, workload, rows) if workload else [self.document(d) for d in rows]
             found = json.dumps(plain(to_json(made)), separators=(",", ":")).encode()
             if len(self._answers) >= MOST_ANSWERS:
                 self._answers.clear()
-            self._answers[op, workload] = found
+            self._answers[op, workload, device] = found
         return found
 
     def of_op(self, op: str) -> list[Decision]:
@@ -63,14 +80,15 @@ class View:
 
     def document(self, decision: Decision) -> dict[str, Any]:
         """As `best OP --json`: a stale decision's baseline, with the reason."""
-        made = {**decision_json(decision), "epoch": self.epoch}
+        made = {**decision_json(decision), "device": self.device(decision), "epoch": self.epoch}
         why = self.stale.get(str(decision.id))
         if not why:
             return made
         baseline = decision.baseline
         instead = {"backend": baseline.backend, "candidate": baseline.candidate, "knobs": dict(baseline.knobs)}
         gone = dict.fromkeys(("speedup", "next_best", "time_interval_us", "roofline"))
-        return made | instead | gone | {"state": "baseline", "time_us": made["baseline_us"], "reason": why}
+        stale = {"state": "baseline", "time_us": made["baseline_us"], "reason": why, "stale": why}
+        return made | instead | gone | stale
 
     def states(self) -> dict[str, int]:
         found: dict[str, int] = {}

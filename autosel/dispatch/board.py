@@ -21,7 +21,7 @@ from autosel import settings
 from autosel.dispatch import lock, recorded
 from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
 from autosel.dispatch.devices import CPU, device_at, kind_of, places_here, this_device
-from autosel.dispatch.handover import Handover, UseKey, Who
+from autosel.dispatch.handover import Handover, UseKey
 from autosel.dispatch.resolve import SERVING, Resolution, Serving, index, resolve
 from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
 from autosel.dispatch.signature import inputs_of, place_of
@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5  # a demotion must reach us within a second (design section 9)
 
 Stamp = tuple[int, int, int, int]
-UsedFor = tuple[Workload, str, int | None, str]  # the candidate that ran, the decision behind it, the reason
+# The candidate that ran, the decision behind it, the reason, and on which device (hw_id)
+UsedFor = tuple[Workload, str, int | None, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,9 +177,9 @@ class Board:
     def _resolve(self, op: Op, w: Workload, place: str) -> Resolution:
         serving = self._serving_at(place)
         found = resolve(op, w, serving, lambda part: self._part(op, part), kind=kind_of(place))
-        ours = place == CPU  # what a daemon tunes
+        ours = kind_of(place) == serving.device.kind and bool(serving.device.identity)  # what a daemon can tune
         if ours and found.decision is None and settings.get("mode") == "tune" and not settings.get("disable"):
-            self._handover.missed(w)
+            self._handover.missed(w, serving.device.hw_id)
         return found
 
     def _serving_at(self, place: str) -> Serving:
@@ -308,7 +309,7 @@ class Board:
 
     def _watch(self) -> None:
         closed, this = self._closed, weakref.ref(self)
-        recorded.note(self.asked)
+        recorded.note(self.asked_where)
 
         def look() -> None:
             while not closed.wait(LOOK_EVERY_S):
@@ -318,7 +319,7 @@ class Board:
                 try:
                     board.refresh()
                     board.hand_over()
-                    recorded.note(board.asked)
+                    recorded.note(board.asked_where)
                 except Exception:  # a watcher that dies would hide every later demotion
                     log.exception("the snapshot could not be looked at")
                 del board
@@ -343,11 +344,7 @@ class Board:
             return found
 
         if not settings.get("disable"):
-            self._handover.deliver(self._who, missed, uses, last=last)
-
-    @staticmethod
-    def _who() -> Who:
-        return Who(hw_id=this_device().hw_id, mode=current_mode())
+            self._handover.deliver(current_mode, missed, uses, last=last)
 
     def _after_fork(self) -> None:
         """Threads and their locks do not survive a fork."""
@@ -385,7 +382,7 @@ class Board:
     def uses(self) -> list[Uses]:
         """What ran in this process, by what decided it; a miss is one without a decision."""
         total: dict[tuple[Any, ...], int] = {}
-        for (w, *why), count in self.counted().items():
+        for (w, *why, _), count in self.counted().items():
             key = (w.op, w.bucket, *why)
             total[key] = total.get(key, 0) + count
         return [
@@ -395,9 +392,18 @@ class Board:
     def asked(self) -> dict[Workload, int]:
         """How often each workload ran in this process; contexts of one length bucket count as the first of them."""
         total: dict[Workload, int] = {}
-        for (w, *_), count in self.counted().items():
-            total[w] = total.get(w, 0) + count
+        for calls_there in self.asked_where().values():
+            for w, count in calls_there.items():
+                total[w] = total.get(w, 0) + count
         return total
+
+    def asked_where(self) -> dict[str, dict[Workload, int]]:
+        """The same by device (hw_id)."""
+        found: dict[str, dict[Workload, int]] = {}
+        for (w, *_, hw_id), count in self.counted().items():
+            there = found.setdefault(hw_id, {})
+            there[w] = there.get(w, 0) + count
+        return found
 
     def counted(self) -> dict[UsedFor, int]:
         """How often each ran in this process."""
@@ -420,7 +426,7 @@ def _add(total: dict[UsedFor, int], resolution: Resolution, calls: int) -> None:
 
 
 def _use_key(r: Resolution) -> UsedFor:
-    return r.workload, r.candidate, r.decision.id if r.decision else None, r.reason
+    return r.workload, r.candidate, r.decision.id if r.decision else None, r.reason, r.hw_id
 
 
 def _ask(

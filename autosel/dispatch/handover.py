@@ -11,8 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from autosel.client import Client, Refused, Unreachable, socket_path
@@ -33,19 +32,14 @@ MOST_USES = 512  # rows of one report
 UseKey = tuple[str, str, int | None]  # op, candidate, decision
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Who:
-    """Whose misses these are: what is measured must be measured for the same."""
-
-    hw_id: str
-    mode: str
+Missed = tuple[str, str]  # a device (hw_id), and the bucket that nobody has decided for it
 
 
 class Handover:
     def __init__(self, home: Path) -> None:
         self._client = Client(socket_path(home), timeout_s=2.0)
-        self._missed: dict[str, Workload] = {}  # by bucket
-        self._told: set[str] = set()
+        self._missed: dict[Missed, Workload] = {}
+        self._told: set[Missed] = set()
         self._faults: dict[str, Fault] = {}  # by id, oldest first
         self._one = threading.Lock()
         self._daemon = (0, 0)
@@ -57,11 +51,11 @@ class Handover:
         self._next_uses = 0.0
         self._turn = threading.Lock()  # one delivery at a time: the watcher's, or the last
 
-    def missed(self, w: Workload) -> None:
-        """Nobody has decided this workload."""
+    def missed(self, w: Workload, hw_id: str) -> None:
+        """Nobody has decided this workload for this device."""
         with self._one:
             if len(self._missed) < MOST_NOTED:
-                self._missed.setdefault(w.bucket, w)
+                self._missed.setdefault((hw_id, w.bucket), w)
 
     def fault(self, fault: Fault) -> None:
         """One that could not be written to the journal. The same again, or one too many, is not kept."""
@@ -71,7 +65,7 @@ class Handover:
 
     def deliver(
         self,
-        who: Callable[[], Who],
+        mode: Callable[[], str],
         calls: Callable[[], Mapping[str, int]],
         uses: Callable[[], Mapping[UseKey, int]],
         *,
@@ -79,7 +73,8 @@ class Handover:
     ) -> None:
         """Tell the daemon what it does not know yet; nothing where there is none.
 
-        `calls`: how often, by bucket; `uses`: all calls of this process so far. `last`: the process ends.
+        `mode`: what is measured must be measured for the same. `calls`: how often, by bucket; `uses`: all calls of
+        this process so far. `last`: the process ends.
         """
         try:
             info = self._client.path.stat()
@@ -88,14 +83,14 @@ class Handover:
         if not self._turn.acquire(timeout=LAST_S if last else -1):
             return
         try:
-            self._deliver((info.st_ino, info.st_mtime_ns), who, calls, uses, last=last)
+            self._deliver((info.st_ino, info.st_mtime_ns), mode, calls, uses, last=last)
         finally:
             self._turn.release()
 
     def _deliver(
         self,
         daemon: tuple[int, int],
-        who: Callable[[], Who],
+        mode: Callable[[], str],
         calls: Callable[[], Mapping[str, int]],
         uses: Callable[[], Mapping[UseKey, int]],
         *,
@@ -111,7 +106,7 @@ class Handover:
         try:
             if self._missed or self._faults:
                 self._tell_faults()
-                self._tell_misses(who, calls)
+                self._tell_misses(mode, calls)
             if last or now >= self._next_uses:
                 self._next_uses = now + USES_EVERY_S
                 self._tell_uses(uses())
@@ -162,23 +157,29 @@ class Handover:
             with self._one:
                 del self._faults[number]
 
-    def _tell_misses(self, who: Callable[[], Who], calls: Callable[[], Mapping[str, int]]) -> None:
+    def _tell_misses(self, mode: Callable[[], str], calls: Callable[[], Mapping[str, int]]) -> None:
         with self._one:
-            fresh = [(bucket, w) for bucket, w in self._missed.items() if bucket not in self._told]
+            fresh = [(missed, w) for missed, w in self._missed.items() if missed not in self._told]
         if not fresh:
             return
-        often, own = calls(), who()
-        for start in range(0, len(fresh), TOGETHER):
-            part = fresh[start : start + TOGETHER]
-            misses = [{"workload": to_json(w), "calls": often.get(bucket, 0)} for bucket, w in part]
-            try:
-                found = self._client.post("/v1/misses", {"hw_id": own.hw_id, "mode": own.mode, "misses": misses})
-                if found.get("refused"):
-                    log.info("the daemon does not tune what we miss: %s", found["refused"])
-            except Unreachable:
-                raise
-            except AutoselError as error:
-                log.warning("the daemon does not take our misses: %s", error)
-                if isinstance(error, Refused) and error.status == 503:
-                    raise Unreachable("the daemon is busy", why=error.why) from error
-            self._told.update(bucket for bucket, _ in part)
+        often, how = calls(), mode()
+        for hw_id in sorted({hw_id for (hw_id, _), _ in fresh}):
+            own = [(missed, w) for missed, w in fresh if missed[0] == hw_id]
+            for start in range(0, len(own), TOGETHER):
+                self._tell_some(hw_id, how, own[start : start + TOGETHER], often)
+
+    def _tell_some(
+        self, hw_id: str, mode: str, part: Sequence[tuple[Missed, Workload]], often: Mapping[str, int]
+    ) -> None:
+        misses = [{"workload": to_json(w), "calls": often.get(bucket, 0)} for (_, bucket), w in part]
+        try:
+            found = self._client.post("/v1/misses", {"hw_id": hw_id, "mode": mode, "misses": misses})
+            if found.get("refused"):
+                log.info("the daemon does not tune what we miss: %s", found["refused"])
+        except Unreachable:
+            raise
+        except AutoselError as error:
+            log.warning("the daemon does not take our misses: %s", error)
+            if isinstance(error, Refused) and error.status == 503:
+                raise Unreachable("the daemon is busy", why=error.why) from error
+        self._told.update(missed for missed, _ in part)

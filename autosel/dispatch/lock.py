@@ -49,6 +49,8 @@ def unkept(rows: Sequence[Row], held: Held) -> tuple[Unkept, ...]:
 
 def refusal(path: Path, pinned: int, problems: Sequence[Unkept], mode: str) -> ForeignDecision | None:
     """What to raise for a lock that cannot be kept; None if it can."""
+    if not path.is_file():
+        return ForeignDecision(f"there is no {path}", why="a frozen program serves what it pins", todo="autosel lock")
     if not pinned:
         return ForeignDecision(
             f"{path} pins nothing for this device",

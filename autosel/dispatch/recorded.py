@@ -2,8 +2,9 @@
 
     {"format": "autosel.recorded", "version": 1, "device": hw_id, "mode": ..., "workloads": [{"workload", "calls"}]}
 
-With AUTOSEL_RECORD set each process keeps a file of its own beside the one named (its pid appended), because a program
-may be many; `merge` adds them up. The watcher's thread writes it, and the end of the process; never a call.
+With AUTOSEL_RECORD set each process keeps a file of its own for each device beside the one named (numbers appended),
+because a program may be many; `merge` adds up those of a device. The watcher's thread writes them, and the end of the
+process; never a call.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ class Recorded:
 _last: dict[int, int] = {}  # what this process (by pid: it may have forked) wrote last, as the sum of its calls
 
 
-def note(asked: Callable[[], Mapping[Workload, int]]) -> None:
-    """Write what was asked for so far, if that is wanted and has changed since."""
+Asked = Callable[[], Mapping[str, Mapping[Workload, int]]]
+
+
+def note(asked: Asked) -> None:
+    """Write what was asked for so far, by device (hw_id), if that is wanted and has changed since."""
     path = settings.get("record")
     if path is None:
         return
@@ -50,27 +54,29 @@ def note(asked: Callable[[], Mapping[Workload, int]]) -> None:
     if pid not in _last:
         _last[pid] = 0
         atexit.register(note, asked)
-    calls = {w: n for w, n in asked().items() if n}
-    total = sum(calls.values())
+    where = {hw_id: {w: n for w, n in calls.items() if n} for hw_id, calls in asked().items()}
+    total = sum(sum(calls.values()) for calls in where.values())
     if total == _last[pid]:
         return
     try:
-        write(part(Path(path), pid), calls)
+        for number, (hw_id, calls) in enumerate(sorted(where.items())):
+            if calls:
+                write(part(Path(path), pid, number), hw_id, calls)
         _last[pid] = total
     except OSError as error:
         log.warning("cannot note the workloads in %s: %s", path, error)
 
 
-def part(path: Path, pid: int) -> Path:
-    return path.with_name(f"{path.name}.{pid}")
+def part(path: Path, pid: int, number: int) -> Path:
+    """Of a process, and of the devices that it used."""
+    return path.with_name(f"{path.name}.{pid}{number:02}")
 
 
-def write(path: Path, calls: Mapping[Workload, int]) -> None:
-    """What this process asked for."""
-    from autosel.dispatch.board import this_device
+def write(path: Path, hw_id: str, calls: Mapping[Workload, int]) -> None:
+    """What this process asked for on a device."""
     from autosel.ledger.key import current_mode
 
-    save(path, Recorded(device=this_device().hw_id, mode=current_mode(), calls=calls))
+    save(path, Recorded(device=hw_id, mode=current_mode(), calls=calls))
 
 
 def save(path: Path, made: Recorded) -> None:
@@ -113,6 +119,15 @@ def _decoded(data: Any) -> Recorded:
             raise ValueError(f"{w.key}: called {count} times")
         calls[w] = calls.get(w, 0) + count
     return Recorded(device=from_json(str, data.get("device")), mode=from_json(str, data.get("mode")), calls=calls)
+
+
+def by_device(parts: Iterable[Recorded]) -> list[Recorded]:
+    """The processes of one program, added up for each device; the one most called first. Raises BadConfig."""
+    every = list(parts)
+    if not every:
+        return [merge(every)]
+    found = [merge(p for p in every if p.device == device) for device in dict.fromkeys(p.device for p in every)]
+    return sorted(found, key=lambda made: -sum(made.calls.values()))
 
 
 def merge(parts: Iterable[Recorded]) -> Recorded:

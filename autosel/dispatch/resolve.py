@@ -35,6 +35,7 @@ class Resolution:
     candidate: str
     decision: Decision | None
     reason: str
+    hw_id: str = ""  # of the device that its tensors are on
     instead: Callable[..., Any] | None = None  # the baseline, where what runs is another arm and may fail
     parts: tuple[Resolution, ...] = ()  # of a bucket split at a crossover; `run` then chooses by max_len
     part_calls: Callable[[], Sequence[tuple[Resolution, int]]] | None = None  # and counts what it chose
@@ -135,6 +136,7 @@ def _serve(op: Op, w: Workload, decision: Decision, serving: Serving) -> Resolut
         candidate=decision.arm.candidate,
         decision=decision,
         reason=decision.reason,
+        hw_id=serving.device.hw_id,
         instead=standin(decision, "").run if decision.arm.digest != decision.baseline.digest else None,
     )
 
@@ -197,7 +199,8 @@ def _why_none(w: Workload, serving: Serving, mode: str) -> str:
 def _baseline(op: Op, w: Workload, device: Fingerprint, decision: Decision | None, reason: str) -> Resolution:
     candidate = registry.baseline(op.name)
     run = _function(op, candidate.recipe(w, device, Knobs()))
-    return Resolution(workload=w, run=run, candidate=candidate.name, decision=decision, reason=reason)
+    name, hw_id = candidate.name, device.hw_id
+    return Resolution(workload=w, run=run, candidate=name, decision=decision, reason=reason, hw_id=hw_id)
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autosel.fingerprint.device import Drift, drifted, take, unit
+from autosel.fingerprint.device import Drift, drifted, present, take, unit
 from autosel.fingerprint.known import load, names
 
-__all__ = ["Drift", "drifted", "load", "names", "take", "unit"]
+__all__ = ["Drift", "drifted", "load", "names", "present", "take", "unit"]

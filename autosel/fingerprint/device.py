@@ -31,6 +31,11 @@ def take(device: str = "cpu", *, refresh: bool = False) -> Fingerprint:
     return stored or _measured(known)
 
 
+def present() -> tuple[str, ...]:
+    """The CPU, and every GPU that CUDA sees here, as `take` calls them."""
+    return ("cpu", *(f"cuda:{number}" for number in range(nvml.count())))
+
+
 def unit(device: str) -> str:
     """Which of several equal devices of this machine: a GPU's UUID; empty for the CPU, of which there is one."""
     kind, _, number = device.partition(":")

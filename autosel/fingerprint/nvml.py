@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from autosel.errors import UsageError
 
+DRIVER = Path("/sys/module/nvidia/version")
 MEMORY_STEP_BYTES = 256 << 20  # driver versions reserve differing amounts: identity rounds them away
 # FLOP a clock and SM of dense bf16 with fp32 accumulation: NVIDIA's architecture whitepapers (A100, Ada, Hopper,
 # Blackwell); consumer Blackwell by its rated figure over SMs and clock.
@@ -89,11 +91,17 @@ def read(ordinal: int) -> Readings:
             todo="check CUDA_VISIBLE_DEVICES" if count else "check nvidia-smi and CUDA_VISIBLE_DEVICES",
         )
     limits = {name: int(runtime.deviceGetAttribute(getattr(runtime, a), ordinal)) for name, a in LIMITS.items()}
-    major, minor = (
-        int(runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttrComputeCapability{part}"), ordinal))
-        for part in ("Major", "Minor")
-    )
-    return _from_nvml(runtime.deviceGetPCIBusId(ordinal), _uuid(runtime, ordinal), (major, minor), limits)
+    told = runtime.getDeviceProperties(ordinal)  # cupy has no attribute for the compute capability
+    cc = int(told["major"]), int(told["minor"])
+    return _from_nvml(runtime.deviceGetPCIBusId(ordinal), told["uuid"], cc, limits)
+
+
+def count() -> int:
+    """How many devices CUDA sees; 0 where there is no driver, or no cupy to ask it."""
+    try:
+        return _count(_runtime())
+    except UsageError:
+        return 0
 
 
 def _runtime() -> Any:
@@ -111,11 +119,6 @@ def _count(runtime: Any) -> int:
         return int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
         raise UsageError("CUDA finds no device", why=str(error), todo="check nvidia-smi and the driver") from error
-
-
-def _uuid(runtime: Any, ordinal: int) -> bytes:
-    found: bytes = runtime.getDeviceProperties(ordinal)["uuid"]
-    return found
 
 
 def _from_nvml(pci: str, uuid: bytes, cc: tuple[int, int], limits: Mapping[str, int]) -> Readings:
@@ -149,7 +152,7 @@ def _from_nvml(pci: str, uuid: bytes, cc: tuple[int, int], limits: Mapping[str, 
 
 
 def _mig_slice(nvml: Any, board: Any, uuid: bytes) -> Any | None:
-    """The MIG device that CUDA was given, by UUID; None where the board is whole."""
+    """The MIG device that CUDA was given, by UUID (cupy cuts it at its first zero); None where the board is whole."""
     mode = _maybe(nvml, lambda: nvml.nvmlDeviceGetMigMode(board)[0])
     if mode != nvml.NVML_DEVICE_MIG_ENABLE:
         return None
@@ -158,14 +161,14 @@ def _mig_slice(nvml: Any, board: Any, uuid: bytes) -> Any | None:
         found = _maybe(nvml, lambda index=index: nvml.nvmlDeviceGetMigDeviceHandleByIndex(board, index))
         if found is not None:
             slices.append(found)
-    for found in slices:
-        if plain_uuid(_text(nvml.nvmlDeviceGetUUID(found))) == uuid.hex():
-            return found
+    alike = [s for s in slices if plain_uuid(_text(nvml.nvmlDeviceGetUUID(s))).startswith(uuid.hex())]
+    if len(alike) == 1:
+        return alike[0]
     if len(slices) == 1:  # older drivers give CUDA the board's UUID
         return slices[0]
     raise UsageError(
         "this device is cut by MIG, and which slice is ours cannot be told",
-        why=f"{len(slices)} slices, none with CUDA's UUID {uuid.hex()}",
+        why=f"{len(slices)} slices, {len(alike)} with CUDA's UUID {uuid.hex()}",
         todo="name one slice in CUDA_VISIBLE_DEVICES (nvidia-smi -L)",
     )
 
@@ -190,6 +193,15 @@ def _maybe(nvml: Any, ask: Any) -> Any:
 
 def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def driver() -> str:
+    """The version of the GPU's driver; "" where there is none. Read from what the kernel module says of itself: a
+    library that was upgraded beneath a loaded module answers no question at all."""
+    try:
+        return DRIVER.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 # --- state -----------------------------------------------------------------------------------------------------------

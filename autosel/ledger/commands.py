@@ -214,8 +214,35 @@ class Adopt:
         return ledger.adopt(self.decision_id, self.parity)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renew:
+    """`arm` and `baseline`: as they are now; `why` the decision of them is stale."""
+
+    call: Literal["renew"] = "renew"
+    decision_id: int
+    arm: Arm
+    baseline: Arm
+    parity: Parity
+    why: str
+
+    def run(self, ledger: Ledger) -> Decision | None:
+        return ledger.renew(self.decision_id, arm=self.arm, baseline=self.baseline, parity=self.parity, why=self.why)
+
+
 Command = (
-    Record | ByHand | SaveParity | TakeOver | OpenTrial | CloseTrial | Hold | Release | Spend | SaveAA | Import | Adopt
+    Record
+    | ByHand
+    | SaveParity
+    | TakeOver
+    | OpenTrial
+    | CloseTrial
+    | Hold
+    | Release
+    | Spend
+    | SaveAA
+    | Import
+    | Adopt
+    | Renew
 )
 
 _KINDS: Mapping[str, Any] = {
@@ -234,6 +261,7 @@ _KINDS: Mapping[str, Any] = {
     "save_aa": SaveAA,
     "import": Import,
     "adopt": Adopt,
+    "renew": Renew,
 }
 
 

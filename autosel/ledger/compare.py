@@ -115,8 +115,9 @@ def disagreements(connection: Connection) -> list[Disagreement]:
 
 
 def _timed(d: Decision) -> Iterator[tuple[_Cell, Arm, Timing]]:
-    """What a decision says of the time of the arms it names. A proof of identity is what their digests are."""
-    timings = d.verdict.timings if d.verdict else {}
+    """What a decision says of the time of the arms it names. A proof of identity is what their digests are; those of a
+    stale decision are not what was timed."""
+    timings = d.verdict.timings if d.verdict and not d.stale else {}
     for arm in {d.arm.digest: d.arm, d.baseline.digest: d.baseline}.values():
         if arm.candidate in timings:
             yield (d.hw_id, d.mode, d.workload.key, arm.digest), arm, timings[arm.candidate]

@@ -30,6 +30,7 @@ def decision_json(decision: Decision) -> dict[str, Any]:
         "read_bytes_per_s": verdict.read_bytes_per_s if verdict else None,
         "outcome": verdict.outcome if verdict else None,
         "reason": decision.reason,
+        "stale": decision.stale,
         "knobs": dict(decision.arm.knobs),
         "created_at": decision.created_at,
     }
@@ -57,6 +58,8 @@ def against_baseline(decision: Decision) -> str:
     if decision.state in ("pinned", "demoted", "quarantined"):
         return decision.state
     verdict = decision.verdict
+    if decision.stale and decision.arm.digest != decision.baseline.digest:
+        return f"{ratio(verdict.effect.median)} stale" if verdict and verdict.effect else "stale"
     if verdict is None:
         return "not raced"
     if verdict.outcome == "promote" and verdict.effect is not None:

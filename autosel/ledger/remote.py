@@ -122,6 +122,11 @@ class RemoteLedger(Ledger):
     def pin(self, decision_id: int, reason: str, candidate: str | None = None) -> Decision:
         return self._decided(commands.ByHand(call="pin", decision_id=decision_id, reason=reason, candidate=candidate))
 
+    def renew(self, decision_id: int, *, arm: Arm, baseline: Arm, parity: Parity, why: str) -> Decision | None:
+        command = commands.Renew(decision_id=decision_id, arm=arm, baseline=baseline, parity=parity, why=why)
+        found = self._send(command)
+        return from_json(Decision, found) if found is not None else None
+
     def unpin(self, decision_id: int, reason: str) -> Decision:
         return self._decided(commands.ByHand(call="unpin", decision_id=decision_id, reason=reason))
 

@@ -272,6 +272,7 @@ def _stored_of(row: Row[Any]) -> Stored:
         reason=row.reason,
         created_at=row.created_at,
         length_range=None if row.length_from is None else (row.length_from, row.length_to),
+        stale=row.stale,
     )
     return Stored(
         decision=decision,

@@ -21,7 +21,7 @@ from sqlalchemy.dialects.sqlite import REAL
 from sqlalchemy.schema import SchemaItem
 from sqlalchemy.types import TypeEngine
 
-HEAD = "0004"  # the Alembic revision this code reads and writes; a test holds it to db/versions/
+HEAD = "0005"  # the Alembic revision this code reads and writes; a test holds it to db/versions/
 
 METADATA = MetaData(
     naming_convention={
@@ -150,6 +150,7 @@ decisions = _table(
     _text("idempotency_key", unique=True),
     _text("created_at"),
     _host(),
+    Column("stale", Text, nullable=False, server_default=""),
     CheckConstraint("state IN ('promoted', 'kept', 'demoted', 'quarantined', 'pinned')", name="state"),
     CheckConstraint("(length_from IS NULL) = (length_to IS NULL)", name="length_range"),
     CheckConstraint("length_from IS NULL OR length_from BETWEEN 1 AND length_to", name="length_order"),

@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from autosel.ledger.rows import Stored
 from autosel.values import (
     Arm,
     Decision,
+    Failed,
     Fingerprint,
     NativeRecipe,
     Parity,
@@ -43,6 +44,7 @@ from autosel.values import (
     Verdict,
     Workload,
     canonical_json,
+    digest,
     length_bucket,
     to_json,
 )
@@ -295,8 +297,10 @@ class Ledger:
             back = found
             while back.decision.state == "pinned" and back.previous_id is not None:
                 back = rows.one(c, back.previous_id)
-            state = back.decision.state if back is not found else "kept"
-            arm_id = back.arm_id if back is not found else back.baseline_id
+            if back.decision.state == "pinned":  # nothing else ever served
+                back = replace(found, arm_id=found.baseline_id)
+            state = "kept" if back.decision.state == "pinned" else back.decision.state
+            arm_id = back.arm_id
             key = f"unpin-{decision_id}"
             return _follow(c, self._here(c), back, state=state, arm_id=arm_id, reason=reason, key=key)
 
@@ -318,6 +322,31 @@ class Ledger:
             raise UnknownName("candidate", name, tuple(sorted(known)))
 
         return self._change(decision_id, state, reason, choose, f"{state}-{decision_id}-{candidate or ''}")
+
+    def renew(self, decision_id: int, *, arm: Arm, baseline: Arm, parity: Parity, why: str) -> Decision | None:
+        """Store a new proof of a stale decision's arm. Where it passed, `arm` and `baseline`, its arms as they are now,
+        serve in its place, marked stale by `why`, until there is another race. None where they do not: it failed, or
+        something else serves by now. Raises LedgerError for an arm in quarantine."""
+
+        def write(c: Connection) -> int | None:
+            found = rows.one(c, decision_id)
+            d = found.decision
+            self._refuse_stale(c, d.hw_id)
+            here = self._here(c)
+            proof = rows.put_parity(c, here, d.hw_id, d.workload, arm, parity)
+            key = f"renew-{decision_id}-{digest([arm.digest, baseline.digest])[:16]}"
+            known = _by_idempotency(c, key)
+            if known is not None or isinstance(parity, Failed) or found.epoch is None:
+                return known
+            _refuse_quarantined(arm, containment.active(c, d.hw_id, d.op))
+            arms = rows.put_arm(c, arm), rows.put_arm(c, baseline)
+            return _renewed(c, here, found, arms, proof, why, key)
+
+        with self._database.writing() as c:
+            made = write(c)
+            renewed = rows.one(c, made).decision if made is not None else None
+        self.publish()
+        return renewed
 
     def _change(
         self, decision_id: int, state: State, reason: str, choose: Callable[[Connection, Stored], int], key: str
@@ -780,6 +809,7 @@ def _decide(
     idempotency_key: str,
     proofs: Iterable[int],
     serves: bool = True,
+    stale: str = "",
 ) -> int:
     """Append a decision and let it serve in place of every row of its bucket that it overlaps."""
     key = serving_key(hw_id, mode, workload.bucket, length_range)
@@ -808,6 +838,7 @@ def _decide(
         idempotency_key=idempotency_key,
         created_at=rows.now(),
         host_id=host,
+        stale=stale,
     )
     for proof in dict.fromkeys(proofs):
         c.execute(sa.insert(t.decision_parities).values(decision_id=made, parity_id=proof))
@@ -835,8 +866,29 @@ def _refuse_quarantined(arm: Arm, held: Sequence[Quarantine]) -> None:
             )
 
 
-def _follow(c: Connection, host: int, found: Stored, *, state: State, arm_id: int, reason: str, key: str) -> int:
-    """Append a decision about the same key on the same evidence, and let it serve, whatever served."""
+def _renewed(c: Connection, host: int, found: Stored, arms: tuple[int, int], proof: int, why: str, key: str) -> int:
+    """The decision anew, with its arms as they are now, and the proof that one of them passed."""
+    reason = f"proven again, and served until it is raced again: {why}"
+    arm_id, baseline_id = arms
+    state = found.decision.state
+    found = replace(found, baseline_id=baseline_id)
+    return _follow(c, host, found, state=state, arm_id=arm_id, reason=reason, key=key, proof=proof, stale=why)
+
+
+def _follow(
+    c: Connection,
+    host: int,
+    found: Stored,
+    *,
+    state: State,
+    arm_id: int,
+    reason: str,
+    key: str,
+    proof: int | None = None,
+    stale: str | None = None,
+) -> int:
+    """Append a decision about the same key on the same evidence, and one more proof if given, and let it serve,
+    whatever served. It is as stale as what it follows, unless it is said how."""
     d = found.decision
     now = rows.at_key(c, found.key)
     known = _by_idempotency(c, key)
@@ -865,10 +917,12 @@ def _follow(c: Connection, host: int, found: Stored, *, state: State, arm_id: in
         idempotency_key=key,
         created_at=rows.now(),
         host_id=host,
+        stale=d.stale if stale is None else stale,
     )
     proofs = t.decision_parities.c
-    for proof in c.execute(sa.select(proofs.parity_id).where(proofs.decision_id == d.id)).scalars().all():
-        c.execute(sa.insert(t.decision_parities).values(decision_id=made, parity_id=proof))
+    known_proofs = c.execute(sa.select(proofs.parity_id).where(proofs.decision_id == d.id)).scalars().all()
+    for each in dict.fromkeys([*known_proofs, *([proof] if proof is not None else [])]):
+        c.execute(sa.insert(t.decision_parities).values(decision_id=made, parity_id=each))
     rows.serve(c, found.key, made)
     return made
 
@@ -890,7 +944,7 @@ def _still_holds(found: Stored, now: set[str]) -> bool:
     if d.state == "pinned":
         return True
     undecided = d.verdict is not None and d.verdict.outcome == "undecided"
-    return not undecided and now <= set(found.entrants)
+    return not undecided and not d.stale and now <= set(found.entrants)
 
 
 def _hold(
@@ -1013,6 +1067,7 @@ def _import_one(c: Connection, owner: int | None, d: Decision, digest: str, *, s
         idempotency_key=key,
         proofs=(),
         serves=serves,
+        stale=d.stale,
     )
 
 

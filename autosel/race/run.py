@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 from autosel.errors import WorkerError
 from autosel.ops.contract import Mismatch
@@ -37,6 +39,7 @@ CHECK_SHARE = 0.1  # of the pairs after the first, by coin: any sample's output 
 
 Progress = Callable[["Tick"], None]
 Debit = Callable[[Contest, str, Margin], bool]
+Journal = Callable[[Contest, Sequence[str]], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +158,18 @@ def _silent(*_: object) -> None:
     """Nobody watches."""
 
 
+def _unkept(*_: object) -> AbstractContextManager[None]:
+    """No journal."""
+    return nullcontext()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """What every race of a run shares. At `deadline` (on `clock`) no new work starts.
 
     `debit` takes an attempt's error probability from its key's lifetime budget; False: the budget is spent.
+    `journal` is entered while arms run for the first time in a process, with their names: should the machine not survive
+    it, they are known. Not while a race is paused or goes on: who pulls the plug then says nothing about them.
     `clone_share` is the chance that a contest carries the A/A comparison; who calibrates sets it to 1.
     """
 
@@ -168,6 +178,7 @@ class Terms:
     device: str = "cpu"
     debit: Debit = _always
     progress: Progress = _silent
+    journal: Journal = _unkept
     clock: Callable[[], float] = time.monotonic
     deadline: float = float("inf")
     clone_share: float = CLONE_SHARE
@@ -268,7 +279,8 @@ def _trial(seated: _Seated, terms: Terms, stage: str) -> Trial:
 def _guarded(seated: _Seated, take: Callable[[_Seated, Terms], Session], terms: Terms) -> Session:
     """The session, or a voided one saying what ended it."""
     try:
-        seated.sit()
+        with terms.journal(seated.attempt.contest, tuple(seated.arms)):
+            seated.sit()
         session = take(seated, terms)
         seated.release()
         return _below_ceiling(seated, session)

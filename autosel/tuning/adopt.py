@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from autosel.candidates import arms, registry
 from autosel.errors import AutoselError, BuildError, UnknownName
+from autosel.fingerprint import unit
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.native.compile import compile_source, source_digest
@@ -29,23 +30,23 @@ class Adoption:
     reason: str
 
 
-def adopt(ledger: Ledger, fp: Fingerprint, listener: Listener) -> Iterator[Adoption]:
+def adopt(ledger: Ledger, fp: Fingerprint, listener: Listener, *, device: str = "cpu") -> Iterator[Adoption]:
     """Prove what other hosts of this device's kind have decided, in the mode of this process, each on its own.
 
     Raises LedgerError where another process measures on the device.
     """
-    with ledger.lock(fp.hw_id):
+    with ledger.lock(fp.hw_id, unit(device)):
         offered = ledger.offered(fp.hw_id, current_mode())
         for done, decision in enumerate(offered):
             listener.stage("parity", decision.arm.candidate, done, len(offered))
             try:
-                reason = _adopt(ledger, fp, decision)
+                reason = _adopt(ledger, fp, decision, device)
             except BuildError as error:
                 reason = f"it does not build here: {error.what}"
             yield Adoption(decision=decision, reason=reason)
 
 
-def _adopt(ledger: Ledger, fp: Fingerprint, decision: Decision) -> str:
+def _adopt(ledger: Ledger, fp: Fingerprint, decision: Decision, device: str) -> str:
     """Why it does not serve here; empty where it does from now on. Raises BuildError."""
     try:
         way = _same_way(fp, decision)
@@ -56,7 +57,7 @@ def _adopt(ledger: Ledger, fp: Fingerprint, decision: Decision) -> str:
     if isinstance(way.recipe, NativeRecipe):
         compile_source(way.recipe.source, way.recipe.flags)
     with ledger.trial(fp.hw_id, decision.op, way.arm):
-        parity = check(proof_of(way, decision.workload), fp=fp)
+        parity = check(proof_of(way, decision.workload), fp=fp, device=device)
     if ledger.adopt(decision.id, parity):
         return ""
     return f"parity: {parity.check}: {parity.reason}" if isinstance(parity, Failed) else "it no longer serves"

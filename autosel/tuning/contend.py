@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from autosel import ops
@@ -25,7 +26,7 @@ def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
     contested = {job.workload.key: job for job in jobs if job.ways}
     found_contests = contests(tuning, jobs)
     tuning.tally.races += len(found_contests)
-    for found in run(found_contests, _terms(tuning)):
+    for found in run(found_contests, _terms(tuning, contested)):
         if isinstance(found, Disqualified):
             _disqualify(tuning, contested[found.contest.workload.key], found)
             continue
@@ -43,10 +44,22 @@ def contests(tuning: Tuning, jobs: Sequence[Job]) -> list[Contest]:
     return [contest_of(job, tuning.fp, margins) for job in jobs if job.ways]
 
 
-def _terms(tuning: Tuning) -> Terms:
+def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> Terms:
+    """`jobs` by the key of their workload."""
+
     def debit(contest: Contest, candidate: str, allowed: Margin) -> bool:
         key = budget_key(tuning.fp.hw_id, contest.workload)
         return tuning.ledger.spend(key, allowed.false_promotion_bound, candidate)
+
+    @contextmanager
+    def journal(contest: Contest, arms: Sequence[str]) -> Iterator[None]:
+        """Who runs, should this process or the machine not survive it; PyTorch's own are never held back."""
+        job = jobs[contest.workload.key]
+        with ExitStack() as open_trials:
+            for way in job.ways:
+                if way.candidate.name in arms and way.arm.backend != "TORCH":
+                    open_trials.enter_context(tuning.ledger.trial(tuning.fp.hw_id, contest.workload.op, way.arm))
+            yield
 
     return Terms(
         threads=tuning.threads,
@@ -54,6 +67,7 @@ def _terms(tuning: Tuning) -> Terms:
         device=tuning.request.device,
         debit=debit,
         progress=tuning.tally.tick,
+        journal=journal,
         clock=tuning.clock,
         deadline=tuning.deadline,
     )

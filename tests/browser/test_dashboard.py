@@ -92,6 +92,8 @@ def test_a_phone_scrolls_down_and_never_sideways(browser: Any, daemon: Daemon, p
     page = context.new_page()
     page.goto(daemon.url.rstrip("/") + path)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    sideways = "[...document.querySelectorAll('.wide:has(.stack)')].filter(w => w.scrollWidth > w.clientWidth + 1)"
+    assert page.evaluate(f"{sideways}.length") == 0, "a table's rows are lists there"
     context.close()
 
 

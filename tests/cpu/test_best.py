@@ -78,7 +78,7 @@ def promote(ledger: Ledger, arm: Arm, w: Workload = W, **changes: Any) -> Decisi
         "reason": "for the test",
         "idempotency_key": "one",
     }
-    return ledger.record(this_device(), w, **(values | changes))
+    return ledger.record(changes.pop("fp", this_device()), w, **(values | changes))
 
 
 def close(result: torch.Tensor) -> bool:

@@ -14,8 +14,10 @@ import torch
 
 from autosel import dispatch, settings
 from autosel.cli.main import run
+from autosel.dispatch import devices
 from autosel.dispatch.board import Board
 from autosel.errors import ForeignDecision, UsageError
+from autosel.fingerprint import known
 from autosel.ledger import open_ledger, snapshot
 from tests.cpu.test_best import ROOT, WEIGHT, W, X, built, forget, home, native_arm, promote
 
@@ -100,6 +102,9 @@ def test_frozen_needs_a_lock_that_pins_something_for_this_device(
     setting(monkeypatch, frozen="1")
     with pytest.raises(UsageError, match="without AUTOSEL_LOCK"):
         dispatch.board()
+    setting(monkeypatch, lock=str(tmp_path / "nowhere.lock"))
+    with pytest.raises(ForeignDecision, match=r"there is no .*nowhere\.lock"):
+        dispatch.board()
     empty = tmp_path / "autosel.lock"
     snapshot.write(empty, snapshot.document(0, []))
     setting(monkeypatch, lock=str(empty))
@@ -152,7 +157,7 @@ def test_mode_off_is_the_baseline_and_replay_tells_no_daemon(
     setting(monkeypatch, mode="replay")
     board = Board(home)
     missed: list[Any] = []
-    monkeypatch.setattr(board._handover, "missed", missed.append)
+    monkeypatch.setattr(board._handover, "missed", lambda w, hw_id: missed.append(w))
     from autosel import ops
 
     rms = ops.find("rmsnorm")
@@ -172,3 +177,18 @@ def test_nothing_to_pin_is_an_error(home: Path, tmp_path: Path, capsys: pytest.C
     assert run(["lock", "--file", str(tmp_path / "autosel.lock")]) == 1
     assert "nothing serves on this device yet" in capsys.readouterr().err
     assert not (tmp_path / "autosel.lock").exists()
+
+
+def test_a_lock_pins_what_serves_on_every_device_of_the_machine(
+    lock: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = known.load("h200")
+    promote(open_ledger(), native_arm(), fp=gpu, idempotency_key="gpu")
+    assert run(["lock", "--file", str(lock)]) == 0
+    assert len(snapshot.read(lock).rows) == 1, "a GPU that is not here is another machine's"
+    monkeypatch.setattr(devices, "places_here", lambda: ("cpu", "cuda:0", "cuda:1"))
+    here = devices.device_at
+    monkeypatch.setattr(devices, "device_at", lambda place: (gpu, "") if place != "cpu" else here(place))
+    assert run(["lock", "--file", str(lock)]) == 0
+    assert {row.document["hw_id"] for row in snapshot.read(lock).rows} == {gpu.hw_id, devices.this_device().hw_id}
+    assert run(["lock", "--check", "--file", str(lock)]) == 0

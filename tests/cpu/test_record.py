@@ -14,9 +14,10 @@ from autosel import dispatch, ops
 from autosel.cli import record as record_verb
 from autosel.cli import tune as tune_verb
 from autosel.cli.main import run
-from autosel.dispatch import recorded
+from autosel.dispatch import devices, recorded
 from autosel.dispatch.board import this_device
 from autosel.errors import BadConfig
+from autosel.fingerprint import known
 from autosel.values import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ norm, attn = autosel.best("rmsnorm"), autosel.best("attn")
 if os.fork() == 0:  # a worker of the program
     for _ in range(3):
         norm(torch.randn(2, 32), torch.randn(32))
-    autosel.dispatch.recorded.note(autosel.dispatch.board().asked)
+    autosel.dispatch.recorded.note(autosel.dispatch.board().asked_where)
     os._exit(0)
 os.wait()
 bound = autosel.best("rmsnorm", like=(torch.randn(1, 32), torch.randn(32)))
@@ -172,3 +173,25 @@ def test_asked_counts_calls_across_a_change_of_the_snapshot(tmp_path: Path) -> N
         board._fold(board._selected["rmsnorm"].table)
         norm(torch.randn(1, 32), torch.randn(32))
         assert board.asked() == {ONE: 2}
+
+
+def test_calls_on_another_device_are_a_recording_of_their_own(tmp_path: Path) -> None:
+    parts = [recording(device="gpu", calls={ONE: 9}), recording(device="cpu"), recording(device="cpu")]
+    most, other = recorded.by_device(parts)
+    assert (most.device, most.calls) == ("gpu", {ONE: 9})
+    assert (other.device, other.calls) == ("cpu", {ONE: 6})
+    with pytest.raises(BadConfig, match="nothing was recorded"):
+        recorded.by_device([])
+    paths = [recorded.part(tmp_path / "r.json", 7, number) for number in range(3)]
+    assert len({p.name for p in paths}) == 3 and all(p.suffix[1:].isdigit() for p in paths)
+    assert record_verb._beside(Path("a/traffic.json"), "0123456789") == Path("a/traffic-01234567.json")
+
+
+def test_a_recording_is_tuned_on_the_device_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = known.load("h200")
+    monkeypatch.setattr(devices, "places_here", lambda: ("cpu", "cuda:0"))
+    here = devices.device_at
+    monkeypatch.setattr(devices, "device_at", lambda place: (gpu, "") if place == "cuda:0" else here(place))
+    for device, place in ((gpu.hw_id, "cuda:0"), (this_device().hw_id, "cpu"), ("elsewhere", "")):
+        recorded.save(tmp_path / "r.json", recording(device=device))
+        assert record_verb.place_of(tmp_path / "r.json") == place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import threading
 import time
@@ -143,6 +144,23 @@ def test_only_an_admin_decides_by_hand(ledger: Ledger, server: Server, schema: s
             node.unpin(pin.id, "I know better")
         assert node.demote(pin.id, "wrong again").state == "demoted"
     assert [d.state for d in ledger.history()] == ["demoted", "pinned", "promoted", "demoted", "promoted"]
+
+
+def test_a_tuner_serves_again_what_it_has_proven_again_and_nothing_else(
+    ledger: Ledger, server: Server, schema: str, login: str, tmp_path: Path
+) -> None:
+    ledger.grant("tuner", login)
+    baseline = dataclasses.replace(BASELINE, digest="f" * 64)  # under another torch
+    with opened_as(server, schema, login, tmp_path / "node") as node:
+        raced = record(node)
+        again = node.renew(raced.id, arm=CPP, baseline=baseline, parity=PASSED, why="torch is another")
+        assert again is not None and (again.state, again.stale) == ("promoted", "torch is another")
+        assert [s.decision for s in node.serving()] == [again]
+        with pytest.raises(LedgerError, match="does not let this role"):
+            node.renew(again.id, arm=PACKED, baseline=baseline, parity=PASSED, why="another candidate's arm")
+        pin = ledger.pin(again.id, "an admin means it")
+        with pytest.raises(LedgerError, match="does not let this role"):
+            node.renew(pin.id, arm=CPP, baseline=BASELINE, parity=PASSED, why="torch is another")
 
 
 def test_not_even_with_sql_of_its_own_does_a_tuner_serve_what_no_race_promoted(

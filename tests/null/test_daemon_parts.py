@@ -175,17 +175,24 @@ def test_a_rate_that_moved_far_enough_changes_knobs_and_a_little_does_not() -> N
 
 def test_what_has_other_knobs_since_the_device_drifted_is_raced_again_and_serves_meanwhile(ledger: Ledger) -> None:
     made = [record(ledger, f"{b}", workload=ATTN.at(B=b)) for b in (1, 2, 4)]
-    found = {"fingerprint": {}, "hw_id": FP.hw_id, "env_id": "", "mode": made[0].mode, "moved": {}}
-    found |= {"stale": {str(made[0].id): "its source was edited"}, "other_knobs": {str(made[1].id): "it drifted"}}
+    found = {"device": "cpu", "unit": "", "fingerprint": {}, "hw_id": FP.hw_id, "env_id": "", "mode": made[0].mode}
+    found |= {
+        "moved": {},
+        "lost": [made[0].id],
+        "stale": {str(made[0].id): "its source was edited"},
+        "other_knobs": {str(made[1].id): "it drifted"},
+    }
     asked: list[bool] = []
     queued: list[tuple[str, str]] = []
 
     class Child:
-        async def examine(self, *, rates: bool) -> dict[str, Any]:
-            asked.append(rates)
-            return found
+        lost: dict[int, str] = {}
 
-        def add(self, w: Workload, source: str, why: str) -> None:
+        async def examine(self, *, rates: bool) -> list[dict[str, Any]]:
+            asked.append(rates)
+            return [found]
+
+        def add(self, w: Workload, source: str, why: str, *, device: str) -> None:
             queued.append((w.bucket, why))
 
     hub: Any = SimpleNamespace(jobs=Child(), options=Options(), view=View(hw_id=FP.hw_id, served=ledger.serving()))
@@ -198,6 +205,7 @@ def test_what_has_other_knobs_since_the_device_drifted_is_raced_again_and_serves
     assert asked == [True]
     assert queued == [(made[0].bucket, "its source was edited"), (made[1].bucket, "it drifted")]
     assert set(hub.view.stale) == {str(made[0].id)}
+    assert hub.jobs.lost == {made[0].id: "cpu"}, "a stale winner is first proven again"
 
 
 # --- writer -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,154 @@
+"""Old winners after a change of driver, library or kernel source: proven again as they are now, and only then served,
+marked stale, until they are raced again. What is not proven again gives way to the baseline.
+
+An arm as it is now: of a compiled one the very build that was raced, even where its source was edited since; of a
+Python one whatever its recipe imports today.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from autosel.candidates import registry, validity
+from autosel.candidates.base import Candidate
+from autosel.errors import AutoselError, LedgerError, UnknownName
+from autosel.ledger.key import current_mode
+from autosel.ledger.store import Ledger
+from autosel.parity.check import Proof, Terms, check_all
+from autosel.tuning.job import Tuning
+from autosel.tuning.shortlist import way_of
+from autosel.values import WHOLE_STEP, Accepted, Arm, Decision, Failed, Fingerprint, Knob, Knobs, Parity
+
+log = logging.getLogger(__name__)
+
+SERVING = ("promoted", "kept", "pinned")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewal:
+    """What became of a stale decision. `reason` says why the baseline runs in its place; empty: `decision` is the new
+    one, and serves."""
+
+    stale: Decision
+    decision: Decision | None
+    reason: str
+
+
+class Stages(Protocol):
+    """Who wants to know how it goes: a listener, or the tally of a tune."""
+
+    def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Old:
+    """A stale decision, why it is, and its arms as they are now."""
+
+    decision: Decision
+    why: str
+    candidate: Candidate
+    arm: Arm
+    baseline: Arm
+
+
+def outdated(decisions: Iterable[Decision], hw_id: str, mode: str) -> list[Decision]:
+    """Those of this device and mode whose winner no longer serves, because something has changed since. A whole step is
+    proven by the decoder, with the model's weights."""
+    here = [d for d in decisions if (d.hw_id, d.mode) == (hw_id, mode) and d.state in SERVING and d.op != WHOLE_STEP]
+    return [d for d in here if d.arm.digest != d.baseline.digest and validity.staleness(d)]
+
+
+def renew(
+    ledger: Ledger,
+    fp: Fingerprint,
+    stages: Stages,
+    *,
+    device: str = "cpu",
+    buckets: Collection[str] | None = None,
+) -> Iterator[Renewal]:
+    """Prove stale winners again, all of one build in one process; by default every bucket's. The
+    device must be ours (`Ledger.lock`)."""
+    served = [s.decision for s in ledger.serving() if buckets is None or s.decision.bucket in buckets]
+    groups: dict[str, list[_Old]] = {}
+    stale = outdated(served, fp.hw_id, current_mode())
+    for d in stale:
+        try:
+            old = _as_now(ledger, fp, d)
+        except AutoselError as error:
+            yield Renewal(stale=d, decision=None, reason=error.what)
+            continue
+        groups.setdefault(old.arm.build or old.arm.backend, []).append(old)
+    done = 0
+    for group in groups.values():
+        stages.stage("parity", f"{group[0].arm.candidate}, proven again", done, len(stale))
+        for old, parity in zip(group, _proofs(ledger, fp, group, device), strict=True):
+            done += 1
+            yield _renewal(ledger, old, parity)
+
+
+def serve_meanwhile(tuning: Tuning) -> None:
+    """The first thing a tune does about its buckets: winners that a change has made stale serve while it measures."""
+    buckets = {named.workload.bucket for named in tuning.request.workloads}
+    for done in renew(tuning.ledger, tuning.fp, tuning.tally, device=tuning.request.device, buckets=buckets):
+        if tuning.over:
+            return
+        if done.reason:
+            log.warning("decision %d is stale, and the baseline serves: %s", done.stale.id, done.reason)
+        else:
+            log.info("decision %d is stale; its arm was proven again and serves meanwhile", done.stale.id)
+
+
+def _as_now(ledger: Ledger, fp: Fingerprint, d: Decision) -> _Old:
+    """Raises AutoselError where the arm cannot run here any more, or may not."""
+    try:
+        candidate = registry.find(d.op, d.arm.candidate)
+    except UnknownName as error:
+        raise AutoselError(f"there is no {d.arm.candidate} any more") from error
+    support = candidate.supports(d.workload, fp)
+    if not isinstance(support, Accepted):
+        raise AutoselError(f"{d.arm.candidate} cannot run here any more: {support.reason}")
+    arm = validity.as_now(d.arm)
+    if ledger.quarantined(fp.hw_id, d.op).keys() & {arm.digest, arm.build}:
+        raise AutoselError(f"{d.arm.candidate} is in quarantine")
+    baseline = way_of(registry.baseline(d.op), d.workload, fp).arm
+    return _Old(decision=d, why=_change(d), candidate=candidate, arm=arm, baseline=baseline)
+
+
+def _change(d: Decision) -> str:
+    """What has changed, without the number of the decision: that of the renewed one is another."""
+    return validity.staleness(d).partition(" is stale: ")[2]
+
+
+def _proofs(ledger: Ledger, fp: Fingerprint, group: Sequence[_Old], device: str) -> list[Parity]:
+    proofs = [_proof(old) for old in group]
+    first, terms = group[0], Terms(device=device)
+    if first.arm.backend == "TORCH":  # the baseline's own library is never held back: not journaled
+        return check_all(proofs, fp=fp, terms=terms)
+    with ledger.trial(fp.hw_id, first.decision.op, first.arm):
+        return check_all(proofs, fp=fp, terms=terms)
+
+
+def _proof(old: _Old) -> Proof:
+    arm = old.arm
+    knobs = Knobs(settings=tuple(Knob(name=n, value=v, formula="as raced", inputs={}) for n, v in arm.knobs.items()))
+    return Proof(
+        candidate=old.candidate,
+        recipe=arm.recipe,
+        digest=arm.build or arm.digest,
+        knobs=knobs,
+        workload=old.decision.workload,
+    )
+
+
+def _renewal(ledger: Ledger, old: _Old, parity: Parity) -> Renewal:
+    try:
+        made = ledger.renew(old.decision.id, arm=old.arm, baseline=old.baseline, parity=parity, why=old.why)
+    except LedgerError as error:
+        return Renewal(stale=old.decision, decision=None, reason=error.what)
+    if made is not None:
+        return Renewal(stale=old.decision, decision=made, reason="")
+    failed = f"parity: {parity.check}: {parity.reason}" if isinstance(parity, Failed) else "something else serves"
+    return Renewal(stale=old.decision, decision=None, reason=failed)

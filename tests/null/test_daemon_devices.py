@@ -1,0 +1,309 @@
+"""A daemon of a machine with more than the CPU: a second device whose identity is given, and no GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("starlette")
+
+from starlette.testclient import TestClient
+
+from autosel import dispatch, fingerprint
+from autosel import ledger as ledgers
+from autosel.daemon import idle
+from autosel.daemon.hub import Facts, this_device
+from autosel.daemon.idle import GpuMeter, Utilisation
+from autosel.daemon.jobs import Jobs
+from autosel.dispatch.handover import Handover
+from autosel.errors import LedgerError
+from autosel.fingerprint import known
+from autosel.ledger.locks import InUseError
+from autosel.values import Fingerprint, to_json
+from tests.cpu.test_ledger import ATTN, MODE, record
+from tests.null.daemon_app import App, over_socket
+
+H200 = known.load("h200")
+UUID = "GPU-1f0c"
+NOBODY = 10**9  # no process of this machine
+IDLE = Utilisation(total=0.0, pids=frozenset(), shares={})
+TAKEN = Utilisation(total=1.0, pids=frozenset({NOBODY}), shares={})
+
+
+def gpu(name: str = "cuda:0", **changes: Any) -> Facts:
+    values = {"device": name, "unit": UUID, "fingerprint": to_json(H200), "hw_id": H200.hw_id, "mode": MODE}
+    return Facts(**(values | changes))
+
+
+def cpu() -> Facts:
+    return Facts(hw_id=this_device(), mode=MODE)
+
+
+# --- who is idle ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "share"),
+    [
+        (Utilisation(total=0.7, pids=frozenset({7, 8}), shares={}), 0.7),
+        (Utilisation(total=0.9, pids=frozenset({1, 8}), shares={1: 0.6, 8: 0.3}), 0.3),
+        (Utilisation(total=0.9, pids=frozenset({1, 2}), shares={1: 0.6, 2: 0.3}), 0.0),
+        (Utilisation(total=0.9, pids=frozenset({1}), shares={}), 0.0),
+        (Utilisation(total=None, pids=frozenset({8}), shares={}), 1.0),
+        (Utilisation(total=None, pids=frozenset(), shares={}), 0.0),
+        (Utilisation(total=0.9, pids=frozenset({8}), shares={5: 0.9}), 0.0),  # one that is gone, and one that rests
+    ],
+)
+def test_a_gpu_is_busy_with_what_others_run_on_it(said: Utilisation, share: float) -> None:
+    assert said.others({1, 2}) == pytest.approx(share)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 20.0), st.floats(0.0, 1.0)), max_size=30))
+def test_a_gpus_meter_stays_a_share_and_starts_busy(looks: list[tuple[float, float]]) -> None:
+    now, said = 0.0, [0.0]
+    meter = GpuMeter("cuda:0", UUID, ask=lambda _: Utilisation(total=said[0], pids=frozenset({NOBODY}), shares={}))
+    assert meter.why(0.5)
+    for seconds, total in looks:
+        now, said[0] = now + seconds, total
+        assert -1e-9 <= meter.look(now) <= 1 + 1e-9
+
+
+def test_a_gpu_comes_to_rest_and_is_taken_again() -> None:
+    said = [IDLE]
+    meter = GpuMeter("cuda:0", UUID, ask=lambda _: said[0])
+    for second in range(30):
+        meter.look(float(second))
+    assert meter.why(0.5) == ""
+    said[0] = TAKEN
+    for second in range(30, 33):
+        meter.look(float(second))
+    assert "cuda:0 busy" in meter.why(0.5)
+
+
+class Nvml:
+    """NVML's answers as recorded; what a device does not support, it raises."""
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_NotSupported(NVMLError):
+        pass
+
+    class NVMLError_NotFound(NVMLError):
+        pass
+
+    class NVMLError_NoPermission(NVMLError):
+        pass
+
+    def __init__(self, *, mig: bool = False, there: bool = True) -> None:
+        self.mig, self.there = mig, there
+
+    def nvmlInit(self) -> None:
+        if not self.there:
+            raise self.NVMLError
+
+    def nvmlShutdown(self) -> None:
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> bytes:
+        if uuid != UUID.encode():
+            raise self.NVMLError_NotFound
+        return uuid
+
+    def nvmlDeviceGetComputeRunningProcesses(self, _: bytes) -> list[Any]:
+        return [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
+
+    def nvmlDeviceGetUtilizationRates(self, _: bytes) -> Any:
+        if self.mig:
+            raise self.NVMLError_NotSupported
+        return SimpleNamespace(gpu=85)
+
+    def nvmlDeviceGetProcessUtilization(self, _: bytes, __: int) -> list[Any]:
+        if self.mig:
+            raise self.NVMLError_NotSupported
+        return [SimpleNamespace(pid=7, smUtil=u, timeStamp=t) for t, u in ((2, 60), (1, 90))]
+
+
+def test_nvml_says_who_uses_a_device_and_how_much() -> None:
+    found = idle.utilisation(UUID, Nvml())
+    assert (found.total, found.pids, found.shares) == (0.85, {7, 8}, {7: 0.6})
+    mig = idle.utilisation(UUID, Nvml(mig=True))
+    assert (mig.total, mig.pids, mig.shares) == (None, {7, 8}, {})
+
+
+@pytest.mark.parametrize("nvml", [Nvml(there=False), Nvml()], ids=["no driver", "no such device"])
+def test_a_gpu_that_nobody_answers_for_is_not_tuned_on(nvml: Nvml) -> None:
+    assert idle.utilisation("GPU-other" if nvml.there else UUID, nvml).others({7, 8}) == 1.0
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Jobs:
+    made = Jobs(tmp_path / "jobs.json", busy_limit=0.5, tell=lambda *_: None, ended=lambda _: None)
+    made.know("cuda:0", UUID)
+    return made
+
+
+def rest(queue: Jobs, *devices: str) -> None:
+    for name, meter in queue.meters.items():
+        meter.busy = 0.0 if name in devices else 9.0
+
+
+def test_a_workload_waits_once_for_each_device_and_keeps_its_own_over_a_restart(queue: Jobs) -> None:
+    for device in ("cpu", "cuda:0", "cuda:0"):
+        queue.add(ATTN, "miss", "", calls=1, device=device)
+    assert sorted((j.device, j.calls) for j in queue.all()) == [("cpu", 1), ("cuda:0", 2)]
+    again = Jobs(queue.path, busy_limit=0.5, tell=lambda *_: None, ended=lambda _: None)
+    assert sorted(j.device for j in again.all()) == ["cpu", "cuda:0"]
+
+
+def test_whoever_waits_for_an_idle_device_is_not_held_up_by_a_busy_one(queue: Jobs) -> None:
+    tasks: list[dict[str, Any]] = []
+
+    async def child(task: dict[str, Any], _: Any, *, aside: bool = False) -> int:
+        tasks.append(task)
+        return 0
+
+    queue._child_runs = child  # type: ignore[method-assign]
+    queue.add(ATTN, "asked", "", device="cpu")
+    queue.add(ATTN.at(B=2), "miss", "", device="cuda:0")
+    queue.add(ATTN.at(B=4), "miss", "", device="cuda:0")
+    queue.add(ATTN.at(B=8), "miss", "", device="cuda:1")
+    rest(queue, "cuda:0")
+    asyncio.run(queue._next())
+    assert queue.held == ""
+    assert [(t["do"], t["device"], len(t["workloads"])) for t in tasks] == [("tune", "cuda:0", 2)]
+    rest(queue)
+    asyncio.run(queue._next())
+    assert len(tasks) == 1 and "cores busy" in queue.held
+    rest(queue, "cpu", "cuda:0")
+    asyncio.run(queue._next())
+    asyncio.run(queue._next())
+    assert [t["device"] for t in tasks] == ["cuda:0", "cpu"], "of a device that is gone nothing is taken"
+    assert "cuda:1 is not here" in queue.held
+
+
+def test_stale_winners_and_what_others_decided_are_proven_on_their_own_device(queue: Jobs) -> None:
+    tasks: list[tuple[str, str]] = []
+    code = [0]
+
+    async def child(task: dict[str, Any], _: Any, *, aside: bool = False) -> int:
+        tasks.append((task["do"], task["device"]))
+        return code[0]
+
+    queue._child_runs = child  # type: ignore[method-assign]
+    queue.lost, queue.offered = {1: "cpu", 2: "cuda:0"}, {3: "cuda:0"}
+    rest(queue, "cuda:0")
+    asyncio.run(queue._next())
+    assert tasks == [("renew", "cuda:0")] and queue.lost == {1: "cpu"}
+    code[0] = 1  # another process has the device
+    asyncio.run(queue._next())
+    asyncio.run(queue._next())
+    assert tasks == [("renew", "cuda:0"), ("adopt", "cuda:0")], "not at once again"
+
+
+# --- one tuner a device -----------------------------------------------------------------------------------------------
+
+
+def test_a_tuner_of_one_device_keeps_nobody_from_another_and_each_has_its_epoch(tmp_path: Path) -> None:
+    there = dataclasses.replace(H200, rates={})
+    ledger = ledgers.open_ledger(home=tmp_path / "home", alone=True)
+    with ledger, ledger.lock(this_device()), ledger.lock(H200.hw_id, UUID):
+        with pytest.raises(InUseError), ledger.lock(H200.hw_id, UUID):
+            pass
+        with ledgers.open_ledger(home=ledger.home, alone=True) as other, other.lock(H200.hw_id, "GPU-its like"):
+            record(other, "of its like", fp=there)
+        record(ledger, "of the gpu", fp=there)
+        ledger.take_over(H200.hw_id, "another tuner", UUID)
+        with pytest.raises(LedgerError, match="taken this device over"):
+            record(ledger, "late", fp=there)
+        record(ledger, "of the cpu", fp=this_machine())
+
+
+def this_machine() -> Fingerprint:
+    from autosel.fingerprint import machine
+
+    return Fingerprint(kind="cpu", name="here", identity=machine.identity(), environment={"torch": "2"}, rates={})
+
+
+# --- what is asked and told -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> App:
+    with ledgers.open_ledger(home=tmp_path / "home", alone=True) as ledger:
+        record(ledger, "cpu", fp=this_machine())
+        record(ledger, "gpu", fp=H200, workload=ATTN.at(L=512))
+    return App(tmp_path / "home")
+
+
+def learned(client: TestClient, app: App, *facts: Facts) -> None:
+    """Told in the event loop's own thread, as a child's findings are."""
+
+    async def tell() -> None:
+        for found in facts:
+            app.hub.learn(found)
+        await app.hub.reload()
+
+    client.portal.call(tell)  # type: ignore[union-attr]
+
+
+def test_each_device_has_its_identity_decisions_and_misses(app: App) -> None:
+    with over_socket(app) as client:
+        learned(client, app, cpu(), gpu(), gpu("cuda:1", unit="GPU-2"))
+        told = client.get("/v1/health").json()["devices"]
+        assert [(d["device"], d["hw_id"]) for d in told] == [
+            ("cpu", this_device()),
+            ("cuda:0", H200.hw_id),
+            ("cuda:1", H200.hw_id),
+        ]
+        assert client.get("/v1/fingerprint?device=cuda:0").json()["name"] == H200.name
+        assert client.get("/v1/fingerprint?device=cuda:7").status_code in (404, 503)
+        serving = client.get("/v1/serving").json()["serving"]
+        assert sorted(row["device"] for row in serving) == ["cpu", "cuda:0"]
+        on = {d: client.get(f"/v1/best/attn?device={d}").json() for d in ("cpu", "cuda:0")}
+        assert [len(rows) for rows in on.values()] == [1, 1]
+        assert on["cpu"] != on["cuda:0"]
+        miss = {"hw_id": H200.hw_id, "mode": MODE, "misses": [{"workload": to_json(ATTN.at(B=7)), "calls": 3}]}
+        app.hub.jobs.meters["cuda:1"].busy = 0.0  # of equal ones the idle one is taken
+        assert client.post("/v1/misses", json=miss).json()["refused"] == ""
+        (job,) = client.get("/v1/jobs").json()["jobs"]
+        assert (job["device"], job["calls"]) == ("cuda:1", 3)
+        elsewhere = client.post("/v1/misses", json=miss | {"hw_id": "0" * 64}).json()
+        assert "another device" in elsewhere["refused"]
+        asked = client.post("/v1/jobs", json={"workloads": [to_json(ATTN)], "device": "cuda:9"})
+        assert asked.status_code == 422 and "cuda:9" in asked.json()["error"]["what"]
+        page = client.get("/").text
+        assert "H200" in page and "cuda:0" in page
+        assert client.get("/op/attn").status_code == 200
+
+
+def test_a_process_tells_of_which_device_it_missed_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, int]] = []
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "daemon.sock").touch()
+    handover = Handover(tmp_path)
+    monkeypatch.setattr(
+        handover._client, "post", lambda _, body: sent.append((body["hw_id"], len(body["misses"]))) or {}
+    )
+    for hw_id in ("one", "two", "two"):
+        handover.missed(ATTN, hw_id)
+    handover.missed(ATTN.at(B=2), "two")
+    for _ in range(2):
+        handover.deliver(lambda: MODE, dict, dict)
+    assert sent == [("one", 1), ("two", 2)]
+
+
+def test_without_a_driver_there_is_the_cpu_alone() -> None:
+    if fingerprint.present() == ("cpu",):
+        assert dispatch.devices.device_at("cuda:0")[1], "and no decision serves tensors that are elsewhere"
