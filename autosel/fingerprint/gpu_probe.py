@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy
+
 from autosel import resources
 from autosel.fingerprint import gpu_rates, nvml
 from autosel.fingerprint.gpu_rates import Point
@@ -29,6 +31,7 @@ WARM_UP_S = 0.3
 THREADS = 256
 VECTOR_BYTES = 16
 LINE_BYTES = 128
+BLOCK_BYTES = 8 << 20  # of random data
 MOST_QUEUED = 500  # launches that a stream takes while it is held: beyond about 1,000 the host would wait for the gate
 GATE_TICKS = 2_000_000_000  # about a second: a host that died must not hold a device
 MATRIX_SIDE = 8192
@@ -98,8 +101,11 @@ class Bench:
         self.kernels = cp.RawModule(code=source, options=("-std=c++17",))
         self.stream = cp.cuda.Stream(non_blocking=True)
         size = max(1 << 30, 8 * self.identity["l2_bytes"])
-        size = min(size, cp.cuda.runtime.memGetInfo()[0] // 4) // (8 << 20) * (8 << 20)
-        self.data = cp.random.default_rng(1).integers(0, 1 << 32, size // 4, dtype=cp.uint32)
+        size = min(size, cp.cuda.runtime.memGetInfo()[0] // 4) // BLOCK_BYTES * BLOCK_BYTES
+        self.data = cp.empty(size // 4, dtype=cp.uint32)
+        # Drawn by the host: cupy's generator overflows at 32 bits. What repeats after 8 MiB is random to a data bus.
+        drawn = numpy.random.default_rng(1).integers(0, 1 << 32, BLOCK_BYTES // 4, dtype=numpy.uint32)
+        self.data.reshape(-1, drawn.size)[:] = cp.asarray(drawn)
         self.other = cp.empty_like(self.data)
         self.word = cp.zeros(1024, dtype=cp.uint32)
         self.ticks = cp.zeros(8, dtype=cp.int64)
@@ -260,10 +266,10 @@ class Bench:
     def _chase(self, size: int) -> float:
         """Ticks a load: one thread on a random cycle over the 128-byte lines of `size` bytes."""
         cp, lines = self.cupy, size // LINE_BYTES
-        order = cp.random.default_rng(2).permutation(lines).astype(cp.uint32)
-        following = cp.empty(lines, dtype=cp.uint32)
-        following[order] = cp.roll(order, -1)
-        self.data.view(cp.uint32)[: lines * 32 : 32] = following
+        order = numpy.random.default_rng(2).permutation(lines).astype(numpy.uint32)  # cupy's generator has none
+        following = numpy.empty(lines, dtype=numpy.uint32)
+        following[order] = numpy.roll(order, -1)
+        self.data[: lines * 32 : 32] = cp.asarray(following)
         steps = 4096 if size > (1 << 20) else 1024
 
         def work() -> None:
@@ -357,15 +363,17 @@ class Bench:
         if not torch.cuda.is_available():
             self.notes.append("matrix rates: this torch has no CUDA")
             return
-        a = torch.randn(MATRIX_SIDE, MATRIX_SIDE, device="cuda", dtype=torch.bfloat16)
-        b = torch.randn_like(a)
-        self._matmul("bf16_matrix_flops", partial(torch.mm, a, b))
-        if float(self.identity["cc"]) >= 8.9:
-            one = torch.ones((), device="cuda")
-            x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
-            fp8 = partial(torch._scaled_mm, x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-            self._matmul("fp8_matrix_flops", fp8)
-        torch.cuda.empty_cache()
+        device = torch_device(self.cupy)
+        with torch.cuda.device(device):
+            a = torch.randn(MATRIX_SIDE, MATRIX_SIDE, device=device, dtype=torch.bfloat16)
+            b = torch.randn_like(a)
+            self._matmul("bf16_matrix_flops", partial(torch.mm, a, b))
+            if float(self.identity["cc"]) >= 8.9:
+                one = torch.ones((), device=device)
+                x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
+                fp8 = partial(torch._scaled_mm, x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+                self._matmul("fp8_matrix_flops", fp8)
+            torch.cuda.empty_cache()
 
     def _matmul(self, name: str, work: Callable[[], Any]) -> None:
         import torch
@@ -382,6 +390,13 @@ class Bench:
             end.synchronize()
             figures.append(20 * 2 * MATRIX_SIDE**3 / (begin.elapsed_time(end) * 1e-3))
         self.keep(name, "FLOP/s", figures)
+
+
+def torch_device(cupy: Any) -> Any:
+    """The device that cupy is on: PyTorch keeps one of its own."""
+    import torch
+
+    return torch.device("cuda", cupy.cuda.Device().id)
 
 
 # --- programmatic dependent launch ------------------------------------------------------------------------------------

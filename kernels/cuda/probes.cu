@@ -19,6 +19,13 @@ __device__ inline void fold(Vec& to, const Vec& from) { to.x |= from.x, to.y |= 
 // A device's memory never holds this in all four words of an or over random data.
 __device__ inline bool never(const Vec& v) { return (v.x & v.y & v.z & v.w) == 0xdeadbeefu && v.x == 0x12345678u; }
 
+// Between two looks at what another block is to write: nothing on a device; emulated threads change places here.
+__device__ inline void look_again() {
+#if defined(AUTOSEL_EMULATED)
+  simt::rest();
+#endif
+}
+
 // --- memory ----------------------------------------------------------------------------------------------------------
 
 // 16-byte loads, eight independent ones a thread: bytes in flight = 128 a thread.
@@ -130,7 +137,7 @@ extern "C" __global__ void probe_barrier(unsigned* counter, unsigned rounds) {
     if (threadIdx.x == 0) {
       __threadfence();
       atomicAdd(counter, 1);
-      while (*reinterpret_cast<volatile unsigned*>(counter) < r * gridDim.x) {}
+      while (*reinterpret_cast<volatile unsigned*>(counter) < r * gridDim.x) look_again();
       __threadfence();
     }
     __syncthreads();
@@ -141,6 +148,14 @@ extern "C" __global__ void probe_barrier(unsigned* counter, unsigned rounds) {
 
 constexpr int kChains = 8;
 
+__device__ inline void exp2_in_place(float& x) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+#else
+  x = exp2f(x);
+#endif
+}
+
 // Eight dependent chains a thread of 2^x; ticks of block 0's first warp into ticks[0].
 extern "C" __global__ void probe_exp2(unsigned steps, float seed, long long* ticks, float* sink) {
   float a[kChains];
@@ -150,7 +165,7 @@ extern "C" __global__ void probe_exp2(unsigned steps, float seed, long long* tic
 #pragma unroll 1
   for (unsigned i = 0; i < steps; ++i) {
 #pragma unroll
-    for (int k = 0; k < kChains; ++k) asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(a[k]));
+    for (int k = 0; k < kChains; ++k) exp2_in_place(a[k]);
   }
   __syncthreads();
   if (blockIdx.x == 0 && threadIdx.x == 0) ticks[0] = clock64() - start;

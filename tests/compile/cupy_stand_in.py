@@ -1,0 +1,167 @@
+"""What autosel's probes ask of cupy, on this CPU: NumPy's arrays, and kernels that run on emulated threads.
+
+It has the names that cupy 14 has, and no others: `Generator.permutation`, or an attribute for the compute capability,
+cupy has not, so a call of one fails here as it would there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy
+
+ATTRIBUTES = {  # of the device that is played: simt.h's, and what an H100 says beside
+    "cudaDevAttrMultiProcessorCount": 2,
+    "cudaDevAttrL2CacheSize": 2 << 20,
+    "cudaDevAttrMaxRegistersPerMultiprocessor": 65536,
+    "cudaDevAttrMaxSharedMemoryPerMultiprocessor": 233472,
+    "cudaDevAttrMaxSharedMemoryPerBlockOptin": 232448,
+    "cudaDevAttrMaxThreadsPerMultiProcessor": 512,
+    "cudaDevAttrMaxBlocksPerMultiprocessor": 32,
+}
+FREE_BYTES = 32 << 20
+
+
+class Array(numpy.ndarray):
+    """As cupy's: elements are arrays of no dimension, `data.ptr` the address, `get()` a copy on the host."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return numpy.asarray(super().__getitem__(index)).view(Array)
+
+    def get(self) -> Any:
+        return numpy.array(self)
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
+
+
+def _made(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **named: function(*given, **named).view(Array)
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class Kernel:
+    """As cupy.RawKernel: `(grid, block, args, shared_mem=, stream=)`."""
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self.library, self.name = library, name
+        self.kernel = SimpleNamespace(ptr=id(self))
+
+    def __call__(
+        self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], *, shared_mem: int = 0, stream: Any
+    ) -> None:
+        if stream.captured is not None:
+            stream.captured.append(lambda: self.launch(grid, block, args, shared_mem))
+        else:
+            self.launch(grid, block, args, shared_mem)
+
+    def launch(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared: int) -> None:
+        held = [numpy.uint64(a.data.ptr) if isinstance(a, Array) else a for a in args]
+        assert all(isinstance(a, numpy.generic) for a in held), f"{self.name}: cupy makes 8 bytes of a plain number"
+        places = [numpy.array(a) for a in held]
+        count = len(places)
+        values = (ctypes.c_void_p * count)(*(p.ctypes.data for p in places))
+        sizes = (ctypes.c_size_t * count)(*(p.nbytes for p in places))
+        self.library.launch.restype = ctypes.c_char_p
+        said = self.library.launch(
+            self.name.encode(), *grid, *block, ctypes.c_size_t(shared), values, sizes, ctypes.c_size_t(count)
+        )
+        if said:
+            raise CUDARuntimeError(f"{self.name}: {said.decode()}")
+
+
+class Stream:
+    ptr = 1
+
+    def __init__(self, *, non_blocking: bool = False) -> None:
+        self.captured: list[Callable[[], None]] | None = None
+
+    def synchronize(self) -> None: ...
+
+    def begin_capture(self) -> None:
+        self.captured = []
+
+    def end_capture(self) -> Any:
+        calls, self.captured = self.captured, None
+        assert calls is not None
+
+        def launch(stream: Stream) -> None:
+            for call in calls:
+                call()
+
+        return SimpleNamespace(launch=launch)
+
+
+class Event:
+    def record(self, stream: Stream) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+
+class Device:
+    def __init__(self, ordinal: int = 0) -> None:
+        self.id = ordinal
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _attribute(number: int, ordinal: int) -> int:
+    return list(ATTRIBUTES.values())[number]
+
+
+def _set(pointer: int, value: int, count: int, stream: int) -> None:
+    ctypes.memset(pointer, value, count)
+
+
+def modules(library: Path, *, devices: int = 1, uuid: bytes = bytes(range(1, 17))) -> dict[str, ModuleType]:
+    """`cupy`, `cupy.cuda` and `cupy.cuda.runtime`, for sys.modules."""
+    loaded = ctypes.CDLL(str(library))
+    cupy, cuda, runtime = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.runtime")
+    vars(runtime).update(
+        {name: number for number, name in enumerate(ATTRIBUTES)},
+        CUDARuntimeError=CUDARuntimeError,
+        getDeviceCount=lambda: devices,
+        deviceGetAttribute=_attribute,
+        deviceGetPCIBusId=lambda ordinal: "0000:0a:00.0",
+        getDeviceProperties=lambda ordinal: {"major": 9, "minor": 0, "uuid": uuid.partition(b"\0")[0]},
+        memGetInfo=lambda: (FREE_BYTES, 2 * FREE_BYTES),
+        memsetAsync=_set,
+    )
+    vars(cuda).update(
+        runtime=runtime,
+        Device=Device,
+        Stream=Stream,
+        Event=Event,
+        get_elapsed_time=lambda begin, end: (end.at - begin.at) * 1e3,
+        alloc_pinned_memory=lambda size: SimpleNamespace(ptr=ctypes.addressof(room := _room(size)), keep=room),
+    )
+    plain = {name: getattr(numpy, name) for name in ("uint32", "uint64", "int64", "float32")}
+    arrays = {name: _made(getattr(numpy, name)) for name in ("empty", "empty_like", "zeros", "asarray")}
+    vars(cupy).update(
+        **plain,
+        **arrays,
+        cuda=cuda,
+        RawModule=lambda code, options: SimpleNamespace(get_function=lambda name: Kernel(loaded, name)),
+        get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
+        is_available=lambda: True,
+    )
+    return {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.runtime": runtime}
+
+
+def _room(size: int) -> Any:
+    return (ctypes.c_char * size)()

@@ -1,0 +1,222 @@
+"""A GPU's fingerprint, taken here: the probes on emulated threads, cupy's, NVML's and the driver's interfaces played.
+
+What is played stands at the libraries' own borders: nvidia-ml-py and ctypes make their real calls. Times mean nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from autosel import fingerprint
+from autosel.errors import UsageError
+from autosel.fingerprint import gpu_probe, nvml, store
+from autosel.native.compile import find_compiler
+from tests.compile import cupy_stand_in
+from tests.compile.emulate import HERE, _built
+
+SLICE_2 = bytes.fromhex("0102020405060708090a0b0c0d0e0f10")  # of nvml_stand_in.c
+RATES = {
+    "read_bytes_per_s", "copy_bytes_per_s", "saturating_sms", "l2_bytes_per_s", "l2_effective_bytes", "sm_clock_hz",
+    "l1_latency_s", "idle_dram_latency_s", "stream_launch_s", "graph_node_s", "flag_barrier_s", "pdl_node_s",
+    "persistent_saving_s", "host_launch_s", "exp_per_s", "fma_flops",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def probes() -> Path:
+    return _built(str(HERE / "probes_host"), ())
+
+
+@pytest.fixture(scope="module")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made, compiler = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1", find_compiler()
+    assert compiler is not None
+    command = [compiler.path, "-x", "c", "-shared", "-fPIC", str(HERE / "nvml_stand_in.c"), "-o", str(made)]
+    subprocess.run(command, check=True, timeout=60)
+    return made
+
+
+Played = Callable[..., None]
+
+
+@pytest.fixture
+def played(probes: Path, nvml_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Played:
+    """Puts a device on this machine: `slices` of a board that MIG cuts, `uuid` as CUDA gives it."""
+    import pynvml
+
+    load = ctypes.CDLL
+
+    def play(*, slices: int = 0, **given: Any) -> None:
+        for name, module in cupy_stand_in.modules(probes, **given).items():
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(pynvml, "nvmlLib", load(str(nvml_library)))
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+        monkeypatch.setattr(gpu_probe.ctypes, "CDLL", lambda name: load(str(probes)))
+        monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
+        # A launch here has ended when it returns, so that the gate is waited for in vain.
+        less = {"WINDOWS": 2, "WINDOW_S": 1e-4, "WARM_UP_S": 1e-3, "BLOCK_BYTES": 1 << 18, "GATE_TICKS": 10_000}
+        for name, value in less.items():
+            monkeypatch.setattr(gpu_probe, name, value)
+        monkeypatch.setattr(cupy_stand_in, "FREE_BYTES", 4 << 20)
+        set_slices(slices)
+
+    yield play
+    set_slices(0)
+
+
+def set_slices(count: int) -> None:
+    """For the C library, which reads the environment of the process itself."""
+    libc = ctypes.CDLL(None)
+    libc.setenv(b"SLICES", str(count).encode(), 1)
+
+
+def test_every_rate_of_a_gpu_is_measured_stored_and_found_again(played: Played, probes: Path) -> None:
+    played()
+    taken = fingerprint.take("cuda")
+    assert set(taken.rates) >= RATES
+    assert all(rate.value > 0 for rate in taken.rates.values())
+    assert taken.identity["cc"] == "9.0" and taken.identity["sm_count"] == 2
+    assert taken.identity["ecc"] is True and taken.identity["mig_profile"] is None
+    assert taken.environment["driver"] == "580.65.06"
+    assert any("thermal slowdown" in note for note in taken.notes) and taken.contended
+    assert any("matrix rates" in note for note in taken.notes)  # this torch has no CUDA
+    again = fingerprint.take("cuda")
+    assert again.rates == taken.rates
+    assert store.read(taken.env_id) is not None
+    assert ctypes.c_int.in_dll(ctypes.CDLL(str(probes)), "dependent_launches").value > 0
+
+
+def test_a_reader_gives_the_rate_again_and_again(played: Played) -> None:
+    played()
+    rate = gpu_probe.reader(0)
+    assert rate() > 0 and rate() > 0
+
+
+def test_matrix_rates_are_those_of_the_device_that_is_measured(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch multiplies on this CPU instead; its events are read off a clock."""
+    import torch
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = time.perf_counter()
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end: Event) -> float:
+            return (end.at - self.at) * 1e3
+
+    played()
+    cupy = sys.modules["cupy"]
+    assert str(gpu_probe.torch_device(cupy)) == "cuda:0"
+    stand_ins = {"is_available": lambda: True, "device": lambda device: contextlib.nullcontext(), "Event": Event}
+    for name, value in {**stand_ins, "empty_cache": lambda: None}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(gpu_probe, "torch_device", lambda cupy: torch.device("cpu"))
+    monkeypatch.setattr(gpu_probe, "MATRIX_SIDE", 64)
+    made = gpu_probe.Bench(cupy=cupy, identity=nvml.identity_of(nvml.read(0)))
+    made.matrix()
+    assert set(made.rates) == {"bf16_matrix_flops", "fp8_matrix_flops"}
+    assert all(rate.value > 0 for rate in made.rates.values())
+
+
+def test_a_slice_of_a_board_is_found_by_its_uuid(played: Played) -> None:
+    played(slices=3, uuid=SLICE_2)
+    assert nvml.read(0).mig_profile == "1g.18gb"
+    assert nvml.read(0).memory_bytes == 18 << 30
+
+
+def test_a_uuid_that_ends_at_its_first_zero_still_names_its_slice(played: Played) -> None:
+    """Cython makes a C string of CUDA's sixteen bytes."""
+    played(slices=1, uuid=bytes.fromhex("01020004050607080900000000000000"))
+    assert nvml.read(0).uuid.startswith("MIG-01020004")
+
+
+def test_a_slice_that_cannot_be_told_from_others_is_refused(played: Played) -> None:
+    played(slices=3, uuid=b"\x99" * 16)
+    with pytest.raises(UsageError) as error:
+        nvml.read(0)
+    assert "3 slices, 0 with CUDA's UUID" in error.value.why
+
+
+def test_a_device_that_cuda_does_not_show_is_refused(played: Played) -> None:
+    played(devices=2)
+    with pytest.raises(UsageError) as error:
+        nvml.read(2)
+    assert "CUDA sees 2 devices" in error.value.why
+
+
+# --- what each probe does ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(played: Played) -> gpu_probe.Bench:
+    played()
+    return gpu_probe.Bench(cupy=sys.modules["cupy"], identity=nvml.identity_of(nvml.read(0)))
+
+
+def test_data_is_random_to_its_last_word(bench: gpu_probe.Bench) -> None:
+    assert bench.data.nbytes == 1 << 20
+    assert len(numpy.unique(numpy.array(bench.data))) > bench.data.size // 8
+    assert int((bench.data == 0).sum()) < 4
+
+
+@pytest.mark.parametrize("count", [1, 7, 1000, 8 * 512 + 5])
+def test_a_copy_copies_every_vector_and_no_more(bench: gpu_probe.Bench, count: int) -> None:
+    cp = bench.cupy
+    bench.other[:] = 0
+    bench.launch("probe_copy", 4, 32, bench.other, bench.data, cp.uint64(count))
+    assert numpy.array_equal(bench.other[: 4 * count], bench.data[: 4 * count])
+    assert not bench.other[4 * count :].any()
+
+
+def test_a_chase_follows_the_cycle(bench: gpu_probe.Bench) -> None:
+    assert bench._chase(64 * 128) > 0
+    at, following = 0, numpy.array(bench.data[: 64 * 32 : 32])
+    for _ in range(64 + 1024):
+        at = int(following[at])
+    assert int(bench.word[0]) == at
+    assert sorted(following) == list(range(64))
+
+
+def test_all_blocks_meet_at_the_barrier_each_time(bench: gpu_probe.Bench) -> None:
+    bench._barriers(7)
+    assert int(bench.word[0]) == 7 * bench.sms
+
+
+def test_a_gate_holds_until_it_is_opened_or_too_long(bench: gpu_probe.Bench) -> None:
+    cp, gate = bench.cupy, ctypes.c_uint32.from_address(bench.gate.ptr)
+    gate.value = 0
+    bench.launch("probe_gate", 1, 1, cp.uint64(bench.gate.ptr), cp.int64(10_000))
+    gate.value = 1
+    bench.launch("probe_gate", 1, 1, cp.uint64(bench.gate.ptr), cp.int64(1 << 60))
+
+
+@pytest.mark.parametrize("name", ["probe_read", "probe_read_one"])
+def test_what_never_happens_is_the_only_thing_written(bench: gpu_probe.Bench, name: str) -> None:
+    """Of a set whose vectors all are the word that consumes the result, the sink gets one; of random data, nothing."""
+    cp = bench.cupy
+    bench.launch(name, 2, 64, bench.data, cp.uint64(4096), bench.word)
+    assert not bench.word.any()
+    never = numpy.array([0x12345678, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF], dtype=numpy.uint32)
+    assert (never[0] & never[1] & never[2] & never[3]) != 0xDEADBEEF  # no vector can be both
+    bench.launch("probe_chunks", 4, 64, bench.data, cp.uint64(300), cp.uint32(2), cp.uint32(3), bench.word)
+    assert not bench.word.any()
+
+
+def test_a_wrong_argument_is_noticed(bench: gpu_probe.Bench) -> None:
+    """Four bytes where a kernel takes eight."""
+    with pytest.raises(RuntimeError, match="argument 1 has 4 bytes; the kernel takes 8"):
+        bench.launch("probe_read", 1, 32, bench.data, bench.cupy.uint32(4), bench.word)
