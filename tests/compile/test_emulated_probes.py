@@ -10,7 +10,7 @@ import ctypes
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ Played = Callable[..., None]
 
 
 @pytest.fixture
-def played(probes: Path, nvml_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Played:
+def played(probes: Path, nvml_library: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     """Puts a device on this machine: `slices` of a board that MIG cuts, `uuid` as CUDA gives it."""
     import pynvml
 
@@ -62,7 +62,6 @@ def played(probes: Path, nvml_library: Path, monkeypatch: pytest.MonkeyPatch, tm
         monkeypatch.setattr(pynvml, "nvmlLib", load(str(nvml_library)))
         monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
         monkeypatch.setattr(gpu_probe.ctypes, "CDLL", lambda name: load(str(probes)))
-        monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
         # A launch here has ended when it returns, so that the gate is waited for in vain.
         less = {"WINDOWS": 2, "WINDOW_S": 1e-4, "WARM_UP_S": 1e-3, "BLOCK_BYTES": 1 << 18, "GATE_TICKS": 10_000}
         for name, value in less.items():
