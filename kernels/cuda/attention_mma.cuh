@@ -16,13 +16,44 @@ namespace attention {
 
 constexpr int kTileRows = 16, kTileKeys = 16;
 
+// What a lane must know of a block, of whose every key it copies a piece, a block before it copies: its `own` first key of
+// each turn's `step`. Called by all lanes of a warp.
+template <class Source, int Turns> struct BlockAhead;
+
+template <class KV, int Turns> struct BlockAhead<Contiguous<KV>, Turns> : Contiguous<KV>::template Ahead<Turns> {
+  using From = typename Contiguous<KV>::template Ahead<Turns>;
+  __device__ __forceinline__ void look(const Contiguous<KV>& c, int b, int64_t h, int64_t base, int own, int step, int end) {
+    From::look(c, b, h, base + own, step, end);
+  }
+  __device__ __forceinline__ Rows<KV> rows(const Contiguous<KV>& c, int64_t h, int turn, int, int step, int end) const {
+    return From::rows(c, h, turn, step, end);
+  }
+};
+
+// A lane finds one key, and tells it to those that copy it: two registers and one division, where a lane that finds all
+// of its keys needs 32 and 16 of heads of 256 channels, and spilled them.
+template <class KV, int Turns> struct BlockAhead<Paged<KV>, Turns> {
+  Place found;
+  __device__ __forceinline__ void look(const Paged<KV>& p, int b, int64_t, int64_t base, int, int, int end) {
+    const int64_t key = base + int(threadIdx.x) % kTileKeys;
+    found = key < end ? p.find(b, int(key)) : Place{-1, 0};
+  }
+  __device__ __forceinline__ Rows<KV> rows(const Paged<KV>& p, int64_t h, int turn, int own, int step, int) const {
+    const int from = turn * step + own;
+    Place at{__shfl_sync(kAll, found.outer, from), __shfl_sync(kAll, found.inner, from)};
+    const bool there = at.outer >= 0;
+    if (!there) at = {0, 0};
+    return {p.key_row(at, h), p.value_row(at, h), there};
+  }
+};
+
 // Wide: channels there is room for, D or more
 template <class T, int Wide, class Source, bool Aligned> struct AttendTiles {
   static constexpr int kPieces = Wide / kVec<T>, kPitch = kPieces | 1;       // of 16 bytes: of a row; between rows
   static constexpr size_t kSlotBytes = size_t(2) * kTileKeys * kPitch * 16;  // of one warp
   static constexpr int kAcross = kPieces <= 8 ? 8 : kPieces <= 16 ? 16 : 32;  // lanes that copy a row, maybe some idle
   static constexpr int kStep = kWarp / kAcross, kTurns = kTileKeys / kStep;   // keys at once; keys a lane copies
-  using Ahead = typename Source::template Ahead<kTurns>;
+  using Ahead = BlockAhead<Source, kTurns>;
 
   const Queries<T>& a;
   const Source& source;
@@ -62,17 +93,17 @@ template <class T, int Wide, class Source, bool Aligned> struct AttendTiles {
   }
 
   __device__ __forceinline__ void look(Ahead& ahead, int64_t base) const {
-    ahead.look(source, task.b, task.h, base + lane / kAcross, kStep, task.end);
+    ahead.look(source, task.b, task.h, base, lane / kAcross, kStep, task.end);
   }
 
   // A block's keys, for all lanes.
   __device__ __forceinline__ void fill(int slot, const Ahead& ahead) const {
-    const int piece = lane % kAcross, from = piece * kVec<T>;
-    if (piece >= kPieces) return;
+    const int piece = lane % kAcross, own = lane / kAcross, from = piece * kVec<T>;
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
-      const Rows<T> rows = ahead.rows(source, task.h, turn, kStep, task.end);
-      const int key = turn * kStep + lane / kAcross, left = rows.there ? a.width - from : 0;
+      const Rows<T> rows = ahead.rows(source, task.h, turn, own, kStep, task.end);
+      if (piece >= kPieces) continue;
+      const int key = turn * kStep + own, left = rows.there ? a.width - from : 0;
       if (Aligned) {
         copy_async(at(slot, 0, key, piece), rows.k + from, left > 0);
         copy_async(at(slot, 1, key, piece), rows.v + from, left > 0);

@@ -1,11 +1,14 @@
 // What the projections share (gemv, norm_qkv, gate_up, lm_head): few rows of x against weights that stream by.
 //
-// A warp takes AUTOSEL_ROWS rows of weights at a time, each lane 16 bytes of each row at a step of 512 bytes; it keeps
-// AUTOSEL_UNROLL such loads in flight beyond those it works on, across the ends of rows, so that the stream never
-// drains. x is read through L1, where all warps of an SM share it: no staging, no barrier. `split` warps of one CTA may
-// share a row, each taking every split-th step; their sums are added in a fixed order.
+// A warp takes AUTOSEL_ROWS rows of weights at a time (of gate and up together as many), each lane 16 bytes of each row
+// at a step of 512 bytes; it keeps AUTOSEL_UNROLL such loads in flight beyond those it works on, across the ends of rows,
+// so that the stream never drains. x is read through L1, where all warps of an SM share it: no staging, no barrier.
+// `split` warps of one CTA may share a row, each taking every split-th step; their sums are added in a fixed order.
 //
 // Weights are constants: the first of them are on their way before the kernel waits for x's producer.
+//
+// tried   (ptxas) as many rows of gate as of up: eight rows of x spill 1.2 KB. A row's sum of squares added up in its own
+//         place of the array: the array goes to local memory, and is stored there at every step.
 #pragma once
 #include "launch.cuh"
 #include "reduce.cuh"
@@ -37,16 +40,13 @@ template <class W, int Parts> struct Weights {
 template <class T, int M, bool Aligned> struct Plain {
   static constexpr bool kNormed = false;
   Matrix<const T> x;
-  int first;    // row
-  int start[M]; // elements from x.at to its row; of rows beyond the last, to the last one
-  __device__ __forceinline__ Plain(const Matrix<const T>& from, int first_row) : x(from), first(first_row) {
-#pragma unroll
-    for (int m = 0; m < M; ++m) start[m] = int((first + m < x.rows ? first + m : x.rows - 1) * x.stride);
-  }
+  int first;  // row
+  __device__ __forceinline__ Plain(const Matrix<const T>& from, int first_row) : x(from), first(first_row) {}
   template <bool Whole> __device__ __forceinline__ void begin(int, int) {}
-  // kVec<T> elements of row m from k on, zeros behind its end; Whole: they do not reach it.
+  // kVec<T> elements of row m from k on, zeros behind its end; Whole: they do not reach it. Of rows beyond the last, the
+  // last. Where a row begins is worked out each time: kept, eight beginnings take registers that eight rows lack.
   template <bool Whole> __device__ __forceinline__ void load(int m, int k, int count, float (&out)[kVec<T>]) const {
-    const T* from = x.at + (start[m] + k);
+    const T* from = x.at + (min(first + m, int(x.rows) - 1) * int(x.stride) + k);
     widen<T>(Whole ? load_resident(from) : load_vector<T, Aligned>(from, count), out);
   }
 };
@@ -69,9 +69,11 @@ template <class T, int M, bool Aligned> struct Normed : Plain<T, M, Aligned> {
 
 // W: storage type of the weights, of which a step holds kVec<W> a lane; T: of x.
 template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
-  static constexpr int V = kVec<W>, X = kVec<T>, kStep = kWarp * V, R = AUTOSEL_ROWS;
-  // Eight rows of x take registers, and time to multiply by: fewer loads in flight are enough.
-  static constexpr int kMostLoads = M < 8 ? 8 : 16 / V;
+  static constexpr int V = kVec<W>, X = kVec<T>, kStep = kWarp * V;
+  // Rows of each matrix: a vector of every one of them, unpacked, takes at most 32 registers.
+  static constexpr int kRows = AUTOSEL_ROWS < 32 / V ? AUTOSEL_ROWS : 32 / V, R = kRows > Parts ? kRows / Parts : 1;
+  // A load that is multiplied by much gives time, and takes registers: fewer of them in flight are enough.
+  static constexpr int kMostLoads = M * V < 64 ? 8 : 128 / (M * V);
   static constexpr int kLoads = AUTOSEL_UNROLL < kMostLoads ? AUTOSEL_UNROLL : kMostLoads;
   static constexpr int U = kLoads / (R * Parts) > 0 ? kLoads / (R * Parts) : 1;
   static_assert(V % X == 0, "a vector of weights meets whole vectors of x");
@@ -190,8 +192,8 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
       if constexpr (Source::kNormed) {
-        squares[m] = lanes_sum(squares[m]);
-        if (lane / R == m) energy = squares[m];
+        const float total = lanes_sum(squares[m]);  // not squares[m] itself: the array would go to local memory
+        if (lane / R == m) energy = total;
       }
 #pragma unroll
       for (int p = 0; p < Parts; ++p)

@@ -1,9 +1,10 @@
 // step   one whole decode step of B <= 8 sequences over a contiguous cache in one launch: tokens -> logits[B,V]
 //
 // bytes   every weight and every key and value in reach, once      FLOPs   2 B (weights) + 4 B Hq D (keys)
-// roofline of llama-8b at B=1, context 8192, bf16 on an H200: 16.1 GB at 4.3 TB/s are 3.74 ms; 192 kernels of a graph
-// with programmatic dependents come to 0.07 ms more than a flag each would (knobs/gpu/step.py): 1.8 %, and a graph stays.
-// knobs   (candidates/cuda/step.py; knobs/gpu/{gemv,attention,step}.py) of each task those of the kernel it is made of;
+// roofline of llama-8b at B=1, context 8192, bf16 on an H200: 16.1 GB at 4.3 TB/s are 3.74 ms; by the estimated rates one
+// launch of 195 tasks takes 4.10 ms, a graph of 228 plain nodes 4.39, one of 192 dependent launches 4.16
+// (knobs/gpu/persistent.py): worth a race against the first only.
+// knobs   (candidates/cuda/step.py; knobs/gpu/{gemv,attention,persistent}.py) of each task those of the kernel it is made of;
 //         grid: every CTA that can be resident. Compiled in: AUTOSEL_M rows of x, AUTOSEL_HEAD_ROWS query rows a KV head
 //         together, AUTOSEL_LANES lanes a key, AUTOSEL_UNROLL and AUTOSEL_ROWS as in gemv.cu.
 // design  The host writes down a list of tasks once; all CTAs go through it. A task has units (groups of weight rows,
@@ -448,7 +449,8 @@ template <class T> void check_task(const int64_t* words, int64_t i) {
     const auto& t = as<ProjectTask<T>>(words);
     fits(kWords<ProjectTask<T>>), rows(t.rows);
     AUTOSEL_CHECK(t.split >= 1 && t.split <= kWarps && kWarps % t.split == 0, "task " << i << ": split_k is " << t.split);
-    const int64_t groups = (t.n + AUTOSEL_ROWS - 1) / AUTOSEL_ROWS, teams = kWarps / t.split;
+    static_assert(AUTOSEL_ROWS == 1, "a group is a row of each matrix");
+    const int64_t groups = t.n, teams = kWarps / t.split;
     units((groups + teams - 1) / teams);
     AUTOSEL_CHECK(t.n >= 1 && t.k >= 1 && t.n <= kMostElements / 2 && t.k <= kMostElements / 2, "task " << i << ": sizes");
     AUTOSEL_CHECK(!t.up || (t.norm && !t.residual), "task " << i << ": a gate has a norm and no residual");

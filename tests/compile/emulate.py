@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
+import math
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autosel import resources, settings
 from autosel.native.compile import _libinfo, find_compiler, sources_digest
 from autosel.native.cuda import find_nvcc
+
+Choice = TypeVar("Choice")
 
 HERE = Path(__file__).parent
 FLAGS = (
@@ -33,6 +37,16 @@ FLAGS = (
 def todays_turn() -> int:
     """Counts days: what is too much for one run is gone through day by day."""
     return datetime.datetime.now(tz=datetime.UTC).toordinal()
+
+
+def todays(choices: Sequence[Choice], turn: int = 0) -> Choice:
+    """One of them, each in as many days as there are; from one day to the next about three fifths of the list further.
+
+    For two things that vary, pass their product: turns of their own would meet in few of the combinations.
+    """
+    count = len(choices)
+    step = next(s for s in itertools.count(max(1, round(0.6 * count))) if math.gcd(s, count) == 1)
+    return choices[(todays_turn() + turn) * step % count]
 
 
 def includes() -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,16 +14,15 @@ from autosel.ops import OPS, eager
 from autosel.ops.contract import Case, Mismatch
 from autosel.ops.linear import projection_cases
 from autosel.values import DTypeName, Workload
+from tests.compile.cutlass_asked import builds
 from tests.compile.cutlass_builds import emulated
-from tests.compile.emulate import todays_turn
+from tests.compile.emulate import todays
 
 pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
 
+Tile = tuple[int, int, int]
+
 OP = OPS["linear"]
-# rows, columns, stages: one column tile or several, two warps across, the fewest and the most stages
-BUILDS = (
-    (64, 16, 4), (128, 128, 2), (128, 16, 3), (64, 64, 8), (64, 32, 2), (64, 128, 9), (128, 32, 5), (128, 64, 6),
-)  # fmt: skip
 PLANS = ((1, 0), (3, 1), (2, 0), (64, 0))  # split_k, pdl
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16")
 SHAPES: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
@@ -44,13 +44,19 @@ class WholeVectors:
         return self.workload.at(**{d: -(-s // 8) * 8 if d in "NK" else s for d, s in sizes.items()})
 
 
-def todays_builds(every_target: bool) -> Iterator[tuple[DTypeName, tuple[int, int, int]]]:
-    turn = todays_turn()
-    today = (DTYPES[turn % len(DTYPES)], BUILDS[turn % len(BUILDS)])
-    yield from [(d, b) for d in DTYPES for b in BUILDS] if every_target else [today]
+@cache
+def choices() -> list[tuple[DTypeName, Tile]]:
+    """Rows, columns, stages of all tiles that the formula asks for: one column tile or several, two warps across, the
+    fewest and the most stages. In turns of bf16 and fp16."""
+    asked = {(b.knobs["rows"], b.knobs["columns"], b.knobs["stages"]) for b in builds() if b.source == "gemm_sm80"}
+    return list(zip(itertools.cycle(DTYPES), sorted(asked), strict=False))
 
 
-def product(dtype: str, build: tuple[int, int, int], entry: str = "gemm_sm80") -> Any:
+def todays_builds(every_target: bool) -> list[tuple[DTypeName, Tile]]:
+    return choices() if every_target else [todays(choices())]
+
+
+def product(dtype: str, build: Tile, entry: str = "gemm_sm80") -> Any:
     names = ("ROWS", "COLUMNS", "STAGES")
     macros = (f"AUTOSEL_{name}={value}" for name, value in zip(names, build, strict=True))
     return emulated("gemm_sm80", entry, f"AUTOSEL_{dtype.upper()}", *macros)
@@ -101,7 +107,7 @@ def test_logits_are_the_bits_of_the_projection(every_target: bool) -> None:
 
 
 def test_what_does_not_fit_is_refused_before_the_launch(every_target: bool) -> None:
-    dtype, build = next(todays_builds(every_target))
+    dtype, build = todays_builds(every_target)[0]
     entry, kind = product(dtype, build), {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     x, w, y = (torch.zeros(shape, dtype=kind) for shape in ((4, 64), (32, 64), (4, 32)))
     entry(x, w, None, None, y, 1, 0)

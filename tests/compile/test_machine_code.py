@@ -7,17 +7,41 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
 from autosel import resources
+from autosel.candidates.cuda import linear
+from autosel.fingerprint import known
+from autosel.knobs.gpu.facts import facts
 from autosel.native.compile import compile_source
 from autosel.native.cuda import target_flags
-from tests.compile.emulate import todays_turn
+from autosel.ops import OPS
+from tests.compile.emulate import todays, todays_turn
 from tests.compile.machine_code import Function, functions
 
-TARGETS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+Macros = tuple[str, ...]
+Capability = tuple[int, int]
+
+TARGETS: tuple[Capability, ...] = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+
+
+@cache
+def projections(cc: Capability) -> tuple[Macros, ...]:
+    """What the formula compiles in on the known devices of this capability; on all, where none of it is known."""
+    devices, op = [facts(known.load(name)) for name in known.names()], OPS["linear"]
+    kernel, found = linear.KERNELS[0], set()
+    assert kernel.op == op.name
+    for f in [f for f in devices if f.cc == cc] or devices:
+        for dtype, m, n in itertools.product(kernel.dtypes, range(1, 65), (1024, 4096, 28_672)):
+            w = op.workload(dtype, {"M": m, "N": n, "K": 4096})
+            if not kernel.limits(w, f):
+                knobs = kernel.formula(w, f)
+                found.add((f"AUTOSEL_ROWS={knobs['rows_per_warp']}", f"AUTOSEL_UNROLL={knobs['unroll']}"))
+    return tuple(sorted(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +54,7 @@ class Budget:
     registers: int
     slow_registers: int = 0
     saved_bytes: int = 0  # registers that a called function saves and restores, which ptxas counts as spills
-    # Spilled by variants for eight rows of x: fp32's accumulators alone take half of the registers; of the narrow ones
-    # gate_up's with two rows of each matrix does for sm_120.
-    eight_rows_bytes: int = 0
-    narrow_eight_rows_bytes: int = 0
-    # Spilled by tiles of 256 channels, whose sums take half of the registers, where pages are looked up beside them.
-    wide_heads_bytes: int = 0
-    builds: tuple[tuple[str, ...], ...] = ((),)  # macros, one build each
+    builds: Callable[[Capability], tuple[Macros, ...]] = lambda cc: ((),)  # macros, one build each
     wide: tuple[str, ...] = ("LDG.E.128",)  # how aligned variants read memory, and compute
     dtypes: tuple[str, ...] = ("BF16", "FP16", "FP32")
     alone: bool = False  # nothing else runs beside it: no programmatic dependent launch
@@ -51,11 +69,7 @@ PROJECTIONS = Budget(
     registers=128,  # 256 threads, 2 CTAs
     slow_registers=255,
     wide=("LDG.E.NA.LTC128B.128", "LDG.E.128"),  # weights, x
-    builds=tuple(
-        (f"AUTOSEL_ROWS={rows}", f"AUTOSEL_UNROLL={unroll}")
-        for rows, unroll in ((1, 4), (4, 4), (1, 2), (2, 4), (1, 1), (2, 2))
-    ),
-    eight_rows_bytes=64,
+    builds=projections,
 )
 ATTENTION = Budget(registers=255, wide=("LDGSTS.E.BYPASS.LTC128B.128", "LDS.128"))  # 128 threads, 2 CTAs
 TILES = Budget(registers=255, wide=("LDGSTS.E.BYPASS.LTC128B.128", "LDSM", "HMMA"), dtypes=("BF16", "FP16"))
@@ -64,7 +78,7 @@ BUDGETS = {
     "paged_attn_decode": ATTENTION,
     "attn_decode_fp8": ATTENTION,
     "attn_decode_mma": TILES,
-    "paged_attn_decode_mma": replace(TILES, wide_heads_bytes=40),
+    "paged_attn_decode_mma": TILES,
     "rmsnorm": Budget(registers=64),  # 1024 threads, 1 CTA
     "add_rmsnorm": Budget(registers=64),
     "rope": Budget(registers=64),
@@ -76,12 +90,12 @@ BUDGETS = {
     "gemv": PROJECTIONS,
     "gemv_fp8": PROJECTIONS,
     "norm_qkv": PROJECTIONS,
-    "gate_up": replace(PROJECTIONS, narrow_eight_rows_bytes=16),
+    "gate_up": PROJECTIONS,
     "lm_head": PROJECTIONS,
     "step": Budget(
         registers=255,  # 128 threads, 2 CTAs
         wide=("LDG.E.NA.LTC128B.128", "LDGSTS.E.BYPASS.LTC128B.128", "ATOMG"),
-        builds=tuple(
+        builds=lambda cc: tuple(
             (f"AUTOSEL_M={m}", f"AUTOSEL_HEAD_ROWS={r}", f"AUTOSEL_LANES={lanes}", f"AUTOSEL_UNROLL={u}")
             for m, r, lanes, u in ((1, 4, 32, 8), (8, 8, 32, 4), (2, 2, 32, 8))
         ),
@@ -99,36 +113,28 @@ def test_every_kernel_has_a_budget() -> None:
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_kernel_keeps_its_budget_on_its_targets(source: str, every_target: bool) -> None:
     budget, wrong = BUDGETS[source], []
-    choices = list(itertools.product(TARGETS, budget.dtypes))
-    today = choices[(todays_turn() + 5 * SOURCES.index(source)) % len(choices)]  # kernels start at different ones
-    for cc, dtype in choices if every_target else [today]:
-        for macros in budget.builds if every_target else [budget.builds[todays_turn() % len(budget.builds)]]:
-            for f in functions(source, cc, f"AUTOSEL_{dtype}", *macros):
-                wrong += [f"{cc} {dtype} {macros} {f.name}: {why}" for why in _faults(f, budget, cc)]
+    choices = [(cc, dtype, macros) for cc in TARGETS for macros in budget.builds(cc) for dtype in budget.dtypes]
+    for cc, dtype, macros in choices if every_target else [todays(choices, SOURCES.index(source))]:
+        for f in functions(source, cc, f"AUTOSEL_{dtype}", *macros):
+            wrong += [f"{cc} {dtype} {macros} {f.name}: {why}" for why in _faults(f, budget, cc)]
     assert not wrong, "\n".join(wrong)
 
 
 def test_a_kernel_builds_as_a_tune_would_build_it(every_target: bool) -> None:
     """By the whole command: nvcc's pass for the host and the link refuse things that its device pass does not."""
     for source in SOURCES if every_target else [SOURCES[todays_turn() % len(SOURCES)]]:
-        macros = ("AUTOSEL_BF16", *BUDGETS[source].builds[0])
+        macros = ("AUTOSEL_BF16", *BUDGETS[source].builds((9, 0))[0])
         built = compile_source(f"cuda/{source}.cu", (*target_flags((9, 0)), *(f"-D{m}" for m in macros)))
         listed = subprocess.run(["nm", "-D", "--defined-only", built.path], capture_output=True, text=True, check=True)
         assert f"__tvm_ffi_{source}\n" in listed.stdout
 
 
-def _faults(f: Function, budget: Budget, cc: tuple[int, int]) -> list[str]:
+def _faults(f: Function, budget: Budget, cc: Capability) -> list[str]:
     found = []
     registers = budget.registers if aligned(f) else budget.slow_registers or budget.registers
     if f.registers > registers:
         found.append(f"{f.registers} registers, budget {registers}")
-    allowed = max(
-        budget.saved_bytes,
-        budget.eight_rows_bytes if "<float, 8," in f.name else 0,
-        budget.narrow_eight_rows_bytes if ", 8, " in f.name else 0,
-        budget.wide_heads_bytes if ", 256, " in f.name else 0,
-    )
-    if aligned(f) and max(f.spill_bytes, f.stack_bytes) > allowed:
+    if aligned(f) and max(f.spill_bytes, f.stack_bytes) > budget.saved_bytes:
         found.append(f"{f.spill_bytes} bytes spilled, a stack of {f.stack_bytes}")
     if f.shared_bytes > 1024:  # the driver's own, on sm_90 and later
         found.append(f"{f.shared_bytes} bytes of static shared memory; a launch must say what it uses")

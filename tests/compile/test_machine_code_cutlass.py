@@ -5,53 +5,17 @@ By default one build, another one each day; --every-target takes all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
-from autosel.candidates.cutlass.products import KERNELS, CutlassKernel
-from autosel.fingerprint.known import load
+from autosel.fingerprint import known
 from autosel.native import cutlass
-from autosel.values import DTypeName, NativeRecipe, Workload
+from autosel.values import NativeRecipe
+from tests.compile.cutlass_asked import BY_NAME, Build, builds
 from tests.compile.cutlass_builds import Kernel, compiled
-from tests.compile.emulate import todays_turn
+from tests.compile.emulate import todays
 
 pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
 
-BY_NAME: dict[str, CutlassKernel] = {k.source: k for k in KERNELS if k.op == "linear"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Build:
-    """What the formula asks for on one device at one shape: the build that is going to be raced there."""
-
-    source: str
-    device: str
-    m: int
-    n: int
-    k: int
-    dtype: DTypeName = "bf16"
-
-    @property
-    def label(self) -> str:
-        return f"{self.source} {self.device} M{self.m} N{self.n} K{self.k} {self.dtype}"
-
-
-# Each way of the formulas: streaming narrow, wide, split; large whole, clustered, Stream-K; every architecture.
-BUILDS = (
-    Build(source="gemm_sm90", device="h200", m=16, n=4096, k=4096),
-    Build(source="gemm_sm80", device="rtx-5070-ti", m=16, n=4096, k=4096),
-    Build(source="gemm_sm90", device="h200", m=8, n=1024, k=4096, dtype="fp16"),  # split
-    Build(source="gemm_sm80", device="a100-80", m=4096, n=4096, k=4096),
-    Build(source="gemm_sm90", device="h200", m=4096, n=4096, k=4096),
-    Build(source="gemm_sm80", device="l4", m=128, n=28672, k=4096, dtype="fp16"),
-    Build(source="gemm_sm90", device="h200", m=256, n=4096, k=14336, dtype="fp16"),  # a cluster of two
-    Build(source="gemm_sm80", device="b200", m=64, n=6144, k=4096),
-    Build(source="gemm_sm90", device="h200", m=128, n=28672, k=4096),
-    Build(source="gemm_sm80", device="h200", m=64, n=1024, k=4096, dtype="fp16"),
-    Build(source="gemm_sm90", device="h100", m=640, n=2048, k=8192),  # Stream-K
-    Build(source="gemm_sm80", device="rtx-4090", m=256, n=4096, k=14336),
-)
 # 65536 registers / (threads * CTAs an SM): 384 threads and one CTA; 128 or 256 threads, two CTAs or one.
 REGISTERS = {"gemm_sm90": 168, "gemm_sm80": 255}
 EXPECTED = {
@@ -62,15 +26,14 @@ EXPECTED = {
 
 def test_a_build_is_the_machine_code_it_is_meant_to_be(every_target: bool) -> None:
     wrong = []
-    for build in BUILDS if every_target else [BUILDS[todays_turn() % len(BUILDS)]]:
+    for build in builds() if every_target else [todays(builds())]:
         wrong += [f"{build.label}: {fault}" for fault in _faults(build)]
     assert not wrong, "\n".join(wrong)
 
 
 def _faults(build: Build) -> list[str]:
-    candidate, fp = BY_NAME[build.source], load(build.device)
-    w = Workload(op="linear", dims=(("M", build.m), ("N", build.n), ("K", build.k)), dtype=build.dtype)
-    recipe = candidate.recipe(w, fp, candidate.knobs(w, fp))
+    fp = known.load(build.device)
+    recipe = BY_NAME[build.source].recipe(build.workload, fp, build.knobs)
     assert isinstance(recipe, NativeRecipe)
     made = compiled(recipe)
     print(f"{build.label}: {made.seconds:.0f} s")  # noqa: T201  (what a tune will wait for)

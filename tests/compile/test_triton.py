@@ -5,9 +5,9 @@ Both take long: each day does another part, tests/soak/test_triton.py everything
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,10 @@ pytest.importorskip("triton", reason="needs Triton: the `cross` extra")
 
 from autosel.values import Passed
 from tests.compile.aot import launches, problems
+from tests.compile.emulate import todays, todays_turn
 from tests.compile.triton_kernels import DTYPES, KERNELS, PLANS, SHAPES, TARGETS, workload
 
 HERE = Path(__file__).parent
-TURN = datetime.now(UTC).toordinal()
 SHARE = 4  # of the hostile cases, a day
 SHORT_PLANS = [plan for plan in PLANS if "attn" not in plan.kernel]  # attention's whole proof takes minutes
 
@@ -28,12 +28,10 @@ SHORT_PLANS = [plan for plan in PLANS if "attn" not in plan.kernel]  # attention
 def test_a_triton_kernel_compiles_for_the_targets_at_their_own_knobs(number: int) -> None:
     """Two targets and two shapes of it a day."""
     kernel = list(KERNELS.values())[number]
-    shapes, targets = SHAPES[kernel.op], list(TARGETS.values())
-    first, second = targets[(TURN + number) % len(targets)], targets[(TURN + number + 2) % len(targets)]
-    found = problems(kernel, first, shapes[:1], ("bf16",), spills=False)
-    found += problems(
-        kernel, second, [shapes[(TURN + number) % len(shapes)]], (DTYPES[(TURN + number) % 3],), spills=False
-    )
+    shapes, devices = SHAPES[kernel.op], list(TARGETS.values())
+    found = problems(kernel, todays(devices, number), shapes[:1], ("bf16",), spills=False)
+    device, shape, dtype = todays(list(itertools.product(devices, shapes, DTYPES)), number)
+    found += problems(kernel, device, [shape], (dtype,), spills=False)
     assert found == []
 
 
@@ -49,7 +47,7 @@ def test_weights_and_keys_are_loaded_16_bytes_at_a_time(target: tuple[int, int])
 
 def test_triton_kernels_meet_their_contracts_in_the_interpreter() -> None:
     """A quarter of every kernel's hostile cases, in one dtype each."""
-    command = [sys.executable, str(HERE / "some_cases.py"), str(TURN), str(SHARE)]
+    command = [sys.executable, str(HERE / "some_cases.py"), str(todays_turn()), str(SHARE)]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout == ""
@@ -59,6 +57,6 @@ def test_triton_kernels_meet_their_contracts_in_the_interpreter() -> None:
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_triton_kernel_passes_the_whole_proof_in_a_worker(turn: int) -> None:
     """Two of the short plans a day."""
-    number = 2 * TURN + turn
+    number = 2 * todays_turn() + turn
     found = SHORT_PLANS[number % len(SHORT_PLANS)].prove(DTYPES[number % 3])
     assert isinstance(found, Passed), found

@@ -1,0 +1,74 @@
+"""Whatever the formulas answer for the models' own shapes on the known devices, on emulated threads at a small shape.
+
+The settings of a call: grids, threads, splits, rings, chunks. What is compiled in, test_emulated_linear.py has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+
+from autosel.candidates.cuda.base import CudaKernel
+from autosel.candidates.registry import own_candidates
+from autosel.fingerprint import known
+from autosel.models.presets import PRESETS
+from autosel.models.workloads import workloads
+from autosel.ops import OPS
+from autosel.ops.contract import Mismatch
+from autosel.values import Accepted, DTypeName
+from tests.compile.emulate import emulated, todays_turn
+
+KERNELS = {c.source: c for c in own_candidates() if isinstance(c, CudaKernel)}
+DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
+COMPILED_IN = ("AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4")
+SHARE = 12  # of what a formula answers, a day
+BATCHES = (1, 2, 3, 8, 32, 256)
+CACHE = {"B": 2, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 300}
+# op -> a shape that has more than one of everything: rows, vectors a thread, tiles, splits
+SMALL: dict[str, dict[str, int]] = {
+    "attn": CACHE,
+    "paged_attn": {**CACHE, "page": 16},
+    "linear": {"M": 3, "N": 70, "K": 1032},
+    "norm_qkv": {"M": 3, "d": 1032, "N": 70},
+    "gate_up": {"M": 3, "d": 1032, "I": 70},
+    "lm_head": {"M": 3, "V": 70, "d": 1032},
+    "rmsnorm": {"M": 3, "d": 4104},
+    "add_rmsnorm": {"M": 3, "d": 4104},
+    "rope": {"M": 3, "Hq": 8, "Hkv": 2, "D": 64, "R": 64},
+    "swiglu": {"M": 3, "I": 4104},
+    "geglu": {"M": 3, "I": 4104},
+    "kv_append": {"B": 3, "Hkv": 2, "S": 1, "D": 64},
+    "sample": {"B": 2, "V": 4099, "L": 9},
+}
+
+
+@cache
+def asked(source: str) -> tuple[tuple[int, ...], ...]:
+    """The knobs of a call that the kernel's formula gives, each set once."""
+    kernel, found = KERNELS[source], set()
+    for device, model, batch in itertools.product(known.names(), PRESETS.values(), BATCHES):
+        fp = known.load(device)
+        for w in workloads(model, batch=batch, context=32_768, ops=(kernel.op,)):
+            if isinstance(kernel.supports(w, fp), Accepted):
+                knobs = kernel.knobs(w, fp)
+                found.add(tuple(int(knobs[name]) for name in kernel.knob_args if name != "pdl"))
+    return tuple(sorted(found))
+
+
+@pytest.mark.parametrize("source", KERNELS)
+def test_a_kernel_is_right_with_all_knobs_its_formula_gives(source: str, every_target: bool) -> None:
+    """With --every-target all, else another twelfth of them each day."""
+    kernel, turn, wrong = KERNELS[source], todays_turn(), []
+    op, dtypes = OPS[kernel.op], [d for d in DTYPES if d in kernel.dtypes]
+    w = op.workload(dtypes[turn % len(dtypes)], SMALL[kernel.op])
+    entry = emulated(source, source, *(COMPILED_IN if kernel.macros else ()))
+    for knobs in asked(source) if every_target else asked(source)[turn % SHARE :: SHARE]:
+        inputs = op.inputs(w, 7)
+        outputs = [o for o in op.allocate(w, fill=float("nan")) if o is not None]
+        entry(*op.arguments(inputs), *outputs, *knobs, 0)
+        found = op.verify(op.inputs(w, 7), outputs or [inputs["k_cache"], inputs["v_cache"]])
+        if isinstance(found, Mismatch):
+            wrong.append(f"{knobs}: {found.check}: {found.reason}")
+    assert not wrong, "\n".join(wrong)
