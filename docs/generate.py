@@ -661,17 +661,29 @@ def _parities() -> dict[str, set[str]]:
     """Candidate -> GPUs on which every unit of `./run gpu`'s parity stage passed, from the committed results."""
     failed: dict[str, set[str]] = {}
     passed: dict[str, set[str]] = {}
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*/parity.json")):
+    for device, name, right in _outcomes():
+        (passed if right else failed).setdefault(name, set()).add(device)
+    return {name: devices - failed.get(name, set()) for name, devices in passed.items()}
+
+
+def _outcomes() -> Iterator[tuple[str, str, bool]]:
+    """(GPU, candidate, was it right?) of every proof. What is no op's candidate is judged elsewhere: the whole step by
+    its logits under the sanitizers, the probes by the rates they gave."""
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.json")):
+        if path.stem not in ("parity", "sanitizer", "fingerprint"):
+            continue
         record = json.loads(path.read_text())
         device = record["device"]
         if device["kind"] != "cuda":
             continue
         for unit, found in record["units"].items():
-            name = unit.split(" ")[1].partition("@")[0]
-            right = found.get("outcome") == "passed"
-            if right or found.get("outcome") == "failed":
-                (passed if right else failed).setdefault(name, set()).add(device["name"])
-    return {name: devices - failed.get(name, set()) for name, devices in passed.items()}
+            words = unit.split(" ")
+            if path.stem == "parity" and found.get("outcome") in ("passed", "failed"):
+                yield device["name"], words[1].partition("@")[0], found["outcome"] == "passed"
+            elif path.stem == "sanitizer" and words[1] == "step" and found.get("cases") != 0:
+                yield device["name"], words[2], found.get("outcome") == "clean"
+            elif path.stem == "fingerprint":
+                yield device["name"], "cuda:probes", bool(found["ok"])
 
 
 def silicon() -> str:

@@ -4,6 +4,7 @@ costs. Without a device: records, tables and processes as they would be."""
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shutil
 import sys
@@ -154,6 +155,37 @@ def test_a_dry_run_is_not_kept_in_this_checkout(tmp_path: Path) -> None:
     kept.write(dry)
     with pytest.raises(UsageError, match="a dry run is not kept"):
         keeping.keep(kept)
+
+
+@pytest.fixture
+def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """docs/generate.py over a checkout with results of one device."""
+    spec = importlib.util.spec_from_file_location("generate_for_results", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    kept = Kept(tmp_path / "benchmarks" / "results" / "nvidia-h200")
+    passed, failed = ({"ok": ok, "outcome": word} for ok, word in ((True, "passed"), (False, "failed")))
+    rows = {"rmsnorm cuda:rmsnorm bf16": passed, "linear cuda:gemv bf16": passed, "linear cuda:gemv fp32": failed}
+    kept.write(record("parity", rows))
+    kept.write(record("sanitizer", {"memcheck step cuda:step bf16": {"ok": True, "outcome": "clean", "cases": 1}}))
+    kept.write(record("fingerprint", {"take": {"ok": True}}))
+    kept.write_text("gaps.json", json.dumps({"parity: units that failed or are left": "fp32 rounds twice"}))
+    monkeypatch.setattr(made, "ROOT", tmp_path)
+    return made
+
+
+def test_the_documentation_says_on_which_devices_a_kernel_was_right(pages: Any) -> None:
+    """A kernel with one build that failed is not."""
+    where = {"cuda:rmsnorm": {"NVIDIA H200"}, "cuda:gemv": set(), "cuda:step": {"NVIDIA H200"}}
+    assert pages._parities() == {**where, "cuda:probes": {"NVIDIA H200"}}
+
+
+def test_the_page_of_goals_shows_a_device_and_the_reasons_for_its_gaps(pages: Any) -> None:
+    text = pages.silicon()
+    assert "## NVIDIA H200" in text and "No such run exists" not in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| parity:")]
+    assert "missed" in row and "fp32 rounds twice" in row
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
