@@ -1,0 +1,146 @@
+"""What the graph stage makes of a replay. CUDA's graphs are played: what was called while one was captured is called
+again, into the same results; kernels and contents are real, on this CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from autosel import fingerprint
+from autosel.candidates.registry import find
+from autosel.ops import OPS
+from autosel.race import device
+from autosel.race.device import Host, Replayed
+from benchmarks.gpu.entrants import Entry, entrant
+from benchmarks.gpu.graph import replayed
+from benchmarks.gpu.instrument import Timer
+
+Arguments = tuple[Any, ...]
+
+
+class Graph:
+    """The calls made while it was captured, each with what it returned."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Callable[..., Any], Arguments, Any]] = []
+
+    def replay(self) -> None:
+        for call, arguments, result in self.calls:
+            made = call(*arguments)
+            if isinstance(result, torch.Tensor) and made is not result:
+                result.copy_(made)
+
+
+class Cuda(Host):
+    """Samples are taken as on a GPU."""
+
+    timing = "graph"
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, refuses: bool = False) -> None:
+        super().__init__()
+        self.into: Graph | None = None
+        self.refuses = refuses
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None: ...
+            def record(self) -> None: ...
+            def synchronize(self) -> None: ...
+            def elapsed_time(self, end: Event) -> float:
+                return 1e-3
+
+        class Stream:
+            def wait_stream(self, other: Stream) -> None: ...
+
+        @contextmanager
+        def stream(_: Stream) -> Iterator[None]:
+            yield
+
+        stand_ins: dict[str, Any] = {
+            "Event": Event, "CUDAGraph": Graph, "Stream": Stream, "graph": self.capture, "stream": stream,
+            "current_stream": Stream, "synchronize": lambda *_: None, "_sleep": lambda cycles: None,
+        }  # fmt: skip
+        for name, value in stand_ins.items():
+            patch.setattr(device.torch.cuda, name, value)
+
+    @contextmanager
+    def capture(self, into: Graph) -> Iterator[None]:
+        self.into = into
+        try:
+            yield
+        finally:
+            self.into = None
+
+    def timed(self, call: Callable[..., Any], calls: Any) -> Replayed:
+        def recorded(*arguments: Any) -> Any:
+            if self.into is None:
+                return call(*arguments)
+            if self.refuses:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            made = call(*arguments)
+            self.into.calls.append((call, arguments, made))
+            return made
+
+        return Replayed(recorded, calls)
+
+
+def outcome(monkeypatch: pytest.MonkeyPatch, name: str, *, spoil: Callable[..., Any] | None = None, **how: bool) -> str:
+    """Of the stage, for a candidate of rmsnorm; `spoil` wraps its call."""
+    fp = fingerprint.take("cpu")
+    w = OPS["rmsnorm"].workload("bf16", {"M": 3, "d": 512})
+    entry, timer = Entry(candidate=find("rmsnorm", name), workload=w), Timer(fp, "cpu")
+    timer.bench.place = Cuda(monkeypatch, **how)
+    arm = entrant(entry.candidate, w, fp)
+    if spoil is not None:
+        timer.bench.load(arm)
+        loaded = timer.bench.arms[arm.loaded_name]
+        loaded.call = spoil(loaded.call)
+    timer.seat(w, {name: arm}, copies=1)
+    found = replayed(timer, entry)
+    timer.close()
+    return f"{found['outcome']} as {found['how']}"
+
+
+@pytest.mark.parametrize("name", ["torch:rmsnorm", "cpp:rmsnorm"])
+def test_a_replay_on_other_contents_is_judged_and_compared_with_a_call(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One allocates its result, the other writes into what it is given."""
+    assert outcome(monkeypatch, name) == "right as graph"
+
+
+def test_what_cannot_be_captured_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outcome(monkeypatch, "cpp:rmsnorm", refuses=True) == "not captured as queue"
+
+
+def test_a_kernel_that_holds_what_it_was_captured_with_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right on the contents of its first call, and on no others."""
+
+    def held(call: Callable[..., Any]) -> Callable[..., Any]:
+        known: list[torch.Tensor] = []
+
+        def first(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, y: torch.Tensor) -> torch.Tensor:
+            call(x, weight, eps, offset, y)
+            known.append(y.clone())
+            return y.copy_(known[0])
+
+        return first
+
+    assert outcome(monkeypatch, "cpp:rmsnorm", spoil=held) == "wrong as graph"
+
+
+def test_a_kernel_that_gives_other_bits_each_time_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wavering(call: Callable[..., Any]) -> Callable[..., Any]:
+        turns = [0]
+
+        def called(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, y: torch.Tensor) -> torch.Tensor:
+            call(x, weight, eps, offset, y)
+            turns[0] += 1
+            return y.mul_(1.0 + 2.0**-7 * (turns[0] % 2))
+
+        return called
+
+    assert outcome(monkeypatch, "cpp:rmsnorm", spoil=wavering) in ("differs as graph", "wrong as graph")
