@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,13 +88,20 @@ class Cuda(Host):
         return Replayed(recorded, calls)
 
 
-def outcome(monkeypatch: pytest.MonkeyPatch, name: str, *, spoil: Callable[..., Any] | None = None, **how: bool) -> str:
+def outcome(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    *,
+    allocates: bool = False,
+    spoil: Callable[..., Any] | None = None,
+    refuses: bool = False,
+) -> str:
     """Of the stage, for a candidate of rmsnorm; `spoil` wraps its call."""
     fp = fingerprint.take("cpu")
     w = OPS["rmsnorm"].workload("bf16", {"M": 3, "d": 512})
     entry, timer = Entry(candidate=find("rmsnorm", name), workload=w), Timer(fp, "cpu")
-    timer.bench.place = Cuda(monkeypatch, **how)
-    arm = entrant(entry.candidate, w, fp)
+    timer.bench.place = Cuda(monkeypatch, refuses=refuses)
+    arm = replace(entrant(entry.candidate, w, fp), writes_out=not allocates)
     if spoil is not None:
         timer.bench.load(arm)
         loaded = timer.bench.arms[arm.loaded_name]
@@ -104,12 +112,13 @@ def outcome(monkeypatch: pytest.MonkeyPatch, name: str, *, spoil: Callable[..., 
     return f"{found['outcome']} as {found['how']}"
 
 
+@pytest.mark.parametrize("allocates", [False, True])
 @pytest.mark.parametrize("name", ["torch:rmsnorm", "cpp:rmsnorm"])
 def test_a_replay_on_other_contents_is_judged_and_compared_with_a_call(
-    monkeypatch: pytest.MonkeyPatch, name: str
+    monkeypatch: pytest.MonkeyPatch, name: str, *, allocates: bool
 ) -> None:
-    """One allocates its result, the other writes into what it is given."""
-    assert outcome(monkeypatch, name) == "right as graph"
+    """Whether it allocates its result or writes into what it is given."""
+    assert outcome(monkeypatch, name, allocates=allocates) == "right as graph"
 
 
 def test_what_cannot_be_captured_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
