@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from autosel import settings as settings_of
 from autosel.errors import UsageError
 from autosel.fingerprint import known
 from autosel.knobs.gpu import cutlass
@@ -360,8 +361,7 @@ class Asked:
 
 
 def test_engines_are_asked_in_their_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {**LLAMA, "vocab_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     for name, front in (("vllm", {"LLM": Asked, "SamplingParams": argparse.Namespace}), ("sglang", {"Engine": Asked})):
         module = ModuleType(name)
         vars(module).update(front)
@@ -371,11 +371,32 @@ def test_engines_are_asked_in_their_own_words(tmp_path: Path, monkeypatch: pytes
         assert 64 in (Asked.given.get("max_model_len"), Asked.given.get("context_length"))
 
 
+def test_flashinfers_results_are_judged_by_our_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A right gate and a wrong one, in its place."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setenv("AUTOSEL_DISABLE", "1")  # as it is: nothing is applied
+    settings_of.read.cache_clear()
+    asked = scope_of(parsed(["--device", "cpu", "--model", str(tmp_path), "--seq", "64"]))
+    shares = []
+    for activation in (torch.nn.functional.silu, torch.nn.functional.gelu):
+        module = ModuleType("flashinfer")
+
+        def gated(both: torch.Tensor, activation: Any = activation) -> torch.Tensor:
+            gate, up = both.float().chunk(2, dim=-1)
+            return (activation(gate) * up).to(both.dtype)
+
+        vars(module)["activation"] = SimpleNamespace(silu_and_mul=gated)
+        monkeypatch.setitem(sys.modules, "flashinfer", module)
+        shares.append(served.flashinfer(asked)["error_share"])
+    assert shares[0] <= 1.0 < shares[1]
+    settings_of.read.cache_clear()
+
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 64,
     "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6,
     "max_position_embeddings": 256, "torch_dtype": "bfloat16", "hidden_act": "silu", "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": False, "vocab_size": 64,
 }  # fmt: skip
 
 
