@@ -174,7 +174,7 @@ def workload_of(definition: Mapping[str, Any], axes: Mapping[str, int]) -> Workl
         ((op_name,), (dtype,), (traits,)) = found.values()
         op = ops.OPS[op_name]
         sizes = axes if "R" not in op.dim_names else {**axes, "R": 2 * axes["R2"]}
-        made = from_json(
+        made: Workload = from_json(
             Workload,
             {
                 "op": op_name,

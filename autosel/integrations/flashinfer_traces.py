@@ -1,6 +1,7 @@
 """Traces of a flashinfer-bench dataset: what others measured elsewhere, and the workloads that they measured.
 
-    traces/**/*.jsonl        one line a trace: a definition, a workload, and mostly a solution with its evaluation
+    traces/**/*.jsonl        one line a trace: a definition, a workload, a solution, its evaluation
+    workloads/**/*.jsonl     the same without the last two: what is to be measured
     definitions/**/*.json    what the traces mean: autosel's own by their tags, FlashInfer's by name (NAMES)
 
 Evidence from elsewhere decides nothing: it was no race of ours, on no device of ours. It is kept in `elsewhere.jsonl`
@@ -61,7 +62,7 @@ def read(dataset: Path) -> Traces:
     evidence: list[Elsewhere] = []
     inputs: dict[Workload, set[str]] = {}
     left: dict[str, str] = {}
-    for file in _files(dataset, "traces", "jsonl"):
+    for file in (*_files(dataset, "traces", "jsonl"), *_files(dataset, "workloads", "jsonl")):
         for where, line in _lines(file):
             name = str(line.get("definition"))
             try:
@@ -74,7 +75,9 @@ def read(dataset: Path) -> Traces:
                 evidence.append(_evaluated(line, w, where))
     if not inputs and not left:
         raise BadConfig(
-            f"{dataset} holds no traces", why="no line in traces/**/*.jsonl", todo="name a flashinfer-bench dataset"
+            f"{dataset} holds no traces",
+            why="there is no line in traces/**/*.jsonl, nor in workloads/**/*.jsonl",
+            todo="name a flashinfer-bench dataset",
         )
     calls = {w: len(uuids) for w, uuids in inputs.items()}
     return Traces(
@@ -83,7 +86,7 @@ def read(dataset: Path) -> Traces:
 
 
 def _files(dataset: Path, kind: str, ending: str) -> list[Path]:
-    if not (dataset / kind).is_dir():
+    if kind == "definitions" and not (dataset / kind).is_dir():
         raise BadConfig(
             f"{dataset} is no flashinfer-bench dataset", why=f"it has no folder {kind}", todo="name one that has it"
         )
@@ -196,6 +199,7 @@ NAMES: Mapping[str, Meaning] = {
     "rmsnorm_h": Meaning(op="rmsnorm", tensor="hidden_states", sizes=_rows, traits={}),
     "gemma_rmsnorm_h": Meaning(op="rmsnorm", tensor="hidden_states", sizes=_rows, traits={"offset": 1.0}),
     "fused_add_rmsnorm_h": Meaning(op="add_rmsnorm", tensor="hidden_states", sizes=_rows, traits={}),
+    "gemma_fused_add_rmsnorm_h": Meaning(op="add_rmsnorm", tensor="hidden_states", sizes=_rows, traits={"offset": 1.0}),
     "silu_and_mul_h": Meaning(op="swiglu", tensor="input", sizes=_gated, traits={}),
     "gelu_and_mul_h": Meaning(op="geglu", tensor="input", sizes=_gated, traits={"tanh": 0}),
     "gelu_tanh_and_mul_h": Meaning(op="geglu", tensor="input", sizes=_gated, traits={"tanh": 1}),

@@ -208,11 +208,12 @@ def foreign(folder: Path, name: str, **changed: Any) -> Path:
     lines: list[dict[str, Any]] = [
         {"definition": name, "workload": asked, "solution": "theirs", "evaluation": passed | changed},
         {"definition": name, "workload": asked, "solution": "broken", "evaluation": {**ran, "status": "TIMEOUT"}},
-        {"definition": name, "workload": {**asked, "uuid": "two"}},
         {"definition": "moe_fp8", "workload": asked},
     ]
-    for kind in ("definitions/group", "traces/group"):
+    asking = [{"definition": name, "workload": {**asked, "uuid": uuid}} for uuid in ("one", "two")]
+    for kind in ("definitions/group", "traces/group", "workloads"):
         (folder / kind).mkdir(parents=True)
+    (folder / "workloads/w.jsonl").write_text("\n".join(map(json.dumps, asking)))
     (folder / "definitions/group/d.json").write_text(json.dumps(meant))
     (folder / "traces/group/t.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     return folder
