@@ -19,7 +19,7 @@ from autosel.values import to_json
 PAGE, DOCUMENT = "index.html", "report.json"
 FORMAT = "autosel.report"
 CAPTIONS = {
-    "ops": "Where the time of a step goes. The dark part of a bar is what its roofline needs.",
+    "ops": "Where the time of a step goes. The strong part of a bar is what its roofline needs.",
     "roofline": "Each op against what the device allows. The larger the dot, the larger its share of the step.",
     "latency": "How many of the steps took at most so long.",
 }
@@ -130,7 +130,7 @@ def _verdicts(made: Certificate) -> str:
     lines = [(kind, f"verification {word}: {right}")]
     for judged in made.slo:
         word = "met" if judged.met else "MISSED"
-        lines.append(("ok" if judged.met else "bad", f"{judged.objective}: {word}, measured {figure(judged.measured)}"))
+        lines.append(("ok" if judged.met else "bad", f"{judged.objective}: {word}, measured {judged.found}"))
     lines += [("note", "other work ran on this machine while its rates were measured")] if made.contended else []
     lines += [("note", note) for note in made.notes]
     return "<ul class=verdicts>" + "".join(f'<li class="{kind}">{escape(text)}</li>' for kind, text in lines) + "</ul>"
@@ -178,7 +178,7 @@ def _facts(made: Certificate) -> str:
         ("weights", f"{figure(made.weights_bytes / 2**30)} GiB"),
         ("peak memory", f"{figure(made.peak_memory_bytes / 2**30)} GiB"),
         ("between tokens", f"p50 {figure(gaps.p50)}, p90 {figure(gaps.p90)}, p99 {figure(gaps.p99)} ms"),
-        ("our Python", "" if made.python_overhead is None else f"{made.python_overhead:.1%} of a step"),
+        ("our Python", "" if made.python_overhead is None else f"{100 * made.python_overhead:.2g} % of a step"),
         ("tokens a dollar", figure(made.cost.tokens_per_dollar) if made.cost.tokens_per_dollar else ""),
         ("tokens a watt-hour", figure(made.cost.tokens_per_watt_hour) if made.cost.tokens_per_watt_hour else ""),
         ("software", ", ".join(f"{k} {v!s:.40}" for k, v in made.environment.items())),
@@ -226,7 +226,7 @@ td:nth-child(7),th:nth-child(7),td:nth-child(10),th:nth-child(10){text-align:lef
 figure{margin:1.8rem 0 0}figure svg{width:100%;min-width:36rem;height:auto;display:block}figcaption{font-size:.88rem}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1.2rem;margin:0}dd{margin:0;overflow-wrap:anywhere}
 @media (max-width:34rem){dl{grid-template-columns:1fr}dt{margin-top:.4rem}
-figure svg{min-width:0}.figures{margin:0 -.6rem}
+figure svg{min-width:30rem}.figures{margin:0 -.6rem}
 thead{display:none}tr{display:grid;grid-template-columns:1fr 1fr;gap:0 1rem;padding:.5rem 0;
 border-bottom:1px solid var(--grid)}
 td:nth-child(n){display:flex;justify-content:space-between;gap:.6rem;padding:.1rem 0;border:0;white-space:normal;

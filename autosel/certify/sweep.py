@@ -12,8 +12,8 @@ import itertools
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -116,8 +116,12 @@ class Serving:
     bucket: str
     calls: int
     candidate: str
-    state: str
+    state: str  # as a decision's; or "undecided": its race did not end, and what it kept says nothing of who is faster
     decision_id: int | None
+
+    @property
+    def decided(self) -> bool:
+        return self.decision_id is not None and self.state != "undecided"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +221,19 @@ def document(found: Sweep) -> dict[str, object]:
 # --- where winners change --------------------------------------------------------------------------------------------
 
 
+def with_doubts(cells: Iterable[Cell], undecided: Set[int]) -> list[Cell]:
+    """The cells, what these decisions serve marked as undecided."""
+
+    def marked(s: Serving) -> Serving:
+        return replace(s, state="undecided") if s.decision_id in undecided else s
+
+    made = []
+    for c in cells:
+        f = c.figures
+        made.append(c if f is None else replace(c, figures=replace(f, serving=tuple(map(marked, f.serving)))))
+    return made
+
+
 def served(cells: Iterable[Cell]) -> list[Served]:
     return [Served(batch=c.batch, context=c.context, serving=c.figures.serving) for c in cells if c.figures is not None]
 
@@ -251,7 +268,7 @@ def _along(axis: Axis, points: Sequence[Served]) -> list[Change]:
                         first=at(b),
                         below=before.candidate,
                         above=s.candidate,
-                        decided=before.decision_id is not None and s.decision_id is not None,
+                        decided=before.decided and s.decided,
                     )
                 )
     return found
@@ -301,7 +318,8 @@ def _told(change: Change, splits: Sequence[Change]) -> bool:
 def middles(changes: Iterable[Change]) -> list[int]:
     """Batches to try next, so that each change along the batch is known to the batch: M is exact up to 8, and above
     it a bucket holds a power of two, so there is nothing between."""
-    found = {(c.last + c.first) // 2 for c in changes if c.axis == "batch" and c.first <= 8 and c.first - c.last > 1}
+    along = (c for c in changes if c.axis == "batch" and c.decided)  # between two winners that no race found is nothing
+    found = {(c.last + c.first) // 2 for c in along if c.first <= 8 and c.first - c.last > 1}
     return sorted(found)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autosel.cli.options import Known, dtype_option, json_option, verb
+from autosel.cli.options import Known, dtype_option, given_options, json_option, verb
 from autosel.cli.output import bandwidth, bytes_text, emit_json, error_json, paragraph, report, table
 from autosel.errors import AutoselError, ParityError, UsageError
 
@@ -143,7 +143,8 @@ def swept(asked: dict[str, Any], grid: Sequence[Plan]) -> tuple[Sweep, AutoselEr
     decisions: list[Decision] = []
     if asked["tunes"]:
         decisions, trouble = _tuned(asked, [plan for plan, _, why in sized if not why])
-    cells = _measured(sized, decides=asked["tunes"])
+    undecided = {d.id for d in decisions if _undecided(d)}
+    cells = sweep.with_doubts(_measured(sized, decides=asked["tunes"]), undecided)
     changes = sweep.changes_of(sweep.served(cells), decisions)
     if asked["tunes"]:
         changes, narrowed = _narrowed(asked, grid[0], cells, changes)
@@ -163,6 +164,10 @@ def swept(asked: dict[str, Any], grid: Sequence[Plan]) -> tuple[Sweep, AutoselEr
         changes=changes,
     )
     return found, trouble
+
+
+def _undecided(d: Decision) -> bool:
+    return d.verdict is not None and d.verdict.outcome == "undecided"
 
 
 def _fits(plan: Plan, memory_bytes: int) -> tuple[int, str]:
@@ -193,7 +198,7 @@ def _decided(asked: dict[str, Any], named: Sequence[Named]) -> tuple[list[Decisi
 
     if not named:
         return [], None
-    again = f"{settings.spelling()} sweep --model {asked['model']}"
+    again = f"{settings.spelling()} sweep {_again()}".rstrip()
     request = Request(
         workloads=tuple({n.workload.key: n for n in named}.values()),
         effort=asked["effort"] or settings.get("effort"),
@@ -204,6 +209,13 @@ def _decided(asked: dict[str, Any], named: Sequence[Named]) -> tuple[list[Decisi
     found = run_to_end(request, len(request.workloads), again)
     dispatch.refresh()
     return list(found.decisions), unfinished(found, again)
+
+
+def _again() -> str:
+    """The options of this sweep, to go on with it. A budget that was too short is left out."""
+    ctx = click.get_current_context(silent=True)
+    cells = ("model", "context", "batch", "trace_file", "dtype", "layers", "iters", "warmup", "device", "seed")
+    return " ".join(given_options(ctx, (*cells, "effort", "report_to"))) if ctx is not None else ""
 
 
 def _measured(sized: Sequence[tuple[Plan, int, str]], *, decides: bool) -> list[Cell]:
@@ -295,7 +307,7 @@ def _would_serve(batch: int, context: int, named: Sequence[Named], decisions: Se
                     bucket=d.bucket,
                     calls=n.calls_per_step,
                     candidate=d.arm.candidate,
-                    state=d.state,
+                    state="undecided" if _undecided(d) else d.state,
                     decision_id=d.id,
                 )
             )

@@ -14,7 +14,19 @@ from hypothesis import strategies as st
 from autosel import models
 from autosel.certify import sweep
 from autosel.certify.statistics import Interval
-from autosel.certify.sweep import Cell, Figures, Request, Served, Serving, Sweep, changes_of, middles, span, weigh
+from autosel.certify.sweep import (
+    Cell,
+    Figures,
+    Request,
+    Served,
+    Serving,
+    Sweep,
+    changes_of,
+    middles,
+    served,
+    span,
+    weigh,
+)
 from autosel.certify.sweep_plots import pictures
 from autosel.cli import sweep as verb
 from autosel.cli.main import run
@@ -128,6 +140,22 @@ def test_a_change_along_the_context_is_found_at_every_batch() -> None:
 def test_what_no_decision_served_is_not_called_decided() -> None:
     points = [Served(batch=1, context=c, serving=(serving("attn", n, None),)) for c, n in ((64, "a"), (128, "b"))]
     assert not changes_of(points)[0].decided
+
+
+def test_what_no_race_decided_is_no_crossover_and_nothing_is_tuned_between() -> None:
+    cells = [cell(1, 64, 1.0, candidate="cpp:a"), cell(8, 64, 1.0, candidate="torch:b")]
+    assert changes_of(served(cells))[0].decided and middles(changes_of(served(cells))) == [4]
+    marked = sweep.with_doubts(cells, {1})
+    (found,) = changes_of(served(marked))
+    assert not found.decided and middles([found]) == []
+    assert "(not decided)" in verb.text(replace(swept(*marked), changes=(found,)))
+
+
+def test_what_is_left_undecided_is_gone_on_with_by_the_same_options() -> None:
+    words = ["--model", "llama-1b", "--layers", "1", "--batch", "1:2", "--budget", "9s", "--context", "64"]
+    with verb.sweep_command.make_context("sweep", words):
+        assert verb._again() == "--model llama-1b --context 64 --batch 1:2 --layers 1"
+    assert verb._again() == ""
 
 
 def test_a_change_along_the_batch_is_bisected_by_tuning_between(monkeypatch: pytest.MonkeyPatch) -> None:
