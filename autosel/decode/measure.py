@@ -65,7 +65,7 @@ def measure(
             standing = stand(scene, fp, ledger, rng, clock, listener, decides=decides)
         listener.stage("chain", "whole steps", 0, 1)
         chain, ways = choose_chain(scene, rng, clock) if _may_choose(plan) and not _teams(standing) else (FUSED, ())
-        whole = _whole(scene, chain, fp, rng, clock, standing, ledger)
+        whole = _whole(scene, chain, fp, rng, clock, standing)
         team = fp if whole.taken else None
         ours, theirs = our_arm(scene, chain, team), Baseline(scene)
         _warm_up(scene, ours, theirs, listener)
@@ -135,18 +135,10 @@ def _teams(standing: Standing | None) -> bool:
     return standing is not None and standing.team is True
 
 
-def _whole(
-    scene: Scene,
-    chain: Chain,
-    fp: Fingerprint,
-    rng: Random,
-    clock: Clock,
-    standing: Standing | None,
-    ledger: Ledger | None,
-) -> Whole:
+def _whole(scene: Scene, chain: Chain, fp: Fingerprint, rng: Random, clock: Clock, standing: Standing | None) -> Whole:
     if standing is not None and standing.team is False:
         return standing.kept()
-    return choose_team(scene, chain, fp, rng, clock, standing.judge if standing is not None else None, ledger)
+    return choose_team(scene, chain, fp, rng, clock, standing.judge if standing is not None else None)
 
 
 def _notes(plan: Plan, chain: Chain, whole: Whole) -> tuple[str, ...]:
