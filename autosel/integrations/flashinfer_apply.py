@@ -5,13 +5,14 @@
     flashinfer_apply.disable()
 
 Gated activations (`silu_and_mul_h28672`, `gelu_tanh_and_mul_h..`, `gelu_and_mul_h..`) and norms (`rmsnorm_h4096`,
-`fused_add_rmsnorm_h4096`). FlashInfer's definitions of norms fix epsilon at 1e-6 and do not pass the call's on: they
-are registered for a model of that epsilon alone. Attention is not: its definitions leave out window and softcap.
+`fused_add_rmsnorm_h4096`, `gemma_rmsnorm_h4608`). FlashInfer's definitions of norms fix epsilon at 1e-6 and do not pass
+the call's on: they are registered for a model of that epsilon alone. Attention is not: its definitions leave out window
+and softcap. Nor is `gemma_fused_add_rmsnorm`: its definition does not say where it writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,10 +103,11 @@ def definitions(decided: Iterable[Decision], rms_eps: float) -> tuple[dict[str, 
             tanh = int(w.trait("tanh", 0))
             name = f"{'silu_and_mul' if w.op == 'swiglu' else GELU[tanh]}_h{2 * w['I']}"
             served[name] = _gated(w.op, *((tanh,) if w.op == "geglu" else ()))
-        elif w.op in ("rmsnorm", "add_rmsnorm") and not w.traits:
-            name = f"{'rmsnorm' if w.op == 'rmsnorm' else 'fused_add_rmsnorm'}_h{w['d']}"
+        elif (w.op, w.traits) in NORMS:
+            beginning, run = NORMS[w.op, w.traits]
+            name = f"{beginning}_h{w['d']}"
             if rms_eps == EPSILON:
-                served[name] = _norm if w.op == "rmsnorm" else _add_norm
+                served[name] = run
             else:
                 left.append(f"{name}: FlashInfer's definition fixes epsilon at {EPSILON:g}, the model's is {rms_eps:g}")
         else:
@@ -125,14 +127,26 @@ def _gated(op: str, *more: int) -> Callable[..., Any]:
     return run
 
 
-def _norm(hidden_states: Any, weight: Any) -> Any:
-    made = engine_ops.norm(hidden_states, weight, EPSILON)
-    return made if made is not None else _eager("rmsnorm", hidden_states, weight, EPSILON, 0.0)
+def _norm(hidden_states: Any, weight: Any, offset: float = 0.0) -> Any:
+    made = engine_ops.norm(hidden_states, weight, EPSILON, offset)
+    return made if made is not None else _eager("rmsnorm", hidden_states, weight, EPSILON, offset)
+
+
+def _gemma_norm(hidden_states: Any, weight: Any) -> Any:
+    return _norm(hidden_states, weight, 1.0)
 
 
 def _add_norm(hidden_states: Any, residual: Any, weight: Any) -> Any:
     made = engine_ops.norm(hidden_states, weight, EPSILON, residual=residual)
     return made if made is not None else _eager("add_rmsnorm", hidden_states, residual, weight, EPSILON, 0.0, 0)
+
+
+# Op and traits -> the beginning of FlashInfer's name, and what runs.
+NORMS: Mapping[Any, tuple[str, Callable[..., Any]]] = {
+    ("rmsnorm", ()): ("rmsnorm", _norm),
+    ("rmsnorm", (("offset", 1.0),)): ("gemma_rmsnorm", _gemma_norm),
+    ("add_rmsnorm", ()): ("fused_add_rmsnorm", _add_norm),
+}
 
 
 def _eager(op: str, *arguments: Any) -> Any:

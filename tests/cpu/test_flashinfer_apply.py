@@ -48,29 +48,41 @@ flashinfer.norm.fused_add_rmsnorm(x, r, w)
 said["both"] = [close(x, want), close(r, total)]
 many = torch.randn(40, 64)
 said["undecided"] = close(flashinfer.norm.rmsnorm(many, w), reference(many))
-said["stats"] = sorted(s["hit"] for s in flashinfer.trace_apply.stats().values())
 said["uses"] = sorted({u.op for u in autosel.uses() if u.calls and u.candidate.startswith("cpp:")})
+# A layer of vLLM's that calls FlashInfer: what was decided reaches it without vLLM knowing.
+from vllm.models.minimax_m3.nvidia.model import MiniMAXGemmaRMSNorm
+layer = MiniMAXGemmaRMSNorm(96)
+layer.weight.normal_()
+w = 1 + layer.weight
+x = torch.randn(2, 96)
+said["vllm"] = close(layer(x), reference(x))
+said["vllm uses"] = sorted(u.candidate for u in autosel.uses() if u.calls and "d96" in u.bucket)
+said["stats"] = sorted(s["hit"] for s in flashinfer.trace_apply.stats().values())
 flashinfer_apply.disable()
 said["off"] = flashinfer.trace_apply.is_enabled()
 print(json.dumps(said))
 """
 
 
-@pytest.mark.skipif(bool(engines.missing("flashinfer")), reason=engines.missing("flashinfer"))
+@pytest.mark.skipif(bool(engines.missing("flashinfer", "vllm")), reason=engines.missing("flashinfer", "vllm"))
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 def test_flashinfers_functions_run_what_was_decided_and_are_right(tmp_path: Path) -> None:
     home = tmp_path / "home"
     shapes = (("rmsnorm", "cpp:rmsnorm"), ("add_rmsnorm", "cpp:add_rmsnorm"))
-    serve(home, [(ops.find(op).workload("fp32", {"M": 2, "d": 64}), name) for op, name in shapes])
+    plain = [(ops.find(op).workload("fp32", {"M": 2, "d": 64}), name) for op, name in shapes]
+    around_one = ops.find("rmsnorm").workload("fp32", {"M": 2, "d": 96}, offset=1.0)
+    serve(home, [*plain, (around_one, "cpp:rmsnorm")])
     environment = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
-    environment |= {"PYTHONPATH": engines.paths("flashinfer"), "AUTOSEL_HOME": str(home)}
+    environment |= {"PYTHONPATH": engines.paths("flashinfer", "vllm"), "AUTOSEL_HOME": str(home)}
+    environment |= {"VLLM_TARGET_DEVICE": "cpu"}
     (home / "native").symlink_to(settings.home() / "native")
     ran = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     said = json.loads(ran.stdout.splitlines()[-1])
-    assert said["names"] == ["fused_add_rmsnorm_h64", "rmsnorm_h64"]
+    assert said["names"] == ["fused_add_rmsnorm_h64", "gemma_rmsnorm_h96", "rmsnorm_h64"]
+    assert said["vllm"] and said["vllm uses"] == ["cpp:rmsnorm"]
     assert said["norm"] and said["both"] == [True, True] and said["undecided"]
-    assert said["stats"] == [1, 2] and said["uses"] == ["add_rmsnorm", "rmsnorm"]
+    assert said["stats"] == [1, 1, 2] and said["uses"] == ["add_rmsnorm", "rmsnorm"]
     assert "fixes epsilon at 1e-06" in said["refused"] and "already applies" in said["twice"] and said["off"] is False
 
 
@@ -84,7 +96,7 @@ def test_definitions_have_flashinfers_names_and_the_rest_a_reason() -> None:
     decided = [
         of("swiglu", "cpp:swiglu", {"M": 1, "I": 64}),
         of("geglu", "cpp:geglu", {"M": 1, "I": 64}, tanh=1),
-        of("rmsnorm", "cpp:rmsnorm", {"M": 1, "d": 32}, offset=1.0),
+        of("add_rmsnorm", "cpp:add_rmsnorm", {"M": 1, "d": 32}, offset=1.0),
         of("rmsnorm", "cpp:rmsnorm", {"M": 1, "d": 64}),
         of("rmsnorm", "torch:rmsnorm", {"M": 1, "d": 96}),
     ]
