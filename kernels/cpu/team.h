@@ -58,9 +58,10 @@ class Team {
   void grow(int helpers) {
     if (pid_ != getpid()) helpers_ = 0, asleep_ = 0, pid_ = getpid();  // after fork the helpers are gone
     while (helpers_ < helpers && helpers_ < kMaxHelpers) {
-      int rank = ++helpers_;
+      int rank = helpers_ + 1;
       uint32_t seen = generation_.load(std::memory_order_relaxed);
       std::thread([this, rank, seen] { serve(rank, seen); }).detach();
+      helpers_ = rank;  // only now: where no thread can be had, this throws, and the next call must not wait for one
     }
   }
 
