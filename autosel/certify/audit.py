@@ -43,7 +43,8 @@ INSTEAD = {
     "fused": "",
     "normed": "norm and projections apart",
     "added": "residual and norm in one, projections apart",
-    "team": "",
+    "team": "one call for all of it",
+    "graph": "a graph of its ops",
     "ops": "a call an op",
 }
 

@@ -43,8 +43,8 @@ PATH = click.Path(path_type=Path)
 # What a rerun needs; files to write, prices and objectives change nothing that is measured.
 MEASURED = (
     "model", "weights", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "persistent",
-    "no_persistent", "small_batch", "no_prealloc", "paged", "advance", "temperature", "top_k", "top_p",
-    "repetition_penalty", "speculate", "device", "seed", "score",
+    "no_persistent", "graph", "no_graph", "small_batch", "no_prealloc", "paged", "advance", "temperature", "top_k",
+    "top_p", "repetition_penalty", "speculate", "device", "seed", "score",
 )  # fmt: skip
 
 
@@ -60,8 +60,10 @@ MEASURED = (
 @click.option(
     "--layers", type=click.IntRange(1), metavar="N", help="only the first N layers: said wherever it is shown"
 )
-@click.option("--persistent", is_flag=True, help="one thread team takes the step  [where it wins]")
+@click.option("--persistent", is_flag=True, help="one thread team, or one launch, takes the step  [where it wins]")
 @click.option("--no-persistent", is_flag=True, help="none does")
+@click.option("--graph", is_flag=True, help="a GPU replays the step as a graph  [where it wins]")
+@click.option("--no-graph", is_flag=True, help="it does not")
 @click.option("--small-batch", type=click.IntRange(1, 4096), metavar="N", help="N tokens of one stream in flight")
 @click.option("--no-prealloc", is_flag=True, help="ops allocate their results")
 @click.option("--paged", type=click.IntRange(1, 4096), metavar="N", help="KV cache in pages of N tokens")
@@ -148,6 +150,8 @@ class Asked:
             raise UsageError("--small-batch with --batch", why="each says how many sequences share a step")
         if self["persistent"] and self["no_persistent"]:
             raise UsageError("--persistent with --no-persistent", why="one asks for what the other forbids")
+        if self["graph"] and self["no_graph"]:
+            raise UsageError("--graph with --no-graph", why="one asks for what the other forbids")
         if (self["layers"] or 0) > model.layers:
             raise UsageError(f"--layers {self['layers']}", why=f"{model.name} has {model.layers}")
         return Plan(
@@ -162,6 +166,7 @@ class Asked:
             warmup=self["warmup"],
             advance=self["advance"] or bool(self["speculate"]),
             persistent=True if self["persistent"] else False if self["no_persistent"] else None,
+            graph=True if self["graph"] else False if self["no_graph"] else None,
             cache="paged" if self["paged"] else "contiguous",
             page=self["paged"] or 64,
             prealloc=not self["no_prealloc"],

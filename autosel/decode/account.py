@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from autosel import dispatch, ops
 from autosel.candidates import registry
 from autosel.decode.device import time_calls
+from autosel.decode.graph import GraphStep
 from autosel.decode.run import Choice, OpTime, Plan
 from autosel.decode.step import Call, Step, WholeStep
 from autosel.dispatch.bound import make_bound
@@ -46,8 +47,9 @@ def names(plan: Plan) -> Mapping[str, str]:
     return labels(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
 
 
-def choices_of(step: Step | WholeStep, plan: Plan) -> tuple[Choice, ...]:
+def choices_of(step: Step | GraphStep | WholeStep, plan: Plan) -> tuple[Choice, ...]:
     """From the callables that the step is bound to, in the order a step runs them; of a whole step, from its tasks."""
+    step = step.ops if isinstance(step, GraphStep) else step
     if not isinstance(step, Step):
         return _choices_of_whole(step, plan)
     return tuple(_choice_of(c, plan) for c in _by_workload(step.calls).values() if c[0].workload is not None)
@@ -140,8 +142,9 @@ def _choice(w: Workload, count: int, plan: Plan, candidate: str, decision: Decis
 # --- how long each took ----------------------------------------------------------------------------------------------
 
 
-def time_ops(step: Step | WholeStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTime, ...]:
+def time_ops(step: Step | GraphStep | WholeStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTime, ...]:
     """Medians over every call of each op in whole steps with a clock around each op."""
+    step = step.ops if isinstance(step, GraphStep) else step
     if not isinstance(step, Step):
         return _time_tasks(step, plan)
     samples: list[list[int]] = [[] for _ in step.calls]
@@ -203,11 +206,13 @@ class _Nothing:
             function(*arguments)
 
 
-def overhead_ns(step: Step | WholeStep, clock: Callable[[], int]) -> float:
+def overhead_ns(step: Step | GraphStep | WholeStep, clock: Callable[[], int]) -> float:
     """Median time to go through the step's list, through the cell behind every op, with no work done; of a whole step,
-    to call it with nothing to do."""
+    to call it with nothing to do; of a graph, until the call that replays it has returned."""
     if isinstance(step, Step):
         idle = _Nothing(flat=[(_idle(call), call.arguments) for call in step.calls]).run
+    elif isinstance(step, GraphStep):
+        idle = step.replay
     else:
         idle = step.idle()
     times = []

@@ -50,11 +50,12 @@ def _rows(tokens: Tensor) -> list[list[int]]:
 
 
 class Written(_Choosing):
-    """Our step as a list of bound ops with buffers made beforehand; or, given its device, as that takes it whole."""
+    """Our step as a list of bound ops with buffers made beforehand; or, given its device, as that takes it whole; or
+    as a graph."""
 
-    def __init__(self, scene: Scene, chain: Chain, team: Fingerprint | None = None) -> None:
+    def __init__(self, scene: Scene, chain: Chain, team: Fingerprint | None = None, *, graph: bool = False) -> None:
         super().__init__(scene)
-        self.list = write(scene.decoder, scene.cache, scene.place, chain, self.sampler, team=team)
+        self.list = write(scene.decoder, scene.cache, scene.place, chain, self.sampler, team=team, graph=graph)
         self.logits = self.list.logits
 
     def step(self) -> list[list[int]]:
@@ -120,8 +121,10 @@ class Baseline(_Choosing):
         return self.choose(self.logits)
 
 
-def our_arm(scene: Scene, chain: Chain, team: Fingerprint | None) -> Written | AtOnce | Speculating:
-    """The form that the plan asks for; `team`: the device that takes the step whole."""
+def our_arm(
+    scene: Scene, chain: Chain, team: Fingerprint | None, *, graph: bool = False
+) -> Written | AtOnce | Speculating:
+    """The form that the plan asks for; `team`: the device that takes the step whole; or it is a `graph`."""
     if scene.plan.speculate:
         return Speculating(scene)
-    return Written(scene, chain, team) if scene.plan.prealloc else AtOnce(scene, chain)
+    return Written(scene, chain, team, graph=graph) if scene.plan.prealloc else AtOnce(scene, chain)

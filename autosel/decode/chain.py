@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
+from autosel.decode.graph import GraphStep
 from autosel.decode.model import FORMS, Chain, Form
 from autosel.decode.run import HALVES, Half, Way
 from autosel.decode.scene import Scene
@@ -53,7 +54,7 @@ def _medians(scene: Scene, chains: list[Chain], rng: Random, clock: Callable[[],
     return step_medians([write_step(scene.decoder, scene.cache, scene.place, chain) for chain in chains], rng, clock)
 
 
-def step_medians(steps: Sequence[Step | WholeStep], rng: Random, clock: Callable[[], int]) -> list[float]:
+def step_medians(steps: Sequence[Step | GraphStep | WholeStep], rng: Random, clock: Callable[[], int]) -> list[float]:
     """Median ns of each step; each round takes all of them in an order drawn anew."""
     times: list[list[int]] = [[] for _ in steps]
     for step in steps:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autosel.decode.cache import Cache, make_cache
+from autosel.decode.graph import GraphStep
 from autosel.decode.model import FUSED, Batch, Chain, Decoder
 from autosel.decode.persistent import write
 from autosel.decode.run import GREEDY, Sampling
@@ -137,7 +138,7 @@ def batch_of(tokens: Tensor, start: int) -> Batch:
 class _Written:
     """Steps by the written list."""
 
-    def __init__(self, step: Step | WholeStep, sampler: Sampler) -> None:
+    def __init__(self, step: Step | GraphStep | WholeStep, sampler: Sampler) -> None:
         self.step, self.cache, self.place, self.sampler = step, step.cache, step.place, sampler
 
     def __call__(self) -> tuple[Tensor, list[int]]:

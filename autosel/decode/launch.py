@@ -59,7 +59,7 @@ class LaunchStep:
     fp: Fingerprint
     tasks: tuple[LaunchTask, ...]
     rest: tuple[Call, ...]  # of the list: the choice of tokens
-    build: StepBuild
+    compiled: StepBuild
     entries: Entries
     bound: Bound
     reach: int
@@ -69,6 +69,10 @@ class LaunchStep:
     @property
     def candidate(self) -> str:
         return CANDIDATE
+
+    @property
+    def build(self) -> str:
+        return self.entries.digest
 
     @property
     def kernels(self) -> Mapping[str, str]:
@@ -131,14 +135,13 @@ class LaunchStep:
     @property
     def arm(self) -> Arm:
         """What a quarantine names."""
-        digest = self.entries.digest
         return Arm(
             candidate=CANDIDATE,
             backend="CUDA_EXT",
-            recipe=self.build.recipe,
-            knobs=self.build.knobs.values,
-            digest=digest,
-            build=digest,
+            recipe=self.compiled.recipe,
+            knobs=self.compiled.knobs.values,
+            digest=self.build,
+            build=self.build,
         )
 
     def _launch(self, times: Tensor | None) -> None:
@@ -150,7 +153,7 @@ class LaunchStep:
 
     def _reach(self) -> None:
         """Another length bucket: the keys are cut anew. State and counters begin again."""
-        lowering = _Lowering(self.ops, self.build, self.fp)
+        lowering = _Lowering(self.ops, self.compiled, self.fp)
         lowering.tasks()
         self.reach = lowering.reach
         self.bound = lowering.program.bound(self.entries.step, self.entries.check, self.logits)
@@ -212,7 +215,7 @@ def write_launch(step: Step, fp: Fingerprint) -> LaunchStep:
         fp=fp,
         tasks=tasks,
         rest=tuple(lowering.rest),
-        build=build,
+        compiled=build,
         entries=entries,
         bound=lowering.program.bound(entries.step, entries.check, step.logits),
         reach=lowering.reach,

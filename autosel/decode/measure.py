@@ -16,10 +16,12 @@ from random import Random
 import torch
 
 from autosel import fingerprint
+from autosel.decode import graph
 from autosel.decode.account import Uses, bytes_per_step, choices_of, flops_per_step, overhead_ns, proven, time_ops
 from autosel.decode.arms import Arm, Baseline, Written, our_arm
 from autosel.decode.chain import choose_chain
 from autosel.decode.device import peak_memory
+from autosel.decode.hold import holding
 from autosel.decode.model import FUSED, Chain
 from autosel.decode.persistent import kind_of, refuse_unsupported
 from autosel.decode.quality import quality
@@ -32,7 +34,7 @@ from autosel.errors import UsageError
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.race.idle import wait_until_idle
-from autosel.values import Fingerprint
+from autosel.values import Accepted, Fingerprint, Rejected
 
 
 def measure(
@@ -65,12 +67,13 @@ def measure(
             standing = stand(scene, fp, ledger, rng, clock, listener, decides=decides)
         listener.stage("chain", "whole steps", 0, 1)
         chain, ways = choose_chain(scene, rng, clock) if _may_choose(plan) and not _teams(standing) else (FUSED, ())
-        whole = _whole(scene, chain, fp, rng, clock, standing)
+        whole = _whole(scene, chain, fp, rng, clock, standing, ledger)
         team = fp if whole.taken else None
-        ours, theirs = our_arm(scene, chain, team), Baseline(scene)
-        _warm_up(scene, ours, theirs, listener)
-        uses = Uses()
-        pairs = list(_pairs(scene, ours, theirs, rng, listener, clock))
+        ours, theirs = our_arm(scene, chain, team, graph=whole.graph), Baseline(scene)
+        with holding(ledger, fp, getattr(ours, "list", None)):
+            _warm_up(scene, ours, theirs, listener)
+            uses = Uses()
+            pairs = list(_pairs(scene, ours, theirs, rng, listener, clock))
         served = uses.served()
         written = ours.list if isinstance(ours, Written) else None
         choices = choices_of(written, plan) if written else uses.choices(plan, len(pairs))
@@ -82,7 +85,7 @@ def measure(
     return DecodeRun(
         plan=plan,
         fingerprint=fp,
-        mode_key=current_mode("team" if team else plan.mode),
+        mode_key=current_mode("team" if team else "graph" if whole.graph else "eager"),
         started_at=started_at,
         seconds=time.monotonic() - began,
         optimised_ns=tuple(p.optimised_ns for p in pairs),
@@ -114,8 +117,11 @@ def measure(
 
 def refuse(plan: Plan) -> None:
     """Raises UsageError for what cannot be measured. To be asked before weights are loaded, which takes minutes."""
-    if plan.mode == "graph" and plan.device == "cpu":
-        raise UsageError("mode graph on a CPU", why="graphs are captured on a GPU", todo="leave the mode out")
+    support = graph.supports(plan) if plan.graph else Accepted()
+    if isinstance(support, Rejected):
+        raise UsageError("--graph", why=support.reason, todo="leave it out: the step then runs call by call")
+    if plan.graph and plan.persistent:
+        raise UsageError("--graph with --persistent", why="each says how the step is taken", todo="drop one")
     if plan.persistent:
         refuse_unsupported(plan)
     if plan.speculate and (plan.batch > 1 or not plan.advance or plan.sampling.changes_greedy):
@@ -135,16 +141,26 @@ def _teams(standing: Standing | None) -> bool:
     return standing is not None and standing.team is True
 
 
-def _whole(scene: Scene, chain: Chain, fp: Fingerprint, rng: Random, clock: Clock, standing: Standing | None) -> Whole:
+def _whole(
+    scene: Scene,
+    chain: Chain,
+    fp: Fingerprint,
+    rng: Random,
+    clock: Clock,
+    standing: Standing | None,
+    ledger: Ledger | None,
+) -> Whole:
     if standing is not None and standing.team is False:
         return standing.kept()
-    return choose_team(scene, chain, fp, rng, clock, standing.judge if standing is not None else None)
+    return choose_team(scene, chain, fp, rng, clock, standing.judge if standing is not None else None, ledger)
 
 
 def _notes(plan: Plan, chain: Chain, whole: Whole) -> tuple[str, ...]:
     notes = [f"chain: attention {chain.attn}, feed-forward {chain.mlp}"]
     if whole.taken:
         notes = [kind_of(plan.device).taken]
+    if whole.graph:
+        notes.append("step: a graph of its ops, replayed")
     if whole.note:
         notes.append(whole.note)
     if plan.prompt == "synthetic":

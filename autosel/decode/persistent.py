@@ -16,6 +16,7 @@ from typing import Protocol
 from autosel.decode import launch, team
 from autosel.decode.account import bytes_per_step, flops_per_step
 from autosel.decode.cache import Cache
+from autosel.decode.graph import GraphStep
 from autosel.decode.model import FUSED, Chain, Decoder
 from autosel.decode.run import Plan
 from autosel.decode.sample import Sampler
@@ -70,10 +71,13 @@ def write(
     sampler: Sampler | None = None,
     *,
     team: Fingerprint | None = None,
-) -> Step | WholeStep:
-    """The step, op by op in the forms of the chain; or, given its device, taken whole by it, in fused forms."""
+    graph: bool = False,
+) -> Step | GraphStep | WholeStep:
+    """The step, op by op in the forms of the chain, or a graph of that; or, given its device, taken whole by it, in
+    fused forms."""
     if team is None:
-        return write_step(decoder, cache, place, chain, sampler)
+        step = write_step(decoder, cache, place, chain, sampler)
+        return GraphStep.of(step) if graph else step
     return KINDS[team.kind].write(write_step(decoder, cache, place, FUSED, sampler), team)
 
 

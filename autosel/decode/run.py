@@ -15,7 +15,6 @@ from autosel.errors import UsageError
 from autosel.models.shape import ModelShape
 from autosel.values import Backend, DTypeName, Fingerprint, State
 
-Mode = Literal["eager", "graph"]
 Layout = Literal["contiguous", "paged"]
 LARGEST = {"batch": 1 << 16, "seq": 1 << 24, "iters": 10**6, "warmup": 10**6, "page": 1 << 12, "speculate": 64}
 
@@ -72,7 +71,7 @@ class Plan:
     iters: int = 100
     warmup: int = 10
     advance: bool = False
-    mode: Mode = "eager"
+    graph: bool | None = None  # a GPU replays the step as a graph: as below
     # the device takes the whole step (a thread team, or one launch): True or False; None: where a race says so
     persistent: bool | None = None
     cache: Layout = "contiguous"
@@ -205,12 +204,12 @@ class Way:
     or, of the step itself, one way to run it.
 
     `fused`: one op from the block's input through its first projection. `normed`: norm and projection apart. `added`:
-    residual and norm in one op, then the projection. `ops`: op by op, in the chosen forms. `team`: the device takes
-    it whole, by one native call or launch.
+    residual and norm in one op, then the projection. `ops`: op by op, in the chosen forms. `graph`: replayed. `team`:
+    the device takes it whole, by one native call or launch.
     """
 
     half: Half | Literal["step"]
-    form: Literal["fused", "normed", "added", "ops", "team"]
+    form: Literal["fused", "normed", "added", "ops", "graph", "team"]
     step_us: float  # median of a few whole steps, in turn with the other forms
     taken: bool
 

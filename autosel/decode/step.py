@@ -152,6 +152,10 @@ class WholeStep(Protocol):
     def kernels(self) -> Mapping[str, str]: ...
 
     @property
+    def build(self) -> str:
+        """The digest of what was compiled."""
+
+    @property
     def tasks(self) -> Sequence[Task]: ...
 
     @property

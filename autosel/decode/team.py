@@ -85,6 +85,7 @@ class TeamStep:
     entry: Callable[..., Any]
     program: Tensor
     times: Tensor
+    build: str = ""  # the digest of what was compiled
     kept: list[Tensor] = field(default_factory=list)  # what the program points to beside the list's tensors
 
     @property
@@ -148,6 +149,7 @@ def write_team(step: Step, fp: Fingerprint) -> TeamStep:
         entry=load_entry(artefact.digest, ENTRY),
         program=program,
         times=torch.zeros(lowering.threads, len(tasks), 2, dtype=torch.int64),
+        build=artefact.digest,
         kept=lowering.kept,
     )
 

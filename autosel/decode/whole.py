@@ -6,32 +6,39 @@ pass in higher precision as the judge of a measurement asks. The race needs a ga
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
+from typing import Literal
 
 import torch
 
+from autosel.decode import graph
 from autosel.decode.chain import LEAST_GAIN, step_medians
+from autosel.decode.graph import GraphStep
+from autosel.decode.hold import holding, refuse_held
 from autosel.decode.model import Chain
 from autosel.decode.persistent import kind_of, supports
-from autosel.decode.run import Way
+from autosel.decode.run import Plan, Way
 from autosel.decode.scene import Scene, judged
 from autosel.decode.step import Step, WholeStep, write_step
 from autosel.errors import BuildError, DeviceFault, ParityError, UsageError
-from autosel.values import Fingerprint, Passed, Rejected
+from autosel.ledger.store import Ledger
+from autosel.values import Accepted, Fingerprint, Passed, Rejected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """Taken or not; `ways` are empty where there was no race, and `note` says why not."""
+    """Taken whole or not, or replayed as a graph; `ways` are empty where there was no race, and `note` says why not."""
 
     taken: bool
+    graph: bool = False
     ways: tuple[Way, ...] = ()
     note: str = ""
 
 
 Judge = Callable[[Chain, Passed], Whole | None]
+Form = Literal["ops", "graph", "team"]
 
 
 def choose_team(
@@ -41,40 +48,79 @@ def choose_team(
     rng: Random,
     clock: Callable[[], int],
     judge: Judge | None = None,
+    ledger: Ledger | None = None,
 ) -> Whole:
     """Taken if the plan forces it; never if it forbids it; else as the judge decides (decode.standing); where there is
-    none, or nothing it could decide, if it wins against op by op in the chosen chain, for this run alone.
+    none, or nothing it could decide, if it wins for this run alone: against op by op in the chosen chain, and on a GPU
+    against a graph of that. The ledger holds what faulted.
 
-    Raises what `Kind.write` and `run` raise, and ParityError, where it was forced.
+    Raises what `Kind.write` and `run` raise, and ParityError, where it was forced; UsageError where a graph was.
     """
-    asked, kind = scene.plan.persistent, kind_of(scene.plan.device)
-    if asked is False:
-        return Whole(taken=False)
-    support = supports(scene.plan)
-    if isinstance(support, Rejected):
-        return Whole(taken=False, note=f"no {kind.name}: {support.reason}")
+    plan = scene.plan
+    team, note = _wanted(plan)
+    replayed = plan.graph is not False and isinstance(graph.supports(plan), Accepted)
+    if not (team or replayed):
+        return Whole(taken=False, note=note)
     ops = write_step(scene.decoder, scene.cache, scene.place, chain)
+    arms: dict[Form, Step | GraphStep | WholeStep] = {"ops": ops}
+    try:
+        if replayed:
+            arms["graph"] = GraphStep.of(ops)
+    except UsageError as error:
+        if plan.graph:
+            raise
+        note = f"no graph: {error.why}"
+    if team:
+        found = _team(scene, ops, fp, ledger)
+        if isinstance(found, str):
+            note = found
+        else:
+            arms["team"], parity = found
+            decided = judge(chain, parity) if judge is not None and plan.persistent is None else None
+            if decided is not None:
+                return decided
+    return _raced(arms, plan, note, rng, clock) if len(arms) > 1 else Whole(taken=False, note=note)
+
+
+def _wanted(plan: Plan) -> tuple[bool, str]:
+    """Is a step that the device takes whole to be tried? If it cannot be one, why."""
+    if plan.persistent is False or plan.graph:
+        return False, ""
+    support = supports(plan)
+    if isinstance(support, Rejected):
+        return False, f"no {kind_of(plan.device).name}: {support.reason}"
+    return True, ""
+
+
+def _team(scene: Scene, ops: Step, fp: Fingerprint, ledger: Ledger | None) -> tuple[WholeStep, Passed] | str:
+    """The step that the device takes whole, and its proof; or why there is none."""
+    asked, kind = scene.plan.persistent, kind_of(scene.plan.device)
     fused = write_step(scene.decoder, scene.cache, scene.place)
     why = "" if asked else kind.reluctant(ops, fused, scene.plan, fp)
     if why:
-        return Whole(taken=False, note=f"no {kind.name}: {why}; --persistent asks for one")
+        return f"no {kind.name}: {why}; --persistent asks for one"
     try:
         team = kind.write(fused, fp)
-        parity = _refuse_other_logits(scene, ops, team)
+        refuse_held(ledger, fp, team)
+        with holding(ledger, fp, team):
+            return team, _refuse_other_logits(scene, ops, team)
     except (BuildError, DeviceFault, ParityError, UsageError) as error:
         if asked:
             raise
-        return Whole(taken=False, note=f"no {kind.name}: {error.why or error.what}")
-    found = judge(chain, parity) if judge is not None and asked is None else None
-    if found is not None:
-        return found
-    ops_ns, team_ns = step_medians([ops, team], rng, clock)
-    taken = asked is True or ops_ns >= LEAST_GAIN * team_ns
-    ways = (
-        Way(half="step", form="ops", step_us=ops_ns / 1000, taken=not taken),
-        Way(half="step", form="team", step_us=team_ns / 1000, taken=taken),
-    )
-    return Whole(taken=taken, ways=ways)
+        return f"no {kind.name}: {error.why or error.what}"
+
+
+def _raced(
+    arms: Mapping[Form, Step | GraphStep | WholeStep], plan: Plan, note: str, rng: Random, clock: Callable[[], int]
+) -> Whole:
+    """What was forced; else each form in turn has to gain enough on the best before it."""
+    ns = dict(zip(arms, step_medians(list(arms.values()), rng, clock), strict=True))
+    best: Form = "ops"
+    for form in arms:
+        best = form if ns[best] >= LEAST_GAIN * ns[form] else best
+    best = "team" if plan.persistent else "graph" if plan.graph else best
+    ways = tuple(Way(half="step", form=form, step_us=ns[form] / 1000, taken=form == best) for form in arms)
+    return Whole(taken=best == "team", graph=best == "graph", ways=ways, note=note)
 
 
 def _refuse_other_logits(scene: Scene, ops: Step, team: WholeStep) -> Passed:

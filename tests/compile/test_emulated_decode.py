@@ -6,6 +6,8 @@ Only the library is another one: the kernel compiled for this CPU in the place o
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +16,23 @@ import torch
 from autosel import models
 from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import Entries, StepBuild
-from autosel.decode import persistent
-from autosel.decode.generate import generate
+from autosel.certify.audit import audit
+from autosel.certify.issue import Request, issue
+from autosel.decode import graph, launch, persistent, whole
+from autosel.decode.cache import make_cache
+from autosel.decode.generate import generate, prefill
+from autosel.decode.launch import LaunchStep, write_launch
+from autosel.decode.measure import measure
 from autosel.decode.model import Decoder
 from autosel.decode.run import Plan
+from autosel.decode.step import Place, Step, write_step
 from autosel.decode.weights import load_weights
+from autosel.errors import DeviceFault, UsageError
 from autosel.fingerprint import known
+from autosel.knobs.gpu.persistent import Prediction
+from autosel.ledger.store import open_ledger
 from autosel.models.shape import ModelShape
-from autosel.values import DTypeName, Fingerprint
+from autosel.values import Accepted, DTypeName, Fingerprint, Rejected
 from tests.compile.emulate import emulated
 
 PRESETS = {"llama": "llama-1b", "qwen3": "qwen3-1.7b", "gemma3": "gemma3-1b"}
@@ -71,3 +82,250 @@ def test_one_launch_a_step_gives_the_tokens_of_the_step_op_by_op(family: str, fp
     assert made.tokens == expected.tokens
     for ours, theirs in zip(made.logits, expected.logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+# --- one step --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def steps(fp: Fingerprint) -> tuple[Step, LaunchStep]:
+    """A step of llama's op by op, and the same taken by one launch; from one prompt, in one cache."""
+    decoder = decoder_of("llama")
+    cache = make_cache(decoder.shape, "fp32", rows=2, room=40)
+    with torch.inference_mode():
+        prefill(decoder, cache, PROMPTS)
+        place = Place.at(torch.tensor([7, 8]), [len(p) for p in PROMPTS])
+        return write_step(decoder, cache, place), write_launch(write_step(decoder, cache, place), fp)
+
+
+@torch.inference_mode()
+def test_a_launch_is_made_of_tasks_that_stand_for_every_call_of_the_list(steps: tuple[Step, LaunchStep]) -> None:
+    ops, one = steps
+    told = [c.site for t in one.tasks for c in t.calls] + [c.site for c in one.rest]
+    assert sorted(told) == sorted(c.site for c in ops.calls)
+    assert len(one.tasks) == 1 + 6 * 2 + 2
+    assert one.ctas == 4  # of the device that is played
+    assert persistent.KINDS["cuda"].candidate == one.candidate and one.build == "emulated"
+
+
+@torch.inference_mode()
+def test_a_task_ends_after_the_one_before_it(steps: tuple[Step, LaunchStep]) -> None:
+    _, one = steps
+    ends = one.task_ns()
+    assert len(ends) == len(one.tasks) and ends == sorted(ends) and ends[-1] > 0
+    before = one.logits.clone()
+    one.idle()()
+    one.run()
+    one.settle()
+    assert torch.equal(one.logits, before)
+
+
+@torch.inference_mode()
+def test_a_watchdogs_stop_is_an_error_that_says_where_and_the_ops_go_on(steps: tuple[Step, LaunchStep]) -> None:
+    ops, one = steps
+    one.bound.limit_us = 50
+    one.bound.state[kernel.STATE_WORDS + 3] = -7  # as if CTAs of task 3 were never done
+    one.run()
+    with pytest.raises(DeviceFault, match="stopped by its watchdog") as caught:
+        one.settle()
+    assert "task 4 (o)" in caught.value.why and "--no-persistent" in caught.value.todo
+    assert caught.value.arm.candidate == "cuda:step" and caught.value.arm.knobs["slots"] >= 2
+    ops.run()
+    assert torch.isfinite(ops.logits).all()
+
+
+@torch.inference_mode()
+def test_a_launch_that_the_device_refuses_is_a_fault_and_no_crash(steps: tuple[Step, LaunchStep]) -> None:
+    _, one = steps
+    one.bound.grid = 5
+    with pytest.raises(DeviceFault, match="refused the whole-step launch") as caught:
+        one.run()
+    assert "of which 4 can be resident" in caught.value.why
+
+
+def test_where_no_cta_can_be_resident_there_is_no_launch(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of("llama")
+    cache = make_cache(decoder.shape, "fp32", rows=1, room=16)
+
+    def none(like: Any, slots: int, found: torch.Tensor) -> None:
+        found.zero_()
+
+    def unable(like: Any, slots: int, found: torch.Tensor) -> None:
+        raise ValueError("this device launches no kernels whose CTAs wait for each other")
+
+    with torch.inference_mode():
+        step = write_step(decoder, cache, Place.at(torch.tensor([3]), [4]))
+        for resident, why in ((none, "not one CTA"), (unable, "no kernels whose CTAs wait")):
+            made = Entries(step=_never, check=_never, resident=resident)
+            monkeypatch.setattr(kernel, "compiled", lambda build, made=made: made)
+            with pytest.raises(UsageError, match="no whole-step launch") as caught:
+                write_launch(step, fp)
+            assert why in caught.value.why
+
+
+def _never(*arguments: Any) -> None:
+    raise AssertionError("nothing may be launched")
+
+
+# --- a measured run --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch, fp: Fingerprint) -> None:
+    monkeypatch.setattr("autosel.decode.measure.fingerprint", SimpleNamespace(take=lambda device: fp))
+
+
+def plan_of(**changes: Any) -> Plan:
+    asked: dict[str, Any] = {"dtype": "fp32", "batch": 2, "seq": 14, "iters": 3, "warmup": 1}
+    return Plan(model=tiny("llama"), **(asked | changes))
+
+
+def test_a_forced_launch_is_measured_and_certified(on_h200: None) -> None:
+    plan = plan_of(persistent=True)
+    made = measure(plan, load_weights(plan))
+    assert made.mode_key.startswith("team.") and made.tokens_equal == made.tokens_checked == 6
+    assert [(w.half, w.form, w.taken) for w in made.ways] == [("step", "ops", False), ("step", "team", True)]
+    assert {c.backend for c in made.choices if c.op != "sample"} == {"CUDA_EXT"}
+    assert made.notes[0].startswith("step: one launch")
+    assert sum(t.count_per_step for t in made.per_op if t.op == "attn") == 2
+    certificate = issue(made, {}, Request(repro_cmd="autosel run --persistent"))
+    assert certificate.mode.startswith("team.") and certificate.verification_ok
+    assert [(a.op, a.taken, a.other) for a in audit(certificate).attribution] == [("step", "team", "ops")]
+
+
+def test_unasked_it_is_tried_where_the_rates_predict_a_gain(on_h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    raced: list[int] = []
+
+    def medians(steps: Any, *_: Any) -> list[float]:
+        raced.append(len(steps))
+        return [2e6 if isinstance(s, Step) else 1e6 for s in steps]
+
+    monkeypatch.setattr(whole, "step_medians", medians)
+    plan = plan_of()
+    made = measure(plan, load_weights(plan))
+    assert raced == [2] and made.mode_key.startswith("team.")
+    monkeypatch.setattr(launch, "predict", lambda *_: Prediction(graph_s=1e-3, launch_s=0.99e-3))
+    made = measure(plan, load_weights(plan))
+    assert raced == [2] and made.mode_key.startswith("eager.")
+    assert any("no whole-step launch: by this device's measured rates" in note for note in made.notes)
+
+
+def test_what_faulted_is_in_quarantine_and_not_tried_again(
+    on_h200: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(persistent=True)
+    settle = LaunchStep.settle
+
+    def stopped(step: LaunchStep) -> None:
+        settle(step)
+        step.said.fill_(2)
+        settle(step)
+
+    with open_ledger(home=tmp_path, alone=True) as ledger:
+        monkeypatch.setattr(LaunchStep, "settle", stopped)
+        with pytest.raises(DeviceFault, match="watchdog"):
+            measure(plan, load_weights(plan), ledger=ledger)
+        monkeypatch.setattr(LaunchStep, "settle", settle)
+        with pytest.raises(UsageError, match="cuda:step is in quarantine"):
+            measure(plan, load_weights(plan), ledger=ledger)
+        monkeypatch.setattr(
+            "autosel.decode.measure.stand", lambda *_, **__: None
+        )  # of steps on a CPU, which this is not
+        made = measure(plan_of(), load_weights(plan_of()), ledger=ledger)
+        assert made.mode_key.startswith("eager.") and any("watchdog" in note for note in made.notes)
+
+
+def test_an_error_of_the_device_under_a_launch_is_blamed_on_it(
+    on_h200: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an illegal access shows: at whatever is asked of CUDA next."""
+
+    def lost(step: LaunchStep) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(LaunchStep, "settle", lost)
+    with (
+        open_ledger(home=tmp_path, alone=True) as ledger,
+        pytest.raises(DeviceFault, match="the device failed under cuda:step") as caught,
+    ):
+        measure(plan_of(persistent=True), load_weights(plan_of()), ledger=ledger)
+    assert "illegal memory access" in caught.value.why and "--no-persistent" in caught.value.todo
+
+
+# --- a graph of the list ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where there are no graphs, running the list is a replay of it. The lengths that were captured."""
+    seen: list[int] = []
+
+    def captured(ops: Step) -> Any:
+        seen.append(ops.place.longest)
+        return ops.run
+
+    monkeypatch.setattr(graph, "captured", captured)
+    monkeypatch.setattr(graph, "supports", lambda plan: Accepted() if not plan.advance else Rejected(reason="it moves"))
+    return seen
+
+
+def test_three_ways_to_take_a_step_are_raced_and_the_best_is_measured(
+    on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def medians(steps: Any, *_: Any) -> list[float]:
+        return [{Step: 2.0, graph.GraphStep: 1.0, LaunchStep: 1.5}[type(s)] * 1e6 for s in steps]
+
+    monkeypatch.setattr(whole, "step_medians", medians)
+    made = measure(plan_of(), load_weights(plan_of()))
+    assert [(w.form, w.taken) for w in made.ways if w.half == "step"] == [
+        ("ops", False),
+        ("graph", True),
+        ("team", False),
+    ]
+    assert made.mode_key.startswith("graph.") and made.tokens_equal == made.tokens_checked
+    assert captures == [14, 14] and "step: a graph of its ops, replayed" in made.notes
+    assert made.python_overhead_share and len({t.label for t in made.per_op}) > 5
+    certificate = issue(made, {}, Request(repro_cmd="autosel run"))
+    assert certificate.verification_ok and certificate.mode.startswith("graph.")
+    told = [(a.taken, a.other) for a in audit(certificate).attribution if a.op == "step"]
+    assert sorted(told) == [("graph", "ops"), ("graph", "team")]
+
+
+@pytest.mark.parametrize(("asked", "mode"), [({"graph": True}, "graph."), ({"persistent": True}, "team.")])
+def test_what_is_asked_for_is_taken_and_the_others_times_stand_beside_it(
+    on_h200: None, captures: list[int], asked: dict[str, Any], mode: str
+) -> None:
+    made = measure(plan_of(**asked), load_weights(plan_of()))
+    assert made.mode_key.startswith(mode)
+    assert [w.form for w in made.ways if w.half == "step"] == [
+        "ops",
+        "graph",
+        *(["team"] if "persistent" in asked else []),
+    ]
+
+
+@torch.inference_mode()
+def test_a_graph_is_captured_again_where_the_length_changes(
+    steps: tuple[Step, LaunchStep], captures: list[int]
+) -> None:
+    ops, _ = steps
+    replayed = graph.GraphStep.of(ops)
+    for _ in range(2):
+        replayed.run()
+    replayed.place.advance()
+    replayed.run()
+    replayed.settle()
+    assert captures == [14, 15]
+
+
+def test_a_step_that_cannot_be_captured_is_run_another_way_unless_it_was_asked_for(
+    on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def captured(ops: Step) -> Any:
+        raise UsageError("the step cannot be captured as a graph", why="it synchronises")
+
+    monkeypatch.setattr(graph, "captured", captured)
+    made = measure(plan_of(persistent=False), load_weights(plan_of()))
+    assert made.mode_key.startswith("eager.") and "no graph: it synchronises" in made.notes
+    with pytest.raises(UsageError, match="cannot be captured"):
+        measure(plan_of(graph=True), load_weights(plan_of()))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autosel.cli.main import run
+from autosel.errors import UsageError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,6 +50,8 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (("--persistent", "--batch", "9"), "multiplies at most 8 rows"),
         (("--persistent", "--no-prealloc"), "buffers made beforehand"),
         (("--persistent", "--speculate", "ngram:2"), "several tokens a sequence"),
+        (("--graph", "--no-graph"), "one asks for what the other forbids"),
+        (("--graph",), "graphs are captured on a GPU"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused_first(
@@ -56,6 +59,29 @@ def test_a_run_that_cannot_be_is_refused_first(
 ) -> None:
     assert run([*SMALL, *asked]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"persistent": True, "dtype": "fp32"}, "heads of 256: 32 lanes hold 128 elements of fp32"),
+        ({"persistent": True, "batch": 9}, "batch 9: one launch multiplies at most 8 rows"),
+        ({"persistent": True, "cache": "paged"}, "a whole step reads a contiguous cache"),
+        ({"persistent": True, "prealloc": False}, "buffers made beforehand"),
+        ({"persistent": True, "graph": True}, "each says how the step is taken"),
+        ({"graph": True, "advance": True}, "a graph holds one context length"),
+        ({"graph": True, "prealloc": False}, "a graph writes into buffers made beforehand"),
+    ],
+)
+def test_what_a_gpu_cannot_take_whole_or_replay_is_refused_first(changes: dict[str, Any], said: str) -> None:
+    from autosel import models
+    from autosel.decode.measure import refuse
+    from autosel.decode.run import Plan
+
+    with pytest.raises(UsageError) as caught:
+        refuse(Plan(model=models.load("gemma3-1b"), device="cuda", **changes))
+    assert said in caught.value.why
+    refuse(Plan(model=models.load("gemma3-1b"), device="cuda", persistent=True))
 
 
 def test_a_suite_that_does_not_fit_is_refused_first(

@@ -1,0 +1,97 @@
+"""The step as a CUDA graph: the written list, captured once and replayed.
+
+A graph holds the numbers that it was captured with, the context length among them: where that changes, or a decision no
+longer serves (`dispatch.epoch`), the list is captured again. A stream that goes on would be captured at every token, so
+it runs call by call. Status: not yet run on silicon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autosel import dispatch
+from autosel.decode.cache import Cache
+from autosel.decode.run import Plan
+from autosel.decode.step import Place, Step
+from autosel.errors import UsageError
+from autosel.values import Accepted, Rejected, Support
+
+WARM_RUNS = 3  # before a capture: Triton compiles, libraries choose and allocate
+
+Run = Callable[[], None]
+
+
+def supports(plan: Plan) -> Support:
+    """Can the plan's steps be replayed? Asked before weights are loaded."""
+    if plan.device == "cpu":
+        return Rejected(reason="graphs are captured on a GPU")
+    if plan.advance:
+        return Rejected(reason="--advance: a graph holds one context length, and the stream's grows with every step")
+    if not plan.prealloc:
+        return Rejected(reason="--no-prealloc: a graph writes into buffers made beforehand")
+    return Accepted()
+
+
+@dataclass(slots=True)
+class GraphStep:
+    """One decode step by one replay; `ops` is the list it came from, and holds place, cache and buffers."""
+
+    ops: Step
+    replay: Run
+    length: int  # that was captured
+    epoch: int
+
+    @staticmethod
+    def of(ops: Step) -> GraphStep:
+        """Raises UsageError where the list cannot be captured."""
+        return GraphStep(ops=ops, replay=captured(ops), length=ops.place.longest, epoch=dispatch.epoch())
+
+    @property
+    def place(self) -> Place:
+        return self.ops.place
+
+    @property
+    def cache(self) -> Cache:
+        return self.ops.cache
+
+    @property
+    def logits(self) -> Tensor:
+        return self.ops.logits
+
+    @property
+    def chosen(self) -> Tensor | None:
+        return self.ops.chosen
+
+    def run(self) -> None:
+        if self.place.longest != self.length or dispatch.epoch() != self.epoch:
+            self.length, self.epoch = self.place.longest, dispatch.epoch()
+            self.replay = captured(self.ops)
+        self.replay()
+
+    def settle(self) -> None:
+        self.ops.settle()
+
+
+def captured(ops: Step) -> Run:
+    """What replays the list at its present length. A step leaves its place as it was, so it may run before."""
+    device = ops.logits.device
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_RUNS):
+            ops.run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            ops.run()
+    except RuntimeError as error:
+        torch.cuda.synchronize(device)
+        todo = "leave --graph out: the step then runs call by call"
+        raise UsageError("the step cannot be captured as a graph", why=str(error)[:300], todo=todo) from error
+    return graph.replay
