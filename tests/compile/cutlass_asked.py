@@ -40,7 +40,7 @@ class Build:
 
 # Shapes that bring out whatever a formula can answer: every bucket of M, few tiles and many, even and ragged waves.
 ROWS = (4, 6, 17, 48, 96, 128, 160, 256, 320, 384, 2048)
-OUTPUTS = (256, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 10_240, 28_672, 53_248)
+OUTPUTS = (256, 1024, 1152, 2048, 3072, 4096, 5120, 6144, 8192, 10_240, 28_672, 53_248)
 DEPTHS = (4096, 8192, 14_336, 28_672)
 
 

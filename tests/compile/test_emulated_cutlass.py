@@ -21,6 +21,7 @@ from tests.compile.emulate import todays
 pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
 
 Tile = tuple[int, int, int]
+SIDES = ("ROWS", "COLUMNS", "STAGES")
 
 OP = OPS["linear"]
 PLANS = ((1, 0), (3, 1), (2, 0), (64, 0))  # split_k, pdl
@@ -57,8 +58,7 @@ def todays_builds(every_target: bool) -> list[tuple[DTypeName, Tile]]:
 
 
 def product(dtype: str, build: Tile, entry: str = "gemm_sm80") -> Any:
-    names = ("ROWS", "COLUMNS", "STAGES")
-    macros = (f"AUTOSEL_{name}={value}" for name, value in zip(names, build, strict=True))
+    macros = (f"AUTOSEL_{name}={value}" for name, value in zip(SIDES, build, strict=True))
     return emulated("gemm_sm80", entry, f"AUTOSEL_{dtype.upper()}", *macros)
 
 

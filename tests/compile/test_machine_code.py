@@ -1,6 +1,6 @@
 """Every CUDA kernel compiles for every target, within its budget of registers, without spills, to the code it is for.
 
-By default each kernel is compiled for one target and dtype, another one each day; --every-target takes all.
+By default each kernel is compiled for one target, dtype and build, another one each day; --every-target takes all.
 """
 
 from __future__ import annotations
