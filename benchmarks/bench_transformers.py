@@ -4,8 +4,10 @@
                                             [--json] [--write]
 
 Decode steps of one sequence under torch.inference_mode, as `generate` makes them: transformers' own forward, SDPA and
-DynamicCache (which concatenates; put back after each step, untimed). Both models hold the same tensors. The order of
-each pair is a coin's, every step waits for the other's threads to sleep, and the tokens they choose are compared.
+DynamicCache (whose layers concatenate, or grow in place in the patched model; put back after each step, untimed). Both
+models hold the same tensors. The order of each pair is a coin's, every step waits for the other's threads to sleep,
+and the tokens they choose are compared. Timed are steps after the guard's first checks: of the first 32 calls of a
+shape in a process each runs the baseline too, which for the logits is every one of the first 32 tokens.
 
 What serves is what this home has decided; `--pinned` instead serves autosel's C++ kernels wherever there is one,
 without a race, from a home of its own: what tuning can reach, not what it has proven. `autosel record` beside a run of
@@ -42,11 +44,13 @@ from autosel.certify.statistics import median, speedup_interval
 from autosel.decode.cache import make_cache
 from autosel.decode.run import Plan
 from autosel.decode.weights import load_weights
+from autosel.guard.rate import CANARY
 from autosel.race.idle import wait_until_idle
 from autosel.values import Workload
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
 GOAL = 1.5
+RUN_UP = 2  # steps after which a cache is as it is in the middle of a text
 KERNELS = {"linear": "cpp:gemv", "attn": "cpp:attn_decode", "rmsnorm": "cpp:rmsnorm", "rope": "cpp:rope"}
 KERNELS |= {"swiglu": "cpp:swiglu", "geglu": "cpp:geglu"}
 
@@ -70,8 +74,8 @@ def main() -> int:
         with _serving(options, ours, filled_cache(ours, cache, options.seq - 1), token) as board:
             with redirect_stdout(sys.stderr):
                 patched = autosel.patch(ours)
-            caches = {"own": filled_cache(own, cache, options.seq - 1)}
-            caches["patched"] = filled_cache(ours, cache, options.seq - 1)
+            held = options.seq - 1 - RUN_UP
+            caches = {"own": filled_cache(own, cache, held), "patched": filled_cache(ours, cache, held)}
             found = _compared({"own": own, "patched": ours}, caches, token, options)
             used = sorted((u for u in board.uses() if u.calls), key=lambda u: -u.calls)
     found |= {"model": shape.name, "layers": layers, "dtype": options.dtype, "seq": options.seq, "device": fp.name}
@@ -119,7 +123,6 @@ def _serving(options: argparse.Namespace, model: Any, cache: Any, token: Tensor)
 def _compared(
     models_: dict[str, Any], caches: dict[str, Any], token: Tensor, options: argparse.Namespace
 ) -> dict[str, Any]:
-    rewind = {name: rewinding(cache) for name, cache in caches.items()}
     times: dict[str, list[float]] = {name: [] for name in models_}
     distance, equal, rng = 0.0, 0, random.Random(options.seed)
 
@@ -127,6 +130,9 @@ def _compared(
         made: Tensor = models_[name](token, past_key_values=caches[name], use_cache=True).logits[:, -1]
         return made
 
+    for name in [*models_] * RUN_UP:
+        step(name)
+    rewind = {name: rewinding(cache) for name, cache in caches.items()}
     for i in range(options.warmup + options.rounds):
         made: dict[str, Tensor] = {}
         for name in rng.sample(list(models_), 2):
@@ -168,7 +174,9 @@ def _parsed() -> argparse.Namespace:
     parser = command_line.parser(__doc__, write="keep the result in benchmarks/results/cpu/")
     command_line.decoding(parser, seqs=(2048,), rounds=40)
     command_line.dtype(parser)
-    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument(
+        "--warmup", type=int, default=CANARY + 2, help="steps before; the guard checks each of the first"
+    )
     parser.add_argument("--pinned", action="store_true", help="serve the C++ kernels without a race")
     return parser.parse_args()
 

@@ -11,6 +11,7 @@ the module's own code.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import types
@@ -30,6 +31,7 @@ from autosel.ops.contract import Match
 
 log = logging.getLogger(__name__)
 
+NEEDED, INSTALL = "transformers 5", "pip install 'transformers>=5.0'"
 NAME = "autosel"  # of our attention in transformers' registries
 KINDS = ("attention", "RMSNorm", "rotary", "MLP", "linear")
 STATIC_ROPE = ("default", "linear", "llama3")  # kinds whose frequencies do not change with the position
@@ -175,13 +177,7 @@ def _configs(model: Any) -> list[Any]:
 
 
 def _refuse(model: Any) -> None:
-    try:
-        from transformers import PreTrainedModel
-    except ImportError as error:
-        raise UsageError(
-            "transformers is not installed", why=str(error), todo="pip install 'transformers>=5.0'"
-        ) from error
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, _pretrained()):
         raise UsageError(
             f"cannot patch {type(model).__module__}.{type(model).__name__}",
             why=f"it is no transformers.PreTrainedModel ({_versions()})",
@@ -203,6 +199,27 @@ def _refuse(model: Any) -> None:
             why="an op takes one of bfloat16, float16, float32 for all its tensors",
             todo="model.to(torch.bfloat16), or load it with dtype=",
         )
+
+
+def _pretrained() -> Any:
+    """Their base class. Raises UsageError, naming both versions, where what patching takes hold of is not there."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            "transformers is not installed", why=f"autosel.patch needs {NEEDED}: {error}", todo=INSTALL
+        ) from error
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: F401
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: F401
+        from transformers.masking_utils import sdpa_mask  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"transformers {transformers.__version__} has another interface than {NEEDED}, for which patch was written",
+            why=str(error),
+            todo=f"{INSTALL}; the model is as it was",
+        ) from error
+    return PreTrainedModel
 
 
 def _versions() -> str:
@@ -483,6 +500,7 @@ def _prove_rotation(module: Any) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # which cannot follow code into other globals than its module's
             return original(self, *args, **kwargs)
+        _make_room(kwargs.get("past_key_values"), getattr(self, "layer_idx", None))
         return rotating(self, *args, **kwargs)
 
     return forward
@@ -509,6 +527,68 @@ def _with_global(function: Any, name: str, value: Any) -> Forward:
         function.__closure__,
     )
     made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def _make_room(cache: Any, index: int | None) -> None:
+    """A plain dynamic layer of the cache becomes one that grows in place; others stay what they are."""
+    from transformers.cache_utils import DynamicLayer
+
+    layers = getattr(cache, "layers", ())
+    if index is not None and index < len(layers) and type(layers[index]) is DynamicLayer:
+        layers[index].__class__ = _growing()
+
+
+@functools.cache
+def _growing() -> type:
+    """DynamicLayer copies every key and value it holds at each step. This one writes the new ones behind the old, in
+    room for an eighth more, as long as what it holds is what it returned last: after a crop, a reordering or any other
+    change it copies as its base does. Whoever holds older keys keeps them as they were."""
+    from transformers.cache_utils import DynamicLayer
+
+    class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+        room: tuple[Tensor, Tensor] | None = None
+        last: tuple[Tensor, Tensor] | None = None
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            new = key_states, value_states
+            if self.last is None or not self._goes_on(new):
+                self.room = None
+                self.last = super().update(key_states, value_states, *args, **kwargs)
+                return self.last
+            held, count = self.keys.shape[2], key_states.shape[2]
+            if self.room is None or self.room[0].shape[2] < held + count:
+                self.room = tuple(_with_room(t, held + count) for t in self.last)  # type: ignore[assignment]
+            assert self.room is not None
+            for room, states in zip(self.room, new, strict=True):
+                room[:, :, held : held + count] = states
+            self.keys, self.values = self.last = tuple(room[:, :, : held + count] for room in self.room)  # type: ignore[assignment]
+            return self.keys, self.values
+
+        def _goes_on(self, new: tuple[Tensor, Tensor]) -> bool:
+            assert self.last is not None
+            if self.keys is not self.last[0] or self.values is not self.last[1] or self.keys.dim() != 4:
+                return False
+            return not torch.compiler.is_compiling() and all(
+                t.shape[:2] == held.shape[:2]
+                and (t.shape[3], t.dtype, t.device) == (held.shape[3], held.dtype, held.device)
+                and not (torch.is_grad_enabled() and (t.requires_grad or held.requires_grad))
+                and held.is_inference() == torch.is_inference_mode_enabled()
+                for t, held in zip(new, self.last, strict=True)
+            )
+
+    return GrowingLayer
+
+
+LEAST_ROOM = 64  # tokens
+
+
+def _with_room(held: Tensor, needed: int) -> Tensor:
+    made = held.new_empty(*held.shape[:2], needed + max(LEAST_ROOM, needed // 8), held.shape[3])
+    made[:, :, : held.shape[2]] = held
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import autosel
 from autosel import dispatch, ops
 from autosel.errors import UsageError
+from autosel.integrations.transformers import _make_room
 from autosel.values import Workload
 from tests.cpu.serving import serve
 
@@ -252,6 +254,18 @@ def test_an_unknown_model_is_refused_with_the_versions_and_left_as_it_was() -> N
         autosel.patch(nn.Linear(2, 2))
 
 
+def test_transformers_of_another_interface_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(llama)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
+    with pytest.raises(UsageError, match=f"transformers {transformers.__version__} has another .* than transformers 5"):
+        autosel.patch(model)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match="transformers is not installed") as caught:
+        autosel.patch(model)
+    assert "pip install 'transformers>=5.0'" in caught.value.todo
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
 def logits_of_gpt2(model: Any) -> torch.Tensor:
     with torch.inference_mode():
         found: torch.Tensor = model(torch.arange(2, 8)[None]).logits
@@ -296,3 +310,93 @@ def test_a_patched_model_compiles_into_one_graph() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(logits(compiled), expected)
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def caches() -> tuple[Any, Any]:
+    """The same three tokens in a plain cache, and in one that patching has made room in."""
+    config = llama().config
+    plain, roomy = transformers.DynamicCache(config=config), transformers.DynamicCache(config=config)
+    _make_room(roomy, 0)
+    with torch.inference_mode():
+        k, v = torch.randn(2, HKV, 3, HEAD), torch.randn(2, HKV, 3, HEAD)
+        for cache in (plain, roomy):
+            cache.update(k, v, 0)
+    return plain, roomy
+
+
+def both(plain: Any, roomy: Any, count: int = 1) -> None:
+    with torch.inference_mode():
+        k, v = torch.randn(2, HKV, count, HEAD), torch.randn(2, HKV, count, HEAD)
+        wanted, got = plain.update(k, v, 0), roomy.update(k, v, 0)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    assert plain.get_seq_length() == roomy.get_seq_length()
+
+
+def test_a_patched_models_cache_grows_in_place_and_holds_what_it_should() -> None:
+    plain, roomy = caches()
+    both(plain, roomy)  # the first step copies: there was no room yet
+    where = roomy.layers[0].keys.data_ptr()
+    for count in (1, 2, 1):
+        both(plain, roomy, count)
+        assert roomy.layers[0].keys.data_ptr() == where
+    both(plain, roomy, 500)  # more than there is room for
+    both(plain, roomy)
+    assert isinstance(roomy.layers[0], type(plain.layers[0]))
+
+
+def test_older_keys_stay_as_they_were_whatever_the_cache_does_next() -> None:
+    plain, roomy = caches()
+    for _ in range(3):
+        both(plain, roomy)
+    held = roomy.layers[0].keys
+    before = held.clone()
+    for cache in (plain, roomy):
+        cache.crop(-2)
+    both(plain, roomy)
+    both(plain, roomy)
+    assert torch.equal(held, before)
+    twin = copy.deepcopy(roomy)
+    both(copy.deepcopy(plain), twin)
+    both(plain, roomy)
+    for cache in (plain, roomy):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    both(plain, roomy)
+    for cache in (plain, roomy):
+        cache.reset()
+    both(plain, roomy, 2)
+    both(plain, roomy)
+
+
+def test_a_cache_may_be_filled_under_one_mode_and_grown_under_another() -> None:
+    plain, roomy = caches()
+    both(plain, roomy)
+    both(plain, roomy)
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            for _ in range(2):
+                k = torch.randn(2, HKV, 1, HEAD)
+                wanted, got = plain.update(k, k, 0), roomy.update(k, k, 0)
+                assert torch.equal(wanted[0], got[0]) and torch.equal(wanted[1], got[1])
+    k = torch.randn(2, HKV, 1, HEAD, requires_grad=True)
+    fresh = transformers.DynamicCache(config=llama().config)
+    _make_room(fresh, 0)
+    for _ in range(3):
+        keys, _ = fresh.update(k, k, 0)
+    keys.sum().backward()
+    assert k.grad is not None and torch.equal(k.grad, torch.full_like(k, 3.0))
+
+
+def test_patching_makes_room_in_the_cache_that_generate_makes() -> None:
+    model = made(llama)
+    autosel.patch(model)
+    with torch.inference_mode():
+        cache = model(torch.arange(2, 12)[None], use_cache=True).past_key_values
+        where = set()
+        for token in range(3, 9):
+            model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            where.add(cache.layers[0].keys.data_ptr())
+    assert len(where) <= 3  # the prompt's, a copy of it with room, and that
+    autosel.unpatch(model)
