@@ -77,7 +77,10 @@ def as_now(arm: Arm) -> Arm:
     """What would be loaded by this arm's recipe now: a build by its digest, as it was raced, whatever became of its
     source; Python with the code and libraries that are there. Raises BuildError where nothing would."""
     if isinstance(arm.recipe, PythonRecipe):
-        return replace(arm, digest=arms.digest_of(_python_digest(arm.recipe), arm.knobs))
+        try:
+            return replace(arm, digest=arms.digest_of(_python_digest(arm.recipe), arm.knobs))
+        except (OSError, AssertionError) as error:
+            raise BuildError(f"{arm.candidate} cannot be read any more: {error}") from error
     if not re.fullmatch("[0-9a-f]{64}", arm.build) or find_artefact(arm.build) is None:
         raise BuildError(f"the compiled {arm.candidate} ({arm.build[:12]}) is missing or damaged")
     return arm

@@ -90,7 +90,7 @@ def _show(about: dict[str, Any], ask: Client) -> None:
         ["serving", f"{serving}, epoch {about['epoch']}" + (f", {about['stale']} stale" if about["stale"] else "")],
         ["tuning", _tuning(about)],
         ["device", f"{about['others_busy_cores']:.1f} cores busy with other work"],
-        *([d["device"], d["held"] or "idle"] for d in about["devices"] if d["device"] != "cpu"),
+        *([d["device"], d["held"] or "idle"] for d in about.get("devices", ()) if d["device"] != "cpu"),
     ]
     rows += [["fleet", _fleet(ask.get("/v1/fleet"))]]
     served = ask.get("/v1/uses")

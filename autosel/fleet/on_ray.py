@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from autosel import settings
@@ -157,10 +158,10 @@ def tune(request: Request, address: str, ledger: Ledger, listener: Listener) -> 
         raise UsageError(
             f"--ray and --device {request.device}", why="Ray gives each worker a GPU", todo="--device cuda"
         )
-    started = time.monotonic()
+    started, count = time.monotonic(), _count(address)
     with cluster(address) as ray:
         listener.stage("workers", address, 0, 1)
-        seats = _Seats(ray, request.device, _count(address))
+        seats = _Seats(ray, request.device, count)
         workers = seats.take_all()
         told = _Told(request, ledger, listener, total=len(request.workloads) * len({w.kind for w in workers}))
         spread = Spread(request, workers, replace=seats.again, hear=told.hear)
@@ -190,13 +191,13 @@ def _count(address: str) -> int:
 def cluster(address: str) -> Iterator[Any]:
     """Ray, connected. One made here ends with the tune. Raises AutoselError."""
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+    if find_spec("ray") is None:
+        raise AutoselError("Ray is not installed", todo="install the extra: autosel-kernels[ray]")
+    _refuse_silence(address)  # before its import, which takes seconds
     try:
         import ray
     except ImportError as error:
-        raise AutoselError(
-            "Ray is not installed", why=str(error), todo="install the extra: autosel-kernels[ray]"
-        ) from error
-    _refuse_silence(address)
+        raise AutoselError("Ray cannot be imported", why=str(error), todo="pip check says what it lacks") from error
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     own: dict[str, Any] = (
         {"include_dashboard": False, "object_store_memory": STORE_BYTES} if address.startswith("local") else {}

@@ -23,7 +23,9 @@ from autosel import settings
 CANARY = 32  # sgl-project/sglang PR 34412 checks one output, then trusts
 FRESH_CHECKS = 100  # finds a fault of rate 4.5 % in 99 of 100 cases: 1 - 0.01^(1/100)
 FRESH_FACTOR = 10
-MAX_SHARE = 0.004  # with the countdown of every call a decode step stays below 0.5 % on average
+# Of a time that comes out up to twice as long as between checks (bench_guard.py: helpers have gone to sleep), so that a
+# decode step pays at most 0.5 % on average, the countdown included.
+MAX_SHARE = 0.002
 NEVER = (1 << 30) - 1  # the largest countdown that Python keeps in one digit; it is then granted again
 
 
@@ -56,6 +58,7 @@ class Rate:
     policy: Policy
     random: Random = field(default_factory=SystemRandom)  # a forked process draws its own
     checks: int = 0
+    in_service: bool = False  # `own` holds times as they are between checks
     own: deque[float] = field(default_factory=_latest)
     extra: deque[float] = field(default_factory=_latest)
 
@@ -83,16 +86,26 @@ class Rate:
         # Geometric by inversion; 1 - random() is in (0, 1].
         return min(NEVER, 1 + int(math.log(1.0 - self.random.random()) / math.log1p(-p)))
 
-    def checked(self, own_ns: float, extra_ns: float) -> None:
-        """One check is done: the call itself took `own_ns`, the check `extra_ns` more."""
-        self.own.append(own_ns)
+    def checked(self, own_ns: float, extra_ns: float, *, natural: bool = True) -> None:
+        """One check is done: the call itself took `own_ns`, the check `extra_ns` more. `natural`: nothing of the check
+        came before the call, which found the caches as it does in service. After the first calls, where each check
+        follows another's, only such times count: a cold call takes several times as long, and would allow as many
+        more checks."""
+        if natural and not self.canary and not self.in_service:
+            self.own.clear()
+            self.in_service = True
+        if natural or not self.in_service:
+            self.own.append(own_ns)
         if is_deep(self.checks):
             self.extra.append(extra_ns)
         self.checks += 1
 
     @property
     def own_ns(self) -> float:
-        """A call's time: the median, for a checked call may come cold or be interrupted."""
+        """A call's time: in service the shortest, for a checked call pays more than others, never less; of the first
+        calls the median."""
+        if self.in_service:
+            return min(self.own)
         return statistics.median(self.own) if self.own else 0.0
 
     @property

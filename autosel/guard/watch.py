@@ -97,7 +97,8 @@ class Watch:
     def _both(self, call: Call) -> Any:
         s, start = self.subject, self.clock()
         number = self.rate.checks
-        if self.random.random() < 0.5:
+        first = self.random.random() < 0.5
+        if first:
             candidate, baseline = call.run(s.candidate), call.run(s.baseline)
         else:
             baseline = call.run(s.baseline)
@@ -118,16 +119,18 @@ class Watch:
                 self.unjudged += 1
             return call.serve(baseline)
         served = call.serve(baseline if number < CANARY else candidate)
-        self._account(call, candidate, baseline, self.clock() - start, number)
+        self._account(call, candidate, baseline, self.clock() - start, number, first=first)
         return served
 
     def _seed(self) -> int:
         return self.random.getrandbits(31)
 
-    def _account(self, call: Call, candidate: Result, baseline: Result, took_ns: int, number: int) -> None:
-        """The check's cost, and, after the first calls, who was faster."""
+    def _account(
+        self, call: Call, candidate: Result, baseline: Result, took_ns: int, number: int, *, first: bool
+    ) -> None:
+        """The check's cost, and, after the first calls, who was faster. `first`: the candidate ran first."""
         with self.lock:
-            self.rate.checked(candidate.ns, max(0, took_ns - candidate.ns))
+            self.rate.checked(candidate.ns, max(0, took_ns - candidate.ns), natural=first)
             if number < CANARY or self.subject.decision.state == "pinned":  # a pin serves whatever it takes
                 return
             self.detector.add(candidate.ns > baseline.ns)

@@ -92,6 +92,20 @@ def test_a_fault_of_any_rate_is_found_within_the_promised_calls(f: float) -> Non
     assert abs(statistics.fmean(found) * p * f - 1) < 4 / math.sqrt(runs)
 
 
+def test_a_call_is_as_long_as_it_is_in_service_not_as_it_is_behind_a_check() -> None:
+    rate = Rate(policy=Policy())
+    for _ in range(CANARY):
+        rate.checked(own_ns=50_000, extra_ns=1_000_000, natural=False)
+    assert rate.own_ns == 50_000, "there is nothing better to go by yet"
+    rate.checked(own_ns=50_000, extra_ns=1_000_000, natural=False)
+    rate.checked(own_ns=5_000, extra_ns=1_000_000)
+    assert rate.own_ns == 5_000
+    for _ in range(20):
+        rate.checked(own_ns=50_000, extra_ns=1_000_000, natural=False)
+    assert rate.own_ns == 5_000
+    assert rate.probability * 1_000_000 <= MAX_SHARE * 5_000 * 1.001
+
+
 def test_checks_take_no_more_than_their_share_of_the_time() -> None:
     rate = settled(1 / 2000)
     rate.checked(own_ns=5_000, extra_ns=1_000_000)
