@@ -125,7 +125,7 @@ def test_what_is_done_is_not_done_again(dry: dict[str, Any], folder: Path) -> No
     cut["units"]["rmsnorm cpp:rmsnorm bf16"]["seconds"] = 12345.0
     path.write_text(json.dumps(cut))
     words = ["--device", "cpu", "--out", str(folder / "out"), "--model", str(folder / "model"), "--seq", "128"]
-    words += ["--contexts", "64:64"]
+    words += ["--contexts", "64:64", *(f"--unit={word}" for word in WORDS)]
     done = command(folder, *words, "--op", "rmsnorm", "--layers", "1", "--stage", "parity")
     assert done.returncode == 0, done.stderr
     again = json.loads(path.read_text())["units"]
