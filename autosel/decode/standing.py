@@ -29,7 +29,7 @@ from autosel.decode.device import read_windows
 from autosel.decode.model import FORMS, Chain
 from autosel.decode.run import Listener, Way
 from autosel.decode.scene import Clock, Scene
-from autosel.decode.step import Step, write_step
+from autosel.decode.step import Call, Step, write_step
 from autosel.decode.team import CANDIDATE, ENTRY, KERNELS, SOURCE, TeamStep, knobs_of, supports, write_team
 from autosel.decode.whole import Whole
 from autosel.errors import LedgerError
@@ -45,6 +45,7 @@ from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, Plan, plan
 from autosel.race.session import Duel, Trial, confirm, screen
 from autosel.tuning.contend import last_level_bytes
 from autosel.values import (
+    LENGTH_DIMS,
     WHOLE_STEP,
     Accepted,
     Arm,
@@ -60,6 +61,7 @@ from autosel.values import (
     Verdict,
     Workload,
     digest,
+    length_bucket,
 )
 
 OPS = "ops:step"  # the baseline: op by op, in the forms that were fastest, by whatever serves each op
@@ -94,7 +96,7 @@ def workload_of(shape: ModelShape, dtype: DTypeName, batch: int, context: int) -
 
 def team_arm(step: Step, fp: Fingerprint) -> Arm:
     """The team that would be written from the step's list, as it would be compiled."""
-    knobs = {c.workload.key: knobs_of(c, fp) for c in step.calls if c.workload and c.op in KERNELS}
+    knobs = {c.workload.bucket: knobs_of(_at_longest(c), fp) for c in step.calls if c.workload and c.op in KERNELS}
     flags = (*ISA_FLAGS[facts(fp).isa], f"-DAUTOSEL_{step.decoder.weights.dtype.upper()}")
     threads = max(int(k.get("threads", 1)) for k in knobs.values())
     settings: dict[str, Scalar] = {"threads": threads, "knobs": digest(knobs)[:12]}
@@ -109,6 +111,14 @@ def team_arm(step: Step, fp: Fingerprint) -> Arm:
     )
 
 
+def _at_longest(call: Call) -> Call:
+    """At its bucket's longest context: a decision is about a bucket, and knobs that are derived differ within it."""
+    w = call.workload
+    if w is None or not LENGTH_DIMS & {name for name, _ in w.dims}:
+        return call
+    return replace(call, workload=w.at(L=length_bucket(w["L"])[1]))
+
+
 def ops_arm(steps: Sequence[Step]) -> Arm:
     """The step op by op. What serves an op in any of the forms is part of it: another decision makes another arm."""
     served = {}
@@ -116,7 +126,7 @@ def ops_arm(steps: Sequence[Step]) -> Arm:
         decision = getattr(call.function, "decision", None)
         candidate = getattr(call.function, "candidate", "")
         own = decision is not None and decision.arm.candidate == candidate
-        served[call.workload.key] = decision.arm.digest if own else candidate  # type: ignore[union-attr]
+        served[call.workload.bucket] = decision.arm.digest if own else candidate  # type: ignore[union-attr]
     settings: dict[str, Scalar] = {"served": digest(served)[:12]}
     source = python_digest(WRITER)
     return Arm(

@@ -6,7 +6,7 @@ The steps are real, their times are not: whether a race is won must not depend o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -14,21 +14,20 @@ from typing import Any
 
 import pytest
 
-from autosel import models
+from autosel import models, settings
 from autosel.cli.main import run
 from autosel.decode import standing
 from autosel.decode.measure import measure
+from autosel.decode.model import FUSED
 from autosel.decode.run import DecodeRun, Plan
 from autosel.decode.standing import OPS
 from autosel.decode.team import CANDIDATE
 from autosel.decode.weights import load_weights
 from autosel.ledger.store import Ledger, open_ledger
 from autosel.values import Passed
-from tests.cpu.test_decode_oracle import Oracle, compiled, one_thread, oracle
+from tests.cpu.test_decode_oracle import compiled, one_thread
 
-__all__ = ["compiled", "one_thread", "oracle"]  # fixtures
-
-pytestmark = pytest.mark.parametrize("oracle", ["gemma3"], indirect=True)  # the rules do not depend on the family
+__all__ = ["compiled", "one_thread"]  # fixtures
 
 STEP_NS = 20e6
 
@@ -54,9 +53,29 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
 
 
 @pytest.fixture
-def plan(oracle: Oracle, compiled: set[str]) -> Plan:
-    shape = models.load(oracle.folder)
-    return Plan(model=shape, weights=str(oracle.folder), dtype="fp32", seq=30, iters=2, warmup=0)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A ledger of its own; what is compiled and measured of this machine is shared."""
+    made, shared = tmp_path / "home", settings.home()
+    made.mkdir(mode=0o700)
+    for name in ("native", "fingerprint"):
+        (shared / name).mkdir(parents=True, exist_ok=True)
+        (made / name).symlink_to(shared / name)
+    monkeypatch.setenv("AUTOSEL_HOME", str(made))
+    settings.read.cache_clear()
+    yield made
+    monkeypatch.undo()
+    settings.read.cache_clear()
+
+
+@pytest.fixture
+def plan(compiled: set[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """One small layer: the rules do not depend on the model."""
+    monkeypatch.setattr("autosel.decode.measure.choose_chain", lambda *_: (FUSED, ()))
+    whole = models.load("llama-1b")
+    sizes = {"layers": 1, "d": 128, "Hq": 2, "Hkv": 1, "D": 64, "I": 256, "V": 512}
+    rope = replace(whole.rope, rotary_dim=64)
+    shape = replace(whole, **sizes, rope=rope, layer_types=("full",))
+    return Plan(model=shape, dtype="fp32", seq=30, iters=2, warmup=0)
 
 
 def measured(plan: Plan, ledger: Ledger) -> DecodeRun:
@@ -74,6 +93,7 @@ def test_a_race_that_is_won_is_a_decision_and_the_next_run_takes_it_without_one(
         evidence = ledger.evidence(decision.id)
         asked.clear()
         second = measured(plan, ledger)
+        measured(replace(plan, seq=28), ledger)  # another context of the bucket
     assert decision.state == "promoted" and decision.mode.startswith("team.") and decision.arm.candidate == CANDIDATE
     assert evidence.race is not None and [s.kind for s in evidence.race.sessions] == ["screening"] + ["confirming"] * 3
     assert [type(p) for arm, p in evidence.parities if arm.digest == decision.arm.digest] == [Passed]
