@@ -6,7 +6,7 @@ import json
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +146,16 @@ def _tuned_there(
         raise AutoselError(
             f"{python} did not tune", why=f"exit code {done.returncode}", todo=" ".join(words)
         ) from error
-    return {d["bucket"]: d for d in decisions}
+    return decided_there(decisions, found.get("undecided", ()), calls)
+
+
+def decided_there(
+    decisions: Iterable[Mapping[str, Any]], undecided: Iterable[str], asked: Iterable[Workload]
+) -> Mapping[str, Mapping[str, Any]]:
+    """By bucket. What the budget left undecided kept its baseline for now: no winner flipped."""
+    open_ = set(undecided)
+    left = {w.bucket for w in asked if w.key in open_}
+    return {d["bucket"]: d for d in decisions if d["bucket"] not in left}
 
 
 # --- here -------------------------------------------------------------------------------------------------------------

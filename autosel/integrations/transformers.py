@@ -550,6 +550,8 @@ def _growing() -> type:
     from transformers.cache_utils import DynamicLayer
 
     class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+        keys: Tensor
+        values: Tensor
         room: tuple[Tensor, Tensor] | None = None
         last: tuple[Tensor, Tensor] | None = None
 

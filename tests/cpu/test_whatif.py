@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from autosel import ops
 from autosel.cli import whatif
 from autosel.cli.main import run
 from autosel.errors import UsageError
@@ -30,6 +31,16 @@ def test_winners_that_flip_come_first_and_what_it_gains_is_weighted_by_calls() -
     assert told[0] == "1 of 4 would be served by another kernel"
     assert f"{(30 + 4) / (15 + 8):.2f}x" in told[1]
     assert changes[3].here == "(undecided)"
+
+
+def test_what_the_budget_left_undecided_there_is_no_flip() -> None:
+    norms = [ops.find("rmsnorm").workload("bf16", {"M": 1, "d": d}) for d in (64, 96)]
+    decisions = [{"bucket": w.bucket, **row("torch:rmsnorm", 9.0)} for w in norms]
+    there = whatif.decided_there(decisions, [norms[0].key], norms)
+    assert set(there) == {norms[1].bucket}
+    here = {w.bucket: row("cpp:rmsnorm", 1.0) for w in norms}
+    changes = {c.bucket: c for c in whatif.compare(here, there, {w.bucket: 1 for w in norms})}
+    assert changes[norms[1].bucket].flips and not changes[norms[0].bucket].flips
 
 
 def test_an_environment_that_cannot_run_autosel_is_told_what_it_lacks(tmp_path: Path) -> None:
