@@ -168,8 +168,8 @@ class Terms:
     """What every race of a run shares. At `deadline` (on `clock`) no new work starts.
 
     `debit` takes an attempt's error probability from its key's lifetime budget; False: the budget is spent.
-    `journal` is entered while arms run for the first time in a process, with their names: should the machine not survive
-    it, they are known. Not while a race is paused or goes on: who pulls the plug then says nothing about them.
+    `journal` is entered while arms run for the first time in a process, with their names: should the machine not
+    survive it, they are known. Not while a race is paused or goes on: who pulls the plug then says nothing about them.
     `clone_share` is the chance that a contest carries the A/A comparison; who calibrates sets it to 1.
     """
 
