@@ -6,21 +6,27 @@
 // comes from L2 at the price of a weight line. R * M accumulators stay in registers (kAccumulators).
 // R streams a row apart defeat the hardware prefetcher (measured below), so each step also asks L2 for one line of
 // the *next* R rows, in the order of addresses: to memory it is one linear stream, whatever the order of use.
+// A prefetch that finds the queue to memory full is dropped. In long rows the hardware's own streams make up for it;
+// rows shorter than a page end before they have begun. With one row of x those go one by one, as the single stream that
+// they are, and every other line is enough to ask for; of two matrices (gate and up) a run of columns goes before the
+// same of the other.
 //
 // Measured on 2 cores of Zen 4 (AVX-512-BF16, bf16), against a plain streaming read in the same run, medians:
 //   M=1, K=4096    R=1: 0.90-0.99, reading 2 KB ahead: 1.0    R=2: 0.65    R=4 or 8, next block ahead: 1.0-1.1
 //   M=1, K=14336   R=1: 0.78-0.86, reading 2 KB ahead: 0.9    R=2: 0.84    R=4: 1.06    R=8: 1.06-1.1
 //   M=4, K=4096    R=4 without asking ahead: 0.55    R=4: 0.65-0.96    R=6: 0.7-0.96
 //   M=8, K=4096    R=1: 0.40    R=2: 0.45-0.64    R=3: 0.8-0.95
-// A prefetch that finds the queue to memory full is dropped. In long rows the hardware's own streams make up for it; in
-// rows shorter than a page they end before they have begun. So lines of those are asked for once more, shortly before
-// use, the beginnings of the next block's rows included. Against once, M=1, R=8, medians of some 200 pairs at 34 GB/s:
-//   K=1152  one matrix 1.07, gate and up in turn 1.03-1.05      K=1024  1.08      K=2048  0.97      K=6912, 8192  1.00
-//   256 to 512 bytes ahead do the same; without the beginnings of rows 1.06, 1.02 and 1.08; into L1 0.95.
+// Short rows one by one, every other line 16 KB ahead, runs of 256 KB, against R=8 with each line of the next block
+// asked for; medians of some 500 pairs of single projections, M=1, at 34 GB/s:
+//   K=1152  lm_head 1.09-1.10, gate and up 1.07-1.09      K=1024  1.08
+//   4 KB ahead 1.06, 1.04 and 1.06; 1 KB 1.02, 1.00, 1.04; runs of 64 KB: gate and up 1.05; no runs: gate and up 0.94.
+//   Whole steps of gemma3-1b at context 2048 in turn: 1.12 (0.87 -> 0.97 of the read rate; at 56 GB/s 0.81 -> 0.95).
 // Losers: asking into L1 instead of L2 (0.55: it evicts x); blocks of K with partial sums kept in L1 (0.85-0.95: no
-// better than R rows, and more code); two blocks ahead (no gain). At K=1152: sums of eight rows by one transposition
-// (1.00); sixteen rows (1.00; K=6912 0.91); row after row, 2 to 4 KB ahead (lm_head 1.08, gate and up 1.01, but K=2048
-// 0.92-0.95 and K=8192 0.90); runs of 32 to 256 KB of gate before as much of up (1.00); no asking at all (0.83).
+// better than R rows, and more code); two blocks ahead (no gain). At K=1152 with R=8: sums of eight rows by
+// one transposition 1.00; sixteen rows 1.00; each line asked for once more 256 bytes before use 1.02-1.07 (whole steps
+// 1.04); no asking 0.83; two or four streams of neighbouring rows 0.92-0.99. Long rows one by one, 2 to 18 KB ahead:
+// K=2048 0.92-0.95, K=8192 0.90. Long rows with every other line asked for: single projections 1.03-1.06, but whole
+// steps of llama-1b 0.975.
 #pragma once
 #include <type_traits>
 
@@ -39,10 +45,14 @@ template <class T> using Wide = std::conditional_t<kPaired<T>, bf16, float>;
 
 constexpr int kAccumulators = kLanes == 16 ? 24 : 12;  // of 32 or 16 registers; the rest holds operands
 constexpr int kMaxRows = 8;                            // of x that this way of multiplying takes
-constexpr int64_t kShortRow = 4096;                    // bytes: shorter rows of weights are asked for twice,
-constexpr int64_t kAgainBytes = 256;                   // the second time so far ahead of use
+constexpr int64_t kShortRow = 4096;                    // bytes: rows of weights below that are a stream only together
+constexpr int64_t kAheadOfShort = 16 << 10;            // bytes from the line in use to the one asked for
+constexpr int64_t kRunBytes = 256 << 10;               // of one matrix before the next has its turn
+constexpr int64_t kMostRun = 128;                      // columns of that
 
 static inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+template <class T> static inline bool is_short(int64_t k) { return k * int64_t(sizeof(T)) < kShortRow; }
 
 // --- one step: kWidth elements of a weight row against as many of each row of x --------------------------------------
 
@@ -113,7 +123,7 @@ template <class T, class S> static void pack_for_dot(const Matrix<const S>& x, W
 template <class T>
 using DotBlock = void (*)(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T* next, float* out);
 
-template <class T, int M, int R, bool kAgain = false>
+template <class T, int M, int R>
 static void dot_block(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T* next, float* out) {
   constexpr int W = Step<T>::kWidth, U = M * R >= 8 ? 1 : (8 + M * R - 1) / (M * R);  // >= 8 chains hide the latency
   constexpr int kStride = W * int(sizeof(T));  // 64 bytes, or 32: then every other step has a new line to ask for
@@ -123,13 +133,10 @@ static void dot_block(const T* w, int64_t stride, const Wide<T>* x, int64_t k, c
   for (; j + U * W <= k; j += U * W, x += U * M * W, ahead += U * R * kStride)
 #pragma GCC unroll 8
     for (int u = 0; u < U; ++u) {
-      int64_t at = j + u * W, soon = at + kAgainBytes / int64_t(sizeof(T));
-      const T* again = soon < k ? w + soon : next + (soon - k);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        Step<T> s = Step<T>::at(w + r * stride + at);
+        Step<T> s = Step<T>::at(w + r * stride + j + u * W);
         if (kStride == 64 || U * R == 1 || (u * R + r) % 2 == 0) prefetch_l2(ahead + (u * R + r) * kStride);
-        if (kAgain && (kStride == 64 || at % (2 * W) == 0)) prefetch_l2(again + r * stride);
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) acc[r][m][u] = s.add(acc[r][m][u], x + (u * M + m) * W);
       }
@@ -148,11 +155,31 @@ static void dot_block(const T* w, int64_t stride, const Wide<T>* x, int64_t k, c
   }
 }
 
+// R short rows, one after another, for one row of x.
+template <class T, int R>
+static void dot_rows(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T*, float* out) {
+  constexpr int W = Step<T>::kWidth, U = 4;
+  for (int r = 0; r < R; ++r, w += stride) {
+    vreg acc[U] = {};
+    int64_t j = 0;
+    for (; j + U * W <= k; j += U * W)
+#pragma GCC unroll 4
+      for (int u = 0; u < U; ++u) {
+        const T* p = w + j + u * W;
+        if (u * W * int(sizeof(T)) % 128 == 0) prefetch_l2(reinterpret_cast<const char*>(p) + kAheadOfShort);
+        acc[u] = Step<T>::at(p).add(acc[u], x + j + u * W);
+      }
+    for (; j < k; j += W) acc[0] = (j + W <= k ? Step<T>::at(w + j) : tail_step(w + j, k - j)).add(acc[0], x + j);
+    out[r] = sum((acc[0] + acc[1]) + (acc[2] + acc[3]));
+  }
+}
+
 // The kernels there are: R of 1, 8, 4, and where not even 4 fit, 3 or 2. Null for any other R.
-template <class T, int M> static DotBlock<T> dot_block_of(int64_t rows, bool again) {
+template <class T, int M> static DotBlock<T> dot_block_of(int64_t rows, bool one_by_one) {
   constexpr int A = kAccumulators;
+  if constexpr (M == 1) if (rows == 8 && one_by_one) return dot_rows<T, 8>;
   if (rows == 1) return dot_block<T, M, 1>;
-  if constexpr (M * 8 <= A) if (rows == 8) return again ? dot_block<T, M, 8, true> : dot_block<T, M, 8>;
+  if constexpr (M * 8 <= A) if (rows == 8) return dot_block<T, M, 8>;
   if constexpr (M * 4 <= A) if (rows == 4) return dot_block<T, M, 4>;
   if constexpr (M * 3 <= A && M * 4 > A) if (rows == 3) return dot_block<T, M, 3>;
   if constexpr (M * 2 <= A && M * 3 > A) if (rows == 2) return dot_block<T, M, 2>;
@@ -162,23 +189,30 @@ template <class T, int M> static DotBlock<T> dot_block_of(int64_t rows, bool aga
 // The kernel for m <= kMaxRows rows of x and `rows` of weights, of k elements; where there is none, `rows` becomes the
 // next lower number that has one (a knob derived for another M must not be an error).
 template <class T> static DotBlock<T> dot_block_for(int64_t m, int64_t k, int64_t& rows) {
-  for (bool again = k * int64_t(sizeof(T)) < kShortRow;; --rows) {
+  for (bool one_by_one = is_short<T>(k);; --rows) {
     DotBlock<T> found = nullptr;
     switch (m) {
-      case 1: found = dot_block_of<T, 1>(rows, again); break;
-      case 2: found = dot_block_of<T, 2>(rows, again); break;
-      case 3: found = dot_block_of<T, 3>(rows, again); break;
-      case 4: found = dot_block_of<T, 4>(rows, again); break;
-      case 5: found = dot_block_of<T, 5>(rows, again); break;
-      case 6: found = dot_block_of<T, 6>(rows, again); break;
-      case 7: found = dot_block_of<T, 7>(rows, again); break;
-      case 8: found = dot_block_of<T, 8>(rows, again); break;
+      case 1: found = dot_block_of<T, 1>(rows, one_by_one); break;
+      case 2: found = dot_block_of<T, 2>(rows, one_by_one); break;
+      case 3: found = dot_block_of<T, 3>(rows, one_by_one); break;
+      case 4: found = dot_block_of<T, 4>(rows, one_by_one); break;
+      case 5: found = dot_block_of<T, 5>(rows, one_by_one); break;
+      case 6: found = dot_block_of<T, 6>(rows, one_by_one); break;
+      case 7: found = dot_block_of<T, 7>(rows, one_by_one); break;
+      case 8: found = dot_block_of<T, 8>(rows, one_by_one); break;
     }
     if (found) return found;
   }
 }
 
 // --- all of it, shared by threads ------------------------------------------------------------------------------------
+
+// Columns of one matrix that are computed in a row, in whole blocks.
+template <class T> static inline int64_t run_columns(int64_t k, int64_t rows) {
+  if (!is_short<T>(k)) return rows;
+  int64_t fit = kRunBytes / (k * int64_t(sizeof(T)) + 1);
+  return (fit < rows ? rows : fit < kMostRun ? fit : kMostRun) / rows * rows;
+}
 
 // Columns [begin, end) of y for the m <= kMaxRows rows of x in `panel`; `after` is where the weights lie that this
 // thread multiplies next.
@@ -187,19 +221,25 @@ static void stream_columns(const Wide<T>* panel, int64_t m, const Matrix<const T
                            int64_t rows, const T* after, const Done& done) {
   int64_t k = w->columns, single = 1;
   DotBlock<T> several = dot_block_for<T>(m, k, rows), one = dot_block_for<T>(m, k, single);
-  float out[Parts][kAccumulators + kLanes];
-  for (int64_t n = begin; n < end;) {
-    int64_t taken = n + rows <= end ? rows : 1;
+  int64_t run = run_columns<T>(k, rows);
+  float out[kAccumulators], kept[Parts][kMaxRows][kMostRun + kLanes];
+  for (int64_t from = begin, to; from < end; from = to) {
+    to = from + run < end ? from + run : end;
     for (int p = 0; p < Parts; ++p) {
-      const T* next = p + 1 < Parts ? w[p + 1].row(n) : n + taken < end ? w[0].row(n + taken) : after;
-      (taken == rows ? several : one)(w[p].row(n), w[p].stride, panel, k, next, out[p]);
+      const T* then = p + 1 < Parts ? w[p + 1].row(from) : to < end ? w[0].row(to) : after;
+      for (int64_t n = from, taken; n < to; n += taken) {
+        taken = n + rows <= to ? rows : 1;
+        const T* next = n + taken < to ? w[p].row(n + taken) : then;
+        (taken == rows ? several : one)(w[p].row(n), w[p].stride, panel, k, next, out);
+        for (int64_t i = 0; i < m; ++i) memcpy(kept[p][i] + (n - from), out + i * taken, size_t(taken) * sizeof(float));
+      }
     }
-    for (int64_t i = 0; i < m; ++i) {
-      const float* v[Parts];
-      for (int p = 0; p < Parts; ++p) v[p] = out[p] + i * taken;
-      done(i, n, taken, v);
-    }
-    n += taken;
+    for (int64_t n = from; n < to; n += kLanes)
+      for (int64_t i = 0; i < m; ++i) {
+        const float* v[Parts];
+        for (int p = 0; p < Parts; ++p) v[p] = kept[p][i] + (n - from);
+        done(i, n, to - n < kLanes ? to - n : int64_t(kLanes), v);
+      }
   }
 }
 

@@ -13,6 +13,7 @@
 // The arithmetic is that of the kernels for single ops, from the same headers and in the same order: the same bits.
 #include <time.h>
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <vector>
@@ -290,6 +291,7 @@ template <class T> class Walker {
     if (!after) after = p.w;
     Left* left = run_.left + (next_ - 1) * size_;
     int64_t most = kTakenBytes / (8 * Parts * p.k * int64_t(sizeof(T))) + 1, begin, end;
+    if (Parts > 1 && p.rows == 1) most = std::max(most, run_columns<T>(p.k, p.together) / 8);
     auto stream = [&](const T* then) {
       int64_t last = 8 * end < p.n ? 8 * end : p.n;
       stream_columns<T, Parts>(panel, p.rows, w, 8 * begin, last, p.together, then, done);
@@ -297,8 +299,10 @@ template <class T> class Walker {
     while (take(left, most, begin, end)) stream(left[rank_].count() > 0 ? w[0].row(8 * end) : after);
   }
 
-  // What this thread does next: of its own, else one of whoever has most left. False: nothing is left anywhere.
+  // What this thread does next: of its own, the last ones in ever smaller parts; else one of whoever has most left.
+  // False: nothing is left anywhere.
   bool take(Left* left, int64_t most, int64_t& begin, int64_t& end) {
+    most = std::min(most, left[rank_].count() / 2 + 1);
     if (left[rank_].take(most, true, begin, end)) return true;
     for (;;) {
       int victim = rank_;
@@ -444,7 +448,7 @@ template <class T> class Walker {
     }
   };
 
-  static constexpr int64_t kTakenBytes = 64 << 10;   // of weights at a time: 3 us, what one waits for the other at most
+  static constexpr int64_t kTakenBytes = 64 << 10;   // of weights at a time: 3 us; runs of short rows take more
   static constexpr int64_t kAheadBytes = 256 << 10;  // a quarter of the smallest L2 in use on servers
   Run& run_;
   int rank_, size_;
