@@ -73,7 +73,7 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
   // Rows of each matrix: a vector of every one of them, unpacked, takes at most 32 registers.
   static constexpr int kRows = AUTOSEL_ROWS < 32 / V ? AUTOSEL_ROWS : 32 / V, R = kRows > Parts ? kRows / Parts : 1;
   // A load that is multiplied by much gives time, and takes registers: fewer of them in flight are enough.
-  static constexpr int kMostLoads = M * V < 64 ? 8 : 128 / (M * V);
+  static constexpr int kMostLoads = M * V > 64 ? 1 : M == kMostRows || M * V == 64 ? 2 : 8;
   static constexpr int kLoads = AUTOSEL_UNROLL < kMostLoads ? AUTOSEL_UNROLL : kMostLoads;
   static constexpr int U = kLoads / (R * Parts) > 0 ? kLoads / (R * Parts) : 1;
   static_assert(V % X == 0, "a vector of weights meets whole vectors of x");
