@@ -20,7 +20,7 @@
 // asked for; medians of some 500 pairs of single projections, M=1, at 34 GB/s:
 //   K=1152  lm_head 1.09-1.10, gate and up 1.07-1.09      K=1024  1.08
 //   4 KB ahead 1.06, 1.04 and 1.06; 1 KB 1.02, 1.00, 1.04; runs of 64 KB: gate and up 1.05; no runs: gate and up 0.94.
-//   Whole steps of gemma3-1b at context 2048 in turn: 1.12 (0.87 -> 0.97 of the read rate; at 56 GB/s 0.81 -> 0.95).
+//   Whole steps of gemma3-1b at context 2048 in turn: 1.11 (0.87 -> 0.95 of the read rate; at 51 GB/s 0.81 -> 0.93).
 // Losers: asking into L1 instead of L2 (0.55: it evicts x); blocks of K with partial sums kept in L1 (0.85-0.95: no
 // better than R rows, and more code); two blocks ahead (no gain). At K=1152 with R=8: sums of eight rows by
 // one transposition 1.00; sixteen rows 1.00; each line asked for once more 256 bytes before use 1.02-1.07 (whole steps
