@@ -112,8 +112,8 @@ def compare(certified: Certificate, again: Certificate) -> Rerun:
     if again.contended:
         notes.append("other work ran on this machine")
     return Rerun(
-        speedup=_compared("speedup", new, old, SPEEDUP_MARGIN),
-        time=_compared("roofline", _medians(rooflines(again)), _medians(rooflines(certified)), TIME_MARGIN),
+        speedup=_compared("speedup", (again.speedup, new), (certified.speedup, old), SPEEDUP_MARGIN),
+        time=_compared("roofline", _resampled(rooflines(again)), _resampled(rooflines(certified)), TIME_MARGIN),
         notes=tuple(notes),
         quality=_rescored(certified.quality, again.quality),
     )
@@ -189,24 +189,24 @@ def _speedups(made: Certificate) -> Figures:
     return slow / fast
 
 
-def _medians(values: Sequence[float]) -> Figures:
-    """The median in each resample; of a handful, the values themselves."""
+def _resampled(values: Sequence[float]) -> tuple[float, Figures]:
+    """The median, and that in each resample; of a handful, the values themselves."""
     if len(values) < FEWEST_TO_RESAMPLE:
-        return np.asarray(values, dtype=np.float64)
-    return resampled_medians(values)[0]
+        return median(values), np.asarray(values, dtype=np.float64)
+    return median(values), resampled_medians(values)[0]
 
 
-def _compared(what: str, new: Figures, old: Figures, margin: float) -> Compared:
-    size = min(len(new), len(old))
-    ratios = new[:size] / old[:size][::-1]  # reversed: equal picks of two runs have nothing in common
-    measured, certified = median(new.tolist()), median(old.tolist())
-    interval = middle(ratios)
+def _compared(what: str, new: tuple[float, Figures], old: tuple[float, Figures], margin: float) -> Compared:
+    """Each run's figure as its certificate has it, and the same in each resample, of which the interval is made."""
+    (measured, again), (certified, before) = new, old
+    size = min(len(again), len(before))
+    ratios = again[:size] / before[:size][::-1]  # reversed: equal picks of two runs have nothing in common
     return Compared(
         what=what,
         certified=certified,
         measured=measured,
         ratio=measured / certified,
-        interval=interval,
+        interval=middle(ratios),
         margin=margin,
     )
 

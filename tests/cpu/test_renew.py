@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,14 @@ def heard(daemon: Daemon, kind: str) -> dict[str, Any]:
     raise AssertionError(f"the daemon never said {kind}")
 
 
+def until(look: Callable[[], Any], right: Callable[[Any], bool]) -> Any:
+    """What is seen once it is right: a commit is acknowledged before the daemon's own view has it."""
+    end = time.monotonic() + 120.0
+    while not right(found := look()):
+        assert time.monotonic() < end, found
+    return found
+
+
 def test_the_daemon_proves_stale_winners_again_and_says_so(home: Path, ledger: Ledger) -> None:
     then = dataclasses.replace(baseline(), digest="b" * 64)
     old = promote(ledger, native_arm(), baseline=then, mode=f"eager.t{torch.get_num_threads()}.highest")
@@ -280,11 +289,8 @@ def test_the_daemon_proves_stale_winners_again_and_says_so(home: Path, ledger: L
     with running(home, "--busy", "1000") as daemon, daemon.client() as ask:
         told = heard(daemon, "renewed")
         assert (told["id"], told["reason"]) == (old.id, "")
-        (row,) = ask.get("/v1/serving")["serving"]
-        assert (
-            row["decision_id"] > old.id
-            and (row["state"], row["candidate"]) == ("promoted", "cpp:rmsnorm")
-            and OTHER_TORCH in row["stale"]
-        )
-        assert ask.get("/v1/health")["stale"] == 1
-        assert any(j["source"] == "stale" for j in ask.get("/v1/jobs")["jobs"]), "and a race is queued"
+        row = until(lambda: ask.get("/v1/serving")["serving"][0], lambda row: row["decision_id"] > old.id)
+        assert (row["state"], row["candidate"]) == ("promoted", "cpp:rmsnorm") and OTHER_TORCH in row["stale"]
+        until(lambda: ask.get("/v1/health"), lambda health: health["stale"] == 1)
+        queued = until(lambda: ask.get("/v1/jobs")["jobs"], bool)
+        assert any(j["source"] == "stale" for j in queued), "and a race is queued"

@@ -518,7 +518,8 @@ def test_threads_call_while_decisions_change_and_always_get_one_of_the_arms(
             for run in (best, bound):
                 value = float(run(X, WEIGHT)[0, 0])
                 if value not in (7.0, 8.0):
-                    wrong.append(value)
+                    wrong.append((value, board.resolution(RMS, W).reason))
+                    return
 
     threads = [threading.Thread(target=call) for _ in range(2)]
     for thread in threads:
