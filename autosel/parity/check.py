@@ -12,16 +12,14 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from autosel.errors import WorkerError
 from autosel.ops import OPS
 from autosel.ops.contract import Case, Op
+from autosel.ops.one_thread import one_thread
 from autosel.parity.battery import HABITS, STATE, Battery, Tally
 from autosel.parity.fullsize import FullSize
 from autosel.parity.session import CALL_S, PROOF_S, Proof, RefusedError, Session
@@ -76,18 +74,6 @@ def torch_threads(proofs: Sequence[Proof]) -> int:
     PyTorch's parallel regions leave a thread spinning for milliseconds after each of thousands of tiny calls.
     """
     return 1 if all(p.candidate.backend in ("TORCH", "CPP") for p in proofs) else 0
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Small tensors on one thread: forking a team for each of thousands of small operations costs more than they do,
-    and the cores are the candidate's."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from autosel.ops import find
 from autosel.ops.contract import DTYPE, Mismatch, Op, Rows
 from autosel.ops.expected import Expected
+from autosel.ops.one_thread import one_thread
 from autosel.race.plan import Margin, TimeClass
 from autosel.values import Recipe, Scalar, Workload
 from autosel.workers.arena import Arena, Ref
@@ -112,17 +113,13 @@ class Operands:
 
     def check(self, arm: str, seed: int) -> Mismatch | None:
         """Judge 16 sampled rows of what the arm's last call gave, in float64, here and not in its process."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # small tensors; a second thread would spin on the worker's core
-        try:
+        with one_thread():
             if self._judge is None or self._judge[0] != seed:
                 rows = self.op.rows(self.workload, self.inputs, CHECKED_ROWS, seed)
                 self._judge = seed, rows, Expected(self.op, rows.inputs)
             _, rows, expected = self._judge
             found = expected.judge(rows.pick([self.arena.tensor(place) for place in self.places(arm)]))
             return found if isinstance(found, Mismatch) else None
-        finally:
-            torch.set_num_threads(threads)
 
     def close(self) -> None:
         self.inputs = {}
