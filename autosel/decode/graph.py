@@ -11,12 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from autosel import dispatch
-from autosel.decode.cache import Cache
 from autosel.decode.run import Plan
-from autosel.decode.step import Place, Step
+from autosel.decode.step import Rewritten, Step
 from autosel.errors import UsageError
 from autosel.values import Accepted, Rejected, Support
 
@@ -36,11 +34,10 @@ def supports(plan: Plan) -> Support:
     return Accepted()
 
 
-@dataclass(slots=True)
-class GraphStep:
+@dataclass(slots=True, kw_only=True)
+class GraphStep(Rewritten):
     """One decode step by one replay; `ops` is the list it came from, and holds place, cache and buffers."""
 
-    ops: Step
     replay: Run
     length: int  # that was captured
     epoch: int
@@ -49,22 +46,6 @@ class GraphStep:
     def of(ops: Step) -> GraphStep:
         """Raises UsageError where the list cannot be captured."""
         return GraphStep(ops=ops, replay=captured(ops), length=ops.place.longest, epoch=dispatch.epoch())
-
-    @property
-    def place(self) -> Place:
-        return self.ops.place
-
-    @property
-    def cache(self) -> Cache:
-        return self.ops.cache
-
-    @property
-    def logits(self) -> Tensor:
-        return self.ops.logits
-
-    @property
-    def chosen(self) -> Tensor | None:
-        return self.ops.chosen
 
     def run(self) -> None:
         if self.place.longest != self.length or dispatch.epoch() != self.epoch:

@@ -17,8 +17,7 @@ from torch import Tensor
 from autosel import ops
 from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import Bound, Entries, Program, StepBuild
-from autosel.decode.cache import Cache
-from autosel.decode.step import Call, Place, Step
+from autosel.decode.step import Call, Rewritten, Step
 from autosel.errors import DeviceFault, UsageError
 from autosel.knobs.gpu import gemv, persistent
 from autosel.knobs.gpu.facts import facts
@@ -49,13 +48,12 @@ class LaunchTask:
 
 
 @dataclass(slots=True, kw_only=True)
-class LaunchStep:
+class LaunchStep(Rewritten):
     """One decode step by one launch; `ops` is the list it came from, and holds place, cache and buffers.
 
     It serves every length up to `reach`, the end of the length bucket, and is written anew beyond.
     """
 
-    ops: Step
     fp: Fingerprint
     tasks: tuple[LaunchTask, ...]
     rest: tuple[Call, ...]  # of the list: the choice of tokens
@@ -77,22 +75,6 @@ class LaunchStep:
     @property
     def kernels(self) -> Mapping[str, str]:
         return KERNELS
-
-    @property
-    def place(self) -> Place:
-        return self.ops.place
-
-    @property
-    def cache(self) -> Cache:
-        return self.ops.cache
-
-    @property
-    def logits(self) -> Tensor:
-        return self.ops.logits
-
-    @property
-    def chosen(self) -> Tensor | None:
-        return self.ops.chosen
 
     def run(self) -> None:
         """Enqueue the step. Raises DeviceFault where the device refuses the launch."""

@@ -129,6 +129,29 @@ class Step:
             self.flat = [(call.function, call.arguments) for call in self.calls]
 
 
+@dataclass(slots=True, kw_only=True)
+class Rewritten:
+    """Another way to run a list of calls; `ops`, that list, holds place, cache and buffers."""
+
+    ops: Step
+
+    @property
+    def place(self) -> Place:
+        return self.ops.place
+
+    @property
+    def cache(self) -> Cache:
+        return self.ops.cache
+
+    @property
+    def logits(self) -> Tensor:
+        return self.ops.logits
+
+    @property
+    def chosen(self) -> Tensor | None:
+        return self.ops.chosen
+
+
 class Task(Protocol):
     """A part of a whole step. `calls` of the list are what it stands for, the slowest first."""
 

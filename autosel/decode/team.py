@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from autosel.candidates import registry
-from autosel.decode.cache import Cache
 from autosel.decode.run import Plan
-from autosel.decode.step import Call, Place, Step
+from autosel.decode.step import Call, Rewritten, Step
 from autosel.knobs.cpu.facts import ISA_FLAGS, facts
 from autosel.native.compile import NO_COMPILER, compile_source, find_compiler
 from autosel.native.load import load_entry
@@ -71,14 +70,13 @@ class Task:
 
 
 @dataclass(slots=True, kw_only=True)
-class TeamStep:
+class TeamStep(Rewritten):
     """One decode step by one native call; `ops` is the list it came from, and holds place, cache and buffers.
 
     `times` int64 [threads, tasks, 2] of the last run: when each thread had done its share of a task, and when the last
     had (CLOCK_MONOTONIC, ns).
     """
 
-    ops: Step
     tasks: tuple[Task, ...]
     threads: int
     rest: tuple[Call, ...]  # of the list: the choice of tokens, where the step does not make it itself
@@ -95,22 +93,6 @@ class TeamStep:
     @property
     def kernels(self) -> Mapping[str, str]:
         return KERNELS
-
-    @property
-    def place(self) -> Place:
-        return self.ops.place
-
-    @property
-    def cache(self) -> Cache:
-        return self.ops.cache
-
-    @property
-    def logits(self) -> Tensor:
-        return self.ops.logits
-
-    @property
-    def chosen(self) -> Tensor | None:
-        return self.ops.chosen
 
     def run(self) -> None:
         self.entry(self.program, self.ops.logits, self.times, self.threads)
