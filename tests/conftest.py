@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("AUTOSEL_HOME", str(Path(__file__).resolve().parents[1] / ".autosel" / "tests"))
+
+ENVIRONMENT = (
+    "AUTOSEL_HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "PATH",
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
+    "CXX",
+)
 
 
 @pytest.fixture
@@ -23,3 +35,28 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path / "home"
     monkeypatch.undo()
     settings.read.cache_clear()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leaves_the_process_as_found() -> Iterator[None]:
+    """What a file of tests sets for the whole process would fail another file, and only where both happen to meet."""
+    before = _of_the_process()
+    yield
+    after = _of_the_process()
+    left = {name: (before.get(name), now) for name, now in after.items() if before.get(name, now) != now}
+    left |= {name: (was, "gone") for name, was in before.items() if name not in after}
+    assert not left, f"left behind for the next file (before, after): {left}"
+
+
+def _of_the_process() -> dict[str, object]:
+    torch = sys.modules.get("torch")
+    of_torch = {
+        "gradients": torch.is_grad_enabled() if torch else True,
+        "default dtype": str(torch.get_default_dtype()) if torch else "torch.float32",
+        "default device": str(torch.get_default_device()) if torch else "cpu",
+        "deterministic": torch.are_deterministic_algorithms_enabled() if torch else False,
+    }
+    if torch:  # not imported: how many it will take is its own affair
+        of_torch["PyTorch's threads"] = torch.get_num_threads()
+    signals = {f"on {s.name}": signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    return of_torch | signals | {"folder": os.getcwd()} | {f"${n}": os.environ.get(n, "") for n in ENVIRONMENT}

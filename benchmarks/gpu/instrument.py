@@ -32,20 +32,18 @@ class Timer:
     """Arms at workloads on one device, in this process."""
 
     def __init__(self, fp: Fingerprint, device: str) -> None:
-        import torch
-
-        torch.set_grad_enabled(False)
-        if fp.kind == "cpu":
-            torch.set_num_threads(int(fp.identity["cpus"]))
         self.fp, self.bench = fp, Bench(device)
         self.llc_bytes = last_level_bytes(fp)
         self._looked = at_work()
         self.workload: Workload | None = None
         self.inputs: dict[str, Any] = {}
+        self._found: tuple[bool, int] | None = None  # while operands are seated: PyTorch's settings before
 
     def seat(self, w: Workload, arms: Mapping[str, Entrant], lead: str = "", copies: int = 0) -> None:
         """Give every arm its operands, in other places than before, and warm up: all, or only `lead`, which then sets
-        the length of a sample. The same workload again keeps its contents. `copies` of the operands, 0: as a race."""
+        the length of a sample. The same workload again keeps its contents. `copies` of the operands, 0: as a race.
+        Until `close` PyTorch keeps no gradients and, timed on a CPU, has all its cores."""
+        self._take_pytorch()
         if self.workload != w:
             self.workload, self.op = w, find(w.op)
             self.inputs = self.op.inputs(w, 1)
@@ -126,6 +124,23 @@ class Timer:
     def close(self) -> None:
         self.bench.release()
         self.workload, self.inputs = None, {}
+        self._give_pytorch_back()
+
+    def _take_pytorch(self) -> None:
+        import torch
+
+        self._found = self._found or (torch.is_grad_enabled(), torch.get_num_threads())
+        torch.set_grad_enabled(False)
+        if self.fp.kind == "cpu":
+            torch.set_num_threads(int(self.fp.identity["cpus"]))
+
+    def _give_pytorch_back(self) -> None:
+        import torch
+
+        if self._found:
+            torch.set_grad_enabled(self._found[0])
+            torch.set_num_threads(self._found[1])
+            self._found = None
 
 
 def at_work() -> tuple[float, float, float]:
