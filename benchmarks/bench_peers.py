@@ -1,13 +1,15 @@
 """The whole decode step beside what else serves the same model on this machine, in turn, at the same shapes.
 
     python benchmarks/bench_peers.py [--model llama-1b] [--layers N] [--seq 128 --seq 2048] [--rounds 12]
-                                     [--arm autosel --arm eager --arm compile --arm llama.cpp] [--write]
+                                     [--arm autosel --arm eager --arm compile --arm llama.cpp ...] [--write]
 
     autosel     the step as `autosel run --persistent` takes it: one native call, C++ kernels at their formulas' knobs
     eager       Hugging Face's model class, SDPA, DynamicCache, torch.inference_mode
     compile     the same model under torch.compile, StaticCache of exactly the context
     llama.cpp   the package llama-cpp-python, built from source, on a bf16 GGUF of the same tensors, written by the
                 package gguf: bf16 weights, fp16 cache, flash attention, mmap off
+    llama.cpp as installed
+                the same with the package's own default, `Llama(flash_attn=False)`: attention in three operations
 
 Every arm is one greedy step that attends to --seq tokens, the cache rewound after each, with as many threads as there
 are cores. The arms take turns in random order; before each, every thread of this process has gone to sleep, and each
@@ -30,6 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +56,7 @@ from autosel.decode.weights import Weights, load_weights
 from autosel.fingerprint import probe
 from autosel.race.idle import wait_until_idle
 
-ARMS = ("autosel", "eager", "compile", "llama.cpp")
+ARMS = ("autosel", "eager", "compile", "llama.cpp", "llama.cpp as installed")
 RESULTS = Path(__file__).parent / "results" / "cpu"
 KEPT: list[Any] = []
 SERVING: dict[int, dict[str, int]] = {}  # context -> candidate -> how many ops of the autosel step it serves
@@ -190,23 +193,18 @@ def _restore(layer: Any, before: Mapping[str, Any]) -> None:
             setattr(layer, name, value)
 
 
-def _llama_cpp(weights: Weights, seq: int, folder: Path) -> Step:
+def _llama_cpp(weights: Weights, seq: int, folder: Path, *, flash: bool = True) -> Step:
     import llama_cpp as L  # noqa: N812
 
     path = folder / "model.gguf"
     if not path.exists():
         print(f"writing {path}", file=sys.stderr, flush=True)
         write_gguf(weights, path)
-    L.llama_backend_init()
-    _be_quiet(L)
-    wanted = L.llama_model_default_params()
-    wanted.use_mmap, wanted.n_gpu_layers = False, 0
-    model = L.llama_model_load_from_file(str(path).encode(), wanted)
     context = L.llama_context_default_params()
     context.n_ctx, context.n_batch, context.n_ubatch = seq + 64, 512, 512
     context.n_threads = context.n_threads_batch = torch.get_num_threads()
-    context.flash_attn_type = 1
-    made = L.llama_init_from_model(model, context)
+    context.flash_attn_type = L.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else L.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    made = L.llama_init_from_model(_llama_cpp_model(path), context)
     batch = L.llama_batch_init(512, 0, 1)
     held = np.random.default_rng(0).integers(0, weights.shape.V, seq - 1)
 
@@ -232,6 +230,18 @@ def _llama_cpp(weights: Weights, seq: int, folder: Path) -> Step:
     return run
 
 
+@cache
+def _llama_cpp_model(path: Path) -> Any:
+    """Its weights: one copy for all contexts."""
+    import llama_cpp as L  # noqa: N812
+
+    L.llama_backend_init()
+    _be_quiet(L)
+    wanted = L.llama_model_default_params()
+    wanted.use_mmap, wanted.n_gpu_layers = False, 0
+    return L.llama_model_load_from_file(str(path).encode(), wanted)
+
+
 def _be_quiet(L: Any) -> None:
     @L.llama_log_callback
     def say_nothing(level: int, text: bytes, data: Any) -> None:
@@ -254,6 +264,7 @@ ARM: Mapping[str, Callable[[Weights, int, Path], Step]] = {
     "eager": _eager,
     "compile": _compile,
     "llama.cpp": _llama_cpp,
+    "llama.cpp as installed": partial(_llama_cpp, flash=False),
 }
 
 

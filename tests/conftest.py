@@ -12,6 +12,11 @@ import pytest
 
 os.environ.setdefault("AUTOSEL_HOME", str(Path(__file__).resolve().parents[1] / ".autosel" / "tests"))
 
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # as a shell's background job starts, and hands on to its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 ENVIRONMENT = (
     "AUTOSEL_HOME",
     "CUDA_VISIBLE_DEVICES",

@@ -61,6 +61,8 @@ class Lookups:
         if len(workload) > MOST_TEXT or len(op) > MOST_TEXT or not workload.isprintable() or "/" in op:
             await self.app(scope, receive, send)
             return
+        if self.hub.behind:
+            await self.hub.caught_up()
         body = self.hub.view.lookup(op, workload)
         self.hub.metrics.lookups.inc()
         length = (b"content-length", str(len(body)).encode())
@@ -97,6 +99,8 @@ async def _measured(hub: Hub, path: str, handler: Handler, request: Request) -> 
 
 async def _answered(hub: Hub, handler: Handler, request: Request) -> Response:
     """The handler's answer; what it raises, as the caller is to be told."""
+    if hub.behind and request.method == "GET":
+        await hub.caught_up()
     try:
         made = await handler(hub, request)
     except Bad as error:

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,8 @@ from autosel.ledger.store import Ledger, Served, open_ledger
 from autosel.values import Decision
 
 log = logging.getLogger(__name__)
+
+CATCH_UP_S = 1.0  # within which clients see a decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,30 +86,48 @@ class Hub:
         return await asyncio.to_thread(work, self.ledger)
 
     def _committed(self, writes: int, published: bool) -> None:
-        """In the writer's thread."""
+        """In the writer's thread, before anyone is told."""
         self.metrics.writes.inc(writes)
         self.metrics.commits.inc()
         if published and not self._wanted:
             self._wanted = True
-            self.loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self.reload()))
+            with suppress(RuntimeError):  # the loop has ended
+                self.loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._catch_up()))
+
+    @property
+    def behind(self) -> bool:
+        """Whether `view` may lack a decision whose writer has been told that it is kept."""
+        return self._wanted or self._reloading.locked()
+
+    async def caught_up(self) -> None:
+        """Whoever was told that a decision is kept finds it in `view`; a disk that hangs holds up no answer."""
+        await asyncio.wait([asyncio.ensure_future(self._catch_up())], timeout=CATCH_UP_S)
+
+    async def _catch_up(self) -> None:
+        async with self._reloading:
+            if self._wanted:
+                await self._look()
 
     async def reload(self) -> None:
         """Look at what serves; tell what has changed."""
         async with self._reloading:
-            self._wanted = False
-            served, waiting = await self.read(_serving)
-            here = {(f.hw_id, f.mode): name for name, f in reversed(self.known.items())}  # of equal ones the first
-            places = ((d.id, here.get((d.hw_id, d.mode))) for d in waiting)
-            self.jobs.offered = {number: place for number, place in places if place}
-            before, epoch = self.view, max((s.epoch for s in served), default=0)
-            known = {(s.key, s.epoch, s.decision.id) for s in before.served}
-            if epoch == before.epoch and {(s.key, s.epoch, s.decision.id) for s in served} == known:
-                return
-            self.view = replace(before, epoch=epoch, served=served, _answers={})
-            for s in served:
-                if before.epoch and (s.key, s.epoch, s.decision.id) not in known:
-                    self.events.tell("decision", {**decision_json(s.decision), "recorded": s.decision.state})
-            self.events.tell("epoch", {"epoch": epoch})
+            await self._look()
+
+    async def _look(self) -> None:
+        self._wanted = False
+        served, waiting = await self.read(_serving)
+        here = {(f.hw_id, f.mode): name for name, f in reversed(self.known.items())}  # of equal ones the first
+        places = ((d.id, here.get((d.hw_id, d.mode))) for d in waiting)
+        self.jobs.offered = {number: place for number, place in places if place}
+        before, epoch = self.view, max((s.epoch for s in served), default=0)
+        known = {(s.key, s.epoch, s.decision.id) for s in before.served}
+        if epoch == before.epoch and {(s.key, s.epoch, s.decision.id) for s in served} == known:
+            return
+        self.view = replace(before, epoch=epoch, served=served, _answers={})
+        for s in served:
+            if before.epoch and (s.key, s.epoch, s.decision.id) not in known:
+                self.events.tell("decision", {**decision_json(s.decision), "recorded": s.decision.state})
+        self.events.tell("epoch", {"epoch": epoch})
 
     def learn(self, facts: Facts) -> None:
         self.known[facts.device] = facts

@@ -147,8 +147,8 @@ class Writer:
             self._resolve([(item.future, error) for item in group])
             return
         self._logged += len(group)
-        self._resolve([(item.future, value) for item, value in zip(group, found, strict=True)])
         self._committed(len(group), ledger.publications != before)
+        self._resolve([(item.future, value) for item, value in zip(group, found, strict=True)])
 
     def _healthy(self) -> Ledger:
         """The ledger, opened anew if its disk failed a while ago. Raises LedgerError."""
