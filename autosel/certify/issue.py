@@ -166,6 +166,12 @@ def cache_bytes(fp: Fingerprint) -> int:
     return int(identity["l3_bytes"] * identity["l3_domains"] if fp.kind == "cpu" else identity["l2_bytes"])
 
 
+def read_rate(fp: Fingerprint) -> float | None:
+    """Bytes/s that all cores, or the GPU, read as it was fingerprinted; None where that was not measured."""
+    found = fp.rates.get(f"read_bytes_per_s@{fp.identity['cpus']}" if fp.kind == "cpu" else "read_bytes_per_s")
+    return found.value if found else None
+
+
 def peak_flops(fp: Fingerprint, dtype: str) -> float:
     """The measured arithmetic rate of the dtype, all cores; 0 where none was measured."""
     rates = fp.rates

@@ -1,12 +1,13 @@
 """The suites: seven prompt/generation configurations of three small models, whole answers timed.
 
-Each figure is the median of three trials after two warm-ups. A trial is an ordinary run whose stream goes on: prompt
-in, so many tokens out, baseline and optimised steps in turn.
+Each figure is the median of three trials after two warm-ups; of the quick suite it is that of one trial after one
+warm-up, and answers are shorter. A trial is an ordinary run whose stream goes on: prompt in, so many tokens out,
+baseline and optimised steps in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,12 +18,29 @@ from autosel.errors import BadConfig
 from autosel.values import from_json, to_json
 
 Level = Literal["quick", "standard", "full"]
-LEVELS: tuple[Level, ...] = ("quick", "standard", "full")
 MODELS = ("llama-1b", "qwen3-1.7b", "gemma3-1b")
 FORMAT = "autosel.suite"
-TRIALS = 3
-WARM_UPS = 2
 WARM_UP_TOKENS = 8
+LEAST_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much a level measures. `shorter`: so many times shorter are its answers. `decides`: who takes whole steps is
+    raced for the ledger where nothing says so, which takes a minute a configuration."""
+
+    models: tuple[str, ...] = MODELS[:1]
+    shorter: int = 1
+    warm_ups: int = 2
+    trials: int = 3
+    decides: bool = True
+
+
+LEVELS: Mapping[Level, Extent] = {
+    "quick": Extent(shorter=8, warm_ups=1, trials=1, decides=False),
+    "standard": Extent(),
+    "full": Extent(models=MODELS),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,16 +96,19 @@ class Suite:
     git_sha: str
     timestamp: str
     rows: tuple[Row, ...]
+    trials: int = 3
+    left: int = 0  # rows that were not measured: somebody stopped it
 
 
 def configurations(level: Level) -> tuple[Configuration, ...]:
-    """quick: the two that take seconds; standard and full: all seven."""
-    return CONFIGURATIONS[:1] + CONFIGURATIONS[2:3] if level == "quick" else CONFIGURATIONS
+    """All seven; of the quick suite with shorter answers."""
+    shorter = LEVELS[level].shorter
+    return tuple(replace(c, tokens=max(min(c.tokens, LEAST_TOKENS), c.tokens // shorter)) for c in CONFIGURATIONS)
 
 
 def models(level: Level, asked: str | None) -> tuple[str, ...]:
     """The model asked for; else llama-1b, and of the full suite all three."""
-    return (asked,) if asked else MODELS if level == "full" else MODELS[:1]
+    return (asked,) if asked else LEVELS[level].models
 
 
 def plan_of(base: Plan, c: Configuration) -> Plan:
@@ -104,17 +125,26 @@ def plan_of(base: Plan, c: Configuration) -> Plan:
     )
 
 
-def trials(plan: Plan, measure: Callable[[Plan], Certificate]) -> list[Certificate]:
-    """Two warm-ups of a few tokens, then three trials."""
-    for _ in range(WARM_UPS):
-        measure(replace(plan, iters=min(plan.iters, WARM_UP_TOKENS)))
-    return [measure(plan) for _ in range(TRIALS)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A warm-up or a trial. `title` tells it from every other run of its suite."""
+
+    title: str
+    plan: Plan
+    counts: bool
 
 
-def under_way(what: str) -> Iterator[str]:
-    """What each run of `trials` is, in its order."""
-    for kind, count in (("warm-up", WARM_UPS), ("trial", TRIALS)):
-        yield from (f"{what}, {kind} {number} of {count}" for number in range(1, count + 1))
+def runs(c: Configuration, plan: Plan, extent: Extent) -> tuple[Run, ...]:
+    """Warm-ups of a few tokens, then the trials, which count."""
+    what = f"{plan.model.name} {c.name} {c.prompt}/{c.tokens}"
+    short = replace(plan, iters=min(plan.iters, WARM_UP_TOKENS))
+    warm = [_run(f"{what}, warm-up", i, extent.warm_ups, short, counts=False) for i in range(extent.warm_ups)]
+    return (*warm, *(_run(f"{what}, trial", i, extent.trials, plan, counts=True) for i in range(extent.trials)))
+
+
+def _run(kind: str, number: int, of: int, plan: Plan, *, counts: bool) -> Run:
+    title = f"{kind} {number + 1} of {of}" if of > 1 else kind
+    return Run(title=title, plan=plan, counts=counts)
 
 
 def row(c: Configuration, made: Sequence[Certificate]) -> Row:

@@ -182,6 +182,11 @@ def plan_text(found: Capacity) -> str:
 
 
 def suite_text(found: Suite) -> str:
+    each = "one trial" if found.trials == 1 else f"median of {found.trials} trials"
+    shorter = ", short answers" if found.level == "quick" else ""
+    part = f"; stopped, {found.left} configurations not measured" if found.left else ""
+    dtypes = ", ".join(dict.fromkeys(r.dtype for r in found.rows))
+    head = paragraph(f"{found.level} suite on {found.device}, {dtypes}: {each} each{shorter}{part}", hang="  ")
     heads = ("model", "run", "in/out", "e2e", "tok/s", "p50 ms", "p95", "TTFT", "KV", "peak", "x")
     rows = [
         [
@@ -200,4 +205,4 @@ def suite_text(found: Suite) -> str:
         for r in found.rows
     ]
     below = "e2e: tokens per second from the prompt on; tok/s: of decoding alone; x: over the eager baseline's steps"
-    return f"{table(heads, rows, right=tuple(range(3, 11)), wrap=0)}\n{paragraph(below)}"
+    return f"{head}\n\n{table(heads, rows, right=tuple(range(3, 11)), wrap=0)}\n{paragraph(below)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Protocol
 
@@ -37,6 +37,8 @@ class Progress:
         self.started = self.said_at = clock()
         self.live = sys.stderr.isatty() and settings.colour() is None
         self.now = ("", "", 0, 0)  # stage, detail, done, total
+        self.of = ""  # of many runs, which
+        self.eta: Eta | None = None
         self.decided_now = self.settled = 0
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -55,11 +57,18 @@ class Progress:
 
     # --- told by tuning ---------------------------------------------------------------------------------------------
 
-    def stage(self, name: str, detail: str, done: int, total: int) -> None:
-        fresh = name != self.now[0]
-        self.now = (name, detail, done, total)
+    def expect(self, foreseen: Mapping[Stage, float]) -> None:
+        """What comes, in its order, and the seconds that it will take: the time left can be said from now on."""
+        self.eta = Eta(foreseen, self.clock)
+
+    def stage(self, name: str, detail: str, done: int, total: int, of: str = "") -> None:
+        """`of` is the run, where this is a stage of one of many."""
+        fresh = of != self.of if of else name != self.now[0]
+        self.now, self.of = (name, detail, done, total), of
+        if self.eta is not None:
+            self.eta.enter((of, name))
         if fresh and not self.live:
-            self._say(f"{self._elapsed():>7}  {name} ...")
+            self._say(f"{self._elapsed():>7}  {of or name} ...{self._left()}")
 
     def decided(self, decision: Decision, settled_before: bool) -> None:
         if settled_before:
@@ -97,7 +106,8 @@ class Progress:
 
     def _under_way(self) -> str:
         name, detail, done, total = self.now
-        return " ".join(part for part in (name, f"{done}/{total} " if total > 1 else "", detail) if part)
+        space = "" if self.of else " "
+        return " ".join(part for part in (self.of, name, f"{done}/{total}{space}" if total > 1 else "", detail) if part)
 
     def _say(self, text: str) -> None:
         """A line that stays, in place of the moving one."""
@@ -115,8 +125,10 @@ class Progress:
                 self._over.set()
 
     def _left(self) -> str:
-        """Time left by the stages' usual shares; a budget bounds it."""
+        """Time left by what was foreseen, else by the stages' usual shares; a budget bounds it."""
         name, _, done, total = self.now
+        if self.eta is not None:
+            return f", about {_clock(self.eta.left_s(done, total))} left"
         known = next((k for k in WEIGHTS if name.startswith(k)), "")
         if not known:
             return ""
@@ -137,21 +149,59 @@ class Progress:
         return _clock(self.clock() - self.started) + of
 
 
+Stage = tuple[str, str]  # of which run ("" where there is but one), and its name
+DOUBT = 0.05  # share of the whole that must be done before the pace so far weighs as much as what was foreseen
+
+
+class Eta:
+    """Time left of stages that were foreseen; how long those that are done took corrects the rest.
+
+    A stage that was foreseen and left out costs nothing; one that was not foreseen tells nothing of the others.
+    """
+
+    def __init__(self, foreseen: Mapping[Stage, float], clock: Callable[[], float]) -> None:
+        self.foreseen, self.clock = dict(foreseen), clock
+        self.order = {stage: i for i, stage in enumerate(self.foreseen)}
+        self.spent: dict[Stage, float] = {}
+        self.at = -1  # the furthest that was entered
+        self.now: Stage | None = None  # under way, if it was foreseen
+        self.since = clock()
+
+    def enter(self, stage: Stage) -> None:
+        if stage == self.now:
+            return
+        if self.now is not None:
+            self.spent[self.now] = self.clock() - self.since
+        self.now, self.since = (stage if stage in self.foreseen else None), self.clock()
+        self.at = max(self.at, self.order.get(stage, -1))
+
+    def left_s(self, done: int, total: int) -> float:
+        """Of the stage under way `done` of `total` parts are done."""
+        left = sum(s for stage, s in self.foreseen.items() if self.order[stage] > self.at)
+        known, took = sum(self.foreseen[s] for s in self.spent), sum(self.spent.values())
+        if self.now is not None:
+            own, elapsed = self.foreseen[self.now], self.clock() - self.since
+            by_time = elapsed / own if own else 1.0
+            share = max(done / total, min((done + 0.95) / total, by_time)) if total else by_time
+            known, took, left = known + share * own, took + elapsed, left + (1 - min(1.0, share)) * own
+        doubt = DOUBT * sum(self.foreseen.values())
+        return left * (took + doubt) / (known + doubt) if doubt else 0.0
+
+
 class Stages(Protocol):
     """Who wants to know how it goes."""
 
-    def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
+    def stage(self, name: str, detail: str, done: int, total: int, of: str = "") -> None: ...
 
 
 class Within:
-    """A listener for one run of many: what that run is at is a detail of it."""
+    """A listener for one run of many: what that run is at is a stage of it."""
 
     def __init__(self, listener: Stages, title: str) -> None:
         self.listener, self.title = listener, title
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None:
-        count = f"{done}/{total}" if total > 1 else ""
-        self.listener.stage(self.title, " ".join(part for part in (name, count, detail) if part), 0, 1)
+        self.listener.stage(name, detail, done, total, of=self.title)
 
 
 def _clock(seconds: float) -> str:

@@ -14,6 +14,7 @@ import click
 
 from autosel import settings
 from autosel.cli.certificate import change_line, plan_text, summary, where_line
+from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.options import Known, batch_option, dtype_option, json_option, verb
 from autosel.cli.output import emit_json, error_json, report
 from autosel.errors import AutoselError, LedgerError, ParityError, UsageError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from autosel.certify.certificate import Certificate
     from autosel.certify.compare import Change, Figure
     from autosel.certify.slo import Objective
+    from autosel.cli.progress import Progress
     from autosel.decode.run import DecodeRun, Plan, Text
     from autosel.ledger.store import Ledger
 
@@ -73,7 +75,7 @@ MEASURED = (
 @click.option("--top-p", type=float, default=1.0, metavar="X", help="1: all  [default: 1]")
 @click.option("--repetition-penalty", type=float, default=1.0, metavar="X", help="1: none  [default: 1]")
 @click.option("--speculate", default="", metavar="ngram:K", help="draft K tokens a step from the text so far")
-@click.option("--device", default="cpu", metavar="DEVICE", help="default: cpu")
+@device_option()
 @click.option("--seed", type=int, default=0, help="of weights, prompt and coins  [default: 0]")
 @click.option("--quality", "score", type=PATH, metavar="TEXT_FILE", help="perplexity and divergence on this text")
 @click.option("--certify", type=PATH, metavar="FILE", help="append the certificate here, not below the home")
@@ -86,7 +88,10 @@ MEASURED = (
 @click.option("--sign", is_flag=True, help="sign the certificate (Ed25519)")
 @click.option("--key", type=PATH, metavar="FILE", help="with this key, not the one below the home")
 @click.option(
-    "--suite", type=Known("suite", ("quick", "standard", "full")), metavar="LEVEL", help="quick, standard, full"
+    "--suite",
+    type=Known("suite", ("quick", "standard", "full")),
+    metavar="LEVEL",
+    help="seven configurations: quick, standard, full (three models)",
 )
 @click.option("--plan", "only_plan", is_flag=True, help="only say what fits into memory")
 @json_option
@@ -127,10 +132,13 @@ class Asked:
         return shlex.join(words)
 
     def _words(self, parameter: click.Parameter) -> list[str]:
-        """An option as it must be written again; nothing where it is at its default."""
+        """An option as it must be written again; nothing where it is at its default. Without a device it is the CPU's:
+        what another machine has by default is not known here.
+        """
         name = str(parameter.name)
         value = self.ctx.params.get(name)
-        if name not in MEASURED or value is None or value == parameter.get_default(self.ctx):
+        default = parameter.get_default(self.ctx)
+        if name not in MEASURED or value is None or (value == default and (name != "device" or default == "cpu")):
             return []
         return [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
 
@@ -141,7 +149,6 @@ class Asked:
     def plan(self) -> Plan:
         """Raises UsageError, UnknownName, BadConfig."""
         from autosel import models
-        from autosel.cli.fingerprint import refuse_absent
         from autosel.decode.run import Plan, Sampling
 
         refuse_absent(self["device"])
@@ -310,12 +317,23 @@ def measured(plan: Plan, text: Text | None = None) -> DecodeRun:
     """The run, with its progress on stderr. What can be refused is refused before the weights are loaded."""
     from autosel.decode.measure import measure, refuse
     from autosel.decode.prompt import prompts
-    from autosel.decode.weights import load_weights
+    from autosel.decode.weights import load_weights, refuse_unloadable
 
     refuse(plan)
     prompts(plan)
+    refuse_unloadable(plan)
     with ledger_or_none() as ledger, progress() as listener:
+        listener.expect({("", stage): seconds for stage, seconds in foreseen(plan, listener, text).items()})
         return measure(plan, load_weights(plan, listener), text=text, listener=listener, ledger=ledger)
+
+
+def foreseen(plan: Plan, listener: Progress, text: Text | None = None, *, loads: bool = True) -> dict[str, float]:
+    """Seconds of each stage."""
+    from autosel import fingerprint
+    from autosel.certify.forecast import forecast
+
+    listener.stage("fingerprint", plan.device, 0, 1)
+    return forecast(plan, fingerprint.take(plan.device), text, loads=loads)
 
 
 @contextlib.contextmanager
@@ -333,7 +351,7 @@ def ledger_or_none() -> Iterator[Ledger | None]:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Any]:
+def progress() -> Iterator[Progress]:
     from autosel.cli.progress import Progress
 
     with Progress() as listener:
@@ -445,22 +463,18 @@ def show_plan(asked: Asked, as_json: bool) -> None:
     from autosel import fingerprint
     from autosel.certify.capacity import capacity
     from autosel.certify.certificate import Layers, model_name
+    from autosel.certify.issue import read_rate
     from autosel.decode.weights import free_memory, memory_need
 
     plan = asked.plan()
     fp = fingerprint.take(plan.device)
-    rate = (
-        fp.rates.get(f"read_bytes_per_s@{fp.identity['cpus']}")
-        if fp.kind == "cpu"
-        else fp.rates.get("read_bytes_per_s")
-    )
     found = capacity(
         plan,
         memory_need,
         name=model_name(plan.model.name, Layers(run=plan.layers_run, of=plan.full_layers)),
         device=fp.name,
         memory_bytes=free_memory(plan.device),
-        read_bytes_per_s=rate.value if rate else None,
+        read_bytes_per_s=read_rate(fp),
     )
     if as_json:
         emit_json(found)

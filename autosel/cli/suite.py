@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from autosel import settings
 from autosel.cli.certificate import change_line, suite_text
-from autosel.cli.output import emit_json, error_json, report
+from autosel.cli.output import Stopped, emit_json, error_json, report
 from autosel.cli.progress import Within
 from autosel.cli.run import (
     Asked,
@@ -21,6 +21,7 @@ from autosel.cli.run import (
     changes_json,
     earlier,
     failed,
+    foreseen,
     grounds,
     ledger_or_none,
     progress,
@@ -32,12 +33,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from autosel.certify.certificate import Certificate
-    from autosel.certify.suite import Suite
+    from autosel.certify.suite import Configuration, Level, Row, Run, Suite
+    from autosel.cli.progress import Progress
     from autosel.decode.run import Plan
+    from autosel.ledger.store import Ledger
 
 
-def run_suite(asked: Asked, level: str, as_json: bool) -> None:
-    """Every configuration of the level, median of three trials; the middle trial of each is certified."""
+def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
+    """Every configuration of the level, the median of its trials; the middle trial of each is certified.
+
+    Ctrl-C ends it after what is done: that is said and kept, and the exit code is that of any stop.
+    """
     from autosel.certify import compare, suite
 
     _refuse_options_of_one_run(asked)
@@ -55,6 +61,7 @@ def run_suite(asked: Asked, level: str, as_json: bool) -> None:
         click.echo(suite_text(found))
         for change in changes:
             click.echo(change_line(change))
+        click.echo(f"certificates: {settings.spelling()} verify {asked.certificates}")
     if trouble is not None:
         report(trouble)
         raise click.exceptions.Exit(trouble.exit_code)
@@ -73,38 +80,30 @@ def _write_suite(folder: Path, document: Any) -> None:
     click.echo(f"{folder / pages.DOCUMENT} written", err=True)
 
 
-def measured_suite(asked: Asked, level: Any, key: Any) -> tuple[Suite, AutoselError | None]:
-    """The rows, and what is wrong with the first run that is not as it should be."""
-    from autosel import models
+def measured_suite(asked: Asked, level: Level, key: Any) -> tuple[Suite, AutoselError | None]:
+    """The rows, and what is wrong with the first run that is not as it should be. Raises Stopped on Ctrl-C before the
+    first row."""
     from autosel.certify import suite
-    from autosel.certify.issue import Request, issue
-    from autosel.decode.measure import measure, refuse
-    from autosel.decode.weights import load_weights, memory_need, refuse_without_memory
 
-    rows, certified = [], []
-    base = asked.plan()
+    rows: list[Row] = []
+    certified: list[Certificate] = []
+    stopped = False
     with ledger_or_none() as ledger, progress() as listener:
-        for name in suite.models(level, asked["model"] or None):
-            model = models.load(name)
-            plans = [(c, suite.plan_of(_of_model(base, model), c)) for c in suite.configurations(level)]
-            for _, plan in plans:
-                refuse(plan)
-            refuse_without_memory(max((plan for _, plan in plans), key=memory_need))
-            weights = load_weights(plans[0][1], listener)
-            for c, plan in plans:
-                under_way = suite.under_way(f"{plan.model.name} {c.name} {c.prompt}/{c.tokens}")
-
-                def trial(
-                    plan: Plan, name: str = name, titles: Iterator[str] = under_way, weights: Any = weights
-                ) -> Certificate:
-                    within = Within(listener, next(titles))
-                    run = measure(plan, weights, listener=within, ledger=ledger)
-                    return issue(run, grounds(run), Request(repro_cmd=command(name, plan)))
-
-                made = suite.trials(plan, trial)
-                rows.append(suite.row(c, made))
-                middle = sorted(made, key=lambda m: m.tokens_per_sec)[len(made) // 2]
-                certified.append(append(asked.certificates, middle, key))
+        parts = _parts(asked, level)
+        _expect(parts, listener)
+        try:
+            for part in parts:
+                for c, runs in part.configurations:
+                    made = _trials(part, runs, listener, ledger)
+                    rows.append(suite.row(c, made))
+                    middle = sorted(made, key=lambda m: m.tokens_per_sec)[len(made) // 2]
+                    certified.append(append(asked.certificates, middle, key))
+                part.weights = None
+        except KeyboardInterrupt:
+            stopped = True
+    left = sum(len(part.configurations) for part in parts) - len(rows)
+    if not rows:
+        raise Stopped("stopped before the first configuration was measured")
     last = certified[-1]
     found = suite.Suite(
         level=level,
@@ -114,8 +113,68 @@ def measured_suite(asked: Asked, level: Any, key: Any) -> tuple[Suite, AutoselEr
         git_sha=last.git_sha,
         timestamp=last.timestamp,
         rows=tuple(rows),
+        trials=suite.LEVELS[level].trials,
+        left=left,
     )
+    if stopped and left:
+        told = f"stopped; {len(rows)} of {len(rows) + left} configurations measured, their certificates kept"
+        return found, Stopped(told, todo="a new run measures all of them again")
     return found, next((trouble for made in certified if (trouble := failed(made))), None)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """One model's share of a suite."""
+
+    name: str  # as it was asked for
+    configurations: tuple[tuple[Configuration, tuple[Run, ...]], ...]
+    decides: bool
+    weights: Any = None  # loaded on first use
+
+
+def _parts(asked: Asked, level: Level) -> list[_Part]:
+    """What is to be run. Raises what refuses a run, before anything is loaded."""
+    from autosel import models
+    from autosel.certify import suite
+    from autosel.decode.measure import refuse
+    from autosel.decode.weights import memory_need, refuse_unloadable
+
+    base, extent, parts = asked.plan(), suite.LEVELS[level], []
+    for name in suite.models(level, asked["model"] or None):
+        of_model = _of_model(base, models.load(name))
+        plans = [(c, suite.plan_of(of_model, c)) for c in suite.configurations(level)]
+        for _, plan in plans:
+            refuse(plan)
+        refuse_unloadable(max((plan for _, plan in plans), key=memory_need))
+        configurations = tuple((c, suite.runs(c, plan, extent)) for c, plan in plans)
+        parts.append(_Part(name=name, configurations=configurations, decides=extent.decides))
+    return parts
+
+
+def _expect(parts: Sequence[_Part], listener: Progress) -> None:
+    seconds: dict[tuple[str, str], float] = {}
+    for part in parts:
+        for i, (_, runs) in enumerate(part.configurations):
+            for j, run in enumerate(runs):
+                found = foreseen(run.plan, listener, loads=i == j == 0)
+                seconds |= {(run.title, stage): s for stage, s in found.items() if stage != "chain" or j == 0}
+    listener.expect(seconds)
+
+
+def _trials(part: _Part, runs: Sequence[Run], listener: Progress, ledger: Ledger | None) -> list[Certificate]:
+    """Of one configuration, the runs that count. How its steps are taken is asked once."""
+    from autosel.certify.issue import Request, issue
+    from autosel.decode.measure import Chosen, measure
+    from autosel.decode.weights import load_weights
+
+    made, chosen = [], Chosen()
+    for run in runs:
+        within = Within(listener, run.title)
+        part.weights = part.weights or load_weights(run.plan, within)
+        found = measure(run.plan, part.weights, listener=within, ledger=ledger, decides=part.decides, chosen=chosen)
+        if run.counts:
+            made.append(issue(found, grounds(found), Request(repro_cmd=command(part.name, run.plan))))
+    return made
 
 
 def command(name: str, plan: Plan) -> str:
@@ -135,6 +194,7 @@ def command(name: str, plan: Plan) -> str:
         "--advance",
     ]
     words += ["--layers", plan.layers] if plan.layers else []
+    words += ["--device", plan.device] if plan.device != "cpu" else []
     words += ["--weights", plan.weights] if plan.weights != "random" else []
     words += ["--paged", plan.page] if plan.cache == "paged" else []
     words += ["--seed", plan.seed] if plan.seed else []

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.options import Known, dtype_option, given_options, json_option, verb
-from autosel.cli.output import bandwidth, bytes_text, emit_json, error_json, paragraph, report, table
+from autosel.cli.output import Stopped, bandwidth, bytes_text, emit_json, error_json, paragraph, report, table
 from autosel.errors import AutoselError, ParityError, UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ PICTURE_NAMES = "step-against-context, rate-against-batch"
 @click.option("--tune/--no-tune", "tunes", default=True, help="--no-tune measures with what is decided already")
 @click.option("--effort", type=Known("effort", ("quick", "full")), help="of tuning; full also races torch.compile")
 @click.option("--budget", default="", metavar="TIME", help="of tuning, for all batches: 90s or 5m")
-@click.option("--device", default="cpu", metavar="DEVICE", help="default: cpu")
+@device_option()
 @click.option("--seed", type=int, default=0, help="of weights, caches and coins  [default: 0]")
 @click.option(
     "--report", "report_to", type=click.Path(path_type=Path), metavar="DIR", help="write sweep.json and plots"
@@ -89,7 +90,6 @@ def grid_of(asked: dict[str, Any]) -> list[Plan]:
     """The plans of the grid, batch by batch. Raises UsageError for what no run can be."""
     from autosel import models
     from autosel.certify.sweep import MOST_CELLS, span
-    from autosel.cli.fingerprint import refuse_absent
     from autosel.cli.run import weights_of
     from autosel.decode.run import Plan
 
@@ -144,10 +144,17 @@ def swept(asked: dict[str, Any], grid: Sequence[Plan]) -> tuple[Sweep, AutoselEr
     if asked["tunes"]:
         decisions, trouble = _tuned(asked, [plan for plan, _, why in sized if not why])
     undecided = {d.id for d in decisions if _undecided(d)}
-    cells = sweep.with_doubts(_measured(sized, decides=asked["tunes"]), undecided)
+    measured, stopped = _measured(sized, decides=asked["tunes"])
+    cells = sweep.with_doubts(measured, undecided)
     changes = sweep.changes_of(sweep.served(cells), decisions)
-    if asked["tunes"]:
-        changes, narrowed = _narrowed(asked, grid[0], cells, changes)
+    if stopped:
+        done = sum(c.figures is not None for c in cells)
+        trouble = Stopped(f"stopped; {done} of {len(cells)} cells measured", todo="what was decided is kept")
+    elif asked["tunes"]:
+        try:
+            changes, narrowed = _narrowed(asked, grid[0], cells, changes)
+        except Stopped as ended:  # what was measured is still said
+            narrowed = ended
         trouble = trouble or narrowed
     fp, first = fingerprint.take(grid[0].device), grid[0]
     found = sweep.Sweep(
@@ -218,25 +225,36 @@ def _again() -> str:
     return " ".join(given_options(ctx, (*cells, "effort", "report_to"))) if ctx is not None else ""
 
 
-def _measured(sized: Sequence[tuple[Plan, int, str]], *, decides: bool) -> list[Cell]:
-    """Each cell that fits, on weights loaded once. `decides`: who takes its whole steps too, where nothing says so."""
+def _measured(sized: Sequence[tuple[Plan, int, str]], *, decides: bool) -> tuple[list[Cell], bool]:
+    """Each cell that fits, on weights loaded once; and whether Ctrl-C ended it, the other cells unmeasured. `decides`:
+    who takes its whole steps too, where nothing says so."""
     from autosel.certify.sweep import Cell
     from autosel.cli.progress import Within
-    from autosel.cli.run import ledger_or_none, progress
+    from autosel.cli.run import foreseen, ledger_or_none, progress
     from autosel.decode.measure import measure, refuse
     from autosel.decode.weights import load_weights
 
-    cells, weights = [], None
+    titles = [f"cell {i} of {len(sized)}, batch {p.batch}, context {p.seq}" for i, (p, _, _) in enumerate(sized, 1)]
+    cells, weights, stopped = [], None, False
     with ledger_or_none() as ledger, progress() as listener:
-        for i, (plan, need, why) in enumerate(sized):
+        seconds: dict[tuple[str, str], float] = {}
+        for title, (plan, _, why) in zip(titles, sized, strict=True):
+            found = {} if why else foreseen(plan, listener, loads=not seconds)
+            seconds |= {(title, stage): s for stage, s in found.items()}
+        listener.expect(seconds)
+        for title, (plan, need, why) in zip(titles, sized, strict=True):
             figures = None
-            if not why:
+            if not (why or stopped):
                 refuse(plan)
-                within = Within(listener, f"cell {i + 1} of {len(sized)}, batch {plan.batch}, context {plan.seq}")
-                weights = weights or load_weights(plan, within)
-                figures = figures_of(measure(plan, weights, listener=within, ledger=ledger, decides=decides))
-            cells.append(Cell(batch=plan.batch, context=plan.seq, need_bytes=need, figures=figures, why=why))
-    return cells
+                within = Within(listener, title)
+                try:
+                    weights = weights or load_weights(plan, within)
+                    figures = figures_of(measure(plan, weights, listener=within, ledger=ledger, decides=decides))
+                except KeyboardInterrupt:
+                    stopped = True
+            told = why or ("" if figures else "it was stopped before")
+            cells.append(Cell(batch=plan.batch, context=plan.seq, need_bytes=need, figures=figures, why=told))
+    return cells, stopped
 
 
 def figures_of(run: DecodeRun) -> Figures:

@@ -25,7 +25,7 @@ from autosel.decode.hold import holding
 from autosel.decode.model import FUSED, Chain
 from autosel.decode.persistent import kind_of, refuse_unsupported
 from autosel.decode.quality import quality
-from autosel.decode.run import DecodeRun, Listener, Plan, Silent, Text
+from autosel.decode.run import DecodeRun, Listener, Plan, Silent, Text, Way
 from autosel.decode.scene import Clock, Scene, set_scene
 from autosel.decode.standing import Standing, stand
 from autosel.decode.weights import Weights
@@ -46,11 +46,13 @@ def measure(
     clock: Clock = time.perf_counter_ns,
     ledger: Ledger | None = None,
     decides: bool = True,
+    chosen: Chosen | None = None,
 ) -> DecodeRun:
     """Run the plan; score the text with what was timed, if one is given. `clock` gives nanoseconds.
 
     In the ledger stands who takes the whole step; what is not decided yet is raced and recorded. Without one, or where
-    it is not to decide, it is raced for this run alone, and shortly.
+    it is not to decide, it is raced for this run alone, and shortly. `chosen` is for several runs of one plan: what the
+    first of them found is not asked again.
 
     Raises UsageError, BadConfig.
     """
@@ -62,12 +64,11 @@ def measure(
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     with torch.inference_mode():
         scene = set_scene(plan, weights, listener, clock)
-        standing = None
-        if ledger is not None and plan.persistent is None and _may_choose(plan):
-            standing = stand(scene, fp, ledger, rng, clock, listener, decides=decides)
-        listener.stage("chain", "whole steps", 0, 1)
-        chain, ways = choose_chain(scene, rng, clock) if _may_choose(plan) and not _teams(standing) else (FUSED, ())
-        whole = _whole(scene, chain, fp, rng, clock, standing, ledger)
+        chosen = chosen or Chosen()
+        if chosen.whole is None:
+            _choose(chosen, scene, fp, ledger, rng, clock, listener, decides=decides)
+        chain, ways, whole = chosen.chain, chosen.ways, chosen.whole
+        assert whole is not None
         team = fp if whole.taken else None
         ours, theirs = our_arm(scene, chain, team, graph=whole.graph), Baseline(scene)
         with holding(ledger, fp, getattr(ours, "list", None)):
@@ -130,6 +131,35 @@ def refuse(plan: Plan) -> None:
             why="it is measured on one greedy stream that goes on",
             todo="use --batch 1 and greedy decoding",
         )
+
+
+@dataclass(slots=True)
+class Chosen:
+    """How a plan's steps are taken. Empty, `whole` None, until a run was measured with it."""
+
+    chain: Chain = FUSED
+    ways: tuple[Way, ...] = ()
+    whole: Whole | None = None
+
+
+def _choose(
+    chosen: Chosen,
+    scene: Scene,
+    fp: Fingerprint,
+    ledger: Ledger | None,
+    rng: Random,
+    clock: Clock,
+    listener: Listener,
+    *,
+    decides: bool,
+) -> None:
+    plan, standing = scene.plan, None
+    if ledger is not None and plan.persistent is None and _may_choose(plan):
+        standing = stand(scene, fp, ledger, rng, clock, listener, decides=decides)
+    listener.stage("chain", "whole steps", 0, 1)
+    if _may_choose(plan) and not _teams(standing):
+        chosen.chain, chosen.ways = choose_chain(scene, rng, clock)
+    chosen.whole = _whole(scene, chosen.chain, fp, rng, clock, standing, ledger)
 
 
 def _may_choose(plan: Plan) -> bool:

@@ -72,14 +72,19 @@ class Weights:
 def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
     """The weights a plan names. Raises BadConfig (unreadable or of another model), UsageError (no memory for them)."""
     shape, device = plan.shape, torch.device(plan.device)
-    tensors = (
-        None if plan.weights == "random" else _Checkpoint(open_folder(Path(plan.weights)), shape, plan.full_layers)
-    )
-    refuse_without_memory(plan)
+    tensors = refuse_unloadable(plan)
     arena = Arena(arena_bytes(shape, plan.dtype), device)
     with torch.inference_mode():
         fill = _random(plan) if tensors is None else tensors.read
         return _Builder(shape, plan.dtype, arena, fill, listener or Silent()).build(plan.weights)
+
+
+def refuse_unloadable(plan: Plan) -> _Checkpoint | None:
+    """What the weights are read from, None where they are drawn. Only headers are read. Raises as `load_weights`."""
+    found = None if plan.weights == "random" else open_folder(Path(plan.weights))
+    tensors = None if found is None else _Checkpoint(found, plan.shape, plan.full_layers)
+    refuse_without_memory(plan)
+    return tensors
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -738,27 +738,40 @@ def test_a_suite_is_the_median_of_three_trials_after_two_warm_ups() -> None:
     for config in suite.CONFIGURATIONS:
         plan = suite.plan_of(base, config)
         assert (plan.seq - 1, plan.iters + 1, plan.advance) == (config.prompt, config.tokens, True)
-    asked: list[int] = []
     medium = suite.CONFIGURATIONS[1]
-
-    def measured(plan: Plan) -> Certificate:
-        asked.append(plan.iters)
-        run = decode_run(seed=len(asked), step_ms=60.0 + len(asked), iters=plan.iters, seq=plan.seq, advance=True)
-        return certificate(run)
-
-    made = suite.trials(suite.plan_of(base, medium), measured)
-    assert asked == [8, 8, 255, 255, 255]
+    runs = suite.runs(medium, suite.plan_of(base, medium), suite.LEVELS["standard"])
+    assert [(r.plan.iters, r.counts) for r in runs] == [(8, False)] * 2 + [(255, True)] * 3
+    assert runs[0].title == "llama-1b medium 256/256, warm-up 1 of 2" and len({r.title for r in runs}) == 5
+    made = [
+        certificate(decode_run(seed=i, step_ms=60.0 + i, iters=r.plan.iters, seq=r.plan.seq, advance=True))
+        for i, r in enumerate(runs)
+        if r.counts
+    ]
     row = suite.row(medium, made)
     assert row.decode_tokens_per_s == made[1].sustained_tokens_per_sec
     assert row.e2e_tokens_per_s == pytest.approx(256 / (0.9 + sum(made[1].samples.optimised_ns) / 1e9))
 
 
 def test_the_levels_are_seven_configurations_of_three_models_and_parts_of_it() -> None:
-    names = [one.name for one in suite.CONFIGURATIONS]
-    assert names == ["short", "medium", "prefill", "decode", "long", "sampled", "full-pipe"]
+    names = ["short", "medium", "prefill", "decode", "long", "sampled", "full-pipe"]
+    for level in suite.LEVELS:
+        assert [one.name for one in suite.configurations(level)] == names
+    assert suite.configurations("standard") == suite.configurations("full") == suite.CONFIGURATIONS
     assert suite.models("full", None) == ("llama-1b", "qwen3-1.7b", "gemma3-1b")
     assert suite.models("full", "llama-3b") == ("llama-3b",) and suite.models("quick", None) == ("llama-1b",)
-    assert len(suite.configurations("quick")) == 2 and len(suite.configurations("standard")) == 7
+
+
+def test_the_quick_suite_takes_an_eighth_of_the_steps_once_and_its_rows_are_not_compared_with_whole_answers() -> None:
+    whole, short = suite.configurations("standard"), suite.configurations("quick")
+    assert [c.tokens for c in short] == [16, 32, 16, 128, 128, 32, 32]
+    assert all(
+        (a.prompt, a.sampling, a.paged) == (b.prompt, b.sampling, b.paged) for a, b in zip(whole, short, strict=True)
+    )
+    plan = suite.plan_of(Plan(model=models.load("llama-1b")), short[0])
+    runs = suite.runs(short[0], plan, suite.LEVELS["quick"])
+    assert [(r.title, r.plan.iters) for r in runs] == [
+        ("llama-1b short 64/16, warm-up", 8), ("llama-1b short 64/16, trial", 15),
+    ]  # fmt: skip
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**4), st.integers(0, 10**9))

@@ -13,6 +13,7 @@ import pytest
 from autosel import settings
 from autosel.certify import rerun, slo, store, suite
 from autosel.certify.audit import audit
+from autosel.certify.forecast import forecast
 from autosel.certify.issue import chained
 from autosel.cli.certificate import suite_text, summary, where_line
 from autosel.cli.main import run
@@ -20,9 +21,10 @@ from autosel.cli.progress import Progress, Within
 from autosel.cli.run import Asked, failed, run_command
 from autosel.cli.suite import command
 from autosel.cli.verify import command_of, located, rerun_words
+from autosel.decode.run import DecodeRun, Plan
 from autosel.errors import AutoselError, BadConfig, ParityError
 from autosel.values import to_json
-from tests.null.certificates import certificate, decode_run
+from tests.null.certificates import GROUNDS, certificate, decode_run, fingerprint
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -268,14 +270,87 @@ def test_the_context_is_by_default_what_the_model_was_made_for(tmp_path: Path) -
 
 
 def test_a_suite_says_which_run_of_how_many_is_under_way(capsys: pytest.CaptureFixture[str]) -> None:
-    titles = list(suite.under_way("llama-1b short 64/64"))
-    assert len(titles) == suite.WARM_UPS + suite.TRIALS
-    assert (titles[0], titles[-1]) == (
-        "llama-1b short 64/64, warm-up 1 of 2",
-        "llama-1b short 64/64, trial 3 of 3",
-    )
     listener = Progress()
     for stage in (("prefill", "baseline", 0, 2), ("decode", "", 3, 63)):
-        Within(listener, titles[0]).stage(*stage)
-    assert listener.line().startswith(f"{titles[0]} decode 3/63")
+        Within(listener, "llama-1b short 64/64, warm-up 1 of 2").stage(*stage)
+    assert listener.line().startswith("llama-1b short 64/64, warm-up 1 of 2 decode 3/63")
     assert capsys.readouterr().err.count("\n") == 1  # into a pipe: a line for each run, not for each of its stages
+
+
+# --- a suite, stopped ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("measured", "code"), [(0, 130), (4, 130), (14, 0)])
+def test_a_suite_that_is_stopped_keeps_and_says_what_is_done(
+    measured: int, code: int, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each configuration of the quick suite takes two runs; Ctrl-C comes after so many of them."""
+    calls = iter(range(100))
+
+    def measure(plan: Plan, *_: Any, **__: Any) -> DecodeRun:
+        if next(calls) == measured:
+            raise KeyboardInterrupt
+        return decode_run(model=plan.model, layers=plan.layers, seq=plan.seq, iters=plan.iters, advance=True)
+
+    monkeypatch.setattr("autosel.decode.measure.measure", measure)
+    monkeypatch.setattr("autosel.decode.weights.load_weights", lambda *_: "weights")
+    monkeypatch.setattr("autosel.fingerprint.take", lambda *_: fingerprint())
+    monkeypatch.setattr("autosel.cli.suite.grounds", lambda run: GROUNDS)
+    monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 40)
+    report, file = tmp_path / "report", tmp_path / "c.jsonl"
+    words = ("--suite", "quick", "--layers", "2", "--report", str(report), "--certify", str(file))
+    got, text, trouble = said("run", *words)
+    assert got == code
+    if not measured:
+        assert "stopped before" in trouble and not report.exists() and not file.exists()
+        return
+    rows = json.loads((report / "report.json").read_text())["suite"]["rows"]
+    assert len(rows) == measured // 2 == len(file.read_bytes().splitlines())
+    assert rows[0]["model"] == "llama-1b[2/16 layers]" and "quick suite on" in text
+    if code:
+        assert (
+            "5 configurations not measured" in " ".join(text.split())
+            and "stopped; 2 of 7 configurations measured" in trouble
+        )
+        again = said("run", *words, "--compare", str(report))
+        assert again[0] == 0 and again[1].count("against before") == 2
+
+
+# --- the time left ------------------------------------------------------------------------------------------------
+
+
+def test_the_time_left_is_said_from_the_first_stage_on_and_follows_the_pace(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = [0.0]
+    listener = Progress(clock=lambda: now[0])
+    listener.expect({("", "weights"): 10.0, ("", "prefill"): 40.0, ("", "chain"): 5.0, ("", "decode"): 50.0})
+    listener.stage("weights", "embedding", 0, 10)
+    assert listener.line().endswith("0s, about 1m45s left")
+    for done, at in ((5, 10.0), (10, 20.0)):  # twice as slow as foreseen: so will the rest be
+        now[0] = at
+        listener.stage("weights", "embedding", done, 10)
+    listener.stage("prefill", "baseline", 0, 2)
+    slow = listener.eta.left_s(0, 2) if listener.eta else 0.0
+    assert 130 < slow < 190
+    now[0] = 60.0
+    listener.stage("step", "confirming 1", 0, 1)  # nobody foresaw it: its time says nothing of the rest
+    before = listener.eta.left_s(0, 1) if listener.eta else 0.0
+    now[0] = 600.0
+    listener.stage("decode", "", 0, 100)  # the chain was left out
+    after = listener.eta.left_s(0, 100) if listener.eta else 0.0
+    assert before > after > 50
+    now[0] = 650.0
+    assert listener.eta is not None and listener.eta.left_s(100, 100) == 0
+    assert "weights ..., about 1m45s left" in capsys.readouterr().err
+
+
+def test_a_run_is_foreseen_stage_by_stage_from_the_rates_of_the_device() -> None:
+    fp = fingerprint()
+    plan = asked("--model llama-8b --layers 4 --seq 8192 --iters 50").plan()
+    found = forecast(plan, fp)
+    assert list(found) == ["weights", "prefill", "chain", "warmup", "decode", "ops"]
+    assert forecast(dataclasses.replace(plan, iters=100), fp)["decode"] == pytest.approx(2 * found["decode"])
+    assert forecast(dataclasses.replace(plan, seq=1024), fp)["prefill"] < found["prefill"] / 8  # attention grows faster
+    synthetic = forecast(dataclasses.replace(plan, prompt="synthetic"), fp, loads=False)
+    assert list(synthetic) == ["chain", "warmup", "decode", "ops"]

@@ -1,0 +1,57 @@
+"""How long a run will take, foreseen from the device's rates: what its time left starts from.
+
+    a step    bytes that must cross the memory bus / read rate, and what eager PyTorch needs more
+    prefill   arithmetic of the prompt / peak rate, by each arm
+
+Nothing but the time said to be left depends on it, and what was measured so far corrects that.
+"""
+
+from __future__ import annotations
+
+from autosel.certify.issue import peak_flops, read_rate
+from autosel.decode.account import OP_ROUNDS, bytes_per_step, flops_per_step
+from autosel.decode.chain import ROUNDS
+from autosel.decode.model import FORMS
+from autosel.decode.quality import MOST_TOKENS
+from autosel.decode.run import HALVES, Plan, Text
+from autosel.models.shape import ModelShape
+from autosel.values import Fingerprint
+
+# As seen on two cores with llama-1b and 4 layers of llama-8b.
+OURS, EAGER = 1.3, 2.6  # of a step, over its bytes at the read rate
+MATRIX = 0.6  # of the peak arithmetic rate, in a prompt's products
+LOADED_BYTES_PER_S = 1.5e9  # weights drawn or read
+BETWEEN_S = 0.03  # of a pair: the probe of memory, and until the other arm's threads sleep
+UNKNOWN = 1e10, 1e11  # bytes/s and FLOP/s of a device that was not measured
+
+
+def forecast(plan: Plan, fp: Fingerprint, text: Text | None = None, *, loads: bool = True) -> dict[str, float]:
+    """Seconds of each stage under the name a listener hears, in their order; `loads`: the weights come first."""
+    shape, rate = plan.shape, read_rate(fp) or UNKNOWN[0]
+    middle = plan.seq + plan.iters // 2 if plan.advance else plan.seq
+    step_s = bytes_per_step(shape, plan.dtype, plan.batch, middle) / rate
+    pair_s = (OURS + EAGER) * step_s
+    races = (len(HALVES) + 1) * len(FORMS) * (ROUNDS + 1)
+    found = {
+        "weights": shape.weight_bytes(plan.dtype) / LOADED_BYTES_PER_S if loads else 0.0,
+        "prefill": 0.0 if plan.prompt == "synthetic" else 2 * prompt_s(plan, plan.batch * (plan.seq - 1), fp),
+        "chain": races * OURS * step_s if plan.prealloc and not plan.speculate else 0.0,
+        "warmup": plan.warmup * pair_s,
+        "decode": plan.iters * (pair_s + BETWEEN_S),
+        "ops": OP_ROUNDS * OURS * step_s,
+    }
+    if text is not None:
+        tokens = min(len(text.tokens), MOST_TOKENS)
+        found["quality"] = tokens / plan.batch * OURS * step_s + 2 * prompt_s(plan, tokens, fp)
+    return {stage: seconds for stage, seconds in found.items() if seconds}
+
+
+def prompt_s(plan: Plan, tokens: int, fp: Fingerprint) -> float:
+    """One pass of so many tokens through the layers; of the output head, the last ones."""
+    shape = plan.shape
+    each = flops_per_step(shape, 1, max(1, tokens // plan.batch // 2)) - _head_flops(shape)
+    return tokens * each / (MATRIX * (peak_flops(fp, plan.dtype) or UNKNOWN[1]))
+
+
+def _head_flops(shape: ModelShape) -> int:
+    return 2 * shape.V * shape.d
