@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from autosel import settings
+from autosel.cli.device import device_option, identity, told
 from autosel.cli.figures import decision_json, decision_table
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph
@@ -24,38 +25,42 @@ class Now:
     stale: str
 
 
-@verb("best", "best attn", "best gemv --json", "best attn --workload L8192")
+@verb("best", "best attn", "best gemv --json", "best attn --workload L8192", "best attn --device cuda:1")
 @click.argument("op")
 @click.option("--workload", default="", metavar="TEXT", help="only workloads whose key contains it, as D128.L8192")
+@device_option()
 @json_option
-def best_command(op: str, workload: str, as_json: bool) -> None:
+def best_command(op: str, workload: str, device: str, as_json: bool) -> None:
     """What serves OP here.
 
     --json: one object, for the longest context if there are several; its `all` lists every one.
     """
-    everything = serving(op)
+    everything = serving(op, device)
     rows = [n for n in everything if workload in n.decision.workload.key]
     if everything and not rows:
         keys = ", ".join(n.decision.workload.key for n in everything)
         raise UsageError(f"no workload of {op} has {workload!r} in its key", why=f"known: {keys}")
     if as_json:
-        emit_json(_document(op, rows))
+        emit_json(_document(op, rows, device))
     elif rows:
         click.echo(decision_table([n.decision for n in rows], {}, {n.decision.id: n.stale for n in rows}))
-        show_stale(rows, op)
+        show_stale(rows, op, device)
     else:
-        click.echo(f"{op}: {_undecided(op)['reason']}; the baseline serves, {_undecided(op)['candidate']}")
-        click.echo(f"measure:  {settings.spelling()} {measured_by(op)}", err=True)
+        found = _undecided(op, device)
+        click.echo(f"{op}: {found['reason']}; the baseline serves, {found['candidate']}")
+        click.echo(f"measure:  {settings.spelling()} {measured_by(op, device)}", err=True)
 
 
-def measured_by(op: str) -> str:
-    """The verb that decides the op. Whole steps are raced where a model runs."""
-    return "run --model NAME, once its ops are tuned" if op == WHOLE_STEP else f"tune --op {op}"
+def measured_by(op: str, device: str) -> str:
+    """The verb that decides the op there. Whole steps are raced where a model runs."""
+    if op == WHOLE_STEP:
+        return f"run --model NAME{told(device)}, once its ops are tuned"
+    return f"tune --op {op}{told(device)}"
 
 
-def _document(op: str, rows: Sequence[Now]) -> dict[str, Any]:
+def _document(op: str, rows: Sequence[Now], device: str) -> dict[str, Any]:
     if not rows:
-        return _undecided(op)
+        return _undecided(op, device)
     first = max(rows, key=lambda n: (dict(n.decision.workload.dims).get("L", 0), n.decision.workload.key))
     return {**now_json(first), "all": [now_json(n) for n in rows]}
 
@@ -72,21 +77,23 @@ def now_json(now: Now) -> dict[str, Any]:
     return made | instead | gone | stale
 
 
-def _undecided(op: str) -> dict[str, Any]:
+def _undecided(op: str, device: str) -> dict[str, Any]:
     from autosel.candidates.registry import baseline
 
     unknown = dict.fromkeys(
         ("workload", "decision_id", "speedup", "next_best", "baseline_us", "time_us", "roofline", "read_bytes_per_s")
     )
+    where = "this device" if device == "cpu" else device
+    why = {"reason": f"nothing is decided on {where}", "all": []}
     if op == WHOLE_STEP:
         who = {"op": op, "state": "baseline", "backend": None, "candidate": "op by op"}
-        return {**who, **unknown, "reason": "nothing is decided on this device", "all": []}
+        return {**who, **unknown, **why}
     candidate = baseline(op)
     who = {"op": candidate.op, "state": "baseline", "backend": candidate.backend, "candidate": candidate.name}
-    return {**who, **unknown, "reason": "nothing is decided on this device", "all": []}
+    return {**who, **unknown, **why}
 
 
-def show_stale(rows: Sequence[Now], op: str) -> None:
+def show_stale(rows: Sequence[Now], op: str, device: str) -> None:
     """Under a table: which of its decisions do not run, and what to do."""
     reasons = dict.fromkeys(n.stale for n in rows if n.stale)
     for reason in reasons:
@@ -95,17 +102,17 @@ def show_stale(rows: Sequence[Now], op: str) -> None:
     for reason in again:
         click.echo(paragraph(f"stale: {reason}; proven again since, and served until it is raced", hang="  "))
     if (reasons or again) and not settings.get("disable"):
-        click.echo(f"measure again:  {settings.spelling()} {measured_by(op)}", err=True)
+        click.echo(f"measure again:  {settings.spelling()} {measured_by(op, device)}", err=True)
 
 
-def serving(op: str | None) -> list[Now]:
-    """What serves here now, in the ledger's order; gemv and gemm are linear at M = 1 and above."""
+def serving(op: str | None, device: str) -> list[Now]:
+    """What serves there now, in the ledger's order; gemv and gemm are linear at M = 1 and above. Raises UsageError."""
     from autosel.candidates.registry import ledger_name
     from autosel.candidates.validity import staleness
     from autosel.ledger.store import open_ledger
 
-    hw_id = this_device()
     name = ledger_name(op) if op else None
+    hw_id = identity(device).hw_id
     with open_ledger() as ledger:
         rows = [s.decision for s in ledger.serving() if s.decision.hw_id == hw_id]
     rows = [d for d in rows if name in (None, d.op)]
@@ -122,11 +129,3 @@ def _elsewhere(decision: Decision) -> str:
         return "AUTOSEL_DISABLE is set"
     mode = current_mode("team" if decision.op == WHOLE_STEP else "eager")
     return "" if decision.mode == mode else f"decision {decision.id} is for {decision.mode}; this process runs {mode}"
-
-
-def this_device() -> str:
-    """This machine's hw_id, without measuring anything."""
-    from autosel.fingerprint import machine
-    from autosel.values import digest
-
-    return digest({"kind": "cpu", **machine.identity()})

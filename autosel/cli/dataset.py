@@ -64,8 +64,8 @@ SHOWN = 12  # rows of the table; the home keeps them all
 
 def import_traces(dataset: Path, into: Path | None, as_json: bool) -> None:
     """Keep a dataset's evidence, and write its workloads as a recording to `into`."""
+    from autosel.cli.device import default_device, identity
     from autosel.dispatch import recorded
-    from autosel.dispatch.board import this_device
     from autosel.integrations import flashinfer_traces
     from autosel.ledger.key import current_mode
 
@@ -77,7 +77,7 @@ def import_traces(dataset: Path, into: Path | None, as_json: bool) -> None:
     added = flashinfer_traces.keep(settings.home(), found.evidence)
     if into is not None:
         try:
-            recorded.save(into, flashinfer_traces.traffic(found, this_device().hw_id, current_mode()))
+            recorded.save(into, flashinfer_traces.traffic(found, identity(default_device()).hw_id, current_mode()))
         except OSError as error:
             raise BadConfig(f"cannot write {into}", why=error.strerror or str(error)) from error
     if as_json:

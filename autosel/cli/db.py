@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
@@ -87,7 +88,8 @@ def backup(path: Path, as_json: bool) -> None:
 @json_option
 def restore(path: Path, as_json: bool) -> None:
     """Put a backup in the place of the ledger, which is kept."""
-    from autosel.cli.best import this_device
+    from autosel.cli.device import here
+    from autosel.fingerprint import unit
     from autosel.ledger.engine import Database
     from autosel.ledger.locks import device_lock
     from autosel.ledger.restore import restore as put_back
@@ -96,7 +98,9 @@ def restore(path: Path, as_json: bool) -> None:
     target = Database(settings.db_url()).path
     if target is None:
         raise UsageError("the ledger is on a server", todo="restore it with the server's own tools")
-    with device_lock(settings.home(), this_device()):  # no tune is under way
+    with ExitStack() as locks:
+        for place, fp in here():  # no tune is under way
+            locks.enter_context(device_lock(settings.home(), fp.hw_id, unit(place)))
         aside = put_back(path.absolute(), target)
         with open_ledger() as ledger:  # publishes what it serves
             text = f"{target} is the backup now, {len(ledger.history())} decisions"

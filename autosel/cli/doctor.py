@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -120,21 +120,27 @@ def _libraries(what: str) -> Iterator[Finding]:
 
 def _device(what: str) -> Iterator[Finding]:
     from autosel import fingerprint
+    from autosel.cli.device import here, unused_gpu
     from autosel.fingerprint.describe import headline
 
-    fp = fingerprint.take("cpu")
-    yield Finding(what=what, level="ok", text=headline(fp))
-    for note in fp.notes:
-        yield Finding(what="noise", level="note", text=note)
-    if fp.contended:
-        todo = f"for cleaner rates close other work, then {settings.spelling()} fingerprint --refresh"
-        yield Finding(what="noise", level="note", text="contended when it was measured", todo=todo)
-    yield from _drift(fp)
+    unused = unused_gpu()
+    if unused:
+        yield Finding(what="gpu", level="note", text=f"the GPU of this machine is left aside: {unused}")
+    for place, _ in here():
+        fp = fingerprint.take(place)
+        yield Finding(what=what, level="ok", text=headline(fp))
+        for note in fp.notes:
+            yield Finding(what="noise", level="note", text=note)
+        if fp.contended:
+            todo = f"for cleaner rates close other work, then {settings.spelling()} fingerprint {place} --refresh"
+            yield Finding(what="noise", level="note", text="contended when it was measured", todo=todo)
+        if fp.kind == "cpu":
+            yield from _drift(fp)
 
 
 def _drift(fp: Fingerprint) -> Iterator[Finding]:
-    """Rates are measured once and then reused: a formula that rests on them never changes unasked. Here is where to see
-    that they no longer hold."""
+    """A CPU's rates are measured once and reused: a formula that rests on them never changes unasked. Here is where to
+    see that they no longer hold."""
     from autosel import fingerprint
 
     try:
@@ -143,7 +149,7 @@ def _drift(fp: Fingerprint) -> Iterator[Finding]:
         return
     if drift.moved:
         now = "other work runs here, or ran when they were measured" if drift.shared else "no longer what was measured"
-        todo = f"{settings.spelling()} fingerprint --refresh measures anew; what the new knobs change is raced again"
+        todo = f"{settings.spelling()} fingerprint cpu --refresh measures anew; what new knobs change is raced again"
         yield Finding(what="rates", level="note", text=f"{drift.reason}: {now}", todo=todo)
 
 
@@ -159,7 +165,7 @@ def _home(what: str) -> Iterator[Finding]:
 
 
 def _ledger(what: str) -> Iterator[Finding]:
-    from autosel.cli.best import this_device
+    from autosel.cli.device import default_device, here
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
@@ -170,24 +176,36 @@ def _ledger(what: str) -> Iterator[Finding]:
         if not ledger.writable:
             todo = "make it writable, or set AUTOSEL_HOME to a folder of your own; reading works"
             yield Finding(what=what, level="note", text="it can only be read: nothing can be decided", todo=todo)
-        hw_ids = {s.decision.hw_id for s in served}
-        here = this_device()
-        if served and here not in hw_ids:
+        devices = {fp.hw_id: fp for _, fp in here()}  # equal ones once
+        missing = _undecided(devices, {s.decision.hw_id for s in served}, default_device())
+        if served and missing:
             todo = f"{settings.spelling()} tune"
-            yield Finding(what=what, level="note", text="none of them was measured on this device", todo=todo)
-        for held in ledger.quarantined(here).values():
-            text = f"{held.arm.candidate} for {held.op}: {held.cause}: {held.reason}"
-            todo = f"{settings.spelling()} db release {held.id} --reason ... lets it race again"
-            yield Finding(what="quarantine", level="note", text=text, todo=todo)
-        yield from _fleet(ledger, here)
-        yield from _calibration(ledger.aa(here, "short"), ledger.aa(here, "long"))
+            yield Finding(what=what, level="note", text=f"none of them was measured on {missing}", todo=todo)
+        for hw_id in devices:
+            for held in ledger.quarantined(hw_id).values():
+                text = f"{held.arm.candidate} for {held.op}: {held.cause}: {held.reason}"
+                todo = f"{settings.spelling()} db release {held.id} --reason ... lets it race again"
+                yield Finding(what="quarantine", level="note", text=text, todo=todo)
+        yield from _fleet(ledger, devices)
+        for hw_id, fp in devices.items():
+            of = "" if len(devices) == 1 else f" of {fp.name}"
+            yield from _calibration(of, ledger.aa(hw_id, "short"), ledger.aa(hw_id, "long"))
 
 
-def _fleet(ledger: Ledger, here: str) -> Iterator[Finding]:
+def _undecided(devices: Mapping[str, Fingerprint], decided: Collection[str], default: str) -> str:
+    """The device that verbs are about by default, where nothing is decided on it; else ""."""
+    kind = default.partition(":")[0]
+    mine = {hw_id: fp.name for hw_id, fp in devices.items() if fp.kind == kind}
+    if not mine or set(mine) & set(decided):
+        return ""
+    return "this device" if len(devices) == 1 else " or ".join(dict.fromkeys(mine.values()))
+
+
+def _fleet(ledger: Ledger, here: Collection[str]) -> Iterator[Finding]:
     """Decisions of other hosts that wait here; devices of one kind that were measured to be different."""
     from autosel.ledger.compare import disagreements, words
 
-    waiting = [s for s in ledger.serving(everywhere=True) if not s.usable and s.decision.hw_id == here]
+    waiting = [s for s in ledger.serving(everywhere=True) if not s.usable and s.decision.hw_id in here]
     if waiting:
         todo = f"{settings.spelling()} import proves and adopts them; a daemon that tunes does when the device is idle"
         text = f"{len(waiting)} decisions of other hosts wait for a proof of this one"
@@ -200,12 +218,12 @@ def _fleet(ledger: Ledger, here: str) -> Iterator[Finding]:
             yield Finding(what="sick device", level="note", text=text, todo="\n".join([*words(found), todo]))
 
 
-def _calibration(short: tuple[int, int], long: tuple[int, int]) -> Iterator[Finding]:
+def _calibration(of: str, short: tuple[int, int], long: tuple[int, int]) -> Iterator[Finding]:
     from autosel.race.plan import SAMPLE_NS, margin, quiet_sessions_needed
 
     for name, (sessions, crossings) in (("short ops", short), ("long ops", long)):
         m = margin(sessions, crossings, SAMPLE_NS)
-        text = f"{name}: minimum effect {m.delta:.0%}; {crossings} of {sessions} A/A sessions crossed"
+        text = f"{name}{of}: minimum effect {m.delta:.0%}; {crossings} of {sessions} A/A sessions crossed"
         needed = quiet_sessions_needed(sessions, crossings)
         todo = f"{needed} more quiet A/A sessions (each tune adds some)" if needed else ""
         yield Finding(what="margin", level="ok" if m.calibrated else "note", text=text, todo=todo)

@@ -59,12 +59,13 @@ def export_to(engine: str, folder: Path, asked: Asked) -> None:
 def _hf_kernels(folder: Path) -> Manifest:
     """Of this machine's CPU: its decisions are the ones that serve here."""
     from autosel import fingerprint
-    from autosel.cli.best import this_device
+    from autosel.cli.device import identity
     from autosel.integrations.engines import hf_kernels
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
-        decisions = [s.decision for s in ledger.serving() if s.decision.hw_id == this_device()]
+        here = identity("cpu").hw_id
+        decisions = [s.decision for s in ledger.serving() if s.decision.hw_id == here]
     return hf_kernels.export(fingerprint.take("cpu"), decisions, folder)
 
 

@@ -11,6 +11,7 @@ import click
 from autosel import settings
 from autosel.cli.best import Now, measured_by, serving
 from autosel.cli.dataset import elsewhere, elsewhere_lines
+from autosel.cli.device import device_option, identity
 from autosel.cli.figures import decision_json, short_shape, winner
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import bandwidth, emit_json, microseconds, paragraph, ratio, table
@@ -27,8 +28,9 @@ Line = tuple[str, str]  # its name in the margin, its text
 @click.argument("op", required=False)
 @click.option("--id", "decision_id", type=int, metavar="N", help="a decision by its number")
 @click.option("--failed", is_flag=True, help="the candidates that failed, and where")
+@device_option()
 @json_option
-def explain_command(op: str | None, decision_id: int | None, failed: bool, as_json: bool) -> None:
+def explain_command(op: str | None, decision_id: int | None, failed: bool, device: str, as_json: bool) -> None:
     """Why OP is served as it is: the evidence behind each decision."""
     from autosel.ledger.store import open_ledger
 
@@ -36,9 +38,9 @@ def explain_command(op: str | None, decision_id: int | None, failed: bool, as_js
         raise UsageError("explain what?", todo=f"{settings.spelling()} explain OP, --id N or --failed")
     with open_ledger() as ledger:
         if failed:
-            _show_failed(ledger, op, as_json)
+            _show_failed(ledger, op, device, as_json)
             return
-        stale = {n.decision.id: n.stale for n in _chosen(ledger, op, decision_id)}
+        stale = {n.decision.id: n.stale for n in _chosen(ledger, op, decision_id, device)}
         evidence = [ledger.evidence(number) for number in stale]
     if as_json:
         emit_json([{**_evidence_json(e), "stale": stale[e.decision.id]} for e in evidence])
@@ -46,15 +48,15 @@ def explain_command(op: str | None, decision_id: int | None, failed: bool, as_js
     click.echo("\n\n".join(explain_text(e, stale[e.decision.id]) for e in evidence))
 
 
-def _chosen(ledger: Ledger, op: str | None, decision_id: int | None) -> list[Now]:
+def _chosen(ledger: Ledger, op: str | None, decision_id: int | None, device: str) -> list[Now]:
     if decision_id is not None:
         return [Now(decision=ledger.decision(decision_id), stale="")]
-    found = serving(op)
+    found = serving(op, device)
     if not found:
         raise LedgerError(
-            f"no decision for {op} on this device",
+            f"no decision for {op} on {'this device' if device == 'cpu' else device}",
             why="the baseline serves it",
-            todo=f"{settings.spelling()} {measured_by(op or '')}",
+            todo=f"{settings.spelling()} {measured_by(op or '', device)}",
         )
     return found
 
@@ -69,7 +71,7 @@ def explain_text(evidence: Evidence, stale: str = "") -> str:
     lines += [*_parity_lines(evidence), *_race_lines(evidence.race, v)]
     if v is not None:
         lines += _effect_lines(d, v)
-    lines += [*_knob_lines(d), *elsewhere_lines(d), ("changes", _what_would_change_it(d))]
+    lines += [*_knob_lines(d), *elsewhere_lines(d), ("changes", _what_would_change_it(evidence))]
     lines.append(("reproduce", _how_to_reproduce(d)))
     return "\n".join([paragraph(head, hang="  "), *(_field(name, text) for name, text in lines)])
 
@@ -142,15 +144,15 @@ def _knob_lines(d: Decision) -> list[Line]:
     return [("knobs", f"{text}          {settings.spelling()} knobs --op {d.op} --explain")]
 
 
-def _what_would_change_it(d: Decision) -> str:
-    lengths = ""
+def _what_would_change_it(evidence: Evidence) -> str:
+    d, fp, lengths = evidence.decision, evidence.fingerprint, ""
     if d.length_range is not None:
         low, high = d.length_range
         lengths = f"a context below {low} or above {high} tokens (measured crossover), "
     kernel = "an edited kernel, " if d.arm.build else ""
     if d.op == WHOLE_STEP:
         kernel += "another decision about an op of it, "
-    return f"{lengths}{kernel}another torch, another CPU"
+    return f"{lengths}{kernel}another torch, another {'GPU' if fp is not None and fp.kind == 'cuda' else 'CPU'}"
 
 
 def _how_to_reproduce(d: Decision) -> str:
@@ -217,12 +219,13 @@ def _session_json(session: Session) -> dict[str, object]:
     }
 
 
-def _show_failed(ledger: Ledger, op: str | None, as_json: bool) -> None:
-    """Everything that failed or may not race, newest first."""
+def _show_failed(ledger: Ledger, op: str | None, device: str, as_json: bool) -> None:
+    """Everything that failed or may not race on the device, newest first."""
     from autosel.candidates.registry import ledger_name
 
-    decisions = ledger.history(ledger_name(op) if op else None)
-    found = [*_failures(ledger, decisions), *_ineligible(decisions)]
+    name, hw_id = ledger_name(op) if op else None, identity(device).hw_id
+    decisions = [d for d in ledger.history(name) if d.hw_id == hw_id]
+    found = [*_failures(ledger, decisions), *_ineligible(decisions, device)]
     if as_json:
         emit_json(found)
     elif not found:
@@ -244,16 +247,17 @@ def _failures(ledger: Ledger, decisions: Sequence[Decision]) -> list[dict[str, o
     return list(seen.values())
 
 
-def _ineligible(decisions: Sequence[Decision]) -> list[dict[str, object]]:
-    """Who may not race, asked again today, at the workloads that were decided here: one for each reason."""
+def _ineligible(decisions: Sequence[Decision], device: str) -> list[dict[str, object]]:
+    """Who may not race, asked again today, at the workloads that were decided there: one for each reason."""
     from autosel import fingerprint
     from autosel.candidates import registry
 
     seen: dict[tuple[str, str, str], dict[str, object]] = {}
-    fp = fingerprint.take("cpu") if decisions else None
-    raced = [d for d in decisions if d.op != WHOLE_STEP]  # of a whole step `run` says it
-    for w in {d.workload.key: d.workload for d in raced if fp and d.hw_id == fp.hw_id}.values():
-        assert fp is not None
+    workloads = {d.workload.key: d.workload for d in decisions if d.op != WHOLE_STEP}  # of a whole step `run` says it
+    if not workloads:
+        return []
+    fp = fingerprint.take(device)
+    for w in workloads.values():
         for candidate, support in registry.eligible(w, fp, "full"):
             if isinstance(support, Rejected):
                 who = {"op": w.op, "workload": w.key, "candidate": candidate.name, "stage": "eligible"}

@@ -7,19 +7,21 @@ from collections.abc import Sequence
 
 import click
 
-from autosel import settings
+from autosel.cli.device import default_device
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph, table
-from autosel.errors import UnknownName, UsageError
+from autosel.errors import UnknownName
 from autosel.values import Fingerprint, to_json
 
 
 @verb("fingerprint", "fingerprint", "fingerprint --refresh --json", "fingerprint h200")
-@click.argument("device", default="cpu")
+@click.argument("device", default=default_device)
 @click.option("--refresh", is_flag=True, help="measure the rates again instead of reusing them")
 @json_option
 def fingerprint_command(device: str, refresh: bool, as_json: bool) -> None:
-    """Who this DEVICE is, and how fast it was measured to be. A known device's name shows what its file holds."""
+    """Who this DEVICE is, and how fast it was measured to be: cpu, cuda, cuda:1 (the GPU, if there is one). A known
+    device's name shows what its file holds.
+    """
     fp = find(device, refresh)
     if as_json:
         emit_json({**to_json(fp), "hw_id": fp.hw_id, "env_id": fp.env_id})
@@ -28,7 +30,7 @@ def fingerprint_command(device: str, refresh: bool, as_json: bool) -> None:
 
 
 def find(device: str, refresh: bool = False) -> Fingerprint:
-    """This machine's `cpu`, or a known device that need not be here. Raises UnknownName."""
+    """A device of this machine, or a known one that need not be here. Raises UnknownName, UsageError."""
     from autosel import fingerprint
     from autosel.fingerprint import known
 
@@ -38,37 +40,6 @@ def find(device: str, refresh: bool = False) -> Fingerprint:
         if device in known.names():
             return known.load(device)
         raise UnknownName("device", device, (*error.known, *known.names())) from None
-
-
-def refuse_absent(device: str) -> None:
-    """Raise UsageError unless the device is one that can be measured on: this machine's CPU, or a GPU that is here."""
-    from autosel.fingerprint import known
-
-    if device == "cpu":
-        return
-    if device in known.names() or re.fullmatch(r"(cuda|gpu)(:\d+)?", device):
-        why = _why_absent(device)
-        if not why:
-            return
-        raise UsageError(
-            f"{device} cannot be tuned here",
-            why=why,
-            todo=f"{settings.spelling()} knobs --fingerprint {device if device in known.names() else 'h200'}",
-        )
-    raise UnknownName("device", device, ("cpu", *known.names()))
-
-
-def _why_absent(device: str) -> str:
-    """Why a GPU cannot be measured on, or ""."""
-    kind, _, number = device.partition(":")
-    if kind != "cuda":
-        return f"tune measures what is here: --device cpu, cuda or cuda:N; {device} is a name in fingerprints/"
-    import torch
-
-    if not torch.cuda.is_available():
-        return "no CUDA device answers here: --device cpu"
-    count = torch.cuda.device_count()
-    return "" if int(number or 0) < count else f"CUDA shows {count} device{'s' if count > 1 else ''} here, from cuda:0"
 
 
 def show(fp: Fingerprint) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import click
 
 from autosel import settings
 from autosel.cli.best import measured_by
+from autosel.cli.device import default_device
 from autosel.cli.figures import against_baseline, decision_json
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph, state_style, table
 from autosel.values import Decision
+
+if TYPE_CHECKING:
+    from autosel.ledger.store import Ledger
 
 
 @verb("history", "history", "history attn -n 5 --json")
@@ -27,12 +34,13 @@ def history_command(op: str | None, limit: int, as_json: bool) -> None:
         name = ledger_name(op)
     with open_ledger() as ledger:
         found = ledger.history(name, limit=limit)
+        where = _devices(ledger, found)
     if as_json:
-        emit_json([{**decision_json(d), "state": d.state} for d in found])
+        emit_json([{**decision_json(d), "state": d.state, "hw_id": d.hw_id} for d in found])
         return
     if not found:
         click.echo(f"no decisions{f' about {op}' if op else ''} yet: the baseline serves")
-        click.echo(f"measure:  {settings.spelling()} {measured_by(op) if op else 'tune'}", err=True)
+        click.echo(f"measure:  {settings.spelling()} {measured_by(op, default_device()) if op else 'tune'}", err=True)
         return
     rows = [
         [
@@ -47,9 +55,17 @@ def history_command(op: str | None, limit: int, as_json: bool) -> None:
     text = table(("id", "when (UTC)", "state", "serves", "vs baseline"), rows, right=(0,)).splitlines()
     click.echo(text[0])
     for line, decision in zip(text[1:], found, strict=True):
-        click.echo(
-            f"{line}\n      {decision.bucket}{_lengths(decision)}\n{paragraph(decision.reason, indent='      ')}"
-        )
+        about = f"{decision.bucket}{_lengths(decision)}{where[decision.hw_id]}"
+        click.echo(f"{line}\n      {about}\n{paragraph(decision.reason, indent='      ')}")
+
+
+def _devices(ledger: Ledger, found: Sequence[Decision]) -> dict[str, str]:
+    """` on NVIDIA H200` by hw_id; empty where all are of one device."""
+    first = {d.hw_id: d.id for d in reversed(found)}
+    if len(first) == 1:
+        return dict.fromkeys(first, "")
+    known = {hw_id: ledger.evidence(number).fingerprint for hw_id, number in first.items()}
+    return {hw_id: f" on {fp.name if fp else hw_id[:12]}" for hw_id, fp in known.items()}
 
 
 def _lengths(decision: Decision) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
+from autosel.cli.device import default_device
 from autosel.cli.options import (
     batch_option,
     dtype_option,
@@ -25,7 +26,13 @@ from autosel.values import DTYPES, Accepted, DTypeName, Fingerprint, Knobs, Work
 @dtype_option(DTYPES)
 @batch_option
 @seq_option
-@click.option("--fingerprint", "device", default="cpu", metavar="DEVICE", help="cpu, or a known device: h200, l4 ...")
+@click.option(
+    "--fingerprint",
+    "device",
+    default=default_device,
+    metavar="DEVICE",
+    help="cpu, cuda, or a known device: h200, l4 ...",
+)
 @click.option("--explain", is_flag=True, help="show each knob's formula, inputs and reason")
 @json_option
 def knobs_command(

@@ -7,6 +7,7 @@ import time
 import click
 
 from autosel import settings
+from autosel.cli.device import default_device, unused_gpu
 from autosel.cli.options import model_option, verb
 from autosel.cli.output import paragraph
 
@@ -22,11 +23,15 @@ def start_command(ctx: click.Context, model: str) -> None:
 
     shape = models.load(model)
     started = time.monotonic()
-    fp = fingerprint.take("cpu")
+    device = default_device()
+    fp = fingerprint.take(device)
     _step(2, "fingerprint", headline(fp), time.monotonic() - started)
+    unused = unused_gpu()
+    if unused:
+        click.echo(paragraph(f"note: the GPU of this machine is left aside: {unused}", hang="  "), err=True)
     _step(3, f"tune {model}", f"{shape.dtype}, batch 1, context 8192", None)
     try:
-        ctx.invoke(tune_command, model=model)
+        ctx.invoke(tune_command, model=model, device=device)
     finally:
         where = settings.get("db") or settings.home() / "ledger.db"
         click.echo(f"\nDecisions are in {where}.   Why: {settings.spelling()} explain attn", err=True)

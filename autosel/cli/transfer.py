@@ -134,13 +134,12 @@ def import_command(
 ) -> None:
     """Take in an export or a bundle; without PATH, what other hosts have decided in the shared ledger.
 
-    Decisions of this device's kind serve once their kernel has been built and has passed parity here; what served
-    before goes on until then. Decisions of other devices are kept as history.
+    Decisions of this machine's kinds of device serve once their kernel has been built and has passed parity here; what
+    served before goes on until then. Decisions of other devices are kept as history.
 
     A folder is a flashinfer-bench dataset: its traces are kept as evidence from elsewhere, which decides nothing, and
     its workloads are written as a recording for `tune --recorded`.
     """
-    from autosel.cli.best import this_device
     from autosel.ledger.store import open_ledger
 
     if path is not None and path.is_dir():
@@ -158,8 +157,8 @@ def import_command(
     if path is None and key:
         raise UsageError("--key without PATH", todo="name the bundle that it signed")
     with open_ledger() as ledger:
-        taken = _taken_in(ledger, path, key, this_device()) if path else None
-        adopted = _adopted(ledger) if check and ledger.offered(this_device(), _mode()) else []
+        taken = _taken_in(ledger, path, key) if path else None
+        adopted = _adopted(ledger) if check else []
     document = {
         "served": [d.id for d in taken.served] if taken else [],
         "kept": [{"id": d.id, "reason": why} for d, why in taken.kept] if taken else [],
@@ -175,8 +174,9 @@ def import_command(
         click.echo(f"look at them: {settings.spelling()} history")
 
 
-def _taken_in(ledger: Ledger, path: Path, key: str, hw_id: str) -> Imported:
+def _taken_in(ledger: Ledger, path: Path, key: str) -> Imported:
     from autosel.cli import bundle
+    from autosel.cli.device import here
 
     try:
         data = path.read_bytes()
@@ -188,16 +188,23 @@ def _taken_in(ledger: Ledger, path: Path, key: str, hw_id: str) -> Imported:
 
         signer = public_key(key)
     found = bundle.read(data, str(path), signer=signer)
-    return ledger.import_(found.decisions, hw_id, found.host)
+    cpu, *gpus = (fp.hw_id for _, fp in here())
+    return ledger.import_(found.decisions, cpu, found.host, also=gpus)
 
 
 def _adopted(ledger: Ledger) -> list[Adoption]:
+    """Of every device of this machine; two GPUs of a kind have the same decisions, and the first proves them."""
     from autosel import fingerprint
+    from autosel.cli.device import here
     from autosel.cli.progress import Progress
     from autosel.tuning.adopt import adopt
 
-    with Progress() as progress:
-        return list(adopt(ledger, fingerprint.take("cpu"), progress))
+    found: list[Adoption] = []
+    for hw_id, place in {fp.hw_id: place for place, fp in reversed([*here()])}.items():
+        if ledger.offered(hw_id, _mode()):
+            with Progress() as progress:
+                found += adopt(ledger, fingerprint.take(place), progress, device=place)
+    return found
 
 
 def _mode() -> str:

@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from autosel import settings
+from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.figures import decision_json, decision_table
 from autosel.cli.options import (
     Known,
@@ -57,7 +58,7 @@ EXAMPLES = (
 @click.option("--budget", default="", metavar="TIME", help="as 90s or 5m; what is unfinished then stays undecided")
 @click.option("--effort", type=Known("effort", ("quick", "full")), help="full also races torch.compile")
 @click.option("--resume/--force", "resume", default=True, help="--force measures again what is settled")
-@click.option("--device", default="cpu", metavar="DEVICE", help="what to tune for  [default: cpu]")
+@device_option()
 @click.option(
     "--ray", default="", metavar="ADDRESS", help="on the workers of a Ray cluster; `local` makes one of this machine"
 )
@@ -84,7 +85,6 @@ def tune_command(
     some stayed undecided.
     """
     from autosel import models
-    from autosel.cli.fingerprint import refuse_absent
     from autosel.models.workloads import step
     from autosel.pipeline import Request
 

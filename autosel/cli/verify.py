@@ -169,7 +169,7 @@ def command_of(certified: Certificate) -> Any:
     try:
         if {"-h", "--help"} & set(arguments):
             raise BadConfig("the certificate's repro_cmd asks for help instead of a run", why=certified.repro_cmd[:200])
-        return Asked(run_command.make_context("run", arguments))
+        return Asked(run_command.make_context("run", arguments, default_map={"device": "cpu"}))
     except (click.ClickException, click.exceptions.Exit) as error:
         why = f"{certified.repro_cmd[:200]}: {error}"
         raise BadConfig("the certificate's repro_cmd is no command of this version", why=why) from error

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autosel import settings
+from autosel.cli.device import device_option, identity
 from autosel.cli.options import json_option, ops_option, seed_option, verb
 from autosel.cli.output import emit_json, microseconds, table
 from autosel.errors import AutoselError, UsageError
@@ -65,10 +66,17 @@ class Change:
 )
 @ops_option
 @click.option("--budget", default="", metavar="TIME", help="seconds the other environment may race, as 90s or 5m")
+@device_option()
 @seed_option
 @json_option
 def whatif_command(
-    python: Path, recorded: Path | None, ops: Sequence[str], budget: str, seed: int | None, as_json: bool
+    python: Path,
+    recorded: Path | None,
+    ops: Sequence[str],
+    budget: str,
+    device: str,
+    seed: int | None,
+    as_json: bool,
 ) -> None:
     """What would be decided under another Python's torch and libraries, and what that gains or costs.
 
@@ -78,10 +86,11 @@ def whatif_command(
 
     if budget:
         parse_budget(budget)
+    hw_id = identity(device).hw_id
     present = ask(python)
-    calls = _workloads(recorded, ops)
-    theirs = _tuned_there(python, calls, budget, seed)
-    changes = compare(_decided_here(), theirs, {w.bucket: n for w, n in calls.items()})
+    calls = _workloads(recorded, ops, hw_id)
+    theirs = _tuned_there(python, calls, budget, device, seed)
+    changes = compare(_decided_here(hw_id), theirs, {w.bucket: n for w, n in calls.items()})
     if as_json:
         emit_json({"environment": present, "changes": [_document(c) for c in changes]})
         return
@@ -125,17 +134,17 @@ def _environment(home: str = "") -> dict[str, str]:
 
 
 def _tuned_there(
-    python: Path, calls: Mapping[Workload, int], budget: str, seed: int | None
+    python: Path, calls: Mapping[Workload, int], budget: str, device: str, seed: int | None
 ) -> Mapping[str, Mapping[str, Any]]:
     """Decisions by bucket, as `tune --json` tells them. Its progress goes to our stderr."""
     from autosel.dispatch import recorded
-    from autosel.dispatch.board import this_device
     from autosel.ledger.key import current_mode
 
     with tempfile.TemporaryDirectory(prefix="autosel-whatif-") as folder:
         file = Path(folder) / "recorded.json"
-        recorded.save(file, recorded.Recorded(device=this_device().hw_id, mode=current_mode(), calls=calls))
+        recorded.save(file, recorded.Recorded(device=identity(device).hw_id, mode=current_mode(), calls=calls))
         words = [str(python), "-P", "-m", "autosel.cli.main", "tune", "--recorded", str(file), "--json"]
+        words += ["--device", device]
         words += ["--budget", budget] if budget else []
         words += ["--seed", str(seed)] if seed is not None else []
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=_environment(str(Path(folder) / "home")))
@@ -161,8 +170,8 @@ def decided_there(
 # --- here -------------------------------------------------------------------------------------------------------------
 
 
-def _workloads(path: Path | None, ops: Sequence[str]) -> dict[Workload, int]:
-    """Those recorded, or those that something serves here; raises AutoselError if there are none."""
+def _workloads(path: Path | None, ops: Sequence[str], hw_id: str) -> dict[Workload, int]:
+    """Those recorded, or those that something serves on that device here; raises AutoselError if there are none."""
     from autosel.candidates.registry import op_name
     from autosel.cli.record import named_workloads
 
@@ -172,7 +181,8 @@ def _workloads(path: Path | None, ops: Sequence[str]) -> dict[Workload, int]:
         from autosel.ledger.store import open_ledger
 
         with open_ledger() as ledger:
-            found = {s.decision.workload: 1 for s in ledger.serving() if s.decision.op != WHOLE_STEP}
+            here = [s.decision for s in ledger.serving() if s.decision.hw_id == hw_id]
+            found = {d.workload: 1 for d in here if d.op != WHOLE_STEP}
     wanted = {op_name(op) for op in ops}
     found = {w: n for w, n in found.items() if not wanted or w.op in wanted}
     if not found:
@@ -184,12 +194,13 @@ def _workloads(path: Path | None, ops: Sequence[str]) -> dict[Workload, int]:
     return found
 
 
-def _decided_here() -> Mapping[str, Mapping[str, Any]]:
+def _decided_here(hw_id: str) -> Mapping[str, Mapping[str, Any]]:
     from autosel.ledger.describe import decision_json
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
-        return {s.decision.bucket: decision_json(s.decision) for s in ledger.serving()}
+        here = [s.decision for s in ledger.serving() if s.decision.hw_id == hw_id]
+        return {d.bucket: decision_json(d) for d in here}
 
 
 def compare(

@@ -99,9 +99,14 @@ def read(ordinal: int) -> Readings:
 def count() -> int:
     """How many devices CUDA sees; 0 where there is no driver, or no cupy to ask it."""
     try:
-        return _count(_runtime())
+        return counted()
     except UsageError:
         return 0
+
+
+def counted() -> int:
+    """How many devices CUDA sees. Raises UsageError where it cannot be asked."""
+    return _count(_runtime())
 
 
 def _runtime() -> Any:

@@ -197,9 +197,10 @@ class Import:
     document: Mapping[str, Any]
     hw_id: str
     origin: Host | None = None
+    also: tuple[str, ...] = ()
 
     def run(self, ledger: Ledger) -> dict[str, Any]:
-        found = ledger.import_(self.document, self.hw_id, self.origin)
+        found = ledger.import_(self.document, self.hw_id, self.origin, also=self.also)
         numbers = {"served": [d.id for d in found.served], "waiting": [d.id for d in found.waiting]}
         return {**numbers, "kept": [[d.id, why] for d, why in found.kept]}
 

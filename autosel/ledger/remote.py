@@ -181,13 +181,15 @@ class RemoteLedger(Ledger):
     def save_aa(self, hw_id: str, time_class: str, crossings: Iterable[bool]) -> None:
         self._send(commands.SaveAA(hw_id=hw_id, time_class=time_class, crossings=tuple(crossings)))
 
-    def import_(self, data: Mapping[str, Any] | bytes | str, hw_id: str, origin: Host | None = None) -> Imported:
+    def import_(
+        self, data: Mapping[str, Any] | bytes | str, hw_id: str, origin: Host | None = None, *, also: Sequence[str] = ()
+    ) -> Imported:
         if isinstance(data, Mapping):
             document = data
         else:
             snapshot.parse(data, "the import")
             document = json.loads(data)
-        found = self._send(commands.Import(document=document, hw_id=hw_id, origin=origin))
+        found = self._send(commands.Import(document=document, hw_id=hw_id, origin=origin, also=tuple(also)))
         return Imported(
             served=tuple(self.decision(number) for number in found["served"]),
             waiting=tuple(self.decision(number) for number in found["waiting"]),

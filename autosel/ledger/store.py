@@ -704,13 +704,15 @@ class Ledger:
             self._documents[decision.id] = to_json(decision)
         return self._documents[decision.id]
 
-    def import_(self, data: Mapping[str, Any] | bytes | str, hw_id: str, origin: Host | None = None) -> Imported:
+    def import_(
+        self, data: Mapping[str, Any] | bytes | str, hw_id: str, origin: Host | None = None, *, also: Sequence[str] = ()
+    ) -> Imported:
         """Take in an export, of another host if `origin` says whose. All rows or none; BadConfig for anything that is
-        not a whole export.
+        not a whole export. `also`: this machine's other devices.
 
-        Rows of another device do not serve here; neither does one that would import a module that is not autosel's: no
-        code from data. A pin of ours stays. An arm that has not passed parity on this host waits until it has
-        (`adopt`), and what served before goes on serving.
+        Rows of another device than these do not serve here; neither does one that would import a module that is not
+        autosel's: no code from data. A pin of ours stays. An arm that has not passed parity on this host waits until it
+        has (`adopt`), and what served before goes on serving.
         """
         where = "the import"
         found = snapshot.validate(data, where) if isinstance(data, Mapping) else snapshot.parse(data, where)
@@ -721,7 +723,7 @@ class Ledger:
         with self._database.writing() as c:
             owner = rows.put_host(c, origin) if origin else None
             for d in decisions:
-                why = _refusal(c, d, hw_id)
+                why = _refusal(c, d, d.hw_id if d.hw_id in also else hw_id)
                 made = rows.one(c, _import_one(c, owner, d, found.digest, serves=not why), host=self._prover(c))
                 if why:
                     kept.append((made.decision, why))

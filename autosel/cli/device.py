@@ -1,0 +1,117 @@
+"""`--device`: which device of this machine a verb is about. One place says what the names mean, and which is meant
+where none is given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from autosel import settings
+from autosel.errors import UnknownName, UsageError
+
+if TYPE_CHECKING:
+    from autosel.cli.options import Option
+    from autosel.values import Fingerprint
+
+CUDA_DRIVER = "libcuda.so.1"
+
+
+def default_device() -> str:
+    """`cuda` where there is a GPU that can be measured on and that PyTorch can use; else `cpu`."""
+    if not _has_cuda_driver():  # PyTorch takes a second to load: not to be told that there is no GPU
+        return "cpu"
+    import torch
+
+    from autosel import fingerprint
+
+    return "cuda" if torch.cuda.is_available() and len(fingerprint.present()) > 1 else "cpu"
+
+
+def unused_gpu() -> str:
+    """Why a GPU of this machine is not what is meant by default, or ""."""
+    if not _has_cuda_driver() or default_device() != "cpu":
+        return ""
+    import torch
+
+    from autosel.fingerprint import nvml
+
+    try:
+        count = nvml.counted()
+    except UsageError as error:
+        missing = isinstance(error.__cause__, ImportError)  # a driver alone is no GPU: a container has it from its host
+        return f"{error.what}: {error.todo}" if missing and torch.cuda.is_available() else ""
+    return _why_absent(0) if count else ""
+
+
+def _has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL(CUDA_DRIVER)
+    except OSError:
+        return False
+    return True
+
+
+def device_option(help: str = "cpu, cuda or cuda:N  [default: the GPU, if there is one]") -> Option:
+    return click.option("--device", default=default_device, metavar="DEVICE", help=help)
+
+
+def told(device: str) -> str:
+    """` --device cpu`, to be written behind a verb; empty where that is what the verb does by itself."""
+    return "" if device == default_device() else f" --device {device}"
+
+
+def identity(device: str) -> Fingerprint:
+    """Who a device of this machine is; nothing is measured. Raises UsageError, UnknownName."""
+    from autosel.dispatch import devices
+
+    refuse_absent(device)
+    found, unknown = devices.device_at("cuda:0" if device == "cuda" else device)
+    if unknown:
+        todo = f"{settings.spelling()} fingerprint {device} says more;  --device cpu is there in any case"
+        raise UsageError(f"{device} cannot be used", why=unknown, todo=todo)
+    return found
+
+
+def here() -> Iterator[tuple[str, Fingerprint]]:
+    """Every device of this machine that can be identified, by name; the CPU first."""
+    from autosel.dispatch import devices
+
+    for place in devices.places_here():
+        found, unknown = devices.device_at(place)
+        if not unknown:
+            yield place, found
+
+
+def refuse_absent(device: str) -> None:
+    """Raise UsageError unless the device is one that can be measured on: this machine's CPU, or a GPU that is here."""
+    from autosel.fingerprint import known
+
+    if device == "cpu":
+        return
+    if device in known.names():
+        why = f"a device of this machine is cpu, cuda or cuda:N; {device} is a name in fingerprints/"
+    elif re.fullmatch(r"cuda(:\d+)?", device):
+        why = _why_absent(int(device.partition(":")[2] or 0))
+    else:
+        raise UnknownName("device", device, ("cpu", "cuda", "cuda:1", *known.names()))
+    if why:
+        name = device if device in known.names() else "h200"
+        todo = f"{settings.spelling()} knobs --fingerprint {name} shows what would run there;  --device cpu"
+        raise UsageError(f"{device} is not here", why=why, todo=todo)
+
+
+def _why_absent(number: int) -> str:
+    """Why PyTorch has no such GPU, or ""."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"this torch ({torch.__version__}) was built without CUDA"
+    if not torch.cuda.is_available():
+        return "PyTorch finds no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    count = torch.cuda.device_count()
+    return "" if number < count else f"CUDA shows {count} device{'s' if count > 1 else ''} here, from cuda:0"

@@ -1,0 +1,265 @@
+"""Which device a verb is about, on a machine with a GPU beside its CPU: identities are given, nothing is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+import torch
+
+from autosel import ops, settings
+from autosel.candidates import arms, registry
+from autosel.cli import device, tune, whatif
+from autosel.cli.main import cli, run
+from autosel.cli.run import Asked, run_command
+from autosel.cli.verify import command_of
+from autosel.dispatch import devices
+from autosel.fingerprint import gpu, known, nvml
+from autosel.ledger.key import current_mode
+from autosel.ledger.locks import device_lock
+from autosel.ledger.store import open_ledger
+from autosel.values import Decision, Failed, Fingerprint, Knobs, Timing, Verdict
+
+H200 = known.load("h200")
+W = ops.find("rmsnorm").workload("fp32", {"M": 1, "d": 64})
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def own_home(home: Path) -> Path:
+    return home
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Run a command line: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(list(arguments))
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "CUDA_DRIVER", "libno-such-driver.so.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver, a torch that can use it, and one H200, as its identity and rates would be read."""
+    monkeypatch.setattr(device, "CUDA_DRIVER", "libc.so.6")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(nvml, "counted", lambda: 1)
+    monkeypatch.setattr(nvml, "read", lambda _: SimpleNamespace(uuid="GPU-1f0c"))
+    monkeypatch.setattr(devices, "_gpu", lambda _: H200)
+    monkeypatch.setattr(gpu, "take", lambda *_, **__: H200)
+
+
+def decided(fp: Fingerprint, time_us: float, **changes: Any) -> Decision:
+    """A tie on that device: the baseline stays, and its time says where that was."""
+    base = arms.arm(registry.baseline(W.op), W, fp, "", Knobs())
+    timing = Timing(median_us=time_us, lo_us=time_us, hi_us=time_us, p95_us=time_us, min_us=time_us, samples=30)
+    timings = {base.candidate: timing}
+    tie = Verdict(outcome="tie", winner=base.candidate, reason="a tie", effect=None, next_best=None, timings=timings)
+    values: dict[str, Any] = {"verdict": tie, "race": None, "parities": [], "mode": current_mode(), "state": "kept"}
+    values |= {"arm": base, "baseline": base, "reason": "a tie", "idempotency_key": f"{fp.hw_id}"}
+    with open_ledger() as ledger:
+        return ledger.record(fp, W, **(values | changes))
+
+
+@pytest.fixture
+def on_both() -> tuple[Decision, Decision]:
+    """What is decided for the same workload on this CPU, and on the GPU."""
+    return decided(devices.this_device(), 50.0), decided(H200, 5.0)
+
+
+# --- which device is meant --------------------------------------------------------------------------------------------
+
+
+def test_the_gpu_is_meant_where_one_can_be_used_and_the_cpu_can_be_asked_for(
+    on_both: tuple[Decision, Decision], with_gpu: None, said: Said
+) -> None:
+    cpu, cuda = on_both
+    for words, expected in ([], cuda), (["--device", "cuda:0"], cuda), (["--device", "cpu"], cpu):
+        code, out, err = said("best", "rmsnorm", *words, "--json")
+        found = json.loads(out)
+        assert (code, err, found["decision_id"], len(found["all"])) == (0, "", expected.id, 1)
+        (explained,) = json.loads(said("explain", "rmsnorm", *words, "--json")[1])
+        assert explained["decision_id"] == expected.id
+    assert "5.00" in said("best", "rmsnorm")[1] and "50.0" in said("best", "rmsnorm", "--device", "cpu")[1]
+
+
+def test_where_there_is_no_gpu_the_cpu_is_meant_and_a_gpu_is_refused_with_the_reason(
+    on_both: tuple[Decision, Decision], cpu_alone: None, said: Said
+) -> None:
+    assert json.loads(said("best", "rmsnorm", "--json")[1])["decision_id"] == on_both[0].id
+    for verb in (["best", "rmsnorm"], ["explain", "rmsnorm"], ["explain", "--failed"], ["tune"], ["run"], ["sweep"]):
+        code, out, err = said(*verb, "--device", "cuda")
+        assert (code, out) == (2, "")
+        assert "error: cuda is not here" in err and "--device cpu" in err
+
+
+def test_what_the_gpu_lacks_a_decision_for_is_said_with_the_command_that_measures_there(
+    with_gpu: None, said: Said
+) -> None:
+    decided(devices.this_device(), 50.0)
+    _, out, err = said("best", "rmsnorm")
+    assert "nothing is decided on cuda" in out and err.rstrip().endswith("tune --op rmsnorm")
+    _, out, err = said("best", "attn", "--device", "cpu")
+    assert "nothing is decided on this device" in out and err.rstrip().endswith("tune --op attn --device cpu")
+    _, _, err = said("explain", "rmsnorm")
+    assert "no decision for rmsnorm on cuda" in err
+
+
+@pytest.mark.parametrize("verb", ["tune", "run", "sweep", "race", "whatif", "knobs", "fingerprint", "best", "explain"])
+def test_every_verb_that_measures_or_derives_means_the_same_device(verb: str, with_gpu: None) -> None:
+    needed = {"race": ["rmsnorm", "--candidate", "x:y"], "whatif": ["--python", "python"], "best": ["attn"]}
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    assert command.make_context(verb, needed.get(verb, [])).params["device"] == "cuda"
+
+
+def test_first_contact_tunes_the_gpu(with_gpu: None, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(tune, "report_on", lambda request, *_, **__: asked.append(request.device))
+    code, _, err = said("start", "--model", "llama-1b")
+    assert (code, asked) == (0, ["cuda"])
+    assert "H200" in err and "left aside" not in err
+
+
+def test_a_gpu_that_cannot_be_measured_is_left_aside_and_the_reason_is_told(
+    with_gpu: None, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(device, "CUDA_DRIVER", "libc.so.6")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)  # not installed
+    assert device.default_device() == "cpu"
+    assert "needs cupy" in device.unused_gpu() and "cuda12 or cuda13" in device.unused_gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.unused_gpu() == "", "a driver's library alone is no GPU"
+    monkeypatch.setattr(nvml, "counted", lambda: 1)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA" in device.unused_gpu() and device.default_device() == "cpu"
+
+
+# --- a certificate's command ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"), [([], "cuda"), (["--device", "cpu"], "cpu"), (["--device", "cuda"], "cuda")]
+)
+def test_a_certificate_made_beside_a_gpu_names_the_device_it_is_of(
+    words: list[str], meant: str, with_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repro = Asked(run_command.make_context("run", ["--model", "llama-1b", *words])).repro
+    assert shlex.split(repro)[-2:] == ["--device", meant]
+    assert command_of(SimpleNamespace(repro_cmd=repro))["device"] == meant  # type: ignore[arg-type]
+
+
+def test_a_certificate_of_a_machine_without_a_gpu_is_the_cpus_wherever_it_is_read(
+    with_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(device, "CUDA_DRIVER", "libno-such-driver.so.1")
+        repro = Asked(run_command.make_context("run", ["--model", "llama-1b"])).repro
+    assert "--device" not in repro
+    assert command_of(SimpleNamespace(repro_cmd=repro))["device"] == "cpu"  # type: ignore[arg-type]
+
+
+# --- what else is of one device ---------------------------------------------------------------------------------------
+
+
+def test_history_says_on_which_device_where_there_are_several(
+    on_both: tuple[Decision, Decision], cpu_alone: None, said: Said
+) -> None:
+    out = said("history")[1]
+    assert f"{W.bucket} on {H200.name}" in out and f"{W.bucket} on {devices.this_device().name}" in out
+    assert [d["hw_id"] for d in json.loads(said("history", "--json")[1])] == [d.hw_id for d in reversed(on_both)]
+    assert f"{W.bucket} on " not in said("history", "-n", "1")[1]
+
+
+def test_who_failed_and_who_may_not_race_is_told_of_one_device(with_gpu: None, said: Said) -> None:
+    cpu = devices.this_device()
+    for fp, name in ((cpu, "torch:compiled"), (H200, "cuda:rmsnorm")):
+        arm = arms.arm(registry.baseline(W.op), W, fp, "", Knobs())
+        other = dataclasses.replace(arm, candidate=name, digest="e" * 64)
+        failed = Failed(check="bound", case="strided", evidence={}, reason="ignores the stride")
+        decided(fp, 1.0, parities=[(other, failed)])
+    for words, mine, not_mine in ([], "cuda:rmsnorm", "torch:compiled"), (["--device", "cpu"], "torch:compiled", ""):
+        found = json.loads(said("explain", "--failed", *words, "--json")[1])
+        at_parity = {f["candidate"] for f in found if f["stage"] == "parity"}
+        assert at_parity == {mine} and not_mine not in at_parity
+        refused = " ".join(f["reason"] for f in found if f["stage"] == "eligible" and f["candidate"].startswith("cpp:"))
+        assert ("GPU" in refused or "cuda" in refused or "CPU" in refused) == (not words), refused
+
+
+def test_what_would_change_a_decision_is_another_device_of_its_kind(
+    on_both: tuple[Decision, Decision], with_gpu: None, said: Said
+) -> None:
+    assert "another torch, another GPU" in said("explain", "rmsnorm")[1]
+    assert "another torch, another CPU" in said("explain", "rmsnorm", "--device", "cpu")[1]
+
+
+def test_an_upgrade_is_tried_with_what_is_decided_on_one_device(on_both: tuple[Decision, Decision]) -> None:
+    cpu, cuda = on_both
+    for decision, us in ((cpu, 50.0), (cuda, 5.0)):
+        assert list(whatif._workloads(None, (), decision.hw_id)) == [W]
+        assert whatif._decided_here(decision.hw_id)[W.bucket]["time_us"] == us
+
+
+def test_the_doctor_looks_at_every_device(with_gpu: None, said: Said) -> None:
+    decided(devices.this_device(), 50.0)
+    with open_ledger() as ledger:
+        arm = arms.arm(registry.baseline(W.op), W, H200, "", Knobs())
+        ledger.quarantine(arm, hw_id=H200.hw_id, op=W.op, cause="crash", reason="for the test")
+    found = [(f["what"], f["text"]) for f in json.loads(said("doctor", "--json")[1])]
+    assert sum(what == "device" for what, _ in found) == 2 and any("H200" in text for _, text in found)
+    assert ("ledger", f"none of them was measured on {H200.name}") in found
+    assert any(what == "quarantine" and "for the test" in text for what, text in found)
+    assert sum(what == "margin" for what, _ in found) == 4
+
+
+def test_an_import_takes_what_is_of_any_device_of_the_machine(
+    on_both: tuple[Decision, Decision], with_gpu: None, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "decisions.json"
+    assert said("export", str(file))[0] == 0
+    for has_gpu, kept in ((True, 0), (False, 1)):
+        monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / f"other{has_gpu}"))
+        settings.read.cache_clear()
+        if not has_gpu:
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        code, out, err = said("import", str(file), "--no-check", "--json")
+        assert (code, len(json.loads(out)["kept"])) == (0, kept), err
+
+
+def test_a_ledger_is_not_replaced_while_the_gpu_is_tuned(
+    on_both: tuple[Decision, Decision], with_gpu: None, said: Said, home: Path, tmp_path: Path
+) -> None:
+    backup = str(tmp_path / "backup.db")
+    assert said("db", "backup", backup)[0] == 0
+    with ExitStack() as tuning:
+        tuning.enter_context(device_lock(home, H200.hw_id, "GPU-1f0c"))
+        assert said("db", "restore", backup)[0] == 1
+    assert said("db", "restore", backup)[0] == 0
+
+
+@pytest.fixture(autouse=True)
+def _settings_read_anew() -> Iterator[None]:
+    yield
+    settings.read.cache_clear()
