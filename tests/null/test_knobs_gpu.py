@@ -109,6 +109,14 @@ def test_a_few_rows_take_two_weight_rows_a_warp():
     assert gemv.rows_per_warp(product(6, 4096), H200) == 2
 
 
+@pytest.mark.parametrize("f", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_rows_of_x_beyond_eight_are_another_pass_and_ask_no_more_of_a_warp(f, dtype):
+    eight, more = product(8, 28_672, dtype=dtype), product(16, 28_672, dtype=dtype)
+    assert gemv.rows_per_warp(more, f) == gemv.rows_per_warp(eight, f)
+    assert gemv.time_s(more, f) - f.overhead_s == pytest.approx(2 * (gemv.time_s(eight, f) - f.overhead_s))
+
+
 # --- small M, the route -----------------------------------------------------------------------------------------------
 
 

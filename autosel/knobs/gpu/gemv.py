@@ -86,7 +86,7 @@ def gemv(w: Workload, f: GpuFacts) -> Knobs:
             Knob(
                 name="rows_per_warp",
                 value=rows,
-                formula="power of two >= 2 * M * w / 64, at most 4",
+                formula="power of two >= 2 * min(M, 8) * w / 64, at most 4",
                 inputs={"M": p.rows, "w": f.weights_per_clock(p.weight_bytes)},
                 reason="shared memory gives 64 activations a clock; a row more a warp uses each of them once more",
             ),
@@ -113,7 +113,9 @@ def split_k(outputs: int, unroll: int, f: GpuFacts) -> int:
 
 
 def rows_per_warp(p: Projection, f: GpuFacts) -> int:
-    return min(ROWS_MOST, power_of_two(p.rows / ISSUE_EFFICIENCY * f.weights_per_clock(p.weight_bytes) / 64))
+    """By the rows of x that meet a weight at once: those beyond the eighth come in another pass over the weights."""
+    together = min(p.rows, M_MOST)
+    return min(ROWS_MOST, power_of_two(together / ISSUE_EFFICIENCY * f.weights_per_clock(p.weight_bytes) / 64))
 
 
 def issue_budget(weight_bytes: int, f: GpuFacts) -> float:
@@ -133,11 +135,14 @@ def cc_limit(dtype: str, f: GpuFacts, rows: int = 2) -> int:
 
 
 def time_s(p: Projection, f: GpuFacts) -> float:
-    """Predicted time on CUDA cores: the slowest of loads, instructions and shared memory, plus the overhead."""
-    weights = p.outputs * p.depth
+    """Predicted time on CUDA cores: the slowest of loads, instructions and shared memory, plus the overhead.
+
+    Each eight rows of x are a pass over the weights, which reads and decodes them anew.
+    """
+    weights, passes = p.outputs * p.depth, math.ceil(p.rows / M_MOST)
     issued = p.rows / ISSUE_EFFICIENCY
-    loads = p.bytes_read / f.read
-    instructions = weights * (DECODE[p.dtype] + issued) / (ISSUE_LANES * f.sms * f.clock_hz)
+    loads = passes * p.bytes_read / f.read
+    instructions = weights * (passes * DECODE[p.dtype] + issued) / (ISSUE_LANES * f.sms * f.clock_hz)
     smem = weights * issued / (64 * rows_per_warp(p, f) * f.sms * f.clock_hz)
     return f.overhead_s + max(loads, instructions, smem)
 
