@@ -1,14 +1,24 @@
-"""What tests of CUDA sources need: nvcc and a C++ compiler; and how much of the matrix of targets to go through."""
+"""What tests of CUDA sources need: nvcc and a C++ compiler; and how much of the matrix of targets to go through.
+
+    @pytest.mark.in_turns(choices)                                        what gives a list of them
+    @pytest.mark.in_turns({"gemv": choices_of_gemv, ...}, label=named)    a list a group
+
+runs a test that has an argument `choice` once (once a group), with the choice whose turn it is on the day it runs; with
+--every-target once with each choice, under the name it is given, so that they run side by side and fail by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autosel.native.compile import find_compiler
 from autosel.native.cuda import find_nvcc
+from tests.compile.emulate import todays
 
 HERE = Path(__file__).parent
 CUDA = ("test_emulated", "test_machine_code")  # tests of kernels/cuda/
@@ -29,9 +39,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=missing))
 
 
-@pytest.fixture(scope="session")
-def every_target(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("--every-target"))
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "in_turns(choices, label=str): of another choice each day, or of every one")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for mark in metafunc.definition.iter_markers("in_turns"):
+        (asked,) = mark.args
+        groups = asked if isinstance(asked, Mapping) else {"today": asked}
+        if metafunc.config.getoption("--every-target", default=False):
+            label = mark.kwargs.get("label", str)
+            found = [pytest.param(lambda one=one: one, id=label(one)) for g in groups.values() for one in g()]
+        else:
+            found = [pytest.param(partial(_todays, g, n), id=name) for n, (name, g) in enumerate(groups.items())]
+        metafunc.parametrize("choice", found, indirect=True)
+
+
+def _todays(choices: Callable[[], Sequence[Any]], turn: int) -> Any:
+    """Drawn when a test runs: the day may end between two workers' collections."""
+    return todays(choices(), turn)
+
+
+@pytest.fixture
+def choice(request: pytest.FixtureRequest) -> Any:
+    return request.param()
 
 
 @pytest.fixture(autouse=True)

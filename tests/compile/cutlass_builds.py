@@ -18,7 +18,7 @@ from autosel.native import cutlass
 from autosel.native.compile import _command, find_compiler, source_digest, sources_digest
 from autosel.native.cuda import find_nvcc
 from autosel.values import NativeRecipe
-from tests.compile.emulate import FLAGS, HERE, includes
+from tests.compile.emulate import FLAGS, HERE, includes, keep
 from tests.compile.machine_code import _usage, disassembler
 
 FIRST = HERE / "cutlass_first.h"
@@ -50,8 +50,7 @@ def compiled(recipe: NativeRecipe) -> Compiled:
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     kept = settings.home() / "machine-code" / f"{recipe.entry}-{digest}.json"
     if not kept.is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(asdict(_compiled(recipe))))
+        keep(kept, json.dumps(asdict(_compiled(recipe))))
     told = json.loads(kept.read_text())
     kernels = tuple(Kernel(**k) for k in told["kernels"])
     return Compiled(kernels=kernels, advice=tuple(told["advice"]), seconds=told["seconds"])

@@ -49,6 +49,15 @@ def todays(choices: Sequence[Choice], turn: int = 0) -> Choice:
     return choices[(todays_turn() + turn) * step % count]
 
 
+def keep(file: Path, text: str) -> None:
+    """Whoever reads it meanwhile, in another process, sees all of it or nothing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = Path(folder) / file.name
+        made.write_text(text)
+        made.replace(file)
+
+
 def includes() -> list[str]:
     """tvm-ffi's and CUDA's headers, these as a system's: we do not lint them."""
     nvcc, info = find_nvcc(), _libinfo()

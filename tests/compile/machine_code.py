@@ -17,7 +17,7 @@ from typing import Any
 from autosel import resources, settings
 from autosel.native.compile import sources_digest
 from autosel.native.cuda import find_nvcc, target_flags
-from tests.compile.emulate import includes
+from tests.compile.emulate import includes, keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,8 @@ def functions(source: str, cc: tuple[int, int], *macros: str) -> tuple[Function,
     text = "\0".join([sources_digest(f"cuda/{source}.cu"), nvcc.version, *flags])
     kept = settings.home() / "machine-code" / f"{source}-{hashlib.sha256(reader + text.encode()).hexdigest()[:24]}.json"
     if not kept.is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
         found = _compiled(nvcc.path, resources.kernels() / "cuda" / f"{source}.cu", flags)
-        kept.write_text(json.dumps([asdict(f) for f in found]))
+        keep(kept, json.dumps([asdict(f) for f in found]))
     return tuple(Function(**{**f, "order": tuple(f["order"])}) for f in json.loads(kept.read_text()))
 
 

@@ -1,4 +1,7 @@
-"""The CuTe product on emulated threads: the op's every hostile case, on rows of whole vectors and on ragged ones."""
+"""The CuTe product on emulated threads: the op's every hostile case, on rows of whole vectors and on ragged ones.
+
+By default in one build and dtype, others each day; --every-target takes all.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from autosel.ops.linear import projection_cases
 from autosel.values import DTypeName, Workload
 from tests.compile.cutlass_asked import builds
 from tests.compile.cutlass_builds import emulated
-from tests.compile.emulate import todays
 
 pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
 
@@ -53,8 +55,7 @@ def choices() -> list[tuple[DTypeName, Tile]]:
     return list(zip(itertools.cycle(DTYPES), sorted(asked), strict=False))
 
 
-def todays_builds(every_target: bool) -> list[tuple[DTypeName, Tile]]:
-    return choices() if every_target else [todays(choices())]
+in_turns = pytest.mark.in_turns(choices, label=lambda c: f"{c[0]} " + ",".join(map(str, c[1])))
 
 
 def product(dtype: str, build: Tile, entry: str = "gemm_sm80") -> Any:
@@ -69,45 +70,49 @@ def failure(entry: Any, made: Case, plan: tuple[int, int]) -> Mismatch | None:
     return found if isinstance(found, Mismatch) else None
 
 
-def test_the_product_meets_its_contract_in_every_case(every_target: bool) -> None:
-    """With --every-target in every build and dtype, else in those whose turn it is today."""
-    wrong, turn = [], 0
-    for dtype, build in todays_builds(every_target):
-        entry = product(dtype, build)
-        for dims, traits in SHAPES:
-            w = OP.workload(dtype, dims, **traits)
-            whole = projection_cases(OP, WholeVectors(w), weights=("w",), width="K")  # type: ignore[arg-type]
-            for made in (*whole, *(OP.cases(w) if dims["M"] == 5 else ())):
-                plan, turn = PLANS[turn % len(PLANS)], turn + 1
-                found = failure(entry, made, plan)
-                if found is not None:
-                    wrong.append(f"{made.workload.key} {made.name}, {build} {plan}: {found.check}: {found.reason}")
+@in_turns
+def test_the_product_meets_its_contract_in_every_case(choice: tuple[DTypeName, Tile]) -> None:
+    (dtype, build), wrong, turn = choice, [], 0
+    entry = product(dtype, build)
+    for dims, traits in SHAPES:
+        w = OP.workload(dtype, dims, **traits)
+        whole = projection_cases(OP, WholeVectors(w), weights=("w",), width="K")  # type: ignore[arg-type]
+        for made in (*whole, *(OP.cases(w) if dims["M"] == 5 else ())):
+            plan, turn = PLANS[turn % len(PLANS)], turn + 1
+            found = failure(entry, made, plan)
+            if found is not None:
+                wrong.append(f"{made.workload.key} {made.name}, {build} {plan}: {found.check}: {found.reason}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_more_tiles_than_a_group_and_more_columns_than_a_tile_are_each_computed_once(every_target: bool) -> None:
+@in_turns
+def test_more_tiles_than_a_group_and_more_columns_than_a_tile_are_each_computed_once(
+    choice: tuple[DTypeName, Tile],
+) -> None:
     """Nine or more tiles of w, the last of them ragged, and as many of x as M needs: every output is some CTA's."""
-    for dtype, build in todays_builds(every_target):
-        w = OP.workload(dtype, {"M": build[1] + 3, "N": 9 * build[0] + 40, "K": 72}, residual=True)
-        for plan in PLANS[:2]:
-            made = Case(name="grid", workload=w, make=lambda seed, w=w: OP.inputs(w, seed), covers="the order of tiles")
-            assert failure(product(dtype, build), made, plan) is None
+    dtype, build = choice
+    w = OP.workload(dtype, {"M": build[1] + 3, "N": 9 * build[0] + 40, "K": 72}, residual=True)
+    made = Case(name="grid", workload=w, make=lambda seed: OP.inputs(w, seed), covers="the order of tiles")
+    for plan in PLANS[:2]:
+        assert failure(product(dtype, build), made, plan) is None
 
 
-def test_logits_are_the_bits_of_the_projection(every_target: bool) -> None:
-    for dtype, build in todays_builds(every_target):
-        inputs = OP.inputs(OP.workload(dtype, {"M": 3, "N": 200, "K": 136}), 4)
-        one, other = (torch.full((3, 200), float("nan"), dtype=inputs["x"].dtype) for _ in range(2))
-        product(dtype, build)(inputs["x"], inputs["w"], None, None, one, 2, 0)
-        head = product(dtype, build, "lm_head_sm80")
-        head(inputs["x"], inputs["w"], 0, other, 2, 0)
-        assert torch.equal(one, other)
-        with pytest.raises(ValueError, match="logits, not tokens"):
-            head(inputs["x"], inputs["w"], 1, other, 2, 0)
+@in_turns
+def test_logits_are_the_bits_of_the_projection(choice: tuple[DTypeName, Tile]) -> None:
+    dtype, build = choice
+    inputs = OP.inputs(OP.workload(dtype, {"M": 3, "N": 200, "K": 136}), 4)
+    one, other = (torch.full((3, 200), float("nan"), dtype=inputs["x"].dtype) for _ in range(2))
+    product(dtype, build)(inputs["x"], inputs["w"], None, None, one, 2, 0)
+    head = product(dtype, build, "lm_head_sm80")
+    head(inputs["x"], inputs["w"], 0, other, 2, 0)
+    assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="logits, not tokens"):
+        head(inputs["x"], inputs["w"], 1, other, 2, 0)
 
 
-def test_what_does_not_fit_is_refused_before_the_launch(every_target: bool) -> None:
-    dtype, build = todays_builds(every_target)[0]
+@in_turns
+def test_what_does_not_fit_is_refused_before_the_launch(choice: tuple[DTypeName, Tile]) -> None:
+    dtype, build = choice
     entry, kind = product(dtype, build), {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     x, w, y = (torch.zeros(shape, dtype=kind) for shape in ((4, 64), (32, 64), (4, 32)))
     entry(x, w, None, None, y, 1, 0)

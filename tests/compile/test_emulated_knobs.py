@@ -6,7 +6,7 @@ The settings of a call: grids, threads, splits, rings, chunks. What is compiled 
 from __future__ import annotations
 
 import itertools
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -18,7 +18,7 @@ from autosel.models.workloads import workloads
 from autosel.ops import OPS
 from autosel.ops.contract import Mismatch
 from autosel.values import Accepted, DTypeName
-from tests.compile.emulate import emulated, todays_turn
+from tests.compile.emulate import emulated
 
 KERNELS = {c.source: c for c in own_candidates() if isinstance(c, CudaKernel)}
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
@@ -57,14 +57,24 @@ def asked(source: str) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(found))
 
 
-@pytest.mark.parametrize("source", KERNELS)
-def test_a_kernel_is_right_with_all_knobs_its_formula_gives(source: str, every_target: bool) -> None:
-    """With --every-target all, else another twelfth of them each day."""
-    kernel, turn, wrong = KERNELS[source], todays_turn(), []
-    op, dtypes = OPS[kernel.op], [d for d in DTYPES if d in kernel.dtypes]
-    w = op.workload(dtypes[turn % len(dtypes)], SMALL[kernel.op])
+def shares(source: str) -> list[tuple[str, DTypeName, int]]:
+    dtypes = [d for d in DTYPES if d in KERNELS[source].dtypes]
+    return [(source, dtype, first) for dtype in dtypes for first in range(min(SHARE, len(asked(source))))]
+
+
+def named(share: tuple[str, DTypeName, int]) -> str:
+    return "{} {} from {}".format(*share)
+
+
+@pytest.mark.in_turns({source: partial(shares, source) for source in KERNELS}, label=named)
+def test_a_kernel_is_right_with_all_knobs_its_formula_gives(choice: tuple[str, DTypeName, int]) -> None:
+    """With --every-target all in every dtype, else a twelfth of them in one, others each day."""
+    (source, dtype, first), wrong = choice, []
+    kernel = KERNELS[source]
+    op = OPS[kernel.op]
+    w = op.workload(dtype, SMALL[kernel.op])
     entry = emulated(source, source, *(COMPILED_IN if kernel.macros else ()))
-    for knobs in asked(source) if every_target else asked(source)[turn % SHARE :: SHARE]:
+    for knobs in asked(source)[first::SHARE]:
         inputs = op.inputs(w, 7)
         outputs = [o for o in op.allocate(w, fill=float("nan")) if o is not None]
         entry(*op.arguments(inputs), *outputs, *knobs, 0)

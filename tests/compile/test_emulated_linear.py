@@ -1,4 +1,7 @@
-"""The CUDA projections on emulated threads: every hostile case of the op, every dtype, grids and splits in turns."""
+"""The CUDA projections on emulated threads: every hostile case of the op, every dtype, grids and splits in turns.
+
+By default in one build, another one each day; --every-target takes all.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 from autosel.ops import OPS, eager
 from autosel.ops.contract import Case, Mismatch, Op
 from autosel.values import DTypeName
-from tests.compile.emulate import emulated, todays_turn
+from tests.compile.emulate import emulated
 
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 WORKLOADS: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
@@ -35,16 +38,15 @@ def failure(op: Op, made: Case, build: tuple[int, int], plan: tuple[int, ...]) -
     return found if isinstance(found, Mismatch) else None
 
 
+@pytest.mark.in_turns(lambda: BUILDS, label="{0[0]} rows, {0[1]} loads".format)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_projection_meets_its_contract_in_every_case(name: str, dtype: DTypeName, every_target: bool) -> None:
-    """With --every-target in every build, else in the one whose turn it is today."""
+def test_a_projection_meets_its_contract_in_every_case(name: str, dtype: DTypeName, choice: tuple[int, int]) -> None:
     op, wrong, turn = OPS[name], [], 0
-    for build in BUILDS if every_target else [BUILDS[todays_turn() % len(BUILDS)]]:
-        for dims, traits in WORKLOADS[name]:
-            for made in op.cases(op.workload(dtype, dims, **traits)):
-                plan, turn = PLANS[turn % len(PLANS)], turn + 1
-                found = failure(op, made, build, plan)
-                if found is not None:
-                    wrong.append(f"{made.workload.key} {made.name}, {build} {plan}: {found.check}: {found.reason}")
+    for dims, traits in WORKLOADS[name]:
+        for made in op.cases(op.workload(dtype, dims, **traits)):
+            plan, turn = PLANS[turn % len(PLANS)], turn + 1
+            found = failure(op, made, choice, plan)
+            if found is not None:
+                wrong.append(f"{made.workload.key} {made.name}, {choice} {plan}: {found.check}: {found.reason}")
     assert not wrong, "\n".join(wrong)

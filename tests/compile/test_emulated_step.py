@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from autosel.knobs.gpu.facts import facts
 from autosel.knobs.gpu.persistent import persistent
 from autosel.ops import OPS
 from autosel.values import DTypeName, Knobs
-from tests.compile.emulate import emulated, todays_turn
+from tests.compile.emulate import emulated
 
 DTYPES: dict[DTypeName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 D, HEADS, ROOM, LAYERS, VOCABULARY = 64, 2, 48, 2, 160
@@ -197,20 +198,22 @@ def check(scene: Scene, expected: Tensor) -> None:
         torch.testing.assert_close(scene.logits.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_step_gives_the_bits_of_its_ops_one_by_one(name: str, every_target: bool) -> None:
+def in_every_dtype(name: str) -> list[tuple[str, DTypeName]]:
+    return [(name, dtype) for dtype in DTYPES]
+
+
+@pytest.mark.in_turns({name: partial(in_every_dtype, name) for name in MODELS}, label=" ".join)
+def test_a_step_gives_the_bits_of_its_ops_one_by_one(choice: tuple[str, DTypeName]) -> None:
     """With --every-target in all dtypes, else in the one whose turn it is today."""
-    dtypes = list(DTYPES)
-    turn = (todays_turn() + list(MODELS).index(name)) % len(dtypes)
-    for dtype in dtypes if every_target else [dtypes[turn]]:
-        expected = Scene(MODELS[name], dtype).one_by_one()
-        for grid in (0, 1, 3):
-            scene = Scene(MODELS[name], dtype)
-            step = scene.bound(grid)
-            step.run()
-            assert step.stopped() == 0
-            check(scene, expected)
-            assert torch.isfinite(scene.logits.float()).all()
+    name, dtype = choice
+    expected = Scene(MODELS[name], dtype).one_by_one()
+    for grid in (0, 1, 3):
+        scene = Scene(MODELS[name], dtype)
+        step = scene.bound(grid)
+        step.run()
+        assert step.stopped() == 0
+        check(scene, expected)
+        assert torch.isfinite(scene.logits.float()).all()
 
 
 def test_steps_follow_each_other_and_counters_may_wrap_around() -> None:

@@ -9,7 +9,7 @@ import itertools
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -20,7 +20,6 @@ from autosel.knobs.gpu.facts import facts
 from autosel.native.compile import compile_source
 from autosel.native.cuda import target_flags
 from autosel.ops import OPS
-from tests.compile.emulate import todays, todays_turn
 from tests.compile.machine_code import Function, functions
 
 Macros = tuple[str, ...]
@@ -111,23 +110,42 @@ def test_every_kernel_has_a_budget() -> None:
     assert sorted(BUDGETS) == SOURCES
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_kernel_keeps_its_budget_on_its_targets(source: str, every_target: bool) -> None:
-    budget, wrong = BUDGETS[source], []
-    choices = [(cc, dtype, macros) for cc in TARGETS for macros in budget.builds(cc) for dtype in budget.dtypes]
-    for cc, dtype, macros in choices if every_target else [todays(choices, SOURCES.index(source))]:
-        for f in functions(source, cc, f"AUTOSEL_{dtype}", *macros):
-            wrong += [f"{cc} {dtype} {macros} {f.name}: {why}" for why in _faults(f, budget, cc)]
-    assert not wrong, "\n".join(wrong)
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    source: str
+    cc: Capability
+    dtype: str
+    macros: Macros
+
+    def __str__(self) -> str:
+        values = ",".join(m.removeprefix("AUTOSEL_") for m in self.macros)
+        return " ".join([self.source, f"sm_{self.cc[0]}{self.cc[1]}", self.dtype, *([values] if values else [])])
 
 
-def test_a_kernel_builds_as_a_tune_would_build_it(every_target: bool) -> None:
+def builds(source: str) -> list[Build]:
+    budget = BUDGETS[source]
+    return [
+        Build(source=source, cc=cc, dtype=dtype, macros=macros)
+        for cc in TARGETS
+        for macros in budget.builds(cc)
+        for dtype in budget.dtypes
+    ]
+
+
+@pytest.mark.in_turns({source: partial(builds, source) for source in SOURCES})
+def test_a_kernel_keeps_its_budget_on_its_targets(choice: Build) -> None:
+    found = functions(choice.source, choice.cc, f"AUTOSEL_{choice.dtype}", *choice.macros)
+    wrong = [f"{f.name}: {why}" for f in found for why in _faults(f, BUDGETS[choice.source], choice.cc)]
+    assert found and not wrong, "\n".join([str(choice), *wrong])
+
+
+@pytest.mark.in_turns(lambda: SOURCES)
+def test_a_kernel_builds_as_a_tune_would_build_it(choice: str) -> None:
     """By the whole command: nvcc's pass for the host and the link refuse things that its device pass does not."""
-    for source in SOURCES if every_target else [SOURCES[todays_turn() % len(SOURCES)]]:
-        macros = ("AUTOSEL_BF16", *BUDGETS[source].builds((9, 0))[0])
-        built = compile_source(f"cuda/{source}.cu", (*target_flags((9, 0)), *(f"-D{m}" for m in macros)))
-        listed = subprocess.run(["nm", "-D", "--defined-only", built.path], capture_output=True, text=True, check=True)
-        assert f"__tvm_ffi_{source}\n" in listed.stdout
+    macros = ("AUTOSEL_BF16", *BUDGETS[choice].builds((9, 0))[0])
+    built = compile_source(f"cuda/{choice}.cu", (*target_flags((9, 0)), *(f"-D{m}" for m in macros)))
+    listed = subprocess.run(["nm", "-D", "--defined-only", built.path], capture_output=True, text=True, check=True)
+    assert f"__tvm_ffi_{choice}\n" in listed.stdout
 
 
 def _faults(f: Function, budget: Budget, cc: Capability) -> list[str]:
@@ -149,10 +167,11 @@ def _faults(f: Function, budget: Budget, cc: Capability) -> list[str]:
 STREAMING = ("gemv", "gemv_fp8", "norm_qkv", "gate_up", "lm_head")
 
 
-def test_weights_are_on_their_way_before_the_kernel_waits_for_its_producer(every_target: bool) -> None:
+@pytest.mark.in_turns(lambda: STREAMING)
+def test_weights_are_on_their_way_before_the_kernel_waits_for_its_producer(choice: str) -> None:
     """In the machine code, where ptxas might have moved them behind."""
-    for source in STREAMING if every_target else [STREAMING[todays_turn() % len(STREAMING)]]:
-        for f in functions(source, (9, 0), "AUTOSEL_BF16", "AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4"):
-            if aligned(f):
-                at = [f.order.index(i) for i in ("PREEXIT", "LDG.E.NA.LTC128B.128", "ACQBULK", "LDG.E.128")]
-                assert at == sorted(at), (f.name, f.order)
+    found = [f for f in functions(choice, (9, 0), "AUTOSEL_BF16", "AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4") if aligned(f)]
+    assert found
+    for f in found:
+        at = [f.order.index(i) for i in ("PREEXIT", "LDG.E.NA.LTC128B.128", "ACQBULK", "LDG.E.128")]
+        assert at == sorted(at), (f.name, f.order)

@@ -5,6 +5,8 @@ By default one build, another one each day; --every-target takes all.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import pytest
 
 from autosel.fingerprint import known
@@ -12,7 +14,6 @@ from autosel.native import cutlass
 from autosel.values import NativeRecipe
 from tests.compile.cutlass_asked import BY_NAME, Build, builds
 from tests.compile.cutlass_builds import Kernel, compiled
-from tests.compile.emulate import todays
 
 pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
 
@@ -24,11 +25,10 @@ EXPECTED = {
 }
 
 
-def test_a_build_is_the_machine_code_it_is_meant_to_be(every_target: bool) -> None:
-    wrong = []
-    for build in builds() if every_target else [todays(builds())]:
-        wrong += [f"{build.label}: {fault}" for fault in _faults(build)]
-    assert not wrong, "\n".join(wrong)
+@pytest.mark.in_turns(builds, label=attrgetter("label"))
+def test_a_build_is_the_machine_code_it_is_meant_to_be(choice: Build) -> None:
+    wrong = _faults(choice)
+    assert not wrong, "\n".join([choice.label, *wrong])
 
 
 def _faults(build: Build) -> list[str]:
