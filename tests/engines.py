@@ -1,6 +1,6 @@
 """Real serving engines for the tests: their published wheels, unpacked without the dependencies that pin another torch.
 
-    python tests/engines.py        fetches them below .venv/engines (about half a gigabyte; kept: 180 MB)
+    python tests/engines.py        fetches them below .venv/engines (about 0.9 GB; kept: 180 MB)
 
 Of an engine the Python and JSON files are kept; of what they import, what engines.txt lists. That is enough for their
 own lookups, parsers and registries, and for none of their kernels: nothing is served.
@@ -21,6 +21,7 @@ ENGINES = ROOT / ".venv" / "engines"
 WHEELS = {
     "vllm": "vllm==0.33.0",
     "sglang": "sglang==0.5.23",
+    "sglang-kernel": "sglang-kernel==0.4.10",
     "flashinfer": "flashinfer-python==0.7.2.post1",
     "kernels": "kernels==0.17.2",
     "flashinfer-bench": "flashinfer-bench==0.1.2",

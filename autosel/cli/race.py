@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from autosel import settings
+from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.figures import shape
 from autosel.cli.options import (
     batch_option,
@@ -33,12 +35,14 @@ if TYPE_CHECKING:
     from autosel.models.workloads import Named
     from autosel.pipeline import Tried
 
+TARGET = "h200"  # what a CUDA source is compiled for where there is no GPU
 CALL_S = 60.0  # as parity.session.CALL_S, which would load torch
 EXAMPLES = (
     "race rmsnorm --candidate mykernels:fast_rmsnorm",
     'race rmsnorm --candidate mykernels:fast_rmsnorm --case "random M2 d512"',
     "race gemv --candidate cpp:gemv --model qwen3-8b",
     "race rmsnorm --candidate kernel.cpp --shape M1.d2048 --watch",
+    "race rmsnorm --candidate kernel.cu --fingerprint h200     # without a GPU: compiled",
 )
 
 
@@ -56,6 +60,15 @@ EXAMPLES = (
 @batch_option
 @seq_option
 @click.option("--shape", "shapes", multiple=True, metavar="DIMS", help="this shape, as M1.d2048; repeatable")
+@device_option()
+@click.option(
+    "--fingerprint",
+    "target_device",
+    default=TARGET,
+    show_default=True,
+    metavar="NAME",
+    help="a known device: without a GPU here a CUDA source is compiled for it",
+)
 @click.option("--watch", is_flag=True, help="race again whenever the source is saved, until Ctrl-C")
 @click.option("--case", default="", metavar="NAME", help="only this case of parity: what was expected, what came")
 @click.option("--inputs", default="", metavar="TEXT", help="draw the inputs of an earlier proof again")
@@ -76,6 +89,8 @@ def race_command(
     batch: int,
     seq: int,
     shapes: Sequence[str],
+    device: str,
+    target_device: str,
     watch: bool,
     case: str,
     inputs: str,
@@ -90,6 +105,7 @@ def race_command(
     from autosel import fingerprint, models
     from autosel.candidates import registry
     from autosel.cli.progress import Progress
+    from autosel.fingerprint import known
     from autosel.models.workloads import step
     from autosel.pipeline import try_candidate
 
@@ -101,21 +117,28 @@ def race_command(
     )
     if not named:
         raise UsageError(f"{model} does not run {op}", todo="choose another --model")
-    registry.named(op, target)
-    fp = fingerprint.take("cpu")
+    first = registry.named(op, target)
+    if _defaulted("device") and source_kind(first) == "cpu":
+        device = "cpu"
+    refuse_absent(device)
+    fp = fingerprint.take(device)
+    compiled_for = known.load(target_device) if source_kind(first) == "cuda" and fp.kind == "cpu" else None
     again = again_command(click.get_current_context())
 
     def once() -> AutoselError | None:
         candidate = registry.named(op, target)  # anew: what it says of itself may have been edited too
+        if compiled_for is not None:
+            return only_compiled(candidate, named, compiled_for, as_json)
         drawn_from = inputs or secrets.token_hex(8)
         if case:
-            said = reproduce_case(candidate, named, fp, case, drawn_from)
+            said = reproduce_case(candidate, named, fp, case, drawn_from, device)
             emit_json({"passed": said}) if as_json else click.echo(said)
             return None
         with Progress() as progress:
-            tried = list(
-                try_candidate(candidate, named, fp, progress, seed, inputs=drawn_from, call_deadline_s=deadline)
+            trial = try_candidate(
+                candidate, named, fp, progress, seed, device=device, inputs=drawn_from, call_deadline_s=deadline
             )
+            tried = list(trial)
         failure = judge(tried, again, drawn_from)
         if as_json:
             races = [_document(t) for t in tried]
@@ -128,11 +151,15 @@ def race_command(
         return failure
 
     if watch:
-        keep_racing(lambda: sources(registry.named(op, target)), once)
+        keep_racing(lambda: sources(first), once)
     failure = once()
     if failure is not None:
         report(failure)
         raise click.exceptions.Exit(failure.exit_code)
+
+
+def _defaulted(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) in (None, ParameterSource.DEFAULT)
 
 
 def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName) -> tuple[Named, ...]:
@@ -159,27 +186,39 @@ def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName) -> tuple[Named, ..
 # --- edit, save, verdict ----------------------------------------------------------------------------------------------
 
 LOOK_EVERY_S = 0.2
+WATCHED = (".cpp", ".cc", ".cu", ".h", ".hpp", ".cuh")
 
 
 def sources(candidate: Candidate) -> tuple[Path, ...]:
-    """The files whose change asks for another race. Raises UsageError for a candidate that has none to edit."""
+    """The files whose change asks for another race: the candidate's own and those of its kind beside it, which it may
+    include or import. Raises UsageError for a candidate that has none to edit."""
     from autosel.candidates.user import UserCandidate
     from autosel.candidates.user_source import UserSource
 
     if isinstance(candidate, UserSource):
-        return tuple(sorted(p for p in candidate.file.parent.iterdir() if p.suffix in (".cpp", ".cu", ".h", ".cuh")))
+        return _beside(candidate.file, WATCHED)
     if isinstance(candidate, UserCandidate) and candidate.path:
-        return (Path(candidate.path).joinpath(*candidate.target.partition(":")[0].split(".")).with_suffix(".py"),)
+        file = Path(candidate.path).joinpath(*candidate.target.partition(":")[0].split("."))
+        return _beside(file.with_suffix(".py"), (".py",))
     raise UsageError(f"--watch with {candidate.name}", why="it is no file of yours", todo="name a file to edit")
 
 
+def _beside(file: Path, suffixes: Sequence[str]) -> tuple[Path, ...]:
+    others = {p for p in file.parent.iterdir() if p.suffix in suffixes}
+    return tuple(sorted(others | {file}))  # its own also while an editor has it away: then there is nothing to race
+
+
 def keep_racing(files: Callable[[], Sequence[Path]], once: Callable[[], AutoselError | None]) -> NoReturn:
-    """Race, and again after each save, until Ctrl-C; what goes wrong is said and waits for the next save."""
-    seen: tuple[tuple[str, int, int], ...] | None = None
+    """Race, and again after each save, until Ctrl-C; what goes wrong is said and waits for the next save.
+
+    A save is over when two looks in a row see the same: some editors write in steps, or put another file in its place.
+    """
+    raced: Stamp | None = None
+    before = _stamp(files)
     while True:
-        stamp = _stamp(files) or seen
-        if stamp != seen:
-            seen = stamp
+        stamp = _stamp(files)
+        if stamp is not None and stamp == before and stamp != raced:
+            raced = stamp
             try:
                 failure = once()
             except AutoselError as error:
@@ -187,15 +226,74 @@ def keep_racing(files: Callable[[], Sequence[Path]], once: Callable[[], AutoselE
             if failure is not None:
                 report(failure)
             click.echo("waiting for the next save; Ctrl-C ends", err=True)
+        before = stamp
         time.sleep(LOOK_EVERY_S)
 
 
-def _stamp(files: Callable[[], Sequence[Path]]) -> tuple[tuple[str, int, int], ...] | None:
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+def _stamp(files: Callable[[], Sequence[Path]]) -> Stamp | None:
     """Names, times and sizes; None while an editor has the file away."""
     try:
         return tuple((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in files())
-    except (OSError, AutoselError):
+    except OSError:
         return None
+
+
+# --- a CUDA source where there is no GPU ------------------------------------------------------------------------------
+
+
+def source_kind(candidate: Candidate) -> str:
+    """`cpu` or `cuda` for a C++ or CUDA file; "" for whoever says for itself where it runs."""
+    from autosel.candidates.user_source import UserSource
+
+    if not isinstance(candidate, UserSource):
+        return ""
+    return "cuda" if candidate.file.suffix == ".cu" else "cpu"
+
+
+def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint, as_json: bool) -> AutoselError:
+    """Compile for a device that is not here, and say what can be known of it: nothing was proven or timed.
+
+    Raises BuildError with the compiler's words.
+    """
+    from autosel import ops
+    from autosel.candidates.user_source import resources_in
+    from autosel.knobs.gpu.facts import facts
+    from autosel.native.compile import compile_source
+
+    known = facts(fp)
+    races, rows, lines = [], [], []
+    for n in named:
+        w = n.workload
+        support = candidate.supports(w, fp)
+        if not isinstance(support, Accepted):
+            return UsageError(f"{candidate.name} cannot be compiled for {fp.name}", why=support.reason)
+        recipe = candidate.recipe(w, fp, candidate.knobs(w, fp))
+        assert isinstance(recipe, NativeRecipe)
+        built = compile_source(recipe.source, recipe.flags)
+        told, moved = resources_in(built.log), ops.find(w.op).bytes_moved(w)
+        floor_us = moved / known.read * 1e6
+        races.append({"workload": w.key, "compiled_for": fp.name, "resources": told, "floor_us": floor_us})
+        rows.append([n.label, shape(w), "compiled, not run", bytes_text(moved), f"{microseconds(floor_us)} us"])
+        lines = [f"resources  {told}"] if told else []
+        lines += [f"compiled   for {fp.name}" + (f" in {built.seconds:.1f} s" if built.seconds else ", found compiled")]
+    lines.append(f"floor      the bytes at {bandwidth(known.read)}, {fp.name}'s read rate; its caches may be faster")
+    failure = UsageError(
+        "not run: this machine has no GPU",
+        why="nothing was proven and nothing was timed; parity and race need the device",
+        todo="--fingerprint NAME compiles for another one; the same command where there is a GPU races it",
+    )
+    if as_json:
+        emit_json(
+            {"op": named[0].workload.op, "candidate": candidate.name, "races": races, "error": error_json(failure)}
+        )
+    else:
+        click.echo(table(("op", "workload", "outcome", "bytes", "floor"), rows, right=(3, 4), wrap=1))
+        for line in lines:
+            click.echo(f"  {line}")
+    return failure
 
 
 # --- why --------------------------------------------------------------------------------------------------------------
@@ -243,20 +341,22 @@ def explanation(tried: Tried, name: str, log: str) -> list[str]:
     return lines
 
 
-def reproduce_case(candidate: Candidate, named: Sequence[Named], fp: Fingerprint, case: str, inputs: str) -> str:
+def reproduce_case(
+    candidate: Candidate, named: Sequence[Named], fp: Fingerprint, case: str, inputs: str, device: str = "cpu"
+) -> str:
     """One case of parity at the first workload that has it. Raises ParityError with the values seen, UnknownName."""
     from autosel.parity.reproduce import reproduce
 
     for n in named[:-1]:
         with suppress(UnknownName):
-            return reproduce(candidate, n.workload, fp, case, inputs)
-    return reproduce(candidate, named[-1].workload, fp, case, inputs)
+            return reproduce(candidate, n.workload, fp, case, inputs, device)
+    return reproduce(candidate, named[-1].workload, fp, case, inputs, device)
 
 
 def again_command(ctx: click.Context) -> str:
     """This race's command."""
     words = [settings.spelling(), "race", str(ctx.params["op"]), "--candidate", str(ctx.params["target"])]
-    return " ".join([*words, *given_options(ctx, ("model", "dtype", "batch", "seq", "shapes"))])
+    return " ".join([*words, *given_options(ctx, ("model", "dtype", "batch", "seq", "shapes", "device"))])
 
 
 HEADERS = ("op", "workload", "outcome", "time us", "vs baseline", "parity", "roofline")

@@ -114,4 +114,4 @@ def bytes_text(value: float) -> str:
 
 def bandwidth(value: float) -> str:
     """`46.1 GB/s`."""
-    return f"{value / 1e9:.3g} GB/s"
+    return f"{value / 1e12:.3g} TB/s" if value >= 1e12 else f"{value / 1e9:.3g} GB/s"

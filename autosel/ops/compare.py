@@ -90,9 +90,10 @@ def _elements(got: Tensor, ref: Tensor, tol: Tensor) -> Mismatch | None:
         return None
     where = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), ratio.shape))
     g, r, t = got[where].item(), ref[where].item(), tol[where].item()
+    digits = next((n for n in (6, 9) if f"{g:.{n}g}" != f"{r:.{n}g}"), 17)
     return _mismatch(
         "elements",
-        f"element {list(where)}: got {g:.6g}, reference {r:.6g}, allowed ±{t:.3g}",
+        f"element {list(where)}: got {g:.{digits}g}, reference {r:.{digits}g}, allowed ±{t:.3g}",
         index=list(where),
         got=g,
         reference=r,

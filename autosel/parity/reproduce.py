@@ -11,13 +11,15 @@ from autosel.parity.session import Proof
 from autosel.values import Failed, Fingerprint, NativeRecipe, Workload
 
 
-def reproduce(candidate: Candidate, w: Workload, fp: Fingerprint, case: str, inputs: str) -> str:
+def reproduce(
+    candidate: Candidate, w: Workload, fp: Fingerprint, case: str, inputs: str, device: str = "cpu"
+) -> str:
     """Build the candidate and run one case on the inputs drawn from a text; a line that says how it passed.
 
     Raises UnknownName with the names there are, BuildError, or ParityError with the values seen.
     """
     proof = built(candidate, w, fp)
-    with Prover(fp, Terms(inputs=inputs), threads=torch_threads([proof])) as prover:
+    with Prover(fp, Terms(inputs=inputs, device=device), threads=torch_threads([proof])) as prover:
         steps = {step.name: step for step in prover.steps(proof)}
         step = steps.get(_step_of(case, w))
         if step is None:

@@ -48,11 +48,12 @@ def try_candidate(
     listener: Listener,
     seed: int | None = None,
     *,
+    device: str = "cpu",
     inputs: str = INPUTS,
     call_deadline_s: float = CALL_S,
 ) -> Iterator[Tried]:
-    """Prove and race one candidate against the baseline at each workload. `inputs`: what those of the proof are drawn
-    from. A call of the proof that takes longer than the deadline has hung.
+    """Prove and race one candidate against the baseline at each workload, on `device`, whose fingerprint `fp` is.
+    `inputs`: what those of the proof are drawn from. A call of the proof that takes longer than the deadline has hung.
 
     Raises BuildError if it does not compile, UsageError where memory does not suffice.
     """
@@ -66,12 +67,12 @@ def try_candidate(
     refuse_without_memory([contest for _, contest in contests])
     entered: dict[str, _Entered] = {}
     for n, contest in contests:
-        parity = _prove(candidate, n, fp, listener, inputs, call_deadline_s)
+        parity = _prove(candidate, n, fp, listener, inputs, call_deadline_s, device)
         if isinstance(parity, Failed):
             yield Tried(named=n, parity=parity, reason=parity.reason)
         else:
             entered[n.workload.key] = _Entered(named=n, parity=parity, contest=contest)
-    yield from _race(entered, fp, listener, seed)
+    yield from _race(entered, fp, listener, Random(seed), device)
 
 
 def _contest(candidate: Candidate, n: Named, fp: Fingerprint) -> Contest:
@@ -81,23 +82,32 @@ def _contest(candidate: Candidate, n: Named, fp: Fingerprint) -> Contest:
 
 
 def _prove(
-    candidate: Candidate, n: Named, fp: Fingerprint, listener: Listener, inputs: str, call_deadline_s: float
+    candidate: Candidate,
+    n: Named,
+    fp: Fingerprint,
+    listener: Listener,
+    inputs: str,
+    call_deadline_s: float,
+    device: str,
 ) -> Parity:
     way = way_of(candidate, n.workload, fp)
     if isinstance(way.recipe, NativeRecipe):
         listener.stage("build", way.recipe.source, 0, 1)
         compile_source(way.recipe.source, way.recipe.flags)
     listener.stage("parity", candidate.name, 0, 1)
-    return check(proof_of(way, n.workload), fp=fp, inputs=inputs, call_deadline_s=call_deadline_s)
+    return check(proof_of(way, n.workload), fp=fp, inputs=inputs, call_deadline_s=call_deadline_s, device=device)
 
 
-def _race(entered: Mapping[str, _Entered], fp: Fingerprint, listener: Listener, seed: int | None) -> Iterator[Tried]:
+def _race(
+    entered: Mapping[str, _Entered], fp: Fingerprint, listener: Listener, rng: Random, device: str
+) -> Iterator[Tried]:
     def tell(tick: Tick) -> None:
         listener.stage(tick.stage, f"{tick.pairs} pairs  {tick.contest.workload.key}", 0, len(entered))
 
     contests = [e.contest for e in entered.values()]
     fallen: dict[str, str] = {}
-    for found in run(contests, Terms(threads=int(fp.identity["cpus"]), rng=Random(seed), progress=tell)):
+    threads = int(fp.identity.get("cpus", 0))  # 0 on a GPU, where the host only launches: torch's default
+    for found in run(contests, Terms(threads=threads, rng=rng, device=device, progress=tell)):
         if isinstance(found, Disqualified):
             fallen[found.contest.workload.key] = f"{found.check}: {found.reason}"
             continue

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,16 +17,18 @@ from autosel.values import Workload
 from tests import engines
 from tests.cpu.serving import pinned, serve
 
-SCRIPT = """
+BEGIN = """
 import json, os, torch
 torch.set_grad_enabled(False)
 import flashinfer, autosel
 if not torch.cuda.is_available():  # a build of PyTorch without CUDA cannot answer, and there is no stream to capture
     torch.cuda.is_current_stream_capturing = lambda: False
-from autosel import settings
 from autosel.errors import UsageError
 from autosel.integrations import flashinfer_apply
 said = {}
+torch.manual_seed(1)
+"""
+SCRIPT = """
 try:
     flashinfer_apply.enable(rms_eps=1e-5)
 except UsageError as error:
@@ -36,7 +39,6 @@ try:
     flashinfer_apply.enable(rms_eps=1e-6)
 except UsageError as error:
     said["twice"] = str(error)
-torch.manual_seed(1)
 x, r, w = torch.randn(2, 64), torch.randn(2, 64), torch.randn(64)
 def reference(x):
     return (x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * w.double()).float()
@@ -63,6 +65,50 @@ said["off"] = flashinfer.trace_apply.is_enabled()
 print(json.dumps(said))
 """
 
+# SGLang's norms on a GPU are sgl_kernel's, which call FlashInfer in half precision. That package loads its CUDA library
+# where it is imported whole: here its Python alone is, under the names that SGLang imports where it finds a GPU.
+SGLANG = """
+import importlib.util, sys, types
+from sglang.srt.layers import layernorm
+torch.set_default_dtype(torch.bfloat16)
+shell = types.ModuleType("sgl_kernel")
+shell.__path__ = [os.path.dirname(importlib.util.find_spec("sgl_kernel").origin)]
+sys.modules["sgl_kernel"] = shell
+from sgl_kernel import elementwise
+names = ("rmsnorm", "fused_add_rmsnorm", "gemma_rmsnorm", "gemma_fused_add_rmsnorm")
+for name in names:
+    setattr(layernorm, name, getattr(elementwise, name))
+said["names"] = flashinfer_apply.enable(rms_eps=1e-6).names
+x, r = torch.randn(2, 64), torch.randn(2, 64)
+plain, around_one = layernorm.RMSNorm(64, eps=1e-6), layernorm.GemmaRMSNorm(96, eps=1e-6)
+for norm in (plain, around_one):
+    norm.weight.data.normal_()
+def reference(x, w):
+    return x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * w.double()
+def close(a, b):  # two roundings to bf16, of the sum and of the result: 2^-9 each, and fp32 between them
+    return bool(torch.allclose(a.double(), b, rtol=2**-8 + 2**-16, atol=0))
+said["norm"] = close(plain.forward_cuda(x), reference(x, plain.weight))
+total = x + r
+y, added = plain.forward_cuda(x.clone(), r.clone())
+said["both"] = [close(y, reference(total, plain.weight)), close(added, total.double())]
+z = torch.randn(2, 96)
+said["gemma"] = close(around_one.forward_cuda(z), reference(z, 1 + around_one.weight.double()))
+said["uses"] = sorted({u.op + " " + u.candidate for u in autosel.uses() if u.calls})
+said["stats"] = {n: s["hit"] for n, s in flashinfer.trace_apply.stats().items()}
+print(json.dumps(said))
+"""
+
+
+def heard(script: str, home: Path, *engines_: str, **environment: str) -> dict[str, Any]:
+    """What a script noted in `said`, in a process of its own that serves from this home."""
+    kept = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
+    given = {"PYTHONPATH": engines.paths(*engines_), "AUTOSEL_HOME": str(home), **environment}
+    (home / "native").symlink_to(settings.home() / "native")
+    ran = subprocess.run([sys.executable, "-c", BEGIN + script], env=kept | given, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
 
 @pytest.mark.skipif(bool(engines.missing("flashinfer", "vllm")), reason=engines.missing("flashinfer", "vllm"))
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -72,18 +118,27 @@ def test_flashinfers_functions_run_what_was_decided_and_are_right(tmp_path: Path
     plain = [(ops.find(op).workload("fp32", {"M": 2, "d": 64}), name) for op, name in shapes]
     around_one = ops.find("rmsnorm").workload("fp32", {"M": 2, "d": 96}, offset=1.0)
     serve(home, [*plain, (around_one, "cpp:rmsnorm")])
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
-    environment |= {"PYTHONPATH": engines.paths("flashinfer", "vllm"), "AUTOSEL_HOME": str(home)}
-    environment |= {"VLLM_TARGET_DEVICE": "cpu"}
-    (home / "native").symlink_to(settings.home() / "native")
-    ran = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    said = json.loads(ran.stdout.splitlines()[-1])
+    said = heard(SCRIPT, home, "flashinfer", "vllm", VLLM_TARGET_DEVICE="cpu")
     assert said["names"] == ["fused_add_rmsnorm_h64", "gemma_rmsnorm_h96", "rmsnorm_h64"]
     assert said["vllm"] and said["vllm uses"] == ["cpp:rmsnorm"]
     assert said["norm"] and said["both"] == [True, True] and said["undecided"]
     assert said["stats"] == [1, 1, 2] and said["uses"] == ["add_rmsnorm", "rmsnorm"]
     assert "fixes epsilon at 1e-06" in said["refused"] and "already applies" in said["twice"] and said["off"] is False
+
+
+SGLANG_PARTS = ("flashinfer", "sglang", "sglang-kernel")
+
+
+@pytest.mark.skipif(bool(engines.missing(*SGLANG_PARTS)), reason=engines.missing(*SGLANG_PARTS))
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+def test_sglangs_norms_reach_what_was_decided_through_flashinfer(tmp_path: Path) -> None:
+    plain = [(ops.find(op).workload("bf16", {"M": 2, "d": 64}), f"cpp:{op}") for op in ("rmsnorm", "add_rmsnorm")]
+    around_one = ops.find("rmsnorm").workload("bf16", {"M": 2, "d": 96}, offset=1.0)
+    said = heard(SGLANG, serve(tmp_path / "home", [*plain, (around_one, "cpp:rmsnorm")]), *SGLANG_PARTS)
+    assert said["names"] == ["fused_add_rmsnorm_h64", "gemma_rmsnorm_h96", "rmsnorm_h64"]
+    assert said["norm"] and said["both"] == [True, True] and said["gemma"]
+    assert said["uses"] == ["add_rmsnorm cpp:add_rmsnorm", "rmsnorm cpp:rmsnorm"]
+    assert sorted(said["stats"].values()) == [1, 1, 1]
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")

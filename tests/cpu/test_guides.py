@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -25,6 +27,7 @@ CHANGING = ("add-an-op", "add-a-backend")  # these change a checkout: a copy of 
 RUN = {
     "autosel export --to vllm --fingerprint h200 --model qwen3-8b configs/": 0,
     "autosel export --to sglang --fingerprint h200 --model qwen3-8b configs/": 0,
+    "autosel knobs --model llama-8b --fingerprint h200 --json": 0,
     "autosel race rmsnorm --candidate mine.py:norm --shape M1.d64 --dtype fp32 --case zeros": 4,
     "autosel run --model tiny --seq 32 --iters 10 --warmup 2 --certify mine.jsonl": 0,
     "autosel verify mine.jsonl": 0,
@@ -118,6 +121,22 @@ def environment(home: Path) -> dict[str, str]:
     return kept | one | {"AUTOSEL_HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": path}
 
 
+# TensorRT-LLM 1.2, llmapi/llm_args.py: TorchLlmArgs and CudaGraphConfig, as far as the guide uses them. Both forbid
+# other fields, and the largest of batch_sizes is max_batch_size, if that is given too.
+TENSORRT_LLM = {"cuda_graph_config": dict, "max_batch_size": int, "max_seq_len": int, "attn_backend": str}
+GRAPHS = {"batch_sizes": list, "max_batch_size": int, "enable_padding": bool}
+
+
+def read_as_tensorrt_llm(options: dict[str, Any]) -> None:
+    graphs = options["cuda_graph_config"]
+    for given, known in ((options, TENSORRT_LLM), (graphs, GRAPHS)):
+        for name, value in given.items():
+            assert type(value) is known[name], name
+    assert all(type(size) is int and size > 0 for size in graphs["batch_sizes"])
+    assert graphs.get("max_batch_size", max(graphs["batch_sizes"])) == max(graphs["batch_sizes"])
+    assert max(graphs["batch_sizes"]) <= options["max_batch_size"]  # a graph above it would never run
+
+
 def copied(folder: Path) -> None:
     """What a checkout needs to run."""
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
@@ -139,6 +158,8 @@ def test_a_guide_runs(guide: Path, tmp_path: Path) -> None:
         given["PYTHONPATH"] = f"{folder}{os.pathsep}{folder / 'installed'}"
     done = subprocess.run([sys.executable, "guide_.py"], cwd=folder, env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    if guide.stem == "tensorrt-llm":
+        read_as_tensorrt_llm(json.loads((folder / "options.yaml").read_text()))
 
 
 def test_every_command_of_a_guide_parses_and_the_brief_ones_are_all_there() -> None:

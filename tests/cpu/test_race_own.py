@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autosel import settings
 from autosel.candidates import registry
+from autosel.candidates.base import Candidate
 from autosel.candidates.user_source import UserSource, from_source, resources_in
 from autosel.cli import race as race_verb
 from autosel.cli.main import run
 from autosel.dispatch.board import this_device
 from autosel.errors import AutoselError, BadConfig, UsageError
+from autosel.native import cuda
 from autosel.native.compile import find_compiler
 from autosel.values import NativeRecipe, Rejected, Workload
 
@@ -113,35 +116,122 @@ def test_a_shape_is_given_by_the_ops_own_dimensions(capsys: pytest.CaptureFixtur
             race_verb._shaped("rmsnorm", [wrong], "bf16")
 
 
+class Editor:
+    """Takes the place of the watcher's sleep: one step of an editor a look, and Ctrl-C after the last."""
+
+    def __init__(self, file: Path, steps: Sequence[str]) -> None:
+        self.file, self.steps, self.saves = file, iter(steps), 0
+
+    def __call__(self, _: float) -> None:
+        step = next(self.steps, None)
+        if step is None:
+            raise KeyboardInterrupt
+        if step == "away":
+            self.file.unlink()
+        elif step != "look":
+            self.saves += 1
+            beside = self.file.with_name("saved~")
+            beside.write_text(step)
+            os.utime(beside, ns=(self.saves, self.saves))
+            beside.replace(self.file)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, editor: Editor, candidate: Candidate) -> list[str]:
+    """What was raced: the file's text each time."""
+    raced: list[str] = []
+
+    def once() -> AutoselError | None:
+        raced.append(editor.file.read_text())
+        registry.named("rmsnorm", f"{editor.file.name}:norm" if editor.file.suffix == ".py" else editor.file.name)
+        return None
+
+    monkeypatch.setattr(race_verb.time, "sleep", editor)
+    with pytest.raises(KeyboardInterrupt):
+        race_verb.keep_racing(lambda: race_verb.sources(candidate), once)
+    return raced
+
+
+PYTHON = "def norm(x, weight, eps, offset):\n    return x\n"
+
+
 def test_watching_races_after_each_save_and_survives_mistakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "kernel.cpp"
-    file.write_text("0")
-    raced: list[str] = []
-    saves = iter(["same", "1", "away", "broken", "2"])
+    file.write_text(KERNEL)
+    made = registry.named("rmsnorm", "kernel.cpp")
+    saved = [KERNEL + "\n", "// nothing is exported", KERNEL]
+    steps = ["look", saved[0], "look", "look", "away", "look", "look", saved[1], "look", saved[2], "look", "look"]
+    assert watch(monkeypatch, Editor(file, steps), made) == [KERNEL, *saved]
+    assert "exports no function" in capsys.readouterr().err
 
-    def once() -> AutoselError | None:
-        raced.append(file.read_text())
-        if raced[-1] == "broken":
-            raise UsageError("it exports nothing")
-        return None
 
-    def editor(_: float) -> None:
-        what = next(saves, None)
-        if what is None:
-            raise KeyboardInterrupt
-        if what == "away":
-            file.unlink()
-        elif what != "same":
-            file.write_text(what)
-            os.utime(file, ns=(len(raced), len(raced)))
+def test_a_python_file_that_does_not_parse_is_said_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kernel.py"
+    file.write_text(PYTHON)
+    made = registry.named("rmsnorm", "kernel.py:norm")
+    saved = ["def norm(x:\n", PYTHON.replace("norm", "other"), PYTHON + "\n"]
+    steps = ["look", saved[0], "look", saved[1], "look", saved[2], "look"]
+    assert watch(monkeypatch, Editor(file, steps), made) == [PYTHON, *saved]
+    said = capsys.readouterr().err
+    assert "is not Python" in said and "other" in said and said.count("waiting for the next save") == 4
 
-    monkeypatch.setattr(race_verb.time, "sleep", editor)
-    with pytest.raises(KeyboardInterrupt):
-        race_verb.keep_racing(lambda: [file], once)
-    assert raced == ["0", "1", "broken", "2"]
-    assert "it exports nothing" in capsys.readouterr().err
+
+def test_a_save_in_two_steps_is_raced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "kernel.py"
+    file.write_text(PYTHON)
+    made = registry.named("rmsnorm", "kernel.py:norm")
+    steps = ["look", "", PYTHON[:20], PYTHON * 2, "look", "look"]
+    assert watch(monkeypatch, Editor(file, steps), made) == [PYTHON, PYTHON * 2]
+
+
+def test_what_a_kernel_includes_or_imports_is_watched_too(tmp_path: Path) -> None:
+    for name in ("one.cc", "tile.hpp", "mine.py", "help.py", "notes.txt"):
+        (tmp_path / name).write_text(KERNEL if name == "one.cc" else PYTHON)
+    watched = race_verb.sources(registry.named("rmsnorm", "one.cc"))
+    assert [p.name for p in watched] == ["one.cc", "tile.hpp"]
+    watched = race_verb.sources(registry.named("rmsnorm", "mine.py:norm"))
+    assert [p.name for p in watched] == ["help.py", "mine.py"]
+
+
+CUDA = """
+#include <cuda_runtime.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+using tvm::ffi::TensorView;
+__global__ void copy(const float* x, float* y, int n) {
+  __shared__ float tile[256];
+  int i = blockIdx.x * 256 + threadIdx.x;
+  tile[threadIdx.x] = i < n ? x[i] : 0.f;
+  __syncthreads();
+  if (i < n) y[i] = tile[threadIdx.x ^ 1]BROKEN;
+}
+static void mine(TensorView x, TensorView weight, double eps, double offset, TensorView y) {
+  int n = int(x.numel());
+  copy<<<(n + 255) / 256, 256>>>(static_cast<const float*>(x.data_ptr()), static_cast<float*>(y.data_ptr()), n);
+}
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(mine, mine);
+"""
+
+
+@pytest.mark.skipif(cuda.find_nvcc() is None, reason="needs nvcc")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_without_a_gpu_a_cuda_source_is_compiled_and_its_resources_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "k.cu").write_text(CUDA.replace("BROKEN", ""))
+    code, out, err = race(capsys, "--candidate", "k.cu")
+    assert code == 2 and "not run: this machine has no GPU" in err
+    assert "compiled, not run" in out and "registers a thread, 0 bytes spilled, 1024 bytes of static shared" in out
+    assert "NVIDIA H200" in out and "TB/s" in out
+    code, out, _ = race(capsys, "--candidate", "k.cu", "--json")  # found compiled
+    (found,) = json.loads(out)["races"]
+    assert found["compiled_for"] == "NVIDIA H200" and "1024 bytes" in found["resources"] and found["floor_us"] > 0
+    (tmp_path / "k.cu").write_text(CUDA.replace("BROKEN", " +"))
+    code, _, err = race(capsys, "--candidate", "k.cu")
+    assert code == 1 and "does not compile" in err and "expected an expression" in err
 
 
 def test_what_ptxas_says_is_summed_up() -> None:
