@@ -11,9 +11,7 @@ from autosel.parity.session import Proof
 from autosel.values import Failed, Fingerprint, NativeRecipe, Workload
 
 
-def reproduce(
-    candidate: Candidate, w: Workload, fp: Fingerprint, case: str, inputs: str, device: str = "cpu"
-) -> str:
+def reproduce(candidate: Candidate, w: Workload, fp: Fingerprint, case: str, inputs: str, device: str = "cpu") -> str:
     """Build the candidate and run one case on the inputs drawn from a text; a line that says how it passed.
 
     Raises UnknownName with the names there are, BuildError, or ParityError with the values seen.
