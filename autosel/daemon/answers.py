@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from autosel.daemon.bodies import Bad
+from autosel.daemon.jobs import Full
+from autosel.daemon.writer import Busy
 from autosel.errors import AutoselError, BadArguments, BadConfig, LedgerError, ParityError, UnknownName, UsageError
+from autosel.ledger.engine import lost
 from autosel.ledger.faults import plain
 from autosel.values import to_json
 
+if TYPE_CHECKING:
+    from autosel.daemon.hub import Hub
+
 
 def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    text = json.dumps(plain(to_json(value)), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return Response(text.encode(), status, media_type="application/json", headers=headers)
+    return Response(encoded(value), status, media_type="application/json", headers=headers)
+
+
+def encoded(value: Any) -> bytes:
+    return json.dumps(plain(to_json(value)), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def problem(status: int, what: str, *, why: str = "", todo: str = "", kind: str = "Refused") -> Response:
     headers = {"Retry-After": "1"} if status == 503 else {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return answer({"error": {"kind": kind, "what": what, "why": why, "todo": todo}}, status, headers)
+
+
+def refusal(hub: Hub, error: AutoselError) -> Response:
+    """What a handler raised, as the caller is to be told."""
+    if isinstance(error, Bad):
+        return problem(error.status, error.what, why=error.why, todo=error.todo)
+    if isinstance(error, Busy | Full):
+        return problem(503, error.what, why=error.why, todo=error.todo)
+    if isinstance(error, LedgerError) and (lost(error) or hub.writer.read_only):
+        return problem(503, error.what, why=error.why, todo=error.todo, kind="LedgerError")
+    return problem_of(error)
+
+
+def our_bug(error: Exception) -> Response:
+    return problem(500, "this is a bug in autosel", why=f"{type(error).__name__}: {error}"[:300], todo="see the log")
 
 
 def problem_of(error: AutoselError) -> Response:

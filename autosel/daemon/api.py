@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -23,6 +23,7 @@ from autosel.daemon.events import MOST_READERS
 from autosel.daemon.hub import Hub
 from autosel.daemon.uses import Report
 from autosel.daemon.view import bucket_of
+from autosel.daemon.writes import COMMAND, command_of
 from autosel.errors import AutoselError, LedgerError
 from autosel.ledger import commands, compare, faults, rows
 from autosel.ledger import schema as t
@@ -432,6 +433,7 @@ def fleet_json(ledger: Ledger, hub: Hub) -> dict[str, Any]:
     with ledger.reading() as connection:
         hosts, odd = compare.hosts(connection), compare.disagreements(connection)
     waiting = [s.decision.id for s in serving if not s.usable and s.decision.hw_id == hub.view.hw_id]
+    odd = [_told_apart(d) for d in odd]
     return {
         "ledger": ledger.name,
         "shared": ledger.shared,
@@ -443,6 +445,13 @@ def fleet_json(ledger: Ledger, hub: Hub) -> dict[str, Any]:
             for d in odd
         ],
     }
+
+
+def _told_apart(d: compare.Disagreement) -> compare.Disagreement:
+    """Hosts of one name (virtual machines, containers) with the beginnings of their ids."""
+    if d.names[0] != d.names[1]:
+        return d
+    return replace(d, names=(f"{d.names[0]} {d.hosts[0][:8]}", f"{d.names[1]} {d.hosts[1][:8]}"))
 
 
 # --- certificates -----------------------------------------------------------------------------------------------------
@@ -533,12 +542,7 @@ async def write_ledger(hub: Hub, request: Request) -> Response:
     """One change of the ledger, for the command line and tuners of this user; acknowledged when it is on disk."""
     if not is_local(request.scope):
         raise Bad(403, "the ledger is written over the Unix socket only")
-    body = await read(request, Limits(size=commands.MOST_BYTES, depth=32, text=commands.MOST_BYTES, number=1 << 64))
-    try:
-        command, leases = commands.decode(body)
-    except ValueError as error:
-        raise Bad(422, "this is no command of the ledger", why=str(error)[:300]) from error
-    return answer(await hub.write(lambda ledger: commands.work(ledger, command, leases)()))
+    return answer(await hub.write(command_of(await read(request, COMMAND))))
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

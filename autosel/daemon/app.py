@@ -16,14 +16,11 @@ from starlette.routing import Route
 
 from autosel.daemon import api, pages
 from autosel.daemon.access import Access, Gate
-from autosel.daemon.answers import problem, problem_of
+from autosel.daemon.answers import our_bug, problem, refusal
 from autosel.daemon.bodies import MOST_TEXT, Bad
 from autosel.daemon.hub import Hub
-from autosel.daemon.jobs import Full
-from autosel.daemon.writer import Busy
-from autosel.errors import AutoselError, LedgerError
+from autosel.errors import AutoselError
 from autosel.ledger import commands
-from autosel.ledger.engine import lost
 
 log = logging.getLogger(__name__)
 
@@ -102,21 +99,11 @@ async def _answered(hub: Hub, handler: Handler, request: Request) -> Response:
     if hub.behind and request.method == "GET":
         await hub.caught_up()
     try:
-        made = await handler(hub, request)
-    except Bad as error:
-        if handler in pages.PAGES.values():
-            return await pages.not_there(hub, error)
-        made = problem(error.status, error.what, why=error.why, todo=error.todo)
-    except (Busy, Full) as error:
-        made = problem(503, error.what, why=error.why, todo=error.todo)
-    except LedgerError as error:
-        disk = lost(error) or hub.writer.read_only
-        made = (
-            problem(503, error.what, why=error.why, todo=error.todo, kind="LedgerError") if disk else problem_of(error)
-        )
+        return await handler(hub, request)
     except AutoselError as error:
-        made = problem_of(error)
-    return made
+        if isinstance(error, Bad) and handler in pages.PAGES.values():
+            return await pages.not_there(hub, error)
+        return refusal(hub, error)
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -130,4 +117,4 @@ async def _http(request: Request, error: Exception) -> Response:
 
 async def _our_bug(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return problem(500, "this is a bug in autosel", why=f"{type(error).__name__}: {error}"[:300], todo="see the log")
+    return our_bug(error)

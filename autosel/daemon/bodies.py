@@ -43,7 +43,11 @@ async def read(request: Request, limits: Limits) -> Any:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Bad(415, "the body must be JSON", why=f"its Content-Type is {kind!r:.80}", todo="send application/json")
-    data = await _bytes(request, limits.size)
+    return parsed(await _bytes(request, limits.size), limits)
+
+
+def parsed(data: bytes, limits: Limits) -> Any:
+    """Of a body's bytes. Raises Bad."""
     try:
         found = parse_json(data.decode(), what="the body", depth=limits.depth)
     except ValueError as error:  # not UTF-8, not JSON, NaN, a key twice, too deep, a number of 5000 digits

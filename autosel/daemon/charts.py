@@ -20,8 +20,11 @@ def candidates(decisions: Sequence[Decision]) -> list[str]:
     return [*dict.fromkeys(middle), *bases]
 
 
-def times(decisions: Sequence[Decision], moved: Mapping[str, int], axis: str) -> dict[str, Any]:
-    """Time against size for each candidate, with its interval; the roofline; where the winner changes."""
+def times(
+    decisions: Sequence[Decision], moved: Mapping[str, int], axis: str, stale: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Time against size for each candidate, with its interval; the roofline; where what serves changes. `stale`: by
+    decision; the baseline serves there."""
     series = []
     for name in candidates(decisions):
         points = [
@@ -36,7 +39,7 @@ def times(decisions: Sequence[Decision], moved: Mapping[str, int], axis: str) ->
         "axis": {"L": "context, tokens", "M": "rows", "B": "batch"}.get(axis, axis),
         "series": series,
         "roofline": _roofline(decisions, moved, axis),
-        "crossovers": _crossovers(decisions, axis),
+        "crossovers": _crossovers(decisions, axis, stale or {}),
     }
 
 
@@ -66,14 +69,21 @@ def floor_us(verdict: Verdict | None, moved: int | None) -> float | None:
     return moved / verdict.read_bytes_per_s * 1e6
 
 
-def _crossovers(decisions: Sequence[Decision], axis: str) -> list[dict[str, Any]]:
+def _crossovers(decisions: Sequence[Decision], axis: str, stale: Mapping[str, str]) -> list[dict[str, Any]]:
     """Where another candidate begins to serve: at the start of a row's range, else between two neighbours."""
+
+    def serves(d: Decision) -> str:
+        return d.baseline.candidate if str(d.id) in stale else d.arm.candidate
+
     found = []
     for before, after in pairwise(decisions):
-        if before.arm.candidate != after.arm.candidate:
+        if serves(before) != serves(after):
             low, high = before.workload[axis], after.workload[axis]
-            at = float(after.length_range[0]) if after.length_range else (low * high) ** 0.5
-            found.append({"x": at, "from": before.arm.candidate, "to": after.arm.candidate})
+            at, where = (low * high) ** 0.5, f"between {low} and {high}"
+            if after.length_range or high == low + 1:
+                first = after.length_range[0] if after.length_range else high
+                at, where = float(first), f"from {first} on"
+            found.append({"x": at, "from": serves(before), "to": serves(after), "where": where})
     return found
 
 

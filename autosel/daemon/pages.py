@@ -127,7 +127,7 @@ async def op(hub: Hub, request: Request) -> Response:
     families = shown.families(rows, hub.view.device) if hub.view.others else shown.families(rows)
     chosen = next((f for f in families if f.id == asked["family"]), families[0])
     sources = await asyncio.to_thread(shown.sources, chosen.decisions)
-    chart = charts.times(chosen.decisions, hub.moved, chosen.axis)
+    chart = charts.times(chosen.decisions, hub.moved, chosen.axis, hub.view.stale)
     return _page(
         hub, "op", name, op=name, families=families, chosen=chosen, chart=chart, sources=sources,
         candidates=charts.candidates(chosen.decisions),

@@ -15,6 +15,8 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from autosel.daemon.bind import peer
+from autosel.daemon.bodies import READ_S
+from autosel.daemon.writes import TARGET, Writes, is_straight
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +29,18 @@ open_lines: Counter[str] = Counter()
 
 
 class Protocol(HttpToolsProtocol):
+    """`writes` takes writes of the ledger as our own clients send them: one at a time a connection. Whoever sends the
+    next request before the answer gets that answer, and no other."""
+
     _kind = ""
     _head = 0
+    _body: bytearray | None = None  # of a write that is being read
+    _late: asyncio.TimerHandle | None = None
+    _answering = _deaf = _last = False
+
+    def __init__(self, *arguments: Any, writes: Writes, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._writes = writes
 
     def connection_made(self, transport: Any) -> None:
         whole: Any = Whole(transport, self.loop)
@@ -55,22 +67,89 @@ class Protocol(HttpToolsProtocol):
         if self._kind:
             open_lines[self._kind] -= 1
             self._kind = ""
+        self._forget()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
         self._head += len(data)
         super().data_received(data)
+        if self._body is not None and self._late is None:
+            self._late = self.loop.call_later(READ_S, self._too_late)
         if self._head > MOST_HEAD_BYTES and not self.transport.is_closing():
             self.transport.write(_LARGE)
             self.transport.close()
 
     def on_headers_complete(self) -> None:
         self._head = -(1 << 62)  # what follows is a body, which has limits of its own
-        super().on_headers_complete()
+        if self._answering:
+            self._deaf = self._last = True
+        elif self._is_write():
+            self._body = bytearray()
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self._body is not None:
+            self._body += body
+        elif not self._deaf:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._head = 0
-        super().on_message_complete()
+        if self._body is not None:
+            body = bytes(self._body)
+            self._forget()
+            self._answering = True
+            self._writes.take(body, self._answer)
+        elif not self._deaf:
+            super().on_message_complete()
+
+    def _is_write(self) -> bool:
+        """One that may take the short way: from this user, over a line on which nothing is under way."""
+        return (
+            self.url == TARGET
+            and self.parser.get_method() == b"POST"
+            and self._kind.startswith("uid:")
+            and (self.cycle is None or self.cycle.response_complete)
+            and self.parser.get_http_version() == "1.1"
+            and self.parser.should_keep_alive()
+            and not self.parser.should_upgrade()
+            and not self.expect_100_continue
+            and is_straight(self.headers)
+        )
+
+    def _answer(self, whole: bytes) -> None:
+        self._answering = False
+        if self.transport.is_closing():
+            return
+        self.transport.write(whole)
+        if self._last:
+            self.transport.close()
+        else:
+            self.on_response_complete()  # the next one is waited for, for a while
+
+    def _too_late(self) -> None:
+        self._forget()
+        self._deaf = True
+        if not self.transport.is_closing():
+            self.transport.write(self._writes.too_late())
+            self.transport.close()
+
+    def _forget(self) -> None:
+        """What is being read."""
+        self._body = None
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def shutdown(self) -> None:
+        """What is under way is answered first."""
+        if self._answering:
+            self._last = True
+        else:
+            super().shutdown()
 
 
 class Whole:

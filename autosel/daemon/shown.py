@@ -162,12 +162,12 @@ def warnings(hub: Hub) -> list[Remark]:
 
 
 def last_races(ledger: Ledger) -> list[Decision]:
-    return [d for d in ledger.history(limit=60) if d.verdict is not None and _raced(d)][:12]
+    return [d for d in ledger.history(limit=60) if _raced(d)][:12]
 
 
 def _raced(d: Decision) -> bool:
-    """Was it decided by its race, and not by hand or by another proof?"""
-    return d.state in ("promoted", "kept") and not d.stale
+    """Was it decided by its race, and not by hand, by another proof, or because its time was over?"""
+    return d.state in ("promoted", "kept") and not d.stale and bool(d.verdict and d.verdict.timings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,6 +324,14 @@ class Line:
     change: float | None
     told: bool = False  # the intervals are apart
     link: str = ""
+    more: tuple[str, str] = ("faster", "slower")
+
+    @property
+    def words(self) -> str:
+        if not self.change:
+            return ""
+        factor = f"{max(self.change, 1 / self.change):.2f}x"
+        return "the same" if factor == "1.00x" else f"{factor} {self.more[self.change < 1]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,6 +412,7 @@ def _certified(hub: Hub, a: str, b: str) -> Compared:
             a=f"{one.speedup:.2f}x",
             b=f"{two.speedup:.2f}x",
             change=two.speedup / one.speedup,
+            more=("more", "less"),
         ),
     ]
     for name in sorted(set(one.per_op) & set(two.per_op)):

@@ -34,7 +34,7 @@ from autosel.ledger.key import budget_key
 from autosel.models.workloads import step
 from autosel.tuning.shortlist import way_of
 from autosel.values import Fingerprint, Rate, Workload, to_json
-from tests.cpu.test_ledger import ATTN, CPP, FAILED, FP, record, verdict
+from tests.cpu.test_ledger import ATTN, BASELINE, CPP, FAILED, FP, record, verdict
 from tests.null.test_candidates import CPU
 
 RMSNORM = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
@@ -483,8 +483,32 @@ def test_a_crossover_stands_where_the_winner_changes(ledger: Ledger) -> None:
     high = record(ledger, "high", workload=ATTN, length_range=(6000, 8192), arm=dataclasses.replace(CPP, candidate="x"),
                   parities=[(dataclasses.replace(CPP, candidate="x"), _passed())])  # fmt: skip
     found = charts.times([low, high], {}, "L")
-    assert found["crossovers"] == [{"x": 6000.0, "from": "cpp:attn", "to": "x"}]
+    assert found["crossovers"] == [{"x": 6000.0, "from": "cpp:attn", "to": "x", "where": "from 6000 on"}]
     assert found["roofline"] is None
+
+
+def test_a_crossover_is_of_what_serves_and_says_what_is_known_of_its_place(ledger: Ledger) -> None:
+    first, near, far = (record(ledger, f"{b}", workload=ATTN.at(B=b)) for b in (1, 2, 8))
+    assert charts.times([first, near, far], {}, "B")["crossovers"] == []
+    (found,) = charts.times([first, near], {}, "B", {str(near.id): "edited"})["crossovers"]
+    assert (found["from"], found["to"], found["where"]) == ("cpp:attn", near.baseline.candidate, "from 2 on")
+    (found,) = charts.times([near, far], {}, "B", {str(far.id): "edited"})["crossovers"]
+    assert (found["x"], found["where"]) == (4.0, "between 2 and 8")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(2.0, "2.00x faster"), (0.05, "20.00x slower"), (1.004, "the same"), (0.996, "the same"), (None, "")],
+)
+def test_a_comparison_says_faster_or_slower_and_never_faster_by_less_than_one(change: float | None, words: str) -> None:
+    assert shown.Line(what="", a="", b="", change=change).words == words
+
+
+def test_what_ended_before_anything_was_timed_is_no_race(ledger: Ledger) -> None:
+    raced = record(ledger, "raced")
+    nothing = dataclasses.replace(verdict(), outcome="undecided", timings={}, effect=None)
+    record(ledger, "not", workload=ATTN.at(B=2), verdict=nothing, state="kept", arm=BASELINE)
+    assert [d.id for d in shown.last_races(ledger)] == [raced.id]
 
 
 def _passed() -> Any:

@@ -35,11 +35,12 @@ function decades(low, high, fine) {
   return found;
 }
 const text = (value) => (value >= 1000 ? value.toLocaleString("en").replaceAll(",", "\u2009") : String(Number.isInteger(value) ? value : Number(value.toPrecision(2))));
-function ticks(values) {
+function ticks(values, most = 12) {
   const low = Math.min(...values);
   const high = Math.max(...values);
   const wide = decades(low, high, false);
-  const found = wide.length >= 3 ? wide : decades(low, high, true);
+  let found = wide.length >= 3 ? wide : decades(low, high, true);
+  while (found.length > most) found = found.filter((_, i) => i % 2 === 0);
   return { tickvals: found, ticktext: found.map(text) };
 }
 
@@ -73,7 +74,7 @@ function times(data, height) {
     traces.push({ x: data.roofline.x, y: data.roofline.y, name: "roofline: the operands, read once", mode: data.roofline.x.length > 1 ? "lines" : "markers", line: { color: colour("--ink"), width: 2.2 }, marker: { symbol: "line-ew-open", size: 24, color: colour("--ink") }, hovertemplate: "roofline at %{x}: %{y:.4g} us<extra></extra>" });
   }
   const marks = data.crossovers.map((c) => ({ type: "line", x0: c.x, x1: c.x, yref: "paper", y0: 0, y1: 1, line: { color: colour("--accent"), width: 1, dash: "dash" } }));
-  const notes = data.crossovers.map((c) => ({ x: Math.log10(c.x), y: 1, yref: "paper", yanchor: "top", xanchor: "left", text: ` ${c.to} from ${Math.round(c.x)}`, showarrow: false, font: { size: 11, color: colour("--accent") } }));
+  const notes = data.crossovers.map((c) => ({ x: Math.log10(c.x), y: 1, yref: "paper", yanchor: "top", xanchor: "left", text: ` ${c.to} ${c.where}`, showarrow: false, font: { size: 11, color: colour("--accent") } }));
   const sizes = powers(Math.min(...xs), Math.max(...xs));
   const ys = [...data.series.flatMap((s) => [...s.lo, ...s.hi]), ...(data.roofline ? data.roofline.y : [])];
   return [traces, layout(height, {
@@ -83,7 +84,7 @@ function times(data, height) {
   })];
 }
 
-function forest(data, height) {
+function forest(data, height, width) {
   const hues = data.names.map((n) => (n === data.winner ? colour("--accent") : n === data.baseline ? colour("--dim") : palette()[5]));
   const names = data.names.map((n) => (n === data.baseline ? `${n} (baseline)` : n));
   const trace = {
@@ -94,7 +95,7 @@ function forest(data, height) {
   };
   return [[trace], layout(height, {
     showlegend: false, margin: { l: 8, r: 14, t: 4, b: 34 },
-    xaxis: { type: "log", title: { text: "us, logarithmic", font: { size: 11 } }, ...ticks([...data.lo, ...data.hi]) },
+    xaxis: { type: "log", title: { text: "us, logarithmic", font: { size: 11 } }, ...ticks([...data.lo, ...data.hi], width < 420 ? 3 : 12), tickangle: 0 },
     yaxis: { autorange: "reversed", automargin: true },
   })];
 }
@@ -112,7 +113,7 @@ const KINDS = { times, forest, tokens };
 function draw() {
   for (const place of document.querySelectorAll(".chart")) {
     const data = JSON.parse(document.getElementById(`${place.id}-data`).textContent);
-    const [traces, look] = KINDS[data.kind](data, Number(place.dataset.height));
+    const [traces, look] = KINDS[data.kind](data, Number(place.dataset.height), place.clientWidth);
     Plotly.react(place, traces, look, { displayModeBar: false, responsive: true });
   }
 }
