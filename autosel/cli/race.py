@@ -42,7 +42,7 @@ EXAMPLES = (
     'race rmsnorm --candidate mykernels:fast_rmsnorm --case "random M2 d512"',
     "race gemv --candidate cpp:gemv --model qwen3-8b",
     "race rmsnorm --candidate kernel.cpp --shape M1.d2048 --watch",
-    "race rmsnorm --candidate kernel.cu --fingerprint h200     # without a GPU: compiled",
+    "race rmsnorm --candidate kernel.cu --fingerprint h200",
 )
 
 
