@@ -16,7 +16,8 @@ from autosel.candidates.torch import EAGER
 from autosel.fingerprint import nvml
 from autosel.values import Arm, Fingerprint, Knobs, PythonRecipe, Scalar, Workload, digest
 
-STEP = "autosel.decode.step"  # of the whole step, op by op (decode.standing)
+# Of the whole step, op by op and as a graph of that (decode.standing).
+STEPS = ("autosel.decode.step", "autosel.decode.graph")
 
 
 def arm(candidate: Candidate, w: Workload, fp: Fingerprint, built_digest: str, knobs: Knobs) -> Arm:
@@ -49,7 +50,7 @@ def python_digest(recipe: PythonRecipe) -> str:
     module, _, name = recipe.target.partition(":")
     if module == inductor.__name__:
         source = function_digest(EAGER, name) + function_digest(module, "_lazy")
-    elif module in (EAGER, STEP) or module.startswith(f"{LIBRARIES}."):
+    elif module in (EAGER, *STEPS) or module.startswith(f"{LIBRARIES}."):
         source = function_digest(module, name)
     else:
         source = module_digest(module, recipe.path)

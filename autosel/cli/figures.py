@@ -55,7 +55,9 @@ def winner(decision: Decision) -> str:
     """The backend; of a whole step, which way it is taken."""
     if decision.op != WHOLE_STEP:
         return decision.arm.backend
-    return "op by op" if decision.arm.digest == decision.baseline.digest else "team"
+    if decision.arm.digest == decision.baseline.digest:
+        return "op by op"
+    return "graph" if decision.arm.candidate.startswith("graph:") else "team"
 
 
 def short_shape(decision: Decision) -> str:

@@ -73,6 +73,6 @@ def captured(ops: Step) -> Run:
             ops.run()
     except RuntimeError as error:
         torch.cuda.synchronize(device)
-        todo = "leave --graph out: the step then runs call by call"
+        todo = "use --no-graph: the step then runs call by call"
         raise UsageError("the step cannot be captured as a graph", why=str(error)[:300], todo=todo) from error
     return graph.replay

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autosel import ops
+from autosel.candidates.arms import digest_of
 from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import Bound, Entries, Program, StepBuild
 from autosel.decode.step import Call, Rewritten, Step
@@ -22,6 +23,7 @@ from autosel.errors import DeviceFault, UsageError
 from autosel.knobs.gpu import gemv, persistent
 from autosel.knobs.gpu.facts import facts
 from autosel.knobs.gpu.step import StepCost
+from autosel.native.compile import source_digest
 from autosel.values import Arm, Fingerprint, Rejected, Support, Workload, length_bucket
 
 CANDIDATE = kernel.CANDIDATE
@@ -117,14 +119,7 @@ class LaunchStep(Rewritten):
     @property
     def arm(self) -> Arm:
         """What a quarantine names."""
-        return Arm(
-            candidate=CANDIDATE,
-            backend="CUDA_EXT",
-            recipe=self.compiled.recipe,
-            knobs=self.compiled.knobs.values,
-            digest=self.build,
-            build=self.build,
-        )
+        return _arm(self.compiled, self.build, self.build)
 
     def _launch(self, times: Tensor | None) -> None:
         try:
@@ -183,9 +178,7 @@ def write_launch(step: Step, fp: Fingerprint) -> LaunchStep:
     answer = supports(step, fp)
     if isinstance(answer, Rejected):
         raise UsageError("no whole-step launch", why=answer.reason)
-    products = [c.workload for c in step.calls if c.op in PRODUCTS and c.workload is not None]
-    smallest = min(products, key=lambda w: gemv.projection(w).outputs)
-    build = StepBuild.of(_attention(step, step.place.longest), smallest, fp)
+    build = _build(step, fp)
     lowering = _Lowering(step, build, fp)
     tasks = lowering.tasks()
     entries = kernel.compiled(build)
@@ -203,6 +196,33 @@ def write_launch(step: Step, fp: Fingerprint) -> LaunchStep:
         reach=lowering.reach,
         ctas=ctas,
         said=torch.zeros(1, dtype=torch.int32, pin_memory=step.logits.device.type == "cuda"),
+    )
+
+
+def arm_of(step: Step, fp: Fingerprint) -> Arm | None:
+    """The launch that would be written from the list, as it would be compiled; None where `supports` refuses it."""
+    if isinstance(supports(step, fp), Rejected):
+        return None
+    build = _build(step, fp)
+    digest = source_digest(build.recipe.source, build.recipe.flags)
+    return _arm(build, digest, digest_of(digest, build.knobs.values))
+
+
+def _build(step: Step, fp: Fingerprint) -> StepBuild:
+    """Raises UsageError."""
+    products = [c.workload for c in step.calls if c.op in PRODUCTS and c.workload is not None]
+    smallest = min(products, key=lambda w: gemv.projection(w).outputs)
+    return StepBuild.of(_attention(step, step.place.longest), smallest, fp)
+
+
+def _arm(build: StepBuild, artefact: str, digest: str) -> Arm:
+    return Arm(
+        candidate=CANDIDATE,
+        backend="CUDA_EXT",
+        recipe=build.recipe,
+        knobs=build.knobs.values,
+        digest=digest,
+        build=artefact,
     )
 
 

@@ -23,7 +23,7 @@ from autosel.decode.sample import Sampler
 from autosel.decode.step import Place, Step, WholeStep, write_step
 from autosel.errors import UsageError
 from autosel.knobs.gpu.persistent import fits
-from autosel.values import Accepted, Fingerprint, Rejected, Support
+from autosel.values import Accepted, Arm, Fingerprint, Rejected, Support
 
 # Nearly all bytes of a step go through these: where they are not served by the kernels that a team is made of, nothing
 # was decided for it either, and nobody waits for its compilation unasked.
@@ -42,6 +42,9 @@ class Kind(Protocol):
 
     def write(self, step: Step, fp: Fingerprint) -> WholeStep:
         """The list, written with the fused chain. Raises UsageError, BuildError."""
+
+    def arm(self, step: Step, fp: Fingerprint) -> Arm | None:
+        """What `write` would make of the list, as it would be compiled; None where it would refuse."""
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
         """Why nobody should wait for its compilation unasked, or ""; `ops` is the step that serves now."""
@@ -95,6 +98,9 @@ class ThreadTeam:
     def write(self, step: Step, fp: Fingerprint) -> WholeStep:
         return team.write_team(step, fp)
 
+    def arm(self, step: Step, fp: Fingerprint) -> Arm | None:
+        return team.arm_of(step, fp)
+
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
         """Where something else serves what weighs."""
         for call in ops.calls:
@@ -118,6 +124,9 @@ class OneLaunch:
 
     def write(self, step: Step, fp: Fingerprint) -> WholeStep:
         return launch.write_launch(step, fp)
+
+    def arm(self, step: Step, fp: Fingerprint) -> Arm | None:
+        return launch.arm_of(step, fp)
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
         """Where it cannot be, or the rates that were measured say that it gains too little."""

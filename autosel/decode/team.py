@@ -23,9 +23,20 @@ from autosel.candidates import registry
 from autosel.decode.run import Plan
 from autosel.decode.step import Call, Rewritten, Step
 from autosel.knobs.cpu.facts import ISA_FLAGS, facts
-from autosel.native.compile import NO_COMPILER, compile_source, find_compiler
+from autosel.native.compile import NO_COMPILER, compile_source, find_compiler, source_digest
 from autosel.native.load import load_entry
-from autosel.values import Accepted, Fingerprint, Rejected, Support
+from autosel.values import (
+    LENGTH_DIMS,
+    Accepted,
+    Arm,
+    Fingerprint,
+    NativeRecipe,
+    Rejected,
+    Scalar,
+    Support,
+    digest,
+    length_bucket,
+)
 
 SOURCE, ENTRY = "cpu/step.cpp", "step"
 CANDIDATE = "cpp:step"
@@ -134,6 +145,31 @@ def write_team(step: Step, fp: Fingerprint) -> TeamStep:
         build=artefact.digest,
         kept=lowering.kept,
     )
+
+
+def arm_of(step: Step, fp: Fingerprint) -> Arm:
+    """The team that would be written from the step's list, as it would be compiled."""
+    knobs = {c.workload.bucket: knobs_of(_at_longest(c), fp) for c in step.calls if c.workload and c.op in KERNELS}
+    flags = (*ISA_FLAGS[facts(fp).isa], f"-DAUTOSEL_{step.decoder.weights.dtype.upper()}")
+    threads = max(int(k.get("threads", 1)) for k in knobs.values())
+    settings: dict[str, Scalar] = {"threads": threads, "knobs": digest(knobs)[:12]}
+    build = source_digest(SOURCE, flags)
+    return Arm(
+        candidate=CANDIDATE,
+        backend="CPP",
+        recipe=NativeRecipe(source=SOURCE, entry=ENTRY, flags=flags),
+        knobs=settings,
+        digest=digest({"source": build, "knobs": settings}),
+        build=build,
+    )
+
+
+def _at_longest(call: Call) -> Call:
+    """At its bucket's longest context: a decision is about a bucket, and knobs that are derived differ within it."""
+    w = call.workload
+    if w is None or not LENGTH_DIMS & {name for name, _ in w.dims}:
+        return call
+    return replace(call, workload=w.at(L=length_bucket(w["L"])[1]))
 
 
 # --- from calls to tasks ---------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ pass in higher precision as the judge of a measurement asks. The race needs a ga
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
@@ -37,8 +38,8 @@ class Whole:
     note: str = ""
 
 
-Judge = Callable[[Chain, Passed], Whole | None]
 Form = Literal["ops", "graph", "team"]
+Judge = Callable[[Chain, Mapping[Form, Passed]], Whole | None]
 
 
 def choose_team(
@@ -63,10 +64,13 @@ def choose_team(
         return Whole(taken=False, note=note)
     ops = write_step(scene.decoder, scene.cache, scene.place, chain)
     arms: dict[Form, Step | GraphStep | WholeStep] = {"ops": ops}
+    proofs: dict[Form, Passed] = {}
     try:
         if replayed:
-            arms["graph"] = GraphStep.of(ops)
-    except UsageError as error:
+            captured = GraphStep.of(ops)
+            proofs["graph"] = _refuse_other_logits(scene, ops, captured, "the graph")
+            arms["graph"] = captured
+    except (ParityError, UsageError) as error:
         if plan.graph:
             raise
         note = f"no graph: {error.why}"
@@ -75,11 +79,17 @@ def choose_team(
         if isinstance(found, str):
             note = found
         else:
-            arms["team"], parity = found
-            decided = judge(chain, parity) if judge is not None and plan.persistent is None else None
+            arms["team"], proofs["team"] = found
+    try:
+        with holding(ledger, fp, arms.get("team")):
+            decided = judge(chain, proofs) if judge is not None and proofs and plan.persistent is None else None
             if decided is not None:
-                return decided
-    return _raced(arms, plan, note, rng, clock) if len(arms) > 1 else Whole(taken=False, note=note)
+                return replace(decided, note="; ".join(filter(None, (note, decided.note))))
+            return _raced(arms, plan, note, rng, clock) if len(arms) > 1 else Whole(taken=False, note=note)
+    except DeviceFault as fault:
+        if plan.persistent:
+            raise
+        return Whole(taken=False, note=f"no {kind_of(plan.device).name}: {fault.why or fault.what}")
 
 
 def _wanted(plan: Plan) -> tuple[bool, str]:
@@ -103,7 +113,7 @@ def _team(scene: Scene, ops: Step, fp: Fingerprint, ledger: Ledger | None) -> tu
         team = kind.write(fused, fp)
         refuse_held(ledger, fp, team)
         with holding(ledger, fp, team):
-            return team, _refuse_other_logits(scene, ops, team)
+            return team, _refuse_other_logits(scene, ops, team, team.candidate)
     except (BuildError, DeviceFault, ParityError, UsageError) as error:
         if asked:
             raise
@@ -123,18 +133,21 @@ def _raced(
     return Whole(taken=best == "team", graph=best == "graph", ways=ways, note=note)
 
 
-def _refuse_other_logits(scene: Scene, ops: Step, team: WholeStep) -> Passed:
+def _refuse_other_logits(scene: Scene, ops: Step, other: GraphStep | WholeStep, name: str) -> Passed:
     """Raises ParityError, DeviceFault."""
     ops.run()
-    team.run()
-    team.settle()
-    if torch.equal(ops.logits, team.logits):
+    ops.settle()
+    expected = ops.logits.clone()
+    other.logits.fill_(math.nan)  # a graph of the list writes where the list does
+    other.run()
+    other.settle()
+    if torch.equal(expected, other.logits):
         return Passed(cases=1, worst=0.0, worst_case="the logits of the step op by op, bit for bit")
-    error, bound = judged(team.logits, ops.logits, scene.reference(), scene.plan.dtype)
+    error, bound = judged(other.logits, expected, scene.reference(), scene.plan.dtype)
     if not error <= bound:
         raise ParityError(
-            f"the logits of {team.candidate} are not those of the step op by op",
+            f"the logits of {name} are not those of the step op by op",
             why=f"{error:.3g} from the reference, {bound:.3g} allowed",
-            todo="use --no-persistent, and report this",
+            todo="use --no-graph or --no-persistent, and report this",
         )
     return Passed(cases=1, worst=error / bound, worst_case="logits against a pass in higher precision")

@@ -6,7 +6,9 @@ Only the library is another one: the kernel compiled for this CPU in the place o
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,7 @@ from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import Entries, StepBuild
 from autosel.certify.audit import audit
 from autosel.certify.issue import Request, issue
-from autosel.decode import graph, launch, persistent, whole
+from autosel.decode import graph, launch, persistent, race, whole
 from autosel.decode.cache import make_cache
 from autosel.decode.generate import generate, prefill
 from autosel.decode.launch import LaunchStep, write_launch
@@ -27,12 +29,12 @@ from autosel.decode.model import Decoder
 from autosel.decode.run import Plan
 from autosel.decode.step import Place, Step, write_step
 from autosel.decode.weights import load_weights
-from autosel.errors import DeviceFault, UsageError
+from autosel.errors import DeviceFault, ParityError, UsageError
 from autosel.fingerprint import known
 from autosel.knobs.gpu.persistent import Prediction
 from autosel.ledger.store import open_ledger
 from autosel.models.shape import ModelShape
-from autosel.values import Accepted, DTypeName, Fingerprint, Rejected
+from autosel.values import Accepted, DTypeName, Fingerprint, Passed, Rejected
 from tests.compile.emulate import emulated
 
 PRESETS = {"llama": "llama-1b", "qwen3": "qwen3-1.7b", "gemma3": "gemma3-1b"}
@@ -228,9 +230,6 @@ def test_what_faulted_is_in_quarantine_and_not_tried_again(
         monkeypatch.setattr(LaunchStep, "settle", settle)
         with pytest.raises(UsageError, match="cuda:step is in quarantine"):
             measure(plan, load_weights(plan), ledger=ledger)
-        monkeypatch.setattr(
-            "autosel.decode.measure.stand", lambda *_, **__: None
-        )  # of steps on a CPU, which this is not
         made = measure(plan_of(), load_weights(plan_of()), ledger=ledger)
         assert made.mode_key.startswith("eager.") and any("watchdog" in note for note in made.notes)
 
@@ -289,6 +288,122 @@ def test_three_ways_to_take_a_step_are_raced_and_the_best_is_measured(
     assert certificate.verification_ok and certificate.mode.startswith("graph.")
     told = [(a.taken, a.other) for a in audit(certificate).attribution if a.op == "step"]
     assert sorted(told) == [("graph", "ops"), ("graph", "team")]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Gives each way to take a step its time; those that were asked for a sample."""
+
+    def set_times(**ms: float) -> list[str]:
+        asked: list[str] = []
+        noise = Random(3)
+
+        def sample(self: Any, arm: str, calls: int, number: int) -> float:
+            asked.append(arm)
+            self.arms[arm].run()
+            return ms[arm.partition(":")[0]] * 1e6 * noise.gauss(1.0, 0.001)
+
+        monkeypatch.setattr(race._Steps, "_sample", sample)
+        monkeypatch.setattr(race._Steps, "probe", lambda _: 1e13)
+        return asked
+
+    return set_times
+
+
+@pytest.mark.parametrize(
+    ("ms", "candidate", "mode"),
+    [
+        ({"ops": 20.0, "graph": 15.0, "cuda": 18.0}, "graph:step", "graph."),
+        ({"ops": 20.0, "graph": 18.0, "cuda": 15.0}, "cuda:step", "team."),
+        ({"ops": 20.0, "graph": 20.1, "cuda": 20.2}, "ops:step", "eager."),
+    ],
+)
+def test_of_three_ways_the_winner_stands_in_the_ledger_and_the_next_run_takes_it_without_a_race(
+    on_h200: None,
+    captures: list[int],
+    timed: Callable[..., list[str]],
+    tmp_path: Path,
+    ms: dict[str, float],
+    candidate: str,
+    mode: str,
+) -> None:
+    asked = timed(**ms)
+    with open_ledger(home=tmp_path, alone=True) as ledger:
+        first = measure(plan_of(), load_weights(plan_of()), ledger=ledger)
+        assert set(asked) == {"ops:step", "graph:step", "cuda:step"}
+        (decision,) = ledger.history("step")
+        asked.clear()
+        second = measure(plan_of(), load_weights(plan_of()), ledger=ledger)
+        assert [d.id for d in ledger.history("step")] == [decision.id] and asked == []
+        proven = {arm.candidate for arm, parity in ledger.evidence(decision.id).parities if isinstance(parity, Passed)}
+    assert decision.arm.candidate == candidate and proven == {"graph:step", "cuda:step"}
+    assert decision.state == ("kept" if candidate == "ops:step" else "promoted")
+    for made in (first, second):
+        assert made.mode_key.startswith(mode) and made.tokens_equal == made.tokens_checked
+        assert any(f"by decision {decision.id}: " in note for note in made.notes)
+        (taken,) = [w.form for w in made.ways if w.half == "step" and w.taken]
+        assert {"ops": "eager.", "graph": "graph.", "team": "team."}[taken] == mode
+
+
+def test_where_a_launch_promises_too_little_the_decision_between_the_others_stands(
+    on_h200: None,
+    captures: list[int],
+    timed: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "predict", lambda *_: Prediction(graph_s=1e-3, launch_s=0.99e-3))
+    asked = timed(ops=20.0, graph=15.0)
+    with open_ledger(home=tmp_path, alone=True) as ledger:
+        first = measure(plan_of(), load_weights(plan_of()), ledger=ledger)
+        assert first.mode_key.startswith("graph.") and set(asked) == {"ops:step", "graph:step"}
+        assert any("no whole-step launch: by this device's" in note for note in first.notes)
+        asked.clear()
+        assert measure(plan_of(), load_weights(plan_of()), ledger=ledger).mode_key.startswith("graph.") and asked == []
+        for forced in ({"graph": True}, {"graph": False}, {"persistent": True}):
+            measure(plan_of(**forced), load_weights(plan_of()), ledger=ledger)
+        assert len(ledger.history("step")) == 1 and asked == [], "a plan that says how asks no ledger"
+
+
+def test_a_launch_that_faults_in_its_race_is_in_quarantine_and_the_run_goes_on_without_it(
+    on_h200: None,
+    captures: list[int],
+    timed: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = timed(ops=20.0, graph=15.0, cuda=18.0)
+
+    def fault(self: Any, arm: str, calls: int, number: int) -> float:
+        if arm == "cuda:step":
+            raise self.arms[arm]._stopped(0)
+        return 1e6
+
+    with open_ledger(home=tmp_path, alone=True) as ledger:
+        with monkeypatch.context() as stopped:
+            stopped.setattr(race._Steps, "_sample", fault)
+            made = measure(plan_of(), load_weights(plan_of()), ledger=ledger)
+        assert made.mode_key.startswith("eager.") and any("took longer than" in note for note in made.notes)
+        assert ledger.history("step") == []
+        again = measure(plan_of(), load_weights(plan_of()), ledger=ledger)
+        assert again.mode_key.startswith("graph.") and "cuda:step" not in asked
+
+
+def test_a_graph_that_gives_other_logits_is_not_taken(
+    on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def captured(ops: Step) -> Any:
+        def replay() -> None:
+            ops.run()
+            ops.logits.add_(1.0)
+
+        return replay
+
+    monkeypatch.setattr(graph, "captured", captured)
+    made = measure(plan_of(persistent=False), load_weights(plan_of()))
+    assert made.mode_key.startswith("eager.") and any("no graph: " in note for note in made.notes)
+    with pytest.raises(ParityError, match="the logits of the graph"):
+        measure(plan_of(graph=True), load_weights(plan_of()))
 
 
 @pytest.mark.parametrize(("asked", "mode"), [({"graph": True}, "graph."), ({"persistent": True}, "team.")])

@@ -16,11 +16,11 @@ import pytest
 
 from autosel import models, settings
 from autosel.cli.main import run
-from autosel.decode import standing
+from autosel.decode import race, standing, team
 from autosel.decode.measure import measure
 from autosel.decode.model import FUSED
+from autosel.decode.race import OPS
 from autosel.decode.run import DecodeRun, Plan
-from autosel.decode.standing import OPS
 from autosel.decode.team import CANDIDATE
 from autosel.decode.weights import load_weights
 from autosel.ledger.store import Ledger, open_ledger
@@ -45,8 +45,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
             self.arms[arm].run()
             return STEP_NS / (ratio if arm == CANDIDATE else 1.0) * noise.gauss(1.0, 0.001)
 
-        monkeypatch.setattr(standing._Steps, "_sample", sample)
-        monkeypatch.setattr(standing._Steps, "probe", lambda _: 1e12)
+        monkeypatch.setattr(race._Steps, "_sample", sample)
+        monkeypatch.setattr(race._Steps, "probe", lambda _: 1e12)
         return asked
 
     return set_ratio
@@ -136,8 +136,8 @@ def test_what_a_user_demotes_is_obeyed_and_another_kernel_is_raced_anew(
         ledger.demote(decision.id, "for the test")
         asked.clear()
         assert measured(plan, ledger).mode_key.startswith("eager.") and asked == []
-        edited = standing.team_arm
-        monkeypatch.setattr(standing, "team_arm", lambda *a: replace(edited(*a), digest="e" * 64))
+        edited = team.arm_of
+        monkeypatch.setattr(team, "arm_of", lambda *a: replace(edited(*a), digest="e" * 64))
         assert measured(plan, ledger).mode_key.startswith("team.") and asked
         assert [d.state for d in ledger.history("step")] == ["promoted", "demoted", "promoted"]
 
@@ -157,10 +157,10 @@ def test_a_team_faster_than_memory_is_not_believed(
 ) -> None:
     timed(1.1)
     monkeypatch.setattr(standing, "CACHES", 0)  # however small the model is
-    monkeypatch.setattr(standing._Steps, "probe", lambda _: 1.0)
+    monkeypatch.setattr(race._Steps, "probe", lambda _: 1.0)
     with open_ledger() as ledger:
         assert measured(plan, ledger).mode_key.startswith("eager.")
         (decision,) = ledger.history("step")
-        race = ledger.evidence(decision.id).race
+        raced = ledger.evidence(decision.id).race
     assert decision.verdict is not None and decision.verdict.outcome == "undecided"
-    assert race is not None and all("memory read beside it" in s.voided for s in race.sessions)
+    assert raced is not None and all("memory read beside it" in s.voided for s in raced.sessions)
