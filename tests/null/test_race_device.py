@@ -2,78 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
 import torch
 
-from autosel.race import device
 from autosel.race.device import Host, Replayed, same_layout
-
-TICK_MS = 0.5  # what a call takes, by the stand-in's clock
-
-
-class Cuda:
-    """Time is the number of calls made outside a capture; a graph is the list of calls made inside one."""
-
-    def __init__(self) -> None:
-        self.made: list[int] = []  # copies, in the order their calls ran
-        self.captured: list[int] | None = None
-        self.refuses = False
-
-    def call(self, copy: int) -> str:
-        if self.captured is not None:
-            if self.refuses:
-                raise RuntimeError("operation not permitted when stream is capturing")
-            self.captured.append(copy)
-        else:
-            self.made.append(copy)
-        return f"result of {copy}"
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cuda = self
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                self.at = 0
-
-            def record(self) -> None:
-                self.at = len(cuda.made)
-
-            def synchronize(self) -> None: ...
-
-            def elapsed_time(self, end: Event) -> float:
-                return (end.at - self.at) * TICK_MS
-
-        class Graph:
-            calls: list[int]
-
-            def replay(self) -> None:
-                cuda.made += self.calls
-
-        class Stream:
-            def wait_stream(self, other: Stream) -> None: ...
-
-        @contextmanager
-        def graph(into: Graph) -> Iterator[None]:
-            cuda.captured = into.calls = []
-            try:
-                yield
-            finally:
-                cuda.captured = None
-
-        @contextmanager
-        def stream(_: Stream) -> Iterator[None]:
-            yield
-
-        stand_ins: dict[str, Any] = {
-            "Event": Event, "CUDAGraph": Graph, "Stream": Stream, "graph": graph, "stream": stream,
-            "current_stream": Stream, "synchronize": lambda *_: None, "_sleep": lambda cycles: None,
-        }  # fmt: skip
-        for name, value in stand_ins.items():
-            monkeypatch.setattr(device.torch.cuda, name, value)
+from tests.null.cuda_stand_in import TICK_MS, Cuda
 
 
 @pytest.fixture

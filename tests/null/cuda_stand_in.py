@@ -1,0 +1,101 @@
+"""A stand-in for CUDA's streams, events and graphs: what is enqueued is done when somebody waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+TICK_MS = 0.5  # what a call takes, by the stand-in's clock
+
+
+class Cuda:
+    """Time is the number of calls made outside a capture; a graph is the list of calls made inside one."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []  # copies, in the order their calls ran
+        self.captured: list[int] | None = None
+        self.refuses = False
+        self.enqueued: list[Callable[[], None]] = []  # what the device does by the time somebody waits for it
+
+    def settle(self, device: object = None) -> None:
+        while self.enqueued:
+            self.enqueued.pop(0)()
+
+    def call(self, copy: int) -> str:
+        if self.captured is not None:
+            if self.refuses:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            self.captured.append(copy)
+        else:
+            self.made.append(copy)
+        return f"result of {copy}"
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0
+
+            def record(self) -> None:
+                self.at = len(cuda.made)
+
+            def synchronize(self) -> None:
+                cuda.settle()
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at - self.at) * TICK_MS
+
+        class Graph:
+            calls: list[int]
+
+            def replay(self) -> None:
+                cuda.made += self.calls
+
+        class Stream:
+            def __init__(self, device: object = None) -> None: ...
+
+            def wait_stream(self, other: Stream) -> None: ...
+
+            def synchronize(self) -> None:
+                cuda.settle()
+
+        @contextmanager
+        def graph(into: Graph) -> Iterator[None]:
+            cuda.captured = into.calls = []
+            try:
+                yield
+            finally:
+                cuda.captured = None
+
+        @contextmanager
+        def entered(_: object) -> Iterator[None]:
+            yield
+
+        stand_ins: dict[str, Any] = {
+            "Event": Event, "CUDAGraph": Graph, "Stream": Stream, "graph": graph, "stream": entered, "device": entered,
+            "current_stream": Stream, "synchronize": self.settle, "_sleep": lambda cycles: None,
+            "is_available": lambda: True, "set_device": lambda device: None,
+        }  # fmt: skip
+        for name, value in stand_ins.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of this CPU that says it lies on a GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @staticmethod
+    def of(value: torch.Tensor) -> torch.Tensor:
+        return value.as_subclass(OnGpu)

@@ -1,0 +1,235 @@
+"""The lines that only a process with a GPU runs, on stand-ins for what PyTorch asks of CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from autosel.decode import device as decode_device
+from autosel.decode import graph, launch
+from autosel.decode.device import peak_memory, read_windows, time_calls
+from autosel.decode.sample import largest
+from autosel.decode.step import Step
+from autosel.decode.weights import free_memory
+from autosel.dispatch import devices
+from autosel.errors import UnknownName, UsageError
+from autosel.fingerprint import gpu_probe, nvml
+from autosel.guard import call as guard_call
+from autosel.parity.mirror import Mirror
+from autosel.race.device import place
+from autosel.workers.arena import Arena
+from benchmarks.gpu import child, containment, profiled
+from benchmarks.gpu.scope import refuse_absent_device
+from tests.null import test_guard as guards
+from tests.null.cuda_stand_in import TICK_MS, Cuda, OnGpu
+from tests.null.test_fingerprint_gpu import H200
+
+ONE = torch.zeros(1)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    made = Cuda()
+    made.install(monkeypatch)
+    return made
+
+
+# --- a step as a graph ------------------------------------------------------------------------------------------------
+
+
+def test_a_captured_list_does_nothing_until_it_is_replayed_and_then_what_it_did(cuda: Cuda) -> None:
+    ops = SimpleNamespace(logits=OnGpu.of(ONE), run=lambda: [cuda.call(i) for i in range(3)])
+    replay = graph.captured(ops)  # type: ignore[arg-type]
+    warm = len(cuda.made)
+    assert cuda.made == [0, 1, 2] * graph.WARM_RUNS
+    for _ in range(2):
+        replay()
+    assert cuda.made[warm:] == [0, 1, 2] * 2
+
+
+def test_a_list_that_cannot_be_captured_says_why_and_what_to_do(cuda: Cuda) -> None:
+    cuda.refuses = True
+    ops = SimpleNamespace(logits=OnGpu.of(ONE), run=lambda: cuda.call(0))
+    with pytest.raises(UsageError, match="cannot be captured") as caught:
+        graph.captured(ops)  # type: ignore[arg-type]
+    assert "not permitted" in caught.value.why and "--no-graph" in caught.value.todo
+
+
+def test_each_call_of_a_step_has_its_own_time_by_the_devices_clock(cuda: Cuda) -> None:
+    def kernels(count: int) -> None:
+        for i in range(count):
+            cuda.call(i)
+
+    calls = [SimpleNamespace(function=kernels, arguments=(count,)) for count in (1, 3, 0, 2)]
+    step = SimpleNamespace(logits=OnGpu.of(ONE), calls=calls)
+    assert time_calls(step, lambda: 0) == [round(n * TICK_MS * 1e6) for n in (1, 3, 0, 2)]  # type: ignore[arg-type]
+
+
+def test_a_step_has_ended_when_it_is_settled(cuda: Cuda) -> None:
+    done: list[str] = []
+    cuda.enqueued.append(lambda: done.append("op by op"))
+    Step.settle(SimpleNamespace(logits=OnGpu.of(ONE)))  # type: ignore[arg-type]
+    assert done == ["op by op"]
+
+
+def test_a_launch_that_its_watchdog_stopped_is_told_of_once_the_device_has_said_so(cuda: Cuda) -> None:
+    said = torch.zeros(1, dtype=torch.int32)
+    stopped = SimpleNamespace(said=said, logits=OnGpu.of(ONE), _stopped=lambda task: UsageError(f"task {task}"))
+    launch.LaunchStep.settle(stopped)  # type: ignore[arg-type]
+    cuda.enqueued.append(lambda: said.fill_(5))
+    with pytest.raises(UsageError, match="task 4"):
+        launch.LaunchStep.settle(stopped)  # type: ignore[arg-type]
+
+
+def test_the_likeliest_token_is_chosen_where_the_logits_lie() -> None:
+    logits = torch.tensor([[-3.0, -1.0, -2.0], [0.5, 0.25, 9.0]], dtype=torch.bfloat16)
+    assert largest(OnGpu.of(logits), torch.empty(2, dtype=torch.int64)).tolist() == [1, 2]
+
+
+# --- memory, rates, samples -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def readers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The read probe of each GPU: 1e12 bytes/s on the first, 2e12 on the second."""
+    monkeypatch.setattr(gpu_probe, "reader", lambda ordinal: lambda: 1e12 * (ordinal + 1))
+    decode_device._gpu_reader.cache_clear()
+    yield
+    decode_device._gpu_reader.cache_clear()
+
+
+def test_the_read_rate_is_that_of_the_device_that_was_named(cuda: Cuda, readers: None) -> None:
+    for name, rate in (("cuda", 1e12), ("cuda:0", 1e12), ("cuda:1", 2e12)):
+        assert read_windows(name) == [rate]
+        assert place(name).read_bytes_per_s() == rate
+
+
+def test_memory_is_that_of_the_device_that_was_named(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 if device.index == 1 else 5)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70, 99) if str(device)[-1] == "1" else (50, 99))
+    assert (peak_memory("cuda:1"), peak_memory("cuda")) == (7, 5)
+    assert (free_memory("cuda:1"), free_memory("cuda")) == (70, 50)
+    scopes = [SimpleNamespace(on_gpu=on, device="cuda:1") for on in (True, False)]
+    assert [containment.free_bytes(scope) for scope in scopes] == [70, 0]  # type: ignore[arg-type]
+
+
+def test_a_gpus_operands_are_copies_and_its_samples_replays(cuda: Cuda) -> None:
+    made: Any = place("cuda:1")
+    assert (made.device, made.timing) == (torch.device("cuda", 1), "graph")
+    made.device = torch.device("cpu")  # where the copies of this test must lie
+    value = torch.arange(12.0).view(3, 4)[:, 1:]
+    for copy in (made.resident(value), made.streamed(value)):
+        assert torch.equal(copy, value) and copy.stride() == value.stride() and copy.data_ptr() != value.data_ptr()
+    assert torch.equal(made.output(value), value)
+    timed = made.timed(cuda.call, [(0,), (1,)])
+    made.hush()
+    assert timed.sample(4) == TICK_MS * 1e6 and list(timed.graphs) == [4]
+
+
+# --- proofs and the guard ---------------------------------------------------------------------------------------------
+
+
+def test_what_the_device_raises_is_raised_where_its_results_are_waited_for(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, done = Mirror("cuda:1"), []
+    cuda.enqueued.append(lambda: done.append(1))
+    mirror.pull([], {})
+    assert done == [1]
+
+    def fault() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    cuda.enqueued.append(fault)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        mirror.pull([], {})
+
+
+def test_an_arena_is_mirrored_once_in_the_devices_own_memory() -> None:
+    mirror, arena = Mirror("meta"), Arena(4096)
+    buffer = mirror._buffer(arena)
+    assert (buffer.device.type, buffer.numel(), mirror._buffer(arena) is buffer) == ("meta", arena.size_bytes, True)
+
+
+def test_nothing_is_checked_while_a_graph_is_captured_and_everything_afterwards(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong kernel's own result goes into the graph: a comparison would have to wait, which a capture forbids."""
+    capturing = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    watch, told = guards.watched(lambda x, *_: torch.full_like(x, 2.0))
+    given = (OnGpu.of(guards.X), guards.WEIGHT, 1e-6, 0.0)
+    assert torch.equal(torch.as_tensor(watch(given, (None,))).as_subclass(torch.Tensor), torch.full((4, 64), 2.0))
+    assert not told
+    capturing = False
+    guards.call(watch)
+    assert len(told) == 1
+
+
+def test_a_time_is_of_work_that_has_been_done(cuda: Cuda) -> None:
+    done: list[int] = []
+    cuda.enqueued.append(lambda: done.append(1))
+    guard_call._settle([ONE, 3])
+    assert done == []
+    guard_call._settle([ONE, OnGpu.of(ONE)])
+    assert done == [1]
+
+
+# --- who is there -----------------------------------------------------------------------------------------------------
+
+
+def test_what_serves_a_gpus_tensors_is_looked_up_by_the_identity_that_tuning_files_it_under(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nvml, "read", lambda ordinal: H200)
+    devices._gpu.cache_clear()
+    found, unknown = devices.device_at(devices.place_of(OnGpu.of(ONE)))
+    devices._gpu.cache_clear()
+    assert (found.kind, found.name, unknown) == ("cuda", "NVIDIA H200", "")
+    assert found.identity == nvml.identity_of(H200) and found.rates == {}
+
+
+# --- the stages of `./run gpu` ----------------------------------------------------------------------------------------
+
+
+def test_a_fault_of_the_device_is_found_after_the_unit_that_made_it(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert child.fault_of_device() == ""
+
+    def fault() -> None:
+        raise torch.AcceleratorError("CUDA error: misaligned address\nCUDA kernel errors might be reported later")
+
+    cuda.enqueued.append(fault)
+    assert child.fault_of_device() == "CUDA error: misaligned address"
+
+
+def test_a_gpu_that_is_not_here_is_refused_by_its_number(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("cpu", "cuda", "cuda:1"):
+        refuse_absent_device(name)
+    with pytest.raises(UsageError, match="no GPU 2"):
+        refuse_absent_device("cuda:2")
+    with pytest.raises(UnknownName, match="gpu"):
+        refuse_absent_device("gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="no GPU found"):
+        refuse_absent_device("cuda")
+
+
+def test_a_profiler_runs_between_the_two_marks_and_at_no_other_time(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[bool] = [False]
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: running.append(True))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: running.append(False))
+    monkeypatch.setattr(profiled, "MARKS", [])
+    scope: Any = SimpleNamespace(on_gpu=True)
+    begin = profiled.mark(scope)
+    during = running[-1]
+    assert profiled.mark(scope) >= begin and (during, running) == (True, [False, True, False])
