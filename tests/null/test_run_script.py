@@ -559,3 +559,38 @@ def test_gpu_is_given_what_measures_and_compiles_for_the_driver(script, tmp_path
     monkeypatch.setattr(script, "hand_over", lambda *command: seen.append(command[1:]))
     script.main(["gpu", "--stage", "parity", "--wheelhouse", str(tmp_path), "--out", "results"])
     assert seen == [(extras, str(tmp_path)), ("--stage", "parity", "--out", "results")]
+
+
+@pytest.mark.parametrize(
+    ("words", "there", "wanted"),
+    [(["tune"], False, [("cuda13",)]), (["tune"], True, [()]), ([], True, [("cuda13",)])],
+    ids=["first contact", "another verb later", "no verb"],
+)
+def test_at_first_contact_a_gpu_gets_what_measures_on_it(script, monkeypatch, words, there, wanted):
+    seen = []
+    monkeypatch.setattr(script, "driver", lambda: {"cuda": [13, 0], "cc_major": 9})
+    monkeypatch.setattr(script, "torch_of_venv", lambda: None)
+    monkeypatch.setattr(script, "ready", lambda extras: {"torch": "2.13.0"} if there else None)
+    monkeypatch.setattr(script, "prepare", lambda extras, options, announce=False: seen.append(extras))
+    monkeypatch.setattr(script, "hand_over", lambda *command: 0)
+    script.main(words)
+    assert seen == wanted
+
+
+def test_where_that_cannot_be_had_it_says_so_and_works_with_the_cpu(script, monkeypatch, capsys):
+    seen = []
+
+    def prepare(extras, options, announce=False):
+        seen.append(extras)
+        if extras:
+            raise script.Stop("autosel and its dependencies cannot be installed", "no network", "--wheelhouse DIR")
+
+    monkeypatch.setattr(script, "driver", lambda: {"cuda": [12, 8], "cc_major": 9})
+    monkeypatch.setattr(script, "torch_of_venv", lambda: None)
+    monkeypatch.setattr(script, "ready", lambda extras: None)
+    monkeypatch.setattr(script, "prepare", prepare)
+    monkeypatch.setattr(script, "hand_over", lambda *command: 0)
+    script.main(["best", "attn"])
+    said = "".join(capsys.readouterr())
+    assert seen == [("cuda12",), ()]
+    assert "warning: no cuda12" in said and "no network" in said and "left aside" in said
