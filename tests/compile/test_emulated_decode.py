@@ -6,7 +6,8 @@ Only the library is another one: the kernel compiled for this CPU in the place o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -14,12 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from autosel import models
+from autosel import dispatch, fingerprint, models, settings
+from autosel.candidates import arms
 from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import Entries, StepBuild
 from autosel.certify.audit import audit
 from autosel.certify.issue import Request, issue
+from autosel.cli.main import run
+from autosel.decode import device as decode_device
 from autosel.decode import graph, launch, persistent, race, whole
 from autosel.decode.cache import make_cache
 from autosel.decode.generate import generate, prefill
@@ -29,6 +34,7 @@ from autosel.decode.model import Decoder
 from autosel.decode.run import Plan
 from autosel.decode.step import Place, Step, write_step
 from autosel.decode.weights import load_weights
+from autosel.dispatch import devices
 from autosel.errors import DeviceFault, ParityError, UsageError
 from autosel.fingerprint import known
 from autosel.knobs.gpu.persistent import Prediction
@@ -444,3 +450,82 @@ def test_a_step_that_cannot_be_captured_is_run_another_way_unless_it_was_asked_f
     assert made.mode_key.startswith("eager.") and "no graph: it synchronises" in made.notes
     with pytest.raises(UsageError, match="cannot be captured"):
         measure(plan_of(graph=True), load_weights(plan_of()))
+
+
+# --- from the command line to the certificate ------------------------------------------------------------------------
+
+
+class ToThisCpu(TorchFunctionMode):
+    """Tensors that are asked of a GPU lie in this machine's memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def here(value: Any) -> Any:
+            on_gpu = isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+            return torch.device("cpu") if on_gpu else value
+
+        return func(*map(here, args), **{name: here(value) for name, value in (kwargs or {}).items()})
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A ledger of its own; what is compiled is shared."""
+    made, shared = tmp_path / "home", settings.home()
+    made.mkdir(mode=0o700)
+    for name in ("native", "emulated"):
+        (shared / name).mkdir(parents=True, exist_ok=True)
+        (made / name).symlink_to(shared / name)
+    monkeypatch.setenv("AUTOSEL_HOME", str(made))
+    monkeypatch.setattr(dispatch, "_stack", [])  # what serves in this process is another home's
+    settings.read.cache_clear()
+    yield
+    monkeypatch.undo()
+    settings.read.cache_clear()
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch, fp: Fingerprint) -> Iterator[None]:
+    """An H200 by all that is asked of PyTorch, NVML and the probes; its memory and its threads are this CPU's."""
+    arms.torch_identity()  # is asked once a process, and must not be asked of this
+    monkeypatch.setattr(graph, "captured", lambda ops: ops.run)
+    monkeypatch.setattr(fingerprint, "take", lambda device, **_: fp)
+    monkeypatch.setattr(fingerprint, "unit", lambda device: "GPU-1f0c")
+    monkeypatch.setattr(devices, "_gpu", lambda ordinal: fp)
+    monkeypatch.setattr(decode_device, "_gpu_reader", lambda ordinal: lambda: 1e13)
+    stand_ins: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "mem_get_info": lambda device: (8 << 30, 8 << 30),
+        "max_memory_allocated": lambda device: 1 << 30,
+    }
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device=None: generator())
+    with ToThisCpu():
+        yield
+
+
+def test_a_run_on_a_gpu_goes_from_the_command_line_to_a_certificate_that_holds(
+    own_home: None,
+    a_gpu: None,
+    timed: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    timed(ops=20.0, graph=15.0, cuda=18.0)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config |= {"vocab_size": 97, "max_position_embeddings": 256, "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["run", "--model", str(tmp_path), "--dtype", "fp32", "--seq", "14", "--iters", "3", "--device", "cuda"]
+    certificates = str(tmp_path / "certificates.jsonl")
+    assert run([*words, "--certify", certificates, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)["certificate"]
+    assert made["device"] == "NVIDIA H200" and made["sm"] == "sm_90" and made["verification_ok"]
+    assert made["mode"].startswith("graph.") and made["repro_cmd"].endswith("--device cuda")
+    assert run(["verify", certificates]) == 0
+    capsys.readouterr()
+    assert run(["best", "step", "--device", "cuda", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["candidate"] == "graph:step"
+    assert run(["explain", "step", "--device", "cuda"]) == 0
+    assert "graph" in capsys.readouterr().out

@@ -3,9 +3,11 @@ again, into the same results; kernels and contents are real, on this CPU."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,12 @@ from autosel.candidates.registry import find
 from autosel.ops import OPS
 from autosel.race import device
 from autosel.race.device import Host, Replayed
+from benchmarks.gpu.__main__ import parsed
 from benchmarks.gpu.entrants import Entry, entrant
-from benchmarks.gpu.graph import replayed
+from benchmarks.gpu.graph import replayed, whole_step
 from benchmarks.gpu.instrument import Timer
+from benchmarks.gpu.scope import scope_of
+from tests.cpu.test_gpu_command import CONFIG
 
 Arguments = tuple[Any, ...]
 
@@ -153,3 +158,19 @@ def test_a_kernel_that_gives_other_bits_each_time_is_found(monkeypatch: pytest.M
         return called
 
     assert outcome(monkeypatch, "cpp:rmsnorm", spoil=wavering) in ("differs as graph", "wrong as graph")
+
+
+# --- a whole step -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("refuses", "outcome"), [(False, "right as graph"), (True, "not captured as queue")])
+def test_a_whole_step_is_captured_and_its_replay_gives_the_logits_of_the_calls(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: str, *, refuses: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    scope = scope_of(parsed(["--device", "cpu", "--model", str(tmp_path), "--seq", "64", "--layers", "1"]))
+    played = Cuda(monkeypatch, refuses=refuses)
+    monkeypatch.setattr(device, "place", lambda name: played)
+    found = whole_step(scope)
+    assert f"{found['outcome']} as {found['how']}" == outcome
+    assert found["ok"] == (not refuses) and found["graph_ms"] > 0 and found["calls"] > 5
