@@ -109,9 +109,9 @@ def _why_absent(number: int) -> str:
     """Why PyTorch has no such GPU, or ""."""
     import torch
 
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        return "" if number < count else f"CUDA shows {count} device{'s' if count > 1 else ''} here, from cuda:0"
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) was built without CUDA"
-    if not torch.cuda.is_available():
-        return "PyTorch finds no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    count = torch.cuda.device_count()
-    return "" if number < count else f"CUDA shows {count} device{'s' if count > 1 else ''} here, from cuda:0"
+    return "PyTorch finds no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"

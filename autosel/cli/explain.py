@@ -72,12 +72,14 @@ def explain_text(evidence: Evidence, stale: str = "") -> str:
     if v is not None:
         lines += _effect_lines(d, v)
     lines += [*_knob_lines(d), *elsewhere_lines(d), ("changes", _what_would_change_it(evidence))]
-    lines.append(("reproduce", _how_to_reproduce(d)))
+    lines.append(("reproduce", _how_to_reproduce(evidence)))
     return "\n".join([paragraph(head, hang="  "), *(_field(name, text) for name, text in lines)])
 
 
 def _field(name: str, text: str) -> str:
     wrapped = textwrap.wrap(text, 66, break_long_words=False, break_on_hyphens=False) or [""]
+    if text.startswith(f"{settings.spelling()} race "):  # a command to type is never broken
+        wrapped = [text]
     return "\n".join(f"  {name if i == 0 else '':<10}{line}" for i, line in enumerate(wrapped))
 
 
@@ -155,9 +157,14 @@ def _what_would_change_it(evidence: Evidence) -> str:
     return f"{lengths}{kernel}another torch, another {'GPU' if fp is not None and fp.kind == 'cuda' else 'CPU'}"
 
 
-def _how_to_reproduce(d: Decision) -> str:
+def _how_to_reproduce(evidence: Evidence) -> str:
+    from autosel.cli.repro import again
+
+    d, fp = evidence.decision, evidence.fingerprint
     if d.op == WHOLE_STEP:
         return f"{settings.spelling()} demote {d.id}, then run that model again: it is measured in whole steps"
+    if fp is not None and fp.kind == "cuda":
+        return again(d)
     return f"{settings.spelling()} export --repro {d.id}      one file that needs only torch"
 
 

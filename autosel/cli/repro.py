@@ -16,7 +16,7 @@ from autosel import resources, settings
 from autosel.errors import UsageError
 from autosel.ledger.store import Evidence
 from autosel.native.compile import find_sources
-from autosel.values import WHOLE_STEP, Arm, NativeRecipe, Workload
+from autosel.values import WHOLE_STEP, Arm, Decision, NativeRecipe, Workload
 from autosel.version import __version__
 
 LLC_FALLBACK_BYTES = 32 << 20
@@ -37,6 +37,10 @@ def script(evidence: Evidence) -> str:
             f"decision {d.id} is about whole decode steps",
             why="a model's weights do not go into one file",
             todo=f"{settings.spelling()} demote {d.id}, then run that model again: it is raced anew",
+        )
+    if evidence.fingerprint is not None and evidence.fingerprint.kind != "cpu":
+        raise UsageError(
+            f"decision {d.id} was made on a GPU", why="the script's clock is a CPU's", todo=f"race it again: {again(d)}"
         )
     if not isinstance(d.arm.recipe, NativeRecipe) and not d.arm.recipe.target.startswith("autosel.ops.eager:"):
         raise UsageError(
@@ -66,6 +70,14 @@ def script(evidence: Evidence) -> str:
         sources=json.dumps({name: _packed(text) for name, text in sources.items()}, indent=1),
         eager=json.dumps(_packed(eager)),
     )
+
+
+def again(d: Decision) -> str:
+    """The command that races the decision's winner once more at its workload, on the first GPU."""
+    w = d.workload
+    dims = ".".join(f"{name}{size}" for name, size in w.dims)
+    words = f"race {w.op} --candidate {d.arm.candidate} --shape {dims} --dtype {w.dtype} --device cuda"
+    return f"{settings.spelling()} {words}"
 
 
 def _measured(evidence: Evidence) -> str:

@@ -27,7 +27,7 @@ from autosel.fingerprint import gpu, known, nvml
 from autosel.ledger.key import current_mode
 from autosel.ledger.locks import device_lock
 from autosel.ledger.store import open_ledger
-from autosel.values import Decision, Failed, Fingerprint, Knobs, Timing, Verdict
+from autosel.values import Decision, Failed, Fingerprint, Knobs, Race, Session, Timing, Verdict
 
 H200 = known.load("h200")
 W = ops.find("rmsnorm").workload("fp32", {"M": 1, "d": 64})
@@ -59,8 +59,8 @@ def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver, a torch that can use it, and one H200, as its identity and rates would be read."""
+    arms.torch_identity()  # is asked once a process, and must not be asked of this
     monkeypatch.setattr(device, "CUDA_DRIVER", "libc.so.6")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(nvml, "counted", lambda: 1)
@@ -213,6 +213,22 @@ def test_what_would_change_a_decision_is_another_device_of_its_kind(
 ) -> None:
     assert "another torch, another GPU" in said("explain", "rmsnorm")[1]
     assert "another torch, another CPU" in said("explain", "rmsnorm", "--device", "cpu")[1]
+
+
+def test_a_decision_of_a_gpu_is_reproduced_by_a_race_there_and_not_by_a_script_for_a_cpu(
+    with_gpu: None, said: Said
+) -> None:
+    base = arms.arm(registry.baseline(W.op), W, H200, "", Knobs())
+    session = Session(kind="screening", seed=1, arms=(base.candidate,), pairs=(), calls_per_sample=(1,))
+    raced = Race(
+        workload=W, baseline=base.candidate, incumbent=base.candidate, finalist=None,
+        delta=0.05, alpha_session=0.05, pi=0.01, sessions=(session,),
+    )  # fmt: skip
+    made = decided(H200, 5.0, race=raced)
+    command = "race rmsnorm --candidate torch:rmsnorm --shape M1.d64 --dtype fp32 --device cuda"
+    assert command in said("explain", "rmsnorm")[1]
+    code, _, err = said("export", "--repro", str(made.id))
+    assert code == 2 and "was made on a GPU" in err and command in err
 
 
 def test_an_upgrade_is_tried_with_what_is_decided_on_one_device(on_both: tuple[Decision, Decision]) -> None:
