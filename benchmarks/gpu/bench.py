@@ -108,5 +108,5 @@ def table(found: Mapping[str, Found]) -> Table:
             beyond = f"{t['us'] - one['floor_us']:.1f}"
             rows.append((name, arm, *times, f"{t['speedup']:.2f}", f"{t['read']:.0%}", beyond, right))
     told = (f"read rate beside these: {min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f} GB/s",) if rates else ()
-    columns = ("workload", "arm", "us", "quartile", "quartile", "x torch", "of read", "us beyond", "")
+    columns = ("workload", "arm", "us", "25 %", "75 %", "x torch", "of read rate", "us above it", "")
     return Table(columns=columns, rows=tuple(rows), remarks=told)

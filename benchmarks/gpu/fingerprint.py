@@ -48,5 +48,7 @@ def table(found: Mapping[str, Found]) -> Table:
         beside = f"{known[0] / known[1]:.2f}" if known and known[1] else ""
         odd = " !" if known and known[1] and abs(known[0] / known[1] - 1) > AGREE else ""
         rows.append((name, f"{rate['value']:.4g}", rate["unit"], f"{rate['spread']:.1%}", beside + odd))
-    notes = tuple(taken.get("notes", ()))
-    return Table(columns=("rate", "value", "unit", "spread", "of the known"), rows=tuple(rows), remarks=notes)
+    notes, columns = tuple(taken.get("notes", ())), ("rate", "value", "unit", "spread", "x known")
+    if not sheet:  # a device that fingerprints/ has no file of
+        rows, columns = [row[:-1] for row in rows], columns[:-1]
+    return Table(columns=columns, rows=tuple(rows), remarks=notes)

@@ -156,9 +156,8 @@ def table(found: Mapping[str, Found]) -> Table:
     step = found.get(STEP, {})
     if "graph_ms" in step:
         gain = step["eager_ms"] / step["graph_ms"]
-        told.append(
-            f"a whole step of {step['calls']} calls: {step['eager_ms']:.3f} ms call by call, {step['graph_ms']:.3f} ms"
-            f" as {step['how']}, {gain:.2f} times as fast"
-        )
+        text = f"a whole step of {step['calls']} calls: {step['eager_ms']:.3f} ms call by call"
+        graph = f", {step['graph_ms']:.3f} ms as {step['how']}, {gain:.2f} times as fast"
+        told.append(text + ("; a CPU has no graph to replay" if step["how"] == "calls" else graph))
     columns = ("op", "candidate", "dtype", "outcome", "as", "s", "a build for")
     return Table(columns=columns, rows=tuple(rows), remarks=tuple(told))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import wrap
 
 from benchmarks.gpu.kept import Kept, Record
@@ -16,7 +16,7 @@ def write_summary(kept: Kept, wanted: Callable[[str], bool] = lambda unit: True)
     well?)."""
     records = list(kept.records(NAMES))
     tables = {record.stage: stage(record.stage).table(record.units) for record in records}
-    text = "\n\n".join([_head(records), *(_as_text(r, tables[r.stage]) for r in records)])
+    text = "\n\n".join([_head(records), *(_as_text(r, tables[r.stage]) for r in records), _verdict(records, kept)])
     kept.write_text("summary.txt", text + "\n")
     kept.write_text("summary.md", "\n\n".join(_pages(records, tables)) + "\n")
     return text, not any(wanted(unit) for record in records for unit in (*record.failed, *record.undone))
@@ -28,6 +28,24 @@ def _head(records: Sequence[Record]) -> str:
     device = records[0].device
     shown = ", ".join(sorted({r.git_sha[:12] for r in records if r.git_sha})) or "no git"
     return f"{device['name']}   hw_id {device['hw_id'][:12]}   sources {shown}"
+
+
+def _verdict(records: Sequence[Record], kept: Kept) -> str:
+    """What to make of it all, and where more is told."""
+    failed, undone = (
+        {r.stage: len(names) for r in records if (names := of(r))} for of in (lambda r: r.failed, lambda r: r.undone)
+    )
+    stages = f"{len(records)} stage{'s' * (len(records) != 1)}"
+    told = [f"{stages}, {sum(len(r.units) for r in records)} units: "]
+    told[0] += "nothing failed" if not failed else f"{sum(failed.values())} failed ({_each(failed)})"
+    told[0] += f", {sum(undone.values())} left undone ({_each(undone)})" if undone else ""
+    told += ["  try the failed ones again: the same command with --retry"] if failed else []
+    told += [f"  results: {kept.folder}   (summary.txt, summary.md; each stage's .json, and what it said in its .log)"]
+    return "\n".join(told)
+
+
+def _each(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{stage} {count}" for stage, count in counts.items())
 
 
 def state(record: Record) -> str:
