@@ -54,6 +54,9 @@ def lock_command(path: Path, check: bool, build: bool, frozen: bool, as_json: bo
         _check(path, build, as_json)
         return
     pinned, kept = _write(path)
+    open_ = _unkept(_pinned_here(path))
+    if open_:  # it pins what was decided: of what is stale by now, the decision stands and the baseline runs
+        click.echo(f"{len(open_)} of them would not serve here as they are: {_words('--check')} says why", err=True)
     if as_json:
         emit_json({"file": str(path), "pinned": pinned, "of_other_devices": kept})
         return
@@ -109,7 +112,7 @@ def _check(path: Path, build: bool, as_json: bool) -> None:
     mine, built = _pinned_here(path), 0
     if build:
         built = sum(_build(row) for row in mine)
-    problems = [p for hw_id in _devices() for p in lock.unkept(_of(mine, hw_id), _held(hw_id))]
+    problems = _unkept(mine)
     error = lock.refusal(path, len(mine), problems, current_mode())
     if as_json:
         emit_json(_json(path, mine, problems, built))
@@ -120,6 +123,12 @@ def _check(path: Path, build: bool, as_json: bool) -> None:
         if as_json:
             raise click.exceptions.Exit(error.exit_code)
         raise error
+
+
+def _unkept(mine: Sequence[Row]) -> list[Unkept]:
+    from autosel.dispatch import lock
+
+    return [p for hw_id in _devices() for p in lock.unkept(_of(mine, hw_id), _held(hw_id))]
 
 
 def _pinned_here(path: Path) -> tuple[Row, ...]:

@@ -123,6 +123,8 @@ def race_command(
     refuse_absent(device)
     fp = fingerprint.take(device)
     compiled_for = known.load(target_device) if source_kind(first) == "cuda" and fp.kind == "cpu" else None
+    if compiled_for is None and not _defaulted("target_device"):
+        raise UsageError("--fingerprint is for a CUDA source where there is no GPU", todo="leave it out")
     again = again_command(click.get_current_context())
 
     def once() -> AutoselError | None:

@@ -14,7 +14,7 @@ import click
 
 from autosel import settings
 from autosel.cli.options import verb
-from autosel.cli.output import table
+from autosel.cli.output import report, table
 from autosel.errors import BadConfig, UsageError
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ def record_command(output: Path, command: Sequence[str]) -> None:
         left.unlink()
     code = _run(command, output)
     parts = _parts(output)
+    if code and not parts:
+        report(
+            BadConfig("nothing was recorded", why=f"{shlex.join(command)} ended with exit code {code} before it asked")
+        )
+        raise click.exceptions.Exit(code)
     try:
         found, *others = recorded.by_device([recorded.read(path) for path in parts])
         recorded.save(output, found)
@@ -98,7 +103,8 @@ def _told(output: Path, calls: Mapping[Workload, int]) -> str:
 
 
 def _summary(output: Path, calls: Mapping[Workload, int]) -> str:
-    return f"{len(calls)} workloads, {sum(calls.values()):,} calls, in {output}"
+    count, total = len(calls), sum(calls.values())
+    return f"{count} workload{'s' * (count > 1)}, {total:,} call{'s' * (total > 1)}, in {output}"
 
 
 def named_workloads(path: Path) -> tuple[Named, ...]:

@@ -123,7 +123,9 @@ def ask(python: Path) -> Mapping[str, str]:
 
 
 def _package() -> str:
-    return shlex.quote(str(Path(__file__).resolve().parents[2]))
+    """What to install there: this checkout, or the wheel that this is from."""
+    root = Path(__file__).resolve().parents[2]
+    return shlex.quote(str(root)) if (root / "pyproject.toml").is_file() else "WHEEL  (the one installed here)"
 
 
 def _environment(home: str = "") -> dict[str, str]:

@@ -25,7 +25,7 @@ from autosel.dispatch.handover import Handover, UseKey
 from autosel.dispatch.resolve import SERVING, Resolution, Serving, index, resolve
 from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
 from autosel.dispatch.signature import inputs_of, place_of
-from autosel.errors import BadConfig
+from autosel.errors import BadConfig, ForeignDecision
 from autosel.guard import NEVER, Held, Policy, Subject, Watch
 from autosel.ledger import faults, snapshot
 from autosel.ledger.faults import Fault
@@ -81,6 +81,9 @@ class _Selected:
     table: dict[Any, Entry]
 
 
+REFETCH = "restore it from your repository, or write it again: autosel lock"
+
+
 class Board:
     """Serves from `place`: a home folder or a snapshot file. Threads share it. It writes nothing but faults."""
 
@@ -112,6 +115,8 @@ class Board:
         mine = {place: lock.pinned_here(self._rows, hw_id, mode) for hw_id, place in here.items()}
         problems = [p for place, rows in mine.items() for p in lock.unkept(rows, self._serving_at(place).held)]
         error = lock.refusal(self.path, sum(map(len, mine.values())), problems, mode)
+        if error is not None and not self._rows and self._trouble and self.path.is_file():
+            error = ForeignDecision(f"{self.path} is no lock that can be served from", why=self._trouble, todo=REFETCH)
         if error is not None:
             self.close()
             raise error

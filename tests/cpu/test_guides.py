@@ -28,12 +28,14 @@ RUN = {
     "autosel export --to vllm --fingerprint h200 --model qwen3-8b configs/": 0,
     "autosel export --to sglang --fingerprint h200 --model qwen3-8b configs/": 0,
     "autosel knobs --model llama-8b --fingerprint h200 --json": 0,
+    "autosel best attn": 0,
     "autosel race rmsnorm --candidate mine.py:norm --shape M1.d64 --dtype fp32 --case zeros": 4,
     "autosel run --model tiny --seq 32 --iters 10 --warmup 2 --certify mine.jsonl": 0,
     "autosel verify mine.jsonl": 0,
     "autosel race relu2 --candidate fast.py:relu2 --shape M1.I64 --dtype fp32 --case -inf": 4,
     "AUTOSEL_ALLOW=fastnorm autosel race rmsnorm --candidate user:fastnorm --shape M3.d64 --dtype fp32 --case zeros": 0,
     "autosel race rmsnorm --candidate fastnorm:rmsnorm --shape M3.d64 --dtype fp32 --case zeros": 0,
+    "autosel record -- python generate.py": 0,
     "pip install .": 0,
 }
 COMMAND = """

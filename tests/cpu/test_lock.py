@@ -133,6 +133,25 @@ def test_an_edited_lock_is_not_believed(lock: Path, capsys: pytest.CaptureFixtur
     assert "damaged or edited" in capsys.readouterr().err
 
 
+def test_locking_what_could_not_serve_says_so(lock: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert run(["lock", "--file", str(lock)]) == 0
+    assert "would not serve" not in capsys.readouterr().err
+    for artefact in (home / "native").rglob("kernel.so"):
+        artefact.unlink()
+    forget()
+    assert run(["lock", "--file", str(lock)]) == 0
+    assert "1 of them would not serve here as they are" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("content", "told"), [("not JSON", "Expecting value"), ("{}", "not a snapshot")])
+def test_a_frozen_program_names_what_is_wrong_with_its_lock(tmp_path: Path, content: str, told: str) -> None:
+    (tmp_path / "autosel.lock").write_text(content)
+    with pytest.raises(ForeignDecision, match="no lock that can be served from") as error:
+        Board(tmp_path / "autosel.lock").refuse_unkept()
+    assert told in str(error.value)
+
+
 def test_a_command_runs_under_the_lock_or_not_at_all(lock: Path, home: Path) -> None:
     code = (
         f"import torch; torch.set_num_threads({torch.get_num_threads()}); import autosel; "

@@ -100,6 +100,16 @@ def test_a_cuda_source_is_not_eligible_on_a_cpu(tmp_path: Path) -> None:
     assert isinstance(said, Rejected) and "a CUDA source" in said.reason
 
 
+def test_a_device_to_compile_for_is_for_cuda_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one.cpp").write_text(KERNEL)
+    code, _, err = race(capsys, "--candidate", "one.cpp", "--fingerprint", "h200")
+    assert code == 2 and "is for a CUDA source" in err
+    if not torch.cuda.is_available():
+        (tmp_path / "one.cu").write_text(KERNEL)
+        code, _, err = race(capsys, "--candidate", "one.cu", "--fingerprint", "h2000")
+        assert code == 2 and "h200" in err
+
+
 def test_a_python_file_is_named_by_its_path(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "mine.py").write_text("def norm(x, weight, eps, offset):\n    return x\n")

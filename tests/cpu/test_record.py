@@ -84,6 +84,20 @@ def test_a_program_that_asks_nothing_is_said_to(tmp_path: Path, capfd: pytest.Ca
     assert "cannot run" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("last", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_a_program_that_fails_before_it_asks_keeps_its_exit_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], last: str, code: int
+) -> None:
+    words = ["record", "-o", str(tmp_path / "r.json"), "--", sys.executable, "-c", f"import os, sys; {last}"]
+    assert run(words) == code
+    assert f"ended with exit code {code} before it asked" in " ".join(capfd.readouterr().err.split())
+
+
+def test_one_is_no_plural() -> None:
+    assert record_verb._summary(Path("r.json"), {ONE: 1}) == "1 workload, 1 call, in r.json"
+    assert "2 workloads, 1,002 calls" in record_verb._summary(Path("r.json"), {ONE: 2, ONE.at(d=64): 1000})
+
+
 def test_calls_and_bytes_order_what_is_tuned(tmp_path: Path) -> None:
     big = ops.find("linear").workload("fp32", {"M": 1, "N": 512, "K": 512})
     file = tmp_path / "r.json"
