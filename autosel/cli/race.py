@@ -100,7 +100,8 @@ def race_command(
 ) -> None:
     """Prove and time a candidate for OP against the baseline, as `tune` would. Nothing is recorded.
 
-    Exit codes: 4 it failed parity or fell while racing, 5 too noisy to decide, 2 it takes none of the workloads.
+    Exit codes: 4 it failed parity or fell while racing, 5 too noisy to decide, 2 it takes none of the
+    workloads, or was only compiled, for want of a GPU.
     """
     from autosel import fingerprint, models
     from autosel.candidates import registry
