@@ -42,9 +42,8 @@ def unused_gpu() -> str:
 
     try:
         count = nvml.counted()
-    except UsageError as error:
-        missing = isinstance(error.__cause__, ImportError)  # a driver alone is no GPU: a container has it from its host
-        return f"{error.what}: {error.todo}" if missing and torch.cuda.is_available() else ""
+    except UsageError as error:  # a driver's library alone is no GPU: a container has it from its host
+        return f"{error.what} ({error.why}): {error.todo}" if torch.cuda.is_available() else ""
     return _why_absent(0) if count else ""
 
 

@@ -188,11 +188,11 @@ def test_a_killed_tune_loses_nothing_acknowledged_and_continues(home: Path, tmp_
 def test_two_tuners_of_one_device_the_second_is_told_who_holds_it(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from autosel.cli.best import this_device
+    from autosel.cli.device import identity
     from autosel.ledger.store import open_ledger
 
     settings.read.cache_clear()
-    with open_ledger() as ledger, ledger.lock(this_device()):
+    with open_ledger() as ledger, ledger.lock(identity("cpu").hw_id):
         assert run(["tune", "--model", str(home / "model"), "--op", "rmsnorm"]) == 1
     assert "in use by another process" in capsys.readouterr().err
 
