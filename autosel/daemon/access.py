@@ -52,6 +52,8 @@ class Access:
         if origin is not None and origin.lower() not in self.origins:
             return 403, f"the Origin {origin!r:.80} is not listed"
         if scope["method"] not in READING and not self.trusts(scope):
+            if "authorization" in headers:
+                return 401, "the token is not this daemon's: each start writes another one (AUTOSEL_HOME/run/token)"
             return 401, "this changes something: it needs the token (Authorization: Bearer ...)"
         return None
 

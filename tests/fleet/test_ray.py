@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -87,14 +88,38 @@ def test_what_a_killed_worker_had_is_tuned_by_the_other(tmp_path: Path) -> None:
     ]
 
 
+# The command as it is, but for this: after the first decision is told, it hears nothing more until its input ends.
+HOLDS = """
+import sys
+from autosel.cli.main import main
+from autosel.fleet import on_ray
+
+hear = on_ray._Told.hear
+
+def hears(told, worker, event):
+    hear(told, worker, event)
+    if event["event"] == "decided":
+        sys.stdin.read()
+
+on_ray._Told.hear = hears
+main()
+"""
+
+
 @contextmanager
-def tuning(home: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """`tune --ray local:2` in a process group of its own, as a terminal starts it; what hangs is killed."""
-    command = [sys.executable, "-P", "-m", "autosel.cli.main", "tune", "--ray", "local:2", *words]
+def tuning(home: Path, *words: str, held: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """`tune --ray local:2` in a process group of its own, as a terminal starts it; what hangs is killed. `held`: it
+    stops after its first decision."""
+    start = ["-c", HOLDS] if held else ["-m", "autosel.cli.main"]
     child = subprocess.Popen(
-        command, env=environment(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [sys.executable, "-P", *start, "tune", "--ray", "local:2", *words],
+        env=environment(home),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     limit = threading.Timer(END_S, os.killpg, (child.pid, signal.SIGKILL))
     limit.start()
     try:
@@ -104,7 +129,8 @@ def tuning(home: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        assert child.stdout is not None
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.close()
         child.stdout.close()
 
 
@@ -120,34 +146,59 @@ def of(home: Path) -> list[psutil.Process]:
     return found
 
 
-def interrupt(home: Path, child: subprocess.Popen[str]) -> tuple[int, int, Sequence[str]]:
-    """Ctrl-C. How many decisions are said to be kept, of how many; and the processes there were, none of which is left
-    when this returns."""
+def runs(process: psutil.Process) -> str:
+    """Its command; "" for one that has ended, also where nobody has asked for its exit code yet."""
+    try:
+        return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline()) or process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """`told`: what Ctrl-C was answered with; `there`: commands of the processes that were there before."""
+
+    code: int
+    told: str
+    there: Sequence[str]
+
+    @property
+    def kept(self) -> int:
+        """Decisions that it said were kept."""
+        found = re.search(r"stopped; (\d+) of \d+ decided and kept", self.told)
+        return int(found[1]) if found else 0
+
+
+def interrupt(home: Path, child: subprocess.Popen[str]) -> Ended:
+    """Ctrl-C. Of the processes there were none is left when this returns."""
     there = {p.pid: p for p in [*psutil.Process(child.pid).children(recursive=True), *of(home)]}
-    names = [" ".join(p.cmdline()) for p in there.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    names = [name for p in there.values() if (name := runs(p))]
     os.killpg(child.pid, signal.SIGINT)
     assert child.stdout is not None
-    rest = child.stdout.read()
-    assert child.wait() == 130, rest
+    told, code = child.stdout.read(), child.wait()
     _, left = psutil.wait_procs(there.values(), timeout=GONE_S)
-    assert left == []
+    assert [p for p in left if runs(p)] == []
     assert of(home) == []
-    told = re.search(r"stopped; (\d+) of (\d+) decided and kept", rest)
-    assert told is not None, rest
-    return int(told[1]), int(told[2]), names
+    return Ended(code=code, told=told, there=names)
 
 
 def test_ctrl_c_ends_every_worker_and_keeps_what_was_acknowledged(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    with tuning(home, "--model", "llama-1b", *OPS) as child:
+    with tuning(home, "--model", "llama-1b", *OPS, held=True) as child:
         assert child.stdout is not None
-        said = next((line for line in child.stdout if re.search(r": (promoted|kept|undecided) ", line)), "")
-        assert said, "it ended before anything was decided"
-        kept, asked, names = interrupt(home, child)
-    assert sum(name.startswith("ray::Seat") for name in names) == 2
-    assert 1 <= kept <= asked
+        said = []
+        for line in child.stdout:
+            said.append(line)
+            if ": promoted " in line or ": kept " in line:
+                break
+        else:
+            raise AssertionError("it ended before anything was decided: " + "".join(said))
+        found = interrupt(home, child)
+    assert found.code == 130, "".join(said) + found.told
+    assert sum(name.startswith("ray::Seat") for name in found.there) == 2
+    assert found.kept >= 1
     with open_ledger(home=home, alone=True) as ledger:
-        assert len(ledger.history()) >= kept
+        assert len(ledger.history()) >= found.kept
         ledger.check()
 
 
