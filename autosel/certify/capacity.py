@@ -1,8 +1,9 @@
 """What fits: weights, key-value bytes a token, the largest batch at each context, and the most memory could deliver.
 
-    ceiling  batch x read rate / (weight bytes a step + batch x key-value bytes in reach)        tokens per second
+    ceiling  batch / max(bytes of a step / read rate, FLOPs of a step / arithmetic rate)        tokens per second
 
-so that a user sees where the batch collapses before measuring it.
+where a step's bytes are the weights once, and each sequence's keys and values in reach; so that a user sees where the
+batch collapses before measuring it.
 """
 
 from __future__ import annotations
@@ -65,13 +66,16 @@ def largest_batch(need: Callable[[int], int], memory_bytes: int) -> int:
 def capacity(
     plan: Plan,
     need: Callable[[Plan], int],
+    flops: Callable[[Plan], int],
     *,
     name: str,
     device: str,
     memory_bytes: int,
     read_bytes_per_s: float | None,
+    peak_flops: float,
 ) -> Capacity:
-    """`need` says what a plan takes (decode.weights.memory_need)."""
+    """`need` says what a plan takes (decode.weights.memory_need), `flops` what a step of it computes; a rate of None or
+    0 was not measured."""
     shape = plan.shape
     fits = []
     for context in contexts(plan.model.max_context):
@@ -80,14 +84,17 @@ def capacity(
             return dataclasses.replace(plan, batch=batch, seq=context, advance=False, speculate=0)
 
         batch = largest_batch(lambda b, sized=sized: need(sized(b)), memory_bytes)  # type: ignore[misc]
-        step = shape.weight_bytes_per_step(plan.dtype) + batch * shape.kv_bytes_read(context, plan.dtype)
+        moved = shape.weight_bytes_per_step(plan.dtype) + batch * shape.kv_bytes_read(context, plan.dtype)
+        step_s = moved / read_bytes_per_s if read_bytes_per_s else 0.0
+        if batch and step_s and peak_flops:
+            step_s = max(step_s, flops(sized(batch)) / peak_flops)
         fits.append(
             Fit(
                 context=context,
                 kv_bytes=shape.kv_bytes_per_token(plan.dtype) * context,
                 batch=batch,
                 need_bytes=need(sized(max(1, batch))),
-                ceiling_tokens_per_s=batch * read_bytes_per_s / step if batch and read_bytes_per_s else None,
+                ceiling_tokens_per_s=batch / step_s if batch and step_s else None,
             )
         )
     return Capacity(

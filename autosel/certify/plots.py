@@ -187,7 +187,7 @@ def _ops(made: Certificate, found: Audit) -> Figure:
     axes.set_yticks(list(at), names)
     axes.tick_params(axis="y", colors=INK, length=0)
     axes.invert_yaxis()
-    axes.set_xlim(0, max(times) * 1.45)
+    axes.set_xlim(0, max(times) * 1.52)
     axes.set_xlabel("ms of a step")
     grid(axes, "x")
     axes.legend(loc="lower right", fontsize=8)

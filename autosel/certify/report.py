@@ -190,7 +190,7 @@ def _facts(made: Certificate) -> str:
 
 def _check(made: Certificate) -> str:
     document = escape(json.dumps(to_json(made), indent=1))
-    signed = f"signed by {made.signer}" if made.signer else "not signed"
+    signed = f"signed by <code>{made.signer}</code>" if made.signer else "not signed"
     return (
         f"<h2>Check it</h2><p>Run it again: <code>{escape(made.repro_cmd)}</code></p>"
         f"<p>Certificate {made.sequence}, sha256 <code>{made.checksum}</code>, {signed}. The checksum shows accidents "
@@ -208,7 +208,7 @@ STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 var(--font);font-variant-numeric:tabular-nums}
 main{max-width:62rem;margin:0 auto;padding:1.5rem 1rem 4rem}
-h1{font-size:1.6rem;margin:0}h2{font-size:1.05rem;margin:2.2rem 0 .6rem}
+h1,p,li{overflow-wrap:anywhere}h1{font-size:1.6rem;margin:0}h2{font-size:1.05rem;margin:2.2rem 0 .6rem}
 .sub,small,figcaption,dt{color:var(--quiet)}.sub{margin:.1rem 0 1rem}
 .warn{border-left:4px solid var(--bad);padding:.4rem .8rem;font-weight:600}
 ul{list-style:none;padding:0;margin:0}

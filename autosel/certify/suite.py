@@ -26,10 +26,12 @@ LEAST_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much a level measures. `shorter`: so many times shorter are its answers. `decides`: who takes whole steps is
-    raced for the ledger where nothing says so, which takes a minute a configuration."""
+    """How much a level measures. `shorter`: so many times shorter are its answers. `decides`: how steps are taken is
+    asked for each configuration, and who takes whole ones raced for the ledger where nothing says so; else it is asked
+    once for each layout of the cache."""
 
     models: tuple[str, ...] = MODELS[:1]
+    layers: int = 0  # unless others are asked for; 0: all
     shorter: int = 1
     warm_ups: int = 2
     trials: int = 3
@@ -37,7 +39,7 @@ class Extent:
 
 
 LEVELS: Mapping[Level, Extent] = {
-    "quick": Extent(shorter=8, warm_ups=1, trials=1, decides=False),
+    "quick": Extent(layers=4, shorter=8, warm_ups=1, trials=1, decides=False),
     "standard": Extent(),
     "full": Extent(models=MODELS),
 }
@@ -109,6 +111,12 @@ def configurations(level: Level) -> tuple[Configuration, ...]:
 def models(level: Level, asked: str | None) -> tuple[str, ...]:
     """The model asked for; else llama-1b, and of the full suite all three."""
     return (asked,) if asked else LEVELS[level].models
+
+
+def layers(level: Level, asked: int | None, of: int) -> int:
+    """How many of a model's layers run; 0: all."""
+    found = min(of, asked or LEVELS[level].layers)
+    return 0 if found == of else found
 
 
 def plan_of(base: Plan, c: Configuration) -> Plan:

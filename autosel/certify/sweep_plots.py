@@ -71,7 +71,8 @@ def _drawn(cells: list[Cell], line: str, axis: str, unit: str, ours: Value, thei
     axes.set_xlabel(f"{axis}{', tokens' if axis == 'context' else ', sequences'}")
     axes.set_ylabel(unit)
     plots.grid(axes)
-    axes.legend(loc="upper left", fontsize=8)
+    # above: a flat line of a short context may begin anywhere
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, fontsize=8)
     return figure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from autosel import settings
 from autosel.cli.output import WIDTH, bandwidth, bytes_text, paragraph, table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from autosel.certify.audit import Audit
     from autosel.certify.capacity import Capacity
     from autosel.certify.certificate import Certificate
@@ -37,13 +40,23 @@ def summary(made: Certificate, found: Audit) -> str:
     lines.append(f"{word}: {v.tokens_equal} of {v.tokens_checked} tokens as the baseline's{near}")
     used = proof_of_use(made)
     lines += [f"served: {used}"] if used else []
-    lines += _quality(made)
+    lines += [*_undecided(made), *_quality(made)]
     lines += [
         f"objective {j.objective}: {'met' if j.met else click.style('missed', fg='red')}, {j.found}" for j in made.slo
     ]
     lines += [paragraph(f"note: {note}", hang="  ") for note in made.notes]
     lines += ["contended: other work ran here when the device's rates were measured"] if made.contended else []
     return "\n".join(lines)
+
+
+def _undecided(made: Certificate) -> list[str]:
+    """A user who has not tuned should not take PyTorch's time for the best there is."""
+    if any(o.decision_id is not None or o.candidate.partition(":")[0] != "torch" for o in made.per_op.values()):
+        return []
+    words = shlex.split(made.repro_cmd)
+    model = words[words.index("--model") + 1] if "--model" in words[:-1] else made.model.partition("[")[0]
+    told = "nothing is decided for these ops: PyTorch serves them all"
+    return [click.style(told, fg="yellow"), f"tune first:  {settings.spelling()} tune --model {shlex.quote(model)}"]
 
 
 def _quality(made: Certificate) -> list[str]:
@@ -62,6 +75,13 @@ def _quality(made: Certificate) -> list[str]:
         said = "better than the reference beyond noise: rounding cannot know a text, so something is counted wrongly"
         lines.append(paragraph(click.style("SUSPECT", fg="yellow") + f": {said}", hang="  "))
     return lines
+
+
+def _whole(value: float, digits: int = 4) -> str:
+    """Without an exponent, however large."""
+    from autosel.certify.words import figure
+
+    return figure(value, digits).replace("\N{NARROW NO-BREAK SPACE}", " ")
 
 
 def _batch(made: Certificate) -> str:
@@ -100,7 +120,7 @@ def _speculation(made: Certificate) -> list[str]:
 
 def _tokens(made: Certificate) -> list[str]:
     gaps, cost = made.itl_ms, made.cost
-    first = "" if made.ttft_ms is None else f"first token {made.ttft_ms:.4g} ms   "
+    first = "" if made.ttft_ms is None else f"first token {_whole(made.ttft_ms)} ms   "
     lines = [f"  {first}between tokens p50 {gaps.p50:.4g}  p90 {gaps.p90:.4g}  p99 {gaps.p99:.4g} ms"]
     lines.append(
         f"  KV cache {bytes_text(made.kv_cache_bytes)}   peak memory {bytes_text(made.peak_memory_bytes)}   "
@@ -152,9 +172,15 @@ def where_line(made: Certificate, where: Path) -> str:
     return f"{text}\ncheck:  {verify} {where}\nagain:  {verify} --rerun {where}:{made.sequence}"
 
 
-def change_line(change: Change) -> str:
-    note = f"  ({change.note})" if change.note else ""
-    return f"against before: {change.what}: {change.before:.4g} -> {change.now:.4g} tok/s, {change.speedup:.3g}x{note}"
+def changes_text(changes: Sequence[Change]) -> str:
+    """A row for each thing that both reports ran; nothing where nothing was to be compared."""
+    if not changes:
+        return ""
+    rows = [[c.what, f"{c.before:.4g}", f"{c.now:.4g}", f"{c.speedup:.3g}x", c.note] for c in changes]
+    noted = any(c.note for c in changes)
+    heads = ["against the earlier report", "tok/s then", "now", "speedup", "but"][: 5 if noted else 4]
+    shown = [row[: len(heads)] for row in rows]
+    return "\n" + table(heads, shown, right=(1, 2, 3), wrap=0)
 
 
 def plan_text(found: Capacity) -> str:
@@ -178,16 +204,21 @@ def plan_text(found: Capacity) -> str:
     lines.append(table(heads, rows, right=(0, 1, 2, 3, 4)))
     if any(not fit.batch for fit in found.fits):
         lines.append("none: not even one sequence fits; fewer --layers or a smaller model does")
+    if found.read_bytes_per_s:
+        lines.append("at most: what the read rate and the arithmetic rate allow; caches left out")
     return "\n".join(lines)
 
 
 def suite_text(found: Suite) -> str:
+    """A row a configuration; the model above them where there is but one."""
     each = "one trial" if found.trials == 1 else f"median of {found.trials} trials"
     shorter = ", short answers" if found.level == "quick" else ""
     part = f"; stopped, {found.left} configurations not measured" if found.left else ""
     dtypes = ", ".join(dict.fromkeys(r.dtype for r in found.rows))
-    head = paragraph(f"{found.level} suite on {found.device}, {dtypes}: {each} each{shorter}{part}", hang="  ")
-    heads = ("model", "run", "in/out", "e2e", "tok/s", "p50 ms", "p95", "TTFT", "KV", "peak", "x")
+    models = list(dict.fromkeys(r.model for r in found.rows))
+    alone = f" of {models[0]}" if len(models) == 1 else ""
+    head = f"{found.level} suite{alone} on {found.device}, {dtypes}: {each} each{shorter}{part}"
+    heads = ["model", "run", "in/out", "e2e", "tok/s", "p50 ms", "p95", "TTFT", "KV", "peak", "x"]
     rows = [
         [
             r.model,
@@ -197,12 +228,17 @@ def suite_text(found: Suite) -> str:
             f"{r.decode_tokens_per_s:.3g}",
             f"{r.p50_step_ms:.3g}",
             f"{r.p95_step_ms:.3g}",
-            f"{r.ttft_ms:.3g}",
+            _whole(r.ttft_ms, 3),
             f"{r.cache_bytes / 2**20:.3g}M",
             f"{r.peak_memory_bytes / 2**30:.3g}G",
             f"{r.speedup:.2f}",
         ]
         for r in found.rows
     ]
-    below = "e2e: tokens per second from the prompt on; tok/s: of decoding alone; x: over the eager baseline's steps"
-    return f"{head}\n\n{table(heads, rows, right=tuple(range(3, 11)), wrap=0)}\n{paragraph(below)}"
+    skip = 1 if alone else 0
+    below = (
+        "e2e: tokens per second from the prompt on; tok/s: of decoding alone; TTFT: ms to the first token; x: over the "
+        "eager baseline's steps"
+    )
+    shown = table(heads[skip:], [r[skip:] for r in rows], right=tuple(range(3 - skip, 11 - skip)), wrap=0)
+    return f"{paragraph(head, hang='  ')}\n\n{shown}\n{paragraph(below)}"

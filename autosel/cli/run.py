@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autosel import settings
-from autosel.cli.certificate import change_line, plan_text, summary, where_line
+from autosel.cli.certificate import changes_text, plan_text, summary, where_line
 from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.options import Known, batch_option, dtype_option, json_option, verb
-from autosel.cli.output import emit_json, error_json, report
+from autosel.cli.output import emit_json, error_json, paragraph, report
 from autosel.errors import AutoselError, LedgerError, ParityError, UsageError
 from autosel.values import DTypeName, to_json
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autosel.certify.certificate import Certificate
     from autosel.certify.compare import Change, Figure
     from autosel.certify.slo import Objective
+    from autosel.certify.suite import Level
     from autosel.cli.progress import Progress
     from autosel.decode.run import DecodeRun, Plan, Text
     from autosel.ledger.store import Ledger
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 MOST_ITERS = 20_000  # as certify.certificate.MOST_STEPS, which would load numpy
 DEFAULT_MODEL = "llama-8b"
 DEFAULT_SEQ = 8192
+LONG_PROMPT_S = 20.0
 EXAMPLES = (
     "run --model llama-1b --seq 2048",
     "run --model llama-8b --layers 4 --seq 8192 --iters 50",
@@ -96,7 +98,7 @@ MEASURED = (
 @click.option("--plan", "only_plan", is_flag=True, help="only say what fits into memory")
 @json_option
 @click.pass_context
-def run_command(ctx: click.Context, /, as_json: bool, only_plan: bool, suite: str | None, **given: Any) -> None:
+def run_command(ctx: click.Context, /, as_json: bool, only_plan: bool, suite: Level | None, **given: Any) -> None:
     """Measure a decode, baseline and optimised steps in turn, and certify it.
 
     Exit code 3: an objective was missed. 4: the tokens or logits were wrong, or a kernel's proof is not known.
@@ -283,8 +285,8 @@ def run_once(asked: Asked, as_json: bool) -> None:
         )
     else:
         click.echo(summary(made, found))
-        for change in changes:
-            click.echo(change_line(change))
+        if changes:
+            click.echo(changes_text(changes))
         click.echo(where_line(made, where))
     if trouble is not None:
         report(trouble)
@@ -323,7 +325,9 @@ def measured(plan: Plan, text: Text | None = None) -> DecodeRun:
     prompts(plan)
     refuse_unloadable(plan)
     with ledger_or_none() as ledger, progress() as listener:
-        listener.expect({("", stage): seconds for stage, seconds in foreseen(plan, listener, text).items()})
+        seconds = foreseen(plan, listener, text)
+        _say_of_prompt(plan, seconds.get("prefill", 0.0))
+        listener.expect({("", stage): s for stage, s in seconds.items()})
         return measure(plan, load_weights(plan, listener), text=text, listener=listener, ledger=ledger)
 
 
@@ -334,6 +338,16 @@ def foreseen(plan: Plan, listener: Progress, text: Text | None = None, *, loads:
 
     listener.stage("fingerprint", plan.device, 0, 1)
     return forecast(plan, fingerprint.take(plan.device), text, loads=loads)
+
+
+def _say_of_prompt(plan: Plan, seconds: float) -> None:
+    """Of a prompt that takes most of a run's time, before it does, how to do without."""
+    if seconds > LONG_PROMPT_S:
+        told = (
+            f"both arms run the prompt of {plan.seq - 1} tokens, for the time to the first token: about {seconds:.0f} "
+            "s; --prompt synthetic fills the cache at random instead, and says so"
+        )
+        click.echo(paragraph(told, hang="  "), err=True)
 
 
 @contextlib.contextmanager
@@ -463,7 +477,8 @@ def show_plan(asked: Asked, as_json: bool) -> None:
     from autosel import fingerprint
     from autosel.certify.capacity import capacity
     from autosel.certify.certificate import Layers, model_name
-    from autosel.certify.issue import read_rate
+    from autosel.certify.issue import peak_flops, read_rate
+    from autosel.decode.account import flops_per_step
     from autosel.decode.weights import free_memory, memory_need
 
     plan = asked.plan()
@@ -471,10 +486,12 @@ def show_plan(asked: Asked, as_json: bool) -> None:
     found = capacity(
         plan,
         memory_need,
+        lambda p: flops_per_step(p.shape, p.batch, p.seq),
         name=model_name(plan.model.name, Layers(run=plan.layers_run, of=plan.full_layers)),
         device=fp.name,
         memory_bytes=free_memory(plan.device),
         read_bytes_per_s=read_rate(fp),
+        peak_flops=peak_flops(fp, plan.dtype),
     )
     if as_json:
         emit_json(found)

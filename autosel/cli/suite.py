@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from autosel import settings
-from autosel.cli.certificate import change_line, suite_text
+from autosel.cli.certificate import changes_text, suite_text
 from autosel.cli.output import Stopped, emit_json, error_json, report
 from autosel.cli.progress import Within
 from autosel.cli.run import (
@@ -50,17 +50,18 @@ def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
     before, key = earlier(asked), asked.key()
     refuse_unwritable(asked)
     found, trouble = measured_suite(asked, level, key)
-    changes = changes_against(before, lambda: compare.of_suite(found))
     document = suite.document(found)
     if asked["report_to"] is not None:
         _write_suite(asked["report_to"], document)
+    if not as_json:
+        click.echo(suite_text(found))
+    changes = changes_against(before, lambda: compare.of_suite(found))  # refuses another suite's report
     if as_json:
         error = error_json(trouble) if trouble else None
         emit_json({**document, "compare": changes_json(changes), "error": error})
     else:
-        click.echo(suite_text(found))
-        for change in changes:
-            click.echo(change_line(change))
+        if changes:
+            click.echo(changes_text(changes))
         click.echo(f"certificates: {settings.spelling()} verify {asked.certificates}")
     if trouble is not None:
         report(trouble)
@@ -117,7 +118,7 @@ def measured_suite(asked: Asked, level: Level, key: Any) -> tuple[Suite, Autosel
         left=left,
     )
     if stopped and left:
-        told = f"stopped; {len(rows)} of {len(rows) + left} configurations measured, their certificates kept"
+        told = f"stopped; {len(rows)} of {len(rows) + left} configurations measured and certified"
         return found, Stopped(told, todo="a new run measures all of them again")
     return found, next((trouble for made in certified if (trouble := failed(made))), None)
 
@@ -130,6 +131,11 @@ class _Part:
     configurations: tuple[tuple[Configuration, tuple[Run, ...]], ...]
     decides: bool
     weights: Any = None  # loaded on first use
+    chosen: dict[str, Any] = field(default_factory=dict)  # how steps are taken, by what was asked
+
+    def question(self, runs: Sequence[Run]) -> str:
+        """Runs with the same one take their steps alike."""
+        return runs[0].title if self.decides else runs[0].plan.cache
 
 
 def _parts(asked: Asked, level: Level) -> list[_Part]:
@@ -141,7 +147,8 @@ def _parts(asked: Asked, level: Level) -> list[_Part]:
 
     base, extent, parts = asked.plan(), suite.LEVELS[level], []
     for name in suite.models(level, asked["model"] or None):
-        of_model = _of_model(base, models.load(name))
+        model = models.load(name)
+        of_model = replace(base, model=model, layers=suite.layers(level, asked["layers"], model.layers))
         plans = [(c, suite.plan_of(of_model, c)) for c in suite.configurations(level)]
         for _, plan in plans:
             refuse(plan)
@@ -154,20 +161,25 @@ def _parts(asked: Asked, level: Level) -> list[_Part]:
 def _expect(parts: Sequence[_Part], listener: Progress) -> None:
     seconds: dict[tuple[str, str], float] = {}
     for part in parts:
+        asked: set[str] = set()  # how steps are taken
         for i, (_, runs) in enumerate(part.configurations):
             for j, run in enumerate(runs):
                 found = foreseen(run.plan, listener, loads=i == j == 0)
-                seconds |= {(run.title, stage): s for stage, s in found.items() if stage != "chain" or j == 0}
+                if part.question(runs) in asked:
+                    found.pop("chain", None)
+                asked.add(part.question(runs))
+                seconds |= {(run.title, stage): s for stage, s in found.items()}
     listener.expect(seconds)
 
 
 def _trials(part: _Part, runs: Sequence[Run], listener: Progress, ledger: Ledger | None) -> list[Certificate]:
-    """Of one configuration, the runs that count. How its steps are taken is asked once."""
+    """Of one configuration, the runs that count."""
     from autosel.certify.issue import Request, issue
     from autosel.decode.measure import Chosen, measure
     from autosel.decode.weights import load_weights
 
-    made, chosen = [], Chosen()
+    made = []
+    chosen = part.chosen.setdefault(part.question(runs), Chosen())
     for run in runs:
         within = Within(listener, run.title)
         part.weights = part.weights or load_weights(run.plan, within)
@@ -202,7 +214,3 @@ def command(name: str, plan: Plan) -> str:
         words += ["--temperature", s.temperature, "--top-k", s.top_k, "--top-p", s.top_p]
         words += ["--repetition-penalty", s.repetition_penalty]
     return shlex.join([settings.spelling(), "run", *map(str, words)])
-
-
-def _of_model(base: Plan, model: Any) -> Plan:
-    return replace(base, model=model, layers=min(base.layers, model.layers), seq=2, iters=1)

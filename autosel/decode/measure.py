@@ -51,21 +51,21 @@ def measure(
     """Run the plan; score the text with what was timed, if one is given. `clock` gives nanoseconds.
 
     In the ledger stands who takes the whole step; what is not decided yet is raced and recorded. Without one, or where
-    it is not to decide, it is raced for this run alone, and shortly. `chosen` is for several runs of one plan: what the
-    first of them found is not asked again.
+    it is not to decide, it is raced for this run alone, and shortly. `chosen` is for several runs on one model and
+    layout of the cache: what the first of them found is not asked again.
 
     Raises UsageError, BadConfig.
     """
     refuse(plan)
     assert weights.shape == plan.shape and weights.dtype == plan.dtype, "the weights were loaded for another plan"
     listener, rng = listener or Silent(), Random(plan.seed)
-    listener.stage("fingerprint", plan.device, 0, 1)
     fp = fingerprint.take(plan.device)
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     with torch.inference_mode():
         scene = set_scene(plan, weights, listener, clock)
         chosen = chosen or Chosen()
-        if chosen.whole is None:
+        earlier = chosen.whole is not None
+        if not earlier:
             _choose(chosen, scene, fp, ledger, rng, clock, listener, decides=decides)
         chain, ways, whole = chosen.chain, chosen.ways, chosen.whole
         assert whole is not None
@@ -112,7 +112,7 @@ def measure(
         tokens_per_step=sum(p.kept for p in pairs) / len(pairs),
         ways=whole.ways if team else (*ways, *whole.ways),
         quality=found,
-        notes=_notes(plan, chain, whole),
+        notes=(*_notes(plan, chain, whole), *([EARLIER] if earlier else [])),
     )
 
 
@@ -133,9 +133,12 @@ def refuse(plan: Plan) -> None:
         )
 
 
+EARLIER = "how a step is taken was chosen by an earlier run of the same suite"
+
+
 @dataclass(slots=True)
 class Chosen:
-    """How a plan's steps are taken. Empty, `whole` None, until a run was measured with it."""
+    """How steps are taken. Empty, `whole` None, until a run was measured with it."""
 
     chain: Chain = FUSED
     ways: tuple[Way, ...] = ()

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from autosel.certify import compare, suite
 from autosel.certify.certificate import decode, encode, seal
 from autosel.cli.main import run
+from autosel.decode.measure import EARLIER
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -118,6 +120,24 @@ def test_a_sweep_measures_every_cell_and_weighs_them_by_traffic(folder: Path) ->
     assert [w["covered"] for w in found["traffic"]["by_batch"]] == [1, 1]
     assert json.loads((folder / "swept" / "sweep.json").read_text())["sweep"] == found
     assert (folder / "swept" / "step-against-context.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_quick_suite_runs_every_configuration_certifies_it_and_can_be_compared_with(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shortest = replace(suite.LEVELS["quick"], shorter=64)  # answers of 16 tokens: the probes of memory take the time
+    monkeypatch.setitem(suite.LEVELS, "quick", shortest)
+    made, report = folder / "suite.jsonl", folder / "suite"
+    words = ("run", "--model", str(folder / "tiny"), "--suite", "quick", "--layers", "1")
+    found = verb(*words, "--certify", str(made), "--report", str(report))
+    rows = found["suite"]["rows"]
+    assert [(r["configuration"], r["tokens"]) for r in rows] == [(c.name, 16) for c in suite.CONFIGURATIONS]
+    assert all(r["ttft_ms"] > 0 and r["decode_tokens_per_s"] > 0 and r["model"].endswith("[1/4 layers]") for r in rows)
+    assert found["error"] is None and verb("verify", str(made))["certificates"] == 7
+    last = decode(made.read_bytes().splitlines()[-1])
+    assert last.options["cache"] == "paged" and last.options["temperature"] == 0.8 and EARLIER in last.notes
+    before = compare.read(report)
+    assert [c.speedup for c in compare.compare(before, before)] == [1.0] * 7
 
 
 def test_a_text_is_scored_by_the_path_that_was_timed(ran: dict[str, Any], folder: Path) -> None:

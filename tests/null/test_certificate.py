@@ -767,6 +767,8 @@ def test_the_quick_suite_takes_an_eighth_of_the_steps_once_and_its_rows_are_not_
     assert all(
         (a.prompt, a.sampling, a.paged) == (b.prompt, b.sampling, b.paged) for a, b in zip(whole, short, strict=True)
     )
+    assert (suite.layers("quick", None, 16), suite.layers("quick", 2, 16), suite.layers("quick", 16, 16)) == (4, 2, 0)
+    assert (suite.layers("quick", None, 3), suite.layers("full", None, 16), suite.layers("full", 20, 16)) == (0, 0, 0)
     plan = suite.plan_of(Plan(model=models.load("llama-1b")), short[0])
     runs = suite.runs(short[0], plan, suite.LEVELS["quick"])
     assert [(r.title, r.plan.iters) for r in runs] == [
@@ -787,7 +789,11 @@ def test_the_memory_table_ends_at_the_models_limit_and_a_batch_never_grows_with_
     def need(one: Plan) -> int:
         return one.model.weight_bytes(one.dtype) + one.batch * one.seq * one.model.kv_bytes_per_token(one.dtype)
 
-    found = capacity.capacity(plan, need, name="llama-1b", device="x", memory_bytes=8 << 30, read_bytes_per_s=READ)
+    def table(peak: float) -> capacity.Capacity:
+        rates: dict[str, Any] = {"memory_bytes": 8 << 30, "read_bytes_per_s": READ, "peak_flops": peak}
+        return capacity.capacity(plan, need, lambda p: p.batch * 10**9, name="llama-1b", device="x", **rates)
+
+    found = table(1e15)
     assert found.fits[0].context == 128 and found.fits[-1].context == plan.model.max_context
     batches = [f.batch for f in found.fits]
     assert batches == sorted(batches, reverse=True) and batches[0] > 1
@@ -795,6 +801,9 @@ def test_the_memory_table_ends_at_the_models_limit_and_a_batch_never_grows_with_
     one = found.fits[0]
     step = plan.model.weight_bytes_per_step("bf16") + one.batch * plan.model.kv_bytes_read(128, "bf16")
     assert one.ceiling_tokens_per_s == pytest.approx(one.batch * READ / step)
+    assert table(0.0) == found  # a rate that was not measured limits nothing
+    slow = [f.ceiling_tokens_per_s for f in table(1e11).fits]
+    assert slow[0] == pytest.approx(100) and slow[-1] == found.fits[-1].ceiling_tokens_per_s
 
 
 # --- the page -----------------------------------------------------------------------------------------------------

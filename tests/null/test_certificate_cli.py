@@ -218,6 +218,22 @@ def test_the_summary_fits_80_columns_and_says_a_part_a_miss_and_a_failure() -> N
     assert "verify --rerun f.jsonl:1" in where_line(made, Path("f.jsonl"))
 
 
+def test_a_run_that_nothing_was_decided_for_says_so_and_how_to_decide() -> None:
+    undecided = tuple(
+        dataclasses.replace(
+            c, candidate=f"torch:{c.op}", backend="TORCH", decision_id=None, state="baseline", served=()
+        )
+        for c in decode_run().choices
+    )
+    made = certificate(
+        decode_run(choices=undecided, ttft_ns=123_456_789_000), repro_cmd="./run run --model 'a b' --seq 9"
+    )
+    text = summary(made, audit(made))
+    assert "nothing is decided for these ops" in text and "tune --model 'a b'" in text
+    assert "first token 123 457 ms" in text and max(map(len, text.splitlines())) <= 80
+    assert "nothing is decided" not in summary(certificate(), audit(certificate()))
+
+
 def test_wrong_results_weigh_more_than_missed_objectives() -> None:
     missed = certificate(objectives=slo.parse("ttft<1ms"))
     wrong = certificate(decode_run(max_logit_error=1.0), objectives=slo.parse("ttft<1ms"))
@@ -231,7 +247,10 @@ def test_a_suites_table_fits_80_columns() -> None:
     rows = tuple(suite.row(c, [certificate(decode_run(layers=4))] * 3) for c in suite.CONFIGURATIONS)
     found = suite.Suite(level="full", device="x", hw_id="", env_id="", git_sha="", timestamp="", rows=rows)
     text = suite_text(found)
-    assert max(map(len, text.splitlines())) <= 80 and "full-pipe" in text
+    assert max(map(len, text.splitlines())) <= 80 and text.count("llama-1b[4/16 layers]") == 1
+    assert [line.split()[0] for line in text.splitlines()[3:10]] == [c.name for c in suite.CONFIGURATIONS]
+    two = dataclasses.replace(found, rows=(*rows, dataclasses.replace(rows[0], model="gemma3-1b")))
+    assert suite_text(two).count("gemma3-1b") == 1 and max(map(len, suite_text(two).splitlines())) <= 80
     assert suite.from_document(json.loads(json.dumps(to_json(suite.document(found))))) == found
 
 
@@ -306,14 +325,16 @@ def test_a_suite_that_is_stopped_keeps_and_says_what_is_done(
         return
     rows = json.loads((report / "report.json").read_text())["suite"]["rows"]
     assert len(rows) == measured // 2 == len(file.read_bytes().splitlines())
-    assert rows[0]["model"] == "llama-1b[2/16 layers]" and "quick suite on" in text
+    assert rows[0]["model"] == "llama-1b[2/16 layers]" and "quick suite of" in text
     if code:
         assert (
             "5 configurations not measured" in " ".join(text.split())
-            and "stopped; 2 of 7 configurations measured" in trouble
+            and "stopped; 2 of 7 configurations measured and certified" in trouble
         )
         again = said("run", *words, "--compare", str(report))
-        assert again[0] == 0 and again[1].count("against before") == 2
+        told, _, where = again[1].partition("certificates:")
+        assert again[0] == 0 and told.count(" 1x\n") == 2 and max(map(len, told.splitlines())) <= 80
+        assert str(file) in where
 
 
 # --- the time left ------------------------------------------------------------------------------------------------

@@ -30,8 +30,9 @@ from autosel.certify.sweep import (
 from autosel.certify.sweep_plots import pictures
 from autosel.cli import sweep as verb
 from autosel.cli.main import run
-from autosel.decode.run import Plan
+from autosel.decode.run import DecodeRun, Plan
 from autosel.errors import BadConfig, UsageError
+from tests.null.certificates import decode_run, fingerprint
 
 
 @pytest.fixture(autouse=True)
@@ -257,3 +258,25 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_is_loaded(
         assert all(c["figures"] is None and "are free" in c["why"] for c in cells)
     else:
         assert code == 2 and said in err
+
+
+def test_a_sweep_that_is_stopped_says_what_it_measured_and_what_it_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = iter(range(100))
+
+    def measure(plan: Plan, *_: Any, **__: Any) -> DecodeRun:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return decode_run(model=plan.model, seq=plan.seq, iters=plan.iters)
+
+    monkeypatch.setattr("autosel.decode.measure.measure", measure)
+    monkeypatch.setattr("autosel.decode.weights.load_weights", lambda *_: "weights")
+    monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 40)
+    monkeypatch.setattr("autosel.fingerprint.take", lambda *_: fingerprint())
+    code = run(["sweep", "--model", "llama-1b", "--no-tune", "--context", "64:256", "--json"])
+    out, err = capsys.readouterr()
+    cells = json.loads(out)["sweep"]["cells"]
+    assert code == 130 and "stopped; 1 of 3 cells measured" in err and next(calls) == 2
+    assert [c["why"] for c in cells] == ["", "it was stopped before", "it was stopped before"]
+    assert cells[0]["figures"] and not cells[1]["figures"]
