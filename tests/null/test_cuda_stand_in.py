@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autosel.decode import device as decode_device
-from autosel.decode import graph, launch
+from autosel.decode import graph, launch, race
 from autosel.decode.device import peak_memory, read_windows, time_calls
 from autosel.decode.sample import largest
 from autosel.decode.step import Step
@@ -233,3 +233,26 @@ def test_a_profiler_runs_between_the_two_marks_and_at_no_other_time(
     begin = profiled.mark(scope)
     during = running[-1]
     assert profiled.mark(scope) >= begin and (during, running) == (True, [False, True, False])
+
+
+# --- a race of whole steps --------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_timed_until_the_device_has_ended_it(readers: None) -> None:
+    """`run` only begins it: what is enqueued takes its time by the time `settle` returns."""
+    now = [0]
+
+    def step(ns: int) -> Any:
+        begun = [0]
+
+        def settle() -> None:
+            now[0] += ns * begun[0]
+            begun[0] = 0
+
+        return SimpleNamespace(run=lambda: begun.__setitem__(0, begun[0] + 1), settle=settle)
+
+    terms: Any = SimpleNamespace(clock=lambda: now[0], device="cuda:1")
+    steps = race._Steps({"ops:step": step(300), "graph:step": step(200)}, terms)
+    times, _ = steps.pair(["graph:step", "ops:step"], calls=4, samples=3)
+    assert times == {"graph:step": [200.0] * 3, "ops:step": [300.0] * 3}
+    assert steps.probe() == 2e12
