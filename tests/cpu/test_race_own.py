@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, editor: Editor, candidate: Candidate)
         registry.named("rmsnorm", f"{editor.file.name}:norm" if editor.file.suffix == ".py" else editor.file.name)
         return None
 
-    monkeypatch.setattr(race_verb.time, "sleep", editor)
+    monkeypatch.setattr(time, "sleep", editor)
     with pytest.raises(KeyboardInterrupt):
         race_verb.keep_racing(lambda: race_verb.sources(candidate), once)
     return raced
