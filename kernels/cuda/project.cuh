@@ -76,6 +76,9 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
   static constexpr int kMostLoads = M * V > 64 ? 1 : M == kMostRows || M * V == 64 ? 2 : 8;
   static constexpr int kLoads = AUTOSEL_UNROLL < kMostLoads ? AUTOSEL_UNROLL : kMostLoads;
   static constexpr int U = kLoads / (R * Parts) > 0 ? kLoads / (R * Parts) : 1;
+  // Four rows of weights are fewer than eight of x: the gain multiplies them instead, half the products, and its registers
+  // are free again before x comes. Held, it spilled 4 to 8 bytes on sm_86 and sm_100; norm_qkv still spills 8 on sm_100.
+  static constexpr bool kGainOnWeights = M == kMostRows && R * Parts > 2;
   static_assert(V % X == 0, "a vector of weights meets whole vectors of x");
 
   struct Raw { uint4 v[U][Parts][R]; };
@@ -126,13 +129,20 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
 #pragma unroll
       for (int h = 0; h < V; h += X) {
         x.template begin<Whole>(k + h, depth - k - h);
+        if constexpr (Source::kNormed && kGainOnWeights) {
+#pragma unroll
+          for (int i = 0; i < Parts * R * X; ++i) v[i / X / R][i / X % R][h + i % X] *= x.scale[i % X];
+        }
 #pragma unroll
         for (int m = 0; m < M; ++m) {
           float a[X];
           x.template load<Whole>(m, k + h, depth - k - h, a);
           if constexpr (Source::kNormed) {
 #pragma unroll
-            for (int e = 0; e < X; ++e) squares[m] = fmaf(a[e], a[e], squares[m]), a[e] *= x.scale[e];
+            for (int e = 0; e < X; ++e) {
+              squares[m] = fmaf(a[e], a[e], squares[m]);
+              if constexpr (!kGainOnWeights) a[e] *= x.scale[e];
+            }
           }
 #pragma unroll
           for (int p = 0; p < Parts; ++p)
