@@ -480,7 +480,7 @@ def test_rates_that_no_longer_hold_are_told_by_doctor_and_change_nothing_unasked
     assert (found.what, found.level) == ("rates", "note")
     assert f"read rate {ratio}" in found.text
     assert why in found.text
-    assert "fingerprint --refresh" in found.todo
+    assert "fingerprint cpu --refresh" in found.todo
     assert device.take() == fp
     assert len(measured) == 1
 
