@@ -38,6 +38,7 @@ ANSWER_S = 30.0  # an actor that says nothing for so long is lost; starting one 
 START_S = 120.0
 CONNECT_S = 5.0
 STORE_BYTES = 80 << 20  # Ray's smallest object store: nothing large travels
+LOOPBACK = "127.0.0.1"  # Ray has no password: a cluster made here is reached from here alone
 
 
 # --- on the worker's side ----------------------------------------------------------------------------------------
@@ -199,9 +200,8 @@ def cluster(address: str) -> Iterator[Any]:
     except ImportError as error:
         raise AutoselError("Ray cannot be imported", why=str(error), todo="pip check says what it lacks") from error
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    own: dict[str, Any] = (
-        {"include_dashboard": False, "object_store_memory": STORE_BYTES} if address.startswith("local") else {}
-    )
+    here = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "_node_ip_address": LOOPBACK}
+    own: dict[str, Any] = here if address.startswith("local") else {}
     with _stdout_is_ours():
         try:
             ray.init(address="local" if own else address, namespace="autosel", **quiet, **own)
