@@ -15,7 +15,7 @@ import triton.language as tl
 
 from autosel.triton_kernels.common import activate, empty, refuse, together
 from autosel.triton_kernels.gemm import side
-from autosel.triton_kernels.project import LANES, MOST_ROWS, stream, tile_shape
+from autosel.triton_kernels.project import LANES, MOST_ROWS, row, stream, tile_shape
 from autosel.triton_kernels.tiles import fitting_stages, norm_rows, normed
 
 
@@ -28,15 +28,15 @@ def _few(
         tl.extra.cuda.gdc_launch_dependents()
     for block in tl.range(tl.program_id(0), tl.cdiv(width, BN), tl.num_programs(0)):
         n = block * BN + tl.arange(0, BN)
-        inside, row = n < width, n.to(tl.int64)[:, None]
+        inside, at = n < width, n.to(tl.int64)[:, None]
         gates, ups, squares = stream(
-            w_gate + row * stride_g, w_up + row * stride_u, inside, x, norm, offset, 0, d, stride_x, M, BN, BK, True,
+            w_gate + at * stride_g, w_up + at * stride_u, inside, x, norm, offset, 0, d, stride_x, M, BN, BK, True,
             True, PDL,
         )  # fmt: skip
         for m in tl.static_range(M):
             rstd = tl.rsqrt(tl.sum(squares[m], 0) / d + eps)
             made = activate(tl.sum(gates[m], 1) * rstd, KIND) * (tl.sum(ups[m], 1) * rstd)
-            tl.store(y + m * stride_y + n, made.to(y.dtype.element_ty), mask=inside)
+            tl.store(row(y, m, stride_y) + n, made.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -45,10 +45,10 @@ def _many(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     n, m, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
-    rows, columns, row = (m < M)[:, None], (n < width)[:, None], n.to(tl.int64)[:, None]
+    rows, columns, at_n, at_m = (m < M)[:, None], (n < width)[:, None], n.to(tl.int64), m.to(tl.int64)
     rstd = norm_rows(x, m, rows, d, eps, stride_x, BM, BK)
-    left = x + m[:, None] * stride_x + k[None, :]
-    gate_at, up_at = w_gate + row * stride_g + k[None, :], w_up + row * stride_u + k[None, :]
+    left = x + at_m[:, None] * stride_x + k[None, :]
+    gate_at, up_at = w_gate + at_n[:, None] * stride_g + k[None, :], w_up + at_n[:, None] * stride_u + k[None, :]
     gates = tl.zeros((BN, BM), tl.float32)
     ups = tl.zeros((BN, BM), tl.float32)
     for start in tl.range(0, d, BK, num_stages=STAGES):
@@ -60,7 +60,7 @@ def _many(
         gate_at += BK
         up_at += BK
     made = (activate(gates, KIND) * ups).to(y.dtype.element_ty)
-    tl.store(y + m[None, :] * stride_y + n[:, None], made, mask=columns & (m < M)[None, :])
+    tl.store(y + at_m[None, :] * stride_y + n[:, None], made, mask=columns & (m < M)[None, :])
 
 
 def gate_up(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from autosel.triton_kernels.common import arrives_last, counters, empty, partials, refuse, together
-from autosel.triton_kernels.project import LANES, MOST_ROWS, stream, tile_shape
+from autosel.triton_kernels.project import LANES, MOST_ROWS, row, stream, tile_shape
 
 
 @triton.jit
@@ -23,8 +23,8 @@ def _finish(sums, m, n, inside, bias, residual, y, stride_r, stride_y):
     if bias is not None:
         sums += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
-        sums += tl.load(residual + m * stride_r + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + m * stride_y + n, sums.to(y.dtype.element_ty), mask=inside)
+        sums += tl.load(row(residual, m, stride_r) + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(row(y, m, stride_y) + n, sums.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -94,8 +94,8 @@ def _many(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     n, m, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
-    inside = (n < V)[:, None]
-    left, right = x + m[:, None] * stride_x + k[None, :], w + n.to(tl.int64)[:, None] * stride_w + k[None, :]
+    inside, at_n, at_m = (n < V)[:, None], n.to(tl.int64), m.to(tl.int64)
+    left, right = x + at_m[:, None] * stride_x + k[None, :], w + at_n[:, None] * stride_w + k[None, :]
     sums = tl.zeros((BN, BM), tl.float32)
     for start in tl.range(0, d, BK, num_stages=STAGES):
         deep = (k < d - start)[None, :]

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from autosel.triton_kernels.common import empty, refuse, together
 from autosel.triton_kernels.gemm import side
-from autosel.triton_kernels.project import LANES, MOST_ROWS, stream, tile_shape
+from autosel.triton_kernels.project import LANES, MOST_ROWS, row, stream, tile_shape
 from autosel.triton_kernels.tiles import fitting_stages, norm_rows, normed
 
 
@@ -34,7 +34,7 @@ def _few(
         sums, squares = made[0], made[2]
         for m in tl.static_range(M):
             rstd = tl.rsqrt(tl.sum(squares[m], 0) / d + eps)
-            tl.store(y + m * stride_y + n, (tl.sum(sums[m], 1) * rstd).to(y.dtype.element_ty), mask=inside)
+            tl.store(row(y, m, stride_y) + n, (tl.sum(sums[m], 1) * rstd).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -43,9 +43,9 @@ def _many(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     n, m, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
-    rows, columns = (m < M)[:, None], (n < N)[:, None]
+    rows, columns, at_n, at_m = (m < M)[:, None], (n < N)[:, None], n.to(tl.int64), m.to(tl.int64)
     rstd = norm_rows(x, m, rows, d, eps, stride_x, BM, BK)
-    left, right = x + m[:, None] * stride_x + k[None, :], w + n.to(tl.int64)[:, None] * stride_w + k[None, :]
+    left, right = x + at_m[:, None] * stride_x + k[None, :], w + at_n[:, None] * stride_w + k[None, :]
     sums = tl.zeros((BN, BM), tl.float32)
     for start in tl.range(0, d, BK, num_stages=STAGES):
         deep = k < d - start
@@ -54,7 +54,7 @@ def _many(
         sums = tl.dot(tile, h.T, sums, input_precision="ieee")
         left += BK
         right += BK
-    tl.store(y + m[None, :] * stride_y + n[:, None], sums.to(y.dtype.element_ty), mask=columns & (m < M)[None, :])
+    tl.store(y + at_m[None, :] * stride_y + n[:, None], sums.to(y.dtype.element_ty), mask=columns & (m < M)[None, :])
 
 
 def norm_qkv(

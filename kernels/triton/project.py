@@ -22,6 +22,12 @@ def tile_shape(m, size, threads, unroll, rows_per_warp, weights=1):
 
 
 @triton.jit
+def row(base, m, stride):
+    """base of row m. Rows of a slice may lie so far apart that m * stride passes 2^31."""
+    return base + tl.full((), m, tl.int64) * stride
+
+
+@triton.jit
 def weights(at, k, inside, end):
     return tl.load(at + k[None, :], mask=inside[:, None] & (k < end)[None, :], other=0.0, eviction_policy="evict_first")
 
@@ -66,12 +72,12 @@ def stream(
                 two = two * scale
         next_sums, next_others, next_squares = (), (), ()
         for m in tl.static_range(M):
-            value = tl.load(x + m * stride_x + spread, mask=deep, other=0.0).to(tl.float32)
+            value = tl.load(row(x, m, stride_x) + spread, mask=deep, other=0.0).to(tl.float32)
             next_sums = next_sums + (sums[m] + one * value,)
             if TWO:
                 next_others = next_others + (others[m] + two * value,)
             if NORM:
-                flat = tl.load(x + m * stride_x + k, mask=k < end, other=0.0).to(tl.float32)
+                flat = tl.load(row(x, m, stride_x) + k, mask=k < end, other=0.0).to(tl.float32)
                 next_squares = next_squares + (squares[m] + flat * flat,)
         sums, others, squares, tile, pair = next_sums, next_others, next_squares, ahead, ahead_pair
     return sums, others, squares

@@ -14,7 +14,7 @@ def fitting_stages(stages, stage_bytes, shared):
 def norm_rows(x, m, rows, d, eps, stride_x, BM: tl.constexpr, BK: tl.constexpr):
     """1 / rms of rows m [BM]; `rows` [BM, 1] are those that exist."""
     k = tl.arange(0, BK)
-    at = x + m[:, None] * stride_x + k[None, :]
+    at = x + m.to(tl.int64)[:, None] * stride_x + k[None, :]
     squares = tl.zeros((BM, BK), tl.float32)
     for start in tl.range(0, d, BK):
         value = tl.load(at, mask=rows & (k < d - start)[None, :], other=0.0).to(tl.float32)
