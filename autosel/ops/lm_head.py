@@ -42,7 +42,7 @@ class LmHead(Op):
         Arg(name="w", kind="tensor", role="streamed"),
         Arg(name="greedy", kind="int", default=0),
     )
-    output_names = ("logits",)  # or the tokens
+    output_names = ("logits",)  # where greedy the tokens, by the same name
     dim_names = ("M", "V", "d")
     trait_defaults = {"greedy": 0}
 
@@ -54,7 +54,7 @@ class LmHead(Op):
 
     def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
         if w.trait("greedy", 0):
-            return (TensorSpec(name="token", shape=(w["M"],), dtype="int64"),)
+            return (TensorSpec(name="logits", shape=(w["M"],), dtype="int64"),)
         return (TensorSpec(name="logits", shape=(w["M"], w["V"]), dtype=w.dtype),)
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:

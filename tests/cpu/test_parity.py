@@ -61,9 +61,14 @@ def test_one_case_can_be_run_alone(device):
     assert "passed case" in reproduce(Planted("rmsnorm", "right"), RMSNORM, device, "random at M3 d512", "a text")
 
 
-def test_the_baseline_and_our_kernel_pass(device):
-    workloads = [OPS["rmsnorm"].workload(dtype, {"M": 4, "d": 4096}) for dtype in ("bf16", "fp32")]
-    for candidate in registry.all_candidates("rmsnorm"):
+@pytest.mark.parametrize(
+    ("op", "dims", "traits"),
+    [("rmsnorm", {"M": 4, "d": 4096}, {}), ("lm_head", {"M": 2, "V": 300, "d": 64}, {"greedy": 1})],
+    ids=["rmsnorm", "greedy lm_head"],
+)
+def test_the_baseline_and_our_kernel_pass(device, op, dims, traits):
+    workloads = [OPS[op].workload(dtype, dims, **traits) for dtype in ("bf16", "fp32")]
+    for candidate in registry.all_candidates(op):
         if candidate.backend == "INDUCTOR" or not isinstance(candidate.supports(workloads[0], device), Accepted):
             continue  # nor what needs a compiler or a device that is not here
         for found in check_all([built(candidate, w, device) for w in workloads], fp=device):

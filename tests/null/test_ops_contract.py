@@ -69,6 +69,11 @@ def test_an_unknown_op_is_refused_with_its_neighbours() -> None:
         find("rmsnrom")
 
 
+@pytest.mark.parametrize("w", [*WORKLOADS, *(OPS[w.op].workload("bf16", dict(w.dims)) for w in WORKLOADS)], ids=str)
+def test_outputs_have_the_names_of_the_op_whatever_the_traits(w: Workload) -> None:
+    assert tuple(spec.name for spec in OPS[w.op].outputs(w)) == OPS[w.op].output_names
+
+
 @by_op
 def test_arguments_describe_the_workload_they_were_made_for(w: Workload) -> None:
     op = OPS[w.op]
