@@ -127,6 +127,20 @@ static inline vreg exp_nonpositive(vreg x) {
 #endif
 }
 
+#if defined(AUTOSEL_BF16_DOT)
+// 2^x for x <= 0, -inf or NaN, to 2^-18: for weights that are rounded to 8 bits. 2^floor(x) times a polynomial of what
+// is left, minimax on [0, 1) and 1 at 0.
+static inline __m512 exp2_nonpositive(__m512 x) {
+  __m512 f = _mm512_reduce_ps(x, 0x09);  // x - floor(x)
+  __m512 p = _mm512_set1_ps(0.013426685705780983f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.052242472767829895f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.2412802129983902f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.6930448412895203f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, x);
+}
+#endif
+
 // c * tanh(s / c). tanh by 1 - 2 / (exp(2|x|) + 1) loses small x to cancellation: an odd polynomial below 0.625
 // (Cephes).
 static inline vreg cap(vreg s, float softcap) {
@@ -175,12 +189,16 @@ template <class T> struct Listed {
   Listed from(int64_t t) const { return {rows + t}; }
 };
 
-// Bytes [from, to) of row t, into L2.
-template <class Rows> static inline void fetch(const Rows& rows, int64_t t, int64_t n, int64_t from, int64_t to) {
-  if (t >= n) return;
+// Bytes [from, to) of rows [t, t + kCount) of n, into L2; kBytes of each where that is known: a request in a loop of
+// unknown length costs as much as the arithmetic beside it.
+template <int kCount, int64_t kBytes = 0, class Rows>
+static inline void fetch(const Rows& rows, int64_t t, int64_t n, int64_t from, int64_t to) {
+  if (t + kCount > n) return;  // the few rows of a ragged end are left to the hardware
   asm volatile("");  // without it g++ finds a function that only prefetches pure, and drops every call (seen with 12.2)
-  const char* p = reinterpret_cast<const char*>(rows(t));
-  for (int64_t i = from; i < to; i += 64) __builtin_prefetch(p + i, 0, AUTOSEL_PREFETCH_L2);
+  for (int j = 0; j < kCount; ++j) {
+    const char* p = reinterpret_cast<const char*>(rows(t + j)) + from;
+    for (int64_t i = 0; i < (kBytes ? kBytes : to - from); i += 64) __builtin_prefetch(p + i, 0, AUTOSEL_PREFETCH_L2);
+  }
 }
 
 // What to ask for while row t of a tile of n is worked on: row t of the next tile, and once more, `again` rows ahead,
@@ -189,9 +207,10 @@ template <class Rows> struct Ahead {
   Rows rows;
   int64_t n, again;  // 0, 0: nothing
   int64_t first;     // rows before it have been asked for already
+  template <int kCount, int64_t kBytes = 0>
   void ask(const Rows& own, int64_t own_n, int64_t t, int64_t from, int64_t to) const {
-    if (t >= first) fetch(rows, t, n, from, to);
-    if (again) fetch(own, t + again, own_n, from, to);
+    if (t + kCount > first) fetch<kCount, kBytes>(rows, t, n, from, to);
+    if (again) fetch<kCount, kBytes>(own, t + again, own_n, from, to);
   }
 };
 
@@ -233,14 +252,16 @@ static inline void scores_step(vreg* acc, const Factor<T>* q, int64_t width, con
 }
 
 // q: [4 rows][width], as stored for the dot instruction, else fp32 in load2's order; zero past d.
-template <class T, class Rows>
-static AUTOSEL_NOINLINE void scores(const Factor<T>* q, int64_t width, Rows k, int64_t n, int64_t d, float* s,
-                                    int64_t ld, Ahead<Rows> ahead) {
+template <class T, int64_t kD, class Rows>  // kD: d where it is known, else 0
+static AUTOSEL_NOINLINE void scores_of(const Factor<T>* q, int64_t width, Rows k, int64_t n, int64_t d, float* s,
+                                       int64_t ld, Ahead<Rows> ahead) {
+  if (kD) d = width = kD;
   constexpr int kTokens = kLanes / kRows;
   int64_t whole = d / kPair * kPair, bytes = d * int64_t(sizeof(T));
   for (int64_t t = 0; t < n; t += kTokens) {
     const T* row[kTokens];
-    for (int j = 0; j < kTokens; ++j) row[j] = k(t + j < n ? t + j : n - 1), ahead.ask(k, n, t + j, 0, bytes);
+    for (int j = 0; j < kTokens; ++j) row[j] = k(t + j < n ? t + j : n - 1);
+    ahead.template ask<kTokens, kD * int64_t(sizeof(T))>(k, n, t, 0, bytes);
     vreg acc[kLanes] = {};
     for (int64_t c = 0; c < whole; c += kPair) scores_step<T, false>(acc, q, width, row, c, 0);
     if (whole < d) scores_step<T, true>(acc, q, width, row, whole, d - whole);
@@ -250,50 +271,91 @@ static AUTOSEL_NOINLINE void scores(const Factor<T>* q, int64_t width, Rows k, i
   }
 }
 
+template <class T, class Rows>
+static void scores(const Factor<T>* q, int64_t width, Rows k, int64_t n, int64_t d, float* s, int64_t ld,
+                   Ahead<Rows> ahead) {
+  if (d == 64) return scores_of<T, 64>(q, width, k, n, d, s, ld, ahead);
+  if (d == 128) return scores_of<T, 128>(q, width, k, n, d, s, ld, ahead);
+  if (d == 256) return scores_of<T, 256>(q, width, k, n, d, s, ld, ahead);
+  scores_of<T, 0>(q, width, k, n, d, s, ld, ahead);
+}
+
 // --- online softmax --------------------------------------------------------------------------------------------------
 
 static constexpr int64_t softening_slots(int64_t rows, int64_t n) { return rows * ((n + kLanes - 1) / kLanes); }
 
+// s[r][i] = cap(scale * s[r][i]): the scores of a softcap, and of a scale that turns their order.
+template <int kNR> static void reshape(float* s, int64_t ld, int64_t n, float scale, float softcap) {
+  for (int64_t i = 0; i < n; i += kLanes)
+    for (int r = 0; r < kNR; ++r) {
+      vreg x = load(s + r * ld + i) * splat(scale);
+      if (softcap > 0) x = x == splat(-INFINITY) ? x : cap(x, softcap);
+      store(s + r * ld + i, x);
+    }
+}
+
+// s[r][0, n) -> weights exp(scale * s - base[r]) in place, all[r] += their sum by lanes. Rounded weights are summed as
+// rounded, so that o stays a mean of V.
+template <class T, int kNR, class Between>
+static inline void weigh(float* s, int64_t ld, int64_t n, float scale, const float* base, vreg* all,
+                         const Between& between) {
+#if defined(AUTOSEL_BF16_DOT)
+  if constexpr (kDot<T>) {
+    constexpr float kLog2E = 1.44269504f;
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    const __m512 by = _mm512_set1_ps(scale * kLog2E);
+    for (int64_t i = 0; i < n; i += kPair)
+      for (int r = 0; r < kNR; ++r) {
+        const float* x = s + r * ld + i;
+        __m512 from = _mm512_set1_ps(base[r] * kLog2E);
+        __m512 a = exp2_nonpositive(_mm512_fmsub_ps(_mm512_loadu_ps(x), by, from));
+        __m512 b = exp2_nonpositive(_mm512_fmsub_ps(_mm512_loadu_ps(x + kLanes), by, from));
+        __m512bh both = _mm512_cvtne2ps_pbh(b, a);
+        _mm512_storeu_si512(reinterpret_cast<T*>(s + r * ld) + i, (__m512i)both);
+        all[r] = reinterpret_cast<vreg>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(all[r]), both, ones));
+        between(i / kLanes * kNR + 2 * r), between(i / kLanes * kNR + 2 * r + 1);
+      }
+  }
+#endif
+  if constexpr (!kDot<T>) {
+    for (int64_t i = 0; i < n; i += kLanes)
+      for (int r = 0; r < kNR; ++r) {
+        vreg p = exp_nonpositive(load(s + r * ld + i) * splat(scale) - splat(base[r]));
+        store(s + r * ld + i, p);
+        between(i / kLanes * kNR + r);
+        all[r] += p;
+      }
+  }
+}
+
 // kNR rows at once, for a row alone waits on its own maximum and exponentials. s[r][0, n) raw dot products -> weights
-// exp(s - m) on [begin[r], end[r]), zero elsewhere up to a whole vector, in place (bf16 weights at the front of their
+// exp(s - m) on [begin[r], end[r]), zero elsewhere up to a whole step, in place (bf16 weights at the front of their
 // row); begin = nullptr: everywhere. Updates each row's maximum m and sum l; keep[r] is the factor for what was
-// accumulated before. m never becomes NaN; l and the weights do. Rounded weights are summed as rounded: o stays a mean
-// of V. between(i) is called for i = 0 .. softening_slots(kNR, n) - 1: prefetches for a phase that loads nothing new
-// itself.
+// accumulated before. m never becomes NaN; l and the weights do. between(i) is called for i = 0, 1, .. at least
+// softening_slots(kNR, n) - 1: prefetches for a phase that loads nothing new itself.
 template <class T, int kNR, class Between>
 static AUTOSEL_NOINLINE void soften(float* s, int64_t ld, int64_t n, const int64_t* begin, const int64_t* end,
                                     float scale, float softcap, float* m, float* l, float* keep,
                                     const Between& between) {
   static_assert(kNR <= kLanes, "one vector holds what is kept of each row");
-  int64_t padded = round_up(n, kLanes);
+  int64_t padded = round_up(n, kDot<T> ? kPair : kLanes);
   for (int r = 0; r < kNR; ++r) {
     float* x = s + r * ld;
     int64_t lo = begin ? begin[r] : 0, hi = begin ? end[r] : n;
     for (int64_t i = 0; i < lo; ++i) x[i] = -INFINITY;
     for (int64_t i = hi > lo ? hi : lo; i < padded; ++i) x[i] = -INFINITY;
   }
-  vreg top[kNR], all[kNR], base[kNR], by = splat(scale);
+  if (softcap > 0 || !(scale > 0)) reshape<kNR>(s, ld, n, scale, softcap), scale = 1;
+  vreg top[kNR], all[kNR];
   for (int r = 0; r < kNR; ++r) top[r] = splat(-INFINITY), all[r] = vreg{};
   for (int64_t i = 0; i < n; i += kLanes)
-    for (int r = 0; r < kNR; ++r) {
-      vreg x = load(s + r * ld + i) * by;
-      if (softcap > 0) x = x == splat(-INFINITY) ? x : cap(x, softcap);
-      store(s + r * ld + i, x);
-      top[r] = max(x, top[r]);  // in this order a NaN x keeps top
-    }
-  float fall[kLanes] = {};
+    for (int r = 0; r < kNR; ++r) top[r] = max(load(s + r * ld + i), top[r]);  // in this order a NaN keeps top
+  float fall[kLanes] = {}, base[kNR];
   for (int r = 0; r < kNR; ++r) {
-    float peak = max(top[r]), now = peak > m[r] ? peak : m[r], from = now == -INFINITY ? 0.0f : now;
-    fall[r] = m[r] - from, m[r] = now, base[r] = splat(from);
+    float peak = scale * max(top[r]), now = peak > m[r] ? peak : m[r];
+    base[r] = now == -INFINITY ? 0.0f : now, fall[r] = m[r] - base[r], m[r] = now;
   }
-  for (int64_t i = 0; i < n; i += kLanes)
-    for (int r = 0; r < kNR; ++r) {
-      Factor<T>* weights = reinterpret_cast<Factor<T>*>(s + r * ld);
-      vreg p = exp_nonpositive(load(s + r * ld + i) - base[r]);
-      store(weights + i, p);
-      between(i / kLanes * kNR + r);
-      all[r] += kDot<T> ? load(weights + i) : p;
-    }
+  weigh<T, kNR>(s, ld, n, scale, base, all, between);
   store(fall, exp_nonpositive(load(fall)));
   for (int r = 0; r < kNR; ++r) keep[r] = fall[r], l[r] = l[r] * keep[r] + sum(all[r]);
 }
@@ -348,11 +410,11 @@ static AUTOSEL_NOINLINE void gather(float* o, int64_t width, const Factor<T>* p,
   for (int r = 0; r < kNR; ++r)
     for (int i = 0; i < 2 * kPairs; ++i) acc[r][i] = load(o + r * width + c + i * kLanes) * splat(keep[r]);
   for (; t + kTokens <= n; t += kTokens) {
-    for (int i = 0; i < kTokens; ++i) ahead.ask(v, n, t + i, from, to);
+    ahead.template ask<kTokens, kTail ? 0 : kPairs * kPair * int64_t(sizeof(T))>(v, n, t, from, to);
     gather_step<kNR, kPairs, kTail, false, T>(acc, p, ld, v, t, c, left);
   }
   if (t < n) {
-    ahead.ask(v, n, t, from, to);
+    ahead.template ask<1>(v, n, t, from, to);
     gather_step<kNR, kPairs, kTail, true, T>(acc, p, ld, v, t, c, left);
   }
   for (int r = 0; r < kNR; ++r)
@@ -455,7 +517,7 @@ template <class T> struct Bench {
       scores<T>(q + r0 * a.width, a.width, k, n, a.d, s, ld, next_k);
       float keep[kRows];
       soften<T, kRows>(s, ld, n, whole ? nullptr : begin, end, a.scale, a.softcap, m + r0, l + r0, keep,
-                       [&](int64_t t) { fetch(next_v.rows, t, next_v.n, 0, row_bytes); });
+                       [&](int64_t t) { fetch<1>(next_v.rows, t, next_v.n, 0, row_bytes); });
       const Factor<T>* p = reinterpret_cast<const Factor<T>*>(s);
       int64_t p_ld = ld * int64_t(sizeof(float) / sizeof(Factor<T>));
       if (whole) {
