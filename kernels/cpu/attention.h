@@ -637,9 +637,10 @@ struct Unfinished {
   void clear(int64_t rank) const { parts[2 * rank].used = parts[2 * rank + 1].used = false; }
 };
 
-// One thread's tiles [begin, end), after its parts were cleared; up to `beyond` >= end it asks ahead. source.fill(rank, slot, b, h, first, n) readies a
-// tile's rows, source.k(rank, slot) and source.v(rank, slot) give them; ready(b, h, last) is called before the queries
-// of (b, h) are read, and before its keys are: `last` if the newest key is among those that this thread reads.
+// One thread's tiles [begin, end), after its parts were cleared; up to `beyond` >= end it asks ahead.
+// source.fill(rank, slot, b, h, first, n) readies a tile's rows, source.k(rank, slot) and source.v(rank, slot) give
+// them; ready(b, h, last) is called before the queries of (b, h) are read, and before its keys are: `last` if the newest
+// key is among those that this thread reads.
 template <class T, class Source, class Ready>
 static void attend_share(const Shape& a, const Cut& cut, const Unfinished& saved, const Strided4<const T>& query,
                          const Strided4<T>& out, int64_t prefetch, const Source& source, int64_t begin, int64_t end,
@@ -685,7 +686,8 @@ static void attend_share(const Shape& a, const Cut& cut, const Unfinished& saved
 
 // Once all shares are done: the beginning of a unit that thread `leader` has gathers the ranges that go on with it.
 template <class T>
-static void attend_merge(const Shape& a, const Cut& cut, const Unfinished& saved, const Strided4<T>& out, int64_t leader) {
+static void attend_merge(const Shape& a, const Cut& cut, const Unfinished& saved, const Strided4<T>& out,
+                         int64_t leader) {
   const Part* parts = saved.parts;
   if (!parts[2 * leader + 1].used) return;
   int64_t unit = parts[2 * leader + 1].unit;

@@ -2,7 +2,7 @@
 //
 // bytes   2 B Hkv L D b + 2 B Hq S D b (b = bytes an element)      FLOPs   4 B Hq S L D
 // roofline at B=1, 32/8 heads, D=128, L=8192, bf16: 33.6 MB; at 36 GB/s (Zen 4, 2 cores) 930 us. Arithmetic of it is
-// 44 cycles a key and KV head, 390 us on these two cores at 3.7 GHz: bandwidth decides, if loads and arithmetic overlap.
+// 44 cycles a key and KV head, 390 us on these two cores: bandwidth decides, if loads and arithmetic overlap.
 // knobs (knobs/cpu/attention.py)
 //   threads   enough for the memory's rate and for the arithmetic
 //   tile      keys at a time: a tile of K fills L1
@@ -29,7 +29,7 @@
 //     softmax by powers of two, degree 4 for weights of 8 bits, their sum by a dot with ones   34.5, 56
 //     requests of a known length, one test for the rows of a step                              28.3, 50
 //     scores with two keys' halves to a vector (16 keys a step, a level less to add)           no faster; given up
-//     sums by blends and one shuffle a join in place of two shuffles                           slower: 17 cycles for 15.5
+//     sums by blends and one shuffle a join in place of two shuffles                           slower
 //   fp32 P V by widening: kept for fp16, fp32 and cores without the dot; P split into two bf16 parts costs as much
 #include "attention.h"
 
