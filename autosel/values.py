@@ -469,6 +469,12 @@ def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
+@lru_cache(maxsize=256)
+def _required(kind: Any) -> tuple[str, ...]:
+    absent = dataclasses.MISSING
+    return tuple(f.name for f in dataclasses.fields(kind) if f.default is absent and f.default_factory is absent)
+
+
 def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise ValueError(f"{where}: expected an object, got {type(data).__name__}")
@@ -476,6 +482,9 @@ def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
     unknown = set(data) - set(hints)
     if unknown:
         raise ValueError(f"{where}: unknown fields {', '.join(sorted(unknown))[:200]}")
+    missing = [name for name in _required(kind) if name not in data]
+    if missing:
+        raise ValueError(f"{where}: missing {', '.join(missing)}")
     try:
         return kind(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in data.items()})
     except TypeError as error:

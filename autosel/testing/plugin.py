@@ -9,7 +9,7 @@ from functools import cached_property
 import pytest
 
 from autosel.errors import AutoselError
-from autosel.testing.subject import MODEL, SEQ, Check, Order, Subject, of_kind
+from autosel.testing.subject import DEVICE, MODEL, SEQ, Check, Order, Subject, of_kind
 
 CALL_S = 60.0
 SUITE = "autosel-suite"
@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--model", default=MODEL, metavar="NAME", help=f"whose shapes: preset or folder (default {MODEL})")
     group.addoption("--batch", type=int, default=1, metavar="N", help="sequences in a decode step (default 1)")
     group.addoption("--seq", type=int, default=SEQ, metavar="N", help=f"context length (default {SEQ})")
+    group.addoption("--device", default=DEVICE, metavar="DEVICE", help=f"cpu, cuda or cuda:N (default {DEVICE})")
     group.addoption("--case", default="", metavar="NAME", help="only this case")
     group.addoption("--inputs", default="", metavar="TEXT", help="draw the inputs of an earlier run again")
     group.addoption(
@@ -59,6 +60,7 @@ class Suite:
             model=option("model"),
             batch=option("batch"),
             seq=option("seq"),
+            device=option("device"),
             deadline_s=option("deadline"),
             inputs=option("inputs") or secrets.token_hex(8),
         )

@@ -33,6 +33,7 @@ class Order:
     model: str
     batch: int
     seq: int
+    device: str
     deadline_s: float
     inputs: str
 
@@ -41,13 +42,18 @@ class Order:
         """The command, as far as it differs from the default."""
         words = ["pytest -p autosel.testing.plugin --pyargs autosel.testing"]
         words += [f"--candidate {self.candidate}", f"--op {self.op}", *(f"--dtype {d}" for d in self.dtypes)]
-        for name, value, default in (("model", self.model, MODEL), ("batch", self.batch, 1), ("seq", self.seq, SEQ)):
+        for name, value, default in (
+            ("model", self.model, MODEL),
+            ("batch", self.batch, 1),
+            ("seq", self.seq, SEQ),
+            ("device", self.device, DEVICE),
+        ):
             if value != default:
                 words.append(f"--{name} {value}")
         return " ".join(words)
 
 
-MODEL, SEQ = "llama-8b", 8192
+MODEL, SEQ, DEVICE = "llama-8b", 8192, "cpu"
 TOLD = {"index", "got", "reference", "allowed", "traceback", "stderr", "message", "type"}  # in the reason, or below it
 
 
@@ -80,7 +86,7 @@ class Subject:
     def __init__(self, order: Order) -> None:
         """Raises what naming, building or rejecting it raises; nothing of it runs here."""
         self.order = order
-        self.fp = fingerprint.take("cpu")
+        self.fp = fingerprint.take(order.device)
         self.candidate: Candidate = registry.named(order.op, order.candidate)
         self.rejected: dict[str, str] = {}
         self.proofs = [built(self.candidate, w, self.fp) for w in self._workloads()]
@@ -107,7 +113,8 @@ class Subject:
     @property
     def prover(self) -> Prover:
         if self._prover is None:
-            terms = Terms(inputs=self.order.inputs, call_deadline_s=self.order.deadline_s)
+            order = self.order
+            terms = Terms(inputs=order.inputs, call_deadline_s=order.deadline_s, device=order.device)
             self._prover = Prover(self.fp, terms, threads=torch_threads(self.proofs))
         return self._prover
 

@@ -117,3 +117,6 @@ def test_what_cannot_be_found_is_a_usage_error(runs: dict[str, subprocess.Comple
     missing = suite(folder, f"{SUITE} --op rmsnorm")
     assert missing.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--candidate" in missing.stderr + missing.stdout
+    elsewhere = suite(folder, f"{SUITE} --candidate threekernels:fused --op rmsnorm --device tpu")
+    assert elsewhere.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "tpu" in elsewhere.stderr + elsewhere.stdout

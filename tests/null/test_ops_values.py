@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,3 +107,8 @@ def test_a_model_dimension_is_exact_in_a_bucket(a: int, b: int) -> None:
 def test_lengths_share_a_bucket_text_exactly_when_they_share_a_bucket(a: int, b: int) -> None:
     one = Workload(op="attn", dims=(("B", 1), ("L", a)), dtype="bf16")
     assert (one.bucket == one.at(L=b).bucket) == (length_bucket(a) == length_bucket(b))
+
+
+def test_what_a_value_lacks_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^\S+: missing op, dims$"):
+        from_json(Workload, {"dtype": "bf16"})
