@@ -109,6 +109,6 @@ def merge(part, o, splits, rows, G, S, Hkv, stride_ob, stride_oh, stride_os, D: 
     d = tl.arange(0, WIDTH)
     made = sum_parts(part, row, splits, rows, row < rows, d, D)
     r, head = row % (G * S), row // (G * S)
-    b, h = (head // Hkv).to(tl.int64), head % Hkv
-    at = b * stride_ob + (h * G + r // S) * stride_oh + (r % S) * stride_os
+    b, h, s = (head // Hkv).to(tl.int64), (head % Hkv).to(tl.int64), (r % S).to(tl.int64)
+    at = b * stride_ob + (h * G + r // S) * stride_oh + s * stride_os
     tl.store(o + at[:, None] + d[None, :], made.to(o.dtype.element_ty), mask=(d < D)[None, :])

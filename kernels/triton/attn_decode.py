@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from autosel.triton_kernels.attention import attend, deliver, fitting_tile, merge, rows_block
-from autosel.triton_kernels.common import counters, empty, partials, refuse, together
+from autosel.triton_kernels.common import counters, empty, partials, refuse, row, together
 
 
 @triton.jit(do_not_specialize=["max_len", "chunk", "splits"])
@@ -39,16 +39,16 @@ def _attn_decode(
     end = tl.minimum(begin + chunk, length)
     r, d, t = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
     valid, wide = r < G * S, d < D
-    at = h * G + r // S
+    at, s = h * G + r // S, (r % S).to(tl.int64)
     position = length - S + r % S
-    queries = q + b * stride_qb + at[:, None] * stride_qh + (r % S)[:, None] * stride_qs + d[None, :]
+    queries = q + b * stride_qb + at[:, None] * stride_qh + s[:, None] * stride_qs + d[None, :]
     query = tl.load(queries, mask=valid[:, None] & wide[None, :], other=0.0)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    first = begin.to(tl.int64)
-    keys = k + b * stride_kb + h * stride_kh + first * stride_kt + t[None, :] * stride_kt + d[:, None]
-    values = v + b * stride_vb + h * stride_vh + first * stride_vt + t[:, None] * stride_vt + d[None, :]
+    first = begin.to(tl.int64) + t
+    keys = k + b * stride_kb + h * stride_kh + first[None, :] * stride_kt + d[:, None]
+    values = v + b * stride_vb + h * stride_vh + first[:, None] * stride_vt + d[None, :]
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         j = start + t
         inside = j < end
@@ -58,9 +58,8 @@ def _attn_decode(
         if WINDOWED:
             seen &= j[None, :] > position[:, None] - window
         peak, total, acc = attend(query, key, value, seen, peak, total, acc, scale, softcap, CAPPED)
-        keys += TILE * stride_kt
-        values += TILE * stride_vt
-    outputs = o + b * stride_ob + at[:, None] * stride_oh + (r % S)[:, None] * stride_os + d[None, :]
+        keys, values = row(keys, TILE, stride_kt), row(values, TILE, stride_vt)
+    outputs = o + b * stride_ob + at[:, None] * stride_oh + s[:, None] * stride_os + d[None, :]
     counter += head * tl.num_programs(1) + block
     deliver(
         outputs, valid[:, None] & wide[None, :], part, counter, head * G * S + r, tl.num_programs(2) * G * S, splits,

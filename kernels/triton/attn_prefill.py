@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from autosel.triton_kernels.attention import LEAST_ROWS, attend, fitting_tile, normalised
-from autosel.triton_kernels.common import empty, refuse, together
+from autosel.triton_kernels.common import empty, refuse, row, together
 
 
 @triton.jit
@@ -22,9 +22,7 @@ def _sweep(
     query, keys, values, begin, end, S, window, stride_kt, stride_vt, position, peak, total, acc, scale, softcap, wide,
     t, TILE: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    first = begin.to(tl.int64)
-    keys += first * stride_kt
-    values += first * stride_vt
+    keys, values = row(keys, begin, stride_kt), row(values, begin, stride_vt)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         j = start + t
         if MASKED:
@@ -39,8 +37,7 @@ def _sweep(
             value = tl.load(values, mask=wide[None, :], other=0.0)
             seen = tl.full((position.shape[0], TILE), True, tl.int1)
         peak, total, acc = attend(query, key, value, seen, peak, total, acc, scale, softcap, CAPPED)
-        keys += TILE * stride_kt
-        values += TILE * stride_vt
+        keys, values = row(keys, TILE, stride_kt), row(values, TILE, stride_vt)
     return peak, total, acc
 
 
@@ -59,10 +56,10 @@ def _attn_prefill(
     position, d, t = first + tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
     wide = d < D
     valid = (position < S)[:, None] & wide[None, :]
-    row = position.to(tl.int64)[:, None]
-    query = tl.load(q + b * stride_qb + h * stride_qh + row * stride_qs + d[None, :], mask=valid, other=0.0)
-    keys = k + b * stride_kb + h // G * stride_kh + t[None, :] * stride_kt + d[:, None]
-    values = v + b * stride_vb + h // G * stride_vh + t[:, None] * stride_vt + d[None, :]
+    at, token = position.to(tl.int64)[:, None], t.to(tl.int64)
+    query = tl.load(q + b * stride_qb + h * stride_qh + at * stride_qs + d[None, :], mask=valid, other=0.0)
+    keys = k + b * stride_kb + h // G * stride_kh + token[None, :] * stride_kt + d[:, None]
+    values = v + b * stride_vb + h // G * stride_vh + token[:, None] * stride_vt + d[None, :]
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -80,7 +77,7 @@ def _attn_prefill(
         query, keys, values, begin, tl.minimum(S, first + ROWS), S, window, stride_kt, stride_vt, position, peak, total,
         acc, scale, softcap, wide, t, TILE, STAGES, WINDOWED, CAPPED, True,
     )  # fmt: skip
-    outputs = o + b * stride_ob + h * stride_oh + row * stride_os + d[None, :]
+    outputs = o + b * stride_ob + h * stride_oh + at * stride_os + d[None, :]
     tl.store(outputs, normalised(acc, total).to(o.dtype.element_ty), mask=valid)
 
 

@@ -66,6 +66,14 @@ def warps(threads):
 
 
 # --- on the device ----------------------------------------------------------------------------------------------------
+# Whatever a stride is multiplied by is 64 bits wide: rows, heads or tokens of a slice may lie so far apart that the
+# product passes 2^31.
+
+
+@triton.jit
+def row(base, m, stride):
+    """base of row m, a number: where an index tensor says `.to(tl.int64)`."""
+    return base + tl.full((), m, tl.int64) * stride
 
 
 @triton.jit

@@ -14,8 +14,8 @@ status    compiled and interpreted; not yet run on silicon
 import triton
 import triton.language as tl
 
-from autosel.triton_kernels.common import arrives_last, counters, empty, partials, refuse, together
-from autosel.triton_kernels.project import LANES, MOST_ROWS, row, stream, tile_shape
+from autosel.triton_kernels.common import arrives_last, counters, empty, partials, refuse, row, together
+from autosel.triton_kernels.project import LANES, MOST_ROWS, stream, tile_shape
 
 
 @triton.jit

@@ -30,8 +30,8 @@ def _kv_append(
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     d = tl.arange(0, WIDTH)
-    b, h, s = (token // (S * Hkv)).to(tl.int64), token // S % Hkv, token % S
-    position = tl.load(positions + b, mask=token < tokens, other=room) + s
+    b, h, s = (token // (S * Hkv)).to(tl.int64), (token // S % Hkv).to(tl.int64), (token % S).to(tl.int64)
+    position = tl.load(positions + b, mask=token < tokens, other=room) + token % S
     valid = (token < tokens) & (position >= 0) & (position < room)
     at, slot = b, position
     if PAGE > 0:

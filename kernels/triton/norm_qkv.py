@@ -13,9 +13,9 @@ status    compiled and interpreted; not yet run on silicon
 import triton
 import triton.language as tl
 
-from autosel.triton_kernels.common import empty, refuse, together
+from autosel.triton_kernels.common import empty, refuse, row, together
 from autosel.triton_kernels.gemm import side
-from autosel.triton_kernels.project import LANES, MOST_ROWS, row, stream, tile_shape
+from autosel.triton_kernels.project import LANES, MOST_ROWS, stream, tile_shape
 from autosel.triton_kernels.tiles import fitting_stages, norm_rows, normed
 
 

@@ -35,9 +35,9 @@ def _paged_attn_decode(
     end = tl.minimum(begin + chunk, length)
     r, d, t = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
     valid, wide = r < G * S, d < D
-    at = h * G + r // S
+    at, s = h * G + r // S, (r % S).to(tl.int64)
     position = length - S + r % S
-    queries = q + b * stride_qb + at[:, None] * stride_qh + (r % S)[:, None] * stride_qs + d[None, :]
+    queries = q + b * stride_qb + at[:, None] * stride_qh + s[:, None] * stride_qs + d[None, :]
     query = tl.load(queries, mask=valid[:, None] & wide[None, :], other=0.0)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -46,7 +46,7 @@ def _paged_attn_decode(
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         j = start + t
         page = tl.load(entries + j // PAGE, mask=j < end, other=-1).to(tl.int64)
-        inside, slot = (j < end) & (page >= 0), j % PAGE
+        inside, slot = (j < end) & (page >= 0), (j % PAGE).to(tl.int64)
         at_key, at_value = page * stride_kp + slot * stride_kt, page * stride_vp + slot * stride_vt
         key = tl.load(keys + at_key[None, :] + d[:, None], mask=wide[:, None] & inside[None, :], other=0.0)
         value = tl.load(values + at_value[:, None] + d[None, :], mask=inside[:, None] & wide[None, :], other=0.0)
@@ -54,7 +54,7 @@ def _paged_attn_decode(
         if WINDOWED:
             seen &= j[None, :] > position[:, None] - window
         peak, total, acc = attend(query, key, value, seen, peak, total, acc, scale, softcap, CAPPED)
-    outputs = o + b * stride_ob + at[:, None] * stride_oh + (r % S)[:, None] * stride_os + d[None, :]
+    outputs = o + b * stride_ob + at[:, None] * stride_oh + s[:, None] * stride_os + d[None, :]
     counter += head * tl.num_programs(1) + block
     deliver(
         outputs, valid[:, None] & wide[None, :], part, counter, head * G * S + r, tl.num_programs(2) * G * S, splits,

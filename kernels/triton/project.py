@@ -8,6 +8,8 @@ step crosses shared memory; for the same reason M rows are M accumulators, not a
 import triton
 import triton.language as tl
 
+from autosel.triton_kernels.common import row
+
 VECTOR_BYTES, LANES = 16, 32
 MOST_ROWS = 8
 
@@ -19,12 +21,6 @@ def tile_shape(m, size, threads, unroll, rows_per_warp, weights=1):
     while rows * unroll * vector * m * weights**2 > 64 and rows * unroll > 1:
         rows, unroll = (rows // 2, unroll) if rows > 1 else (rows, unroll // 2)
     return threads // LANES * rows, LANES * vector * unroll
-
-
-@triton.jit
-def row(base, m, stride):
-    """base of row m. Rows of a slice may lie so far apart that m * stride passes 2^31."""
-    return base + tl.full((), m, tl.int64) * stride
 
 
 @triton.jit

@@ -24,15 +24,16 @@ def _turn(
     one = pair * 2 if STYLE else pair
     two = pair * 2 + 1 if STYLE else pair + HALF
     valid = (head < heads)[:, None] & inside[None, :]
-    source, target = x + head[:, None] * stride_xh, out + head[:, None] * stride_oh
+    at = head.to(tl.int64)[:, None]
+    source, target = x + at * stride_xh, out + at * stride_oh
     a = tl.load(source + one[None, :], mask=valid, other=0.0).to(tl.float32)
     b = tl.load(source + two[None, :], mask=valid, other=0.0).to(tl.float32)
     tl.store(target + one[None, :], (a * cos - b * sin).to(out.dtype.element_ty), mask=valid)
     tl.store(target + two[None, :], (b * cos + a * sin).to(out.dtype.element_ty), mask=valid)
     if D > 2 * HALF:
-        at = 2 * HALF + tl.arange(0, REST)
-        beyond = (head < heads)[:, None] & (at < D)[None, :]
-        tl.store(target + at[None, :], tl.load(source + at[None, :], mask=beyond, other=0.0), mask=beyond)
+        rest = 2 * HALF + tl.arange(0, REST)
+        beyond = (head < heads)[:, None] & (rest < D)[None, :]
+        tl.store(target + rest[None, :], tl.load(source + rest[None, :], mask=beyond, other=0.0), mask=beyond)
 
 
 @triton.jit

@@ -44,6 +44,7 @@ class Launch:
 
     kernel: str
     grid: tuple[int, ...]
+    ttir: str
     ptx: str
     cubin: bytes
     threads: int
@@ -99,6 +100,7 @@ def _launch(made: Any, grid: tuple[int, ...]) -> Launch:
     return Launch(
         kernel=made.metadata.name,
         grid=tuple(grid),
+        ttir=made.asm["ttir"],
         ptx=made.asm["ptx"],
         cubin=made.asm["cubin"],
         threads=32 * made.metadata.num_warps,
@@ -163,8 +165,21 @@ def wrong(launch: Launch, f: GpuFacts, may_spill_bytes: int | None) -> Iterator[
         yield f"{launch.threads} threads of {launch.registers} registers do not fit an SM"
     if may_spill_bytes is not None and launch.spill_bytes > may_spill_bytes:
         yield f"{launch.spill_bytes} bytes a thread spilled to local memory"
+    for stride in narrow(launch.ttir):
+        yield f"{stride} is multiplied in 32 bits"
     if any(size > most for size, most in zip(launch.grid, (2**31 - 1, 65_535, 65_535), strict=False)):
         yield f"grid {launch.grid}"
+
+
+def narrow(ttir: str) -> list[str]:
+    """Strides that anything but their extension to 64 bits is done with: rows, heads or tokens of a slice may lie so
+    far apart that the product passes 2^31, and no operand of a test is as large."""
+    lines = ttir.splitlines()
+    return [
+        stride
+        for stride in sorted(set(re.findall(r"%(stride_\w+): i32", ttir)))
+        if any(re.search(rf"%{stride}\b", line) and not re.search(r"arith\.extsi|tt\.func", line) for line in lines)
+    ]
 
 
 def without_memory(op: Op, w: Workload) -> list[Any]:
