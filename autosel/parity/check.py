@@ -199,7 +199,7 @@ def _hostile(case: Case) -> Step:
 def _habits(proof: Proof, cases: Sequence[Case]) -> list[Step]:
     """What shows over many calls of the first case, with one of another shape in between."""
     kind = f"{proof.workload.dtype} {proof.workload.traits}"
-    apart = None if proof.candidate.static_shapes else next((c for c in reversed(cases) if _apart(c)), None)
+    apart = None if proof.candidate.static_shapes else far_case(cases)
 
     def step(name: str) -> Step:
         def run(battery: Battery, tally: Tally) -> None:
@@ -212,8 +212,9 @@ def _habits(proof: Proof, cases: Sequence[Case]) -> list[Step]:
     return [step(name) for name in HABITS if name != STATE]
 
 
-def _apart(case: Case) -> bool:
-    return case.name.startswith("strided rows")
+def far_case(cases: Sequence[Case]) -> Case | None:
+    """The one whose rows, or whose cache's pages, lie apart already: they may lie any distance apart."""
+    return next((c for c in reversed(cases) if c.name.startswith(("strided rows", "k and v share pages"))), None)
 
 
 def seeds_of(inputs: str) -> Callable[[str], int]:

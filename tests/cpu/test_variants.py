@@ -19,6 +19,8 @@ from torch import Tensor
 from autosel.ops import OPS, eager
 from autosel.ops.contract import TINY_NORMAL, Case, Match, Mismatch, Op
 from autosel.ops.paged_attn import gather
+from autosel.parity.check import far_case
+from autosel.parity.stage import far_strides
 from autosel.values import Workload
 
 Outputs = tuple[Tensor, ...]
@@ -615,3 +617,11 @@ def test_a_wrong_way_is_refused_by_some_case(number: int) -> None:
 def test_a_bias_within_two_roundings_is_refused_beside_the_baseline(op: str, edit: Callable[[Tensor], Tensor]) -> None:
     for w in [w for w in WORKLOADS if w.op == op and w.dtype == "bf16"]:
         assert refused_by(w, then(op, edit), with_baseline=True), f"accepted at {w.key}"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_a_case_whose_rows_may_lie_beyond_2_31_elements(op: str) -> None:
+    w = next(w for w in WORKLOADS if w.op == op)
+    case = far_case(OPS[op].cases(w))
+    assert case is not None
+    assert far_strides(case.make(1))
