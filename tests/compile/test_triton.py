@@ -14,8 +14,12 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton: the `cross` extra")
 
+import torch
+import triton
+import triton.language as tl
+
 from autosel.values import Passed
-from tests.compile.aot import launches, problems
+from tests.compile.aot import captured, launches, narrow, problems
 from tests.compile.emulate import todays, todays_turn
 from tests.compile.triton_kernels import DTYPES, KERNELS, PLANS, SHAPES, TARGETS, workload
 
@@ -43,6 +47,21 @@ def test_weights_and_keys_are_loaded_16_bytes_at_a_time(target: tuple[int, int])
     (decode,) = launches(KERNELS["attn triton:attn_decode"], device, workload("attn", 0, "bf16"))
     assert decode.instructions("LDGSTS") and all(".128" in line for line in decode.instructions("LDGSTS"))
     assert decode.instructions("HMMA")
+
+
+@triton.jit
+def _first_of_row(x, stride_x, WIDE: tl.constexpr):
+    row = tl.program_id(0)
+    if WIDE:
+        row = row.to(tl.int64)
+    tl.store(x + row * stride_x, 0.0)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_stride_multiplied_in_32_bits_is_seen(wide: bool) -> None:
+    with captured((9, 0)) as launched:
+        _first_of_row[(2,)](torch.empty(2, 7, device="meta"), 7, WIDE=wide)
+    assert narrow(launched[0].ttir) == ([] if wide else ["stride_x"])
 
 
 def test_triton_kernels_meet_their_contracts_in_the_interpreter() -> None:
