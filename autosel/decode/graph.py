@@ -69,7 +69,9 @@ def captured(ops: Step) -> Run:
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # On a stream of this device: without one PyTorch captures on a stream of whichever was current when it captured
+        # first, and what another device is given meanwhile runs at once, and is missing from the graph.
+        with torch.cuda.graph(graph, stream=stream):
             ops.run()
     except RuntimeError as error:
         torch.cuda.synchronize(device)

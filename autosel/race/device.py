@@ -169,6 +169,7 @@ class Replayed:
     def __init__(self, call: Callable[..., Any], calls: Calls) -> None:
         self.call, self.calls, self.result = call, calls, None
         self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+        self.results: dict[int, Any] = {}  # what each graph's last call returned: memory of its own, written anew by it
 
     def sample(self, calls: int) -> float:
         count = len(self.calls) * math.ceil(calls / len(self.calls))
@@ -182,6 +183,7 @@ class Replayed:
             self._queue(count)
         else:
             graph.replay()
+            self.result = self.results[count]
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e6 / count
@@ -199,11 +201,12 @@ class Replayed:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=stream):  # one of this device: see decode/graph.py
                 self._queue(count)
         except RuntimeError:
             torch.cuda.synchronize()
             return None
+        self.results[count] = self.result
         graph.replay()  # the first replay uploads it
         torch.cuda.synchronize()
         return graph

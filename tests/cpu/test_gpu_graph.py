@@ -73,7 +73,7 @@ class Cuda(Host):
             patch.setattr(device.torch.cuda, name, value)
 
     @contextmanager
-    def capture(self, into: Graph) -> Iterator[None]:
+    def capture(self, into: Graph, stream: object) -> Iterator[None]:
         self.into = into
         try:
             yield

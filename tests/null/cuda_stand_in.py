@@ -19,6 +19,7 @@ class Cuda:
         self.made: list[int] = []  # copies, in the order their calls ran
         self.captured: list[int] | None = None
         self.refuses = False
+        self.captured_on: list[object] = []  # devices of the streams that captures were made on
         self.enqueued: list[Callable[[], None]] = []  # what the device does by the time somebody waits for it
 
     def settle(self, device: object = None) -> None:
@@ -57,7 +58,8 @@ class Cuda:
                 cuda.made += self.calls
 
         class Stream:
-            def __init__(self, device: object = None) -> None: ...
+            def __init__(self, device: object = None) -> None:
+                self.device = device
 
             def wait_stream(self, other: Stream) -> None: ...
 
@@ -65,7 +67,8 @@ class Cuda:
                 cuda.settle()
 
         @contextmanager
-        def graph(into: Graph) -> Iterator[None]:
+        def graph(into: Graph, stream: Stream) -> Iterator[None]:
+            cuda.captured_on.append(stream.device)
             cuda.captured = into.calls = []
             try:
                 yield

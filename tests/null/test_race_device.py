@@ -40,6 +40,17 @@ def test_a_graph_is_captured_once_a_length(cuda: Cuda) -> None:
     assert sorted(timed.graphs) == [4, 20]
 
 
+def test_the_result_is_that_of_the_graph_replayed_last(cuda: Cuda) -> None:
+    """Each graph writes what its calls return to memory of its own: that of another holds an older call's."""
+    timed, found = Replayed(lambda copy: object(), [(0,)]), []
+    for calls in (1, 3, 1, 3):
+        timed.sample(calls)
+        found.append(timed.result)
+    assert found[0] is found[2]
+    assert found[1] is found[3]
+    assert found[0] is not found[1]
+
+
 def test_what_cannot_be_captured_is_timed_as_a_queue(cuda: Cuda) -> None:
     cuda.refuses = True
     timed = replayed(cuda, 4)
