@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from autosel import dispatch
 from autosel.decode.run import Plan
 from autosel.decode.step import Rewritten, Step
 from autosel.errors import UsageError
+from autosel.race import capture
 from autosel.values import Accepted, Rejected, Support
-
-WARM_RUNS = 3  # before a capture: Triton compiles, libraries choose and allocate
 
 Run = Callable[[], None]
 
@@ -59,22 +56,13 @@ class GraphStep(Rewritten):
 
 def captured(ops: Step) -> Run:
     """What replays the list at its present length. A step leaves its place as it was, so it may run before."""
-    device = ops.logits.device
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_RUNS):
+
+    def run(count: int) -> None:
+        for _ in range(count):
             ops.run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
+
     try:
-        # On a stream of this device: without one PyTorch captures on a stream of whichever was current when it captured
-        # first, and what another device is given meanwhile runs at once, and is missing from the graph.
-        with torch.cuda.graph(graph, stream=stream):
-            ops.run()
-    except RuntimeError as error:
-        torch.cuda.synchronize(device)
+        return capture.captured(run, 1, ops.logits.device).replay
+    except capture.UncapturableError as error:
         todo = "use --no-graph: the step then runs call by call"
         raise UsageError("the step cannot be captured as a graph", why=str(error)[:300], todo=todo) from error
-    return graph.replay

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from autosel.race.capture import UncapturableError, captured
 from autosel.race.idle import wait_until_idle
 from autosel.workers import pages
 
 Calls = Sequence[tuple[Any, ...]]  # the arguments of each of an arm's calls, one a copy of its operands
 PROBE_S = 0.02
 HELD_CYCLES = 200_000  # about 0.1 ms: longer than the host takes to enqueue two events and a graph
-WARM_CALLS = 3  # before a capture: Triton compiles, libraries choose and allocate
 
 
 class Timed(Protocol):
@@ -145,7 +145,7 @@ class Gpu:
         return value.to(self.device)
 
     def timed(self, call: Callable[..., Any], calls: Calls) -> Timed:
-        return Replayed(call, calls)
+        return Replayed(call, calls, self.device)
 
     def hush(self) -> None:
         """No thread of the host runs a kernel."""
@@ -166,8 +166,8 @@ class Replayed:
     synchronises, or allocates outside PyTorch's pools) is timed as a queue of launches.
     """
 
-    def __init__(self, call: Callable[..., Any], calls: Calls) -> None:
-        self.call, self.calls, self.result = call, calls, None
+    def __init__(self, call: Callable[..., Any], calls: Calls, device: torch.device) -> None:
+        self.call, self.calls, self.device, self.result = call, calls, device, None
         self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self.results: dict[int, Any] = {}  # what each graph's last call returned: memory of its own, written anew by it
 
@@ -193,18 +193,9 @@ class Replayed:
             self.result = self.call(*self.calls[i % len(self.calls)])
 
     def _capture(self, count: int) -> torch.cuda.CUDAGraph | None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._queue(WARM_CALLS)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=stream):  # one of this device: see decode/graph.py
-                self._queue(count)
-        except RuntimeError:
-            torch.cuda.synchronize()
+            graph = captured(self._queue, count, self.device)
+        except UncapturableError:
             return None
         self.results[count] = self.result
         graph.replay()  # the first replay uploads it

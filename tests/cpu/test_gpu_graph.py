@@ -59,21 +59,25 @@ class Cuda(Host):
                 return 1e-3
 
         class Stream:
+            def __init__(self, on: object = None) -> None: ...
+
             def wait_stream(self, other: Stream) -> None: ...
 
         @contextmanager
-        def stream(_: Stream) -> Iterator[None]:
+        def stream(_: object) -> Iterator[None]:
             yield
 
         stand_ins: dict[str, Any] = {
             "Event": Event, "CUDAGraph": Graph, "Stream": Stream, "graph": self.capture, "stream": stream,
             "current_stream": Stream, "synchronize": lambda *_: None, "_sleep": lambda cycles: None,
+            "device": stream, "set_stream": lambda stream: None, "graph_pool_handle": lambda: (0, 1),
+            "current_device": lambda: 0,
         }  # fmt: skip
         for name, value in stand_ins.items():
             patch.setattr(device.torch.cuda, name, value)
 
     @contextmanager
-    def capture(self, into: Graph, stream: object) -> Iterator[None]:
+    def capture(self, into: Graph, pool: object, stream: object) -> Iterator[None]:
         self.into = into
         try:
             yield
@@ -90,7 +94,7 @@ class Cuda(Host):
             self.into.calls.append((call, arguments, made))
             return made
 
-        return Replayed(recorded, calls)
+        return Replayed(recorded, calls, torch.device("cuda", 0))
 
 
 def outcome(

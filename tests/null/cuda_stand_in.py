@@ -20,6 +20,8 @@ class Cuda:
         self.captured: list[int] | None = None
         self.refuses = False
         self.captured_on: list[object] = []  # devices of the streams that captures were made on
+        self.on: Any = None  # the current stream
+        self.pools: list[object] = []  # into which the allocator still believes that somebody captures
         self.enqueued: list[Callable[[], None]] = []  # what the device does by the time somebody waits for it
 
     def settle(self, device: object = None) -> None:
@@ -67,25 +69,46 @@ class Cuda:
                 cuda.settle()
 
         @contextmanager
-        def graph(into: Graph, stream: Stream) -> Iterator[None]:
+        def graph(into: Graph, pool: object, stream: Stream) -> Iterator[None]:
+            """As PyTorch's: where a call has broken the capture, neither stream nor allocator are as before."""
+            if cuda.pools:
+                raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
             cuda.captured_on.append(stream.device)
             cuda.captured = into.calls = []
+            before, cuda.on = cuda.on, stream
+            cuda.pools.append(pool)
             try:
                 yield
+            except RuntimeError:
+                raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
             finally:
                 cuda.captured = None
+            cuda.pools.remove(pool)
+            cuda.on = before
+
+        def set_stream(stream: object) -> None:
+            cuda.on = stream
 
         @contextmanager
         def entered(_: object) -> Iterator[None]:
             yield
 
+        def end(device: int, pool: object) -> None:
+            if pool not in cuda.pools:
+                raise RuntimeError("not currently recording to this pool")
+            cuda.pools.remove(pool)
+
+        self.on = Stream()
         stand_ins: dict[str, Any] = {
             "Event": Event, "CUDAGraph": Graph, "Stream": Stream, "graph": graph, "stream": entered, "device": entered,
-            "current_stream": Stream, "synchronize": self.settle, "_sleep": lambda cycles: None,
+            "current_stream": lambda device=None: cuda.on, "current_device": lambda: 0, "set_stream": set_stream,
+            "graph_pool_handle": object, "synchronize": self.settle, "_sleep": lambda cycles: None,
             "is_available": lambda: True, "set_device": lambda device: None,
         }  # fmt: skip
         for name, value in stand_ins.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: None, raising=False)
 
 
 class OnGpu(torch.Tensor):

@@ -20,6 +20,7 @@ from autosel.errors import UnknownName, UsageError
 from autosel.fingerprint import gpu_probe, nvml
 from autosel.guard import call as guard_call
 from autosel.parity.mirror import Mirror
+from autosel.race import capture
 from autosel.race.device import place
 from autosel.workers.arena import Arena
 from benchmarks.gpu import child, containment, profiled
@@ -45,7 +46,7 @@ def test_a_captured_list_does_nothing_until_it_is_replayed_and_then_what_it_did(
     ops = SimpleNamespace(logits=OnGpu.of(ONE), run=lambda: [cuda.call(i) for i in range(3)])
     replay = graph.captured(ops)  # type: ignore[arg-type]
     warm = len(cuda.made)
-    assert cuda.made == [0, 1, 2] * graph.WARM_RUNS
+    assert cuda.made == [0, 1, 2] * capture.WARM_CALLS
     for _ in range(2):
         replay()
     assert cuda.made[warm:] == [0, 1, 2] * 2

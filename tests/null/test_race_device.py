@@ -8,6 +8,8 @@ import torch
 from autosel.race.device import Host, Replayed, same_layout
 from tests.null.cuda_stand_in import TICK_MS, Cuda
 
+GPU = torch.device("cuda", 0)
+
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
@@ -17,7 +19,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def replayed(cuda: Cuda, copies: int) -> Replayed:
-    return Replayed(cuda.call, [(i,) for i in range(copies)])
+    return Replayed(cuda.call, [(i,) for i in range(copies)], GPU)
 
 
 def test_a_sample_is_the_time_of_a_call(cuda: Cuda) -> None:
@@ -42,7 +44,7 @@ def test_a_graph_is_captured_once_a_length(cuda: Cuda) -> None:
 
 def test_the_result_is_that_of_the_graph_replayed_last(cuda: Cuda) -> None:
     """Each graph writes what its calls return to memory of its own: that of another holds an older call's."""
-    timed, found = Replayed(lambda copy: object(), [(0,)]), []
+    timed, found = Replayed(lambda copy: object(), [(0,)], GPU), []
     for calls in (1, 3, 1, 3):
         timed.sample(calls)
         found.append(timed.result)
@@ -57,6 +59,25 @@ def test_what_cannot_be_captured_is_timed_as_a_queue(cuda: Cuda) -> None:
     assert timed.sample(20) == TICK_MS * 1e6
     assert timed.graphs == {20: None}
     assert timed.result == "result of 3"
+
+
+def test_what_cannot_be_captured_spoils_nobody_elses_capture(cuda: Cuda) -> None:
+    """PyTorch leaves its stream and its allocator as if the capture went on, and refuses all that come after."""
+    cuda.refuses, before = True, cuda.on
+    replayed(cuda, 4).sample(4)
+    assert cuda.on is before
+    cuda.refuses = False
+    timed = replayed(cuda, 4)
+    timed.sample(4)
+    assert timed.graphs[4] is not None
+
+
+def test_what_fails_by_itself_is_not_taken_for_what_cannot_be_captured(cuda: Cuda) -> None:
+    def broken(copy: int) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        Replayed(broken, [(0,)], GPU).sample(1)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 5])
