@@ -1,7 +1,7 @@
 """The command line: verbs load on first use, errors speak in three lines, exit codes mean something.
 
 Results go to stdout (`--json`: one JSON document, also of an error), progress and logs to stderr. 0 ok, 1 failure,
-2 usage, 3 regression, 4 parity failure, 5 too noisy to decide, 130 stopped by Ctrl-C.
+2 usage, 3 regression, 4 parity failure, 5 too noisy to decide, 130 stopped by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -114,6 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without "≥" gets "?", not an exception
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop keeps what Ctrl-C keeps
     code = run(argv)
     if code == Stopped.exit_code:  # at once: a thread may be waiting for a proof; workers end with us
         for stream in (sys.stdout, sys.stderr):

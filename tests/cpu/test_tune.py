@@ -197,7 +197,8 @@ def test_two_tuners_of_one_device_the_second_is_told_who_holds_it(
     assert "in use by another process" in capsys.readouterr().err
 
 
-def test_ctrl_c_says_what_was_kept_and_how_to_go_on(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_tune_says_what_was_kept_and_how_to_go_on(home: Path, tmp_path: Path, sent: signal.Signals) -> None:
     command = [
         sys.executable,
         "-m",
@@ -224,7 +225,10 @@ def test_ctrl_c_says_what_was_kept_and_how_to_go_on(home: Path, tmp_path: Path) 
         if "screening" in line:
             break
     started = time.monotonic()
-    os.killpg(child.pid, signal.SIGINT)
+    if sent == signal.SIGINT:
+        os.killpg(child.pid, sent)  # as a terminal does
+    else:
+        child.send_signal(sent)
     rest, _ = child.stderr.read(), child.wait(timeout=60)
     child.stderr.close()
     assert child.returncode == 130, "".join(said) + rest
