@@ -12,6 +12,7 @@ from typing import Any
 from autosel.fingerprint import nvml, stack, store
 from autosel.values import Fingerprint
 
+OF_THE_HOST = ("host_launch_s",)  # timed by the host's clock: what disturbs it is no work on the device
 NOISY_SPREAD = 0.10  # between the best and the worst of five windows of 20 ms: somebody else is on the device
 
 
@@ -60,7 +61,7 @@ def _measured(known: Fingerprint, ordinal: int, readings: nvml.Readings) -> Fing
     from autosel.fingerprint import gpu_probe
 
     found = gpu_probe.measure(ordinal, readings)
-    spread = max((rate.spread for rate in found.rates.values()), default=0.0)
+    spread = max((rate.spread for name, rate in found.rates.items() if name not in OF_THE_HOST), default=0.0)
     noisy = [f"a rate spread by {spread:.0%} over its windows"] if spread > NOISY_SPREAD else []
     noisy += [f"the device was slowed: {found.slowed}"] if found.slowed else []
     fp = dataclasses.replace(known, rates=found.rates, contended=bool(noisy), notes=(*found.notes, *noisy))
