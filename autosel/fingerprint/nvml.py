@@ -68,6 +68,8 @@ def peak_read_bytes_per_s(r: Readings) -> float:
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
+NO_NVML = "check nvidia-smi and the driver; a container gets NVML with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+
 # Name in the identity -> CUDA attribute.
 LIMITS = {
     "sm_count": "cudaDevAttrMultiProcessorCount",
@@ -93,7 +95,8 @@ def read(ordinal: int) -> Readings:
     limits = {name: int(runtime.deviceGetAttribute(getattr(runtime, a), ordinal)) for name, a in LIMITS.items()}
     told = runtime.getDeviceProperties(ordinal)  # cupy has no attribute for the compute capability
     cc = int(told["major"]), int(told["minor"])
-    return _from_nvml(runtime.deviceGetPCIBusId(ordinal), told["uuid"], cc, limits)
+    # Sixteen bytes, which cupy reads as a C string: up to the first zero, were it beyond them.
+    return _from_nvml(runtime.deviceGetPCIBusId(ordinal), told["uuid"][:16], cc, limits, told)
 
 
 def count() -> int:
@@ -126,13 +129,16 @@ def _count(runtime: Any) -> int:
         raise UsageError("CUDA finds no device", why=str(error), todo="check nvidia-smi and the driver") from error
 
 
-def _from_nvml(pci: str, uuid: bytes, cc: tuple[int, int], limits: Mapping[str, int]) -> Readings:
+def _from_nvml(
+    pci: str, uuid: bytes, cc: tuple[int, int], limits: Mapping[str, int], told: Mapping[str, Any]
+) -> Readings:
+    """`told`: what CUDA says of the device. NVML knows no memory of a chip that shares its host's."""
     import pynvml as nvml
 
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise UsageError("NVML does not answer", why=str(error), todo="check nvidia-smi and the driver") from error
+        raise UsageError("NVML does not answer", why=str(error), todo=NO_NVML) from error
     try:
         board = nvml.nvmlDeviceGetHandleByPciBusId(pci.encode())
         slice_ = _mig_slice(nvml, board, uuid)
@@ -140,10 +146,13 @@ def _from_nvml(pci: str, uuid: bytes, cc: tuple[int, int], limits: Mapping[str, 
             name=_text(nvml.nvmlDeviceGetName(board)),
             cc=cc,
             limits=limits,
-            memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(slice_ or board).total),
-            memory_bus_bits=int(nvml.nvmlDeviceGetMemoryBusWidth(board)),
+            memory_bytes=int(
+                _maybe(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(slice_ or board).total) or told["totalGlobalMem"]
+            ),
+            memory_bus_bits=int(_maybe(nvml, lambda: nvml.nvmlDeviceGetMemoryBusWidth(board)) or 0),
             sm_clock_max_hz=1e6 * nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_SM),
-            memory_clock_max_hz=1e6 * nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_MEM),
+            memory_clock_max_hz=1e6
+            * (_maybe(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_MEM)) or 0),
             ecc=_maybe(nvml, lambda: bool(nvml.nvmlDeviceGetEccMode(board)[0])),
             mig_profile=_profile(_text(nvml.nvmlDeviceGetName(slice_))) if slice_ else None,
             power_limit_w=_maybe(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(board) / 1e3),
@@ -189,10 +198,15 @@ def _profile(name: str) -> str:
 
 
 def _maybe(nvml: Any, ask: Any) -> Any:
-    """None where this device or driver does not support the question."""
+    """None where this device or driver does not support the question, or does not let us ask it."""
     try:
         return ask()
-    except (nvml.NVMLError_NotSupported, nvml.NVMLError_NotFound, nvml.NVMLError_FunctionNotFound):
+    except (
+        nvml.NVMLError_NotSupported,
+        nvml.NVMLError_NotFound,
+        nvml.NVMLError_FunctionNotFound,
+        nvml.NVMLError_NoPermission,
+    ):
         return None
 
 
@@ -213,16 +227,23 @@ def driver() -> str:
 
 
 def slowdown(uuid: str) -> str:
-    """Why the device runs slower than it could right now (heat, power brake), or "". Asked around a measurement."""
+    """Why the device runs slower than it could right now (heat, power brake), or "". Asked around a measurement, which
+    is not lost where NVML has no answer."""
     import pynvml as nvml
 
-    nvml.nvmlInit()
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return ""
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
-        bits = _maybe(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)) or 0
+        if uuid.startswith("MIG-"):  # a slice has no clock of its own
+            handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        return reasons_of(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    except nvml.NVMLError:
+        return ""
     finally:
         nvml.nvmlShutdown()
-    return reasons_of(bits)
 
 
 # NVML's clock event reasons that spoil a measurement (nvml.h, nvmlClocksEventReasons): power capping is a device's

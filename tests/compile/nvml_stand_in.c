@@ -1,15 +1,17 @@
 // NVML's part of its interface that a fingerprint asks, for one board: so that nvidia-ml-py's own calls are made.
-// MIG: environment variable of the stand-in, SLICES=n: the board is cut into n slices.
+// MIG: environment variable of the stand-in, SLICES=n: the board is cut into n slices. SHARED=1: a chip whose memory is
+// its host's, of which NVML knows nothing, in a container that may not ask for ECC.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { OK = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6 };
+enum { OK = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6 };
 typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct Device* Handle;
 
 static char board, slices[7];
 static int count(void) { const char* n = getenv("SLICES"); return n ? atoi(n) : 0; }
+static int shared(void) { return getenv("SHARED") != NULL; }
 static int is_slice(Handle d) { return (char*)d >= slices && (char*)d < slices + sizeof slices; }
 
 int nvmlInitWithFlags(unsigned flags) { (void)flags; return OK; }
@@ -20,18 +22,30 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char* pci, Handle* d) {
   *d = (Handle)&board;
   return strcmp(pci, "0000:0a:00.0") ? NOT_FOUND : OK;
 }
-int nvmlDeviceGetHandleByUUID(const char* uuid, Handle* d) { (void)uuid; *d = (Handle)&board; return OK; }
+int nvmlDeviceGetHandleByUUID(const char* uuid, Handle* d) {
+  *d = strncmp(uuid, "MIG-", 4) ? (Handle)&board : (Handle)slices;
+  return OK;
+}
 int nvmlDeviceGetName(Handle d, char* text, unsigned room) {
   snprintf(text, room, is_slice(d) ? "NVIDIA H200 MIG 1g.18gb" : "NVIDIA H200");
   return OK;
 }
 int nvmlDeviceGetMemoryInfo(Handle d, Memory* m) {
   m->total = is_slice(d) ? 18ull << 30 : 140ull << 30, m->free = m->total, m->used = 0;
-  return OK;
+  return shared() ? NOT_SUPPORTED : OK;
 }
-int nvmlDeviceGetMemoryBusWidth(Handle d, unsigned* bits) { (void)d; *bits = 6144; return OK; }
-int nvmlDeviceGetMaxClockInfo(Handle d, int type, unsigned* mhz) { (void)d; *mhz = type == 2 ? 3201 : 1980; return OK; }
-int nvmlDeviceGetEccMode(Handle d, unsigned* now, unsigned* then) { (void)d; *now = *then = 1; return OK; }
+int nvmlDeviceGetMemoryBusWidth(Handle d, unsigned* bits) {
+  (void)d, *bits = 6144;
+  return shared() ? NOT_SUPPORTED : OK;
+}
+int nvmlDeviceGetMaxClockInfo(Handle d, int type, unsigned* mhz) {
+  (void)d, *mhz = type == 2 ? 3201 : 1980;
+  return shared() && type == 2 ? NOT_SUPPORTED : OK;
+}
+int nvmlDeviceGetEccMode(Handle d, unsigned* now, unsigned* then) {
+  (void)d, *now = *then = 1;
+  return shared() ? NO_PERMISSION : OK;
+}
 int nvmlDeviceGetEnforcedPowerLimit(Handle d, unsigned* mw) { (void)d; (void)mw; return NOT_SUPPORTED; }
 int nvmlDeviceGetUUID(Handle d, char* text, unsigned room) {
   if (!is_slice(d)) snprintf(text, room, "GPU-01020304-0506-0708-090a-0b0c0d0e0f10");
@@ -45,4 +59,12 @@ int nvmlDeviceGetMigDeviceHandleByIndex(Handle d, unsigned i, Handle* found) {
   *found = (Handle)&slices[i];
   return (int)i < count() ? OK : NOT_FOUND;
 }
-int nvmlDeviceGetCurrentClocksEventReasons(Handle d, unsigned long long* bits) { (void)d; *bits = 0x20; return OK; }
+// Asked of a slice, as the driver has it: no such question.
+int nvmlDeviceGetCurrentClocksEventReasons(Handle d, unsigned long long* bits) {
+  *bits = 0x20;
+  return is_slice(d) ? INVALID_ARGUMENT : OK;
+}
+int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(Handle d, Handle* found) {
+  *found = (Handle)&board;
+  return is_slice(d) ? OK : INVALID_ARGUMENT;
+}
