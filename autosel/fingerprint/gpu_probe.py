@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Any
 import numpy
 
 from autosel import resources
+from autosel.errors import UsageError
 from autosel.fingerprint import gpu_rates, nvml
 from autosel.fingerprint.gpu_rates import Point
 from autosel.values import Rate
@@ -64,7 +66,7 @@ def measure(ordinal: int, readings: nvml.Readings) -> Found:
 def reader(ordinal: int) -> Callable[[], float]:
     """Bytes/s of a read of a gigabyte, the best of five windows: what no kernel that reads memory can exceed.
 
-    Holds two such buffers for as long as it lives. Needs cupy.
+    Holds that buffer for as long as it lives. Needs cupy.
     """
     import cupy
 
@@ -101,16 +103,26 @@ class Bench:
         self.kernels = cp.RawModule(code=source, options=("-std=c++17",))
         self.stream = cp.cuda.Stream(non_blocking=True)
         size = max(1 << 30, 8 * self.identity["l2_bytes"])
-        size = min(size, cp.cuda.runtime.memGetInfo()[0] // 4) // BLOCK_BYTES * BLOCK_BYTES
+        free = cp.cuda.runtime.memGetInfo()[0]
+        size = min(size, free // 4) // BLOCK_BYTES * BLOCK_BYTES
+        if size == 0:
+            raise UsageError(
+                "the device's memory is full",
+                why=f"{free / 2**20:.0f} MiB are free; its rates need {4 * BLOCK_BYTES / 2**20:.0f} at least",
+                todo="end what runs there (nvidia-smi shows it)",
+            )
         self.data = cp.empty(size // 4, dtype=cp.uint32)
         # Drawn by the host: cupy's generator overflows at 32 bits. What repeats after 8 MiB is random to a data bus.
         drawn = numpy.random.default_rng(1).integers(0, 1 << 32, BLOCK_BYTES // 4, dtype=numpy.uint32)
         self.data.reshape(-1, drawn.size)[:] = cp.asarray(drawn)
-        self.other = cp.empty_like(self.data)
         self.word = cp.zeros(1024, dtype=cp.uint32)
         self.ticks = cp.zeros(8, dtype=cp.int64)
         # Host memory that the device polls: the host opens the gate without the device's help.
         self.gate = cp.cuda.alloc_pinned_memory(64)
+        for name in re.findall(r"__global__ void (\w+)", source):
+            # CUDA loads a kernel when it is first asked for, and may wait for the device to be idle: never while the
+            # gate is shut, which then stays shut until it gives up.
+            _ = self.kernels.get_function(name).num_regs
         cp.cuda.Device().synchronize()
 
     def release(self) -> None:
@@ -171,6 +183,9 @@ class Bench:
     def memory(self) -> None:
         """Read and copy rate, the loaded latency from the ramp, how many SMs it takes."""
         size = self.data.nbytes
+        if size < 2 * int(self.identity["l2_bytes"]):
+            self.notes.append(f"little of the device's memory was free: read in {size >> 20} MiB, much of it out of L2")
+        self.other = self.cupy.empty_like(self.data)
         best = 0.0
         for per_sm in (4, 8):
             found = [size / s for s in self.repeated(partial(self._read, per_sm * self.sms))]
@@ -200,12 +215,14 @@ class Bench:
 
     def _ramp(self) -> Iterator[Point]:
         """(bytes in flight, bytes/s): one load a thread; resident threads set by the number of blocks an SM gets."""
-        most = int(self.identity["threads_per_sm"]) // 64
+        most = min(int(self.identity["threads_per_sm"]) // 64, int(self.identity["ctas_per_sm"]))
+        from_memory = 4 * int(self.identity["l2_bytes"])  # a smaller set would come out of L2 the second time
         for per_sm in [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32) if n <= most]:
             blocks = per_sm * self.sms
             # Shared memory that no one uses keeps the scheduler from putting more than per_sm blocks on one SM.
             room = min(int(self.identity["smem_per_sm_bytes"]) // per_sm - 2048, 48 << 10)
-            count = self.cupy.uint64(min(self.data.nbytes, blocks * 64 * VECTOR_BYTES * 512) // VECTOR_BYTES)
+            size = min(self.data.nbytes, max(blocks * 64 * VECTOR_BYTES * 512, from_memory))
+            count = self.cupy.uint64(size // VECTOR_BYTES)
 
             def work(blocks: int = blocks, room: int = room, count: Any = count) -> None:
                 self.launch("probe_read_one", blocks, 64, self.data, count, self.word, shared_bytes=max(room, 0))
@@ -248,7 +265,7 @@ class Bench:
         clock = self._clock_hz()
         self.keep("sm_clock_hz", "Hz", [clock])
         l2 = int(self.identity["l2_bytes"])
-        sets = {"l1": 64 << 10, "l2": 8 << 20, "l2_far": int(0.8 * l2), "idle_dram": self.data.nbytes}
+        sets = {"l1": 64 << 10, "l2": min(8 << 20, l2 // 2), "l2_far": int(0.8 * l2), "idle_dram": self.data.nbytes}
         for level, size in sets.items():
             if size <= self.data.nbytes:
                 self.keep(f"{level}_latency_s", "s", [self._chase(size) / clock])
@@ -264,13 +281,19 @@ class Bench:
         return wanted / min(seconds)
 
     def _chase(self, size: int) -> float:
-        """Ticks a load: one thread on a random cycle over the 128-byte lines of `size` bytes."""
+        """Ticks a load: one thread on a random cycle over the 128-byte lines of `size` bytes.
+
+        The second walk goes on where the first has ended: where the set is long, over lines not met before; where it is
+        short, around it so often that the first round, with L1 empty as every kernel finds it, does not count.
+        """
         cp, lines = self.cupy, size // LINE_BYTES
         order = numpy.random.default_rng(2).permutation(lines).astype(numpy.uint32)  # cupy's generator has none
         following = numpy.empty(lines, dtype=numpy.uint32)
         following[order] = numpy.roll(order, -1)
         self.data[: lines * 32 : 32] = cp.asarray(following)
-        steps = 4096 if size > (1 << 20) else 1024
+        self.word[:] = 0  # where the walk begins
+        cp.cuda.Device().synchronize()  # what was written is on another stream than the walk
+        steps = 4096 if lines > 4096 else 64 * 32 * math.ceil(lines / 32)
 
         def work() -> None:
             self.launch("probe_chase", 1, 1, self.data, cp.uint32(steps), self.ticks, self.word)
@@ -365,15 +388,25 @@ class Bench:
             return
         device = torch_device(self.cupy)
         with torch.cuda.device(device):
-            a = torch.randn(MATRIX_SIDE, MATRIX_SIDE, device=device, dtype=torch.bfloat16)
-            b = torch.randn_like(a)
-            self._matmul("bf16_matrix_flops", partial(torch.mm, a, b))
-            if float(self.identity["cc"]) >= 8.9:
-                one = torch.ones((), device=device)
-                x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
-                fp8 = partial(torch._scaled_mm, x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-                self._matmul("fp8_matrix_flops", fp8)
+            try:
+                self._products(device)
+            except (
+                RuntimeError
+            ) as error:  # no room for the matrices, or a library without such a product for this device
+                self.notes.append(f"matrix rates: {str(error).splitlines()[0][:200]}")
             torch.cuda.empty_cache()
+
+    def _products(self, device: Any) -> None:
+        import torch
+
+        a = torch.randn(MATRIX_SIDE, MATRIX_SIDE, device=device, dtype=torch.bfloat16)
+        b = torch.randn_like(a)
+        self._matmul("bf16_matrix_flops", partial(torch.mm, a, b))
+        if float(self.identity["cc"]) >= 8.9:
+            one = torch.ones((), device=device)
+            x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
+            fp8 = partial(torch._scaled_mm, x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            self._matmul("fp8_matrix_flops", fp8)
 
     def _matmul(self, name: str, work: Callable[[], Any]) -> None:
         import torch

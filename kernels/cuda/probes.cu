@@ -94,9 +94,10 @@ extern "C" __global__ void probe_chunks(const Vec* from, u64 count, unsigned chu
   if (never(all[0])) sink[0] = all[0];
 }
 
-// One thread follows a cycle of indices, each a word of its own 128-byte line; clock ticks into ticks[0].
+// One thread follows a cycle of indices, each a word of its own 128-byte line, from the one in sink[0] on, which is
+// then where it has come to; clock ticks into ticks[0].
 extern "C" __global__ void probe_chase(const unsigned* next, unsigned steps, long long* ticks, unsigned* sink) {
-  unsigned at = 0;
+  unsigned at = sink[0];
   for (unsigned i = 0; i < 64; ++i) at = next[u64(at) * 32];
   long long start = clock64();
 #pragma unroll 1
@@ -179,7 +180,8 @@ extern "C" __global__ void probe_fma(unsigned steps, float seed, long long* tick
   for (int k = 0; k < kChains; ++k) a[k] = seed * float(k + 1 + int(threadIdx.x));
   __syncthreads();
   long long start = clock64();
-#pragma unroll 1
+  // Unrolled, for a scheduler that can issue a product each clock has none to spare for counting.
+#pragma unroll 8
   for (unsigned i = 0; i < steps; ++i) {
 #pragma unroll
     for (int k = 0; k < kChains; ++k) a[k] = a[k] * 0.999f + seed;

@@ -27,8 +27,18 @@ ATTRIBUTES = {  # of the device that is played: simt.h's, and what an H100 says 
 FREE_BYTES = 32 << 20
 
 
+class _Default:
+    """CUDA's default stream, on which cupy writes arrays: a non-blocking stream does not wait for it."""
+
+    busy = False
+
+
 class Array(numpy.ndarray):
     """As cupy's: elements are arrays of no dimension, `data.ptr` the address, `get()` a copy on the host."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _Default.busy = True
+        super().__setitem__(index, value)
 
     def __getitem__(self, index: Any) -> Any:
         return numpy.asarray(super().__getitem__(index)).view(Array)
@@ -42,7 +52,11 @@ class Array(numpy.ndarray):
 
 
 def _made(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *given, **named: function(*given, **named).view(Array)
+    def made(*given: Any, **named: Any) -> Any:
+        _Default.busy |= function not in (numpy.empty, numpy.empty_like)
+        return function(*given, **named).view(Array)
+
+    return made
 
 
 class CUDARuntimeError(RuntimeError):
@@ -52,9 +66,14 @@ class CUDARuntimeError(RuntimeError):
 class Kernel:
     """As cupy.RawKernel: `(grid, block, args, shared_mem=, stream=)`."""
 
-    def __init__(self, library: ctypes.CDLL, name: str) -> None:
-        self.library, self.name = library, name
+    def __init__(self, library: ctypes.CDLL, name: str, loaded: set[str]) -> None:
+        self.library, self.name, self.loaded = library, name, loaded
         self.kernel = SimpleNamespace(ptr=id(self))
+
+    @property
+    def num_regs(self) -> int:
+        self.loaded.add(self.name)
+        return 32
 
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], *, shared_mem: int = 0, stream: Any
@@ -65,6 +84,8 @@ class Kernel:
             self.launch(grid, block, args, shared_mem)
 
     def launch(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared: int) -> None:
+        assert self.name in self.loaded, f"{self.name}: what CUDA loads at a launch may wait for a gate that is shut"
+        assert not _Default.busy, f"{self.name}: nobody has waited for what the default stream writes"
         held = [numpy.uint64(a.data.ptr) if isinstance(a, Array) else a for a in args]
         assert all(isinstance(a, numpy.generic) for a in held), f"{self.name}: cupy makes 8 bytes of a plain number"
         places = [numpy.array(a) for a in held]
@@ -117,7 +138,8 @@ class Device:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        _Default.busy = False
 
 
 def _attribute(number: int, ordinal: int) -> int:
@@ -130,7 +152,7 @@ def _set(pointer: int, value: int, count: int, stream: int) -> None:
 
 def modules(library: Path, *, devices: int = 1, uuid: bytes = bytes(range(1, 17))) -> dict[str, ModuleType]:
     """`cupy`, `cupy.cuda` and `cupy.cuda.runtime`, for sys.modules."""
-    loaded = ctypes.CDLL(str(library))
+    library_ = ctypes.CDLL(str(library))
     cupy, cuda, runtime = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.runtime")
     vars(runtime).update(
         {name: number for number, name in enumerate(ATTRIBUTES)},
@@ -138,7 +160,12 @@ def modules(library: Path, *, devices: int = 1, uuid: bytes = bytes(range(1, 17)
         getDeviceCount=lambda: devices,
         deviceGetAttribute=_attribute,
         deviceGetPCIBusId=lambda ordinal: "0000:0a:00.0",
-        getDeviceProperties=lambda ordinal: {"major": 9, "minor": 0, "uuid": uuid.partition(b"\0")[0]},
+        getDeviceProperties=lambda ordinal: {
+            "major": 9,
+            "minor": 0,
+            "uuid": uuid.partition(b"\0")[0],
+            "totalGlobalMem": 128 << 30,
+        },
         memGetInfo=lambda: (FREE_BYTES, 2 * FREE_BYTES),
         memsetAsync=_set,
     )
@@ -150,13 +177,14 @@ def modules(library: Path, *, devices: int = 1, uuid: bytes = bytes(range(1, 17)
         get_elapsed_time=lambda begin, end: (end.at - begin.at) * 1e3,
         alloc_pinned_memory=lambda size: SimpleNamespace(ptr=ctypes.addressof(room := _room(size)), keep=room),
     )
+    loaded: set[str] = set()
     plain = {name: getattr(numpy, name) for name in ("uint32", "uint64", "int64", "float32")}
     arrays = {name: _made(getattr(numpy, name)) for name in ("empty", "empty_like", "zeros", "asarray")}
     vars(cupy).update(
         **plain,
         **arrays,
         cuda=cuda,
-        RawModule=lambda code, options: SimpleNamespace(get_function=lambda name: Kernel(loaded, name)),
+        RawModule=lambda code, options: SimpleNamespace(get_function=lambda name: Kernel(library_, name, loaded)),
         get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
         is_available=lambda: True,
     )

@@ -95,6 +95,13 @@ def test_every_rate_of_a_gpu_is_measured_stored_and_found_again(played: Played, 
     assert ctypes.c_int.in_dll(ctypes.CDLL(str(probes)), "dependent_launches").value > 0
 
 
+def test_a_device_whose_memory_is_full_is_told_of(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    played()
+    monkeypatch.setattr(cupy_stand_in, "FREE_BYTES", 3 << 18)
+    with pytest.raises(UsageError, match="memory is full"):
+        gpu_probe.reader(0)
+
+
 def test_a_reader_gives_the_rate_again_and_again(played: Played) -> None:
     played()
     rate = gpu_probe.reader(0)
@@ -150,6 +157,30 @@ def test_a_slice_that_cannot_be_told_from_others_is_refused(played: Played) -> N
     assert "3 slices, 0 with CUDA's UUID" in error.value.why
 
 
+def test_a_uuid_without_a_zero_is_cut_where_it_ends(played: Played) -> None:
+    """What follows it in CUDA's structure belongs to it as a C string."""
+    played(slices=3, uuid=SLICE_2 + b"\x07\x08")
+    assert nvml.read(0).uuid.startswith("MIG-01020204")
+
+
+def test_a_slice_is_as_slow_as_its_board(played: Played) -> None:
+    played(slices=3, uuid=SLICE_2)
+    assert nvml.slowdown(nvml.read(0).uuid) == "thermal slowdown"
+    assert nvml.slowdown("GPU-0") == "thermal slowdown"
+
+
+def test_a_chip_that_shares_its_hosts_memory_is_described_by_cuda(played: Played) -> None:
+    played()
+    libc = ctypes.CDLL(None)
+    libc.setenv(b"SHARED", b"1", 1)
+    try:
+        found = nvml.read(0)
+    finally:
+        libc.unsetenv(b"SHARED")
+    assert found.memory_bytes == 128 << 30 and found.ecc is None
+    assert nvml.peak_read_bytes_per_s(found) == 0.0  # nobody says
+
+
 def test_a_device_that_cuda_does_not_show_is_refused(played: Played) -> None:
     played(devices=2)
     with pytest.raises(UsageError) as error:
@@ -175,19 +206,31 @@ def test_data_is_random_to_its_last_word(bench: gpu_probe.Bench) -> None:
 @pytest.mark.parametrize("count", [1, 7, 1000, 8 * 512 + 5])
 def test_a_copy_copies_every_vector_and_no_more(bench: gpu_probe.Bench, count: int) -> None:
     cp = bench.cupy
-    bench.other[:] = 0
-    bench.launch("probe_copy", 4, 32, bench.other, bench.data, cp.uint64(count))
-    assert numpy.array_equal(bench.other[: 4 * count], bench.data[: 4 * count])
-    assert not bench.other[4 * count :].any()
+    other = cp.zeros(bench.data.size, dtype=cp.uint32)
+    cp.cuda.Device().synchronize()
+    bench.launch("probe_copy", 4, 32, other, bench.data, cp.uint64(count))
+    assert numpy.array_equal(other[: 4 * count], bench.data[: 4 * count])
+    assert not other[4 * count :].any()
 
 
 def test_a_chase_follows_the_cycle(bench: gpu_probe.Bench) -> None:
     assert bench._chase(64 * 128) > 0
     at, following = 0, numpy.array(bench.data[: 64 * 32 : 32])
-    for _ in range(64 + 1024):
+    for _ in range(2 * (64 + 64 * 64)):
         at = int(following[at])
     assert int(bench.word[0]) == at
     assert sorted(following) == list(range(64))
+
+
+def test_a_chase_through_memory_meets_no_line_twice(bench: gpu_probe.Bench) -> None:
+    """The first walk brings lines into L2, and the second must not find them there."""
+    lines = 8192
+    bench._chase(lines * 128)
+    at, following, met = 0, numpy.array(bench.data[: lines * 32 : 32]), set()
+    for _ in range(2 * (64 + 4096)):
+        met.add(at)
+        at = int(following[at])
+    assert int(bench.word[0]) == at and len(met) == lines
 
 
 def test_all_blocks_meet_at_the_barrier_each_time(bench: gpu_probe.Bench) -> None:
