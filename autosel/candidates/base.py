@@ -17,6 +17,7 @@ class Candidate(ABC):
     deterministic: bool = True  # the same inputs give the same bits on every call
     static_shapes: bool = False  # compiled anew for each shape it meets: seconds each
     writes_out: bool = True  # False: it allocates its result, and is timed doing so
+    first_call_s: float = 0.0  # what the first call in a process may take, where something is compiled at it
     effort: Literal["quick", "full"] = "quick"  # raced always, or only with `--effort full`
 
     @abstractmethod

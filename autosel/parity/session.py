@@ -77,6 +77,7 @@ class Session:
         self.state: Mapping[str, str] | None = None
         self._loaded: dict[str, Op] = {}
         self._attached: set[str] = set()
+        self._called: set[str] = set()
         self.last_call_ns = 0
 
     def begin(self, proof_deadline_s: float) -> None:
@@ -152,7 +153,9 @@ class Session:
         self.attach(placed.arena)
         places = placed.places()
         request = self._request("call", name, proof, placed) | {"hold": hold, "into": self._into(proof, placed, places)}
-        reply = self.told(Called, request, self.call_deadline_s)
+        first_s = 0.0 if name in self._called else proof.candidate.first_call_s
+        self._called.add(name)
+        reply = self.told(Called, request, max(self.call_deadline_s, first_s))
         self.last_call_ns = reply.ns
         self._judge_forms(proof, placed, case, reply.results)
         damage = placed.damage(skip=skip)

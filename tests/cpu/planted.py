@@ -559,6 +559,16 @@ def dawdles(x, weight, eps, offset, y):
     return right(x, weight, eps, offset, y)
 
 
+@cache
+def compiled_slowly():
+    time.sleep(3.0)
+
+
+def compiles_at_its_first_call(x, weight, eps, offset, y):
+    compiled_slowly()
+    return right(x, weight, eps, offset, y)
+
+
 def hangs(x, weight, eps, offset, y):
     while True:
         pass

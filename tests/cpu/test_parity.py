@@ -18,6 +18,14 @@ def test_a_hang_ends_at_the_deadline():
     assert (found.check, found.evidence["cause"]) == ("timeout", "timeout in request")
 
 
+def test_a_library_that_compiles_at_its_first_call_has_the_time_it_says_it_takes():
+    slow = proof("compiles_at_its_first_call")
+    found = check(slow, call_deadline_s=2.0)
+    assert isinstance(found, Failed) and found.check == "timeout"
+    slow.candidate.first_call_s = 60.0
+    assert isinstance(check(slow, call_deadline_s=2.0), Passed)
+
+
 def test_a_proof_that_takes_too_long_as_a_whole_ends():
     (found,) = check_all([proof("dawdles")], terms=Terms(proof_deadline_s=1.0))
     assert isinstance(found, Failed)

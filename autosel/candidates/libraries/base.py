@@ -45,6 +45,7 @@ class Library:
     least_cc: tuple[int, int] = (8, 0)
     most_cc: tuple[int, int] = (99, 0)
     needs: tuple[str, ...] = ()  # attributes of the module that are called
+    compiles_s: float = 0.0  # what a first call may take, at which it compiles for this device
 
     def version(self) -> str:
         """As installed; "" where it is not."""
@@ -153,7 +154,7 @@ class LibraryKernel(Candidate):
         self.op, self.name, self.library, self.backend = op, name, library, backend
         self.limits, self.dtypes = limits, dtypes
         self.writes_out, self.deterministic = writes_out, deterministic
-        self.function = name.partition(":")[2]
+        self.function, self.first_call_s = name.partition(":")[2], library.compiles_s
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
         if w.dtype not in self.dtypes:

@@ -11,7 +11,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLASHINFER = Library(
-    distribution="flashinfer-python", module="flashinfer", least_version=(0, 3, 0), needs=("rmsnorm", "silu_and_mul")
+    distribution="flashinfer-python",
+    module="flashinfer",
+    least_version=(0, 3, 0),
+    needs=("rmsnorm", "silu_and_mul"),
+    compiles_s=400.0,  # ninja and nvcc: minutes on few cores
 )
 HEAD_DIMS = (64, 128, 256)
 
