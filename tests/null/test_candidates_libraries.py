@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,6 +128,9 @@ def test_on_a_cpu_none_is_even_looked_for(home: Path) -> None:
         (flash_attn.KERNELS[1], {**HEADS, "page": 16}, {}, "a multiple of 256 tokens"),
         (quack.KERNELS[0], {"M": 2, "d": 512}, {"offset": 1.0}, "no weight offset"),
         (liger.KERNELS[2], {"M": 2, "I": 512}, {}, "tanh"),
+        (flashinfer.KERNELS[1], {"M": 2, "I": 509}, {}, "vectors of 8"),
+        (sgl.KERNELS[2], {"M": 2, "I": 12}, {}, "vectors of 8"),
+        (sdpa.KERNELS[2], HEADS, {}, "no grouped heads"),
         (sdpa.KERNELS[0], {**HEADS, "S": 3}, {}, "one position"),
         (sdpa.KERNELS[1], HEADS, {"softcap": 30.0}, "softcap"),
     ],
@@ -136,6 +141,25 @@ def test_shapes_that_a_library_has_no_kernel_for_are_refused(
     found = kernel.supports(OPS[kernel.op].workload("bf16", dims, **traits), known.load("h200"))
     assert isinstance(found, Rejected)
     assert reason in found.reason
+
+
+def test_flashinfer_gets_no_gaps_where_it_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without tensor cores its decode refuses a cache that is not full, and queries that are not packed."""
+    import torch
+
+    def decode(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, use_tensor_cores: bool, **_: object
+    ) -> torch.Tensor:
+        assert use_tensor_cores or all(t.is_contiguous() for t in (q, k, v))
+        asked.append(use_tensor_cores)
+        return q
+
+    asked: list[bool] = []
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(single_decode_with_kv_cache=decode))
+    for heads, length in ((2, 512), (2, 100), (8, 512), (8, 100)):
+        q, cache = torch.zeros(1, heads, 1, 64), torch.zeros(1, 2, 512, 64)
+        flashinfer.attn(q, cache, cache, None, length, 0.0, 0, 0.0)
+    assert asked == [False, True, True, True]
 
 
 def test_another_version_of_a_library_is_another_arm(monkeypatch: pytest.MonkeyPatch) -> None:

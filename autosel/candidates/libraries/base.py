@@ -175,6 +175,11 @@ def plain_norm(w: Workload, _: tuple[int, int]) -> str:
     return "its norm has no weight offset" if w.trait("offset", 0.0) else ""
 
 
+def whole_vectors(w: Workload, _: tuple[int, int]) -> str:
+    """An activation that reads gate and up, side by side in a row, by vectors of 16 bytes of two-byte elements."""
+    return "" if w["I"] % 8 == 0 else f"reads rows by vectors of 8; the workload's have {w['I']}"
+
+
 def whole_cache(w: Workload, _: tuple[int, int]) -> str:
     """A cache all of which is read."""
     if w.trait("ragged", default=False):

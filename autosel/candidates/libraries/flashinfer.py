@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autosel.candidates.libraries.base import Library, LibraryKernel, plain_norm, whole_cache
+from autosel.candidates.libraries.base import Library, LibraryKernel, plain_norm, whole_cache, whole_vectors
 from autosel.values import Workload
 
 if TYPE_CHECKING:
@@ -49,10 +49,12 @@ def attn(
     """One sequence, one position: q[Hq,D], k and v[Hkv,L,D] ("HND")."""
     import flashinfer  # type: ignore[import-not-found,unused-ignore]
 
-    keys, values = k[0, :, :max_len], v[0, :, :max_len]
-    cores = q.shape[1] // k.shape[1] >= GROUP_FOR_TENSOR_CORES
+    query, keys, values = q[0, :, 0], k[0, :, :max_len], v[0, :, :max_len]
+    # Its kernel without tensor cores refuses what has gaps: a cache that is not full, for one.
+    gaps = not all(t.is_contiguous() for t in (query, keys, values))
+    cores = gaps or q.shape[1] // k.shape[1] >= GROUP_FOR_TENSOR_CORES
     made: Tensor = flashinfer.single_decode_with_kv_cache(
-        q[0, :, 0], keys, values, kv_layout="HND", use_tensor_cores=cores, sm_scale=scale or None
+        query, keys, values, kv_layout="HND", use_tensor_cores=cores, sm_scale=scale or None
     )
     return made[None, :, None]
 
@@ -74,6 +76,8 @@ def _norm(w: Workload, cc: tuple[int, int]) -> str:
 
 KERNELS = (
     LibraryKernel("rmsnorm", "flashinfer:rmsnorm", FLASHINFER, backend="FLASHINFER", limits=_norm),
-    LibraryKernel("swiglu", "flashinfer:swiglu", FLASHINFER, backend="FLASHINFER", writes_out=False),
+    LibraryKernel(
+        "swiglu", "flashinfer:swiglu", FLASHINFER, backend="FLASHINFER", writes_out=False, limits=whole_vectors
+    ),
     LibraryKernel("attn", "flashinfer:attn", FLASHINFER, backend="FLASHINFER", limits=_one, writes_out=False),
 )

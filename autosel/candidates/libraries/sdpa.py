@@ -41,6 +41,8 @@ class Forced(Candidate):
             return f"needs compute capability {least[0]}.{least[1]}; the device has {major}.{minor or 0}"
         if w.trait("softcap", 0.0):
             return "SDPA has no softcap"
+        if self.what == "efficient" and w["Hq"] != w["Hkv"]:
+            return "its kernel has no grouped heads"
         if self.op == "attn" and (w.trait("ragged", default=False) or w["S"] != 1):
             return "without a mask it reads one position a sequence, all of equal length"
         if self.op == "prefill_attn" and 0 < int(w.trait("window", 0)) < w["S"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autosel.candidates.libraries.base import Library, LibraryKernel, plain_norm
+from autosel.candidates.libraries.base import Library, LibraryKernel, plain_norm, whole_vectors
 from autosel.values import Workload
 
 if TYPE_CHECKING:
@@ -50,6 +50,6 @@ def _norm(w: Workload, cc: tuple[int, int]) -> str:
 
 KERNELS = (
     LibraryKernel("rmsnorm", "sgl:rmsnorm", SGL, backend="SGL", limits=_norm),
-    LibraryKernel("swiglu", "sgl:swiglu", SGL, backend="SGL", writes_out=False),
-    LibraryKernel("geglu", "sgl:geglu", SGL, backend="SGL", writes_out=False),
+    LibraryKernel("swiglu", "sgl:swiglu", SGL, backend="SGL", writes_out=False, limits=whole_vectors),
+    LibraryKernel("geglu", "sgl:geglu", SGL, backend="SGL", writes_out=False, limits=whole_vectors),
 )
