@@ -109,6 +109,8 @@ def counters(said: str) -> Iterator[dict[str, Any]]:
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     launches: dict[str, dict[str, Any]] = {}
     for row in csv.DictReader(lines[start:]):
+        if not row.get("Metric Value"):  # a line of the tool's own among the table's
+            continue
         launch = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"].partition("(")[0]})
         try:
             launch[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))

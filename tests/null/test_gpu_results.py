@@ -220,6 +220,11 @@ def test_counters_of_a_call_of_two_launches_are_added_up() -> None:
     assert shown.rows[0][2] == "10.2"
 
 
+def test_what_the_profiler_prints_after_its_table_is_no_counter() -> None:
+    told = list(profiles.counters(NCU + '\n\n==WARNING== Found outstanding GPU clock reset\n"==PROF== Disconnected"\n'))
+    assert told == list(profiles.counters(NCU))
+
+
 def test_the_slowest_of_ours_are_found_where_they_do_worst(tmp_path: Path) -> None:
     arms = {
         "cuda:gemv": {"us": 10.0, "read": 0.9}, "triton:gemv": {"us": 20.0, "read": 0.4},
