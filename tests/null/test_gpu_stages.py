@@ -17,6 +17,7 @@ from autosel.native import cuda, cutlass
 from autosel.native.cuda import Nvcc
 from autosel.native.cutlass import Headers
 from autosel.values import Accepted, NativeRecipe
+from benchmarks.gpu import sanitizer
 from benchmarks.gpu.__main__ import chosen, parsed, seconds
 from benchmarks.gpu.entrants import Entry, entries
 from benchmarks.gpu.kept import Kept, Record
@@ -173,6 +174,49 @@ def test_the_sanitizer_looks_at_every_kernel_that_parity_takes(device: str) -> N
     ours = {(c.op, c.name) for c in for_gpus() if c.backend in ("CUDA_EXT", "CUTLASS", "TRITON")}
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         assert candidates_in([u for u in units if u.startswith(tool)], skip=1) >= there & ours
+
+
+# What compute-sanitizer 2025.3 prints around and between what the program says.
+CLEAN = """========= COMPUTE-SANITIZER
+8 cases
+========= ERROR SUMMARY: 0 errors
+"""
+HAZARDS = """========= COMPUTE-SANITIZER
+8 cases
+========= Error: Race reported between Write access at 0x130 in add(float*) and Read access at 0x90 [64 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "expected"),
+    [
+        (0, CLEAN, {"ok": True, "outcome": "clean", "cases": 8}),
+        (9, HAZARDS, {"ok": False, "outcome": "found"}),
+        (
+            1,
+            CLEAN.replace("8 cases", "wrong: odd rows"),
+            {"ok": False, "outcome": "found", "reason": "wrong: odd rows"},
+        ),
+    ],
+)
+def test_what_the_sanitizer_prints_is_read(
+    code: int, printed: str, expected: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker = tmp_path / "compute-sanitizer"
+    checker.write_text(f"#!/bin/sh\ncat <<'END'\n{printed}END\nexit {code}\n")
+    checker.chmod(0o755)
+    monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: str(checker))
+    found = sanitizer.run("racecheck rmsnorm cuda:rmsnorm bf16", on_gpu(), known.load("h200"))
+    assert {key: found[key] for key in expected} == expected
+    if printed is HAZARDS:
+        assert found["reason"].startswith("Error: Race reported between Write access")
+
+
+def test_a_no_of_cudas_that_a_library_takes_for_an_answer_is_no_error_of_a_kernel() -> None:
+    assert sanitizer.checked_by("compute-sanitizer", "memcheck")[3:5] == ["--report-api-errors", "no"]
+    assert "--report-api-errors" not in sanitizer.checked_by("compute-sanitizer", "racecheck")  # memcheck's alone
 
 
 @pytest.mark.parametrize("device", DEVICES)
