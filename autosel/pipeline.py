@@ -55,7 +55,7 @@ def tune(
             tuning.tally.settled(job)
         todo = [job for job in jobs if not job.settled]
         todo += [shortlist(tuning, end, probe=True) for end in lowest_ends([job.named for job in todo])]
-        refuse_without_memory(contests(tuning, todo))
+        refuse_without_memory(contests(tuning, todo), request.device)
         prove_all(tuning, todo)
         ready = [job for job in todo if not job.late]
         for job in contend(tuning, ready):

@@ -246,6 +246,19 @@ def slowdown(uuid: str) -> str:
         nvml.nvmlShutdown()
 
 
+def free_bytes(ordinal: int) -> int | None:
+    """What is free of a device's memory, no context of CUDA's made to ask; None where NVML does not know."""
+    import pynvml as nvml
+
+    uuid = read(ordinal).uuid
+    nvml.nvmlInit()
+    try:
+        free = _maybe(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid.encode())).free)
+        return None if free is None else int(free)
+    finally:
+        nvml.nvmlShutdown()
+
+
 # NVML's clock event reasons that spoil a measurement (nvml.h, nvmlClocksEventReasons): power capping is a device's
 # normal state under load and is not among them.
 SPOILING = {0x8: "hardware slowdown", 0x20: "thermal slowdown", 0x40: "hardware thermal", 0x80: "power brake"}

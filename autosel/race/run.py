@@ -31,7 +31,7 @@ CEILING_SLACK = 1.1
 # One contest of each time class carries the A/A comparison of a session, drawn by coin from those where it is cheap: it
 # must go on as long as a confirming session may, whatever the others need.
 CLONE_LIMIT_NS = 3_000_000
-CLONE_LIMIT_BYTES = 256 << 20
+CLONE_LIMIT_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # a GPU's copies take longer to be cold than to be made
 CLONE_SHARE = 0.3
 MAX_ATTEMPTS = 3  # nominees that may follow one another, each with its own debit
 LOAD_S, PREPARE_S = 60.0, 120.0
@@ -435,6 +435,11 @@ class _Process:
                     alone.pair([base, arm], alone.plan.calls, alone.plan.samples)
                 alone.release()
             except (WorkerError, _WrongOutputError) as again:
+                if (
+                    isinstance(again, WorkerError) and again.retryable
+                ):  # memory ran out: it may not have been this one's
+                    self.renew()
+                    continue
                 cause = again.cause if isinstance(again, WorkerError) else "wrong output"
                 found[arm] = Mismatch(check="crash", reason=f"{again} ({cause})", evidence={"cause": cause})
                 self.renew()
@@ -492,7 +497,8 @@ class _Seated:
         assert self.operands is not None
         size = self.operands.streamed_bytes * self.operands.copies
         wanted = self.plan.time_class not in self.process.cloned and self.rng.random() < self.process.clone_share
-        return wanted and base_ns <= CLONE_LIMIT_NS and size <= CLONE_LIMIT_BYTES
+        limit = CLONE_LIMIT_BYTES[self.process.device.partition(":")[0]]
+        return wanted and base_ns <= CLONE_LIMIT_NS and size <= limit
 
     def _prepare(self, worker: Worker) -> None:
         contest, operands = self.attempt.contest, self.operands

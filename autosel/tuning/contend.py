@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from autosel import ops
 from autosel.errors import UsageError
+from autosel.fingerprint import nvml
 from autosel.ledger.key import budget_key
 from autosel.race.contest import Contest, Entrant
 from autosel.race.judge import judge
@@ -124,19 +125,30 @@ def with_roofline(verdict: Verdict, w: Workload) -> Verdict:
     return replace(verdict, roofline=floor_us / verdict.timings[verdict.winner].median_us)
 
 
-def refuse_without_memory(contests: Sequence[Contest]) -> None:
-    """Operands live once in shared memory and once more, in copies, in the process that races. Raises UsageError."""
+def refuse_without_memory(contests: Sequence[Contest], device: str = "cpu") -> None:
+    """Operands live once in shared memory and once more, in copies, where the race is run. Raises UsageError."""
     import psutil
 
     if not contests:
         return
     sizes = {c.workload.key: c.op.bytes_moved(c.workload) for c in contests}
     private = max(size + 4 * c.llc_bytes for c, size in zip(contests, sizes.values(), strict=True))
-    need, free = sum(sizes.values()) + private + OTHERS_BYTES, psutil.virtual_memory().available
+    here, there = sum(sizes.values()) + OTHERS_BYTES, 0
+    if device == "cpu":
+        here += private
+    else:
+        there = private + OTHERS_BYTES
+    _refuse(here, psutil.virtual_memory().available, "memory", sizes)
+    on_device = nvml.free_bytes(int(device.partition(":")[2] or 0)) if there else None
+    if on_device is not None:
+        _refuse(there, on_device, f"{device}'s memory", sizes)
+
+
+def _refuse(need: int, free: int, what: str, sizes: Mapping[str, int]) -> None:
     if need > free:
         worst = max(sizes, key=lambda key: sizes[key])
         raise UsageError(
-            f"racing these workloads takes {need / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free",
+            f"racing these workloads takes {need / 2**30:.1f} GiB of {what}; {free / 2**30:.1f} GiB are free",
             why=f"the largest is {worst}: {sizes[worst] / 2**30:.1f} GiB",
             todo="leave it out with --op, or use a smaller model, batch or context",
         )

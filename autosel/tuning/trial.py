@@ -64,7 +64,7 @@ def try_candidate(
             contests.append((n, _contest(candidate, n, fp)))
         else:
             yield Tried(named=n, parity=None, reason=support.reason)
-    refuse_without_memory([contest for _, contest in contests])
+    refuse_without_memory([contest for _, contest in contests], device)
     entered: dict[str, _Entered] = {}
     for n, contest in contests:
         parity = _prove(candidate, n, fp, listener, inputs, call_deadline_s, device)

@@ -181,6 +181,13 @@ def test_a_chip_that_shares_its_hosts_memory_is_described_by_cuda(played: Played
     assert nvml.peak_read_bytes_per_s(found) == 0.0  # nobody says
 
 
+def test_what_is_free_is_asked_of_the_device_or_its_slice(played: Played) -> None:
+    played()
+    assert nvml.free_bytes(0) == 140 << 30
+    played(slices=3, uuid=SLICE_2)
+    assert nvml.free_bytes(0) == 18 << 30
+
+
 def test_a_device_that_cuda_does_not_show_is_refused(played: Played) -> None:
     played(devices=2)
     with pytest.raises(UsageError) as error:
