@@ -133,6 +133,7 @@ def passed_to_workers() -> dict[str, str]:
         "AUTOSEL_HOME": str(home()),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
+        "MAX_JOBS": "4",  # of libraries that compile with ninja: a job a core would be more processes than a worker may
     }
 
 

@@ -18,6 +18,7 @@ from autosel.candidates.libraries.base import Library, LibraryKernel, parsed
 from autosel.fingerprint import known
 from autosel.ops import OPS
 from autosel.values import Accepted, Fingerprint, PythonRecipe, Rejected, Workload
+from autosel.workers.process import Limits
 
 WRAPPED = [k for module in (flash_attn, flashinfer, liger, quack, sgl) for k in module.KERNELS]
 HEADS = {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 512}
@@ -175,3 +176,9 @@ def test_versions_compare_as_numbers() -> None:
     assert parsed("0.10.2") > parsed("0.9.9")
     assert parsed("2.8.3.post1") == (2, 8, 3)
     assert parsed("4.0.0b36") == (4, 0, 0)
+
+
+def test_what_a_library_compiles_stays_within_a_workers_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ninja starts a job a core unless told, and each job of nvcc's is some processes."""
+    monkeypatch.setenv("MAX_JOBS", "96")
+    assert 8 * int(settings.passed_to_workers()["MAX_JOBS"]) <= Limits().processes
