@@ -28,9 +28,24 @@ def load(op: Op, recipe: Recipe, digest: str, knobs: Mapping[str, Scalar]) -> Ca
     if isinstance(recipe, NativeRecipe):
         return _native(op, load_entry(digest, recipe.entry), tuple(knobs[name] for name in recipe.knob_args))
     function = _with_knobs(load_python(recipe), knobs)
-    if takes_outputs(op, parameters_of(function), recipe.target):
-        return function
-    return with_outputs(op, function, recipe.target)
+    if not takes_outputs(op, parameters_of(function), recipe.target):
+        function = with_outputs(op, function, recipe.target)
+    return _where_operands_are(op, function) if torch.cuda.device_count() > 1 else function
+
+
+def _where_operands_are(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with the GPU of its operands as the current one: Triton and most libraries launch on whichever
+    is current. Native kernels and PyTorch's own see to it themselves."""
+    position = next(i for i, a in enumerate(op.args) if a.kind == "tensor")
+
+    def there(*arguments: Any) -> Any:
+        device = arguments[position].device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return function(*arguments)
+        with torch.cuda.device(device):
+            return function(*arguments)
+
+    return there
 
 
 def load_python(recipe: PythonRecipe) -> Callable[..., Any]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import resource
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -18,6 +20,11 @@ from autosel.fingerprint import probe
 
 PROBE_S = 0.02
 HELD_CYCLES = 20_000  # a call: some 10 us, more than the host takes to enqueue it between two events
+
+
+def current(device: str) -> AbstractContextManager[Any]:
+    """The device of a plan as PyTorch's current one: libraries launch on that, wherever their operands are."""
+    return nullcontext() if device == "cpu" else torch.cuda.device(torch.device(device))
 
 
 def read_windows(device: str = "cpu") -> list[float]:

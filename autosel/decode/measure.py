@@ -20,7 +20,7 @@ from autosel.decode import graph
 from autosel.decode.account import Uses, bytes_per_step, choices_of, flops_per_step, overhead_ns, proven, time_ops
 from autosel.decode.arms import Arm, Baseline, Written, our_arm
 from autosel.decode.chain import choose_chain
-from autosel.decode.device import peak_memory
+from autosel.decode.device import current, peak_memory
 from autosel.decode.hold import holding
 from autosel.decode.model import FUSED, Chain
 from autosel.decode.persistent import kind_of, refuse_unsupported
@@ -61,7 +61,7 @@ def measure(
     listener, rng = listener or Silent(), Random(plan.seed)
     fp = fingerprint.take(plan.device)
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-    with torch.inference_mode():
+    with torch.inference_mode(), current(plan.device):
         scene = set_scene(plan, weights, listener, clock)
         chosen = chosen or Chosen()
         earlier = chosen.whole is not None

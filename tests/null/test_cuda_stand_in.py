@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from autosel.candidates.load import load
 from autosel.decode import device as decode_device
 from autosel.decode import graph, launch, race
 from autosel.decode.device import peak_memory, read_windows, time_calls
@@ -19,9 +21,11 @@ from autosel.dispatch import devices
 from autosel.errors import UnknownName, UsageError
 from autosel.fingerprint import gpu_probe, nvml
 from autosel.guard import call as guard_call
+from autosel.ops import OPS
 from autosel.parity.mirror import Mirror
 from autosel.race import capture
 from autosel.race.device import place
+from autosel.values import PythonRecipe
 from autosel.workers.arena import Arena
 from benchmarks.gpu import child, containment, profiled
 from benchmarks.gpu.scope import refuse_absent_device
@@ -264,3 +268,36 @@ def test_a_step_is_timed_until_the_device_has_ended_it(readers: None) -> None:
     times, _ = steps.pair(["graph:step", "ops:step"], calls=4, samples=3)
     assert times == {"graph:step": [200.0] * 3, "ops:step": [300.0] * 3}
     assert steps.probe() == 2e12
+
+
+# --- several GPUs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("current", "entered"), [(0, []), (1, ["cuda:0"])])
+def test_a_library_is_called_with_its_operands_gpu_as_the_current_one(
+    current: int, entered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton launches on the current device, and refuses operands of another: no fault of the kernel's."""
+    made: list[str] = []
+
+    @contextmanager
+    def device(asked: torch.device) -> Iterator[None]:
+        made.append(str(asked))
+        yield
+
+    stand_ins = {"device_count": lambda: 2, "current_device": lambda: current, "device": device}
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    swiglu = load(OPS["swiglu"], PythonRecipe(target="autosel.ops.eager:swiglu"), "", {})
+    gate = torch.ones(1, 8)
+    assert torch.equal(swiglu(gate, gate, torch.empty(1, 8)), swiglu(OnGpu.of(gate), gate, torch.empty(1, 8)))
+    assert made == entered
+
+
+def test_a_decode_has_its_device_as_the_current_one(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda asked: made.append(asked) or nullcontext())
+    for name in ("cpu", "cuda:1"):
+        with decode_device.current(name):
+            pass
+    assert made == [torch.device("cuda", 1)]
