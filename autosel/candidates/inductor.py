@@ -30,6 +30,7 @@ class Inductor(Candidate):
     backend: Backend = "INDUCTOR"
     effort: Literal["quick", "full"] = "full"
     static_shapes = True
+    first_call_s = 300.0  # Inductor starts its compilers and, on a GPU, Triton's
 
     def __init__(self, op: str) -> None:
         self.op, self.name = op, f"inductor:{op}"
