@@ -40,13 +40,19 @@ template <class W, int Parts> struct Weights {
 template <class T, int M, bool Aligned> struct Plain {
   static constexpr bool kNormed = false;
   Matrix<const T> x;
-  int first;  // row
-  __device__ __forceinline__ Plain(const Matrix<const T>& from, int first_row) : x(from), first(first_row) {}
+  int first;      // row
+  int begins[M];  // offsets; of rows beyond the last, the last's
+  // From row to row by a choice, which uniform registers can make, and keep: the lesser of two numbers they cannot, and
+  // eight of the others are what eight rows lack.
+  __device__ __forceinline__ Plain(const Matrix<const T>& from, int first_row) : x(from), first(first_row) {
+    begins[0] = first * int(x.stride);
+#pragma unroll
+    for (int m = 1; m < M; ++m) begins[m] = begins[m - 1] + (first + m < int(x.rows) ? int(x.stride) : 0);
+  }
   template <bool Whole> __device__ __forceinline__ void begin(int, int) {}
-  // kVec<T> elements of row m from k on, zeros behind its end; Whole: they do not reach it. Of rows beyond the last, the
-  // last. Where a row begins is worked out each time: kept, eight beginnings take registers that eight rows lack.
+  // kVec<T> elements of row m from k on, zeros behind its end; Whole: they do not reach it.
   template <bool Whole> __device__ __forceinline__ void load(int m, int k, int count, float (&out)[kVec<T>]) const {
-    const T* from = x.at + (min(first + m, int(x.rows) - 1) * int(x.stride) + k);
+    const T* from = x.at + (begins[m] + k);
     widen<T>(Whole ? load_resident(from) : load_vector<T, Aligned>(from, count), out);
   }
 };
@@ -73,12 +79,12 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
   // Rows of each matrix: a vector of every one of them, unpacked, takes at most 32 registers.
   static constexpr int kRows = AUTOSEL_ROWS < 32 / V ? AUTOSEL_ROWS : 32 / V, R = kRows > Parts ? kRows / Parts : 1;
   // A load that is multiplied by much gives time, and takes registers: fewer of them in flight are enough.
-  static constexpr int kMostLoads = M * V > 64 ? 1 : M == kMostRows || M * V == 64 ? 2 : 8;
+  static constexpr int kMostLoads = M * V > 64 ? 1 : M == kMostRows || M * V == 64 ? 2 : M * V == 32 ? 4 : 8;
   static constexpr int kLoads = AUTOSEL_UNROLL < kMostLoads ? AUTOSEL_UNROLL : kMostLoads;
   static constexpr int U = kLoads / (R * Parts) > 0 ? kLoads / (R * Parts) : 1;
-  // Four rows of weights are fewer than eight of x: the gain multiplies them instead, half the products, and its registers
-  // are free again before x comes. Held, it spilled 4 to 8 bytes on sm_86 and sm_100; norm_qkv still spills 8 on sm_100.
-  static constexpr bool kGainOnWeights = M == kMostRows && R * Parts > 2;
+  // The gain multiplies what there is less of, rows of weights or of x; on weights its registers are free again before x
+  // comes.
+  static constexpr bool kGainOnWeights = R * Parts < M;
   static_assert(V % X == 0, "a vector of weights meets whole vectors of x");
 
   struct Raw { uint4 v[U][Parts][R]; };
@@ -119,6 +125,8 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
                                            float (&squares)[M]) const {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
+      // Four vectors of x at a time: eight steps' at once were loaded ahead, and spilled step.cu's own. Nothing is exchanged.
+      if (Whole && u > 0 && u * M % 4 == 0) __syncwarp();
       const int k = k0 + u * kStep + lane * V;
       if (!Whole && k >= depth) break;
       float v[Parts][R][V];
@@ -163,19 +171,20 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
   template <class Source, class Done, class Ready>
   __device__ __forceinline__ void run(Source& x, const Done& done, const Ready& ready) const {
     const int teams = kWarps / w.split, team = int(threadIdx.x) / kWarp / w.split;
-    const int stride = w.split * U * kStep, start = part * U * kStep, steps = (depth + stride - 1) / stride;
+    const int stride = w.split * U * kStep, start = part * U * kStep;
     float sum[M][Parts][R] = {}, squares[M] = {};
     Raw now, next;
     int turn = 0;
     // Every warp of a CTA goes through as many groups, for split warps meet at barriers; the last may be nobody's.
-    int group = int(blockIdx.x) * teams, step = 0;
+    int group = int(blockIdx.x) * teams, from = 0;
     fetch(now, group + team, start);
     ready();
     while (group < groups) {
-      const bool last = step + 1 == steps;
-      const int next_group = last ? group + int(gridDim.x) * teams : group, next_step = last ? 0 : step + 1;
-      const int k = start + step * stride;
-      if (next_group < groups) fetch(next, next_group + team, start + next_step * stride);
+      const bool last = from + stride >= depth;
+      const int next_group = last ? group + int(gridDim.x) * teams : group, next_from = last ? 0 : from + stride;
+      const int k = start + from;
+      if (next_group < groups) fetch(next, next_group + team, start + next_from);
+      else next = Raw{};  // or ptxas keeps an older one in registers for it, through all that is around this loop
       if (Aligned && k + U * kStep <= depth) multiply<Aligned>(now, k, x, sum, squares);
       else multiply<false>(now, k, x, sum, squares);
       if (last) {
@@ -187,7 +196,7 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
           for (int i = 0; i < Parts * R; ++i) (&sum[m][0][0])[i] = 0;
         }
       }
-      now = next, group = next_group, step = next_step;
+      now = next, group = next_group, from = next_from;
     }
   }
 

@@ -319,18 +319,24 @@ template <class Task> __host__ __device__ __forceinline__ const Task& as(const i
   return *reinterpret_cast<const Task*>(words);
 }
 
+// CTAs that take part in a task.
+__device__ __forceinline__ unsigned takers(const int64_t* words) {
+  const int64_t units = as<Head>(words).units;
+  return unsigned(units < int64_t(gridDim.x) ? units : int64_t(gridDim.x));
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads, kCtas)
     step_walk(const int64_t* program, int tasks, unsigned* state, unsigned long long* times, int slots,
               unsigned long long limit_ns) {
   if (load_acquired(state + kStopped) != 0) return;
   const unsigned step = load_acquired(state + kSteps) + 1;
-  unsigned ahead = 0;  // CTAs that take part in the task before
   for (int i = 0; i < tasks; ++i) {
     const int64_t* words = program + int64_t(i) * kTaskWords;
-    const int64_t kind = as<Head>(words).kind, units = as<Head>(words).units;
-    const unsigned here = unsigned(units < int64_t(gridDim.x) ? units : int64_t(gridDim.x));
-    if (blockIdx.x < here) {
+    const int64_t kind = as<Head>(words).kind;
+    // Of the task before it is asked again: kept from task to task, it took a register of the products.
+    const unsigned ahead = i > 0 ? takers(words - kTaskWords) : 0;
+    if (blockIdx.x < takers(words)) {
       const Wait wait{state, i, ahead, step, limit_ns};
       if (kind == kProject) {
         project(as<ProjectTask<T>>(words), wait);
@@ -347,7 +353,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         if (times) atomicMax(times + i, clock_ns());
       }
     }
-    ahead = here;
   }
   if (threadIdx.x == 0) {
     __threadfence();
