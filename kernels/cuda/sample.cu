@@ -18,6 +18,8 @@
 //         inputs give the same token, and ties go by index exactly.
 //         Nothing is sorted, and the penalised row is not stored: a bit a token says whether it is in the history.
 // idea    selection without sorting: FlashInfer's sampling; blocks' maxima: kernels/cpu/sample.cpp.
+// tried   (ptxas) the loops over a list four times unrolled, as the compiler has it: a penalty is a division, and four of
+//         them in each of seven places spilled 116 bytes on sm_90. Where they add up atomically no load overtakes.
 // status  compiled and emulated; not yet run on silicon
 #include "reduce.cuh"
 #include "workspace.cuh"
@@ -165,6 +167,7 @@ __device__ uint32_t select(const List& list, const Weight& weight, Mass wanted, 
   for (int shift = 24; shift >= 0; shift -= 8) {
     for (int i = int(threadIdx.x); i < kBins; i += kThreads) room.bins[i] = 0;
     __syncthreads();
+#pragma unroll 1
     for (int i = int(threadIdx.x); i < list.n; i += kThreads) {
       const float z = list.value(i);
       const uint32_t k = key_of(z);
@@ -206,6 +209,7 @@ __device__ int locate(const List& list, const Weight& weight, const Target& targ
   Mass before = block_scan(own, room, total);
   const Mass wanted = target(total);
   if (before <= wanted && wanted < before + own) {  // one thread at most
+#pragma unroll 1
     for (int i = from; i < to; ++i) {
       before += weight(list.value(i), list.index(i));
       if (before > wanted) {
@@ -284,6 +288,7 @@ __device__ int draw(const List& list, const Wishes& wish, const Weigh& weigh, Ma
   if (wish.top_p < 1.0f) {
     Mass total = whole, own = 0;
     if (!whole) {
+#pragma unroll 1
       for (int i = int(threadIdx.x); i < list.n; i += kThreads) own += kept(list.value(i), list.index(i));
       block_scan(own, room, total);
     }
@@ -344,13 +349,12 @@ __device__ int token_of(const Rows<T>& r, int64_t b, const Block* blocks, Room& 
   int bits_of_sum = 62;
   while ((int64_t(1) << (62 - bits_of_sum)) < tokens) --bits_of_sum;
   const Weigh weigh{most, 1.0f / wish.temperature, float(Mass(1) << bits_of_sum)};
-  const bool some_k = wish.top_k > 0 && wish.top_k < tokens;
-  if (!some_k && !(wish.top_p < 1.0f)) return draw(all, wish, weigh, 0, room);
+  const bool some_k = wish.top_k > 0 && wish.top_k < tokens, some_p = wish.top_p < 1.0f;
   float from = -INFINITY;
   Mass above, whole = 0;
   if (some_k && wish.top_k <= count)
     from = value_of(select(Values{blocks, count}, [](float, int) { return Mass(1); }, Mass(wish.top_k), room, above));
-  if (wish.top_p < 1.0f && !some_k) {
+  if (some_p && !some_k) {
     float mass = 0;
     for (int i = int(threadIdx.x); i < count; i += kThreads) {
       const float top = __ldcg(&blocks[i].most);
@@ -362,7 +366,7 @@ __device__ int token_of(const Rows<T>& r, int64_t b, const Block* blocks, Room& 
     from = fmaxf(from, least), whole = Mass(total * weigh.scale);
     __syncthreads();
   }
-  const int n = gather(row, tokens, blocks, from, room);
+  const int n = some_k || some_p ? gather(row, tokens, blocks, from, room) : kFew + 1;
   if (n > kFew) return draw(all, wish, weigh, whole, room);
   return draw(Few{room.few_z, room.few_at, n}, wish, weigh, whole, room);
 }
