@@ -26,7 +26,7 @@ class Function:
 
     name: str  # demangled, without return type and arguments
     registers: int
-    stack_bytes: int
+    stack_bytes: int  # with those of the functions it calls
     spill_bytes: int
     shared_bytes: int  # static
     instructions: Mapping[str, int]  # opcode up to its first modifiers that matter -> count
@@ -61,7 +61,7 @@ def _compiled(nvcc: str, source: Path, flags: list[str]) -> list[Function]:
 
 
 def _usage(log: str) -> dict[str, dict[str, int]]:
-    """ptxas -v, by mangled name."""
+    """ptxas -v, by mangled name: what an entry saves comes first, then what the functions do that it calls."""
     found: dict[str, dict[str, int]] = {}
     name = ""
     for line in log.splitlines():
@@ -71,7 +71,8 @@ def _usage(log: str) -> dict[str, dict[str, int]]:
             found[name] = {"registers": 0, "stack_bytes": 0, "spill_bytes": 0, "shared_bytes": 0}
         stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line)
         if stack and name:
-            found[name]["stack_bytes"], found[name]["spill_bytes"] = int(stack.group(1)), int(stack.group(2))
+            found[name]["stack_bytes"] += int(stack.group(1))
+            found[name]["spill_bytes"] += int(stack.group(2))
         used = re.search(r"Used (\d+) registers", line)
         if used and name:
             found[name]["registers"] = int(used.group(1))

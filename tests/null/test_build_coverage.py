@@ -3,6 +3,7 @@ tests/compile makes, on one day or another."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from autosel import models
+from autosel.candidates.cuda.step import StepBuild
 from autosel.candidates.registry import own_candidates
 from autosel.fingerprint.known import load, names
 from autosel.knobs.gpu.facts import facts
@@ -35,7 +37,8 @@ def _any_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = Nvcc(path="nvcc", version="release 13.0", home=Path("/"), architectures=(80, 86, 89, 90, 100, 120))
     monkeypatch.setattr(cuda, "find_nvcc", lambda: nvcc)
     monkeypatch.setattr(cutlass, "find_headers", lambda: Headers(include=Path("/include"), version=(4, 2, 0)))
-    monkeypatch.setattr("autosel.candidates.cuda.base.find_compiler", lambda: "g++")
+    for module in ("base", "step"):
+        monkeypatch.setattr(f"autosel.candidates.cuda.{module}.find_compiler", lambda: "g++")
 
 
 @cache
@@ -63,6 +66,10 @@ def asked(backend: str) -> dict[tuple[str, tuple[int, int]], set[Build]]:
     return found
 
 
+def looked_at(source: str, cc: tuple[int, int]) -> set[Build]:
+    return {build(macros) for _, macros in BUDGETS[source].builds(cc)}
+
+
 def build(flags: Iterable[str]) -> Build:
     macros = (flag.removeprefix("-D").removeprefix("AUTOSEL_") for flag in flags if "AUTOSEL_" in flag)
     return tuple(sorted(m for m in macros if "=" in m))
@@ -70,7 +77,16 @@ def build(flags: Iterable[str]) -> Build:
 
 def test_every_build_of_a_cuda_kernel_has_its_machine_code_looked_at_for_its_target() -> None:
     for (source, cc), wanted in asked("CUDA_EXT").items():
-        assert wanted <= {build(macros) for macros in BUDGETS[source].builds(cc)}, (source, cc)
+        assert wanted <= looked_at(source, cc), (source, cc)
+
+
+def test_every_build_of_a_whole_step_has_its_machine_code_looked_at_for_its_target() -> None:
+    for device, preset, rows in itertools.product(names(), PRESETS, range(1, 9)):
+        fp, model = load(device), models.load(preset)
+        named = step(model, batch=rows, context=128, dtype="bf16")
+        (attn, *_), products = ([n.workload for n in named if n.workload.op == op] for op in ("attn", "linear"))
+        wanted = build(StepBuild.of(attn, products[0], fp).recipe.flags)
+        assert wanted in looked_at("step", facts(fp).cc), (device, preset, rows)
 
 
 def test_every_build_of_a_projection_is_emulated() -> None:
