@@ -192,11 +192,13 @@ class Bench:
             if max(found) > best:
                 best = self.keep("read_bytes_per_s", "B/s", found)
         self.keep("copy_bytes_per_s", "B/s", [2 * size / s for s in self.repeated(self._copy)])
+        ramp = list(self._ramp())
         try:
-            latency = gpu_rates.loaded_latency_s(list(self._ramp()), best)
-            self.keep("dram_latency_s", "s", [latency])
-        except ValueError as error:
-            self.notes.append(f"no loaded latency: {error}")
+            latency = gpu_rates.loaded_latency_s(ramp, best)
+        except ValueError as error:  # memory too fast for one load a thread, say; every formula needs the figure
+            latency = gpu_rates.latency_beside_s(ramp, best)
+            self.notes.append(f"the loaded latency is that of the ramp's nearest point: {error}")
+        self.keep("dram_latency_s", "s", [latency])
         by_count = [Point(size=n, value=self._read_rate_of(n)) for n in self._sm_counts()]
         self.keep("saturating_sms", "count", [float(gpu_rates.sms_to_saturate(by_count))])
 
@@ -390,11 +392,11 @@ class Bench:
         with torch.cuda.device(device):
             try:
                 self._products(device)
-            except (
-                RuntimeError
-            ) as error:  # no room for the matrices, or a library without such a product for this device
-                self.notes.append(f"matrix rates: {str(error).splitlines()[0][:200]}")
-            torch.cuda.empty_cache()
+            except torch.OutOfMemoryError as error:
+                why = str(error).splitlines()[0]
+                raise UsageError("the device's memory is full", why=why, todo="end what runs there") from error
+            finally:
+                torch.cuda.empty_cache()
 
     def _products(self, device: Any) -> None:
         import torch
@@ -406,7 +408,12 @@ class Bench:
             one = torch.ones((), device=device)
             x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
             fp8 = partial(torch._scaled_mm, x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-            self._matmul("fp8_matrix_flops", fp8)
+            try:
+                self._matmul("fp8_matrix_flops", fp8)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # a library without that product for this device: formulas do without
+                self.notes.append(f"no fp8 matrix rate: {str(error).splitlines()[0][:200]}")
 
     def _matmul(self, name: str, work: Callable[[], Any]) -> None:
         import torch

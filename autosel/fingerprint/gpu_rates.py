@@ -38,6 +38,12 @@ def loaded_latency_s(ramp: Sequence[Point], read_bytes_per_s: float) -> float:
     raise ValueError(f"the ramp runs from {low:.0%} to {high:.0%} of the read rate and never crosses 70 %")
 
 
+def latency_beside_s(ramp: Sequence[Point], read_bytes_per_s: float) -> float:
+    """lambda by Little's law at the point of a ramp that comes nearest to 70 % of the read rate, and need not cross."""
+    nearest = min(ramp, key=lambda p: abs(p.value - RAMP_SHARE * read_bytes_per_s))
+    return nearest.size / nearest.value
+
+
 def effective_l2_bytes(sweep: Sequence[Point]) -> float:
     """The largest set that still reads at 0.9 of the best rate of all sets no larger: nominal L2 is not usable L2."""
     points = sorted(sweep, key=lambda p: p.size)

@@ -27,8 +27,8 @@ from tests.compile.emulate import HERE, _built
 SLICE_2 = bytes.fromhex("0102020405060708090a0b0c0d0e0f10")  # of nvml_stand_in.c
 RATES = {
     "read_bytes_per_s", "copy_bytes_per_s", "saturating_sms", "l2_bytes_per_s", "l2_effective_bytes", "sm_clock_hz",
-    "l1_latency_s", "idle_dram_latency_s", "stream_launch_s", "graph_node_s", "flag_barrier_s", "pdl_node_s",
-    "persistent_saving_s", "host_launch_s", "exp_per_s", "fma_flops",
+    "dram_latency_s", "l1_latency_s", "idle_dram_latency_s", "stream_launch_s", "graph_node_s", "flag_barrier_s",
+    "pdl_node_s", "persistent_saving_s", "host_launch_s", "exp_per_s", "fma_flops",
 }  # fmt: skip
 
 
@@ -136,6 +136,37 @@ def test_matrix_rates_are_those_of_the_device_that_is_measured(played: Played, m
     made.matrix()
     assert set(made.rates) == {"bf16_matrix_flops", "fp8_matrix_flops"}
     assert all(rate.value > 0 for rate in made.rates.values())
+
+
+def test_a_library_without_fp8_products_costs_that_rate_alone(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def refuses(*_: object, **__: object) -> None:
+        raise RuntimeError("no such product for this device")
+
+    played()
+    stand_ins = {"is_available": lambda: True, "device": lambda device: contextlib.nullcontext()}
+    for name, value in {**stand_ins, "empty_cache": lambda: None}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "_scaled_mm", refuses)
+    monkeypatch.setattr(gpu_probe, "torch_device", lambda cupy: torch.device("cpu"))
+    monkeypatch.setattr(gpu_probe, "MATRIX_SIDE", 64)
+    made = gpu_probe.Bench(cupy=sys.modules["cupy"], identity=nvml.identity_of(nvml.read(0)))
+    monkeypatch.setattr(torch.cuda, "Event", Ticking)
+    made.matrix()
+    assert set(made.rates) == {"bf16_matrix_flops"}
+    assert any("no such product" in note for note in made.notes)
+
+
+class Ticking:
+    def __init__(self, enable_timing: bool) -> None: ...
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Ticking) -> float:
+        return 1.0
 
 
 def test_a_slice_of_a_board_is_found_by_its_uuid(played: Played) -> None:

@@ -113,6 +113,12 @@ def test_a_ramp_that_never_crosses_is_refused_with_what_it_reached() -> None:
         gpu_rates.loaded_latency_s([Point(size=1, value=10), Point(size=2, value=50)], 100)
 
 
+def test_a_ramp_that_never_crosses_still_gives_the_latency_of_its_nearest_point() -> None:
+    """On the fastest memory one load a thread is not enough for 70 %; the law holds at 65 % too."""
+    ramp = [Point(size=4.4e6 * f, value=5.2e12 * f) for f in (0.25, 0.5, 1.0)]
+    assert gpu_rates.latency_beside_s(ramp, 8e12) == pytest.approx(4.4e6 / 5.2e12)
+
+
 def test_effective_l2_is_the_largest_set_on_the_plateau() -> None:
     sweep = [Point(size=s, value=v) for s, v in ((8, 97), (16, 100), (32, 95), (40, 91), (48, 70), (64, 40))]
     assert gpu_rates.effective_l2_bytes(sweep) == 40
