@@ -37,6 +37,13 @@ START_S = 120.0  # importing torch on a cold, slow disk
 END_S = 10.0  # the guardian sweeps for 2 s at most; past this it is itself in trouble
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "memoryerror")
 BUSY = ("device or resource busy", "resource temporarily unavailable", "device is busy")
+# CUDA's own words for a device or a driver that nobody could have used: of a card that serves one process at a time, of
+# one that is gone, of a driver older than the toolkit, of a switch that is not up yet, of memory that has failed.
+UNUSABLE = (
+    "busy or unavailable", "no cuda-capable device", "driver version is insufficient", "system not yet initialized",
+    "uncorrectable ecc error",
+)  # fmt: skip
+NOBODYS_FAULT = (*OUT_OF_MEMORY, *BUSY, *UNUSABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +85,14 @@ class Exit:
     def retryable(self) -> bool:
         """Not the candidate's fault for certain: memory ran out, or the kernel's out-of-memory killer came."""
         killed_by_other = self.signal == signal.SIGKILL and self.why == ""
-        return self.why == "memory" or killed_by_other or _names(self.stderr, OUT_OF_MEMORY + BUSY)
+        return self.why == "memory" or killed_by_other or _names(self.stderr, NOBODYS_FAULT)
 
 
 class RaisedError(WorkerError):
     """The worker is well; what it ran raised an exception. `kind` is the exception's type."""
 
     def __init__(self, what: str, *, kind: str, message: str, traceback: str) -> None:
-        retryable = _names(f"{kind} {message}", OUT_OF_MEMORY + BUSY)
+        retryable = _names(f"{kind} {message}", NOBODYS_FAULT)
         super().__init__(what, cause=f"raised {kind}", why=f"{kind}: {message}", retryable=retryable)
         self.kind, self.message, self.traceback = kind, message, traceback
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autosel.workers import protocol
 from autosel.workers.arena import Ref, contiguous
-from autosel.workers.process import Exit
+from autosel.workers.process import Exit, RaisedError
 
 NOW = 0.0  # a deadline long past
 PLAIN = st.recursive(
@@ -163,3 +163,18 @@ def test_the_cause_of_an_end_and_whether_to_try_again(changes, cause, retryable)
     ended = Exit(**(blank | changes), max_rss_bytes=0, escaped=0, left=0)
     assert (ended.cause, ended.retryable) == (cause, retryable)
     assert json.dumps(ended.cause)
+
+
+@pytest.mark.parametrize(
+    ("message", "retryable"),
+    [
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", True),
+        ("CUDA error: CUDA driver version is insufficient for CUDA runtime version", True),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("CUDA error: no kernel image is available for execution on the device", False),
+    ],
+)
+def test_a_device_that_nobody_could_have_used_is_no_candidates_fault(message: str, retryable: bool) -> None:
+    error = RaisedError("it raised", kind="AcceleratorError", message=message, traceback="")
+    assert error.retryable is retryable
