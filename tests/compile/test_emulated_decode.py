@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -496,6 +497,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, fp: Fingerprint) -> Iterator[None]:
         "device_count": lambda: 1,
         "mem_get_info": lambda device: (8 << 30, 8 << 30),
         "max_memory_allocated": lambda device: 1 << 30,
+        "device": lambda device: nullcontext(),
     }
     for name, value in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, value)
