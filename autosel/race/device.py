@@ -5,8 +5,10 @@ Status of `Gpu`: not yet run on silicon.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from time import perf_counter_ns as clock_ns  # bound before any candidate is loaded: one that patches `time` is late
 from typing import Any, Protocol
 
@@ -19,6 +21,7 @@ from autosel.workers import pages
 
 Calls = Sequence[tuple[Any, ...]]  # the arguments of each of an arm's calls, one a copy of its operands
 PROBE_S = 0.02
+PERSISTING_L2_SIZE = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE, cuda.h
 HELD_CYCLES = 200_000  # about 0.1 ms: longer than the host takes to enqueue two events and a graph
 
 
@@ -177,6 +180,7 @@ class Replayed:
             self.graphs[count] = self._capture(count)
         graph = self.graphs[count]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        unpin()
         torch.cuda._sleep(HELD_CYCLES)
         begin.record()
         if graph is None:
@@ -201,6 +205,23 @@ class Replayed:
         graph.replay()  # the first replay uploads it
         torch.cuda.synchronize()
         return graph
+
+
+def unpin() -> None:
+    """Give back lines of L2 that a kernel has pinned, and take away the room for more: they would outlive all that
+    passes through the cache between two samples. A device that has no such lines refuses, which is as good."""
+    driver = _driver()
+    if driver is not None:
+        driver.cuCtxResetPersistingL2Cache()
+        driver.cuCtxSetLimit(PERSISTING_L2_SIZE, ctypes.c_size_t(0))
+
+
+@cache
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def same_layout(value: Tensor, device: torch.device | str) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from autosel.race import device
 from autosel.race.device import Host, Replayed, same_layout
 from tests.null.cuda_stand_in import TICK_MS, Cuda
 
@@ -78,6 +81,20 @@ def test_what_fails_by_itself_is_not_taken_for_what_cannot_be_captured(cuda: Cud
 
     with pytest.raises(RuntimeError, match="illegal"):
         Replayed(broken, [(0,)], GPU).sample(1)
+
+
+def test_lines_pinned_in_the_l2_are_given_back_before_each_sample(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    driver = SimpleNamespace(
+        cuCtxResetPersistingL2Cache=lambda: told.append("reset"),
+        cuCtxSetLimit=lambda limit, value: told.append((limit, value.value)),
+    )
+    monkeypatch.setattr(device, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: told.append("held"))
+    timed = replayed(cuda, 2)
+    for _ in range(2):
+        timed.sample(2)
+    assert told == ["reset", (6, 0), "held"] * 2
 
 
 @pytest.mark.parametrize("offset", [0, 1, 5])
