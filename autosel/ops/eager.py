@@ -267,7 +267,7 @@ def sample(
     scores = _penalised(logits.float(), history, repetition_penalty)
     greedy = scores.argmax(-1)
     scores = scores / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    if bool((top_k > 0).any() or (top_p < 1).any()):
+    if _may_not_ask(logits) or bool((top_k > 0).any() or (top_p < 1).any()):
         probabilities = _truncated(scores, top_k, top_p)
     else:
         probabilities = scores.softmax(-1)
@@ -276,6 +276,11 @@ def sample(
     # Rounding may put the target at the very end, past the last token that has any probability.
     last = probabilities.shape[-1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1)
     return _written(torch.where(temperature > 0, torch.minimum(drawn, last), greedy), token)
+
+
+def _may_not_ask(logits: Tensor) -> bool:
+    """A graph takes the longer way in any case: whoever is captured can ask the device nothing."""
+    return logits.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _penalised(scores: Tensor, history: Tensor, penalty: Tensor) -> Tensor:

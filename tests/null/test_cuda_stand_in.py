@@ -21,7 +21,7 @@ from autosel.dispatch import devices
 from autosel.errors import UnknownName, UsageError
 from autosel.fingerprint import gpu_probe, nvml
 from autosel.guard import call as guard_call
-from autosel.ops import OPS
+from autosel.ops import OPS, eager
 from autosel.parity.mirror import Mirror
 from autosel.race import capture
 from autosel.race.device import place
@@ -268,6 +268,31 @@ def test_a_step_is_timed_until_the_device_has_ended_it(readers: None) -> None:
     times, _ = steps.pair(["graph:step", "ops:step"], calls=4, samples=3)
     assert times == {"graph:step": [200.0] * 3, "ops:step": [300.0] * 3}
     assert steps.probe() == 2e12
+
+
+def test_a_token_is_sampled_while_a_graph_is_captured_without_asking_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What no row asks for is left undone by who may look; who may not does it, to the same end."""
+
+    class Unasked(torch.Tensor):
+        def __bool__(self) -> bool:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    op = OPS["sample"]
+    inputs = op.inputs(op.workload("bf16", {"B": 3, "V": 257, "L": 8}), 1)
+    inputs |= {"top_k": torch.zeros_like(inputs["top_k"]), "top_p": torch.ones_like(inputs["top_p"])}
+    looked = eager.sample(*op.arguments(inputs))
+    monkeypatch.setattr(eager, "_may_not_ask", lambda logits: True)
+    inputs |= {name: inputs[name].as_subclass(Unasked) for name in ("top_k", "top_p")}
+    assert eager.sample(*op.arguments(inputs)).tolist() == looked.tolist()
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_only_a_gpus_stream_is_asked_whether_it_is_captured(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert eager._may_not_ask(OnGpu.of(ONE)) is capturing
+    assert eager._may_not_ask(ONE) is False
 
 
 # --- several GPUs -----------------------------------------------------------------------------------------------------
