@@ -27,6 +27,10 @@ class Bound(Protocol):
 
     def explain(self) -> str: ...
 
+    def beyond_baseline(self, length: int | None = None) -> bool:
+        """Does something else than the baseline run now, of a bucket split by lengths: at this one? Changes with a
+        demotion."""
+
     def calls(self) -> int:
         """How often it was called; two threads that call at once may count as one."""
 
@@ -84,6 +88,7 @@ def put(bound: Bound, cell: Cell, resolution: Resolution, watch: Watch | None) -
     cell.swap(resolution.run)
     cell.grant(watch.gap() if watch else NEVER)
     bound.decision, bound.candidate, bound.reason = resolution.decision, resolution.candidate, resolution.reason
+    bound.beyond_baseline = resolution.beyond_baseline  # type: ignore[method-assign]  # a function's attribute
 
     def explain() -> str:
         guard = f"\n  guard     {watch.describe()}" if watch else ""

@@ -45,6 +45,14 @@ class Resolution:
         """Does a decision's own arm run (be it the baseline, kept), and not a stand-in?"""
         return self.decision is not None and self.candidate == self.decision.arm.candidate
 
+    def beyond_baseline(self, length: int | None = None) -> bool:
+        """Does something else than the baseline run, of a split bucket: at this length?"""
+        if not self.parts:
+            return self.instead is not None
+        here = self.workload["L"] if length is None else length
+        part = next((p for p in self.parts if here <= p.workload["L"]), None)
+        return part is not None and part.instead is not None
+
     def ran(self, calls: int) -> Sequence[tuple[Resolution, int]]:
         """What `calls` of this ran, each with its own count."""
         return ((self, calls),) if self.part_calls is None else self.part_calls()
@@ -149,7 +157,8 @@ def _split(op: Op, w: Workload, decisions: Sequence[Decision], serving: Serving,
     for d in sorted(decisions, key=lambda d: d.length_range or (0, 0)):
         low, high = d.length_range or (0, 0)
         if low > covered + 1:
-            spans.append((low - 1, _baseline(op, w, device, None, f"no decision for lengths to {low - 1}")))
+            gap = _baseline(op, w.at(L=low - 1), device, None, f"no decision for lengths to {low - 1}")
+            spans.append((low - 1, gap))
         spans.append((high, _serve(op, w.at(L=high), d, serving)))
         covered = high
     rest = _baseline(op, w, device, None, f"no decision for lengths above {covered}")

@@ -1,14 +1,18 @@
 """What the plug-ins of serving engines share: what was decided for these tensors, or None: then the engine's own runs.
 
 An engine's own kernels are better than autosel's baseline, which is eager PyTorch: only where something else than the
-baseline was decided for a shape does it run. Inside torch.compile nothing is asked: there the engine's own code is
-compiled. Of tensors that no workload describes nothing was decided.
+baseline was decided for a shape, and serves, does it run: not where it was demoted, is stale or cannot be loaded.
+Inside torch.compile nothing is asked: there the engine's own code is compiled. Of tensors that no workload describes
+nothing was decided. What raises here is the engine's again from then on, with one warning.
+
+In a CUDA graph serves what ran before the capture, as engines warm up: loading a kernel may not be captured.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +23,12 @@ from torch import Tensor
 from autosel import dispatch, settings
 from autosel.dispatch import Bound
 from autosel.errors import BadArguments
+from autosel.guard.call import captured
 from autosel.values import count_bucket, length_bucket
 
+log = logging.getLogger(__name__)
 MOST_SHAPES = 1024
+MOST_SAID = 8  # different warnings of an op
 
 
 class Decided:
@@ -31,20 +38,47 @@ class Decided:
         self.op = op
         self.board: Any = None
         self.bound: dict[Any, Bound | None] = {}
+        self.said: set[str] = set()
 
-    def __call__(self, key: Any, *arguments: Any) -> Bound | None:
-        """`key` holds whatever of the arguments another workload would differ in."""
+    def __call__(self, key: Any, *arguments: Any, length: int | None = None, out: Tensor | None = None) -> Any:
+        """The op's result, or None. `key` holds whatever of the arguments another workload would differ in, `length`
+        the longest context, by which the arm may change within a key."""
+        found = self._found(key, arguments)
+        if found is None or not found.beyond_baseline(length):
+            return None
+        try:
+            if out is None:
+                return found(*arguments)
+            found(*arguments, out)
+        except Exception as error:
+            self._leave(key, error)
+            return None
+        return out
+
+    def _found(self, key: Any, arguments: tuple[Any, ...]) -> Bound | None:
         board = dispatch.board()
         if board is not self.board or len(self.bound) >= MOST_SHAPES:
             self.board, self.bound = board, {}
         if key not in self.bound:
+            if captured(arguments):
+                self._say("a CUDA graph was captured before autosel saw its shapes: it holds the engine's own")
+                return None
             try:
                 self.bound[key] = dispatch.best(self.op, like=arguments)
             except BadArguments:
                 self.bound[key] = None
-        found = self.bound[key]
-        decision = found.decision if found else None
-        return found if decision and decision.arm.digest != decision.baseline.digest else None
+            except Exception as error:
+                self._leave(key, error)
+        return self.bound[key]
+
+    def _leave(self, key: Any, error: Exception) -> None:
+        self.bound[key] = None
+        self._say(f"the engine's own runs after {type(error).__name__}: {str(error)[:500]}")
+
+    def _say(self, what: str) -> None:
+        if what not in self.said and len(self.said) < MOST_SAID:
+            self.said.add(what)
+            log.warning("%s: %s", self.op, what)
 
 
 NORM, ADD_NORM = Decided("rmsnorm"), Decided("add_rmsnorm")
@@ -61,14 +95,13 @@ def norm(
     rows = x.reshape(-1, x.shape[-1])
     key = (count_bucket(len(rows)), rows.shape[1], x.dtype, weight.dtype, x.device, rows.stride(0), eps, offset)
     if residual is None:
-        found = NORM(key, rows, weight, eps, offset)
-        made: Tensor | None = found(rows, weight, eps, offset).view(x.shape) if found else None
-        return made
+        made = NORM(key, rows, weight, eps, offset)
+        return None if made is None else made.view(x.shape)
     others = residual.reshape(rows.shape)
     both = ADD_NORM((key, others.stride(0)), rows, others, weight, eps, offset)
     if both is None:
         return None
-    y, added = both(rows, others, weight, eps, offset)
+    y, added = both
     return y.view(x.shape), added.view(x.shape)
 
 
@@ -78,9 +111,8 @@ def gated(op: str, x: Tensor, *more: int) -> Tensor | None:
         return None
     gate, up = x.reshape(-1, x.shape[-1]).chunk(2, dim=-1)
     key = (count_bucket(len(gate)), gate.shape[1], gate.stride(0), x.dtype, x.device, *more)
-    found = GATED[op](key, gate, up, *more)
-    made: Tensor | None = found(gate, up, *more).view(*x.shape[:-1], gate.shape[1]) if found else None
-    return made
+    made = GATED[op](key, gate, up, *more)
+    return None if made is None else made.view(*x.shape[:-1], gate.shape[1])
 
 
 def paged(
@@ -104,11 +136,7 @@ def paged(
         (k.stride(), v.stride(), q.stride(0), window, softcap),
     )
     rest = (table, lengths, max_len, scale, window, softcap)
-    found = PAGED(key, q, k, v, *rest)
-    if found is None:
-        return False
-    found(q, k, v, *rest, out)
-    return True
+    return PAGED(key, q, k, v, *rest, length=max_len, out=out) is not None
 
 
 def _inference(*tensors: Tensor) -> bool:

@@ -1,0 +1,118 @@
+"""What an engine's plug-in runs of what was decided, and when it leaves a call to the engine. Arms are Python's."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autosel import dispatch, ops, settings
+from autosel.integrations import engine_ops
+from autosel.ledger.faults import Fault
+from autosel.values import Arm, PythonRecipe
+from tests.null.test_dispatch import WEIGHT, W, X, decision, publish, python_arm
+
+KERNELS = """
+import torch
+def sevens(x, weight, eps, offset):
+    return torch.full_like(x, 7)
+def raises(x, weight, eps, offset):
+    raise RuntimeError("no such kernel image")
+def nines(q, k, v, table, lengths, max_len, scale, window, softcap, out=None):
+    return (torch.empty_like(q) if out is None else out).fill_(9)
+"""
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "engine_ops_kernels.py").write_text(KERNELS)
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("AUTOSEL_GUARD", "off")  # these kernels are wrong, and only who is called matters here
+    settings.read.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    settings.read.cache_clear()
+
+
+@pytest.fixture
+def arm(module: Path) -> Callable[[str], Arm]:
+    return lambda name: python_arm(f"user:{name}", PythonRecipe(target=f"engine_ops_kernels:{name}", path=str(module)))
+
+
+def norm() -> Any:
+    with torch.inference_mode():
+        return engine_ops.norm(X, WEIGHT, 1e-6)
+
+
+def fault(d: Any) -> Fault:
+    seen = "2026-02-01T00:00:00.000000+00:00"
+    return Fault(cause="kernel", reason="wrong", decision=d, workload=W.key, evidence={}, seen_at=seen)
+
+
+def test_a_demoted_arm_leaves_the_call_to_the_engine(home: Path, arm: Callable[[str], Arm]) -> None:
+    """Not to autosel's baseline, which is eager PyTorch."""
+    d = decision(W, arm("sevens"))
+    publish(home, [d])
+    with dispatch.use(home) as board:
+        assert norm().eq(7).all()
+        board._report(fault(d))
+        assert norm() is None
+
+
+def test_a_stale_arm_leaves_the_call_to_the_engine(home: Path, arm: Callable[[str], Arm]) -> None:
+    stale = dataclasses.replace(arm("sevens"), digest="0" * 64)
+    publish(home, [decision(W, stale)])
+    with dispatch.use(home):
+        assert norm() is None
+
+
+def test_what_raises_is_the_engines_from_then_on_and_said_once(
+    home: Path, arm: Callable[[str], Arm], caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(home, [decision(W, arm("raises"))])
+    decided = engine_ops.Decided("rmsnorm")
+    with dispatch.use(home), caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert decided("key", X, WEIGHT, 1e-6, 0.0) is None
+    assert caplog.text.count("no such kernel image") == 1
+
+
+def test_nothing_is_loaded_while_a_graph_is_captured(
+    home: Path, arm: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Shapes that ran before are served in it; new ones are the engine's, and not for ever."""
+    publish(home, [decision(W, arm("sevens"))])
+    with dispatch.use(home):
+        monkeypatch.setattr(engine_ops, "captured", lambda values: True)
+        assert norm() is None and norm() is None
+        monkeypatch.setattr(engine_ops, "captured", lambda values: False)
+        assert norm().eq(7).all()
+        monkeypatch.setattr(engine_ops, "captured", lambda values: True)
+        assert norm().eq(7).all()
+    assert caplog.text.count("was captured before") == 1
+
+
+def test_of_a_split_bucket_the_lengths_nobody_decided_are_the_engines(home: Path, arm: Callable[[str], Arm]) -> None:
+    dims = {"B": 1, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 80, "page": 16}
+    w = ops.find("paged_attn").workload("fp32", dims)
+    publish(home, [decision(w, arm("nines"), length_range=(70, 96))])
+    pages, table = torch.zeros(8, 16, 1, 8), torch.arange(8, dtype=torch.int32)[None]
+
+    def step(length: int) -> bool:
+        out, lengths = torch.zeros(1, 2, 1, 8), torch.tensor([length], dtype=torch.int32)
+        made = engine_ops.paged(out.clone(), pages, pages, table, lengths, length, scale=1.0, out=out)
+        assert bool(out.eq(9).all()) == made
+        return made
+
+    with dispatch.use(home):
+        assert [step(n) for n in (80, 66, 96, 97, 128)] == [True, False, True, False, False]
