@@ -5,6 +5,7 @@ Each check is run on an honest twin too: a check that refuses everything would p
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+
+from autosel.race.capture import UncapturableError, captured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,13 +70,14 @@ def test_work_left_on_a_side_stream_is_seen_by_the_delayed_input(side: torch.cud
 
 
 def right_when_replayed(kernel: Kernel) -> bool:
-    """Captured once; then other inputs in place, poisoned outputs, and a replay. Raises where it cannot be captured."""
+    """Captured once; then other inputs in place, poisoned outputs, and a replay. Raises UncapturableError."""
     x, out = torch.randn(N, device="cuda"), torch.empty(N, device="cuda")
-    kernel(x, out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernel(x, out)
+
+    def enqueue(count: int) -> None:
+        for _ in range(count):
+            kernel(x, out)
+
+    graph = captured(enqueue, 1, x.device)
     torch.cuda.synchronize()
     x.copy_(torch.randn(N, device="cuda"))
     out.fill_(float("nan"))
@@ -84,10 +88,22 @@ def right_when_replayed(kernel: Kernel) -> bool:
 
 def test_work_left_on_a_side_stream_is_missing_from_the_graph(side: torch.cuda.Stream) -> None:
     assert right_when_replayed(honest)
-    try:
+    with contextlib.suppress(
+        UncapturableError
+    ):  # a stream that does not join the capture may end it: as good a refusal
         assert not right_when_replayed(on_a_side_stream(side))
-    except RuntimeError:  # a stream that does not join the capture may end it: as good a refusal
-        torch.cuda.synchronize()
+    assert right_when_replayed(honest)
+
+
+def test_a_call_that_waits_cannot_be_captured_and_the_next_one_can() -> None:
+    def waits(x: Tensor, out: Tensor) -> Tensor:
+        return torch.mul(x, 2.0 + float(x[0].item() > 1e9), out=out)
+
+    with pytest.raises(UncapturableError):
+        right_when_replayed(waits)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert right_when_replayed(honest)
+    torch.cuda.empty_cache()  # which PyTorch refuses while it believes that a capture goes on
 
 
 # --- 32: lines pinned in the L2 ------------------------------------------------------------------------------
