@@ -71,6 +71,19 @@ extern "C" __global__ void probe_copy(Vec* to, const Vec* from, u64 count) {
   for (; i < count; i += stride) to[i] = from[i];
 }
 
+// Leaves nothing in L1, in which a block's chunk may fit: what is asked is how fast L2 gives it.
+__device__ inline Vec from_l2(const Vec* at) {
+#if defined(__CUDA_ARCH__)
+  Vec v;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at));
+  return v;
+#else
+  return *at;
+#endif
+}
+
 // Blocks share `chunks` chunks of `count` vectors, each read `passes` times: from L2 as long as they fit it.
 extern "C" __global__ void probe_chunks(const Vec* from, u64 count, unsigned chunks, unsigned passes, Vec* sink) {
   const Vec* mine = from + count * (blockIdx.x % chunks);
@@ -81,11 +94,11 @@ extern "C" __global__ void probe_chunks(const Vec* from, u64 count, unsigned chu
     for (; i + 3 * blockDim.x < count; i += 4 * blockDim.x) {
       Vec got[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) got[k] = mine[i + k * u64(blockDim.x)];
+      for (int k = 0; k < 4; ++k) got[k] = from_l2(&mine[i + k * u64(blockDim.x)]);
 #pragma unroll
       for (int k = 0; k < 4; ++k) fold(all[k], got[k]);
     }
-    for (; i < count; i += blockDim.x) fold(all[0], mine[i]);
+    for (; i < count; i += blockDim.x) fold(all[0], from_l2(&mine[i]));
     // A pass depends on the one before, or the compiler would read once.
     if (never(all[0])) mine += 1;
   }

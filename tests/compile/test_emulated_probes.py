@@ -23,6 +23,7 @@ from autosel.fingerprint import gpu_probe, nvml, store
 from autosel.native.compile import find_compiler
 from tests.compile import cupy_stand_in
 from tests.compile.emulate import HERE, _built
+from tests.compile.machine_code import functions
 
 SLICE_2 = bytes.fromhex("0102020405060708090a0b0c0d0e0f10")  # of nvml_stand_in.c
 RATES = {
@@ -300,3 +301,9 @@ def test_a_wrong_argument_is_noticed(bench: gpu_probe.Bench) -> None:
     """Four bytes where a kernel takes eight."""
     with pytest.raises(RuntimeError, match="argument 1 has 4 bytes; the kernel takes 8"):
         bench.launch("probe_read", 1, 32, bench.data, bench.cupy.uint32(4), bench.word)
+
+
+def test_the_rate_of_l2_is_not_that_of_l1() -> None:
+    """A block's chunk may fit L1: its loads leave nothing there."""
+    (found,) = (f for f in functions("probes", (9, 0)) if "probe_chunks" in f.name)
+    assert {op: n for op, n in found.instructions.items() if op.startswith("LDG")} == {"LDG.E.NA.LTC128B.128": 5}
