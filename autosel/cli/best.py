@@ -123,9 +123,13 @@ def serving(op: str | None, device: str) -> list[Now]:
 
 def _elsewhere(decision: Decision) -> str:
     """A decision holds for one number of threads and torch's numeric flags, unless nothing is to be served at all."""
-    from autosel.ledger.key import current_mode
+    from autosel.dispatch.devices import this_device
+    from autosel.ledger.key import current_mode, matters
 
     if settings.get("disable"):
         return "AUTOSEL_DISABLE is set"
     mode = current_mode("team" if decision.op == WHOLE_STEP else "eager")
-    return "" if decision.mode == mode else f"decision {decision.id} is for {decision.mode}; this process runs {mode}"
+    kind = "cpu" if decision.hw_id == this_device().hw_id else "cuda"
+    if matters(decision.mode, kind) == matters(mode, kind):
+        return ""
+    return f"decision {decision.id} is for {decision.mode}; this process runs {mode}"

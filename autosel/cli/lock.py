@@ -140,11 +140,11 @@ def _pinned_here(path: Path) -> tuple[Row, ...]:
     return _of_this_machine(found.rows)
 
 
-def _devices() -> tuple[str, ...]:
-    """The identities of this machine's devices: of equal ones, one."""
+def _devices() -> dict[str, str]:
+    """The identities of this machine's devices, with the kind of each: of equal ones, one."""
     from autosel.dispatch.devices import device_at, places_here
 
-    return tuple(dict.fromkeys(fp.hw_id for fp, unknown in map(device_at, places_here()) if not unknown))
+    return {fp.hw_id: fp.kind for fp, unknown in map(device_at, places_here()) if not unknown}
 
 
 def _of_this_machine(rows: Sequence[Row]) -> tuple[Row, ...]:
@@ -152,7 +152,8 @@ def _of_this_machine(rows: Sequence[Row]) -> tuple[Row, ...]:
     from autosel.dispatch import lock
     from autosel.ledger.key import current_mode
 
-    return tuple(row for hw_id in _devices() for row in lock.pinned_here(rows, hw_id, current_mode()))
+    mode = current_mode()
+    return tuple(row for hw_id, kind in _devices().items() for row in lock.pinned_here(rows, hw_id, mode, kind))
 
 
 def _of(rows: Sequence[Row], hw_id: str) -> tuple[Row, ...]:

@@ -137,10 +137,10 @@ def place_of(path: Path) -> str:
 def mode_note(path: Path) -> str:
     """Why decisions made now would not serve the program that was recorded; "" if they would."""
     from autosel.dispatch import recorded
-    from autosel.ledger.key import current_mode
+    from autosel.ledger.key import current_mode, matters
 
-    found, now = recorded.read(path).mode, current_mode()
-    if found == now:
+    found, now, kind = recorded.read(path).mode, current_mode(), place_of(path).partition(":")[0] or "cpu"
+    if matters(found, kind) == matters(now, kind):
         return ""
     threads = found.partition(".t")[2].partition(".")[0]
     hint = f" (OMP_NUM_THREADS={threads} may be what differs)" if os.environ.get("OMP_NUM_THREADS") != threads else ""

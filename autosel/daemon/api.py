@@ -30,6 +30,7 @@ from autosel.ledger import schema as t
 from autosel.ledger.describe import decision_json
 from autosel.ledger.faults import Fault
 from autosel.ledger.host import here as this_host
+from autosel.ledger.key import matters
 from autosel.ledger.store import Evidence, Ledger
 from autosel.values import Decision, Race, Workload, to_json
 from autosel.version import __version__
@@ -342,7 +343,7 @@ async def misses(hub: Hub, request: Request) -> Response:
     refused, device = "", hub.device_of(asked.hw_id)
     if not device:
         refused = f"this is another device ({hub.view.hw_id[:12]}): what is measured here would not serve there"
-    elif hub.view.mode and asked.mode != hub.view.mode:
+    elif hub.view.mode and len({matters(m, device.partition(":")[0]) for m in (asked.mode, hub.view.mode)}) > 1:
         refused = f"measured is {hub.view.mode}; a process that runs {asked.mode} is not served by it"
     elif not hub.options.tune:
         refused = "this daemon does not tune (serve --no-tune)"

@@ -112,7 +112,7 @@ class Board:
     def refuse_unkept(self) -> None:
         """Raises ForeignDecision unless everything pinned for the devices of this host serves here as pinned."""
         mode, here = current_mode(), {device_at(place)[0].hw_id: place for place in places_here()}
-        mine = {place: lock.pinned_here(self._rows, hw_id, mode) for hw_id, place in here.items()}
+        mine = {place: lock.pinned_here(self._rows, hw_id, mode, kind_of(place)) for hw_id, place in here.items()}
         problems = [p for place, rows in mine.items() for p in lock.unkept(rows, self._serving_at(place).held)]
         error = lock.refusal(self.path, sum(map(len, mine.values())), problems, mode)
         if error is not None and not self._rows and self._trouble and self.path.is_file():

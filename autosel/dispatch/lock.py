@@ -14,6 +14,7 @@ from autosel.candidates.validity import staleness
 from autosel.dispatch.resolve import SERVING
 from autosel.errors import AutoselError, ForeignDecision
 from autosel.guard import Held
+from autosel.ledger.key import matters
 from autosel.ledger.snapshot import Row
 
 FILE = "autosel.lock"
@@ -27,9 +28,12 @@ class Unkept:
     reason: str
 
 
-def pinned_here(rows: Iterable[Row], hw_id: str, mode: str) -> tuple[Row, ...]:
-    """Those for this device as this process runs it."""
-    return tuple(r for r in rows if r.document.get("hw_id") == hw_id and r.document.get("mode") == mode)
+def pinned_here(rows: Iterable[Row], hw_id: str, mode: str, kind: str = "cpu") -> tuple[Row, ...]:
+    """Those for this device, of that kind, as this process runs it."""
+    here = matters(mode, kind)
+    return tuple(
+        r for r in rows if r.document.get("hw_id") == hw_id and matters(str(r.document.get("mode")), kind) == here
+    )
 
 
 def unkept(rows: Sequence[Row], held: Held) -> tuple[Unkept, ...]:

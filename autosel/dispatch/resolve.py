@@ -17,7 +17,7 @@ from autosel.candidates.validity import staleness
 from autosel.dispatch.signature import generate, signature
 from autosel.errors import AutoselError
 from autosel.guard import Held
-from autosel.ledger.key import current_mode
+from autosel.ledger.key import current_mode, matters
 from autosel.ledger.snapshot import Row
 from autosel.ops.contract import Op
 from autosel.values import Decision, Fingerprint, Knobs, Recipe, Workload, length_bucket
@@ -71,7 +71,7 @@ class Resolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What is served on this device: the snapshot's rows by (mode, bucket), or why there are none."""
+    """What is served on this device: the snapshot's rows by (mode as far as it matters, bucket), or why none are."""
 
     device: Fingerprint  # identity alone
     rows: dict[tuple[str, str], list[Row]]
@@ -87,7 +87,7 @@ def index(rows: Sequence[Row], device: Fingerprint, held: Held, trouble: str = "
     for row in rows:
         d = row.document
         if d.get("hw_id") == hw_id:
-            mine.setdefault((str(d.get("mode")), str(d.get("bucket"))), []).append(row)
+            mine.setdefault((matters(str(d.get("mode")), device.kind), str(d.get("bucket"))), []).append(row)
         else:
             foreign.add(str(d.get("bucket")))
     return Serving(device=device, rows=mine, foreign=frozenset(foreign), held=held, trouble=trouble)
@@ -116,7 +116,7 @@ def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded,
         return standin(None, serving.trouble)
     mode = current_mode()
     try:
-        decisions = [row.decision for row in serving.rows.get((mode, w.bucket), [])]
+        decisions = _of_one_mode([row.decision for row in _rows(w, serving, mode)], mode)
     except AutoselError as error:
         return standin(None, str(error).replace("\n", ": "))
     if not decisions:
@@ -124,6 +124,18 @@ def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded,
     if decisions[0].length_range is None:
         return _serve(op, w, decisions[0], serving)
     return _split(op, w, decisions, serving, guarded)
+
+
+def _rows(w: Workload, serving: Serving, mode: str) -> Sequence[Row]:
+    return serving.rows.get((matters(mode, serving.device.kind), w.bucket), [])
+
+
+def _of_one_mode(decisions: Sequence[Decision], mode: str) -> Sequence[Decision]:
+    """Of several that a GPU was decided under: this process's own, else the last."""
+    if len({d.mode for d in decisions}) < 2:
+        return decisions
+    own = mode if any(d.mode == mode for d in decisions) else max(decisions, key=lambda d: d.id).mode
+    return [d for d in decisions if d.mode == own]
 
 
 def _serve(op: Op, w: Workload, decision: Decision, serving: Serving) -> Resolution:
@@ -194,7 +206,7 @@ def _choose_by_length(
 
 
 def _why_none(w: Workload, serving: Serving, mode: str) -> str:
-    modes = sorted(m for m, bucket in serving.rows if bucket == w.bucket and m != mode)
+    modes = sorted(m for m, bucket in serving.rows if bucket == w.bucket and m != matters(mode, serving.device.kind))
     if modes:
         return f"measured under {', '.join(modes)}; this process runs {mode}"
     if w.bucket in serving.foreign:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from autosel.values import Workload
 
 LengthRange = tuple[int, int] | None
@@ -32,3 +34,9 @@ def current_mode(kind: str = "eager") -> str:
     if torch.are_deterministic_algorithms_enabled():
         parts.append("deterministic")
     return ".".join(parts)
+
+
+def matters(mode: str, kind: str) -> str:
+    """What of a mode counts for tensors on a device of this kind. The host's threads change nothing of what a GPU runs:
+    engines set them to one in their workers, `tune` does not."""
+    return mode if kind == "cpu" else ".".join(p for p in mode.split(".") if not re.fullmatch(r"t\d+", p))

@@ -292,6 +292,29 @@ def test_a_fault_on_one_device_is_not_held_against_another(
         assert board.resolution(RMS, W, "cpu").candidate == "user:sevens"
 
 
+def test_a_gpus_decisions_serve_whatever_the_number_of_the_hosts_threads(
+    home: Path, user: Callable[[str], Arm], two_gpus: tuple[Fingerprint, Fingerprint]
+) -> None:
+    """Engines set one thread in their workers; who tuned had all. On the CPU threads are what a decision is for."""
+    other = current_mode().replace(f".t{torch.get_num_threads()}.", ".t999.")
+    gpu = decision(W, user("sevens"), id=42, hw_id=two_gpus[1].hw_id, mode=other)
+    publish(home, [gpu, decision(W, user("sevens"), mode=other)])
+    with dispatch.use(home) as board:
+        assert board.resolution(RMS, W, "cuda:1").candidate == "user:sevens"
+        assert board.resolution(RMS, W, "cpu").candidate == "torch:rmsnorm"
+    own = dataclasses.replace(gpu, arm=user("eights"), id=7, mode=current_mode())
+    publish(home, [own, gpu])  # decided twice: this process's own mode first, else the last
+    with dispatch.use(home) as board:
+        assert board.resolution(RMS, W, "cuda:1").candidate == "user:eights"
+    publish(home, [dataclasses.replace(own, mode=other.replace("999", "998")), gpu])
+    with dispatch.use(home) as board:
+        assert board.resolution(RMS, W, "cuda:1").candidate == "user:sevens"
+    publish(home, [dataclasses.replace(gpu, mode=f"{other}.deterministic")])
+    with dispatch.use(home) as board:
+        found = board.resolution(RMS, W, "cuda:1")
+        assert found.candidate == "torch:rmsnorm" and "measured under eager" in found.reason
+
+
 def test_a_gpu_that_cannot_be_identified_gets_the_baseline_and_says_why(home: Path, user: Callable[[str], Arm]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
