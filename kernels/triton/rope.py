@@ -13,7 +13,7 @@ status    compiled and interpreted; not yet run on silicon
 import triton
 import triton.language as tl
 
-from autosel.triton_kernels.common import empty, refuse, together
+from autosel.triton_kernels.common import empty, refuse, together, warps
 
 
 @triton.jit
@@ -80,6 +80,6 @@ def rope(q, k, positions, inv_freq, style, q_out=None, k_out=None, *, threads=25
         q, k, positions, inv_freq, q_out, k_out, hq, hkv, q_blocks, *q.stride()[:2], *k.stride()[:2],
         positions.stride(0), *q_out.stride()[:2], *k_out.stride()[:2], HALF=half, PAIRS=triton.next_power_of_2(half),
         D=d, REST=triton.next_power_of_2(max(1, d - 2 * half)), HEADS=heads, STYLE=bool(style),
-        num_warps=max(1, threads // 32), enable_fp_fusion=True,
+        num_warps=warps(threads), enable_fp_fusion=True,
     )  # fmt: skip
     return q_out, k_out

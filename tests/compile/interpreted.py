@@ -60,6 +60,21 @@ InterpreterBuilder.create_fp_to_fp = lambda self, source, target, rounding: _cas
 InterpreterBuilder.create_dot = _dot
 
 
+# --- what a compiler for a GPU refuses and the interpreter overlooks --------------------------------------------------
+
+_run = interpreter.GridExecutor.__call__
+
+
+def _launch(self: Any, *arguments: Any, **options: Any) -> None:
+    warps = options.get("num_warps", 4)
+    if warps not in (1, 2, 4, 8, 16, 32):
+        raise ValueError(f"num_warps = {warps}: Triton compiles for a power of two, up to 32")
+    _run(self, *arguments, **options)
+
+
+interpreter.GridExecutor.__call__ = _launch
+
+
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 _patch = interpreter._patch_lang
