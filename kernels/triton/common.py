@@ -2,10 +2,14 @@
 
 No kernel here. Everything a kernel needs beside its operands (partial sums, counters) belongs to a device and a stream,
 is allocated at the first call that needs it and never freed, so that a captured graph may go on pointing at it.
+What is captured has its own: graphs of one stream may be replayed at once on two, and what a capture is given was
+zeroed by nobody until that graph has run. Its memory is the graph's, which holds it as long as it lives.
 
 Sizes that change from step to step (a batch's rows, the context's length) are named in do_not_specialize: Triton would
 compile a kernel again, in the middle of serving, when one becomes a multiple of 16.
 """
+
+import ctypes
 
 import torch
 import triton
@@ -15,25 +19,51 @@ LOG2E = tl.constexpr(1.4426950408889634)
 NOWHERE = tl.constexpr(1 << 24)  # above every index of a vocabulary, and exact in fp32
 
 _KEPT = {}  # (device, stream, dtype) -> every tensor made for it, the largest last
+_CAPTURED = {}  # (device, stream) -> the last capture seen there, and its counters, the largest last
 
 
 def partials(like, count):
     """fp32 room for `count` values on the current stream of `like`'s device; what it holds is undefined."""
-    return _room(like, count, torch.float32)
+    stream, capture = _place(like.device)
+    if capture:
+        return empty(count, like, torch.float32)
+    return _room(_KEPT.setdefault((like.device, stream, torch.float32), []), like.device, count, torch.float32)
 
 
 def counters(like, count):
     """int32 zeros; whoever counts with them leaves zeros behind."""
-    return _room(like, count, torch.int32)
+    stream, capture = _place(like.device)
+    if not capture:
+        return _room(_KEPT.setdefault((like.device, stream, torch.int32), []), like.device, count, torch.int32)
+    its, made = _CAPTURED.get((like.device, stream), (0, []))
+    if its != capture:
+        made = []
+        _CAPTURED[like.device, stream] = capture, made
+    return _room(made, like.device, count, torch.int32)
 
 
-def _room(like, count, dtype):
-    device = like.device
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    made = _KEPT.setdefault((device, stream, dtype), [])
+def _room(made, device, count, dtype):
     if not made or made[-1].numel() < count:
         made.append(torch.zeros(triton.next_power_of_2(max(count, 1 << 12)), dtype=dtype, device=device))
     return made[-1]
+
+
+def _place(device):
+    """(current stream, the capture it is in or 0)"""
+    if device.type != "cuda":
+        return 0, 0
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return stream, _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
+
+
+def _capture(stream):
+    """CUDA's number of the capture that the stream is in: no other of this process has it. PyTorch does not tell it."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    failed = ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
+    if failed:
+        raise RuntimeError(f"CUDA does not say which graph is being captured: error {failed}")
+    return number.value
 
 
 def empty(shape, like, dtype=None):

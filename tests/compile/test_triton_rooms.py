@@ -1,0 +1,77 @@
+"""What a Triton kernel keeps from call to call: one room a stream, and one a capture."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton: the `cross` extra")
+
+import torch
+
+from autosel.triton_kernels import common
+
+LIKE = torch.empty(1)
+
+
+class Place:
+    """Where calls are made: the driver's answer, which needs a GPU."""
+
+    def __init__(self) -> None:
+        self.stream, self.capture = 1, 0
+
+    def __call__(self, device: torch.device) -> tuple[int, int]:
+        return self.stream, self.capture
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+    at = Place()
+    monkeypatch.setattr(common, "_place", at)
+    monkeypatch.setattr(common, "_KEPT", {})
+    monkeypatch.setattr(common, "_CAPTURED", {})
+    return at
+
+
+def counters(count: int = 10) -> torch.Tensor:
+    return common.counters(LIKE, count)
+
+
+def test_calls_of_a_stream_share_a_room_and_streams_do_not(place: Place) -> None:
+    first = counters()
+    assert counters() is first
+    assert not first.any() and first.dtype == torch.int32
+    place.stream = 2
+    assert counters() is not first
+
+
+def test_a_room_that_has_been_outgrown_is_kept_for_graphs_that_point_at_it(place: Place) -> None:
+    small = counters()
+    large = counters(small.numel() + 1)
+    assert large.numel() > small.numel()
+    assert counters() is large
+    assert common._KEPT[LIKE.device, 1, torch.int32] == [small, large]
+
+
+def test_graphs_captured_on_one_stream_share_no_counters_with_each_other_or_with_it(place: Place) -> None:
+    eager, place.capture = counters(), 7
+    one = counters()
+    assert counters() is one
+    place.capture = 8
+    two = counters()
+    place.capture = 0
+    assert counters() is eager
+    assert len({t.data_ptr() for t in (eager, one, two)}) == 3
+
+
+def test_zeros_that_only_a_graph_has_made_are_not_counted_with_outside_it(place: Place) -> None:
+    place.capture = 7
+    captured = counters()
+    place.capture = 0
+    assert counters() is not captured
+
+
+def test_partial_sums_of_a_capture_are_the_graphs_own(place: Place) -> None:
+    kept, place.capture = common.partials(LIKE, 10), 7
+    captured = common.partials(LIKE, 10)
+    assert captured is not kept and captured.numel() == 10
+    assert captured.dtype == kept.dtype == torch.float32
