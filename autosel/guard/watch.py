@@ -103,8 +103,9 @@ class Watch:
         else:
             baseline = call.run(s.baseline)
             candidate = call.run(s.candidate)
-        if baseline.error is not None:
-            return call.serve(candidate)  # no witness; if the candidate failed too, its error is the caller's
+        if baseline.error is not None:  # no witness; if the candidate failed too, its error is the caller's
+            self._count(candidate, self.clock() - start, first=first)
+            return call.serve(candidate)
         if candidate.error is not None:
             self._raised(candidate.error, call)
             return call.serve(baseline)
@@ -117,6 +118,7 @@ class Watch:
         if finding is not None:
             if not wrong:
                 self.unjudged += 1
+                self._count(candidate, self.clock() - start, first=first)
             return call.serve(baseline)
         served = call.serve(baseline if number < CANARY else candidate)
         self._account(call, candidate, baseline, self.clock() - start, number, first=first)
@@ -124,6 +126,12 @@ class Watch:
 
     def _seed(self) -> int:
         return self.random.getrandbits(31)
+
+    def _count(self, candidate: Result, took_ns: int, *, first: bool) -> None:
+        """A check that showed nothing is one: where the baseline runs out of memory each time, or nobody can judge, not
+        every call may try it for ever."""
+        with self.lock:
+            self.rate.checked(candidate.ns, max(0, took_ns - candidate.ns), natural=first)
 
     def _account(
         self, call: Call, candidate: Result, baseline: Result, took_ns: int, number: int, *, first: bool

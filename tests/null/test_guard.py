@@ -543,6 +543,23 @@ def test_where_the_baseline_fails_too_nobody_is_blamed(caplog: pytest.LogCapture
     assert caplog.text.count("cannot be judged") == 1
 
 
+def test_checks_that_show_nothing_end_too() -> None:
+    """On a GPU that serves there is seldom room for the baseline: not each call may try."""
+
+    def no_room(*values: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    def other(*values: Any) -> Tensor:
+        return scaled(*values).mul_(1.01)
+
+    for kernel, baseline in ((good, no_room), (scaled, other)):
+        watch, told = watched(kernel, baseline=baseline, policy=CANARY_ONLY)
+        for _ in range(CANARY):
+            assert watch.gap() == 1
+            call(watch)
+        assert watch.gap() == NEVER and not told
+
+
 def test_a_guard_that_cannot_check_gives_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, told = watched(good)
     monkeypatch.setattr(watch.judge, "look", lambda *a, **k: (_ for _ in ()).throw(MemoryError("no room")))
