@@ -107,7 +107,7 @@ class Bench:
         size = min(size, free // 4) // BLOCK_BYTES * BLOCK_BYTES
         if size == 0:
             raise UsageError(
-                "the device's memory is full",
+                "the device is out of memory",
                 why=f"{free / 2**20:.0f} MiB are free; its rates need {4 * BLOCK_BYTES / 2**20:.0f} at least",
                 todo="end what runs there (nvidia-smi shows it)",
             )
@@ -394,7 +394,7 @@ class Bench:
                 self._products(device)
             except torch.OutOfMemoryError as error:
                 why = str(error).splitlines()[0]
-                raise UsageError("the device's memory is full", why=why, todo="end what runs there") from error
+                raise UsageError("the device is out of memory", why=why, todo="end what runs there") from error
             finally:
                 torch.cuda.empty_cache()
 

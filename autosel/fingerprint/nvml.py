@@ -253,8 +253,9 @@ def free_bytes(ordinal: int) -> int | None:
     uuid = read(ordinal).uuid
     nvml.nvmlInit()
     try:
-        free = _maybe(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid.encode())).free)
-        return None if free is None else int(free)
+        return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid.encode())).free)
+    except nvml.NVMLError:
+        return None
     finally:
         nvml.nvmlShutdown()
 

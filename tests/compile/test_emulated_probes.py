@@ -99,7 +99,7 @@ def test_every_rate_of_a_gpu_is_measured_stored_and_found_again(played: Played, 
 def test_a_device_whose_memory_is_full_is_told_of(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     played()
     monkeypatch.setattr(cupy_stand_in, "FREE_BYTES", 3 << 18)
-    with pytest.raises(UsageError, match="memory is full"):
+    with pytest.raises(UsageError, match="out of memory"):
         gpu_probe.reader(0)
 
 
@@ -206,10 +206,10 @@ def test_a_chip_that_shares_its_hosts_memory_is_described_by_cuda(played: Played
     libc = ctypes.CDLL(None)
     libc.setenv(b"SHARED", b"1", 1)
     try:
-        found = nvml.read(0)
+        found, free = nvml.read(0), nvml.free_bytes(0)
     finally:
         libc.unsetenv(b"SHARED")
-    assert found.memory_bytes == 128 << 30 and found.ecc is None
+    assert found.memory_bytes == 128 << 30 and found.ecc is None and free is None
     assert nvml.peak_read_bytes_per_s(found) == 0.0  # nobody says
 
 
