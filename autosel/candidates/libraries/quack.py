@@ -9,7 +9,9 @@ from autosel.candidates.libraries.base import Library, LibraryKernel, plain_norm
 if TYPE_CHECKING:
     from torch import Tensor
 
-QUACK = Library(distribution="quack-kernels", module="quack", least_version=(0, 3, 0), least_cc=(9, 0))
+QUACK = Library(
+    distribution="quack-kernels", module="quack", least_version=(0, 3, 0), least_cc=(9, 0), compiles_s=200.0
+)
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:

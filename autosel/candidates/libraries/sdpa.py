@@ -47,10 +47,20 @@ class Forced(Candidate):
             return "without a mask it reads one position a sequence, all of equal length"
         if self.op == "prefill_attn" and 0 < int(w.trait("window", 0)) < w["S"]:
             return "without a mask it has no window"
+        if self.what == "cudnn":
+            return _no_cudnn(w, w["L"] if self.op == "attn" else w["S"], (int(major), int(minor or 0)))
         return ""
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
         return PythonRecipe(target=f"{__name__}:{self.op}_{self.what}")
+
+
+def _no_cudnn(w: Workload, keys: int, cc: tuple[int, int]) -> str:
+    """What PyTorch itself asks before it takes cuDNN's kernel."""
+    widest = 256 if cc == (9, 0) else 128
+    if w["D"] > widest or w["D"] % 8:
+        return f"takes heads up to {widest} wide in steps of 8; the workload's are {w['D']}"
+    return "its kernel takes more than one key" if keys == 1 else ""
 
 
 def _attn(kernel: str) -> Callable[..., Any]:
