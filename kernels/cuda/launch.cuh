@@ -12,7 +12,9 @@
 namespace autosel {
 
 inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) AUTOSEL_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
+  if (error == cudaSuccess) return;
+  (void)cudaGetLastError();  // told of here: who asks after a later launch, as CUTLASS does, must not hear of it again
+  AUTOSEL_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
 }
 
 // The stream of a tensor's device on which the caller is; that device is current while this lives.
@@ -41,7 +43,7 @@ struct Shape {
   dim3 grid;
   unsigned threads;
   size_t shared_bytes = 0;
-  bool dependent = false;  // may start before the kernel ahead has finished; it must wait_for_producers
+  bool dependent = false;  // may start before the kernel ahead has finished, where it can wait_for_producers
   bool together = false;   // its CTAs wait for each other: launched only if all of them can be resident at once
 };
 
@@ -64,6 +66,18 @@ static inline size_t most_shared(const Stream& stream) {
   return bytes;
 }
 
+// Can a kernel wait for the one ahead of it, and so be launched before that has ended? From sm_90 on; an older device has
+// no such instruction, and may refuse the launch.
+static inline bool can_wait(const Stream& stream) {
+  static std::mutex guard;
+  static std::map<int, int> known;
+  std::lock_guard<std::mutex> hold(guard);
+  int& major = known[stream.device()];
+  if (major == 0)
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, stream.device()), "compute capability");
+  return major >= 9;
+}
+
 // Allows a kernel more than 48 KiB on this device; raises RuntimeError if the device has not as much.
 static inline void permit_shared(const void* kernel, const Stream& stream, size_t bytes) {
   static std::mutex guard;
@@ -80,6 +94,7 @@ template <class... Params, class... Args>
 void launch(const Shape& shape, const Stream& stream, void (*kernel)(Params...), Args&&... args) {
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
   permit_shared(reinterpret_cast<const void*>(kernel), stream, shape.shared_bytes);
+  const bool early = shape.dependent && can_wait(stream);
   cudaLaunchAttribute attribute{};
   attribute.id = shape.together ? cudaLaunchAttributeCooperative : cudaLaunchAttributeProgrammaticStreamSerialization;
   if (shape.together) attribute.val.cooperative = 1;
@@ -87,7 +102,7 @@ void launch(const Shape& shape, const Stream& stream, void (*kernel)(Params...),
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid, config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared_bytes, config.stream = stream.get();
-  config.attrs = &attribute, config.numAttrs = shape.dependent || shape.together ? 1 : 0;
+  config.attrs = &attribute, config.numAttrs = early || shape.together ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), "launch");
 }
 
