@@ -1,10 +1,12 @@
 // Device memory that a kernel keeps from call to call, and counters by which its last CTA knows that it is the last.
 //
 // One a stream, and one a graph being captured on it: calls of a stream follow each other, replays of a graph do too,
-// but two graphs captured on one stream may run at once on two. It grows when a larger shape comes (at the first call of
-// a bound callable, which is not captured) and is never given back: a captured graph may hold its address. Counters are
-// zero between calls: the last CTA takes a counter back to zero by the increment that finds it.
+// but two graphs captured on one stream may run at once on two. (cudaStreamPerThread is one handle for many streams.) It
+// grows when a larger shape comes (at the first call of a bound callable, which is not captured) and is never given back:
+// a captured graph may hold its address. Counters are zero between calls: the last CTA takes a counter back to zero by the
+// increment that finds it.
 #pragma once
+#include <thread>
 #include <tuple>
 
 #include "launch.cuh"
@@ -17,18 +19,19 @@ class Workspace {
   // At least `bytes`, and `counters` that are zero; raises RuntimeError if the device has no room.
   Workspace(const Stream& stream, size_t bytes, size_t counters) {
     static std::mutex guard;
-    static std::map<std::tuple<int, cudaStream_t, unsigned long long>, Room> rooms;
+    static std::map<std::tuple<int, cudaStream_t, std::thread::id, unsigned long long>, Room> rooms;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long capture = 0;
     check(cudaStreamGetCaptureInfo(stream.get(), &status, &capture), "cudaStreamGetCaptureInfo");
     if (status == cudaStreamCaptureStatusNone) capture = 0;
+    const auto thread = stream.get() == cudaStreamPerThread ? std::this_thread::get_id() : std::thread::id();
     std::lock_guard<std::mutex> hold(guard);
-    Room& room = rooms[{stream.device(), stream.get(), capture}];
+    Room& room = rooms[{stream.device(), stream.get(), thread, capture}];
     if (bytes > room.bytes) room.memory = allocate(bytes), room.bytes = bytes;
     if (counters > room.counters) {
-      room.counter = static_cast<unsigned*>(allocate(counters * sizeof(unsigned)));
-      room.counters = counters;
-      clear(room.counter, counters * sizeof(unsigned));
+      void* made = allocate(counters * sizeof(unsigned));
+      clear(made, counters * sizeof(unsigned));  // may raise: they are kept once they are zero
+      room.counter = static_cast<unsigned*>(made), room.counters = counters;
     }
     memory_ = static_cast<char*>(room.memory), counter_ = room.counter;
   }
@@ -71,15 +74,18 @@ class Workspace {
 }  // namespace
 
 // Is this CTA the last of `of` to come here? All threads get the answer, and if it is yes, see what the others wrote
-// before they came. `flag`: one word of shared memory.
+// before they came. `flag`: one word of shared memory. The thread that counts is the one that fences, behind the barrier:
+// its fence then covers what all the CTA wrote, and is the only one that the memory model links to the count.
 __device__ __forceinline__ bool last_to_arrive(unsigned* counter, unsigned of, unsigned* flag) {
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) *flag = atomicInc(counter, of - 1) == of - 1;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    const bool last = atomicInc(counter, of - 1) == of - 1;
+    if (last) __threadfence();
+    *flag = last;
+  }
   __syncthreads();
-  const bool last = *flag != 0;
-  if (last) __threadfence();
-  return last;
+  return *flag != 0;
 }
 
 }  // namespace autosel
