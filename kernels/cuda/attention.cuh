@@ -26,6 +26,7 @@ namespace attention {
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 constexpr int kMostSlots = 8;
+constexpr int kMostAhead = 4096;  // keys behind the last that a ring looks at: their numbers are 32-bit too
 constexpr float kLog2E = 1.4426950408889634f;
 
 struct Strides { int64_t batch, head, token; };  // in elements
@@ -464,6 +465,7 @@ Queries<T> queries_of(const TensorView& q, const TensorView& o, const Optional<T
   AUTOSEL_CHECK(same_dtype(o, q), "attention: q and o differ in dtype");
   AUTOSEL_CHECK(heads > 0 && q.size(1) % heads == 0, "attention: query heads are no multiple of KV heads");
   AUTOSEL_CHECK(chunk >= 1 && chunk <= kMostElements && window >= 0 && window <= kMostElements, "chunk is " << chunk);
+  AUTOSEL_CHECK(max_len <= kMostElements - kMostAhead, "attention: max_len is " << max_len);
   AUTOSEL_CHECK(scale >= 0 && softcap >= 0, "attention: scale is " << scale << ", softcap " << softcap);
   if (lengths) {
     check_form(*lengths, "lengths", q, 1);
