@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -114,10 +115,9 @@ def test_a_chain_of_dependents_reads_what_the_one_before_has_written(kernel: Cut
     w = linear((16, 4096, 4096))
     run, inputs = built(kernel, w), on_device(OP.inputs(w, 6))
     x, weights = inputs["x"], inputs["w"]
-    chained, plain = [x], [x]
+    chained, plain = ([x, *(torch.full_like(x, float("nan")) for _ in range(6))] for _ in range(2))
     for line, pdl in ((chained, 1), (plain, 0)):
-        for _ in range(6):
-            line.append(torch.full_like(x, float("nan")))
-            run(line[-2], weights, None, None, line[-1], pdl=pdl)
+        for given, made in pairwise(line):  # no other kernel in between: it would be waited for
+            run(given, weights, None, None, made, pdl=pdl)
             torch.cuda.synchronize() if pdl == 0 else None
     assert torch.equal(chained[-1], plain[-1])
