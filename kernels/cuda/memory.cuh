@@ -138,6 +138,8 @@ __device__ __forceinline__ void release_dependents() {
 __device__ __forceinline__ void wait_for_producers() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#elif defined(AUTOSEL_EMULATED)
+  simt::wait_for_producers();
 #endif
 }
 

@@ -8,7 +8,8 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from autosel.native import cutlass
 from autosel.native.compile import _command, find_compiler, source_digest, sources_digest
 from autosel.native.cuda import find_nvcc
 from autosel.values import NativeRecipe
-from tests.compile.emulate import FLAGS, HERE, includes, keep
+from tests.compile.emulate import FLAGS, HERE, held_back, includes, keep
 from tests.compile.machine_code import _usage, disassembler
 
 FIRST = HERE / "cutlass_first.h"
@@ -96,6 +97,13 @@ def emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
 
     function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(_emulated(source, macros))), entry)
     return function
+
+
+@contextmanager
+def overlapped(source: str, *macros: str) -> Iterator[None]:
+    """As emulate.py's."""
+    with held_back(_emulated(source, macros)):
+        yield
 
 
 def _emulated(source: str, macros: tuple[str, ...]) -> Path:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import hashlib
 import itertools
 import math
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,6 +81,30 @@ def emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
 
     function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(_built(source, macros))), entry)
     return function
+
+
+@contextmanager
+def overlapped(source: str, *macros: str) -> Iterator[None]:
+    """What this build launches meanwhile runs at the end, and each dependent launch begins before the ones ahead of it.
+
+    Raises RuntimeError with what went wrong. Tensors must live that long.
+    """
+    with held_back(_built(source, macros)):
+        yield
+
+
+@contextmanager
+def held_back(build: Path) -> Iterator[None]:
+    library = ctypes.CDLL(str(build))  # the one that is loaded already
+    library.simt_release.restype = ctypes.c_char_p
+    library.simt_hold()
+    said = b""
+    try:
+        yield
+    finally:
+        said = library.simt_release()
+    if said:
+        raise RuntimeError(said.decode())
 
 
 def _built(source: str, macros: tuple[str, ...]) -> Path:

@@ -1,11 +1,16 @@
 // A GPU's execution model on one CPU thread, so that a .cu file compiled by g++ runs here as it is written.
 //
 // Force-included ahead of the file (g++ -x c++ -include simt.h). Blocks run in turn, or, of a cooperative launch, all at
-// once; a block's threads are fibers, which change places at barriers, shuffles, votes and rests only. What it checks beside the results: shared memory beyond the bytes
-// asked for ends the process (guard pages), and what no thread has written is NaN; a barrier or shuffle that not all
-// reach is an error that names who waits where; launches that no device would accept are refused. Every other launch
-// runs blocks and threads in reverse, so that a missing barrier shows in one order if not in the other.
-// It cannot show: speed, races between blocks that run at once, the memory model, alignment faults of plain accesses.
+// once; a block's threads are fibers, which change places at barriers, shuffles, votes and rests only. What it checks
+// beside the results: shared memory beyond the bytes asked for ends the process (guard pages), and what no thread has
+// written is NaN; a barrier or shuffle that not all reach is an error that names who waits where; launches that no device
+// would accept are refused. Every other launch runs blocks and threads in reverse, so that a missing barrier shows in one
+// order if not in the other. Between simt_hold and simt_release launches are kept back and then run as early as a device
+// may: blocks of a programmatic dependent launch before the kernels ahead have done anything, up to where they wait; all
+// of its threads must wait. A thread that counts its block in (atomicInc) must fence between the barrier and the count,
+// and the last one again before the next barrier.
+// It cannot show: speed, races between blocks that run at once, the memory model beyond these fences, alignment faults of
+// plain accesses.
 #pragma once
 #define AUTOSEL_EMULATED 1
 
@@ -29,6 +34,7 @@
 #include <exception>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <stdexcept>
@@ -92,7 +98,7 @@ inline void prepare(Context& c, char* stack, void (*entry)()) {
 }
 #endif
 
-enum class State { runs, at_barrier, at_warp, done };
+enum class State { runs, at_barrier, at_warp, at_producers, done };
 
 struct Fiber {
   Context context;
@@ -100,6 +106,9 @@ struct Fiber {
   uint3 thread;
   uint64_t exchanges;  // warp operations so far
   unsigned block;      // of those that run
+  bool waited;         // for the kernels ahead
+  bool fenced;         // since the last barrier
+  bool counted;        // its block in as the last one, and has not fenced since
 };
 
 // One of the blocks that run.
@@ -130,14 +139,33 @@ struct Machine {
   unsigned long long clock_ns = 0;  // moves while a thread rests
   std::function<void()> body;
   std::string failed;
-  bool reverse = false;
+  bool dependent = false, early = false;  // a programmatic dependent launch; it runs before the kernels ahead
+};
+
+// A launch as it was asked for.
+struct Launch {
+  dim3 grid, block;
+  size_t shared_bytes;
+  bool together, dependent;
+  std::function<void()> body;
+};
+
+// What outlasts a launch. Static: each library its own.
+struct Device {
+  std::vector<std::unique_ptr<Machine>> machines;  // one, and one more a launch that waits for it
+  Machine* current = nullptr;
+  bool reverse = false, holds = false;
+  std::vector<Launch> held;
+  std::string failed;
   std::map<const void*, size_t> permitted;
 };
 
-static inline Machine& machine() {  // static: each library its own
-  static Machine m;
-  return m;
+static inline Device& device() {
+  static Device d;
+  return d;
 }
+
+inline Machine& machine() { return *device().current; }
 
 inline Fiber& self() { return machine().fibers[machine().now]; }
 inline Block& own() { return machine().blocks[self().block]; }
@@ -171,6 +199,8 @@ inline void pass(unsigned block) {
 
 inline void fiber_main() {
   machine().body();
+  if (machine().dependent && !self().waited)
+    machine().failed = "a thread of a dependent launch has ended without waiting for the kernels ahead";
   Block& b = own();
   self().state = State::done;
   b.done += 1;
@@ -180,6 +210,8 @@ inline void fiber_main() {
 }
 
 inline void barrier() {
+  if (self().counted) machine().failed = "the thread that counted its block in as the last one has not fenced since";
+  self().fenced = false;
   Block& b = own();
   b.waiting += 1;
   if (b.waiting + b.done < threads_of_block()) {
@@ -194,6 +226,24 @@ inline bool barrier_or(bool yes) {
   own().any = own().any || yes;
   barrier();
   return own().agreed;
+}
+
+// Until the kernels ahead have ended.
+inline void wait_for_producers() {
+  self().waited = true;
+  if (!machine().early) return;
+  self().state = State::at_producers;
+  give_way();
+}
+
+inline void fence() { self().fenced = true, self().counted = false; }
+
+inline unsigned count_in(unsigned* at, unsigned most) {
+  if (!self().fenced) machine().failed = "a thread counts its block in without a fence since the barrier";
+  const unsigned old = *at;
+  *at = old >= most ? 0 : old + 1;
+  self().counted = old >= most;
+  return old;
 }
 
 inline unsigned long long clock_ns() { return machine().clock_ns; }
@@ -289,8 +339,8 @@ inline char* give_shared(unsigned block, size_t bytes) {
   return m.shared_ends[block] - m.shared_bytes;
 }
 
-// The blocks [first, first + count) of the launch at once.
-inline void run_blocks(uint64_t first, unsigned count, size_t shared_bytes) {
+// The blocks [first, first + count) of the launch are next, all at once.
+inline void begin_blocks(uint64_t first, unsigned count, size_t shared_bytes) {
   Machine& m = machine();
   const unsigned threads = threads_of_block();
   m.blocks.assign(count, Block()), m.fibers.resize(count * threads), m.exchanges.assign(2 * count * threads / kWarp, Exchange());
@@ -303,48 +353,115 @@ inline void run_blocks(uint64_t first, unsigned count, size_t shared_bytes) {
       Fiber& f = m.fibers[b * threads + i];
       f.thread = uint3{i % m.block.x, i / m.block.x % m.block.y, i / m.block.x / m.block.y};
       f.state = State::runs, f.exchanges = 0, f.block = b;
+      f.waited = f.fenced = f.counted = false;
       prepare(f.context, m.stacks + (b * threads + i) * kStack, fiber_main);
     }
   }
-  m.now = m.direction > 0 ? 0 : count * threads - 1;
-  change(m.home, m.fibers[m.now].context);
-  for (const Block& b : m.blocks)
-    if (b.done != threads && m.failed.empty()) m.failed = "deadlock in " + where();
 }
 
-inline bool is_cooperative(const cudaLaunchConfig_t& c) {
+// Runs what was begun, until nobody can run.
+inline void go() {
+  Machine& m = machine();
+  const unsigned n = unsigned(m.fibers.size());
+  for (unsigned i = 0; i < n; ++i) {
+    m.now = m.direction > 0 ? i : n - 1 - i;
+    if (m.fibers[m.now].state != State::runs) continue;
+    change(m.home, m.fibers[m.now].context);
+    return;
+  }
+}
+
+// The blocks that were begun, to their end.
+inline void finish_blocks() {
+  Machine& m = machine();
+  for (Fiber& f : m.fibers)
+    if (f.state == State::at_producers) f.state = State::runs;
+  go();
+  for (const Block& b : m.blocks)
+    if (b.done != threads_of_block() && m.failed.empty()) m.failed = "deadlock in " + where();
+}
+
+inline void run_blocks(uint64_t first, unsigned count, size_t shared_bytes) {
+  begin_blocks(first, count, shared_bytes);
+  finish_blocks();
+}
+
+// The machine of the launch that is `ahead` places from being the next, at its beginning.
+inline void take_machine(size_t ahead, const Launch& l) {
+  Device& d = device();
+  while (d.machines.size() <= ahead) d.machines.push_back(std::make_unique<Machine>());
+  Machine& m = *d.machines[ahead];
+  d.current = &m;
+  if (!m.stacks)
+    m.stacks = static_cast<char*>(mmap(nullptr, kMostTogether * kMostThreads * kStack, PROT_READ | PROT_WRITE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  m.grid = l.grid, m.block = l.block, m.body = l.body, m.failed.clear();
+  m.dependent = l.dependent, m.early = false;
+  m.direction = d.reverse ? -1 : 1, d.reverse = !d.reverse;
+}
+
+inline uint64_t blocks_of(const Launch& l) { return uint64_t(l.grid.x) * l.grid.y * l.grid.z; }
+inline unsigned early_blocks(const Launch& l) { return unsigned(std::min<uint64_t>(blocks_of(l), kMostTogether)); }
+
+// As many blocks as are resident at once, up to where they wait.
+inline void start_early(const Launch& l) {
+  Machine& m = machine();
+  m.early = true;
+  begin_blocks(m.direction > 0 ? 0 : blocks_of(l) - early_blocks(l), early_blocks(l), l.shared_bytes);
+  go();
+}
+
+// The whole launch, or what is left of one that started early.
+inline void finish(const Launch& l) {
+  Machine& m = machine();
+  const uint64_t blocks = blocks_of(l), begun = m.early ? early_blocks(l) : 0;
+  if (m.early) finish_blocks();
+  m.early = false;
+  if (l.together) return run_blocks(0, unsigned(blocks), l.shared_bytes);
+  for (uint64_t i = begun; i < blocks && m.failed.empty(); ++i)
+    run_blocks(m.direction > 0 ? i : blocks - 1 - i, 1, l.shared_bytes);
+}
+
+// Launches in order, and of those that may the first blocks before the launch ahead, and so before all that wait for it.
+inline void run_in_order(const std::vector<Launch>& all) {
+  Device& d = device();
+  d.failed.clear();
+  for (size_t first = 0, end; first < all.size() && d.failed.empty(); first = end) {
+    for (end = first + 1; end < all.size() && all[end].dependent;) ++end;
+    for (size_t i = end; i-- > first;) {
+      take_machine(i - first, all[i]);
+      if (i > first) start_early(all[i]);
+    }
+    for (size_t i = first; i < end && d.failed.empty(); ++i) {
+      d.current = d.machines[i - first].get();
+      if (machine().failed.empty()) finish(all[i]);
+      d.failed = machine().failed;
+    }
+  }
+  if (!d.failed.empty()) fprintf(stderr, "simt: %s\n", d.failed.c_str());
+}
+
+inline bool has(const cudaLaunchConfig_t& c, cudaLaunchAttributeID id) {
   for (unsigned i = 0; i < c.numAttrs; ++i)
-    if (c.attrs[i].id == cudaLaunchAttributeCooperative && c.attrs[i].val.cooperative) return true;
+    if (c.attrs[i].id == id) return true;  // none of them is ever set to 0
   return false;
 }
 
 inline cudaError_t run(const cudaLaunchConfig_t& c, const void* kernel, std::function<void()> body) {
-  Machine& m = machine();
+  Device& d = device();
   const dim3 g = c.gridDim, b = c.blockDim;
   const unsigned threads = b.x * b.y * b.z;
   if (threads == 0 || threads > kMostThreads || threads % kWarp || g.x == 0 || g.y == 0 || g.z == 0 || g.y > 65535 ||
       g.z > 65535 || g.x > 0x7fffffffu)
     return cudaErrorInvalidConfiguration;
-  const size_t permitted = m.permitted.count(kernel) ? m.permitted[kernel] : kSharedUnasked;
+  const size_t permitted = d.permitted.count(kernel) ? d.permitted[kernel] : kSharedUnasked;
   if (c.dynamicSmemBytes > permitted || c.dynamicSmemBytes > kMostShared) return cudaErrorInvalidValue;
-  if (!m.stacks)
-    m.stacks = static_cast<char*>(mmap(nullptr, kMostTogether * kMostThreads * kStack, PROT_READ | PROT_WRITE,
-                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  m.grid = g, m.block = b, m.body = std::move(body), m.failed.clear();
-  m.direction = m.reverse ? -1 : 1, m.reverse = !m.reverse;
-  const uint64_t blocks = uint64_t(g.x) * g.y * g.z;
-  if (is_cooperative(c)) {
-    if (blocks > kMostTogether) return cudaErrorCooperativeLaunchTooLarge;
-    run_blocks(0, unsigned(blocks), c.dynamicSmemBytes);
-  } else {
-    for (uint64_t i = 0; i < blocks && m.failed.empty(); ++i)
-      run_blocks(m.direction > 0 ? i : blocks - 1 - i, 1, c.dynamicSmemBytes);
-  }
-  if (!m.failed.empty()) {
-    fprintf(stderr, "simt: %s\n", m.failed.c_str());
-    return cudaErrorLaunchFailure;
-  }
-  return cudaSuccess;
+  const Launch asked{g, b, c.dynamicSmemBytes, has(c, cudaLaunchAttributeCooperative),
+                     has(c, cudaLaunchAttributeProgrammaticStreamSerialization), std::move(body)};
+  if (asked.together && blocks_of(asked) > kMostTogether) return cudaErrorCooperativeLaunchTooLarge;
+  if (d.holds) return d.held.push_back(asked), cudaSuccess;
+  run_in_order({asked});
+  return d.failed.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
 }  // namespace simt
@@ -352,7 +469,7 @@ inline cudaError_t run(const cudaLaunchConfig_t& c, const void* kernel, std::fun
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Params...), Args&&... args) {
   return [&](Params... held) {
-    return simt::run(*c, reinterpret_cast<const void*>(kernel), [&] { kernel(held...); });
+    return simt::run(*c, reinterpret_cast<const void*>(kernel), [kernel, held...] { kernel(held...); });
   }(std::forward<Args>(args)...);
 }
 
@@ -360,9 +477,19 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Param
 
 extern "C" {
 inline const char* simt_error(cudaError_t e) {
-  const std::string& failed = simt::machine().failed;
+  const std::string& failed = simt::device().failed;
   if (e == cudaErrorLaunchFailure && !failed.empty()) return failed.c_str();
   return e == cudaErrorInvalidConfiguration ? "invalid configuration" : e == cudaErrorInvalidValue ? "invalid value" : "failed";
+}
+}
+// Launches are kept back from simt_hold on, and run by simt_release, which says what went wrong ("": nothing).
+extern "C" {
+__attribute__((visibility("default"), weak)) void simt_hold() { simt::device().holds = true; }
+__attribute__((visibility("default"), weak)) const char* simt_release() {
+  simt::Device& d = simt::device();
+  d.holds = false;
+  simt::run_in_order(std::exchange(d.held, {}));
+  return d.failed.c_str();
 }
 }
 #define cudaGetErrorString simt_error
@@ -370,6 +497,7 @@ inline const char* simt_error(cudaError_t e) {
 #define cudaSetDevice(device) ((void)(device), cudaSuccess)
 #define cudaGetLastError() cudaSuccess
 inline int simt_attribute(cudaDeviceAttr a) {
+  if (a == cudaDevAttrComputeCapabilityMajor) return 9;
   if (a == cudaDevAttrMultiProcessorCount) return int(simt::kMultiprocessors);
   return a == cudaDevAttrCooperativeLaunch ? 1 : int(simt::kMostShared);
 }
@@ -388,7 +516,7 @@ inline cudaError_t simt_malloc(void** p, size_t bytes) {
 #define cudaStreamCreateWithFlags(stream, flags) (*(stream) = nullptr, cudaSuccess)
 #define cudaStreamSynchronize(stream) ((void)(stream), cudaSuccess)
 #define cudaStreamDestroy(stream) ((void)(stream), cudaSuccess)
-#define cudaFuncSetAttribute(kernel, attribute, bytes) (simt::machine().permitted[kernel] = size_t(bytes), cudaSuccess)
+#define cudaFuncSetAttribute(kernel, attribute, bytes) (simt::device().permitted[kernel] = size_t(bytes), cudaSuccess)
 #define TVMFFIEnvGetStream(type, device) nullptr
 
 // --- the language ----------------------------------------------------------------------------------------------------------
@@ -429,7 +557,7 @@ inline char* shared_memory() { return simt::own().shared; }
 inline void __syncthreads() { simt::barrier(); }
 inline int __syncthreads_or(int yes) { return simt::barrier_or(yes != 0); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { simt::vote(mask, true); }
-inline void __threadfence() {}
+inline void __threadfence() { simt::fence(); }
 template <class T> T __shfl_sync(unsigned mask, T v, int from) { return simt::shuffle(mask, v, unsigned(from)); }
 template <class T> T __shfl_xor_sync(unsigned mask, T v, int with) {
   return simt::shuffle(mask, v, (simt::machine().now % simt::kWarp) ^ unsigned(with));
@@ -451,7 +579,7 @@ template <class T> T atomicOr(T* at, std::type_identity_t<T> v) { T old = *at; *
 template <class T> T atomicMax(T* at, std::type_identity_t<T> v) { T old = *at; if (v > old) *at = v; return old; }
 template <class T> T atomicMin(T* at, std::type_identity_t<T> v) { T old = *at; if (v < old) *at = v; return old; }
 template <class T> T atomicExch(T* at, std::type_identity_t<T> v) { T old = *at; *at = v; return old; }
-inline unsigned atomicInc(unsigned* at, unsigned most) { unsigned old = *at; *at = old >= most ? 0 : old + 1; return old; }
+inline unsigned atomicInc(unsigned* at, unsigned most) { return simt::count_in(at, most); }
 
 template <class A, class B> std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
 template <class A, class B> std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }

@@ -50,6 +50,37 @@ __global__ void overrun(const float* x, float* y, int) {
   y[threadIdx.x] = x[threadIdx.x];
 }
 
+// y = x + 1 behind a kernel that makes x. 1: right. 0: x is read before the wait. 2: y is written before it, which the
+// kernel ahead may still be reading. 3: one thread does not wait.
+__global__ void follow(const float* x, float* y, int how) {
+  const float early = how == 0 ? x[threadIdx.x] : 0.0f;
+  if (how == 2) y[threadIdx.x] = -1.0f;
+  if (how != 3 || threadIdx.x != 5) wait_for_producers();
+  y[threadIdx.x] = (how == 0 ? early : x[threadIdx.x]) + 1.0f;
+}
+
+// Blocks that count themselves in. 0: fences on both sides of the count. 1: ahead of the barrier instead; 2: none behind.
+__global__ void arrive(unsigned* counter, int how) {
+  if (how == 1) __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (how != 1) __threadfence();
+    const bool last = atomicInc(counter, gridDim.x - 1) == gridDim.x - 1;
+    if (last && how != 2) __threadfence();
+  }
+  __syncthreads();
+}
+
+void step_on(TensorView x, TensorView y, int64_t how) {
+  Stream stream(x);
+  launch(Shape{dim3(1), kThreads, 0, true}, stream, follow, data<const float>(x), data<float>(y), int(how));
+}
+
+void meet(TensorView counter, int64_t how) {
+  Stream stream(counter);
+  launch(Shape{dim3(3), kThreads}, stream, arrive, reinterpret_cast<unsigned*>(data<int32_t>(counter)), int(how));
+}
+
 void run(TensorView x, TensorView y, int64_t which, int64_t barriers) {
   Stream stream(x);
   Shape shape{dim3(1), kThreads, kThreads * sizeof(float), false};
@@ -61,3 +92,5 @@ void run(TensorView x, TensorView y, int64_t which, int64_t barriers) {
 }  // namespace autosel
 
 AUTOSEL_EXPORT(run, autosel::run);
+AUTOSEL_EXPORT(step_on, autosel::step_on);
+AUTOSEL_EXPORT(meet, autosel::meet);

@@ -18,7 +18,7 @@ from autosel.ops.contract import Case, Mismatch
 from autosel.ops.linear import projection_cases
 from autosel.values import DTypeName, Workload
 from tests.compile.cutlass_asked import builds
-from tests.compile.cutlass_builds import emulated
+from tests.compile.cutlass_builds import emulated, overlapped
 
 pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
 
@@ -127,3 +127,21 @@ def test_what_does_not_fit_is_refused_before_the_launch(choice: tuple[DTypeName,
     ):
         with pytest.raises((ValueError, TypeError), match=words):
             entry(*wrong)
+
+
+@in_turns
+def test_products_in_a_chain_may_start_before_the_ones_they_read(choice: tuple[DTypeName, Tile]) -> None:
+    """Split, so that all use one workspace; the last writes what the first reads. And of rows that are not aligned."""
+    dtype, build = choice
+    entry, macros = product(dtype, build), [f"AUTOSEL_{n}={v}" for n, v in zip(SIDES, build, strict=True)]
+    for width, split in ((192, 3), (50, 1)):
+        inputs = OP.inputs(OP.workload(dtype, {"M": 5, "N": width, "K": width}), 7)
+        alone, chained = (
+            [inputs["x"].clone(), *(torch.full_like(inputs["x"], torch.nan) for _ in range(2))] for _ in "ab"
+        )
+        for i in range(3):
+            entry(alone[i], inputs["w"], None, None, alone[(i + 1) % 3], split, 0)
+        with overlapped("gemm_sm80", f"AUTOSEL_{dtype.upper()}", *macros):
+            for i in range(3):
+                entry(chained[i], inputs["w"], None, None, chained[(i + 1) % 3], split, 1)
+        assert all(torch.equal(one, other) for one, other in zip(alone, chained, strict=True))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.compile.emulate import emulated
+from tests.compile.emulate import emulated, overlapped
 
 FAULTS = str(Path(__file__).parent / "simt_faults")
 ROOT = Path(__file__).parents[2]
@@ -50,3 +50,40 @@ def test_a_write_beyond_the_shared_memory_asked_for_ends_the_process() -> None:
     emulated(FAULTS, "run")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, cwd=ROOT)
     assert done.returncode < 0, done.stderr
+
+
+def followed(*hows: int) -> torch.Tensor:
+    """x + 1 by a chain of dependent launches, and the result where x was."""
+    x, y = X.clone(), torch.full((64,), float("nan"))
+    emulated(FAULTS, "step_on")  # loaded
+    with overlapped(FAULTS):
+        for number, how in enumerate(hows):
+            emulated(FAULTS, "step_on")(*((y, x) if number % 2 else (x, y)), how)
+    return y if len(hows) % 2 else x
+
+
+def test_launches_that_wait_may_overlap() -> None:
+    for count in (1, 2, 3, 4):
+        assert torch.equal(followed(*[1] * count), X + count)
+
+
+def test_what_is_read_before_the_wait_is_not_there_yet() -> None:
+    assert followed(1, 0).isnan().all()
+
+
+def test_what_is_written_before_the_wait_spoils_what_the_kernel_ahead_reads() -> None:
+    assert not torch.equal(followed(1, 2), X + 2)
+
+
+def test_every_thread_of_a_dependent_launch_must_wait() -> None:
+    with pytest.raises(RuntimeError, match="without waiting"):
+        followed(1, 3)
+
+
+@pytest.mark.parametrize(("how", "words"), [(1, "without a fence"), (2, "has not fenced since")])
+def test_a_block_that_counts_itself_in_fences_where_the_memory_model_asks_for_it(how: int, words: str) -> None:
+    counter = torch.zeros(1, dtype=torch.int32)
+    emulated(FAULTS, "meet")(counter, 0)
+    assert int(counter) == 0
+    with pytest.raises(RuntimeError, match=words):
+        emulated(FAULTS, "meet")(counter, how)

@@ -1,0 +1,178 @@
+"""Chains of dependent launches on emulated threads, each begun before the ones ahead of it have done anything.
+
+Of each kernel three calls follow each other: each reads what the one before it wrote, the third writes where the first
+one read, and all use the workspace that the kernel keeps. The bits must be those of one call after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compile.emulate import emulated, overlapped, todays
+from tests.compile.test_emulated_linear import BUILDS
+
+Tensors = dict[str, Tensor]
+Calls = Iterator[tuple[str, tuple[Any, ...]]]  # entry, arguments without the last: whether the launch is dependent
+
+NAN = float("nan")
+
+
+def drawn(seed: int, **shapes: tuple[int, ...]) -> Tensors:
+    made = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=made).to(torch.bfloat16) for name, shape in shapes.items()}
+
+
+def ring(t: Tensors, names: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Three times from one of three buffers to the next."""
+    for i in range(3):
+        yield t[names[i]], t[names[(i + 1) % 3]]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def rmsnorm(t: Tensors) -> Calls:
+    for x, y in ring(t, "abc"):
+        yield "rmsnorm", (x, t["gain"], 1e-6, 1.0, y, 64, 2)
+
+
+def add_rmsnorm(t: Tensors) -> Calls:
+    for (x, y), (residual, joined) in zip(ring(t, "abc"), ring(t, "def"), strict=True):
+        yield "add_rmsnorm", (x, residual, t["gain"], 1e-6, 0.0, 0, y, joined, 64, 2)
+
+
+def swiglu(t: Tensors) -> Calls:
+    for gate, y in ring(t, "abc"):
+        yield "swiglu", (gate, t["d"], y, 2)
+
+
+def geglu(t: Tensors) -> Calls:
+    for gate, y in ring(t, "abc"):
+        yield "geglu", (gate, t["d"], 1, y, 2)
+
+
+def rope(t: Tensors) -> Calls:
+    positions, inverse = torch.tensor([3, 70_000, 5]), torch.logspace(0, -3, 32)
+    for (q, to_q), (k, to_k) in zip(ring(t, "abc"), ring(t, "def"), strict=True):
+        heads = [x.view(3, -1, 64) for x in (q, k, to_q, to_k)]
+        yield "rope", (*heads[:2], positions, inverse, 0, *heads[2:], 64, 3)
+
+
+def kv_append(t: Tensors) -> Calls:
+    """From place to place of the caches themselves."""
+    k, v = (t[n].view(1, 2, 12, 64) for n in "kv")
+    for at in (2, 4, 0):
+        news = [x[:, :, (at - 2) % 6 : (at - 2) % 6 + 2] for x in (k, v)]
+        yield "kv_append", (*news, torch.tensor([at], dtype=torch.int32), None, k, v, 2)
+
+
+def sample(t: Tensors) -> Calls:
+    """Each draw is in the next one's history."""
+    one = torch.ones(2)
+    for i, (old, new) in enumerate(ring(t, "xyz")):
+        top_k = torch.tensor([5, 0], dtype=torch.int32)
+        yield "sample", (t["logits"], old.view(2, 1), one, top_k, 0.9 * one, 1.5 * one, 0.3 * (i + 1) * one, new, 3)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def gemv(t: Tensors) -> Calls:
+    for x, y in ring(t, "abc"):
+        yield "gemv", (x, t["w"], None, t["d"], y, 3, 2)
+
+
+def gemv_fp8(t: Tensors) -> Calls:
+    for x, y in ring(t, "abc"):
+        yield "gemv_fp8", (x, t["w8"], torch.full((256,), 0.1), None, None, y, 3, 2)
+
+
+def norm_qkv(t: Tensors) -> Calls:
+    for x, y in ring(t, "abc"):
+        yield "norm_qkv", (x, t["gain"], t["w"], 1e-6, 0.0, y, 3, 2)
+
+
+def gate_up(t: Tensors) -> Calls:
+    for x, y in ring(t, "abc"):
+        yield "gate_up", (x, t["gain"], t["w"], t["up"], 1e-6, 0.0, 0, y, 3, 2)
+
+
+def lm_head(t: Tensors) -> Calls:
+    """Logits of logits, and what each of them would choose: by one workspace."""
+    for (x, y), token in zip(ring(t, "abc"), "xyz", strict=True):
+        yield "lm_head", (x, t["w"], 0, y, 3, 2)
+        yield "lm_head", (y, t["w"], 1, t[token], 3, 1)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention(kernel: str) -> Callable[[Tensors], Calls]:
+    """Three tokens, of which each is the next one's query; keys in splits."""
+
+    def calls(t: Tensors) -> Calls:
+        lengths = torch.tensor([12], dtype=torch.int32)
+        for q, o in ring(t, "abc"):
+            heads = [x[:1].view(1, 4, 1, 64) for x in (q, o)]
+            if kernel.startswith("paged"):
+                k, v = (t[n].view(3, 4, 2, 64) for n in "kv")
+                table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+                yield kernel, (heads[0], k, v, table, lengths, 12, 0.0, 0, 0.0, heads[1], 16, 2, 5)
+            else:
+                k, v = (t[n].view(1, 2, 12, 64) for n in "kv")
+                yield kernel, (heads[0], k, v, lengths, 12, 0.0, 0, 0.0, heads[1], 16, 2, 5)
+
+    return calls
+
+
+ROWS = (rmsnorm, add_rmsnorm, swiglu, geglu, rope, kv_append, sample)
+PRODUCTS = (gemv, gemv_fp8, norm_qkv, gate_up, lm_head)
+ATTENTION = ("attn_decode", "attn_decode_mma", "paged_attn_decode", "paged_attn_decode_mma")
+
+
+def operands() -> Tensors:
+    made = drawn(
+        5, a=(3, 256), d=(3, 256), gain=(256,), w=(256, 256), up=(256, 256), k=(1536,), v=(1536,), logits=(2, 300)
+    )
+    made["w"], made["up"] = made["w"] / 16, made["up"] / 16
+    made["w8"] = (made["w"] * 10).to(torch.float8_e4m3fn)
+    made |= {name: torch.full((3, 256), NAN, dtype=torch.bfloat16) for name in "bcef"}
+    made |= {name: torch.full((3,), -1) for name in "xyz"}
+    return made
+
+
+def check(calls: Callable[[Tensors], Calls], source: str, *macros: str) -> None:
+    alone, chained = operands(), operands()
+    if source == "sample":  # a token a row, of two
+        for t in (alone, chained):
+            t |= {name: torch.full((2,), -1) for name in "xyz"}
+    for entry, arguments in calls(alone):
+        emulated(source, entry, *macros)(*arguments, 0)
+    kept = list(calls(chained))
+    with overlapped(source, *macros):
+        for entry, arguments in kept:
+            emulated(source, entry, *macros)(*arguments, 1)
+    for name in alone:
+        same = torch.equal(alone[name].view(torch.uint8), chained[name].view(torch.uint8))
+        assert same, f"{source}: {name} differs"
+
+
+@pytest.mark.parametrize("calls", ROWS, ids=lambda f: f.__name__)
+def test_row_kernels_in_a_chain(calls: Callable[[Tensors], Calls]) -> None:
+    check(calls, calls.__name__)
+
+
+@pytest.mark.parametrize("calls", PRODUCTS, ids=lambda f: f.__name__)
+def test_projections_in_a_chain(calls: Callable[[Tensors], Calls]) -> None:
+    rows, loads = todays(BUILDS)
+    check(calls, calls.__name__, f"AUTOSEL_ROWS={rows}", f"AUTOSEL_UNROLL={loads}")
+
+
+@pytest.mark.parametrize("kernel", ATTENTION)
+def test_attention_in_a_chain(kernel: str) -> None:
+    check(attention(kernel), kernel)
