@@ -20,7 +20,7 @@ from autosel.triton_kernels.attention import attend, deliver, fitting_tile, merg
 from autosel.triton_kernels.common import counters, empty, partials, refuse, row, together
 
 
-@triton.jit(do_not_specialize=["max_len", "chunk", "splits"])
+@triton.jit(do_not_specialize=["max_len", "chunk", "splits"], do_not_specialize_on_alignment=["lengths"])
 def _attn_decode(
     q, k, v, lengths, o, part, counter, max_len, chunk, splits, scale, softcap, window, Hkv, G, S,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,

@@ -6,7 +6,8 @@ What is captured has its own: graphs of one stream may be replayed at once on tw
 zeroed by nobody until that graph has run. Its memory is the graph's, which holds it as long as it lives.
 
 Sizes that change from step to step (a batch's rows, the context's length) are named in do_not_specialize: Triton would
-compile a kernel again, in the middle of serving, when one becomes a multiple of 16.
+compile a kernel again, in the middle of serving, when one becomes a multiple of 16. So it would for a row's settings,
+taken out of a larger tensor, that begin at another address: they are named in do_not_specialize_on_alignment.
 """
 
 import ctypes

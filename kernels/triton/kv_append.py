@@ -21,7 +21,7 @@ def _copy(source, target, d, inside):
     tl.store(target[:, None] + d[None, :], tl.load(source[:, None] + d[None, :], mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "S", "room"])
+@triton.jit(do_not_specialize=["tokens", "S", "room"], do_not_specialize_on_alignment=["positions"])
 def _kv_append(
     k, v, positions, table, k_cache, v_cache, tokens, Hkv, S, room, stride_table,
     stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,

@@ -18,7 +18,7 @@ from autosel.triton_kernels.attention import attend, deliver, fitting_tile, merg
 from autosel.triton_kernels.common import counters, empty, partials, refuse, together
 
 
-@triton.jit(do_not_specialize=["max_len", "chunk", "splits"])
+@triton.jit(do_not_specialize=["max_len", "chunk", "splits"], do_not_specialize_on_alignment=["lengths"])
 def _paged_attn_decode(
     q, k, v, table, lengths, o, part, counter, max_len, chunk, splits, scale, softcap, window, Hkv, G, S,
     stride_qb, stride_qh, stride_qs, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_tb,

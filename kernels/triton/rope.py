@@ -36,7 +36,7 @@ def _turn(
         tl.store(target + rest[None, :], tl.load(source + rest[None, :], mask=beyond, other=0.0), mask=beyond)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def _rope(
     q, k, positions, inv_freq, q_out, k_out, Hq, Hkv, q_blocks,
     stride_qm, stride_qh, stride_km, stride_kh, stride_pm, stride_rm, stride_rh, stride_tm, stride_th,

@@ -125,7 +125,10 @@ def _draw(scores, V, peak, key, ties, target, BLOCK: tl.constexpr):
     return tl.where(found == NOWHERE, last, found)
 
 
-@triton.jit(do_not_specialize=["L"])
+@triton.jit(
+    do_not_specialize=["L", "stride_h"],
+    do_not_specialize_on_alignment=["history", "temperature", "top_k", "top_p", "penalty", "uniform", "token"],
+)
 def _sample(
     logits, history, temperature, top_k, top_p, penalty, uniform, token, scores, V, L, stride_l, stride_h,
     BLOCK: tl.constexpr,
