@@ -98,7 +98,7 @@ def _ranges(rates: Mapping[str, float], identity: Mapping[str, object], peak: fl
         "dram_latency_s": Range(low=0.35e-6, high=1.2e-6, why="loaded DRAM latency of every GPU measured so far"),
         "graph_node_s": Range(low=0.4e-6, high=4e-6, why="a kernel inside a graph"),
         "stream_launch_s": Range(low=0.4e-6, high=6e-6, why="a kernel queued on a stream"),
-        "l2_bytes_per_s": Range(low=1.5 * read, high=20 * max(read, 1.0), why="L2 is faster than DRAM"),
+        "l2_bytes_per_s": Range(low=1.1 * read, high=20 * max(read, 1.0), why="L2 is faster than DRAM"),
     }
     if peak:
         why = f"share of the {peak / 1e9:.0f} GB/s that bus width and memory clock give"

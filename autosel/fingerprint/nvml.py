@@ -17,9 +17,18 @@ DRIVER = Path("/sys/module/nvidia/version")
 MEMORY_STEP_BYTES = 256 << 20  # driver versions reserve differing amounts: identity rounds them away
 # FLOP a clock and SM of dense bf16 with fp32 accumulation: NVIDIA's architecture whitepapers (A100, Ada, Hopper,
 # Blackwell); consumer Blackwell by its rated figure over SMs and clock.
-MATRIX_FLOP_PER_CLOCK = {(8, 0): 2048, (8, 6): 512, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}
+MATRIX_FLOP_PER_CLOCK = {
+    (8, 0): 2048,
+    (8, 6): 512,
+    (8, 9): 1024,
+    (9, 0): 4096,
+    (10, 0): 8192,
+    (10, 3): 8192,
+    (12, 0): 512,
+}
 GEFORCE_MATRIX_FLOP_PER_CLOCK = {(8, 9): 512}  # full-rate accumulation in fp32 is the professional parts'
-SFU_PER_CLOCK = 16  # CUDA C++ Programming Guide, arithmetic throughput: the same for all these
+# CUDA C++ Programming Guide, arithmetic throughput: the same for all but Blackwell Ultra, which has twice as many.
+SFU_PER_CLOCK, MORE_SFU_PER_CLOCK = 16, {(10, 3): 32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +65,7 @@ def identity_of(r: Readings) -> dict[str, Any]:
         "memory_clock_max_hz": r.memory_clock_max_hz,
         "ecc": r.ecc,
         "mig_profile": r.mig_profile,
-        "sfu_per_clock_sm": SFU_PER_CLOCK,
+        "sfu_per_clock_sm": MORE_SFU_PER_CLOCK.get(r.cc, SFU_PER_CLOCK),
         "matrix_flop_per_clock_sm": per_clock,
     }
 

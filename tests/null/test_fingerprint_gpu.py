@@ -153,6 +153,17 @@ GOOD = {
 }
 
 
+def test_blackwell_ultra_has_twice_the_special_function_units() -> None:
+    assert nvml.identity_of(replace(H200, cc=(10, 3)))["sfu_per_clock_sm"] == 32
+    assert nvml.identity_of(replace(H200, cc=(10, 0)))["sfu_per_clock_sm"] == 16
+
+
+def test_an_l2_not_much_faster_than_the_fastest_memory_is_plausible() -> None:
+    """HBM3e reads at half of what a last-level cache of its generation gives, and more."""
+    found = gpu_rates.complaints({**GOOD, "l2_bytes_per_s": 5.5e12}, nvml.identity_of(H200), 4.9e12)
+    assert found == []
+
+
 def test_plausible_rates_raise_no_complaint() -> None:
     assert gpu_rates.complaints(GOOD, nvml.identity_of(H200), nvml.peak_read_bytes_per_s(H200)) == []
 
@@ -160,6 +171,7 @@ def test_plausible_rates_raise_no_complaint() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("l2_bytes_per_s", 4.5e12),  # not above what memory gives
         ("read_bytes_per_s", 5.5e12),  # faster than the bus: something was not read
         ("read_bytes_per_s", 2.0e12),
         ("l2_bytes_per_s", 4.4e12),
