@@ -31,6 +31,7 @@ from autosel.triton_kernels.project import LANES, MOST_ROWS, stream, tile_shape
 from autosel.triton_kernels.tiles import fitting_stages
 
 CHUNK = tl.constexpr(32)  # partial results compared at a time
+REGISTERS = 1 << 16  # of an SM
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def _announce(part, counter, token, value, index, m, M, slot, slots, BM: tl.cons
 @triton.jit
 def _few(
     x, w, token, part, counter, V, d, stride_x, stride_w,
-    M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -70,7 +71,7 @@ def _few(
         n = block * BN + tl.arange(0, BN)
         inside = n < V
         at = w + n.to(tl.int64)[:, None] * stride_w
-        sums = stream(at, at, inside, x, x, 0.0, 0, d, stride_x, M, BN, BK, False, False, PDL)[0]
+        sums = stream(at, at, inside, x, x, 0.0, 0, d, stride_x, M, BN, BK, False, False, PDL, WALK)[0]
         next_best, next_where = (), ()
         for m in tl.static_range(M):
             logit = tl.where(inside, tl.sum(sums[m], 1), float("-inf"))
@@ -135,10 +136,11 @@ def lm_head(
     if m <= MOST_ROWS:
         bn, bk = tile_shape(m, size, threads, unroll, rows_per_warp)
         slots = min(programs, triton.cdiv(v, bn))
+        crowded = m > MOST_ROWS // 2  # sums and maxima leave no room for a base a row beside another CTA of the SM
         _few[(slots,)](
             x, w, out, partials(x, 2 * slots * m), counters(x, 1), v, d, x.stride(0), w.stride(0), M=m,
-            BM=triton.next_power_of_2(m), BN=bn, BK=bk, PDL=pdl, num_warps=threads // LANES, launch_pdl=pdl,
-            enable_fp_fusion=True,
+            BM=triton.next_power_of_2(m), BN=bn, BK=bk, PDL=pdl, WALK=crowded, num_warps=threads // LANES,
+            maxnreg=min(255, REGISTERS // (2 * threads)) if crowded else None, launch_pdl=pdl, enable_fp_fusion=True,
         )  # fmt: skip
         return out
     bm, bn, slots = side(m), tile_rows, triton.cdiv(v, tile_rows)

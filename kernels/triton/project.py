@@ -32,11 +32,13 @@ def weights(at, k, inside, end):
 def stream(
     w, u, inside, x, norm, offset, begin, end, stride_x,
     M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
+    WALK: tl.constexpr = False,
 ):  # fmt: skip
     """Products over k in [begin, end), tuples of M tensors: with w, with u (if TWO), and (if NORM) of x with itself.
 
     w, u: pointers [BN, 1] to rows. With NORM each x is multiplied by (norm + offset) on the way to w and u. With PDL
-    the first weights are under way before the wait for the kernel that makes x.
+    the first weights are under way before the wait for the kernel that makes x. With WALK a row of x is reached from
+    the one before it, in two registers; else each has its base, in two of its own.
     """
     lane = tl.arange(0, BK)
     sums, others, squares = (), (), ()
@@ -67,8 +69,13 @@ def stream(
             if TWO:
                 two = two * scale
         next_sums, next_others, next_squares = (), (), ()
+        at = x + spread
         for m in tl.static_range(M):
-            value = tl.load(row(x, m, stride_x) + spread, mask=deep, other=0.0).to(tl.float32)
+            if not WALK:
+                at = row(x, m, stride_x) + spread
+            value = tl.load(at, mask=deep, other=0.0).to(tl.float32)
+            if WALK:
+                at = row(at, 1, stride_x)
             next_sums = next_sums + (sums[m] + one * value,)
             if TWO:
                 next_others = next_others + (others[m] + two * value,)
