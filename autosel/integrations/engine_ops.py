@@ -55,6 +55,9 @@ class Decided:
             return None
         return out
 
+    def is_new(self, key: Any) -> bool:
+        return dispatch.board() is not self.board or key not in self.bound
+
     def _found(self, key: Any, arguments: tuple[Any, ...]) -> Bound | None:
         board = dispatch.board()
         if board is not self.board or len(self.bound) >= MOST_SHAPES:
@@ -127,16 +130,24 @@ def paged(
     window: int = 0,
     softcap: float = 0.0,
     out: Tensor,
+    longest: int = 0,
 ) -> bool:
-    """One decode step of q[B,Hq,1,D] over k/v[pages,page,Hkv,D], written to `out`; False: nothing was decided."""
+    """One decode step of q[B,Hq,1,D] over k/v[pages,page,Hkv,D], written to `out`; False: nothing was decided.
+
+    `longest`: for which context the engine will capture this step. It is run once for that before, which is as right,
+    because an engine's warm-up has short contexts.
+    """
     if torch.compiler.is_compiling() or not _inference(q):
         return False
-    key = (
-        (count_bucket(q.shape[0]), q.shape[1:], k.shape[1:], length_bucket(max_len), q.dtype, k.dtype, q.device),
-        (k.stride(), v.stride(), q.stride(0), window, softcap),
-    )
-    rest = (table, lengths, max_len, scale, window, softcap)
-    return PAGED(key, q, k, v, *rest, length=max_len, out=out) is not None
+    shapes = (count_bucket(q.shape[0]), q.shape[1:], k.shape[1:], q.dtype, k.dtype, q.device)
+    layout = (k.stride(), v.stride(), q.stride(0), window, softcap)
+
+    def run(reach: int) -> bool:
+        given = (q, k, v, table, lengths, reach, scale, window, softcap)
+        return PAGED((length_bucket(reach), shapes, layout), *given, length=reach, out=out) is not None
+
+    new = longest > max_len and PAGED.is_new((length_bucket(longest), shapes, layout)) and not captured((q,))
+    return (new and run(longest)) or run(max_len)
 
 
 def _inference(*tensors: Tensor) -> bool:

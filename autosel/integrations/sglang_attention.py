@@ -65,7 +65,11 @@ class DecodeSteps:
         plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.dtype == pool.store_dtype
         if not plain or not batch.forward_mode.is_decode() or batch.spec_info is not None:
             return None
-        if batch.encoder_lens is not None or getattr(self, "dcp_size", 1) > 1:
+        if (
+            batch.encoder_lens is not None
+            or getattr(self, "dcp_size", 1) > 1
+            or getattr(self, "enable_deterministic", 0)
+        ):
             return None
         slots = self.req_to_token_pool.req_to_token  # type: ignore[attr-defined]  # [requests, context]: a slot a token
         if longest is None:  # the table is a little wider than the context: room for speculation, which is not ours

@@ -44,15 +44,16 @@ def register() -> None:
 
 def _hooks() -> tuple[Any, Any, dict[str, Callable[..., Any]]]:
     """What to register where. All that could be missing is looked up before anything is changed."""
+    from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled as alike
     from sglang.srt.layers import activation, layernorm
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hooks: dict[str, Callable[..., Any]] = {}
     found: tuple[tuple[str, type, Callable[[], Callable[..., Any]]], ...] = (
-        (NORMS, layernorm.RMSNorm, lambda: _norm(0.0)),
-        (NORMS, layernorm.GemmaRMSNorm, lambda: _norm(1.0)),
-        (GATES, activation.SiluAndMul, lambda: _gate("swiglu")),
-        (GATES, activation.GeluAndMul, lambda: _gate("geglu")),
+        (NORMS, layernorm.RMSNorm, lambda: _norm(0.0, alike)),
+        (NORMS, layernorm.GemmaRMSNorm, lambda: _norm(1.0, alike)),
+        (GATES, activation.SiluAndMul, lambda: _gate("swiglu", alike)),
+        (GATES, activation.GeluAndMul, lambda: _gate("geglu", alike)),
     )
     for module, layer, hook in found:
         for method in METHODS:
@@ -83,14 +84,18 @@ def _attention() -> Callable[[], None]:
     return register
 
 
-def _norm(offset: float) -> Callable[..., Any]:
+# `alike`: does SGLang promise that a row comes out the same in any batch? What was decided for one batch may round
+# otherwise than for another.
+
+
+def _norm(offset: float, alike: Callable[[], bool]) -> Callable[..., Any]:
     def around(own: Callable[..., Any], layer: Any, x: Any, residual: Any = None, *more: Any, **named: Any) -> Any:
         from autosel.integrations import engine_ops
 
         odd = any(m is not None for m in (*more, *named.values())) or any(
             getattr(layer, n, None) for n in ("variance_size_override", "cast_x_before_out_mul", "fp32_residual")
         )
-        if not odd and getattr(layer, "_quant_linear", None) is None:
+        if not odd and getattr(layer, "_quant_linear", None) is None and not alike():
             made = engine_ops.norm(x, layer.weight.data, layer.variance_epsilon, offset, residual)
             if made is not None:
                 return made
@@ -99,11 +104,11 @@ def _norm(offset: float) -> Callable[..., Any]:
     return around
 
 
-def _gate(op: str) -> Callable[..., Any]:
+def _gate(op: str, alike: Callable[[], bool]) -> Callable[..., Any]:
     def around(own: Callable[..., Any], layer: Any, x: Any, *more: Any, **named: Any) -> Any:
         from autosel.integrations import engine_ops
 
-        if not more and not named:
+        if not more and not named and not alike():
             extra = (int(getattr(layer, "approximate", "tanh") == "tanh"),) if op == "geglu" else ()
             made = engine_ops.gated(op, x, *extra)
             if made is not None:

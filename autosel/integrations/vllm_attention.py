@@ -1,7 +1,8 @@
 """`--attention-backend CUSTOM`: vLLM's Triton backend; its plain decode steps run what was decided for `paged_attn`.
 
-Prompts, mixed batches, quantised caches, sinks, ALiBi and all that was not decided run vLLM's own kernel. Importing
-this needs vLLM and Triton. It has served on no GPU yet: tested is that it attends to what vLLM's cache holds.
+Prompts, mixed batches, quantised caches, sinks, ALiBi, batch invariance and all that was not decided run vLLM's own
+kernel. Importing this needs vLLM and Triton. It has served on no GPU yet: tested is that it attends to what vLLM's
+cache holds.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
@@ -18,6 +21,11 @@ PLAIN_CACHES = ("auto", "float16", "bfloat16")
 
 
 class AutoselAttentionImpl(TritonAttentionImpl):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config_or_none()
+        self.model = config.model_config if config is not None else None  # its longest context may still change
+
     def forward(
         self,
         layer: Any,
@@ -57,6 +65,7 @@ class AutoselAttentionImpl(TritonAttentionImpl):  # type: ignore[misc]
             window=self.sliding_window[0] + 1,  # vLLM's (w - 1, 0); (-1, -1) without one
             softcap=float(self.logits_soft_cap),
             out=output[:n].view(n, self.num_heads, 1, self.head_size),
+            longest=self.model.max_model_len if self.model is not None else 0,  # for which vLLM captures
         )
 
     def _plain(self, m: Any) -> bool:
@@ -68,6 +77,7 @@ class AutoselAttentionImpl(TritonAttentionImpl):  # type: ignore[misc]
             and self.chunk_lookback == -1
             and m.mm_prefix_range is None
             and m.rswa_prefix_lens is None
+            and not envs.VLLM_BATCH_INVARIANT  # what was decided for one batch may round otherwise than for another
         )
 
 

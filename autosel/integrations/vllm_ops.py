@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from vllm import envs
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
@@ -12,10 +13,16 @@ from autosel.integrations import engine_ops
 
 
 def _normed(layer: Any, x: Tensor, residual: Tensor | None, offset: float) -> Any:
-    """Half of a row's elements for its mean, no weight: not the op."""
+    """Half of a row's elements for its mean, no weight: not the op. One rounding for all batches: vLLM's own."""
+    if envs.VLLM_BATCH_INVARIANT:
+        return None
     if getattr(layer, "variance_size_override", None) is not None or not getattr(layer, "has_weight", True):
         return None
     return engine_ops.norm(x, layer.weight.data, layer.variance_epsilon, offset, residual)
+
+
+def _gated(op: str, x: Tensor, *more: int) -> Any:
+    return None if envs.VLLM_BATCH_INVARIANT else engine_ops.gated(op, x, *more)
 
 
 class AutoselRMSNorm(RMSNorm):  # type: ignore[misc]
@@ -40,21 +47,21 @@ class AutoselGemmaRMSNorm(GemmaRMSNorm):  # type: ignore[misc]
 
 class AutoselSiluAndMul(SiluAndMul):  # type: ignore[misc]
     def forward_cuda(self, x: Tensor) -> Any:
-        made = engine_ops.gated("swiglu", x)
+        made = _gated("swiglu", x)
         return super().forward_cuda(x) if made is None else made
 
     def forward_cpu(self, x: Tensor) -> Any:
-        made = engine_ops.gated("swiglu", x)
+        made = _gated("swiglu", x)
         return super().forward_cpu(x) if made is None else made
 
 
 class AutoselGeluAndMul(GeluAndMul):  # type: ignore[misc]
     def forward_cuda(self, x: Tensor) -> Any:
-        made = engine_ops.gated("geglu", x, int(self.approximate == "tanh"))
+        made = _gated("geglu", x, int(self.approximate == "tanh"))
         return super().forward_cuda(x) if made is None else made
 
     def forward_cpu(self, x: Tensor) -> Any:
-        made = engine_ops.gated("geglu", x, int(self.approximate == "tanh"))
+        made = _gated("geglu", x, int(self.approximate == "tanh"))
         return super().forward_cpu(x) if made is None else made
 
 

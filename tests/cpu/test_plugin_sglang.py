@@ -35,6 +35,15 @@ x, r, g = torch.randn(2, 64), torch.randn(2, 64), torch.randn(2, 128)
 z, added = norm.forward_cuda(x, r)
 said["right"] = [close(norm.forward_cuda(x), reference(x, norm.weight)), close(z, reference(x + r, norm.weight)),
                  close(added, x + r), close(act.forward_cuda(g), torch.nn.functional.silu(g[:, :64]) * g[:, 64:])]
+# One rounding for all batches, as SGLang's deterministic inference has it: SGLang's own.
+from sglang.srt.batch_invariant_ops import batch_invariant_ops
+norm.cast_x_before_out_mul, norm.fp32_residual, norm.override_orig_dtype, norm.hidden_size = False, False, None, 64
+def asked():
+    return sum(u.calls for u in autosel.uses() if u.op in ("add_rmsnorm", "swiglu"))
+before, batch_invariant_ops._batch_invariant_MODE = asked(), True
+z, _ = norm.forward_cuda(x.clone(), r.clone())
+said["invariant"] = [close(z, reference(x + r, norm.weight)), act.forward_cpu(g).shape == (2, 64), asked() - before]
+batch_invariant_ops._batch_invariant_MODE = False
 
 # Attention: built by SGLang's registry, over its own pools and batches.
 from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
@@ -87,6 +96,10 @@ for page in (1, 16):
     step.seq_lens_cpu = None  # as it is recorded in a graph: the longest is not known
     backend.init_forward_metadata_in_graph(step)
     found["in a graph"] = run(backend, pool, tokens, full, step)
+backend, pool, tokens = scene(16)
+backend.enable_deterministic, step = True, batch(tokens)
+backend.init_forward_metadata(step)
+said["deterministic"] = run(backend, pool, tokens, full, step)[1]
 backend, pool, tokens = scene(16, dtype=torch.bfloat16)
 step = batch(tokens)
 backend.init_forward_metadata(step)
@@ -126,6 +139,11 @@ def test_each_hook_and_the_backend_are_registered_once(said: dict[str, object]) 
 
 def test_sglangs_modules_run_what_was_decided_and_are_right(said: dict[str, object]) -> None:
     assert said["right"] == [True] * 4 and said["uses"] == ["add_rmsnorm", "paged_attn", "rmsnorm", "swiglu"]
+
+
+def test_deterministic_inference_is_sglangs_own(said: dict[str, object]) -> None:
+    assert said["invariant"] == [True, True, 0]
+    assert said["deterministic"] == 0
 
 
 @pytest.mark.parametrize("page", [1, 16])

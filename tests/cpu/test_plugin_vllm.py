@@ -90,13 +90,14 @@ said["act"] = close(act.forward_cpu(g), torch.nn.functional.silu(g[:, :64]) * g[
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 table = torch.tensor([[3, 1, 0], [5, 2, 7]], dtype=torch.int32)
-def run(layer, queries, lengths):
+table = torch.nn.functional.pad(table, (0, 13))
+def run(layer, queries, lengths, longest=0):
     kept = [(b, p) for b, (q, n) in enumerate(zip(queries, lengths)) for p in range(n - q, n)]
     slots = torch.tensor([int(table[b, p // 16]) * 16 + p % 16 for b, p in kept])
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
     common = CommonAttentionMetadata(query_start_loc=starts, query_start_loc_cpu=starts, num_reqs=2,
         seq_lens=torch.tensor(lengths, dtype=torch.int32), num_actual_tokens=len(kept), max_query_len=max(queries),
-        max_seq_len=max(lengths), block_table_tensor=table, slot_mapping=slots)
+        max_seq_len=longest or max(lengths), block_table_tensor=table, slot_mapping=slots)
     backend = layer.get_attn_backend()
     made = backend.get_builder_cls()(layer.get_kv_cache_spec(config), [layer.layer_name], config, torch.device("cpu"))
     q, kv = torch.randn(len(kept), 128), torch.randn(2, len(kept), 64)
@@ -104,8 +105,8 @@ def run(layer, queries, lengths):
         out = layer(q, *kv)
     last = [sum(queries[: b + 1]) - 1 for b in (0, 1)]
     return q.view(-1, 4, 32)[last], out.view(-1, 4, 32)[last]
-def right(layer, queries, lengths, window):
-    q, out = run(layer, queries, lengths)
+def right(layer, queries, lengths, window, longest=0):
+    q, out = run(layer, queries, lengths, longest)
     keys, values = layer.kv_cache.transpose(1, 2)[table.long()].flatten(1, 2).split(32, dim=-1)
     return close(out, attention(q, keys, values, lengths, 0.25, window))
 def calls():
@@ -118,6 +119,17 @@ for window, layer in layers.items():
     for name, queries, lengths in steps:
         before = calls()
         said[f"window {window}"][name] = [right(layer, queries, lengths, window), calls() - before]
+# As in a capture, for the longest context, before which it was run; and as for those who want one rounding.
+from autosel.integrations import engine_ops
+own, engine_ops.captured = engine_ops.captured, lambda values: True
+before = calls()
+said["captured"] = [right(layers[0], [1, 1], [22, 36], 0, 256), calls() - before]
+engine_ops.captured = own
+from vllm import envs
+envs.VLLM_BATCH_INVARIANT = True
+before = calls()
+said["invariant"] = [right(layers[0], [1, 1], [23, 37], 0), calls() - before, act.forward_cpu(g).shape == (2, 64)]
+del envs.VLLM_BATCH_INVARIANT
 said["profiling"] = layers[0].impl.forward(layers[0], *torch.zeros(3, 1, 4, 32), layers[0].kv_cache, None,
                                            torch.ones(1, 4, 32)).sum().item()
 said["uses"] = served()
@@ -136,7 +148,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     (plug / "asked_platform.py").write_text(PLATFORM)
     paged = {"B": 2, "Hq": 4, "Hkv": 2, "S": 1, "D": 32, "L": 33, "page": 16}
     windowed = ops.find("paged_attn").workload("fp32", paged, window=8)
-    chosen = [*decided([*NORMS, ("paged_attn", PAGED, paged)]), (windowed, PAGED)]
+    chosen = [*decided([*NORMS, ("paged_attn", PAGED, paged), ("paged_attn", PAGED, paged | {"L": 256})])]
+    chosen.append((windowed, PAGED))
     tiles = "N=256,K=384,device_name=cpu,dtype=fp8_w8a8,block_shape=[128,128].json"
     return heard(folder, "vllm", SCRIPT, chosen, tiles=tiles, plug=plug, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="0")
 
@@ -162,6 +175,14 @@ def test_vllm_builds_our_attention_and_its_decode_steps_run_what_was_decided(
     assert layer["built"] == ["CUSTOM", "autosel.integrations.vllm_attention", "AutoselAttentionImpl"]
     assert layer["prompts"] == [True, 0] and layer["mixed"] == [True, 0]  # vLLM's own kernel
     assert layer["decode"] == [True, 1]
+
+
+def test_a_captured_step_runs_what_was_decided_for_the_longest_context(said: dict[str, object]) -> None:
+    assert said["captured"] == [True, 1]
+
+
+def test_batch_invariance_is_vllms_own(said: dict[str, object]) -> None:
+    assert said["invariant"] == [True, 0, True]
 
 
 def test_a_profiling_run_is_left_to_vllm(said: dict[str, object]) -> None:

@@ -116,3 +116,24 @@ def test_of_a_split_bucket_the_lengths_nobody_decided_are_the_engines(home: Path
 
     with dispatch.use(home):
         assert [step(n) for n in (80, 66, 96, 97, 128)] == [True, False, True, False, False]
+
+
+def test_a_step_is_run_for_the_context_of_the_capture_before_it(
+    home: Path, arm: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM warms up with contexts of one token and captures for the longest."""
+    dims = {"B": 1, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 128, "page": 16}
+    publish(home, [decision(ops.find("paged_attn").workload("fp32", dims), arm("nines"))])
+    pages, table = torch.zeros(8, 16, 1, 8), torch.arange(8, dtype=torch.int32)[None]
+
+    def step(max_len: int, longest: int) -> bool:
+        q, out = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8)
+        one = torch.ones(1, dtype=torch.int32)
+        return engine_ops.paged(q, pages, pages, table, one, max_len, scale=1.0, out=out, longest=longest)
+
+    with dispatch.use(home):
+        assert step(1, 128) is True and step(1, 128) is False  # once; contexts of one token are not decided
+        monkeypatch.setattr(engine_ops, "captured", lambda values: True)
+        assert step(128, 128) is True
+    with dispatch.use(home):
+        assert step(1, 128) is False and step(128, 128) is False  # nothing is tried while a graph is captured
