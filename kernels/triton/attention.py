@@ -11,6 +11,7 @@ from autosel.triton_kernels.common import LOG2E, arrives_last, tanh
 
 MOST_ROWS = 64  # query rows a program: two warps' worth of accumulators each at D = 128
 LEAST_TILE, LEAST_ROWS = 16, 16  # a matrix instruction's sides
+MOST_VALUES = 96  # outputs and scores a thread, as found by compiling for each target: 128 spill
 
 
 def rows_block(rows, width):
@@ -26,6 +27,13 @@ def fitting_tile(tile, stages, width, size, shared):
     while stages > 1 and stages * tile * 2 * width * size > shared:
         stages -= 1
     return tile, stages
+
+
+def unspilled_tile(tile, rows, width, threads):
+    """Keys a tile: halved until outputs and scores of a program's rows fit its threads' registers."""
+    while tile > LEAST_TILE and rows * (width + tile) > MOST_VALUES * threads:
+        tile //= 2
+    return tile
 
 
 @triton.jit

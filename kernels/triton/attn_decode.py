@@ -16,7 +16,7 @@ status    compiled and interpreted; not yet run on silicon
 import triton
 import triton.language as tl
 
-from autosel.triton_kernels.attention import attend, deliver, fitting_tile, merge, rows_block
+from autosel.triton_kernels.attention import attend, deliver, fitting_tile, merge, rows_block, unspilled_tile
 from autosel.triton_kernels.common import counters, empty, partials, refuse, row, together
 
 
@@ -80,7 +80,8 @@ def attn_decode(
     if not q.dtype == k.dtype == v.dtype == o.dtype or not 0 < max_len <= k.shape[2]:
         refuse(f"attn takes one dtype and max_len from 1 to {k.shape[2]}")
     group, width = hq // hkv, triton.next_power_of_2(max(depth, 16))
-    rows = rows_block(group * s, width)
+    rows, warps = rows_block(group * s, width), 8 if width > 256 else warps
+    tile = unspilled_tile(tile, rows, width, 32 * warps)
     tile, stages = fitting_tile(tile, stages, width, q.element_size(), shared)
     span = min(max_len, window + s - 1) if window else max_len
     blocks, splits = triton.cdiv(group * s, rows), triton.cdiv(span, chunk)
@@ -91,7 +92,7 @@ def attn_decode(
         q, k, v, lengths, o, part, counter, max_len, chunk, splits, scale or depth**-0.5, float(softcap), window,
         hkv, group, s, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
         D=depth, WIDTH=width, ROWS=rows, TILE=tile, STAGES=stages, WINDOWED=window > 0, CAPPED=softcap > 0,
-        SPLIT=splits > 1, ARRIVAL=arrival, num_warps=8 if width > 256 else warps, num_stages=stages,
+        SPLIT=splits > 1, ARRIVAL=arrival, num_warps=warps, num_stages=stages,
         enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1 and not arrival:
