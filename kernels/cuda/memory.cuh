@@ -166,6 +166,18 @@ __device__ __forceinline__ unsigned load_acquired(const unsigned* at) {
 #endif
 }
 
+// The same without its order, for looking again and again: each `load_acquired` empties the SM's L1, in which CTAs that still
+// work have what they read.
+__device__ __forceinline__ unsigned load_relaxed(const unsigned* at) {
+#ifdef __CUDA_ARCH__
+  unsigned v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+#else
+  return *at;
+#endif
+}
+
 // Nanoseconds of a clock that all SMs share; it may tick in steps of a microsecond.
 __device__ __forceinline__ unsigned long long clock_ns() {
 #ifdef __CUDA_ARCH__

@@ -145,8 +145,8 @@ struct Wait {
       const unsigned* counter = state + kCounters + task - 1;
       const unsigned wanted = from * step;  // both wrap around alike
       unsigned long long since = 0;
-      while (int(load_acquired(counter) - wanted) < 0) {
-        if (load_acquired(state + kStopped) != 0) break;
+      while (int(load_relaxed(counter) - wanted) < 0) {
+        if (load_relaxed(state + kStopped) != 0) break;
         const unsigned long long now = clock_ns();
         if (since == 0) since = now;
         stopped = now - since > limit_ns;
@@ -154,6 +154,7 @@ struct Wait {
         rest();
       }
       if (stopped) atomicExch(state + kStopped, unsigned(task) + 1);
+      (void)load_acquired(counter);  // what the CTAs that were counted wrote is seen from here on
     }
     __syncthreads();
   }
