@@ -21,7 +21,11 @@ def rows_block(rows, width):
 
 
 def fitting_tile(tile, stages, width, size, shared):
-    """(keys a tile, stages): `tile` halved until its stages of keys and values fit `shared`; then fewer stages."""
+    """(keys a tile, stages): `tile` halved until its stages of keys and values fit `shared`; then fewer stages.
+
+    Never shorter than a matrix instruction's side, whatever the knobs say.
+    """
+    tile = max(tile, LEAST_TILE)
     while tile > LEAST_TILE and stages * tile * 2 * width * size > shared:
         tile //= 2
     while stages > 1 and stages * tile * 2 * width * size > shared:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autosel.errors import BadConfig
 from autosel.fingerprint import known
-from autosel.knobs.gpu import attention, derive, facts, gemm, gemv, rows, sampling, step
+from autosel.knobs.gpu import GpuFacts, attention, derive, facts, gemm, gemv, rows, sampling, step
 from autosel.knobs.gpu.gemv import Projection
 from autosel.values import Fingerprint, Knobs, Workload
 
@@ -365,6 +365,64 @@ def test_crossovers_are_in_order(device):
     f = EVERY[device]
     for n in (1024, 4096, 28672):
         assert 1 <= gemm.crossover(product(1, n), f) <= 9 < gemm.large_from("bf16", f) <= 256
+
+
+def part(f: GpuFacts, of: int) -> GpuFacts:
+    """One of so many slices of a device (MIG)."""
+    rates = {n: getattr(f, n) / of for n in ("read", "l2", "bf16_flops", "fp8_flops")}
+    return replace(f, sms=max(1, f.sms // of), l2_bytes=f.l2_bytes // of, **rates)
+
+
+# An Orin: 16 SMs beside LPDDR5; and latencies as only a disturbed probe measures them.
+ORIN = replace(
+    EVERY["a100-80"], cc=(8, 7), sms=16, l2_bytes=4 << 20, smem_per_sm=164 << 10, smem_per_cta=163 << 10,
+    ctas_per_sm=16, threads_per_sm=1536, read=1.8e11, l2=8e11, latency_s=8e-7, clock_hz=1.3e9, bf16_flops=4e13,
+    fp8_flops=4e13,
+)  # fmt: skip
+ODD = {
+    **EVERY,
+    **{f"{name} in {of}": part(EVERY[name], of) for name in ("a100-80", "h100", "h200", "b200") for of in (2, 7)},
+    "orin": ORIN,
+    "orin nano": part(ORIN, 2),
+    "h200, one SM": replace(H200, sms=1),
+    "h200, 5 us to DRAM": replace(H200, latency_s=5e-6),
+    "l4, contended": replace(EVERY["l4"], read=EVERY["l4"].read / 20),
+}
+FLOATS = st.sampled_from(("bf16", "fp32"))
+
+
+@pytest.mark.parametrize("device", ODD)
+@given(m=st.integers(1, 512), n=st.integers(1, 1 << 18), k=st.integers(1, 1 << 15), dtype=FLOATS)
+def test_projections_stay_within_any_device(device, m, n, k, dtype):
+    f, w = ODD[device], linear(m, n, k, dtype)
+    few, stream, large = gemv.gemv(w, f), gemm.stream(w, f), gemm.large(w, f)
+    assert few["threads"] * few["ctas_per_sm"] <= f.threads_per_sm
+    assert 1 <= few["unroll"] <= gemv.UNROLL_MOST and 1 <= few["split_k"] <= 8
+    assert 1 <= few["grid"] < 2**31
+    assert stream["stages"] * (stream["tile_rows"] + stream["columns"]) * gemm.TILE_ROW_BYTES <= f.smem_per_cta
+    assert 1 <= stream["split_k"] <= max(1, k * gemv.DTYPE_BYTES[dtype] // (4 * gemm.TILE_ROW_BYTES))
+    assert 1 <= large["sms"] <= f.sms and large["stages"] >= 2
+    assert large["tile_m"] * large["tile_n"] <= gemm.ACCUMULATORS_MOST
+
+
+@pytest.mark.parametrize("device", ODD)
+@given(
+    b=st.integers(1, 512),
+    length=st.integers(1, 1 << 20),
+    heads=st.sampled_from([(32, 8), (4, 1), (64, 64), (128, 1)]),
+    d=st.sampled_from([64, 80, 96, 128, 256, 512]),
+    dtype=FLOATS,
+    ragged=st.booleans(),
+)
+def test_attention_stays_within_any_device(device, b, length, heads, d, dtype, ragged):
+    f, (hq, hkv) = ODD[device], heads
+    w = workload("attn", dtype, (("ragged", ragged),), B=b, Hq=hq, Hkv=hkv, S=1, D=d, L=length)
+    k, token = attention.decode(w, f), 2 * d * gemv.DTYPE_BYTES[dtype]
+    assert k["stages"] >= 2 and k["stages"] * k["tile"] * token <= f.smem_per_cta
+    assert f.occupancy(threads=32 * k["warps"], regs=attention.REGISTERS, smem=k["stages"] * k["tile"] * token) >= 1
+    assert (math.ceil(length / k["chunk"]) - 1) * b * hkv < k["ctas_per_sm"] * f.sms
+    p = attention.prefill(workload("prefill_attn", dtype, B=b, Hq=hq, Hkv=hkv, S=length, D=d), f)
+    assert p["tile_q"] * token // 2 + p["stages"] * p["tile_k"] * token <= f.smem_per_cta
 
 
 # --- what a fingerprint must bring ------------------------------------------------------------------------------------

@@ -87,8 +87,8 @@ def decode(w: Workload, f: GpuFacts) -> Knobs:
             Knob(
                 name="tile",
                 value=k.tile,
-                formula="power of two >= X / S / token_bytes, at least 32",
-                inputs=told,
+                formula="power of two >= X / S / token_bytes, at least 32; halved until two stages fit",
+                inputs={**told, "smem": f.smem_per_cta},
                 reason="one tile in flight an SM is what its share of the read rate needs",
             ),
             Knob(
@@ -140,6 +140,8 @@ def decode(w: Workload, f: GpuFacts) -> Knobs:
 def shape(c: Cache, f: GpuFacts) -> Shape:
     """T, stages, c. H200, bf16, D=128: 64 tokens (32 KiB), 3 stages; RTX 5070 Ti: 32 tokens (16 KiB), 2 stages."""
     tile = max(TILE_LEAST, power_of_two(f.in_flight / f.sms / c.token_bytes))
+    while tile > 1 and 2 * tile * c.token_bytes > f.smem_per_cta:
+        tile //= 2
     tile_bytes = tile * c.token_bytes
     stages = max(2, 1 + math.ceil(f.in_flight / (f.sms / 2 * tile_bytes)))
     stages = max(2, min(stages, f.smem_per_cta // tile_bytes))
@@ -193,20 +195,33 @@ def lanes_needed(c: Cache, f: GpuFacts) -> float:
 
 
 def prefill(w: Workload, f: GpuFacts) -> Knobs:
-    """tile_q, tile_k, stages: a query tile of 128 rows, and the longest key tile of which shared memory holds two."""
+    """tile_q, tile_k, stages: a query tile of 128 rows, and the longest key tile of which shared memory holds two.
+
+    Where heads are so wide that it does not hold two of 16 keys, fewer rows; then one stage.
+    """
     b, d = DTYPE_BYTES[w.dtype], w["D"]
-    queries = 128 * d * b
-    longest = max((t for t in (32, 64, 128, 256) if queries + 2 * 2 * t * d * b <= f.smem_per_cta), default=16)
+
+    def fits(queries: int, keys: int, stages: int) -> bool:
+        return (queries + 2 * stages * keys) * d * b <= f.smem_per_cta
+
+    rows = next((q for q in (128, 64, 32, 16) if fits(q, 16, 2)), 16)
+    stages = 2 if fits(rows, 16, 2) else 1
+    longest = max((t for t in (32, 64, 128) if fits(rows, t, stages)), default=16)
     return Knobs(
         settings=(
-            Knob(name="tile_q", value=128, formula="two warpgroups of 64 rows", inputs={}),
+            Knob(
+                name="tile_q",
+                value=rows,
+                formula="two warpgroups of 64 rows; halved, to 16, until two stages of 16 keys fit",
+                inputs={"D": d, "b": b, "smem": f.smem_per_cta},
+            ),
             Knob(
                 name="tile_k",
-                value=min(longest, 128),
-                formula="longest with tile_q * D * b + 2 stages * 2 * tile_k * D * b <= smem, at most 128",
+                value=longest,
+                formula="longest with tile_q * D * b + stages * 2 * tile_k * D * b <= smem, at most 128",
                 inputs={"D": d, "b": b, "smem": f.smem_per_cta},
                 reason="exponentials, not reading, bound it: longer key tiles only cost registers",
             ),
-            Knob(name="stages", value=2, formula="2", inputs={}),
+            Knob(name="stages", value=stages, formula="2, or 1 if two do not fit", inputs={"smem": f.smem_per_cta}),
         )
     )

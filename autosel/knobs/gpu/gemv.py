@@ -64,8 +64,8 @@ def gemv(w: Workload, f: GpuFacts) -> Knobs:
     """
     p = projection(w)
     need = f.in_flight / f.sms
-    ctas = max(1, math.ceil(need / (THREADS * VECTOR_BYTES * UNROLL_MOST)))
-    unroll = power_of_two(need / (ctas * THREADS * VECTOR_BYTES))
+    ctas = max(1, min(math.ceil(need / (THREADS * VECTOR_BYTES * UNROLL_MOST)), f.threads_per_sm // THREADS))
+    unroll = min(UNROLL_MOST, power_of_two(need / (ctas * THREADS * VECTOR_BYTES)))
     rows = rows_per_warp(p, f)
     split = split_k(p.outputs, unroll, f)
     plain = math.ceil(p.outputs * split / (rows * (THREADS // WARP)))
@@ -75,11 +75,16 @@ def gemv(w: Workload, f: GpuFacts) -> Knobs:
     return Knobs(
         settings=(
             Knob(name="threads", value=THREADS, formula="8 warps, one weight row each", inputs={}),
-            Knob(name="ctas_per_sm", value=ctas, formula="ceil(X / S / (threads * 16 * 4))", inputs=told),
+            Knob(
+                name="ctas_per_sm",
+                value=ctas,
+                formula="ceil(X / S / (threads * 16 * 4)), at most threads_per_sm / threads",
+                inputs={**told, "threads_per_sm": f.threads_per_sm},
+            ),
             Knob(
                 name="unroll",
                 value=unroll,
-                formula="power of two >= X / S / (c * threads * 16)",
+                formula="power of two >= X / S / (c * threads * 16), at most 4",
                 inputs={**told, "c": ctas, "threads": THREADS},
                 reason=predicted,
             ),
