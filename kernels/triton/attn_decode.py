@@ -5,6 +5,7 @@
 bytes     b (2 Hkv D sum of lengths + 2 B Hq S D) (b = bytes an element)      FLOPs   4 Hq D S sum of lengths
 roofline  Llama-3.1-8B, B=1, L=8192, bf16 on an H200 (4.3 TB/s estimated): 33.6 MB, 7.8 us
 knobs     knobs/gpu/attention.py: `tile` keys a step, `stages` of them under way, `chunk` keys a split, 4 `warps`.
+          A split takes as many chunks as the query rows take programs.
           `shared`: bytes a CTA may use; a wider head than the knobs were made for gets a shorter tile.
           `arrival`: the last split of a head to finish adds them all; else a second kernel does, a launch later.
 source    split-KV is FlashDecoding's; all G S query rows of a KV head in one program, so that the cache is read once;
@@ -84,7 +85,9 @@ def attn_decode(
     tile = unspilled_tile(tile, rows, width, 32 * warps)
     tile, stages = fitting_tile(tile, stages, width, q.element_size(), shared)
     span = min(max_len, window + s - 1) if window else max_len
-    blocks, splits = triton.cdiv(group * s, rows), triton.cdiv(span, chunk)
+    blocks = triton.cdiv(group * s, rows)
+    chunk *= blocks  # many query rows fill the chip by themselves, and each split keeps an output of each
+    splits = triton.cdiv(span, chunk)
     total_rows = batch * hq * s
     part = partials(q, total_rows * splits * (depth + 2)) if splits > 1 else o
     counter = counters(q, batch * hkv * blocks) if splits > 1 and arrival else o

@@ -81,7 +81,9 @@ def paged_attn_decode(
     tile = unspilled_tile(tile, rows, width, 32 * warps)
     tile, stages = fitting_tile(tile, stages, width, q.element_size(), shared)
     span = min(max_len, window + s - 1) if window else max_len
-    blocks, splits = triton.cdiv(group * s, rows), triton.cdiv(span, chunk)
+    blocks = triton.cdiv(group * s, rows)
+    chunk *= blocks  # many query rows fill the chip by themselves, and each split keeps an output of each
+    splits = triton.cdiv(span, chunk)
     total_rows = batch * hq * s
     part = partials(q, total_rows * splits * (depth + 2)) if splits > 1 else o
     counter = counters(q, batch * hkv * blocks) if splits > 1 and arrival else o

@@ -9,6 +9,8 @@ pytest.importorskip("triton", reason="needs Triton: the `cross` extra")
 import torch
 
 from autosel.triton_kernels import common
+from autosel.triton_kernels.attn_decode import attn_decode
+from tests.compile.aot import captured
 
 LIKE = torch.empty(1)
 
@@ -75,3 +77,11 @@ def test_partial_sums_of_a_capture_are_the_graphs_own(place: Place) -> None:
     captured = common.partials(LIKE, 10)
     assert captured is not kept and captured.numel() == 10
     assert captured.dtype == kept.dtype == torch.float32
+
+
+def test_many_query_rows_take_no_more_splits_than_they_need_programs() -> None:
+    """A chunk of a prompt fills the chip by its rows; a split more keeps an output of each of them in fp32."""
+    q, cache = torch.empty(1, 8, 512, 64, dtype=torch.bfloat16), torch.empty(1, 2, 8192, 64, dtype=torch.bfloat16)
+    with captured((9, 0)) as launches:
+        attn_decode(q, cache, cache, None, 8192, 0.0, 0, 0.0, chunk=512)
+    assert launches[0].grid == (1, 4 * 512 // 64, 2)

@@ -228,6 +228,7 @@ PLANS = (
     plan("sample triton:sample", {"B": 2, "V": 5000, "L": 20}),
     plan("attn triton:attn_decode", _DECODE),
     plan("attn triton:attn_decode", {**_DECODE, "S": 3}, {"ragged": True, "window": 100, "softcap": 30.0}, chunk=96),
+    plan("attn triton:attn_decode", {**_DECODE, "S": 20}, {"ragged": True}, chunk=96),
     plan("attn triton:attn_decode@merge", {**_DECODE, "Hq": 10}, {"ragged": True}, chunk=64),
     plan("paged_attn triton:paged_attn_decode", {**_DECODE, "page": 16}, chunk=128),
     plan("paged_attn triton:paged_attn_decode@merge", {**_DECODE, "page": 24, "S": 2}, {"window": 70}, chunk=64),

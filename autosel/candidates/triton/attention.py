@@ -8,6 +8,7 @@ from autosel.knobs.gpu.facts import GpuFacts
 from autosel.values import Knob, Workload
 
 WIDEST_HEAD = 512
+LEAST_ROWS = 16  # of a program
 MOST_PARTS = 65_535  # programs along a grid's second and third dimension
 
 
@@ -16,6 +17,9 @@ def _limits(w: Workload, f: GpuFacts) -> str:
         return f"takes heads up to {WIDEST_HEAD} wide; the workload's are {w['D']}"
     if w["B"] * w["Hkv"] > MOST_PARTS:
         return f"takes up to {MOST_PARTS} sequences times KV heads; the workload has {w['B'] * w['Hkv']}"
+    rows = w["Hq"] // w["Hkv"] * w["S"]
+    if rows > MOST_PARTS * LEAST_ROWS:
+        return f"takes up to {MOST_PARTS * LEAST_ROWS} query rows a KV head; the workload has {rows}"
     return ""
 
 
