@@ -49,6 +49,11 @@ using namespace cute;
 
 constexpr bool kSwap = AUTOSEL_SWAP;      // weights on the tile's long side
 constexpr bool kSplit = AUTOSEL_STREAM_K;  // CTAs may share a tile along K
+#ifdef CUTLASS_ENABLE_GDC_FOR_SM90
+constexpr bool kWaits = true;  // for the kernel ahead, so that it may be launched before that has ended
+#else
+constexpr bool kWaits = false;
+#endif
 constexpr int kDepth = 64;                 // elements: one 128-byte row of the swizzle
 
 using Element = std::conditional_t<std::is_same<Half, bf16>::value, cutlass::bfloat16_t, cutlass::half_t>;
@@ -144,7 +149,7 @@ void gemm_sm90(TensorView x, TensorView w, Optional<TensorView> bias, Optional<T
   if (bytes) succeed(Kernel::initialize_workspace(args, room, stream.get()), "gemm_sm90: workspace");
   typename Kernel::Params params = Kernel::to_underlying_arguments(args, room);
   permit_shared(reinterpret_cast<const void*>(cutlass::device_kernel<Kernel>), stream, Kernel::SharedStorageSize);
-  succeed(Gemm::run(params, stream.get(), nullptr, pdl != 0 && !bytes), "gemm_sm90: launch");
+  succeed(Gemm::run(params, stream.get(), nullptr, kWaits && pdl != 0), "gemm_sm90: launch");
 }
 
 // lm_head's arguments; logits alone.
