@@ -49,7 +49,7 @@ from autosel.knobs.cpu.facts import facts as cpu_facts
 from autosel.knobs.gpu.facts import facts as gpu_facts
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Scalar, Workload, digest
 from benchmarks.cutlass_settings import around
-from benchmarks.halving import final, held_out, interval, nominate, ratios_of
+from benchmarks.halving import Bench, final, held_out, interval, nominate, ratios_of
 from benchmarks.peer_settings import of_peers
 
 if TYPE_CHECKING:
@@ -236,6 +236,9 @@ def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, 
     arms, closed = _arms(cell, timer.fp)
     legs = {name: arm for name, (arm, _) in arms.items()}
     timer.seat(cell.workload, legs, lead=closed)
+    refused = [] if timer.fp.kind == "cpu" else refusing(timer, [name for name in arms if name not in (closed, TWIN)])
+    arms = {name: one for name, one in arms.items() if name not in refused}
+    legs = {name: arm for name, (arm, _) in arms.items()}
     beside = [name for name in arms if name in (TWIN, CONSTANT) or name.startswith(PEER)]  # timed, but no rivals
     others = {name: setting for name, (_, setting) in arms.items() if name != closed and name not in beside}
     swept = nominate(timer, closed, others, arms[closed][1], seconds=SWEEP_SHARE * seconds, rng=rng)
@@ -264,6 +267,8 @@ def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, 
         "readings": swept.readings,
         "rounds": len(times[closed]),
     }
+    if refused:
+        found["refused"] = len(refused)
     if CONSTANT in legs:
         found["constant"] = round(statistics.median(ratios_of(times, CONSTANT, best)) - 1, 4)
     peers = [name for name in beside if name.startswith(PEER)]
@@ -271,6 +276,26 @@ def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, 
         found["peers"] = {
             name.removeprefix(PEER): round(statistics.median(ratios_of(times, name, best)) - 1, 4) for name in peers
         }
+    return found
+
+
+def refusing(timer: Bench, names: Sequence[str]) -> list[str]:
+    """Those whose first call raises: no neighbours, like those that a compiler refuses.
+
+    On a GPU a first call compiles (Triton) and is captured. That is done here, for it is no part of the sweep's time: a
+    sweep that paid for it would have one reading of each. Raises what has broken the device for all.
+    """
+    from benchmarks.gpu.child import fault_of_device
+
+    found = []
+    for name in names:
+        try:
+            timer.visit([name])
+        except Exception as error:  # shared memory or registers that this device has not: each library's own class
+            if fault_of_device():
+                raise
+            print(f"refused: {name}: {error!s:.200}", file=sys.stderr)
+            found.append(name)
     return found
 
 

@@ -21,6 +21,7 @@ from benchmarks.bench_regret import (
     geomean,
     ignored,
     is_legal,
+    refusing,
     settings,
     summary,
 )
@@ -172,6 +173,19 @@ def test_a_value_that_no_setting_changes_alone_stays_in_the_sweep() -> None:
     swept = nominate(Machine(truth, 1), "closed", rivals, {"a": 0, "b": 0, "c": 0}, seconds=3.0, rng=Random(1))
     assert swept.left_out == 1
     assert "a1" not in swept.nominees
+
+
+class Refusing(Machine):
+    """Its device has no room for one of the settings."""
+
+    def visit(self, order: Sequence[str]) -> dict[str, float] | None:
+        if "large" in order:
+            raise RuntimeError("out of resource: shared memory")
+        return super().visit(order)
+
+
+def test_a_setting_that_the_device_refuses_costs_itself_alone() -> None:
+    assert refusing(Refusing({"closed": 100.0, "small": 90.0, "large": 80.0}, 1), ["small", "large"]) == ["large"]
 
 
 def test_regrets_are_averaged_as_ratios() -> None:
