@@ -84,7 +84,7 @@ def _key_parts(op: Op) -> list[str]:
 def several_devices() -> bool:
     import torch
 
-    return torch.accelerator.is_available()
+    return torch.accelerator.current_accelerator() is not None  # PyTorch's build: who asks a driver cannot fork after
 
 
 def _first_tensor(op: Op) -> str:

@@ -315,6 +315,16 @@ def test_a_gpus_decisions_serve_whatever_the_number_of_the_hosts_threads(
         assert found.candidate == "torch:rmsnorm" and "measured under eager" in found.reason
 
 
+def test_making_a_callable_asks_no_driver_after_which_a_process_cannot_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for module, name in ((torch.cuda, "is_available"), (torch.accelerator, "is_available")):
+        monkeypatch.setattr(module, name, lambda where=module.__name__: bool(asked.append(where)))
+    signature.cache_clear()
+    signature(RMS)
+    signature.cache_clear()
+    assert asked == []
+
+
 def test_a_gpu_that_cannot_be_identified_gets_the_baseline_and_says_why(home: Path, user: Callable[[str], Arm]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
