@@ -10,6 +10,9 @@ log = logging.getLogger(__name__)
 
 def leave(engine: str, written_for: str, error: Exception) -> None:
     """Warn with both versions and the next step. A server shall start without us."""
+    if not isinstance(error, (ImportError, AttributeError)):
+        log.warning("autosel leaves %s as it is: %s: %s", engine, type(error).__name__, error, exc_info=error)
+        return
     try:
         found = version(engine.lower())
     except PackageNotFoundError:

@@ -32,14 +32,13 @@ def register() -> None:
     try:
         registry, kind, hooks = _hooks()
         register_attention = _attention()
-    except (ImportError, AttributeError) as error:
+        for target, hook in hooks.items():
+            if not any(getattr(there, "_autosel", False) for _, there, _ in registry._hooks.get(target, ())):
+                hook._autosel = True  # type: ignore[attr-defined]
+                registry.register(target, hook, kind)
+        register_attention()
+    except Exception as error:
         plugged.leave("SGLang", WRITTEN_FOR, error)
-        return
-    for target, hook in hooks.items():
-        if not any(getattr(there, "_autosel", False) for _, there, _ in registry._hooks.get(target, ())):
-            hook._autosel = True  # type: ignore[attr-defined]
-            registry.register(target, hook, kind)
-    register_attention()
 
 
 def _hooks() -> tuple[Any, Any, dict[str, Callable[..., Any]]]:

@@ -3,8 +3,8 @@
 Loaded by each vLLM process by itself (`vllm.general_plugins`). It registers
 
 - `--attention-backend CUSTOM`: vLLM's Triton backend, whose decode steps run what was decided for `paged_attn`;
-- RMSNorm, GemmaRMSNorm, SiluAndMul and GeluAndMul with decided kernels, where vLLM calls them: under its compiler it
-  does not unless told (`--compilation-config '{"custom_ops": ["all"]}'`, or `--enforce-eager`);
+- RMSNorm, GemmaRMSNorm, SiluAndMul and GeluAndMul with decided kernels, where vLLM does not compile the model
+  (`--enforce-eager`, or `--compilation-config '{"mode": 0}'`): what it compiles is its own, whatever `custom_ops` says;
 - the folder AUTOSEL_ENGINE_FILES names, before vLLM's own tiles.
 
 Where nothing was decided vLLM's own code runs. A vLLM whose interface is another is left as it is, with a warning.
@@ -30,12 +30,10 @@ def register() -> None:
     if settings.get("disable"):
         return
     try:
-        parts = _parts()
-    except (ImportError, AttributeError) as error:
+        for part in _parts():
+            part()
+    except Exception as error:
         plugged.leave("vLLM", WRITTEN_FOR, error)
-        return
-    for part in parts:
-        part()
 
 
 def _parts() -> tuple[Any, ...]:

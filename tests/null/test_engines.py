@@ -167,3 +167,15 @@ def test_an_engine_of_another_interface_is_left_alone_with_both_versions(
     plugin.register()
     settings.read.cache_clear()
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "plugin", "begins"), [("vLLM", vllm_plugin, "_parts"), ("SGLang", sglang_plugin, "_hooks")]
+)
+def test_an_engine_starts_whatever_a_plug_in_raises(
+    engine: str, plugin: Any, begins: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM calls its plug-ins without catching what they raise."""
+    monkeypatch.setattr(plugin, begins, lambda: (_ for _ in ()).throw(RuntimeError("operator registered twice")))
+    plugin.register()
+    assert caplog.messages == [f"autosel leaves {engine} as it is: RuntimeError: operator registered twice"]
