@@ -29,6 +29,7 @@ PREFIXES = (("model.", ""), ("model.language_model.", ""), ("language_model.mode
 DERIVED = ("rotary_emb.inv_freq",)
 BLOCK = (1 << 24) - 3  # elements drawn; prime, so that no row or tile of a real shape repeats another
 OTHERS_BYTES = 1 << 30  # the interpreter with torch, activations, probes
+PROBE_BYTES = 1 << 30  # what a GPU's read rate is probed in, for as long as the process lives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +100,19 @@ def memory_need(plan: Plan) -> int:
     arms = 1 if plan.cache == "contiguous" else 2  # both arms read one contiguous cache
     logits = 4 * plan.batch * plan.shape.V * DTYPE_BYTES["fp32"]
     held = arena_bytes(plan.shape, plan.dtype) + arms * cache_bytes(plan)
-    return held + logits + _reference_bytes(plan) + OTHERS_BYTES
+    probe = PROBE_BYTES if plan.device != "cpu" else 0
+    return held + logits + _reference_bytes(plan) + probe + OTHERS_BYTES
 
 
 def _reference_bytes(plan: Plan) -> int:
     """The pass that both arms are judged by widens one weight at a time, and of one layer keys and values, twice: as
-    they were and with the new ones. The output head and a layer are never wide at once."""
+    they were and with the new ones. The output head and a layer are never wide at once.
+
+    On a GPU no kernel of PyTorch's takes grouped heads this wide: its composition of matrix products lays keys and
+    values out once for every query head, and a scaled copy of the keys beside them."""
     s, wide = plan.shape, 2 * DTYPE_BYTES["fp32"] if plan.dtype == "fp32" else DTYPE_BYTES["fp32"]
-    return wide * max(s.V * s.d, 4 * plan.batch * s.Hkv * plan.longest * s.D)
+    heads = 4 * s.Hkv if plan.device == "cpu" else max(4 * s.Hkv, 2 * s.Hkv + 3 * s.Hq)
+    return wide * max(s.V * s.d, heads * plan.batch * plan.longest * s.D)
 
 
 def free_memory(device: str) -> int:

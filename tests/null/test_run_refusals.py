@@ -92,6 +92,18 @@ def test_a_suite_that_does_not_fit_is_refused_first(
     assert "of memory" in capsys.readouterr().err
 
 
+def test_on_a_gpu_the_reference_holds_keys_and_values_once_for_every_query_head() -> None:
+    from autosel import models
+    from autosel.decode.run import Plan
+    from autosel.decode.weights import OTHERS_BYTES, PROBE_BYTES, arena_bytes, cache_bytes, memory_need
+
+    plan = Plan(model=models.load("llama-8b"), prompt="synthetic", batch=64, seq=4096, device="cuda")
+    s, tokens = plan.shape, plan.batch * plan.longest
+    laid_out = 4 * tokens * s.D * (2 * s.Hkv + 3 * s.Hq)  # wide; then by query head: keys, values, scaled keys
+    held = arena_bytes(s, plan.dtype) + cache_bytes(plan)
+    assert memory_need(plan) >= held + laid_out + PROBE_BYTES + OTHERS_BYTES
+
+
 @pytest.mark.parametrize(
     ("held", "said"),
     [
