@@ -56,7 +56,7 @@ def _announce(part, counter, token, value, index, m, M, slot, slots, BM: tl.cons
         tl.store(token + m, tl.minimum(first, NOWHERE).to(tl.int64), mask=rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token"])
 def _few(
     x, w, token, part, counter, V, d, stride_x, stride_w,
     M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr, WALK: tl.constexpr,
@@ -89,7 +89,7 @@ def _few(
     _announce(part, counter, token, value, index, row, M, tl.program_id(0), tl.num_programs(0), BM)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["token"])
 def _many(
     x, w, token, part, counter, M, V, d, stride_x, stride_w,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,

@@ -12,6 +12,7 @@ import torch
 
 from autosel.triton_kernels.attn_decode import attn_decode
 from autosel.triton_kernels.kv_append import kv_append
+from autosel.triton_kernels.lm_head import lm_head
 from autosel.triton_kernels.paged_attn_decode import paged_attn_decode
 from autosel.triton_kernels.rope import rope
 from autosel.triton_kernels.sample import sample
@@ -55,7 +56,19 @@ def turned(step: int) -> None:
     rope(bf16(2, 4, 64), bf16(2, 2, 64), slice_of(2, torch.int32, step), torch.ones(32), 0)
 
 
-@pytest.mark.parametrize("call", [sampled, attended, attended_pages, appended, turned], ids=lambda f: f.__name__)
+def named(step: int) -> None:
+    """Tokens are written where the answer grows."""
+    lm_head(bf16(2, 512), bf16(300, 512), True, slice_of(2, torch.int64, step))
+
+
+def named_many(step: int) -> None:
+    lm_head(bf16(9 + step, 512), bf16(300, 512), True, slice_of(9 + step, torch.int64, step))
+
+
+CALLS = (sampled, attended, attended_pages, appended, turned, named, named_many)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda f: f.__name__)
 def test_the_next_step_needs_no_other_kernel(call: Callable[[int], None]) -> None:
     with captured((9, 0)) as launches:
         for step in (0, 1, 2):
