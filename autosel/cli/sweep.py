@@ -228,6 +228,8 @@ def _again() -> str:
 def _measured(sized: Sequence[tuple[Plan, int, str]], *, decides: bool) -> tuple[list[Cell], bool]:
     """Each cell that fits, on weights loaded once; and whether Ctrl-C ended it, the other cells unmeasured. `decides`:
     who takes its whole steps too, where nothing says so."""
+    from torch import OutOfMemoryError
+
     from autosel.certify.sweep import Cell
     from autosel.cli.progress import Within
     from autosel.cli.run import foreseen, ledger_or_none, progress
@@ -243,16 +245,18 @@ def _measured(sized: Sequence[tuple[Plan, int, str]], *, decides: bool) -> tuple
             seconds |= {(title, stage): s for stage, s in found.items()}
         listener.expect(seconds)
         for title, (plan, need, why) in zip(titles, sized, strict=True):
-            figures = None
+            figures, failed = None, ""
             if not (why or stopped):
                 refuse(plan)
                 within = Within(listener, title)
                 try:
                     weights = weights or load_weights(plan, within)
                     figures = figures_of(measure(plan, weights, listener=within, ledger=ledger, decides=decides))
+                except OutOfMemoryError as error:  # what was free when it was asked has gone to somebody else
+                    failed = f"the device ran out of memory: {str(error).splitlines()[0][:200]}"
                 except KeyboardInterrupt:
                     stopped = True
-            told = why or ("" if figures else "it was stopped before")
+            told = why or failed or ("" if figures else "it was stopped before")
             cells.append(Cell(batch=plan.batch, context=plan.seq, need_bytes=need, figures=figures, why=told))
     return cells, stopped
 

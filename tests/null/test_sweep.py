@@ -280,3 +280,23 @@ def test_a_sweep_that_is_stopped_says_what_it_measured_and_what_it_left_out(
     assert code == 130 and "stopped; 1 of 3 cells measured" in err and next(calls) == 2
     assert [c["why"] for c in cells] == ["", "it was stopped before", "it was stopped before"]
     assert cells[0]["figures"] and not cells[1]["figures"]
+
+
+def test_a_cell_for_which_memory_runs_out_costs_itself_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch import OutOfMemoryError
+
+    def measure(plan: Plan, *_: Any, **__: Any) -> DecodeRun:
+        if plan.seq == 128:
+            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return decode_run(model=plan.model, seq=plan.seq, iters=plan.iters)
+
+    monkeypatch.setattr("autosel.decode.measure.measure", measure)
+    monkeypatch.setattr("autosel.decode.weights.load_weights", lambda *_: "weights")
+    monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 40)
+    monkeypatch.setattr("autosel.fingerprint.take", lambda *_: fingerprint())
+    code = run(["sweep", "--model", "llama-1b", "--no-tune", "--context", "64:256", "--json"])
+    cells = json.loads(capsys.readouterr().out)["sweep"]["cells"]
+    assert code == 0 and [bool(c["figures"]) for c in cells] == [True, False, True]
+    assert "ran out of memory: CUDA out of memory" in cells[1]["why"]
