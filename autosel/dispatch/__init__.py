@@ -8,6 +8,7 @@ Reads the serving snapshot and nothing else: no database, no compiler, no search
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -105,3 +106,12 @@ class Use:
 
 _stack: list[Board] = []  # the last one serves
 _lock = threading.Lock()
+
+
+def _fresh_lock() -> None:
+    """A fork copies the lock as it was, held by a thread that the child does not have."""
+    global _lock  # noqa: PLW0603  (there is one for the module)
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_fresh_lock)

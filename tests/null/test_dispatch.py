@@ -315,10 +315,18 @@ def test_a_gpus_decisions_serve_whatever_the_number_of_the_hosts_threads(
         assert found.candidate == "torch:rmsnorm" and "measured under eager" in found.reason
 
 
+def test_a_fork_while_another_thread_looks_for_the_board_leaves_the_child_free() -> None:
+    with dispatch._lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if dispatch._lock.acquire(blocking=False) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_making_a_callable_asks_no_driver_after_which_a_process_cannot_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     for module, name in ((torch.cuda, "is_available"), (torch.accelerator, "is_available")):
-        monkeypatch.setattr(module, name, lambda where=module.__name__: bool(asked.append(where)))
+        monkeypatch.setattr(module, name, lambda where=module.__name__: asked.append(where))
     signature.cache_clear()
     signature(RMS)
     signature.cache_clear()
