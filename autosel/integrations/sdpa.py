@@ -97,7 +97,7 @@ class Handle:
         return o, q.new_full((q.shape[0], q.shape[1], q.shape[2]), torch.nan, dtype=torch.float32)
 
     def _decided(self, op: str, q: Tensor, k: Tensor, v: Tensor) -> Bound | None:
-        """What was decided for these shapes, or None where that is nothing or the baseline."""
+        """What was decided for these shapes, or None where that is nothing, the baseline, or no longer serves."""
         key = (op, q.shape, k.shape[:2], length_bucket(k.shape[2]), v.shape[3], q.dtype, k.dtype, v.dtype)
         if key not in self.bound:
             if len(self.bound) >= MOST_SHAPES:
@@ -107,8 +107,7 @@ class Handle:
             except BadArguments:
                 self.bound[key] = None
         found = self.bound[key]
-        decision = found.decision if found else None
-        return found if decision and decision.arm.digest != decision.baseline.digest else None
+        return found if found is not None and found.beyond_baseline(k.shape[2]) else None
 
 
 def _op(q: Tensor, k: Tensor, is_causal: bool) -> str | None:
