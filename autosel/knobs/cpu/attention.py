@@ -12,8 +12,8 @@ from autosel.knobs.cpu.facts import CpuFacts, bandwidth_threads
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
 LEAST_TILE, MOST_TILE = 16, 128  # below, softmax and loop ends weigh; above, scores leave L1 and nothing is gained
-# Of the multiplier's peak, reached by scores, softmax and P V together: on Zen 4 50 cycles a key at D=128, the dots alone
-# 32; at D=64 28 and 16.
+# Of the multiplier's peak, reached by scores, softmax and P V together: on Zen 4 50 cycles a key at D=128, of which the
+# dots alone 32; at D=64 28 and 16.
 PEAK_SHARE = 0.6
 
 
