@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_REST = tl.constexpr(1.92596298909e-8)  # log2(e) less its fp32
 NOWHERE = tl.constexpr(1 << 24)  # above every index of a vocabulary, and exact in fp32
 
 _KEPT = {}  # (device, stream, dtype) -> every tensor made for it, the largest last
@@ -119,18 +120,27 @@ def arrives_last(counter, parts):
 
 
 @triton.jit
-def tanh(x):
-    """To about 2 units in the last place of fp32; a series near 0, where 1 - e cancels."""
+def tanh(x, EXACT: tl.constexpr = False):
+    """To a few units in the last place of fp32; a series near 0, where 1 - e cancels. EXACT: divided as IEEE does."""
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-    far = (1 - e) / (1 + e)
+    far = tl.div_rn(1 - e, 1 + e) if EXACT else (1 - e) / (1 + e)
     s = x * x
     near = 1 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835))))
     return tl.where(tl.abs(x) < 0.25, x * near, tl.where(x < 0, -far, far))
 
 
 @triton.jit
+def exp(x):
+    """As good as the device's exp2: tl.exp rounds x log2(e), which costs |x| roundings. Beyond fp32, 0 or inf."""
+    x = tl.minimum(tl.maximum(x, -104.0), 89.0)
+    whole = tl.floor(x * LOG2E + 0.5)
+    return tl.exp2(whole) * tl.exp2(tl.fma(x, LOG2E, -whole) + x * LOG2E_REST)
+
+
+@triton.jit
 def silu(g):
-    return g / (1 + tl.exp(-g))
+    """Divided as exactly as the baseline does: `/` may be two units in the last place away."""
+    return tl.div_rn(g, 1 + exp(-g))
 
 
 @triton.jit
@@ -140,7 +150,7 @@ def gelu_erf(g):
 
 @triton.jit
 def gelu_tanh(g):
-    return 0.5 * g * (1 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g)))
+    return 0.5 * g * (1 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g), True))
 
 
 @triton.jit

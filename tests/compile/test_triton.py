@@ -73,6 +73,14 @@ def test_triton_kernels_meet_their_contracts_in_the_interpreter() -> None:
     assert ran.stderr.count(" s  ") == len(PLANS)  # each plan says what it took
 
 
+def test_fp32_rows_meet_their_contracts_with_a_gpus_own_exponentials_roots_and_quotients() -> None:
+    command = [sys.executable, str(HERE / "approximate.py"), "triton:swiglu", "triton:geglu", "triton:rmsnorm"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout == ""
+    assert "4 plans" in ran.stderr
+
+
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_triton_kernel_passes_the_whole_proof_in_a_worker(turn: int) -> None:
     """Two of the short plans a day."""
