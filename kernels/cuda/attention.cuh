@@ -472,7 +472,7 @@ Queries<T> queries_of(const TensorView& q, const TensorView& o, const Optional<T
     AUTOSEL_CHECK(is(*lengths, kDLInt, 32) && lengths.value().size(0) == q.size(0), "attention: lengths must be int32 [B]");
   }
   if (window >= max_len) window = 0;  // it hides nothing
-  const int64_t d = q.size(3), s = q.size(2), span = window ? std::min(max_len, window + s - 1) : max_len;
+  const int64_t d = q.size(3), s = q.size(2);
   const double by = scale != 0 ? scale : 1.0 / std::sqrt(double(d));
   Queries<T> a{};
   a.q = data<T>(q), a.q_batch = q.stride(0), a.q_head = q.stride(1), a.q_token = q.stride(2);
@@ -480,7 +480,6 @@ Queries<T> queries_of(const TensorView& q, const TensorView& o, const Optional<T
   a.lengths = lengths ? data<int32_t>(*lengths) : nullptr, a.length_step = lengths ? lengths.value().stride(0) : 0;
   a.max_len = int(max_len), a.heads = int(heads), a.positions = int(s), a.group = int(q.size(1) / heads);
   a.width = int(d), a.window = int(window), a.chunk = int(chunk);
-  a.splits = int(std::max<int64_t>(1, (span + chunk - 1) / chunk));
   a.scale = float(softcap != 0 ? by / softcap : by * double(kLog2E)), a.softcap = float(softcap * double(kLog2E));
   a.aligned_q = aligned(a.q, Strides{a.q_batch, a.q_head, a.q_token}, d);
   return a;
@@ -500,6 +499,10 @@ void start(void (*kernel)(Queries<T>, Source, Scratch), Queries<T> a, const Sour
            int wide, size_t slot_bytes, size_t row_bytes, const Settings& knobs, const Stream& stream) {
   a.slots = slots_of(knobs, int64_t(row_bytes), slot_bytes, stream);
   const int64_t tiles = (int64_t(a.group) * a.positions + rows - 1) / rows, tasks = batch * a.heads * tiles;
+  const int64_t span = a.window ? std::min<int64_t>(a.max_len, int64_t(a.window) + a.positions - 1) : a.max_len;
+  // Many query rows fill the chip by themselves, and each split keeps an output of each of them.
+  a.chunk = int(std::min<int64_t>(a.chunk * tiles, kMostElements));
+  a.splits = int(std::max<int64_t>(1, (span + a.chunk - 1) / a.chunk));
   AUTOSEL_CHECK(batch <= 65535 && a.heads * tiles <= 65535, "attention: more than 65535 sequences or row tiles");
   Shape shape{dim3(unsigned(a.splits), unsigned(a.heads * tiles), unsigned(batch)), unsigned(kThreads),
               std::max(a.slots * slot_bytes, join_bytes(rows, wide)), knobs.pdl != 0};

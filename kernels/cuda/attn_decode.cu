@@ -8,6 +8,7 @@
 //   stages   tile * stages tokens are the ring; all of it but a block a warp is under way
 //   chunk    keys a CTA serves. L / split, split the smallest whose predicted time is within 3 % of the least; of ragged
 //            batches the sum of lengths over c S CTAs. A sequence takes as many CTAs as it has chunks, the rest leave.
+//            Rows in several tiles take that many chunks at a time.
 //   pdl      launched as a programmatic dependent
 // design  attention.cuh: packed queries, a ring of a lane's own, masks at the edges only, joined by the last CTA.
 //         Instructions a lane issues for an element of the cache (ptxas, sm_90a, bf16): about 4 at one row, 8 at four;

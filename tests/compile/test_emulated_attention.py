@@ -106,6 +106,15 @@ def test_nan_beyond_the_lengths_does_not_reach_the_result(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["attn_decode", "attn_decode_mma"])
+def test_query_rows_in_several_tiles_split_the_keys_that_much_less(kernel: str) -> None:
+    """Else a chunk of a prompt would keep an output of each row for each split of a long cache: gigabytes."""
+    op = OPS["attn"]
+    w = op.workload("bf16", {**CACHE, "S": 64, "L": 128})  # 256 rows a KV head, at most 64 to a tile
+    inputs = op.inputs(w, 3)
+    assert torch.equal(run(kernel, w, inputs, (32, 2, 32, 0)), run(kernel, w, inputs, (32, 2, 1 << 20, 0)))
+
+
+@pytest.mark.parametrize("kernel", ["attn_decode", "attn_decode_mma"])
 def test_the_order_in_which_ctas_arrive_does_not_change_a_bit(kernel: str) -> None:
     """Blocks run forwards at one call and backwards at the next."""
     op = OPS["attn"]
