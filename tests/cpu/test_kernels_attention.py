@@ -313,6 +313,11 @@ def test_a_tile_of_keys_fills_l1(dtype: DTypeName, width: int, tile: int) -> Non
     assert knobs.decode(w, TWO_CORES)["tile"] == tile
 
 
+def test_keys_and_values_of_a_tile_share_l1_where_further_rows_read_both_again() -> None:
+    w = OPS["attn"].workload("bf16", {**LLAMA, "Hkv": 4})
+    assert knobs.decode(w, TWO_CORES)["tile"] == 64  # 32 KiB / (2 * 256 B)
+
+
 def test_threads_grow_with_the_arithmetic_a_key_needs() -> None:
     many = dataclasses.replace(TWO_CORES, cpus=64, read_all=90e9, read_l3_domain=90e9)
     one = OPS["attn"].workload("bf16", LLAMA)
