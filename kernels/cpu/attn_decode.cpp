@@ -25,7 +25,8 @@
 //     at the machine's quietest, probe at 57 GB/s: 0.75; the rest is arithmetic that waits for lines dropped twice
 //   scores with a row to a 128-bit lane (four partial sums a token, not sixteen)   25 cycles a key instead of 21: the
 //     broadcasting load shares a pipe with the dots; given up
-//   cycles a key and KV head with all requests, operands in L2, G=4 (alone on one core): D=64 36.5, D=128 57
+//   cycles a key and KV head with all requests, operands in L2, G=4 (alone on one core; a loop around attend() on one
+//   head, made for the purpose and not kept: no benchmark prints these): D=64 36.5, D=128 57
 //     softmax by powers of two, degree 4 for weights of 8 bits, their sum by a dot with ones   34.5, 56
 //     requests of a known length, one test for the rows of a step                              28.3, 50
 //     scores with two keys' halves to a vector (16 keys a step, a level less to add)           no faster; given up

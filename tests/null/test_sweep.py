@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,15 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_is_loaded(
         assert code == 2 and said in err
 
 
+def sweep_by(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., DecodeRun]) -> int:
+    """A sweep over three contexts on a machine of endless memory, each cell taken by `measure`; the exit code."""
+    monkeypatch.setattr("autosel.decode.measure.measure", measure)
+    monkeypatch.setattr("autosel.decode.weights.load_weights", lambda *_: "weights")
+    monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 40)
+    monkeypatch.setattr("autosel.fingerprint.take", lambda *_: fingerprint())
+    return run(["sweep", "--model", "llama-1b", "--no-tune", "--context", "64:256", "--json"])
+
+
 def test_a_sweep_that_is_stopped_says_what_it_measured_and_what_it_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,11 +280,7 @@ def test_a_sweep_that_is_stopped_says_what_it_measured_and_what_it_left_out(
             raise KeyboardInterrupt
         return decode_run(model=plan.model, seq=plan.seq, iters=plan.iters)
 
-    monkeypatch.setattr("autosel.decode.measure.measure", measure)
-    monkeypatch.setattr("autosel.decode.weights.load_weights", lambda *_: "weights")
-    monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 40)
-    monkeypatch.setattr("autosel.fingerprint.take", lambda *_: fingerprint())
-    code = run(["sweep", "--model", "llama-1b", "--no-tune", "--context", "64:256", "--json"])
+    code = sweep_by(monkeypatch, measure)
     out, err = capsys.readouterr()
     cells = json.loads(out)["sweep"]["cells"]
     assert code == 130 and "stopped; 1 of 3 cells measured" in err and next(calls) == 2
@@ -292,11 +298,7 @@ def test_a_cell_for_which_memory_runs_out_costs_itself_alone(
             raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return decode_run(model=plan.model, seq=plan.seq, iters=plan.iters)
 
-    monkeypatch.setattr("autosel.decode.measure.measure", measure)
-    monkeypatch.setattr("autosel.decode.weights.load_weights", lambda *_: "weights")
-    monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 40)
-    monkeypatch.setattr("autosel.fingerprint.take", lambda *_: fingerprint())
-    code = run(["sweep", "--model", "llama-1b", "--no-tune", "--context", "64:256", "--json"])
+    code = sweep_by(monkeypatch, measure)
     cells = json.loads(capsys.readouterr().out)["sweep"]["cells"]
     assert code == 0 and [bool(c["figures"]) for c in cells] == [True, False, True]
     assert "ran out of memory: CUDA out of memory" in cells[1]["why"]
