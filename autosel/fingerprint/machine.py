@@ -255,33 +255,53 @@ def _quota_of(folder: Path) -> float | None:
     return int(limit) / int(period)
 
 
-def _cgroup_folders(root: Path) -> list[Path]:
-    """This process's cpu cgroup and its ancestors, in each hierarchy that can hold a cpu quota."""
+def memory_left(root: Path = ROOT) -> int | None:
+    """Bytes the cgroups still grant this process (the least along its path), the cache of files it can do without
+    counted as free; None where unlimited."""
+    found = [left for folder in _cgroup_folders(root, "memory") if (left := _left_of(folder)) is not None]
+    return min(found) if found else None
+
+
+def _left_of(folder: Path) -> int | None:
+    for limit, usage, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        most, used = _text(folder / limit), _text(folder / usage)
+        if most.isdigit() and used.isdigit() and int(most) < 1 << 60:  # version 1 says "none" by a number near 2^63
+            stat = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
+            spare = stat.get(cache, "")
+            return max(0, int(most) - int(used) + (int(spare) if spare.isdigit() else 0))
+    return None
+
+
+def _cgroup_folders(root: Path, controller: str = "cpu") -> list[Path]:
+    """This process's cgroup of the controller and its ancestors, in each hierarchy that can have it."""
     memberships = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number == "0" and not controllers:
             memberships["cgroup2"] = path
-        elif "cpu" in controllers.split(","):
+        elif controller in controllers.split(","):
             memberships["cgroup"] = path
     found: list[Path] = []
-    for kind, inner, point in _cgroup_mounts(root):
+    for kind, inner, point in _cgroup_mounts(root, controller):
         if kind in memberships:
             found += _upwards(root, point, _below(memberships[kind], inner))
     return found
 
 
-def _cgroup_mounts(root: Path) -> list[tuple[str, str, str]]:
-    """(cgroup | cgroup2, path inside the hierarchy, mount point) of each hierarchy that may have the cpu controller."""
+def _cgroup_mounts(root: Path, controller: str) -> list[tuple[str, str, str]]:
+    """(cgroup | cgroup2, path inside the hierarchy, mount point) of each hierarchy that may have the controller."""
     found = []
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, kinds = before.split(), after.split()
         if len(fields) < 5 or not kinds:
             continue
-        if kinds[0] == "cgroup2" or (kinds[0] == "cgroup" and "cpu" in kinds[-1].split(",")):
+        if kinds[0] == "cgroup2" or (kinds[0] == "cgroup" and controller in kinds[-1].split(",")):
             found.append((kinds[0], fields[3], fields[4]))
-    return found or [("cgroup2", "/", "/sys/fs/cgroup"), ("cgroup", "/", "/sys/fs/cgroup/cpu")]
+    return found or [("cgroup2", "/", "/sys/fs/cgroup"), ("cgroup", "/", f"/sys/fs/cgroup/{controller}")]
 
 
 def _below(path: str, inner: str) -> str:

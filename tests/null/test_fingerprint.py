@@ -14,7 +14,7 @@ from autosel.cli import doctor
 from autosel.errors import UnknownName
 from autosel.fingerprint import device, noise, probe, stack, store
 from autosel.fingerprint.describe import describe, headline, quantity, rate_label
-from autosel.fingerprint.machine import cpu_list, cpu_quota, identity, is_virtual
+from autosel.fingerprint.machine import cpu_list, cpu_quota, identity, is_virtual, memory_left
 from autosel.fingerprint.noise import Ticks
 from autosel.values import Fingerprint, Rate
 
@@ -234,6 +234,26 @@ def test_in_a_container_the_mount_is_the_own_group(tree: Tree) -> None:
 def test_no_limit_or_nonsense_is_no_quota(tree: Tree, limit: str) -> None:
     tree.put("proc/self/cgroup", "0::/").put("sys/fs/cgroup/cpu.max", limit)
     assert cpu_quota(tree.root) is None
+
+
+def test_memory_that_the_groups_still_grant_is_the_least_along_the_path(tree: Tree) -> None:
+    tree.put("proc/self/cgroup", "0::/a/b").put("proc/self/mountinfo", V2_MOUNT)
+    tree.put("sys/fs/cgroup/a/memory.max", "5000").put("sys/fs/cgroup/a/memory.current", "3000")
+    tree.put("sys/fs/cgroup/a/memory.stat", "anon 2000\ninactive_file 400")
+    tree.put("sys/fs/cgroup/a/b/memory.max", "max").put("sys/fs/cgroup/a/b/memory.current", "10")
+    assert memory_left(tree.root) == 2400
+    tree.put("sys/fs/cgroup/a/memory.current", "9000")
+    assert memory_left(tree.root) == 0
+
+
+def test_a_version_1_limit_on_memory_is_found_and_its_none_is_none(tree: Tree) -> None:
+    tree.put("proc/self/cgroup", "5:memory:/m\n4:cpu,cpuacct:/docker/abc")
+    tree.put("proc/self/mountinfo", V1_MOUNT.replace("cpu,cpuacct", "memory"))
+    folder = "sys/fs/cgroup/memory/m"
+    tree.put(f"{folder}/memory.limit_in_bytes", str(2**63 - 4096)).put(f"{folder}/memory.usage_in_bytes", "100")
+    assert memory_left(tree.root) is None
+    tree.put(f"{folder}/memory.limit_in_bytes", "1000")
+    assert memory_left(tree.root) == 900
 
 
 def test_without_cgroups_there_is_no_quota(tree: Tree) -> None:
