@@ -44,6 +44,7 @@ INSTEAD = {
     "normed": "norm and projections apart",
     "added": "residual and norm in one, projections apart",
     "team": "one call for all of it",
+    "packed": "one call for all of it, from packed weights",
     "graph": "a graph of its ops",
     "ops": "a call an op",
 }

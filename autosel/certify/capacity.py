@@ -39,6 +39,7 @@ class Capacity:
     weights_bytes: int
     kv_bytes_per_token: int
     read_bytes_per_s: float | None
+    packs: bool  # its steps may read weights packed without loss, so more tokens than `at most`
     fits: tuple[Fit, ...]
 
 
@@ -73,6 +74,7 @@ def capacity(
     memory_bytes: int,
     read_bytes_per_s: float | None,
     peak_flops: float,
+    packs: bool = False,
 ) -> Capacity:
     """`need` says what a plan takes (decode.weights.memory_need), `flops` what a step of it computes; a rate of None or
     0 was not measured."""
@@ -105,5 +107,6 @@ def capacity(
         weights_bytes=shape.weight_bytes(plan.dtype),
         kv_bytes_per_token=shape.kv_bytes_per_token(plan.dtype),
         read_bytes_per_s=read_bytes_per_s,
+        packs=packs,
         fits=tuple(fits),
     )

@@ -59,9 +59,12 @@ def of_suite(found: Suite) -> list[Figure]:
     ]
 
 
+FASTER = ("seed", "mode", "cache", "page", "prealloc", "saved_bytes")  # options that make it no other workload
+
+
 def name(made: Certificate) -> str:
     """Everything that makes it another workload, and nothing that is only faster or slower."""
-    asked = {k: v for k, v in made.options.items() if k not in ("seed", "mode", "cache", "page", "prealloc")}
+    asked = {k: v for k, v in made.options.items() if k not in FASTER}
     plain = {"advance": False, "speculate": 0, "small_batch": False, "temperature": 0, "prompt": "random"}
     sampled = asked.get("temperature", 0) != 0
     moved = [f"{k}={v}" for k, v in sorted(asked.items()) if plain.get(k, v) != v or (sampled and k not in plain)]

@@ -51,16 +51,17 @@ def physics(made: Certificate) -> dict[str, Physics]:
     """Both arms against the memory of this very run."""
     return {
         "the optimised step": _weigh(made, made.latency_ms.med),
-        "the baseline's step": _weigh(made, made.baseline_ms),
+        "the baseline's step": _weigh(made, made.baseline_ms, saved(made)),
     }
 
 
-def rooflines(made: Certificate) -> list[float]:
-    """Of each step, the share that reading its bytes takes at the rate that memory gave just before it. Above 1 only
-    where a cache helps, or where the machine got faster within the pair."""
+def rooflines(made: Certificate, bytes_per_step: int | None = None) -> list[float]:
+    """Of each step, the share that reading its bytes, or so many, takes at the rate that memory gave just before it.
+    Above 1 only where a cache helps, or where the machine got faster within the pair."""
     steps, rates = made.samples.optimised_ns, made.read_probes
     paired = rates if len(rates) == len(steps) else (median(rates),) * len(steps)
-    return [made.bytes_per_step / rate / ns * 1e9 for rate, ns in zip(paired, steps, strict=True)]
+    moved = bytes_per_step or made.bytes_per_step
+    return [moved / rate / ns * 1e9 for rate, ns in zip(paired, steps, strict=True)]
 
 
 def verified(made: Certificate) -> bool:
@@ -76,9 +77,15 @@ def lossy(dtype: str) -> bool:
     return dtype.startswith(("fp8", "fp4", "int8", "int4", "nf4"))
 
 
-def _weigh(made: Certificate, step_ms: float) -> Physics:
+def saved(made: Certificate) -> int:
+    """What the optimised step reads less than the baseline's, for its weights are packed (decode.packed)."""
+    stated = made.options.get("saved_bytes", 0)
+    return stated if isinstance(stated, int) else -1
+
+
+def _weigh(made: Certificate, step_ms: float, more_bytes: int = 0) -> Physics:
     return weigh(
-        bytes_per_step=made.bytes_per_step,
+        bytes_per_step=made.bytes_per_step + more_bytes,
         step_ms=step_ms,
         read_bytes_per_s=made.read_bytes_per_s,
         cache_bytes=made.cache_bytes,

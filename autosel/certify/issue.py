@@ -228,6 +228,7 @@ def _options(run: DecodeRun) -> dict[str, Scalar]:
         "top_p": plan.sampling.top_p,
         "repetition_penalty": plan.sampling.repetition_penalty,
     }
+    chosen |= {"saved_bytes": run.saved_bytes} if run.saved_bytes else {}
     return chosen | ({"page": plan.page} if plan.cache == "paged" else {})
 
 

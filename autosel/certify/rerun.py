@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from autosel.certify.certificate import Certificate
-from autosel.certify.derive import rooflines
+from autosel.certify.derive import rooflines, saved
 from autosel.certify.statistics import FEWEST_TO_RESAMPLE, Figures, Interval, median, middle, resampled_medians
 from autosel.decode.run import SUSPICION
 from autosel.errors import AutoselError, TooNoisy, UsageError
@@ -101,7 +101,10 @@ def compare(certified: Certificate, again: Certificate) -> Rerun:
     """Raises UsageError where the two are not the same plan."""
     _refuse_other_plan(certified, again)
     old, new = _speedups(certified), _speedups(again)
-    notes = []
+    notes, moved = [], certified.bytes_per_step
+    forms = ["packed" if saved(made) else "as they are" for made in (certified, again)]
+    if forms[0] != forms[1]:  # the certified bytes over time and rate then say which was slower
+        notes.append(f"weights were read {forms[0]} when certified, {forms[1]} now")
     if certified.env_id != again.env_id:
         notes.append("the software differs: " + ", ".join(_differences(certified, again)))
     modes = [made.options.get("mode") for made in (certified, again)]
@@ -113,7 +116,7 @@ def compare(certified: Certificate, again: Certificate) -> Rerun:
         notes.append("other work ran on this machine")
     return Rerun(
         speedup=_compared("speedup", (again.speedup, new), (certified.speedup, old), SPEEDUP_MARGIN),
-        time=_compared("roofline", _resampled(rooflines(again)), _resampled(rooflines(certified)), TIME_MARGIN),
+        time=_compared("roofline", _resampled(rooflines(again, moved)), _resampled(rooflines(certified)), TIME_MARGIN),
         notes=tuple(notes),
         quality=_rescored(certified.quality, again.quality),
     )
@@ -151,7 +154,8 @@ def _refuse_other_plan(certified: Certificate, again: Certificate) -> None:
 
 def _asked(stated: object) -> object:
     """Without how the step was taken, which a decision says, not the plan."""
-    return {k: v for k, v in stated.items() if k != "mode"} if isinstance(stated, Mapping) else stated
+    held = ("mode", "saved_bytes")
+    return {k: v for k, v in stated.items() if k not in held} if isinstance(stated, Mapping) else stated
 
 
 def _rescored(old: Mapping[str, Scalar] | None, new: Mapping[str, Scalar] | None) -> Rescored | None:

@@ -18,7 +18,7 @@ from typing import Any
 from autosel.certify import sign
 from autosel.certify.audit import FUSED_OPS, INSTEAD
 from autosel.certify.certificate import MOST_STEPS, Certificate, decode, model_name
-from autosel.certify.derive import derive, lossy, physics
+from autosel.certify.derive import derive, lossy, physics, saved
 from autosel.certify.store import BadCertificate, lines
 from autosel.decode.run import Quality
 from autosel.errors import AutoselError
@@ -95,6 +95,8 @@ def _shapeless(made: Certificate) -> str:
         return f"samples: {len(s.optimised_ns)}, {len(s.baseline_ns)} and {len(s.first)} for {made.iters!r:.40} iters"
     if min(*s.optimised_ns, *s.baseline_ns, 1) < 1 or set(s.first) - {"0", "1"}:
         return "samples: a time below 1 ns, or a coin that is neither 0 nor 1"
+    if not 0 <= 3 * saved(made) <= made.bytes_per_step:
+        return "options: saved_bytes is no number of bytes that packed weights save"
     if made.shape.batch < 1 or made.bytes_per_step < 1 or not made.tokens_per_step > 0 or made.cache_bytes < 0:
         return "shape, bytes_per_step, tokens_per_step or cache_bytes: below what a run can have"
     if not made.read_probes or any(not p > 0 for p in made.read_probes):

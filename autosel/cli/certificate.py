@@ -148,16 +148,19 @@ def shares(found: Audit) -> list[str]:
     return lines
 
 
+TOLD = {"fused", "graph", "team", "packed"}  # which forms make something of one call that were several
+
+
 def fusions(found: Audit) -> list[str]:
     """`norm_qkv: taken, the step is 1.8 % faster than with norm and projections apart`."""
     from autosel.certify.audit import INSTEAD
 
     lines = []
     for a in found.attribution:
-        if not {"fused", "graph", "team"} & {a.taken, a.other}:
+        if not TOLD & {a.taken, a.other}:
             continue  # neither has the fused op: of interest to nobody but the JSON
         change = a.step_over_taken - 1
-        if a.taken in ("fused", "graph", "team"):
+        if a.taken in TOLD:
             told = f"{a.op}: taken; with {INSTEAD[a.other]} the step takes {change:+.1%}"
         else:
             told = f"{a.op}: left out for {INSTEAD[a.taken]}; with it the step takes {change:+.1%}"
@@ -206,6 +209,8 @@ def plan_text(found: Capacity) -> str:
         lines.append("none: not even one sequence fits; fewer --layers or a smaller model does")
     if found.read_bytes_per_s:
         lines.append("at most: what the read rate and the arithmetic rate allow; caches left out")
+        if found.packs:
+            lines.append("weights as they are: packed without loss they take three quarters of that")
     return "\n".join(lines)
 
 

@@ -57,7 +57,9 @@ def winner(decision: Decision) -> str:
         return decision.arm.backend
     if decision.arm.digest == decision.baseline.digest:
         return "op by op"
-    return "graph" if decision.arm.candidate.startswith("graph:") else "team"
+    if decision.arm.candidate.startswith("graph:"):
+        return "graph"
+    return "team, packed" if decision.arm.candidate.endswith("_packed") else "team"
 
 
 def short_shape(decision: Decision) -> str:

@@ -47,8 +47,8 @@ PATH = click.Path(path_type=Path)
 # What a rerun needs; files to write, prices and objectives change nothing that is measured.
 MEASURED = (
     "model", "weights", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "persistent",
-    "no_persistent", "graph", "no_graph", "small_batch", "no_prealloc", "paged", "advance", "temperature", "top_k",
-    "top_p", "repetition_penalty", "speculate", "device", "seed", "score",
+    "no_persistent", "no_packed", "graph", "no_graph", "small_batch", "no_prealloc", "paged", "advance",
+    "temperature", "top_k", "top_p", "repetition_penalty", "speculate", "device", "seed", "score",
 )  # fmt: skip
 
 
@@ -66,6 +66,7 @@ MEASURED = (
 )
 @click.option("--persistent", is_flag=True, help="one thread team, or one launch, takes the step  [where it wins]")
 @click.option("--no-persistent", is_flag=True, help="none does")
+@click.option("--no-packed", is_flag=True, help="a team reads weights as they are  [packed, where it wins]")
 @click.option("--graph", is_flag=True, help="a GPU replays the step as a graph  [where it wins]")
 @click.option("--no-graph", is_flag=True, help="it does not")
 @click.option("--small-batch", type=click.IntRange(1, 4096), metavar="N", help="N tokens of one stream in flight")
@@ -175,6 +176,7 @@ class Asked:
             warmup=self["warmup"],
             advance=self["advance"] or bool(self["speculate"]),
             persistent=True if self["persistent"] else False if self["no_persistent"] else None,
+            packed=not self["no_packed"],
             graph=True if self["graph"] else False if self["no_graph"] else None,
             cache="paged" if self["paged"] else "contiguous",
             page=self["paged"] or 64,
@@ -479,7 +481,9 @@ def show_plan(asked: Asked, as_json: bool) -> None:
     from autosel.certify.certificate import Layers, model_name
     from autosel.certify.issue import peak_flops, read_rate
     from autosel.decode.account import flops_per_step
+    from autosel.decode.packed import supports
     from autosel.decode.weights import free_memory, memory_need
+    from autosel.values import Accepted
 
     plan = asked.plan()
     fp = fingerprint.take(plan.device)
@@ -492,6 +496,7 @@ def show_plan(asked: Asked, as_json: bool) -> None:
         memory_bytes=free_memory(plan.device),
         read_bytes_per_s=read_rate(fp),
         peak_flops=peak_flops(fp, plan.dtype),
+        packs=isinstance(supports(plan.dtype, fp), Accepted),
     )
     if as_json:
         emit_json(found)

@@ -210,6 +210,7 @@ def command(name: str, plan: Plan) -> str:
     words += ["--weights", plan.weights] if plan.weights != "random" else []
     words += ["--paged", plan.page] if plan.cache == "paged" else []
     words += ["--seed", plan.seed] if plan.seed else []
+    words += ["--no-packed"] if not plan.packed else []
     if s.changes_greedy:
         words += ["--temperature", s.temperature, "--top-k", s.top_k, "--top-p", s.top_p]
         words += ["--repetition-penalty", s.repetition_penalty]

@@ -32,6 +32,16 @@ def bytes_per_step(shape: ModelShape, dtype: DTypeName, batch: int, context: int
     return shape.weight_bytes_per_step(dtype) + batch * shape.kv_bytes_read(context, dtype) + rows
 
 
+def saved_bytes(step: object) -> int:
+    """What the step reads less than its ops would: of packed weights (decode.packed)."""
+    return sum(saved_bytes_of(task) for task in getattr(step, "tasks", ()))
+
+
+def saved_bytes_of(task: object) -> int:
+    found: int = getattr(task, "saved_bytes", 0)
+    return found
+
+
 def flops_per_step(shape: ModelShape, batch: int, context: int) -> int:
     """The projections, the output head and both products of attention; a multiply-add counts two."""
     projections = shape.d * shape.qkv_rows + shape.Hq * shape.D * shape.d + 3 * shape.d * shape.I
@@ -161,13 +171,18 @@ def _time_tasks(step: WholeStep, plan: Plan) -> tuple[OpTime, ...]:
     """As the device's own clock saw them: from the end of the task before to the end of this one. What a task does
     besides the op that it is named after (norms, rotation, append) is in its time."""
     main = [task.calls[0] for task in step.tasks]
+    saved: dict[str, list[int]] = {}
+    for task in step.tasks[1:]:
+        call = task.calls[0]
+        saved.setdefault(call.workload.key if call.workload else call.site, []).append(saved_bytes_of(task))
     took: dict[str, list[int]] = {}
     for _ in range(OP_ROUNDS):
         ends = step.task_ns()
         for call, begin, end in zip(main[1:], ends, ends[1:], strict=False):  # the first begins with the call itself
             took.setdefault(call.workload.key if call.workload else call.site, []).append(end - begin)
     groups = _by_workload(main[1:])
-    return tuple(_op_time(calls, took[key], plan) for key, calls in groups.items())
+    times = {key: _op_time(calls, took[key], plan) for key, calls in groups.items()}
+    return tuple(replace(t, bytes_moved=t.bytes_moved - sum(saved[key]) // len(saved[key])) for key, t in times.items())
 
 
 def _op_time(calls: Sequence[Call], took_ns: Sequence[int], plan: Plan) -> OpTime:

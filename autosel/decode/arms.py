@@ -53,9 +53,18 @@ class Written(_Choosing):
     """Our step as a list of bound ops with buffers made beforehand; or, given its device, as that takes it whole; or
     as a graph."""
 
-    def __init__(self, scene: Scene, chain: Chain, team: Fingerprint | None = None, *, graph: bool = False) -> None:
+    def __init__(
+        self,
+        scene: Scene,
+        chain: Chain,
+        team: Fingerprint | None = None,
+        *,
+        packed: bool = False,
+        graph: bool = False,
+    ) -> None:
         super().__init__(scene)
-        self.list = write(scene.decoder, scene.cache, scene.place, chain, self.sampler, team=team, graph=graph)
+        where = (scene.decoder, scene.cache, scene.place)
+        self.list = write(*where, chain, self.sampler, team=team, packed=packed, graph=graph)
         self.logits = self.list.logits
 
     def step(self) -> list[list[int]]:
@@ -122,9 +131,10 @@ class Baseline(_Choosing):
 
 
 def our_arm(
-    scene: Scene, chain: Chain, team: Fingerprint | None, *, graph: bool = False
+    scene: Scene, chain: Chain, team: Fingerprint | None, *, packed: bool = False, graph: bool = False
 ) -> Written | AtOnce | Speculating:
-    """The form that the plan asks for; `team`: the device that takes the step whole; or it is a `graph`."""
+    """The form that the plan asks for; `team`: the device that takes the step whole, its weights `packed` or as they
+    are; or it is a `graph`."""
     if scene.plan.speculate:
         return Speculating(scene)
-    return Written(scene, chain, team, graph=graph) if scene.plan.prealloc else AtOnce(scene, chain)
+    return Written(scene, chain, team, packed=packed, graph=graph) if scene.plan.prealloc else AtOnce(scene, chain)

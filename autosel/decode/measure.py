@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from random import Random
 
@@ -17,12 +17,22 @@ import torch
 
 from autosel import fingerprint
 from autosel.decode import graph
-from autosel.decode.account import Uses, bytes_per_step, choices_of, flops_per_step, overhead_ns, proven, time_ops
+from autosel.decode.account import (
+    Uses,
+    bytes_per_step,
+    choices_of,
+    flops_per_step,
+    overhead_ns,
+    proven,
+    saved_bytes,
+    time_ops,
+)
 from autosel.decode.arms import Arm, Baseline, Written, our_arm
 from autosel.decode.chain import choose_chain
 from autosel.decode.device import current, peak_memory
 from autosel.decode.hold import holding
 from autosel.decode.model import FUSED, Chain
+from autosel.decode.packed import forget, make_room
 from autosel.decode.persistent import kind_of, refuse_unsupported
 from autosel.decode.quality import quality
 from autosel.decode.run import DecodeRun, Listener, Plan, Silent, Text, Way
@@ -62,6 +72,7 @@ def measure(
     fp = fingerprint.take(plan.device)
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     with torch.inference_mode(), current(plan.device):
+        make_room(weights, plan)
         scene = set_scene(plan, weights, listener, clock)
         chosen = chosen or Chosen()
         earlier = chosen.whole is not None
@@ -69,8 +80,11 @@ def measure(
             _choose(chosen, scene, fp, ledger, rng, clock, listener, decides=decides)
         chain, ways, whole = chosen.chain, chosen.ways, chosen.whole
         assert whole is not None
+        whole = _packed_again(scene, whole, fp) if earlier and whole.packed else whole
+        if not whole.packed:
+            forget(weights)
         team = fp if whole.taken else None
-        ours, theirs = our_arm(scene, chain, team, graph=whole.graph), Baseline(scene)
+        ours, theirs = our_arm(scene, chain, team, packed=whole.packed, graph=whole.graph), Baseline(scene)
         with holding(ledger, fp, getattr(ours, "list", None)):
             _warm_up(scene, ours, theirs, listener)
             uses = Uses()
@@ -81,7 +95,7 @@ def measure(
         listener.stage("ops", "", 0, 1)
         per_op = time_ops(written, plan, clock) if written else ()
         idle_ns = overhead_ns(written, clock) if written else None
-        found = quality(scene.decoder, plan, text, chain, listener, team) if text else None
+        found = quality(scene.decoder, plan, text, chain, listener, team, packed=whole.packed) if text else None
     context = plan.seq + (len(pairs) - 1) // 2 if plan.advance else plan.seq
     return DecodeRun(
         plan=plan,
@@ -95,7 +109,8 @@ def measure(
         ttft_ns=scene.ttft_ns,
         baseline_ttft_ns=scene.baseline_ttft_ns,
         prompt_tokens=plan.seq - 1,
-        bytes_per_step=bytes_per_step(plan.shape, plan.dtype, plan.batch, context),
+        bytes_per_step=bytes_per_step(plan.shape, plan.dtype, plan.batch, context) - saved_bytes(written),
+        saved_bytes=saved_bytes(written),
         flops_per_step=flops_per_step(plan.shape, plan.batch, context),
         weights_bytes=weights.bytes,
         kv_cache_bytes=scene.cache.bytes,
@@ -112,7 +127,7 @@ def measure(
         tokens_per_step=sum(p.kept for p in pairs) / len(pairs),
         ways=whole.ways if team else (*ways, *whole.ways),
         quality=found,
-        notes=(*_notes(plan, chain, whole), *([EARLIER] if earlier else [])),
+        notes=(*_notes(plan, chain, whole), *_weights(written), *([EARLIER] if earlier else [])),
     )
 
 
@@ -185,7 +200,18 @@ def _whole(
 ) -> Whole:
     if standing is not None and standing.team is False:
         return standing.kept()
-    return choose_team(scene, chain, fp, rng, clock, standing.judge if standing is not None else None, ledger)
+    if standing is None:
+        return choose_team(scene, chain, fp, rng, clock, None, ledger)
+    return choose_team(scene, chain, fp, rng, clock, standing.judge, ledger, standing.form)
+
+
+def _packed_again(scene: Scene, whole: Whole, fp: Fingerprint) -> Whole:
+    """For a run that may have taken the room back; where there is none, as they are."""
+    try:
+        kind_of(scene.plan.device).prepare(scene.plan, scene.decoder.weights, fp)
+        return whole
+    except UsageError as error:
+        return replace(whole, packed=False, note="; ".join(filter(None, (whole.note, f"no {error.what}: {error.why}"))))
 
 
 def _notes(plan: Plan, chain: Chain, whole: Whole) -> tuple[str, ...]:
@@ -199,6 +225,12 @@ def _notes(plan: Plan, chain: Chain, whole: Whole) -> tuple[str, ...]:
     if plan.prompt == "synthetic":
         notes.append("the cache was filled with random keys and values; no prompt was run")
     return tuple(notes)
+
+
+def _weights(step: object) -> tuple[str, ...]:
+    """In what form the step reads them, where that is not their own."""
+    told: str = getattr(step, "weights_told", "")
+    return (told,) if told else ()
 
 
 # --- steps in turn ---------------------------------------------------------------------------------------------------

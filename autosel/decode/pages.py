@@ -35,11 +35,14 @@ class Arena:
 
     def tensor(self, shape: Sequence[int], dtype: DTypeName) -> Tensor:
         """Uninitialised on a GPU, zeros on a CPU (untouched pages)."""
-        size = math.prod(shape) * DTYPE_BYTES[dtype]
+        return self.bytes(math.prod(shape) * DTYPE_BYTES[dtype]).view(DTYPE[dtype]).view(*shape)
+
+    def bytes(self, size: int) -> Tensor:
+        """uint8 [size]."""
         assert self.used + size <= len(self.memory), "the arena was sized for fewer tensors"
         part = self.memory[self.used : self.used + size]
         self.used += padded(size)
-        return part.view(DTYPE[dtype]).view(*shape)
+        return part
 
 
 def padded(size_bytes: int) -> int:

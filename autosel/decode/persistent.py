@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from autosel.decode import launch, team
+from autosel.decode import launch, packed, team
 from autosel.decode.account import bytes_per_step, flops_per_step
 from autosel.decode.cache import Cache
 from autosel.decode.graph import GraphStep
@@ -21,6 +21,7 @@ from autosel.decode.model import FUSED, Chain, Decoder
 from autosel.decode.run import Plan
 from autosel.decode.sample import Sampler
 from autosel.decode.step import Place, Step, WholeStep, write_step
+from autosel.decode.weights import Weights, reference_bytes
 from autosel.errors import UsageError
 from autosel.knobs.gpu.persistent import fits
 from autosel.values import Accepted, Arm, Fingerprint, Rejected, Support
@@ -40,10 +41,19 @@ class Kind(Protocol):
     def supports(self, plan: Plan) -> Support:
         """Asked before weights are loaded; what depends on the device's limits `write` refuses."""
 
-    def write(self, step: Step, fp: Fingerprint) -> WholeStep:
-        """The list, written with the fused chain. Raises UsageError, BuildError."""
+    def packs(self, plan: Plan, fp: Fingerprint) -> Support:
+        """Can it read weights packed without loss?"""
 
-    def arm(self, step: Step, fp: Fingerprint) -> Arm | None:
+    def room(self, plan: Plan, weights: Weights) -> Support:
+        """Is there memory for them just now? Where it reads packed weights at all."""
+
+    def prepare(self, plan: Plan, weights: Weights, fp: Fingerprint) -> None:
+        """Pack them, beside all that the plan still takes. Raises UsageError, BuildError, ParityError."""
+
+    def write(self, step: Step, fp: Fingerprint, *, packed: bool = False) -> WholeStep:
+        """The list, written with the fused chain; its weights packed or as they are. Raises UsageError, BuildError."""
+
+    def arm(self, step: Step, fp: Fingerprint, *, packed: bool = False) -> Arm | None:
         """What `write` would make of the list, as it would be compiled; None where it would refuse."""
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
@@ -74,14 +84,15 @@ def write(
     sampler: Sampler | None = None,
     *,
     team: Fingerprint | None = None,
+    packed: bool = False,
     graph: bool = False,
 ) -> Step | GraphStep | WholeStep:
     """The step, op by op in the forms of the chain, or a graph of that; or, given its device, taken whole by it, in
-    fused forms."""
+    fused forms, its weights packed or as they are."""
     if team is None:
         step = write_step(decoder, cache, place, chain, sampler)
         return GraphStep.of(step) if graph else step
-    return KINDS[team.kind].write(write_step(decoder, cache, place, FUSED, sampler), team)
+    return KINDS[team.kind].write(write_step(decoder, cache, place, FUSED, sampler), team, packed=packed)
 
 
 # --- a CPU: one thread team ------------------------------------------------------------------------------------------
@@ -95,11 +106,20 @@ class ThreadTeam:
     def supports(self, plan: Plan) -> Support:
         return team.supports(plan)
 
-    def write(self, step: Step, fp: Fingerprint) -> WholeStep:
-        return team.write_team(step, fp)
+    def packs(self, plan: Plan, fp: Fingerprint) -> Support:
+        return packed.supports(plan.dtype, fp) if plan.packed else Rejected(reason="--no-packed")
 
-    def arm(self, step: Step, fp: Fingerprint) -> Arm | None:
-        return team.arm_of(step, fp)
+    def room(self, plan: Plan, weights: Weights) -> Support:
+        return packed.room(weights, plan)
+
+    def prepare(self, plan: Plan, weights: Weights, fp: Fingerprint) -> None:
+        packed.pack(weights, fp, to_come_bytes=reference_bytes(plan))
+
+    def write(self, step: Step, fp: Fingerprint, *, packed: bool = False) -> WholeStep:
+        return team.write_team(step, fp, packed=packed)
+
+    def arm(self, step: Step, fp: Fingerprint, *, packed: bool = False) -> Arm | None:
+        return team.arm_of(step, fp, packed=packed)
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
         """Where something else serves what weighs."""
@@ -122,10 +142,20 @@ class OneLaunch:
         why = plan.not_whole or fits(plan.batch, plan.shape.D, plan.dtype)
         return Rejected(reason=why) if why else Accepted()
 
-    def write(self, step: Step, fp: Fingerprint) -> WholeStep:
+    def packs(self, plan: Plan, fp: Fingerprint) -> Support:
+        return packed.supports(plan.dtype, fp)
+
+    def room(self, plan: Plan, weights: Weights) -> Support:
+        return Rejected(reason="no launch reads them")
+
+    def prepare(self, plan: Plan, weights: Weights, fp: Fingerprint) -> None:
+        raise UsageError("packed weights", why="no launch reads them")
+
+    def write(self, step: Step, fp: Fingerprint, *, packed: bool = False) -> WholeStep:
+        assert not packed, "no launch reads packed weights"
         return launch.write_launch(step, fp)
 
-    def arm(self, step: Step, fp: Fingerprint) -> Arm | None:
+    def arm(self, step: Step, fp: Fingerprint, *, packed: bool = False) -> Arm | None:
         return launch.arm_of(step, fp)
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:

@@ -32,9 +32,16 @@ CHUNK = 64  # positions whose logits are made at a time
 
 
 def quality(
-    decoder: Decoder, plan: Plan, text: Text, chain: Chain, listener: Listener, team: Fingerprint | None = None
+    decoder: Decoder,
+    plan: Plan,
+    text: Text,
+    chain: Chain,
+    listener: Listener,
+    team: Fingerprint | None = None,
+    *,
+    packed: bool = False,
 ) -> Quality:
-    """Score the text on both paths; `team` as in `persistent.write`."""
+    """Score the text on both paths; `team` and `packed` as in `persistent.write`."""
     rows = windows(text.tokens, plan.batch)
     count = len(rows[0])
     tokens = torch.tensor(rows, device=decoder.weights.device)
@@ -47,7 +54,7 @@ def quality(
     listener.stage("quality", "reference", 0, count)
     reference = _reference(decoder, tokens)
     place = Place.at(tokens[:, 0], [0] * len(rows))
-    step = write(decoder, cache, place, chain, team=team) if plan.prealloc else None
+    step = write(decoder, cache, place, chain, team=team, packed=packed) if plan.prealloc else None
     run, scores = Direct(), _Scores()
     for i in range(count - 1):
         listener.stage("quality", text.name, i, count - 1)

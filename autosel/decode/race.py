@@ -37,8 +37,8 @@ Steps = Mapping[str, Step | GraphStep | WholeStep]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """`arms` writes the steps of these names anew. `streamed_bytes`: what a step must read from memory; 0 where it may
-    find its weights in a cache."""
+    """`arms` writes the steps of these names anew. `streamed_bytes`: what each step that was written must read from
+    memory; empty where it may find its weights in a cache."""
 
     arms: Callable[[Sequence[str]], Steps]
     device: str
@@ -46,7 +46,7 @@ class Terms:
     debit: Callable[[str], bool]
     watch: Callable[[str, Session], None]
     rng: Random
-    streamed_bytes: int
+    streamed_bytes: Mapping[str, int]
 
 
 class _Steps:
@@ -157,10 +157,10 @@ def _affordable(found: Plan, base_ns: float) -> Plan:
     return replace(found, tail_samples=min(found.tail_samples, max(1, int(TAIL_S * 1e9 / (2 * base_ns)))))
 
 
-def _below_ceiling(session: Session, moved: int) -> Session:
+def _below_ceiling(session: Session, moved: Mapping[str, int]) -> Session:
     """Void a session in which an arm moved its bytes faster than memory was read beside it."""
     for arm in session.arms if moved and session.pairs and not session.voided else ():
-        rate = moved / (statistics.median(pair_medians(session, arm)) * 1e-9)
+        rate = moved[arm] / (statistics.median(pair_medians(session, arm)) * 1e-9)
         if session.read_bytes_per_s and rate > CEILING_SLACK * session.read_bytes_per_s:
             why = f"{arm} moved {rate / 1e9:.1f} GB/s; memory read beside it at {session.read_bytes_per_s / 1e9:.1f}"
             return replace(session, voided=why)

@@ -74,6 +74,7 @@ class Plan:
     graph: bool | None = None  # a GPU replays the step as a graph: as below
     # the device takes the whole step (a thread team, or one launch): True or False; None: where a race says so
     persistent: bool | None = None
+    packed: bool = True  # weights may be packed, without loss, where a thread team wins by it
     cache: Layout = "contiguous"
     page: int = 64  # tokens a page of a paged cache
     prealloc: bool = True  # every op writes into buffers made once; off: ops allocate their results
@@ -205,11 +206,11 @@ class Way:
 
     `fused`: one op from the block's input through its first projection. `normed`: norm and projection apart. `added`:
     residual and norm in one op, then the projection. `ops`: op by op, in the chosen forms. `graph`: replayed. `team`:
-    the device takes it whole, by one native call or launch.
+    the device takes it whole, by one native call or launch. `packed`: the same, its weights packed without loss.
     """
 
     half: Half | Literal["step"]
-    form: Literal["fused", "normed", "added", "ops", "graph", "team"]
+    form: Literal["fused", "normed", "added", "ops", "graph", "team", "packed"]
     step_us: float  # median of a few whole steps, in turn with the other forms
     taken: bool
 
@@ -256,6 +257,7 @@ class DecodeRun:
     tokens_per_step: float = 1.0  # a sequence; above 1 only where speculation found something
     ways: tuple[Way, ...] = ()  # empty: the chain was not chosen by a race
     quality: Quality | None = None  # where a text was given
+    saved_bytes: int = 0  # what the optimised step reads less than the baseline's: its weights are packed
     energy_joules: float | None = None  # of the optimised steps, where the device tells
     notes: tuple[str, ...] = field(default_factory=tuple)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from autosel import fingerprint
 from autosel.candidates.arms import python_digest
 from autosel.decode import graph, race
-from autosel.decode.account import bytes_per_step
+from autosel.decode.account import bytes_per_step, saved_bytes
 from autosel.decode.graph import GraphStep
 from autosel.decode.model import FORMS, Chain
 from autosel.decode.persistent import kind_of
@@ -31,7 +31,8 @@ from autosel.decode.race import MARGIN, OPS, Terms
 from autosel.decode.run import Listener, Way
 from autosel.decode.scene import Clock, Scene
 from autosel.decode.step import Step, write_step
-from autosel.decode.whole import Form, Whole
+from autosel.decode.team import PACKED
+from autosel.decode.whole import WHOLE, Form, Whole
 from autosel.errors import LedgerError
 from autosel.ledger.key import budget_key, current_mode
 from autosel.ledger.store import Ledger
@@ -49,6 +50,7 @@ from autosel.values import (
     Passed,
     PythonRecipe,
     Race,
+    Rejected,
     Scalar,
     Session,
     Verdict,
@@ -57,7 +59,9 @@ from autosel.values import (
 )
 
 GRAPH = "graph:step"
-FORMS_BY_CANDIDATE: Mapping[str, Form] = {OPS: "ops", GRAPH: "graph"}  # else whole, by the device's own kernel
+# Else whole, by the device's own kernel.
+FORMS_BY_CANDIDATE: Mapping[str, Form] = {OPS: "ops", GRAPH: "graph", PACKED: "packed"}
+PACKED_TOLD = "by one thread team, from packed weights"
 WRITER = PythonRecipe(target="autosel.decode.step:write_step")
 CAPTURER = PythonRecipe(target="autosel.decode.graph:captured")
 CACHES = 3  # a step that moves less than so many last-level caches may find its weights in them
@@ -94,6 +98,8 @@ def arms_of(scene: Scene, fp: Fingerprint) -> dict[Form, Arm]:
     whole = kind.arm(steps["fused"], fp) if isinstance(kind.supports(plan), Accepted) else None
     if whole is not None:
         found["team"] = whole
+        packed = kind.arm(steps["fused"], fp, packed=True) if isinstance(kind.packs(plan, fp), Accepted) else None
+        found |= {"packed": packed} if packed is not None else {}
     return found
 
 
@@ -132,11 +138,19 @@ class Standing:
     arms: Mapping[Form, Arm]
     known: Decision | None
     decides: bool
+    crowded: bool  # no room for packed weights, for now: then nothing is decided about them
+    moved: dict[str, int] = field(default_factory=dict)  # bytes of a step, by candidate: of those that were raced
+    weights: str = ""  # what packing them took, where it was raced
+
+    @property
+    def form(self) -> Form | None:
+        """What a decision says; None: none does."""
+        return None if self.known is None else self._form(self.known)
 
     @property
     def team(self) -> bool | None:
         """Does a decision say that the team takes the step? None: none does."""
-        return None if self.known is None else self._form(self.known) == "team"
+        return None if self.known is None else self._form(self.known) in WHOLE
 
     def kept(self) -> Whole:
         """Op by op, or a graph of that, by the decision that stands."""
@@ -155,7 +169,9 @@ class Standing:
                 if not free:
                     return Whole(taken=False, note=f"no {name}: in quarantine: {stopped.reason}")
         if self.known is not None:
-            return self._whole(self.known) if self._form(self.known) in ("ops", *free) else None
+            if self.form == "packed" and "packed" not in free and "team" in free:  # no room for them, for now
+                return replace(self._whole(self.known), packed=False)
+            return self._whole(self.known) if self.form in ("ops", *free) else None
         if not self.decides or not self.ledger.writable:
             return None
         try:
@@ -170,14 +186,15 @@ class Standing:
             for arm in raced:
                 trials.enter_context(self.ledger.trial(self.fp.hw_id, WHOLE_STEP, arm))
             raced_now = self._race(chain, list(proofs))
-        verdict = _with_roofline(judge(raced_now), bytes_of(self.scene))
+        verdict = judge(raced_now)
+        verdict = _with_roofline(verdict, self.moved.get(verdict.winner, 0))
         promoted, baseline = verdict.outcome == "promote", self.arms["ops"]
-        digests = [arm.digest for arm in self.arms.values()]
+        digests = [arm.digest for form, arm in self.arms.items() if form != "packed" or not self.crowded]
         return self.ledger.record(
             self.fp,
             self.workload,
             verdict=verdict,
-            race=raced_now,
+            race=replace(raced_now, notes=(*filter(None, [self.weights]), *raced_now.notes)),
             parities=list(zip(raced, proofs.values(), strict=True)),
             arm=next(a for a in raced if a.candidate == verdict.winner) if promoted else baseline,
             baseline=baseline,
@@ -205,11 +222,13 @@ class Standing:
                     ops = write_step(scene.decoder, scene.cache, scene.place, chain)
                     written[name] = ops if name == OPS else GraphStep.of(ops)
                 else:
-                    written[name] = kind.write(write_step(scene.decoder, scene.cache, scene.place), self.fp)
+                    fused = write_step(scene.decoder, scene.cache, scene.place)
+                    written[name] = kind.write(fused, self.fp, packed=name == PACKED)
+                self.moved[name] = bytes_of(scene) - saved_bytes(written[name])
+                self.weights = getattr(written[name], "weights_told", "") or self.weights
             return written
 
-        moved = bytes_of(scene)
-        streams = moved > CACHES * last_level_bytes(self.fp)
+        streams = bytes_of(scene) > CACHES * last_level_bytes(self.fp)
         terms = Terms(
             arms=arms,
             device=scene.plan.device,
@@ -217,7 +236,7 @@ class Standing:
             debit=debit,
             watch=watch,
             rng=self.rng,
-            streamed_bytes=moved if streams else 0,
+            streamed_bytes=self.moved if streams else {},
         )
         return race.race(self.workload, [self.arms[form].candidate for form in challengers], terms)
 
@@ -230,10 +249,11 @@ class Standing:
         timings = decision.verdict.timings if decision.verdict else {}
         timed = {form: timings[a.candidate] for form, a in self.arms.items() if a.candidate in timings}
         ways = [Way(half="step", form=form, step_us=t.median_us, taken=form == taken) for form, t in timed.items()]
-        who = {"ops": "op by op", "graph": "as a graph of its ops"}.get(taken)
+        who = {"ops": "op by op", "graph": "as a graph of its ops", "packed": PACKED_TOLD}.get(taken)
         who = who or f"by one {kind_of(self.scene.plan.device).name}"
         return Whole(
-            taken=taken == "team",
+            taken=taken in WHOLE,
+            packed=taken == "packed",
             graph=taken == "graph",
             ways=tuple(ways) if len(ways) > 1 else (),
             note=f"the step {who}, by decision {decision.id}: {decision.reason}",
@@ -259,11 +279,18 @@ def stand(
     `decides`: may it be raced?
     """
     plan, arms = scene.plan, arms_of(scene, fp)
-    if len(arms) == 1 or plan.persistent is not None or ("graph" in arms and plan.graph is not None):
+    unpacked = not plan.packed and isinstance(kind_of(plan.device).packs(replace(plan, packed=True), fp), Accepted)
+    said = plan.persistent is not None or unpacked or ("graph" in arms and plan.graph is not None)
+    if len(arms) == 1 or said:
         return None
     w = workload_of(plan.shape, plan.dtype, plan.batch, plan.seq)
     mode, digests = current_mode("team"), {arm.digest for arm in arms.values()}
     found = ledger.known(fp.hw_id, w.bucket, mode, digests)
+    weights = scene.decoder.weights
+    crowded = "packed" in arms and isinstance(kind_of(plan.device).room(plan, weights), Rejected)
+    if found is None and crowded:
+        digests = digests - {arms["packed"].digest}
+        found = ledger.known(fp.hw_id, w.bucket, mode, digests)
     found = found or _fresh_doubt(ledger, fp.hw_id, w.bucket, mode, digests)
     return Standing(
         scene=scene,
@@ -277,6 +304,7 @@ def stand(
         arms=arms,
         known=found,
         decides=decides,
+        crowded=crowded,
     )
 
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from autosel.candidates import registry
+from autosel.decode import packed as packing
+from autosel.decode.packed import MOST_THREADS, Packed
 from autosel.decode.run import Plan
 from autosel.decode.step import Call, Rewritten, Step
 from autosel.knobs.cpu.facts import ISA_FLAGS, facts
@@ -39,9 +41,8 @@ from autosel.values import (
 )
 
 SOURCE, ENTRY = "cpu/step.cpp", "step"
-CANDIDATE = "cpp:step"
+CANDIDATE, PACKED = "cpp:step", "cpp:step_packed"  # the latter reads its weights packed (packed.py)
 MOST_ROWS = 8  # dot.h has kernels for so many rows of x
-MOST_THREADS = 255
 # The op of the list -> the single-op kernel whose arithmetic and knobs the task has.
 KERNELS = {
     "norm_qkv": "cpp:norm_qkv",
@@ -78,6 +79,7 @@ class Task:
 
     calls: tuple[Call, ...]
     words: bytes
+    saved_bytes: int = 0  # what it reads less than its ops, for its weights are packed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,10 +98,15 @@ class TeamStep(Rewritten):
     times: Tensor
     build: str = ""  # the digest of what was compiled
     kept: list[Tensor] = field(default_factory=list)  # what the program points to beside the list's tensors
+    packed: Packed | None = None
 
     @property
     def candidate(self) -> str:
-        return CANDIDATE
+        return PACKED if self.packed else CANDIDATE
+
+    @property
+    def weights_told(self) -> str:
+        return self.packed.told if self.packed else ""
 
     @property
     def kernels(self) -> Mapping[str, str]:
@@ -124,12 +131,14 @@ class TeamStep(Rewritten):
         return replace(self, program=self.program[:0], times=self.times[:, :0], rest=()).run
 
 
-def write_team(step: Step, fp: Fingerprint) -> TeamStep:
+def write_team(step: Step, fp: Fingerprint, *, packed: bool = False) -> TeamStep:
     """The list's step for a team; the list was written with the fused chain. Compiles the kernel on first use.
 
-    Raises BuildError.
+    `packed`: with the weights packed, which they are once. Raises BuildError; UsageError and ParityError where they
+    cannot be.
     """
-    lowering = _Lowering(step, fp)
+    prepared = packing.pack(step.decoder.weights, fp) if packed else None
+    lowering = _Lowering(step, fp, prepared)
     tasks = tuple(lowering.tasks())
     isa = facts(fp).isa
     artefact = compile_source(SOURCE, (*ISA_FLAGS[isa], f"-DAUTOSEL_{step.decoder.weights.dtype.upper()}"))
@@ -144,18 +153,20 @@ def write_team(step: Step, fp: Fingerprint) -> TeamStep:
         times=torch.zeros(lowering.threads, len(tasks), 2, dtype=torch.int64),
         build=artefact.digest,
         kept=lowering.kept,
+        packed=prepared,
     )
 
 
-def arm_of(step: Step, fp: Fingerprint) -> Arm:
+def arm_of(step: Step, fp: Fingerprint, *, packed: bool = False) -> Arm:
     """The team that would be written from the step's list, as it would be compiled."""
     knobs = {c.workload.bucket: knobs_of(_at_longest(c), fp) for c in step.calls if c.workload and c.op in KERNELS}
     flags = (*ISA_FLAGS[facts(fp).isa], f"-DAUTOSEL_{step.decoder.weights.dtype.upper()}")
     threads = max(int(k.get("threads", 1)) for k in knobs.values())
     settings: dict[str, Scalar] = {"threads": threads, "knobs": digest(knobs)[:12]}
+    settings |= {"weights": packing.FORMAT} if packed else {}
     build = source_digest(SOURCE, flags)
     return Arm(
-        candidate=CANDIDATE,
+        candidate=PACKED if packed else CANDIDATE,
         backend="CPP",
         recipe=NativeRecipe(source=SOURCE, entry=ENTRY, flags=flags),
         knobs=settings,
@@ -197,19 +208,20 @@ def _word(w: Word) -> bytes:
 class _Lowering:
     """Goes through the list once and keeps what comes before a projection or attention until that comes."""
 
-    def __init__(self, step: Step, fp: Fingerprint) -> None:
-        self.step, self.fp, self.shape = step, fp, step.decoder.shape
+    def __init__(self, step: Step, fp: Fingerprint, packed: Packed | None = None) -> None:
+        self.step, self.fp, self.shape, self.packed = step, fp, step.decoder.shape, packed
         self.threads = 1
         self.rest: list[Call] = []
         self.kept: list[Tensor] = []
         self.waiting: list[Call] = []  # calls that the next task makes itself
+        self.saved_bytes = 0  # by the next task
 
     def tasks(self) -> Iterator[Task]:
         for call in self.step.calls:
             made = self._task(call)
             if made is not None:
-                yield Task(calls=(call, *self.waiting), words=made)
-                self.waiting = []
+                yield Task(calls=(call, *self.waiting), words=made, saved_bytes=self.saved_bytes)
+                self.waiting, self.saved_bytes = [], 0
         assert not self.waiting, "the step ends with a projection"
 
     def _task(self, call: Call) -> bytes | None:
@@ -275,13 +287,22 @@ class _Lowering:
             self.kept.append(token)
         if call.op == "norm_qkv":
             self.qkv = y
+        packed = self._packed_of(w, up)
         return _pack(
             PROJECT,
             *(len(x), *w.shape, knobs["rows"]),
             *(x, post_norm, residual, joined, norm, eps, offset, int(normed is not None)),
             *(w, up, w.stride(0), 0 if up is None else up.stride(0)),
+            *packed,
             *(epilogue, activation, add, y, token),
         )
+
+    def _packed_of(self, w: Tensor, up: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Of gate and up both, or neither."""
+        if self.packed is None or self.packed.of(w) is None or (up is not None and self.packed.of(up) is None):
+            return None, None
+        self.saved_bytes = self.packed.saved_bytes(w, up)
+        return self.packed.of(w), self.packed.of(up)
 
     def _operands(self, call: Call) -> tuple[Tensor, Sequence[Any], Sequence[Any], Tensor]:
         """x, (w, up, norm), (epilogue, activation, add), y."""

@@ -18,6 +18,7 @@ from autosel.decode.pages import Arena, padded
 from autosel.decode.run import Listener, Plan, Silent
 from autosel.decode.safetensors import Tensors, open_folder
 from autosel.errors import BadConfig, UsageError
+from autosel.fingerprint import machine
 from autosel.models.shape import ModelShape
 from autosel.ops.contract import DTYPE
 from autosel.values import DTYPE_BYTES, DTypeName
@@ -101,10 +102,10 @@ def memory_need(plan: Plan) -> int:
     logits = 4 * plan.batch * plan.shape.V * DTYPE_BYTES["fp32"]
     held = arena_bytes(plan.shape, plan.dtype) + arms * cache_bytes(plan)
     probe = PROBE_BYTES if plan.device != "cpu" else 0
-    return held + logits + _reference_bytes(plan) + probe + OTHERS_BYTES
+    return held + logits + reference_bytes(plan) + probe + OTHERS_BYTES
 
 
-def _reference_bytes(plan: Plan) -> int:
+def reference_bytes(plan: Plan) -> int:
     """The pass that both arms are judged by widens one weight at a time, and of one layer keys and values, twice: as
     they were and with the new ones. The output head and a layer are never wide at once.
 
@@ -121,7 +122,8 @@ def free_memory(device: str) -> int:
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    left, free = machine.memory_left(), int(psutil.virtual_memory().available)
+    return free if left is None else min(free, left)
 
 
 def refuse_without_memory(plan: Plan) -> None:

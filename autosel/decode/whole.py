@@ -33,12 +33,14 @@ class Whole:
     """Taken whole or not, or replayed as a graph; `ways` are empty where there was no race, and `note` says why not."""
 
     taken: bool
+    packed: bool = False  # taken, with packed weights
     graph: bool = False
     ways: tuple[Way, ...] = ()
     note: str = ""
 
 
-Form = Literal["ops", "graph", "team"]
+Form = Literal["ops", "graph", "team", "packed"]
+WHOLE: tuple[Form, ...] = ("team", "packed")  # the device takes it
 Judge = Callable[[Chain, Mapping[Form, Passed]], Whole | None]
 
 
@@ -50,10 +52,12 @@ def choose_team(
     clock: Callable[[], int],
     judge: Judge | None = None,
     ledger: Ledger | None = None,
+    known: Form | None = None,
 ) -> Whole:
     """Taken if the plan forces it; never if it forbids it; else as the judge decides (decode.standing); where there is
     none, or nothing it could decide, if it wins for this run alone: against op by op in the chosen chain, and on a GPU
-    against a graph of that. The ledger holds what faulted.
+    against a graph of that. The ledger holds what faulted. `known`: what a decision says; weights are then packed only
+    for it.
 
     Raises what `Kind.write` and `run` raise, and ParityError, where it was forced; UsageError where a graph was.
     """
@@ -74,12 +78,14 @@ def choose_team(
         if plan.graph:
             raise
         note = f"no graph: {error.why}"
-    if team:
-        found = _team(scene, ops, fp, ledger)
+    forms, crowded = _whole_forms(scene, fp, known) if team else ((), "")
+    note = "; ".join(filter(None, (note, crowded)))
+    for form in forms:
+        found = _team(scene, ops, fp, ledger, form)
         if isinstance(found, str):
-            note = found
+            note = "; ".join(filter(None, (note, found)))
         else:
-            arms["team"], proofs["team"] = found
+            arms[form], proofs[form] = found
     try:
         with holding(ledger, fp, arms.get("team")):
             decided = judge(chain, proofs) if judge is not None and proofs and plan.persistent is None else None
@@ -102,22 +108,37 @@ def _wanted(plan: Plan) -> tuple[bool, str]:
     return True, ""
 
 
-def _team(scene: Scene, ops: Step, fp: Fingerprint, ledger: Ledger | None) -> tuple[WholeStep, Passed] | str:
+def _whole_forms(scene: Scene, fp: Fingerprint, known: Form | None) -> tuple[tuple[Form, ...], str]:
+    """With packed weights too where the device reads such, no decision says otherwise, and there is room; if only that
+    is missing, how much."""
+    kind, plan = kind_of(scene.plan.device), scene.plan
+    if known == "team" or isinstance(kind.packs(plan, fp), Rejected):
+        return WHOLE[:1], ""
+    room = kind.room(plan, scene.decoder.weights)
+    return (WHOLE[:1], f"no packed weights: {room.reason}") if isinstance(room, Rejected) else (WHOLE, "")
+
+
+def _team(
+    scene: Scene, ops: Step, fp: Fingerprint, ledger: Ledger | None, form: Form
+) -> tuple[WholeStep, Passed] | str:
     """The step that the device takes whole, and its proof; or why there is none."""
-    asked, kind = scene.plan.persistent, kind_of(scene.plan.device)
+    kind, packed = kind_of(scene.plan.device), form == "packed"
+    asked = scene.plan.persistent and not packed
     fused = write_step(scene.decoder, scene.cache, scene.place)
-    why = "" if asked else kind.reluctant(ops, fused, scene.plan, fp)
+    why = "" if scene.plan.persistent else kind.reluctant(ops, fused, scene.plan, fp)
     if why:
-        return f"no {kind.name}: {why}; --persistent asks for one"
+        return "" if packed else f"no {kind.name}: {why}; --persistent asks for one"
     try:
-        team = kind.write(fused, fp)
+        if packed:
+            kind.prepare(scene.plan, scene.decoder.weights, fp)
+        team = kind.write(fused, fp, packed=packed)
         refuse_held(ledger, fp, team)
         with holding(ledger, fp, team):
             return team, _refuse_other_logits(scene, ops, team, team.candidate)
     except (BuildError, DeviceFault, ParityError, UsageError) as error:
         if asked:
             raise
-        return f"no {kind.name}: {error.why or error.what}"
+        return f"no {'packed weights' if packed else kind.name}: {error.why or error.what}"
 
 
 def _raced(
@@ -125,12 +146,11 @@ def _raced(
 ) -> Whole:
     """What was forced; else each form in turn has to gain enough on the best before it."""
     ns = dict(zip(arms, step_medians(list(arms.values()), rng, clock), strict=True))
-    best: Form = "ops"
-    for form in arms:
-        best = form if ns[best] >= LEAST_GAIN * ns[form] else best
-    best = "team" if plan.persistent else "graph" if plan.graph else best
+    best: Form = "team" if plan.persistent else "graph" if plan.graph else "ops"
+    for form in WHOLE if plan.persistent else () if plan.graph else arms:
+        best = form if form in arms and ns[best] >= LEAST_GAIN * ns[form] else best
     ways = tuple(Way(half="step", form=form, step_us=ns[form] / 1000, taken=form == best) for form in arms)
-    return Whole(taken=best == "team", graph=best == "graph", ways=ways, note=note)
+    return Whole(taken=best in WHOLE, packed=best == "packed", graph=best == "graph", ways=ways, note=note)
 
 
 def _refuse_other_logits(scene: Scene, ops: Step, other: GraphStep | WholeStep, name: str) -> Passed:

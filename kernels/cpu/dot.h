@@ -125,7 +125,9 @@ using DotBlock = void (*)(const T* w, int64_t stride, const Wide<T>* x, int64_t 
 
 template <class T, int M, int R>
 static void dot_block(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T* next, float* out) {
-  constexpr int W = Step<T>::kWidth, U = M * R >= 8 ? 1 : (8 + M * R - 1) / (M * R);  // >= 8 chains hide the latency
+  constexpr int W = Step<T>::kWidth, U = M * R >= 7 ? 1 : (8 + M * R - 1) / (M * R);  // so many chains hide the latency
+  // 7 too: of seven rows of x blocks of three have one chain, and what is left over must be added up as they are: which
+  // columns those are depends on how a step is shared out.
   constexpr int kStride = W * int(sizeof(T));  // 64 bytes, or 32: then every other step has a new line to ask for
   vreg acc[R][M][U] = {};
   const char* ahead = reinterpret_cast<const char*>(next);
@@ -214,23 +216,43 @@ template <class T> static inline int64_t run_columns(int64_t k, int64_t rows) {
   return (fit < rows ? rows : fit < kMostRun ? fit : kMostRun) / rows * rows;
 }
 
-// Columns [begin, end) of y for the m <= kMaxRows rows of x in `panel`; `after` is where the weights lie that this
-// thread multiplies next.
-template <class T, int Parts, class Done>
-static void stream_columns(const Wide<T>* panel, int64_t m, const Matrix<const T>* w, int64_t begin, int64_t end,
-                           int64_t rows, const T* after, const Done& done) {
-  int64_t k = w->columns, single = 1;
-  DotBlock<T> several = dot_block_for<T>(m, k, rows), one = dot_block_for<T>(m, k, single);
-  int64_t run = run_columns<T>(k, rows);
+// Rows of weights as they are, against the m <= kMaxRows rows of x in `panel`: what stream_runs asks for columns of.
+template <class T> struct PlainColumns {
+  const Matrix<const T>* w;
+  const Wide<T>* panel;
+  DotBlock<T> several, one;
+  int64_t rows;
+
+  PlainColumns() = default;
+  PlainColumns(const Matrix<const T>* w, const Wide<T>* panel, int64_t m, int64_t together)
+      : w(w), panel(panel), rows(together) {
+    int64_t single = 1;
+    several = dot_block_for<T>(m, w->columns, rows), one = dot_block_for<T>(m, w->columns, single);
+  }
+  const void* at(int64_t n) const { return w->row(n); }
+  // Columns of a matrix in a row, in whole blocks, before the next matrix has its turn.
+  int64_t run() const { return run_columns<T>(w->columns, rows); }
+  // out[i * taken + c] = x[i] . w[n + c] for c < taken, which it returns; n < to. `then` is read once `to` is reached.
+  int64_t dots(int64_t n, int64_t to, const void* then, float* out) const {
+    int64_t taken = n + rows <= to ? rows : 1;
+    const T* next = n + taken < to ? w->row(n + taken) : static_cast<const T*>(then);
+    (taken == rows ? several : one)(w->row(n), w->stride, panel, w->columns, next, out);
+    return taken;
+  }
+};
+
+// Columns [begin, end) of y, for m <= kMaxRows rows of x; `after` is where the weights lie that this thread multiplies
+// next.
+template <int Parts, class Columns, class Done>
+static void stream_runs(const Columns* w, int64_t m, int64_t begin, int64_t end, const void* after, const Done& done) {
+  int64_t run = w->run();
   float out[kAccumulators], kept[Parts][kMaxRows][kMostRun + kLanes];
   for (int64_t from = begin, to; from < end; from = to) {
     to = from + run < end ? from + run : end;
     for (int p = 0; p < Parts; ++p) {
-      const T* then = p + 1 < Parts ? w[p + 1].row(from) : to < end ? w[0].row(to) : after;
+      const void* then = p + 1 < Parts ? w[p + 1].at(from) : to < end ? w[0].at(to) : after;
       for (int64_t n = from, taken; n < to; n += taken) {
-        taken = n + rows <= to ? rows : 1;
-        const T* next = n + taken < to ? w[p].row(n + taken) : then;
-        (taken == rows ? several : one)(w[p].row(n), w[p].stride, panel, k, next, out);
+        taken = w[p].dots(n, to, then, out);
         for (int64_t i = 0; i < m; ++i) memcpy(kept[p][i] + (n - from), out + i * taken, size_t(taken) * sizeof(float));
       }
     }
@@ -241,6 +263,15 @@ static void stream_columns(const Wide<T>* panel, int64_t m, const Matrix<const T
         done(i, n, to - n < kLanes ? to - n : int64_t(kLanes), v);
       }
   }
+}
+
+// The same of weights as they are; `panel` holds the rows of x.
+template <class T, int Parts, class Done>
+static void stream_columns(const Wide<T>* panel, int64_t m, const Matrix<const T>* w, int64_t begin, int64_t end,
+                           int64_t rows, const void* after, const Done& done) {
+  PlainColumns<T> columns[Parts];
+  for (int p = 0; p < Parts; ++p) columns[p] = PlainColumns<T>(w + p, panel, m, rows);
+  stream_runs<Parts>(columns, m, begin, end, after, done);
 }
 
 // One thread's columns [begin, end) of y for at most kMaxRows rows of x.

@@ -22,7 +22,7 @@
 #include "add_rmsnorm.h"
 #include "attention.h"
 #include "best.h"
-#include "dot.h"
+#include "packed.h"
 #include "rotate.h"
 
 namespace autosel {
@@ -63,6 +63,7 @@ template <class T> struct Project {
   int64_t rounded;
   const T *w, *up;  // [n, k]
   int64_t w_stride, up_stride;
+  const void *packed, *packed_up;  // the same matrices as pack.cpp makes them, or null
   int64_t epilogue, activation;
   const T* add;    // [rows, n]: kAdd's residual, or null
   T* y;            // [rows, n]
@@ -203,17 +204,18 @@ template <class T> class Walker {
 
  private:
   // What this thread reads first of the weights it will multiply next, from task next_ on; null if there are none.
-  const T* coming() const {
+  const void* coming() const {
     for (int64_t i = next_; i < run_.count; ++i)
       if (as<Head>(run_.task(i)).kind == kProject) {
         const Project<T>& p = as<Project<T>>(run_.task(i));
-        return p.w + units_of<T>(run_.task(i)) * rank_ / size_ * 8 * p.w_stride;
+        int64_t first = units_of<T>(run_.task(i)) * rank_ / size_ * 8;
+        return p.packed ? static_cast<const void*>(PackedMatrix(p.packed).row(first)) : p.w + first * p.w_stride;
       }
     return nullptr;
   }
 
   bool wait() {
-    const char* ahead = reinterpret_cast<const char*>(coming());
+    const char* ahead = static_cast<const char*>(coming());
     const char* end = ahead ? ahead + kAheadBytes : nullptr;
     return run_.barrier.wait(++phase_, size_, [&] {
       if (ahead == end) return false;
@@ -286,17 +288,32 @@ template <class T> class Walker {
   }
 
   template <int Parts, class Done> void columns(const Project<T>& p, const Wide<T>* panel, const Done& done) {
-    Matrix<const T> w[2] = {{p.w, p.n, p.k, p.w_stride}, {p.up, p.n, p.k, p.up_stride}};
-    const T* after = coming();
+#if defined(AUTOSEL_BF16_DOT)
+    if constexpr (kPaired<T>) {
+      if (p.packed) {
+        PackedColumns w[2] = {{p.packed, panel, p.rows, p.together}};
+        if (Parts > 1) w[1] = {p.packed_up, panel, p.rows, p.together};
+        return share_columns<Parts>(p, w, Parts > 1 ? w->run() / 8 : 1, done);
+      }
+    }
+#endif
+    Matrix<const T> at[2] = {{p.w, p.n, p.k, p.w_stride}, {p.up, p.n, p.k, p.up_stride}};
+    PlainColumns<T> w[2];
+    for (int part = 0; part < Parts; ++part) w[part] = {at + part, panel, p.rows, p.together};
+    share_columns<Parts>(p, w, Parts > 1 && p.rows == 1 ? w->run() / 8 : 1, done);
+  }
+
+  // Takes at least `least` units at a time, as long as there are many left.
+  template <int Parts, class Columns, class Done>
+  void share_columns(const Project<T>& p, const Columns* w, int64_t least, const Done& done) {
+    const void* after = coming();
     if (!after) after = p.w;
     Left* left = run_.left + (next_ - 1) * size_;
-    int64_t most = kTakenBytes / (8 * Parts * p.k * int64_t(sizeof(T))) + 1, begin, end;
-    if (Parts > 1 && p.rows == 1) most = std::max(most, run_columns<T>(p.k, p.together) / 8);
-    auto stream = [&](const T* then) {
+    int64_t most = std::max(kTakenBytes / (8 * Parts * p.k * int64_t(sizeof(T))) + 1, least), begin, end;
+    while (take(left, most, begin, end)) {
       int64_t last = 8 * end < p.n ? 8 * end : p.n;
-      stream_columns<T, Parts>(panel, p.rows, w, 8 * begin, last, p.together, then, done);
-    };
-    while (take(left, most, begin, end)) stream(left[rank_].count() > 0 ? w[0].row(8 * end) : after);
+      stream_runs<Parts>(w, p.rows, 8 * begin, last, left[rank_].count() > 0 ? w->at(8 * end) : after, done);
+    }
   }
 
   // What this thread does next: of its own, the last ones in ever smaller parts; else one of whoever has most left.
@@ -462,6 +479,14 @@ template <class View> void check_words(const int64_t* task) {
   AUTOSEL_CHECK(as<Head>(task).words * 8 == int64_t(sizeof(View)), "step: host and kernel disagree about a task");
 }
 
+template <class T> void check_packed(const Project<T>& p, const void* packed) {
+  if (!packed) return;
+  const PackedHead& w = *static_cast<const PackedHead*>(packed);
+  AUTOSEL_CHECK(kPaired<T>, "step: this build multiplies no packed weights");
+  AUTOSEL_CHECK(w.version == kPackedVersion && w.rows == p.n && w.columns == p.k,
+                "step: packed weights are " << w.rows << " x " << w.columns << " in layout " << w.version);
+}
+
 // What changes from step to step and would lead out of the tensors. Returns the rows of the step.
 template <class T> int64_t check(const Run& run, size_t* unfinished, int64_t threads) {
   int64_t rows = 1;
@@ -477,6 +502,8 @@ template <class T> int64_t check(const Run& run, size_t* unfinished, int64_t thr
       check_words<Project<T>>(task);
       const auto& p = as<Project<T>>(task);
       AUTOSEL_CHECK(p.rows >= 1 && p.rows <= kMaxRows && p.together >= 1, "step: a projection of " << p.rows << " rows");
+      check_packed<T>(p, p.packed), check_packed<T>(p, p.packed_up);
+      AUTOSEL_CHECK(!p.packed == !p.packed_up || p.epilogue != kGate, "step: of gate and up one is packed");
       rows = p.rows > rows ? p.rows : rows;
     } else if (as<Head>(task).kind == kAttend) {
       check_words<Attend<T>>(task);

@@ -45,7 +45,7 @@ def threaded(step: TeamStep, threads: int) -> TeamStep:
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
 def team_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Every team that is written has so many threads."""
-    monkeypatch.setattr("autosel.decode.team.write_team", lambda *a: threaded(write_team(*a), request.param))
+    monkeypatch.setattr("autosel.decode.team.write_team", lambda *a, **k: threaded(write_team(*a, **k), request.param))
     return int(request.param)
 
 

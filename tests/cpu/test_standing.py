@@ -14,17 +14,18 @@ from typing import Any
 
 import pytest
 
-from autosel import models, settings
+from autosel import fingerprint, models, settings
 from autosel.cli.main import run
-from autosel.decode import race, standing, team
+from autosel.decode import packed, race, standing, team
+from autosel.decode.account import bytes_per_step
 from autosel.decode.measure import measure
 from autosel.decode.model import FUSED
 from autosel.decode.race import OPS
 from autosel.decode.run import DecodeRun, Plan
-from autosel.decode.team import CANDIDATE
+from autosel.decode.team import CANDIDATE, PACKED
 from autosel.decode.weights import load_weights
 from autosel.ledger.store import Ledger, open_ledger
-from autosel.values import Passed
+from autosel.values import Passed, Rejected
 from tests.cpu.test_decode_oracle import compiled, one_thread
 
 __all__ = ["compiled", "one_thread"]  # fixtures
@@ -34,7 +35,8 @@ STEP_NS = 20e6
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
-    """Makes the team so many times as fast as op by op; the arms that were asked for a sample."""
+    """Makes the team so many times as fast as op by op, on packed weights once more; the arms that were asked for a
+    sample."""
 
     def set_ratio(ratio: float) -> list[str]:
         asked: list[str] = []
@@ -43,7 +45,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
         def sample(self: Any, arm: str, calls: int, number: int) -> float:
             asked.append(arm)
             self.arms[arm].run()
-            return STEP_NS / (ratio if arm == CANDIDATE else 1.0) * noise.gauss(1.0, 0.001)
+            return STEP_NS / {CANDIDATE: ratio, PACKED: ratio * ratio}.get(arm, 1.0) * noise.gauss(1.0, 0.001)
 
         monkeypatch.setattr(race._Steps, "_sample", sample)
         monkeypatch.setattr(race._Steps, "probe", lambda _: 1e12)
@@ -76,6 +78,14 @@ def plan(compiled: set[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
     rope = replace(whole.rope, rotary_dim=64)
     shape = replace(whole, **sizes, rope=rope, layer_types=("full",))
     return Plan(model=shape, dtype="fp32", seq=30, iters=2, warmup=0)
+
+
+@pytest.fixture
+def packable(plan: Plan) -> Plan:
+    """In the dtype whose weights a team can read packed, where this CPU has the kernel."""
+    if isinstance(support := packed.supports("bf16", fingerprint.take("cpu")), Rejected):
+        pytest.skip(support.reason)
+    return replace(plan, dtype="bf16")
 
 
 def measured(plan: Plan, ledger: Ledger) -> DecodeRun:
@@ -137,9 +147,63 @@ def test_what_a_user_demotes_is_obeyed_and_another_kernel_is_raced_anew(
         asked.clear()
         assert measured(plan, ledger).mode_key.startswith("eager.") and asked == []
         edited = team.arm_of
-        monkeypatch.setattr(team, "arm_of", lambda *a: replace(edited(*a), digest="e" * 64))
+        monkeypatch.setattr(team, "arm_of", lambda *a, **k: replace(edited(*a, **k), digest="e" * 64))
         assert measured(plan, ledger).mode_key.startswith("team.") and asked
         assert [d.state for d in ledger.history("step")] == ["promoted", "demoted", "promoted"]
+
+
+def test_packed_weights_are_a_way_of_their_own_that_the_ledger_tells_of(
+    packable: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, plan = timed(1.1), packable
+    with open_ledger() as ledger:
+        first = measured(plan, ledger)
+        (decision,) = ledger.history("step")
+        raced = ledger.evidence(decision.id).race
+        assert {OPS, CANDIDATE, PACKED} == set(asked) and decision.arm.candidate == PACKED
+        assert decision.arm.knobs["weights"] == packed.FORMAT
+        assert raced is not None and any("weights in 12 bits, without loss" in note for note in raced.notes)
+        assert [(w.form, w.taken) for w in first.ways] == [("ops", False), ("team", False), ("packed", True)]
+        assert first.bytes_per_step < bytes_per_step(plan.shape, "bf16", 1, plan.seq)
+        asked.clear()
+        second = measured(plan, ledger)
+        assert asked == [] and second.bytes_per_step == first.bytes_per_step
+        assert any("packed in" in note for note in second.notes)
+        plain = measured(replace(plan, packed=False), ledger)
+        assert "packed" not in {w.form for w in plain.ways} and len(ledger.history("step")) == 1
+        monkeypatch.setattr(packed, "free_memory", lambda _: 0)
+        crowded = measured(plan, ledger)
+        assert crowded.bytes_per_step > first.bytes_per_step and crowded.mode_key.startswith("team.") and asked == []
+        assert any("no packed weights: they would take" in note for note in crowded.notes)
+        assert len(ledger.history("step")) == 1
+
+
+def test_what_there_was_no_room_for_is_raced_once_there_is(
+    packable: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, plan = timed(1.1), packable
+    with open_ledger() as ledger:
+        with monkeypatch.context() as crowd:
+            crowd.setattr(packed, "free_memory", lambda _: 0)
+            measured(plan, ledger)
+            asked.clear()
+            assert measured(plan, ledger).mode_key.startswith("team.") and asked == []
+        measured(plan, ledger)
+        assert PACKED in asked
+        assert [d.arm.candidate for d in ledger.history("step")] == [PACKED, CANDIDATE]
+
+
+def test_a_decision_for_the_weights_as_they_are_packs_none(
+    plan: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(0.98)  # op by op
+    plan = replace(plan, dtype="bf16")
+    with open_ledger() as ledger:
+        measured(plan, ledger)
+        monkeypatch.setattr(packed, "_pack", lambda *_: pytest.fail("packed for nobody"))
+        weights = load_weights(plan)
+        assert measure(plan, weights, ledger=ledger).mode_key.startswith("eager.")
+    assert weights.embedding not in packed._KEPT
 
 
 def test_a_plan_that_says_who_takes_the_step_asks_no_ledger(

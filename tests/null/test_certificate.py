@@ -22,7 +22,7 @@ from autosel.certify import audit, capacity, compare, rerun, sign, slo, store, s
 from autosel.certify import certificate as c
 from autosel.certify import verify as verifying
 from autosel.certify.certificate import Certificate, decode, encode, seal
-from autosel.certify.derive import derive
+from autosel.certify.derive import derive, physics
 from autosel.certify.issue import Request, chained, issue, peak_flops
 from autosel.certify.physics import ImpossibleRun, weigh
 from autosel.certify.slo import MissedObjective
@@ -696,6 +696,35 @@ def test_a_figure_that_does_not_come_out_again_is_said(change: dict[str, float],
         assert raised.value.exit_code == exit_code
     else:
         rerun.judge(found)
+
+
+def test_a_rerun_that_reads_more_bytes_in_as_much_more_time_is_slower() -> None:
+    """Packed weights when certified, as they are now: each at the same share of the read rate."""
+    first = decode_run(iters=60)
+    packed = dataclasses.replace(
+        first,
+        bytes_per_step=first.bytes_per_step * 3 // 4,
+        saved_bytes=first.bytes_per_step // 4,
+        optimised_ns=tuple(ns * 3 // 4 for ns in first.optimised_ns),
+    )
+    found = rerun.compare(certificate(packed), certificate(first))
+    assert found.outcome == "slower" and any("weights were read packed" in note for note in found.notes)
+    assert rerun.compare(certificate(first), certificate(packed)).outcome == "faster"
+
+
+def test_the_baseline_is_weighed_by_all_that_it_reads() -> None:
+    """It cannot read packed weights: what the optimised step saves counts for it."""
+    first = decode_run(iters=20)
+    moved = first.bytes_per_step
+    packed = dataclasses.replace(first, bytes_per_step=moved * 3 // 4, saved_bytes=moved // 4)
+    weighed = physics(certificate(packed))
+    plain = physics(certificate(first))
+    needed = [found["the baseline's step"].needed_bytes_per_s for found in (weighed, plain)]
+    assert needed[0] == pytest.approx(needed[1])
+    lie = document(certificate(packed))
+    for saved in (-1, moved, "all of it"):
+        told = wrong(decode(resealed({**lie, "options": {**lie["options"], "saved_bytes": saved}})))
+        assert told.startswith("options: saved_bytes")
 
 
 def test_two_runs_of_different_things_or_devices_are_not_compared() -> None:

@@ -1,0 +1,160 @@
+"""A model's matrices in 12 bits an element, without loss (kernels/cpu/packed.h): read by a thread team in their place.
+
+    packed = pack(decoder.weights, fp)     # UsageError: no room beside the original, or nothing gained by it;
+                                           # ParityError: some unit does not unpack to the same bits
+    packed.of(layer.gate)                  # its bytes, or None: a matrix that stays as it is
+    packed.saved_bytes(layer.gate)         # what a step needs to read less
+
+The original stays: prefill, the baseline and every op by itself read it. What is packed is kept for as long as the
+weights are, for all steps that are written; a run that needs the room takes it back.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autosel.decode.pages import Arena, padded
+from autosel.decode.run import Plan
+from autosel.decode.weights import Weights, arena_bytes, free_memory, memory_need, reference_bytes
+from autosel.errors import ParityError, UsageError
+from autosel.knobs.cpu.facts import ISA_FLAGS, facts
+from autosel.native.compile import compile_source
+from autosel.native.load import load_entry
+from autosel.values import Accepted, DTypeName, Fingerprint, Rejected, Support
+
+SOURCE = "cpu/pack.cpp"
+VERSION = 1  # of the layout: kPackedVersion
+FORMAT = f"12 bits, layout {VERSION}"
+UNIT, UNIT_BYTES, RAW_BYTES = 128, 192, 256
+ROWS = 8  # a matrix has whole eights of rows
+MOST_THREADS = 255  # of the kernels' team
+WORTH = 0.9  # of the original: what takes more is left as it is
+RESERVE_BYTES = 1 << 30  # that stay free, beside what the caller is still to take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """`bytes` are what the packed matrices take beside `plain_bytes`, the originals; `seconds` what packing took."""
+
+    matrices: Mapping[int, Tensor]  # address of the original -> uint8 [bytes]
+    plain_bytes: int
+    bytes: int
+    seconds: float
+
+    def of(self, w: Tensor | None) -> Tensor | None:
+        return None if w is None else self.matrices.get(w.data_ptr())
+
+    def saved_bytes(self, *matrices: Tensor | None) -> int:
+        """What a step that reads these reads less."""
+        found = ((w, self.of(w)) for w in matrices)
+        return sum(w.nbytes - read_bytes(p) for w, p in found if w is not None and p is not None)
+
+    @property
+    def told(self) -> str:
+        sizes = f"{self.bytes / 1e9:.2f} GB beside {self.plain_bytes / 1e9:.2f}"
+        return f"weights in 12 bits, without loss: {sizes} GB, packed in {self.seconds:.1f} s"
+
+
+_KEPT = WeakTensorKeyDictionary()  # by the embedding of the weights: Packed
+
+
+def supports(dtype: DTypeName, fp: Fingerprint) -> Support:
+    """Has the device's team a kernel for them? Said without a look at the weights."""
+    if fp.kind != "cpu":
+        return Rejected(reason="packed weights are a thread team's, on a CPU")
+    if dtype != "bf16":
+        return Rejected(reason=f"only bf16 is packed, and this is {dtype}")
+    isa = facts(fp).isa
+    return Accepted() if isa == "avx512bf16" else Rejected(reason=f"the kernel needs AVX-512-BF16; this CPU has {isa}")
+
+
+def pack(weights: Weights, fp: Fingerprint, *, to_come_bytes: int = 0) -> Packed:
+    """Packed once, then found again. `to_come_bytes` are not free: they are still to be taken by whoever asks.
+
+    Raises UsageError, BuildError, ParityError.
+    """
+    if weights.embedding not in _KEPT:
+        _KEPT[weights.embedding] = _pack(weights, fp, to_come_bytes + RESERVE_BYTES)
+    found: Packed = _KEPT[weights.embedding]
+    return found
+
+
+def room(weights: Weights, plan: Plan) -> Support:
+    """Is there room beside the original and what the plan still takes? By the least that packed weights can take."""
+    need = sum(w.nbytes // 4 * 3 for w in _matrices(weights))
+    free = free_memory("cpu") - RESERVE_BYTES - reference_bytes(plan)
+    return Accepted() if weights.embedding in _KEPT or need <= free else Rejected(reason=_no_room(need, free))
+
+
+def make_room(weights: Weights, plan: Plan) -> None:
+    """For a run on these weights that needs what an earlier one packed."""
+    if weights.embedding in _KEPT and free_memory("cpu") < memory_need(plan) - arena_bytes(plan.shape, plan.dtype):
+        forget(weights)
+
+
+def forget(weights: Weights) -> None:
+    """Nobody reads them packed. Steps that do keep their bytes until they are gone."""
+    if weights.embedding in _KEPT:
+        del _KEPT[weights.embedding]
+
+
+def _no_room(need: int, free: int) -> str:
+    have = f"{max(free, 0) / 2**30:.1f} GiB are to be had"
+    return f"they would take {need / 2**30:.1f} GiB beside the original; {have}"
+
+
+def _pack(weights: Weights, fp: Fingerprint, reserve_bytes: int) -> Packed:
+    began, f = time.monotonic(), facts(fp)
+    support = supports(weights.dtype, fp)
+    if isinstance(support, Rejected):
+        raise UsageError("packed weights", why=support.reason)
+    built = compile_source(SOURCE, ISA_FLAGS[f.isa]).digest
+    entry, compare = (load_entry(built, name) for name in ("pack", "compare"))
+    threads = min(f.cpus, MOST_THREADS)
+    size, sizes = torch.zeros(1, dtype=torch.int64), dict[Tensor, int]()
+    for w in _matrices(weights):
+        if w.shape[0] % ROWS == 0 and w.shape[1] % UNIT == 0:
+            entry(w, None, size, threads)
+            if int(size) <= WORTH * w.nbytes:
+                sizes[w] = int(size)
+    need, free = sum(map(padded, sizes.values())), free_memory("cpu") - reserve_bytes
+    if not sizes:
+        raise UsageError("packed weights", why="no matrix would be smaller by a tenth")
+    if need > free:
+        raise UsageError("packed weights", why=_no_room(need, free))
+    arena, made = Arena(need, torch.device("cpu")), {}
+    for w, bytes_ in sizes.items():
+        made[w.data_ptr()] = arena.bytes(bytes_)
+        entry(w, made[w.data_ptr()], size, threads)
+        compare(made[w.data_ptr()], w, size, threads)
+        if int(size):
+            units = f"{int(size)} units of {UNIT} weights"
+            raise ParityError(
+                "packed weights are not the weights", why=f"{units} of a {w.shape[0]} x {w.shape[1]} matrix"
+            )
+    return Packed(
+        matrices=made,
+        plain_bytes=sum(w.nbytes for w in sizes),
+        bytes=sum(sizes.values()),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _matrices(weights: Weights) -> Iterator[Tensor]:
+    """What a step multiplies by. Of a tied embedding the same memory serves as the output head."""
+    for layer in weights.layers:
+        yield from (layer.qkv, layer.o, layer.gate, layer.up, layer.down)
+    yield weights.head
+
+
+def read_bytes(packed: Tensor) -> int:
+    """What going through a packed matrix needs: a raw unit's codes it does not, though they may come along."""
+    *_, size, _, _, _, raw = struct.unpack("8q", packed[:64].numpy().tobytes())
+    return int(size) - (int(size) - int(raw)) // RAW_BYTES * UNIT_BYTES

@@ -1,0 +1,204 @@
+// bf16 weights in 12 bits, without loss: a projection that memory limits reads three quarters of the bytes.
+//
+// A bf16 is a sign, 8 bits of exponent, 7 of mantissa. The exponents of a matrix's weights lie close together: of the
+// 128 values that the upper 7 bits of one can have, the 8 most frequent cover all but 1 in 10,000 of normally
+// distributed weights. So a weight's upper byte (sign and those 7 bits) becomes a code of 4 bits into a table of 16
+// bytes; its lower byte stays. 128 neighbours along K are a unit of three cache lines:
+//
+//     64 bytes of codes: weight i in the lower half of byte place(i), weight 64 + i in the upper
+//     64 lower bytes, of weights 0 .. 63, at the same places      64 lower bytes, of weights 64 .. 127
+//
+// place() is the order that two bytewise interleavings of 64 bytes undo: a unit is four registers of 32 bf16 after 3
+// loads and 9 cheap operations. A unit with a weight that has no code is written out as well, and read from there
+// ("raw"). Any bits survive: zeros, subnormals, infinities, NaN. The same registers go into the same dots in the same
+// order as in dot.h: the same bits of y.
+//
+// Four rows lie together, unit by unit: memory sees one stream, and the hardware's prefetcher has no rows to lose.
+//
+// Measured on 2 cores of Zen 4, 600 MB of weights, normally distributed (0.95 % of the units raw), M=1, times the speed
+// of dot.h on the same weights in bf16, in turn, medians; 1.31 is what the bytes allow where dot.h is at the read rate:
+//   at 37 GB/s, K = 2048 .. 14336: 1.30-1.32; nothing asked for 1.29-1.32; eight rows at a time, two streams: 1.14-1.25
+//   at 61 GB/s, K = 2048: 1.38 with two of three lines asked for 0.8 to 3 KB ahead; one 1.37, all three 1.33-1.36, none
+//     1.35; 12 KB ahead 0.76; into L1 1.06-1.09
+// Losers: rows one behind the other, as dot.h has them, each line of the next 8 asked for: 1.17-1.25; nothing asked for
+// 1.02-1.23. Eight rows together in memory: 1.28-1.32, and 0.9 for four at a time.
+// From L2, 1.27-1.35: to take a unit apart costs less than the loads that are saved. Whole steps of llama-1b:
+// benchmarks/bench_step.py.
+// The idea, that exponents carry 3 bits of information: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM
+// Compression for Efficient GPU Inference via Dynamic-Length Float (DFloat11)", arXiv 2504.11651: Huffman codes, 11
+// bits a weight.
+#pragma once
+#include <cstddef>
+
+#include "dot.h"
+
+namespace autosel {
+
+constexpr int64_t kUnit = 128;  // weights
+constexpr int64_t kUnitBytes = 192, kRawBytes = 2 * kUnit;
+constexpr int64_t kRowsTogether = 4;
+constexpr int64_t kPackedVersion = 1;           // of the layout
+constexpr int64_t kAheadOfPacked = 24 * 64;     // bytes from the unit in use to the line asked for
+
+// At the beginning of a packed matrix; offsets are in bytes from there.
+struct PackedHead {
+  int64_t version, rows, columns, bytes;
+  int64_t units;   // [rows / kRowsTogether][columns / kUnit][kRowsTogether][kUnitBytes]
+  int64_t starts;  // int32 [rows + 1]: where a row's raw units begin in raw_at and raw
+  int64_t raw_at;  // int32 [raw units]: their numbers within the row, ascending
+  int64_t raw;     // bf16 [raw units][kUnit]
+  uint8_t table[16];
+};
+
+// Where weight i < 64 of half a unit has its byte.
+static inline int64_t place(int64_t i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
+
+// A packed matrix as it is read.
+struct PackedMatrix {
+  const PackedHead* head;
+  const uint8_t *units, *raw;
+  const int32_t *starts, *raw_at;
+
+  PackedMatrix() = default;
+  explicit PackedMatrix(const void* at) : head(static_cast<const PackedHead*>(at)) {
+    auto base = static_cast<const uint8_t*>(at);
+    units = base + head->units, raw = base + head->raw;
+    starts = reinterpret_cast<const int32_t*>(base + head->starts);
+    raw_at = reinterpret_cast<const int32_t*>(base + head->raw_at);
+  }
+  // The first unit of a row; the next one lies kRowsTogether * kUnitBytes behind it.
+  const uint8_t* row(int64_t i) const {
+    return units + (i / kRowsTogether * (head->columns / kUnit) * kRowsTogether + i % kRowsTogether) * kUnitBytes;
+  }
+};
+
+// Goes along the raw units of one row.
+struct RawUnits {
+  int32_t next, end;
+  RawUnits() = default;
+  RawUnits(const PackedMatrix& w, int64_t row) : next(w.starts[row]), end(w.starts[row + 1]) {}
+  int64_t unit(const PackedMatrix& w) const { return next < end ? w.raw_at[next] : INT64_MAX; }
+  const uint8_t* take(const PackedMatrix& w) { return w.raw + int64_t(next++) * kRawBytes; }
+};
+
+#if defined(AUTOSEL_BF16_DOT)
+
+static inline __m512i packed_table(const PackedMatrix& w) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w.head->table)));
+}
+
+static inline void unpack(const uint8_t* unit, __m512i table, __m512i* v) {
+  const __m512i four_bits = _mm512_set1_epi8(15);
+  __m512i codes = _mm512_loadu_si512(unit), low = _mm512_loadu_si512(unit + 64), high = _mm512_loadu_si512(unit + 128);
+  __m512i a = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, four_bits));
+  __m512i b = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(codes, 4), four_bits));
+  v[0] = _mm512_unpacklo_epi8(low, a), v[1] = _mm512_unpackhi_epi8(low, a);
+  v[2] = _mm512_unpacklo_epi8(high, b), v[3] = _mm512_unpackhi_epi8(high, b);
+}
+
+// Raw units of the rows from `first` on: few, and nowhere near the rest of those rows.
+static inline void ask_for_raw(const PackedMatrix& w, int64_t first) {
+  if (first >= w.head->rows) return;
+  for (int64_t i = w.starts[first]; i < w.starts[first + kRowsTogether]; ++i)
+    for (int64_t line = 0; line < kRawBytes; line += 64) prefetch_l2(w.raw + i * kRawBytes + line);
+}
+
+// out[m * R + r] = (row + r) . x[m] for R rows that lie together. Sums: `Chains` an output, step by step in turn.
+using PackedBlock = void (*)(const PackedMatrix& w, int64_t row, const bf16* x, float* out);
+
+template <int M, int R, int Chains>
+static void packed_block(const PackedMatrix& w, int64_t row, const bf16* x, float* out) {
+  static_assert(M * R * Chains <= kAccumulators && kRowsTogether % R == 0);
+  const __m512i table = packed_table(w);
+  const int64_t units = w.head->columns / kUnit;
+  const uint8_t* p = w.row(row);
+  RawUnits raw[R];
+  for (int r = 0; r < R; ++r) raw[r] = RawUnits(w, row + r);
+  if (row % kRowsTogether == 0) ask_for_raw(w, row + kRowsTogether);
+  __m512 acc[R][M][Chains] = {};
+  auto multiply = [&](int r, const __m512i* v) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int s = 0; s < 4; ++s)
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m)
+        acc[r][m][s % Chains] = _mm512_dpbf16_ps(acc[r][m][s % Chains], (__m512bh)v[s],
+                                                 (__m512bh)_mm512_loadu_si512(x + (s * M + m) * 32));
+  };
+  auto next_unit = [&] { p += kRowsTogether * kUnitBytes, x += kUnit * M; };
+  for (int64_t u = 0;; ++u, next_unit()) {
+    int64_t stop = units;
+    for (int r = 0; r < R; ++r) stop = raw[r].unit(w) < stop ? raw[r].unit(w) : stop;
+    for (; u < stop; ++u, next_unit()) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* unit = p + r * kUnitBytes;
+        prefetch_l2(unit + kAheadOfPacked), prefetch_l2(unit + kAheadOfPacked + 128);
+        __m512i v[4];
+        unpack(unit, table, v);
+        multiply(r, v);
+      }
+    }
+    if (u == units) break;
+    for (int r = 0; r < R; ++r) {
+      __m512i v[4];
+      if (raw[r].unit(w) == u) memcpy(v, raw[r].take(w), kRawBytes);
+      else unpack(p + r * kUnitBytes, table, v);
+      multiply(r, v);
+    }
+  }
+#pragma GCC unroll 24
+  for (int i = 0; i < R * M; ++i) {
+    auto& a = acc[i / M][i % M];
+    vreg total = reinterpret_cast<vreg>(a[0]);
+    if constexpr (Chains == 2) total = total + reinterpret_cast<vreg>(a[1]);
+    if constexpr (Chains == 4)
+      total = (total + reinterpret_cast<vreg>(a[1])) + (reinterpret_cast<vreg>(a[2]) + reinterpret_cast<vreg>(a[3]));
+    out[i % M * R + i / M] = sum(total);
+  }
+}
+
+// For m rows of x, with as many chains as dot_block_for<bf16>(m, k, together) has where `together` is 8 or 4, or 3 of
+// seven or eight rows of x (which have one chain, also of what blocks of three leave over): the same bits. Where a small
+// L2 makes it 1, those of another order of adding up. `rows`: how many rows of weights it takes at a time.
+static PackedBlock packed_block_for(int64_t m, int64_t k, int64_t together, int64_t& rows) {
+  rows = m <= 6 ? 4 : 2;
+  switch (m) {
+    case 1: return together == 8 ? is_short<bf16>(k) ? packed_block<1, 4, 4> : packed_block<1, 4, 1>
+                                 : packed_block<1, 4, 2>;
+    case 2: return packed_block<2, 4, 1>;
+    case 3: return packed_block<3, 4, 1>;
+    case 4: return packed_block<4, 4, 1>;
+    case 5: return packed_block<5, 4, 1>;
+    case 6: return packed_block<6, 4, 1>;
+    case 7: return packed_block<7, 2, 1>;
+    default: return packed_block<8, 2, 1>;
+  }
+}
+
+// What stream_runs asks for columns of.
+struct PackedColumns {
+  PackedMatrix w;
+  const bf16* panel;
+  PackedBlock block;
+  int64_t rows;
+
+  PackedColumns() = default;
+  PackedColumns(const void* packed, const bf16* panel, int64_t m, int64_t together) : w(packed), panel(panel) {
+    block = packed_block_for(m, w.head->columns, together, rows);
+  }
+  const void* at(int64_t n) const { return w.row(n); }
+  // Columns of a matrix in a row, before the next matrix has its turn.
+  int64_t run() const {
+    int64_t fit = kRunBytes / (w.head->columns / kUnit * kUnitBytes) / 8 * 8;
+    return fit < 8 ? 8 : fit < kMostRun ? fit : kMostRun;
+  }
+  int64_t dots(int64_t n, int64_t to, const void* then, float* out) const {
+    if (n + rows >= to)  // elsewhere the stream goes on by itself
+      for (int64_t line = 0; line < kAheadOfPacked; line += 64) prefetch_l2(static_cast<const char*>(then) + line);
+    block(w, n, panel, out);
+    return rows;
+  }
+};
+
+#endif
+}  // namespace autosel

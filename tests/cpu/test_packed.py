@@ -1,0 +1,302 @@
+"""Weights in 12 bits: the same bits back, whatever they are, and the same bits of a step that reads them."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tvm_ffi
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from autosel import fingerprint, models, resources
+from autosel.decode import packed, team
+from autosel.decode.cache import make_cache
+from autosel.decode.model import Decoder
+from autosel.decode.run import Plan
+from autosel.decode.step import Place, write_step
+from autosel.decode.team import TeamStep, write_team
+from autosel.decode.weights import Weights, load_weights
+from autosel.errors import ParityError, UsageError
+from autosel.knobs.cpu.facts import ISA_FLAGS, facts
+from autosel.native.compile import BASE_FLAGS, compile_source, find_compiler
+from autosel.native.load import load_entry
+from autosel.values import Accepted, Fingerprint, Rejected
+
+
+@pytest.fixture(scope="module")
+def fp() -> Fingerprint:
+    return fingerprint.take("cpu")
+
+
+@pytest.fixture(scope="module")
+def entry(fp: Fingerprint) -> Callable[[str], Callable[..., Any]]:
+    made = compile_source(packed.SOURCE, ISA_FLAGS[facts(fp).isa])
+    return lambda name: load_entry(made.digest, name)
+
+
+def there_and_back(entry: Callable[[str], Callable[..., Any]], w: Tensor, threads: int = 1) -> tuple[Tensor, Tensor]:
+    """Its bytes, and the matrix made of them."""
+    size = torch.zeros(1, dtype=torch.int64)
+    entry("pack")(w, None, size, threads)
+    made = torch.empty(int(size) + 64, dtype=torch.uint8)
+    made = made[-made.data_ptr() % 64 :][: int(size)]
+    entry("pack")(w, made, size, threads)
+    back = torch.zeros(w.shape, dtype=w.dtype)
+    entry("unpack")(made, back, threads)
+    return made, back
+
+
+# --- bits there and back ---------------------------------------------------------------------------------------------
+
+
+@given(
+    rows=st.integers(1, 4).map(lambda n: 8 * n),
+    units=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+    wild=st.sampled_from([0.0, 0.001, 0.1, 1.0]),
+    threads=st.integers(1, 3),
+)
+def test_any_bits_survive(entry: Any, rows: int, units: int, seed: int, wild: float, threads: int) -> None:
+    """Drawn normally, some of them replaced by any 16 bits: infinities, NaN with payloads, subnormals, both zeros."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(rows, 128 * units, generator=g).mul(0.02).bfloat16().view(torch.int16)
+    any_bits = torch.randint(-(2**15), 2**15, w.shape, generator=g, dtype=torch.int32).to(torch.int16)
+    w = torch.where(torch.rand(w.shape, generator=g) < wild, any_bits, w).view(torch.bfloat16)
+    _, back = there_and_back(entry, w, threads)
+    assert torch.equal(back.view(torch.int16), w.view(torch.int16))
+
+
+def test_a_slice_of_wider_rows_is_packed_like_any_other(entry: Any) -> None:
+    wide = torch.randn(16, 384).bfloat16()
+    _, back = there_and_back(entry, wide[:, 128:256])
+    assert torch.equal(back, wide[:, 128:256])
+
+
+def test_trained_weights_take_three_quarters(entry: Any) -> None:
+    made, _ = there_and_back(entry, torch.randn(512, 2048).mul(0.02).bfloat16())
+    assert 0.75 < made.numel() / (512 * 2048 * 2) < 0.77
+    assert 0.75 < packed.read_bytes(made) / (512 * 2048 * 2) < 0.765
+
+
+@pytest.mark.parametrize(
+    ("w", "why"),
+    [
+        (torch.zeros(8, 100).bfloat16(), "8 x 100, not eights of rows of 128 columns"),
+        (torch.zeros(12, 128).bfloat16(), "12 x 128"),
+        (torch.zeros(8, 128), "bfloat16"),
+    ],
+)
+def test_what_has_no_whole_units_is_refused(entry: Any, w: Tensor, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        entry("pack")(w, None, torch.zeros(1, dtype=torch.int64), 1)
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def plan_of(name: str, batch: int = 1, **sizes: int) -> Plan:
+    whole = models.load(name)
+    sizes = {"layers": 2, "d": 256, "Hq": 4, "Hkv": 2, "D": 64, "I": 384, "V": 640} | sizes
+    local = whole.rope_local and replace(whole.rope_local, rotary_dim=sizes["D"])
+    shape = replace(
+        whole,
+        **sizes,
+        rope=replace(whole.rope, rotary_dim=sizes["D"]),
+        rope_local=local,
+        layer_types=whole.layer_types[: sizes["layers"]],
+    )
+    return Plan(model=shape, dtype="bf16", batch=batch, seq=32)
+
+
+def steps_of(plan: Plan, weights: Weights, fp: Fingerprint, threads: int) -> tuple[TeamStep, TeamStep]:
+    """The team's step on the weights as they are, and packed, each from the same place in a cache of its own."""
+    made = []
+    for packs in (False, True):
+        cache = make_cache(plan.shape, "bf16", rows=plan.batch, room=plan.seq)
+        for t in (*cache.k, *cache.v):
+            t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(4)))
+        place = Place.at(torch.arange(plan.batch) * 5, [plan.seq - 4 - b % 3 for b in range(plan.batch)])
+        with torch.inference_mode():
+            step = write_team(write_step(Decoder(weights), cache, place), fp, packed=packs)
+        times = torch.zeros(threads, len(step.tasks), 2, dtype=torch.int64)
+        made.append(replace(step, threads=threads, times=times))
+    return made[0], made[1]
+
+
+def has_kernel(fp: Fingerprint) -> None:
+    support = packed.supports("bf16", fp)
+    if isinstance(support, Rejected):
+        pytest.skip(support.reason)
+
+
+def with_strange_values(weights: Weights) -> Weights:
+    """Some finite ones that have no code: zeros, subnormals, and large ones."""
+    g = torch.Generator().manual_seed(9)
+    with torch.inference_mode():
+        for w in packed._matrices(weights):
+            at = torch.randint(0, w.numel(), (40,), generator=g)
+            w.view(-1)[at[:20]] = 0.0
+            w.view(-1)[at[20:30]] = 1e-39
+            w.view(-1)[at[30:]] = 3.0
+    return weights
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("batch", range(1, 9))
+@pytest.mark.parametrize("name", ["llama-1b", "qwen3-1.7b", "gemma3-1b"])
+def test_a_step_on_packed_weights_leaves_the_same_bits(fp: Fingerprint, name: str, batch: int, threads: int) -> None:
+    has_kernel(fp)
+    plan = plan_of(name, batch)
+    weights = with_strange_values(load_weights(plan))
+    plain, other = steps_of(plan, weights, fp, threads)
+    for _ in range(3):
+        for step in (plain, other):
+            step.run()
+            step.place.advance()
+        assert torch.equal(plain.logits, other.logits) and plain.logits.isfinite().all()
+        assert all(torch.equal(a, b) for a, b in zip(plain.cache.k, other.cache.k, strict=True))
+    assert other.packed is not None and other.candidate == team.PACKED and not plain.packed
+    assert sum(task.saved_bytes for task in other.tasks) > 0.2 * other.packed.plain_bytes
+
+
+@pytest.mark.parametrize("d", [1920, 2048, 2176])
+def test_short_rows_and_long_ones_are_added_up_as_they_are_unpacked(fp: Fingerprint, d: int) -> None:
+    """Rows below 4 KB have an order of their own."""
+    has_kernel(fp)
+    plan = plan_of("llama-1b", layers=1, d=d, V=128)
+    plain, other = steps_of(plan, load_weights(plan), fp, 2)
+    for step in (plain, other):
+        step.run()
+    assert torch.equal(plain.logits, other.logits)
+
+
+def test_a_matrix_without_whole_units_stays_as_it_is_beside_others(fp: Fingerprint) -> None:
+    has_kernel(fp)
+    plan = plan_of("llama-1b", I=324)  # gate and up have 324 rows, down 324 columns
+    weights = load_weights(plan)
+    plain, other = steps_of(plan, weights, fp, 2)
+    for step in (plain, other):
+        step.run()
+    made = packed.pack(weights, fp)
+    assert made.of(weights.layers[0].gate) is None and made.of(weights.layers[0].qkv) is not None
+    assert torch.equal(plain.logits, other.logits)
+
+
+def test_of_gate_and_up_both_are_read_packed_or_neither(fp: Fingerprint) -> None:
+    has_kernel(fp)
+    plan = plan_of("llama-1b", layers=1)
+    weights = load_weights(plan)
+    with torch.inference_mode():
+        up = weights.layers[0].up
+        up.copy_(torch.exp2(torch.rand(up.shape) * 60 - 60))  # of so many exponents that packing does not pay
+    plain, other = steps_of(plan, weights, fp, 2)
+    for step in (plain, other):
+        step.run()
+    made = packed.pack(weights, fp)
+    assert made.of(up) is None and made.of(weights.layers[0].gate) is not None
+    assert torch.equal(plain.logits, other.logits)
+
+
+@pytest.mark.parametrize("isa", ISA_FLAGS)
+@pytest.mark.parametrize("source", [team.SOURCE, packed.SOURCE])
+def test_a_cpu_without_the_instruction_still_has_the_rest(source: str, isa: Any) -> None:
+    """Its compiler takes the sources: of packed weights there is nothing in them, but for how they lie."""
+    compiler = find_compiler()
+    assert compiler is not None
+    include = Path(tvm_ffi.__file__).parent / "include"
+    command = [compiler.path, *BASE_FLAGS, *ISA_FLAGS[isa], "-DAUTOSEL_BF16", f"-I{include}", "-fsyntax-only"]
+    done = subprocess.run([*command, str(resources.kernels() / source)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[:2000]
+
+
+# --- when there is none ----------------------------------------------------------------------------------------------
+
+
+def test_packing_needs_room_beside_the_original(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_kernel(fp)
+    monkeypatch.setattr(packed, "free_memory", lambda _: packed.RESERVE_BYTES + 1000)
+    with pytest.raises(UsageError, match="packed weights") as refused:
+        packed.pack(load_weights(plan_of("llama-1b")), fp)
+    assert "beside the original; 0.0 GiB are to be had" in refused.value.why
+
+
+def test_what_is_packed_makes_room_for_a_run_that_needs_it(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_kernel(fp)
+    plan = plan_of("llama-1b")
+    weights = load_weights(plan)
+    first = packed.pack(weights, fp)
+    packed.make_room(weights, plan)
+    assert packed.pack(weights, fp) is first
+    monkeypatch.setattr(packed, "free_memory", lambda _: 0)
+    packed.make_room(weights, plan)
+    with pytest.raises(UsageError, match="packed weights"):
+        packed.pack(weights, fp)
+
+
+def test_what_the_run_still_takes_is_not_to_be_had(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_kernel(fp)
+    monkeypatch.setattr(packed, "free_memory", lambda _: packed.RESERVE_BYTES + (1 << 30))
+    weights = load_weights(plan_of("llama-1b"))
+    with pytest.raises(UsageError, match="packed weights"):
+        packed.pack(weights, fp, to_come_bytes=1 << 30)
+    assert packed.pack(weights, fp).bytes < 1 << 30
+
+
+def test_weights_that_packing_would_not_shrink_are_not_packed(fp: Fingerprint) -> None:
+    has_kernel(fp)
+    weights = load_weights(plan_of("llama-1b"))
+    with torch.inference_mode():
+        for w in packed._matrices(weights):
+            w.view(torch.int16).random_(-(2**15), 2**15)
+    with pytest.raises(UsageError, match="packed weights") as refused:
+        packed.pack(weights, fp)
+    assert "no matrix would be smaller" in refused.value.why
+
+
+def test_a_single_other_bit_is_seen_before_a_step_reads_it(entry: Any) -> None:
+    w = torch.randn(16, 256).mul(0.02).bfloat16()
+    w[3, 7] = 1e-30  # one unit is raw
+    made, _ = there_and_back(entry, w, 2)
+    different = torch.zeros(1, dtype=torch.int64)
+    entry("compare")(made, w, different, 2)
+    assert int(different) == 0
+    for at in (128 + 5, 128 + 64 + 3, made.numel() - 256 + 14):  # a code, a lower byte, a raw weight
+        made[at] ^= 1
+        entry("compare")(made, w, different, 2)
+        made[at] ^= 1
+        assert int(different) == 1
+    with pytest.raises(ValueError, match="not the bytes of a 8 x 256 matrix"):
+        entry("compare")(made, w[:8], different, 1)
+
+
+def test_weights_that_come_back_otherwise_are_not_used(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_kernel(fp)
+    load = packed.load_entry
+
+    def wrong(digest: str, name: str) -> Callable[..., Any]:
+        return (lambda p, w, different, threads: different.fill_(2)) if name == "compare" else load(digest, name)
+
+    monkeypatch.setattr(packed, "load_entry", wrong)
+    with pytest.raises(ParityError, match="packed weights are not the weights"):
+        packed.pack(load_weights(plan_of("llama-1b")), fp)
+
+
+def test_packed_once_for_all_steps_of_the_same_weights(fp: Fingerprint) -> None:
+    has_kernel(fp)
+    weights = load_weights(plan_of("llama-1b"))
+    assert packed.pack(weights, fp) is packed.pack(weights, fp)
+
+
+def test_only_bf16_on_a_cpu_with_the_instruction_is_packed(fp: Fingerprint) -> None:
+    older = replace(fp, identity={**fp.identity, "isa": ("avx2", "fma", "f16c")})
+    assert "fp32" in packed.supports("fp32", fp).reason  # type: ignore[union-attr]
+    assert "AVX-512-BF16" in packed.supports("bf16", older).reason  # type: ignore[union-attr]
+    assert isinstance(packed.supports("bf16", replace(fp, kind="cuda")), Rejected)
+    assert isinstance(packed.supports("bf16", fp), (Accepted, Rejected))
