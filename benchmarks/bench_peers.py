@@ -1,9 +1,13 @@
 """The whole decode step beside what else serves the same model on this machine, in turn, at the same shapes.
 
     python benchmarks/bench_peers.py [--model llama-1b] [--layers N] [--seq 128 --seq 2048] [--rounds 12]
-                                     [--arm autosel --arm eager --arm compile --arm llama.cpp ...] [--write]
+                                     [--arm autosel --arm eager --arm compile --arm llama.cpp ...] [--split GB/s]
+                                     [--write]
 
-    autosel     the step as `autosel run --persistent` takes it: one native call, C++ kernels at their formulas' knobs
+    autosel     the step as `autosel run --persistent` takes it: one native call, C++ kernels at their formulas' knobs,
+                weights packed without loss to 12 bits where the CPU has AVX-512-BF16 (kernels/cpu/packed.h)
+    autosel, 16 bits
+                the same with the weights as they are (`--no-packed`)
     eager       Hugging Face's model class, SDPA, DynamicCache, torch.inference_mode
     compile     the same model under torch.compile, StaticCache of exactly the context
     llama.cpp   the package llama-cpp-python, built from source, on a bf16 GGUF of the same tensors, written by the
@@ -15,7 +19,9 @@ Every arm is one greedy step that attends to --seq tokens, the cache rewound aft
 are cores. The arms take turns in random order; before each, every thread of this process has gone to sleep, and each
 arm takes one step untimed, to wake its own, then one timed. Caches hold random keys and values (llama.cpp's come from a
 prompt of random tokens). The figure is an arm's step over autosel's, median over median, with the interval of
-resampled rounds; on a shared machine only ratios within one run mean anything.
+resampled rounds; on a shared machine only ratios within one run mean anything. What memory gives there changes from
+minute to minute, and the ratios with it (the faster, the more arithmetic counts): --split 50 makes a row of the rounds
+below 50 GB/s and one of the others. --write keeps the rows, in place of those of the same contexts on the same side.
 
 llama.cpp needs a compiler and some minutes once: pip install llama-cpp-python gguf (in an environment of its own, if
 you like, with this one's packages on its path).
@@ -46,6 +52,7 @@ from torch import Tensor
 from autosel import fingerprint, models
 from autosel.certify.issue import git_sha
 from autosel.certify.statistics import median, speedup_interval
+from autosel.decode import packed as packing
 from autosel.decode.cache import make_cache
 from autosel.decode.model import Decoder
 from autosel.decode.run import GREEDY, Plan
@@ -55,9 +62,11 @@ from autosel.decode.team import KERNELS, write_team
 from autosel.decode.weights import Weights, load_weights
 from autosel.fingerprint import probe
 from autosel.race.idle import wait_until_idle
+from autosel.values import Accepted
 
-ARMS = ("autosel", "eager", "compile", "llama.cpp", "llama.cpp as installed")
+ARMS = ("autosel", "autosel, 16 bits", "eager", "compile", "llama.cpp", "llama.cpp as installed")
 RESULTS = Path(__file__).parent / "results" / "cpu"
+LEAST_ROUNDS = 5  # that a row of a table is made of
 KEPT: list[Any] = []
 SERVING: dict[int, dict[str, int]] = {}  # context -> candidate -> how many ops of the autosel step it serves
 Step = Callable[[], int]  # one greedy step: the token
@@ -76,7 +85,9 @@ def main() -> int:
         for seq in options.seq or [128, 2048]:
             arms = {name: ARM[name](weights, seq, Path(folder)) for name in options.arm or ARMS}
             print(f"{options.model} {seq}: {', '.join(arms)}", file=sys.stderr, flush=True)
-            rows.append({"seq": seq, "serving": SERVING.get(seq, {}), **compared(arms, options)})
+            today = datetime.datetime.now(datetime.UTC).date().isoformat()
+            about = {"seq": seq, "date": today, "serving": SERVING.get(seq, {})}
+            rows += [about | found for found in compared(arms, options)]
     found = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": git_sha(),
@@ -92,12 +103,24 @@ def main() -> int:
     print(json.dumps(found, indent=1) if options.json else steps(found))
     if options.write:
         RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / f"peers-{options.model}.json").write_text(json.dumps(found, indent=1) + "\n")
+        _keep(found, RESULTS / f"peers-{options.model}.json", options.split)
     return 0
 
 
-def compared(arms: Mapping[str, Step], options: argparse.Namespace) -> dict[str, Any]:
-    """Median step of each arm in milliseconds, over the first arm's with its interval, and the read rate beside it."""
+def _keep(found: dict[str, Any], path: Path, split: float) -> None:
+    """With the rows of other contexts, or of the other side of --split, that an earlier run of the same layers left."""
+    before = json.loads(path.read_text()) if path.is_file() else {"rows": []}
+    same = before.get("layers") == found["layers"] and before.get("device") == found["device"]
+    measured = {(row["seq"], row["read_gb_s"] < split) for row in found["rows"]}
+    older = [row for row in before["rows"] if same and (row["seq"], row["read_gb_s"] < split) not in measured]
+    rows = [*found["rows"], *older]
+    rows.sort(key=lambda row: (row["seq"], row["read_gb_s"]))
+    path.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
+
+
+def compared(arms: Mapping[str, Step], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What `figures` makes of all rounds; or, with --split, of those in which memory gave less than that, and of the
+    others, each where there are enough of them."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     rates, rng = [], random.Random(options.seed)
     for _ in range(options.rounds):
@@ -108,8 +131,18 @@ def compared(arms: Mapping[str, Step], options: argparse.Namespace) -> dict[str,
             begin = time.perf_counter_ns()
             arms[name]()
             times[name].append((time.perf_counter_ns() - begin) / 1e6)
-    first = next(iter(arms))
-    found: dict[str, Any] = {"rounds": options.rounds, "read_gb_s": median(rates) / 1e9, "arms": {}}
+    slow = [i for i, rate in enumerate(rates) if rate < options.split * 1e9]
+    parts = [slow, [i for i in range(len(rates)) if i not in slow]]
+    if not any(len(part) >= min(LEAST_ROUNDS, options.rounds) for part in parts):
+        print(f"fewer than {LEAST_ROUNDS} rounds on either side of --split: no row", file=sys.stderr)
+    enough = [part for part in parts if len(part) >= min(LEAST_ROUNDS, options.rounds)]
+    return [figures({n: [t[i] for i in part] for n, t in times.items()}, [rates[i] for i in part]) for part in enough]
+
+
+def figures(times: Mapping[str, list[float]], rates: list[float]) -> dict[str, Any]:
+    """Median step of each arm in milliseconds, over the first arm's with its interval, and the read rate beside it."""
+    first = next(iter(times))
+    found: dict[str, Any] = {"rounds": len(rates), "read_gb_s": median(rates) / 1e9, "arms": {}}
     for name, took in times.items():
         interval = speedup_interval(took, times[first])
         found["arms"][name] = {
@@ -124,12 +157,14 @@ def compared(arms: Mapping[str, Step], options: argparse.Namespace) -> dict[str,
 # --- the arms --------------------------------------------------------------------------------------------------------
 
 
-def _autosel(weights: Weights, seq: int, _: Path) -> Step:
+def _autosel(weights: Weights, seq: int, _: Path, *, packed: bool = True) -> Step:
+    fp = fingerprint.take("cpu")
+    packed = packed and isinstance(packing.supports(weights.dtype, fp), Accepted)
     decoder, cache = Decoder(weights), _filled(weights, seq)
     place = Place.at(torch.tensor([7]), [seq - 1])
     logits = torch.empty(1, weights.shape.V, dtype=weights.embedding.dtype)
     sampler = Sampler(GREEDY, [[7]], seq, logits)
-    step = write_team(write_step(decoder, cache, place, sampler=sampler), fingerprint.take("cpu"))
+    step = write_team(write_step(decoder, cache, place, sampler=sampler), fp, packed=packed)
     SERVING[seq] = dict(Counter(KERNELS.get(call.op, call.op) for call in step.ops.calls))
 
     def run() -> int:
@@ -261,6 +296,7 @@ def _filled(weights: Weights, seq: int) -> Any:
 
 ARM: Mapping[str, Callable[[Weights, int, Path], Step]] = {
     "autosel": _autosel,
+    "autosel, 16 bits": partial(_autosel, packed=False),
     "eager": _eager,
     "compile": _compile,
     "llama.cpp": _llama_cpp,
@@ -354,6 +390,9 @@ def _parsed() -> argparse.Namespace:
     parser = command_line.parser(__doc__, write="keep the result in benchmarks/results/cpu/")
     command_line.decoding(parser, seqs=(128, 2048), rounds=12)
     parser.add_argument("--arm", action="append", choices=ARMS, help="repeatable; the first is what ratios are over")
+    parser.add_argument(
+        "--split", type=float, default=0.0, metavar="GB/s", help="a row below that read rate, one above"
+    )
     parser.add_argument("--gguf", metavar="DIR", help="keep the GGUF file there, and use it again (the same layers!)")
     return parser.parse_args()
 

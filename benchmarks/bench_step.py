@@ -3,12 +3,14 @@
     python benchmarks/bench_step.py [--model llama-1b ...] [--layers 4] [--seq 128 --seq 2048] [--rounds 17] [--json]
                                     [--write]
 
-Both of ours are made of the same C++ kernels with the knobs of the closed forms, whatever is decided here, so that the
+All of ours are made of the same C++ kernels with the knobs of the closed forms, whatever is decided here, so that the
 difference is what a thread team is worth: no Python and no fork-join between ops, and shares that threads take from
-each other. Weights and cache are random. Each round asks a read probe what memory gives just then and takes the arms in
-an order drawn anew, the baseline every third round; every step waits for the other arms' threads to sleep.
+each other; and, as `packed`, what weights that are packed without loss are worth to it, where the CPU can read such.
+Weights and cache are random. Each round asks a read probe what memory gives just then and takes the arms in an order
+drawn anew, the baseline every third round; every step waits for the other arms' threads to sleep.
 
-Roofline: bytes of the step / rate of its round's probe / time; the median over rounds. `waits` is the share of the
+Roofline: bytes of the step / rate of its round's probe / time; the median over rounds. Of packed weights the bytes that
+they take: team / packed is what was gained on the same step. `waits` is the share of the
 team's step in which a thread waits at barriers for the others. --write puts the rows into benchmarks/results/cpu/,
 in place of those of the same model and context.
 """
@@ -33,7 +35,8 @@ from autosel import fingerprint, models
 from autosel.candidates import registry
 from autosel.candidates.load import load
 from autosel.certify.statistics import median, speedup_interval
-from autosel.decode.account import bytes_per_step, overhead_ns
+from autosel.decode import packed
+from autosel.decode.account import bytes_per_step, overhead_ns, saved_bytes
 from autosel.decode.arms import Arm, Baseline, Written
 from autosel.decode.model import FUSED
 from autosel.decode.run import Plan, Silent
@@ -97,6 +100,8 @@ def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namesp
     scene = set_scene(plan, weights, Silent(), time.perf_counter_ns)
     ops, team, eager = Written(scene, FUSED), Written(scene, FUSED, fp), Baseline(scene)
     arms: dict[str, Arm] = {"ops": ops, "team": team, "eager": eager}
+    if isinstance(packed.supports(plan.dtype, fp), Accepted):
+        arms["packed"] = Written(scene, FUSED, fp, packed=True)
     times: dict[str, list[float]] = {name: [] for name in arms}
     waits, rng = [], Random(options.seed)
     for arm in arms.values():
@@ -113,9 +118,10 @@ def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namesp
             times[name].append((time.perf_counter_ns() - begin) / 1e6)
         assert isinstance(team.list, TeamStep)
         waits.append(waiting_share(team.list))
-    assert torch.equal(ops.logits, team.logits), "the same kernels, and other bits"
+    assert all(torch.equal(a.logits, team.logits) for n, a in arms.items() if n != "eager"), "same kernels, other bits"
     bytes_read = bytes_per_step(plan.shape, plan.dtype, plan.batch, plan.seq)
     floors = [bytes_read / rate * 1e3 for rate in scene.probes]
+    less = {"packed": saved_bytes(arms["packed"].list)} if isinstance(arms.get("packed"), Written) else {}
     gain, speedup = speedup_interval(times["ops"], times["team"]), median(times["eager"]) / median(times["team"])
     return {
         "seq": plan.seq,
@@ -123,7 +129,13 @@ def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namesp
         "read_median_bytes_per_s": statistics.median(scene.probes),
         "bytes_per_step": bytes_read,
         **{f"{name}_ms": median(found) for name, found in times.items()},
-        **{f"{n}_roofline": median([f / t for f, t in zip(floors, times[n], strict=True)]) for n in ("ops", "team")},
+        **{
+            f"{n}_roofline": (1 - less.get(n, 0) / bytes_read)
+            * median([f / t for f, t in zip(floors, times[n], strict=True)])
+            for n in times
+            if n != "eager"
+        },
+        **({} if not less else _packed(times, less["packed"])),
         "ops_over_team": median([a / b for a, b in zip(times["ops"], times["team"], strict=True)]),
         "ops_over_team_interval": [gain.lo, gain.hi],
         "eager_over_team": speedup,
@@ -132,6 +144,16 @@ def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namesp
         "python_share_team": overhead_ns(team.list, time.perf_counter_ns) / 1e6 / median(times["team"]),
         "tasks": len(team.list.tasks),
         "threads": team.list.threads,
+    }
+
+
+def _packed(times: dict[str, list[float]], saved: int) -> dict[str, Any]:
+    gain = speedup_interval(times["team"], times["packed"])
+    return {
+        "packed_bytes_saved": saved,
+        "team_over_packed": median([a / b for a, b in zip(times["team"], times["packed"], strict=True)]),
+        "team_over_packed_interval": [gain.lo, gain.hi],
+        "eager_over_packed": median(times["eager"]) / median(times["packed"]),
     }
 
 
@@ -155,10 +177,13 @@ def _today() -> str:
 
 def _table(rows: list[dict[str, Any]], device: str) -> None:
     print(f"{device}: decode steps, the same C++ kernels by one native call (team) and by a call an op (ops)")
-    print(f"{'model':<12} {'context':>7} {'ops ms':>7} {'team ms':>7} {'eager ms':>8} {'roofline':>9}  ops/team  waits")
+    heads = ("model", "context", "ops ms", "team ms", "packed ms", "eager ms", "roofline", "ops/team", "team/packed")
+    print(" ".join([f"{heads[0]:<10}", *(f"{h:>9}" for h in heads[1:])]))
     for r in rows:
-        sizes = f"{r['seq']:>7} {r['ops_ms']:>7.1f} {r['team_ms']:>7.1f} {r['eager_ms']:>8.1f}"
-        print(f"{r['model']:<12} {sizes} {r['team_roofline']:>9.2f} {r['ops_over_team']:>9.3f} {r['waits']:>6.1%}")
+        cells = [f"{r[f'{n}_ms']:.1f}" if f"{n}_ms" in r else "" for n in ("ops", "team", "packed", "eager")]
+        gain = f"{r['team_over_packed']:.3f}" if "team_over_packed" in r else ""
+        cells = [str(r["seq"]), *cells, f"{r['team_roofline']:.2f}", f"{r['ops_over_team']:.3f}", gain]
+        print(" ".join([f"{r['model']:<10}", *(f"{c:>9}" for c in cells)]))
 
 
 def _parsed() -> argparse.Namespace:

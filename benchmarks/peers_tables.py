@@ -52,16 +52,19 @@ def steps(found: Mapping[str, Any]) -> str:
 def team(found: Mapping[str, Any]) -> str:
     """Whole decode steps by one native call and by a call an op, and the eager baseline."""
     lines = [f"bf16, on {found['device']}, {', '.join(sorted({r['date'] for r in found['rows']}))}", ""]
-    lines += [
-        "| model | context | read rate beside | roofline, team | roofline, ops | ops / team | eager / team | waits |"
-    ]
-    lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    heads = ["model", "context", "read rate beside", "roofline, team", "roofline, ops", "ops / team", "eager / team"]
+    heads += ["waits", "team / packed", "eager / packed"]
+    lines += ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for r in found["rows"]:
         lo, hi = r["ops_over_team_interval"]
         gain = f"{r['ops_over_team']:.3f} ({lo:.2f} .. {hi:.2f})"
         cells = [f"{r['model']}, {r['layers']} layers", str(r["seq"]), f"{r['read_median_bytes_per_s'] / 1e9:.1f} GB/s"]
         cells += [f"{r['team_roofline']:.2f}", f"{r['ops_roofline']:.2f}", gain]
-        lines.append("| " + " | ".join([*cells, f"{r['eager_over_team']:.1f}", f"{r['waits']:.1%}"]) + " |")
+        cells += [f"{r['eager_over_team']:.1f}", f"{r['waits']:.1%}"]
+        if "team_over_packed" in r:
+            lo, hi = r["team_over_packed_interval"]
+            cells += [f"{r['team_over_packed']:.3f} ({lo:.2f} .. {hi:.2f})", f"{r['eager_over_packed']:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |" + (" | |" if "team_over_packed" not in r else ""))
     return "\n".join(lines)
 
 
