@@ -145,6 +145,7 @@ def test_a_pin_holds_until_it_is_taken_away(home: Path, tuned: dict[str, Any]) -
 def test_an_export_moves_decisions_to_another_ledger(home: Path, tuned: dict[str, Any], tmp_path: Path) -> None:
     verb(home, "export", str(tmp_path / "decisions.json"))
     found = verb(tmp_path / "other", "import", str(tmp_path / "decisions.json"), "--json")
+    assert not found["kept"] and not found["refused"]  # each says why
     assert len(found["served"]) + len(found["adopted"]) >= len(settled_in(tuned))
     assert verb(tmp_path / "other", "best", "rmsnorm", "--json")["op"] == "rmsnorm"
 
