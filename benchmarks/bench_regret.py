@@ -7,7 +7,7 @@ as in a race (benchmarks/halving.py); where not even one reading of each fits in
 a knob's value that alone is 1.3 times slower stay out. The sweep only nominates: the best three are timed anew beside
 the closed form, a twin of it and the constants; the best of them is chosen on one half of these visits and judged on
 the other, both ways round. The interval is a bootstrap over visits; the twin says what this measurement makes of two
-equal settings.
+equal settings. A setting whose result is wrong is no rival: what is to be timed at last is judged first.
 
 A route cell has the kernels that take a workload as its settings: which of them the formula sends it to is judged.
 
@@ -60,6 +60,7 @@ Setting = dict[str, Scalar]  # knob -> value, of those that the kernel takes
 MOST_SETTINGS = 240
 METHOD = 2  # how a cell is measured; cells of another are measured again
 SWEEP_SHARE = 0.4  # of a cell's time
+FRESH_SEED = 2  # of the contents that the final's settings are judged on
 CLOSED, TWIN, CONSTANT, PEER = "closed form", "twin", "constant", "as "
 
 GOALS = {"decode": (0.03, 0.08), "gemm": (0.06, None), "route": (None, 0.05)}  # (geomean, p95; of a route the worst)
@@ -245,6 +246,10 @@ def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, 
     rivals = [closed, *swept.nominees]
     met = [*rivals, *beside]
     timer.seat(cell.workload, {name: legs[name] for name in met}, lead=closed)
+    wrong = mistaken(timer, met)
+    for own in wrong.keys() & {closed, TWIN}:
+        raise Mistaken(f"{cell.name}: the closed form's own result is wrong: {wrong[own]}")
+    met, rivals = ([name for name in names if name not in wrong] for names in (met, rivals))
     times = final(timer, met, closed, rivals, seconds=(1 - SWEEP_SHARE) * seconds, rng=rng)
     if not times[closed]:
         raise Disturbed(cell.name)
@@ -269,9 +274,11 @@ def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, 
     }
     if refused:
         found["refused"] = len(refused)
-    if CONSTANT in legs:
+    if wrong:
+        found["wrong"] = wrong
+    if CONSTANT in times:
         found["constant"] = round(statistics.median(ratios_of(times, CONSTANT, best)) - 1, 4)
-    peers = [name for name in beside if name.startswith(PEER)]
+    peers = [name for name in times if name.startswith(PEER)]
     if peers:
         found["peers"] = {
             name.removeprefix(PEER): round(statistics.median(ratios_of(times, name, best)) - 1, 4) for name in peers
@@ -297,6 +304,24 @@ def refusing(timer: Bench, names: Sequence[str]) -> list[str]:
             print(f"refused: {name}: {error!s:.200}", file=sys.stderr)
             found.append(name)
     return found
+
+
+def mistaken(timer: Timer, names: Sequence[str]) -> dict[str, str]:
+    """Of those that the final is to time, whose result is wrong, and why: no rivals, however fast.
+
+    Judged on contents drawn anew and outputs poisoned: what an earlier call left there does not pass for a result.
+    """
+    timer.renew(FRESH_SEED)
+    for name in names:
+        timer.visit([name])
+    found = {name: why for name in names if (why := timer.wrong(name))}
+    for name, why in found.items():
+        print(f"wrong: {name}: {why}", file=sys.stderr)
+    return found
+
+
+class Mistaken(Exception):
+    """The closed form's setting gives a wrong result: there is nothing to be timed, but a fault to be mended."""
 
 
 class Disturbed(Exception):
@@ -432,7 +457,7 @@ def main() -> int:
     stored["cells"] = {name: cell for name, cell in stored["cells"].items() if name not in {c.name for c in todo}}
     if options.build:
         return build(todo, fp)
-    timer, started, rng = Timer(fp, options.device), time.monotonic(), Random(7)
+    timer, started, rng, faults = Timer(fp, options.device), time.monotonic(), Random(7), 0
     for number, cell in enumerate(todo):
         if options.limit and time.monotonic() - started > options.limit:
             print(f"{len(todo) - number} cells left: the same command continues", file=sys.stderr)
@@ -445,6 +470,10 @@ def main() -> int:
         except Disturbed:
             print(f"disturbed by others: {cell.name}", file=sys.stderr, flush=True)
             continue
+        except Mistaken as error:
+            print(f"wrong: {error}", file=sys.stderr, flush=True)
+            faults += 1
+            continue
         finally:
             timer.close()
         stored["cells"][cell.name] = {**found, "key": held_for(cell, fp)}
@@ -455,7 +484,7 @@ def main() -> int:
     named = {c.name for c in cells(options.device)}
     stored["cells"] = {name: cell for name, cell in stored["cells"].items() if name in named}
     print(markdown(stored))
-    return 0
+    return 1 if faults else 0
 
 
 def build(todo: Sequence[Cell], fp: Fingerprint) -> int:

@@ -24,14 +24,18 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    """One cell; always ok: a regret is a finding, and its goals are judged over all cells."""
+    """One cell. A regret is a finding, and its goals are judged over all cells: not ok is only a wrong result."""
     from benchmarks import bench_regret as regret
     from benchmarks.gpu.instrument import Timer
 
     cell = next(c for c in regret.cells("cpu" if fp.kind == "cpu" else "cuda") if c.name == unit)
     timer = Timer(fp, scope.device)
     try:
-        return {"ok": True, **regret.measure(cell, timer, scope.cell_seconds, Random(7))}
+        found = regret.measure(cell, timer, scope.cell_seconds, Random(7))
+        told = "; ".join(f"{setting}: {why}" for setting, why in found.get("wrong", {}).items())
+        return {"ok": not told, **found, **({"reason": told} if told else {})}
+    except regret.Mistaken as error:
+        return {"ok": False, "reason": str(error)}
     except LookupError as error:
         return {"ok": True, "left out": str(error)}
     except regret.Disturbed:
