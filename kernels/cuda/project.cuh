@@ -39,20 +39,24 @@ template <class W, int Parts> struct Weights {
 // Rows of x as they are.
 template <class T, int M, bool Aligned> struct Plain {
   static constexpr bool kNormed = false;
+  // 32 bits count whole vectors, of which 2^31 are more than there is memory for. Rows that are not aligned are slow anyway.
+  static constexpr int kUnit = Aligned ? kVec<T> : 1;
+  using Offset = std::conditional_t<Aligned, int, int64_t>;
   Matrix<const T> x;
-  int first;      // row
-  int begins[M];  // offsets; of rows beyond the last, the last's
+  int first;         // row
+  Offset begins[M];  // in units; of rows beyond the last, the last's
   // From row to row by a choice, which uniform registers can make, and keep: the lesser of two numbers they cannot, and
   // eight of the others are what eight rows lack.
   __device__ __forceinline__ Plain(const Matrix<const T>& from, int first_row) : x(from), first(first_row) {
-    begins[0] = first * int(x.stride);
+    const Offset step = Offset(x.stride / kUnit);
+    begins[0] = first * step;
 #pragma unroll
-    for (int m = 1; m < M; ++m) begins[m] = begins[m - 1] + (first + m < int(x.rows) ? int(x.stride) : 0);
+    for (int m = 1; m < M; ++m) begins[m] = begins[m - 1] + (first + m < int(x.rows) ? step : 0);
   }
   template <bool Whole> __device__ __forceinline__ void begin(int, int) {}
   // kVec<T> elements of row m from k on, zeros behind its end; Whole: they do not reach it.
   template <bool Whole> __device__ __forceinline__ void load(int m, int k, int count, float (&out)[kVec<T>]) const {
-    const T* from = x.at + (begins[m] + k);
+    const T* from = x.at + int64_t(begins[m] + int(unsigned(k) / kUnit)) * kUnit;  // k: of whole vectors
     widen<T>(Whole ? load_resident(from) : load_vector<T, Aligned>(from, count), out);
   }
 };
@@ -258,10 +262,11 @@ struct Plan {
   bool dependent;
 };
 
-// Offsets within x, rows and depth of the weights are 32-bit.
+// Offsets within x, in vectors, rows and depth of the weights are 32-bit.
 template <class T, class W> void check_sizes(const Matrix<T>& x, const Matrix<W>& w) {
   AUTOSEL_CHECK(x.rows >= 1 && w.rows >= 1 && w.columns >= 1, "a projection of nothing");
-  AUTOSEL_CHECK(x.rows * std::max(x.stride, x.columns) <= kMostElements, "x spans more than 2^31 - 1 elements");
+  AUTOSEL_CHECK(x.rows * (std::max(x.stride, x.columns) / kVec<T>) <= kMostElements,
+                "x spans more than 2^31 vectors of " << kVec<T> << " elements");
   AUTOSEL_CHECK(w.columns <= kMostElements / 2 && w.rows <= kMostElements / 2, "w has more than 2^30 rows or columns");
 }
 

@@ -1,0 +1,72 @@
+"""The CUDA kernels on emulated threads where rows, or a cache's pages, lie more than 2^31 elements apart.
+
+Parity asks it of every candidate (battery.FAR_ROWS); here it is asked of every kernel before it has met a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from autosel.candidates.cuda.base import CudaKernel
+from autosel.ops import OPS
+from autosel.ops.contract import Case, Mismatch
+from autosel.parity.battery import FAR_TOUCHED_BYTES
+from autosel.parity.check import far_case
+from autosel.parity.stage import FAR, far_strides, place, room_for
+from autosel.values import DTypeName
+from autosel.workers.arena import Arena
+from tests.compile.emulate import emulated
+from tests.compile.test_emulated_knobs import COMPILED_IN, DTYPES, KERNELS, SMALL, asked
+
+# Of whole 16-byte vectors in every dtype: the case of parity has rows that are not.
+ALIGNED: dict[str, dict[str, int]] = {
+    "linear": {"M": 5, "N": 70, "K": 1024},
+    "norm_qkv": {"M": 5, "d": 1024, "N": 70},
+    "gate_up": {"M": 5, "d": 1024, "I": 70},
+    "lm_head": {"M": 5, "V": 70, "d": 1024},
+}
+APART = -(-FAR // 4 // 64) * 64  # five rows of it are more than 2^31 elements
+
+
+def far(kernel: CudaKernel, dtype: DTypeName, *, aligned: bool) -> tuple[Case, Mapping[str, Sequence[int]]]:
+    """A case, and the strides of its operands whose rows are to lie far apart."""
+    op = OPS[kernel.op]
+    if aligned:
+        w = op.workload(dtype, ALIGNED[kernel.op])
+        return Case(name="far rows", workload=w, make=lambda seed: op.inputs(w, seed)), {"x": (APART, 1)}
+    found = far_case([*op.cases(op.workload(dtype, SMALL[kernel.op]))])
+    assert found is not None
+    return found, far_strides(found.make(1))
+
+
+def failure(kernel: CudaKernel, case: Case, strides: Mapping[str, Sequence[int]]) -> str:
+    op, inputs = OPS[kernel.op], case.make(7)
+    entry = emulated(kernel.source, kernel.source, *(COMPILED_IN if kernel.macros else ()))
+    outputs_bytes = sum(o.nbytes for o in op.allocate(case.workload) if o is not None)
+    with Arena(room_for(inputs, strides, outputs_bytes), touched_bytes=FAR_TOUCHED_BYTES) as arena:
+        placed = place(arena, op, case.workload, inputs, strides=strides)
+        placed.fill("none")
+        there = {piece.name: arena.tensor(piece.ref) for piece in placed.pieces}
+        outputs = [there[piece.name] for piece in placed.pieces if piece.role == "out"]
+        entry(*(there.get(a.name, inputs[a.name]) for a in op.args), *outputs, *asked(kernel.source)[0], 0)
+        damage = placed.damage()
+        found = op.verify(case.make(7), placed.results())
+    if damage is not None:
+        return damage.reason
+    return f"{found.check}: {found.reason}" if isinstance(found, Mismatch) else ""
+
+
+@pytest.mark.parametrize("source", KERNELS)
+def test_a_kernel_reaches_rows_beyond_two_to_the_31_elements(source: str) -> None:
+    kernel = KERNELS[source]
+    wrong = {dtype: failure(kernel, *far(kernel, dtype, aligned=False)) for dtype in DTYPES if dtype in kernel.dtypes}
+    assert not any(wrong.values()), wrong
+
+
+@pytest.mark.parametrize("source", [s for s, kernel in KERNELS.items() if kernel.op in ALIGNED])
+def test_so_does_the_path_for_rows_of_whole_vectors(source: str) -> None:
+    kernel = KERNELS[source]
+    wrong = {dtype: failure(kernel, *far(kernel, dtype, aligned=True)) for dtype in DTYPES if dtype in kernel.dtypes}
+    assert not any(wrong.values()), wrong
