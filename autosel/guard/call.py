@@ -31,6 +31,8 @@ class Result:
     error: Exception | None = None
     ns: int = 0
     spoilt: str = ""  # an input that it changed
+    own: bool = False  # the error came of running the arm, not of what the check does around it
+    broke: bool = False  # the device answered before it ran, and does not after it
 
 
 @dataclass(slots=True)
@@ -56,22 +58,43 @@ class Call:
     # --- running ----------------------------------------------------------------------------------------------------
 
     def run(self, arm: Arm) -> Result:
-        if self.written is not None and self.last is not None:
-            self.written.restore()
-        outs = tuple(_alike(out) for out in self.outs)
-        _settle(self.args)
-        start = self.clock()
+        """Never raises: on a device that an arm has broken even looking at its inputs does, and that must not hide who
+        broke it."""
+        result = Result(arm=arm)
         try:
-            returned = arm(*self.args, *outs)
+            if self.written is not None and self.last is not None:
+                self.written.restore()
+            outs = tuple(_alike(out) for out in self.outs)
             _settle(self.args)
         except Exception as error:
-            result = Result(arm=arm, error=error)
+            result.error = error
         else:
-            result = Result(arm=arm, ns=self.clock() - start)
-            result.outputs = self._outputs(returned, outs)
-        result.spoilt = self._mend()
+            self._time(result, outs)
+        try:
+            result.spoilt = self._mend()
+        except Exception as error:
+            result.error = result.error or error
         self.last = result
         return result
+
+    def _time(self, result: Result, outs: Sequence[Any]) -> None:
+        start = self.clock()
+        returned = None
+        try:
+            returned = result.arm(*self.args, *outs)
+        except Exception as error:
+            result.error, result.own = error, True
+        try:
+            _settle(self.args)
+        except Exception as error:
+            result.error, result.own, result.broke = result.error or error, True, True
+        if result.error is not None:
+            return
+        result.ns = self.clock() - start
+        try:
+            result.outputs = self._outputs(returned, outs)
+        except Exception as error:
+            result.error = error
 
     def _outputs(self, returned: Any, outs: Sequence[Any]) -> tuple[Any, ...]:
         if self.written is not None:
@@ -99,7 +122,9 @@ class Call:
             raise result.error
         if self.written is not None:
             if self.last is None or not _same(result.outputs, self.last.outputs):
-                self.run(result.arm)
+                again = self.run(result.arm)
+                if again.error is not None:
+                    raise again.error
             returned = tuple(self.inputs[name] for name in self.op.output_names)
         else:
             returned = tuple(_into(out, made) for out, made in zip(self.outs, result.outputs, strict=True))

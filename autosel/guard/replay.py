@@ -43,6 +43,9 @@ class Replay:
 
 def replay(call: Call, finding: Finding, candidate: Arm, baseline: Result) -> Replay:
     again = [call.run(candidate) for _ in range(REPLAYS)]
+    if any(result.broke for result in again):  # nothing can be asked of that device any more, the baseline least
+        failed = sum(result.error is not None for result in again)
+        return Replay(cause="kernel", candidate_wrong=failed, baseline_wrong=0)
     witness = [baseline, *(call.run(baseline.arm) for _ in range(REPLAYS))]
     wrong = sum(_fails(call, finding, result, baseline) for result in again)
     baseline_wrong = sum(_fails(call, finding, result, baseline) for result in witness)

@@ -103,11 +103,12 @@ class Watch:
         else:
             baseline = call.run(s.baseline)
             candidate = call.run(s.candidate)
+        if candidate.error is not None and (candidate.broke or (candidate.own and baseline.error is None)):
+            self._raised(candidate.error, call)
         if baseline.error is not None:  # no witness; if the candidate failed too, its error is the caller's
             self._count(candidate, self.clock() - start, first=first)
             return call.serve(candidate)
         if candidate.error is not None:
-            self._raised(candidate.error, call)
             return call.serve(baseline)
         try:
             finding = self.judge.look(call, candidate, baseline, self._seed(), deep=is_deep(number))

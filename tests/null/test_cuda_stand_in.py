@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from autosel import dispatch
 from autosel.candidates.load import load
 from autosel.decode import device as decode_device
 from autosel.decode import graph, launch, race
@@ -191,6 +193,81 @@ def test_a_time_is_of_work_that_has_been_done(cuda: Cuda) -> None:
     assert done == [1]
 
 
+class Breakable:
+    """A device that answers nothing any more once a kernel has broken it: whoever asks or waits is told so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.broken = False
+        for module, name in ((torch.cuda, "synchronize"), (torch, "equal"), (torch, "empty_strided")):
+            monkeypatch.setattr(module, name, self.unless_broken(getattr(module, name)))
+
+    def unless_broken(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **named: Any) -> Any:
+            if self.broken:
+                raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+            return call(*args, **named)
+
+        return made
+
+    def breaks(self, *values: Any) -> torch.Tensor:
+        """What is launched has no error yet."""
+        made = guards.good(*values)
+        self.broken = True
+        return made
+
+
+@pytest.fixture
+def breakable(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Breakable:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return Breakable(monkeypatch)
+
+
+GIVEN = (OnGpu.of(guards.X), OnGpu.of(guards.WEIGHT), 1e-6, 0.0)
+
+
+def test_a_kernel_that_breaks_the_device_is_blamed_whichever_arm_ran_first(breakable: Breakable) -> None:
+    """Else the server that its error ends starts again with the same kernel, for ever."""
+    first = set()
+    for seed in range(6):
+        breakable.broken = False
+        watch, told = guards.watched(breakable.breaks, baseline=breakable.unless_broken(guards.good))
+        watch.random = Random(seed)
+        try:
+            watch(GIVEN, (None,))
+            first.add("baseline")
+        except torch.AcceleratorError:  # there is nothing to answer with
+            first.add("candidate")
+        assert [f.cause for f in told] == ["raised"]
+        assert "illegal memory access" in told[0].reason
+    assert first == {"baseline", "candidate"}
+
+
+def test_a_kernel_that_breaks_the_device_on_a_replay_is_blamed_and_the_device_is_not(breakable: Breakable) -> None:
+    calls = 0
+
+    def wrong_then_worse(*values: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return guards.scaled(*values) if calls == 1 else breakable.breaks(*values)
+
+    watch, told = guards.watched(wrong_then_worse, baseline=breakable.unless_broken(guards.good))
+    watch(GIVEN, (None,))
+    assert [f.cause for f in told] == ["kernel"]
+
+
+def test_a_device_that_was_broken_before_is_nobodys_fault(breakable: Breakable) -> None:
+    def ends(*values: Any) -> torch.Tensor:
+        raise AssertionError("it is not run")
+
+    for seed in range(4):
+        watch, told = guards.watched(ends, baseline=ends)
+        watch.random = Random(seed)
+        breakable.broken = True
+        with pytest.raises(torch.AcceleratorError):
+            watch(GIVEN, (None,))
+        assert not told
+
+
 # --- who is there -----------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +280,27 @@ def test_what_serves_a_gpus_tensors_is_looked_up_by_the_identity_that_tuning_fil
     devices._gpu.cache_clear()
     assert (found.kind, found.name, unknown) == ("cuda", "NVIDIA H200", "")
     assert found.identity == nvml.identity_of(H200) and found.rates == {}
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [UsageError("NVML does not answer", why="version", todo="install it"), AttributeError("no deviceGetAttribute")],
+)
+def test_a_gpu_nobody_can_identify_is_served_by_the_baseline_and_told_of_once(
+    trouble: Exception, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read(ordinal: int) -> nvml.Readings:
+        raise trouble
+
+    monkeypatch.setattr(nvml, "read", read)
+    devices._gpu.cache_clear()
+    with dispatch.use(home) as board:
+        for _ in range(2):
+            found = board.resolution(OPS["rmsnorm"], OPS["rmsnorm"].workload("fp32", {"M": 1, "d": 32}), "cuda:0")
+            board._read()
+    assert found.decision is None
+    (said,) = (r.getMessage() for r in caplog.records if "cannot be identified" in r.getMessage())
+    assert all(part in said for part in str(trouble).splitlines()) and "cuda:0" in said
 
 
 # --- the stages of `./run gpu` ----------------------------------------------------------------------------------------
