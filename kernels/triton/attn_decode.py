@@ -14,11 +14,12 @@ source    split-KV is FlashDecoding's; all G S query rows of a KV head in one pr
 status    compiled and interpreted; not yet run on silicon
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from autosel.triton_kernels.attention import attend, deliver, fitting_tile, merge, rows_block, unspilled_tile
-from autosel.triton_kernels.common import counters, empty, partials, refuse, row, together
+from autosel.triton_kernels.common import counters, empty, exactly, partials, refuse, row, together
 
 
 @triton.jit(do_not_specialize=["max_len", "chunk", "splits"], do_not_specialize_on_alignment=["lengths"])
@@ -75,11 +76,13 @@ def attn_decode(
     (batch, hq, s, depth), hkv = q.shape, k.shape[1]
     if o is None:
         o = empty(q.shape, q)
-    together(q, k, v, o)
+    together(q, k, v, lengths, o)
     if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != depth or hq % hkv or o.shape != q.shape:
         refuse("attn takes q[B,Hq,S,D], k/v[B,Hkv,Lmax,D], o[B,Hq,S,D], Hq a multiple of Hkv")
     if not q.dtype == k.dtype == v.dtype == o.dtype or not 0 < max_len <= k.shape[2]:
         refuse(f"attn takes one dtype and max_len from 1 to {k.shape[2]}")
+    if lengths is not None:
+        exactly("lengths", lengths, (batch,), torch.int32)
     group, width = hq // hkv, triton.next_power_of_2(max(depth, 16))
     rows, warps = rows_block(group * s, width), 8 if width > 256 else warps
     tile = unspilled_tile(tile, rows, width, 32 * warps)

@@ -86,10 +86,17 @@ def together(*tensors):
             device = t.device
         elif t.device != device:
             refuse(f"operands on {device} and {t.device}")
-        if t.shape[-1] > 1 and t.stride(-1) != 1:
+        strides = t.stride()
+        if strides and strides[-1] != 1 and t.shape[-1] > 1:
             refuse(f"a tensor of shape {tuple(t.shape)} is not contiguous in its last dimension")
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         refuse(f"operands on {device}, the current device is cuda:{torch.cuda.current_device()}")
+
+
+def exactly(name, tensor, shape, dtype):
+    """A tensor read as this and nothing else: lengths, positions, tables, a row's settings, what is added."""
+    if tensor.dtype != dtype or tensor.shape != shape:
+        refuse(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, not {dtype} of shape {shape}")
 
 
 def warps(threads):

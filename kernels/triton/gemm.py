@@ -15,7 +15,7 @@ status    compiled and interpreted; not yet run on silicon
 import triton
 import triton.language as tl
 
-from autosel.triton_kernels.common import arrives_last, counters, empty, partials, refuse, together
+from autosel.triton_kernels.common import arrives_last, counters, empty, exactly, partials, refuse, together
 from autosel.triton_kernels.tiles import fitting_stages
 
 GROUP = 8  # tiles of M that walk along N together
@@ -87,8 +87,10 @@ def gemm(
     together(x, w, bias, residual, y)
     if w.shape != (n, k) or y.shape != (m, n) or not x.dtype == w.dtype == y.dtype:
         refuse("gemm takes x[M,K], w[N,K], y[M,N] of one dtype")
-    if (bias is not None and bias.shape != (n,)) or (residual is not None and residual.shape != (m, n)):
-        refuse("gemm takes bias[N], residual[M,N]")
+    if bias is not None:
+        exactly("bias", bias, (n,), x.dtype)
+    if residual is not None:
+        exactly("residual", residual, (m, n), x.dtype)
     size = x.element_size()
     bm, bn = side(columns), tile_rows
     if not columns:

@@ -14,7 +14,7 @@ status    compiled and interpreted; not yet run on silicon
 import triton
 import triton.language as tl
 
-from autosel.triton_kernels.common import arrives_last, counters, empty, partials, refuse, row, together
+from autosel.triton_kernels.common import arrives_last, counters, empty, exactly, partials, refuse, row, together
 from autosel.triton_kernels.project import LANES, MOST_ROWS, stream, tile_shape
 
 
@@ -66,8 +66,10 @@ def gemv(
     together(x, w, bias, residual, y)
     if m > MOST_ROWS or w.shape != (n, k) or y.shape != (m, n) or not x.dtype == w.dtype == y.dtype:
         refuse(f"gemv takes x[M,K], w[N,K], y[M,N] of one dtype, M at most {MOST_ROWS}")
-    if (bias is not None and bias.shape != (n,)) or (residual is not None and residual.shape != (m, n)):
-        refuse("gemv takes bias[N], residual[M,N]")
+    if bias is not None:
+        exactly("bias", bias, (n,), x.dtype)
+    if residual is not None:
+        exactly("residual", residual, (m, n), x.dtype)
     bn, bk = tile_shape(m, x.element_size(), threads, unroll, rows_per_warp)
     blocks, split = triton.cdiv(n, bn), max(1, min(split_k, triton.cdiv(k, bk)))
     part = partials(x, split * m * n) if split > 1 else y

@@ -10,10 +10,11 @@ source    -   A position beyond the cache, or a page that is none, is not writte
 status    compiled and interpreted; not yet run on silicon
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from autosel.triton_kernels.common import refuse, together
+from autosel.triton_kernels.common import exactly, refuse, together
 
 
 @triton.jit
@@ -48,17 +49,19 @@ def _kv_append(
 def kv_append(k, v, positions, block_table, k_cache, v_cache, *, threads=256):
     together(k, v, positions, block_table, k_cache, v_cache)
     batch, hkv, s, d = k.shape
-    if v.shape != k.shape or positions.shape != (batch,) or k_cache.shape != v_cache.shape:
-        refuse("kv_append takes k, v [B,Hkv,S,D], positions[B] and two caches of one shape")
+    exactly("positions", positions, (batch,), torch.int32)
+    if v.shape != k.shape or k_cache.shape != v_cache.shape:
+        refuse("kv_append takes k, v [B,Hkv,S,D] and two caches of one shape")
     if not k.dtype == v.dtype == k_cache.dtype == v_cache.dtype or k_cache.shape[3] != d:
         refuse("kv_append takes one dtype and width")
     if block_table is None:
         page, room, stride_table, order = 0, k_cache.shape[2], 0, (0, 1, 2)
         fits = k_cache.shape[:2] == (batch, hkv)
     else:
+        exactly("block_table", block_table, (batch, *block_table.shape[-1:]), torch.int32)
         page, stride_table, order = k_cache.shape[1], block_table.stride(0), (0, 2, 1)
         room = block_table.shape[1] * page
-        fits = k_cache.shape[2] == hkv and block_table.shape[0] == batch
+        fits = k_cache.shape[2] == hkv
     if not fits:
         refuse("kv_append: the caches do not fit the new keys and values")
     tokens, warps = batch * hkv * s, max(1, threads // 32)

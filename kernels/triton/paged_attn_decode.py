@@ -11,11 +11,12 @@ source    as attn_decode.py. The table's entries for a tile are loaded with it, 
 status    compiled and interpreted; not yet run on silicon
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from autosel.triton_kernels.attention import attend, deliver, fitting_tile, merge, rows_block, unspilled_tile
-from autosel.triton_kernels.common import counters, empty, partials, refuse, together
+from autosel.triton_kernels.common import counters, empty, exactly, partials, refuse, together
 
 
 @triton.jit(do_not_specialize=["max_len", "chunk", "splits"], do_not_specialize_on_alignment=["lengths"])
@@ -72,10 +73,10 @@ def paged_attn_decode(
     together(q, k, v, block_table, lengths, o)
     if k.shape != v.shape or k.shape[3] != depth or hq % hkv or o.shape != q.shape:
         refuse("paged_attn takes q[B,Hq,S,D], k/v[P,page,Hkv,D], o[B,Hq,S,D], Hq a multiple of Hkv")
-    if lengths.shape != (batch,) or block_table.shape[0] != batch or not 0 < max_len <= block_table.shape[1] * page:
-        refuse(f"paged_attn takes lengths[B], block_table[B,n], max_len from 1 to {block_table.shape[1] * page}")
-    if not q.dtype == k.dtype == v.dtype == o.dtype:
-        refuse("paged_attn takes one dtype")
+    exactly("lengths", lengths, (batch,), torch.int32)
+    exactly("block_table", block_table, (batch, *block_table.shape[-1:]), torch.int32)
+    if not q.dtype == k.dtype == v.dtype == o.dtype or not 0 < max_len <= block_table.shape[1] * page:
+        refuse(f"paged_attn takes one dtype and max_len from 1 to {block_table.shape[1] * page}")
     group, width = hq // hkv, triton.next_power_of_2(max(depth, 16))
     rows, warps = rows_block(group * s, width), 8 if width > 256 else warps
     tile = unspilled_tile(tile, rows, width, 32 * warps)

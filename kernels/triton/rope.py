@@ -10,10 +10,11 @@ source    the angle is a product in float64, reduced to [-pi, pi] there: fp32 an
 status    compiled and interpreted; not yet run on silicon
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from autosel.triton_kernels.common import empty, refuse, together, warps
+from autosel.triton_kernels.common import empty, exactly, refuse, together, warps
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def _turn(
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def _rope(
     q, k, positions, inv_freq, q_out, k_out, Hq, Hkv, q_blocks,
-    stride_qm, stride_qh, stride_km, stride_kh, stride_pm, stride_rm, stride_rh, stride_tm, stride_th,
+    stride_qm, stride_qh, stride_km, stride_kh, stride_rm, stride_rh, stride_tm, stride_th,
     HALF: tl.constexpr, PAIRS: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
     STYLE: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +48,7 @@ def _rope(
     pair = tl.arange(0, PAIRS)
     inside = pair < HALF
     frequency = tl.load(inv_freq + pair, mask=inside, other=0.0).to(tl.float64)
-    turns = tl.load(positions + row * stride_pm).to(tl.float64) * frequency * 0.15915494309189535
+    turns = tl.load(positions + row).to(tl.float64) * frequency * 0.15915494309189535
     angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
     cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
     head = tl.arange(0, HEADS)
@@ -68,18 +69,20 @@ def _rope(
 def rope(q, k, positions, inv_freq, style, q_out=None, k_out=None, *, threads=256):
     if q_out is None:
         q_out, k_out = empty(q.shape, q), empty(k.shape, k)
-    together(q, k, inv_freq, q_out, k_out)
-    (m, hq, d), hkv, half = q.shape, k.shape[1], inv_freq.shape[0]
-    if k.shape != (m, hkv, d) or positions.shape != (m,) or q_out.shape != q.shape or k_out.shape != k.shape:
-        refuse("rope takes q[M,Hq,D], k[M,Hkv,D], positions[M] and outputs like q and k")
+    together(q, k, positions, inv_freq, q_out, k_out)
+    (m, hq, d), hkv, half = q.shape, k.shape[1], inv_freq.numel()
+    if k.shape != (m, hkv, d) or q_out.shape != q.shape or k_out.shape != k.shape:
+        refuse("rope takes q[M,Hq,D], k[M,Hkv,D] and outputs like q and k")
+    exactly("positions", positions, (m,), torch.int64)
+    exactly("inv_freq", inv_freq, (half,), torch.float32)
     if 2 * half > d or not q.dtype == k.dtype == q_out.dtype == k_out.dtype:
         refuse("rope takes one dtype, and rotates at most D elements")
     heads = triton.next_power_of_2(max(1, threads // 32))
     q_blocks = triton.cdiv(hq, heads)
     _rope[(m, q_blocks + triton.cdiv(hkv, heads))](
         q, k, positions, inv_freq, q_out, k_out, hq, hkv, q_blocks, *q.stride()[:2], *k.stride()[:2],
-        positions.stride(0), *q_out.stride()[:2], *k_out.stride()[:2], HALF=half, PAIRS=triton.next_power_of_2(half),
-        D=d, REST=triton.next_power_of_2(max(1, d - 2 * half)), HEADS=heads, STYLE=bool(style),
+        *q_out.stride()[:2], *k_out.stride()[:2], HALF=half, PAIRS=triton.next_power_of_2(half), D=d,
+        REST=triton.next_power_of_2(max(1, d - 2 * half)), HEADS=heads, STYLE=bool(style),
         num_warps=warps(threads), enable_fp_fusion=True,
     )  # fmt: skip
     return q_out, k_out

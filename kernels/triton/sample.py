@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autosel.triton_kernels.common import NOWHERE, better, empty, partials, refuse, together, top
+from autosel.triton_kernels.common import NOWHERE, better, empty, exactly, partials, refuse, together, top
 
 BLOCK = 1024  # one score a thread: sixteen levels of each take half of its registers
 WAYS = tl.constexpr(16)
@@ -164,19 +164,22 @@ def _sample(
 
 
 def sample(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token=None):
-    (batch, v), long = logits.shape, history.shape[1]
+    batch, v = logits.shape
     if token is None:
         token = empty((batch,), logits, torch.int64)
     together(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token)
-    if history.shape[0] != batch or any(
-        t.shape != (batch,) for t in (temperature, top_k, top_p, repetition_penalty, uniform, token)
-    ):
-        refuse("sample takes logits[B,V], history[B,L], and one setting and token a row")
-    if v > NOWHERE.value or history.dtype != torch.int64 or token.dtype != torch.int64 or top_k.dtype != torch.int32:
-        refuse(f"sample takes a vocabulary up to {NOWHERE.value}, int64 history and tokens, int32 top_k")
+    if v > NOWHERE.value:
+        refuse(f"sample takes a vocabulary up to {NOWHERE.value}")
+    exactly("history", history, (batch, *history.shape[-1:]), torch.int64)
+    exactly("temperature", temperature, (batch,), torch.float32)
+    exactly("top_k", top_k, (batch,), torch.int32)
+    exactly("top_p", top_p, (batch,), torch.float32)
+    exactly("repetition_penalty", repetition_penalty, (batch,), torch.float32)
+    exactly("uniform", uniform, (batch,), torch.float32)
+    exactly("token", token, (batch,), torch.int64)
     grid = (batch,)
     _sample[grid](
         logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token, partials(logits, batch * v), v,
-        long, logits.stride(0), history.stride(0), BLOCK=BLOCK, num_warps=32, enable_fp_fusion=True,
+        history.shape[1], logits.stride(0), history.stride(0), BLOCK=BLOCK, num_warps=32, enable_fp_fusion=True,
     )  # fmt: skip
     return token

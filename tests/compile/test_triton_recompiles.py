@@ -53,7 +53,7 @@ def appended(step: int) -> None:
 
 
 def turned(step: int) -> None:
-    rope(bf16(2, 4, 64), bf16(2, 2, 64), slice_of(2, torch.int32, step), torch.ones(32), 0)
+    rope(bf16(2, 4, 64), bf16(2, 2, 64), slice_of(2, torch.int64, step), torch.ones(32), 0)
 
 
 def named(step: int) -> None:
