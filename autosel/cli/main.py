@@ -23,7 +23,7 @@ import click
 
 from autosel import settings
 from autosel.cli.options import show_examples
-from autosel.cli.output import Stopped, error_json, report
+from autosel.cli.output import Stopped, error_json, out_of_memory, report
 from autosel.errors import AutoselError, UsageError
 from autosel.version import __version__
 
@@ -143,10 +143,9 @@ def run(argv: list[str] | None = None) -> int:
         return 0
     except OSError as error:
         return _failed(_no_room(error), arguments) if error.errno in NO_ROOM else _our_bug(error, arguments)
-    except MemoryError as error:
-        return _failed(_no_room(OSError(errno.ENOMEM, str(error))), arguments)
     except Exception as error:
-        return _our_bug(error, arguments)
+        told = out_of_memory(error)
+        return _failed(told, arguments) if told else _our_bug(error, arguments)
 
 
 def _failed(error: AutoselError, arguments: Sequence[str]) -> int:

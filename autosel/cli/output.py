@@ -22,6 +22,7 @@ __all__ = [
     "emit_json",
     "error_json",
     "microseconds",
+    "out_of_memory",
     "paragraph",
     "ratio",
     "report",
@@ -40,6 +41,19 @@ def emit_json(value: Any) -> None:
 def error_json(error: AutoselError) -> dict[str, Any]:
     """What stands under "error" where a verb failed."""
     return {"what": error.what, "why": error.why, "todo": error.todo, "exit_code": error.exit_code}
+
+
+def out_of_memory(error: BaseException) -> AutoselError | None:
+    """The error in our words, where memory ran out. PyTorch has a type for a GPU's; of a CPU's only the text tells."""
+    text = str(error)
+    told = isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    if not (told or isinstance(error, MemoryError)):
+        return None
+    return AutoselError(
+        "not enough memory: it ran out on the way",
+        why=text.partition("\n")[0][:200],
+        todo="use a smaller model, batch or context; everything acknowledged is safe",
+    )
 
 
 class Stopped(AutoselError):

@@ -12,7 +12,7 @@ import click
 
 from autosel import settings
 from autosel.cli.certificate import changes_text, suite_text
-from autosel.cli.output import Stopped, emit_json, error_json, report
+from autosel.cli.output import Stopped, emit_json, error_json, out_of_memory, report
 from autosel.cli.progress import Within
 from autosel.cli.run import (
     Asked,
@@ -82,13 +82,13 @@ def _write_suite(folder: Path, document: Any) -> None:
 
 
 def measured_suite(asked: Asked, level: Level, key: Any) -> tuple[Suite, AutoselError | None]:
-    """The rows, and what is wrong with the first run that is not as it should be. Raises Stopped on Ctrl-C before the
-    first row."""
+    """The rows, and what is wrong with the first run that is not as it should be. What ends it, Ctrl-C or a run that
+    fails, costs what is left; before the first row it is raised."""
     from autosel.certify import suite
 
     rows: list[Row] = []
     certified: list[Certificate] = []
-    stopped = False
+    ended: AutoselError | None = None
     with ledger_or_none() as ledger, progress() as listener:
         parts = _parts(asked, level)
         _expect(parts, listener)
@@ -97,14 +97,18 @@ def measured_suite(asked: Asked, level: Level, key: Any) -> tuple[Suite, Autosel
                 for c, runs in part.configurations:
                     made = _trials(part, runs, listener, ledger)
                     rows.append(suite.row(c, made))
-                    middle = sorted(made, key=lambda m: m.tokens_per_sec)[len(made) // 2]
-                    certified.append(append(asked.certificates, middle, key))
+                    certified.append(sorted(made, key=lambda m: m.tokens_per_sec)[len(made) // 2])
+                    certified[-1] = append(asked.certificates, certified[-1], key)
                 part.weights = None
         except KeyboardInterrupt:
-            stopped = True
+            ended = Stopped("stopped before the first configuration was measured")
+        except Exception as error:
+            ended = error if isinstance(error, AutoselError) else out_of_memory(error)
+            if ended is None:
+                raise
     left = sum(len(part.configurations) for part in parts) - len(rows)
-    if not rows:
-        raise Stopped("stopped before the first configuration was measured")
+    if ended is not None and not rows:
+        raise ended
     last = certified[-1]
     found = suite.Suite(
         level=level,
@@ -117,9 +121,11 @@ def measured_suite(asked: Asked, level: Level, key: Any) -> tuple[Suite, Autosel
         trials=suite.LEVELS[level].trials,
         left=left,
     )
-    if stopped and left:
+    if isinstance(ended, Stopped):
         told = f"stopped; {len(rows)} of {len(rows) + left} configurations measured and certified"
-        return found, Stopped(told, todo="a new run measures all of them again")
+        ended = Stopped(told, todo="a new run measures all of them again") if left else None
+    if ended is not None:
+        return found, ended
     return found, next((trouble for made in certified if (trouble := failed(made))), None)
 
 

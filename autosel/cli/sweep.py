@@ -12,11 +12,22 @@ import click
 
 from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.options import Known, dtype_option, given_options, json_option, verb
-from autosel.cli.output import Stopped, bandwidth, bytes_text, emit_json, error_json, paragraph, report, table
+from autosel.cli.output import (
+    Stopped,
+    bandwidth,
+    bytes_text,
+    emit_json,
+    error_json,
+    out_of_memory,
+    paragraph,
+    report,
+    table,
+)
 from autosel.errors import AutoselError, ParityError, UsageError
 
 if TYPE_CHECKING:
     from autosel.certify.sweep import Cell, Change, Figures, Served, Sweep, Traffic
+    from autosel.cli.progress import Progress
     from autosel.decode.run import DecodeRun, Plan
     from autosel.models.workloads import Named
     from autosel.values import Decision, DTypeName
@@ -144,17 +155,15 @@ def swept(asked: dict[str, Any], grid: Sequence[Plan]) -> tuple[Sweep, AutoselEr
     if asked["tunes"]:
         decisions, trouble = _tuned(asked, [plan for plan, _, why in sized if not why])
     undecided = {d.id for d in decisions if _undecided(d)}
-    measured, stopped = _measured(sized, decides=asked["tunes"])
+    measured, ended = _measured(sized, decides=asked["tunes"])
     cells = sweep.with_doubts(measured, undecided)
     changes = sweep.changes_of(sweep.served(cells), decisions)
-    if stopped:
-        done = sum(c.figures is not None for c in cells)
-        trouble = Stopped(f"stopped; {done} of {len(cells)} cells measured", todo="what was decided is kept")
-    elif asked["tunes"]:
+    trouble = ended or trouble
+    if asked["tunes"] and not isinstance(ended, Stopped):
         try:
             changes, narrowed = _narrowed(asked, grid[0], cells, changes)
-        except Stopped as ended:  # what was measured is still said
-            narrowed = ended
+        except AutoselError as error:  # what was measured is still said
+            narrowed = error
         trouble = trouble or narrowed
     fp, first = fingerprint.take(grid[0].device), grid[0]
     found = sweep.Sweep(
@@ -225,40 +234,63 @@ def _again() -> str:
     return " ".join(given_options(ctx, (*cells, "effort", "report_to"))) if ctx is not None else ""
 
 
-def _measured(sized: Sequence[tuple[Plan, int, str]], *, decides: bool) -> tuple[list[Cell], bool]:
-    """Each cell that fits, on weights loaded once; and whether Ctrl-C ended it, the other cells unmeasured. `decides`:
-    who takes its whole steps too, where nothing says so."""
-    from torch import OutOfMemoryError
-
+def _measured(sized: Sequence[tuple[Plan, int, str]], *, decides: bool) -> tuple[list[Cell], AutoselError | None]:
+    """Each cell that fits, on weights loaded once; and what cost some of them: a cell that fails costs itself alone,
+    Ctrl-C all that are left. `decides`: who takes its whole steps too, where nothing says so."""
     from autosel.certify.sweep import Cell
     from autosel.cli.progress import Within
-    from autosel.cli.run import foreseen, ledger_or_none, progress
+    from autosel.cli.run import ledger_or_none, progress
     from autosel.decode.measure import measure, refuse
     from autosel.decode.weights import load_weights
 
     titles = [f"cell {i} of {len(sized)}, batch {p.batch}, context {p.seq}" for i, (p, _, _) in enumerate(sized, 1)]
-    cells, weights, stopped = [], None, False
+    cells, weights, stopped, failed = [], None, False, 0
     with ledger_or_none() as ledger, progress() as listener:
-        seconds: dict[tuple[str, str], float] = {}
-        for title, (plan, _, why) in zip(titles, sized, strict=True):
-            found = {} if why else foreseen(plan, listener, loads=not seconds)
-            seconds |= {(title, stage): s for stage, s in found.items()}
-        listener.expect(seconds)
-        for title, (plan, need, why) in zip(titles, sized, strict=True):
-            figures, failed = None, ""
+        _expect([(title, plan) for title, (plan, _, why) in zip(titles, sized, strict=True) if not why], listener)
+        for title, (plan, need, too_large) in zip(titles, sized, strict=True):
+            figures, why = None, too_large
             if not (why or stopped):
                 refuse(plan)
                 within = Within(listener, title)
                 try:
                     weights = weights or load_weights(plan, within)
                     figures = figures_of(measure(plan, weights, listener=within, ledger=ledger, decides=decides))
-                except OutOfMemoryError as error:  # what was free when it was asked has gone to somebody else
-                    failed = f"the device ran out of memory: {str(error).splitlines()[0][:200]}"
                 except KeyboardInterrupt:
                     stopped = True
-            told = why or failed or ("" if figures else "it was stopped before")
+                except Exception as error:
+                    why = _cost(error, loaded=weights is not None)
+                    failed += isinstance(error, AutoselError)
+            told = why or ("" if figures else "it was stopped before")
             cells.append(Cell(batch=plan.batch, context=plan.seq, need_bytes=need, figures=figures, why=told))
-    return cells, stopped
+    return cells, _ended(cells, failed, stopped=stopped)
+
+
+def _expect(cells: Sequence[tuple[str, Plan]], listener: Progress) -> None:
+    from autosel.cli.run import foreseen
+
+    seconds: dict[tuple[str, str], float] = {}
+    for title, plan in cells:
+        seconds |= {(title, stage): s for stage, s in foreseen(plan, listener, loads=not seconds).items()}
+    listener.expect(seconds)
+
+
+def _cost(error: Exception, *, loaded: bool) -> str:
+    """Why a cell has no figures. Raises again what is not the matter of one cell: weights that cannot be loaded, and
+    what is a bug of ours."""
+    memory = out_of_memory(error)
+    if memory is not None:  # what was free when it was asked has gone to somebody else
+        return f"the device ran out of memory: {memory.why}".rstrip(": ")
+    if not (loaded and isinstance(error, AutoselError)):
+        raise error
+    return " ".join("; ".join(filter(None, (error.what, error.why))).split())
+
+
+def _ended(cells: Sequence[Cell], failed: int, *, stopped: bool) -> AutoselError | None:
+    """Ctrl-C, or cells that failed. That memory ran out is an answer, as of a cell that does not fit."""
+    done = sum(c.figures is not None for c in cells)
+    if stopped:
+        return Stopped(f"stopped; {done} of {len(cells)} cells measured", todo="what was decided is kept")
+    return AutoselError(f"{failed} of {len(cells)} cells failed", why="each says why in its place") if failed else None
 
 
 def figures_of(run: DecodeRun) -> Figures:
@@ -384,7 +416,8 @@ def text(found: Sweep) -> str:
         lines += [f"roofline: share of {bandwidth(min(rates))} .. {bandwidth(max(rates))}, read beside each step"]
     for cell in found.cells:
         if cell.why:
-            lines.append(f"batch {cell.batch}, context {cell.context}: not measured, {cell.why}")
+            told = f"batch {cell.batch}, context {cell.context}: not measured, {cell.why}"
+            lines.append(paragraph(told, hang="  "))
     lines += ["", *_winners(found), *_changes(found)]
     return "\n".join([*lines, *(_traffic(found.traffic) if found.traffic else [])])
 

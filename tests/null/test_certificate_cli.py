@@ -15,6 +15,7 @@ from autosel.certify import rerun, slo, store, suite
 from autosel.certify.audit import audit
 from autosel.certify.forecast import forecast
 from autosel.certify.issue import chained
+from autosel.certify.physics import ImpossibleRun
 from autosel.cli.certificate import suite_text, summary, where_line
 from autosel.cli.main import run
 from autosel.cli.progress import Progress, Within
@@ -299,23 +300,29 @@ def test_a_suite_says_which_run_of_how_many_is_under_way(capsys: pytest.CaptureF
 # --- a suite, stopped ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("measured", "code"), [(0, 130), (4, 130), (14, 0)])
-def test_a_suite_that_is_stopped_keeps_and_says_what_is_done(
-    measured: int, code: int, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each configuration of the quick suite takes two runs; Ctrl-C comes after so many of them."""
+def measured_until(monkeypatch: pytest.MonkeyPatch, most: int, ends: BaseException) -> None:
+    """Runs cost nothing here; after so many of them comes this."""
     calls = iter(range(100))
 
     def measure(plan: Plan, *_: Any, **__: Any) -> DecodeRun:
-        if next(calls) == measured:
-            raise KeyboardInterrupt
+        if next(calls) == most:
+            raise ends
         return decode_run(model=plan.model, layers=plan.layers, seq=plan.seq, iters=plan.iters, advance=True)
 
     monkeypatch.setattr("autosel.decode.measure.measure", measure)
     monkeypatch.setattr("autosel.decode.weights.load_weights", lambda *_: "weights")
     monkeypatch.setattr("autosel.fingerprint.take", lambda *_: fingerprint())
     monkeypatch.setattr("autosel.cli.suite.grounds", lambda run: GROUNDS)
+    monkeypatch.setattr("autosel.cli.run.grounds", lambda run: GROUNDS)
     monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 40)
+
+
+@pytest.mark.parametrize(("measured", "code"), [(0, 130), (4, 130), (14, 0)])
+def test_a_suite_that_is_stopped_keeps_and_says_what_is_done(
+    measured: int, code: int, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each configuration of the quick suite takes two runs; Ctrl-C comes after so many of them."""
+    measured_until(monkeypatch, measured, KeyboardInterrupt())
     report, file = tmp_path / "report", tmp_path / "c.jsonl"
     words = ("--suite", "quick", "--layers", "2", "--report", str(report), "--certify", str(file))
     got, text, trouble = said("run", *words)
@@ -335,6 +342,28 @@ def test_a_suite_that_is_stopped_keeps_and_says_what_is_done(
         told, _, where = again[1].partition("certificates:")
         assert again[0] == 0 and told.count(" 1x\n") == 2 and max(map(len, told.splitlines())) <= 80
         assert str(file) in where
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ImpossibleRun("the optimised step is faster than the memory: not certified"), "faster than the memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), "not enough memory"),
+    ],
+)
+def test_a_run_that_fails_costs_a_suite_what_is_left_of_it(
+    error: Exception, told: str, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("run", "--suite", "quick", "--layers", "2", "--certify", str(tmp_path / "c.jsonl"), "--json")
+    measured_until(monkeypatch, 5, error)
+    code, text, trouble = said(*words)
+    found = json.loads(text)
+    assert code == 1 and told in found["error"]["what"] and told in trouble
+    assert (len(found["suite"]["rows"]), found["suite"]["left"]) == (2, 5)
+    assert len((tmp_path / "c.jsonl").read_bytes().splitlines()) == 2
+    measured_until(monkeypatch, 0, error)
+    code, text, trouble = said(*words)
+    assert code == 1 and told in json.loads(text)["error"]["what"] and "bug" not in trouble
 
 
 # --- the time left ------------------------------------------------------------------------------------------------

@@ -191,6 +191,21 @@ def test_a_bug_of_ours_says_so_and_where_the_details_are(
     assert "ZeroDivisionError: seven" in (home / "crash.log").read_text()
 
 
+def test_memory_that_ran_out_is_no_bug_of_ours_whatever_type_says_it(
+    said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"
+    for error in (MemoryError("99 bytes"), RuntimeError(f"{allocator}\nException raised from alloc_cpu")):
+
+        def exhausted(error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(settings, "unknown_variables", exhausted)
+        code, _, err = said("config")
+        assert code == 1 and "not enough memory" in err and "99 bytes" in err and "smaller model" in err
+        assert "bug" not in err and "Exception raised" not in err
+
+
 def test_ctrl_c_anywhere_is_no_error_and_130(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import OutOfMemoryError
 
 from autosel import models
 from autosel.certify import sweep
+from autosel.certify.physics import ImpossibleRun
 from autosel.certify.statistics import Interval
 from autosel.certify.sweep import (
     Cell,
@@ -288,17 +290,44 @@ def test_a_sweep_that_is_stopped_says_what_it_measured_and_what_it_left_out(
     assert cells[0]["figures"] and not cells[1]["figures"]
 
 
-def test_a_cell_for_which_memory_runs_out_costs_itself_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from torch import OutOfMemoryError
+NO_MEMORY = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: 9 bytes"
 
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (OutOfMemoryError("CUDA out of memory. Tried 2.00 GiB."), 0, "ran out of memory: CUDA out of memory"),
+        (RuntimeError(NO_MEMORY), 0, "DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+        (MemoryError(), 0, "the device ran out of memory"),
+        (ImpossibleRun("the optimised step is faster than the memory", why="9 GB/s"), 1, "than the memory; 9 GB/s"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_cell_that_fails_or_for_which_memory_runs_out_costs_itself_alone(
+    error: Exception, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def measure(plan: Plan, *_: Any, **__: Any) -> DecodeRun:
         if plan.seq == 128:
-            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise error
         return decode_run(model=plan.model, seq=plan.seq, iters=plan.iters)
 
-    code = sweep_by(monkeypatch, measure)
-    cells = json.loads(capsys.readouterr().out)["sweep"]["cells"]
-    assert code == 0 and [bool(c["figures"]) for c in cells] == [True, False, True]
-    assert "ran out of memory: CUDA out of memory" in cells[1]["why"]
+    assert sweep_by(monkeypatch, measure) == code
+    found = json.loads(capsys.readouterr().out)
+    cells = found["sweep"]["cells"]
+    assert [bool(c["figures"]) for c in cells] == [True, False, True] and said in cells[1]["why"]
+    assert ("1 of 3 cells failed" in found["error"]["what"]) if code else found["error"] is None
+
+
+def test_what_is_a_bug_or_wrong_with_the_weights_is_not_said_of_one_cell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*_: Any, **__: Any) -> DecodeRun:
+        raise RuntimeError("expected scalar type Float")
+
+    def unreadable(*_: Any) -> Any:
+        raise BadConfig("x.safetensors is cut short")
+
+    assert sweep_by(monkeypatch, measure) == 1 and "this is a bug in autosel" in capsys.readouterr().err
+    monkeypatch.setattr("autosel.decode.weights.load_weights", unreadable)
+    assert run(["sweep", "--model", "llama-1b", "--no-tune", "--context", "64:256"]) == 2
+    assert "error: x.safetensors is cut short" in capsys.readouterr().err
