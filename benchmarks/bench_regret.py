@@ -17,8 +17,9 @@ does a cell of which too few are left. --build compiles what the cells need and 
 On a GPU the settings that FlashAttention, vLLM, Triton's tutorial and cuBLASLt would choose are timed beside them
 (benchmarks/peer_settings.py).
 
---write keeps the cells in benchmarks/results/<device>/regret.json; without --fresh those that are there, with these
-kernels and formulas, are not measured again, so that --limit SECONDS can cut a sweep into pieces.
+--write keeps the cells in benchmarks/results/cpu/regret.json; without --fresh those that are there, with these kernels
+and formulas, are not measured again, so that --limit SECONDS can cut a sweep into pieces. A GPU's are kept by
+`./run gpu --stage regret --keep`, in whose folder that file is the stage's record.
 """
 
 # ruff: noqa: E402  (the checkout first: this file is run by path)
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 Setting = dict[str, Scalar]  # knob -> value, of those that the kernel takes
 
+RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "regret.json"
 MOST_SETTINGS = 240
 METHOD = 2  # how a cell is measured; cells of another are measured again
 SWEEP_SHARE = 0.4  # of a cell's time
@@ -410,6 +412,18 @@ def geomean(regrets: Sequence[float]) -> float:
     return math.exp(statistics.fmean(math.log1p(r) for r in regrets)) - 1
 
 
+def kept(results: Path) -> list[dict[str, Any]]:
+    """Every device's cells, from the files that --write and `./run gpu --keep` left below `results`."""
+    found = [json.loads(path.read_text()) for path in sorted(results.glob("*/regret.json"))]
+    return [of_stage(one) if "units" in one else one for one in found]
+
+
+def of_stage(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of the stage (benchmarks/gpu/kept.py), as --write would have kept its cells."""
+    device, cells = record["device"], {name: one for name, one in record["units"].items() if "regret" in one}
+    return {"device": device["name"], "hw_id": device["hw_id"], "date": record["started"][:10], "cells": cells}
+
+
 def markdown(stored: Mapping[str, Any]) -> str:
     """Tables for the documentation."""
     found = list(stored["cells"].values())
@@ -443,13 +457,12 @@ def _changed(c: Mapping[str, Any]) -> Setting:
 
 
 def main() -> int:
-    options = parsed()
+    options = parsed(sys.argv[1:])
     from autosel import fingerprint
     from benchmarks.gpu.instrument import Timer
 
     fp = fingerprint.take(options.device)
-    path = results(options.device, fp)
-    stored = read(path, fp)
+    stored = read(fp)
     done = {} if options.fresh else stored["cells"]
     todo = [c for c in cells(options.device) if all(word in c.name for word in options.only)]
     todo = [c for c in todo if done.get(c.name, {}).get("key") != held_for(c, fp)]
@@ -480,7 +493,7 @@ def main() -> int:
         print(f"{found['regret']:7.1%} ({found['low']:.1%} .. {found['high']:.1%})  twin {found['twin']:+.1%}"
               f"  {cell.name}  {_spelled(_changed(found))}", file=sys.stderr, flush=True)  # fmt: skip
         if options.write:
-            keep(path, stored)
+            keep(RESULTS, stored)
     named = {c.name for c in cells(options.device)}
     stored["cells"] = {name: cell for name, cell in stored["cells"].items() if name in named}
     print(markdown(stored))
@@ -499,16 +512,19 @@ def build(todo: Sequence[Cell], fp: Fingerprint) -> int:
     return 0
 
 
-def parsed() -> argparse.Namespace:
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="cells whose name has every WORD")
     parser.add_argument("--seconds", type=float, default=8.0, help="for each cell, at most")
     parser.add_argument("--limit", type=float, default=0.0, metavar="SECONDS", help="begin no cell after these")
-    parser.add_argument("--write", action="store_true", help="keep the cells in benchmarks/results/")
+    parser.add_argument("--write", action="store_true", help="keep the cells in benchmarks/results/cpu/")
     parser.add_argument("--build", action="store_true", help="compile the kernels, and measure nothing")
     parser.add_argument("--fresh", action="store_true", help="measure again what is there")
-    return parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.write and options.device != "cpu":
+        parser.error("--write is for the cpu; a GPU's cells are kept by ./run gpu --stage regret --keep")
+    return options
 
 
 def held_for(cell: Cell, fp: Fingerprint) -> str:
@@ -527,14 +543,10 @@ def held_for(cell: Cell, fp: Fingerprint) -> str:
     return digest({"hw": fp.hw_id, "sources": sources, "given": given, "route": route, "method": METHOD})[:16]
 
 
-def results(device: str, fp: Fingerprint) -> Path:
-    folder = "cpu" if device == "cpu" else fp.name.lower().replace(" ", "-")
-    return ROOT / "benchmarks" / "results" / folder / "regret.json"
-
-
-def read(path: Path, fp: Fingerprint) -> dict[str, Any]:
+def read(fp: Fingerprint) -> dict[str, Any]:
+    """What --write kept of this device."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(RESULTS.read_text()) if fp.kind == "cpu" else {}
     except (OSError, ValueError):
         found = {}
     return {"device": fp.name, "hw_id": fp.hw_id, "date": time.strftime("%Y-%m-%d"), "cells": found.get("cells", {})}

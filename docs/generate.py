@@ -612,10 +612,10 @@ def aa() -> str:
 
 
 def regret() -> str:
-    """Every device on which benchmarks/bench_regret.py was run with --write."""
-    from benchmarks.bench_regret import markdown
+    """Every device on which benchmarks/bench_regret.py was run with --write, or `./run gpu` with --keep."""
+    from benchmarks.bench_regret import kept, markdown
 
-    found = [json.loads(p.read_text()) for p in sorted((ROOT / "benchmarks" / "results").glob("*/regret.json"))]
+    found = kept(ROOT / "benchmarks" / "results")
     return "\n\n".join(map(markdown, found)) or "Nobody has run `benchmarks/bench_regret.py --write` yet."
 
 

@@ -23,6 +23,7 @@ from autosel.knobs.gpu import cutlass
 from autosel.knobs.gpu.facts import facts
 from autosel.ops import OPS
 from autosel.values import Failed, Passed
+from benchmarks.bench_regret import parsed as parsed_regret
 from benchmarks.bench_regret import settings
 from benchmarks.cutlass_settings import around
 from benchmarks.gpu import child, containment, decode, engines, goals, keeping, profiles, served
@@ -158,6 +159,13 @@ def test_a_dry_run_is_not_kept_in_this_checkout(tmp_path: Path) -> None:
         keeping.keep(kept)
 
 
+CELL = {
+    "ok": True, "kind": "decode", "kernel": "cuda:gemv", "workload": key("linear", **GEMV), "regret": 0.021, "low": 0.0,
+    "high": 0.04, "twin": 0.001, "closed": {"unroll": 4}, "closed_us": 10.21, "best": {"unroll": 2}, "best_us": 10.0,
+    "settings": 9, "left_out": 0, "readings": 99, "rounds": 20, "seconds": 8.0,
+}  # fmt: skip
+
+
 @pytest.fixture
 def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """docs/generate.py over a checkout with results of one device."""
@@ -171,6 +179,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     kept.write(record("parity", rows))
     kept.write(record("sanitizer", {"memcheck step cuda:step bf16": {"ok": True, "outcome": "clean", "cases": 1}}))
     kept.write(record("fingerprint", {"take": {"ok": True}}))
+    kept.write(record("regret", {"decode cuda:gemv": CELL, "decode cuda:rope": {"ok": True, "left out": "no kernel"}}))
     kept.write_text("gaps.json", json.dumps({"parity: units that failed or are left": "fp32 rounds twice"}))
     monkeypatch.setattr(made, "ROOT", tmp_path)
     return made
@@ -187,6 +196,24 @@ def test_the_page_of_goals_shows_a_device_and_the_reasons_for_its_gaps(pages: An
     assert "## NVIDIA H200" in text and "No such run exists" not in text
     (row,) = [line for line in text.splitlines() if line.startswith("| parity:")]
     assert "missed" in row and "fp32 rounds twice" in row
+
+
+def test_the_page_of_regrets_shows_the_cells_of_a_kept_stage_beside_those_of_the_benchmark(
+    pages: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / "benchmarks" / "results" / "cpu", tmp_path / "benchmarks" / "results" / "cpu")
+    text = pages.regret()
+    assert "NVIDIA H200, 2026-01-01; 1 of " in text
+    assert f"| cuda:gemv | {CELL['workload']} | 2.1% (0.0% .. 4.0%) | 10.2 | 10.0 (unroll=2) | 9 |" in text
+    assert "cpp:gemv" in text and "no kernel" not in text
+
+
+def test_a_gpus_regrets_are_kept_by_the_stage_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """The benchmark would write its cells over the stage's record."""
+    with pytest.raises(SystemExit):
+        parsed_regret(["--device", "cuda", "--write"])
+    assert "./run gpu --stage regret --keep" in capsys.readouterr().err
+    assert parsed_regret(["--device", "cuda"]).device == "cuda" and parsed_regret(["--write"]).write
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
