@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autosel.candidates.base import Candidate
-from autosel.values import Accepted, Fingerprint, Knobs, NativeRecipe, Rejected, Scalar, Workload
+from autosel.values import Accepted, Fingerprint, Knobs, NativeRecipe, Rejected, Scalar, Support, Workload
 from benchmarks.gpu.scope import Scope
+from benchmarks.gpu.variants import feature_of, variants
 
 BUILT = ("CPP", "CUDA_EXT", "CUTLASS", "TRITON")  # ours: a build is made for the settings of a shape
 
 if TYPE_CHECKING:
-    from autosel.models.workloads import Named
     from autosel.race.contest import Entrant
 
 
@@ -38,39 +38,60 @@ class Entry:
 
 def entries(scope: Scope, fp: Fingerprint) -> list[Entry]:
     """Every build of every candidate of every op of the scope, in each of its dtypes: the candidates' first builds
-    first, so that a run which is cut short has met all of them."""
-    found = [e for dtype in scope.dtypes for e in _of_dtype(scope, fp, scope.everything(dtype=dtype))]
+    first, so that a run which is cut short has met all of them. What contracts know beyond the model's own workloads
+    (windows, softcaps, ...) each candidate meets once, in the first dtype: the other dtypes are other numbers in the
+    same code."""
+    found: list[Entry] = []
+    for dtype in scope.dtypes:
+        workloads = [named.workload for named in scope.everything(dtype=dtype)]
+        varied = variants(scope, dtype) if dtype == scope.dtypes[0] else ()
+        found += _of_dtype(scope, fp, workloads, varied)
     return sorted(found, key=lambda e: e.further)
 
 
-def _of_dtype(scope: Scope, fp: Fingerprint, named: Sequence[Named]) -> Iterator[Entry]:
+def _of_dtype(scope: Scope, fp: Fingerprint, own: Sequence[Workload], varied: Sequence[Workload]) -> Iterator[Entry]:
     from autosel.candidates.registry import eligible
 
-    by_op: dict[str, list[Workload]] = {}
-    for one in named:
-        by_op.setdefault(one.workload.op, []).append(one.workload)
-    for workloads in by_op.values():
-        asked = {w.key: eligible(w, fp, scope.effort) for w in workloads}
+    for op in dict.fromkeys(w.op for w in own):
+        workloads, others = ([w for w in listed if w.op == op] for listed in (own, varied))
+        asked = {w.key: eligible(w, fp, scope.effort) for w in (*workloads, *others)}
         for i, (candidate, first) in enumerate(asked[workloads[0].key]):
-            builds: dict[object, Workload] = {}
-            for w in workloads:
-                if isinstance(asked[w.key][i][1], Accepted):
-                    builds.setdefault(_build(candidate, w, fp), w)
-            for number, w in enumerate(builds.values()):
+            taken, further = ([w for w in some if _takes(asked[w.key][i][1])] for some in (workloads, others))
+            builds = _builds(candidate, taken, further, fp)
+            for number, w in enumerate(builds):
                 yield Entry(candidate=candidate, workload=w, further=number > 0)
             if not builds:
                 why = first.reason if isinstance(first, Rejected) else ""
                 yield Entry(candidate=candidate, workload=workloads[0], refused=why)
 
 
+def _takes(support: Support) -> bool:
+    return isinstance(support, Accepted)
+
+
+def _builds(
+    candidate: Candidate, workloads: Sequence[Workload], varied: Sequence[Workload], fp: Fingerprint
+) -> list[Workload]:
+    """The first workload of each build; then the first of each feature that none of them has."""
+    builds: dict[object, Workload] = {}
+    for w in workloads:
+        builds.setdefault(_build(candidate, w, fp), w)
+    features = {feature_of(w): w for w in builds.values()}
+    for w in varied:
+        if features.setdefault(feature_of(w), w) is w:
+            builds[w.key] = w
+    return list(builds.values())
+
+
 def _build(candidate: Candidate, w: Workload, fp: Fingerprint) -> object:
-    """Equal for workloads that one build serves: a native kernel's flags; of Triton's, whose knobs are all compiled in,
-    the knobs; nothing else is built for a shape."""
+    """Equal for workloads that one build serves with one way through it. The build: a native kernel's flags; of
+    Triton's, whose knobs are all compiled in, the knobs; nothing else is built for a shape. The way: the traits, by
+    which Triton's are compiled too, and the others branch."""
     if candidate.backend not in BUILT:
-        return ""
+        return w.traits
     knobs = candidate.knobs(w, fp)
     recipe = candidate.recipe(w, fp, knobs)
-    return recipe.flags if isinstance(recipe, NativeRecipe) else tuple(knobs.values.items())
+    return (recipe.flags if isinstance(recipe, NativeRecipe) else tuple(knobs.values.items())), w.traits
 
 
 def entrant(candidate: Candidate, w: Workload, fp: Fingerprint, knobs: Mapping[str, Scalar] | None = None) -> Entrant:

@@ -19,7 +19,7 @@ CPU_OPS = ("rmsnorm", "swiglu", "rope")  # what a dry run tunes: seconds each
 OURS = ("cpp", "cuda", "cutlass", "triton")  # whose faults are ours; another's are a finding
 SMALL_MODEL = "llama-1b"
 MODELS = ("llama-8b", "llama-1b", "qwen3-1.7b", "gemma3-1b")  # of the certified runs
-OTHER_MODEL = "gemma3-1b"  # GeGLU, windows, norms with an offset
+OTHER_MODEL = "gemma3-1b"  # for what llama-8b has no use for: GeGLU; and the shapes of variants (variants.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,19 +11,21 @@ from autosel.candidates import registry
 from autosel.candidates.base import Candidate
 from autosel.candidates.libraries.base import Library
 from autosel.candidates.registry import eligible, own_candidates
-from autosel.errors import UsageError
+from autosel.errors import BadArguments, UsageError
 from autosel.fingerprint import known
 from autosel.native import cuda, cutlass
 from autosel.native.cuda import Nvcc
 from autosel.native.cutlass import Headers
-from autosel.values import Accepted, NativeRecipe
+from autosel.ops import OPS
+from autosel.values import Accepted, NativeRecipe, Scalar
 from benchmarks.gpu import sanitizer
 from benchmarks.gpu.__main__ import chosen, parsed, seconds
 from benchmarks.gpu.entrants import Entry, entries
 from benchmarks.gpu.kept import Kept, Record
-from benchmarks.gpu.scope import Scope, scope_of
+from benchmarks.gpu.scope import Scope, is_ours, scope_of
 from benchmarks.gpu.stages import NAMES, stage
 from benchmarks.gpu.summary import write_summary
+from benchmarks.gpu.variants import feature_of, variants
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,7 +114,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 # --- nobody is forgotten ----------------------------------------------------------------------------------------------
 
 DEVICES = ("h200", "rtx-5070-ti")
-UNREACHED = {"flash_attn:paged_attn": "takes pages of 256 tokens; a serving engine's have 16"}
+UNTIMED = {"flash_attn:paged_attn": "takes pages of 256 tokens; a serving engine's have 16"}
 WITHOUT_CANDIDATE = {
     "cuda/gemv_fp8.cu": "no op takes fp8 operands yet",
     "cuda/attn_decode_fp8.cu": "no op takes fp8 operands yet",
@@ -159,7 +161,7 @@ def test_parity_lists_every_candidate_there_is() -> None:
 @pytest.mark.usefixtures("everything_installed")
 def test_parity_takes_every_gpu_candidate_on_some_device() -> None:
     met = {(e.candidate.op, e.candidate.name) for device in DEVICES for e in accepted(device)}
-    assert {c.name for c in for_gpus() if (c.op, c.name) not in met} == set(UNREACHED)
+    assert {c.name for c in for_gpus() if (c.op, c.name) not in met} == set()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -226,7 +228,8 @@ def test_the_bench_has_every_candidate_that_parity_takes(device: str) -> None:
     met = set()
     for key in stage("bench").units(on_gpu(), fp):
         met |= {(c.op, c.name) for c, s in eligible(asked[key], fp, "full") if isinstance(s, Accepted)}
-    assert met >= {(e.candidate.op, e.candidate.name) for e in accepted(device) if e.workload.dtype == "bf16"}
+    there = {(e.candidate.op, e.candidate.name) for e in accepted(device) if e.workload.dtype == "bf16"}
+    assert {name for _, name in there - met} == set(UNTIMED)
 
 
 @pytest.mark.usefixtures("everything_installed")
@@ -277,3 +280,68 @@ def test_every_build_of_a_kernel_is_proven_not_only_its_first() -> None:
     assert len(names) == len(set(names))
     firsts = [e.further for e in entries(on_gpu(), known.load("h200"))]
     assert firsts == sorted(firsts)
+
+
+# --- every trait of every contract ------------------------------------------------------------------------------------
+
+
+def values_named(op: str, trait: str) -> set[Scalar]:
+    """The values beside its default that a contract names; none where it takes any number, or is no argument."""
+    of = OPS[op]
+    if trait not in {a.name for a in of.args if a.kind in ("int", "float")}:
+        return set()
+    some = next(w for w in (e.workload for e in accepted("h200")) if w.op == op)
+    inputs = of.cases(of.workload(some.dtype, dict(some.dims)))[0].make(1)
+    taken = {number for number in range(10) if takes(op, inputs | {trait: number})}
+    return set() if len(taken) == 10 else taken - {of.trait_defaults[trait]}
+
+
+def takes(op: str, inputs: dict[str, object]) -> bool:
+    try:
+        OPS[op].workload_of(inputs)
+    except BadArguments:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("op", "trait"), [(op.name, trait) for op in OPS.values() for trait in op.trait_defaults])
+@pytest.mark.usefixtures("everything_installed")
+def test_a_kernel_of_ours_is_proven_at_every_trait_that_a_contract_knows(op: str, trait: str) -> None:
+    own = [e.workload for e in accepted("h200") if e.workload.op == op and is_ours(e.candidate.name)]
+    default = OPS[op].trait_defaults[trait]
+    met = {w.trait(trait, default) for w in own}
+    assert default in met
+    assert met - {default}
+    assert met >= values_named(op, trait)
+
+
+def test_a_contract_says_which_values_it_knows() -> None:
+    """Else nothing would be asked for above."""
+    assert values_named("gate_up", "activation") == {1, 2}
+    assert values_named("rope", "style") == {1}
+    assert values_named("attn", "window") == values_named("attn", "ragged") == set()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("everything_installed")
+def test_every_candidate_is_proven_once_at_each_feature_it_takes(device: str) -> None:
+    """One that no workload of the model has costs a unit a candidate, not one a dtype and shape."""
+    fp, there = known.load(device), accepted(device)
+    usual = {(n.workload.op, feature_of(n.workload)) for n in on_gpu().everything()}
+    units: dict[tuple[str, str, object], int] = {}
+    for e in there:
+        named = (e.candidate.op, e.candidate.name, feature_of(e.workload))
+        units[named] = units.get(named, 0) + 1
+    for w in variants(on_gpu(), on_gpu().dtypes[0]):
+        for candidate, support in eligible(w, fp, on_gpu().effort):
+            if isinstance(support, Accepted):
+                met = units.get((w.op, candidate.name, feature_of(w)), 0)
+                assert met == 1 or (met and (w.op, feature_of(w)) in usual), (candidate.name, w.key)
+
+
+def test_a_window_of_a_variant_cuts() -> None:
+    """On the smallest dry run too."""
+    for one in (on_gpu(), scope("--seq", "128")):
+        windowed = [w for w in variants(one, "bf16") if w.trait("window", 0)]
+        assert windowed
+        assert all(0 < int(w.trait("window", 0)) < dict(w.dims).get("L", w["S"]) for w in windowed)
