@@ -12,6 +12,7 @@ from typing import Any
 from autosel.fingerprint import nvml, stack, store
 from autosel.values import Fingerprint
 
+GPU_PACKS = ("cuda", "cutlass", "triton")  # folders of kernels/ whose sources run on a GPU
 OF_THE_HOST = ("host_launch_s",)  # timed by the host's clock: what disturbs it is no work on the device
 NOISY_SPREAD = 0.10  # between the best and the worst of five windows of 20 ms: somebody else is on the device
 
@@ -44,7 +45,7 @@ def environment(driver: str) -> dict[str, Any]:
     host = stack.environment()
     return {
         **{key: host[key] for key in ("autosel", "torch", "tvm_ffi", "compiler", "python", "libc")},
-        "kernel_pack": {kind: stack.pack_digest(kind) for kind in ("cuda", "triton")},
+        "kernel_pack": {kind: stack.pack_digest(kind) for kind in GPU_PACKS},
         "triton": _version("triton"),
         "driver": driver,
     }

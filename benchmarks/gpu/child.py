@@ -14,7 +14,8 @@ import traceback
 
 from autosel import fingerprint
 from autosel.errors import AutoselError
-from autosel.values import digest, to_json
+from autosel.values import to_json
+from benchmarks.gpu.held import held_for
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import stage
 
@@ -32,10 +33,9 @@ def serve(name: str, scope: Scope) -> int:
 
     try:
         work, fp = stage(name), fingerprint.take(scope.device)
-        held_for = digest({"scope": scope.plain, "env_id": fp.env_id})
         shown = {"name": fp.name, "kind": fp.kind, "hw_id": fp.hw_id, "env_id": fp.env_id, "contended": fp.contended}
         shown |= {"environment": to_json(fp.environment), "rates": {n: r.value for n, r in fp.rates.items()}}
-        reply({"listed": work.units(scope, fp), "key": held_for, "device": shown})
+        reply({"listed": work.units(scope, fp), "key": held_for(scope, fp), "device": shown})
     except AutoselError as error:
         reply({"error": str(error)})
         return 1

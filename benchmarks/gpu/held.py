@@ -1,0 +1,66 @@
+"""What results hold for: a run goes on with those whose key is still the same, and measures all others again."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+
+from autosel import resources
+from autosel.values import Fingerprint, digest
+from benchmarks.gpu.engines import ENGINES
+from benchmarks.gpu.scope import Scope
+
+ROOT = Path(__file__).resolve().parents[2]
+SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".hpp", ".h")
+# What a kernel is compiled or measured with, beside the libraries that candidates wrap and the engines.
+TOOLS = ("torch", "triton", "apache-tvm-ffi", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cutlass")
+
+
+def held_for(scope: Scope, fp: Fingerprint) -> str:
+    """The key of a stage's record: scope, device and driver, sources, nvcc and every library that can be timed."""
+    found = {
+        "scope": scope.plain,
+        "env_id": fp.env_id,
+        "sources": sources_digest(),
+        "nvcc": nvcc_version(),
+        "libraries": {name: version_of(name) for name in distributions()},
+    }
+    return digest(found)
+
+
+def sources_digest(checkout: Path = ROOT, kernels: Path | None = None) -> str:
+    """Of everything that is compiled, called or judged by: the kernels, the package, the stages and what they use.
+
+    One digest for all stages: which of them a source reaches nobody can say for sure.
+    """
+    hasher = sha256()
+    for folder in (kernels or resources.kernels(), checkout / "autosel", checkout / "benchmarks"):
+        for path in sorted(p for p in folder.rglob("*") if p.suffix in SUFFIXES and p.is_file()):
+            hasher.update(path.relative_to(folder.parent).as_posix().encode() + b"\0")
+            hasher.update(sha256(path.read_bytes()).digest())
+    return hasher.hexdigest()
+
+
+def nvcc_version() -> str:
+    from autosel.native.cuda import find_nvcc
+
+    found = find_nvcc()
+    return found.version if found else ""
+
+
+def distributions() -> list[str]:
+    """Those that candidates wrap, engines and tools: by their names for pip."""
+    from autosel.candidates.libraries.base import LibraryKernel
+    from autosel.candidates.registry import own_candidates
+
+    wrapped = {c.library.distribution for c in own_candidates() if isinstance(c, LibraryKernel)}
+    return sorted({*wrapped, *ENGINES.values(), *TOOLS})
+
+
+def version_of(distribution: str) -> str:
+    """As installed; "" where it is not."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""

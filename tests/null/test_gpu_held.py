@@ -1,0 +1,86 @@
+"""What a stage's results hold for: anything that could have made them others makes another key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from autosel import resources
+from autosel.fingerprint import gpu, known
+from autosel.native import cuda
+from autosel.native.cuda import Nvcc
+from benchmarks.gpu import held
+from benchmarks.gpu.__main__ import parsed
+from benchmarks.gpu.scope import scope_of
+
+FP = known.load("h200")
+SCOPE = scope_of(parsed(["--device", "cuda"]))
+NVCC = Nvcc(path="nvcc", version="release 13.0, V13.0.48", home=Path("/"), architectures=(90,))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("kernels/cutlass/gemm.cu", "kernels/ffi.h", "autosel/knobs/gemv.py", "benchmarks/gpu/parity.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("one")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name", ["kernels/cutlass/gemm.cu", "kernels/ffi.h", "autosel/knobs/gemv.py", "benchmarks/gpu/parity.py"]
+)
+def test_results_of_other_sources_are_not_taken_for_these(checkout: Path, name: str) -> None:
+    before = held.sources_digest(checkout, checkout / "kernels")
+    assert held.sources_digest(checkout, checkout / "kernels") == before
+    (checkout / name).write_text("two")
+    assert held.sources_digest(checkout, checkout / "kernels") != before
+
+
+def test_what_a_run_writes_itself_changes_no_key(checkout: Path) -> None:
+    before = held.sources_digest(checkout, checkout / "kernels")
+    for name in ("benchmarks/results/nvidia-h200/parity.json", "autosel/knobs/__pycache__/gemv.cpython-311.pyc"):
+        (checkout / name).parent.mkdir(parents=True)
+        (checkout / name).write_text("made")
+    assert held.sources_digest(checkout, checkout / "kernels") == before
+
+
+def test_sources_are_known_by_their_place_in_the_checkout(checkout: Path, tmp_path: Path) -> None:
+    before, moved = held.sources_digest(checkout, checkout / "kernels"), tmp_path / "elsewhere"
+    for folder in ("kernels", "autosel", "benchmarks"):
+        moved.mkdir(exist_ok=True)
+        (checkout / folder).rename(moved / folder)
+    assert held.sources_digest(moved, moved / "kernels") == before
+
+
+def test_the_key_follows_sources_compiler_libraries_driver_and_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = dict.fromkeys(held.distributions(), "1.0")
+    monkeypatch.setattr(cuda, "find_nvcc", lambda: NVCC)
+    monkeypatch.setattr(held, "version_of", lambda name: versions[name])
+    monkeypatch.setattr(held, "sources_digest", lambda: "these")
+    keys = [held.held_for(SCOPE, FP)]
+    assert held.held_for(replace(SCOPE, out="/elsewhere"), FP) == keys[0]
+    keys.append(held.held_for(replace(SCOPE, seq=SCOPE.seq + 1), FP))
+    keys.append(held.held_for(SCOPE, replace(FP, environment={**FP.environment, "driver": "580.1"})))
+    versions["flashinfer-python"] = "2.0"
+    keys.append(held.held_for(SCOPE, FP))
+    monkeypatch.setattr(cuda, "find_nvcc", lambda: replace(NVCC, version="release 13.1, V13.1.80"))
+    keys.append(held.held_for(SCOPE, FP))
+    monkeypatch.setattr(held, "sources_digest", lambda: "others")
+    keys.append(held.held_for(SCOPE, FP))
+    assert len(set(keys)) == len(keys)
+
+
+def test_every_library_that_can_be_timed_has_its_version_in_the_key() -> None:
+    wrapped = {"flashinfer-python", "flash-attn", "liger-kernel", "quack-kernels", "sgl-kernel"}
+    assert {*wrapped, "vllm", "sglang", "torch", "triton"} <= set(held.distributions())
+    assert held.version_of("torch") == metadata.version("torch")
+    assert held.version_of("no-such-distribution") == ""
+
+
+def test_the_kernel_pack_of_a_gpu_is_every_source_that_runs_on_one() -> None:
+    folders = {path.name for path in resources.kernels().iterdir() if path.is_dir()} - {"cpu", "__pycache__"}
+    assert set(gpu.environment("580.1")["kernel_pack"]) == folders
