@@ -14,8 +14,9 @@ A route cell has the kernels that take a workload as its settings: which of them
 Visits during which other processes had more than a twentieth of a core do not count, whatever came out of them; nor
 does a cell of which too few are left. --build compiles what the cells need and measures nothing: before a silent run.
 
-On a GPU the settings that FlashAttention, vLLM, Triton's tutorial and cuBLASLt would choose are timed beside them
-(benchmarks/peer_settings.py).
+On a GPU the settings that FlashAttention, vLLM and Triton's tutorial would choose are timed beside them
+(benchmarks/peer_settings.py), and products also as PyTorch does them, left to itself and by cuBLASLt
+(benchmarks/cublaslt.py).
 
 --write keeps the cells in benchmarks/results/cpu/regret.json; without --fresh those that are there, with these kernels
 and formulas, are not measured again, so that --limit SECONDS can cut a sweep into pieces. A GPU's are kept by
@@ -49,6 +50,7 @@ from autosel.errors import BuildError
 from autosel.knobs.cpu.facts import facts as cpu_facts
 from autosel.knobs.gpu.facts import facts as gpu_facts
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Scalar, Workload, digest
+from benchmarks.cublaslt import by_cublaslt
 from benchmarks.cutlass_settings import around
 from benchmarks.halving import Bench, final, held_out, interval, nominate, ratios_of
 from benchmarks.peer_settings import of_peers
@@ -361,7 +363,8 @@ def _arms(cell: Cell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], 
         made[f"{PEER}{peer}"] = (replace(entrant(own, w, fp, chosen), candidate=f"{own.name} as {peer}"), chosen)
     library = next((c for c in all_candidates(w.op) if c.name == "torch:linear"), None)
     if fp.kind == "cuda" and library is not None:
-        made[f"{PEER}cublaslt"] = (entrant(library, w, fp), {})
+        made[f"{PEER}pytorch"] = (entrant(library, w, fp), {})
+    made |= {f"{PEER}cublaslt": (arm, {}) for arm in by_cublaslt(w, fp).values()}
     return made, _spelled(setting)
 
 

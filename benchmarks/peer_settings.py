@@ -3,7 +3,7 @@
 A rule is the peer's, the kernel is ours: what is compared is the choice. Sources: FlashAttention 3's rule for splits
 (hopper/heuristics.h of Dao-AILab/flash-attention); vLLM's unified attention in Triton (128 // Hkv sequences as the
 threshold, 16 segments); the matrix product of Triton's tutorials, whose tiles of 128 x 128 and 3 stages many kernels
-start from. cuBLASLt's first choice is what torch's linear takes.
+start from. A library that brings its own kernels has no setting to give: benchmarks/cublaslt.py.
 """
 
 from __future__ import annotations

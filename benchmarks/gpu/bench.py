@@ -62,9 +62,11 @@ def _middle(times: list[float]) -> float:
 
 
 def _arms(w: Workload, fp: Fingerprint, effort: str) -> tuple[dict[str, Entrant], dict[str, str]]:
-    """The candidates that take the workload, by name, the baseline first; of the others, why not."""
+    """The candidates that take the workload, by name, the baseline first, and what is no candidate but a rival; of the
+    others, why not."""
     from autosel.candidates.registry import eligible
     from autosel.errors import BuildError
+    from benchmarks.cublaslt import by_cublaslt
 
     arms: dict[str, Entrant] = {}
     refused: dict[str, str] = {}
@@ -76,7 +78,7 @@ def _arms(w: Workload, fp: Fingerprint, effort: str) -> tuple[dict[str, Entrant]
             arms[candidate.name] = entrant(candidate, w, fp)
         except BuildError as error:
             refused[candidate.name] = str(error)
-    return arms, refused
+    return arms | by_cublaslt(w, fp), refused
 
 
 def _seat(timer: Timer, w: Workload, arms: dict[str, Entrant]) -> dict[str, str]:
