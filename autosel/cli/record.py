@@ -134,6 +134,23 @@ def place_of(path: Path) -> str:
     return next((p for p in devices.places_here() if devices.device_at(p)[0].hw_id == wanted), "")
 
 
+def tuned_on(path: Path, otherwise: str) -> str:
+    """The device that a recording is of; `otherwise`, and a word about it, if it is none of this machine.
+
+    Raises UsageError for one of a device that nobody could identify: it may be any, so that it is to be named.
+    """
+    from autosel.dispatch import devices, recorded
+
+    place = place_of(path)
+    if place:
+        return place
+    if devices.is_nobody(recorded.read(path).device):
+        todo = "name the device to tune (--device cuda), or record again where it can be identified"
+        raise UsageError(f"{path} does not say of which device it is", why="its GPU could not be identified", todo=todo)
+    click.echo(f"note: recorded on a device that is not here, tuned on {otherwise}", err=True)
+    return otherwise
+
+
 def mode_note(path: Path) -> str:
     """Why decisions made now would not serve the program that was recorded; "" if they would."""
     from autosel.dispatch import recorded

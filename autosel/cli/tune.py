@@ -90,9 +90,9 @@ def tune_command(
 
     ctx = click.get_current_context()
     if recorded is not None and not ray and not _given(ctx, "device"):
-        from autosel.cli.record import place_of
+        from autosel.cli.record import tuned_on
 
-        device = place_of(recorded) or device
+        device = tuned_on(recorded, device)
     if not ray:
         refuse_absent(device)
     seconds = parse_budget(budget) if budget else float(settings.get("budget"))

@@ -104,6 +104,7 @@ class Board:
         self._rows: tuple[snapshot.Row, ...] = ()
         self._trouble = ""  # why nothing serves, wherever
         self._serving: dict[str, Serving] = {}  # by place: what serves tensors that are there
+        self._told: set[str] = set()  # places of which it was said that nothing can serve there
         self._read()
         self._closed = threading.Event()
         self._watch()
@@ -191,6 +192,9 @@ class Board:
         """What serves tensors that are there; a place is looked at when the first of its tensors comes."""
         if place not in self._serving:
             device, unknown = device_at(place)
+            if unknown and device.kind == "cuda" and place not in self._told:
+                self._told.add(place)
+                log.warning("%s. No decision can serve there: PyTorch's own kernels do", unknown)
             held = self._held(device.hw_id)
             self._serving[place] = index(self._rows, device, held, trouble=unknown or self._trouble)
         return self._serving[place]

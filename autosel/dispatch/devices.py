@@ -12,7 +12,7 @@ from typing import Any
 
 from autosel.errors import AutoselError
 from autosel.fingerprint import gpu, machine
-from autosel.values import Fingerprint
+from autosel.values import DeviceKind, Fingerprint
 
 CPU = "cpu"
 
@@ -41,13 +41,25 @@ def device_at(place: str) -> tuple[Fingerprint, str]:
     if place == CPU:
         return this_device(), ""
     kind, _, number = place.partition(":")
-    nobody = Fingerprint(kind="cuda" if kind == "cuda" else "cpu", name=place, identity={}, environment={}, rates={})
+    nobody = _nobody(place)
     if kind != "cuda":
         return nobody, f"the tensors are on {kind}, for which nothing is decided"
     try:
         return _gpu(int(number)), ""
     except AutoselError as error:
-        return nobody, f"{place} cannot be identified: {str(error).splitlines()[0]}"
+        return nobody, f"{place} cannot be identified: {'; '.join(str(error).splitlines())}"
+    except Exception as error:  # a broken library: best() has a baseline, and its caller nothing to mend
+        return nobody, f"{place} cannot be identified: {type(error).__name__}: {error}"
+
+
+def _nobody(place: str) -> Fingerprint:
+    kind: DeviceKind = "cuda" if kind_of(place) == "cuda" else "cpu"
+    return Fingerprint(kind=kind, name=place, identity={}, environment={}, rates={})
+
+
+def is_nobody(hw_id: str) -> bool:
+    """Of a device that could not be identified."""
+    return hw_id in {_nobody(place).hw_id for place in (CPU, "cuda")}
 
 
 @cache

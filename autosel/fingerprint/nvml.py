@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autosel.errors import UsageError
+from autosel.fingerprint import libcuda
 
 DRIVER = Path("/sys/module/nvidia/version")
 MEMORY_STEP_BYTES = 256 << 20  # driver versions reserve differing amounts: identity rounds them away
@@ -93,7 +94,7 @@ LIMITS = {
 
 def read(ordinal: int) -> Readings:
     """Read CUDA's device `ordinal`. Raises UsageError saying what is missing: driver, cupy, or the device."""
-    runtime = _runtime()
+    runtime = _runtime_or_driver()
     count = _count(runtime)
     if not 0 <= ordinal < count:
         raise UsageError(
@@ -104,7 +105,7 @@ def read(ordinal: int) -> Readings:
     limits = {name: int(runtime.deviceGetAttribute(getattr(runtime, a), ordinal)) for name, a in LIMITS.items()}
     told = runtime.getDeviceProperties(ordinal)  # cupy has no attribute for the compute capability
     cc = int(told["major"]), int(told["minor"])
-    # Sixteen bytes, which cupy reads as a C string: up to the first zero, were it beyond them.
+    # Sixteen bytes, which cupy reads as a C string (the driver gives all): up to the first zero, were it beyond them.
     return _from_nvml(runtime.deviceGetPCIBusId(ordinal), told["uuid"][:16], cc, limits, told)
 
 
@@ -124,11 +125,23 @@ def counted() -> int:
 def _runtime() -> Any:
     try:
         from cupy.cuda import runtime
-    except ImportError as error:
+    except Exception as error:  # a cupy of another CUDA may raise anything
         raise UsageError(
             "a GPU's fingerprint needs cupy", why=str(error), todo="install the extra cuda12 or cuda13 of this checkout"
         ) from error
     return runtime
+
+
+def _runtime_or_driver() -> Any:
+    """Without cupy the driver is asked: it knows who a device is, if not how fast."""
+    try:
+        return _runtime()
+    except UsageError as error:
+        try:
+            return libcuda.runtime()
+        except (OSError, libcuda.CUDARuntimeError) as missing:
+            why = f"{error.why}; nor does the driver answer: {missing}"
+            raise UsageError(error.what, why=why, todo=error.todo) from error
 
 
 def _count(runtime: Any) -> int:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -19,7 +20,7 @@ import pytest
 
 from autosel import fingerprint
 from autosel.errors import UsageError
-from autosel.fingerprint import gpu_probe, nvml, store
+from autosel.fingerprint import gpu_probe, libcuda, nvml, store
 from autosel.native.compile import find_compiler
 from tests.compile import cupy_stand_in
 from tests.compile.emulate import HERE, _built
@@ -40,14 +41,24 @@ def probes() -> Path:
 
 @pytest.fixture(scope="module")
 def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made, compiler = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1", find_compiler()
+    return shared("nvml_stand_in.c", tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1")
+
+
+@pytest.fixture(scope="module")
+def driver_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared("libcuda_stand_in.c", tmp_path_factory.mktemp("driver") / "libcuda.so.1")
+
+
+def shared(source: str, made: Path) -> Path:
+    compiler = find_compiler()
     assert compiler is not None
-    command = [compiler.path, "-x", "c", "-shared", "-fPIC", str(HERE / "nvml_stand_in.c"), "-o", str(made)]
+    command = [compiler.path, "-x", "c", "-shared", "-fPIC", str(HERE / source), "-o", str(made)]
     subprocess.run(command, check=True, timeout=60)
     return made
 
 
 Played = Callable[..., None]
+PLAIN_CDLL = ctypes.CDLL  # before anybody plays with it
 
 
 @pytest.fixture
@@ -225,6 +236,38 @@ def test_a_device_that_cuda_does_not_show_is_refused(played: Played) -> None:
     with pytest.raises(UsageError) as error:
         nvml.read(2)
     assert "CUDA sees 2 devices" in error.value.why
+
+
+@pytest.mark.parametrize("cupy", ["none", "broken"])
+def test_without_cupy_the_driver_says_who_a_device_is(
+    cupy: str, played: Played, driver_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very readings, so that what was tuned with cupy serves where there is none."""
+    played()
+    told = nvml.read(0)
+    library = PLAIN_CDLL(str(driver_library))
+    monkeypatch.setattr(libcuda.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None if cupy == "none" else Broken("cupy.cuda"))
+    assert nvml.read(0) == told
+    with pytest.raises(UsageError, match="no device cuda:2") as error:
+        nvml.read(2)
+    assert "CUDA sees 2 devices" in error.value.why
+    with pytest.raises(UsageError, match="needs cupy"):
+        nvml.counted()  # what can be measured on
+
+
+class Broken(ModuleType):
+    """A cupy built for another CUDA."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("CuPy failed to load libnvrtc.so.12")
+
+
+def test_what_the_driver_refuses_is_told(driver_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = PLAIN_CDLL(str(driver_library))
+    monkeypatch.setattr(libcuda.ctypes, "CDLL", lambda name: library)
+    with pytest.raises(libcuda.CUDARuntimeError, match="cuDeviceGet: invalid device ordinal"):
+        libcuda.runtime().deviceGetPCIBusId(5)
 
 
 # --- what each probe does ---------------------------------------------------------------------------------------------

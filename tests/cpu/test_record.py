@@ -209,3 +209,19 @@ def test_a_recording_is_tuned_on_the_device_it_is_of(tmp_path: Path, monkeypatch
     for device, place in ((gpu.hw_id, "cuda:0"), (this_device().hw_id, "cpu"), ("elsewhere", "")):
         recorded.save(tmp_path / "r.json", recording(device=device))
         assert record_verb.place_of(tmp_path / "r.json") == place
+
+
+def test_a_recording_of_no_device_here_is_not_tuned_for_another_unnoticed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(tune_verb, "report_on", lambda request, *_, **__: asked.append(request.device))
+    file = tmp_path / "r.json"
+    recorded.save(file, recording(device=devices._nobody("cuda:0").hw_id))
+    assert run(["tune", "--recorded", str(file)]) == 2
+    assert "does not say of which device" in capfd.readouterr().err and not asked
+    assert run(["tune", "--recorded", str(file), "--device", "cpu"]) == 0
+    recorded.save(file, recording(device="elsewhere"))
+    assert run(["tune", "--recorded", str(file)]) == 0
+    assert "recorded on a device that is not here, tuned on cpu" in capfd.readouterr().err
+    assert asked == ["cpu", "cpu"]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import dispatch
 from autosel.candidates.load import load
 from autosel.decode import device as decode_device
 from autosel.decode import graph, launch, race
@@ -280,27 +279,6 @@ def test_what_serves_a_gpus_tensors_is_looked_up_by_the_identity_that_tuning_fil
     devices._gpu.cache_clear()
     assert (found.kind, found.name, unknown) == ("cuda", "NVIDIA H200", "")
     assert found.identity == nvml.identity_of(H200) and found.rates == {}
-
-
-@pytest.mark.parametrize(
-    "trouble",
-    [UsageError("NVML does not answer", why="version", todo="install it"), AttributeError("no deviceGetAttribute")],
-)
-def test_a_gpu_nobody_can_identify_is_served_by_the_baseline_and_told_of_once(
-    trouble: Exception, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def read(ordinal: int) -> nvml.Readings:
-        raise trouble
-
-    monkeypatch.setattr(nvml, "read", read)
-    devices._gpu.cache_clear()
-    with dispatch.use(home) as board:
-        for _ in range(2):
-            found = board.resolution(OPS["rmsnorm"], OPS["rmsnorm"].workload("fp32", {"M": 1, "d": 32}), "cuda:0")
-            board._read()
-    assert found.decision is None
-    (said,) = (r.getMessage() for r in caplog.records if "cannot be identified" in r.getMessage())
-    assert all(part in said for part in str(trouble).splitlines()) and "cuda:0" in said
 
 
 # --- the stages of `./run gpu` ----------------------------------------------------------------------------------------
