@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -21,7 +22,9 @@ __all__ = [
     "bytes_text",
     "emit_json",
     "error_json",
+    "leave",
     "microseconds",
+    "noted",
     "out_of_memory",
     "paragraph",
     "ratio",
@@ -69,6 +72,23 @@ def report(error: AutoselError) -> None:
     told += [paragraph(line, indent="  ") for line in error.why.splitlines()]
     told += [f"  {line}" for line in error.todo.splitlines()]
     click.echo("\n".join(told), err=True, color=settings.colour())
+
+
+@contextmanager
+def noted(troubles: list[AutoselError]) -> Iterator[None]:
+    """What goes wrong when there is a result already is said beside it, and costs nobody the result."""
+    try:
+        yield
+    except AutoselError as error:
+        troubles.append(error)
+
+
+def leave(troubles: Sequence[AutoselError]) -> None:
+    """Say all that went wrong; the exit code is the first one's."""
+    for trouble in troubles:
+        report(trouble)
+    if troubles:
+        raise click.exceptions.Exit(troubles[0].exit_code)
 
 
 def paragraph(text: str, indent: str = "", hang: str | None = None) -> str:

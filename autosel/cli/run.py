@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from autosel import settings
 from autosel.cli.certificate import changes_text, plan_text, summary, where_line
 from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.options import Known, batch_option, dtype_option, json_option, verb
-from autosel.cli.output import emit_json, error_json, paragraph, report
+from autosel.cli.output import emit_json, error_json, leave, noted, paragraph
 from autosel.errors import AutoselError, LedgerError, ParityError, UsageError
 from autosel.values import DTypeName, to_json
 
@@ -264,45 +265,45 @@ def drafted(text: str) -> int:
 
 
 def run_once(asked: Asked, as_json: bool) -> None:
-    """Measure, certify, write what was asked for, say it."""
+    """Measure, certify, say it, write what was asked for. What goes wrong once it is measured is said beside it."""
     from autosel.certify.audit import audit
 
     plan, objectives, key = asked.plan(), asked.objectives(), asked.key()
     before = earlier(asked)
     refuse_unwritable(asked)
-    made, where = certified(asked, plan, objectives, key)
+    made = issued(asked, plan, objectives)
+    troubles = [trouble] if (trouble := failed(made)) else []
+    where: Path | None = None
+    changes: list[Change] = []
+    with noted(troubles):
+        made, where = append(asked.certificates, made, key), asked.certificates
+    with noted(troubles):
+        changes = changes_against(before, lambda: _figures_of(made))
     found = audit(made)
-    _write_files(asked, made, found)
-    changes = changes_against(before, lambda: _figures_of(made))
-    trouble = failed(made)
+    if not as_json:
+        told = [summary(made, found), changes_text(changes), where_line(made, where) if where else ""]
+        click.echo("\n".join(filter(None, told)))
+    _write_files(asked, made, found, troubles)
     if as_json:
         emit_json(
             {
                 "certificate": to_json(made),
-                "file": str(where),
+                "file": str(where) if where else None,
                 "audit": _audit_json(found),
                 "compare": changes_json(changes),
-                "error": error_json(trouble) if trouble else None,
+                "error": error_json(troubles[0]) if troubles else None,
             }
         )
-    else:
-        click.echo(summary(made, found))
-        if changes:
-            click.echo(changes_text(changes))
-        click.echo(where_line(made, where))
-    if trouble is not None:
-        report(trouble)
-        raise click.exceptions.Exit(trouble.exit_code)
+    leave(troubles)
 
 
-def certified(asked: Asked, plan: Plan, objectives: Sequence[Objective], key: Any) -> tuple[Certificate, Path]:
-    """Measure, and append the certificate. Raises what measuring and appending raise."""
+def issued(asked: Asked, plan: Plan, objectives: Sequence[Objective]) -> Certificate:
+    """Measure. The certificate is in no file yet."""
     from autosel.certify.issue import Request, issue
 
     run = measured(plan, asked.text(plan))
     request = Request(repro_cmd=asked.repro, objectives=objectives, price_per_hour=asked["price_per_hour"])
-    made = issue(run, grounds(run), request)
-    return append(asked.certificates, made, key), asked.certificates
+    return issue(run, grounds(run), request)
 
 
 def append(path: Path, made: Certificate, key: Any) -> Certificate:
@@ -410,30 +411,37 @@ def failed(made: Certificate) -> AutoselError | None:
 
 
 def refuse_unwritable(asked: Asked) -> None:
-    """Before minutes of measuring: folders that are not there, a missing plotting package, a file not to append to."""
+    """Before minutes of measuring: places that cannot be written, a missing plotting package, a file not to append
+    to."""
     from autosel.certify import store
+    from autosel.cli.writable import refuse_file, refuse_folder
 
-    for name in ("audit_to", "trace_to", "certify"):
-        if asked[name] is not None and not asked[name].absolute().parent.is_dir():
-            raise UsageError(f"cannot write {asked[name]}", why=f"there is no folder {asked[name].parent}")
+    for path in (asked["audit_to"], asked["trace_to"], asked["certify"] and Path(os.path.realpath(asked["certify"]))):
+        if path is not None:
+            refuse_file(path)
+    if asked["certify"] is None:
+        refuse_folder(asked.certificates.parent)
     if asked["report_to"] is not None:
         from autosel.certify.plots import refuse_without
 
         refuse_without()
+        refuse_folder(asked["report_to"])
     store.head(asked.certificates)
 
 
-def _write_files(asked: Asked, made: Certificate, found: Audit) -> None:
+def _write_files(asked: Asked, made: Certificate, found: Audit, troubles: list[AutoselError]) -> None:
     from autosel.certify import report as pages
     from autosel.certify.trace import trace
 
     for path, document in ((asked["audit_to"], _audit_json(found)), (asked["trace_to"], trace(made))):
         if path is not None:
-            pages.replace_file(path, json.dumps(document, indent=1).encode() + b"\n")
-            click.echo(f"{path} written", err=True)
+            with noted(troubles):
+                pages.replace_file(path, json.dumps(document, indent=1).encode() + b"\n")
+                click.echo(f"{path} written", err=True)
     if asked["report_to"] is not None:
-        pages.write(asked["report_to"], made)
-        click.echo(f"{asked['report_to'] / pages.PAGE} written", err=True)
+        with noted(troubles):
+            pages.write(asked["report_to"], made)
+            click.echo(f"{asked['report_to'] / pages.PAGE} written", err=True)
 
 
 def _audit_json(found: Audit) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import click
 
 from autosel import settings
 from autosel.cli.certificate import changes_text, suite_text
-from autosel.cli.output import Stopped, emit_json, error_json, out_of_memory, report
+from autosel.cli.output import Stopped, emit_json, error_json, leave, noted, out_of_memory
 from autosel.cli.progress import Within
 from autosel.cli.run import (
     Asked,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from autosel.certify.certificate import Certificate
+    from autosel.certify.compare import Change
     from autosel.certify.suite import Configuration, Level, Row, Run, Suite
     from autosel.cli.progress import Progress
     from autosel.decode.run import Plan
@@ -51,21 +52,20 @@ def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
     refuse_unwritable(asked)
     found, trouble = measured_suite(asked, level, key)
     document = suite.document(found)
-    if asked["report_to"] is not None:
-        _write_suite(asked["report_to"], document)
+    changes: list[Change] = []
+    troubles = [trouble] if trouble else []
+    with noted(troubles):  # another suite's report
+        changes = changes_against(before, lambda: compare.of_suite(found))
     if not as_json:
-        click.echo(suite_text(found))
-    changes = changes_against(before, lambda: compare.of_suite(found))  # refuses another suite's report
+        where = f"certificates: {settings.spelling()} verify {asked.certificates}"
+        click.echo("\n".join(filter(None, [suite_text(found), changes_text(changes), where])))
+    if asked["report_to"] is not None:
+        with noted(troubles):
+            _write_suite(asked["report_to"], document)
     if as_json:
-        error = error_json(trouble) if trouble else None
+        error = error_json(troubles[0]) if troubles else None
         emit_json({**document, "compare": changes_json(changes), "error": error})
-    else:
-        if changes:
-            click.echo(changes_text(changes))
-        click.echo(f"certificates: {settings.spelling()} verify {asked.certificates}")
-    if trouble is not None:
-        report(trouble)
-        raise click.exceptions.Exit(trouble.exit_code)
+    leave(troubles)
 
 
 def _refuse_options_of_one_run(asked: Asked) -> None:

@@ -18,9 +18,10 @@ from autosel.cli.output import (
     bytes_text,
     emit_json,
     error_json,
+    leave,
+    noted,
     out_of_memory,
     paragraph,
-    report,
     table,
 )
 from autosel.errors import AutoselError, ParityError, UsageError
@@ -80,21 +81,22 @@ def sweep_command(
     requests = sweep.read_traffic(trace_file) if trace_file else ()
     if report_to is not None:
         from autosel.certify.plots import refuse_without
+        from autosel.cli.writable import refuse_folder
 
         refuse_without()
+        refuse_folder(report_to)
     found, trouble = swept(asked, grid)
     if trace_file is not None:
         found = replace(found, traffic=sweep.weigh(requests, found.cells, str(trace_file)))
-    if report_to is not None:
-        _write(report_to, found)
-    trouble = wrong(found) or trouble
-    if as_json:
-        emit_json({**sweep.document(found), "error": error_json(trouble) if trouble else None})
-    else:
+    troubles = [trouble] if (trouble := wrong(found) or trouble) else []
+    if not as_json:
         click.echo(text(found))
-    if trouble is not None:
-        report(trouble)
-        raise click.exceptions.Exit(trouble.exit_code)
+    if report_to is not None:
+        with noted(troubles):
+            _write(report_to, found)
+    if as_json:
+        emit_json({**sweep.document(found), "error": error_json(troubles[0]) if troubles else None})
+    leave(troubles)
 
 
 def grid_of(asked: dict[str, Any]) -> list[Plan]:

@@ -22,6 +22,7 @@ from autosel.cli.progress import Progress, Within
 from autosel.cli.run import Asked, failed, run_command
 from autosel.cli.suite import command
 from autosel.cli.verify import command_of, located, rerun_words
+from autosel.cli.writable import refuse_file, refuse_folder
 from autosel.decode.run import DecodeRun, Plan
 from autosel.errors import AutoselError, BadConfig, ParityError
 from autosel.values import to_json
@@ -219,6 +220,14 @@ def test_the_summary_fits_80_columns_and_says_a_part_a_miss_and_a_failure() -> N
     assert "verify --rerun f.jsonl:1" in where_line(made, Path("f.jsonl"))
 
 
+def test_the_summary_counts_tokens_that_differ_and_says_which_may() -> None:
+    made = certificate(decode_run(tokens_equal=47, tokens_open=2))
+    text = summary(made, audit(made))
+    assert max(map(len, text.splitlines())) <= 80
+    words = "47 of 50 tokens as the baseline's, 2 that the bound leaves open, 1 that it does not allow, logits at 0.20"
+    assert f"NOT verified: {words}" in " ".join(text.split())
+
+
 def test_a_run_that_nothing_was_decided_for_says_so_and_how_to_decide() -> None:
     undecided = tuple(
         dataclasses.replace(
@@ -364,6 +373,103 @@ def test_a_run_that_fails_costs_a_suite_what_is_left_of_it(
     measured_until(monkeypatch, 0, error)
     code, text, trouble = said(*words)
     assert code == 1 and told in json.loads(text)["error"]["what"] and "bug" not in trouble
+
+
+# --- what goes wrong beside a result ------------------------------------------------------------------------------
+
+
+UNWRITABLE = [
+    ("--certify", "/sys/x.jsonl", "cannot write /sys/x.jsonl"),
+    ("--certify", "{long}", "File name too long"),
+    ("--certify", ".", "it is a folder"),
+    ("--report", "{file}", "it is a file"),
+    ("--report", "{file}/below", "Not a directory"),
+    ("--report", "/sys/below", "cannot write /sys/below"),
+    ("--report", "{long}", "File name too long"),
+    ("--audit", ".", "it is a folder"),
+    ("--audit", "/dev/null", "it is no regular file"),
+    ("--trace", "{long}", "File name too long"),
+]
+
+
+@pytest.mark.parametrize(
+    ("level", "option", "place", "why"),
+    [((), *place) for place in UNWRITABLE] + [(("--suite", "quick"), *place) for place in UNWRITABLE[:7]],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+    option: str,
+    place: str,
+    why: str,
+    level: tuple[str, ...],
+    said: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").touch()
+    measured_until(monkeypatch, 0, AssertionError("it was measured first"))
+    place = place.format(file=tmp_path / "afile", long=tmp_path / ("n" * 300))
+    code, text, trouble = said("run", "--model", "llama-1b", *level, option, place, "--json")
+    found = json.loads(text)["error"]
+    assert code == 2 == found["exit_code"] and why in f"{found['what']} {found['why']}" and "bug" not in trouble
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["afile"]
+
+
+def test_a_new_folder_for_a_report_is_no_trouble_and_is_not_made_before_there_is_one(tmp_path: Path) -> None:
+    refuse_folder(tmp_path / "a" / "b")
+    refuse_file(tmp_path / "f.json")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "kept").mkdir()
+    refuse_folder(tmp_path / "kept")
+    assert [p.name for p in tmp_path.iterdir()] == ["kept"] and not list((tmp_path / "kept").iterdir())
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize("trouble", ["compare", "report", "certify"])
+def test_what_was_measured_is_said_whatever_goes_wrong_afterwards(
+    trouble: str, as_json: bool, file: Path, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="a report needs the extra `plots`")
+
+    def full(*_: Any) -> Any:
+        raise AutoselError("cannot write it", why="No space left on device")
+
+    measured_until(monkeypatch, 9, AssertionError())
+    made, page = tmp_path / "c.jsonl", tmp_path / "page"
+    words = ["--model", "llama-1b", "--seq", "300", "--iters", "3", "--certify", str(made), "--report", str(page)]
+    code, what = {"compare": (2, "nothing to compare"), "report": (1, "cannot write"), "certify": (1, "cannot write")}[
+        trouble
+    ]
+    if trouble == "compare":
+        words += ["--compare", str(file)]
+    elif trouble == "report":
+        monkeypatch.setattr("autosel.certify.report.write", full)
+    else:
+        monkeypatch.setattr("autosel.certify.store.append", full)
+    got, text, err = said("run", *words, *(["--json"] if as_json else []))
+    assert got == code and what in err and made.exists() is (trouble != "certify")
+    assert (page / "index.html").exists() is (trouble != "report")
+    if as_json:
+        found = json.loads(text)
+        assert found["certificate"]["shape"]["seq"] == 300 and what in found["error"]["what"]
+        assert found["file"] == (None if trouble == "certify" else str(made))
+    else:
+        assert "optimised" in text and ("appended" in text) is (trouble != "certify")
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_suite_is_said_also_where_the_earlier_report_is_of_something_else(
+    as_json: bool, file: Path, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured_until(monkeypatch, 99, AssertionError())
+    words = ("--suite", "quick", "--layers", "2", "--compare", str(file), "--report", str(tmp_path / "page"))
+    code, text, err = said("run", *words, *(["--json"] if as_json else []))
+    assert code == 2 and "nothing to compare" in err and (tmp_path / "page" / "report.json").exists()
+    if as_json:
+        found = json.loads(text)
+        assert len(found["suite"]["rows"]) == 7 and "nothing to compare" in found["error"]["what"]
+    else:
+        assert "quick suite of" in text and "certificates:" in text
 
 
 # --- the time left ------------------------------------------------------------------------------------------------

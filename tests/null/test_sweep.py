@@ -34,7 +34,7 @@ from autosel.certify.sweep_plots import pictures
 from autosel.cli import sweep as verb
 from autosel.cli.main import run
 from autosel.decode.run import DecodeRun, Plan
-from autosel.errors import BadConfig, UsageError
+from autosel.errors import AutoselError, BadConfig, UsageError
 from tests.null.certificates import decode_run, fingerprint
 
 
@@ -263,13 +263,37 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_is_loaded(
         assert code == 2 and said in err
 
 
-def sweep_by(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., DecodeRun]) -> int:
+def sweep_by(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., DecodeRun], *more: str) -> int:
     """A sweep over three contexts on a machine of endless memory, each cell taken by `measure`; the exit code."""
     monkeypatch.setattr("autosel.decode.measure.measure", measure)
     monkeypatch.setattr("autosel.decode.weights.load_weights", lambda *_: "weights")
     monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 40)
     monkeypatch.setattr("autosel.fingerprint.take", lambda *_: fingerprint())
-    return run(["sweep", "--model", "llama-1b", "--no-tune", "--context", "64:256", "--json"])
+    return run(["sweep", "--model", "llama-1b", "--no-tune", "--context", "64:256", "--json", *more])
+
+
+def measured(plan: Plan, *_: Any, **__: Any) -> DecodeRun:
+    return decode_run(model=plan.model, seq=plan.seq, iters=plan.iters)
+
+
+def test_a_folder_that_cannot_be_is_refused_first_and_a_page_that_fails_costs_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra `plots`")
+
+    def never(*_: Any, **__: Any) -> DecodeRun:
+        raise AssertionError("it was measured first")
+
+    def full(*_: Any) -> Any:
+        raise AutoselError("cannot write it", why="No space left on device")
+
+    (tmp_path / "afile").touch()
+    assert sweep_by(monkeypatch, never, "--report", str(tmp_path / "afile")) == 2
+    assert "it is a file" in json.loads(capsys.readouterr().out)["error"]["why"]
+    monkeypatch.setattr("autosel.certify.report.replace_file", full)
+    assert sweep_by(monkeypatch, measured, "--report", str(tmp_path / "page")) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert all(c["figures"] for c in found["sweep"]["cells"]) and found["error"]["what"] == "cannot write it"
 
 
 def test_a_sweep_that_is_stopped_says_what_it_measured_and_what_it_left_out(
