@@ -30,7 +30,9 @@ def current_mode(kind: str = "eager") -> str:
     is right. Affinity and quota belong to the device's identity."""
     import torch
 
-    parts = [kind, f"t{torch.get_num_threads()}", torch.get_float32_matmul_precision()]
+    from autosel.ops.precision import matmul_precision
+
+    parts = [kind, f"t{torch.get_num_threads()}", matmul_precision()]
     if torch.are_deterministic_algorithms_enabled():
         parts.append("deterministic")
     return ".".join(parts)

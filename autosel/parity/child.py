@@ -21,6 +21,7 @@ import torch
 
 from autosel.candidates.load import load
 from autosel.ops import OPS
+from autosel.ops.precision import matmul_precision
 from autosel.parity.mirror import Mirror
 from autosel.values import NativeRecipe, PythonRecipe, from_json
 from autosel.workers.arena import Arenas
@@ -137,7 +138,7 @@ def _state(_: dict[str, Any], __: Arenas) -> dict[str, Any]:
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "float32 matmul precision": matmul_precision(),
         "oneDNN": torch.backends.mkldnn.enabled,
         "torch random state": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16],
         "python random state": hashlib.sha256(repr(random.getstate()).encode()).hexdigest()[:16],

@@ -315,6 +315,38 @@ def test_a_gpus_decisions_serve_whatever_the_number_of_the_hosts_threads(
         assert found.candidate == "torch:rmsnorm" and "measured under eager" in found.reason
 
 
+PRECISION_SET = """
+import torch
+from autosel import dispatch
+from autosel.ledger.key import current_mode
+from autosel.parity import child
+
+before = current_mode()
+{backend}.fp32_precision = "tf32"
+assert dispatch.best("rmsnorm")(torch.ones(2, 64), torch.ones(64)).isfinite().all()
+assert child._state({{}}, None)["float32 matmul precision"] in current_mode()
+print(before, current_mode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [
+        ("torch.backends.cuda.matmul", "cuda_tf32-mkldnn_ieee"),
+        ("torch.backends", "cuda_tf32-mkldnn_tf32"),
+    ],
+)
+def test_a_process_that_sets_the_precision_of_single_backends_is_served_and_has_a_mode_of_its_own(
+    home: Path, user: Callable[[str], Arm], backend: str, mode: str
+) -> None:
+    """PyTorch's older word for it can then not be asked for: no call may end on that."""
+    publish(home, [decision(W, user("sevens"))])
+    code = PRECISION_SET.format(backend=backend)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    before, after = done.stdout.split() or [done.stderr, ""]
+    assert after == before.replace("highest", mode) != before
+
+
 def test_a_fork_while_another_thread_looks_for_the_board_leaves_the_child_free() -> None:
     with dispatch._lock:
         child = os.fork()
