@@ -87,7 +87,8 @@ def why_not(cc: tuple[int, int]) -> str:
     if nvcc is None:
         return NO_NVCC
     if cc[0] * 10 + cc[1] not in nvcc.architectures:
-        return f"this nvcc cannot compile for compute capability {cc[0]}.{cc[1]} ({nvcc.version})"
+        why = f"this nvcc cannot compile for compute capability {cc[0]}.{cc[1]} ({nvcc.version})"
+        return f"{why}; install a newer CUDA toolkit, or name it in CUDA_HOME"
     return ""
 
 

@@ -51,7 +51,8 @@ def why_not() -> str:
     if found is None:
         return NO_HEADERS
     if found.version < LEAST:
-        return f"needs CUTLASS {LEAST[0]}.{LEAST[1]}; the headers found are of {found.text}"
+        why = f"needs CUTLASS {LEAST[0]}.{LEAST[1]}; the headers found are of {found.text}"
+        return f"{why}; install nvidia-cutlass>=4.2"
     return ""
 
 

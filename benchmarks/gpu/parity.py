@@ -8,13 +8,14 @@ from autosel.values import Failed, Fingerprint, NativeRecipe, to_json
 from benchmarks.gpu.entrants import Entry, entries
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import Found, Table
+from benchmarks.gpu.toolchain import lacking
 
 UNIT_S = 900.0  # a proof's own deadline is 600 s
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
     """One for each build of each candidate, dtype and op; a candidate that refuses every shape is a unit too, and says
-    why."""
+    why. It has failed if it is ours, and refused because of what is not installed here."""
     return [entry.name for entry in entries(scope, fp)]
 
 
@@ -26,7 +27,9 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
 
     entry = next(e for e in entries(scope, fp) if e.name == unit)
     if entry.refused:
-        return {"ok": True, "outcome": "refused", "reason": entry.refused}
+        lacks = lacking(entry.candidate, entry.workload.dtype, scope, fp)
+        outcome = "cannot be built" if lacks else "refused"
+        return {"ok": not lacks, "outcome": outcome, "reason": lacks or entry.refused}
     way = way_of(entry.candidate, entry.workload, fp)
     if isinstance(way.recipe, NativeRecipe):
         compile_source(way.recipe.source, way.recipe.flags)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosel.errors import UnknownName, UsageError
+from autosel.native.cuda import LEAST_CC
 from autosel.values import DTypeName
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ def scope_of(options: argparse.Namespace) -> Scope:
 
 
 def refuse_absent_device(device: str) -> None:
-    """Raises UsageError on a host without the GPU, UnknownName for a device of another kind."""
+    """Raises UsageError on a host without the GPU, or with one that no kernel here is for; UnknownName for a device of
+    another kind."""
     if device == "cpu":
         return
     if not re.fullmatch(r"cuda(:\d+)?", device):
@@ -147,3 +149,8 @@ def refuse_absent_device(device: str) -> None:
     number = int(device.partition(":")[2] or 0)
     if number >= torch.cuda.device_count():
         raise UsageError(f"no GPU {number}", why=f"CUDA shows {torch.cuda.device_count()}", todo="--device cuda:0")
+    cc = torch.cuda.get_device_capability(number)
+    if cc < LEAST_CC:
+        why = f"{torch.cuda.get_device_name(number)} has compute capability {cc[0]}.{cc[1]}"
+        least = f"the kernels need {LEAST_CC[0]}.{LEAST_CC[1]} (Ampere) or later"
+        raise UsageError(f"no kernel here is for GPU {number}", why=f"{why}; {least}", todo=dry)

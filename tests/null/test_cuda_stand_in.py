@@ -299,6 +299,7 @@ def test_a_fault_of_the_device_is_found_after_the_unit_that_made_it(
 
 def test_a_gpu_that_is_not_here_is_refused_by_its_number(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (8, 0))
     for name in ("cpu", "cuda", "cuda:1"):
         refuse_absent_device(name)
     with pytest.raises(UsageError, match="no GPU 2"):
@@ -308,6 +309,18 @@ def test_a_gpu_that_is_not_here_is_refused_by_its_number(cuda: Cuda, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="no GPU found"):
         refuse_absent_device("cuda")
+
+
+def test_a_gpu_that_no_kernel_is_for_is_refused_before_the_first_stage(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: ((9, 0), (7, 5))[number])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Tesla T4")
+    refuse_absent_device("cuda")
+    with pytest.raises(UsageError, match="no kernel here is for GPU 1") as caught:
+        refuse_absent_device("cuda:1")
+    assert "Tesla T4 has compute capability 7.5" in caught.value.why and "8.0" in caught.value.why
 
 
 def test_a_profiler_runs_between_the_two_marks_and_at_no_other_time(

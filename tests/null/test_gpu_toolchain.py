@@ -1,0 +1,103 @@
+"""A run on a GPU where kernels of ours cannot be built is not clean, and says what to install."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autosel.candidates.triton.base import NO_TRITON
+from autosel.fingerprint import known
+from autosel.native import cuda, cutlass
+from autosel.native.compile import NO_COMPILER
+from autosel.native.cuda import NO_NVCC, Nvcc
+from autosel.native.cutlass import NO_HEADERS, Headers
+from autosel.values import Fingerprint
+from benchmarks.gpu import parity
+from benchmarks.gpu.__main__ import parsed
+from benchmarks.gpu.entrants import entries
+from benchmarks.gpu.scope import Scope, is_ours, scope_of
+from benchmarks.gpu.stages import Found
+
+H200, RTX = known.load("h200"), known.load("rtx-5070-ti")
+NVCC = Nvcc(path="nvcc", version="release 12.4", home=Path("/"), architectures=(80, 86, 89, 90))
+
+
+@pytest.fixture
+def all_there(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(cuda, "find_nvcc", lambda: NVCC)
+    monkeypatch.setattr(cutlass, "find_headers", lambda: Headers(include=Path("/include"), version=(4, 2, 0)))
+    monkeypatch.setattr("autosel.candidates.cuda.base.find_compiler", lambda: "g++")
+    monkeypatch.setattr("autosel.candidates.triton.base.find_spec", lambda name: name)
+    return monkeypatch
+
+
+def scope(*words: str) -> Scope:
+    return scope_of(parsed(["--device", "cuda", "--dtype", "bf16", *words]))
+
+
+def refusals(fp: Fingerprint, *ops: str) -> dict[str, Found]:
+    """Candidate -> what parity makes of each that takes none of the scope's workloads."""
+    asked = scope(*(word for op in ops for word in ("--op", op)))
+    units = {e.candidate.name: e.name for e in entries(asked, fp) if e.refused}
+    return {name: parity.run(unit, asked, fp) for name, unit in units.items()}
+
+
+def test_with_every_tool_a_refusal_is_an_answer(all_there: pytest.MonkeyPatch) -> None:
+    found = refusals(H200, "gemv")
+    assert found["cpp:gemv"]["reason"] == "a CPU kernel; the device is a GPU"
+    assert all(one["ok"] and one["outcome"] == "refused" for one in found.values())
+
+
+def lose_nvcc(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cuda, "find_nvcc", lambda: None)
+
+
+def lose_headers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cutlass, "find_headers", lambda: None)
+
+
+def lose_compiler(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("autosel.candidates.cuda.base.find_compiler", lambda: None)
+
+
+def lose_triton(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("autosel.candidates.triton.base.find_spec", lambda name: None)
+
+
+@pytest.mark.parametrize(
+    ("lose", "reason", "unbuilt"),
+    [
+        (lose_nvcc, NO_NVCC, {"cuda:gemv", "cutlass:gemm_sm80", "cutlass:gemm_sm90"}),
+        (lose_headers, NO_HEADERS, {"cutlass:gemm_sm80", "cutlass:gemm_sm90"}),
+        (lose_compiler, NO_COMPILER, {"cuda:gemv", "cutlass:gemm_sm80", "cutlass:gemm_sm90"}),
+        (lose_triton, NO_TRITON, {"triton:gemv", "triton:gemm"}),
+    ],
+    ids=["nvcc", "CUTLASS's headers", "a C++ compiler", "Triton"],
+)
+def test_a_kernel_of_ours_that_cannot_be_built_has_failed_and_says_what_to_install(
+    all_there: pytest.MonkeyPatch, lose: object, reason: str, unbuilt: set[str]
+) -> None:
+    """Also one whose first shape is refused for itself: at one row the tiles of CUTLASS are refused before anything."""
+    lose(all_there)  # type: ignore[operator]
+    found = refusals(H200, "gemv")
+    failed = {name: one["reason"] for name, one in found.items() if not one["ok"]}
+    assert failed == dict.fromkeys(unbuilt, reason)
+    assert all(found[name]["outcome"] == "cannot be built" for name in failed)
+    assert found["cpp:gemv"]["ok"]
+
+
+def test_an_nvcc_that_is_too_old_for_the_device_is_a_tool_that_is_missing(all_there: pytest.MonkeyPatch) -> None:
+    (told,) = {one["reason"] for one in refusals(RTX, "rmsnorm").values() if not one["ok"]}
+    assert "cannot compile for compute capability 12.0" in told and "install a newer CUDA toolkit" in told
+
+
+def test_a_library_that_is_not_installed_and_a_dry_run_without_compiler_are_no_failures(
+    all_there: pytest.MonkeyPatch,
+) -> None:
+    found = refusals(H200, "attn")
+    libraries = [name for name in found if not is_ours(name)]
+    assert libraries and all(found[name]["ok"] for name in libraries)
+    lose_nvcc(all_there)
+    dry = scope_of(parsed(["--device", "cpu", "--op", "rmsnorm"]))
+    assert parity.run("rmsnorm cuda:rmsnorm bf16", dry, H200)["ok"]
