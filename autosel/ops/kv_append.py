@@ -182,18 +182,19 @@ def cache_shape(w: Workload, capacity: int) -> tuple[int, ...]:
 def _touched(w: Workload, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
     """An index of the caches, and the positions and block table that say the same within what it picks."""
     positions, table, s = inputs["positions"].long(), inputs["block_table"], w["S"]
+    there = positions.device  # a GPU, of a call in service
     if table is None:
         room = inputs["k_cache"].shape[2]
         count = min(room, s + 2 * BESIDE)
         start = (positions - BESIDE).clamp(0, room - count)
-        slot = start[:, None] + torch.arange(count)
-        rows = torch.arange(len(positions))[:, None].expand_as(slot)
+        slot = start[:, None] + torch.arange(count, device=there)
+        rows = torch.arange(len(positions), device=there)[:, None].expand_as(slot)
         return (rows, slice(None), slot), {"positions": (positions - start).int()}
     page = inputs["k_cache"].shape[1]
     count = min(table.shape[1], (s - 1) // page + 2)
     start = (positions // page).clamp(0, table.shape[1] - count)
-    pages = table.long().gather(1, start[:, None] + torch.arange(count)).clamp_min(0)
-    own = torch.arange(pages.numel(), dtype=torch.int32).view_as(pages)
+    pages = table.long().gather(1, start[:, None] + torch.arange(count, device=there)).clamp_min(0)
+    own = torch.arange(pages.numel(), dtype=torch.int32, device=there).view_as(pages)
     return pages.flatten(), {"positions": (positions - start * page).int(), "block_table": own}
 
 

@@ -9,6 +9,7 @@ import torch
 
 from autosel.errors import BadArguments
 from autosel.ops import OPS, eager
+from autosel.ops.contract import Match
 from autosel.values import Scalar
 
 HEADS = {"B": 2, "Hq": 4, "Hkv": 2, "S": 1, "D": 64, "L": 40}
@@ -52,6 +53,24 @@ def test_a_baseline_stays_on_the_device_of_its_operands(
     for result in made if isinstance(made, tuple) else (made,):
         assert isinstance(result, torch.Tensor)
         assert result.device.type == "cpu"
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_what_a_call_writes_in_place_is_kept_on_the_device_of_its_cache(page: int) -> None:
+    """A call on a GPU is checked too: an index made on another device would end each check before it began."""
+    op = OPS["kv_append"]
+    w = op.workload("bf16", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, page=page)
+    inputs = op.inputs(w, 1)
+    cache = inputs["k_cache"].clone()
+    with torch.device("meta"):
+        written = op.written(w, inputs)
+        assert written is not None
+        eager.kv_append(*op.arguments(inputs))
+        held = written.pick((inputs["k_cache"], inputs["v_cache"]))
+        written.restore()
+    assert all(t.device.type == "cpu" for t in (*held, *written.inputs.values()) if t is not None)
+    assert isinstance(op.verify(written.inputs, held), Match)
+    assert torch.equal(inputs["k_cache"], cache)
 
 
 @pytest.mark.parametrize(("op", "dims", "stray"), [("linear", {"M": 2, "N": 8, "K": 16}, "w"), ("attn", HEADS, "v")])
