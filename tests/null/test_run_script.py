@@ -367,6 +367,26 @@ def test_without_network_it_says_so_and_how_to_do_without(script, pip_that):
 
 
 @pytest.mark.parametrize(
+    ("gpu", "asked"),
+    [
+        (None, ("whl/cpu torch==2.13.0+cpu", "'.[test]'")),
+        ({"cuda": [13, 0], "cc_major": 9}, ("whl/cu130 torch==2.13.0+cu130", "'.[test,cuda13]'", "--no-deps")),
+        ({"cuda": [12, 8], "cc_major": 12}, ("whl/cu128 torch==2.11.0+cu128", "'.[test,cuda12]'", "nvidia-cutlass")),
+    ],
+)
+def test_without_network_it_says_what_fills_a_wheelhouse_for_this_machine(script, pip_that, monkeypatch, gpu, asked):
+    """On a host with a GPU also what measures and compiles there: `./run gpu --wheelhouse DIR` asks for it."""
+    pip_that(lambda what: False, words="NewConnectionError: [Errno 101] Network is unreachable")
+    monkeypatch.setattr(script, "driver", lambda: gpu)
+    monkeypatch.setattr(script, "torch_of_venv", lambda: None)
+    with pytest.raises(script.Stop) as stopped:
+        script.explain_pip_failure("autosel and its dependencies cannot be installed")
+    said = "\n".join(stopped.value.lines)
+    assert all(words in said for words in asked)
+    assert ("nvidia-cutlass" in said) == (gpu is not None)
+
+
+@pytest.mark.parametrize(
     ("gpu", "wanted"),
     [
         ({"cuda": [13, 0], "cc_major": 9}, "torch==2.13.0+cu130"),
@@ -415,6 +435,8 @@ def test_torch_is_read_without_being_imported(script):
         (["test", "--tier", "gqu"], "unknown tier 'gqu'"),
         (["--wheelhouse", "/no/such/folder", "tune"], "'/no/such/folder'"),
         (["--wheelhouse"], "takes a folder"),
+        (["gpu", "--wheelhouse=/no/such/folder"], "'/no/such/folder'"),
+        (["gpu", "--wheelhouse"], "takes a folder"),
     ],
 )
 def test_a_mistake_is_a_usage_error_before_any_work(tmp_path, arguments, says):
@@ -557,8 +579,10 @@ def test_gpu_is_given_what_measures_and_compiles_for_the_driver(script, tmp_path
     monkeypatch.setattr(script, "torch_of_venv", lambda: None)
     monkeypatch.setattr(script, "prepare", lambda wanted, options: seen.append((wanted, options["wheelhouse"])))
     monkeypatch.setattr(script, "hand_over", lambda *command: seen.append(command[1:]))
-    script.main(["gpu", "--stage", "parity", "--wheelhouse", str(tmp_path), "--out", "results"])
-    assert seen == [(extras, str(tmp_path)), ("--stage", "parity", "--out", "results")]
+    for spelled in (["--wheelhouse", str(tmp_path)], [f"--wheelhouse={tmp_path}"]):
+        seen.clear()
+        script.main(["gpu", "--stage", "parity", *spelled, "--out", "results"])
+        assert seen == [(extras, str(tmp_path)), ("--stage", "parity", "--out", "results")]
 
 
 @pytest.mark.parametrize(
