@@ -19,7 +19,8 @@ from autosel.certify.statistics import Interval
 from autosel.values import Scalar, canonical_json, from_json, parse_json, to_json
 
 FORMAT = "autosel.certificate"
-VERSION = 3
+VERSION = 4
+READ = (3, VERSION)  # 3: tokens that differ were counted, not judged
 MOST_BYTES = 1 << 20  # of a line
 MOST_STEPS = 20_000  # whose times fit into a line
 UNSEALED = ("field_digests", "checksum", "signature")
@@ -129,8 +130,10 @@ class Verification:
 
     tokens_checked: int
     tokens_equal: int
-    max_logit_error: float
+    max_logit_error: float  # or half of what a token that differs lies below the largest
     logit_bound: float
+    # that differ, were judged, and may: the bound leaves open which is the larger; None: version 3, not judged
+    tokens_open: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +223,7 @@ class Certificate:
     decision_ids: tuple[int, ...]  # of the ledger, all that served
     # how right
     verification: Verification  # tokens and logits of both arms, from the same states
-    verification_ok: bool  # logits within their bound, and every arm but the baseline proven
+    verification_ok: bool  # logits and tokens within their bound, and every arm but the baseline proven
     quality: Mapping[str, Scalar] | None  # of a scored text (see Quality); None: none was given
     notes: tuple[str, ...]  # what a reader should know
     samples: Samples  # every timed step: all times above follow from them
@@ -279,8 +282,8 @@ def decode(line: bytes) -> Certificate:
     document = parse_json(line, what="the line")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f'no certificate: its "format" is not "{FORMAT}"')
-    if document.get("version") != VERSION:
-        raise ValueError(f"version {document.get('version')!r:.40}; this autosel reads {VERSION}")
+    if document.get("version") not in READ:
+        raise ValueError(f"version {document.get('version')!r:.40}; this autosel reads {READ[0]} to {READ[-1]}")
     _refuse_broken_seal(document)
     missing = [name for name in FIELDS if name not in document]
     if missing:

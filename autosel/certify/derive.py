@@ -65,11 +65,23 @@ def rooflines(made: Certificate, bytes_per_step: int | None = None) -> list[floa
 
 
 def verified(made: Certificate) -> bool:
-    """Were the logits within their bound wherever both arms chose from the same state, and is every arm proven that is
-    not the baseline? A token may differ only where the bound leaves the order of the best two open."""
+    """Were the logits within their bound wherever they were judged, does no token differ that the bound decides, and is
+    every arm proven that is not the baseline?"""
     v = made.verification
-    proven = all(o.parity is not None for o in made.per_op.values() if o.baseline not in ("", o.candidate))
-    return v.tokens_checked > 0 and v.max_logit_error <= v.logit_bound and proven
+    return v.tokens_checked > 0 and v.max_logit_error <= v.logit_bound and not wrong_tokens(made) and proven(made)
+
+
+def wrong_tokens(made: Certificate) -> int:
+    """How many tokens are neither the baseline's nor left open by the bound; 0 of a version that did not judge them."""
+    v = made.verification
+    if made.version < 4:
+        return 0
+    return v.tokens_checked - v.tokens_equal - (v.tokens_open or 0)
+
+
+def proven(made: Certificate) -> bool:
+    """Has every arm that is not the baseline a proof of parity that is known here?"""
+    return all(o.parity is not None for o in made.per_op.values() if o.baseline not in ("", o.candidate))
 
 
 def lossy(dtype: str) -> bool:

@@ -108,6 +108,7 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
             tokens_equal=run.tokens_equal,
             max_logit_error=run.max_logit_error,
             logit_bound=run.logit_bound,
+            tokens_open=run.tokens_open,
         ),
         quality={**to_json(run.quality), "suspect": run.quality.suspect} if run.quality else None,
         notes=(*run.notes, *_unknown_decisions(run.choices, grounds)),

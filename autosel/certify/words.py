@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+from autosel.certify.derive import wrong_tokens
+
+if TYPE_CHECKING:
+    from autosel.certify.certificate import Certificate
 
 
 def figure(value: float, digits: int = 4) -> str:
@@ -17,3 +23,16 @@ def figure(value: float, digits: int = 4) -> str:
 def percent(share: float) -> str:
     """`42 %`; `<1 %` for what is there and small."""
     return "<1 %" if 0 < share < 0.005 else f"{share:.0%}".replace("%", " %")
+
+
+def compared(made: Certificate) -> str:
+    """`47 of 50 tokens as the baseline's, 3 that the bound leaves open, logits at 0.40 of their bound`."""
+    v = made.verification
+    told = [f"{v.tokens_equal} of {v.tokens_checked} tokens as the baseline's"]
+    if v.tokens_open:
+        told.append(f"{v.tokens_open} that the bound leaves open")
+    if wrong_tokens(made):
+        told.append(f"{wrong_tokens(made)} that it does not allow")
+    if v.logit_bound:
+        told.append(f"logits at {v.max_logit_error / v.logit_bound:.2f} of their bound")
+    return ", ".join(told)

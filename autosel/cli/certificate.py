@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def summary(made: Certificate, found: Audit) -> str:
     """The certificate for people: what ran, how fast, how sure, where the time goes."""
     from autosel.certify.audit import proof_of_use
+    from autosel.certify.words import compared
 
     part = f"{made.layers.run} of {made.layers.of} layers"
     if made.layers.run != made.layers.of:
@@ -34,10 +35,8 @@ def summary(made: Certificate, found: Audit) -> str:
         lines += [*shares(found), *fusions(found)]
     if made.python_overhead is not None:
         lines.append(f"our own Python: {100 * made.python_overhead:.2g} % of the step")
-    v = made.verification
     word = "verified" if made.verification_ok else click.style("NOT verified", fg="red")
-    near = f", logits at {v.max_logit_error / v.logit_bound:.2f} of their bound" if v.logit_bound else ""
-    lines.append(f"{word}: {v.tokens_equal} of {v.tokens_checked} tokens as the baseline's{near}")
+    lines.append(paragraph(f"{word}: {compared(made)}", hang="  "))
     used = proof_of_use(made)
     lines += [f"served: {used}"] if used else []
     lines += [*_undecided(made), *_quality(made)]
@@ -113,7 +112,7 @@ def _speculation(made: Certificate) -> list[str]:
         return []
     told = (
         f"speculation: {made.options['speculate']} tokens drafted from the text so far, {made.tokens_per_step:.2f} "
-        f"kept a step, each the token of plain greedy decoding; {made.speedup * made.tokens_per_step:.2f}x a token"
+        f"kept a step, each held against plain greedy decoding; {made.speedup * made.tokens_per_step:.2f}x a token"
     )
     return [paragraph(f"  {told}", hang="  ")]
 

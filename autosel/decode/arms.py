@@ -89,7 +89,7 @@ class AtOnce(_Choosing):
 
 
 class Speculating:
-    """Our pass over the last token and its draft (one greedy stream)."""
+    """Our pass over the last token and its draft (one greedy stream). `passed` holds the logits after each of them."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.run = scene, Direct()
@@ -109,7 +109,7 @@ class Speculating:
             rows=1,
         )
         logits = self.scene.decoder.logits(self.run, self.scene.decoder.hidden(self.run, batch, self.scene.cache))
-        self.logits = logits[:1]
+        self.logits, self.passed = logits[:1], logits
         chosen = largest(logits, torch.empty(s, dtype=torch.int64, device=device))
         return [accepted(drafted, chosen.tolist())]
 
@@ -130,9 +130,10 @@ class Baseline(_Choosing):
         return self.choose(self.logits)
 
 
-def our_arm(
-    scene: Scene, chain: Chain, team: Fingerprint | None, *, packed: bool = False, graph: bool = False
-) -> Written | AtOnce | Speculating:
+Ours = Written | AtOnce | Speculating
+
+
+def our_arm(scene: Scene, chain: Chain, team: Fingerprint | None, *, packed: bool = False, graph: bool = False) -> Ours:
     """The form that the plan asks for; `team`: the device that takes the step whole, its weights `packed` or as they
     are; or it is a `graph`."""
     if scene.plan.speculate:

@@ -27,7 +27,7 @@ from autosel.decode.account import (
     saved_bytes,
     time_ops,
 )
-from autosel.decode.arms import Arm, Baseline, Written, our_arm
+from autosel.decode.arms import Arm, Baseline, Ours, Written, our_arm
 from autosel.decode.chain import choose_chain
 from autosel.decode.device import current, peak_memory
 from autosel.decode.hold import holding
@@ -38,6 +38,7 @@ from autosel.decode.quality import quality
 from autosel.decode.run import DecodeRun, Listener, Plan, Silent, Text, Way
 from autosel.decode.scene import Clock, Scene, set_scene
 from autosel.decode.standing import Standing, stand
+from autosel.decode.verdict import Verdict, verdict
 from autosel.decode.weights import Weights
 from autosel.decode.whole import Whole, choose_team
 from autosel.errors import UsageError
@@ -119,8 +120,9 @@ def measure(
         read_probes=tuple(scene.probes),
         choices=proven(choices, served),
         per_op=per_op,
-        tokens_checked=len(pairs) * plan.batch,
-        tokens_equal=sum(p.equal for p in pairs),
+        tokens_checked=sum(p.verdict.checked for p in pairs),
+        tokens_equal=sum(p.verdict.equal for p in pairs),
+        tokens_open=sum(p.verdict.open for p in pairs),
         max_logit_error=scene.logit_error,
         logit_bound=scene.logit_bound,
         python_overhead_share=None if idle_ns is None else idle_ns / statistics.median(p.optimised_ns for p in pairs),
@@ -241,7 +243,7 @@ class _Pair:
     optimised_ns: int
     baseline_ns: int
     optimised_first: bool
-    equal: int  # rows in which both chose the same token
+    verdict: Verdict  # of its tokens
     kept: int  # tokens our step gave a row
 
 
@@ -253,7 +255,7 @@ def _warm_up(scene: Scene, ours: Arm, theirs: Arm, listener: Listener) -> None:
         theirs.step()
 
 
-def _pairs(scene: Scene, ours: Arm, theirs: Arm, rng: Random, listener: Listener, clock: Clock) -> Iterator[_Pair]:
+def _pairs(scene: Scene, ours: Ours, theirs: Arm, rng: Random, listener: Listener, clock: Clock) -> Iterator[_Pair]:
     plan, done = scene.plan, 0
     while done < plan.iters:
         listener.stage("decode", "", done, plan.iters)
@@ -266,13 +268,13 @@ def _pairs(scene: Scene, ours: Arm, theirs: Arm, rng: Random, listener: Listener
             chosen[arm] = arm.step()
             times[arm] = clock() - begin
         kept = [row[: plan.iters - done] for row in chosen[ours]]
-        if done == 0 or (plan.advance and done + len(kept[0]) >= plan.iters):
-            scene.check_logits(ours.logits, theirs.logits)
+        ends = done == 0 or (plan.advance and done + len(kept[0]) >= plan.iters)
+        told = verdict(scene, ours, theirs, kept, chosen[theirs], always=ends)
         yield _Pair(
             optimised_ns=times[ours],
             baseline_ns=times[theirs],
             optimised_first=first,
-            equal=sum(a[0] == b[0] for a, b in zip(chosen[ours], chosen[theirs], strict=True)),
+            verdict=told,
             kept=len(kept[0]),
         )
         done += len(kept[0])

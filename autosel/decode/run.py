@@ -247,13 +247,15 @@ class DecodeRun:
     read_probes: tuple[float, ...]
     choices: tuple[Choice, ...]
     per_op: tuple[OpTime, ...]
-    tokens_checked: int  # steps at which both arms chose a token from the same state, times the batch
+    tokens_checked: int  # chosen by both arms from the same state; of speculation, all that were kept
     tokens_equal: int
-    max_logit_error: float  # the optimised path's largest distance from the reference logits
+    # the optimised path's largest distance from the reference logits, or what a differing token needs to be chosen
+    max_logit_error: float
     logit_bound: float  # what it may be
     # Of a median optimised step: what Python takes to go through its list, every op doing nothing (of a whole step:
     # to call it with nothing to do). None where the step is neither (--no-prealloc, speculation).
     python_overhead_share: float | None
+    tokens_open: int = 0  # that differ, were judged, and may: the bound leaves their order open
     tokens_per_step: float = 1.0  # a sequence; above 1 only where speculation found something
     ways: tuple[Way, ...] = ()  # empty: the chain was not chosen by a race
     quality: Quality | None = None  # where a text was given

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from autosel.decode.cache import Cache, make_cache
@@ -42,21 +43,39 @@ class Scene:
     baseline_ttft_ns: int | None = None
     logit_error: float = 0.0  # of the check that came closest to its bound
     logit_bound: float = 0.0
+    exact: Tensor | None = None  # the reference's logits for the tokens fed here, once they were asked for
 
-    def check_logits(self, ours: Tensor, theirs: Tensor) -> None:
-        """Judge both arms' logits [B, V] for the tokens fed here by a pass in higher precision."""
-        error, bound = judged(ours, theirs, self.reference(), self.plan.dtype)
+    def check_logits(self, ours: Tensor, theirs: Tensor, exact: Tensor) -> float:
+        """Judge both arms' logits [N, V] by those of a pass in higher precision: what an error may be."""
+        error, bound = judged(ours, theirs, exact, self.plan.dtype)
+        self.hold(error, bound)
+        return bound
+
+    def hold(self, error: float, bound: float) -> None:
+        """Remember it if none came closer to its bound."""
         if not self.logit_bound or error / bound > self.logit_error / self.logit_bound:
             self.logit_error, self.logit_bound = error, bound
 
     def reference(self) -> Tensor:
-        """Logits [B, V] for the tokens fed here, by a pass in higher precision."""
-        wider = torch.float64 if self.plan.dtype == "fp32" else torch.float32
-        reference = Eager(self.decoder.weights, wider)
-        return reference.logits(self.place.tokens[:, None], self.eager_cache, self.place.longest - 1)
+        """Logits [B, V] for the tokens fed here, by a pass in higher precision; at a fixed context by one for all."""
+        if self.exact is None:
+            self.exact = self.after(self.place.tokens[:, None], wider=True)
+        return self.exact
+
+    def after(self, tokens: Tensor, *, wider: bool = False) -> Tensor:
+        """Logits [B * S, V] after each of the tokens [B, S] fed here, by the baseline or in higher precision;
+        the cache stays as it is."""
+        own = self.decoder.weights.embedding.dtype
+        precision = own if not wider else torch.float64 if own == torch.float32 else torch.float32
+        pass_ = Eager(self.decoder.weights, precision)
+        hidden = pass_.hidden(tokens, self.eager_cache, self.place.longest - 1)
+        return F.linear(hidden.flatten(0, 1), self.decoder.weights.head.to(precision))
 
     def advance(self, kept: list[list[int]]) -> None:
         """The stream goes on by these tokens of each row, equally many."""
+        self.exact = None
+        if self.cache.paged and len(kept[0]) > 1:
+            _copy_tokens(self, len(kept[0]))
         for row, tokens in zip(self.text, kept, strict=True):
             row.extend(tokens)
         self.place.tokens.copy_(torch.tensor([tokens[-1] for tokens in kept]))
@@ -128,6 +147,16 @@ def _copy_pages(scene: Scene) -> None:
         gathered = mine[ours.block_table.long()].flatten(1, 2).transpose(1, 2)
         count = min(gathered.shape[2], other.shape[2])
         other[:, :, :count] = gathered[:, :, :count]
+
+
+def _copy_tokens(scene: Scene, count: int) -> None:
+    """So many tokens from the place on, that our pass has kept and the baseline never ran."""
+    ours, theirs, first = scene.cache, scene.eager_cache, scene.place.longest - 1
+    assert ours.block_table is not None
+    at = torch.arange(first, first + count, device=ours.block_table.device)
+    pages = ours.block_table[:, at // ours.page].long()
+    for mine, other in zip((*ours.k, *ours.v), (*theirs.k, *theirs.v), strict=True):
+        other[:, :, first : first + count] = mine[pages, at % ours.page].transpose(1, 2)
 
 
 def _prefill(scene: Scene, listener: Listener, clock: Clock) -> None:

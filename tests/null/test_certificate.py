@@ -162,6 +162,9 @@ def test_wrong_logits_or_an_unproven_kernel_leave_a_run_unverified() -> None:
     assert SMALL.verification_ok
     assert not certificate(decode_run(max_logit_error=0.051)).verification_ok
     assert not certificate(decode_run(tokens_checked=0)).verification_ok
+    assert not certificate(decode_run(tokens_equal=49)).verification_ok
+    assert certificate(decode_run(tokens_equal=49, tokens_open=1)).verification_ok
+    assert not certificate(decode_run(tokens_open=1)).verification_ok  # more than differ
     unproven = {n: dataclasses.replace(g, parity=None) for n, g in GROUNDS.items()}
     assert not issue(decode_run(), unproven, Request(repro_cmd="x")).verification_ok
     unknown = issue(decode_run(), {}, Request(repro_cmd="x"))

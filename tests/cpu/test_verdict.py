@@ -1,0 +1,190 @@
+"""What becomes of a run whose optimised arm chooses other tokens than the baseline, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autosel import models
+from autosel.certify.certificate import checksum, decode, field_digests
+from autosel.certify.derive import verified, wrong_tokens
+from autosel.certify.verify import wrong
+from autosel.decode import arms
+from autosel.decode.arms import AtOnce, Written
+from autosel.decode.measure import measure
+from autosel.decode.run import DecodeRun, Plan, Sampling
+from autosel.decode.weights import Weights, load_weights
+from autosel.values import canonical_json, to_json
+from tests.null.certificates import certificate, decode_run
+
+VOCABULARY = 128
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+    "hidden_act": "silu",
+}
+SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=5)
+Said = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tiny")
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    return made
+
+
+def ran(folder: Path, change: Callable[[Weights], Any] = id, **changes: Any) -> DecodeRun:
+    asked: dict[str, Any] = {"seq": 20, "iters": 6, "warmup": 0, "advance": True, "persistent": False} | changes
+    plan = Plan(model=models.load(folder), dtype="fp32", **asked)
+    weights = load_weights(plan)
+    with torch.inference_mode():
+        change(weights)
+    return measure(plan, weights)
+
+
+def says(monkeypatch: pytest.MonkeyPatch, arm: Any, step: int, change: Callable[[int], int]) -> None:
+    """The arm's first row says another token at this step, counted from 0."""
+    honest, steps = arm.step, []
+
+    def stepped(self: Any) -> Said:
+        steps.append(0)
+        said: Said = honest(self)
+        if len(steps) == step + 1:
+            said[0][-1] = change(said[0][-1])
+        return said
+
+    monkeypatch.setattr(arm, "step", stepped)
+
+
+def certified(run: DecodeRun) -> Any:
+    """As a certificate states it, all else in order."""
+    fields = ("tokens_checked", "tokens_equal", "tokens_open", "max_logit_error", "logit_bound")
+    return certificate(decode_run(**{name: getattr(run, name) for name in fields}))
+
+
+def far(token: int) -> int:
+    return (token + VOCABULARY // 2) % VOCABULARY
+
+
+def twins(weights: Weights) -> None:
+    """Tokens 0 and 1, 2 and 3, ... have the same logit."""
+    weights.head[1::2] = weights.head[::2]
+
+
+def twin(token: int) -> int:
+    return token ^ 1
+
+
+def test_a_token_that_the_logits_do_not_allow_leaves_the_run_unverified(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, Written, 3, far)
+    run = ran(folder, batch=2)
+    assert (run.tokens_checked, run.tokens_equal, run.tokens_open) == (12, 11, 0)
+    assert run.max_logit_error > run.logit_bound
+    assert not certified(run).verification_ok and wrong_tokens(certified(run)) == 1
+
+
+def test_a_token_whose_order_the_bound_leaves_open_may_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(monkeypatch, Written, 3, twin)
+    run = ran(folder, twins)
+    assert run.tokens_equal == 5 and run.tokens_open == 1
+    assert run.max_logit_error <= run.logit_bound and certified(run).verification_ok
+
+
+def test_at_a_fixed_context_one_reference_judges_every_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autosel.decode.scene import Scene
+
+    asked, honest = [], Scene.after
+
+    def after(self: Scene, tokens: Any, *, wider: bool = False) -> Any:
+        asked.append(wider)
+        return honest(self, tokens, wider=wider)
+
+    monkeypatch.setattr(Scene, "after", after)
+    for step in (2, 4):
+        says(monkeypatch, Written, step, twin)
+    run = ran(folder, twins, advance=False)
+    assert run.tokens_equal == 4 and run.tokens_open == 2 and asked == [True]
+
+
+def test_a_token_that_no_draw_gives_leaves_the_run_unverified(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(monkeypatch, AtOnce, 3, far)
+    run = ran(folder, prealloc=False, sampling=SAMPLED)
+    assert (run.tokens_equal, run.tokens_open) == (5, 0) and run.max_logit_error <= run.logit_bound
+    assert not certified(run).verification_ok
+
+
+def test_drawn_tokens_that_follow_from_logits_within_the_bound_may_differ(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, arms.Baseline, 3, far)
+    run = ran(folder, prealloc=False, sampling=SAMPLED)
+    assert (run.tokens_equal, run.tokens_open) == (5, 1) and certified(run).verification_ok
+
+
+@pytest.fixture
+def foreseen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Twelve tokens of plain decoding, and drafts that are always right."""
+    said: list[int] = []
+    honest = Written.step
+
+    def heard(self: Written) -> Said:
+        found = honest(self)
+        said.append(found[0][0])
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Written, "step", heard)
+        ran(folder, iters=12)
+    monkeypatch.setattr(arms, "draft", lambda text, count: said[len(text) - 20 :][:count])
+    return said
+
+
+@pytest.mark.parametrize("layout", [{}, {"cache": "paged", "page": 16}], ids=["contiguous", "paged"])
+def test_all_that_speculation_keeps_is_held_against_plain_greedy_decoding(
+    folder: Path, layout: dict[str, Any], foreseen: list[int]
+) -> None:
+    run = ran(folder, iters=12, speculate=3, **layout)
+    assert run.tokens_per_step == 4 and run.tokens_checked == run.tokens_equal == len(foreseen)
+
+
+def test_a_draft_that_is_kept_and_wrong_leaves_the_run_unverified(
+    folder: Path, foreseen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gullible(drafted: list[int], chosen: list[int]) -> list[int]:
+        return [chosen[0], *map(far, chosen[1:])]
+
+    monkeypatch.setattr(arms, "accepted", gullible)
+    run = ran(folder, iters=12, speculate=3)
+    assert run.tokens_checked == 12 > run.tokens_equal and run.max_logit_error > run.logit_bound
+    assert not certified(run).verification_ok and foreseen
+
+
+def test_a_certificate_of_version_3_is_read_and_its_tokens_are_not_judged() -> None:
+    made = certificate(decode_run(tokens_equal=48))
+    assert not verified(made) and wrong_tokens(made) == 2
+    assert verified(replace(made, version=3))
+    document = to_json(replace(made, version=3))
+    del document["verification"]["tokens_open"]
+    document |= {"verification_ok": True, "signature": None}
+    document["field_digests"] = field_digests({k: v for k, v in document.items() if k != "field_digests"})
+    document["checksum"] = checksum(document)
+    read = decode(canonical_json(document))
+    assert read.verification.tokens_open is None and wrong(read) == ""
