@@ -39,10 +39,10 @@ CONFIG = {
 }
 
 
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def command(folder: Path, *words: str, limit_s: float = 600.0) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "AUTOSEL_HOME": str(folder / "home")}
     line = [sys.executable, "-P", str(MAIN), *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=limit_s, env=environment, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ WORDS = ("take", "rmsnorm", "whole step", "illegal", "slowest", "batch 1", "cont
 
 @pytest.fixture(scope="module")
 def dry(folder: Path) -> dict[str, Any]:
-    """The records of one run of all stages at one op, by stage; the soak tier goes through all units."""
+    """The records of one run of all stages at one op, by stage; the soak tier goes through all units of all ops."""
     words = ["--device", "cpu", "--out", str(folder / "out"), "--model", str(folder / "model"), "--seq", "128"]
     words += ["--contexts", "64:64", "--keep", str(folder / "checkout"), *(f"--unit={word}" for word in WORDS)]
     done = command(folder, *words, "--op", "rmsnorm", "--layers", "1")
