@@ -17,13 +17,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from autosel import settings
+from autosel.dispatch.devices import device_at, kind_of, places_here
+from autosel.dispatch.resolve import SERVING
 from autosel.errors import UsageError
 from autosel.integrations import engine_ops
 from autosel.ledger import snapshot
+from autosel.ledger.key import current_mode, matters
 from autosel.values import Decision
 
 EPSILON = 1e-6  # of FlashInfer 0.7's definitions rmsnorm and fused_add_rmsnorm
 WRITTEN_FOR = "0.7.2"
+Function = Callable[..., Any] | None
 GELU = {0: "gelu_and_mul", 1: "gelu_tanh_and_mul"}
 
 
@@ -49,7 +53,7 @@ def enable(*, rms_eps: float) -> Applied:
             why="it holds one set at a time",
             todo="flashinfer.trace_apply.disable_apply() first",
         )
-    served, left = definitions(_decisions(), rms_eps)
+    served, left = definitions(_decisions(), rms_eps, _own)
     if not served:
         raise UsageError(
             "nothing decided here has a definition in FlashInfer",
@@ -86,13 +90,38 @@ def _installed() -> str:
         return "none is installed"
 
 
+def _own(name: str) -> Function:
+    """FlashInfer's function of that name, while nothing is put in its place yet."""
+    import flashinfer
+
+    found: Function = getattr(flashinfer, name, None)
+    return found
+
+
 def _decisions() -> list[Decision]:
     found = snapshot.read(settings.home() / snapshot.FILE)
-    return [row.decision for row in found.rows] if found else []
+    return serving([row.decision for row in found.rows]) if found else []
 
 
-def definitions(decided: Iterable[Decision], rms_eps: float) -> tuple[dict[str, Callable[..., Any]], list[str]]:
-    """FlashInfer's name -> a callable by keyword; and what has none, with the reason."""
+def serving(decided: Iterable[Decision]) -> list[Decision]:
+    """Those that can serve a call of FlashInfer's here: on a GPU of this machine, or its CPU where there is none.
+
+    A definition that is routed here for another's sake only delays FlashInfer's own kernel.
+    """
+    first, *gpus = places_here()
+    kinds = {device_at(place)[0].hw_id: kind_of(place) for place in gpus or (first,)}
+    mode = current_mode()
+    mine = [d for d in decided if d.hw_id in kinds and d.state in SERVING]
+    return [d for d in mine if matters(d.mode, kinds[d.hw_id]) == matters(mode, kinds[d.hw_id])]
+
+
+Own = Callable[[str], Function]
+
+
+def definitions(
+    decided: Iterable[Decision], rms_eps: float, own: Own = lambda name: None
+) -> tuple[dict[str, Callable[..., Any]], list[str]]:
+    """FlashInfer's name -> a callable by keyword; and what has none, with the reason. `own` gives FlashInfer's."""
     served: dict[str, Callable[..., Any]] = {}
     left: list[str] = []
     for d in decided:
@@ -101,13 +130,13 @@ def definitions(decided: Iterable[Decision], rms_eps: float) -> tuple[dict[str, 
             continue
         if w.op in ("swiglu", "geglu"):
             tanh = int(w.trait("tanh", 0))
-            name = f"{'silu_and_mul' if w.op == 'swiglu' else GELU[tanh]}_h{2 * w['I']}"
-            served[name] = _gated(w.op, *((tanh,) if w.op == "geglu" else ()))
+            beginning = "silu_and_mul" if w.op == "swiglu" else GELU[tanh]
+            served[f"{beginning}_h{2 * w['I']}"] = _gated(own(beginning), w.op, *((tanh,) if w.op == "geglu" else ()))
         elif (w.op, w.traits) in NORMS:
-            beginning, run = NORMS[w.op, w.traits]
+            beginning, made = NORMS[w.op, w.traits]
             name = f"{beginning}_h{w['d']}"
             if rms_eps == EPSILON:
-                served[name] = run
+                served[name] = made(own(beginning))
             else:
                 left.append(f"{name}: FlashInfer's definition fixes epsilon at {EPSILON:g}, the model's is {rms_eps:g}")
         else:
@@ -115,34 +144,52 @@ def definitions(decided: Iterable[Decision], rms_eps: float) -> tuple[dict[str, 
     return served, left
 
 
-# A matched definition has no way back to FlashInfer's own kernel: where this count of rows was not decided, the op's
-# eager composition runs. Each takes the names of the definition's inputs.
+# A matched definition that raises is an error to FlashInfer, never a way back: where this count of rows was not decided
+# FlashInfer's own function is called from here; on a CPU, for which it has no kernel, the op's eager composition. Each
+# takes the names of the definition's inputs.
 
 
-def _gated(op: str, *more: int) -> Callable[..., Any]:
+def _gated(own: Function, op: str, *more: int) -> Callable[..., Any]:
     def run(input: Any) -> Any:
         made = engine_ops.gated(op, input, *more)
-        return made if made is not None else _eager(op, *input.chunk(2, dim=-1), *more)
+        if made is not None:
+            return made
+        return own(input) if own and input.is_cuda else _eager(op, *input.chunk(2, dim=-1), *more)
 
     return run
 
 
-def _norm(hidden_states: Any, weight: Any, offset: float = 0.0) -> Any:
-    made = engine_ops.norm(hidden_states, weight, EPSILON, offset)
-    return made if made is not None else _eager("rmsnorm", hidden_states, weight, EPSILON, offset)
+def _norm(own: Function, offset: float = 0.0) -> Callable[..., Any]:
+    def run(hidden_states: Any, weight: Any) -> Any:
+        made = engine_ops.norm(hidden_states, weight, EPSILON, offset)
+        if made is not None:
+            return made
+        if own and hidden_states.is_cuda:
+            return own(hidden_states, weight, eps=EPSILON)
+        return _eager("rmsnorm", hidden_states, weight, EPSILON, offset)
+
+    return run
 
 
-def _gemma_norm(hidden_states: Any, weight: Any) -> Any:
-    return _norm(hidden_states, weight, 1.0)
+def _gemma_norm(own: Function) -> Callable[..., Any]:
+    return _norm(own, 1.0)
 
 
-def _add_norm(hidden_states: Any, residual: Any, weight: Any) -> Any:
-    made = engine_ops.norm(hidden_states, weight, EPSILON, residual=residual)
-    return made if made is not None else _eager("add_rmsnorm", hidden_states, residual, weight, EPSILON, 0.0, 0)
+def _add_norm(own: Function) -> Callable[..., Any]:
+    def run(hidden_states: Any, residual: Any, weight: Any) -> Any:
+        made = engine_ops.norm(hidden_states, weight, EPSILON, residual=residual)
+        if made is not None:
+            return made
+        if own and hidden_states.is_cuda:
+            own(hidden_states, residual, weight, eps=EPSILON)  # in place, where FlashInfer puts what is returned here
+            return hidden_states, residual
+        return _eager("add_rmsnorm", hidden_states, residual, weight, EPSILON, 0.0, 0)
+
+    return run
 
 
-# Op and traits -> the beginning of FlashInfer's name, and what runs.
-NORMS: Mapping[Any, tuple[str, Callable[..., Any]]] = {
+# Op and traits -> the beginning of FlashInfer's name, and what makes what runs.
+NORMS: Mapping[Any, tuple[str, Callable[[Function], Callable[..., Any]]]] = {
     ("rmsnorm", ()): ("rmsnorm", _norm),
     ("rmsnorm", (("offset", 1.0),)): ("gemma_rmsnorm", _gemma_norm),
     ("add_rmsnorm", ()): ("fused_add_rmsnorm", _add_norm),

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autosel import ops, settings
+from autosel.fingerprint import known
+from autosel.integrations import flashinfer_apply
 from autosel.native.compile import find_compiler
-from autosel.values import Workload
+from autosel.values import Decision, Workload
 from tests import engines
-from tests.cpu.serving import pinned, serve
+from tests.cpu.serving import arm_of, pinned, serve
+from tests.null.cuda_stand_in import OnGpu
 
 BEGIN = """
 import json, os, torch
@@ -159,3 +165,54 @@ def test_definitions_have_flashinfers_names_and_the_rest_a_reason() -> None:
     assert sorted(served) == ["gelu_tanh_and_mul_h128", "silu_and_mul_h128"]
     assert len(left) == 2 and "no definition" in left[0] and left[1].startswith("rmsnorm_h64: ")
     assert "rmsnorm_h64" in definitions(decided, 1e-6)[0]  # type: ignore[arg-type]
+
+
+def small(op: str, **dims: int) -> Decision:
+    w = ops.find(op).workload("fp32", dims)
+    name = f"torch:{op}"
+    return replace(pinned(w, name), baseline=replace(arm_of(w, name), candidate="another", digest="another"))
+
+
+def test_only_what_can_serve_flashinfers_calls_here_is_put_under_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU here that is what was decided on it: FlashInfer has no call on a CPU."""
+    d, gpu = small("rmsnorm", M=1, d=64), known.load("h200")
+    assert flashinfer_apply.serving([d]) == [d]
+    unfit: list[Any] = [
+        {"hw_id": "elsewhere"},
+        {"state": "demoted"},
+        {"state": "undecided"},
+        {"mode": "eager.t999.odd"},
+    ]
+    assert flashinfer_apply.serving([replace(d, **change) for change in unfit]) == []
+    monkeypatch.setattr(flashinfer_apply, "places_here", lambda: ("cpu", "cuda:0"))
+    monkeypatch.setattr(flashinfer_apply, "device_at", lambda place: (gpu, ""))
+    on_gpu = replace(d, hw_id=gpu.hw_id, mode=re.sub(r"t\d+", "t99", d.mode))
+    assert flashinfer_apply.serving([d, on_gpu]) == [on_gpu]
+
+
+def test_a_gpus_call_that_nobody_decided_is_flashinfers_own_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own convention: a fused addition in place, the others by value."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    called: list[str] = []
+
+    def own(name: str) -> Any:
+        def function(*given: torch.Tensor, eps: float = 0.0) -> torch.Tensor | None:
+            called.append(name)
+            assert eps == (1e-6 if "norm" in name else 0.0)
+            return None if name == "fused_add_rmsnorm" else given[0] * 2
+
+        return function
+
+    decided = [small("rmsnorm", M=1, d=64), small("add_rmsnorm", M=1, d=64), small("swiglu", M=1, I=64)]
+    served, left = flashinfer_apply.definitions(decided, 1e-6, own)
+    assert not left
+    x, w, two = (OnGpu.of(torch.ones(shape)) for shape in ((3, 64), (64,), (3, 128)))
+    plain = (t.as_subclass(torch.Tensor) for t in (x, w, two))
+    assert served["rmsnorm_h64"](hidden_states=x, weight=w)[0, 0] == 2
+    assert served["fused_add_rmsnorm_h64"](hidden_states=x, residual=x, weight=w) == (x, x)
+    assert served["silu_and_mul_h128"](input=two)[0, 0] == 2
+    assert called == ["rmsnorm", "fused_add_rmsnorm", "silu_and_mul"]
+    x, w, two = plain
+    assert served["rmsnorm_h64"](hidden_states=x, weight=w).shape == (3, 64)
+    assert served["silu_and_mul_h128"](input=two).shape == (3, 64)
+    assert len(called) == 3, "which has no kernel for a CPU"
