@@ -84,6 +84,30 @@ class Decided:
             log.warning("%s: %s", self.op, what)
 
 
+class Fits:
+    """Is an engine's decode step the one that was written for? Looked at once, at the first step, and told of if not:
+    another release of the engine is left to its own attention, instead of a crash at its first token.
+    """
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        self.why: str | None = None
+
+    def __call__(self, *looks: Callable[[], str]) -> bool:
+        """`looks`: each gives what is otherwise than expected, or ""."""
+        if self.why is None:
+            self.why = next((why for look in looks if (why := look())), "")
+            if self.why:
+                log.warning("%s's own attention runs, not what was decided for paged_attn: %s", self.engine, self.why)
+        return not self.why
+
+
+def lacking(thing: Any, *names: str) -> str:
+    """Which of these attributes a thing has not."""
+    absent = [name for name in names if not hasattr(thing, name)]
+    return f"{type(thing).__name__} has no {', '.join(absent)}" if absent else ""
+
+
 NORM, ADD_NORM = Decided("rmsnorm"), Decided("add_rmsnorm")
 GATED = {"swiglu": Decided("swiglu"), "geglu": Decided("geglu")}
 PAGED = Decided("paged_attn")

@@ -18,6 +18,15 @@ from torch import Tensor
 
 from autosel.integrations import engine_ops
 
+STEPS, LAYERS, CACHES = (engine_ops.Fits("SGLang") for _ in range(3))
+POOL = ("page_size", "kv_cache_layout", "dtype", "store_dtype", "get_key_buffer", "get_value_buffer", "set_kv_buffer")
+BATCH = ("forward_mode", "spec_info", "encoder_lens", "req_pool_indices", "seq_lens")
+LAYER = (
+    "layer_id", "tp_q_head_num", "tp_k_head_num", "qk_head_dim", "v_head_dim", "k_scale", "v_scale", "scaling",
+    "is_cross_attention", "attn_type", "xai_temperature_len", "logit_cap", "logit_capping_method",
+    "sliding_window_size",
+)  # fmt: skip
+
 
 def create(runner: Any) -> Any:
     """A backend for SGLang's registry. Raises ValueError for models with latent attention, as SGLang's own do."""
@@ -52,7 +61,7 @@ class DecodeSteps:
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)  # type: ignore[misc]
-        known = forward_batch.seq_lens_cpu
+        known = getattr(forward_batch, "seq_lens_cpu", None)
         self.step = self._step(forward_batch, None if known is None else int(known.max()))
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
@@ -61,7 +70,10 @@ class DecodeSteps:
         self.step = self._step(forward_batch, None)
 
     def _step(self, batch: Any, longest: int | None) -> Step | None:
-        pool = self.token_to_kv_pool  # type: ignore[attr-defined]
+        pool = getattr(self, "token_to_kv_pool", None)
+        another = pool is not None and not isinstance(pool, MHATokenToKVPool)
+        if another or not STEPS(lambda: self._other(batch, pool)):
+            return None
         plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.dtype == pool.store_dtype
         if not plain or not batch.forward_mode.is_decode() or batch.spec_info is not None:
             return None
@@ -78,11 +90,19 @@ class DecodeSteps:
         table = first if pool.page_size == 1 else first // pool.page_size
         return Step(batch=batch, table=table, lengths=batch.seq_lens.to(torch.int32), max_len=longest)
 
+    def _other(self, batch: Any, pool: Any) -> str:
+        """What of this SGLang is not what a step is read from here."""
+        lacking = engine_ops.lacking
+        return (
+            lacking(self, "token_to_kv_pool", "req_to_token_pool") or lacking(pool, *POOL) or lacking(batch, *BATCH)
+            or lacking(batch.forward_mode, "is_decode") or lacking(KVWriteLoc, "for_batch")
+        )  # fmt: skip
+
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **named: Any
     ) -> Tensor:
         step = self.step
-        if step is not None and step.batch is forward_batch and self._plain(q, k, layer, named):
+        if step is not None and step.batch is forward_batch and self._serves(q, k, layer, named):
             if save_kv_cache:
                 location = KVWriteLoc.for_batch(forward_batch)
                 self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)  # type: ignore[attr-defined]
@@ -95,6 +115,19 @@ class DecodeSteps:
             q, k, v, layer, forward_batch, save_kv_cache, **named
         )
         return made
+
+    def _serves(self, q: Tensor, k: Tensor | None, layer: Any, named: dict[str, Any]) -> bool:
+        known = LAYERS(lambda: engine_ops.lacking(layer, *LAYER))
+        return known and self._plain(q, k, layer, named) and CACHES(lambda: self._unpaged(layer))
+
+    def _unpaged(self, layer: Any) -> str:
+        """Why a layer's cache cannot be read as pages, or ""."""
+        pool = self.token_to_kv_pool  # type: ignore[attr-defined]
+        for held in (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)):
+            wanted = (layer.tp_k_head_num, layer.qk_head_dim)
+            if held.dim() != 3 or held.shape[1:] != wanted or len(held) % pool.page_size or not held.is_contiguous():
+                return f"its cache is {list(held.shape)}, where [tokens, {wanted[0]}, {wanted[1]}] in pages is read"
+        return ""
 
     def _plain(self, q: Tensor, k: Tensor | None, layer: Any, named: dict[str, Any]) -> bool:
         return (

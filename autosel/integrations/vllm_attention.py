@@ -18,6 +18,15 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 from autosel.integrations import engine_ops
 
 PLAIN_CACHES = ("auto", "float16", "bfloat16")
+FITS = engine_ops.Fits("vLLM")
+METADATA = (
+    "max_query_len", "num_actual_tokens", "seq_lens", "block_table", "max_seq_len", "mm_prefix_range",
+    "rswa_prefix_lens",
+)  # fmt: skip
+IMPLEMENTATION = (
+    "attn_type", "kv_cache_dtype", "alibi_slopes", "sinks", "chunk_lookback", "num_heads", "head_size", "scale",
+    "sliding_window", "logits_soft_cap",
+)  # fmt: skip
 
 
 class AutoselAttentionImpl(TritonAttentionImpl):  # type: ignore[misc]
@@ -48,7 +57,9 @@ class AutoselAttentionImpl(TritonAttentionImpl):  # type: ignore[misc]
 
     def _decode(self, query: Tensor, kv_cache: Tensor, m: Any, output: Tensor) -> bool:
         """One token a sequence. kv_cache [blocks, Hkv, block, 2 D]: keys, then values."""
-        if m is None or m.max_query_len != 1 or not self._plain(m) or kv_cache.dtype != query.dtype:
+        if m is None or not FITS(lambda: self._other(kv_cache, m)):
+            return False
+        if m.max_query_len != 1 or not self._plain(m) or kv_cache.dtype != query.dtype:
             return False
         n = m.num_actual_tokens
         if m.seq_lens.shape[0] < n:
@@ -67,6 +78,13 @@ class AutoselAttentionImpl(TritonAttentionImpl):  # type: ignore[misc]
             out=output[:n].view(n, self.num_heads, 1, self.head_size),
             longest=self.model.max_model_len if self.model is not None else 0,  # for which vLLM captures
         )
+
+    def _other(self, kv_cache: Tensor, m: Any) -> str:
+        """What of this vLLM is not what a step is read from here."""
+        absent = engine_ops.lacking(m, *METADATA) or engine_ops.lacking(self, *IMPLEMENTATION)
+        if not absent and (kv_cache.dim() != 4 or kv_cache.shape[-1] != 2 * self.head_size):
+            return f"its cache is {list(kv_cache.shape)}, where [blocks, heads, block, {2 * self.head_size}] is read"
+        return absent
 
     def _plain(self, m: Any) -> bool:
         return (
