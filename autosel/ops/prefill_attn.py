@@ -108,7 +108,7 @@ def _cases(op: Op, w: Workload) -> list[Case]:
         add("random", "tails of tiles; the diagonal", s)
     for hq, hkv in hostile.HEADS:
         add("random", "query heads to KV heads", 37, Hq=hq, Hkv=hkv)
-    for width in hostile.WIDTHS:
+    for width in (*hostile.WIDTHS, *([w["D"]] if w["D"] > d else [])):
         add("random", "head widths", 66, D=width)
     for at in (0, 1, 15, 16, 17, 63, 64, 65, 126, 127, 128):
         add(f"needle at {at}", "the diagonal off by one; a skipped key", 129, _needle(at))

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from autosel.candidates.triton.attention import WIDEST_HEAD
+from autosel.ops import OPS
 from autosel.values import Passed
 from tests.compile.aot import captured, launches, narrow, problems
 from tests.compile.emulate import todays, todays_turn
@@ -62,6 +64,14 @@ def test_a_stride_multiplied_in_32_bits_is_seen(wide: bool) -> None:
     with captured((9, 0)) as launched:
         _first_of_row[(2,)](torch.empty(2, 7, device="meta"), 7, WIDE=wide)
     assert narrow(launched[0].ttir) == ([] if wide else ["stride_x"])
+
+
+@pytest.mark.parametrize("op", ["attn", "paged_attn", "prefill_attn"])
+def test_attention_is_interpreted_at_its_widest_head_and_with_capped_scores(op: str) -> None:
+    plans = [plan for plan in PLANS if plan.kernel.startswith(f"{op} ")]
+    widths = [case.workload["D"] for plan in plans for case in OPS[op].cases(plan.proof("bf16").workload)]
+    assert max(widths) == WIDEST_HEAD
+    assert any(plan.traits.get("softcap") for plan in plans)
 
 
 def test_triton_kernels_meet_their_contracts_in_the_interpreter() -> None:

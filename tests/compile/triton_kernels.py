@@ -230,8 +230,13 @@ PLANS = (
     plan("attn triton:attn_decode", {**_DECODE, "S": 3}, {"ragged": True, "window": 100, "softcap": 30.0}, chunk=96),
     plan("attn triton:attn_decode", {**_DECODE, "S": 20}, {"ragged": True}, chunk=96),
     plan("attn triton:attn_decode@merge", {**_DECODE, "Hq": 10}, {"ragged": True}, chunk=64),
+    plan("attn triton:attn_decode", {**_DECODE, "S": 2, "D": 512, "L": 300}, {"ragged": True}, chunk=96),
     plan("paged_attn triton:paged_attn_decode", {**_DECODE, "page": 16}, chunk=128),
     plan("paged_attn triton:paged_attn_decode@merge", {**_DECODE, "page": 24, "S": 2}, {"window": 70}, chunk=64),
+    plan("paged_attn triton:paged_attn_decode", {**_DECODE, "page": 16, "S": 2}, {"softcap": 30.0}, chunk=96),
+    plan("paged_attn triton:paged_attn_decode", {**_DECODE, "page": 24, "D": 512, "L": 300}, chunk=96),
     plan("prefill_attn triton:attn_prefill", {"B": 1, "Hq": 4, "Hkv": 2, "S": 200, "D": 64}),
     plan("prefill_attn triton:attn_prefill", {"B": 1, "Hq": 2, "Hkv": 1, "S": 200, "D": 80}, {"window": 33}, tile_q=64),
+    plan("prefill_attn triton:attn_prefill", {"B": 1, "Hq": 4, "Hkv": 2, "S": 200, "D": 64}, {"softcap": 30.0}),
+    plan("prefill_attn triton:attn_prefill", {"B": 1, "Hq": 2, "Hkv": 1, "S": 100, "D": 512}),
 )
