@@ -43,6 +43,10 @@ class Judge:
 
     def look(self, call: Call, candidate: Result, baseline: Result, seed: int, *, deep: bool) -> Finding | None:
         """The first check that the candidate's result fails. `deep`: float64 rows also where nothing looks wrong."""
+        with torch.device("cpu"):  # where float64 is computed, whatever the process makes its tensors on
+            return self._look(call, candidate, baseline, seed, deep=deep)
+
+    def _look(self, call: Call, candidate: Result, baseline: Result, seed: int, *, deep: bool) -> Finding | None:
         if candidate.spoilt:
             reason = f"it wrote into its input {candidate.spoilt}"
             evidence = {"input": candidate.spoilt}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from autosel.guard.call import Arm, Call, Result
 from autosel.guard.judge import Finding
 
@@ -62,4 +64,5 @@ def _fails(call: Call, finding: Finding, result: Result, baseline: Result) -> bo
     if result.error is not None or result.spoilt:
         return True
     formed = call.same_form(result.outputs, baseline.outputs) is None
-    return not formed or finding.check(result.outputs) is not None
+    with torch.device("cpu"):  # as the judge asked it
+        return not formed or finding.check(result.outputs) is not None

@@ -63,6 +63,7 @@ class Patched:
 
 
 Forward = Callable[..., Any]
+PROVEN_ON = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +190,8 @@ def _refuse(model: Any) -> None:
     if devices != {"cpu"}:
         raise UsageError(
             f"the model's parameters are on {', '.join(sorted(devices)) or 'no device'}",
-            why="decisions serve the CPU's tensors so far, and a model has to be on one device",
-            todo="model.to('cpu'), or leave the model as it is",
+            why=f"patch proves every module on the {PROVEN_ON.upper()}, and serves it nowhere else",
+            todo="model.to('cpu'), or leave the model as it is; on a GPU autosel.best and torch.ops.autosel serve",
         )
     dtypes = {p.dtype for p in model.parameters()}
     if len(dtypes) > 1 or not dtypes <= set(FLOATS):
@@ -236,7 +237,8 @@ def _versions() -> str:
 def _plan(model: Any) -> tuple[list[_Change], list[Left]]:
     changes: list[_Change] = []
     left: list[Left] = []
-    with torch.inference_mode():
+    # The proofs' operands belong beside the weights, whatever the process makes its tensors on.
+    with torch.inference_mode(), torch.device("cpu"):
         for name, module in model.named_modules():
             for kind, prove in _kinds(module):
                 try:
@@ -311,8 +313,11 @@ def _serves(op: str, inputs: Mapping[str, Any], *got: Tensor) -> None:
 
 
 def _dynamic(*tensors: Tensor) -> bool:
-    """Has the call to go the module's own way: for a gradient, or because there is nothing to compute?"""
-    return tensors[0].numel() == 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    """Has the call to go the module's own way: for a gradient, because there is nothing to compute, or because the model
+    was moved since? Where nobody proved it our baseline would serve, which is slower than the module's own code."""
+    if tensors[0].numel() == 0 or any(t.device.type != PROVEN_ON for t in tensors):
+        return True
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _ask(op: str) -> Callable[..., Any]:
@@ -500,6 +505,9 @@ def _prove_rotation(module: Any) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # which cannot follow code into other globals than its module's
             return original(self, *args, **kwargs)
+        states = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(states, Tensor) or states.device.type != PROVEN_ON:
+            return original(self, *args, **kwargs)
         _make_room(kwargs.get("past_key_values"), getattr(self, "layer_idx", None))
         return rotating(self, *args, **kwargs)
 
@@ -620,7 +628,9 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    if mask is not None and mask.dim() == 4 and mask.shape[1:3] == (1, 1) and not torch.compiler.is_compiling():
+    if mask is None or mask.device.type != PROVEN_ON or torch.compiler.is_compiling():
+        return mask  # to look into it a GPU would have to be waited for, which breaks a capture
+    if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
         mask._autosel = _spans(mask[:, 0, 0])  # type: ignore[attr-defined]
     return mask
 

@@ -293,6 +293,15 @@ def test_the_random_state_is_the_users() -> None:
     assert torch.equal(torch.randn(3), expected)
 
 
+def test_what_a_process_makes_its_tensors_on_is_no_reason_to_leave_a_model_as_it_is() -> None:
+    model = made(llama)
+    elsewhere = copy.deepcopy(model)
+    replaced = autosel.patch(model).replaced
+    with torch.device("meta"):
+        found = autosel.patch(elsewhere)
+    assert found.replaced == replaced and all(replaced.values()), found.left
+
+
 def test_low_precision_logits_stay_within_the_roundings_of_the_format() -> None:
     """bf16: what differs are single roundings, so the distance to float64 must not grow."""
     model = made(llama).to(torch.bfloat16)
