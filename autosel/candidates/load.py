@@ -2,6 +2,10 @@
 
 A native kernel takes the op's arguments, the outputs, then its knobs; the closure made here hides the knobs and, when
 an output is None, allocates it. A Python function takes its knobs, if it has any, by keyword.
+
+A kernel with the knob `pdl` has a second closure, the first one's attribute `chained`: for a chain of calls whose
+weights nobody writes meanwhile (decode.graph). It takes all arguments and outputs, and launches as a programmatic
+dependent of the kernel ahead.
 """
 
 from __future__ import annotations
@@ -22,11 +26,17 @@ from autosel.native.load import load_entry
 from autosel.ops.contract import Op
 from autosel.values import NativeRecipe, PythonRecipe, Recipe, Scalar
 
+CHAINED = "pdl"  # of a CUDA kernel: 1 where it may be launched before the one ahead of it has ended
+
 
 def load(op: Op, recipe: Recipe, digest: str, knobs: Mapping[str, Scalar]) -> Callable[..., Any]:
     """The loaded candidate. Raises BuildError or whatever the candidate's own module raises at import."""
     if isinstance(recipe, NativeRecipe):
-        return _native(op, load_entry(digest, recipe.entry), tuple(knobs[name] for name in recipe.knob_args))
+        entry, names = load_entry(digest, recipe.entry), recipe.knob_args
+        function = _native(op, entry, tuple(knobs[name] for name in names))
+        if CHAINED in names:
+            function.chained = _native(op, entry, tuple(1 if n == CHAINED else knobs[n] for n in names))  # type: ignore[attr-defined]
+        return function
     function = _with_knobs(load_python(recipe), knobs)
     if not takes_outputs(op, parameters_of(function), recipe.target):
         function = with_outputs(op, function, recipe.target)

@@ -55,11 +55,15 @@ class GraphStep(Rewritten):
 
 
 def captured(ops: Step) -> Run:
-    """What replays the list at its present length. A step leaves its place as it was, so it may run before."""
+    """What replays the list at its present length. A step leaves its place as it was, so it may run before.
+
+    Kernels of ours are captured as programmatic dependents of what is ahead of them: edges of the graph that let them
+    begin early.
+    """
 
     def run(count: int) -> None:
         for _ in range(count):
-            ops.run()
+            ops.run_chained()
 
     try:
         return capture.captured(run, 1, ops.logits.device).replay

@@ -27,6 +27,7 @@ from autosel.native.compile import source_digest
 from autosel.values import Arm, Fingerprint, Rejected, Support, Workload, length_bucket
 
 CANDIDATE = kernel.CANDIDATE
+WAITING_CC = (9, 0)  # from here on a kernel can wait for the one ahead of it: CUDA C++ Programming Guide, PDL
 PRODUCTS = ("norm_qkv", "linear", "gate_up", "lm_head")
 # The op of the list -> the single-op kernel whose arithmetic the task has.
 KERNELS = {
@@ -163,11 +164,14 @@ def supports(step: Step, fp: Fingerprint) -> Support:
 
 
 def predict(step: Step, kernels: int, bytes_read: float, flops: float, fp: Fingerprint) -> persistent.Prediction:
-    """What the fused list `step` would take as one launch, against a graph of `kernels`."""
+    """What the fused list `step` would take as one launch, against a graph of `kernels`: of dependent launches where
+    all of them are our own kernels."""
     tasks = sum(_makes_task(call) for call in step.calls)
     dtype = step.decoder.weights.dtype
     cost = StepCost(kernels=kernels, bytes_read=bytes_read, flops=flops, dtype=dtype)
-    return persistent.predict(cost, tasks, facts(fp))
+    f = facts(fp)
+    ours = all(getattr(call.function, "chained", None) for call in step.calls if call.op != "glue")
+    return persistent.predict(cost, tasks, f, dependent=ours and f.cc >= WAITING_CC)
 
 
 def write_launch(step: Step, fp: Fingerprint) -> LaunchStep:

@@ -112,6 +112,14 @@ class Step:
         for function, arguments in self.flat:
             function(*arguments)
 
+    def run_chained(self) -> None:
+        """The same on a GPU, for a capture: our kernels as programmatic dependents. Each loads its weights while the
+        kernel ahead is ending, which nobody writes here, and waits for that before it reads anything else."""
+        if self.place.longest != self.length:
+            self._set_length(self.place.longest)
+        for function, arguments in self.flat:
+            (getattr(function, "chained", None) or function)(*arguments)
+
     def settle(self) -> None:
         """Until what was enqueued has ended: on a GPU a step is only begun when `run` returns."""
         if self.logits.device.type == "cuda":

@@ -22,6 +22,7 @@ class Bound(Protocol):
     decision: Decision | None
     candidate: str
     reason: str
+    chained: Callable[..., Any] | None  # the same kernel, for a chain of them (candidates.load)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -88,6 +89,7 @@ def put(bound: Bound, cell: Cell, resolution: Resolution, watch: Watch | None) -
     cell.swap(resolution.run)
     cell.grant(watch.gap() if watch else NEVER)
     bound.decision, bound.candidate, bound.reason = resolution.decision, resolution.candidate, resolution.reason
+    bound.chained = getattr(resolution.run, "chained", None)
     bound.beyond_baseline = resolution.beyond_baseline  # type: ignore[method-assign]  # a function's attribute
 
     def explain() -> str:

@@ -48,7 +48,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def test_a_captured_list_does_nothing_until_it_is_replayed_and_then_what_it_did(cuda: Cuda) -> None:
-    ops = SimpleNamespace(logits=OnGpu.of(ONE), run=lambda: [cuda.call(i) for i in range(3)])
+    ops = SimpleNamespace(logits=OnGpu.of(ONE), run_chained=lambda: [cuda.call(i) for i in range(3)])
     replay = graph.captured(ops)  # type: ignore[arg-type]
     warm = len(cuda.made)
     assert cuda.made == [0, 1, 2] * capture.WARM_CALLS
@@ -60,13 +60,13 @@ def test_a_captured_list_does_nothing_until_it_is_replayed_and_then_what_it_did(
 def test_a_list_is_captured_on_a_stream_of_its_own_device(cuda: Cuda) -> None:
     """Whatever device is current: on another one's stream its calls would run at once, and the graph would be empty."""
     there = torch.device("cuda", 1)
-    graph.captured(SimpleNamespace(logits=SimpleNamespace(device=there), run=lambda: cuda.call(0)))  # type: ignore[arg-type]
+    graph.captured(SimpleNamespace(logits=SimpleNamespace(device=there), run_chained=lambda: cuda.call(0)))  # type: ignore[arg-type]
     assert cuda.captured_on == [there]
 
 
 def test_a_list_that_cannot_be_captured_says_why_and_what_to_do(cuda: Cuda) -> None:
     cuda.refuses = True
-    ops = SimpleNamespace(logits=OnGpu.of(ONE), run=lambda: cuda.call(0))
+    ops = SimpleNamespace(logits=OnGpu.of(ONE), run_chained=lambda: cuda.call(0))
     with pytest.raises(UsageError, match="cannot be captured") as caught:
         graph.captured(ops)  # type: ignore[arg-type]
     assert "not permitted" in caught.value.why and "--no-graph" in caught.value.todo

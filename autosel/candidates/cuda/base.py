@@ -30,7 +30,7 @@ PDL = Knob(
     value=0,
     formula="0",
     inputs={},
-    reason="a chain that launches all its kernels as programmatic dependents sets 1; a call alone gains nothing",
+    reason="a step that is captured as a graph launches its kernels as programmatic dependents: there it is 1",
 )
 
 
