@@ -7,7 +7,7 @@ taken back by counting one less. Everything is allocated at once, on 2 MiB pages
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,14 @@ class Cache:
                 raise UsageError("the KV cache has no free page", why=f"{sum(self.held)} are given out")
             self.block_table[row, self.held[row]] = self.free.pop()
             self.held[row] += 1
+
+    def part(self, first: int, last: int) -> Cache:
+        """These rows of it, for one pass: they share its memory and give out no pages."""
+        table, rows = self.block_table, min(last, self.rows) - first
+        if table is not None:
+            return replace(self, rows=rows, block_table=table[first:last], free=[], held=self.held[first:last])
+        k, v = ([t[first:last] for t in tensors] for tensors in (self.k, self.v))
+        return replace(self, rows=rows, k=k, v=v)
 
     def release(self, row: int) -> None:
         """The row's pages go back to the others."""

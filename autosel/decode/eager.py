@@ -7,15 +7,20 @@ reference that both arms are judged by: every weight, key and value widened firs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from autosel.decode.cache import Cache
+from autosel.decode.passes import CHUNK, rows_at_once
 from autosel.decode.rope import frequencies
 from autosel.decode.weights import Layer, Weights
 from autosel.models.shape import ModelShape
+
+Made = TypeVar("Made", bound=tuple[Tensor, ...])
 
 
 def _gelu_tanh(gate: Tensor) -> Tensor:
@@ -36,6 +41,12 @@ class Eager:
         """[B, V] after the last of the tokens, whose keys and values are appended (a reference leaves no trace)."""
         return F.linear(self.hidden(tokens, cache, held, last=True)[:, -1], self._wide(self.weights.head))
 
+    def prefill(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """The same of whole prompts into an empty cache, some rows at a time."""
+        rows = rows_at_once(tokens.shape[1])
+        starts = range(0, len(tokens), rows)
+        return torch.cat([self.logits(tokens[b : b + rows], cache.part(b, b + rows), 0) for b in starts])
+
     def hidden(self, tokens: Tensor, cache: Cache, held: int, *, last: bool = False) -> Tensor:
         """[B, S, d], normalised for the output head; with `last` only of the last token."""
         s = self.shape
@@ -44,14 +55,17 @@ class Eager:
             x = x * torch.tensor(s.embedding_scale, dtype=x.dtype)
         turns = self._turns(held, tokens.shape[1], x.dtype)
         for i, layer in enumerate(self.weights.layers):
-            h = self._norm(x, layer.attn_norm)
-            h = F.linear(self._attention(i, layer, h, turns, cache, held), self._wide(layer.o))
-            x = x + (h if layer.attn_post_norm is None else self._norm(h, layer.attn_post_norm))
-            h = self._norm(x, layer.mlp_norm)
-            h = ACTIVATION[s.activation](F.linear(h, self._wide(layer.gate))) * F.linear(h, self._wide(layer.up))
-            h = F.linear(h, self._wide(layer.down))
-            x = x + (h if layer.mlp_post_norm is None else self._norm(h, layer.mlp_post_norm))
+            (x,) = _by_parts(partial(self._after, layer), x, self._attention(i, layer, x, turns, cache, held))
         return self._norm(x[:, -1:] if last else x, self.weights.norm)
+
+    def _after(self, layer: Layer, x: Tensor, o: Tensor) -> tuple[Tensor]:
+        """The residual stream behind a layer, from that before it and the layer's attention."""
+        h = F.linear(o, self._wide(layer.o))
+        x = x + (h if layer.attn_post_norm is None else self._norm(h, layer.attn_post_norm))
+        h = self._norm(x, layer.mlp_norm)
+        gated = ACTIVATION[self.shape.activation](F.linear(h, self._wide(layer.gate)))
+        h = F.linear(gated * F.linear(h, self._wide(layer.up)), self._wide(layer.down))
+        return (x + (h if layer.mlp_post_norm is None else self._norm(h, layer.mlp_post_norm)),)
 
     def _wide(self, t: Tensor) -> Tensor:
         return t if self.precision is None else t.to(self.precision)
@@ -80,19 +94,13 @@ class Eager:
         return found
 
     def _attention(
-        self, i: int, layer: Layer, h: Tensor, turns: dict[int, tuple[Tensor, Tensor]], cache: Cache, held: int
+        self, i: int, layer: Layer, x: Tensor, turns: dict[int, tuple[Tensor, Tensor]], cache: Cache, held: int
     ) -> Tensor:
-        s, (b, n, _) = self.shape, h.shape
-        w_q, w_k, w_v = layer.qkv.split((s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D))
-        q, k, v = (F.linear(h, self._wide(w)).view(b, n, -1, s.D) for w in (w_q, w_k, w_v))
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        cos, sin = turns[id(self.inv_freq[i])]
-        q, k = _rotate(q, cos, sin, s), _rotate(k, cos, sin, s)
+        s, (b, n, _) = self.shape, x.shape
+        q, k, v = _by_parts(partial(self._projected, layer), x, *turns[id(self.inv_freq[i])])
         window = s.window if s.layer_types[i] == "sliding" else 0
         k, v = self._past(cache, i, k, v, held, max(0, held + 1 - window) if window else 0)
-        mask = _mask(n, k.shape[2], window, h.device) if n > 1 and (held or (window and k.shape[2] > window)) else None
+        mask = _mask(n, k.shape[2], window, x.device) if n > 1 and (held or (window and k.shape[2] > window)) else None
         o = F.scaled_dot_product_attention(
             q,
             k,
@@ -104,6 +112,16 @@ class Eager:
         )
         return o.transpose(1, 2).reshape(b, n, -1)
 
+    def _projected(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, heads, S, D], turned."""
+        s, (b, n, _), h = self.shape, x.shape, self._norm(x, layer.attn_norm)
+        w_q, w_k, w_v = layer.qkv.split((s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D))
+        q, k, v = (F.linear(h, self._wide(w)).view(b, n, -1, s.D) for w in (w_q, w_k, w_v))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return _rotate(q, cos, sin, s), _rotate(k, cos, sin, s), v
+
     def _past(self, cache: Cache, i: int, k: Tensor, v: Tensor, held: int, first: int) -> tuple[Tensor, Tensor]:
         """Keys and values from `first` on, the new ones last."""
         end = held + k.shape[2]
@@ -114,6 +132,16 @@ class Eager:
         cache.k[i][:, :, held:end] = k
         cache.v[i][:, :, held:end] = v
         return cache.k[i][:, :, first:end], cache.v[i][:, :, first:end]
+
+
+def _by_parts(make: Callable[..., Made], x: Tensor, *more: Tensor) -> Made:
+    """`make` of x [B, S, d] and of what else goes with its positions [..., S, n], CHUNK tokens at a time; what it makes
+    has the positions there too. No token of it knows of another, so that parts change no result."""
+    width = max(1, CHUNK // len(x))
+    if x.shape[1] <= width:
+        return make(x, *more)
+    parts = [make(*part) for part in zip(*(t.split(width, -2) for t in (x, *more)), strict=True)]
+    return tuple(torch.cat(made, -2) for made in zip(*parts, strict=True))  # type: ignore[return-value]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, shape: ModelShape) -> Tensor:

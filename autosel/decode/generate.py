@@ -15,6 +15,7 @@ from torch import Tensor
 from autosel.decode.cache import Cache, make_cache
 from autosel.decode.graph import GraphStep
 from autosel.decode.model import FUSED, Batch, Chain, Decoder
+from autosel.decode.passes import CHUNK, rows_at_once
 from autosel.decode.persistent import write
 from autosel.decode.run import GREEDY, Sampling
 from autosel.decode.sample import Sampler
@@ -23,7 +24,6 @@ from autosel.decode.weights import refuse_other_tokens
 from autosel.errors import UsageError
 from autosel.values import Fingerprint
 
-CHUNK = 2048  # prompt tokens a pass: what a pass allocates stays far below the weights
 NGRAM = 3  # longest run of tokens looked for in the text so far
 
 
@@ -102,19 +102,27 @@ def _refuse(decoder: Decoder, prompts: list[list[int]], count: int, sampling: Sa
 
 def prefill(decoder: Decoder, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
     """Run the prompts; their keys and values are in the cache. Logits [B, V] after each prompt's last token."""
-    device, longest = decoder.weights.device, max(map(len, prompts))
+    longest, run = max(map(len, prompts)), Direct()
     for row in range(len(prompts)):
         cache.reserve(row, longest)
+    rows = rows_at_once(min(longest, CHUNK))
+    starts = range(0, len(prompts), rows)
+    passes = [(cache.part(b, b + rows), prompts[b : b + rows]) for b in starts]
+    return decoder.logits(run, torch.cat([_last(decoder, run, part, some) for part, some in passes]))
+
+
+def _last(decoder: Decoder, run: Direct, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """[B, d] after each prompt's last token, CHUNK positions at a time."""
+    device, longest = decoder.weights.device, max(map(len, prompts))
     filled = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
     last = torch.tensor([len(p) - 1 for p in prompts], device=device)
     hidden = torch.empty(len(prompts), decoder.shape.d, dtype=decoder.weights.embedding.dtype, device=device)
-    run = Direct()
     for start in range(0, longest, CHUNK):
         part = filled[:, start : start + CHUNK]
         made = decoder.hidden(run, batch_of(part, start), cache).view(*part.shape, -1)
         here = (last >= start) & (last < start + part.shape[1])
         hidden[here] = made[here, last[here] - start]
-    return decoder.logits(run, hidden)
+    return hidden
 
 
 def batch_of(tokens: Tensor, start: int) -> Batch:

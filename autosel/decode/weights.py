@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autosel.decode.cache import cache_bytes
 from autosel.decode.pages import Arena, padded
+from autosel.decode.passes import activation_bytes
 from autosel.decode.run import Listener, Plan, Silent
 from autosel.decode.safetensors import Tensors, open_folder
 from autosel.errors import BadConfig, UsageError
@@ -29,7 +30,7 @@ PREFIXES = (("model.", ""), ("model.language_model.", ""), ("language_model.mode
 # Buffers that some checkpoints carry and that follow from config.json.
 DERIVED = ("rotary_emb.inv_freq",)
 BLOCK = (1 << 24) - 3  # elements drawn; prime, so that no row or tile of a real shape repeats another
-OTHERS_BYTES = 1 << 30  # the interpreter with torch, activations, probes
+OTHERS_BYTES = 1 << 30  # the interpreter with torch, a step's activations, probes
 PROBE_BYTES = 1 << 30  # what a GPU's read rate is probed in, for as long as the process lives
 
 
@@ -97,12 +98,13 @@ def arena_bytes(shape: ModelShape, dtype: DTypeName) -> int:
 
 
 def memory_need(plan: Plan) -> int:
-    """Bytes the run will take: weights, the caches of both arms, logits, and the rest of the process."""
+    """Bytes the run will take: weights, the caches of both arms, what the prompt or the reference holds on its way,
+    logits, and the rest of the process."""
     arms = 1 if plan.cache == "contiguous" else 2  # both arms read one contiguous cache
     logits = 4 * plan.batch * plan.shape.V * DTYPE_BYTES["fp32"]
     held = arena_bytes(plan.shape, plan.dtype) + arms * cache_bytes(plan)
     probe = PROBE_BYTES if plan.device != "cpu" else 0
-    return held + logits + reference_bytes(plan) + probe + OTHERS_BYTES
+    return held + logits + max(activation_bytes(plan), reference_bytes(plan)) + probe + OTHERS_BYTES
 
 
 def reference_bytes(plan: Plan) -> int:

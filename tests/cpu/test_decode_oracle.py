@@ -178,6 +178,7 @@ def test_ops_that_allocate_their_results_say_the_same(oracle: Oracle) -> None:
 
 def test_a_prompt_in_chunks_says_the_same(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "CHUNK", 13)
+    monkeypatch.setattr("autosel.decode.passes.PASS", 26)  # two rows, then the third
     for page in (0, 16):
         made = generate(oracle.decoder(), oracle.prompts, COUNT, page=page, keep_logits=True)
         assert_same(oracle, made, [0, 1, 2])
@@ -214,7 +215,11 @@ def test_generation_ends_a_row_at_its_stop_token(oracle: Oracle) -> None:
         assert made.tokens == expected
 
 
-def test_the_eager_baseline_is_transformers_to_the_last_roundings(oracle: Oracle) -> None:
+@pytest.mark.parametrize("chunk", [2048, 7])
+def test_the_eager_baseline_is_transformers_to_the_last_roundings(
+    oracle: Oracle, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autosel.decode.eager.CHUNK", chunk)
     decoder = oracle.decoder()
     cache = make_cache(decoder.shape, "fp32", rows=1, room=PROMPTS[0] + COUNT)
     eager, fed, logits = Eager(decoder.weights), oracle.prompts[0], []

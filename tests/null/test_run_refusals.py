@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,22 @@ def test_on_a_gpu_the_reference_holds_keys_and_values_once_for_every_query_head(
     laid_out = 4 * tokens * s.D * (2 * s.Hkv + 3 * s.Hq)  # wide; then by query head: keys, values, scaled keys
     held = arena_bytes(s, plan.dtype) + cache_bytes(plan)
     assert memory_need(plan) >= held + laid_out + PROBE_BYTES + OTHERS_BYTES
+
+
+def test_a_prompts_activations_are_part_of_what_a_run_takes_and_a_synthetic_one_has_none() -> None:
+    from autosel import models
+    from autosel.decode.passes import CHUNK, PASS
+    from autosel.decode.run import Plan
+    from autosel.decode.weights import memory_need, reference_bytes
+
+    plan = Plan(model=models.load("llama-1b"), batch=53, seq=8192)
+    s = plan.shape
+    more = memory_need(plan) - memory_need(replace(plan, prompt="synthetic"))
+    gated, stream = 3 * CHUNK * s.I * 2, PASS * (2 * s.d + s.Hq * s.D) * 2
+    assert more + reference_bytes(plan) >= gated + stream
+    assert memory_need(replace(plan, model=models.load("llama-8b"), batch=1)) < 24 << 30  # and stays bounded
+    short = replace(plan, batch=1, seq=16)
+    assert memory_need(short) == memory_need(replace(short, prompt="synthetic"))  # judging it takes more
 
 
 @pytest.mark.parametrize(

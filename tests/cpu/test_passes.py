@@ -1,0 +1,73 @@
+"""Prompts go through the layers some rows and positions at a time, in both arms, and come out as in one pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autosel import models
+from autosel.decode import eager, generate, passes
+from autosel.decode.cache import Cache, make_cache
+from autosel.decode.eager import Eager
+from autosel.decode.generate import prefill
+from autosel.decode.model import Decoder
+from autosel.decode.run import Plan
+from autosel.decode.weights import Weights, load_weights
+from tests.cpu.test_verdict import folder
+
+ROWS, TOKENS = 5, 40
+__all__ = ["folder"]  # the fixture
+
+
+@pytest.fixture(scope="module")
+def weights(folder: Path) -> Weights:
+    return load_weights(Plan(model=models.load(folder), dtype="fp32"))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Passes of at most two rows, parts of at most seven tokens; how many tokens each feed-forward part had."""
+    monkeypatch.setattr(passes, "PASS", 2 * TOKENS)
+    for module in (eager, generate):
+        monkeypatch.setattr(module, "CHUNK", 7)
+    tokens, honest = [], dict(eager.ACTIVATION)
+
+    def counted(gate: Tensor) -> Tensor:
+        tokens.append(gate.shape[:-1].numel())
+        return honest["silu"](gate)
+
+    monkeypatch.setattr(eager, "ACTIVATION", {"silu": counted})
+    return tokens
+
+
+def empty(weights: Weights, page: int = 0) -> Cache:
+    return make_cache(weights.shape, weights.dtype, rows=ROWS, room=TOKENS, page=page)
+
+
+def drawn() -> Tensor:
+    return torch.randint(128, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+@torch.inference_mode()
+def test_the_baselines_prompts_in_parts_are_those_of_one_pass(weights: Weights, small: list[int]) -> None:
+    caches = [empty(weights), empty(weights)]
+    in_parts = Eager(weights).prefill(drawn(), caches[0])
+    assert len(small) > ROWS and max(small) <= 7
+    with pytest.MonkeyPatch.context() as whole:
+        whole.setattr(eager, "CHUNK", 1 << 20)
+        torch.testing.assert_close(in_parts, Eager(weights).logits(drawn(), caches[1], 0))
+    assert small[-1] == ROWS * TOKENS
+    for mine, other in zip((*caches[0].k, *caches[0].v), (*caches[1].k, *caches[1].v), strict=True):
+        torch.testing.assert_close(mine[:, :, :TOKENS], other[:, :, :TOKENS])
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@torch.inference_mode()
+def test_our_prompts_in_groups_of_rows_give_the_baselines_logits(weights: Weights, small: list[int], page: int) -> None:
+    prompts: Any = drawn().tolist()
+    expected = Eager(weights).prefill(drawn(), empty(weights))
+    torch.testing.assert_close(prefill(Decoder(weights), empty(weights, page), prompts), expected)
