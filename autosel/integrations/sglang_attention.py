@@ -70,7 +70,7 @@ class DecodeSteps:
         self.step = self._step(forward_batch, None)
 
     def _step(self, batch: Any, longest: int | None) -> Step | None:
-        pool = getattr(self, "token_to_kv_pool", None)
+        pool: Any = getattr(self, "token_to_kv_pool", None)
         another = pool is not None and not isinstance(pool, MHATokenToKVPool)
         if another or not STEPS(lambda: self._other(batch, pool)):
             return None
