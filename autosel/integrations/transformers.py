@@ -313,8 +313,9 @@ def _serves(op: str, inputs: Mapping[str, Any], *got: Tensor) -> None:
 
 
 def _dynamic(*tensors: Tensor) -> bool:
-    """Has the call to go the module's own way: for a gradient, because there is nothing to compute, or because the model
-    was moved since? Where nobody proved it our baseline would serve, which is slower than the module's own code."""
+    """Has the call to go the module's own way: for a gradient, because there is nothing to compute, or because the
+    model was moved since? Where nobody proved it our baseline would serve, which is slower than the module's own code.
+    """
     if tensors[0].numel() == 0 or any(t.device.type != PROVEN_ON for t in tensors):
         return True
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -1,0 +1,47 @@
+"""A model that was patched and then moved to another device runs its own code there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import autosel
+from autosel import dispatch
+from autosel.errors import UsageError
+from tests.cpu.test_transformers import LAYERS, V, llama, made
+
+
+@torch.inference_mode()
+def test_a_model_moved_off_the_device_it_was_proven_on_runs_its_own_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What would serve it there is our baseline, slower than its own; and a mask there is not looked into."""
+    with dispatch.use(tmp_path) as board:
+        model = made(llama)
+        autosel.patch(model)
+        model.to("meta")
+        before = sum(use.calls for use in board.uses())
+        ids = torch.zeros(2, 9, dtype=torch.long, device="meta")
+        cache = model(ids, use_cache=True).past_key_values
+        step = model(ids[:, :1], past_key_values=cache, use_cache=True)
+        assert step.logits.shape == (2, 1, V) and len(cache.layers) == LAYERS
+        assert sum(use.calls for use in board.uses()) == before
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 1, 1, 10, dtype=torch.bool, device="meta"), None])
+def test_a_mask_elsewhere_is_passed_on_unread(mask: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import masking_utils
+
+    from autosel.integrations import transformers
+
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda: mask)
+    assert transformers._mask() is mask
+
+
+def test_a_model_elsewhere_is_refused_for_the_reason_that_holds() -> None:
+    with torch.device("meta"):
+        hollow = llama()
+    with pytest.raises(UsageError, match="proves every module on the CPU, and serves it nowhere else"):
+        autosel.patch(hollow)
