@@ -113,11 +113,12 @@ class PagedAttn(Op):
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         pairs, group = head_pairs(w, count, seed), w["Hq"] // w["Hkv"]
         b, h = pairs // w["Hkv"], pairs % w["Hkv"]
-        table = inputs["block_table"]
+        table = inputs["block_table"][:, : _blocks(w)]  # an engine's is as wide as its longest context
         part = {**inputs, "q": pick_heads(inputs["q"], b, h, group), "lengths": inputs["lengths"][b]}
         for name in ("k_pages", "v_pages"):
-            own = [inputs[name][table[i].long().clamp_min(0)][:, :, j : j + 1] for i, j in zip(b, h, strict=True)]
-            part[name] = torch.cat(own)
+            heads = zip(b.tolist(), h.tolist(), strict=True)
+            own = [inputs[name][:, :, j][table[i].long().clamp_min(0)] for i, j in heads]
+            part[name] = torch.cat(own)[:, :, None]
         part["block_table"] = torch.arange(len(pairs) * table.shape[1], dtype=torch.int32).view(len(pairs), -1)
         return Rows(inputs=part, pick=lambda outs: (pick_heads(outs[0], b, h, group),))
 
@@ -135,8 +136,9 @@ def contiguous(w: Workload) -> Workload:
 
 
 def gather(pages: Tensor, table: Tensor, keys: int) -> Tensor:
-    """[P, page, Hkv, D] -> the contiguous cache [B, Hkv, keys, D]."""
-    found = pages[table.long().clamp_min(0)].flatten(1, 2)
+    """[P, page, Hkv, D] -> the contiguous cache [B, Hkv, keys, D]; zeros where a row has no page. Another row's could be
+    NaN, which no weight of zero holds back."""
+    found = pages[table.long().clamp_min(0)].masked_fill((table < 0)[:, :, None, None, None], 0.0).flatten(1, 2)
     return found.transpose(1, 2)[:, :, :keys]
 
 

@@ -173,6 +173,23 @@ def test_costs_grow_with_the_work(w: Workload) -> None:
     assert op.flops(twice) >= op.flops(w) >= 0
 
 
+def test_paged_attention_keeps_a_nan_within_its_sequence() -> None:
+    """Reference, sampled rows and baseline: the first page is a neighbour's, and a table's -1 must not stand for it."""
+    op = OPS["paged_attn"]
+    inputs = op.inputs(op.workload("fp32", {"B": 3, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 32, "page": 16}), 1)
+    inputs["block_table"] = torch.tensor([[0, 1], [2, -1], [-1, -1]], dtype=torch.int32)
+    inputs["lengths"] = torch.tensor([32, 5, 0], dtype=torch.int32)
+    for pages in (inputs["k_pages"], inputs["v_pages"]):
+        pages[0, 3] = float("nan")
+    w = op.workload_of(inputs)
+    (reference,), got = op.reference(inputs), eager.paged_attn(*op.arguments(inputs))
+    for made in (reference, got):
+        assert made.isnan().flatten(1).any(1).tolist() == [True, False, False]
+    assert isinstance(op.verify(inputs, [got]), Match)
+    rows = op.rows(w, inputs, 6, 1)
+    assert isinstance(op.verify(rows.inputs, rows.pick([got])), Match)
+
+
 def test_a_window_bounds_the_bytes_attention_reads() -> None:
     op = OPS["attn"]
     full = op.workload("bf16", {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 64, "L": 4096})
