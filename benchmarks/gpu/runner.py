@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ from autosel.errors import AutoselError
 from benchmarks.gpu.kept import Kept, Record
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import stage
+from benchmarks.gpu.summary import reason
 
 MAIN = Path(__file__).with_name("__main__.py")
 START_S = 300.0  # imports, and on a device met for the first time its fingerprint
@@ -51,7 +52,7 @@ def run_stage(
             raise AutoselError(f"stage {name} cannot begin", why=why)
         record = _resumed(name, scope, kept, first, fresh)
         record.units = {u: found for u, found in record.units.items() if found["ok"] or not retry}
-        before = record.seconds
+        before, told = record.seconds, set[str]()
         for unit in filter(wanted, record.undone):
             left = end - time.monotonic()
             if left <= 0:
@@ -62,6 +63,7 @@ def run_stage(
             if record.units[unit].get("cut short") and left < unit_s:  # the stage's end, not the unit's own fault
                 del record.units[unit]
                 break
+            _tell_once(name, record.units[unit], told)
             record.seconds = round(before + time.monotonic() - started, 1)
             kept.write(record)
     kept.write(record)
@@ -174,6 +176,13 @@ def git_sha() -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
+
+
+def _tell_once(name: str, found: Mapping[str, Any], told: set[str]) -> None:
+    """Why a unit failed, at the first that did for this reason."""
+    if not found["ok"] and reason(found) not in told:
+        told.add(reason(found))
+        _tell(f"[{name}] failed: {reason(found)}")
 
 
 def _tell(line: str) -> None:

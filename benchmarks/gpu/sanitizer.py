@@ -6,12 +6,14 @@ barriers that not all threads reach. On a CPU the compiler's: addresses and unde
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from autosel import settings
@@ -26,8 +28,15 @@ CPU_TOOLS = ("address,undefined",)  # which are compiled in
 COMPILED = ("CPP", "CUDA_EXT", "CUTLASS")
 OURS = (*COMPILED, "TRITON")
 UNCHECKED = ("TORCH", "INDUCTOR")  # PyTorch's own, and what it generates
+USUAL_HOME = Path("/usr/local/cuda")
 FOUND = 9  # the exit code by which compute-sanitizer says that it found something
 SAID = 20  # lines of a report that are kept
+NO_SANITIZER = (
+    "no compute-sanitizer found that can start a program; install the CUDA toolkit's, or with pip: "
+    "nvidia-cuda-sanitizer-api>=13.4.92 (the extra cuda13); then --stage sanitizer --retry"
+)
+# A program of the kind that it is to watch, as far as that takes no time: Python, and the driver opened.
+PROGRAM = "import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0); print('started')"
 EXERCISE = Path(__file__).with_name("exercise.py")
 
 
@@ -55,7 +64,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     if scope.on_gpu:
         checker = find_sanitizer()
         if checker is None:
-            return {"ok": False, "error": "compute-sanitizer not found; it comes with the CUDA toolkit"}
+            return {"ok": False, "error": NO_SANITIZER}
         command = [*checked_by(checker, tool), *command]
         environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # a tensor must be an allocation, or no bound is seen
     else:
@@ -94,13 +103,31 @@ def is_telling(line: str) -> bool:
 
 
 def find_sanitizer() -> str | None:
-    """On PATH, or beside nvcc."""
+    """The one on PATH, beside nvcc, of /usr/local/cuda, of pip: the first that works."""
+    return next((path for path in _places() if starts(path)), None)
+
+
+def _places() -> Iterator[str]:
     from autosel.native.cuda import find_nvcc
 
-    found = shutil.which("compute-sanitizer")
-    nvcc = find_nvcc()
-    beside = nvcc.home / "bin" / "compute-sanitizer" if nvcc else None
-    return found or (str(beside) if beside is not None and os.access(beside, os.X_OK) else None)
+    nvcc, package = find_nvcc(), importlib.util.find_spec("nvidia")  # pip's packages share this namespace
+    homes = [nvcc.home] if nvcc else []
+    homes.append(USUAL_HOME)
+    for folder in package.submodule_search_locations or () if package else ():
+        homes += sorted(home for home in Path(folder).iterdir() if home.is_dir())
+    found = (shutil.which("compute-sanitizer"), *(str(home / "bin" / "compute-sanitizer") for home in homes))
+    yield from dict.fromkeys(path for path in found if path and os.access(path, os.X_OK))
+
+
+@cache
+def starts(checker: str) -> bool:
+    """A package may hold the tool without what it starts programs with: then each unit would fail, and say nothing."""
+    asked = [checker, "--tool", "memcheck", sys.executable, "-P", "-c", PROGRAM]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "started" in done.stdout.splitlines()
 
 
 def _library(name: str) -> str:

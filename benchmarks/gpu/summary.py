@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import wrap
+from typing import Any
 
 from benchmarks.gpu.kept import Kept, Record
 from benchmarks.gpu.stages import NAMES, Table, stage
 
 WIDTH = 100
+NAMED = 3  # units that are named where many failed for one reason
 
 
 def write_summary(kept: Kept, wanted: Callable[[str], bool] = lambda unit: True) -> tuple[str, bool]:
@@ -57,9 +59,18 @@ def state(record: Record) -> str:
 
 
 def problems(record: Record) -> Iterator[str]:
+    """Each reason once: a tool that is missing costs hundreds of units."""
+    named: dict[str, list[str]] = {}
     for name in record.failed:
-        found = record.units[name]
-        yield f"failed: {name}: {found.get('error') or found.get('reason') or 'see the JSON'}"
+        named.setdefault(reason(record.units[name]), []).append(name)
+    for why, names in named.items():
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        yield f"failed: {', '.join(names[:NAMED])}{more}: {why}"
+
+
+def reason(found: Mapping[str, Any]) -> str:
+    """Why a unit has failed, in its own words."""
+    return found.get("error") or found.get("reason") or "see the JSON"
 
 
 def _as_text(record: Record, table: Table) -> str:

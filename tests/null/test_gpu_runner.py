@@ -31,7 +31,7 @@ for line in sys.stdin:
         signal.pause()
     if unit == "dies":
         os.kill(os.getpid(), signal.SIGSEGV)
-    fails = unit == "fails" and open(file).read().count("started") < 2
+    fails = unit.startswith("fails") and open(file).read().count("started") < 2
     found = {"ok": not fails, "error": "a reason"} if fails else {"ok": True}
     print(json.dumps({**found, "pid": os.getpid(), "leaving": unit == "breaks"}), flush=True)
 """
@@ -94,6 +94,15 @@ def test_after_a_unit_that_broke_the_device_comes_a_new_process(stage: Stage) ->
     pids = [found.units[name]["pid"] for name in ("a", "breaks", "b")]
     assert pids[0] == pids[1] != pids[2]
     assert "leaving" not in found.units["breaks"]
+
+
+def test_a_reason_for_which_many_units_fail_is_told_once(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the first of them, while the stage goes on; and in the summary, which names a few."""
+    record = stage.run("fails", *(f"fails {number}" for number in range(5)), "a")
+    assert len(record.failed) == 6
+    assert capsys.readouterr().err.count("[parity] failed: a reason") == 1
+    told = [line.strip() for line in write_summary(stage.kept)[0].splitlines() if "a reason" in line]
+    assert told == ["failed: fails, fails 0, fails 1 and 3 more: a reason"]
 
 
 def test_a_budget_leaves_what_it_cannot_pay(stage: Stage) -> None:

@@ -1,7 +1,8 @@
-"""A run on a GPU where kernels of ours cannot be built is not clean, and says what to install."""
+"""A run on a GPU where kernels of ours cannot be built or checked is not clean, and says what to install."""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from autosel.native.compile import NO_COMPILER
 from autosel.native.cuda import NO_NVCC, Nvcc
 from autosel.native.cutlass import NO_HEADERS, Headers
 from autosel.values import Fingerprint
-from benchmarks.gpu import parity
+from benchmarks.gpu import parity, sanitizer
 from benchmarks.gpu.__main__ import parsed
 from benchmarks.gpu.entrants import entries
 from benchmarks.gpu.scope import Scope, is_ours, scope_of
 from benchmarks.gpu.stages import Found
 
+ROOT = Path(__file__).resolve().parents[2]
 H200, RTX = known.load("h200"), known.load("rtx-5070-ti")
 NVCC = Nvcc(path="nvcc", version="release 12.4", home=Path("/"), architectures=(80, 86, 89, 90))
 
@@ -101,3 +103,50 @@ def test_a_library_that_is_not_installed_and_a_dry_run_without_compiler_are_no_f
     lose_nvcc(all_there)
     dry = scope_of(parsed(["--device", "cpu", "--op", "rmsnorm"]))
     assert parity.run("rmsnorm cuda:rmsnorm bf16", dry, H200)["ok"]
+
+
+# --- the sanitizer ----------------------------------------------------------------------------------------------------
+
+
+def tool(home: Path, says: str) -> str:
+    path = home / "bin" / "compute-sanitizer"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\necho '========= COMPUTE-SANITIZER'\n{says}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where pip puts NVIDIA's packages, on a host that has none beside them."""
+    monkeypatch.setattr(cuda, "find_nvcc", lambda: None)
+    monkeypatch.setattr(sanitizer, "USUAL_HOME", tmp_path / "none")
+    monkeypatch.setenv("PATH", str(tmp_path / "path" / "bin"))
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    (tmp_path / "site-packages" / "nvidia").mkdir(parents=True)
+    return tmp_path / "site-packages" / "nvidia"
+
+
+def test_the_sanitizer_is_found_where_pip_puts_it(pip: Path) -> None:
+    assert sanitizer.find_sanitizer() is None
+    assert tool(pip / "cu13", "echo started") == sanitizer.find_sanitizer()
+
+
+def test_a_sanitizer_that_can_start_no_program_is_passed_over(pip: Path, tmp_path: Path) -> None:
+    """As pip's own up to 13.4.57, whose launcher is missing."""
+    tool(tmp_path / "path", "echo '========= Error: Target application terminated before first instrumented API call'")
+    assert sanitizer.find_sanitizer() is None
+    works = tool(pip / "cu13", "echo started; echo '========= ERROR SUMMARY: 0 errors'")
+    assert sanitizer.find_sanitizer() == works
+
+
+def test_without_a_sanitizer_each_unit_says_what_to_install(pip: Path) -> None:
+    found = sanitizer.run("memcheck rmsnorm cuda:rmsnorm bf16", scope(), H200)
+    assert not found["ok"] and "nvidia-cuda-sanitizer-api>=13.4.92" in found["error"]
+
+
+def test_what_a_gpus_environment_gets_brings_a_sanitizer_that_starts_programs() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = [need for need in extras["cuda13"] if need.startswith("nvidia-cuda-sanitizer-api")]
+    assert len(asked) == 1
+    assert asked[0].partition(",")[0] in sanitizer.NO_SANITIZER
