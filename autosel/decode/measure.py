@@ -35,6 +35,7 @@ from autosel.decode.model import FUSED, Chain
 from autosel.decode.packed import forget, make_room
 from autosel.decode.persistent import kind_of, refuse_unsupported
 from autosel.decode.quality import quality
+from autosel.decode.rope import frequencies
 from autosel.decode.run import DecodeRun, Listener, Plan, Silent, Text, Way
 from autosel.decode.scene import Clock, Scene, set_scene
 from autosel.decode.standing import Standing, stand
@@ -134,7 +135,9 @@ def measure(
 
 
 def refuse(plan: Plan) -> None:
-    """Raises UsageError for what cannot be measured. To be asked before weights are loaded, which takes minutes."""
+    """Raises UsageError for what cannot be measured, BadConfig for a rope that cannot be decoded. To be asked before
+    weights are loaded, which takes minutes."""
+    frequencies(plan.shape, torch.device("cpu"))
     support = graph.supports(plan) if plan.graph else Accepted()
     if isinstance(support, Rejected):
         raise UsageError("--graph", why=support.reason, todo="leave it out: the step then runs call by call")

@@ -105,6 +105,17 @@ def test_on_a_gpu_the_reference_holds_keys_and_values_once_for_every_query_head(
     assert memory_need(plan) >= held + laid_out + PROBE_BYTES + OTHERS_BYTES
 
 
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope"])
+def test_a_rope_that_cannot_be_decoded_is_refused_first(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16}
+    scaling |= {"long_factor": [1.0] * 16, "short_factor": [1.0] * 16} if kind == "longrope" else {}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "rope_scaling": scaling}))
+    assert run(["run", "--model", str(tmp_path), "--seq", "16", "--iters", "2"]) == 2
+    assert f"rope type '{kind}' cannot be decoded yet" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_prompts_activations_are_part_of_what_a_run_takes_and_a_synthetic_one_has_none() -> None:
     from autosel import models
     from autosel.decode.passes import CHUNK, PASS
