@@ -61,6 +61,9 @@ def replay(call: Call, finding: Finding, candidate: Arm, baseline: Result) -> Re
 
 
 def _fails(call: Call, finding: Finding, result: Result, baseline: Result) -> bool:
+    """Raises OutOfMemoryError for a run that had no room: it witnesses nothing."""
+    if isinstance(result.error, torch.OutOfMemoryError):
+        raise result.error
     if result.error is not None or result.spoilt:
         return True
     formed = call.same_form(result.outputs, baseline.outputs) is None

@@ -90,6 +90,10 @@ class Watch:
             call = Call(s.op, args, outs, self.clock)
         except AutoselError:  # outside the contract: what the candidate does with it is the caller's affair
             return s.candidate(*args, *outs)
+        except torch.OutOfMemoryError:  # no room to keep its operands: nor for the baseline, which needs more
+            with self.lock:
+                self.rate.checks += 1
+            return s.candidate(*args, *outs)
         except Exception as error:
             return self._trouble(error, args, outs)
         return self._both(call)
@@ -113,6 +117,9 @@ class Watch:
         try:
             finding = self.judge.look(call, candidate, baseline, self._seed(), deep=is_deep(number))
             wrong = finding is not None and self._wrong(call, finding, baseline, number)
+        except torch.OutOfMemoryError:  # who serves leaves little room, and that says nothing about the arm
+            self._count(candidate, self.clock() - start, first=first)
+            return call.serve(baseline)
         except Exception as error:
             self._troubled(error)
             return call.serve(baseline)
@@ -129,8 +136,8 @@ class Watch:
         return self.random.getrandbits(31)
 
     def _count(self, candidate: Result, took_ns: int, *, first: bool) -> None:
-        """A check that showed nothing is one: where the baseline runs out of memory each time, or nobody can judge, not
-        every call may try it for ever."""
+        """A check that showed nothing is one: where the baseline or the check runs out of memory each time, or nobody
+        can judge, not every call may try it for ever."""
         with self.lock:
             self.rate.checked(candidate.ns, max(0, took_ns - candidate.ns), natural=first)
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosel import ops
 from autosel.candidates import registry
 from autosel.candidates.load import load
 from autosel.dispatch.board import this_device
 from autosel.guard import rate
+from autosel.ops.contract import Match
 from autosel.values import Knobs
 from tests.null import test_guard as guards
 
@@ -42,3 +44,61 @@ def test_a_wrong_kernel_is_found_there_too_and_by_whom() -> None:
     assert torch.equal(given, guards.right(guards.X))
     assert [fault.cause for fault in told] == ["kernel"]
     assert rate.is_deep(0), "or the rows in float64 were never asked"
+
+
+# --- a device with little room ----------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of one tensor that was made, views left out."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not func.is_view:
+            self.nbytes = max(self.nbytes, made.nbytes)
+        return made
+
+
+def test_rows_of_a_paged_cache_take_the_pages_in_use_and_one_head_of_them() -> None:
+    """A block table reaches as far as the model's context, not as the sequences."""
+    op = ops.find("paged_attn")
+    w = op.workload("fp32", {"B": 3, "Hq": 8, "Hkv": 4, "S": 1, "D": 64, "L": 40, "page": 16})
+    inputs = op.inputs(w, 1)
+    made = load(op, registry.baseline(op.name).recipe(w, this_device(), Knobs()), "", {})(*op.arguments(inputs), None)
+    inputs["block_table"] = torch.nn.functional.pad(inputs["block_table"], (0, 500), value=0)
+    with Largest() as seen:
+        rows = op.rows(op.workload_of(inputs), inputs, 4, 5)
+    pairs = len(rows.inputs["q"])
+    assert seen.nbytes == pairs * 3 * 16 * 64 * 4
+    assert rows.inputs["k_pages"].shape == (pairs * 3, 16, 1, 64)
+    assert isinstance(op.verify(rows.inputs, rows.pick((made,))), Match)
+
+
+def no_room(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("where", ["autosel.guard.call._keep", "autosel.guard.watch.Judge.look"])
+def test_a_check_that_runs_out_of_memory_shows_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(where, no_room)
+    watch, told = guards.watched(guards.good, policy=guards.CANARY_ONLY)
+    for _ in range(rate.CANARY):
+        assert watch.gap() == 1
+        assert torch.allclose(guards.call(watch), guards.right(guards.X), rtol=1e-6)
+    assert watch.gap() == guards.NEVER, "not every call may try it for ever"
+    assert not told and watch.troubles == 0
+
+
+def test_a_replay_that_runs_out_of_memory_makes_no_device_suspect() -> None:
+    calls = 0
+
+    def once(*values: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return guards.good(*values) if calls == 1 else no_room()
+
+    watch, told = guards.watched(guards.scaled, baseline=once)
+    assert torch.allclose(guards.call(watch), guards.right(guards.X), rtol=1e-6)
+    assert not told and watch.rate.checks == 1
