@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -563,6 +564,15 @@ def test_every_folder_of_tests_is_a_tier(script, tier):
     with contextlib.suppress(KeyError):
         extras, _ = script.TIERS[tier]
         assert "test" in extras
+
+
+def test_the_long_forms_are_installed_with_what_they_skip_without(script):
+    """But for Ray, which nobody who runs them has to have."""
+    sources = [path.read_text() for path in (CHECKOUT / "tests" / "soak").glob("test_*.py")]
+    said = re.findall(r"the extra `(\w+)`|the `(\w+)` extra", "".join(sources))
+    asked = {one or other for one, other in said}
+    assert {"cross", "fleet"} <= asked
+    assert asked - {"ray"} <= set(script.TIERS["soak"][0])
 
 
 @pytest.mark.parametrize(
