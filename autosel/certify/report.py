@@ -12,7 +12,7 @@ from pathlib import Path
 from autosel.certify.audit import Audit, Row, audit, proof_of_use
 from autosel.certify.certificate import Certificate
 from autosel.certify.plots import pictures, png, svg
-from autosel.certify.words import figure, percent
+from autosel.certify.words import compared, figure, percent, scored, speculated, suspected
 from autosel.errors import AutoselError
 from autosel.values import to_json
 
@@ -122,12 +122,12 @@ def _tiles(made: Certificate) -> str:
 
 def _verdicts(made: Certificate) -> str:
     v = made.verification
-    right = (
-        f"{v.tokens_equal} of {v.tokens_checked} tokens equal to the baseline’s; logits at most "
-        f"{v.max_logit_error:.3g} from the reference, {v.logit_bound:.3g} allowed"
-    )
+    right = f"{compared(made)}; at most {v.max_logit_error:.3g} from the reference, {v.logit_bound:.3g} allowed"
     kind, word = ("ok", "passed") if made.verification_ok else ("bad", "FAILED")
     lines = [(kind, f"verification {word}: {right}")]
+    lines += [("note", f"speculation: {speculated(made)}")] if speculated(made) else []
+    lines += [("note", f"quality: {scored(made)}")] if scored(made) else []
+    lines += [("bad", f"SUSPECT: {suspected(made)}")] if suspected(made) else []
     for judged in made.slo:
         word = "met" if judged.met else "MISSED"
         lines.append(("ok" if judged.met else "bad", f"{judged.objective}: {word}, measured {judged.found}"))

@@ -36,3 +36,33 @@ def compared(made: Certificate) -> str:
     if v.logit_bound:
         told.append(f"logits at {v.max_logit_error / v.logit_bound:.2f} of their bound")
     return ", ".join(told)
+
+
+def scored(made: Certificate) -> str:
+    """Of a text: what both paths made of it and how far apart they are; empty where none was scored."""
+    if made.quality is None:
+        return ""
+    q = made.quality
+    tokens = {"checkpoint": "tokens", "ids": "token ids", "bytes": "bytes (no tokenizer)"}[str(q["tokenizer"])]
+    return (
+        f"perplexity {q['perplexity']:.5g}, of the fp32 reference {q['reference_perplexity']:.5g}; mean divergence "
+        f"{q['mean_divergence']:.2g} nats a token, largest {q['max_divergence']:.2g}; the same likeliest token at "
+        f"{q['same_first']:.0%}; {q['tokens']} {tokens} of {q['text']}"
+    )
+
+
+def suspected(made: Certificate) -> str:
+    """Why the path that was timed cannot be right, where its text says so."""
+    if made.quality is None or not made.quality["suspect"]:
+        return ""
+    return "better than the reference beyond noise: rounding cannot know a text, so something is counted wrongly"
+
+
+def speculated(made: Certificate) -> str:
+    """A step of speculation is another thing than one of the baseline's: what it gives a token is said by itself."""
+    if not made.options.get("speculate"):
+        return ""
+    return (
+        f"{made.options['speculate']} tokens drafted from the text so far, {made.tokens_per_step:.2f} kept a step, "
+        f"each held against plain greedy decoding; {made.speedup * made.tokens_per_step:.2f}x a token"
+    )

@@ -59,20 +59,11 @@ def _undecided(made: Certificate) -> list[str]:
 
 
 def _quality(made: Certificate) -> list[str]:
-    """Of a text: what both paths made of it, how far apart they are, and whether that can be."""
-    if made.quality is None:
-        return []
-    q = made.quality
-    tokens = {"checkpoint": "tokens", "ids": "token ids", "bytes": "bytes (no tokenizer)"}[str(q["tokenizer"])]
-    told = (
-        f"quality: perplexity {q['perplexity']:.5g}, of the fp32 reference {q['reference_perplexity']:.5g}; mean "
-        f"divergence {q['mean_divergence']:.2g} nats a token, largest {q['max_divergence']:.2g}; the same likeliest "
-        f"token at {q['same_first']:.0%}; {q['tokens']} {tokens} of {q['text']}"
-    )
-    lines = [paragraph(told, hang="  ")]
-    if q["suspect"]:
-        said = "better than the reference beyond noise: rounding cannot know a text, so something is counted wrongly"
-        lines.append(paragraph(click.style("SUSPECT", fg="yellow") + f": {said}", hang="  "))
+    from autosel.certify.words import scored, suspected
+
+    lines = [paragraph(f"quality: {scored(made)}", hang="  ")] if made.quality else []
+    if suspected(made):
+        lines.append(paragraph(click.style("SUSPECT", fg="yellow") + f": {suspected(made)}", hang="  "))
     return lines
 
 
@@ -107,14 +98,10 @@ def _arms(made: Certificate) -> list[str]:
 
 
 def _speculation(made: Certificate) -> list[str]:
-    """A step of it is another thing than one of the baseline's: what it gives a token is said by itself."""
-    if not made.options.get("speculate"):
-        return []
-    told = (
-        f"speculation: {made.options['speculate']} tokens drafted from the text so far, {made.tokens_per_step:.2f} "
-        f"kept a step, each held against plain greedy decoding; {made.speedup * made.tokens_per_step:.2f}x a token"
-    )
-    return [paragraph(f"  {told}", hang="  ")]
+    from autosel.certify.words import speculated
+
+    told = speculated(made)
+    return [paragraph(f"  speculation: {told}", hang="  ")] if told else []
 
 
 def _tokens(made: Certificate) -> list[str]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import html
+import math
+
 from autosel.certify.audit import audit
 from autosel.certify.certificate import Certificate
+from autosel.certify.report import page
+from autosel.certify.words import scored, speculated, suspected
 from autosel.cli.certificate import summary
 from tests.null.certificates import certificate, decode_run
+from tests.null.test_quality import QUALITY
 
 
 def said(made: Certificate) -> str:
@@ -19,3 +26,17 @@ def test_tokens_that_differ_are_counted_and_those_that_may_not_are_told_apart() 
     words = said(certificate(decode_run(tokens_equal=47, tokens_open=2)))
     told = "47 of 50 tokens as the baseline's, 2 that the bound leaves open, 1 that it does not allow, logits at 0.20"
     assert "NOT verified" in words and told in words
+
+
+def test_the_page_says_what_became_of_the_text_of_a_suspect_run_and_of_speculation() -> None:
+    clean = certificate(decode_run(quality=QUALITY))
+    better = dataclasses.replace(QUALITY, perplexity=10 * math.exp(-0.1), difference=-0.1, difference_error=0.001)
+    suspect = certificate(decode_run(quality=better))
+    drafted = dataclasses.replace(clean, options={**clean.options, "speculate": 4}, tokens_per_step=2.5)
+    for made in (clean, suspect, drafted):
+        shown = html.unescape(page(made, {}))
+        for told in filter(None, (scored(made), suspected(made), speculated(made))):
+            assert told in shown and told in said(made)
+    assert '<li class="bad">SUSPECT: better than the reference' in page(suspect, {})
+    assert "SUSPECT" not in page(clean, {}) and "speculation: 4 tokens drafted" in page(drafted, {})
+    assert "speculation" not in page(clean, {}).partition("<details>")[0]
