@@ -119,7 +119,8 @@ class PagedAttn(Op):
             heads = zip(b.tolist(), h.tolist(), strict=True)
             own = [inputs[name][:, :, j][table[i].long().clamp_min(0)] for i, j in heads]
             part[name] = torch.cat(own)[:, :, None]
-        part["block_table"] = torch.arange(len(pairs) * table.shape[1], dtype=torch.int32).view(len(pairs), -1)
+        places = torch.arange(len(pairs) * table.shape[1], dtype=torch.int32, device=table.device)
+        part["block_table"] = places.view(len(pairs), -1).masked_fill(table[b.to(table.device)] < 0, -1)
         return Rows(inputs=part, pick=lambda outs: (pick_heads(outs[0], b, h, group),))
 
     def bytes_moved(self, w: Workload) -> int:
@@ -136,8 +137,8 @@ def contiguous(w: Workload) -> Workload:
 
 
 def gather(pages: Tensor, table: Tensor, keys: int) -> Tensor:
-    """[P, page, Hkv, D] -> the contiguous cache [B, Hkv, keys, D]; zeros where a row has no page. Another row's could be
-    NaN, which no weight of zero holds back."""
+    """[P, page, Hkv, D] -> the contiguous cache [B, Hkv, keys, D]; zeros where a row has no page: no weight holds back
+    a NaN that another row's page may have."""
     found = pages[table.long().clamp_min(0)].masked_fill((table < 0)[:, :, None, None, None], 0.0).flatten(1, 2)
     return found.transpose(1, 2)[:, :, :keys]
 
