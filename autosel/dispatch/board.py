@@ -14,13 +14,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from autosel import settings
 from autosel.dispatch import lock, recorded
 from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
-from autosel.dispatch.devices import CPU, device_at, kind_of, places_here, this_device
+from autosel.dispatch.devices import CPU, device_at, gpus_unasked, kind_of, places_here, this_device
 from autosel.dispatch.handover import Handover, UseKey
 from autosel.dispatch.resolve import SERVING, Resolution, Serving, index, resolve
 from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
@@ -104,6 +105,8 @@ class Board:
         self._rows: tuple[snapshot.Row, ...] = ()
         self._trouble = ""  # why nothing serves, wherever
         self._serving: dict[str, Serving] = {}  # by place: what serves tensors that are there
+        self._unasked = False  # a lock has to be kept, by GPUs too that were not asked for at the start
+        self._met: set[str] = set()  # of them, those that keep it
         self._told: set[str] = set()  # places of which it was said that nothing can serve there
         self._read()
         self._closed = threading.Event()
@@ -111,16 +114,24 @@ class Board:
         _boards.add(self)
 
     def refuse_unkept(self) -> None:
-        """Raises ForeignDecision unless everything pinned for the devices of this host serves here as pinned."""
-        mode, here = current_mode(), {device_at(place)[0].hw_id: place for place in places_here()}
-        mine = {place: lock.pinned_here(self._rows, hw_id, mode, kind_of(place)) for hw_id, place in here.items()}
-        problems = [p for place, rows in mine.items() for p in lock.unkept(rows, self._serving_at(place).held)]
-        error = lock.refusal(self.path, sum(map(len, mine.values())), problems, mode)
+        """Raises ForeignDecision unless everything pinned for the devices of this host serves here as pinned. GPUs that
+        nobody has used yet are left for their first tensors: asked now, CUDA would serve no child forked later."""
+        self._unasked = gpus_unasked()
+        error = self._unkept((CPU,) if self._unasked else places_here())
         if error is not None and not self._rows and self._trouble and self.path.is_file():
             error = ForeignDecision(f"{self.path} is no lock that can be served from", why=self._trouble, todo=REFETCH)
         if error is not None:
             self.close()
             raise error
+
+    def _unkept(self, places: Sequence[str]) -> ForeignDecision | None:
+        mode, here = current_mode(), {device_at(place)[0].hw_id: place for place in places}
+        mine = {place: lock.pinned_here(self._rows, hw_id, mode, kind_of(place)) for hw_id, place in here.items()}
+        problems = [p for place, rows in mine.items() for p in lock.unkept(rows, self._indexed(place).held)]
+        pinned = sum(map(len, mine.values()))
+        if self._rows and not pinned and self._unasked and tuple(places) == (CPU,):
+            return None  # what is pinned may be for a GPU, whose first tensor will tell
+        return lock.refusal(self.path, pinned, problems, mode)
 
     # --- handing out ------------------------------------------------------------------------------------------------
 
@@ -191,13 +202,20 @@ class Board:
     def _serving_at(self, place: str) -> Serving:
         """What serves tensors that are there; a place is looked at when the first of its tensors comes."""
         if place not in self._serving:
-            device, unknown = device_at(place)
-            if unknown and device.kind == "cuda" and place not in self._told:
-                self._told.add(place)
-                log.warning("%s. No decision can serve there: PyTorch's own kernels do", unknown)
-            held = self._held(device.hw_id)
-            self._serving[place] = index(self._rows, device, held, trouble=unknown or self._trouble)
+            if self._unasked and place not in self._met and kind_of(place) == "cuda":
+                error = self._unkept((CPU, place))
+                if error is not None:
+                    raise error
+                self._met.add(place)
+            self._serving[place] = self._indexed(place)
         return self._serving[place]
+
+    def _indexed(self, place: str) -> Serving:
+        device, unknown = device_at(place)
+        if unknown and device.kind == "cuda" and place not in self._told:
+            self._told.add(place)
+            log.warning("%s. No decision can serve there: PyTorch's own kernels do", unknown)
+        return index(self._rows, device, self._held(device.hw_id), trouble=unknown or self._trouble)
 
     # --- guarding ---------------------------------------------------------------------------------------------------
 
@@ -208,7 +226,8 @@ class Board:
             return None
         key = (d.id, d.hw_id, d.mode, d.bucket, d.length_range, d.arm.digest)
         if key not in self._watches:
-            subject = Subject(op=op, decision=d, candidate=resolution.run, baseline=instead)
+            at_home = partial(_at_home, op, d.hw_id)
+            subject = Subject(op=op, decision=d, candidate=resolution.run, baseline=instead, at_home=at_home)
             self._watches[key] = Watch(subject=subject, policy=self.policy, report=self._report)
         return self._watches[key]
 
@@ -455,6 +474,11 @@ def _replace(op: Op, watch: Watch | None, error: Exception, values: Sequence[Any
     if watch is None:
         raise error
     return watch.raised(error, values[: len(op.args)], values[len(op.args) :])
+
+
+def _at_home(op: Op, hw_id: str, args: Sequence[Any]) -> bool:
+    place = place_of(op, {a.name: value for a, value in zip(op.args, args, strict=True)})
+    return device_at(place)[0].hw_id == hw_id
 
 
 def _gap(watch: Watch | None) -> int:

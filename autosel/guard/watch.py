@@ -32,14 +32,20 @@ log = logging.getLogger(__name__)
 MOST_TROUBLES = 3  # checks that could not be made; then the baseline serves
 
 
+def anywhere(_: Sequence[Any]) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is watched: the arm of a decision, loaded, and the baseline that stands in for it."""
+    """What is watched: the arm of a decision, loaded, and the baseline that stands in for it. `at_home` says whether
+    arguments are on the device that was decided for; what the arm does with others shows nothing about it."""
 
     op: Op
     decision: Decision
     candidate: Arm
     baseline: Arm
+    at_home: Callable[[Sequence[Any]], bool] = anywhere
 
 
 def utc_now() -> datetime:
@@ -96,7 +102,7 @@ class Watch:
             return s.candidate(*args, *outs)
         except Exception as error:
             return self._trouble(error, args, outs)
-        return self._both(call)
+        return self._both(call) if s.at_home(args) else s.baseline(*args, *outs)
 
     def _both(self, call: Call) -> Any:
         s, start = self.subject, self.clock()
@@ -204,7 +210,7 @@ class Watch:
             result = s.baseline(*args, *outs)
         except Exception:
             raise error from None
-        if w.bucket == s.decision.bucket and not _out_of_memory(error):
+        if w.bucket == s.decision.bucket and s.at_home(args) and not _out_of_memory(error):
             self._blame(error, w.key)
         return result
 

@@ -652,6 +652,10 @@ def moody(x, weight, eps, offset):
     if switch["raise"]:
         raise RuntimeError("bad mood")
     return good(x, weight, eps, offset)
+def homely(x, weight, eps, offset):
+    if x.device.type != "cpu":
+        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+    return good(x, weight, eps, offset)
 def average(q, k, v, lengths, max_len, scale, window, softcap):
     return torch.nn.functional.scaled_dot_product_attention(q, k[:, :, :max_len], v[:, :, :max_len], enable_gqa=True)
 def wild(q, k, v, lengths, max_len, scale, window, softcap):
@@ -887,6 +891,21 @@ def test_between_checks_only_the_candidate_runs_and_if_it_raises_the_baseline_an
         board.close()
     assert sum(use.calls for use in board.uses()) == CANARY + 52
     assert sum(use.calls for use in board.uses() if use.candidate == "user:moody") == CANARY + 51
+
+
+@pytest.mark.parametrize("policy", [EVERY_CALL, CANARY_ONLY], ids=["checked", "between checks"])
+def test_arguments_on_another_device_than_it_was_bound_for_say_nothing_about_an_arm(
+    home: Path, user: Callable[[str], Arm], policy: Policy
+) -> None:
+    publish(home, decision(W, user("homely")))
+    board = Board(home, policy)
+    bound = board.bind(RMS, (X, WEIGHT))
+    for _ in range(CANARY):
+        bound(X, WEIGHT)
+    elsewhere: Tensor = bound(X.to("meta"), WEIGHT.to("meta"))
+    assert elsewhere.device.type == "meta", "the baseline's: it runs anywhere"
+    assert bound.candidate == "user:homely" and board.epoch == 0 and not journal(home)
+    board.close()
 
 
 def test_all_callables_of_a_bucket_share_its_first_calls(home: Path, user: Callable[[str], Arm]) -> None:
