@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autosel.certify.certificate import Certificate, OpFigures
+from autosel.decode.run import untimed
 from autosel.values import to_json
 
 Limit = Literal["memory", "compute", "overhead", "cache", "unknown"]
@@ -73,6 +74,7 @@ class Audit:
     read_bytes_per_s: float
     peak_flops: float
     untimed: tuple[str, ...]
+    untimed_because: str = ""  # where no op was timed
     attribution: tuple[Attribution, ...] = ()
 
     @property
@@ -109,8 +111,13 @@ def audit(made: Certificate) -> Audit:
         read_bytes_per_s=made.read_median_bytes_per_s,
         peak_flops=made.peak_flops,
         untimed=tuple(label for label in made.per_op if label not in timed),
+        untimed_because="" if timed else _untimed(made),
         attribution=attribution(made),
     )
+
+
+def _untimed(made: Certificate) -> str:
+    return untimed(prealloc=made.options.get("prealloc") is not False, drafts=bool(made.options.get("speculate")))
 
 
 def attribution(made: Certificate) -> tuple[Attribution, ...]:

@@ -227,6 +227,8 @@ def _notes(plan: Plan, chain: Chain, whole: Whole) -> tuple[str, ...]:
         notes.append("step: a graph of its ops, replayed")
     if whole.note:
         notes.append(whole.note)
+    if plan.untimed:
+        notes.append(plan.untimed)
     if plan.prompt == "synthetic":
         notes.append("the cache was filled with random keys and values; no prompt was run")
     return tuple(notes)

@@ -122,9 +122,20 @@ class Plan:
         return "--paged: a whole step reads a contiguous cache" if self.cache == "paged" else ""
 
     @property
+    def untimed(self) -> str:
+        return untimed(prealloc=self.prealloc, drafts=self.speculate > 0)
+
+    @property
     def longest(self) -> int:
         """The most tokens a sequence will hold: the cache's size."""
         return self.seq + (self.iters if self.advance else 0) + self.speculate
+
+
+def untimed(*, prealloc: bool, drafts: bool) -> str:
+    """Why the ops of such steps are not timed one by one, or "": only a list of calls can be."""
+    if drafts:
+        return "no op was timed by itself: drafts make every step another list of calls"
+    return "" if prealloc else "no op was timed by itself: with --no-prealloc a step is no list of calls"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
+from typing import Any
 
-from autosel.certify.audit import audit
+import pytest
+
+from autosel.certify.audit import audit, document
 from autosel.certify.certificate import Certificate
 from autosel.certify.report import page
 from autosel.certify.words import scored, speculated, suspected
 from autosel.cli.certificate import summary
+from autosel.decode.measure import _notes
+from autosel.decode.model import FUSED
+from autosel.decode.whole import Whole
 from tests.null.certificates import certificate, decode_run
 from tests.null.test_quality import QUALITY
 
@@ -40,3 +46,14 @@ def test_the_page_says_what_became_of_the_text_of_a_suspect_run_and_of_speculati
     assert '<li class="bad">SUSPECT: better than the reference' in page(suspect, {})
     assert "SUSPECT" not in page(clean, {}) and "speculation: 4 tokens drafted" in page(drafted, {})
     assert "speculation" not in page(clean, {}).partition("<details>")[0]
+
+
+@pytest.mark.parametrize("changes", [{"prealloc": False}, {"speculate": 3, "advance": True}])
+def test_a_run_whose_ops_cannot_be_timed_says_so_in_its_audit_and_summary(changes: dict[str, Any]) -> None:
+    run = decode_run(per_op=(), **changes)
+    notes = _notes(run.plan, FUSED, Whole(taken=False))
+    made = certificate(dataclasses.replace(run, notes=notes))
+    found = audit(made)
+    assert found.rows == () and found.untimed and found.untimed_because.startswith("no op was timed by itself: ")
+    assert found.untimed_because in notes and f"note: {found.untimed_because}" in said(made)
+    assert audit(certificate()).untimed_because == "" and document(found)["untimed_because"] == found.untimed_because
