@@ -73,3 +73,11 @@ def places_here() -> tuple[str, ...]:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return (CPU, *(f"cuda:{number}" for number in range(count)))
+
+
+def gpus_unasked() -> bool:
+    """Are there GPUs on which this process has not begun to work? Counted by NVML, which leaves CUDA as it was: a child
+    that is forked after CUDA was asked cannot use it."""
+    import torch
+
+    return not torch.cuda.is_initialized() and torch.cuda.device_count() > 0

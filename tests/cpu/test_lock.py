@@ -211,3 +211,42 @@ def test_a_lock_pins_what_serves_on_every_device_of_the_machine(
     assert run(["lock", "--file", str(lock)]) == 0
     assert {row.document["hw_id"] for row in snapshot.read(lock).rows} == {gpu.hw_id, devices.this_device().hw_id}
     assert run(["lock", "--check", "--file", str(lock)]) == 0
+
+
+def test_a_frozen_program_asks_a_gpu_when_its_first_tensor_comes_and_not_before_it_may_fork(
+    lock: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child forked after CUDA was asked for its devices cannot use it."""
+    gpu, asked = known.load("h200"), []
+    promote(open_ledger(), native_arm(), fp=gpu, idempotency_key="gpu")
+    here = devices.device_at
+
+    def device_at(place: str) -> Any:
+        asked.append(place)
+        return (gpu, "") if place.startswith("cuda") else here(place)
+
+    monkeypatch.setattr(devices, "places_here", lambda: ("cpu", "cuda:0"))
+    monkeypatch.setattr(devices, "device_at", device_at)
+    assert run(["lock", "--file", str(lock)]) == 0
+    for name in ("device_at", "places_here"):
+        monkeypatch.setattr(sys.modules[Board.__module__], name, getattr(devices, name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("which initialises CUDA"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    asked.clear()
+    kept = Board(lock)
+    kept.refuse_unkept()
+    assert set(asked) == {"cpu"}
+    assert kept.resolution(dispatch.ops.find("rmsnorm"), W, "cuda:0").decision is not None
+    kept.close()
+    for artefact in (home / "native").rglob("kernel.so"):
+        artefact.unlink()
+    forget()
+    rows = [r for r in json.loads(lock.read_text())["rows"] if r["decision"]["hw_id"] == gpu.hw_id]
+    lock.write_text(json.dumps(snapshot.document(1, rows)))
+    broken = Board(lock)
+    broken.refuse_unkept()
+    for _ in range(2):
+        with pytest.raises(ForeignDecision, match="1 of 1 decisions"):
+            broken.resolution(dispatch.ops.find("rmsnorm"), W, "cuda:0")
+    broken.close()
