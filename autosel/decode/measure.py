@@ -34,7 +34,7 @@ from autosel.decode.hold import holding
 from autosel.decode.model import FUSED, Chain
 from autosel.decode.packed import forget, make_room
 from autosel.decode.persistent import kind_of, refuse_unsupported
-from autosel.decode.quality import quality
+from autosel.decode.quality import clipped, quality
 from autosel.decode.rope import frequencies
 from autosel.decode.run import DecodeRun, Listener, Plan, Silent, Text, Way
 from autosel.decode.scene import Clock, Scene, set_scene
@@ -130,7 +130,7 @@ def measure(
         tokens_per_step=sum(p.kept for p in pairs) / len(pairs),
         ways=whole.ways if team else (*ways, *whole.ways),
         quality=found,
-        notes=(*_notes(plan, chain, whole), *_weights(written), *([EARLIER] if earlier else [])),
+        notes=(*_notes(plan, chain, whole, text), *_weights(written), *([EARLIER] if earlier else [])),
     )
 
 
@@ -219,7 +219,7 @@ def _packed_again(scene: Scene, whole: Whole, fp: Fingerprint) -> Whole:
         return replace(whole, packed=False, note="; ".join(filter(None, (whole.note, f"no {error.what}: {error.why}"))))
 
 
-def _notes(plan: Plan, chain: Chain, whole: Whole) -> tuple[str, ...]:
+def _notes(plan: Plan, chain: Chain, whole: Whole, text: Text | None = None) -> tuple[str, ...]:
     notes = [f"chain: attention {chain.attn}, feed-forward {chain.mlp}"]
     if whole.taken:
         notes = [kind_of(plan.device).taken]
@@ -227,6 +227,8 @@ def _notes(plan: Plan, chain: Chain, whole: Whole) -> tuple[str, ...]:
         notes.append("step: a graph of its ops, replayed")
     if whole.note:
         notes.append(whole.note)
+    if text is not None and clipped(plan, text):
+        notes.append(clipped(plan, text))
     if plan.untimed:
         notes.append(plan.untimed)
     if plan.prompt == "synthetic":

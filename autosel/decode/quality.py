@@ -42,7 +42,7 @@ def quality(
     packed: bool = False,
 ) -> Quality:
     """Score the text on both paths; `team` and `packed` as in `persistent.write`."""
-    rows = windows(text.tokens, plan.batch)
+    rows = windows(text.tokens, plan.batch, plan.model.max_context)
     count = len(rows[0])
     tokens = torch.tensor(rows, device=decoder.weights.device)
     page = plan.page if plan.cache == "paged" else 0
@@ -68,10 +68,18 @@ def quality(
     return scores.quality(text)
 
 
-def windows(tokens: Sequence[int], rows: int) -> list[list[int]]:
-    """Equal parts of the text, one a row, one after the other."""
-    count = min(len(tokens), MOST_TOKENS) // rows
+def windows(tokens: Sequence[int], rows: int, context: int = MOST_TOKENS) -> list[list[int]]:
+    """Equal parts of the text, one a row, one after the other, none longer than the model's context."""
+    count = min(min(len(tokens), MOST_TOKENS) // rows, context)
     return [list(tokens[b * count : (b + 1) * count]) for b in range(rows)]
+
+
+def clipped(plan: Plan, text: Text) -> str:
+    """What of the text the model has no context for, or ""."""
+    whole, most = len(windows(text.tokens, plan.batch)[0]), plan.model.max_context
+    if whole <= most:
+        return ""
+    return f"of each row's {whole} tokens of {text.name} the first {most} were scored: the model has no longer context"
 
 
 def _reference(decoder: Decoder, tokens: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from autosel.certify.verify import wrong
 from autosel.decode import arms
 from autosel.decode.arms import AtOnce, Written
 from autosel.decode.measure import measure
-from autosel.decode.run import DecodeRun, Plan, Sampling
+from autosel.decode.run import DecodeRun, Plan, Sampling, Text
 from autosel.decode.weights import Weights, load_weights
 from autosel.values import canonical_json, to_json
 from tests.null.certificates import certificate, decode_run
@@ -188,3 +188,12 @@ def test_a_certificate_of_version_3_is_read_and_its_tokens_are_not_judged() -> N
     document["checksum"] = checksum(document)
     read = decode(canonical_json(document))
     assert read.verification.tokens_open is None and wrong(read) == ""
+
+
+def test_a_text_is_scored_no_further_than_the_models_context_and_the_run_says_so(folder: Path) -> None:
+    model = replace(models.load(folder), max_context=32)
+    plan = Plan(model=model, dtype="fp32", seq=20, iters=2, warmup=0, persistent=False, batch=2)
+    text = Text(name="t.json", sha256="0" * 64, tokenizer="ids", tokens=tuple(range(100)))
+    run = measure(plan, load_weights(plan), text=text)
+    assert run.quality is not None and run.quality.tokens == 2 * 31
+    assert "of each row's 50 tokens of t.json the first 32 were scored: the model has no longer context" in run.notes
