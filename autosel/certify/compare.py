@@ -15,6 +15,7 @@ from autosel.errors import BadConfig
 from autosel.values import canonical_json, parse_json, read_bounded
 
 MOST_BYTES = 64 << 20
+SLOWEST, FASTEST = 1e-9, 1e15  # tokens a second: beyond them no ratio means anything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,19 @@ def name(made: Certificate) -> str:
 
 def read(path: Path) -> list[Figure]:
     """The figures of an earlier report. Raises BadConfig, or BadCertificate for a file that was touched."""
-    if path.is_dir():
+    found = _figures(path)
+    if not found:
+        raise BadConfig(f"{path} holds no run to compare with")
+    for one in found:
+        if not SLOWEST <= one.tokens_per_s <= FASTEST:
+            raise BadConfig(
+                f"{path} is not to be believed", why=f"{one.what[:200]}: {one.tokens_per_s:g} tokens a second"
+            )
+    return found
+
+
+def _figures(path: Path) -> list[Figure]:
+    if _is_folder(path):
         path = path / report.DOCUMENT
     if path.suffix == ".jsonl":
         return of_certificates(made for _, made in verify.read(path))
@@ -82,12 +95,22 @@ def read(path: Path) -> list[Figure]:
     if data.get("format") == suite.FORMAT:
         return of_suite(suite.from_document(data))
     if data.get("format") == report.FORMAT:
-        return of_certificates(_certificate(path, one) for one in data.get("certificates", []))
+        held = data.get("certificates")
+        if not isinstance(held, list):
+            raise BadConfig(f"{path} is no report", why=f"certificates is {held!r:.60}: a list is expected")
+        return of_certificates(_certificate(path, one) for one in held)
     if data.get("format") == CERTIFICATE:
         return of_certificates([_certificate(path, data)])
     raise BadConfig(
         f"{path} is no report", why="a folder or file that run wrote is expected: --report, --json, --certify"
     )
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name too long: whoever reads it says so
+        return False
 
 
 def compare(now: Sequence[Figure], before: Sequence[Figure]) -> list[Change]:

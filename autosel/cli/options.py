@@ -64,6 +64,20 @@ class Known(click.Choice[str]):
         return str(value)
 
 
+def exact(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
+    """A seed that JSON holds exactly: a certificate or a decision says it again."""
+    if value is not None and abs(value) >= 1 << 53:
+        raise click.BadParameter(f"{value} is not between -(2^53 - 1) and 2^53 - 1", ctx, param)
+    return value
+
+
+def priced(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """A price at which the tokens for it are neither 0 nor infinite."""
+    if value is not None and not 1e-6 <= value <= 1e9:  # nor is NaN
+        raise click.BadParameter(f"{value} is not between 0.000001 and 1000000000", ctx, param)
+    return value
+
+
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 json_option = click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
@@ -81,7 +95,9 @@ batch_option = click.option(
 seq_option = click.option(
     "--seq", type=click.IntRange(1, 1 << 20), default=8192, metavar="N", help="longest context, tokens  [default: 8192]"
 )
-seed_option = click.option("--seed", type=int, default=None, help="repeat the same operands and coin flips")
+seed_option = click.option(
+    "--seed", type=int, callback=exact, default=None, help="repeat the same operands and coin flips"
+)
 reason_option = click.option("--reason", required=True, help="why; it is kept with the decision")
 
 

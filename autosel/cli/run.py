@@ -16,7 +16,7 @@ import click
 from autosel import settings
 from autosel.cli.certificate import changes_text, plan_text, summary, where_line
 from autosel.cli.device import device_option, refuse_absent
-from autosel.cli.options import Known, batch_option, dtype_option, json_option, verb
+from autosel.cli.options import Known, batch_option, dtype_option, exact, json_option, priced, verb
 from autosel.cli.output import emit_json, error_json, leave, noted, paragraph
 from autosel.errors import AutoselError, LedgerError, ParityError, UsageError
 from autosel.values import DTypeName, to_json
@@ -80,7 +80,7 @@ MEASURED = (
 @click.option("--repetition-penalty", type=float, default=1.0, metavar="X", help="1: none  [default: 1]")
 @click.option("--speculate", default="", metavar="ngram:K", help="draft K tokens a step from the text so far")
 @device_option()
-@click.option("--seed", type=int, default=0, help="of weights, prompt and coins  [default: 0]")
+@click.option("--seed", type=int, callback=exact, default=0, help="of weights, prompt and coins  [default: 0]")
 @click.option("--quality", "score", type=PATH, metavar="TEXT_FILE", help="perplexity and divergence on this text")
 @click.option("--certify", type=PATH, metavar="FILE", help="append the certificate here, not below the home")
 @click.option("--audit", "audit_to", type=PATH, metavar="FILE", help="write each op's time, bytes, limit as JSON")
@@ -88,7 +88,13 @@ MEASURED = (
 @click.option("--report", "report_to", type=PATH, metavar="DIR", help="write a page with plots")
 @click.option("--compare", type=PATH, metavar="REPORT", help="speedups against an earlier report")
 @click.option("--slo", default="", metavar="TEXT", help='"ttft<500ms,p99_itl<40ms"; exit code 3 if missed')
-@click.option("--price-per-hour", type=click.FloatRange(0, min_open=True), metavar="X", help="gives tokens per dollar")
+@click.option(
+    "--price-per-hour",
+    type=click.FloatRange(0, min_open=True),
+    callback=priced,
+    metavar="X",
+    help="gives tokens per dollar",
+)
 @click.option("--sign", is_flag=True, help="sign the certificate (Ed25519)")
 @click.option("--key", type=PATH, metavar="FILE", help="with this key, not the one below the home")
 @click.option(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autosel.cli.device import device_option, refuse_absent
-from autosel.cli.options import Known, dtype_option, given_options, json_option, verb
+from autosel.cli.options import Known, dtype_option, exact, given_options, json_option, verb
 from autosel.cli.output import (
     Stopped,
     bandwidth,
@@ -59,7 +59,7 @@ PICTURE_NAMES = "step-against-context, rate-against-batch"
 @click.option("--effort", type=Known("effort", ("quick", "full")), help="of tuning; full also races torch.compile")
 @click.option("--budget", default="", metavar="TIME", help="of tuning, for all batches: 90s or 5m")
 @device_option()
-@click.option("--seed", type=int, default=0, help="of weights, caches and coins  [default: 0]")
+@click.option("--seed", type=int, callback=exact, default=0, help="of weights, caches and coins  [default: 0]")
 @click.option(
     "--report", "report_to", type=click.Path(path_type=Path), metavar="DIR", help="write sweep.json and plots"
 )

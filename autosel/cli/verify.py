@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,7 @@ def located(where: str) -> tuple[Path, int]:
     if not where:
         return settings.home() / "certificates.jsonl", 0
     name, colon, number = where.rpartition(":")
-    if colon and number.isdigit() and not Path(where).exists():
+    if colon and number.isdigit() and not os.path.lexists(where):
         if not 1 <= int(number) <= 10**9:
             raise UsageError(f"no line {number}", why="lines count from 1")
         return Path(name), int(number)

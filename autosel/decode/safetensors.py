@@ -8,7 +8,7 @@ a byte of it is used; nothing is mapped, so that a file cut short under us is an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -81,11 +81,12 @@ class Tensors:
 def open_folder(folder: Path) -> Tensors:
     """Every tensor of the checkpoint. Raises BadConfig for missing, truncated or lying files."""
     index = folder / INDEX
-    if index.is_file():
+    if _true(index.is_file):
         return _sharded(folder, index)
-    if (folder / SINGLE).is_file():
+    if _true((folder / SINGLE).is_file):
         return Tensors(folder=folder, entries=read_header(folder / SINGLE))
-    pickled = sorted(p.name for p in folder.glob("*.bin")) or sorted(p.name for p in folder.glob("*.pt*"))
+    files = sorted(p.name for p in folder.iterdir()) if _true(folder.is_dir) else []
+    pickled = [f for f in files if f.endswith(".bin")] or [f for f in files if Path(f).suffix.startswith(".pt")]
     raise BadConfig(
         f"{folder} has no {SINGLE} and no {INDEX}",
         why=f"{pickled[0]} is a pickle, which can run code when read" if pickled else "",
@@ -102,10 +103,10 @@ def _sharded(folder: Path, index: Path) -> Tensors:
     for file in files:
         if Path(file).name != file:
             raise BadConfig(f"{index} names the file {file!r}", why="a shard lies beside its index")
-    missing = [f for f in files if not (folder / f).is_file()]
+    missing = [f for f in files if not _true((folder / f).is_file)]
     if missing:
         raise BadConfig(
-            f"{folder} lacks {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
+            f"{folder} lacks {', '.join(f[:100] for f in missing[:3])}{' ...' if len(missing) > 3 else ''}",
             why=f"{index.name} names {len(files)} shards; {len(files) - len(missing)} are here",
             todo="fetch the missing files",
         )
@@ -114,6 +115,13 @@ def _sharded(folder: Path, index: Path) -> Tensors:
     if lost:
         raise BadConfig(f"{folder / named[lost[0]]} lacks {lost[0]}", why=f"{index.name} says it is there")
     return Tensors(folder=folder, entries={name: headers[file][name] for name, file in named.items()})
+
+
+def _true(of_path: Callable[[], bool]) -> bool:
+    try:
+        return of_path()
+    except OSError:  # a name too long, a folder closed to us
+        return False
 
 
 def read_header(path: Path) -> dict[str, Entry]:

@@ -752,7 +752,14 @@ def test_speedups_against_an_earlier_report_compare_like_with_like(tmp_path: Pat
     assert "Other" in compare.compare(compare.of_certificates([new]), compare.of_certificates([moved]))[0].note
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"format":"autosel.suite"}', b"\xff", b'{"a":NaN}'])
+NO_REPORTS = [
+    b"", b"[]", b"{}", b'{"format":"autosel.suite"}', b"\xff", b'{"a":NaN}', b'{"format":"autosel.report"}',
+    b'{"format":"autosel.report","certificates":5}', b'{"format":"autosel.report","certificates":null}',
+    b'{"format":"autosel.report","certificates":[]}', b'{"format":"autosel.report","certificates":[5]}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", NO_REPORTS)
 def test_what_is_no_report_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_bytes(content)
@@ -760,6 +767,21 @@ def test_what_is_no_report_is_refused(content: bytes, tmp_path: Path) -> None:
         compare.read(path)
     with pytest.raises(BadConfig, match="cannot read"):
         compare.read(tmp_path / "absent.json")
+    with pytest.raises(BadConfig, match="cannot read"):
+        compare.read(tmp_path / ("n" * 300))
+
+
+@pytest.mark.parametrize("rate", [0, -1.5, 1e-308, 1e308])
+def test_a_report_of_a_rate_that_no_run_has_is_refused(rate: float, tmp_path: Path) -> None:
+    short = suite.CONFIGURATIONS[0]
+    row = suite.row(short, [certificate(decode_run(iters=63, seq=65, advance=True))])
+    found = suite.Suite(
+        level="quick", device="d", hw_id="h", env_id="e", git_sha="", timestamp="",
+        rows=(dataclasses.replace(row, e2e_tokens_per_s=rate),),
+    )  # fmt: skip
+    (tmp_path / "r.json").write_text(json.dumps(suite.document(found)))
+    with pytest.raises(BadConfig, match="not to be believed"):
+        compare.read(tmp_path / "r.json")
 
 
 # --- suites and the memory table ----------------------------------------------------------------------------------

@@ -137,6 +137,7 @@ def test_a_prompts_activations_are_part_of_what_a_run_takes_and_a_synthetic_one_
     [
         ({"model.safetensors.index.json": '{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}'},
          "lacks model-00001-of-00002.safetensors"),
+        ({"model.safetensors.index.json": json.dumps({"weight_map": {"lm_head.weight": "n" * 300}})}, "lacks nnn"),
         ({"pytorch_model.bin": ""}, "is a pickle"),
     ],
 )  # fmt: skip

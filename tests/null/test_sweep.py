@@ -245,6 +245,7 @@ def test_pictures_show_both_axes_and_nothing_without_a_measurement() -> None:
         (("--context", "2:16777216"), "contexts of at most"),
         (("--context", "2:131072", "--batch", "1:4096", "--iters", "1", "--layers", "1"), ""),
         (("--layers", "99"), "llama-1b has 16"),
+        (("--seed", str(2**53)), "is not between"),
         (("--trace-file", "nowhere.txt"), "cannot be read"),
         (("--model", "lama-1b"), "llama-1b"),
     ],
