@@ -57,16 +57,17 @@ def export_to(engine: str, folder: Path, asked: Asked) -> None:
 
 
 def _hf_kernels(folder: Path) -> Manifest:
-    """Of this machine's CPU: its decisions are the ones that serve here."""
+    """Of the device that this machine's verbs mean: its decisions are the ones that serve here."""
     from autosel import fingerprint
-    from autosel.cli.device import identity
+    from autosel.cli.device import default_device, identity
     from autosel.integrations.engines import hf_kernels
     from autosel.ledger.store import open_ledger
 
+    device = default_device()
     with open_ledger() as ledger:
-        here = identity("cpu").hw_id
+        here = identity(device).hw_id
         decisions = [s.decision for s in ledger.serving() if s.decision.hw_id == here]
-    return hf_kernels.export(fingerprint.take("cpu"), decisions, folder)
+    return hf_kernels.export(fingerprint.take(device), decisions, folder)
 
 
 def _written(made: Manifest, folder: Path) -> Iterator[str]:
@@ -87,7 +88,7 @@ def _target(engine: str, asked: Asked) -> Target:
     shape = None if found_experts else models.load(asked.model)
     found = _gpu_decisions()
     fp = _device(engine, asked.device, [f for f, _ in found.values()])
-    decisions = tuple(d for known, of in found.values() if known.name == fp.name for d in of)
+    decisions = _of_one(fp, found)
     known = shape or found_experts
     assert known is not None
     return Target(
@@ -101,14 +102,41 @@ def _target(engine: str, asked: Asked) -> Target:
     )
 
 
+def _of_one(fp: Fingerprint, found: Mapping[str, tuple[Fingerprint, list[Decision]]]) -> tuple[Decision, ...]:
+    """What was decided on a device of that name. Of several that differ in more than it (memory, ECC, a slice of one)
+    the very one, else the one that is here: rows of two devices in one file would be nobody's."""
+    from autosel.cli.device import here
+
+    alike = {hw_id: of for hw_id, (known, of) in found.items() if known.name == fp.name}
+    if len(alike) < 2:
+        return tuple(d for of in alike.values() for d in of)
+    chosen = next((hw_id for hw_id in (fp.hw_id, *(f.hw_id for _, f in here())) if hw_id in alike), "")
+    if not chosen:
+        raise _which(fp.name, len(alike))
+    return tuple(alike[chosen])
+
+
+def _which(name: str, count: int) -> UsageError:
+    why = f"decisions were made on {count} that differ, and none of them is here"
+    return UsageError(f"which {name}?", why=why, todo="export on the machine that has it")
+
+
 def _device(engine: str, asked: str | None, known: Sequence[Fingerprint]) -> Fingerprint:
     from autosel.fingerprint import known as files
 
     if asked is not None:
         return files.load(asked)
     names = sorted({f.name for f in known})
-    if len(names) == 1:
+    if len(known) == 1:
         return known[0]
+    if len(names) == 1:
+        from autosel.cli.device import here
+
+        ours = {f.hw_id for _, f in here()}
+        found = next((f for f in known if f.hw_id in ours), None)
+        if found is None:
+            raise _which(names[0], len(known))
+        return found
     example = f"{settings.spelling()} export --to {engine} --fingerprint h200 {engine}/"
     if not names:
         raise UsageError(
