@@ -343,12 +343,19 @@ async def misses(hub: Hub, request: Request) -> Response:
     refused, device = "", hub.device_of(asked.hw_id)
     if not device:
         refused = f"this is another device ({hub.view.hw_id[:12]}): what is measured here would not serve there"
-    elif hub.view.mode and len({matters(m, device.partition(":")[0]) for m in (asked.mode, hub.view.mode)}) > 1:
+    elif asked.misses and not any(_measured_alike(hub, asked.mode, m, device) for m in asked.misses):
         refused = f"measured is {hub.view.mode}; a process that runs {asked.mode} is not served by it"
     elif not hub.options.tune:
         refused = "this daemon does not tune (serve --no-tune)"
-    queued = [] if refused else [q for m in asked.misses if (q := _queue(hub, m, device)) is not None]
+    fit = [] if refused else [m for m in asked.misses if _measured_alike(hub, asked.mode, m, device)]
+    queued = [q for m in fit if (q := _queue(hub, m, device)) is not None]
     return answer({"instance": hub.instance, "queued": queued, "refused": refused}, 202)
+
+
+def _measured_alike(hub: Hub, mode: str, miss: Miss, device: str) -> bool:
+    """Would what is measured here serve a process of that mode?"""
+    kind, bucket = device.partition(":")[0], miss.workload.key
+    return not hub.view.mode or matters(mode, kind, bucket) == matters(hub.view.mode, kind, bucket)
 
 
 def _queue(hub: Hub, miss: Miss, device: str) -> int | None:

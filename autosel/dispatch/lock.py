@@ -30,10 +30,12 @@ class Unkept:
 
 def pinned_here(rows: Iterable[Row], hw_id: str, mode: str, kind: str = "cpu") -> tuple[Row, ...]:
     """Those for this device, of that kind, as this process runs it."""
-    here = matters(mode, kind)
-    return tuple(
-        r for r in rows if r.document.get("hw_id") == hw_id and matters(str(r.document.get("mode")), kind) == here
-    )
+
+    def counts(row: Row) -> bool:
+        bucket = str(row.document.get("bucket"))
+        return matters(str(row.document.get("mode")), kind, bucket) == matters(mode, kind, bucket)
+
+    return tuple(r for r in rows if r.document.get("hw_id") == hw_id and counts(r))
 
 
 def unkept(rows: Sequence[Row], held: Held) -> tuple[Unkept, ...]:

@@ -87,7 +87,8 @@ def index(rows: Sequence[Row], device: Fingerprint, held: Held, trouble: str = "
     for row in rows:
         d = row.document
         if d.get("hw_id") == hw_id:
-            mine.setdefault((matters(str(d.get("mode")), device.kind), str(d.get("bucket"))), []).append(row)
+            bucket = str(d.get("bucket"))
+            mine.setdefault((matters(str(d.get("mode")), device.kind, bucket), bucket), []).append(row)
         else:
             foreign.add(str(d.get("bucket")))
     return Serving(device=device, rows=mine, foreign=frozenset(foreign), held=held, trouble=trouble)
@@ -127,7 +128,7 @@ def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded,
 
 
 def _rows(w: Workload, serving: Serving, mode: str) -> Sequence[Row]:
-    return serving.rows.get((matters(mode, serving.device.kind), w.bucket), [])
+    return serving.rows.get((matters(mode, serving.device.kind, w.bucket), w.bucket), [])
 
 
 def _of_one_mode(decisions: Sequence[Decision], mode: str) -> Sequence[Decision]:
@@ -206,7 +207,8 @@ def _choose_by_length(
 
 
 def _why_none(w: Workload, serving: Serving, mode: str) -> str:
-    modes = sorted(m for m, bucket in serving.rows if bucket == w.bucket and m != matters(mode, serving.device.kind))
+    here = matters(mode, serving.device.kind, w.bucket)
+    modes = sorted(m for m, bucket in serving.rows if bucket == w.bucket and m != here)
     if modes:
         return f"measured under {', '.join(modes)}; this process runs {mode}"
     if w.bucket in serving.foreign:

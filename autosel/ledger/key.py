@@ -38,7 +38,21 @@ def current_mode(kind: str = "eager") -> str:
     return ".".join(parts)
 
 
-def matters(mode: str, kind: str) -> str:
-    """What of a mode counts for tensors on a device of this kind. The host's threads change nothing of what a GPU runs:
-    engines set them to one in their workers, `tune` does not."""
-    return mode if kind == "cpu" else ".".join(p for p in mode.split(".") if not re.fullmatch(r"t\d+", p))
+def matters(mode: str, kind: str, bucket: str = "") -> str:
+    """What of a mode counts for tensors of this bucket on a device of this kind. The host's threads change nothing of
+    what a GPU runs: engines set them to one in their workers, `tune` does not. Nor does the precision of fp32 products
+    change those of shorter formats, which lose nothing by it."""
+    if kind == "cpu":
+        return mode
+    exact = _dtype_of(bucket) in ("bf16", "fp16", "fp8_e4m3")
+    return ".".join(p for p in mode.split(".") if not (_THREADS.fullmatch(p) or (exact and _PRECISION.fullmatch(p))))
+
+
+_THREADS = re.compile(r"t\d+")
+_PRECISION = re.compile(r"highest|high|medium|cuda_\w+-mkldnn_\w+")  # ops/precision.py
+
+
+def _dtype_of(bucket: str) -> str:
+    """`bf16` of `attn/B1.Hq32.Hkv8.S1.D128.L8192/bf16.window=16`; "" of what is no bucket."""
+    parts = bucket.split("/")
+    return parts[2].partition(".")[0] if len(parts) == 3 else ""

@@ -278,6 +278,12 @@ def test_each_device_has_its_identity_decisions_and_misses(app: App) -> None:
         assert client.post("/v1/misses", json=miss).json()["refused"] == ""
         (job,) = client.get("/v1/jobs").json()["jobs"]
         assert (job["device"], job["calls"]) == ("cuda:1", 3)
+        otherwise = miss | {"mode": MODE.replace("highest", "high"), "misses": miss["misses"] * 2}
+        otherwise["misses"][1] = {"workload": to_json(dataclasses.replace(ATTN, dtype="fp32")), "calls": 1}
+        told = client.post("/v1/misses", json=otherwise).json()
+        assert told["refused"] == "" and len(told["queued"]) == 1, "how fp32 products are made is no affair of bf16's"
+        told = client.post("/v1/misses", json=otherwise | {"misses": otherwise["misses"][1:]}).json()
+        assert "is not served by it" in told["refused"]
         elsewhere = client.post("/v1/misses", json=miss | {"hw_id": "0" * 64}).json()
         assert "another device" in elsewhere["refused"]
         asked = client.post("/v1/jobs", json={"workloads": [to_json(ATTN)], "device": "cuda:9"})

@@ -16,7 +16,7 @@ import torch
 
 from autosel import dispatch, ops, settings
 from autosel.candidates import arms, registry, validity
-from autosel.dispatch import devices
+from autosel.dispatch import devices, lock, resolve
 from autosel.dispatch.board import Board, this_device
 from autosel.dispatch.signature import signature
 from autosel.errors import BadArguments, UnknownName
@@ -313,6 +313,29 @@ def test_a_gpus_decisions_serve_whatever_the_number_of_the_hosts_threads(
     with dispatch.use(home) as board:
         found = board.resolution(RMS, W, "cuda:1")
         assert found.candidate == "torch:rmsnorm" and "measured under eager" in found.reason
+
+
+@pytest.mark.parametrize("precision", ["high", "cuda_tf32-mkldnn_ieee"])
+def test_the_precision_of_fp32_products_is_a_mode_of_fp32_alone_on_a_gpu(
+    home: Path,
+    user: Callable[[str], Arm],
+    two_gpus: tuple[Fingerprint, Fingerprint],
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`torch.set_float32_matmul_precision("high")` is in many a server's first lines, whose model is in bf16."""
+    bf16 = RMS.workload("bf16", dict(W.dims))
+    made = [decision(w, user("sevens"), id=number, hw_id=two_gpus[1].hw_id) for number, w in enumerate((W, bf16))]
+    publish(home, made)
+    monkeypatch.setattr(resolve, "current_mode", lambda: current_mode().replace("highest", precision))
+    with dispatch.use(home) as board:
+        assert board.resolution(RMS, bf16, "cuda:1").candidate == "user:sevens"
+        found = board.resolution(RMS, W, "cuda:1")
+        assert found.candidate == "torch:rmsnorm" and "measured under eager.highest" in found.reason
+        here = board._serving_at("cuda:1").rows.values()
+        rows = [row for rows in here for row in rows]
+        pinned = lock.pinned_here(rows, two_gpus[1].hw_id, f"eager.t1.{precision}", "cuda")
+        assert [r.document["bucket"] for r in pinned] == [bf16.bucket]
 
 
 PRECISION_SET = """
