@@ -85,7 +85,9 @@ MEASURED = (
 @click.option("--certify", type=PATH, metavar="FILE", help="append the certificate here, not below the home")
 @click.option("--audit", "audit_to", type=PATH, metavar="FILE", help="write each op's time, bytes, limit as JSON")
 @click.option("--trace", "trace_to", type=PATH, metavar="FILE", help="write a trace for Perfetto")
-@click.option("--report", "report_to", type=PATH, metavar="DIR", help="write a page with plots")
+@click.option(
+    "--report", "report_to", type=PATH, metavar="DIR", help="write a page with plots; of a suite, its rows as JSON"
+)
 @click.option("--compare", type=PATH, metavar="REPORT", help="speedups against an earlier report")
 @click.option("--slo", default="", metavar="TEXT", help='"ttft<500ms,p99_itl<40ms"; exit code 3 if missed')
 @click.option(
@@ -112,12 +114,12 @@ def run_command(ctx: click.Context, /, as_json: bool, only_plan: bool, suite: Le
     Exit code 3: an objective was missed. 4: the tokens or logits were wrong, or a kernel's proof is not known.
     """
     asked = Asked(ctx)
-    if only_plan:
-        show_plan(asked, as_json)
-    elif suite:
+    if suite:
         from autosel.cli.suite import run_suite
 
         run_suite(asked, suite, as_json)
+    elif only_plan:
+        show_plan(asked, as_json)
     else:
         run_once(asked, as_json)
 
@@ -428,9 +430,10 @@ def refuse_unwritable(asked: Asked) -> None:
     if asked["certify"] is None:
         refuse_folder(asked.certificates.parent)
     if asked["report_to"] is not None:
-        from autosel.certify.plots import refuse_without
+        if not asked["suite"]:  # whose report has no plots
+            from autosel.certify.plots import refuse_without
 
-        refuse_without()
+            refuse_without()
         refuse_folder(asked["report_to"])
     store.head(asked.certificates)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from autosel import settings
 from autosel.cli.certificate import changes_text, suite_text
@@ -26,6 +27,7 @@ from autosel.cli.run import (
     ledger_or_none,
     progress,
     refuse_unwritable,
+    weights_of,
 )
 from autosel.errors import AutoselError, UsageError
 
@@ -47,7 +49,7 @@ def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
     """
     from autosel.certify import compare, suite
 
-    _refuse_options_of_one_run(asked)
+    _refuse_others(asked)
     before, key = earlier(asked), asked.key()
     refuse_unwritable(asked)
     found, trouble = measured_suite(asked, level, key)
@@ -68,10 +70,22 @@ def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
     leave(troubles)
 
 
-def _refuse_options_of_one_run(asked: Asked) -> None:
-    for name, option in (("slo", "--slo"), ("audit_to", "--audit"), ("trace_to", "--trace"), ("score", "--quality")):
-        if asked[name]:
-            raise UsageError(f"{option} with --suite", why="it belongs to one run; a suite is many")
+# What a suite takes. Batch, context, steps and sampling are its configurations' own, the rest belongs to one run.
+TAKEN = (
+    "suite", "model", "weights", "dtype", "layers", "no_persistent", "no_packed", "no_graph", "no_prealloc", "device",
+    "seed", "certify", "report_to", "compare", "sign", "key", "as_json",
+)  # fmt: skip
+
+
+def _refuse_others(asked: Asked) -> None:
+    ctx = asked.ctx
+    known = {str(p.name): p.opts[0] for p in ctx.command.params}
+    given = [name for name in known if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    others = [known[name] for name in given if name not in TAKEN]
+    if others:
+        taken = " ".join(option for name, option in known.items() if name in TAKEN and name != "suite")
+        why = f"a suite measures the same configurations everywhere; it takes {taken}"
+        raise UsageError(f"{', '.join(others)} with --suite", why=why, todo="measure one run without --suite")
 
 
 def _write_suite(folder: Path, document: Any) -> None:
@@ -213,10 +227,13 @@ def command(name: str, plan: Plan) -> str:
     ]
     words += ["--layers", plan.layers] if plan.layers else []
     words += ["--device", plan.device] if plan.device != "cpu" else []
-    words += ["--weights", plan.weights] if plan.weights != "random" else []
+    words += ["--weights", plan.weights] if plan.weights != weights_of(name) else []
     words += ["--paged", plan.page] if plan.cache == "paged" else []
     words += ["--seed", plan.seed] if plan.seed else []
+    words += ["--no-persistent"] if plan.persistent is False else []
     words += ["--no-packed"] if not plan.packed else []
+    words += ["--no-graph"] if plan.graph is False else []
+    words += ["--no-prealloc"] if not plan.prealloc else []
     if s.changes_greedy:
         words += ["--temperature", s.temperature, "--top-k", s.top_k, "--top-p", s.top_p]
         words += ["--repetition-penalty", s.repetition_penalty]

@@ -19,14 +19,15 @@ from autosel.certify.physics import ImpossibleRun
 from autosel.cli.certificate import suite_text, summary, where_line
 from autosel.cli.main import run
 from autosel.cli.progress import Progress, Within
-from autosel.cli.run import Asked, failed, run_command
-from autosel.cli.suite import command
+from autosel.cli.run import MEASURED, Asked, failed, run_command
+from autosel.cli.suite import TAKEN, command
 from autosel.cli.verify import command_of, located, rerun_words
 from autosel.cli.writable import refuse_file, refuse_folder
 from autosel.decode.run import DecodeRun, Plan
 from autosel.errors import AutoselError, BadConfig, ParityError
 from autosel.values import to_json
 from tests.null.certificates import GROUNDS, certificate, decode_run, fingerprint
+from tests.null.test_run_refusals import CONFIG
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -155,6 +156,10 @@ def test_a_rerun_is_said_with_both_figures_and_the_interval() -> None:
         (("--top-p", "2"), "top-p"),
         (("--suite", "huge"), "quick"),
         (("--suite", "quick", "--slo", "tps>1"), "--slo with --suite"),
+        (("--suite", "quick", "--batch", "1", "--temperature", "0.5"), "--batch, --temperature with --suite"),
+        (("--suite", "quick", "--prompt", "synthetic"), "--prompt with --suite"),
+        (("--suite", "quick", "--persistent", "--price-per-hour", "2"), "--persistent, --price-per-hour with --suite"),
+        (("--suite", "quick", "--plan"), "--plan with --suite"),
         (("--audit", "/nonexistent/a.json"), "there is no folder"),
         (("--trace", "/nonexistent/t.json"), "there is no folder"),
         (("--compare", "absent.json"), "cannot read"),
@@ -166,7 +171,8 @@ def test_what_cannot_be_run_is_refused_before_anything_is_loaded(
     options: tuple[str, ...], todo: str, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, text, trouble = said("run", "--model", "llama-1b", "--seq", "128", *options, "--json")
+    context = () if "--suite" in options else ("--seq", "128")
+    code, text, trouble = said("run", "--model", "llama-1b", *context, *options, "--json")
     assert code == 2 and todo in trouble
     assert json.loads(text)["error"]["exit_code"] == 2
     assert not list(tmp_path.glob("*.json"))
@@ -190,12 +196,28 @@ def test_the_command_of_a_certificate_measures_the_same_plan_again() -> None:
     assert asked("").repro == "autosel run"
 
 
-def test_each_trial_of_a_suite_can_be_run_again_by_itself() -> None:
-    base = asked("--model llama-1b --layers 2 --seed 4").plan()
-    for config in suite.CONFIGURATIONS:
-        plan = suite.plan_of(base, config)
-        again = asked(shlex.join(shlex.split(command("llama-1b", plan))[2:])).plan()
-        assert again == plan
+@pytest.mark.parametrize(
+    "options", ["", "--no-prealloc --no-persistent", "--no-packed --no-graph --dtype fp32", "--model {own} --seed -2"]
+)
+def test_each_trial_of_a_suite_can_be_run_again_by_itself(options: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 4096}))
+    (tmp_path / "model.safetensors").touch()
+    for weights in ("", "--weights random") if "own" in options else ("",):
+        base = asked(f"--model llama-1b --layers 1 --seed 4 {options.format(own=tmp_path)} {weights}")
+        for config in suite.CONFIGURATIONS:
+            plan = suite.plan_of(base.plan(), config)
+            again = asked(shlex.join(shlex.split(command(base.model, plan))[2:])).plan()
+            assert again == plan
+
+
+def test_a_suite_takes_no_option_that_its_trials_would_not_be_run_again_with() -> None:
+    known = {p.name for p in run_command.params}
+    measured = set(MEASURED) & set(TAKEN)
+    assert set(TAKEN) <= known
+    assert measured == {
+        "model", "weights", "dtype", "layers", "no_persistent", "no_packed", "no_graph", "no_prealloc", "device",
+        "seed",
+    }  # fmt: skip
 
 
 def test_every_layer_of_a_model_is_the_whole_model() -> None:
@@ -455,6 +477,19 @@ def test_what_was_measured_is_said_whatever_goes_wrong_afterwards(
         assert found["file"] == (None if trouble == "certify" else str(made))
     else:
         assert "optimised" in text and ("appended" in text) is (trouble != "certify")
+
+
+def test_the_report_of_a_suite_is_its_rows_and_needs_no_package_that_plots(
+    said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise AutoselError("a report needs the package matplotlib")
+
+    monkeypatch.setattr("autosel.certify.plots.refuse_without", missing)
+    measured_until(monkeypatch, 99, AssertionError())
+    assert said("run", "--suite", "quick", "--layers", "2", "--report", str(tmp_path / "page"))[0] == 0
+    assert [p.name for p in (tmp_path / "page").iterdir()] == ["report.json"]
+    assert "of a suite, its rows as JSON" in " ".join(said("run", "--help")[1].split())
 
 
 @pytest.mark.parametrize("as_json", [True, False])
