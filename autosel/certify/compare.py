@@ -99,8 +99,9 @@ def _figures(path: Path) -> list[Figure]:
         if not isinstance(held, list):
             raise BadConfig(f"{path} is no report", why=f"certificates is {held!r:.60}: a list is expected")
         return of_certificates(_certificate(path, one) for one in held)
-    if data.get("format") == CERTIFICATE:
-        return of_certificates([_certificate(path, data)])
+    alone = data if "format" in data else data.get("certificate")  # `run --json` says more beside it
+    if isinstance(alone, dict) and alone.get("format") == CERTIFICATE:
+        return of_certificates([_certificate(path, alone)])
     raise BadConfig(
         f"{path} is no report", why="a folder or file that run wrote is expected: --report, --json, --certify"
     )

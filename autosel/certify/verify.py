@@ -10,6 +10,7 @@ signature   of every line that names a signer; of every line, by that key, where
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from autosel.certify.store import BadCertificate, lines
 from autosel.decode.run import Quality
 from autosel.errors import AutoselError
 from autosel.values import from_json
+
+PART = re.compile(r"\[\d+/\d+ layers\]$")  # as model_name spells it; a folder's own name may hold brackets too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +110,7 @@ def _shapeless(made: Certificate) -> str:
         return "cost: a price that is not above 0"
     if not 1 <= made.layers.run <= made.layers.of:
         return f"layers: {made.layers.run} of {made.layers.of}"
-    if made.model != model_name(made.model.partition("[")[0], made.layers):
+    if made.model != model_name(PART.sub("", made.model), made.layers):
         return f"model: {made.model!r:.60} does not say that {made.layers.run} of {made.layers.of} layers ran"
     taken = [w.half for w in made.ways if w.taken]
     if sorted(taken) != sorted({w.half for w in made.ways}) or set(taken) - set(FUSED_OPS):

@@ -183,6 +183,15 @@ def test_a_part_of_a_model_is_never_spelt_like_the_whole() -> None:
     assert wrong(decode(claim)).startswith("layers")
 
 
+@pytest.mark.parametrize("layers", [0, 4])
+def test_a_folders_name_may_hold_brackets(layers: int) -> None:
+    model = dataclasses.replace(models.load("llama-1b"), name="my[4/16] model [v2]")
+    made = certificate(decode_run(model=model, layers=layers))
+    assert made.model.startswith("my[4/16] model [v2]") and wrong(made) == ""
+    lie = {"model": "my[4/16] model [v2]" if layers else "my[4/16] model [v2][4/16 layers]"}
+    assert wrong(decode(resealed({**document(made), **lie}))).startswith("model")
+
+
 def test_arithmetic_of_all_cores_is_the_ceiling_of_the_right_dtype() -> None:
     assert peak_flops(fingerprint(), "fp32") == 2e11
     assert peak_flops(dataclasses.replace(fingerprint(), rates={}), "bf16") == 0.0
@@ -750,6 +759,12 @@ def test_speedups_against_an_earlier_report_compare_like_with_like(tmp_path: Pat
             compare.compare(compare.of_certificates([certificate(unlike)]), compare.of_certificates([old]))
     moved = certificate(dataclasses.replace(decode_run(), fingerprint=dataclasses.replace(fingerprint(), name="Other")))
     assert "Other" in compare.compare(compare.of_certificates([new]), compare.of_certificates([moved]))[0].note
+
+
+def test_what_run_says_as_json_is_a_report_to_compare_with(tmp_path: Path) -> None:
+    said = {"certificate": document(), "file": "c.jsonl", "audit": {}, "compare": [], "error": None}
+    (tmp_path / "r.json").write_text(json.dumps(said, indent=2))
+    assert compare.read(tmp_path / "r.json") == compare.of_certificates([SMALL])
 
 
 NO_REPORTS = [
