@@ -188,14 +188,15 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """The user's own lengths, and the batch that serves them fastest."""
+    """The user's own lengths, and the batch that serves them fastest; None where none was measured at a context that
+    they reach."""
 
     file: str
     requests: int
     prompt_tokens: int
     output_tokens: int
     by_batch: tuple[Weighed, ...]
-    best_batch: int
+    best_batch: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,8 +327,7 @@ def middles(changes: Iterable[Change]) -> list[int]:
 # --- the user's own traffic ------------------------------------------------------------------------------------------
 
 
-def weigh(requests: Sequence[Request], cells: Sequence[Cell], file: str) -> Traffic | None:
-    """None where no batch was measured at a context that the traffic reaches."""
+def weigh(requests: Sequence[Request], cells: Sequence[Cell], file: str) -> Traffic:
     counts = contexts_of(requests)
     total = sum(counts.values())
     weighed = []
@@ -349,17 +349,14 @@ def weigh(requests: Sequence[Request], cells: Sequence[Cell], file: str) -> Traf
                 covered=tokens / total,
             )
         )
-    if not weighed:
-        return None
-    widest = max(w.covered for w in weighed)
-    best = max((w for w in weighed if w.covered == widest), key=lambda w: w.tokens_per_s)
+    best = max(weighed, key=lambda w: (w.covered, w.tokens_per_s), default=None)
     return Traffic(
         file=file,
         requests=len(requests),
         prompt_tokens=sum(r.prompt for r in requests),
         output_tokens=sum(r.output for r in requests),
         by_batch=tuple(weighed),
-        best_batch=best.batch,
+        best_batch=best.batch if best else None,
     )
 
 

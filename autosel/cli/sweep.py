@@ -299,9 +299,12 @@ def figures_of(run: DecodeRun) -> Figures:
     """A cell's figures, by the arithmetic of a certificate. Raises ImpossibleRun as one does."""
     from autosel.certify.issue import Request, issue
     from autosel.certify.sweep import Figures, Serving
+    from autosel.models.workloads import step
 
-    made = issue(run, {}, Request(repro_cmd=""))
+    made, plan = issue(run, {}, Request(repro_cmd="")), run.plan
     v = made.verification
+    named = step(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
+    buckets = {n.workload.key: n.workload.bucket for n in named}
     return Figures(
         p50_ms=made.latency_ms.med,
         p95_ms=made.latency_ms.p95,
@@ -317,7 +320,7 @@ def figures_of(run: DecodeRun) -> Figures:
             Serving(
                 op=c.op,
                 label=c.label,
-                bucket=c.workload_key,
+                bucket=buckets.get(c.workload_key, c.workload_key),
                 calls=c.count_per_step,
                 candidate=c.candidate,
                 state=c.state,
@@ -451,6 +454,8 @@ def _changes(found: Sweep) -> list[str]:
 
 def _traffic(found: Traffic) -> list[str]:
     lines = ["", f"your traffic: {found.requests} requests, {found.prompt_tokens} tokens in, {found.output_tokens} out"]
+    if not found.by_batch:
+        lines += ["  0% of its tokens lie within what was measured: no figure holds for it"]
     for w in found.by_batch:
         speedup = w.tokens_per_s / w.baseline_tokens_per_s
         part = "" if w.covered == 1 else f"   {w.covered:.0%} of its tokens lie within what was measured"

@@ -201,7 +201,7 @@ def test_step_times_are_linear_between_what_was_measured() -> None:
 def test_traffic_is_weighed_by_its_own_tokens_and_names_the_best_batch() -> None:
     cells = [cell(1, 128, 10.0), cell(1, 256, 10.0), cell(4, 128, 20.0), cell(4, 256, 20.0)]
     found = weigh([Request(prompt=100, output=101)], cells, "f")
-    assert found is not None and found.best_batch == 4
+    assert found.best_batch == 4
     assert [w.tokens_per_s for w in found.by_batch] == pytest.approx([100.0, 200.0])
     assert [w.baseline_tokens_per_s for w in found.by_batch] == pytest.approx([10.0, 40.0])
     assert all(w.covered == 1 for w in found.by_batch)
@@ -209,9 +209,12 @@ def test_traffic_is_weighed_by_its_own_tokens_and_names_the_best_batch() -> None
 
 def test_what_lies_beyond_the_measured_contexts_is_left_out_and_said() -> None:
     found = weigh([Request(prompt=20, output=11), Request(prompt=1000, output=31)], [cell(1, 128, 10.0)], "f")
-    assert found is not None and found.by_batch[0].covered == pytest.approx(10 / 40)
+    assert found.by_batch[0].covered == pytest.approx(10 / 40)
     assert "25% of its tokens lie within what was measured" in verb.text(swept(cell(1, 128, 10.0), traffic=found))
-    assert weigh([Request(prompt=1000, output=5)], [cell(1, 128, 10.0)], "f") is None
+    beyond = weigh([Request(prompt=1000, output=5)], [cell(1, 128, 10.0)], "f")
+    assert (beyond.requests, beyond.by_batch, beyond.best_batch) == (1, (), None)
+    said = verb.text(swept(cell(1, 128, 10.0), traffic=beyond))
+    assert "your traffic: 1 requests" in said and "0% of its tokens lie within what was measured" in said
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------
@@ -275,6 +278,19 @@ def sweep_by(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., DecodeRun],
 
 def measured(plan: Plan, *_: Any, **__: Any) -> DecodeRun:
     return decode_run(model=plan.model, seq=plan.seq, iters=plan.iters)
+
+
+def test_a_cell_says_the_bucket_that_who_serves_was_decided_for() -> None:
+    plan = Plan(model=models.load("llama-1b"), batch=16, seq=200)
+    named = models.step(plan.shape, batch=16, context=200, dtype="bf16")
+    choices = [
+        replace(decode_run().choices[0], op=n.workload.op, label=n.label, workload_key=n.workload.key) for n in named
+    ]
+    run = decode_run(batch=16, seq=200, choices=(*choices, decode_run().choices[0]))
+    buckets = [s.bucket for s in verb.figures_of(run).serving]
+    assert buckets[:-1] == [n.workload.bucket for n in named]
+    assert any("M9-16" in b for b in buckets) and any("L129-256" in b for b in buckets)
+    assert buckets[-1] == decode_run().choices[0].workload_key  # nobody's in a step of this model: as it was told
 
 
 def test_a_folder_that_cannot_be_is_refused_first_and_a_page_that_fails_costs_no_figure(
