@@ -34,6 +34,7 @@ from autosel.decode.hold import holding
 from autosel.decode.model import FUSED, Chain
 from autosel.decode.packed import forget, make_room
 from autosel.decode.persistent import kind_of, refuse_unsupported
+from autosel.decode.power import Meter, meter
 from autosel.decode.quality import clipped, quality
 from autosel.decode.rope import frequencies
 from autosel.decode.run import DecodeRun, Listener, Plan, Silent, Text, Way
@@ -89,8 +90,8 @@ def measure(
         ours, theirs = our_arm(scene, chain, team, packed=whole.packed, graph=whole.graph), Baseline(scene)
         with holding(ledger, fp, getattr(ours, "list", None)):
             _warm_up(scene, ours, theirs, listener)
-            uses = Uses()
-            pairs = list(_pairs(scene, ours, theirs, rng, listener, clock))
+            uses, power = Uses(), meter(plan.device)
+            pairs = list(_pairs(scene, ours, theirs, rng, listener, clock, power))
         served = uses.served()
         written = ours.list if isinstance(ours, Written) else None
         choices = choices_of(written, plan) if written else uses.choices(plan, len(pairs))
@@ -130,7 +131,8 @@ def measure(
         tokens_per_step=sum(p.kept for p in pairs) / len(pairs),
         ways=whole.ways if team else (*ways, *whole.ways),
         quality=found,
-        notes=(*_notes(plan, chain, whole, text), *_weights(written), *([EARLIER] if earlier else [])),
+        energy_joules=power.joules,
+        notes=(*_notes(plan, chain, whole, text), *_weights(written), *_said((power.why, EARLIER if earlier else ""))),
     )
 
 
@@ -236,6 +238,10 @@ def _notes(plan: Plan, chain: Chain, whole: Whole, text: Text | None = None) -> 
     return tuple(notes)
 
 
+def _said(notes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(filter(None, notes))
+
+
 def _weights(step: object) -> tuple[str, ...]:
     """In what form the step reads them, where that is not their own."""
     told: str = getattr(step, "weights_told", "")
@@ -262,7 +268,9 @@ def _warm_up(scene: Scene, ours: Arm, theirs: Arm, listener: Listener) -> None:
         theirs.step()
 
 
-def _pairs(scene: Scene, ours: Ours, theirs: Arm, rng: Random, listener: Listener, clock: Clock) -> Iterator[_Pair]:
+def _pairs(
+    scene: Scene, ours: Ours, theirs: Arm, rng: Random, listener: Listener, clock: Clock, power: Meter
+) -> Iterator[_Pair]:
     plan, done = scene.plan, 0
     while done < plan.iters:
         listener.stage("decode", "", done, plan.iters)
@@ -271,9 +279,13 @@ def _pairs(scene: Scene, ours: Ours, theirs: Arm, rng: Random, listener: Listene
         times, chosen = {}, {}
         for arm in (ours, theirs) if first else (theirs, ours):
             wait_until_idle()  # the other arm's threads look for work for some milliseconds, and would take our cores
+            if arm is ours:
+                power.begin()
             begin = clock()
             chosen[arm] = arm.step()
             times[arm] = clock() - begin
+            if arm is ours:
+                power.end()
         kept = [row[: plan.iters - done] for row in chosen[ours]]
         ends = done == 0 or (plan.advance and done + len(kept[0]) >= plan.iters)
         told = verdict(scene, ours, theirs, kept, chosen[theirs], always=ends)

@@ -271,7 +271,7 @@ class DecodeRun:
     ways: tuple[Way, ...] = ()  # empty: the chain was not chosen by a race
     quality: Quality | None = None  # where a text was given
     saved_bytes: int = 0  # what the optimised step reads less than the baseline's: its weights are packed
-    energy_joules: float | None = None  # of the optimised steps, where the device tells
+    energy_joules: float | None = None  # of the optimised steps, where the machine tells (decode.power)
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     @property

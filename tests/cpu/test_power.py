@@ -1,0 +1,76 @@
+"""Energy by RAPL, from a tree of files like the kernel's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autosel.decode import measure as measuring
+from autosel.decode.arms import Written
+from autosel.decode.power import meter
+from tests.cpu.test_verdict import Said, folder, ran
+
+__all__ = ["folder"]  # the fixture
+MOST = 262_143_328_850
+
+
+def domain(root: Path, name: str, told: str, energy: int = 0) -> Path:
+    made = root / name
+    made.mkdir(parents=True)
+    (made / "name").write_text(f"{told}\n")
+    (made / "energy_uj").write_text(f"{energy}\n")
+    (made / "max_energy_range_uj").write_text(f"{MOST}\n")
+    return made / "energy_uj"
+
+
+def test_packages_are_added_up_and_their_parts_are_not_counted_again(tmp_path: Path) -> None:
+    first, second = (domain(tmp_path, f"intel-rapl:{i}", f"package-{i}") for i in (0, 1))
+    part, again = domain(tmp_path, "intel-rapl:0:0", "core"), domain(tmp_path, "intel-rapl-mmio:0", "package-0")
+    found = meter("cpu", tmp_path)
+    for energy in (1_000_000, 3_000_000):
+        for file in (first, part, again):
+            file.write_text(str(energy))
+        found.begin()
+        for file in (first, second, part, again):
+            file.write_text(str(energy + 500_000))
+        found.end()
+    assert found.joules == pytest.approx(0.5 + 1.5 + 0.5 + 2.0) and not found.why
+
+
+def test_a_counter_that_begins_again_has_gone_on(tmp_path: Path) -> None:
+    file = domain(tmp_path, "intel-rapl:0", "package-0", MOST - 999_999)
+    found = meter("cpu", tmp_path)
+    found.begin()
+    file.write_text("1000000")
+    found.end()
+    assert found.joules == pytest.approx(2.0)
+
+
+def test_what_cannot_be_read_is_unknown_and_named(tmp_path: Path) -> None:
+    assert str(tmp_path) in meter("cpu", tmp_path).why
+    file = domain(tmp_path, "intel-rapl:0", "package-0")
+    found = meter("cpu", tmp_path)
+    found.begin()
+    file.unlink()
+    found.end()
+    assert found.joules is None and str(file) in found.why
+    assert meter("cpu", tmp_path).joules is None and str(file) in meter("cpu", tmp_path).why
+    assert "NVML" in meter("cuda", tmp_path).why
+
+
+def test_a_run_counts_the_energy_of_its_optimised_steps_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = domain(tmp_path, "intel-rapl:0", "package-0")
+    monkeypatch.setattr(measuring, "meter", lambda device: meter(device, tmp_path))
+    for arm, joules in ((Written, 2), (measuring.Baseline, 100)):
+        honest = arm.step
+
+        def stepped(self: object, honest: object = honest, joules: int = joules) -> Said:
+            file.write_text(str(int(file.read_text()) + joules * 1_000_000))
+            return honest(self)  # type: ignore[operator, no-any-return]
+
+        monkeypatch.setattr(arm, "step", stepped)
+    run = ran(folder, iters=3)
+    assert run.energy_joules == 6.0 and not any("energy" in note for note in run.notes)
