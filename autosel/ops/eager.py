@@ -85,9 +85,10 @@ def paged_attn(
     """PyTorch has no paged kernel for CPU: the pages in use are gathered, then attended to."""
     page = k_pages.shape[1]
     table = block_table[:, : -(-max_len // page)]
-    # Entries beyond a row's length may be -1. In their place comes a page of its own: a mask does not hold back the NaN
-    # of another sequence's. A row without a key has no page; what it gets is silenced.
-    table = torch.where(table < 0, table[:, :1], table).clamp(min=0)
+    # Entries beyond a row's length may be anything. In their place comes a page of its own: a mask does not hold back
+    # the NaN of another sequence's. A row without a key has no page; what it gets is silenced.
+    used = torch.arange(table.shape[1], device=table.device) * page < lengths[:, None]
+    table = torch.where(used, table, table[:, :1]).clamp(0, k_pages.shape[0] - 1)
     k, v = (pages[table].flatten(1, 2).transpose(1, 2) for pages in (k_pages, v_pages))
     return attn(q, k, v, lengths, max_len, scale, window, softcap, o)
 

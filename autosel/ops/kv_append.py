@@ -193,9 +193,10 @@ def _touched(w: Workload, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
     page = inputs["k_cache"].shape[1]
     count = min(table.shape[1], (s - 1) // page + 2)
     start = (positions // page).clamp(0, table.shape[1] - count)
-    pages = table.long().gather(1, start[:, None] + torch.arange(count, device=there)).clamp_min(0)
-    own = torch.arange(pages.numel(), dtype=torch.int32, device=there).view_as(pages)
-    return pages.flatten(), {"positions": (positions - start * page).int(), "block_table": own}
+    beside = table.long().gather(1, start[:, None] + torch.arange(count, device=there))
+    # An entry that no token goes to may be anything, also a page that another row writes: each page is kept once.
+    pages, own = beside.clamp(0, len(inputs["k_cache"]) - 1).unique(return_inverse=True)
+    return pages, {"positions": (positions - start * page).int(), "block_table": own.int()}
 
 
 def slots(inputs: Inputs) -> tuple[Tensor, ...]:

@@ -99,7 +99,8 @@ class PagedAttn(Op):
         return tuple(cases)
 
     def _exact(self, inputs: Inputs) -> tuple[attention.Exact, Tensor, Tensor]:
-        k, v = (gather(inputs[n], inputs["block_table"], inputs["max_len"]) for n in ("k_pages", "v_pages"))
+        where = (inputs["block_table"], inputs["lengths"], inputs["max_len"])
+        k, v = (gather(inputs[n], *where) for n in ("k_pages", "v_pages"))
         q, lengths, scale, window, softcap = (inputs[n] for n in ("q", "lengths", "scale", "window", "softcap"))
         return attention.exact(q, k, v, lengths, scale, window, softcap), k, v
 
@@ -117,7 +118,7 @@ class PagedAttn(Op):
         part = {**inputs, "q": pick_heads(inputs["q"], b, h, group), "lengths": inputs["lengths"][b]}
         for name in ("k_pages", "v_pages"):
             heads = zip(b.tolist(), h.tolist(), strict=True)
-            own = [inputs[name][:, :, j][table[i].long().clamp_min(0)] for i, j in heads]
+            own = [inputs[name][:, :, j][table[i].long().clamp(0, len(inputs[name]) - 1)] for i, j in heads]
             part[name] = torch.cat(own)[:, :, None]
         places = torch.arange(len(pairs) * table.shape[1], dtype=torch.int32, device=table.device)
         part["block_table"] = places.view(len(pairs), -1).masked_fill(table[b.to(table.device)] < 0, -1)
@@ -136,10 +137,13 @@ def contiguous(w: Workload) -> Workload:
     return ATTN.workload(w.dtype, dims, ragged=True, **dict(w.traits))
 
 
-def gather(pages: Tensor, table: Tensor, keys: int) -> Tensor:
-    """[P, page, Hkv, D] -> the contiguous cache [B, Hkv, keys, D]; zeros where a row has no page: no weight holds back
-    a NaN that another row's page may have."""
-    found = pages[table.long().clamp_min(0)].masked_fill((table < 0)[:, :, None, None, None], 0.0).flatten(1, 2)
+def gather(pages: Tensor, table: Tensor, lengths: Tensor, keys: int) -> Tensor:
+    """[P, page, Hkv, D] -> the contiguous cache [B, Hkv, keys, D]; zeros in place of the pages that a row does not use.
+    They could be NaN, which no weight of zero holds back."""
+    page = pages.shape[1]
+    used = torch.arange(-(-keys // page)) * page < lengths[:, None]
+    known = table[:, : used.shape[1]].long().clamp(0, pages.shape[0] - 1)
+    found = pages[known].masked_fill(~used[:, :, None, None, None], 0.0).flatten(1, 2)
     return found.transpose(1, 2)[:, :, :keys]
 
 

@@ -190,6 +190,40 @@ def test_paged_attention_keeps_a_nan_within_its_sequence() -> None:
     assert isinstance(op.verify(rows.inputs, rows.pick([got])), Match)
 
 
+@pytest.mark.parametrize("beyond", [-1, 0, 10**6], ids=["none", "a neighbour's", "no page"])
+def test_what_a_block_table_says_beyond_a_rows_length_is_never_looked_up(beyond: int) -> None:
+    """Engines leave there what an earlier request had, in a pool that was larger or is another's now."""
+    op = OPS["paged_attn"]
+    w = op.workload("fp32", {"B": 3, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 32, "page": 16})
+    inputs = op.inputs(w, 1)
+    inputs["block_table"] = torch.tensor([[0, 1], [2, beyond], [beyond, beyond]], dtype=torch.int32)
+    inputs["lengths"] = torch.tensor([32, 5, 0], dtype=torch.int32)
+    for pages in (inputs["k_pages"], inputs["v_pages"]):
+        pages[0, 3] = float("nan")
+    got = eager.paged_attn(*op.arguments(inputs))
+    assert got[0].isnan().any() and not got[1:].isnan().any()
+    assert isinstance(op.verify(inputs, [got]), Match)
+    for seed in range(6):
+        rows = op.rows(w, inputs, 1, seed)
+        assert isinstance(op.verify(rows.inputs, rows.pick([got])), Match)
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 3, 10**6], ids=["none", "a neighbour's", "the last", "no page"])
+def test_what_is_kept_of_a_paged_cache_is_right_whatever_stands_beside_its_pages(beyond: int) -> None:
+    op = OPS["kv_append"]
+    w = op.workload("fp32", {"B": 2, "Hkv": 1, "S": 2, "D": 8}, page=16)
+    inputs = op.inputs(w, 1)
+    inputs["block_table"] = torch.tensor([[2, beyond], [0, 3]], dtype=torch.int32)
+    inputs["positions"] = torch.tensor([4, 15], dtype=torch.int32)
+    before = inputs["k_cache"].clone()
+    written = op.written(w, inputs)
+    assert written is not None
+    outs = eager.kv_append(*op.arguments(inputs))
+    assert isinstance(op.verify(written.inputs, written.pick(outs)), Match)
+    written.restore()
+    assert torch.equal(inputs["k_cache"], before)
+
+
 def test_a_window_bounds_the_bytes_attention_reads() -> None:
     op = OPS["attn"]
     full = op.workload("bf16", {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 64, "L": 4096})
