@@ -18,7 +18,7 @@ from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Mismatch, Rows
 from autosel.ops.rounding import LAMBDA
 
 ROWS = 4
-WHOLE_BYTES = 64 << 20  # the most an op may move for float64 of all of it, when something looks wrong
+WHOLE_BYTES = 64 << 20  # the most an op may move, and have copied, for float64 of all of it when something looks wrong
 MORE_ROWS = 4  # samples of rows otherwise
 UNUSUAL = 2.0  # times the largest difference that was found right; only decides whether float64 is asked
 FEW_ULPS = 8.0
@@ -106,8 +106,12 @@ def _against_float64(call: Call, rows: Rows) -> Check:
 
 
 def _everywhere(call: Call, seed: int) -> list[Check]:
-    if call.op.bytes_moved(call.workload) <= WHOLE_BYTES:
-        return [_against_float64(call, call.whole())]
+    """Of an op that writes in place all that was kept, which is little. Of the others all, unless that is a cache whose
+    pool is the device's memory, of which the call reads some pages."""
+    whole = call.whole()
+    copied = sum(value.nbytes for value in whole.inputs.values() if isinstance(value, Tensor))
+    if call.written is not None or max(copied, call.op.bytes_moved(call.workload)) <= WHOLE_BYTES:
+        return [_against_float64(call, whole)]
     return [_against_float64(call, call.rows(ROWS, seed + 1 + i)) for i in range(MORE_ROWS)]
 
 

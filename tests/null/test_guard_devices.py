@@ -12,7 +12,8 @@ from autosel import ops
 from autosel.candidates import registry
 from autosel.candidates.load import load
 from autosel.dispatch.board import this_device
-from autosel.guard import rate
+from autosel.guard import judge, rate
+from autosel.guard.call import Call
 from autosel.ops.contract import Match
 from autosel.values import Knobs
 from tests.null import test_guard as guards
@@ -102,3 +103,34 @@ def test_a_replay_that_runs_out_of_memory_makes_no_device_suspect() -> None:
     watch, told = guards.watched(guards.scaled, baseline=once)
     assert torch.allclose(guards.call(watch), guards.right(guards.X), rtol=1e-6)
     assert not told and watch.rate.checks == 1
+
+
+@pytest.mark.parametrize(("pool", "asked"), [(1, 1), (1000, judge.MORE_ROWS)])
+def test_a_pool_of_pages_is_not_copied_to_the_host_for_the_few_that_a_call_reads(
+    pool: int, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = ops.find("paged_attn")
+    w = op.workload("fp32", {"B": 2, "Hq": 4, "Hkv": 2, "S": 1, "D": 8, "L": 40, "page": 16})
+    inputs = op.inputs(w, 1)
+    for name in ("k_pages", "v_pages"):
+        inputs[name] = torch.cat((inputs[name], torch.zeros(pool, 16, 2, 8)))
+    monkeypatch.setattr(judge, "WHOLE_BYTES", 1 << 16)
+    copied, against = [], judge._against_float64
+
+    def noted(call: Any, rows: Any) -> Any:
+        copied.append(sum(t.nbytes for t in rows.inputs.values() if isinstance(t, torch.Tensor)))
+        return against(call, rows)
+
+    monkeypatch.setattr(judge, "_against_float64", noted)
+    found = judge._everywhere(Call(op, op.arguments(inputs), (None,)), 1)
+    assert len(found) == len(copied) == asked
+    assert max(copied) <= 1 << 16
+    made = load(op, registry.baseline(op.name).recipe(w, this_device(), Knobs()), "", {})(*op.arguments(inputs), None)
+    assert all(check((made,)) is None for check in found)
+
+
+def test_what_is_kept_of_a_write_in_place_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = guards.KV
+    w = op.workload("fp32", {"B": 2, "Hkv": 2, "S": 3, "D": 8})
+    monkeypatch.setattr(judge, "WHOLE_BYTES", 0)
+    assert len(judge._everywhere(Call(op, op.arguments(op.inputs(w, 1)), ()), 1)) == 1
