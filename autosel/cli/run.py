@@ -399,20 +399,29 @@ def failed(made: Certificate) -> AutoselError | None:
     """What of this run is not as it should be: wrong results first, then missed objectives."""
     from autosel.certify.slo import MissedObjective, refuse_missed
 
-    v = made.verification
     if not made.verification_ok:
-        unproven = [
-            label for label, o in made.per_op.items() if o.parity is None and o.baseline not in ("", o.candidate)
-        ]
-        why = f"logits {v.max_logit_error:.3g} from the reference, {v.logit_bound:.3g} allowed"
-        if v.max_logit_error <= v.logit_bound:
-            why = f"no proof of parity is known here for {', '.join(unproven)}"
-        return ParityError("the run was measured and did not verify", why=why, todo="the certificate says so too")
+        todo = "the certificate says so too"
+        return ParityError("the run was measured and did not verify", why=_unverified(made), todo=todo)
     try:
         refuse_missed(made.slo)
     except MissedObjective as error:
         return error
     return None
+
+
+def _unverified(made: Certificate) -> str:
+    """Why, the gravest reason alone."""
+    from autosel.certify.derive import wrong_tokens
+
+    v = made.verification
+    if not v.max_logit_error <= v.logit_bound:  # NaN too
+        return f"logits {v.max_logit_error:.3g} from the reference, {v.logit_bound:.3g} allowed"
+    if wrong := wrong_tokens(made):
+        return f"{wrong} of {v.tokens_checked} tokens are not the baseline's, though the bound decides them"
+    unproven = [label for label, o in made.per_op.items() if o.parity is None and o.baseline not in ("", o.candidate)]
+    if unproven:
+        return f"no proof of parity is known here for {', '.join(unproven)}"
+    return "no token was compared"
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

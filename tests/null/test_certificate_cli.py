@@ -13,8 +13,9 @@ import pytest
 from autosel import settings
 from autosel.certify import rerun, slo, store, suite
 from autosel.certify.audit import audit
+from autosel.certify.certificate import Certificate
 from autosel.certify.forecast import forecast
-from autosel.certify.issue import chained
+from autosel.certify.issue import Request, chained, issue
 from autosel.certify.physics import ImpossibleRun
 from autosel.cli.certificate import suite_text, summary, where_line
 from autosel.cli.main import run
@@ -273,6 +274,20 @@ def test_wrong_results_weigh_more_than_missed_objectives() -> None:
     errors = [failed(missed), failed(wrong)]
     assert [e.exit_code for e in errors if isinstance(e, AutoselError)] == [3, 4]
     assert isinstance(errors[1], ParityError)
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (certificate(decode_run(max_logit_error=1.0)), "from the reference"),
+        (certificate(decode_run(tokens_equal=48, tokens_open=1)), "1 of 50 tokens are not the baseline's"),
+        (certificate(decode_run(tokens_checked=0, tokens_equal=0)), "no token was compared"),
+        (issue(decode_run(), {}, Request(repro_cmd="x")), "no proof of parity is known here for "),
+    ],
+)
+def test_a_run_that_did_not_verify_says_why(made: Certificate, why: str) -> None:
+    found = failed(made)
+    assert isinstance(found, ParityError) and why in found.why and not found.why.endswith("for ")
 
 
 def test_a_suites_table_fits_80_columns() -> None:
