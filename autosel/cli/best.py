@@ -130,6 +130,6 @@ def _elsewhere(decision: Decision) -> str:
         return "AUTOSEL_DISABLE is set"
     mode = current_mode("team" if decision.op == WHOLE_STEP else "eager")
     kind = "cpu" if decision.hw_id == this_device().hw_id else "cuda"
-    if matters(decision.mode, kind) == matters(mode, kind):
+    if matters(decision.mode, kind, decision.bucket) == matters(mode, kind, decision.bucket):
         return ""
     return f"decision {decision.id} is for {decision.mode}; this process runs {mode}"

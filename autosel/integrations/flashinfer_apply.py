@@ -112,7 +112,7 @@ def serving(decided: Iterable[Decision]) -> list[Decision]:
     kinds = {device_at(place)[0].hw_id: kind_of(place) for place in gpus or (first,)}
     mode = current_mode()
     mine = [d for d in decided if d.hw_id in kinds and d.state in SERVING]
-    return [d for d in mine if matters(d.mode, kinds[d.hw_id]) == matters(mode, kinds[d.hw_id])]
+    return [d for d in mine if len({matters(m, kinds[d.hw_id], d.bucket) for m in (d.mode, mode)}) == 1]
 
 
 Own = Callable[[str], Function]
