@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings as property_settings
+
+property_settings.register_profile("untimed", property_settings(), deadline=None)  # no test judges by the clock
+property_settings.load_profile("untimed")
 
 os.environ.setdefault("AUTOSEL_HOME", str(Path(__file__).resolve().parents[1] / ".autosel" / "tests"))
 
