@@ -160,7 +160,7 @@ def attn_over(i: dict[str, Any], k: Tensor, v: Tensor, seen: Tensor, *, split: i
 
 def cache_of(i: dict[str, Any]) -> tuple[Tensor, Tensor]:
     if "k_pages" in i:
-        return tuple(gather(i[n], i["block_table"], i["max_len"]) for n in ("k_pages", "v_pages"))  # type: ignore[return-value]
+        return tuple(gather(i[n], i["block_table"], i["lengths"], i["max_len"]) for n in ("k_pages", "v_pages"))  # type: ignore[return-value]
     keys = i.get("max_len", i["k"].shape[2])
     return i["k"][:, :, :keys], i["v"][:, :, :keys]
 
