@@ -22,7 +22,7 @@ import numpy
 
 from autosel import resources
 from autosel.errors import UsageError
-from autosel.fingerprint import gpu_rates, nvml
+from autosel.fingerprint import gpu_rates, libcuda, nvml
 from autosel.fingerprint.gpu_rates import Point
 from autosel.values import Rate
 
@@ -464,7 +464,7 @@ class _Config(ctypes.Structure):
 
 def _launch_dependent(function: int, stream: int, pointer: int, count: int) -> None:
     """Enqueue `count` launches, each allowed to start before the one ahead has ended. Raises OSError."""
-    driver = ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL(libcuda.LIBRARY)
     attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
     attribute.value[0] = 1
     config = _Config(grid_x=1, grid_y=1, grid_z=1, block_x=32, block_y=1, block_z=1)
