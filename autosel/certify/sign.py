@@ -10,6 +10,7 @@ import dataclasses
 import os
 import re
 import stat
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,21 +61,37 @@ def _holds(signer: str, value: str, checksum: str) -> bool:
 
 
 def make_key(path: Path) -> Ed25519PrivateKey:
-    """A new private key in a file that only its owner can read. Raises UsageError where there is a file already."""
+    """A new private key in a file that only its owner can read, whole from its first moment on. Raises UsageError where
+    there is a file already, which stays as it is."""
     crypto = _cryptography()
     key: Ed25519PrivateKey = crypto.ed25519.Ed25519PrivateKey.generate()
     serial = crypto.serialization
     text = key.private_bytes(serial.Encoding.PEM, serial.PrivateFormat.PKCS8, serial.NoEncryption())
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        _write_once(path, text)
     except OSError as error:
-        raise UsageError(f"cannot make the key {path}", why=error.strerror or str(error)) from error
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(descriptor)
+        why = error.strerror or str(error)
+        raise UsageError(f"cannot make the key {path}", why=why, todo=_how_to_make(path)) from error
     return key
+
+
+def _write_once(path: Path, text: bytes) -> None:
+    """Written beside its place, then linked into it: unlike a rename, a link replaces nothing. Raises OSError."""
+    descriptor, making = tempfile.mkstemp(dir=path.parent, prefix=".making-")  # 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+        os.link(making, path)
+    finally:
+        os.unlink(making)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def private_key(path: Path) -> Ed25519PrivateKey:

@@ -140,9 +140,8 @@ class KvAppend(Op):
         if table is None:
             part |= {"block_table": None, "k_cache": inputs["k_cache"][b], "v_cache": inputs["v_cache"][b]}
             return Rows(inputs=part, pick=lambda outs: (outs[0][b], outs[1][b]))
-        pages = table[b].long().flatten()
-        part["block_table"] = torch.arange(pages.numel(), dtype=torch.int32).view(len(b), -1)
-        part |= {"k_cache": inputs["k_cache"][pages], "v_cache": inputs["v_cache"][pages]}
+        pages, own = _pages_of(b, inputs)
+        part |= {"block_table": own, "k_cache": inputs["k_cache"][pages], "v_cache": inputs["v_cache"][pages]}
         return Rows(inputs=part, pick=lambda outs: (outs[0][pages], outs[1][pages]))
 
     def written(self, w: Workload, inputs: Inputs) -> Written:
@@ -197,6 +196,22 @@ def _touched(w: Workload, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
     # An entry that no token goes to may be anything, also a page that another row writes: each page is kept once.
     pages, own = beside.clamp(0, len(inputs["k_cache"]) - 1).unique(return_inverse=True)
     return pages, {"positions": (positions - start * page).int(), "block_table": own.int()}
+
+
+def _pages_of(rows: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The pages that these rows' tables name, each once, without those that other rows write; their tables anew.
+
+    An entry that no token goes to may be anything: no page at all, or one of another row's.
+    """
+    table, page, s = inputs["block_table"].long(), inputs["k_cache"].shape[1], inputs["k"].shape[2]
+    others = torch.ones(len(table), dtype=torch.bool)
+    others[rows] = False
+    position = inputs["positions"].long()[:, None] + torch.arange(s)
+    theirs = table.gather(1, position // page)[others]
+    named = table[rows].clamp(0, len(inputs["k_cache"]) - 1)
+    pages = named.unique()
+    pages = pages[~torch.isin(pages, theirs)]
+    return pages, torch.searchsorted(pages, named).clamp(max=len(pages) - 1).int()
 
 
 def slots(inputs: Inputs) -> tuple[Tensor, ...]:

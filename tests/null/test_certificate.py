@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -529,6 +532,47 @@ def test_a_file_is_held_to_the_key_that_is_asked_for(key: Any, tmp_path: Path) -
     with pytest.raises(BadCertificate, match="not signed") as refused:
         verify(path, signer=sign.public_hex(key))
     assert ":2" in refused.value.what
+
+
+def test_a_key_is_whole_or_not_there_and_never_another(key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full, or the process ends, at any write: no half of a key at its place, nothing left beside it."""
+    own = tmp_path / "keys" / "own.pem"
+    kept = own.read_bytes()
+    for _ in range(2):
+        with pytest.raises(UsageError, match="cannot make") as refused:
+            sign.make_key(own)
+    assert "exists" in refused.value.why and own.read_bytes() == kept
+    dangling = tmp_path / "keys" / "dangling.pem"
+    dangling.symlink_to(tmp_path / "elsewhere.pem")
+    with pytest.raises(UsageError, match="cannot make"):
+        sign.make_key(dangling)
+
+    def full(descriptor: int) -> None:
+        assert not late.exists()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    late = tmp_path / "keys" / "late.pem"
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match="cannot make"):
+        patch.setattr(os, "fsync", full)
+        sign.make_key(late)
+    assert {p.name for p in own.parent.iterdir()} == {"own.pem", "dangling.pem"}
+    assert not (tmp_path / "elsewhere.pem").exists()
+
+
+def test_of_processes_that_make_one_key_at_once_one_makes_it(key: Any, tmp_path: Path) -> None:
+    path, count = tmp_path / "keys" / "shared.pem", 8
+    together = threading.Barrier(count)
+
+    def make() -> str:
+        together.wait()
+        try:
+            return sign.public_hex(sign.make_key(path))
+        except UsageError:
+            return ""
+
+    with ThreadPoolExecutor(count) as pool:
+        made = [found for found in pool.map(lambda _: make(), range(count)) if found]
+    assert made == [sign.public_key(str(path))] and path.stat().st_mode & 0o777 == 0o600
 
 
 def test_key_files_are_read_in_each_form_and_refused_with_the_reason(key: Any, tmp_path: Path) -> None:

@@ -224,6 +224,21 @@ def test_what_is_kept_of_a_paged_cache_is_right_whatever_stands_beside_its_pages
     assert torch.equal(inputs["k_cache"], before)
 
 
+@pytest.mark.parametrize("beyond", [-1, 0, 3, 10**6], ids=["none", "a neighbour's", "its next one", "no page"])
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_some_rows_of_a_paged_cache_are_right_whatever_stands_beside_their_pages(beyond: int, count: int) -> None:
+    op = OPS["kv_append"]
+    w = op.workload("fp32", {"B": 3, "Hkv": 1, "S": 2, "D": 8}, page=16)
+    inputs = op.inputs(w, 1)
+    inputs["block_table"] = torch.tensor([[2, beyond], [0, 3], [1, beyond]], dtype=torch.int32)
+    inputs["positions"] = torch.tensor([4, 15, 7], dtype=torch.int32)
+    rows = op.rows(w, inputs, count, 1)
+    outs = eager.kv_append(*op.arguments({**inputs, "k_cache": inputs["k_cache"].clone()}))
+    assert isinstance(op.verify(rows.inputs, rows.pick(outs)), Match)
+    spoilt = tuple(out.index_fill(0, torch.tensor([1]), 0.0) for out in outs)
+    assert isinstance(op.verify(rows.inputs, rows.pick(spoilt)), Mismatch)
+
+
 def test_a_window_bounds_the_bytes_attention_reads() -> None:
     op = OPS["attn"]
     full = op.workload("bf16", {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 64, "L": 4096})
