@@ -86,7 +86,7 @@ def _write_once(path: Path, text: bytes) -> None:
             os.fsync(descriptor)
         os.link(making, path)
     finally:
-        os.unlink(making)
+        Path(making).unlink()
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)

@@ -534,7 +534,9 @@ def test_a_file_is_held_to_the_key_that_is_asked_for(key: Any, tmp_path: Path) -
     assert ":2" in refused.value.what
 
 
-def test_a_key_is_whole_or_not_there_and_never_another(key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_whole_or_not_there_and_never_another(
+    key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk is full, or the process ends, at any write: no half of a key at its place, nothing left beside it."""
     own = tmp_path / "keys" / "own.pem"
     kept = own.read_bytes()
@@ -552,9 +554,10 @@ def test_a_key_is_whole_or_not_there_and_never_another(key: Any, tmp_path: Path,
         raise OSError(errno.ENOSPC, "No space left on device")
 
     late = tmp_path / "keys" / "late.pem"
-    with monkeypatch.context() as patch, pytest.raises(UsageError, match="cannot make"):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        sign.make_key(late)
+        with pytest.raises(UsageError, match="cannot make"):
+            sign.make_key(late)
     assert {p.name for p in own.parent.iterdir()} == {"own.pem", "dangling.pem"}
     assert not (tmp_path / "elsewhere.pem").exists()
 
