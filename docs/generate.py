@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Rewrite what is generated in the documentation: from the code, from benchmarks/results/, from docs/transcripts/.
 
-    python docs/generate.py              rewrite every block between markers, in docs/*.md and README.md
+    python docs/generate.py              rewrite every block between markers, in docs/*.md and README.md, and whether a
+                                         GPU kernel's header says that it has not yet run
     python docs/generate.py --check      change nothing; exit code 1 and a list if a block is out of date
     python docs/generate.py --record     run the commands that the documentation shows, and store what they print
     python docs/generate.py --record NAME [COMMAND ...]    only this one, with another command (a smaller scope)
@@ -38,6 +39,8 @@ from autosel.values import Fingerprint, Knobs, Rate, Workload  # noqa: E402
 TRANSCRIPTS = ROOT / "docs" / "transcripts"
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+)(?: (?P<argument>[^ ]+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 COLUMNS = 80
+STATUS = re.compile(r"^((?:// )?status +[a-z ]+; ).*$", re.MULTILINE)  # of a kernel's header: what was checked; where
+NEVER_RAN, RAN = "not yet run on silicon", "run on silicon: docs/gpu.md"
 
 # What the documentation shows, by the name of its transcript.
 COMMANDS: Mapping[str, str] = {
@@ -57,7 +60,7 @@ def main() -> int:
     if options.record is not None:
         record(options.record)
     forget_caller()
-    stale = list(rewrite(write=not options.check))
+    stale = [*rewrite(write=not options.check), *rewrite_headers(write=not options.check)]
     for path in stale:
         _say(f"{'out of date' if options.check else 'rewritten'}: {path.relative_to(ROOT)}")
     if stale and options.check:
@@ -85,6 +88,25 @@ def rewrite(*, write: bool) -> Iterator[Path]:
             if write:
                 path.write_text(made)
             yield path
+
+
+def rewrite_headers(*, write: bool) -> Iterator[Path]:
+    """Every GPU kernel whose header is wrong on whether committed results of a device hold a proof of it; rewritten if
+    `write`."""
+    ran = {name for _, name, _ in _outcomes()}
+    for path in gpu_sources():
+        text = path.read_text()
+        told = RAN if f"{path.parent.name}:{path.stem}" in ran else NEVER_RAN
+        made = STATUS.sub(rf"\g<1>{told}", text, count=1)
+        if made != text:
+            if write:
+                path.write_text(made)
+            yield path
+
+
+def gpu_sources() -> list[Path]:
+    folders = (("cuda", "*.cu"), ("triton", "*.py"), ("cutlass", "*.cu"))
+    return [path for name, pattern in folders for path in sorted((ROOT / "kernels" / name).glob(pattern))]
 
 
 def _block(match: re.Match[str]) -> str:
@@ -630,16 +652,35 @@ def peers(which: str) -> str:
 
 
 def ran_on() -> str:
-    """Every GPU source: what it was checked by without a GPU, and on which devices `./run gpu` found it right."""
-    seen = _parities()
+    """What every family of GPU sources is compiled for; every source: what it was checked by without a GPU, and what
+    became of it in `./run gpu`."""
+    right = _parities()
+    met: dict[str, set[str]] = {}
+    for device, name, _ in _outcomes():
+        met.setdefault(name, set()).add(device)
     rows = []
-    for folder, suffix in (("cuda", ".cu"), ("triton", ".py"), ("cutlass", ".cu")):
-        for path in sorted((ROOT / "kernels" / folder).glob(f"*{suffix}")):
-            checked = _checked_by(folder, path.stem)
-            if checked:
-                devices = sorted(seen.get(f"{folder}:{path.stem}", ()))
-                rows.append((code(f"{folder}/{path.name}"), checked, ", ".join(devices) or "not yet run on silicon"))
-    return table(("kernel", "without a GPU", "passed parity on"), rows)
+    for path in gpu_sources():
+        name, checked = f"{path.parent.name}:{path.stem}", _checked_by(path.parent.name, path.stem)
+        if checked:
+            passed, failed = right.get(name, set()), met.get(name, set()) - right.get(name, set())
+            told = [f"{word} on {', '.join(sorted(on))}" for word, on in (("passed", passed), ("failed", failed)) if on]
+            rows.append((code(f"{path.parent.name}/{path.name}"), checked, "; ".join(told) or NEVER_RAN))
+    return f"{_compiled_for()}\n\n{table(('kernel', 'without a GPU', 'parity on a device'), rows)}"
+
+
+def _compiled_for() -> str:
+    """By the tests of tests/compile/."""
+    from tests.compile import targets
+
+    known = "those of the known devices"
+    rows = [
+        ("`cuda/*.cu`", targets.CUDA, "all that a build is made for"),
+        ("`triton/*.py`", targets.of_known_devices(), known),
+    ]
+    for path in (p for p in gpu_sources() if p.parent.name == "cutlass"):
+        rows.append((code(f"cutlass/{path.name}"), targets.of_cutlass(path.stem), f"{known} that it takes"))
+    shown = [(name, ", ".join(f"{a}.{b}" for a, b in capabilities), which) for name, capabilities, which in rows]
+    return table(("kernels", "compiled for compute capability", "which are"), shown)
 
 
 def _checked_by(folder: str, name: str) -> str:

@@ -8,7 +8,7 @@
 // Ideas from the published microbenchmarks: RRZE-HPC's gpu-benches (stream ramp, shared L2 chunks, small kernels),
 // Jia et al. 2018 (pointer chase), NVIDIA's nvbandwidth (a spinning kernel holds the queue until all is enqueued).
 //
-// Status: compiled; not yet run on silicon.
+// status  compiled and emulated; not yet run on silicon
 
 using u64 = unsigned long long;
 

@@ -27,7 +27,7 @@ class Build:
 
     @property
     def workload(self) -> Workload:
-        return _workload(self.m, self.n, self.k, self.dtype)
+        return product(self.m, self.n, self.k, self.dtype)
 
     @property
     def knobs(self) -> Knobs:
@@ -52,7 +52,7 @@ def builds() -> tuple[Build, ...]:
     for device, candidate in itertools.product(known.names(), BY_NAME.values()):
         fp = known.load(device)
         for m, n, k in itertools.product(ROWS, OUTPUTS, DEPTHS):
-            w = _workload(m, n, k, "bf16")
+            w = product(m, n, k, "bf16")
             if not isinstance(candidate.supports(w, fp), Accepted):
                 continue
             knobs = candidate.knobs(w, fp)
@@ -62,5 +62,5 @@ def builds() -> tuple[Build, ...]:
     return tuple(found.values())
 
 
-def _workload(m: int, n: int, k: int, dtype: DTypeName) -> Workload:
+def product(m: int, n: int, k: int, dtype: DTypeName) -> Workload:
     return Workload(op="linear", dims=(("M", m), ("N", n), ("K", k)), dtype=dtype)

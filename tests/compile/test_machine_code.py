@@ -24,13 +24,10 @@ from autosel.native.cuda import target_flags
 from autosel.ops import OPS
 from autosel.values import DTypeName
 from tests.compile.machine_code import Function, functions
+from tests.compile.targets import CUDA, Capability
 
 Macros = tuple[str, ...]
-Capability = tuple[int, int]
 Asked = Callable[[Capability], tuple[tuple[str, Macros], ...]]  # dtype and macros, one build each
-
-TARGETS: tuple[Capability, ...] = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
-
 
 WIDTHS: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 DTYPES = tuple(dtype.upper() for dtype in WIDTHS)
@@ -163,7 +160,7 @@ class Build:
 
 def builds(source: str) -> list[Build]:
     asked = BUDGETS[source].builds
-    return [Build(source=source, cc=cc, dtype=dtype, macros=macros) for cc in TARGETS for dtype, macros in asked(cc)]
+    return [Build(source=source, cc=cc, dtype=dtype, macros=macros) for cc in CUDA for dtype, macros in asked(cc)]
 
 
 @pytest.mark.in_turns({source: partial(builds, source) for source in SOURCES})

@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 
 from tests.compile.machine_code import Function, functions
+from tests.compile.targets import CUDA
 
-OLDER, NEWER = ((8, 0), (8, 6), (8, 9)), ((9, 0), (10, 0), (12, 0))
+OLDER, NEWER = CUDA[:3], CUDA[3:]
 LOADS = {"probe_read": 8, "probe_copy": 4, "probe_chunks": 4, "probe_read_one": 1}  # 16-byte loads, at least
 
 

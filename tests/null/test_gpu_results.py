@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -189,6 +190,50 @@ def test_the_documentation_says_on_which_devices_a_kernel_was_right(pages: Any) 
     """A kernel with one build that failed is not."""
     where = {"cuda:rmsnorm": {"NVIDIA H200"}, "cuda:gemv": set(), "cuda:step": {"NVIDIA H200"}}
     assert pages._parities() == {**where, "cuda:probes": {"NVIDIA H200"}}
+
+
+def test_a_kernel_says_that_it_never_ran_until_results_of_a_device_say_otherwise(
+    pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that failed there has run as well; and without its results none has."""
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    shutil.copytree(ROOT / "tests" / "compile", tmp_path / "tests" / "compile")
+    changed = {path.stem for path in pages.rewrite_headers(write=True)}
+    assert changed == {"rmsnorm", "gemv", "step", "probes"} and not list(pages.rewrite_headers(write=False))
+    text = (tmp_path / "kernels" / "cuda" / "gemv.cu").read_text()
+    assert "// status  compiled and emulated; run on silicon: docs/gpu.md\n" in text
+    rows = {row.split(" | ")[0]: row for row in pages.ran_on().splitlines()}
+    assert "| passed on NVIDIA H200 |" in rows["| `cuda/rmsnorm.cu`"]
+    assert "| failed on NVIDIA H200 |" in rows["| `cuda/gemv.cu`"]
+    assert "| not yet run on silicon |" in rows["| `triton/rmsnorm.py`"]
+    shutil.rmtree(tmp_path / "benchmarks")
+    assert {path.stem for path in pages.rewrite_headers(write=True)} == changed
+    for path in pages.gpu_sources():
+        assert path.read_text() == (ROOT / path.relative_to(tmp_path)).read_text()
+
+
+def test_what_has_never_met_a_device_says_so_and_nothing_else_does() -> None:
+    """Kernels: docs/generate.py --check. Here what runs them, and the first page."""
+    ran = any(record["device"]["kind"] == "cuda" for record in map(_record, ROOT.glob("benchmarks/results/*/*.json")))
+    modules = [
+        path for path in (ROOT / "autosel").rglob("*.py") if re.search(r"not\s+yet run on silicon", path.read_text())
+    ]
+    claim = "**No GPU kernel has run on a GPU.**" in (ROOT / "README.md").read_text()
+    assert (bool(modules), claim) == (not ran, not ran), "mend the status of these modules, and README's first gap"
+
+
+def _record(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text())
+    return found if "units" in found else {"device": {"kind": ""}}
+
+
+def test_the_targets_that_the_page_names_are_those_that_the_tests_take() -> None:
+    from tests.compile import cutlass_asked, targets, triton_kernels
+
+    assert targets.of_known_devices() == tuple(sorted(triton_kernels.TARGETS))
+    for source in cutlass_asked.BY_NAME:
+        asked = {facts(known.load(b.device)).cc for b in cutlass_asked.builds() if b.source == source}
+        assert asked in (set(), set(targets.of_cutlass(source)))  # none where nothing can be compiled
 
 
 def test_the_page_of_goals_shows_a_device_and_the_reasons_for_its_gaps(pages: Any) -> None:

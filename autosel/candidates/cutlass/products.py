@@ -37,7 +37,7 @@ class CutlassKernel(Candidate):
         limits: Limits,
     ) -> None:
         self.op, self.entry, self.source, self.formula, self.macros = op, entry, source, formula, macros
-        self.name, self.knob_args = f"cutlass:{source}", (*knob_args, "pdl")
+        self.name, self.knob_args, self.limits = f"cutlass:{source}", (*knob_args, "pdl"), limits
         # What any CUDA kernel asks of workload, device and compiler.
         self._cuda = CudaKernel(
             op, source, formula=formula, knob_args=knob_args, limits=limits, dtypes=("bf16", "fp16")

@@ -1,0 +1,29 @@
+"""The compute capabilities that tests compile each family of kernels for.
+
+What a CUDA kernel compiles in is given for every capability (test_machine_code.py takes all known devices' where none
+has it). What a Triton or CUTLASS kernel compiles in comes from a device, so that it takes the known ones.
+"""
+
+from __future__ import annotations
+
+from autosel.fingerprint import known
+from autosel.knobs.gpu.facts import facts
+from tests.compile.cutlass_asked import BY_NAME, ROWS, product
+
+Capability = tuple[int, int]
+
+CUDA: tuple[Capability, ...] = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+
+
+def of_known_devices() -> tuple[Capability, ...]:
+    return tuple(sorted({facts(known.load(name)).cc for name in known.names()}))
+
+
+def of_cutlass(source: str) -> tuple[Capability, ...]:
+    """Those of the known devices on which the product takes some number of rows."""
+    fits = {
+        f.cc
+        for f in (facts(known.load(name)) for name in known.names())
+        if any(not BY_NAME[source].limits(product(m, 4096, 4096, "bf16"), f) for m in ROWS)
+    }
+    return tuple(sorted(fits))
