@@ -723,7 +723,7 @@ def _outcomes() -> Iterator[tuple[str, str, bool]]:
                 yield device["name"], words[1].partition("@")[0], found["outcome"] == "passed"
             elif path.stem == "sanitizer" and words[1] == "step" and found.get("cases") != 0:
                 yield device["name"], words[2], found.get("outcome") == "clean"
-            elif path.stem == "fingerprint":
+            elif path.stem == "fingerprint" and unit == "take":
                 yield device["name"], "cuda:probes", bool(found["ok"])
 
 

@@ -28,7 +28,7 @@ OF_THIS_MACHINE = ("file", "audit", "traceback")  # keys whose values say where 
 
 def keep(kept: Kept, root: Path = ROOT) -> list[str]:
     """What was written, below `root`. Raises UsageError where there is nothing, or only a dry run, to keep."""
-    records = {record.stage: record for record in kept.records(NAMES)}
+    records = {record.stage: record for record in kept.records(NAMES) if record.key}  # the others met no device
     if not records:
         raise UsageError("nothing to keep", why=f"{kept.folder} has no results", todo="run the stages first")
     device = next(iter(records.values())).device

@@ -12,6 +12,8 @@ from typing import Any
 
 from autosel.errors import AutoselError
 
+BEGINNING = "the stage's beginning"  # among the units of a stage whose process did not begin the last time
+
 
 @dataclass(slots=True, kw_only=True)
 class Record:

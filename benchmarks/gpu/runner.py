@@ -18,13 +18,14 @@ from typing import Any
 
 from autosel import settings
 from autosel.errors import AutoselError
-from benchmarks.gpu.kept import Kept, Record
+from benchmarks.gpu.kept import BEGINNING, Kept, Record
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import stage
 from benchmarks.gpu.summary import reason
 
 MAIN = Path(__file__).with_name("__main__.py")
 START_S = 300.0  # imports, and on a device met for the first time its fingerprint
+UNMET = {"name": "no device was met", "kind": "", "hw_id": ""}
 
 
 def run_stage(
@@ -40,33 +41,41 @@ def run_stage(
 ) -> Record:
     """Go on with those units of a stage that are wanted, until they are done or its budget is spent (0: no end).
 
-    A unit that outlives its deadline, or whose process dies, has failed; the next one starts in a new process. Raises
-    AutoselError where the stage cannot begin.
+    A unit that outlives its deadline, or whose process dies, has failed; the next one starts in a new process. A
+    process that does not begin (it hangs where it imports, or dies there) has failed as the unit BEGINNING, and nothing
+    else of its stage is tried. Raises AutoselError where the process says that there is nothing to do here.
     """
     started, unit_s = time.monotonic(), unit_s or stage(name).UNIT_S
-    end = started + budget_s if budget_s else float("inf")
-    with Child(name, scope, kept) as child:
-        first = child.hear(START_S)
-        if first is None or "error" in first:
-            why = first["error"] if first else f"see {child.log}"
-            raise AutoselError(f"stage {name} cannot begin", why=why)
+    with Child(name, scope, kept, end=started + budget_s if budget_s else float("inf")) as child:
+        first = child.begin()
+        if first.get("refused"):
+            raise AutoselError(f"stage {name} cannot begin", why=first["error"])
+        if "error" in first:
+            return _not_begun(name, scope, kept, first, round(time.monotonic() - started, 1))
         record = _resumed(name, scope, kept, first, fresh)
         record.units = {u: found for u, found in record.units.items() if found["ok"] or not retry}
         before, told = record.seconds, set[str]()
         for unit in filter(wanted, record.undone):
-            left = end - time.monotonic()
-            if left <= 0:
+            if child.left_s <= 0:
                 break
-            done = len(record.units)
-            _tell(f"[{name}] {done + 1}/{len(record.listed)}  {unit}")
-            record.units[unit] = child.ask(unit, min(unit_s, left))
-            if record.units[unit].get("cut short") and left < unit_s:  # the stage's end, not the unit's own fault
-                del record.units[unit]
+            _tell(f"[{name}] {len(record.units) + 1}/{len(record.listed)}  {unit}")
+            found = child.ask(unit, unit_s)
+            if found is None:  # the stage's end, not the unit's own fault
                 break
-            _tell_once(name, record.units[unit], told)
+            record.units[unit] = found
+            _tell_once(name, found, told)
             record.seconds = round(before + time.monotonic() - started, 1)
             kept.write(record)
     kept.write(record)
+    return record
+
+
+def _not_begun(name: str, scope: Scope, kept: Kept, why: dict[str, Any], seconds: float) -> Record:
+    """Written down beside what an earlier run found; where there is nothing, of a device that nobody has met."""
+    record = kept.read(name) or _empty(name, scope, {"key": "", "device": UNMET, "listed": []})
+    record.units[BEGINNING] = {"ok": False, **why, "seconds": seconds}
+    kept.write(record)
+    _tell(f"[{name}] failed: {why['error']}")
     return record
 
 
@@ -74,7 +83,12 @@ def _resumed(name: str, scope: Scope, kept: Kept, first: dict[str, Any], fresh: 
     """What an earlier run found, if it holds for this scope, device and software; else an empty record."""
     old = kept.read(name)
     if old is not None and old.key == first["key"] and not fresh:
-        return replace(old, listed=first["listed"])
+        done = {unit: found for unit, found in old.units.items() if unit != BEGINNING}
+        return replace(old, listed=first["listed"], units=done)
+    return _empty(name, scope, first)
+
+
+def _empty(name: str, scope: Scope, first: dict[str, Any]) -> Record:
     return Record(
         stage=name,
         key=first["key"],
@@ -87,35 +101,62 @@ def _resumed(name: str, scope: Scope, kept: Kept, first: dict[str, Any], fresh: 
 
 
 class Child:
-    """The stage's process, started anew whenever it is gone."""
+    """The stage's process, started anew whenever it is gone. `end`: of the stage's budget, by the monotonic clock."""
 
-    def __init__(self, name: str, scope: Scope, kept: Kept) -> None:
+    def __init__(self, name: str, scope: Scope, kept: Kept, *, end: float = float("inf")) -> None:
         self.command = [sys.executable, "-P", str(MAIN), "--serve", name, "--scope", scope.text]
         self.log = kept.path(f"{name}.log")
+        self.end = end
         self.process: subprocess.Popen[bytes] | None = None
-        self._start()
 
-    def ask(self, unit: str, deadline_s: float) -> dict[str, Any]:
-        """What the unit found, or that it did not come to an end."""
+    @property
+    def left_s(self) -> float:
+        return self.end - time.monotonic()
+
+    def begin(self) -> dict[str, Any]:
+        """Start the process: the line it begins with, or `error` (`refused` too, where it says so itself)."""
+        limit_s = min(START_S, self.left_s)
+        self._start()
+        first = self.hear(limit_s)
+        if first is None:
+            return {"error": f"{self._ended(limit_s, 'its process did not begin within')}; see {self.log}"}
+        return {**first, "refused": True} if "error" in first else first
+
+    def ask(self, unit: str, deadline_s: float) -> dict[str, Any] | None:
+        """What the unit found, or that it did not come to an end; None where the stage's budget ended before it could.
+
+        A new process begins in a time of its own: what a unit is given is the unit's.
+        """
+        started = time.monotonic()
         if self.process is None:
-            self._start()
-            self.hear(START_S)
+            first = self.begin()
+            if "error" in first:
+                return self._not_done(first["error"], started)
         assert self.process is not None
         assert self.process.stdin is not None
-        started = time.monotonic()
+        limit_s = min(deadline_s, self.left_s)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(unit.encode() + b"\n")
             self.process.stdin.flush()
-        found = self.hear(deadline_s)
-        taken = round(time.monotonic() - started, 2)
-        if found is not None:
-            if found.pop("leaving", False):
-                self.close()
-            return {**found, "seconds": taken}
-        late = self.process.poll() is None
-        why = f"took longer than {deadline_s:.0f} s" if late else f"its process ended: {_ending(self.process)}"
+        found = self.hear(limit_s)
+        if found is None:
+            return self._not_done(self._ended(limit_s, "took longer than"), started)
+        if found.pop("leaving", False):
+            self.close()
+        return {**found, "seconds": round(time.monotonic() - started, 2)}
+
+    def _not_done(self, why: str, started: float) -> dict[str, Any] | None:
         self.close()
-        return {"ok": False, "error": why, "seconds": taken, **({"cut short": True} if late else {})}
+        taken = round(time.monotonic() - started, 2)
+        return None if self.left_s <= 0 else {"ok": False, "error": why, "seconds": taken}
+
+    def _ended(self, limit_s: float, late: str) -> str:
+        """Why nothing was heard of the process, which is no more after this."""
+        assert self.process is not None
+        running = self.process.poll() is None
+        why = f"{late} {limit_s:.0f} s" if running else f"its process ended: {_ending(self.process)}"
+        self.close()
+        return why
 
     def hear(self, deadline_s: float) -> dict[str, Any] | None:
         """The next line; None at the deadline, or when the process is gone."""

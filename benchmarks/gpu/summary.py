@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
-from benchmarks.gpu.kept import Kept, Record
+from benchmarks.gpu.kept import BEGINNING, Kept, Record
 from benchmarks.gpu.stages import NAMES, Table, stage
 
 WIDTH = 100
@@ -17,17 +17,18 @@ def write_summary(kept: Kept, wanted: Callable[[str], bool] = lambda unit: True)
     """Write summary.txt and summary.md over every stage there is a record of; (the text, did all that was wanted go
     well?)."""
     records = list(kept.records(NAMES))
-    tables = {record.stage: stage(record.stage).table(record.units) for record in records}
+    tables = {r.stage: stage(r.stage).table({u: f for u, f in r.units.items() if u != BEGINNING}) for r in records}
     text = "\n\n".join([_head(records), *(_as_text(r, tables[r.stage]) for r in records), _verdict(records, kept)])
     kept.write_text("summary.txt", text + "\n")
     kept.write_text("summary.md", "\n\n".join(_pages(records, tables)) + "\n")
-    return text, not any(wanted(unit) for record in records for unit in (*record.failed, *record.undone))
+    open_ = (unit for record in records for unit in (*record.failed, *record.undone))
+    return text, not any(wanted(unit) or unit == BEGINNING for unit in open_)
 
 
 def _head(records: Sequence[Record]) -> str:
     if not records:
         return "nothing was run"
-    device = records[0].device
+    device = next((r.device for r in records if r.key), records[0].device)
     shown = ", ".join(sorted({r.git_sha[:12] for r in records if r.git_sha})) or "no git"
     return f"{device['name']}   hw_id {device['hw_id'][:12]}   sources {shown}"
 

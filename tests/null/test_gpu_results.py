@@ -366,15 +366,16 @@ def test_after_a_fault_of_the_device_the_next_unit_gets_a_new_process(
     """A child that says so is let go; the parent asks another."""
 
     def serve(self: Child) -> None:
-        code = 'import sys\nfor line in sys.stdin: print(\'{"ok": false, "leaving": true}\', flush=True)'
+        code = 'print("{}", flush=True)\nwhile input(): print(\'{"ok": false, "leaving": true}\', flush=True)'
         self.command = [sys.executable, "-c", code]
         start(self)
 
     start = Child._start
     monkeypatch.setattr(Child, "_start", serve)
     with Child("parity", scope("--out", str(tmp_path)), Kept(tmp_path)) as asked:
+        assert asked.begin() == {}
         first = asked.process
-        assert asked.ask("a unit", 60.0)["ok"] is False
+        assert asked.ask("a unit", 60.0)["ok"] is False  # type: ignore[index]
         assert asked.process is None and first is not None and first.returncode is not None
 
 

@@ -3,18 +3,23 @@ process is a script that does what it is told; nothing is measured."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from autosel.errors import AutoselError
-from benchmarks.gpu.__main__ import parsed
-from benchmarks.gpu.kept import Kept, Record
+from benchmarks.gpu.__main__ import main, parsed
+from benchmarks.gpu.kept import BEGINNING, Kept, Record
 from benchmarks.gpu.runner import Child, run_stage
 from benchmarks.gpu.scope import Scope, scope_of
 from benchmarks.gpu.summary import write_summary
 
+HANGS = (str(Path(__file__).parents[1] / "cpu" / "hangs_at_import.py"),)
 # Lists its units, then answers by their names; each start leaves a line in FILE.
 SCRIPT = """
 import json, os, signal, sys
@@ -23,6 +28,8 @@ open(file, "a").write("started\\n")
 if key == "refuses":
     print(json.dumps({"error": "no such device"}), flush=True)
     sys.exit(1)
+if key == "hangs anew" and open(file).read().count("started") > 1:
+    signal.pause()
 device = {"name": "a device", "kind": "cpu", "hw_id": "0" * 64}
 print(json.dumps({"listed": units, "key": key, "device": device}), flush=True)
 for line in sys.stdin:
@@ -48,17 +55,27 @@ class Stage:
     def __init__(self, folder: Path, scope: Scope, patch: pytest.MonkeyPatch) -> None:
         self.file, self.scope, self.kept = folder / "starts", scope, Kept(Path(scope.out))
         self.patch = patch
+        self.processes: list[subprocess.Popen[bytes] | None] = []
 
-    def run(self, *units: str, key: str = "k", **options: object) -> Record:
+    def run(self, *units: str, key: str = "k", program: tuple[str, ...] = (), **options: object) -> Record:
+        """`program`: another than the script, with its arguments."""
+        with self.starting(lambda name: program or ("-c", SCRIPT, str(self.file), key, *units)):
+            return run_stage("parity", self.scope, self.kept, **options)  # type: ignore[arg-type]
+
+    @contextmanager
+    def starting(self, program: Callable[[str], tuple[str, ...]]) -> Iterator[None]:
+        """Instead of a stage's own process Python runs what `program` says for it."""
         start = Child._start
 
         def begin(child: Child) -> None:
-            child.command = [sys.executable, "-c", SCRIPT, str(self.file), key, *units]
+            name = child.log.stem
+            child.command = [sys.executable, *program(name)]
             start(child)
+            self.processes.append(child.process)
 
         with self.patch.context() as patch:
             patch.setattr(Child, "_start", begin)
-            return run_stage("parity", self.scope, self.kept, **options)  # type: ignore[arg-type]
+            yield
 
     @property
     def starts(self) -> int:
@@ -74,6 +91,45 @@ def test_a_stage_that_cannot_begin_says_why(stage: Stage) -> None:
     with pytest.raises(AutoselError) as error:
         stage.run("a", key="refuses")
     assert "no such device" in error.value.why
+
+
+def test_a_process_that_hangs_where_it_imports_is_ended_with_the_budget_and_keeps_what_was_found(stage: Stage) -> None:
+    found = stage.run("a", program=HANGS, budget_s=2.0)
+    assert found.failed == [BEGINNING] and "did not begin within 2 s" in found.units[BEGINNING]["error"]
+    assert [p.poll() for p in stage.processes if p] == [-signal.SIGKILL]
+    first = stage.run("a", "b")
+    assert not first.failed and not first.undone
+    hung = stage.run("a", "b", program=HANGS, budget_s=2.0)
+    assert {u: f for u, f in hung.units.items() if u != BEGINNING} == first.units and hung.failed == [BEGINNING]
+    again = stage.run("a", "b")
+    assert again.units == first.units
+
+
+def test_a_process_that_dies_where_it_imports_is_no_end_of_the_run(stage: Stage) -> None:
+    found = stage.run("a", program=("-c", "import no_such_module"))
+    assert "its process ended: exit code 1" in found.units[BEGINNING]["error"]
+    assert "no_such_module" in stage.kept.path("parity.log").read_text()
+
+
+def test_a_process_that_hangs_when_it_begins_again_costs_what_the_budget_leaves(stage: Stage) -> None:
+    found = stage.run("a", "dies", "b", key="hangs anew", budget_s=8.0)
+    assert found.failed == ["dies"] and found.undone == ["b"]
+    assert stage.starts == 2 and all(p is not None and p.poll() is not None for p in stage.processes)
+
+
+def test_a_stage_whose_process_hangs_does_not_keep_the_run_from_the_next_one(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--device", "cpu", "--stage", "parity", "--stage", "graph", "--stage", "sanitizer", "--budget", "8s"]
+    script = ("-c", SCRIPT, str(stage.file), "k", "a")
+    with stage.starting(lambda name: HANGS if name == "sanitizer" else script):
+        assert main([*words, "--out", stage.scope.out, "--unit", "a"]) == 1
+    records = {name: stage.kept.read(name) for name in ("parity", "sanitizer", "graph")}
+    assert {name: record and record.failed for name, record in records.items()} == {
+        "parity": [], "sanitizer": [BEGINNING], "graph": [],
+    }  # fmt: skip
+    said = capsys.readouterr().out
+    assert said.startswith("a device ") and f"failed: {BEGINNING}: its process did not begin within" in said
 
 
 def test_a_unit_beyond_its_deadline_costs_itself_alone(stage: Stage) -> None:
