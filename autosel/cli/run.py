@@ -337,7 +337,7 @@ def measured(plan: Plan, text: Text | None = None) -> DecodeRun:
     refuse_unloadable(plan)
     with ledger_or_none() as ledger, progress() as listener:
         seconds = foreseen(plan, listener, text)
-        _say_of_prompt(plan, seconds.get("prefill", 0.0))
+        _say_of_prompt(plan, seconds.get("prefill", 0.0), ledger)
         listener.expect({("", stage): s for stage, s in seconds.items()})
         return measure(plan, load_weights(plan, listener), text=text, listener=listener, ledger=ledger)
 
@@ -351,14 +351,28 @@ def foreseen(plan: Plan, listener: Progress, text: Text | None = None, *, loads:
     return forecast(plan, fingerprint.take(plan.device), text, loads=loads)
 
 
-def _say_of_prompt(plan: Plan, seconds: float) -> None:
-    """Of a prompt that takes most of a run's time, before it does, how to do without."""
-    if seconds > LONG_PROMPT_S:
-        told = (
-            f"both arms run the prompt of {plan.seq - 1} tokens, for the time to the first token: about {seconds:.0f} "
-            "s; --prompt synthetic fills the cache at random instead, and says so"
-        )
-        click.echo(paragraph(told, hang="  "), err=True)
+def _say_of_prompt(plan: Plan, seconds: float, ledger: Ledger | None) -> None:
+    """Of a prompt that takes most of a run's time, before it does, how to do without, or with less."""
+    if seconds <= LONG_PROMPT_S:
+        return
+    told = (
+        f"both arms run the prompt of {plan.seq - 1} tokens, for the time to the first token: about {seconds:.0f} "
+        "s; --prompt synthetic fills the cache at random instead, and says so"
+    )
+    if ledger is not None and (left := _undecided_of_prompt(plan, ledger)):
+        told += f"; {left} of its ops are not decided: {settings.spelling()} tune --prompt {plan.seq - 1} does that"
+    click.echo(paragraph(told, hang="  "), err=True)
+
+
+def _undecided_of_prompt(plan: Plan, ledger: Ledger) -> int:
+    """How many workloads of the prompt PyTorch serves for want of a decision."""
+    from autosel import fingerprint
+    from autosel.ledger.key import current_mode
+    from autosel.models.workloads import of_prompt
+
+    hw_id, mode = fingerprint.take(plan.device).hw_id, current_mode()
+    asked = {w.bucket for w in of_prompt(plan.shape, plan.seq - 1, batch=plan.batch, dtype=plan.dtype)}
+    return sum(not ledger.serving_rows(hw_id, bucket, mode) for bucket in asked)
 
 
 @contextlib.contextmanager

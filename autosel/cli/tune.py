@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "tune --model llama-8b",
     "tune --model qwen3-1.7b --op attn --seq 32768",
+    "tune --model llama-1b --prompt 1024",
     "tune --model ~/checkpoints/my-llama --budget 5m --json",
     "tune --recorded recorded.json",
     "tune --ray 10.0.0.1:6379 --device cuda",
@@ -49,6 +50,12 @@ EXAMPLES = (
 @dtype_option()
 @batch_option
 @seq_option
+@click.option(
+    "--prompt",
+    type=click.IntRange(1, 1 << 20),
+    metavar="N",
+    help="also the ops that a prompt of N tokens takes",
+)
 @click.option(
     "--recorded",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -70,6 +77,7 @@ def tune_command(
     dtype: DTypeName | None,
     batch: int,
     seq: int,
+    prompt: int | None,
     recorded: Path | None,
     budget: str,
     effort: str | None,
@@ -97,7 +105,8 @@ def tune_command(
         refuse_absent(device)
     seconds = parse_budget(budget) if budget else float(settings.get("budget"))
     if recorded is None:
-        named = step(models.load(model), batch=batch, context=seq, dtype=dtype, ops=list(ops) or None)
+        asked = list(ops) or None
+        named = step(models.load(model), batch=batch, context=seq, dtype=dtype, ops=asked, prompt=prompt or 0)
     else:
         named = recorded_workloads(ctx, recorded)
     request = Request(
@@ -115,7 +124,7 @@ def recorded_workloads(ctx: click.Context, path: Path) -> tuple[Named, ...]:
     """Raises UsageError for options that say which workloads a model has."""
     from autosel.cli.record import mode_note, named_workloads
 
-    asked = [n for n in ("model", "ops", "dtype", "batch", "seq") if _given(ctx, n)]
+    asked = [n for n in ("model", "ops", "dtype", "batch", "seq", "prompt") if _given(ctx, n)]
     if asked:
         raise UsageError(
             f"--recorded and --{asked[0].rstrip('s')}",
@@ -195,7 +204,9 @@ def again_command(ctx: click.Context) -> str:
         words = [settings.spelling(), "tune", "--recorded", shlex.quote(str(ctx.params["recorded"]))]
         return " ".join([*words, *given_options(ctx, ("effort", "device", "ray"))])
     words = [settings.spelling(), "tune", "--model", shlex.quote(str(ctx.params["model"]))]
-    return " ".join([*words, *given_options(ctx, ("ops", "dtype", "batch", "seq", "effort", "device", "ray"))])
+    return " ".join(
+        [*words, *given_options(ctx, ("ops", "dtype", "batch", "seq", "prompt", "effort", "device", "ray"))]
+    )
 
 
 def unfinished(found: Report, again: str) -> TooNoisy | None:

@@ -15,9 +15,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from autosel.decode.cache import Cache
-from autosel.decode.passes import CHUNK, rows_at_once
 from autosel.decode.rope import frequencies
 from autosel.decode.weights import Layer, Weights
+from autosel.models.passes import CHUNK, rows_at_once
 from autosel.models.shape import ModelShape
 
 Made = TypeVar("Made", bound=tuple[Tensor, ...])

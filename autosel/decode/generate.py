@@ -15,13 +15,13 @@ from torch import Tensor
 from autosel.decode.cache import Cache, make_cache
 from autosel.decode.graph import GraphStep
 from autosel.decode.model import FUSED, Batch, Chain, Decoder
-from autosel.decode.passes import CHUNK, rows_at_once
 from autosel.decode.persistent import write
 from autosel.decode.run import GREEDY, Sampling
 from autosel.decode.sample import Sampler
 from autosel.decode.step import Direct, Place, Step, WholeStep
 from autosel.decode.weights import refuse_other_tokens
 from autosel.errors import UsageError
+from autosel.models.passes import CHUNK, rows_at_once
 from autosel.values import Fingerprint
 
 NGRAM = 3  # longest run of tokens looked for in the text so far

@@ -1,21 +1,10 @@
-"""How much of a prompt goes through the layers at once, and what that holds.
-
-A prompt's feed-forward tensors would outgrow weights and cache together (llama-1b: 48 KiB a token in each layer, 32 KiB
-of cache in all). So each arm takes some rows at a time, and of those some positions.
-"""
+"""What a prompt's passes through the layers hold at once, beside weights and cache."""
 
 from __future__ import annotations
 
 from autosel.decode.run import Plan
+from autosel.models.passes import CHUNK, rows_at_once
 from autosel.values import DTYPE_BYTES
-
-CHUNK = 2048  # positions of our pass; tokens of the baseline's, but for attention: products of full size all the same
-PASS = 4 * CHUNK  # tokens of all rows in a pass, unless one row alone has more
-
-
-def rows_at_once(positions: int) -> int:
-    """How many rows of so many positions share a pass."""
-    return max(1, PASS // positions)
 
 
 def activation_bytes(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""The workloads of one decode step, by the ops' names, dimensions and traits (autosel/ops/ has the contracts).
+"""The workloads of one decode step, and of a prompt, by the ops' names, dimensions and traits (autosel/ops/).
 
 A step can run as a chain of fused ops (norm_qkv, gate_up, projections that add the residual) or split into their parts;
 the decoder takes whichever chain is faster as a whole, so both are listed. A window at least as long as the context
@@ -8,10 +8,11 @@ changes nothing and is left out: one computation, one key.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autosel.errors import UnknownName, UsageError
+from autosel.models.passes import Pass, passes
 from autosel.models.shape import Activation, ModelShape
 from autosel.values import DTypeName, Scalar, Workload
 
@@ -29,6 +30,7 @@ STEP_OPS = (
     "lm_head", "sample",
 )  # fmt: skip
 ASKED_OPS = ("paged_attn", "prefill_attn")  # no part of our decoder's step: listed when named
+PROMPT_OPS = (*(op for op in STEP_OPS if op not in ("lm_head", "sample")), "prefill_attn")
 ALIASES = ("gemv", "gemm")  # linear at M = 1, and above
 
 
@@ -36,7 +38,7 @@ ALIASES = ("gemv", "gemm")  # linear at M = 1, and above
 class Named:
     """A workload with its name in tables, and how often one decode step runs it in the chain(s) it belongs to.
 
-    Attention is listed at several lengths, of which a step runs one.
+    Attention is listed at several lengths, of which a step runs one; what only a prompt runs, a step runs 0 times.
     """
 
     workload: Workload
@@ -70,21 +72,47 @@ def step(
     context: int = 8192,
     dtype: DTypeName | None = None,
     ops: Sequence[str] | None = None,
+    prompt: int = 0,
 ) -> tuple[Named, ...]:
     """The workloads of one decode step of `batch` sequences, attention at every length bucket up to `context`.
 
-    `ops` keeps those of the named ops (gemv and gemm address linear at M = 1 and above); paged_attn and prefill_attn
-    are listed only when named. No workload appears twice. Raises UsageError, UnknownName.
+    With `prompt`, then those of the passes that a prompt of so many tokens, in each sequence, goes through the layers
+    in. `ops` keeps those of the named ops (gemv and gemm address linear at M = 1 and above); of the step, paged_attn
+    and prefill_attn are listed only when named. No workload appears twice. Raises UsageError, UnknownName.
     """
     _check("batch", batch, BATCH_LIMIT)
     _check("context", context, CONTEXT_LIMIT)
-    wanted = _wanted(ops, batch)
-    lister = _Lister(model, batch, context, dtype or model.dtype)
+    dtype = dtype or model.dtype
+    lister = _Lister(model, batch, context, dtype)
+    parts: list[tuple[int, Sequence[str], Sequence[Named]]] = [(batch, STEP_OPS, (*lister.step(), *lister.asked()))]
+    if prompt:
+        parts += [(p.tokens, PROMPT_OPS, some) for p, some in _of_passes(model, prompt, batch, dtype)]
+    _refuse_alias(ops, [rows for rows, _, _ in parts])
     found: dict[str, Named] = {}
-    for named in (*lister.step(), *lister.asked()):
-        if named.workload.op in wanted:
-            found.setdefault(named.workload.key, named)
+    for rows, default, some in parts:
+        wanted = _wanted(ops, rows, default)
+        for named in some:
+            if named.workload.op in wanted:
+                found.setdefault(named.workload.key, named)
     return tuple(found.values())
+
+
+def of_prompt(
+    model: ModelShape, tokens: int, *, batch: int = 1, dtype: DTypeName | None = None
+) -> tuple[Workload, ...]:
+    """What the passes of a prompt of so many tokens ask for, but for the output head. Raises UsageError."""
+    _check("batch", batch, BATCH_LIMIT)
+    taken = _of_passes(model, tokens, batch, dtype or model.dtype)
+    return tuple(dict.fromkeys(named.workload for _, some in taken for named in some))
+
+
+def _of_passes(
+    model: ModelShape, tokens: int, batch: int, dtype: DTypeName
+) -> Iterator[tuple[Pass, tuple[Named, ...]]]:
+    _check("prompt", tokens, CONTEXT_LIMIT)
+    for part in passes(tokens, batch):
+        lister = _Lister(model, part.tokens, part.start + part.positions, dtype)
+        yield part, tuple(lister.prompt(part))
 
 
 def context_lengths(context: int) -> tuple[int, ...]:
@@ -102,22 +130,27 @@ def _check(name: str, value: int, high: int) -> None:
         raise UsageError(f"{name} {value!r}", why=f"a whole number from 1 to {high} is expected")
 
 
-def _wanted(ops: Sequence[str] | None, batch: int) -> frozenset[str]:
+def _wanted(ops: Sequence[str] | None, rows: int, default: Sequence[str]) -> frozenset[str]:
+    """The ops to list where a projection has so many rows."""
     if ops is None:
-        return frozenset(STEP_OPS)
-    known = (*STEP_OPS, *ASKED_OPS, *ALIASES)
-    found = set()
+        return frozenset(default)
+    known, alias = (*STEP_OPS, *ASKED_OPS, *ALIASES), "gemv" if rows == 1 else "gemm"
     for name in ops:
         if name not in known:
             raise UnknownName("op", name, known)
-        if name == ("gemm" if batch == 1 else "gemv"):
+    return frozenset({"linear" if name == alias else name for name in ops} - set(ALIASES))
+
+
+def _refuse_alias(ops: Sequence[str] | None, rows: Sequence[int]) -> None:
+    """gemv where every projection has more rows, gemm where every one has one."""
+    for name in ALIASES:
+        if ops and name in ops and all((m == 1) != (name == "gemv") for m in rows):
+            one = name == "gemm"
             raise UsageError(
-                f"--op {name} with batch {batch}",
+                f"--op {name} with batch {rows[0]}",
                 why="gemv is linear at batch 1, gemm above",
-                todo=f"use {'gemv' if batch == 1 else 'gemm'}, or another --batch",
+                todo=f"use {'gemv' if one else 'gemm'}, or another --batch{' or --prompt' if one else ''}",
             )
-        found.add("linear" if name in ALIASES else name)
-    return frozenset(found)
 
 
 class _Lister:
@@ -163,6 +196,30 @@ class _Lister:
                 yield self._named("prefill_attn", dims, 0, "both", "prefill_attn")
             if m.window and s > m.window:
                 yield self._named("prefill_attn", dims, 0, "both", "prefill_attn window", **_window(m.window))
+
+    def prompt(self, part: Pass) -> Iterator[Named]:
+        """One pass of a prompt, in the one chain prompts take, the fused; the output head is the step's.
+
+        The first pass has no cache to attend to; `context` is what the last position of this one sees.
+        """
+        for named in self.step():
+            w = named.workload
+            if w.op == "kv_append":
+                yield _of_prompt(replace(named, workload=w.at(B=part.rows, S=part.positions)))
+                yield from self._prompt_attention(part)
+            elif named.chain != "split" and w.op not in ("attn", "lm_head", "sample"):
+                yield _of_prompt(named)
+
+    def _prompt_attention(self, part: Pass) -> Iterator[Named]:
+        m, cut = self.model, bool(self.model.window) and self.context > self.model.window
+        dims = {"B": part.rows, "Hq": m.Hq, "Hkv": m.Hkv, "S": part.positions, "D": m.D}
+        op = "attn" if part.start else "prefill_attn"
+        if part.start:
+            dims["L"] = self.context
+        if m.full_layers or not cut:
+            yield self._named(op, dims, 0, "both", "prompt attn")
+        if cut:
+            yield self._named(op, dims, 0, "both", "prompt attn window", **_window(m.window))
 
     def _attention(self) -> Iterator[Named]:
         m = self.model
@@ -220,3 +277,7 @@ class _Lister:
 
 def _window(window: int) -> dict[str, Scalar]:
     return {"window": window} if window else {}
+
+
+def _of_prompt(named: Named) -> Named:
+    return replace(named, label=f"prompt {named.label}", calls_per_step=0)

@@ -35,6 +35,7 @@ CLONE_LIMIT_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # a GPU's copies take l
 CLONE_SHARE = 0.3
 MAX_ATTEMPTS = 3  # nominees that may follow one another, each with its own debit
 LOAD_S, PREPARE_S = 60.0, 120.0
+SLOWER = 10  # than the baseline by its first time: what a call may take, on a machine that does other things too
 CHECK_SHARE = 0.1  # of the pairs after the first, by coin: any sample's output may be the one that is checked
 
 Progress = Callable[["Tick"], None]
@@ -466,6 +467,7 @@ class _Seated:
         self.too_fast: dict[str, str] = {}
         self.operands: Operands | None = None
         self.pairs = 0
+        self.base_ns = 0.0  # a call of the baseline
 
     @property
     def plan(self) -> Plan:
@@ -483,6 +485,7 @@ class _Seated:
         worker.attach(self.operands.arena)
         self._prepare(worker)
         base_ns = worker.told(Warmed, {"do": "warm", "limit_ns": WARM_NS}, PREPARE_S).ns.get(self.arms[0], 0.0)
+        self.base_ns = base_ns
         if base_ns <= 0:
             raise WorkerError(f"the baseline is said to take {base_ns:g} ns", cause="protocol")
         if self.plan_or_none is None:
@@ -530,7 +533,8 @@ class _Seated:
             "outputs": {a: to_json(operands.places(a)) for a in order if a != CLONE} if checked else {},
         }
         started = time.perf_counter_ns()
-        taken = self.process.get().told(Taken, request, PREPARE_S)
+        allowed_s = PREPARE_S + SLOWER * self.base_ns * 1e-9 * calls * samples * len(order)
+        taken = self.process.get().told(Taken, request, allowed_s)
         wall_ns = time.perf_counter_ns() - started
         if set(taken.ns) != set(order) or any(len(ns) != samples for ns in taken.ns.values()):
             raise WorkerError("other samples came than were asked for", cause="protocol")

@@ -178,7 +178,7 @@ def test_ops_that_allocate_their_results_say_the_same(oracle: Oracle) -> None:
 
 def test_a_prompt_in_chunks_says_the_same(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "CHUNK", 13)
-    monkeypatch.setattr("autosel.decode.passes.PASS", 26)  # two rows, then the third
+    monkeypatch.setattr("autosel.models.passes.PASS", 26)  # two rows, then the third
     for page in (0, 16):
         made = generate(oracle.decoder(), oracle.prompts, COUNT, page=page, keep_logits=True)
         assert_same(oracle, made, [0, 1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from autosel import models
-from autosel.decode import eager, generate, passes
+from autosel import models, ops
+from autosel.decode import eager, generate
 from autosel.decode.cache import Cache, make_cache
 from autosel.decode.eager import Eager
 from autosel.decode.generate import prefill
 from autosel.decode.model import Decoder
 from autosel.decode.run import Plan
+from autosel.decode.step import Direct
 from autosel.decode.weights import Weights, load_weights
-from tests.cpu.test_verdict import folder
+from autosel.models import passes
+from autosel.models.workloads import of_prompt, step, workloads
+from tests.cpu.test_verdict import CONFIG, folder
 
 ROWS, TOKENS = 5, 40
 __all__ = ["folder"]  # the fixture
@@ -71,3 +75,56 @@ def test_our_prompts_in_groups_of_rows_give_the_baselines_logits(weights: Weight
     prompts: Any = drawn().tolist()
     expected = Eager(weights).prefill(drawn(), empty(weights))
     torch.testing.assert_close(prefill(Decoder(weights), empty(weights, page), prompts), expected)
+
+
+# --- what is tuned for a prompt ---------------------------------------------------------------------------------------
+
+
+class Asking(Direct):
+    """Runs the ops, and keeps the workload of each call."""
+
+    asked: set[str]
+
+    def __call__(self, op: str, site: str, *arguments: Any) -> Any:
+        inputs = dict(zip((a.name for a in ops.find(op).args), arguments, strict=True))
+        self.asked.add(ops.find(op).workload_of(inputs).key)
+        return super().__call__(op, site, *arguments)
+
+
+FAMILIES = {
+    "llama": {},
+    "qwen": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+    "gemma": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 11,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 5), (1, 40), (5, 24), (3, 1)])
+@torch.inference_mode()
+def test_what_is_listed_for_a_prompt_is_what_it_asks_for(
+    family: str, rows: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "PASS", 48)
+    for module in (passes, generate):
+        monkeypatch.setattr(module, "CHUNK", 16)
+    Asking.asked = set()
+    monkeypatch.setattr(generate, "Direct", Asking)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | FAMILIES[family]))
+    shape = models.load(tmp_path)
+    weights = load_weights(Plan(model=shape, dtype="fp32"))
+    cache = make_cache(shape, weights.dtype, rows=rows, room=tokens, page=0)
+    prefill(Decoder(weights), cache, drawn()[:1, :tokens].expand(rows, tokens).tolist())
+    listed = {w.key for w in of_prompt(shape, tokens, batch=rows)}
+    assert {key for key in Asking.asked if not key.startswith("lm_head")} == listed
+    assert any(w.startswith("prefill_attn") for w in listed)
+    assert any(w.startswith("attn") for w in listed) == (tokens > 16)
+    tuned = {n.workload.key for n in step(shape, batch=rows, context=tokens, prompt=tokens)}
+    assert tuned == listed | {w.key for w in workloads(shape, batch=rows, context=tokens)}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autosel import models
 from autosel.errors import BadConfig, UnknownName, UsageError
-from autosel.models.workloads import ALIASES, ASKED_OPS, STEP_OPS, context_lengths
+from autosel.models.workloads import ALIASES, ASKED_OPS, STEP_OPS, context_lengths, step
 from autosel.values import Workload, length_bucket
 
 # Parameter counts as the publishers state them (safetensors index, or the model card; Gemma 3 4B: its text part).
@@ -545,6 +545,22 @@ def test_ops_are_filtered_by_name_and_alias() -> None:
         models.workloads(llama, ops=["atn"])
     with pytest.raises(UsageError, match="use gemm"):
         models.workloads(llama, batch=2, ops=["gemv"])
+
+
+def test_a_prompt_adds_its_passes_and_what_gemm_means_there() -> None:
+    llama = models.load("llama-1b")
+    gemms = step(llama, ops=["gemm"], prompt=2500)
+    assert {n.workload["M"] for n in gemms} == {2048, 452} and all(n.label.startswith("prompt gemm") for n in gemms)
+    assert {n.workload["M"] for n in step(llama, ops=["gemv", "gemm"], prompt=300)} == {1, 300}
+    assert [n.workload.shape_text for n in step(llama, ops=["kv_append"], prompt=2500)] == [
+        "B1 Hkv8 S1 D64", "B1 Hkv8 S2048 D64", "B1 Hkv8 S452 D64"
+    ]  # fmt: skip
+    later = [n for n in step(llama, prompt=2500) if n.label == "prompt attn"]
+    assert [n.workload.shape_text for n in later] == ["B1 Hq32 Hkv8 S2048 D64", "B1 Hq32 Hkv8 S452 D64 L2500"]
+    with pytest.raises(UsageError, match="use gemv, or another --batch or --prompt"):
+        step(llama, ops=["gemm"])
+    with pytest.raises(UsageError, match="prompt -1"):
+        step(llama, prompt=-1)
 
 
 @pytest.mark.parametrize("bad", [{"batch": 0}, {"batch": True}, {"context": 0}, {"context": 1 << 40}, {"context": 1.5}])

@@ -118,9 +118,9 @@ def test_a_rope_that_cannot_be_decoded_is_refused_first(
 
 def test_a_prompts_activations_are_part_of_what_a_run_takes_and_a_synthetic_one_has_none() -> None:
     from autosel import models
-    from autosel.decode.passes import CHUNK, PASS
     from autosel.decode.run import Plan
     from autosel.decode.weights import memory_need, reference_bytes
+    from autosel.models.passes import CHUNK, PASS
 
     plan = Plan(model=models.load("llama-1b"), batch=53, seq=8192)
     s = plan.shape
