@@ -8,7 +8,7 @@
     bench         every candidate of every op, operands cold, as a fraction of the read rate
     regret        the closed forms against an exhaustive sweep of the knobs
     profile       the two slowest kernels of ours under Nsight Compute
-    tune          `autosel tune` on the model
+    tune          `autosel tune` on what the decodes run
     decode        `autosel run`: certified decodes of the models
     sweep         `autosel sweep`: the model over contexts and over batches
     engines       the plug-ins inside the serving engines that are installed

@@ -7,6 +7,7 @@ The model at its context: one sequence, several, two tokens of one stream in fli
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from autosel.values import Fingerprint
 from benchmarks.gpu.scope import Scope
@@ -22,33 +23,51 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
     return list(runs(scope))
 
 
-def runs(scope: Scope) -> dict[str, tuple[str, ...]]:
-    """Unit -> its words of the command line, beside those that all have."""
-    found = {f"batch {batch}": ("--batch", str(batch)) for batch in scope.batches}
-    found["small batch 2"] = ("--small-batch", "2")
-    found[WHOLE] = ("--persistent",)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode:
+    """One run: `batch` sequences (or tokens of one stream, as `words` say) at a context of `seq`."""
+
+    model: str
+    seq: int
+    batch: int = 1
+    words: tuple[str, ...] = ()  # of the command line, beside model, context and layers
+
+
+def runs(scope: Scope) -> dict[str, Decode]:
+    """Unit -> what it runs: all of it is what the stage before it tunes (tune.py)."""
+
+    def base(*words: str, batch: int = 1) -> Decode:
+        return Decode(model=scope.model, seq=scope.seq, batch=batch, words=words)
+
+    found = {f"batch {batch}": base("--batch", str(batch), batch=batch) for batch in scope.batches}
+    found["small batch 2"] = base("--small-batch", "2", batch=2)
+    found[WHOLE] = base("--persistent")
     if scope.on_gpu:
-        found[GRAPH] = ("--graph", "--no-persistent")
-    found[CALLS] = ("--no-graph", "--no-persistent")
+        found[GRAPH] = base("--graph", "--no-persistent")
+    found[CALLS] = base("--no-graph", "--no-persistent")
     for model in scope.models:
         for seq in dict.fromkeys((min(SHORT, scope.seq), scope.seq)):
             if model != scope.model or seq != scope.seq:
-                found[f"{_short(model)} at {seq}"] = ("--model", model, "--seq", str(seq))
+                found[f"{short(model)} at {seq}"] = Decode(model=model, seq=seq)
     return found
 
 
-def _short(model: str) -> str:
+def short(model: str) -> str:
     """A checkpoint folder's last part: its place on this machine is nobody's concern."""
     return model.rstrip("/").rpartition("/")[2]
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     """Ok where the tokens are right and the certificate stands."""
-    words = runs(scope)[unit]
-    given = ("--model", scope.model) if "--model" not in words else ()
-    given += ("--seq", str(scope.seq)) if "--seq" not in words else ()
-    given += ("--layers", str(scope.layers)) if scope.layers else ()
-    done = verb("run", *given, "--iters", str(scope.iters), "--device", scope.device, *words, "--json")
+    asked = runs(scope)[unit]
+    given = (
+        "--model",
+        asked.model,
+        "--seq",
+        str(asked.seq),
+        *(("--layers", str(scope.layers)) if scope.layers else ()),
+    )
+    done = verb("run", *given, "--iters", str(scope.iters), "--device", scope.device, *asked.words, "--json")
     error = done.get("error")
     why = {"reason": error if isinstance(error, str) else f"{error['what']}: {error['why']}"} if error else {}
     return {"ok": not error, **done, **why}

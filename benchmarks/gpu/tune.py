@@ -1,10 +1,12 @@
-"""Stage 9: `autosel tune` as a user calls it, on the model; its decisions are this machine's from then on."""
+"""Stage 9: `autosel tune` as a user calls it, on all that is decoded; its decisions are this machine's from then on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from autosel.values import Fingerprint
+from benchmarks.gpu import decode
 from benchmarks.gpu.scope import Scope, is_ours
 from benchmarks.gpu.stages import Found, Table
 from benchmarks.gpu.verb import verb
@@ -13,18 +15,44 @@ UNIT_S = 3600.0
 UNDECIDED = 5  # the exit code of a tune that some races left open
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """One op of a model at a batch, at every length up to a context."""
+
+    op: str
+    model: str
+    batch: int
+    seq: int
+
+
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
-    """An op a unit: a tune that is interrupted keeps what it has decided, and this stage goes on at the next op."""
-    return list(dict.fromkeys(n.workload.op for n in scope.workloads(batches=(1,)) if _wanted(n.workload.op, scope)))
+    """An op of a model and batch a unit: a tune that is interrupted keeps what it has decided, and this stage goes on
+    at the next one."""
+    return list(jobs(scope))
 
 
-def _wanted(op: str, scope: Scope) -> bool:
-    return op in scope.tuned_ops if scope.tuned_ops else op not in ("paged_attn", "prefill_attn")
+def jobs(scope: Scope) -> dict[str, Tuned]:
+    """Unit -> what it tunes: every workload of the decode stage's runs, with the first of them that has it."""
+    from autosel import models
+    from autosel.models.workloads import step
+
+    found: dict[str, Tuned] = {}
+    covered: set[str] = set()
+    for run in sorted(decode.runs(scope).values(), key=lambda r: -r.seq):  # a long context covers the shorter ones
+        named = step(models.load(run.model), batch=run.batch, context=run.seq, ops=scope.tuned_ops or None)
+        at = "" if run.seq == scope.seq else f" at {run.seq}"
+        for w in (n.workload for n in named if n.workload.key not in covered):
+            unit = f"{w.op} {decode.short(run.model)} batch {run.batch}{at}"
+            found.setdefault(unit, Tuned(op=w.op, model=run.model, batch=run.batch, seq=run.seq))
+        covered |= {n.workload.key for n in named}
+    return found
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     """Not ok where the tune fails, or a candidate of ours fails its proof or falls in a race."""
-    arguments = ["--model", scope.model, "--seq", str(scope.seq), "--op", unit, "--device", scope.device, "--seed", "1"]
+    job = jobs(scope)[unit]
+    arguments = ["--model", job.model, "--batch", str(job.batch), "--seq", str(job.seq), "--op", job.op]
+    arguments += ["--device", scope.device, "--seed", "1"]
     done = verb("tune", *arguments, "--json", allowed=(0, UNDECIDED))
     if "decisions" not in done:
         return {"ok": False, **done}
@@ -43,6 +71,6 @@ def table(found: Mapping[str, Found]) -> Table:
             roof = f"{d['roofline']:.0%}" if d["roofline"] else ""
             time_us = f"{d['time_us']:.1f}" if d["time_us"] else ""
             rows.append((name, d["workload"], d["state"], d["candidate"], time_us, speedup, roof))
-    columns = ("op", "workload", "state", "candidate", "us", "x baseline (lower bound)", "roofline")
+    columns = ("tuned", "workload", "state", "candidate", "us", "x baseline (lower bound)", "roofline")
     told = (f"{undecided} undecided",) if undecided else ()
     return Table(columns=columns, rows=tuple(rows), remarks=told)

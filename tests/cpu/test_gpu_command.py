@@ -83,7 +83,7 @@ def test_each_stage_found_what_it_is_there_for(dry: dict[str, Any]) -> None:
     (times,) = dry["bench"]["units"].values()
     assert {"torch:rmsnorm", "cpp:rmsnorm"} <= set(times["arms"])
     assert all(cell.get("rounds", 0) >= LEAST_VISITS or cell["left out"] for cell in dry["regret"]["units"].values())
-    assert dry["tune"]["units"]["rmsnorm"]["decisions"]
+    assert dry["tune"]["units"]["rmsnorm model batch 1"]["decisions"]
     certificate = dry["decode"]["units"]["batch 1"]["certificate"]
     assert certificate["tokens_per_sec"] > 0
     assert certificate["verification_ok"]

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from autosel import models
 from autosel.candidates import registry
 from autosel.candidates.base import Candidate
 from autosel.candidates.libraries.base import Library
 from autosel.candidates.registry import eligible, own_candidates
 from autosel.errors import BadArguments, UsageError
 from autosel.fingerprint import known
+from autosel.models.workloads import step
 from autosel.native import cuda, cutlass
 from autosel.native.cuda import Nvcc
 from autosel.native.cutlass import Headers
 from autosel.ops import OPS
 from autosel.values import Accepted, NativeRecipe, Scalar
-from benchmarks.gpu import sanitizer
+from benchmarks.gpu import decode, sanitizer, tune
 from benchmarks.gpu.__main__ import chosen, parsed, seconds
 from benchmarks.gpu.entrants import Entry, entries
 from benchmarks.gpu.kept import Kept, Record
@@ -40,6 +42,29 @@ def record(**changes: object) -> Record:
 
 
 PASSED = {"ok": True, "outcome": "passed", "cases": 42, "worst": 0.5, "seconds": 1.0}
+
+
+@pytest.mark.parametrize("words", [("--device", "cuda"), ("--device", "cpu"), ("--device", "cuda", "--op", "attn")])
+def test_what_is_decoded_was_tuned_before(words: tuple[str, ...]) -> None:
+    """Every workload of every run, of the ops that the scope tunes, once; and nothing else."""
+    scope = scope_of(parsed([*words]))
+
+    def asked(model: str, batch: int, seq: int, *ops: str) -> set[str]:
+        return {n.workload.key for n in step(models.load(model), batch=batch, context=seq, ops=ops or None)}
+
+    runs, jobs = decode.runs(scope).values(), tune.jobs(scope).values()
+    decoded = set().union(*(asked(r.model, r.batch, r.seq, *scope.tuned_ops) for r in runs))
+    assert set().union(*(asked(j.model, j.batch, j.seq, j.op) for j in jobs)) == decoded
+    assert {r.batch for r in runs} == {j.batch for j in jobs} and {r.model for r in runs} == {j.model for j in jobs}
+    assert len(set(jobs)) == len(jobs)
+
+
+def test_what_is_decoded_is_said_to_the_command_as_it_was_tuned() -> None:
+    scope = scope_of(parsed(["--device", "cuda"]))
+    for unit, asked in decode.runs(scope).items():
+        said = [word for word in asked.words if word in ("--batch", "--small-batch")]
+        assert asked.batch == (int(asked.words[1]) if said else 1), unit
+        assert not {"--model", "--seq"} & set(asked.words)
 
 
 def test_what_was_written_is_read_again(tmp_path: Path) -> None:
