@@ -139,7 +139,7 @@ class Verification:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """None: the energy could not be read (the notes say why), or no price was given. Energy is that of whole CPU
-    packages over the optimised steps, neighbours on them included."""
+    packages, or of the GPU's board, over the optimised steps, neighbours on them included."""
 
     tokens_per_watt_hour: float | None
     tokens_per_dollar: float | None

@@ -92,7 +92,8 @@ def measure(
             _warm_up(scene, ours, theirs, listener)
             uses, power = Uses(), meter(plan.device)
             pairs = list(_pairs(scene, ours, theirs, rng, listener, clock, power))
-        served = uses.served()
+            served = uses.served()
+            power.after(ours.step, len(pairs))
         written = ours.list if isinstance(ours, Written) else None
         choices = choices_of(written, plan) if written else uses.choices(plan, len(pairs))
         listener.stage("ops", "", 0, 1)
@@ -132,7 +133,11 @@ def measure(
         ways=whole.ways if team else (*ways, *whole.ways),
         quality=found,
         energy_joules=power.joules,
-        notes=(*_notes(plan, chain, whole, text), *_weights(written), *_said((power.why, EARLIER if earlier else ""))),
+        notes=(
+            *_notes(plan, chain, whole, text),
+            *_weights(written),
+            *_said((power.why or power.told, EARLIER if earlier else "")),
+        ),
     )
 
 

@@ -6,7 +6,7 @@ are matched by PCI address, and within a MIG-partitioned device by UUID, never b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,6 +280,27 @@ def free_bytes(ordinal: int) -> int | None:
         return None
     finally:
         nvml.nvmlShutdown()
+
+
+def energy_counter(uuid: str) -> Callable[[], int]:
+    """Reads what the board has taken since its driver was loaded, in millijoules. Raises OSError where NVML does not
+    say, now or when it is read: boards before Volta and slices have no counter."""
+    import pynvml as nvml
+
+    def read() -> int:
+        try:
+            return int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        except nvml.NVMLError as error:
+            raise OSError(f"NVML's energy counter of {uuid}: {error}") from error
+
+    if uuid.startswith("MIG-"):
+        raise OSError("a slice of a GPU has no energy counter of its own")
+    try:
+        nvml.nvmlInit()  # for as long as the process lives: who reads often should not pay for it
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+    except nvml.NVMLError as error:
+        raise OSError(f"NVML does not answer: {error}") from error
+    return read
 
 
 # NVML's clock event reasons that spoil a measurement (nvml.h, nvmlClocksEventReasons): power capping is a device's

@@ -19,6 +19,7 @@ import numpy
 import pytest
 
 from autosel import fingerprint
+from autosel.decode import power
 from autosel.errors import UsageError
 from autosel.fingerprint import gpu_probe, libcuda, nvml, store
 from autosel.native.compile import find_compiler
@@ -210,6 +211,18 @@ def test_a_slice_is_as_slow_as_its_board(played: Played) -> None:
     played(slices=3, uuid=SLICE_2)
     assert nvml.slowdown(nvml.read(0).uuid) == "thermal slowdown"
     assert nvml.slowdown("GPU-0") == "thermal slowdown"
+
+
+def test_a_board_counts_its_energy_and_a_slice_does_not(played: Played) -> None:
+    played()
+    read = nvml.energy_counter(nvml.read(0).uuid)
+    counted = [read() for _ in range(20)]
+    assert (
+        sorted(counted) == counted and set(range(1000, counted[-1] + 1, 300)) >= set(counted) and len(set(counted)) > 1
+    )
+    assert power.meter("cuda").why == ""
+    played(slices=3, uuid=SLICE_2)
+    assert "a slice of a GPU has no energy counter" in power.meter("cuda").why
 
 
 def test_a_chip_that_shares_its_hosts_memory_is_described_by_cuda(played: Played) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from autosel.decode import measure as measuring
 from autosel.decode.arms import Written
-from autosel.decode.power import meter
+from autosel.decode.power import BoardMeter, meter
 from tests.cpu.test_verdict import Said, folder, ran
 
 __all__ = ["folder"]  # the fixture
@@ -56,7 +56,55 @@ def test_what_cannot_be_read_is_unknown_and_named(tmp_path: Path) -> None:
     found.end()
     assert found.joules is None and str(file) in found.why
     assert meter("cpu", tmp_path).joules is None and str(file) in meter("cpu", tmp_path).why
-    assert "NVML" in meter("cuda", tmp_path).why
+
+
+class Board:
+    """A counter that advances every 70 ms of its own clock, by 500 W of them; a step takes 3 ms."""
+
+    def __init__(self, advances: bool = True) -> None:
+        self.ns, self.advances, self.steps = 12_345_678, advances, 0
+
+    def step(self) -> None:
+        self.ns += 3_000_000
+        self.steps += 1
+
+    def clock(self) -> int:
+        return self.ns
+
+    def read(self) -> int:
+        return 10**9 + (self.ns // 70_000_000 * 35_000 if self.advances else 0)
+
+
+def test_a_boards_energy_is_that_of_steps_in_a_row_between_two_advances_of_its_counter() -> None:
+    board = Board()
+    found = BoardMeter(board.read, board.clock)
+    found.begin()
+    found.end()
+    assert found.joules is None
+    found.after(board.step, 40)
+    # Advances are seen a step late at most: 3 of 2,000 ms at either end.
+    assert found.joules == pytest.approx(500 * 0.003 * 40, rel=3 / 2000) and not found.why
+    assert 600 < board.steps < 800 and "more steps in a row" in found.told
+
+
+def test_a_boards_counter_that_stands_still_is_unknown() -> None:
+    board = Board(advances=False)
+    found = BoardMeter(board.read, board.clock)
+    found.after(board.step, 40)
+    assert found.joules is None and "stands still" in found.why and board.steps < 500
+
+
+def test_a_boards_counter_that_can_no_longer_be_read_is_unknown() -> None:
+    board = Board()
+
+    def lost() -> int:
+        if board.steps > 100:
+            raise OSError("GPU is lost")
+        return board.read()
+
+    found = BoardMeter(lost, board.clock)
+    found.after(board.step, 40)
+    assert found.joules is None and "GPU is lost" in found.why
 
 
 def test_a_run_counts_the_energy_of_its_optimised_steps_alone(
