@@ -38,11 +38,12 @@ WHOLE_STEP = "step"  # op of a decision about one whole decode step: it has no c
 # Dimensions a caller varies from step to step; every other dimension belongs to the model and is exact in a key.
 COUNT_DIMS = frozenset({"M", "B", "S"})
 LENGTH_DIMS = frozenset({"L"})
+EXACT = 8  # counts up to here are buckets of their own
 
 
 def count_bucket(n: int) -> tuple[int, int]:
     """The (lowest, highest) count that shares n's bucket: exact to 8, then (2^k, 2^(k+1)]."""
-    if n <= 8:
+    if n <= EXACT:
         return n, n
     high = 1 << (n - 1).bit_length()
     return high // 2 + 1, high

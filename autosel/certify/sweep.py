@@ -19,7 +19,7 @@ from typing import Literal
 
 from autosel.certify.statistics import Interval
 from autosel.errors import BadConfig, UsageError
-from autosel.values import Decision, parse_json, to_json
+from autosel.values import EXACT, Decision, parse_json, to_json
 
 FORMAT = "autosel.sweep"
 MOST_CELLS = 400
@@ -317,11 +317,11 @@ def _told(change: Change, splits: Sequence[Change]) -> bool:
 
 
 def middles(changes: Iterable[Change]) -> list[int]:
-    """Batches to try next, so that each change along the batch is known to the batch: M is exact up to 8, and above
+    """Batches to try next, so that each change along the batch is known to the batch: M is exact up to EXACT, and above
     it a bucket holds a power of two, so there is nothing between."""
-    along = (c for c in changes if c.axis == "batch" and c.decided)  # between two winners that no race found is nothing
-    found = {(c.last + c.first) // 2 for c in along if c.first <= 8 and c.first - c.last > 1}
-    return sorted(found)
+    along = [c for c in changes if c.axis == "batch" and c.decided]  # between two winners that no race found is nothing
+    ends = [(c.last, min(c.first, EXACT + 1)) for c in along]
+    return sorted({(last + first) // 2 for last, first in ends if first - last > 1})
 
 
 # --- the user's own traffic ------------------------------------------------------------------------------------------

@@ -133,7 +133,8 @@ def test_batches_between_are_tried_only_where_a_bucket_lies_between() -> None:
         return middles(changes_of(points))
 
     assert of(1, 2, 4, 8) == [6]
-    assert of(1, 2) == [] and of(8, 16) == [] and of(4, 16) == []
+    assert of(1, 2) == [] and of(8, 16) == []
+    assert of(4, 16) == of(4, 9) == [6] and of(6, 12) == [7] and of(7, 16) == [8]  # each M up to 8 is a bucket
 
 
 def test_a_change_along_the_context_is_found_at_every_batch() -> None:

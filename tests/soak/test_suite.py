@@ -1,0 +1,36 @@
+"""The full suite on this machine's cores: three families, whole answers, two warm-ups and three trials of each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autosel.certify import compare, suite
+from tests.cpu.test_passes import FAMILIES
+from tests.cpu.test_run import CONFIG, verb
+
+
+def test_a_full_suite_runs_to_its_end_and_every_row_of_it_verifies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "sliding_window": 96}
+    for family, changes in FAMILIES.items():
+        (tmp_path / family).mkdir()
+        (tmp_path / family / "config.json").write_text(json.dumps(CONFIG | changes | small))
+    models = tuple(str(tmp_path / family) for family in FAMILIES)
+    monkeypatch.setitem(suite.LEVELS, "full", replace(suite.LEVELS["full"], models=models))
+    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
+    made, report = tmp_path / "suite.jsonl", tmp_path / "suite"
+    found = verb("run", "--suite", "full", "--certify", str(made), "--report", str(report))
+    rows = found["suite"]["rows"]
+    assert [(Path(r["model"]).name, r["configuration"], r["tokens"]) for r in rows] == [
+        (family, c.name, c.tokens) for family in FAMILIES for c in suite.CONFIGURATIONS
+    ]
+    assert found["error"] is None and found["suite"]["left"] == 0 and found["suite"]["trials"] == 3
+    assert all(r["ttft_ms"] > 0 and r["p95_step_ms"] >= r["p50_step_ms"] > 0 and r["cache_bytes"] > 0 for r in rows)
+    assert verb("verify", str(made))["certificates"] == len(rows) == 21
+    before = compare.read(report)
+    assert [c.speedup for c in compare.compare(before, before)] == [1.0] * 21
