@@ -103,6 +103,8 @@ def cells(device: str) -> list[Cell]:
     for m in (1, 4):
         found.append(cell("decode", f"{own}:gate_up", "gate_up", {"M": m, "I": 14336, "d": 4096}))
         found.append(cell("decode", f"{own}:norm_qkv", "norm_qkv", {"M": m, "N": 6144, "d": 4096}))
+    for m, (n, k) in itertools.product((1, 4), ((4096, 4096), (512, 2048))) if own == "cuda" else ():
+        found.append(cell("decode", "cuda:gemv_fp8", "gemv_fp8", {"M": m, "N": n, "K": k}))
     for length, (hq, hkv) in itertools.product((512, 2048, 8192, 32768), ((8, 8), (32, 8), (32, 4))):
         dims = {"B": 1, "Hq": hq, "Hkv": hkv, "S": 1, "D": 128, "L": length}
         found.append(cell("decode", f"{own}:attn_decode", "attn", dims))

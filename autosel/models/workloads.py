@@ -29,7 +29,8 @@ STEP_OPS = (
     "attn", "norm_qkv", "rope", "kv_append", "linear", "add_rmsnorm", "gate_up", "swiglu", "geglu", "rmsnorm",
     "lm_head", "sample",
 )  # fmt: skip
-ASKED_OPS = ("paged_attn", "prefill_attn")  # no part of our decoder's step: listed when named
+# No part of our decoder's step: listed when named. fp8 operands are a loss that nobody is given unasked.
+ASKED_OPS = ("paged_attn", "prefill_attn", "gemv_fp8")
 PROMPT_OPS = (*(op for op in STEP_OPS if op not in ("lm_head", "sample")), "prefill_attn")
 ALIASES = ("gemv", "gemm")  # linear at M = 1, and above
 
@@ -77,8 +78,8 @@ def step(
     """The workloads of one decode step of `batch` sequences, attention at every length bucket up to `context`.
 
     With `prompt`, then those of the passes that a prompt of so many tokens, in each sequence, goes through the layers
-    in. `ops` keeps those of the named ops (gemv and gemm address linear at M = 1 and above); of the step, paged_attn
-    and prefill_attn are listed only when named. No workload appears twice. Raises UsageError, UnknownName.
+    in. `ops` keeps those of the named ops (gemv and gemm address linear at M = 1 and above); of the step, those of
+    ASKED_OPS are listed only when named. No workload appears twice. Raises UsageError, UnknownName.
     """
     _check("batch", batch, BATCH_LIMIT)
     _check("context", context, CONTEXT_LIMIT)
@@ -196,6 +197,17 @@ class _Lister:
                 yield self._named("prefill_attn", dims, 0, "both", "prefill_attn")
             if m.window and s > m.window:
                 yield self._named("prefill_attn", dims, 0, "both", "prefill_attn window", **_window(m.window))
+        for name, n, k, calls in self._products():
+            dims = {"M": self.batch, "N": n, "K": k}
+            yield self._named("gemv_fp8", dims, calls, "both", f"gemv_fp8 {name}")
+
+    def _products(self) -> Iterator[tuple[str, int, int, int]]:
+        """(name, N, K, calls a step) of a layer's products, each by itself."""
+        m = self.model
+        yield "qkv", m.qkv_rows, m.d, m.layers
+        yield "o", m.d, m.Hq * m.D, m.layers
+        yield "gate", m.I, m.d, 2 * m.layers
+        yield "down", m.d, m.I, m.layers
 
     def prompt(self, part: Pass) -> Iterator[Named]:
         """One pass of a prompt, in the one chain prompts take, the fused; the output head is the step's.

@@ -10,6 +10,7 @@ from autosel.ops.attn import Attn
 from autosel.ops.contract import Op
 from autosel.ops.gate_up import GateUp
 from autosel.ops.geglu import GeGlu
+from autosel.ops.gemv_fp8 import GemvFp8
 from autosel.ops.kv_append import KvAppend
 from autosel.ops.linear import Linear
 from autosel.ops.lm_head import LmHead
@@ -38,6 +39,7 @@ OPS: Mapping[str, Op] = {
         GateUp(),
         LmHead(),
         Sample(),
+        GemvFp8(),
     )
 }
 ALIASES: Mapping[str, str] = {"gemv": "linear", "gemm": "linear"}

@@ -195,7 +195,8 @@ def offset_by_one(x: Tensor) -> Tensor:
 
 def strided(x: Tensor, gap: int = 3) -> Tensor:
     """The same values as a slice of wider rows: a row stride that is odd and not the row's length."""
-    room = torch.full((*x.shape[:-1], x.shape[-1] + gap), 1e4 if x.is_floating_point() else 0, dtype=x.dtype)
+    junk = 0.0 if not x.is_floating_point() else 448.0 if x.itemsize == 1 else 1e4  # the largest there is in fp8
+    room = torch.full((*x.shape[:-1], x.shape[-1] + gap), junk, dtype=x.dtype)
     return room[..., : x.shape[-1]].copy_(x)
 
 

@@ -146,13 +146,13 @@ def projection_cases(
     for m in {1, min(w["M"], 17)}:
         shape = at(m, max(1, min(w[out], (1 << 20) // (k * DTYPE_BYTES[w.dtype] * len(weights)))), k)
         cases.append(case(op, shape, f"random {shape.shape_text}", "long sums"))
-    cases += _needles(op, at)
+    cases += needle_cases(op, at)
     cases += _values(op, at, weights, skip)
-    cases += _layouts(op, at, weights)
+    cases += layout_cases(op, at, weights)
     return tuple(cases)
 
 
-def _needles(op: Op, at: Any) -> list[Case]:
+def needle_cases(op: Op, at: Any) -> list[Case]:
     """x is zero but for one element a row: the only product that counts is at an edge."""
 
     def needle(positions: tuple[int, ...]) -> Any:
@@ -180,14 +180,14 @@ def _values(op: Op, at: Any, weights: tuple[str, ...], skip: tuple[str, ...]) ->
         clear = tuple((lambda inputs, n=n: away_from_zero(inputs[n])) for n in ("x", *weights)) if infinite else ()
         for m in (1, 5):
             shape = at(m, 37, 321)
-            cases.append(case(op, shape, f"{name} in x, M{m}", covers, on("x", _modest(edit), *clear)))
+            cases.append(case(op, shape, f"{name} in x, M{m}", covers, on("x", modest(edit), *clear)))
         if name not in ("large", "-inf") and not (infinite and "inf in weights" in skip):
             shape = at(3, 37, 321)
             cases.append(case(op, shape, f"{name} in {weights[-1]}", covers, on(weights[-1], edit, *clear)))
     return cases
 
 
-def _modest(edit: Any) -> Any:
+def modest(edit: Any) -> Any:
     """fp16 products must stay below 65504 once stored: a tenth of the size is as large as sums can be."""
 
     def change(x: Tensor, draw: Draw) -> None:
@@ -198,7 +198,7 @@ def _modest(edit: Any) -> Any:
     return change
 
 
-def _layouts(op: Op, at: Any, weights: tuple[str, ...]) -> list[Case]:
+def layout_cases(op: Op, at: Any, weights: tuple[str, ...]) -> list[Case]:
     floats = [a.name for a in op.args if a.kind in ("tensor", "optional")]
     matrices = ["x", *weights, "residual"]
     cases = []

@@ -23,6 +23,7 @@ SOFTCAP: Feature = {"softcap": 20.0}  # low enough that leaving it out is no rou
 OFFSET: Feature = {"offset": 1.0}
 FEATURES: Mapping[str, tuple[Feature, ...]] = {
     "linear": ({"bias": True}, {"residual": True}, {"bias": True, "residual": True}),
+    "gemv_fp8": ({"bias": True}, {"residual": True}, {"bias": True, "residual": True}),
     "attn": (WINDOW, SOFTCAP, {"ragged": True}, {"ragged": True, **WINDOW, **SOFTCAP}),
     "paged_attn": (WINDOW, SOFTCAP, {**WINDOW, **SOFTCAP}, {"page": 256}),
     "prefill_attn": (WINDOW, SOFTCAP, {**WINDOW, **SOFTCAP}),

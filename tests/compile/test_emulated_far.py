@@ -23,6 +23,7 @@ from tests.compile.test_emulated_knobs import COMPILED_IN, DTYPES, KERNELS, SMAL
 # Of whole 16-byte vectors in every dtype: the case of parity has rows that are not.
 ALIGNED: dict[str, dict[str, int]] = {
     "linear": {"M": 5, "N": 70, "K": 1024},
+    "gemv_fp8": {"M": 5, "N": 70, "K": 1024},
     "norm_qkv": {"M": 5, "d": 1024, "N": 70},
     "gate_up": {"M": 5, "d": 1024, "I": 70},
     "lm_head": {"M": 5, "V": 70, "d": 1024},

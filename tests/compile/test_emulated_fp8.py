@@ -1,7 +1,6 @@
-"""The fp8 variants on emulated threads, against float64 on the very bytes they read.
+"""What the contracts of fp8 operands leave open, and attention over an fp8 cache, on emulated threads.
 
-Their ops have no contract yet; the bounds are those of the ops they are variants of, on the dequantised operand, which
-is exact in float64.
+Attention's bounds are those of attn on the dequantised operand, which is exact in float64.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from autosel.ops import OPS, attention
+from autosel.ops import OPS, attention, fp8
 from autosel.ops.compare import compare
 from autosel.ops.contract import DTYPE, Mismatch
-from autosel.ops.rounding import matmul_error, stored
+from autosel.ops.draw import Draw
 from autosel.values import DTypeName
 from tests.compile.emulate import emulated
 
@@ -24,33 +22,9 @@ DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 FP8 = torch.float8_e4m3fn
 
 
-def every_byte(shape: tuple[int, ...]) -> Tensor:
-    """All finite e4m3 numbers, subnormals among them, over and over."""
-    bits = torch.tensor([b for b in range(256) if b & 127 != 127], dtype=torch.uint8)
-    count = torch.Size(shape).numel()
-    shuffled = bits[torch.randint(0, len(bits), (count,), generator=torch.Generator().manual_seed(count))]
-    return shuffled.view(FP8).view(shape)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 37, 512), (1, 3, 1040), (3, 64, 333), (8, 17, 2048), (17, 40, 129)])
-def test_a_scaled_product_is_right(m: int, n: int, k: int, dtype: DTypeName) -> None:
-    draw = torch.Generator().manual_seed(7)
-    x = torch.randn(m, k, generator=draw).to(DTYPE[dtype])
-    w, scale = every_byte((n, k)), torch.rand(n, generator=draw) * 0.01 + 1e-3
-    exact_w = w.float().double() * scale.double()[:, None]
-    want = x.double() @ exact_w.T
-    bound = stored(want, matmul_error(x, exact_w) + 2.0**-23 * want.abs(), dtype)
-    for grid, split in ((264, 1), (2, 1), (1, 8), (3, 2)):
-        y = torch.full((m, n), float("nan"), dtype=DTYPE[dtype])
-        emulated("gemv_fp8", "gemv_fp8")(x, w, scale, None, None, y, grid, split, 0)
-        found = compare(OPS["linear"], [y], [want], [bound])
-        assert not isinstance(found, Mismatch), found
-
-
 def test_bytes_may_lie_anywhere() -> None:
     """Rows of odd stride from an odd address, bias and residual; the type may be called uint8."""
-    w = every_byte((9, 333))
+    w = fp8.every_byte((9, 333), Draw(1, "bf16"))
     room = torch.zeros(9, 340, dtype=torch.uint8)
     odd = room[:, 3:336]
     odd.copy_(w.view(torch.uint8))

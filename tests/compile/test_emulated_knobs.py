@@ -31,6 +31,7 @@ SMALL: dict[str, dict[str, int]] = {
     "attn": CACHE,
     "paged_attn": {**CACHE, "page": 16},
     "linear": {"M": 3, "N": 70, "K": 1032},
+    "gemv_fp8": {"M": 3, "N": 70, "K": 1040},
     "norm_qkv": {"M": 3, "d": 1032, "N": 70},
     "gate_up": {"M": 3, "d": 1032, "I": 70},
     "lm_head": {"M": 3, "V": 70, "d": 1032},

@@ -19,6 +19,7 @@ WORKLOADS: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
     "linear": [({"M": 17, "N": 512, "K": 1024}, {}), ({"M": 5, "N": 64, "K": 256}, {"bias": True, "residual": True})],
     "norm_qkv": [({"M": 17, "d": 512, "N": 256}, {}), ({"M": 3, "d": 256, "N": 96}, {"offset": 1.0})],
     "gate_up": [({"M": 17, "d": 256, "I": 128}, {"activation": a}) for a in (0, 1, 2)],
+    "gemv_fp8": [({"M": 17, "N": 512, "K": 1024}, {}), ({"M": 5, "N": 64, "K": 256}, {"bias": True, "residual": True})],
     "lm_head": [({"M": 17, "d": 256, "V": 512}, {}), ({"M": 3, "d": 256, "V": 512}, {"greedy": 1})],
 }
 # grid, split_k, pdl

@@ -49,10 +49,10 @@ def devices(cc: Capability) -> list[GpuFacts]:
 
 
 @cache
-def projections(cc: Capability) -> tuple[Macros, ...]:
+def projections(cc: Capability, source: str = "gemv") -> tuple[Macros, ...]:
     """What the formula compiles in."""
-    op, kernel, found = OPS["linear"], linear.KERNELS[0], set()
-    assert kernel.op == op.name
+    kernel, found = next(k for k in linear.KERNELS if k.source == source), set()
+    op = OPS[kernel.op]
     for f in devices(cc):
         for dtype, m, n in itertools.product(kernel.dtypes, range(1, 65), (1024, 4096, 28_672)):
             w = op.workload(dtype, {"M": m, "N": n, "K": 4096})
@@ -126,7 +126,7 @@ BUDGETS = {
     "sample": Budget(registers=64, wide=()),  # 512 threads, 2 CTAs; reads a bit and a logit a token
     "gemv": PROJECTIONS,
     # x is 16 bits wide wherever weights are 8; in fp32 eight rows of it spill 12 bytes on sm_80 and sm_86
-    "gemv_fp8": replace(PROJECTIONS, builds=in_each(("BF16", "FP16"), projections)),
+    "gemv_fp8": replace(PROJECTIONS, builds=in_each(("BF16", "FP16"), partial(projections, source="gemv_fp8"))),
     "norm_qkv": PROJECTIONS,
     "gate_up": PROJECTIONS,
     "lm_head": PROJECTIONS,

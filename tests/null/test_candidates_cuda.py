@@ -22,6 +22,7 @@ H200, RTX = load("h200"), load("rtx-5070-ti")
 KERNELS = {c.name: c for c in own_candidates() if isinstance(c, CudaKernel)}
 DIMS: dict[str, dict[str, int]] = {
     "linear": {"M": 1, "N": 4096, "K": 4096},
+    "gemv_fp8": {"M": 1, "N": 4096, "K": 4096},
     "norm_qkv": {"M": 1, "d": 4096, "N": 6144},
     "gate_up": {"M": 1, "d": 4096, "I": 14336},
     "lm_head": {"M": 1, "V": 128256, "d": 4096},
@@ -72,6 +73,8 @@ def test_every_decode_op_has_a_kernel_for_every_known_device(device: str) -> Non
         ("cuda:rmsnorm", workload("rmsnorm", "fp8_e4m3"), H200, "takes bf16, fp16, fp32"),
         ("cuda:rmsnorm", workload("rmsnorm", M=1 << 31), H200, "M = 2147483648 is above"),
         ("cuda:gemv", workload("linear", M=64), H200, "M = 64 is above"),
+        ("cuda:gemv_fp8", workload("gemv_fp8", M=17), H200, "M = 17 is above 16"),
+        ("cuda:gemv_fp8", workload("gemv_fp8", "fp32"), H200, "takes bf16, fp16; the workload is fp32"),
         ("cuda:attn_decode", workload("attn", "fp32", D=512), RTX, "needs 131072 bytes of shared memory"),
         ("cuda:attn_decode", workload("attn", D=2048), H200, "do not fit a warp's registers"),
         ("cuda:attn_decode", workload("attn", B=70_000), H200, "a grid's limit"),
