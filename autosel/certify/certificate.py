@@ -214,7 +214,7 @@ class Certificate:
     roofline: float  # the share of a step that reading its bytes at the rate just before it takes
     weights_bytes: int  # of all weights that ran
     kv_cache_bytes: int  # allocated
-    peak_memory_bytes: int  # of the process, or of the GPU
+    peak_memory_bytes: int  # of the process so far (of a suite: since the run began), or of the GPU
     python_overhead: float | None  # share of a step; None: not told apart
     # with which decisions
     autosel: Mapping[str, str]  # op -> backend

@@ -165,7 +165,8 @@ def _parts(asked: Asked, level: Level) -> list[_Part]:
     from autosel.decode.measure import refuse
     from autosel.decode.weights import memory_need, refuse_unloadable
 
-    base, extent, parts = asked.plan(), suite.LEVELS[level], []
+    base = replace(asked.plan(), seq=2)  # the configurations say how long; a context of the first model fits no other
+    extent, parts = suite.LEVELS[level], []
     for name in suite.models(level, asked["model"] or None):
         model = models.load(name)
         of_model = replace(base, model=model, layers=suite.layers(level, asked["layers"], model.layers))

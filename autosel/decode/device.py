@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import resource
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,10 +46,22 @@ def _gpu_reader(ordinal: int) -> Callable[[], float]:
     return reader(ordinal)
 
 
+def forget_peak(device: str) -> None:
+    """Let `peak_memory` start anew from what is held now; where the system cannot, it goes on."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats(torch.device(device))
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
+
+
 def peak_memory(device: str) -> int:
     """Bytes held at most so far."""
     if device != "cpu":
         return int(torch.cuda.max_memory_allocated(torch.device(device)))
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
 
 

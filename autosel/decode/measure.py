@@ -29,7 +29,7 @@ from autosel.decode.account import (
 )
 from autosel.decode.arms import Arm, Baseline, Ours, Written, our_arm
 from autosel.decode.chain import choose_chain
-from autosel.decode.device import current, peak_memory
+from autosel.decode.device import current, forget_peak, peak_memory
 from autosel.decode.hold import holding
 from autosel.decode.model import FUSED, Chain
 from autosel.decode.packed import forget, make_room
@@ -65,7 +65,7 @@ def measure(
 
     In the ledger stands who takes the whole step; what is not decided yet is raced and recorded. Without one, or where
     it is not to decide, it is raced for this run alone, and shortly. `chosen` is for several runs on one model and
-    layout of the cache: what the first of them found is not asked again.
+    layout of the cache: what the first of them found is not asked again, and the most memory is each one's own.
 
     Raises UsageError, BadConfig.
     """
@@ -74,6 +74,8 @@ def measure(
     listener, rng = listener or Silent(), Random(plan.seed)
     fp = fingerprint.take(plan.device)
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+    if chosen is not None:
+        forget_peak(plan.device)  # an earlier run's
     with torch.inference_mode(), current(plan.device):
         make_room(weights, plan)
         scene = set_scene(plan, weights, listener, clock)

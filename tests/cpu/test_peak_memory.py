@@ -1,0 +1,22 @@
+"""The most memory that a run held is its own, not that of the run before it."""
+
+from __future__ import annotations
+
+import torch
+
+from autosel.decode.device import forget_peak, peak_memory
+
+HELD = 256 << 20
+
+
+def hold() -> None:
+    torch.ones(HELD, dtype=torch.uint8)
+
+
+def test_the_most_that_was_held_is_known_after_it_is_free_and_until_it_is_forgotten() -> None:
+    forget_peak("cpu")
+    before = peak_memory("cpu")
+    hold()
+    assert peak_memory("cpu") >= before + HELD * 0.9
+    forget_peak("cpu")
+    assert peak_memory("cpu") <= before + HELD * 0.5
