@@ -1,4 +1,5 @@
-"""What tests of CUDA sources need: nvcc and a C++ compiler; and how much of the matrix of targets to go through.
+"""What tests of CUDA sources need, without which they skip, and in CI fail: nvcc, a C++ compiler; and how much of the
+matrix of targets to go through.
 
     @pytest.mark.in_turns(choices)                                        what gives a list of them
     @pytest.mark.in_turns({"gemv": choices_of_gemv, ...}, label=named)    a list a group
@@ -9,13 +10,16 @@ runs a test that has an argument `choice` once (once a group), with the choice w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autosel.native import cutlass
 from autosel.native.compile import find_compiler
 from autosel.native.cuda import find_nvcc
 from tests.compile.emulate import todays
@@ -32,6 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = "no nvcc" if find_nvcc() is None else "no C++ compiler" if find_compiler() is None else ""
+    also = cutlass.why_not() or ("" if find_spec("triton") else "no Triton")
+    if os.environ.get("CI") and (missing or also) and any(item.path.parent == HERE for item in items):
+        raise pytest.UsageError(f"{missing or also}: in CI no test of tests/compile skips for it; ./run setup cross")
     for item in items:
         if item.path.parent == HERE and item.path.stem.startswith(CUDA):
             item.add_marker(pytest.mark.compile)

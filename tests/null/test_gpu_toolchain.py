@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -150,3 +152,28 @@ def test_what_a_gpus_environment_gets_brings_a_sanitizer_that_starts_programs() 
     asked = [need for need in extras["cuda13"] if need.startswith("nvidia-cuda-sanitizer-api")]
     assert len(asked) == 1
     assert asked[0].partition(",")[0] in sanitizer.NO_SANITIZER
+
+
+@pytest.mark.parametrize("lost", ["nvcc", "headers", "triton"])
+def test_tests_of_gpu_sources_fail_in_ci_where_what_compiles_them_is_gone(
+    lost: str, all_there: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere they skip, and say why."""
+    from tests.compile import conftest
+
+    marked: list[str] = []
+    path = conftest.HERE / "test_emulated_rows.py"
+    items: list[Any] = [SimpleNamespace(path=path, add_marker=lambda mark: marked.append(mark.name))]
+    all_there.setattr(conftest, "find_nvcc", lambda: None if lost == "nvcc" else NVCC)
+    all_there.setattr(conftest, "find_compiler", lambda: "g++")
+    all_there.setattr(conftest, "find_spec", lambda name: None if lost == "triton" else name)
+    if lost == "headers":
+        all_there.setattr(cutlass, "find_headers", lambda: None)
+    all_there.delenv("CI", raising=False)
+    conftest.pytest_collection_modifyitems(items)
+    assert marked == (["compile", "skip"] if lost == "nvcc" else ["compile"])
+    all_there.setenv("CI", "true")
+    with pytest.raises(pytest.UsageError, match="in CI no test of tests/compile skips"):
+        conftest.pytest_collection_modifyitems(items)
+    items[0].path = ROOT / "tests" / "null" / "test_cli.py"
+    conftest.pytest_collection_modifyitems(items)

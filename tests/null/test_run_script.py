@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -530,6 +531,52 @@ def test_every_tier_the_machine_can_run_is_run_and_the_others_say_why(script, ma
     chosen, skipped = script.choose_tiers([])
     assert chosen == ["null", "cpu"]
     assert skipped == [("compile", "no nvcc found (the Triton half: --tier compile)"), ("gpu", "no GPU found")]
+
+
+def test_in_ci_no_tier_is_skipped_but_for_want_of_a_gpu(script, machine, tmp_path):
+    """A machine image that lost its compiler would otherwise pass with a tier less."""
+    ran = []
+    machine.setattr(script, "prepare", lambda *given: None)
+    machine.setattr(script, "hand_over", lambda *command: ran.append(command))
+    machine.chdir(tmp_path)
+    machine.setenv("CI", "true")
+    with pytest.raises(script.Stop) as stop:
+        script.run_tests([], OPTIONS)
+    assert "compile" in str(stop.value) and "gpu" not in str(stop.value) and not ran
+    script.run_tests(["--tier", "null,cpu"], OPTIONS)
+    machine.setattr(script, "nvcc", lambda: "/usr/bin/nvcc")
+    script.run_tests([], OPTIONS)
+    machine.setattr(script, "nvcc", lambda: None)
+    machine.delenv("CI")
+    script.run_tests([], OPTIONS)
+    assert len(ran) == 3
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "installed"),
+    [
+        (None, ["lint", "cross"], ["lint", "cross", "nvcc"]),
+        ("/usr/bin/nvcc", ["lint", "cross"], ["lint", "cross"]),
+        (None, ["test"], ["test"]),
+    ],
+)
+def test_what_compiles_for_other_machines_gets_pips_nvcc_where_there_is_none(
+    script, monkeypatch, found, asked, installed
+):
+    seen = []
+    monkeypatch.setattr(script, "nvcc", lambda: found)
+    monkeypatch.setattr(script, "prepare", lambda extras, options, announce: seen.append(extras))
+    script.main(["setup", *asked])
+    assert seen == [installed]
+
+
+def test_pips_nvcc_is_one_release_and_of_the_line_that_the_gpus_extra_takes():
+    extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (pinned,) = extras["nvcc"]
+    wanted, version = pinned.split("==")
+    (ranged,) = [need for need in extras["cuda13"] if need.startswith("cuda-toolkit")]
+    assert ranged.startswith(f"{wanted}>=13") and re.fullmatch(r"13\.\d+\.\d+", version)
+    assert "./run setup lint test cross" in (CHECKOUT / ".ci" / "run").read_text()
 
 
 def test_a_gpu_adds_its_tier(script, machine):
