@@ -761,6 +761,21 @@ def gpu_stages() -> str:
     return table(("stage", "what it does"), rows)
 
 
+def libraries() -> str:
+    """Every installed library's candidates, by op."""
+    from autosel.candidates.libraries.base import LibraryKernel, spelled
+    from autosel.candidates.registry import own_candidates
+
+    kernels = [c for c in own_candidates() if isinstance(c, LibraryKernel)]
+    rows = []
+    for name in sorted({k.library.distribution for k in kernels}):
+        own = [k for k in kernels if k.library.distribution == name]
+        least = spelled(min(k.library.least_version for k in own))
+        by_op = {k.op: [code(c.name) for c in own if c.op == k.op] for k in own}
+        rows.append((code(name), least, "; ".join(f"{op}: {', '.join(names)}" for op, names in by_op.items())))
+    return table(("pip's name", "from", "candidates, by op"), rows)
+
+
 def gpu_help() -> str:
     """`./run gpu --help` without the words before its options."""
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "__main__.py"), "--help"]
@@ -885,6 +900,7 @@ BLOCKS: Mapping[str, Callable[..., str]] = {
     "peers": peers,
     "certificate-fields": certificate_fields,
     "gpu-stages": gpu_stages,
+    "libraries": libraries,
     "gpu-help": gpu_help,
     "transcript": transcript,
 }

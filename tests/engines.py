@@ -1,9 +1,11 @@
-"""Real serving engines for the tests: their published wheels, unpacked without the dependencies that pin another torch.
+"""Real serving engines and kernel libraries for the tests: their published wheels, unpacked without the dependencies
+that pin another torch.
 
     python tests/engines.py        fetches them below .venv/engines (about 0.9 GB; kept: 180 MB)
 
 Of an engine the Python and JSON files are kept; of what they import, what engines.txt lists. That is enough for their
-own lookups, parsers and registries, and for none of their kernels: nothing is served.
+own lookups, parsers and registries, and for the signatures of their functions; of their kernels for liger-kernel's
+alone, which are Triton's: nothing is served.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ WHEELS = {
     "flashinfer": "flashinfer-python==0.7.2.post1",
     "kernels": "kernels==0.17.2",
     "flashinfer-bench": "flashinfer-bench==0.1.2",
+    "liger-kernel": "liger-kernel==0.8.5",
+    "quack-kernels": "quack-kernels==0.6.5",
+    "flash-attn-4": "flash-attn-4==4.0.0b36",
 }
 WHOLE = ("kernels", "sglang")  # a compiled parser; sources that its import looks for
 KEPT = (".py", ".json", ".toml", "METADATA", "entry_points.txt")

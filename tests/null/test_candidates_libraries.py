@@ -7,28 +7,46 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from autosel import settings
 from autosel.candidates.arms import python_digest
 from autosel.candidates.convention import parameters_of, takes_outputs
-from autosel.candidates.libraries import base, flash_attn, flashinfer, liger, quack, sdpa, sgl
+from autosel.candidates.libraries import (
+    base,
+    flash_attn,
+    flashinfer,
+    flashinfer_mm,
+    flashinfer_paged,
+    liger,
+    quack,
+    sdpa,
+    sgl,
+)
 from autosel.candidates.libraries.base import Library, LibraryKernel, parsed
 from autosel.fingerprint import known
 from autosel.ops import OPS
 from autosel.values import Accepted, Fingerprint, PythonRecipe, Rejected, Workload
 from autosel.workers.process import Limits
 
-WRAPPED = [k for module in (flash_attn, flashinfer, liger, quack, sgl) for k in module.KERNELS]
+MODULES = (flash_attn, flashinfer, flashinfer_mm, flashinfer_paged, liger, quack, sgl)
+WRAPPED = [k for module in MODULES for k in module.KERNELS]
 HEADS = {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 512}
+ROPE = {"M": 2, "Hq": 8, "Hkv": 2, "D": 128, "R": 128}
+LINEAR = {"M": 2, "N": 128, "K": 512}
 DIMS = {
+    "linear": LINEAR,
     "rmsnorm": {"M": 2, "d": 512},
+    "add_rmsnorm": {"M": 2, "d": 512},
+    "rope": ROPE,
     "swiglu": {"M": 2, "I": 512},
     "geglu": {"M": 2, "I": 512},
     "attn": HEADS,
     "paged_attn": {**HEADS, "page": 256},
 }
+PAGED = {**HEADS, "page": 64}
 
 
 @pytest.fixture
@@ -45,6 +63,10 @@ def workload(op: str) -> Workload:
     return OPS[op].workload("bf16", DIMS[op], **({"tanh": 1} if op == "geglu" else {}))
 
 
+def of(module: Any, op: str, name: str = "") -> Any:
+    return next(k for k in module.KERNELS if k.op == op and k.name.endswith(name))
+
+
 def why_not(kernel: LibraryKernel, fp: Fingerprint) -> str:
     found = kernel.supports(workload(kernel.op), fp)
     assert isinstance(found, Rejected)
@@ -52,9 +74,10 @@ def why_not(kernel: LibraryKernel, fp: Fingerprint) -> str:
 
 
 @pytest.mark.parametrize("kernel", WRAPPED, ids=lambda k: k.name)
-def test_an_absent_library_is_refused_by_name(kernel: LibraryKernel) -> None:
+def test_an_absent_library_is_refused_by_name(kernel: LibraryKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel.library.version():
         pytest.skip(f"{kernel.library.distribution} is installed")
+    monkeypatch.setattr(kernel, "limits", lambda w, cc: "")  # some of its routes are for other devices and pages
     assert why_not(kernel, known.load("h200")) == f"{kernel.library.distribution} is not installed"
 
 
@@ -122,15 +145,30 @@ def test_on_a_cpu_none_is_even_looked_for(home: Path) -> None:
 @pytest.mark.parametrize(
     ("kernel", "dims", "traits", "reason"),
     [
-        (flashinfer.KERNELS[2], {**HEADS, "B": 2}, {}, "one sequence a call"),
-        (flashinfer.KERNELS[2], {**HEADS, "D": 80}, {}, "80 wide"),
-        (flashinfer.KERNELS[2], HEADS, {"window": 64}, "no window"),
-        (flash_attn.KERNELS[0], {**HEADS, "D": 512}, {}, "512"),
-        (flash_attn.KERNELS[1], {**HEADS, "page": 16}, {}, "a multiple of 256 tokens"),
-        (quack.KERNELS[0], {"M": 2, "d": 512}, {"offset": 1.0}, "no weight offset"),
-        (liger.KERNELS[2], {"M": 2, "I": 512}, {}, "tanh"),
-        (flashinfer.KERNELS[1], {"M": 2, "I": 509}, {}, "vectors of 8"),
-        (sgl.KERNELS[2], {"M": 2, "I": 12}, {}, "vectors of 8"),
+        (of(flashinfer, "attn"), {**HEADS, "B": 2}, {}, "one sequence a call"),
+        (of(flashinfer, "attn"), {**HEADS, "D": 80}, {}, "80 wide"),
+        (of(flashinfer, "attn"), HEADS, {"window": 64}, "no window"),
+        (of(flash_attn, "attn"), {**HEADS, "D": 512}, {}, "512"),
+        (of(flash_attn, "paged_attn"), {**HEADS, "page": 16}, {}, "a multiple of 256 tokens"),
+        (of(quack, "rmsnorm"), {"M": 2, "d": 512}, {"offset": 1.0}, "no weight offset"),
+        (of(liger, "geglu"), {"M": 2, "I": 512}, {}, "tanh"),
+        (of(flashinfer, "swiglu"), {"M": 2, "I": 509}, {}, "vectors of 8"),
+        (of(sgl, "geglu"), {"M": 2, "I": 12}, {}, "vectors of 8"),
+        (of(liger, "rope"), ROPE, {"style": 1}, "interleaved"),
+        (of(liger, "rope"), {**ROPE, "R": 64}, {}, "whole heads alone"),
+        (of(liger, "add_rmsnorm"), {"M": 2, "d": 512}, {"sandwich": 1}, "normalises first"),
+        (of(flashinfer, "add_rmsnorm"), {"M": 2, "d": 512}, {"sandwich": 1}, "normalises first"),
+        (of(flashinfer, "add_rmsnorm"), {"M": 2, "d": 512}, {"offset": 0.5}, "no weight offset"),
+        (of(flashinfer, "rope"), {**ROPE, "D": 80, "R": 80}, {}, "80 wide"),
+        (of(flashinfer, "rope"), {**ROPE, "R": 24}, {}, "in steps of 16"),
+        (of(flashinfer_mm, "linear", "cudnn"), LINEAR, {"bias": True}, "adds no bias"),
+        (of(flashinfer_mm, "linear", "cudnn"), {**LINEAR, "K": 509}, {}, "in steps of 8 and K of 8"),
+        (of(flashinfer_mm, "linear", "tinygemm"), {**LINEAR, "N": 24}, {}, "in steps of 16 and K of 64"),
+        (of(flashinfer_mm, "linear", "tgv"), LINEAR, {}, "not for compute capability 9.0"),
+        (of(flashinfer_paged, "paged_attn", "planned"), {**PAGED, "S": 3}, {}, "one position"),
+        (of(flashinfer_paged, "paged_attn", "planned"), {**PAGED, "D": 80}, {}, "80 wide"),
+        (of(flashinfer_paged, "paged_attn", "xqa"), PAGED, {"softcap": 30.0}, "no softcap"),
+        (of(flashinfer_paged, "paged_attn", "xqa"), {**PAGED, "page": 24}, {}, "pages of 16, 32, 64, 128"),
         (sdpa.KERNELS[2], HEADS, {}, "no grouped heads"),
         (sdpa.KERNELS[0], {**HEADS, "L": 1}, {}, "more than one key"),
         (sdpa.KERNELS[0], {**HEADS, "D": 100}, {}, "in steps of 8"),
@@ -140,7 +178,7 @@ def test_on_a_cpu_none_is_even_looked_for(home: Path) -> None:
     ],
 )
 def test_shapes_that_a_library_has_no_kernel_for_are_refused(
-    kernel: LibraryKernel, dims: dict[str, int], traits: dict[str, float], reason: str
+    kernel: LibraryKernel, dims: dict[str, int], traits: dict[str, Any], reason: str
 ) -> None:
     found = kernel.supports(OPS[kernel.op].workload("bf16", dims, **traits), known.load("h200"))
     assert isinstance(found, Rejected)
@@ -164,6 +202,24 @@ def test_flashinfer_gets_no_gaps_where_it_takes_none(monkeypatch: pytest.MonkeyP
         q, cache = torch.zeros(1, heads, 1, 64), torch.zeros(1, 2, 512, 64)
         flashinfer.attn(q, cache, cache, None, length, 0.0, 0, 0.0)
     assert asked == [False, True, True, True]
+
+
+def test_what_lies_between_vectors_is_copied_and_nothing_else() -> None:
+    """A library's load of 16 bytes from an address between them would end the process."""
+    import torch
+
+    whole = torch.arange(64.0).bfloat16().view(4, 16)
+    rows = torch.zeros(4, 24).bfloat16()[:, :16]
+    assert base.aligned(whole) is whole and base.aligned(rows) is rows
+    for t in (torch.arange(65.0).bfloat16()[1:].view(4, 16), torch.zeros(4, 17).bfloat16()[:, :16], whole.t()):
+        made = base.aligned(t)
+        assert made is not t and made.equal(t) and made.is_contiguous() and made.data_ptr() % 16 == 0
+
+
+def test_a_library_that_goes_by_another_name_now_is_found_by_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    sgl_kernel = Library(distribution="no-such-kernel", renamed="torch", module="torch", least_version=(1, 0))
+    assert sgl_kernel.version() == HERE.version() != ""
+    assert replace(sgl_kernel, renamed="no-such-kernel-either").version() == ""
 
 
 def test_another_version_of_a_library_is_another_arm(monkeypatch: pytest.MonkeyPatch) -> None:

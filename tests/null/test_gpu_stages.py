@@ -138,7 +138,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 # --- nobody is forgotten ----------------------------------------------------------------------------------------------
 
-DEVICES = ("h200", "rtx-5070-ti")
+DEVICES = ("h200", "b200", "rtx-5070-ti")
 UNTIMED = {"flash_attn:paged_attn": "takes pages of 256 tokens; a serving engine's have 16"}
 WITHOUT_CANDIDATE = {
     "cuda/attn_decode_fp8.cu": "no op takes fp8 operands yet",

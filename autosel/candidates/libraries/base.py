@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autosel import settings
 from autosel.candidates.base import Candidate
@@ -30,6 +31,9 @@ from autosel.values import (
     digest,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 PACKAGE = __name__.rpartition(".")[0]
 PROBE_S = 120.0
 Limits = Callable[[Workload, "tuple[int, int]"], str]
@@ -37,7 +41,8 @@ Limits = Callable[[Workload, "tuple[int, int]"], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """An installable package. `module` is what must be importable; `distribution` its name for pip."""
+    """An installable package. `module` is what must be importable; `distribution` its name for pip, `renamed` the one
+    it has had since: whichever is there counts."""
 
     distribution: str
     module: str
@@ -46,13 +51,11 @@ class Library:
     most_cc: tuple[int, int] = (99, 0)
     needs: tuple[str, ...] = ()  # attributes of the module that are called
     compiles_s: float = 0.0  # what a first call may take, at which it compiles for this device
+    renamed: str = ""
 
     def version(self) -> str:
         """As installed; "" where it is not."""
-        try:
-            return metadata.version(self.distribution)
-        except metadata.PackageNotFoundError:
-            return ""
+        return next((v for v in map(_installed, (self.distribution, self.renamed)) if v), "")
 
     def why_not(self, cc: tuple[int, int]) -> str:
         """Why it cannot be called on a device of this compute capability, or ""."""
@@ -66,6 +69,15 @@ class Library:
             needed = f"compute capability {spelled(self.least_cc)}{most}"
             return f"{self.distribution} needs {needed}; the device has {spelled(cc)}"
         return probe(self.distribution, found, self.module, self.needs)
+
+
+def _installed(distribution: str) -> str:
+    if not distribution:
+        return ""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def parsed(version: str) -> tuple[int, ...]:
@@ -170,9 +182,49 @@ class LibraryKernel(Candidate):
         return PythonRecipe(target=f"{PACKAGE}.{self.name.partition(':')[0]}:{self.function}")
 
 
+# --- operands ---------------------------------------------------------------------------------------------------------
+
+VECTOR_BYTES = 16
+
+
+def aligned(t: Tensor) -> Tensor:
+    """`t`, or a copy where it does not begin at a vector of 16 bytes, or its rows lie apart and do not: libraries load
+    such vectors, and an address between two of them ends the process."""
+    if t.data_ptr() % VECTOR_BYTES:
+        return t.clone() if t.is_contiguous() else t.contiguous()
+    steps = () if t.is_contiguous() else t.stride()[:-1]
+    whole = t.stride(-1) == 1 and all(s * t.element_size() % VECTOR_BYTES == 0 for s in steps)
+    return t if whole or t.is_contiguous() else t.contiguous()
+
+
+def room(out: Tensor | None, like: Tensor, *shape: int) -> Tensor:
+    """Where a library is to write a result of `like`'s dtype: `out` if it can write there, else memory of its own."""
+    if out is not None and out.is_contiguous() and out.data_ptr() % VECTOR_BYTES == 0:
+        return out
+    return like.new_empty(shape)
+
+
+def handed(made: Tensor, out: Tensor | None) -> Tensor:
+    """What was written into `room`, where the caller wants it."""
+    return made if out is None or made is out else out.copy_(made)
+
+
+# --- limits that several have -----------------------------------------------------------------------------------------
+
+
 def plain_norm(w: Workload, _: tuple[int, int]) -> str:
     """Most libraries have Llama's norm alone."""
     return "its norm has no weight offset" if w.trait("offset", 0.0) else ""
+
+
+def either_norm(w: Workload, cc: tuple[int, int]) -> str:
+    """Some have Gemma's norm too, as a function of its own."""
+    return "" if w.trait("offset", 0.0) in (0.0, 1.0) else plain_norm(w, cc)
+
+
+def sum_then_norm(w: Workload, _: tuple[int, int]) -> str:
+    """Fused with the residual's sum, the norm comes after it."""
+    return "it adds, then normalises; the workload normalises first" if w.trait("sandwich", 0) else ""
 
 
 def whole_vectors(w: Workload, _: tuple[int, int]) -> str:

@@ -1,10 +1,27 @@
-"""flashinfer-python: serving kernels, compiled at first use where no prebuilt ones are installed (signatures: 0.7)."""
+"""flashinfer-python: serving kernels, compiled at first use where no prebuilt ones are installed.
+
+Signatures: 0.7.2.post1, and those of 0.3.0, which are the same for what is called here. Its matrix products are in
+flashinfer_mm.py, its paged attention in flashinfer_paged.py. Its samplers are left out: they draw from a generator of
+their own, and the op's token follows from the caller's `uniform`.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from autosel.candidates.libraries.base import Library, LibraryKernel, plain_norm, whole_cache, whole_vectors
+from autosel.candidates.libraries.base import (
+    Library,
+    LibraryKernel,
+    Limits,
+    aligned,
+    either_norm,
+    handed,
+    room,
+    sum_then_norm,
+    whole_cache,
+    whole_vectors,
+)
 from autosel.values import Workload
 
 if TYPE_CHECKING:
@@ -14,17 +31,75 @@ FLASHINFER = Library(
     distribution="flashinfer-python",
     module="flashinfer",
     least_version=(0, 3, 0),
-    needs=("rmsnorm", "silu_and_mul"),
+    needs=("rmsnorm", "fused_add_rmsnorm", "apply_rope_with_cos_sin_cache_inplace", "silu_and_mul"),
     compiles_s=400.0,  # ninja and nvcc: minutes on few cores
 )
 HEAD_DIMS = (64, 128, 256)
+ROPE_HEAD_DIMS = (64, 128, 256, 512)
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, offset: float, y: Tensor | None = None) -> Tensor:
     import flashinfer  # type: ignore[import-not-found,unused-ignore]
 
-    made: Tensor = flashinfer.norm.gemma_rmsnorm(x, weight, eps, y) if offset else flashinfer.rmsnorm(x, weight, eps, y)
-    return made
+    norm = flashinfer.norm.gemma_rmsnorm if offset else flashinfer.rmsnorm
+    return handed(norm(aligned(x), aligned(weight), eps, room(y, x, *x.shape)), y)
+
+
+def add_rmsnorm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    sandwich: int,
+    y: Tensor | None = None,
+    new_residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """It writes over both operands, which the op leaves as they are: it gets copies, which the time includes."""
+    import flashinfer  # type: ignore[import-not-found,unused-ignore]
+
+    assert not sandwich, "it adds, then normalises"
+    norm = flashinfer.norm.gemma_fused_add_rmsnorm if offset else flashinfer.fused_add_rmsnorm
+    normed, summed = room(y, x, *x.shape).copy_(x), room(new_residual, x, *x.shape).copy_(residual)
+    norm(normed, summed, aligned(weight), eps)
+    return handed(normed, y), handed(summed, new_residual)
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    style: int,
+    q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """It looks cos and sin up in a table [positions, cos R/2 | sin R/2] of fp32 and rotates in place. The table made
+    here has a row for each token, not each position: what a caller passes may be any position and any frequency."""
+    import flashinfer  # type: ignore[import-not-found,unused-ignore]
+
+    tokens, width = q.shape[0], q.shape[-1]
+    own = [room(out, t, *t.shape).copy_(t) for t, out in ((q, q_out), (k, k_out))]
+    flashinfer.apply_rope_with_cos_sin_cache_inplace(
+        rows(tokens, str(q.device)), *(t.view(tokens, -1) for t in own), width, table(positions, inv_freq), style == 0
+    )
+    return handed(own[0], q_out), handed(own[1], k_out)
+
+
+def table(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """cos and sin of each token's angles, side by side: fp32 [M, R]."""
+    import torch
+
+    angle = positions[:, None] * inv_freq
+    return torch.cat((angle.cos(), angle.sin()), -1)
+
+
+@lru_cache(maxsize=64)
+def rows(tokens: int, device: str) -> Tensor:
+    """0, 1, ...: where each token finds its row of `table`."""
+    import torch
+
+    return torch.arange(tokens, dtype=torch.int32, device=device)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -33,6 +108,16 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     import torch
 
     made: Tensor = flashinfer.silu_and_mul(torch.cat((gate, up), -1))
+    return made
+
+
+def geglu(gate: Tensor, up: Tensor, tanh: int) -> Tensor:
+    """As swiglu."""
+    import flashinfer  # type: ignore[import-not-found,unused-ignore]
+    import torch
+
+    operand = torch.cat((gate, up), -1)
+    made: Tensor = flashinfer.gelu_tanh_and_mul(operand) if tanh else flashinfer.gelu_and_mul(operand)
     return made
 
 
@@ -49,7 +134,7 @@ def attn(
     """One sequence, one position: q[Hq,D], k and v[Hkv,L,D] ("HND")."""
     import flashinfer  # type: ignore[import-not-found,unused-ignore]
 
-    query, keys, values = q[0, :, 0], k[0, :, :max_len], v[0, :, :max_len]
+    query, keys, values = (aligned(t) for t in (q[0, :, 0], k[0, :, :max_len], v[0, :, :max_len]))
     # Its kernel without tensor cores refuses what has gaps: a cache that is not full, for one.
     gaps = not all(t.is_contiguous() for t in (query, keys, values))
     cores = gaps or q.shape[1] // k.shape[1] >= GROUP_FOR_TENSOR_CORES
@@ -70,14 +155,28 @@ def _one(w: Workload, cc: tuple[int, int]) -> str:
     return whole_cache(w, cc)
 
 
-def _norm(w: Workload, cc: tuple[int, int]) -> str:
-    return "" if w.trait("offset", 0.0) in (0.0, 1.0) else plain_norm(w, cc)
+def whole_heads(w: Workload, _: tuple[int, int]) -> str:
+    """A rotation by vectors of 8, or of a 32nd of a head, each half of what is rotated by itself."""
+    if w["D"] not in ROPE_HEAD_DIMS:
+        return f"takes heads of {', '.join(map(str, ROPE_HEAD_DIMS))}; the workload's are {w['D']} wide"
+    step = 2 * max(8, w["D"] // 32)
+    return "" if w["R"] % step == 0 else f"rotates in steps of {step}; the workload rotates {w['R']} elements"
+
+
+def add_then_norm(w: Workload, cc: tuple[int, int]) -> str:
+    return sum_then_norm(w, cc) or either_norm(w, cc)
+
+
+def _kernel(op: str, limits: Limits, *, writes_out: bool = False) -> LibraryKernel:
+    name = f"flashinfer:{op}"
+    return LibraryKernel(op, name, FLASHINFER, backend="FLASHINFER", limits=limits, writes_out=writes_out)
 
 
 KERNELS = (
-    LibraryKernel("rmsnorm", "flashinfer:rmsnorm", FLASHINFER, backend="FLASHINFER", limits=_norm),
-    LibraryKernel(
-        "swiglu", "flashinfer:swiglu", FLASHINFER, backend="FLASHINFER", writes_out=False, limits=whole_vectors
-    ),
-    LibraryKernel("attn", "flashinfer:attn", FLASHINFER, backend="FLASHINFER", limits=_one, writes_out=False),
+    _kernel("rmsnorm", either_norm, writes_out=True),
+    _kernel("add_rmsnorm", add_then_norm, writes_out=True),
+    _kernel("rope", whole_heads, writes_out=True),
+    _kernel("swiglu", whole_vectors),
+    _kernel("geglu", whole_vectors),
+    _kernel("attn", _one),
 )

@@ -1,0 +1,220 @@
+"""flashinfer-python's decode attention over pages: planned on the host, and XQA, which plans nothing.
+
+Signatures: 0.7.2.post1; the planned one's are those of 0.3.0 as far as they are used, XQA's of 0.5.0.
+
+`BatchDecodeWithPagedKVCacheWrapper` splits its work by the lengths, on the host: `plan` must run anew whenever a
+length changes, and reading them waits for the device. So each call reads them and plans only where they have changed;
+the pages they lie in are gathered on the device each time. Such a call cannot be captured in a graph, and a race of
+graphs leaves it out. `xqa` reads lengths and pages on the device. Both want a key in every sequence: an empty one is
+given one, and its result zeroed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from autosel.candidates.libraries.base import LibraryKernel, aligned
+from autosel.candidates.libraries.flashinfer import FLASHINFER, GROUP_FOR_TENSOR_CORES, HEAD_DIMS
+from autosel.values import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PLANNED = replace(FLASHINFER, needs=("BatchDecodeWithPagedKVCacheWrapper",))
+XQA = replace(FLASHINFER, least_version=(0, 5, 0), least_cc=(9, 0), needs=("xqa",))
+XQA_PAGES = (16, 32, 64, 128)
+XQA_MAJORS = (9, 10, 12)
+WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
+SEMAPHORES = 2 << 20  # 8 MiB, as its own caller sets aside
+MOST_PLANS = 8  # each keeps 8 MiB on the device and 8 MiB of pinned memory
+CORES_GROUPS = (1, 2, 3)  # query heads a KV head that its kernel without tensor cores has, below those worth them
+
+
+# --- planned ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """One wrapper, and what it was planned for."""
+
+    wrapper: Any
+    lengths: list[int] | None = None
+    places: tuple[Tensor, Tensor] | None = None  # row and column of the block table for each page in use
+    pages: Tensor | None = None  # the wrapper's list of pages: it reads this very memory
+    empty: Tensor | None = None  # bool [B,1,1,1], where a sequence has no key
+
+
+_PLANS: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+
+
+def planned(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    max_len: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """q[B,Hq,1,D] over [P,page,Hkv,D] ("NHD")."""
+    import torch
+
+    keys, values = _alike(k_pages, v_pages)
+    settings = {
+        "window_left": window - 1 if window else -1,
+        "logits_soft_cap": softcap or None,
+        "sm_scale": scale or None,
+    }
+    plan = _plan(q, keys, tuple(settings.values()))
+    wanted = lengths.tolist()
+    if plan.lengths != wanted:
+        _renew(plan, q, keys, wanted, settings)
+    assert plan.places is not None and plan.pages is not None
+    torch.clamp(block_table[plan.places], min=0, out=plan.pages)  # -1 where an empty sequence has no page
+    made: Tensor = plan.wrapper.run(aligned(q[:, :, 0]).contiguous(), (keys, values))[:, :, None]
+    return made if plan.empty is None else made.masked_fill_(plan.empty, 0.0)
+
+
+def _plan(q: Tensor, keys: Tensor, settings: tuple[Any, ...]) -> Plan:
+    """The one for these shapes and settings on this stream, to which its workspace belongs."""
+    stream = _stream(q)
+    key = (stream, str(q.device), q.dtype, *q.shape[:2], *keys.shape[1:], *settings)
+    found = _PLANS.pop(key, None) or Plan(wrapper=_wrapper(q, keys, stream))
+    _PLANS[key] = found
+    if len(_PLANS) > MOST_PLANS:
+        _PLANS.popitem(last=False)
+    return found
+
+
+def _wrapper(q: Tensor, keys: Tensor, stream: int) -> Any:
+    import flashinfer  # type: ignore[import-not-found,unused-ignore]
+
+    group = q.shape[1] // keys.shape[2]
+    cores = group >= GROUP_FOR_TENSOR_CORES or group not in CORES_GROUPS
+    workspace = _workspace(str(q.device), stream)
+    return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=cores)
+
+
+def _renew(plan: Plan, q: Tensor, keys: Tensor, wanted: list[int], settings: dict[str, Any]) -> None:
+    import torch
+
+    page, device = keys.shape[1], q.device
+    used = torch.tensor([max(n, 1) for n in wanted], dtype=torch.int32)
+    counts = (used + page - 1) // page
+    starts = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()))
+    rows = torch.repeat_interleave(torch.arange(len(wanted)), counts)
+    columns = torch.arange(len(rows)) - starts[:-1].long()[rows]
+    plan.lengths, plan.places = None, (rows.to(device), columns.to(device))
+    plan.pages = torch.zeros(len(rows), dtype=torch.int32, device=device)
+    plan.empty = torch.tensor([n == 0 for n in wanted], device=device)[:, None, None, None] if 0 in wanted else None
+    plan.wrapper.plan(
+        starts.to(device),
+        plan.pages,
+        (used - (counts - 1) * page).to(device),
+        q.shape[1],
+        keys.shape[2],
+        q.shape[-1],
+        page,
+        q_data_type=q.dtype,
+        kv_data_type=keys.dtype,
+        **settings,
+    )
+    plan.lengths = wanted
+
+
+# --- XQA --------------------------------------------------------------------------------------------------------------
+
+
+def xqa(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    max_len: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """It divides by the root of D itself, so the scale it gets is relative to that. Its window counts the query's own
+    position, as ours does."""
+    import flashinfer  # type: ignore[import-not-found,unused-ignore]
+    import torch
+
+    assert not softcap, "it has no softcap"
+    keys, values = _alike(k_pages, v_pages)
+    (b, heads, _, d), stream = q.shape, _stream(q)
+    out = q.new_empty(b, 1, heads, d)
+    flashinfer.xqa(
+        aligned(q[:, :, 0]).contiguous()[:, None],
+        keys,
+        values,
+        block_table.contiguous(),
+        lengths.clamp_min(1).view(torch.uint32)[:, None],
+        out,
+        _workspace(str(q.device), stream),
+        _semaphores(str(q.device), stream),
+        keys.shape[2],
+        keys.shape[1],
+        q_scale=scale * d**0.5 if scale else 1.0,
+        sliding_win_size=window,
+    )
+    return out.transpose(1, 2).masked_fill_((lengths == 0)[:, None, None, None], 0.0)
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def _alike(k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:
+    """Aligned, and with the same strides: it addresses both by those of K."""
+    keys, values = aligned(k_pages), aligned(v_pages)
+    return (keys, values) if keys.stride() == values.stride() else (keys.contiguous(), values.contiguous())
+
+
+def _stream(t: Tensor) -> int:
+    import torch
+
+    return int(torch.cuda.current_stream(t.device).cuda_stream) if t.is_cuda else 0
+
+
+@lru_cache(maxsize=8)
+def _workspace(device: str, stream: int) -> Tensor:
+    """Zeros, as it asks of the first use. A call leaves no more in it than the next one on the stream may overwrite."""
+    import torch
+
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+@lru_cache(maxsize=8)
+def _semaphores(device: str, stream: int) -> Tensor:
+    """Zeros; each call leaves them so."""
+    import torch
+
+    return torch.zeros(SEMAPHORES, dtype=torch.uint32, device=device)
+
+
+def _no_plan(w: Workload, _: tuple[int, int]) -> str:
+    if w["S"] != 1:
+        return f"one position a call; the workload has S = {w['S']}"
+    return "" if w["D"] in HEAD_DIMS else f"takes heads of {', '.join(map(str, HEAD_DIMS))}; here {w['D']} wide"
+
+
+def _no_xqa(w: Workload, cc: tuple[int, int]) -> str:
+    if cc[0] not in XQA_MAJORS:
+        return f"is for compute capabilities {', '.join(f'{m}.x' for m in XQA_MAJORS)}; the device has {cc[0]}.{cc[1]}"
+    if w["page"] not in XQA_PAGES:
+        return f"takes pages of {', '.join(map(str, XQA_PAGES))} tokens; these have {w['page']}"
+    return "it has no softcap" if w.trait("softcap", 0.0) else _no_plan(w, cc)
+
+
+KERNELS = (
+    LibraryKernel(
+        "paged_attn", "flashinfer_paged:planned", PLANNED, backend="FLASHINFER", limits=_no_plan, writes_out=False
+    ),
+    LibraryKernel("paged_attn", "flashinfer_paged:xqa", XQA, backend="FLASHINFER", limits=_no_xqa, writes_out=False),
+)

@@ -1,0 +1,162 @@
+"""How installed libraries are called: each candidate's whole proof, with a stand-in for the library in a worker.
+
+The stand-ins of tests/libraries/ have the libraries' own signatures (compared with the published sources where those
+are fetched) and compute with PyTorch. Proven is the mapping: layouts, scales, what is written in place, lengths that
+change from call to call. The libraries' kernels are not.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosel.candidates.libraries import flashinfer, flashinfer_mm, flashinfer_paged
+from autosel.candidates.libraries.base import Library, LibraryKernel
+from autosel.fingerprint import known
+from autosel.ops import OPS
+from autosel.parity.check import Prover, Terms
+from autosel.parity.session import Proof
+from autosel.values import DTypeName, Passed, Scalar
+from tests import engines
+
+STAND_INS = Path(__file__).parents[1] / "libraries"
+HERE = Library(distribution="torch", module="json", least_version=(1, 0))  # installed, and soon imported
+ROWS = {"M": 3, "d": 512}
+GATED = {"M": 3, "I": 512}
+ROPE = {"M": 3, "Hq": 8, "Hkv": 2, "D": 128, "R": 128}
+HEADS = {"B": 3, "Hq": 8, "Hkv": 2, "S": 1, "D": 64, "L": 160}
+LINEAR = {"M": 3, "N": 256, "K": 512}
+
+Plan = tuple[Any, str, DTypeName, dict[str, int], dict[str, Scalar]]
+PLANS: list[Plan] = [
+    (flashinfer, "flashinfer:rmsnorm", "bf16", ROWS, {}),
+    (flashinfer, "flashinfer:rmsnorm", "fp16", ROWS, {"offset": 1.0}),
+    (flashinfer, "flashinfer:add_rmsnorm", "bf16", ROWS, {}),
+    (flashinfer, "flashinfer:add_rmsnorm", "fp16", ROWS, {"offset": 1.0}),
+    (flashinfer, "flashinfer:rope", "bf16", ROPE, {}),
+    (flashinfer, "flashinfer:rope", "fp16", {**ROPE, "R": 64}, {"style": 1}),
+    (flashinfer, "flashinfer:swiglu", "bf16", GATED, {}),
+    (flashinfer, "flashinfer:geglu", "bf16", GATED, {}),
+    (flashinfer, "flashinfer:geglu", "bf16", GATED, {"tanh": 1}),
+    (flashinfer, "flashinfer:attn", "bf16", {**HEADS, "B": 1}, {}),
+    (flashinfer_mm, "flashinfer_mm:cudnn", "bf16", LINEAR, {"residual": True}),
+    (flashinfer_mm, "flashinfer_mm:cublaslt", "bf16", LINEAR, {"bias": True, "residual": True}),
+    (flashinfer_paged, "flashinfer_paged:planned", "bf16", {**HEADS, "page": 16}, {}),
+    (flashinfer_paged, "flashinfer_paged:planned", "fp16", {**HEADS, "page": 24}, {"window": 40, "softcap": 30.0}),
+    (flashinfer_paged, "flashinfer_paged:xqa", "bf16", {**HEADS, "page": 64}, {"window": 40}),
+]
+
+
+def named(plan: Plan) -> str:
+    return " ".join([plan[1], plan[2], *map(str, plan[4])])
+
+
+@pytest.fixture(scope="module")
+def prover() -> Iterator[Prover]:
+    """One worker for all of them, in which the stand-ins are found by the libraries' names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", engines.ROOT.as_posix() + ":" + STAND_INS.as_posix())
+        with Prover(known.load("h200"), Terms()) as made:
+            yield made
+
+
+def stood_in(module: Any, name: str) -> LibraryKernel:
+    """The candidate itself, of a library that is installed."""
+    made: LibraryKernel = copy.copy(next(k for k in module.KERNELS if k.name == name))
+    made.library = HERE
+    if module is flashinfer_mm:  # a stand-in has no steps: the whole battery
+        made.limits = lambda w, cc: ""
+    return made
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=named)
+def test_a_library_called_as_its_signature_says_meets_the_contract(plan: Plan, prover: Prover) -> None:
+    module, name, dtype, dims, traits = plan
+    candidate, fp = stood_in(module, name), known.load("h200")
+    w = OPS[candidate.op].workload(dtype, dims, **traits)
+    knobs = candidate.knobs(w, fp)
+    recipe = candidate.recipe(w, fp, knobs)
+    found = prover.prove(Proof(candidate=candidate, recipe=recipe, digest=name, knobs=knobs, workload=w))
+    assert isinstance(found, Passed), found
+
+
+# --- the stand-ins ----------------------------------------------------------------------------------------------------
+
+SOURCES = {
+    "flashinfer": {
+        "flashinfer/norm/__init__.py": (
+            "rmsnorm",
+            "gemma_rmsnorm",
+            "fused_add_rmsnorm",
+            "gemma_fused_add_rmsnorm",
+        ),
+        "flashinfer/rope.py": ("apply_rope_with_cos_sin_cache_inplace",),
+        "flashinfer/activation.py": ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"),
+        "flashinfer/gemm/gemm_base.py": ("mm_bf16",),
+        "flashinfer/decode.py": (
+            "single_decode_with_kv_cache",
+            "BatchDecodeWithPagedKVCacheWrapper.__init__",
+            "BatchDecodeWithPagedKVCacheWrapper._plan_impl",
+            "BatchDecodeWithPagedKVCacheWrapper.run",
+        ),
+        "flashinfer/xqa.py": ("xqa",),
+    },
+}
+WHAT = [(e, file, f) for e, files in SOURCES.items() for file, functions in files.items() for f in functions]
+PARTS = ("BatchDecodeWithPagedKVCacheWrapper._plan_impl", "BatchDecodeWithPagedKVCacheWrapper.run")
+
+
+@pytest.mark.parametrize(("engine", "file", "function"), WHAT, ids=lambda v: v.rpartition("/")[2])
+def test_a_stand_in_has_the_published_signature(
+    engine: str, file: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names, order, kind and defaults; of the longest methods the parameters that are passed."""
+    if engines.missing(engine):
+        pytest.skip(engines.missing(engine))
+    theirs = published(engines.ENGINES / engine / file, function)
+    ours = stood(file, function, monkeypatch)
+    if function in PARTS:
+        theirs = {name: theirs[name] for name in ours if name in theirs}
+    assert ours == theirs
+
+
+def published(file: Path, function: str) -> dict[str, str]:
+    """Each parameter with its default, as text; keyword-only ones marked. Of overloads the last."""
+    where: list[ast.stmt] = ast.parse(file.read_text()).body
+    *outer, name = function.split(".")
+    for cls in outer:
+        where = next(n for n in where if isinstance(n, ast.ClassDef) and n.name == cls).body
+    node = [n for n in where if isinstance(n, ast.FunctionDef) and n.name == name][-1]
+    positional = [*node.args.posonlyargs, *node.args.args]
+    missing = [None] * (len(positional) - len(node.args.defaults))
+    found = dict(zip([a.arg for a in positional], [*missing, *node.args.defaults], strict=True))
+    found |= {f"*{a.arg}": d for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)}
+    return {n: "" if d is None else plain(ast.unparse(d)) for n, d in found.items() if n != "self"}
+
+
+def stood(file: str, function: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.syspath_prepend(STAND_INS)
+    package = file.partition("/")[0].removesuffix(".py")
+    for name in [n for n in sys.modules if n.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    found: Any = import_module(package)
+    for part in function.replace("_plan_impl", "plan").split("."):
+        found = getattr(found, part)
+    told = {}
+    for p in inspect.signature(found).parameters.values():
+        default = "" if p.default is p.empty else plain(repr(p.default))
+        told["*" + p.name if p.kind == p.KEYWORD_ONLY else p.name] = default
+    return {n: d for n, d in told.items() if n != "self"}
+
+
+def plain(default: str) -> str:
+    """A dtype may be spelled as its name."""
+    return {"'float16'": "torch.float16"}.get(default, default)
