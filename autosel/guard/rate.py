@@ -1,6 +1,7 @@
 """Which calls are checked: law of the gaps between them. No torch, no clock.
 
-The first CANARY calls of a bucket in a process are all checked. After them each call is checked with probability p,
+The first CANARY calls of a bucket in a process are all checked; of long ones (a prompt's products take seconds) as many
+as FIRST_NS pays for, and LEAST of them whatever that takes. After them each call is checked with probability p,
 independently: the distance to the next one is drawn from the geometric distribution, so that a call costs a countdown
 and not a random number, and no period of the model (32 layers, 2000 calls) can hide from it. A fault that shows in a
 share f of the calls is found within ln(100) / (p f) calls in 99 of 100 cases.
@@ -21,6 +22,8 @@ from random import Random, SystemRandom
 from autosel import settings
 
 CANARY = 32  # sgl-project/sglang PR 34412 checks one output, then trusts
+LEAST = 4
+FIRST_NS = 1_000_000_000  # a request that is first to meet a kernel waits for its checks
 FRESH_CHECKS = 100  # finds a fault of rate 4.5 % in 99 of 100 cases: 1 - 0.01^(1/100)
 FRESH_FACTOR = 10
 # By the guard's own clock, which sees the check alone. What checks add to their step and the one after it was measured
@@ -32,11 +35,12 @@ NEVER = (1 << 30) - 1  # the largest countdown that Python keeps in one digit; i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How much is checked. `shadow_rate` 0: the first calls only. `max_share` inf: whatever it takes."""
+    """How much is checked. `shadow_rate` 0: the first calls only. `max_share`, `first_ns` inf: whatever it takes."""
 
     on: bool = True
     shadow_rate: float = 1 / 2000
     max_share: float = MAX_SHARE
+    first_ns: float = FIRST_NS
 
     @staticmethod
     def from_settings() -> Policy:
@@ -59,20 +63,28 @@ class Rate:
     policy: Policy
     random: Random = field(default_factory=SystemRandom)  # a forked process draws its own
     checks: int = 0
+    first: int = CANARY  # calls that are all checked
+    spent_ns: float = 0.0  # on their checks
     in_service: bool = False  # `own` holds times as they are between checks
     own: deque[float] = field(default_factory=_latest)
     extra: deque[float] = field(default_factory=_latest)
 
     @property
     def canary(self) -> bool:
-        return self.checks < CANARY
+        return self.checks < self.first
+
+    @property
+    def deep(self) -> bool:
+        """Does the next check compute float64 rows? Of the first calls', three do: all 32 may fall into the first token
+        of a model with 32 layers. The others compare the whole result with the baseline's."""
+        return self.checks in (0, 7) or self.checks + 1 >= self.first
 
     @property
     def probability(self) -> float:
         """Of the next call being checked."""
         if self.canary:
             return 1.0
-        fresh = self.checks < CANARY + FRESH_CHECKS
+        fresh = self.checks < self.first + FRESH_CHECKS
         p = min(1.0, self.policy.shadow_rate * (FRESH_FACTOR if fresh else 1))
         extra = self.extra_ns
         return min(p, self.policy.max_share * self.own_ns / extra) if extra > 0 else p
@@ -97,9 +109,13 @@ class Rate:
             self.in_service = True
         if natural or not self.in_service:
             self.own.append(own_ns)
-        if is_deep(self.checks):
+        if self.deep:
             self.extra.append(extra_ns)
+        if self.canary:
+            self.spent_ns += extra_ns
         self.checks += 1
+        if self.canary and self.checks >= LEAST and self.spent_ns > self.policy.first_ns:
+            self.first = self.checks
 
     @property
     def own_ns(self) -> float:
@@ -113,9 +129,3 @@ class Rate:
     def extra_ns(self) -> float:
         """What a check with float64 rows adds: the mean, for that is what is paid."""
         return statistics.fmean(self.extra) if self.extra else 0.0
-
-
-def is_deep(checks: int) -> bool:
-    """Does the check after `checks` others compute float64 rows? Of the canary's, three do: all 32 may fall into the
-    first token of a model with 32 layers. The others compare the whole result with the baseline's."""
-    return checks + 1 in (1, 8) or checks + 1 >= CANARY

@@ -22,7 +22,7 @@ from autosel.errors import AutoselError
 from autosel.guard.call import Arm, Call, Clock, Result, captured
 from autosel.guard.detector import MIN_DWELL_S, Detector
 from autosel.guard.judge import Finding, Judge
-from autosel.guard.rate import CANARY, NEVER, Policy, Rate, is_deep
+from autosel.guard.rate import NEVER, Policy, Rate
 from autosel.guard.replay import replay
 from autosel.ledger.faults import Cause, Fault
 from autosel.ops.contract import Op
@@ -80,8 +80,8 @@ class Watch:
             return self.rate.gap() if self.fault is None else NEVER
 
     def describe(self) -> str:
-        d, checks = self.detector, self.rate.checks
-        told = f"{checks} calls checked" if checks >= CANARY else f"{checks} of the first {CANARY} calls checked"
+        d, checks, first = self.detector, self.rate.checks, self.rate.first
+        told = f"{checks} of the first {first} calls checked" if self.rate.canary else f"{checks} calls checked"
         return f"{told}; slower than the baseline in {d.lost} of {d.pairs}" if d.pairs else told
 
     # --- a call that is checked -------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Watch:
 
     def _both(self, call: Call) -> Any:
         s, start = self.subject, self.clock()
-        number = self.rate.checks
+        number, canary, deep = self.rate.checks, self.rate.canary, self.rate.deep
         first = self.random.random() < 0.5
         if first:
             candidate, baseline = call.run(s.candidate), call.run(s.baseline)
@@ -121,8 +121,8 @@ class Watch:
         if candidate.error is not None:
             return call.serve(baseline)
         try:
-            finding = self.judge.look(call, candidate, baseline, self._seed(), deep=is_deep(number))
-            wrong = finding is not None and self._wrong(call, finding, baseline, number)
+            finding = self.judge.look(call, candidate, baseline, self._seed(), deep=deep)
+            wrong = finding is not None and self._wrong(call, finding, baseline, number, canary=canary)
         except torch.OutOfMemoryError:  # who serves leaves little room, and that says nothing about the arm
             self._count(candidate, self.clock() - start, first=first)
             return call.serve(baseline)
@@ -134,8 +134,8 @@ class Watch:
                 self.unjudged += 1
                 self._count(candidate, self.clock() - start, first=first)
             return call.serve(baseline)
-        served = call.serve(baseline if number < CANARY else candidate)
-        self._account(call, candidate, baseline, self.clock() - start, number, first=first)
+        served = call.serve(baseline if canary else candidate)
+        self._account(call, candidate, baseline, self.clock() - start, canary=canary, first=first)
         return served
 
     def _seed(self) -> int:
@@ -148,12 +148,12 @@ class Watch:
             self.rate.checked(candidate.ns, max(0, took_ns - candidate.ns), natural=first)
 
     def _account(
-        self, call: Call, candidate: Result, baseline: Result, took_ns: int, number: int, *, first: bool
+        self, call: Call, candidate: Result, baseline: Result, took_ns: int, *, canary: bool, first: bool
     ) -> None:
         """The check's cost, and, after the first calls, who was faster. `first`: the candidate ran first."""
         with self.lock:
             self.rate.checked(candidate.ns, max(0, took_ns - candidate.ns), natural=first)
-            if number < CANARY or self.subject.decision.state == "pinned":  # a pin serves whatever it takes
+            if canary or self.subject.decision.state == "pinned":  # a pin serves whatever it takes
                 return
             self.detector.add(candidate.ns > baseline.ns)
             if not self.detector.alarm or self._dwelt_s() < MIN_DWELL_S:
@@ -173,7 +173,7 @@ class Watch:
 
     # --- wrong ------------------------------------------------------------------------------------------------------
 
-    def _wrong(self, call: Call, finding: Finding, baseline: Result, number: int) -> bool:
+    def _wrong(self, call: Call, finding: Finding, baseline: Result, number: int, *, canary: bool) -> bool:
         """Find out why, and report it; False where nobody can tell."""
         again = replay(call, finding, self.subject.candidate, baseline)
         mismatch = finding.mismatch
@@ -187,7 +187,7 @@ class Watch:
             **dict(mismatch.evidence),
             **again.evidence,
             "checks_before": number,
-            "canary": number < CANARY,
+            "canary": canary,
         }
         self._report(again.cause, reason, call.workload.key, evidence)
         return True

@@ -203,7 +203,7 @@ def test_a_compiled_kernel_wrong_for_some_inputs_is_demoted_when_they_come(
     with open_ledger() as ledger:
         promote(ledger, arm)
         promote(ledger, native_arm(small), small)
-    board = Board(home, Policy(shadow_rate=1.0, max_share=math.inf))
+    board = Board(home, Policy(shadow_rate=1.0, max_share=math.inf, first_ns=math.inf))
     bound, other = board.bind(RMS, (X, WEIGHT)), board.bind(RMS, (X[:1], WEIGHT))
     for _ in range(CANARY + 10):
         assert is_right(bound(X, WEIGHT))
@@ -244,7 +244,7 @@ def kernel(x, weight, eps, offset):
 """)  # fmt: skip
     with open_ledger() as ledger:
         made = promote(ledger, arm)
-    board = Board(home, Policy(shadow_rate=0.5, max_share=math.inf))
+    board = Board(home, Policy(shadow_rate=0.5, max_share=math.inf, first_ns=math.inf))
     bound = board.bind(RMS, (X, WEIGHT))
     results = []
     while board.epoch == 0:  # past 200 calls the chance is 2^-140
@@ -274,7 +274,7 @@ def kernel(x, weight, eps, offset):
 """)  # fmt: skip
     with open_ledger() as ledger:
         promote(ledger, arm)
-    board = Board(home, Policy(shadow_rate=0.0))
+    board = Board(home, Policy(shadow_rate=0.0, first_ns=math.inf))
     best = board.selection(RMS)
     assert all(is_right(best(X, WEIGHT)) for _ in range(45))
     board.close()

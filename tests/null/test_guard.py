@@ -24,7 +24,7 @@ from autosel.candidates.load import load
 from autosel.dispatch.board import Board, this_device
 from autosel.guard import NEVER, Held, Policy, Subject, Watch
 from autosel.guard.detector import ALARM, MIN_DWELL_S, Detector
-from autosel.guard.rate import CANARY, FRESH_CHECKS, FRESH_FACTOR, MAX_SHARE, Rate, is_deep
+from autosel.guard.rate import CANARY, FIRST_NS, FRESH_CHECKS, FRESH_FACTOR, LEAST, MAX_SHARE, Rate
 from autosel.ledger import faults, snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import current_mode, serving_key
@@ -33,8 +33,8 @@ from autosel.values import Arm, Decision, Knobs, PythonRecipe, Workload, digest,
 RMS, ATTN, KV = ops.find("rmsnorm"), ops.find("attn"), ops.find("kv_append")
 X, WEIGHT = torch.randn(4, 64), torch.ones(64)
 W = RMS.workload("fp32", {"M": 4, "d": 64})
-EVERY_CALL = Policy(shadow_rate=1.0)
-CANARY_ONLY = Policy(shadow_rate=0.0)
+EVERY_CALL = Policy(shadow_rate=1.0, first_ns=math.inf)  # however slow this machine is just now
+CANARY_ONLY = Policy(shadow_rate=0.0, first_ns=math.inf)
 Kernel = Callable[..., Any]
 
 # --- rate ---------------------------------------------------------------------------------------------------------
@@ -130,8 +130,28 @@ def test_a_rate_of_zero_checks_the_first_calls_only() -> None:
 
 
 def test_three_of_the_first_checks_compute_float64_and_all_later_ones() -> None:
-    assert [n for n in range(CANARY) if is_deep(n)] == [0, 7, 31]
-    assert all(is_deep(n) for n in range(CANARY, CANARY + 50))
+    def deep(n: int) -> bool:
+        return Rate(policy=Policy(), checks=n).deep
+
+    assert [n for n in range(CANARY) if deep(n)] == [0, 7, 31]
+    assert all(deep(n) for n in range(CANARY, CANARY + 50))
+
+
+@pytest.mark.parametrize("wanted", [LEAST, 10, 31, CANARY])
+def test_of_long_calls_as_many_are_the_first_as_a_second_pays_for(wanted: int) -> None:
+    rate = Rate(policy=Policy(shadow_rate=0.0))
+    while rate.canary:
+        rate.checked(own_ns=1e6, extra_ns=1.01 * FIRST_NS / wanted if wanted < CANARY else 1e6)
+    assert rate.checks == rate.first == wanted
+    assert rate.gap() == NEVER and rate.deep
+
+
+def test_a_call_of_minutes_is_checked_a_few_times_all_the_same() -> None:
+    rate = Rate(policy=Policy())
+    for _ in range(LEAST):
+        assert rate.gap() == 1
+        rate.checked(own_ns=1e9, extra_ns=60e9)
+    assert not rate.canary and rate.probability < 1e-4
 
 
 # --- detector -----------------------------------------------------------------------------------------------------
@@ -316,15 +336,29 @@ def scaled(*values: Any) -> Tensor:
     return good(*values).mul_(1.001)
 
 
-def test_the_caller_gets_the_baselines_result_of_the_first_calls_and_the_candidates_later() -> None:
-    def other(*values: Any) -> Tensor:
-        made = good(*values)
-        return made.copy_(torch.nextafter(made, torch.full_like(made, math.inf)))
+def other(*values: Any) -> Tensor:
+    """Right, and not the baseline's."""
+    made = good(*values)
+    return made.copy_(torch.nextafter(made, torch.full_like(made, math.inf)))
 
+
+def test_the_caller_gets_the_baselines_result_of_the_first_calls_and_the_candidates_later() -> None:
     watch, told = watched(other)
     for number in range(CANARY + 5):
         assert torch.equal(call(watch), right(X)) == (number < CANARY)
     assert not told
+
+
+def test_the_first_calls_of_a_long_one_are_fewer_and_a_wrong_one_is_found_in_them_all_the_same() -> None:
+    clock = Clock()
+    kernel = load(RMS, registry.baseline("rmsnorm").recipe(W, this_device(), Knobs()), "", {})
+    slow: dict[str, Any] = {"baseline": clock.taking(FIRST_NS / 2, kernel), "clock": clock}
+    always = Policy(shadow_rate=1.0, max_share=math.inf)
+    watch, told = watched(clock.taking(FIRST_NS / 10, other), policy=always, **slow)
+    assert [torch.equal(call(watch), right(X)) for _ in range(LEAST + 3)] == [True] * LEAST + [False] * 3
+    assert not told and f"{LEAST + 3} calls checked" in watch.describe()
+    watch, told = watched(clock.taking(FIRST_NS / 10, scaled), policy=Policy(), **slow)
+    assert torch.equal(call(watch), right(X)) and told[0].evidence["canary"] is True
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["allocated", "out"])

@@ -44,7 +44,7 @@ def test_a_wrong_kernel_is_found_there_too_and_by_whom() -> None:
         given = guards.call(watch)
     assert torch.equal(given, guards.right(guards.X))
     assert [fault.cause for fault in told] == ["kernel"]
-    assert rate.is_deep(0), "or the rows in float64 were never asked"
+    assert rate.Rate(policy=rate.Policy()).deep, "or the rows in float64 were never asked"
 
 
 # --- a device with little room ----------------------------------------------------------------------------------------
