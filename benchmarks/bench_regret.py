@@ -9,7 +9,8 @@ the closed form, a twin of it and the constants; the best of them is chosen on o
 the other, both ways round. The interval is a bootstrap over visits; the twin says what this measurement makes of two
 equal settings. A setting whose result is wrong is no rival: what is to be timed at last is judged first.
 
-A route cell has the kernels that take a workload as its settings: which of them the formula sends it to is judged.
+A route cell has kernels as its settings, whether or not they are offered at so many rows: which of them the formula
+sends a workload to is judged, at every M up to 16 and beyond; on a GPU also the side of M2 that a product is tiled for.
 
 Visits during which other processes had more than a twentieth of a core do not count, whatever came out of them; nor
 does a cell of which too few are left. --build compiles what the cells need and measures nothing: before a silent run.
@@ -31,11 +32,15 @@ import argparse
 import itertools
 import json
 import math
+import re
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -44,12 +49,17 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from autosel import resources
 from autosel.candidates.base import Candidate
-from autosel.candidates.registry import all_candidates
+from autosel.candidates.registry import all_candidates, baseline
+from autosel.candidates.triton.base import also, shared
 from autosel.errors import BuildError
 from autosel.knobs.cpu.facts import facts as cpu_facts
+from autosel.knobs.gpu import Formula
+from autosel.knobs.gpu import gemm as gemm_form
 from autosel.knobs.gpu.facts import facts as gpu_facts
-from autosel.values import Accepted, Fingerprint, NativeRecipe, Scalar, Workload, digest
+from autosel.native.compile import find_sources
+from autosel.values import Accepted, Fingerprint, NativeRecipe, PythonRecipe, Recipe, Scalar, Workload, digest
 from benchmarks.cublaslt import by_cublaslt
 from benchmarks.cutlass_settings import around
 from benchmarks.halving import Bench, final, held_out, interval, nominate, ratios_of
@@ -62,6 +72,8 @@ Setting = dict[str, Scalar]  # knob -> value, of those that the kernel takes
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "regret.json"
 MOST_SETTINGS = 240
+MOST_COMPILED = 64  # of a Triton kernel, which is compiled anew for each
+KERNELS = resources.kernels()
 METHOD = 2  # how a cell is measured; cells of another are measured again
 SWEEP_SHARE = 0.4  # of a cell's time
 FRESH_SEED = 2  # of the contents that the final's settings are judged on
@@ -86,47 +98,101 @@ class Cell:
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 PROJECTIONS = {"o": (4096, 4096), "qkv": (6144, 4096), "down": (4096, 14336), "1b o": (2048, 2048), "1b k": (512, 2048)}
+# Every M at which a dot product may win, to twice the most rows that share one; then whether it still loses.
+ROUTE_ROWS = (*range(1, 17), 31, 32, 33, 64)
+TILE_ROWS = (48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 512)  # around M2: 64 to 256, as the device is
+WAYS: dict[str, Formula] = {
+    "stream": gemm_form.stream,
+    "large": gemm_form.large,
+}  # of triton:gemm, on either side of M2
 
 
 def cells(device: str) -> list[Cell]:
-    """The cells of research on decode: projections at few rows and many, attention by length, group and batch."""
+    """The cells of research on decode: projections at few rows and many, attention by length, group and batch; on a GPU
+    every kernel of ours, for each has a formula of its own or its own share of one."""
+    return [*_few_rows(device), *_attention(device), *_rows(device), *_many_rows(device), *_routes(device)]
+
+
+def _cell(kind: str, kernels: str, op: str, dims: Mapping[str, int], **traits: Scalar) -> Cell:
     from autosel.ops import OPS
 
-    def cell(kind: str, kernels: str, op: str, dims: Mapping[str, int], **traits: Scalar) -> Cell:
-        return Cell(kind=kind, kernels=tuple(kernels.split()), workload=OPS[op].workload("bf16", dims, **traits))
+    return Cell(kind=kind, kernels=tuple(kernels.split()), workload=OPS[op].workload("bf16", dims, **traits))
 
+
+def _few_rows(device: str) -> Iterator[Cell]:
     own = "cpp" if device == "cpu" else "cuda"
-    found = []
     for n, k in PROJECTIONS.values():
-        found += [cell("decode", f"{own}:gemv", "linear", {"M": m, "N": n, "K": k}) for m in (1, 2, 4, 8)]
-    found.append(cell("decode", f"{own}:gemv", "linear", {"M": 1, "N": 128256, "K": 2048}))
-    for m in (1, 4):
-        found.append(cell("decode", f"{own}:gate_up", "gate_up", {"M": m, "I": 14336, "d": 4096}))
-        found.append(cell("decode", f"{own}:norm_qkv", "norm_qkv", {"M": m, "N": 6144, "d": 4096}))
-    for m, (n, k) in itertools.product((1, 4), ((4096, 4096), (512, 2048))) if own == "cuda" else ():
-        found.append(cell("decode", "cuda:gemv_fp8", "gemv_fp8", {"M": m, "N": n, "K": k}))
+        yield from (_cell("decode", f"{own}:gemv", "linear", {"M": m, "N": n, "K": k}) for m in (1, 2, 4, 8))
+    yield _cell("decode", f"{own}:gemv", "linear", {"M": 1, "N": 128256, "K": 2048})
+    for name, m in itertools.product((own,) if device == "cpu" else (own, "triton"), (1, 4)):
+        yield _cell("decode", f"{name}:gate_up", "gate_up", {"M": m, "I": 14336, "d": 4096})
+        yield _cell("decode", f"{name}:norm_qkv", "norm_qkv", {"M": m, "N": 6144, "d": 4096})
+        if device != "cpu":
+            yield _cell("decode", f"{name}:lm_head", "lm_head", {"M": m, "V": 128256, "d": 4096})
+    if device != "cpu":
+        for (n, k), m in itertools.product((PROJECTIONS["o"], PROJECTIONS["1b o"]), (1, 8)):
+            yield _cell("decode", "triton:gemv", "linear", {"M": m, "N": n, "K": k})
+            yield _cell("decode", "cuda:gemv_fp8", "gemv_fp8", {"M": m, "N": n, "K": k})
+
+
+def _attention(device: str) -> Iterator[Cell]:
+    own = "cpp" if device == "cpu" else "cuda"
+
+    def at(kernel: str, hq: int, hkv: int, length: int, *, d: int = 128, batch: int = 1, page: int = 0) -> Cell:
+        dims = {"B": batch, "Hq": hq, "Hkv": hkv, "S": 1, "D": d, "L": length, **({"page": page} if page else {})}
+        ragged: dict[str, Scalar] = {"ragged": True} if batch > 1 else {}
+        return _cell("decode", kernel, "paged_attn" if page else "attn", dims, **ragged)
+
     for length, (hq, hkv) in itertools.product((512, 2048, 8192, 32768), ((8, 8), (32, 8), (32, 4))):
-        dims = {"B": 1, "Hq": hq, "Hkv": hkv, "S": 1, "D": 128, "L": length}
-        found.append(cell("decode", f"{own}:attn_decode", "attn", dims))
+        yield at(f"{own}:attn_decode", hq, hkv, length)
     for batch, length in ((4, 2048), (8, 1024)):
-        dims = {"B": batch, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": length}
-        found.append(cell("decode", f"{own}:attn_decode", "attn", dims, ragged=True))
-    dims = {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192, "page": 16}
-    found.append(cell("decode", f"{own}:paged_attn_decode", "paged_attn", dims))
+        yield at(f"{own}:attn_decode", 32, 8, length, batch=batch)
+    yield at(f"{own}:paged_attn_decode", 32, 8, 8192, page=16)
     for hq, hkv, d, length in ((4, 1, 256, 8192), (32, 8, 64, 2048)):
-        dims = {"B": 1, "Hq": hq, "Hkv": hkv, "S": 1, "D": d, "L": length}
-        found.append(cell("decode", f"{own}:attn_decode", "attn", dims))
-    found.append(cell("decode", f"{own}:add_rmsnorm", "add_rmsnorm", {"M": 64, "d": 4096}))
-    for m in (1, 64):
-        found.append(cell("decode", f"{own}:rmsnorm", "rmsnorm", {"M": m, "d": 4096}))
-        found.append(cell("decode", f"{own}:swiglu", "swiglu", {"M": m, "I": 14336}))
-    many = "cpp:gemm" if device == "cpu" else "triton:gemm"
+        yield at(f"{own}:attn_decode", hq, hkv, length, d=d)
+    if device == "cpu":
+        return
+    for length in (2048, 8192, 32768):  # eight query heads a KV head: tensor cores' range
+        yield at("cuda:attn_decode_mma", 32, 4, length)
+    yield at("cuda:paged_attn_decode_mma", 32, 4, 8192, page=16)
+    for merged, length in itertools.product(("", "@merge"), (512, 8192)):
+        yield at(f"triton:attn_decode{merged}", 32, 8, length)
+    for merged in ("", "@merge"):
+        yield at(f"triton:paged_attn_decode{merged}", 32, 8, 8192, page=16)
+    for s in (512, 2048):
+        yield _cell("prefill", "triton:attn_prefill", "prefill_attn", {"B": 1, "Hq": 32, "Hkv": 8, "S": s, "D": 128})
+
+
+def _rows(device: str) -> Iterator[Cell]:
+    own = ("cpp",) if device == "cpu" else ("cuda", "triton")
+    yield from (_cell("decode", f"{name}:add_rmsnorm", "add_rmsnorm", {"M": 64, "d": 4096}) for name in own)
+    for name, m in itertools.product(own, (1, 64)):
+        yield _cell("decode", f"{name}:rmsnorm", "rmsnorm", {"M": m, "d": 4096})
+        yield _cell("decode", f"{name}:swiglu", "swiglu", {"M": m, "I": 14336})
+        if device != "cpu":
+            yield _cell("decode", f"{name}:geglu", "geglu", {"M": m, "I": 6912}, tanh=1)
+            yield _cell("decode", f"{name}:rope", "rope", {"M": m, "Hq": 32, "Hkv": 8, "D": 128, "R": 128})
+            yield _cell("decode", f"{name}:kv_append", "kv_append", {"B": m, "Hkv": 8, "S": 1, "D": 128})
+    if device != "cpu":
+        for name, batch in itertools.product(own, (1, 8)):
+            yield _cell("decode", f"{name}:sample", "sample", {"B": batch, "V": 128256, "L": 1024})
+
+
+def _many_rows(device: str) -> Iterator[Cell]:
+    names = ("cpp:gemm",) if device == "cpu" else ("triton:gemm", "cutlass:gemm_sm90", "cutlass:gemm_sm80")
     for (n, k), m in itertools.product(((4096, 4096), (2048, 8192)), (16, 32, 64, 128, 256)):
-        for name in (many,) if device == "cpu" else (many, "cutlass:gemm_sm90", "cutlass:gemm_sm80"):
-            found.append(cell("gemm", name, "linear", {"M": m, "N": n, "K": k}))
-    for (n, k), m in itertools.product(((4096, 4096), (2048, 2048)), (5, 6, 7, 8)):
-        found.append(cell("route", f"{own}:gemv {many}", "linear", {"M": m, "N": n, "K": k}))
-    return found
+        yield from (_cell("gemm", name, "linear", {"M": m, "N": n, "K": k}) for name in names)
+    for name in names[1:]:
+        yield _cell("gemm", name, "lm_head", {"M": 16, "V": 128256, "d": 4096})
+
+
+def _routes(device: str) -> Iterator[Cell]:
+    pair = "cpp:gemv cpp:gemm" if device == "cpu" else "cuda:gemv triton:gemm"
+    for (n, k), m in itertools.product(((4096, 4096), (2048, 2048)), ROUTE_ROWS):
+        yield _cell("route", pair, "linear", {"M": m, "N": n, "K": k})
+    if device != "cpu":
+        for m in TILE_ROWS:
+            yield _cell("route", "triton:gemm@stream triton:gemm@large", "linear", {"M": m, "N": 4096, "K": 4096})
 
 
 def routed(w: Workload, fp: Fingerprint, kernels: Sequence[str]) -> str:
@@ -135,16 +201,32 @@ def routed(w: Workload, fp: Fingerprint, kernels: Sequence[str]) -> str:
         from autosel.knobs.cpu import linear
 
         return kernels[0] if linear.by_dots(w["M"]) else kernels[1]
-    from autosel.knobs.gpu import gemm
-    from autosel.knobs.gpu.facts import facts
-
-    return kernels[0] if gemm.route(w, facts(fp))["route"] == "gemv" else kernels[1]
+    route = gemm_form.route(w, gpu_facts(fp))["route"]
+    if kernels[0].endswith("@stream"):
+        return kernels[route == "large"]
+    return kernels[route != "gemv"]
 
 
 def kernel(cell: Cell, name: str, fp: Fingerprint) -> Candidate | None:
-    """The candidate, if it takes the workload here."""
-    found = next((c for c in all_candidates(cell.workload.op) if c.name == name), None)
-    return found if found is not None and isinstance(found.supports(cell.workload, fp), Accepted) else None
+    """The candidate, if it takes the workload here; of a route cell, if it takes any number of rows: from where to
+    where it is offered is part of what is judged."""
+    found = _named(cell.workload.op, name)
+    rows = ROUTE_ROWS if cell.kind == "route" else ()
+    asked = (cell.workload, *(cell.workload.at(M=m) for m in rows))
+    takes = found is not None and any(isinstance(found.supports(w, fp), Accepted) for w in asked)
+    return found if takes else None
+
+
+def _named(op: str, name: str) -> Candidate | None:
+    """By its name; `triton:gemm@stream` and `@large` are that kernel with either formula, whatever the rows."""
+    base, _, way = name.partition("@")
+    plain = next((c for c in all_candidates(op) if c.name == (base if way in WAYS else name)), None)
+    if way not in WAYS or plain is None:
+        return plain
+    forced: Any = copy(plain)
+    forced.name, forced.formula = name, also(WAYS[way], shared)
+    found: Candidate = forced
+    return found
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -162,6 +244,8 @@ LISTS: dict[str, tuple[int, ...]] = {
     "tile_rows": (64, 128),
     "tile_m": (64, 128),
     "tile_n": (64, 128, 256),
+    "tile_q": (32, 64, 128),
+    "tile_k": (32, 64, 128),
 }
 CONSTANTS: Setting = {"rows": 1, "tile": 64, "prefetch": 16, "split_k": 1, "unroll": 4, "rows_per_warp": 1, "stages": 2}
 
@@ -173,7 +257,8 @@ def settings(candidate: Candidate, w: Workload, fp: Fingerprint) -> tuple[Settin
         return closed, around(closed, gpu_facts(fp))
     idle = ignored(closed)
     axes = {n: [v] if n in idle else values(n, v, fp) for n, v in closed.items() if n != "pdl"}
-    while math.prod(len(axis) for axis in axes.values()) > MOST_SETTINGS:
+    most = MOST_COMPILED if candidate.backend == "TRITON" else MOST_SETTINGS
+    while math.prod(len(axis) for axis in axes.values()) > most:
         longest = max(axes, key=lambda name: len(axes[name]))
         kept = {axes[longest][0], axes[longest][-1], closed[longest], *axes[longest][1::2]}
         coarser = [v for v in axes[longest] if v in kept]
@@ -243,12 +328,14 @@ def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, 
     arms, closed = _arms(cell, timer.fp)
     legs = {name: arm for name, (arm, _) in arms.items()}
     timer.seat(cell.workload, legs, lead=closed)
-    refused = [] if timer.fp.kind == "cpu" else refusing(timer, [name for name in arms if name not in (closed, TWIN)])
+    may_refuse = timer.fp.kind != "cpu" or cell.kind == "route"
+    others = [name for name in arms if name not in (closed, TWIN)]
+    refused = refusing(timer, others) if may_refuse else []
     arms = {name: one for name, one in arms.items() if name not in refused}
     legs = {name: arm for name, (arm, _) in arms.items()}
     beside = [name for name in arms if name in (TWIN, CONSTANT) or name.startswith(PEER)]  # timed, but no rivals
-    others = {name: setting for name, (_, setting) in arms.items() if name != closed and name not in beside}
-    swept = nominate(timer, closed, others, arms[closed][1], seconds=SWEEP_SHARE * seconds, rng=rng)
+    rest = {name: setting for name, (_, setting) in arms.items() if name != closed and name not in beside}
+    swept = nominate(timer, closed, rest, arms[closed][1], seconds=SWEEP_SHARE * seconds, rng=rng)
     rivals = [closed, *swept.nominees]
     met = [*rivals, *beside]
     timer.seat(cell.workload, {name: legs[name] for name in met}, lead=closed)
@@ -273,11 +360,12 @@ def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, 
         "closed_us": round(statistics.median(times[closed]), 3),
         "best": arms[best][1],
         "best_us": round(statistics.median(times[best]), 3),
-        "settings": len(others) + 1,
+        "settings": len(rest) + 1,
         "left_out": swept.left_out,
         "readings": swept.readings,
         "rounds": len(times[closed]),
     }
+    found["sources"] = sources_of(cell, timer.fp)
     if refused:
         found["refused"] = len(refused)
     if wrong:
@@ -363,10 +451,8 @@ def _arms(cell: Cell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], 
         made[CONSTANT] = (replace(entrant(own, w, fp, fixed), candidate=f"{own.name} constant"), fixed)
     for peer, chosen in of_peers(w, fp, setting).items():
         made[f"{PEER}{peer}"] = (replace(entrant(own, w, fp, chosen), candidate=f"{own.name} as {peer}"), chosen)
-    library = next((c for c in all_candidates(w.op) if c.name == "torch:linear"), None)
-    if fp.kind == "cuda" and library is not None:
-        made[f"{PEER}pytorch"] = (entrant(library, w, fp), {})
-    made |= {f"{PEER}cublaslt": (arm, {}) for arm in by_cublaslt(w, fp).values()}
+    for arm in by_cublaslt(w, fp).values():  # a product: as PyTorch does it too
+        made |= {f"{PEER}pytorch": (entrant(baseline(w.op), w, fp), {}), f"{PEER}cublaslt": (arm, {})}
     return made, _spelled(setting)
 
 
@@ -429,12 +515,55 @@ def of_stage(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"device": device["name"], "hw_id": device["hw_id"], "date": record["started"][:10], "cells": cells}
 
 
+def sources_of(cell: Cell, fp: Fingerprint) -> dict[str, str]:
+    """File below kernels/ -> the beginning of its digest: everything that the cell's kernels are made from."""
+    found: set[Path] = set()
+    for one in (kernel(cell, name, fp) for name in cell.kernels):
+        if one is not None:
+            recipe = one.recipe(cell.workload, fp, one.knobs(cell.workload, fp))
+            native = isinstance(recipe, NativeRecipe)
+            found |= set(find_sources(KERNELS / recipe.source)) if native else _modules(recipe)
+    return {path.relative_to(KERNELS).as_posix(): _digest(path) for path in sorted(found)}
+
+
+def _modules(recipe: Recipe) -> set[Path]:
+    """Of a Triton kernel: its file and those that it imports, theirs included."""
+    assert isinstance(recipe, PythonRecipe)
+    todo, seen = [recipe.target.partition(":")[0].rpartition(".")[2]], set()
+    while todo:
+        path = KERNELS / "triton" / f"{todo.pop()}.py"
+        if path not in seen:
+            seen.add(path)
+            todo += re.findall(r"^from autosel\.triton_kernels\.(\w+) import", path.read_text(), re.MULTILINE)
+    return seen
+
+
+def _digest(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else ""
+
+
+def changed_since(found: Sequence[Mapping[str, Any]]) -> str:
+    """Which cells were measured before their kernels' sources were last changed, in words; "" where none was."""
+    there = {name: _digest(KERNELS / name) for c in found for name in c.get("sources", {})}
+    stale = [{n for n, was in c["sources"].items() if was != there[n]} for c in found if "sources" in c]
+    old = Counter(name for names in stale for name in names)
+    told = []
+    if old:
+        files = ", ".join(f"`kernels/{name}` ({count})" for name, count in sorted(old.items()))
+        told.append(f"{sum(map(bool, stale))} cells were measured before the last change of {files}")
+    unknown = sum("sources" not in c for c in found)
+    if unknown:
+        told.append(f"of {unknown} cells it is not known which sources were measured")
+    return f"{'; '.join(told)}." if told else ""
+
+
 def markdown(stored: Mapping[str, Any]) -> str:
     """Tables for the documentation."""
     found = list(stored["cells"].values())
     there = len(cells("cpu" if any(c["kernel"].startswith("cpp:") for c in found) else "cuda"))
     told = f"{len(found)} of {there} cells measured with nobody else on the machine"
-    lines = [f"{stored['device']}, {stored['date']}; {told}.", ""]
+    changed = changed_since(found)
+    lines = [f"{stored['device']}, {stored['date']}; {told}.", *([changed] if changed else []), ""]
     lines += ["| kind | cells | geomean | p95 | worst | twin (noise) | constants | goal |", "|" + " --- |" * 8]
     for kind, s in summary(found).items():
         average, most = GOALS.get(kind, (None, None))

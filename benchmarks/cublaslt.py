@@ -5,6 +5,8 @@ Left to itself PyTorch calls cuBLAS for most products, whatever else is installe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from autosel.values import Fingerprint, PythonRecipe, Workload
@@ -14,21 +16,35 @@ if TYPE_CHECKING:
 
     from autosel.race.contest import Entrant
 
-NAME = "torch:linear@cublaslt"
 DTYPES = ("bf16", "fp16", "fp32")
+OPS = ("linear", "lm_head")  # products alone: what else a fused op does is no library's
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor | None = None) -> Tensor:
-    """The eager product with the other library; what was preferred before is preferred again. The preference is read
-    where a product is launched, so that a captured graph keeps the library."""
-    from torch.backends.cuda import preferred_blas_library
-
+    """The eager product with the other library."""
     from autosel.ops import eager
+
+    with _preferred():
+        return eager.linear(x, w, bias, residual, y)
+
+
+def lm_head(x: Tensor, w: Tensor, greedy: int, out: Tensor | None = None) -> Tensor:
+    from autosel.ops import eager
+
+    with _preferred():
+        return eager.lm_head(x, w, greedy, out)
+
+
+@contextmanager
+def _preferred() -> Iterator[None]:
+    """What was preferred before is preferred again. The preference is read where a product is launched, so that a
+    captured graph keeps the library."""
+    from torch.backends.cuda import preferred_blas_library
 
     before = preferred_blas_library()
     preferred_blas_library("cublaslt")
     try:
-        return eager.linear(x, w, bias, residual, y)
+        yield
     finally:
         preferred_blas_library(before)
 
@@ -37,7 +53,7 @@ def by_cublaslt(w: Workload, fp: Fingerprint) -> dict[str, Entrant]:
     """Its arm by name, where there is one: a product on a GPU."""
     from autosel.race.contest import Entrant
 
-    if fp.kind != "cuda" or w.op != "linear" or w.dtype not in DTYPES:
+    if fp.kind != "cuda" or w.op not in OPS or w.dtype not in DTYPES or w.trait("greedy", 0):
         return {}
-    recipe = PythonRecipe(target=f"{__name__}:linear")
-    return {NAME: Entrant(candidate=NAME, op=w.op, recipe=recipe, digest="", knobs={}, writes_out=True)}
+    name, recipe = f"torch:{w.op}@cublaslt", PythonRecipe(target=f"{__name__}:{w.op}")
+    return {name: Entrant(candidate=name, op=w.op, recipe=recipe, digest="", knobs={}, writes_out=True)}

@@ -55,7 +55,7 @@ def of_peers(w: Workload, fp: Fingerprint, closed: Mapping[str, Scalar]) -> dict
         found = attention_splits(w, facts(fp))
         return {peer: {**closed, "chunk": _chunk(w, s, int(closed["tile"]))} for peer, s in found.items()}
     tiled = {name: value for name, value in TRITON_TILE.items() if name in closed}
-    if w.op == "linear" and {"tile_rows", "tile_m"} & set(tiled):
+    if w.op in ("linear", "lm_head") and {"tile_rows", "tile_m"} & set(tiled):
         return {"triton's tutorial": {**closed, **tiled}}
     return {}
 

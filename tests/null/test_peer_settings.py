@@ -16,7 +16,7 @@ from autosel.ops.contract import Match
 from autosel.values import Accepted, Fingerprint, Workload
 from benchmarks import bench_regret
 from benchmarks.bench_regret import cells, peers_summary, taken
-from benchmarks.cublaslt import NAME, by_cublaslt
+from benchmarks.cublaslt import by_cublaslt
 from benchmarks.gpu import bench
 from benchmarks.peer_settings import attention_splits, flash_attention_splits, of_peers, vllm_segments
 
@@ -73,6 +73,15 @@ def test_every_attention_cell_on_a_gpu_has_its_peers_and_no_cell_on_a_cpu() -> N
             assert of_peers(c.workload, H200, closed), c.name
     cpu = Fingerprint(kind="cpu", name="a CPU", identity={}, environment={}, rates={})
     assert of_peers(attn(1, 512), cpu, {"chunk": 3, "tile": 128}) == {}
+
+
+def test_every_product_on_a_gpu_meets_cublaslt_and_every_tile_tritons_tutorial() -> None:
+    for c in (c for c in cells("cuda") if c.kind != "route"):
+        met = set(by_cublaslt(c.workload, H200))
+        assert bool(met) == (c.workload.op in ("linear", "lm_head")), c.name
+        if c.kind == "gemm" and not c.kernels[0].endswith("sm80"):  # its sides have no tutorial's names
+            closed = taken(find(c.workload.op, c.kernels[0]), c.workload, H200)
+            assert set(of_peers(c.workload, H200, closed)) == {"triton's tutorial"}, c.name
 
 
 def test_a_peer_is_compared_in_the_cells_where_it_has_a_rule() -> None:
@@ -144,7 +153,7 @@ def test_the_bench_times_cublaslt_beside_the_baseline_on_a_gpu_alone(monkeypatch
         return [(registry.baseline(w.op), Accepted())]
 
     monkeypatch.setattr(registry, "eligible", only_the_baseline)
-    assert list(bench._arms(PRODUCT, H200, "quick")[0]) == ["torch:linear", NAME]
+    assert list(bench._arms(PRODUCT, H200, "quick")[0]) == ["torch:linear", "torch:linear@cublaslt"]
     assert list(bench._arms(attn(1, 512), H200, "quick")[0]) == ["torch:sdpa"]
     cpu = Fingerprint(kind="cpu", name="a CPU", identity={}, environment={}, rates={})
     assert list(bench._arms(PRODUCT, cpu, "quick")[0]) == ["torch:linear"]

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
-from autosel.candidates.registry import find
+from autosel.candidates.registry import find, own_candidates
 from autosel.fingerprint import known
+from autosel.knobs import gpu as gpu_knobs
+from autosel.knobs.cpu import linear
 from autosel.knobs.cpu.facts import FORK_JOIN_S, facts, worthwhile_threads
+from autosel.knobs.gpu import gemm, gemv
+from autosel.knobs.gpu.facts import facts as facts_of_gpu
 from autosel.ops import OPS
 from autosel.values import Fingerprint, Rate
 from benchmarks.bench_regret import (
+    MOST_COMPILED,
     MOST_SETTINGS,
+    WAYS,
+    Cell,
+    _named,
     cells,
+    changed_since,
     geomean,
     ignored,
     is_legal,
+    kernel,
     refusing,
+    routed,
     settings,
+    sources_of,
     summary,
 )
+from benchmarks.gpu import decode
+from benchmarks.gpu.__main__ import parsed
 from benchmarks.gpu.instrument import others_share
+from benchmarks.gpu.scope import scope_of
 from benchmarks.halving import final, held_out, interval, nominate
 
+ROOT = Path(__file__).resolve().parents[2]
 RIVALS = ("closed", "a", "b", "c", "d", "e")
 
 
@@ -221,6 +241,120 @@ def test_cells_have_names_of_their_own() -> None:
     for device in ("cpu", "cuda"):
         names = [c.name for c in cells(device)]
         assert len(names) == len(set(names))
+
+
+OURS = [c for c in own_candidates() if c.backend in ("CUDA_EXT", "TRITON", "CUTLASS")]
+# Settings of a step as a whole: the decode stage runs it in each of its forms.
+WHOLE_STEP = {"persistent", "step"}
+NO_FORMULAS = {"__init__", "facts"}
+
+
+def test_every_kernel_of_ours_on_a_gpu_has_its_cells() -> None:
+    """A kernel that is new has none, and fails here."""
+    met = {(c.workload.op, name) for c in cells("cuda") if c.kind != "route" for name in c.kernels}
+    assert met == {(c.op, c.name) for c in OURS}
+
+
+def test_every_closed_form_of_a_gpu_has_its_cells() -> None:
+    families = {name for name, _ in gpu_knobs.FAMILIES.values()} | {"route", *gpu_knobs.ROUTES}
+    h200 = facts_of_gpu(known.load("h200"))
+    assert families == {name for c in cells("cuda") for name in gpu_knobs.derive(c.workload, h200)}
+    folder = Path(gpu_knobs.__file__).parent
+    modules = {path.stem: path.read_text() for path in folder.glob("*.py") if path.stem not in WHOLE_STEP | NO_FORMULAS}
+    formulas = {inspect.getmodule(inspect.unwrap(f)).__name__.rpartition(".")[2] for f in _formulas()}  # type: ignore[union-attr]
+    assert formulas == set(modules) and all("-> Knobs:" in text for text in modules.values())
+    assert {decode.WHOLE, decode.GRAPH, decode.CALLS} <= set(decode.runs(scope_of(parsed(["--device", "cuda"]))))
+
+
+def _formulas() -> list[Any]:
+    """Of the kernels that have cells; Triton's are made of the same as these."""
+    return [c.formula for c in OURS if c.backend != "TRITON"] + list(WAYS.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("cell", cells("cuda"), ids=lambda c: c.name)
+def test_a_gpus_sweep_holds_the_closed_form_and_is_bounded(cell: Cell) -> None:
+    """What a compiler is asked for each time is fewer."""
+    fp = known.load("h200")
+    if cell.kind == "route":
+        assert routed(cell.workload, fp, cell.kernels) in cell.kernels
+        return
+    (name,) = cell.kernels
+    found = find(cell.workload.op, name)
+    closed, legal = settings(found, cell.workload, fp)
+    assert closed in legal
+    assert len(legal) <= (MOST_COMPILED if found.backend == "TRITON" else MOST_SETTINGS) + 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_route_is_judged_at_every_m_that_it_could_go_wrong_at(device: str) -> None:
+    """1 to 16 and beyond, with both kernels in each cell; on no known device does a route change elsewhere."""
+    routes = [c for c in cells(device) if c.kind == "route"]
+    found: dict[tuple[str, ...], dict[tuple[int, int], set[int]]] = {}
+    for c in routes:
+        w = c.workload
+        found.setdefault(c.kernels, {}).setdefault((w["N"], w["K"]), set()).add(w["M"])
+    by_dots = next(shapes for kernels, shapes in found.items() if kernels[0].endswith(":gemv"))
+    assert len(by_dots) == 2
+    for rows in by_dots.values():
+        assert set(range(1, 17)) <= rows and max(rows) >= 64
+    if device == "cpu":
+        fp = cpu()
+        assert all(kernel(c, name, fp) is not None for c in routes for name in c.kernels)
+        assert {linear.by_dots(m) for m in range(1, 17)} == {True, False}
+        return
+    tiled = sorted(next(shapes for kernels, shapes in found.items() if kernels[0].endswith("@stream"))[4096, 4096])
+    for name in known.names():
+        f = facts_of_gpu(known.load(name))
+        for shape, rows in by_dots.items():
+            w = OPS["linear"].workload("bf16", {"M": 1, "N": shape[0], "K": shape[1]})
+            first = gemm.crossover(gemv.projection(w), f)
+            assert {max(1, first - 1), first, first + 1} <= rows, name
+        second = gemm.large_from("bf16", f)
+        below, above = max(m for m in tiled if m <= second), min(m for m in tiled if m > second)
+        assert above <= 1.25 * below, name
+
+
+def test_each_way_of_a_tiled_product_is_its_own_formulas() -> None:
+    cell = next(c for c in cells("cuda") if c.kernels[0].endswith("@stream"))
+    h200, rtx = known.load("h200"), known.load("rtx-5070-ti")
+    for name, mine in zip(cell.kernels, ("tile_rows", "tile_m"), strict=True):
+        made = _named("linear", name)
+        assert made is not None and mine in made.knobs(cell.workload, h200).values
+    at = cell.workload.at(M=150)
+    assert [routed(at, fp, cell.kernels).partition("@")[2] for fp in (h200, rtx)] == ["stream", "large"]
+
+
+# --- what was measured from which sources -----------------------------------------------------------------------------
+
+
+def committed() -> list[dict[str, Any]]:
+    found = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "regret.json").read_text())
+    return list(found["cells"].values())
+
+
+def test_every_committed_cell_says_which_sources_it_was_measured_from() -> None:
+    assert all(c["sources"] for c in committed())
+    text = (ROOT / "docs" / "formulas.md").read_text()
+    assert changed_since(committed()) in text
+
+
+def test_a_cell_that_is_older_than_its_kernels_sources_is_said_to_be() -> None:
+    cell = next(c for c in cells("cpu") if c.kernels == ("cpp:gemv",))
+    now = sources_of(cell, cpu())
+    assert {"cpu/gemv.cpp", "cpu/dot.h"} <= set(now)
+    fresh = {"kernel": "cpp:gemv", "sources": now}
+    assert changed_since([fresh]) == ""
+    old = {"kernel": "cpp:gemv", "sources": {**now, "cpu/dot.h": "000000000000", "cpu/gone.h": "111111111111"}}
+    told = changed_since([fresh, old])
+    assert told.startswith("1 cells") and "`kernels/cpu/dot.h` (1), `kernels/cpu/gone.h` (1)" in told
+    assert "of 1 cells it is not known" in changed_since([fresh, {"kernel": "cpp:gemv"}])
+
+
+def test_a_triton_kernels_sources_are_all_that_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autosel.candidates.triton.base.find_spec", lambda name: name)
+    cell = next(c for c in cells("cuda") if c.kernels == ("triton:gate_up",))
+    found = set(sources_of(cell, known.load("h200")))
+    assert {"triton/gate_up.py", "triton/project.py", "triton/common.py"} <= found
 
 
 def test_a_gpu_sweep_varies_what_reaches_the_kernel() -> None:
