@@ -771,8 +771,10 @@ def libraries() -> str:
     for name in sorted({k.library.distribution for k in kernels}):
         own = [k for k in kernels if k.library.distribution == name]
         least = spelled(min(k.library.least_version for k in own))
+        renamed = own[0].library.renamed
         by_op = {k.op: [code(c.name) for c in own if c.op == k.op] for k in own}
-        rows.append((code(name), least, "; ".join(f"{op}: {', '.join(names)}" for op, names in by_op.items())))
+        names = f"{code(name)}, {code(renamed)}" if renamed else code(name)
+        rows.append((names, least, "; ".join(f"{op}: {', '.join(found)}" for op, found in by_op.items())))
     return table(("pip's name", "from", "candidates, by op"), rows)
 
 

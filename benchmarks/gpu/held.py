@@ -54,7 +54,8 @@ def distributions() -> list[str]:
     from autosel.candidates.libraries.base import LibraryKernel
     from autosel.candidates.registry import own_candidates
 
-    wrapped = {c.library.distribution for c in own_candidates() if isinstance(c, LibraryKernel)}
+    libraries = [c.library for c in own_candidates() if isinstance(c, LibraryKernel)]
+    wrapped = {name for library in libraries for name in (library.distribution, library.renamed) if name}
     return sorted({*wrapped, *ENGINES.values(), *TOOLS})
 
 

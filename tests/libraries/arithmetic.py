@@ -42,3 +42,30 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window_left: int, s
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     return torch.einsum("hk,khd->hd", scores.softmax(-1), values).to(q.dtype)
+
+
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | int | None,
+    table: Tensor | None,
+    scale: float | None,
+    window_left: int,
+    softcap: float,
+) -> Tensor:
+    """q[B,S,Hq,D], the last S of each sequence's `lengths` positions, over k, v [B,L,Hkv,D], or [P,page,Hkv,D] and the
+    table that finds them. Nothing to see gives zeros."""
+    straight(q, k, v)
+    made = torch.zeros(q.shape, dtype=q.dtype)
+    counts = [lengths] * len(q) if isinstance(lengths, int) else lengths.tolist() if lengths is not None else []
+    for b, count in enumerate(counts):
+        keys, values = (t[b] if table is None else t[table[b, : -(-count // t.shape[1])].long()].flatten(0, 1)
+                        for t in (k, v))  # fmt: skip
+        for s in range(q.shape[1]):
+            seen = count - q.shape[1] + s + 1
+            if seen > 0:
+                made[b, s] = attention(
+                    q[b, s], keys[:seen], values[:seen], scale or q.shape[-1] ** -0.5, window_left, softcap
+                )
+    return made

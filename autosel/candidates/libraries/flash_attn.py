@@ -1,10 +1,15 @@
-"""flash-attn 2: attention over a cache, contiguous or paged (signature: 2.8; pages a multiple of 256 tokens)."""
+"""flash-attn: attention over a cache, contiguous or paged, in three generations that may stand side by side.
+
+Signatures: `flash_attn_with_kvcache` of 2.8 (pages a multiple of 256 tokens) and of 3.0.0, which calls the block table
+`page_table`; `flash_attn.cute.flash_attn_varlen_func` of 4.0.0b36, which takes sequences of one length with `seqused_k`
+and returns what it keeps for training too. A window of theirs is the keys before the query's own.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autosel.candidates.libraries.base import Library, LibraryKernel
+from autosel.candidates.libraries.base import Library, LibraryKernel, Limits, aligned
 from autosel.values import Workload
 
 if TYPE_CHECKING:
@@ -13,8 +18,24 @@ if TYPE_CHECKING:
 FLASH_ATTN = Library(
     distribution="flash-attn", module="flash_attn", least_version=(2, 6, 0), needs=("flash_attn_with_kvcache",)
 )
+FLASH_ATTN_3 = Library(
+    distribution="flash-attn-3",
+    module="flash_attn_interface",
+    least_version=(3, 0, 0),
+    least_cc=(9, 0),
+    most_cc=(9, 0),
+    needs=("flash_attn_with_kvcache",),
+)
+FLASH_ATTN_4 = Library(
+    distribution="flash-attn-4",
+    module="flash_attn.cute",
+    least_version=(4, 0, 0),
+    needs=("flash_attn_varlen_func",),
+    compiles_s=200.0,
+)
 PAGE = 256
 WIDEST_HEAD = 256
+WIDEST_HEAD_BY_CUTE = {9: 256}  # 128 elsewhere
 
 
 def attn(
@@ -59,9 +80,9 @@ def _called(
     from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found,unused-ignore]
 
     made: Tensor = flash_attn_with_kvcache(
-        q.transpose(1, 2),
-        k,
-        v,
+        aligned(q.transpose(1, 2)),
+        aligned(k),
+        aligned(v),
         cache_seqlens=lengths,
         block_table=block_table,
         softmax_scale=scale or None,
@@ -70,6 +91,125 @@ def _called(
         softcap=softcap,
     )
     return made.transpose(1, 2)
+
+
+# --- 3 ----------------------------------------------------------------------------------------------------------------
+
+
+def attn_3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    max_len: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    keys, values = (t[:, :, :max_len].transpose(1, 2) for t in (k, v))
+    return _called_3(q, keys, values, None, max_len if lengths is None else lengths, scale, window, softcap)
+
+
+def paged_attn_3(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    max_len: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    return _called_3(q, k_pages, v_pages, block_table.contiguous(), lengths, scale, window, softcap)
+
+
+def _called_3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page_table: Tensor | None,
+    lengths: Tensor | int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found,unused-ignore]
+
+    made: Tensor = flash_attn_with_kvcache(
+        aligned(q.transpose(1, 2)),
+        aligned(k),
+        aligned(v),
+        cache_seqlens=lengths,
+        page_table=page_table,
+        softmax_scale=scale or None,
+        causal=True,
+        window_size=(window - 1, 0) if window else (-1, -1),
+        softcap=softcap,
+    )
+    return made.transpose(1, 2)
+
+
+# --- 4 ----------------------------------------------------------------------------------------------------------------
+
+
+def attn_4(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    max_len: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    keys, values = (t[:, :, :max_len].transpose(1, 2) for t in (k, v))
+    return _called_4(q, keys, values, None, lengths, scale, window, softcap)
+
+
+def paged_attn_4(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    max_len: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    return _called_4(q, k_pages, v_pages, block_table.contiguous(), lengths, scale, window, softcap)
+
+
+def _called_4(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page_table: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore]
+
+    made = flash_attn_varlen_func(
+        aligned(q.transpose(1, 2)),
+        aligned(k),
+        aligned(v),
+        seqused_k=lengths,
+        page_table=page_table,
+        softmax_scale=scale or None,
+        causal=True,
+        window_size=(window - 1, 0) if window else (None, None),
+        softcap=softcap,
+        num_splits=0,  # as many as its heuristic finds
+    )
+    out: Tensor = made[0] if isinstance(made, tuple) else made
+    return out.transpose(1, 2)
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
 
 
 def _heads(w: Workload, _: tuple[int, int]) -> str:
@@ -85,9 +225,22 @@ def _pages(w: Workload, cc: tuple[int, int]) -> str:
     )
 
 
+def _heads_4(w: Workload, cc: tuple[int, int]) -> str:
+    widest = WIDEST_HEAD_BY_CUTE.get(cc[0], 128)
+    if w["D"] > widest or w["D"] % 8:
+        return f"takes heads up to {widest} wide in steps of 8; the workload's are {w['D']}"
+    return ""
+
+
+def _kernel(op: str, function: str, library: Library, limits: Limits) -> LibraryKernel:
+    return LibraryKernel(op, f"flash_attn:{function}", library, backend="FLASH_ATTN", limits=limits, writes_out=False)
+
+
 KERNELS = (
-    LibraryKernel("attn", "flash_attn:attn", FLASH_ATTN, backend="FLASH_ATTN", limits=_heads, writes_out=False),
-    LibraryKernel(
-        "paged_attn", "flash_attn:paged_attn", FLASH_ATTN, backend="FLASH_ATTN", limits=_pages, writes_out=False
-    ),
+    _kernel("attn", "attn", FLASH_ATTN, _heads),
+    _kernel("paged_attn", "paged_attn", FLASH_ATTN, _pages),
+    _kernel("attn", "attn_3", FLASH_ATTN_3, _heads),
+    _kernel("paged_attn", "paged_attn_3", FLASH_ATTN_3, _heads),
+    _kernel("attn", "attn_4", FLASH_ATTN_4, _heads_4),
+    _kernel("paged_attn", "paged_attn_4", FLASH_ATTN_4, _heads_4),
 )
