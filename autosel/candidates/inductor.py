@@ -4,6 +4,9 @@ Only where every dimension of a bucket is exact (M or B up to 8) and none grows 
 shapes, attention would compile again at every token. Loading `autosel.candidates.inductor:<op>` makes a function that
 compiles at its first call with a shape. Dynamo stops at 8 compilations a code object, fewer than parity brings shapes:
 then the function starts afresh with a new code object.
+
+A small function is compiled and called once first, in a child process with a deadline: a compiler or a Triton that does
+not fit this PyTorch keeps every op out, with the reason.
 """
 
 from __future__ import annotations
@@ -15,12 +18,15 @@ from typing import Any, Literal
 
 from autosel import settings
 from autosel.candidates.base import Candidate
+from autosel.candidates.probe import device, fault
+from autosel.fingerprint import nvml
 from autosel.native.compile import NO_COMPILER, find_compiler
 from autosel.values import Accepted, Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Rejected, Support, Workload
 
 COMPILED_OPS = (
     "linear", "rmsnorm", "add_rmsnorm", "rope", "swiglu", "geglu", "norm_qkv", "gate_up", "lm_head",
 )  # fmt: skip
+FIRST_CALL_S = 300.0  # Inductor starts its compilers and, on a GPU, Triton's
 EXACT_COUNT = 8  # values.count_bucket: counts up to here have a bucket of their own
 
 
@@ -30,7 +36,7 @@ class Inductor(Candidate):
     backend: Backend = "INDUCTOR"
     effort: Literal["quick", "full"] = "full"
     static_shapes = True
-    first_call_s = 300.0  # Inductor starts its compilers and, on a GPU, Triton's
+    first_call_s = FIRST_CALL_S
 
     def __init__(self, op: str) -> None:
         self.op, self.name = op, f"inductor:{op}"
@@ -42,10 +48,33 @@ class Inductor(Candidate):
             return Rejected(reason=f"compiled for one M; buckets above M = {EXACT_COUNT} hold several")
         if fp.kind == "cpu" and find_compiler() is None:
             return Rejected(reason=NO_COMPILER)
-        return Accepted()
+        why = unusable(fp)
+        return Rejected(reason=why) if why else Accepted()
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
         return PythonRecipe(target=f"{__name__}:{self.op}")
+
+
+def unusable(fp: Fingerprint) -> str:
+    """Why a small function, compiled, does not come back right on this device, or ""."""
+    compiler = find_compiler() if fp.kind == "cpu" else None
+    about = (fp.hw_id, nvml.driver() if fp.kind == "cuda" else compiler.version if compiler else "")
+    why = fault(f"{__name__}:called", fp.kind, str(fp.identity.get("cc", "")), about=about, deadline_s=FIRST_CALL_S)
+    return why and f"torch.compile does not work here: {why}"
+
+
+def called(kind: str, cc: str) -> None:
+    """In the child: raises what the compilation raises, or ValueError where the result is not eager's."""
+    _keep_artefacts()
+    import torch
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + 1
+
+    x = torch.arange(64, dtype=torch.float32, device=device(kind, cc))
+    got = torch.compile(doubled, fullgraph=True, dynamic=False)(x)
+    if not torch.equal(got, doubled(x)):
+        raise ValueError("a small compiled function gives another result than eager")
 
 
 INDUCTOR = tuple(Inductor(op) for op in COMPILED_OPS)

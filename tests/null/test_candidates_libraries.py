@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from autosel import settings
+from autosel.candidates import probe
 from autosel.candidates.arms import python_digest
 from autosel.candidates.convention import parameters_of, takes_outputs
 from autosel.candidates.libraries import (
@@ -53,10 +55,8 @@ PAGED = {**HEADS, "page": 64}
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
     settings.read.cache_clear()
-    base.probe.cache_clear()
     yield tmp_path
     settings.read.cache_clear()
-    base.probe.cache_clear()
 
 
 def workload(op: str) -> Workload:
@@ -118,22 +118,33 @@ def test_what_keeps_an_installed_library_out_is_said(home: Path, change: dict[st
 
 def test_an_import_that_takes_its_process_along_is_an_answer(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "kills_itself.py").write_text("import os\nos.abort()\n")
-    monkeypatch.setenv("PYTHONPATH", str(home))
-    assert "cannot be imported" in base.probe("torch", "1", "kills_itself", ())
+    monkeypatch.setenv("PYTHONPATH", str(home), prepend=os.pathsep)
+    said = base.unimportable(replace(HERE, module="kills_itself", needs=()), "1")
+    assert said == "torch cannot be imported: its process ended: SIGABRT"
 
 
 def test_an_import_without_end_is_cut_at_its_deadline(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "never_ends.py").write_text("while True: pass\n")
-    monkeypatch.setenv("PYTHONPATH", str(home))
-    assert "took longer than" in base.probe("torch", "1", "never_ends", (), deadline_s=0.5)
+    monkeypatch.setenv("PYTHONPATH", str(home), prepend=os.pathsep)
+    said = base.unimportable(replace(HERE, module="never_ends", needs=()), "1", deadline_s=0.5)
+    assert "took longer than" in said
 
 
 def test_a_version_is_probed_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is kept: another process does not start a third."""
-    first = base.probe("torch", "1", "no_such_module", ())
-    base.probe.cache_clear()
-    monkeypatch.setattr(base.subprocess, "run", None)
-    assert base.probe("torch", "1", "no_such_module", ()) == first
+    gone = replace(HERE, module="no_such_module")
+    first = base.unimportable(gone, "1")
+    probe.forget()
+    monkeypatch.setattr(probe, "_tried", None)
+    assert base.unimportable(gone, "1") == first
+
+
+def test_what_was_nobodys_fault_is_not_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = replace(HERE, module="no_such_module")
+    monkeypatch.setattr(probe, "_tried", lambda *_: ("out of memory", False))
+    assert "out of memory" in base.unimportable(gone, "2")
+    monkeypatch.setattr(probe, "_tried", lambda *_: ("", True))
+    assert base.unimportable(gone, "2") == ""
 
 
 def test_on_a_cpu_none_is_even_looked_for(home: Path) -> None:
@@ -148,9 +159,14 @@ def test_on_a_cpu_none_is_even_looked_for(home: Path) -> None:
         (of(flashinfer, "attn"), {**HEADS, "B": 2}, {}, "one sequence a call"),
         (of(flashinfer, "attn"), {**HEADS, "D": 80}, {}, "80 wide"),
         (of(flashinfer, "attn"), HEADS, {"window": 64}, "no window"),
-        (of(flash_attn, "attn"), {**HEADS, "D": 512}, {}, "512"),
-        (of(flash_attn, "paged_attn"), {**HEADS, "page": 16}, {}, "a multiple of 256 tokens"),
+        (of(flash_attn, "attn", ":attn"), {**HEADS, "D": 512}, {}, "512"),
+        (of(flash_attn, "paged_attn", ":paged_attn"), {**HEADS, "page": 16}, {}, "a multiple of 256 tokens"),
         (of(quack, "rmsnorm"), {"M": 2, "d": 512}, {"offset": 1.0}, "no weight offset"),
+        (of(quack, "add_rmsnorm"), {"M": 2, "d": 512}, {"sandwich": 1}, "normalises first"),
+        (of(quack, "linear"), {**LINEAR, "N": 12}, {}, "in steps of 8"),
+        (of(sgl, "add_rmsnorm"), {"M": 2, "d": 512}, {"sandwich": 1}, "normalises first"),
+        (of(sgl, "rope"), {**ROPE, "D": 80, "R": 80}, {}, "80 wide"),
+        (of(flash_attn, "attn", "attn_4"), {**HEADS, "D": 512}, {}, "up to 256 wide"),
         (of(liger, "geglu"), {"M": 2, "I": 512}, {}, "tanh"),
         (of(flashinfer, "swiglu"), {"M": 2, "I": 509}, {}, "vectors of 8"),
         (of(sgl, "geglu"), {"M": 2, "I": 12}, {}, "vectors of 8"),

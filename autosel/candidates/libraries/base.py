@@ -1,23 +1,17 @@
 """What every installed library has in common: it must be there, new enough, importable, and for this device.
 
-Importing somebody's package may compile for minutes, print, crash, or find that it was built for another torch: that is
-tried once an installed version, in a child process with a deadline. The answer is kept below the home.
+Importing somebody's package is tried once an installed version, in a child process with a deadline (probe.py).
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import metadata
-from pathlib import Path
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
-from autosel import settings
 from autosel.candidates.base import Candidate
+from autosel.candidates.probe import PROBE_S, fault
 from autosel.values import (
     Accepted,
     Backend,
@@ -28,14 +22,12 @@ from autosel.values import (
     Rejected,
     Support,
     Workload,
-    digest,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PACKAGE = __name__.rpartition(".")[0]
-PROBE_S = 120.0
 Limits = Callable[[Workload, "tuple[int, int]"], str]
 
 
@@ -68,7 +60,7 @@ class Library:
             most = "" if self.most_cc[0] == 99 else f" to {spelled(self.most_cc)}"
             needed = f"compute capability {spelled(self.least_cc)}{most}"
             return f"{self.distribution} needs {needed}; the device has {spelled(cc)}"
-        return probe(self.distribution, found, self.module, self.needs)
+        return unimportable(self, found)
 
 
 def _installed(distribution: str) -> str:
@@ -98,50 +90,19 @@ def spelled(numbers: tuple[int, ...]) -> str:
 # --- the probe --------------------------------------------------------------------------------------------------------
 
 
-@cache
-def probe(distribution: str, version: str, module: str, needs: tuple[str, ...], deadline_s: float = PROBE_S) -> str:
+def unimportable(library: Library, version: str, deadline_s: float = PROBE_S) -> str:
     """Why the module cannot be imported, or lacks what is called, or ""; once for this version beside this torch."""
-    path = settings.home() / "cache" / "libraries" / f"{_identity(distribution, version, module, needs)}.json"
-    try:
-        kept: str = json.loads(path.read_text())["why"]
-    except (OSError, ValueError, KeyError):
-        kept = _tried(distribution, module, needs, deadline_s)
-        _keep(path, kept)
-    return kept
+    target, needs = f"{__name__}:imported", list(library.needs)
+    about = (library.distribution, version)
+    why = fault(target, library.module, needs, about=about, deadline_s=deadline_s)
+    return why and f"{library.distribution} cannot be imported: {why}"
 
 
-def _identity(distribution: str, version: str, module: str, needs: tuple[str, ...]) -> str:
-    torch = metadata.version("torch")
-    return digest({"of": [distribution, version, module, *needs], "torch": torch, "python": sys.version})[:24]
-
-
-def _tried(distribution: str, module: str, needs: tuple[str, ...], deadline_s: float) -> str:
-    code = f"import importlib; m = importlib.import_module({module!r}); [getattr(m, n) for n in {list(needs)!r}]"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=deadline_s,
-            env=settings.passed_to_workers(),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"{distribution}: import {module} took longer than {deadline_s:.0f} s"
-    if done.returncode == 0:
-        return ""
-    last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
-    return f"{distribution} cannot be imported: {last[:200]}"
-
-
-def _keep(path: Path, why: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.write_text(json.dumps({"why": why}))
-    except OSError:  # a read-only home: probed again by the next process
-        return
+def imported(module: str, needs: Sequence[str]) -> None:
+    """In the child: raises what the import raises, or AttributeError."""
+    found = import_module(module)
+    for name in needs:
+        getattr(found, name)
 
 
 # --- the candidate ----------------------------------------------------------------------------------------------------

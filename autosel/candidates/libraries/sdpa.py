@@ -1,4 +1,8 @@
-"""The kernels behind PyTorch's SDPA, each forced: left to itself it takes the first eligible one, not the fastest."""
+"""The kernels behind PyTorch's SDPA, each forced: left to itself it takes the first eligible one, not the fastest.
+
+Which are there depends on how PyTorch was built, on the driver and on cuDNN: each is tried once with a small call, in a
+child process with a deadline.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autosel.candidates.base import Candidate
+from autosel.candidates.probe import device, fault
+from autosel.fingerprint import nvml
 from autosel.values import Accepted, Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Rejected, Support, Workload
 
 if TYPE_CHECKING:
@@ -47,12 +53,36 @@ class Forced(Candidate):
             return "without a mask it reads one position a sequence, all of equal length"
         if self.op == "prefill_attn" and 0 < int(w.trait("window", 0)) < w["S"]:
             return "without a mask it has no window"
-        if self.what == "cudnn":
-            return _no_cudnn(w, w["L"] if self.op == "attn" else w["S"], (int(major), int(minor or 0)))
-        return ""
+        keys = w["L"] if self.op == "attn" else w["S"]
+        why = _no_cudnn(w, keys, (int(major), int(minor or 0))) if self.what == "cudnn" else ""
+        return why or unusable(self.what, fp)
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
         return PythonRecipe(target=f"{__name__}:{self.op}_{self.what}")
+
+
+def unusable(what: str, fp: Fingerprint) -> str:
+    """Why a small call of this kernel does not come back right on this device, or ""."""
+    about = (fp.hw_id, nvml.driver())
+    why = fault(f"{__name__}:called", what, fp.kind, str(fp.identity.get("cc", "")), about=about)
+    return why and f"PyTorch's {what} kernel does not run here: {why}"
+
+
+def called(what: str, kind: str, cc: str) -> None:
+    """In the child: one position of four heads over 256 keys. Raises what PyTorch raises, or ValueError for a result
+    off by more than the roundings of the probabilities and of the result, each to fp16."""
+    import torch
+
+    q, k, v = (torch.randn(1, 4, n, 64, generator=torch.Generator().manual_seed(n)).half() for n in (1, 256, 257))
+    v = v[:, :, :256]
+    scores = (q.double() @ k.double().mT) * 64**-0.5
+    expected = scores.softmax(-1) @ v.double()
+    place = device(kind, cc)
+    got = _forced(what, q.to(place), k.to(place), v.to(place), 0.0, causal=False).cpu().double()
+    worst = float((got - expected).abs().max())
+    allowed = 4 * 2.0**-11 * float(v.abs().max())
+    if not worst <= allowed:
+        raise ValueError(f"a small call is off by {worst:.3g}, allowed {allowed:.3g}")
 
 
 def _no_cudnn(w: Workload, keys: int, cc: tuple[int, int]) -> str:

@@ -1,0 +1,104 @@
+"""Does a way to run an op work here at all? Tried once a version, in a child process with a deadline, before it races.
+
+Somebody's package may compile for minutes, print, crash, or find that it was built for another torch; a kernel behind
+one of PyTorch's switches may hang, or end the process it is tried in. A worker takes it, as it takes candidates. What
+came of it is kept below the home, unless it was nobody's fault (no memory, a busy device).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+from autosel import settings
+from autosel.errors import WorkerError
+from autosel.values import digest
+from autosel.workers import RaisedError, Worker
+
+PROBE_S = 120.0
+_KNOWN: dict[str, str] = {}
+
+
+def fault(target: str, *arguments: Any, about: Sequence[str] = (), deadline_s: float = PROBE_S) -> str:
+    """Why `target` ("module:function") with these arguments does not return in a process of its own, or "".
+
+    `about`: what the answer depends on beside these, this torch and this Python (a version, a device).
+    """
+    asked = {"of": [target, *map(str, arguments), *about], "torch": _torch(), "python": sys.version}
+    name = digest(asked)[:24]
+    path = settings.home() / "cache" / "libraries" / f"{name}.json"
+    if str(path) not in _KNOWN:
+        kept, why = _kept(path)
+        if not kept:
+            why, lasting = _tried(target, arguments, deadline_s)
+            if not lasting:
+                return why
+            _keep(path, why)
+        _KNOWN[str(path)] = why
+    return _KNOWN[str(path)]
+
+
+@cache
+def _torch() -> str:
+    return metadata.version("torch")
+
+
+def forget() -> None:
+    """What this process has asked so far: the next question goes to the home."""
+    _KNOWN.clear()
+
+
+def serve(request: dict[str, Any], _: Any) -> dict[str, Any]:
+    """The worker's side."""
+    module, _, name = request["target"].partition(":")
+    getattr(import_module(module), name)(*request["arguments"])
+    return {}
+
+
+def device(kind: str, cc: str) -> str:
+    """PyTorch's first device of this compute capability, or its CPU. Raises RuntimeError where it sees none."""
+    import torch
+
+    if kind == "cpu":
+        return "cpu"
+    for i in range(torch.cuda.device_count()):
+        if "{}.{}".format(*torch.cuda.get_device_capability(i)) == cc:
+            return f"cuda:{i}"
+    raise RuntimeError(f"PyTorch sees no GPU of compute capability {cc}")
+
+
+def _tried(target: str, arguments: Sequence[Any], deadline_s: float) -> tuple[str, bool]:
+    """Why not, or ""; and whether another try would find the same."""
+    try:
+        worker = Worker(f"{__name__}:serve")
+        try:
+            worker.request({"target": target, "arguments": list(arguments)}, deadline_s)
+        finally:
+            worker.close()
+    except RaisedError as error:
+        return " ".join(f"{error.kind}: {error.message}".split())[:200], not error.retryable
+    except WorkerError as error:
+        late = error.cause == "timeout in request"
+        why = f"it took longer than {deadline_s:.0f} s" if late else f"its process ended: {error.cause}"
+        return why, not error.retryable
+    return "", True
+
+
+def _kept(path: Path) -> tuple[bool, str]:
+    try:
+        return True, str(json.loads(path.read_text())["why"])
+    except (OSError, ValueError, KeyError):
+        return False, ""
+
+
+def _keep(path: Path, why: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_text(json.dumps({"why": why}))
+    except OSError:  # a read-only home: probed again by the next process
+        return
