@@ -60,7 +60,7 @@ def show(fp: Fingerprint) -> None:
     for note in fp.notes:
         click.echo(paragraph(f"note: {note}", hang="  "))
     if fp.contended:
-        click.echo("contended: other work ran meanwhile; the best windows are shown, not an average")
+        click.echo("contended: other work ran, or the device was slowed; the best windows are shown, not an average")
     click.echo(f"hw_id {fp.hw_id[:16]}   env_id {fp.env_id[:16]}   ({fp.source})")
 
 

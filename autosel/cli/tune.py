@@ -259,8 +259,11 @@ def show_remarks(found: Report) -> None:
         low, high = bandwidth(min(rates)), bandwidth(max(rates))
         told_rate = low if low == high else f"{low} .. {high}"
         click.echo(f"roofline: fraction of {told_rate}, read beside these races")
-    if found.fingerprint.contended and found.measured:
+    if found.fingerprint.contended and found.measured and found.fingerprint.kind == "cpu":
         click.echo("contended: other work ran on this machine; see the intervals")
+    if found.fingerprint.kind == "cuda":  # among them that the device was slowed, and knobs follow from such rates
+        for note in found.fingerprint.notes:
+            click.echo(paragraph(f"note: {note}", hang="  "))
     if found.measured == 0 and found.decisions:
         click.echo(f"nothing measured: all {len(found.decisions)} decisions hold ({found.seconds:.1f} s)")
 

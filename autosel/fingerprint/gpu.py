@@ -6,14 +6,25 @@ Status: compiled and tested on recorded readings; not yet run on silicon.
 from __future__ import annotations
 
 import dataclasses
+import time
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autosel.fingerprint import nvml, stack, store
 from autosel.values import Fingerprint
 
+if TYPE_CHECKING:
+    from autosel.fingerprint import gpu_probe
+
 GPU_PACKS = ("cuda", "cutlass", "triton")  # folders of kernels/ whose sources run on a GPU
 OF_THE_HOST = ("host_launch_s",)  # timed by the host's clock: what disturbs it is no work on the device
+# What a user waits for at most before the second attempt. Idle clocks are low within a second; a die cools in some, a
+# heat sink in minutes, which is too long to wait for: not measured on a GPU.
+COOLING_LEAST_S, COOLING_MOST_S, COOLING_STEP_S = 2.0, 10.0, 0.5
+SLOWED = (
+    "the device was slowed in both of two measurements: {}; its rates are not kept and its knobs follow from slowed "
+    "rates: look to its cooling and power supply (nvidia-smi -q -d PERFORMANCE), then measure again"
+)
 NOISY_SPREAD = 0.10  # between the best and the worst of five windows of 20 ms: somebody else is on the device
 
 
@@ -26,6 +37,8 @@ def identified(ordinal: int = 0) -> Fingerprint:
 def take(ordinal: int = 0, *, refresh: bool = False) -> Fingerprint:
     """The fingerprint of CUDA's device `ordinal`; rates measured once per env_id (about 3 s), then reused.
 
+    Rates of a device that heat or a power brake slowed are measured again after 2 to 10 s; slowed still, they are
+    marked (`contended`, a note with the reasons) and not stored.
     Raises UsageError: no driver, no cupy, no such device, or a MIG slice that cannot be told from its neighbours.
     """
     readings = nvml.read(ordinal)
@@ -59,12 +72,30 @@ def _version(distribution: str) -> str | None:
 
 
 def _measured(known: Fingerprint, ordinal: int, readings: nvml.Readings) -> Fingerprint:
+    found = _unslowed(ordinal, readings)
+    spread = max((rate.spread for name, rate in found.rates.items() if name not in OF_THE_HOST), default=0.0)
+    noisy = [f"a rate spread by {spread:.0%} over its windows"] if spread > NOISY_SPREAD else []
+    noisy += [SLOWED.format(found.slowed)] if found.slowed else []
+    fp = dataclasses.replace(known, rates=found.rates, contended=bool(noisy), notes=(*found.notes, *noisy))
+    # A slowed device's rates hold for this call alone: kept, they would pass for what the device can do.
+    trouble = "" if found.slowed else store.write(fp)
+    return dataclasses.replace(fp, notes=(*fp.notes, trouble)) if trouble else fp
+
+
+def _unslowed(ordinal: int, readings: nvml.Readings) -> gpu_probe.Found:
+    """What was measured; once more after a pause where heat or a power brake slowed the device meanwhile."""
     from autosel.fingerprint import gpu_probe
 
     found = gpu_probe.measure(ordinal, readings)
-    spread = max((rate.spread for name, rate in found.rates.items() if name not in OF_THE_HOST), default=0.0)
-    noisy = [f"a rate spread by {spread:.0%} over its windows"] if spread > NOISY_SPREAD else []
-    noisy += [f"the device was slowed: {found.slowed}"] if found.slowed else []
-    fp = dataclasses.replace(known, rates=found.rates, contended=bool(noisy), notes=(*found.notes, *noisy))
-    trouble = store.write(fp)
-    return dataclasses.replace(fp, notes=(*fp.notes, trouble)) if trouble else fp
+    if not found.slowed:
+        return found
+    _cool(readings.uuid)
+    return gpu_probe.measure(ordinal, readings)
+
+
+def _cool(uuid: str) -> None:
+    """Leave the device alone for a while: longer, up to a limit, if it is slowed even when idle."""
+    began = time.monotonic()
+    time.sleep(COOLING_LEAST_S)
+    while nvml.slowdown(uuid) and time.monotonic() - began < COOLING_MOST_S:
+        time.sleep(COOLING_STEP_S)

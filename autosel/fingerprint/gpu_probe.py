@@ -45,7 +45,7 @@ class Found:
 
     rates: Mapping[str, Rate]
     notes: tuple[str, ...]
-    slowed: str  # why the device ran slower than it can, or ""
+    slowed: str  # why the device ran slower than it can at the end of any stage, or ""
 
 
 def measure(ordinal: int, readings: nvml.Readings) -> Found:
@@ -54,13 +54,16 @@ def measure(ordinal: int, readings: nvml.Readings) -> Found:
 
     with cupy.cuda.Device(ordinal):
         bench = Bench(cupy=cupy, identity=nvml.identity_of(readings))
-        bench.warm_up()
-        for stage in (bench.memory, bench.cache, bench.latency, bench.starting, bench.arithmetic, bench.matrix):
+        slowed: dict[str, None] = {}  # in the order they were met
+        stages = (bench.memory, bench.cache, bench.latency, bench.starting, bench.arithmetic, bench.matrix)
+        for stage in (bench.warm_up, *stages):
             stage()
+            # Asked while the device is still hot: what slows it under load may be gone a second later.
+            slowed |= dict.fromkeys(filter(None, [nvml.slowdown(readings.uuid)]))
         bench.release()
     figures = {name: rate.value for name, rate in bench.rates.items()}
     odd = gpu_rates.complaints(figures, bench.identity, nvml.peak_read_bytes_per_s(readings))
-    return Found(rates=bench.rates, notes=(*bench.notes, *odd), slowed=nvml.slowdown(readings.uuid))
+    return Found(rates=bench.rates, notes=(*bench.notes, *odd), slowed="; ".join(slowed))
 
 
 def reader(ordinal: int) -> Callable[[], float]:

@@ -305,8 +305,14 @@ def energy_counter(uuid: str) -> Callable[[], int]:
 
 # NVML's clock event reasons that spoil a measurement (nvml.h, nvmlClocksEventReasons): power capping is a device's
 # normal state under load and is not among them.
-SPOILING = {0x8: "hardware slowdown", 0x20: "thermal slowdown", 0x40: "hardware thermal", 0x80: "power brake"}
+SPOILING = {
+    0x8: "hardware slowdown",
+    0x20: "thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
 
 
 def reasons_of(bits: int) -> str:
-    return ", ".join(text for bit, text in SPOILING.items() if bits & bit)
+    """`thermal slowdown (0x20)`: each reason that spoils a measurement, with its bit; "" where there is none."""
+    return ", ".join(f"{text} (0x{bit:x})" for bit, text in SPOILING.items() if bits & bit)

@@ -21,7 +21,7 @@ import pytest
 from autosel import fingerprint
 from autosel.decode import power
 from autosel.errors import UsageError
-from autosel.fingerprint import gpu_probe, libcuda, nvml, store
+from autosel.fingerprint import gpu, gpu_probe, libcuda, nvml, store
 from autosel.native.compile import find_compiler
 from tests.compile import cupy_stand_in
 from tests.compile.emulate import HERE, _built
@@ -82,14 +82,25 @@ def played(probes: Path, nvml_library: Path, home: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(cupy_stand_in, "FREE_BYTES", 4 << 20)
         set_slices(slices)
 
+        for name in ("COOLING_LEAST_S", "COOLING_MOST_S", "COOLING_STEP_S"):
+            monkeypatch.setattr(gpu, name, 0.0)
+
     yield play
     set_slices(0)
+    slow(0)
 
 
 def set_slices(count: int) -> None:
     """For the C library, which reads the environment of the process itself."""
     libc = ctypes.CDLL(None)
     libc.setenv(b"SLICES", str(count).encode(), 1)
+
+
+def slow(looks: int) -> None:
+    """So many times yet the board that is played says that heat slows it."""
+    import pynvml
+
+    ctypes.c_int.in_dll(pynvml.nvmlLib, "slow_looks").value = looks
 
 
 def test_every_rate_of_a_gpu_is_measured_stored_and_found_again(played: Played, probes: Path) -> None:
@@ -100,12 +111,40 @@ def test_every_rate_of_a_gpu_is_measured_stored_and_found_again(played: Played, 
     assert taken.identity["cc"] == "9.0" and taken.identity["sm_count"] == 2
     assert taken.identity["ecc"] is True and taken.identity["mig_profile"] is None
     assert taken.environment["driver"] == "580.65.06"
-    assert any("thermal slowdown" in note for note in taken.notes) and taken.contended
+    assert not any("slowed" in note for note in taken.notes)
     assert any("matrix rates" in note for note in taken.notes)  # this torch has no CUDA
     again = fingerprint.take("cuda")
     assert again.rates == taken.rates
     assert store.read(taken.env_id) is not None
     assert ctypes.c_int.in_dll(ctypes.CDLL(str(probes)), "dependent_launches").value > 0
+
+
+def test_rates_of_a_slowed_device_are_measured_again(played: Played) -> None:
+    """Slowed at the end of an early stage alone: looked for after each."""
+    played()
+    slow(3)
+    taken = fingerprint.take("cuda")
+    assert not any("slowed" in note for note in taken.notes)
+    kept = store.read(taken.env_id)
+    assert kept is not None and kept.rates == taken.rates
+
+
+def test_rates_of_a_device_that_stays_slowed_are_marked_and_not_kept(played: Played) -> None:
+    played()
+    slow(1_000_000)
+    taken = fingerprint.take("cuda")
+    assert taken.contended and set(taken.rates) >= RATES
+    assert any("thermal slowdown (0x20)" in note and "not kept" in note for note in taken.notes)
+    assert store.read(taken.env_id) is None
+
+
+def test_healthy_rates_outlive_a_refresh_on_a_slowed_device(played: Played) -> None:
+    played()
+    healthy = fingerprint.take("cuda")
+    slow(1_000_000)
+    assert fingerprint.take("cuda", refresh=True).contended
+    slow(0)
+    assert fingerprint.take("cuda").rates == healthy.rates
 
 
 def test_a_device_whose_memory_is_full_is_told_of(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,8 +248,10 @@ def test_a_uuid_without_a_zero_is_cut_where_it_ends(played: Played) -> None:
 
 def test_a_slice_is_as_slow_as_its_board(played: Played) -> None:
     played(slices=3, uuid=SLICE_2)
-    assert nvml.slowdown(nvml.read(0).uuid) == "thermal slowdown"
-    assert nvml.slowdown("GPU-0") == "thermal slowdown"
+    slow(2)
+    assert nvml.slowdown(nvml.read(0).uuid) == "thermal slowdown (0x20)"
+    assert nvml.slowdown("GPU-0") == "thermal slowdown (0x20)"
+    assert nvml.slowdown("GPU-0") == ""
 
 
 def test_a_board_counts_its_energy_and_a_slice_does_not(played: Played) -> None:

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosel import fingerprint
+from autosel.cli.tune import show_remarks
 from autosel.errors import UnknownName, UsageError
-from autosel.fingerprint import gpu_rates, known, nvml
+from autosel.fingerprint import gpu, gpu_rates, known, nvml
 from autosel.fingerprint.gpu_rates import Point
+from autosel.tuning.job import Report
 
 H200 = nvml.Readings(
     name="NVIDIA H200",
@@ -71,7 +73,8 @@ def test_uuids_compare_without_prefix_and_dashes() -> None:
 
 def test_only_slowdowns_that_spoil_a_measurement_are_named() -> None:
     assert nvml.reasons_of(0x4) == ""  # software power cap: a device's normal state under load
-    assert nvml.reasons_of(0x8 | 0x20) == "hardware slowdown, thermal slowdown"
+    assert nvml.reasons_of(0x8 | 0x20) == "hardware slowdown (0x8), thermal slowdown (0x20)"
+    assert nvml.reasons_of(0x4 | 0x40 | 0x80) == "hardware thermal slowdown (0x40), hardware power brake (0x80)"
 
 
 # --- a device that is not here ---------------------------------------------------------------------------------------
@@ -185,3 +188,16 @@ def test_plausible_rates_raise_no_complaint() -> None:
 def test_an_implausible_rate_is_named(name: str, value: float) -> None:
     found = gpu_rates.complaints({**GOOD, name: value}, nvml.identity_of(H200), nvml.peak_read_bytes_per_s(H200))
     assert any(name in complaint for complaint in found)
+
+
+# --- said where it is used -------------------------------------------------------------------------------------------
+
+
+def test_tune_says_that_its_knobs_follow_from_a_slowed_device(capsys: pytest.CaptureFixture[str]) -> None:
+    note = gpu.SLOWED.format("thermal slowdown (0x20)")
+    slowed = replace(known.load("h200"), contended=True, notes=(note,))
+    report = Report(fingerprint=slowed, decisions=(), measured=1, rejected=(), undecided=(), seconds=1.0)
+    show_remarks(report)
+    said = capsys.readouterr().out
+    assert "thermal slowdown (0x20)" in said and "not kept" in said
+    assert all(len(line) <= 80 for line in said.splitlines())
