@@ -11,6 +11,7 @@ import ast
 import copy
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +23,7 @@ from autosel.candidates.libraries import flash_attn, flashinfer, flashinfer_mm, 
 from autosel.candidates.libraries.base import Library, LibraryKernel
 from autosel.fingerprint import known
 from autosel.ops import OPS
+from autosel.ops.contract import Mismatch
 from autosel.parity.check import Prover, Terms
 from autosel.parity.session import Proof
 from autosel.values import DTypeName, Passed, Scalar
@@ -101,6 +103,31 @@ def test_a_library_called_as_its_signature_says_meets_the_contract(plan: Plan, p
     recipe = candidate.recipe(w, fp, knobs)
     found = prover.prove(Proof(candidate=candidate, recipe=recipe, digest=name, knobs=knobs, workload=w))
     assert isinstance(found, Passed), found
+
+
+def test_planned_attention_plans_when_a_length_has_changed_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other pages, and of an empty sequence, it takes note without."""
+    monkeypatch.syspath_prepend(STAND_INS)
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("arithmetic", *STOOD)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(flashinfer_paged, "_PLANS", OrderedDict())
+    wrapper, plans = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper, []
+    plan = wrapper.plan
+    monkeypatch.setattr(wrapper, "plan", lambda *a, **kw: (plans.append(a[1].tolist()), plan(*a, **kw)))
+    op = OPS["paged_attn"]
+    inputs = op.inputs(op.workload("bf16", {**HEADS, "page": 16}), 5)
+    lengths, table = inputs["lengths"], inputs["block_table"]
+    wrong = []
+    for change in (
+        lambda: None,
+        lambda: table.copy_(table.flip(1)),
+        lambda: lengths.sub_(1),
+        lengths[0].zero_,
+    ):
+        change()
+        got = flashinfer_paged.planned(*op.arguments(inputs))
+        wrong += [found] if isinstance(found := op.verify(inputs, (got,)), Mismatch) else []
+    assert wrong == [] and len(plans) == 3
 
 
 # --- the stand-ins ----------------------------------------------------------------------------------------------------
