@@ -15,7 +15,11 @@ from autosel.errors import BadArguments
 from autosel.ops.contract import Op
 
 # The longest context a call may mean when it does not say: what the cache has room for.
-_ROOM = {"attn": "k.shape[2]", "paged_attn": "block_table.shape[1] * k_pages.shape[1]"}
+_ROOM = {
+    "attn": "k.shape[2]",
+    "attn_decode_fp8": "k.shape[2]",
+    "paged_attn": "block_table.shape[1] * k_pages.shape[1]",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,6 +114,7 @@ _FAKE: Mapping[str, Callable[[Mapping[str, Any]], tuple[Tensor, ...]]] = {
     "norm_qkv": _projected("w"),
     "gate_up": _projected("w_gate"),
     "gemv_fp8": _projected("w"),
+    "attn_decode_fp8": _like("q"),
     "lm_head": _lm_head,
     "sample": lambda given: (given["logits"].new_empty((given["logits"].shape[0],), dtype=torch.int64),),
 }

@@ -30,7 +30,7 @@ STEP_OPS = (
     "lm_head", "sample",
 )  # fmt: skip
 # No part of our decoder's step: listed when named. fp8 operands are a loss that nobody is given unasked.
-ASKED_OPS = ("paged_attn", "prefill_attn", "gemv_fp8")
+ASKED_OPS = ("paged_attn", "prefill_attn", "gemv_fp8", "attn_decode_fp8")
 PROMPT_OPS = (*(op for op in STEP_OPS if op not in ("lm_head", "sample")), "prefill_attn")
 ALIASES = ("gemv", "gemm")  # linear at M = 1, and above
 
@@ -200,6 +200,7 @@ class _Lister:
         for name, n, k, calls in self._products():
             dims = {"M": self.batch, "N": n, "K": k}
             yield self._named("gemv_fp8", dims, calls, "both", f"gemv_fp8 {name}")
+        yield from self._attention("attn_decode_fp8")
 
     def _products(self) -> Iterator[tuple[str, int, int, int]]:
         """(name, N, K, calls a step) of a layer's products, each by itself."""
@@ -233,14 +234,14 @@ class _Lister:
         if cut:
             yield self._named(op, dims, 0, "both", "prompt attn window", **_window(m.window))
 
-    def _attention(self) -> Iterator[Named]:
+    def _attention(self, op: str = "attn") -> Iterator[Named]:
         m = self.model
         # Sequences of one batch differ in length, so a batch comes with its lengths.
         ragged: dict[str, Scalar] = {"ragged": True} if self.batch > 1 else {}
         for length, window, layers in self._lengths():
             dims = {"B": self.batch, "Hq": m.Hq, "Hkv": m.Hkv, "S": 1, "D": m.D, "L": length}
-            label = "attn window" if window else "attn"
-            yield self._named("attn", dims, layers, "both", label, **ragged, **_window(window))
+            label = f"{op} window" if window else op
+            yield self._named(op, dims, layers, "both", label, **ragged, **_window(window))
 
     def _lengths(self) -> Iterator[tuple[int, int, int]]:
         """(context length, window or 0, layers that run it) of every attention; a window only where it cuts."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from autosel.errors import UnknownName
 from autosel.ops.add_rmsnorm import AddRmsNorm
 from autosel.ops.attn import Attn
+from autosel.ops.attn_decode_fp8 import AttnDecodeFp8
 from autosel.ops.contract import Op
 from autosel.ops.gate_up import GateUp
 from autosel.ops.geglu import GeGlu
@@ -40,6 +41,7 @@ OPS: Mapping[str, Op] = {
         LmHead(),
         Sample(),
         GemvFp8(),
+        AttnDecodeFp8(),
     )
 }
 ALIASES: Mapping[str, str] = {"gemv": "linear", "gemm": "linear"}

@@ -66,11 +66,12 @@ def unpack(rows: Tensor, shape: torch.Size) -> Tensor:
     return rows.reshape(shape)
 
 
-def error_bound(e: Exact, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """[B, Hkv, R, D]: score errors through the softmax, rounded P, fp32 sums, one store."""
+def error_bound(e: Exact, k: Tensor, v: Tensor, scale: float, folded: Tensor | float = 0.0) -> Tensor:
+    """[B, Hkv, R, D]: score errors through the softmax, rounded P, fp32 sums, one store. `folded`: what else q . k may
+    be off by, before it is scaled."""
     dtype, d, keys = DTYPE_NAME[v.dtype], k.shape[-1], k.shape[2]
     # A score errs by its dot product's error (softcap only shrinks it) and a few fp32 roundings of s, max and exp.
-    score = matmul_error(e.q, k) * (scale or d**-0.5)
+    score = (matmul_error(e.q, k) + folded) * (scale or d**-0.5)
     score = score + 8 * U32 * (torch.where(e.seen, e.scores.abs(), 0.0) + e.peak.abs())
     score = torch.where(e.p > 0, score, 0.0)
     # do = sum p e (v - o) <= sqrt(sum p e^2) * sqrt(sum p (v - o)^2), by Cauchy-Schwarz; exp() where e is not small.

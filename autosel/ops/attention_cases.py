@@ -12,6 +12,7 @@ from torch import Tensor
 from autosel.ops import draw as d
 from autosel.ops.contract import Case, Op
 from autosel.ops.draw import Draw
+from autosel.ops.fp8 import stored_as_e4m3
 from autosel.values import DTYPE_BYTES, Workload
 
 LENGTHS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 509, 1021)
@@ -87,6 +88,11 @@ def _at(w: Workload, *, b: int, heads: tuple[int, int], keys: int, s: int = 0, w
     return w.at(B=max(1, min(b, BUDGET // (size * width))), Hq=hq, Hkv=hkv, S=s, D=width, L=keys)
 
 
+def small_cache(w: Workload) -> Workload:
+    """Of two rows and two KV heads, with a short tail."""
+    return _at(w, b=2, heads=(2 * _group(w), 2), keys=131)
+
+
 def _group(w: Workload) -> int:
     return min(w["Hq"] // w["Hkv"], 16)
 
@@ -135,8 +141,14 @@ def plant(inputs: dict[str, Any], draw: Draw, positions: Sequence[int], *, score
     k, v = inputs["k"], inputs["v"]
     for b in range(k.shape[0]):
         at = positions[b % len(positions)]
-        k[b, :, at] = key[b].to(k.dtype)
-        v[b, :, at] = (torch.randint(0, 2, v[b, :, at].shape, generator=draw.generator) * 6.0 - 3.0).to(v.dtype)
+        k[b, :, at] = _entry(key[b], k, inputs.get("k_scale"))
+        values = torch.randint(0, 2, v[b, :, at].shape, generator=draw.generator) * 6.0 - 3.0
+        v[b, :, at] = _entry(values, v, inputs.get("v_scale"))
+
+
+def _entry(numbers: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
+    """Rows [Hkv, D] as the cache holds them: in its dtype, or in fp8 as multiples of their head's scale."""
+    return numbers.to(cache.dtype) if scale is None else stored_as_e4m3(numbers / scale[:, None])
 
 
 def _needles(w: Workload, add: Any) -> None:
@@ -279,15 +291,14 @@ def _slope(sign: float) -> Edit:
 
 
 def _layouts(w: Workload, add: Any) -> None:
-    g = _group(w)
-    at = _at(w, b=2, heads=(2 * g, 2), keys=131)
+    at = small_cache(w)
     every = ("q", "k", "v")
     add("offset by one element", "alignment assumed", at, d.relayout(every, d.offset_by_one))
     add("strided rows", "row strides ignored", at, d.relayout(every, d.strided))
-    add("heads inside tokens", "layout [B, L, H, D] seen through strides", at, d.relayout(every, _heads_inside))
-    add("heads inside tokens, junk behind", "layout seen through strides", at, d.relayout(every, _heads_inside), room=3)
+    add("heads inside tokens", "layout [B, L, H, D] seen through strides", at, d.relayout(every, heads_inside))
+    add("heads inside tokens, junk behind", "layout seen through strides", at, d.relayout(every, heads_inside), room=3)
 
 
-def _heads_inside(x: Tensor) -> Tensor:
+def heads_inside(x: Tensor) -> Tensor:
     """The same [B, H, L, D] over memory laid out [B, L, H, D], as a QKV projection leaves it."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -107,6 +107,29 @@ def paged_attn(
     return attn(q, k, v, lengths, max_len, scale, window, softcap, o)
 
 
+def attn_decode_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    lengths: Tensor | None,
+    max_len: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    o: Tensor | None = None,
+) -> Tensor:
+    """The part of the cache in use unpacked, which is exact; K's scale goes into the query and V's into the result, of
+    which there is little."""
+    s, group = q.shape[2], q.shape[1] // k.shape[1]
+    first = max(0, max_len - s - window + 1) if window and lengths is None else 0
+    k, v = (cache[:, :, first:max_len].to(q.dtype) for cache in (k, v))
+    by_k, by_v = (x.repeat_interleave(group)[:, None, None] for x in (k_scale, v_scale))
+    made = _attend((q * by_k).to(q.dtype), k, v, _mask(s, k, lengths, window), scale, softcap)
+    return (made * by_v).to(q.dtype) if o is None else torch.mul(made, by_v, out=o)
+
+
 def prefill_attn(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, o: Tensor | None = None
 ) -> Tensor:

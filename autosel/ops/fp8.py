@@ -39,6 +39,16 @@ def row_quantised(w: Tensor) -> tuple[Tensor, Tensor]:
     return bytes_, scale
 
 
+def head_quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x[B,H,L,D] as e4m3[B,H,L,D] and scale fp32[H]: the largest element of a head becomes 448."""
+    bytes_, scale = torch.empty(x.shape, dtype=E4M3), torch.empty(x.shape[1])
+    for head in range(x.shape[1]):
+        part = x[:, head].float()
+        scale[head] = scale_of(part.abs().nan_to_num(0.0).amax())
+        bytes_[:, head] = stored_as_e4m3(part / scale[head])
+    return bytes_, scale
+
+
 def scale_of(largest: Tensor) -> Tensor:
     """The scale at which it becomes 448; 1 for nothing but zeros, and never subnormal."""
     return torch.where(largest > 0, (largest.float() / MOST).clamp_min(TINY_NORMAL["fp32"]), 1.0)

@@ -25,6 +25,7 @@ FEATURES: Mapping[str, tuple[Feature, ...]] = {
     "linear": ({"bias": True}, {"residual": True}, {"bias": True, "residual": True}),
     "gemv_fp8": ({"bias": True}, {"residual": True}, {"bias": True, "residual": True}),
     "attn": (WINDOW, SOFTCAP, {"ragged": True}, {"ragged": True, **WINDOW, **SOFTCAP}),
+    "attn_decode_fp8": (WINDOW, SOFTCAP, {"ragged": True}, {"ragged": True, **WINDOW, **SOFTCAP}),
     "paged_attn": (WINDOW, SOFTCAP, {**WINDOW, **SOFTCAP}, {"page": 256}),
     "prefill_attn": (WINDOW, SOFTCAP, {**WINDOW, **SOFTCAP}),
     "kv_append": ({"page": 16},),

@@ -18,6 +18,7 @@ DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 KERNELS = {
     "attn_decode": "attn",
     "attn_decode_mma": "attn",
+    "attn_decode_fp8": "attn_decode_fp8",
     "paged_attn_decode": "paged_attn",
     "paged_attn_decode_mma": "paged_attn",
 }
@@ -26,6 +27,11 @@ CACHE = {"B": 2, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 512}
 # op -> (shape, traits) whose batteries are run
 SHAPES: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
     "attn": [(CACHE, {}), ({**CACHE, "S": 3}, {"ragged": True}), ({**CACHE, "S": 2}, {"window": 37, "softcap": 20.0})],
+    "attn_decode_fp8": [
+        (CACHE, {}),
+        ({**CACHE, "S": 3}, {"ragged": True}),
+        ({**CACHE, "S": 2}, {"window": 37, "softcap": 20.0}),
+    ],
     "paged_attn": [({**CACHE, "page": 16}, {}), ({**CACHE, "S": 3, "page": 24}, {"window": 37, "softcap": 20.0})],
 }
 # tile, stages, chunk, pdl: one CTA a head; splits of a block, of odd lengths; the shortest ring and the longest
@@ -65,7 +71,7 @@ def test_attention_meets_its_contract_in_every_case(kernel: str, dtype: DTypeNam
 def test_any_head_width_is_right(width: int, kernel: str, dtype: DTypeName) -> None:
     if kernel.endswith("_mma") and width > 256:
         return  # refused: the next test
-    op = OPS["attn"]
+    op = OPS[KERNELS[kernel]]
     for group in (1, 3, 8, 24):
         w = op.workload(dtype, {**CACHE, "Hq": 2 * group, "D": width, "L": 83})
         inputs = op.inputs(w, 3)
@@ -74,9 +80,11 @@ def test_any_head_width_is_right(width: int, kernel: str, dtype: DTypeName) -> N
             assert not isinstance(found, Mismatch), (group, cut, found)
 
 
-@pytest.mark.parametrize(("kernel", "width"), [("attn_decode", 1032), ("attn_decode_mma", 257)])
+@pytest.mark.parametrize(
+    ("kernel", "width"), [("attn_decode", 1032), ("attn_decode_mma", 257), ("attn_decode_fp8", 2064)]
+)
 def test_a_width_that_does_not_fit_registers_is_refused(kernel: str, width: int) -> None:
-    op = OPS["attn"]
+    op = OPS[KERNELS[kernel]]
     w = op.workload("bf16", {**CACHE, "D": width, "L": 8})
     with pytest.raises(ValueError, match="too wide"):
         run(kernel, w, op.inputs(w, 3), CUTS[0])
@@ -93,9 +101,9 @@ def test_nan_that_causality_or_a_window_hides_stays_hidden(dtype: DTypeName) -> 
         assert run("attn_decode", w, inputs, cut)[0].isnan().any(-1).tolist() == [[True, False, False, True]] * 2
 
 
-@pytest.mark.parametrize("kernel", ["attn_decode", "attn_decode_mma"])
+@pytest.mark.parametrize("kernel", ["attn_decode", "attn_decode_mma", "attn_decode_fp8"])
 def test_nan_beyond_the_lengths_does_not_reach_the_result(kernel: str) -> None:
-    op = OPS["attn"]
+    op = OPS[KERNELS[kernel]]
     w = op.workload("bf16", {"B": 3, "Hq": 8, "Hkv": 2, "S": 2, "D": 128, "L": 200}, ragged=True)
     inputs = op.inputs(w, 3)
     clean = [run(kernel, w, inputs, cut) for cut in CUTS]
@@ -114,10 +122,10 @@ def test_query_rows_in_several_tiles_split_the_keys_that_much_less(kernel: str) 
     assert torch.equal(run(kernel, w, inputs, (32, 2, 32, 0)), run(kernel, w, inputs, (32, 2, 1 << 20, 0)))
 
 
-@pytest.mark.parametrize("kernel", ["attn_decode", "attn_decode_mma"])
+@pytest.mark.parametrize("kernel", ["attn_decode", "attn_decode_mma", "attn_decode_fp8"])
 def test_the_order_in_which_ctas_arrive_does_not_change_a_bit(kernel: str) -> None:
     """Blocks run forwards at one call and backwards at the next."""
-    op = OPS["attn"]
+    op = OPS[KERNELS[kernel]]
     w = op.workload("bf16", {**CACHE, "L": 500})
     inputs = op.inputs(w, 3)
     for cut in CUTS:

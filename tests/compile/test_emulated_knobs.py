@@ -29,6 +29,7 @@ CACHE = {"B": 2, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 300}
 # op -> a shape that has more than one of everything: rows, vectors a thread, tiles, splits
 SMALL: dict[str, dict[str, int]] = {
     "attn": CACHE,
+    "attn_decode_fp8": CACHE,
     "paged_attn": {**CACHE, "page": 16},
     "linear": {"M": 3, "N": 70, "K": 1032},
     "gemv_fp8": {"M": 3, "N": 70, "K": 1040},

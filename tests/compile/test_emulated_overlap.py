@@ -125,6 +125,11 @@ def attention(kernel: str) -> Callable[[Tensors], Calls]:
                 yield kernel, (heads[0], k, v, table, lengths, 12, 0.0, 0, 0.0, heads[1], 16, 2, 5)
             else:
                 k, v = (t[n].view(1, 2, 12, 64) for n in "kv")
+                if kernel.endswith("fp8"):
+                    scales = [torch.full((2,), 0.1), torch.full((2,), 0.2)]
+                    k, v = ((x * 10).to(torch.float8_e4m3fn) for x in (k, v))
+                    yield kernel, (heads[0], k, v, *scales, lengths, 12, 0.0, 0, 0.0, heads[1], 16, 2, 5)
+                    continue
                 yield kernel, (heads[0], k, v, lengths, 12, 0.0, 0, 0.0, heads[1], 16, 2, 5)
 
     return calls
@@ -132,7 +137,7 @@ def attention(kernel: str) -> Callable[[Tensors], Calls]:
 
 ROWS = (rmsnorm, add_rmsnorm, swiglu, geglu, rope, kv_append, sample)
 PRODUCTS = (gemv, gemv_fp8, norm_qkv, gate_up, lm_head)
-ATTENTION = ("attn_decode", "attn_decode_mma", "paged_attn_decode", "paged_attn_decode_mma")
+ATTENTION = ("attn_decode", "attn_decode_fp8", "attn_decode_mma", "paged_attn_decode", "paged_attn_decode_mma")
 
 
 def operands() -> Tensors:

@@ -33,6 +33,7 @@ DIMS: dict[str, dict[str, int]] = {
     "geglu": {"M": 1, "I": 14336},
     "kv_append": {"B": 1, "Hkv": 8, "S": 1, "D": 128},
     "attn": {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192},
+    "attn_decode_fp8": {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192},
     "paged_attn": {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192, "page": 16},
     "sample": {"B": 1, "V": 128256, "L": 64},
 }
@@ -76,6 +77,8 @@ def test_every_decode_op_has_a_kernel_for_every_known_device(device: str) -> Non
         ("cuda:gemv_fp8", workload("gemv_fp8", M=17), H200, "M = 17 is above 16"),
         ("cuda:gemv_fp8", workload("gemv_fp8", "fp32"), H200, "takes bf16, fp16; the workload is fp32"),
         ("cuda:attn_decode", workload("attn", "fp32", D=512), RTX, "needs 131072 bytes of shared memory"),
+        ("cuda:attn_decode_fp8", workload("attn_decode_fp8", D=2064), H200, "do not fit a warp's registers"),
+        ("cuda:attn_decode_fp8", workload("attn_decode_fp8", B=70_000), H200, "a grid's limit"),
         ("cuda:attn_decode", workload("attn", D=2048), H200, "do not fit a warp's registers"),
         ("cuda:attn_decode", workload("attn", B=70_000), H200, "a grid's limit"),
         ("cuda:attn_decode_mma", workload("attn", "fp32"), H200, "takes bf16, fp16"),

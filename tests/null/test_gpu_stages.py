@@ -141,7 +141,6 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 DEVICES = ("h200", "b200", "rtx-5070-ti")
 UNTIMED = {"flash_attn:paged_attn": "takes pages of 256 tokens; a serving engine's have 16"}
 WITHOUT_CANDIDATE = {
-    "cuda/attn_decode_fp8.cu": "no op takes fp8 operands yet",
     "cuda/probes.cu": "the fingerprint stage runs it",
     "cuda/step.cu": "a whole step is no op: the decode stage runs it",
 }

@@ -29,6 +29,7 @@ SHAPES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "gate_up": ({"M": 3, "d": 96, "I": 70}, {"activation": 2}),
     "lm_head": ({"M": 3, "V": 70, "d": 96}, {"greedy": 1}),
     "sample": ({"B": 4, "V": 70, "L": 6}, {}),
+    "attn_decode_fp8": ({"B": 3, "Hq": 8, "Hkv": 2, "S": 1, "D": 64, "L": 50}, {"ragged": True, "window": 20}),
     "gemv_fp8": ({"M": 3, "N": 70, "K": 96}, {"bias": True, "residual": True}),
 }
 WORKLOADS = [OPS[op].workload("bf16", dims, **traits) for op, (dims, traits) in SHAPES.items()]
@@ -161,9 +162,10 @@ def test_the_reference_itself_is_right_and_its_bound_covers_every_element(w: Wor
         assert bool((tolerance >= 0).all()) and bool(tolerance.isfinite().all())
 
 
-@pytest.mark.parametrize(
-    "w", [w for w in WORKLOADS if w.op not in ("attn", "paged_attn", "kv_append", "sample")], ids=lambda w: w.op
-)
+COUNTED = ("attn", "attn_decode_fp8", "paged_attn", "kv_append", "sample")  # by what is read of their operands
+
+
+@pytest.mark.parametrize("w", [w for w in WORKLOADS if w.op not in COUNTED], ids=lambda w: w.op)
 def test_bytes_moved_are_each_operand_and_result_once(w: Workload) -> None:
     op = OPS[w.op]
     operands = tensors(op.inputs(w, 1)).values()
@@ -276,6 +278,13 @@ REFUSED = [
     ("gemv_fp8", "scale", lambda i: half(i["scale"]), "float32"),
     ("gemv_fp8", "scale", lambda i: i["scale"][0], r"\[N\]"),
     ("gemv_fp8", "x", lambda i: i["x"].to(torch.float8_e4m3fn), "bfloat16, float16 or float32"),
+    ("attn_decode_fp8", "k", lambda i: i["k"].to(torch.bfloat16), "float8_e4m3fn"),
+    ("attn_decode_fp8", "v", lambda i: i["v"][..., ::2], "not contiguous"),
+    ("attn_decode_fp8", "v_scale", lambda i: i["v_scale"][:1], "Hkv = 2"),
+    ("attn_decode_fp8", "k_scale", lambda i: i["k_scale"].double(), "float32"),
+    ("attn_decode_fp8", "lengths", lambda i: i["lengths"].long(), "int32"),
+    ("attn_decode_fp8", "max_len", lambda i: 51, "cache holds 50"),
+    ("attn_decode_fp8", "q", lambda i: i["q"][:, :7], "multiple"),
     ("attn", "k", lambda i: i["k"][:, :, :, :32].contiguous(), "D = 64"),
     ("attn", "lengths", lambda i: i["lengths"].long(), "int32"),
     ("attn", "max_len", lambda i: 51, "cache holds 50"),

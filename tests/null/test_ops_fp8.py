@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autosel.ops import OPS, eager, fp8
-from autosel.ops.contract import Match, Mismatch, Op
+from autosel.ops.contract import Case, Match, Mismatch, Op
 from autosel.ops.draw import Draw
 from autosel.values import DTypeName
 
@@ -132,3 +132,61 @@ def test_bytes_misread_are_refused(read: Numbers) -> None:
 @pytest.mark.parametrize("name", MISSCALED)
 def test_a_wrong_scale_is_refused(name: str) -> None:
     assert not passes(OPS["gemv_fp8"], PRODUCT, lambda inputs: product(inputs, scaled=MISSCALED[name]))
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+CACHE = {"B": 2, "Hq": 4, "Hkv": 2, "S": 1, "D": 64, "L": 200}
+
+
+def attended(inputs: dict[str, Any], **wrong: Numbers) -> Tensor:
+    """By attn's own eager way on the numbers; `wrong` changes an operand: k and v as read, k_scale, v_scale."""
+    given = {n: wrong.get(n, lambda x: x)(inputs[n].float()) for n in ("k", "v", "k_scale", "v_scale")}
+    k, v = (given[n] * given[f"{n}_scale"][:, None, None] for n in ("k", "v"))
+    rest = (inputs[n] for n in ("lengths", "max_len", "scale", "window", "softcap"))
+    return eager.attn(inputs["q"].float(), k, v, *rest).to(inputs["q"].dtype)
+
+
+def judged(made: Case, **wrong: Numbers) -> Match | Mismatch:
+    inputs = made.make(5)
+    return OPS["attn_decode_fp8"].verify(inputs, [attended(made.make(5), **wrong)])
+
+
+def case_named(name: str) -> Case:
+    op = OPS["attn_decode_fp8"]
+    return next(c for c in op.cases(op.workload("bf16", CACHE)) if c.name == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("subnormals alone in v", {"v": flushed}),
+        ("every number in v", {"v": half_down}),
+        ("every number in k", {"k": unsigned}),
+        ("448 and -448 in v", {"v": fnuz}),
+        ("0xff in k", {"k": nan_as_480}),
+        ("0xff in v", {"v": nan_as_480}),
+        ("a scale a head in k_scale", {"k_scale": MISSCALED["a neighbour's"]}),
+        ("a scale a head in v_scale", {"v_scale": MISSCALED["a neighbour's"]}),
+        ("negative in k_scale", {"k_scale": MISSCALED["its size"]}),
+        ("negative in v_scale", {"v_scale": MISSCALED["its size"]}),
+        ("zero in v_scale", {"v_scale": MISSCALED["never zero"]}),
+        ("nan in k_scale", {"k_scale": MISSCALED["nan ignored"]}),
+        ("nan in v_scale", {"v_scale": MISSCALED["nan ignored"]}),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_case_refuses_the_mistake_it_is_there_for(name: str, wrong: dict[str, Numbers]) -> None:
+    made = case_named(name)
+    assert isinstance(judged(made), Match)
+    assert isinstance(judged(made, **wrong), Mismatch)
+
+
+def test_attention_over_bytes_worked_out_by_hand() -> None:
+    """Two keys of equal scores: the mean of their values, 448 and 2^-9, by the scale."""
+    op = OPS["attn_decode_fp8"]
+    k, v = e4m3(0x38, 0x38).view(1, 1, 2, 1), e4m3(0x7E, 0x01).view(1, 1, 2, 1)
+    scales = {"k_scale": torch.tensor([3.0]), "v_scale": torch.tensor([0.5])}
+    rest = {"lengths": None, "max_len": 2, "scale": 0.0, "window": 0, "softcap": 0.0}
+    inputs = {"q": torch.ones(1, 1, 1, 1), "k": k, "v": v, **scales, **rest}
+    assert op.reference(inputs)[0].item() == (448 + 2.0**-9) / 4

@@ -1,4 +1,4 @@
-"""Decode attention over a cache, contiguous or paged."""
+"""Decode attention over a cache, contiguous, paged or in fp8."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autosel.candidates.cuda.base import CudaKernel
 from autosel.knobs.gpu import attention
 from autosel.knobs.gpu.attention import WARPS
 from autosel.knobs.gpu.facts import VECTOR_BYTES, WARP, GpuFacts
-from autosel.values import DTYPE_BYTES, Workload
+from autosel.values import Workload
 
 PIECES_MOST = 4  # vectors of 16 bytes a lane holds of a key
 SLOT_BYTES = 16 << 10  # of a CTA's ring, a piece; kernels/cuda/attention.cuh
@@ -19,7 +19,7 @@ TILE_WIDTH_MOST = TILE_WIDTHS[-1]
 
 
 def _limits(w: Workload, f: GpuFacts) -> str:
-    pieces = math.ceil(w["D"] * DTYPE_BYTES[w.dtype] / (WARP * VECTOR_BYTES))
+    pieces = math.ceil(w["D"] * attention.cache_bytes(w) / (WARP * VECTOR_BYTES))
     if pieces > PIECES_MOST:
         return f"heads of {w['D']} channels do not fit a warp's registers ({WARP * VECTOR_BYTES * PIECES_MOST} bytes)"
     need = SLOTS_LEAST * SLOT_BYTES * pieces
@@ -45,6 +45,7 @@ ARGS = ("tile", "stages", "chunk")
 HALVES = ("bf16", "fp16")
 KERNELS = (
     CudaKernel("attn", "attn_decode", formula=attention.decode, knob_args=ARGS, limits=_limits),
+    CudaKernel("attn_decode_fp8", "attn_decode_fp8", formula=attention.decode, knob_args=ARGS, limits=_limits),
     CudaKernel("paged_attn", "paged_attn_decode", formula=attention.decode, knob_args=ARGS, limits=_limits),
     *(
         CudaKernel(op, source, formula=attention.decode, knob_args=ARGS, limits=_tile_limits, dtypes=HALVES)

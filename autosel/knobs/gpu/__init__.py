@@ -21,6 +21,7 @@ ROUTES: dict[str, Formula] = {"gemv": gemv.gemv, "stream": gemm.stream, "large":
 FAMILIES: dict[str, tuple[str, Formula]] = {
     "gemv_fp8": ("gemv", gemv.gemv),
     "attn": ("attn_decode", attention.decode),
+    "attn_decode_fp8": ("attn_decode", attention.decode),
     "paged_attn": ("attn_decode", attention.decode),
     "prefill_attn": ("attn_prefill", attention.prefill),
     "rmsnorm": ("rmsnorm", rows.rmsnorm),

@@ -54,10 +54,15 @@ def cache_of(w: Workload) -> Cache:
         group=w["Hq"] // w["Hkv"] * w["S"],
         head_dim=w["D"],
         length=min(w["L"], window + w["S"] - 1) if window else w["L"],
-        dtype_bytes=DTYPE_BYTES[w.dtype],
+        dtype_bytes=cache_bytes(w),
         page=page,
         ragged=bool(w.trait("ragged", default=False)),
     )
+
+
+def cache_bytes(w: Workload) -> int:
+    """Of an element of the cache."""
+    return DTYPE_BYTES["fp8_e4m3" if w.op == "attn_decode_fp8" else w.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
