@@ -132,7 +132,9 @@ def _few_rows(device: str) -> Iterator[Cell]:
     if device != "cpu":
         for (n, k), m in itertools.product((PROJECTIONS["o"], PROJECTIONS["1b o"]), (1, 8)):
             yield _cell("decode", "triton:gemv", "linear", {"M": m, "N": n, "K": k})
-            yield _cell("decode", "cuda:gemv_fp8", "gemv_fp8", {"M": m, "N": n, "K": k})
+            yield from (
+                _cell("decode", f"{name}:gemv_fp8", "gemv_fp8", {"M": m, "N": n, "K": k}) for name in (own, "triton")
+            )
 
 
 def _attention(device: str) -> Iterator[Cell]:

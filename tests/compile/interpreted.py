@@ -2,9 +2,10 @@
 
 Imported first in a worker: whether `triton.jit` compiles or interprets is settled when Triton is imported.
 
-The interpreter (3.9) keeps bf16 as uint16 and treats it so: `dot` multiplies the bit patterns, a conversion to bf16
-drops the low half instead of rounding it and loses subnormals. Three functions are replaced by what a GPU does.
-The others replaced are for speed: operands need no copying, and what is the same for every operation is done once.
+The interpreter (3.9) keeps bf16 as uint16 and e4m3 as uint8, and treats them so: `dot` multiplies the bit patterns, a
+conversion to bf16 drops the low half instead of rounding it and loses subnormals. Three functions are replaced by what
+a GPU does. The others replaced are for speed: operands need no copying, and what is the same for every operation is
+done once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -38,11 +40,17 @@ def narrow(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
+# Every byte's number: the interpreter keeps e4m3 as uint8, and treats it so.
+E4M3 = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+
 def _cast(self: Any, source: Any, target: Any) -> Any:
     have, want = source.dtype.scalar, target.scalar
     if have == want:
         return TensorHandle(source.data, want)
     data = widen(source.data) if have == tl.bfloat16 else source.data
+    if have == tl.float8e4nv:
+        data = E4M3[source.data]
     if want == tl.bfloat16:
         return TensorHandle(narrow(data), want)
     with np.errstate(over="ignore", invalid="ignore"):

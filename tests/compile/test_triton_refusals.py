@@ -20,6 +20,7 @@ from autosel.triton_kernels.gate_up import gate_up
 from autosel.triton_kernels.geglu import geglu
 from autosel.triton_kernels.gemm import gemm
 from autosel.triton_kernels.gemv import gemv
+from autosel.triton_kernels.gemv_fp8 import gemv_fp8
 from autosel.triton_kernels.kv_append import kv_append
 from autosel.triton_kernels.lm_head import lm_head
 from autosel.triton_kernels.norm_qkv import norm_qkv
@@ -62,6 +63,11 @@ def _paged_attn() -> Arguments:
 def _prefill_attn() -> Arguments:
     rows = {"q": bf16(2, 4, 32, 64), "k": bf16(2, 2, 32, 64), "v": bf16(2, 2, 32, 64)}
     return {**rows, "scale": 0.0, "window": 0, "softcap": 0.0, "o": bf16(2, 4, 32, 64)}
+
+
+def _gemv_fp8() -> Arguments:
+    weights = {"w": bf16(64, 128).to(torch.float8_e4m3fn), "scale": fp32(64)}
+    return {"x": bf16(2, 128), **weights, "bias": bf16(64), "residual": bf16(2, 64), "y": bf16(2, 64)}
 
 
 def _kv_append() -> Arguments:
@@ -123,6 +129,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Arguments]] = {
     "kv_append to pages": (kv_append, _kv_append_to_pages()),
     "rope": (rope, _rope()),
     "gemv": (gemv, _linear(2)),
+    "gemv_fp8": (gemv_fp8, _gemv_fp8()),
     "gemm": (gemm, _linear(12)),
     "norm_qkv, few rows": (norm_qkv, _norm_qkv(2)),
     "norm_qkv, many rows": (norm_qkv, _norm_qkv(12)),
@@ -141,6 +148,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Arguments]] = {
 OTHER = {
     torch.bfloat16: torch.float16,
     torch.float32: torch.float64,
+    torch.float8_e4m3fn: torch.float8_e5m2,
     torch.int32: torch.int64,
     torch.int64: torch.int32,
 }

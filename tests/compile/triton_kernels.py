@@ -58,6 +58,13 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
         ({"M": 64, "N": 1024, "K": 4096}, {"bias": True, "residual": True}),
         ({"M": 512, "N": 4096, "K": 4096}, {}),
     ),
+    "gemv_fp8": (
+        ({"M": 1, "N": 4096, "K": 4096}, {}),
+        ({"M": 2, "N": 4096, "K": 14336}, {"residual": True}),
+        ({"M": 4, "N": 1024, "K": 4096}, {"bias": True}),
+        ({"M": 6, "N": 1024, "K": 4096}, {"bias": True}),
+        ({"M": 8, "N": 28672, "K": 4096}, {}),
+    ),
     "attn": (
         ({**_HEADS, "L": 8192}, {}),
         ({**_HEADS, "B": 8, "L": 2048}, {"ragged": True}),
@@ -216,6 +223,8 @@ PLANS = (
     plan("kv_append triton:kv_append", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, {"page": 16}),
     plan("linear triton:gemv", {"M": 1, "N": 48, "K": 512}, {"residual": True}),
     plan("linear triton:gemv", {"M": 5, "N": 48, "K": 512}, {"bias": True}, split_k=3, grid=2, rows_per_warp=2),
+    plan("gemv_fp8 triton:gemv_fp8", {"M": 1, "N": 48, "K": 512}, {"residual": True}),
+    plan("gemv_fp8 triton:gemv_fp8", {"M": 5, "N": 48, "K": 512}, {"bias": True}, split_k=3, grid=2, rows_per_warp=2),
     plan("linear triton:gemm", {"M": 12, "N": 140, "K": 512}, {"bias": True}, split_k=2),
     plan("linear triton:gemm", {"M": 300, "N": 140, "K": 128}, {"residual": True}),
     plan("norm_qkv triton:norm_qkv", {"M": 3, "d": 512, "N": 48}, {"offset": 1.0}, grid=2),

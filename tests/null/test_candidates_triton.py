@@ -41,3 +41,11 @@ def test_every_kernel_refuses_what_it_cannot_run(kernel: TritonKernel) -> None:
     assert "fp8_e4m3" in reason(kernel, replace(w, dtype="fp8_e4m3"), H200)
     longest = next(n for n in ("V", "I", "N", "L", "d", "Hq", "Hkv") if n in dict(w.dims))
     assert f"{longest} = {2**31} is above 2^31 - 1" in reason(kernel, w.at(**{longest: 2**31}), H200)
+
+
+def test_fp8_weights_need_a_device_for_which_triton_converts_them() -> None:
+    kernel = next(k for k in KERNELS if k.source == "gemv_fp8")
+    w = plain("gemv_fp8", M=1)
+    for cc in ("8.0", "8.6"):
+        assert "converts e4m3 from compute capability 8.9" in reason(kernel, w, of_capability(cc))
+    assert "M = 9" in reason(kernel, w.at(M=9), of_capability("8.9"))

@@ -9,6 +9,7 @@ from autosel.knobs.gpu.gemv import projection
 from autosel.values import Knob, Knobs, Workload
 
 FEW = gemv.M_MOST
+E4M3_CC = (8, 9)
 MOST_FUSED = 64  # rows whose norm each program may take once more, from L2
 MOST_NAMED = 128  # rows whose greedy tokens one program column holds
 MOST_VOCABULARY = 1 << 24  # indices are kept as fp32
@@ -28,6 +29,12 @@ def _head(w: Workload, f: GpuFacts) -> str:
     if w["V"] > MOST_VOCABULARY:
         return f"names tokens of a vocabulary up to {MOST_VOCABULARY}; V = {w['V']}"
     return _at_most(MOST_NAMED, "or gives their logits")(w, f)
+
+
+def _few_fp8(w: Workload, f: GpuFacts) -> str:
+    if f.cc < E4M3_CC:
+        return f"Triton converts e4m3 from compute capability 8.9; the device has {f.cc[0]}.{f.cc[1]}"
+    return "" if w["M"] <= FEW else f"takes up to {FEW} rows; M = {w['M']}"
 
 
 def tiled(w: Workload, f: GpuFacts) -> Knobs:
@@ -59,6 +66,7 @@ def head(w: Workload, f: GpuFacts) -> Knobs:
 KERNELS = (
     TritonKernel("linear", "gemv", formula=also(gemv.gemv, pdl), limits=_few),
     TritonKernel("linear", "gemm", formula=also(tiled, shared)),
+    TritonKernel("gemv_fp8", "gemv_fp8", formula=also(gemv.gemv, pdl), limits=_few_fp8),
     TritonKernel("norm_qkv", "norm_qkv", formula=fused, limits=_at_most(MOST_FUSED, "above, a norm of its own pays")),
     TritonKernel("gate_up", "gate_up", formula=fused, limits=_at_most(MOST_FUSED, "above, a norm of its own pays")),
     TritonKernel("lm_head", "lm_head", formula=head, limits=_head),
