@@ -1,4 +1,7 @@
-"""The full suite on this machine's cores: three families, whole answers, two warm-ups and three trials of each."""
+"""The full suite on this machine's cores: three families, two warm-ups and three trials of each configuration.
+
+Answers are an eighth as long, as the quick suite's are: between two steps lies a probe of memory, and whole answers of
+nothing but tiny steps would be an hour of probes."""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ def test_a_full_suite_runs_to_its_end_and_every_row_of_it_verifies(
         (tmp_path / family).mkdir()
         (tmp_path / family / "config.json").write_text(json.dumps(CONFIG | changes | small))
     models = tuple(str(tmp_path / family) for family in FAMILIES)
-    monkeypatch.setitem(suite.LEVELS, "full", replace(suite.LEVELS["full"], models=models))
+    monkeypatch.setitem(suite.LEVELS, "full", replace(suite.LEVELS["full"], models=models, shorter=8))
     monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
     made, report = tmp_path / "suite.jsonl", tmp_path / "suite"
     found = verb("run", "--suite", "full", "--certify", str(made), "--report", str(report))
     rows = found["suite"]["rows"]
     assert [(Path(r["model"]).name, r["configuration"], r["tokens"]) for r in rows] == [
-        (family, c.name, c.tokens) for family in FAMILIES for c in suite.CONFIGURATIONS
+        (family, c.name, c.tokens) for family in FAMILIES for c in suite.configurations("full")
     ]
     assert found["error"] is None and found["suite"]["left"] == 0 and found["suite"]["trials"] == 3
     assert all(r["ttft_ms"] > 0 and r["p95_step_ms"] >= r["p50_step_ms"] > 0 and r["cache_bytes"] > 0 for r in rows)
