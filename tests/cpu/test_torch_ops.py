@@ -68,10 +68,13 @@ def test_the_out_form_writes_where_it_is_told(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS, ids=NAMES)
 def test_opcheck_passes(op: Op) -> None:
-    """Schema (nothing else is written), fake kernel, autograd's registration, tracing with symbolic shapes."""
-    torch.library.opcheck(operator(op).default, op.arguments(inputs_of(op)))
+    """Schema (nothing else is written), fake kernel, autograd's registration, tracing with symbolic shapes. PyTorch's
+    check of the schema multiplies what it compares, which it cannot in fp8: parity asks for untouched inputs there."""
+    every = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    asked = every[1:] if op.name.endswith("fp8") else every
+    torch.library.opcheck(operator(op).default, op.arguments(inputs_of(op)), test_utils=asked)
     if torch_ops.results(op):
-        torch.library.opcheck(operator(op).out, op.arguments(inputs_of(op)), outputs_of(op))
+        torch.library.opcheck(operator(op).out, op.arguments(inputs_of(op)), outputs_of(op), test_utils=asked)
 
 
 @pytest.mark.parametrize("op", OPS, ids=NAMES)
