@@ -21,13 +21,23 @@ from autosel.candidates.base import Candidate
 from autosel.candidates.probe import device, fault
 from autosel.fingerprint import nvml
 from autosel.native.compile import NO_COMPILER, find_compiler
-from autosel.values import Accepted, Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Rejected, Support, Workload
+from autosel.values import (
+    EXACT,
+    Accepted,
+    Backend,
+    Fingerprint,
+    Knobs,
+    PythonRecipe,
+    Recipe,
+    Rejected,
+    Support,
+    Workload,
+)
 
 COMPILED_OPS = (
     "linear", "rmsnorm", "add_rmsnorm", "rope", "swiglu", "geglu", "norm_qkv", "gate_up", "lm_head",
 )  # fmt: skip
 FIRST_CALL_S = 300.0  # Inductor starts its compilers and, on a GPU, Triton's
-EXACT_COUNT = 8  # values.count_bucket: counts up to here have a bucket of their own
 
 
 class Inductor(Candidate):
@@ -44,8 +54,8 @@ class Inductor(Candidate):
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
         if w.dtype == "fp8_e4m3":
             return Rejected(reason="the eager composition computes in bf16, fp16 and fp32; the workload is fp8_e4m3")
-        if w["M"] > EXACT_COUNT:
-            return Rejected(reason=f"compiled for one M; buckets above M = {EXACT_COUNT} hold several")
+        if w["M"] > EXACT:
+            return Rejected(reason=f"compiled for one M; buckets above M = {EXACT} hold several")
         if fp.kind == "cpu" and find_compiler() is None:
             return Rejected(reason=NO_COMPILER)
         why = unusable(fp)
