@@ -15,8 +15,7 @@ from autosel.values import Accepted, Backend, Fingerprint, Knobs, PythonRecipe, 
 EAGER = "autosel.ops.eager"
 OPS = (
     "linear", "attn", "paged_attn", "prefill_attn", "kv_append", "rmsnorm", "add_rmsnorm", "rope", "swiglu", "geglu",
-    "norm_qkv", "gate_up", "lm_head", "sample", "gemv_fp8",
-    "attn_decode_fp8",
+    "norm_qkv", "gate_up", "lm_head", "sample", "gemv_fp8", "attn_decode_fp8",
 )  # fmt: skip
 
 
