@@ -98,6 +98,11 @@ def get(name: str) -> Any:
     return read()[name].value
 
 
+def visible_gpus() -> str | None:
+    """CUDA_VISIBLE_DEVICES as it stands; None where it is not set. No setting of ours: CUDA reads it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def home() -> Path:
     """The folder everything autosel writes lives in (not created here)."""
     return Path(get("home"))

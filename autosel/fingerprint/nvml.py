@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autosel import settings
 from autosel.errors import UsageError
 from autosel.fingerprint import libcuda
 
@@ -79,6 +80,15 @@ def peak_read_bytes_per_s(r: Readings) -> float:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 NO_NVML = "check nvidia-smi and the driver; a container gets NVML with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+# What to do about why NVML does not begin, by its name in nvml.h.
+TODO = {
+    "NVML_ERROR_LIBRARY_NOT_FOUND": "install the driver; a container gets its library with "
+    "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    "NVML_ERROR_DRIVER_NOT_LOADED": "load the driver's kernel module (modprobe nvidia); nvidia-smi fails alike",
+    "NVML_ERROR_LIB_RM_VERSION_MISMATCH": "the driver was upgraded beneath a running system: restart the machine, or "
+    "unload the nvidia modules and load them again",
+    "NVML_ERROR_NO_PERMISSION": "let this user, or this container, open /dev/nvidiactl and /dev/nvidia0 ...",
+}
 
 # Name in the identity -> CUDA attribute.
 LIMITS = {
@@ -99,7 +109,7 @@ def read(ordinal: int) -> Readings:
     if not 0 <= ordinal < count:
         raise UsageError(
             f"there is no device cuda:{ordinal}",
-            why=f"CUDA sees {count} device{'' if count == 1 else 's'}",
+            why=f"CUDA sees {count} device{'' if count == 1 else 's'}{_shown()}",
             todo="check CUDA_VISIBLE_DEVICES" if count else "check nvidia-smi and CUDA_VISIBLE_DEVICES",
         )
     limits = {name: int(runtime.deviceGetAttribute(getattr(runtime, a), ordinal)) for name, a in LIMITS.items()}
@@ -107,6 +117,12 @@ def read(ordinal: int) -> Readings:
     cc = int(told["major"]), int(told["minor"])
     # Sixteen bytes, which cupy reads as a C string (the driver gives all): up to the first zero, were it beyond them.
     return _from_nvml(runtime.deviceGetPCIBusId(ordinal), told["uuid"][:16], cc, limits, told)
+
+
+def _shown() -> str:
+    """A name there that is not known hides itself and all that follow it."""
+    shown = settings.visible_gpus()
+    return "" if shown is None else f", with CUDA_VISIBLE_DEVICES={shown!r}"
 
 
 def count() -> int:
@@ -160,7 +176,9 @@ def _from_nvml(
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise UsageError("NVML does not answer", why=str(error), todo=NO_NVML) from error
+        named = {getattr(nvml, name): todo for name, todo in TODO.items()}
+        todo = named.get(error.value, NO_NVML)
+        raise UsageError("NVML does not answer", why=str(error), todo=todo) from error
     try:
         board = nvml.nvmlDeviceGetHandleByPciBusId(pci.encode())
         slice_ = _mig_slice(nvml, board, uuid)
@@ -261,11 +279,19 @@ def slowdown(uuid: str) -> str:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
         if uuid.startswith("MIG-"):  # a slice has no clock of its own
             handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-        return reasons_of(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        return reasons_of(_clock_events(nvml, handle))
     except nvml.NVMLError:
         return ""
     finally:
         nvml.nvmlShutdown()
+
+
+def _clock_events(nvml: Any, handle: Any) -> int:
+    """Drivers before 535 know the question by its older name."""
+    try:
+        return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    except nvml.NVMLError_FunctionNotFound:
+        return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
 
 
 def free_bytes(ordinal: int) -> int | None:
@@ -273,7 +299,10 @@ def free_bytes(ordinal: int) -> int | None:
     import pynvml as nvml
 
     uuid = read(ordinal).uuid
-    nvml.nvmlInit()
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid.encode())).free)
     except nvml.NVMLError:

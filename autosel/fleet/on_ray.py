@@ -55,7 +55,7 @@ class Seat:
     def about(self, device: str) -> str:
         """Which host and device this is, and which ledger it would write to."""
         ledger, kind = ledger_name(), hw_id_of(device)
-        unit = os.environ.get("CUDA_VISIBLE_DEVICES", "") if device != "cpu" else ""
+        unit = (settings.visible_gpus() or "") if device != "cpu" else ""
         found = {"version": __version__, "schema": HEAD, "ledger": ledger, "host": here(settings.home()).id}
         place = {"name": platform.node(), "device": f"{containment.machine()} {device} {unit}".strip(), "kind": kind}
         return json.dumps({**found, **place, "pid": os.getpid()})

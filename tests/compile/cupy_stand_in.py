@@ -150,8 +150,16 @@ def _set(pointer: int, value: int, count: int, stream: int) -> None:
     ctypes.memset(pointer, value, count)
 
 
-def modules(library: Path, *, devices: int = 1, uuid: bytes = bytes(range(1, 17))) -> dict[str, ModuleType]:
-    """`cupy`, `cupy.cuda` and `cupy.cuda.runtime`, for sys.modules."""
+UUIDS = {"0000:0a:00.0": bytes(range(1, 17)), "0000:0b:00.0": bytes(range(17, 33))}  # of nvml_stand_in.c
+BOARDS = tuple(UUIDS)
+
+
+def modules(
+    library: Path, *, devices: int = 1, boards: tuple[str, ...] = BOARDS[:1], uuid: bytes = b""
+) -> dict[str, ModuleType]:
+    """`cupy`, `cupy.cuda` and `cupy.cuda.runtime`, for sys.modules. `boards`: where CUDA's devices are, in its order;
+    `uuid` in place of each one's own."""
+    devices = max(devices, len(boards)) if boards else 0
     library_ = ctypes.CDLL(str(library))
     cupy, cuda, runtime = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.runtime")
     vars(runtime).update(
@@ -159,11 +167,11 @@ def modules(library: Path, *, devices: int = 1, uuid: bytes = bytes(range(1, 17)
         CUDARuntimeError=CUDARuntimeError,
         getDeviceCount=lambda: devices,
         deviceGetAttribute=_attribute,
-        deviceGetPCIBusId=lambda ordinal: "0000:0a:00.0",
+        deviceGetPCIBusId=lambda ordinal: boards[ordinal],
         getDeviceProperties=lambda ordinal: {
             "major": 9,
             "minor": 0,
-            "uuid": uuid.partition(b"\0")[0],
+            "uuid": (uuid or UUIDS[boards[ordinal]]).partition(b"\0")[0],
             "totalGlobalMem": 128 << 30,
         },
         memGetInfo=lambda: (FREE_BYTES, 2 * FREE_BYTES),

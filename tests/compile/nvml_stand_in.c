@@ -1,42 +1,47 @@
-// NVML's part of its interface that a fingerprint asks, for one board: so that nvidia-ml-py's own calls are made.
-// MIG: environment variable of the stand-in, SLICES=n: the board is cut into n slices. SHARED=1: a chip whose memory is
+// NVML's part of its interface that a fingerprint asks, for two boards: so that nvidia-ml-py's own calls are made. No
+// board has a number here. The second one is another product, whole, and of a driver that knows the reasons of
+// slow clocks by their older name alone.
+// Environment variables of the stand-in. INIT=code: what nvmlInit answers. SLICES=n: MIG cuts the first board into n
+// slices. SHARED=1: a chip whose memory is
 // its host's, of which NVML knows nothing, in a container that may not ask for ECC.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { OK = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6 };
+enum { OK = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6, FUNCTION_NOT_FOUND = 13 };
 typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct Device* Handle;
 
 int slow_looks = 0;  // so many times yet the board says that heat slows it; a power cap (0x4) it always has
-static char board, slices[7];
+static char board, other, slices[7];
+static int is_other(Handle d) { return (char*)d == &other; }
 static int count(void) { const char* n = getenv("SLICES"); return n ? atoi(n) : 0; }
 static int shared(void) { return getenv("SHARED") != NULL; }
 static int is_slice(Handle d) { return (char*)d >= slices && (char*)d < slices + sizeof slices; }
 
-int nvmlInitWithFlags(unsigned flags) { (void)flags; return OK; }
+int nvmlInitWithFlags(unsigned flags) { (void)flags; return getenv("INIT") ? atoi(getenv("INIT")) : OK; }
 int nvmlShutdown(void) { return OK; }
 const char* nvmlErrorString(int code) { return code == NOT_FOUND ? "Not Found" : "Not Supported"; }
 int nvmlSystemGetDriverVersion(char* text, unsigned room) { snprintf(text, room, "580.65.06"); return OK; }
 int nvmlDeviceGetHandleByPciBusId_v2(const char* pci, Handle* d) {
-  *d = (Handle)&board;
-  return strcmp(pci, "0000:0a:00.0") ? NOT_FOUND : OK;
+  int second = !strcmp(pci, "0000:0b:00.0");
+  *d = (Handle)(second ? &other : &board);
+  return second || !strcmp(pci, "0000:0a:00.0") ? OK : NOT_FOUND;
 }
 int nvmlDeviceGetHandleByUUID(const char* uuid, Handle* d) {
-  *d = strncmp(uuid, "MIG-", 4) ? (Handle)&board : (Handle)slices;
+  *d = strncmp(uuid, "MIG-", 4) ? (Handle)(strncmp(uuid, "GPU-11", 6) ? &board : &other) : (Handle)slices;
   return OK;
 }
 int nvmlDeviceGetName(Handle d, char* text, unsigned room) {
-  snprintf(text, room, is_slice(d) ? "NVIDIA H200 MIG 1g.18gb" : "NVIDIA H200");
+  snprintf(text, room, is_slice(d) ? "NVIDIA H200 MIG 1g.18gb" : is_other(d) ? "NVIDIA L4" : "NVIDIA H200");
   return OK;
 }
 int nvmlDeviceGetMemoryInfo(Handle d, Memory* m) {
-  m->total = is_slice(d) ? 18ull << 30 : 140ull << 30, m->free = m->total, m->used = 0;
+  m->total = is_slice(d) ? 18ull << 30 : is_other(d) ? 23ull << 30 : 140ull << 30, m->free = m->total, m->used = 0;
   return shared() ? NOT_SUPPORTED : OK;
 }
 int nvmlDeviceGetMemoryBusWidth(Handle d, unsigned* bits) {
-  (void)d, *bits = 6144;
+  *bits = is_other(d) ? 192 : 6144;
   return shared() ? NOT_SUPPORTED : OK;
 }
 int nvmlDeviceGetMaxClockInfo(Handle d, int type, unsigned* mhz) {
@@ -49,11 +54,15 @@ int nvmlDeviceGetEccMode(Handle d, unsigned* now, unsigned* then) {
 }
 int nvmlDeviceGetEnforcedPowerLimit(Handle d, unsigned* mw) { (void)d; (void)mw; return NOT_SUPPORTED; }
 int nvmlDeviceGetUUID(Handle d, char* text, unsigned room) {
-  if (!is_slice(d)) snprintf(text, room, "GPU-01020304-0506-0708-090a-0b0c0d0e0f10");
+  if (is_other(d)) snprintf(text, room, "GPU-11121314-1516-1718-191a-1b1c1d1e1f20");
+  else if (!is_slice(d)) snprintf(text, room, "GPU-01020304-0506-0708-090a-0b0c0d0e0f10");
   else snprintf(text, room, "MIG-0102%02x04-0506-0708-090a-0b0c0d0e0f10", (int)((char*)d - slices));
   return OK;
 }
-int nvmlDeviceGetMigMode(Handle d, unsigned* now, unsigned* then) { (void)d; *now = *then = count() > 0; return OK; }
+int nvmlDeviceGetMigMode(Handle d, unsigned* now, unsigned* then) {
+  *now = *then = count() > 0 && !is_other(d);
+  return OK;
+}
 int nvmlDeviceGetMaxMigDeviceCount(Handle d, unsigned* n) { (void)d; *n = sizeof slices; return OK; }
 int nvmlDeviceGetMigDeviceHandleByIndex(Handle d, unsigned i, Handle* found) {
   (void)d;
@@ -62,8 +71,13 @@ int nvmlDeviceGetMigDeviceHandleByIndex(Handle d, unsigned i, Handle* found) {
 }
 // Asked of a slice, as the driver has it: no such question.
 int nvmlDeviceGetCurrentClocksEventReasons(Handle d, unsigned long long* bits) {
+  if (is_other(d)) return FUNCTION_NOT_FOUND;
   *bits = slow_looks-- > 0 ? 0x20 | 0x4 : (slow_looks = 0, 0x4);
   return is_slice(d) ? INVALID_ARGUMENT : OK;
+}
+int nvmlDeviceGetCurrentClocksThrottleReasons(Handle d, unsigned long long* bits) {
+  *bits = is_other(d) ? 0x80 : 0;
+  return OK;
 }
 int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(Handle d, Handle* found) {
   *found = (Handle)&board;

@@ -1,0 +1,96 @@
+"""Which board a device of CUDA's is, where both number them differently; and why NVML does not answer.
+
+The libraries' own borders are played (nvml_stand_in.c, cupy_stand_in.py); no board has a number there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import pytest
+
+from autosel.errors import UsageError
+from autosel.fingerprint import nvml
+from tests.compile.cupy_stand_in import BOARDS
+from tests.compile.test_emulated_probes import (
+    SLICE_2,
+    Played,
+    nvml_library,
+    played,
+    probes,
+)
+
+__all__ = ["nvml_library", "played", "probes"]  # fixtures
+
+
+@pytest.fixture
+def initially() -> Iterator[object]:
+    """What nvmlInit answers: for the C library, which reads the environment of the process itself."""
+    libc = ctypes.CDLL(None)
+    yield lambda code: libc.setenv(b"INIT", str(code).encode(), 1)
+    libc.unsetenv(b"INIT")
+
+
+@pytest.mark.parametrize("order", [BOARDS, BOARDS[::-1]], ids=["by PCI address", "fastest first"])
+def test_each_of_two_boards_is_itself_whatever_cuda_calls_it(played: Played, order: tuple[str, ...]) -> None:
+    played(boards=order)
+    h200, l4 = order.index(BOARDS[0]), order.index(BOARDS[1])
+    assert nvml.read(h200).name == "NVIDIA H200" and nvml.read(h200).uuid.startswith("GPU-0102")
+    assert nvml.read(l4).name == "NVIDIA L4" and nvml.read(l4).uuid.startswith("GPU-1112")
+    assert [nvml.free_bytes(n) for n in (h200, l4)] == [140 << 30, 23 << 30]
+    assert nvml.identity_of(nvml.read(l4))["memory_bus_bits"] == 192
+
+
+def test_the_one_board_that_is_shown_is_device_0_whichever_it_is(played: Played) -> None:
+    for board, name in zip(BOARDS, ("NVIDIA H200", "NVIDIA L4"), strict=True):
+        played(boards=(board,))
+        assert nvml.counted() == 1 and nvml.read(0).name == name
+        with pytest.raises(UsageError) as error:
+            nvml.read(1)
+        assert "CUDA sees 1 device" in error.value.why
+
+
+def test_a_slice_of_one_board_does_not_make_the_other_one_a_slice(played: Played) -> None:
+    played(slices=3, uuid=SLICE_2, boards=(BOARDS[0],))
+    assert nvml.read(0).mig_profile == "1g.18gb"
+    played(slices=3, boards=(BOARDS[1],))
+    assert nvml.read(0).mig_profile is None and nvml.read(0).name == "NVIDIA L4"
+
+
+@pytest.mark.parametrize("shown", ["GPU-ffff", "", "7"])
+def test_a_name_that_cuda_does_not_know_is_said_with_the_variable(
+    played: Played, monkeypatch: pytest.MonkeyPatch, shown: str
+) -> None:
+    played(boards=())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    with pytest.raises(UsageError) as error:
+        nvml.read(0)
+    assert error.value.why == f"CUDA sees 0 devices, with CUDA_VISIBLE_DEVICES={shown!r}"
+    assert "CUDA_VISIBLE_DEVICES" in error.value.todo
+
+
+@pytest.mark.parametrize(
+    ("code", "todo"),
+    [
+        (4, "/dev/nvidiactl"),
+        (9, "modprobe nvidia"),
+        (12, "install the driver"),
+        (18, "upgraded beneath"),
+        (999, "nvidia-smi"),
+    ],
+)
+def test_why_nvml_does_not_answer_decides_what_to_do(played: Played, initially: object, code: int, todo: str) -> None:
+    played()
+    initially(code)  # type: ignore[operator]
+    with pytest.raises(UsageError) as error:
+        nvml.read(0)
+    assert error.value.what == "NVML does not answer" and todo in error.value.todo
+    assert nvml.slowdown("GPU-0102") == ""
+    with pytest.raises(OSError, match="does not answer"):
+        nvml.energy_counter("GPU-0102")
+
+
+def test_an_older_driver_is_asked_by_the_older_name(played: Played) -> None:
+    played(boards=BOARDS)
+    assert nvml.slowdown(nvml.read(1).uuid) == "hardware power brake (0x80)"
