@@ -103,6 +103,16 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def mps_share() -> float:
+    """The share of a GPU's SMs that NVIDIA's multi-process service grants this process, if it runs: 1 unless somebody
+    set CUDA_MPS_ACTIVE_THREAD_PERCENTAGE."""
+    try:
+        percentage = float(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", ""))
+    except ValueError:
+        return 1.0
+    return percentage / 100 if 0 < percentage <= 100 else 1.0
+
+
 def home() -> Path:
     """The folder everything autosel writes lives in (not created here)."""
     return Path(get("home"))

@@ -144,6 +144,7 @@ class Fingerprint:
     contended: bool = False
     notes: tuple[str, ...] = ()
     source: str = "measured"
+    validity: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def hw_id(self) -> str:

@@ -37,6 +37,7 @@ def describe(fp: Fingerprint) -> list[Row]:
     """Identity, environment, then rates: (field, value, spread, source). Only a measured rate has a spread."""
     rows = [_fact(label, key, fp.identity[key], _origin(fp)) for label, key in _fields(fp) if key in fp.identity]
     rows += [(name, _plain(value), "", "") for name, value in fp.environment.items()]
+    rows += [(name.replace("_", " "), f"{value:g}", "", "rates hold for this") for name, value in fp.validity.items()]
     return rows + [(rate_label(name), quantity(r), _spread(r), r.source) for name, r in fp.rates.items()]
 
 

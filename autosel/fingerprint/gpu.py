@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from autosel import settings
 from autosel.fingerprint import nvml, stack, store
 from autosel.values import Fingerprint
 
@@ -25,6 +27,7 @@ SLOWED = (
     "the device was slowed in both of two measurements: {}; its rates are not kept and its knobs follow from slowed "
     "rates: look to its cooling and power supply (nvidia-smi -q -d PERFORMANCE), then measure again"
 )
+VOID = 0.05  # of a power limit or a share of SMs: another one allows other rates, and the device is the same one
 NOISY_SPREAD = 0.10  # between the best and the worst of five windows of 20 ms: somebody else is on the device
 
 
@@ -35,7 +38,8 @@ def identified(ordinal: int = 0) -> Fingerprint:
 
 
 def take(ordinal: int = 0, *, refresh: bool = False) -> Fingerprint:
-    """The fingerprint of CUDA's device `ordinal`; rates measured once per env_id (about 3 s), then reused.
+    """The fingerprint of CUDA's device `ordinal`; rates measured once per env_id (about 3 s), then reused until its
+    power limit or its share of SMs changes by more than 5 %.
 
     Rates of a device that heat or a power brake slowed are measured again after 2 to 10 s; slowed still, they are
     marked (`contended`, a note with the reasons) and not stored.
@@ -48,9 +52,28 @@ def take(ordinal: int = 0, *, refresh: bool = False) -> Fingerprint:
         identity=nvml.identity_of(readings),
         environment=environment(readings.driver),
         rates={},
+        validity=validity(readings),
     )
     stored = None if refresh else store.read(known.env_id)
-    return stored or _measured(known, ordinal, readings)
+    if stored is None:
+        return _measured(known, ordinal, readings)
+    why = changed(stored.validity, known.validity)
+    if not why:
+        return stored
+    fresh = _measured(known, ordinal, readings)
+    return dataclasses.replace(fresh, notes=(*fresh.notes, f"measured again: {why}"))
+
+
+def validity(readings: nvml.Readings) -> dict[str, float]:
+    """What measured rates hold for, beside who the device is; what NVML does not say is left out."""
+    limit = {} if readings.power_limit_w is None else {"power_limit_w": readings.power_limit_w}
+    return {**limit, "mps_share": settings.mps_share()}
+
+
+def changed(stored: Mapping[str, float], now: Mapping[str, float]) -> str:
+    """Which of these is no longer what it was, or "". Of what only one of both knows nothing follows."""
+    moved = [n for n in now if n in stored and abs(now[n] - stored[n]) > VOID * stored[n]]
+    return ", ".join(f"{name} was {stored[name]:g} and is {now[name]:g}" for name in moved)
 
 
 def environment(driver: str) -> dict[str, Any]:

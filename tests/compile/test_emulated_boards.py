@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from autosel import fingerprint
 from autosel.errors import UsageError
 from autosel.fingerprint import nvml
 from tests.compile.cupy_stand_in import BOARDS
@@ -94,3 +95,16 @@ def test_why_nvml_does_not_answer_decides_what_to_do(played: Played, initially: 
 def test_an_older_driver_is_asked_by_the_older_name(played: Played) -> None:
     played(boards=BOARDS)
     assert nvml.slowdown(nvml.read(1).uuid) == "hardware power brake (0x80)"
+
+
+def test_rates_are_measured_again_for_another_share_of_the_device(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played()
+    first = fingerprint.take("cuda")
+    assert fingerprint.take("cuda") == first and first.validity == {"mps_share": 1.0}  # the board tells no power limit
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "40")
+    again = fingerprint.take("cuda")
+    assert again.env_id == first.env_id and again.validity == {"mps_share": 0.4}
+    assert "measured again: mps_share was 1 and is 0.4" in again.notes
+    assert fingerprint.take("cuda").rates == again.rates

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosel import fingerprint
+from autosel import fingerprint, settings
 from autosel.cli.tune import show_remarks
 from autosel.errors import UnknownName, UsageError
 from autosel.fingerprint import gpu, gpu_rates, known, nvml
@@ -75,6 +75,31 @@ def test_only_slowdowns_that_spoil_a_measurement_are_named() -> None:
     assert nvml.reasons_of(0x4) == ""  # software power cap: a device's normal state under load
     assert nvml.reasons_of(0x8 | 0x20) == "hardware slowdown (0x8), thermal slowdown (0x20)"
     assert nvml.reasons_of(0x4 | 0x40 | 0x80) == "hardware thermal slowdown (0x40), hardware power brake (0x80)"
+
+
+# --- what rates hold for ----------------------------------------------------------------------------------------------
+
+
+def test_another_power_limit_or_share_of_sms_voids_rates_and_not_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
+    full, capped = replace(H200, power_limit_w=700.0), replace(H200, power_limit_w=500.0)
+    assert gpu.changed(gpu.validity(full), gpu.validity(capped)) == "power_limit_w was 700 and is 500"
+    assert gpu.changed(gpu.validity(full), gpu.validity(replace(H200, power_limit_w=670.0))) == ""
+    assert nvml.identity_of(full) == nvml.identity_of(capped)
+    whole = gpu.validity(full)
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
+    assert gpu.changed(whole, gpu.validity(full)) == "mps_share was 1 and is 0.5"
+
+
+@pytest.mark.parametrize("said", ["", "all", "0", "-5", "300", "nan"])
+def test_a_share_that_is_none_is_the_whole(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", said)
+    assert settings.mps_share() == 1.0
+
+
+def test_what_was_stored_before_these_were_kept_still_holds() -> None:
+    assert gpu.changed({}, {"power_limit_w": 700.0, "mps_share": 1.0}) == ""
+    assert gpu.changed({"power_limit_w": 700.0, "mps_share": 1.0}, {"mps_share": 1.0}) == ""
 
 
 # --- a device that is not here ---------------------------------------------------------------------------------------
