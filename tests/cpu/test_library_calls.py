@@ -76,6 +76,14 @@ def named(plan: Plan) -> str:
     return " ".join([plan[1], plan[2], *map(str, plan[4])])
 
 
+@pytest.fixture(autouse=True)
+def _no_stand_in_stays() -> Iterator[None]:
+    """Who asks afterwards whether a library is installed must not find one of these."""
+    yield
+    for name in [n for n, m in sys.modules.items() if STAND_INS in Path(getattr(m, "__file__", None) or "").parents]:
+        del sys.modules[name]
+
+
 @pytest.fixture(scope="module")
 def prover() -> Iterator[Prover]:
     """One worker for all of them, in which the stand-ins are found by the libraries' names."""
