@@ -296,7 +296,7 @@ CONSTANTS: Sequence[tuple[str, str, str]] = (
     ("parity.battery", "LEAK_CALLS", "calls over which growth of memory is watched, at most"),
     ("parity.fullsize", "ROWS", "rows checked in float64 at full size, each time"),
     ("tuning.crossover", "BRACKET", "a crossover is known to within this ratio of lengths"),
-    ("fingerprint.device", "DRIFT_LIMIT", "a rate has moved if it is off by more, in three looks"),
+    ("fingerprint.drift", "DRIFT_LIMIT", "a rate has moved if it is off by more, in three looks"),
     ("fingerprint.noise", "SPREAD_LIMIT", "spread of the read windows above which a machine is `contended`"),
     ("fingerprint.noise", "STEAL_LIMIT", "stolen CPU time above which it is"),
     ("dispatch.board", "LOOK_EVERY_S", "seconds between looks at the snapshot"),

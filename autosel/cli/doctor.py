@@ -134,22 +134,21 @@ def _device(what: str) -> Iterator[Finding]:
         if fp.contended:
             todo = f"for cleaner rates close other work, then {settings.spelling()} fingerprint {place} --refresh"
             yield Finding(what="noise", level="note", text="contended when it was measured", todo=todo)
-        if fp.kind == "cpu":
-            yield from _drift(fp)
+        yield from _drift(fp, place)
 
 
-def _drift(fp: Fingerprint) -> Iterator[Finding]:
-    """A CPU's rates are measured once and reused: a formula that rests on them never changes unasked. Here is where to
-    see that they no longer hold."""
+def _drift(fp: Fingerprint, place: str) -> Iterator[Finding]:
+    """Rates are measured once and reused: a formula that rests on them never changes unasked. Here is where to see that
+    they no longer hold."""
     from autosel import fingerprint
 
     try:
-        drift = fingerprint.drifted(fp)
-    except BuildError:  # said under "compiler"
+        drift = fingerprint.drifted(fp, place)
+    except (BuildError, UsageError):  # said under "compiler"; a GPU without cupy is only served
         return
     if drift.moved:
         now = "other work runs here, or ran when they were measured" if drift.shared else "no longer what was measured"
-        todo = f"{settings.spelling()} fingerprint cpu --refresh measures anew; what new knobs change is raced again"
+        todo = f"{settings.spelling()} fingerprint {place} --refresh measures anew; what has other knobs then is raced"
         yield Finding(what="rates", level="note", text=f"{drift.reason}: {now}", todo=todo)
 
 

@@ -18,7 +18,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
-from autosel.errors import AutoselError, UsageError
+from autosel.errors import AutoselError, BuildError, UsageError
 from autosel.ledger.faults import plain
 from autosel.race.judge import CLONE, duels
 from autosel.race.run import Tick
@@ -26,6 +26,7 @@ from autosel.tuning.job import Rejection
 from autosel.values import WHOLE_STEP, Accepted, Decision, Fingerprint, Workload, from_json, to_json
 
 if TYPE_CHECKING:
+    from autosel.fingerprint import Drift
     from autosel.ledger.store import Ledger
 
 log = logging.getLogger(__name__)
@@ -176,10 +177,10 @@ def renew(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
 
 
 def examine(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
-    """What each device and its software are now, and which decisions no longer hold. With `rates`: whether the CPU
-    still is as fast as when it was measured; if not, it is measured anew, and what now has other knobs is named.
+    """What each device and its software are now, and which decisions no longer hold. With `rates`: whether it still is
+    as fast as when it was measured; if not, it is measured anew, and what now has other knobs is named.
 
-    On a machine that others use too a rate says who was running: there nothing follows from it.
+    On a device that others use too a rate says who was running: there nothing follows from it.
     """
     from autosel import fingerprint
     from autosel.ledger.store import open_ledger
@@ -199,7 +200,7 @@ def _facts(ledger: Ledger, device: str, *, rates: bool) -> dict[str, Any]:
     from autosel.tuning.renew import outdated
 
     fp, mode = fingerprint.take(device), current_mode()
-    drift = fingerprint.drifted(fp) if rates and fp.kind == "cpu" else None
+    drift = _drift(fp, device) if rates else None
     drifted = drift is not None and drift.moved and not drift.shared
     if drifted:
         fp = fingerprint.take(device, refresh=True)
@@ -224,6 +225,17 @@ def _facts(ledger: Ledger, device: str, *, rates: bool) -> dict[str, Any]:
             moved[str(d.id)] = ops.find(d.op).bytes_moved(d.workload)
     who = {"device": device, "unit": fingerprint.unit(device), "hw_id": fp.hw_id, "env_id": fp.env_id, "mode": mode}
     return {**who, "fingerprint": fp, "stale": stale, "lost": lost, "other_knobs": other, "moved": moved}
+
+
+def _drift(fp: Fingerprint, device: str) -> Drift | None:
+    """None where nothing here can look: no compiler for a CPU's probes, no cupy for a GPU's, no memory left."""
+    from autosel import fingerprint
+
+    try:
+        return fingerprint.drifted(fp, device)
+    except (BuildError, UsageError) as error:
+        log.info("%s: its rates are not looked at: %s", device, error)
+        return None
 
 
 def has_other_knobs(d: Decision, fp: Fingerprint) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autosel.fingerprint.device import Drift, drifted, present, take, unit
+from autosel.fingerprint.device import present, take, unit
+from autosel.fingerprint.drift import Drift, drifted
 from autosel.fingerprint.known import load, names
 
 __all__ = ["Drift", "drifted", "load", "names", "present", "take", "unit"]

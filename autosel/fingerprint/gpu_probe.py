@@ -22,7 +22,7 @@ import numpy
 
 from autosel import resources
 from autosel.errors import UsageError
-from autosel.fingerprint import gpu_rates, libcuda, nvml
+from autosel.fingerprint import gpu_arithmetic, gpu_cost, gpu_rates, nvml
 from autosel.fingerprint.gpu_rates import Point
 from autosel.values import Rate
 
@@ -30,13 +30,13 @@ SOURCE = "cuda/probes.cu"
 WINDOWS = 5
 WINDOW_S = 0.02
 WARM_UP_S = 0.3
+LOOK_WINDOWS, LOOK_WINDOW_S = 2, 0.006  # of each of two grids
 THREADS = 256
 VECTOR_BYTES = 16
 LINE_BYTES = 128
 BLOCK_BYTES = 8 << 20  # of random data
 MOST_QUEUED = 500  # launches that a stream takes while it is held: beyond about 1,000 the host would wait for the gate
 GATE_TICKS = 2_000_000_000  # about a second: a host that died must not hold a device
-MATRIX_SIDE = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +55,45 @@ def measure(ordinal: int, readings: nvml.Readings) -> Found:
     with cupy.cuda.Device(ordinal):
         bench = Bench(cupy=cupy, identity=nvml.identity_of(readings))
         slowed: dict[str, None] = {}  # in the order they were met
-        stages = (bench.memory, bench.cache, bench.latency, bench.starting, bench.arithmetic, bench.matrix)
-        for stage in (bench.warm_up, *stages):
-            stage()
+        stages = (Bench.warm_up, Bench.memory, Bench.cache, Bench.latency, gpu_cost.measure, gpu_arithmetic.measure)
+        for stage in stages:
+            stage(bench)
             # Asked while the device is still hot: what slows it under load may be gone a second later.
             slowed |= dict.fromkeys(filter(None, [nvml.slowdown(readings.uuid)]))
         bench.release()
     figures = {name: rate.value for name, rate in bench.rates.items()}
     odd = gpu_rates.complaints(figures, bench.identity, nvml.peak_read_bytes_per_s(readings))
     return Found(rates=bench.rates, notes=(*bench.notes, *odd), slowed="; ".join(slowed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A short look at two rates that say whether the others still hold."""
+
+    read_bytes_per_s: float
+    graph_node_s: float
+
+
+def looks(ordinal: int, count: int) -> list[Look]:
+    """So many looks one after the other, some 30 ms each, clocks warmed up before the first.
+
+    Raises UsageError: no cupy, or no memory left."""
+    nvml.counted()
+    import cupy
+
+    with cupy.cuda.Device(ordinal):
+        bench = Bench(cupy=cupy, identity=nvml.identity_of(nvml.read(ordinal)))
+        bench.warm_up()
+        chain = gpu_cost.graph_chain(bench)
+        found = [_look(bench, chain) for _ in range(count)]
+        bench.release()
+    return found
+
+
+def _look(bench: Bench, chain: Callable[[int], None]) -> Look:
+    node = min(gpu_cost.each(bench, chain, *gpu_cost.CHAIN, windows=LOOK_WINDOWS))
+    read = bench.best_read(windows=LOOK_WINDOWS, window_s=LOOK_WINDOW_S)
+    return Look(read_bytes_per_s=read, graph_node_s=node)
 
 
 def reader(ordinal: int) -> Callable[[], float]:
@@ -137,13 +167,18 @@ class Bench:
     def launch(self, name: str, blocks: int, threads: int, *args: Any, shared_bytes: int = 0) -> None:
         self.kernels.get_function(name)((blocks,), (threads,), args, shared_mem=shared_bytes, stream=self.stream)
 
-    def seconds(self, work: Callable[[], None]) -> float:
-        """Device seconds of what `work` enqueues, all of it enqueued before the first of it starts."""
+    def seconds(self, work: Callable[[], None], before: Callable[[], None] | None = None) -> float:
+        """Device seconds of what `work` enqueues, all of it enqueued before the first of it starts.
+
+        `before` enqueues what is done ahead of it and not timed.
+        """
         cp = self.cupy
         begin, end = cp.cuda.Event(), cp.cuda.Event()
         gate = ctypes.c_uint32.from_address(self.gate.ptr)
         gate.value = 0
         self.launch("probe_gate", 1, 1, cp.uint64(self.gate.ptr), cp.int64(GATE_TICKS))
+        if before is not None:
+            before()
         begin.record(self.stream)
         work()
         end.record(self.stream)
@@ -151,31 +186,35 @@ class Bench:
         end.synchronize()
         return float(cp.cuda.get_elapsed_time(begin, end)) * 1e-3
 
-    def repeated(self, work: Callable[[], None]) -> list[float]:
-        """Seconds of one `work` in each of five windows of at least 20 ms."""
+    def repeated(self, work: Callable[[], None], windows: int = 0, window_s: float = 0.0) -> list[float]:
+        """Seconds of one `work` in each of five windows of at least 20 ms, or of so many as are asked for."""
         once = max(self.seconds(work), 1e-7)
-        count = min(max(1, math.ceil(WINDOW_S / once)), MOST_QUEUED)
+        count = min(max(1, math.ceil((window_s or WINDOW_S) / once)), MOST_QUEUED)
 
         def often() -> None:
             for _ in range(count):
                 work()
 
-        return [self.seconds(often) / count for _ in range(WINDOWS)]
+        return [self.seconds(often) / count for _ in range(windows or WINDOWS)]
 
-    def keep(self, name: str, unit: str, figures: list[float]) -> float:
+    def keep(self, name: str, unit: str, figures: list[float], source: str = SOURCE) -> float:
         """Store the best of some windows; rates are best when high, times when low."""
         best = min(figures) if unit == "s" else max(figures)
         spread = (max(figures) - min(figures)) / best
-        source = f"best of {len(figures)} windows, {SOURCE}"
-        self.rates[name] = Rate(value=best, unit=unit, spread=round(spread, 4), source=source)
+        told = f"best of {len(figures)} windows, {source}"
+        self.rates[name] = Rate(value=best, unit=unit, spread=round(spread, 4), source=told)
         return best
 
     def warm_up(self) -> None:
         """Idle clocks are low: 0.3 s of work first."""
         until = time.perf_counter() + WARM_UP_S
         while time.perf_counter() < until:
-            self._read(self.sms * 8)
+            self.read_all()
             self.stream.synchronize()
+
+    @property
+    def windows(self) -> int:
+        return WINDOWS
 
     @property
     def sms(self) -> int:
@@ -205,10 +244,12 @@ class Bench:
         by_count = [Point(size=n, value=self._read_rate_of(n)) for n in self._sm_counts()]
         self.keep("saturating_sms", "count", [float(gpu_rates.sms_to_saturate(by_count))])
 
-    def best_read(self) -> float:
-        return max(
-            float(self.data.nbytes) / s for n in (4, 8) for s in self.repeated(partial(self._read, n * self.sms))
-        )
+    def best_read(self, windows: int = WINDOWS, window_s: float = WINDOW_S) -> float:
+        reads = (partial(self._read, n * self.sms) for n in (4, 8))
+        return max(float(self.data.nbytes) / s for read in reads for s in self.repeated(read, windows, window_s))
+
+    def read_all(self) -> None:
+        self._read(8 * self.sms)
 
     def _read(self, blocks: int) -> None:
         count = self.cupy.uint64(self.data.nbytes // VECTOR_BYTES)
@@ -245,19 +286,26 @@ class Bench:
     # --- caches -----------------------------------------------------------------------------------------------------
 
     def cache(self) -> None:
-        """L2: rate on the plateau, and how much of it is usable."""
+        """L2: rate on the plateau, how much of it is usable, and how much of its rate one SM can draw."""
         l2 = int(self.identity["l2_bytes"])
         sizes = [int(l2 * f) for f in (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1, 1.5, 2, 4)]
-        sweep = [Point(size=size, value=self._chunk_rate(size)) for size in sizes if size <= self.data.nbytes]
+        blocks = 2 * self.sms
+        sweep = [
+            Point(size=size, value=self._chunk_rate(size, blocks=blocks, chunks=max(1, blocks // 2)))
+            for size in sizes
+            if size <= self.data.nbytes
+        ]
         self.keep("l2_bytes_per_s", "B/s", [gpu_rates.l2_bytes_per_s(sweep)])
         self.keep("l2_effective_bytes", "B", [gpu_rates.effective_l2_bytes(sweep)])
+        resident = min(l2 // 4, self.data.nbytes)
+        drawn = [self._chunk_rate(resident, blocks=n, chunks=n) / n for n in self._sm_counts()]
+        self.keep("sm_bytes_per_s", "B/s", [max(drawn)])
 
-    def _chunk_rate(self, size: int) -> float:
-        """bytes/s of all SMs reading a set of `size` bytes again and again, cut into a chunk for every second block."""
-        cp, blocks = self.cupy, 2 * self.sms
-        chunks = max(1, blocks // 2)
-        count = size // chunks // VECTOR_BYTES
-        passes = max(2, (256 << 20) // max(1, count * VECTOR_BYTES * blocks))
+    def _chunk_rate(self, size: int, *, blocks: int, chunks: int) -> float:
+        """bytes/s of so many blocks reading a set of `size` bytes again and again, cut into chunks that they share."""
+        cp = self.cupy
+        count = max(1, size // chunks // VECTOR_BYTES)
+        passes = max(2, (256 << 20) // (count * VECTOR_BYTES * blocks))
 
         def work() -> None:
             sizes = (cp.uint64(count), cp.uint32(chunks), cp.uint32(passes))
@@ -306,176 +354,3 @@ class Bench:
         self.seconds(work)
         self.seconds(work)
         return float(self.ticks[0].get()) / steps
-
-    # --- starting and meeting ---------------------------------------------------------------------------------------
-
-    def starting(self) -> None:
-        """What a kernel costs on a stream, in a graph, behind a dependent launch; a barrier; the host's own launch."""
-        self.keep("stream_launch_s", "s", self._each(self._tiny, 50, 500))
-        self.keep("graph_node_s", "s", self._each(self._graph_chain(100, 1000), 100, 1000))
-        self.keep("flag_barrier_s", "s", self._each(self._barriers, 50, 500))
-        pdl = self._dependent()
-        if pdl is not None:
-            self.keep("pdl_node_s", "s", self._each(pdl, 50, 500))
-        # A barrier that costs no less than a dependent launch saves nothing: a nanosecond, since no stored rate is 0.
-        pdl_s = self.rates["pdl_node_s"].value if pdl is not None else 0.0
-        self.keep("persistent_saving_s", "s", [max(pdl_s - self.rates["flag_barrier_s"].value, 1e-9)])
-        self.keep("host_launch_s", "s", [self._host_launch() for _ in range(WINDOWS)])
-
-    def _each(self, run: Callable[[int], None], few: int, many: int) -> list[float]:
-        """Seconds an item in each window: from two counts, so that what both cost beside the items cancels."""
-        times = [(self.seconds(lambda: run(few)), self.seconds(lambda: run(many))) for _ in range(WINDOWS)]
-        return [max(gpu_rates.per_item_s((few, a), (many, b)), 1e-9) for a, b in times]
-
-    def _tiny(self, count: int) -> None:
-        for _ in range(count):
-            self.launch("probe_tiny", 1, 32, self.word)
-
-    def _graph_chain(self, *counts: int) -> Callable[[int], None]:
-        """Launches a chain of so many nodes, captured beforehand."""
-        graphs: dict[int, Any] = {}
-        tiny = self.kernels.get_function("probe_tiny")
-        for count in counts:
-            side = self.cupy.cuda.Stream(non_blocking=True)
-            side.begin_capture()
-            for _ in range(count):
-                tiny((1,), (32,), (self.word,), stream=side)
-            graphs[count] = side.end_capture()
-            graphs[count].launch(self.stream)  # the first launch uploads it
-        self.stream.synchronize()
-        return lambda count: graphs[count].launch(self.stream)
-
-    def _barriers(self, rounds: int) -> None:
-        self.cupy.cuda.runtime.memsetAsync(self.word.data.ptr, 0, 4, self.stream.ptr)
-        self.launch("probe_barrier", self.sms, 128, self.word, self.cupy.uint32(rounds))
-
-    def _dependent(self) -> Callable[[int], None] | None:
-        """A chain of programmatic dependent launches, by the driver's own call; None before compute capability 9.0."""
-        if float(self.identity["cc"]) < 9.0:
-            return None
-        function = self.kernels.get_function("probe_tiny_dependent").kernel.ptr
-        return lambda count: _launch_dependent(function, self.stream.ptr, self.word.data.ptr, count)
-
-    def _host_launch(self) -> float:
-        """Host seconds of one launch through cupy, the queue never full."""
-        self.stream.synchronize()
-        started = time.perf_counter()
-        self._tiny(200)
-        seconds = (time.perf_counter() - started) / 200
-        self.stream.synchronize()
-        return seconds
-
-    # --- arithmetic -------------------------------------------------------------------------------------------------
-
-    def arithmetic(self) -> None:
-        """Special functions and FMAs: 8 chains x 16 warps an SM."""
-        for name, kernel, unit, each in (
-            ("exp_per_s", "probe_exp2", "1/s", 1),
-            ("fma_flops", "probe_fma", "FLOP/s", 2),
-        ):
-            work = self.sms * 512 * 8 * 4096 * each
-            seconds = self.repeated(partial(self._chains, kernel))
-            self.keep(name, unit, [work / s for s in seconds])
-
-    def _chains(self, kernel: str) -> None:
-        cp = self.cupy
-        self.launch(kernel, self.sms, 512, cp.uint32(4096), cp.float32(1e-6), self.ticks, self.word)
-
-    def matrix(self) -> None:
-        """The library's GEMM, 8192^3 on random data: what a kernel can hope for, not what the datasheet adds up to."""
-        try:
-            import torch
-        except ImportError:
-            self.notes.append("matrix rates need torch")
-            return
-        if not torch.cuda.is_available():
-            self.notes.append("matrix rates: this torch has no CUDA")
-            return
-        device = torch_device(self.cupy)
-        with torch.cuda.device(device):
-            try:
-                self._products(device)
-            except torch.OutOfMemoryError as error:
-                why = str(error).splitlines()[0]
-                raise UsageError("the device is out of memory", why=why, todo="end what runs there") from error
-            finally:
-                torch.cuda.empty_cache()
-
-    def _products(self, device: Any) -> None:
-        import torch
-
-        a = torch.randn(MATRIX_SIDE, MATRIX_SIDE, device=device, dtype=torch.bfloat16)
-        b = torch.randn_like(a)
-        self._matmul("bf16_matrix_flops", partial(torch.mm, a, b))
-        if float(self.identity["cc"]) >= 8.9:
-            one = torch.ones((), device=device)
-            x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
-            fp8 = partial(torch._scaled_mm, x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-            try:
-                self._matmul("fp8_matrix_flops", fp8)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:  # a library without that product for this device: formulas do without
-                self.notes.append(f"no fp8 matrix rate: {str(error).splitlines()[0][:200]}")
-
-    def _matmul(self, name: str, work: Callable[[], Any]) -> None:
-        import torch
-
-        for _ in range(3):
-            work()
-        figures = []
-        for _ in range(WINDOWS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(20):
-                work()
-            end.record()
-            end.synchronize()
-            figures.append(20 * 2 * MATRIX_SIDE**3 / (begin.elapsed_time(end) * 1e-3))
-        self.keep(name, "FLOP/s", figures)
-
-
-def torch_device(cupy: Any) -> Any:
-    """The device that cupy is on: PyTorch keeps one of its own."""
-    import torch
-
-    return torch.device("cuda", cupy.cuda.Device().id)
-
-
-# --- programmatic dependent launch ------------------------------------------------------------------------------------
-
-PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID, cuda.h
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: id, padding to 8, a union of 64 bytes."""
-
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = [
-        *((f"{kind}_{axis}", ctypes.c_uint) for kind in ("grid", "block") for axis in "xyz"),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("attribute_count", ctypes.c_uint),
-    ]
-
-
-def _launch_dependent(function: int, stream: int, pointer: int, count: int) -> None:
-    """Enqueue `count` launches, each allowed to start before the one ahead has ended. Raises OSError."""
-    driver = ctypes.CDLL(libcuda.LIBRARY)
-    attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
-    attribute.value[0] = 1
-    config = _Config(grid_x=1, grid_y=1, grid_z=1, block_x=32, block_y=1, block_z=1)
-    config.stream, config.attribute_count = stream, 1
-    config.attributes = ctypes.pointer(attribute)
-    argument = ctypes.c_void_p(pointer)
-    arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.pointer(argument), ctypes.c_void_p))
-    for _ in range(count):
-        failed = driver.cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), arguments, None)
-        if failed:
-            raise OSError(f"cuLaunchKernelEx: CUDA error {failed}")

@@ -6,6 +6,7 @@ Ranges and fits: research into published microbenchmarks, named at each. Symbols
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,11 @@ def per_item_s(few: tuple[int, float], many: tuple[int, float]) -> float:
     return (many[1] - few[1]) / (many[0] - few[0])
 
 
+def floor_s(reads: Sequence[Point]) -> float:
+    """a of t = a + V / b by least squares: what a kernel costs beside the V bytes it reads. `reads`: (V, seconds)."""
+    return statistics.linear_regression([p.size for p in reads], [p.value for p in reads]).intercept
+
+
 # --- is it believable? -----------------------------------------------------------------------------------------------
 
 
@@ -92,26 +98,41 @@ def complaints(rates: Mapping[str, float], identity: Mapping[str, object], peak_
 
 
 def _ranges(rates: Mapping[str, float], identity: Mapping[str, object], peak: float) -> dict[str, Range]:
-    sms, clock = float(str(identity["sm_count"])), rates.get("sm_clock_hz", 0.0)
-    read = rates.get("read_bytes_per_s", 0.0)
+    read, sms = rates.get("read_bytes_per_s", 0.0), float(str(identity["sm_count"]))
     ranges = {
         "dram_latency_s": Range(low=0.35e-6, high=1.2e-6, why="loaded DRAM latency of every GPU measured so far"),
         "graph_node_s": Range(low=0.4e-6, high=4e-6, why="a kernel inside a graph"),
         "stream_launch_s": Range(low=0.4e-6, high=6e-6, why="a kernel queued on a stream"),
+        "read_floor_s": Range(low=0.4e-6, high=4e-6, why="a small kernel beside its bytes"),
         "l2_bytes_per_s": Range(low=1.1 * read, high=20 * max(read, 1.0), why="L2 is faster than DRAM"),
+        "sm_bytes_per_s": Range(low=read / sms, high=math.inf, why="an SM draws its share of DRAM's rate at least"),
     }
     if peak:
         why = f"share of the {peak / 1e9:.0f} GB/s that bus width and memory clock give"
-        ranges["read_bytes_per_s"] = Range(low=0.80 * peak, high=0.99 * peak, why=why)
-        ranges["copy_bytes_per_s"] = Range(low=0.70 * peak, high=0.99 * peak, why=why)
-    if clock:
-        sfu = float(str(identity.get("sfu_per_clock_sm", 16))) * sms * clock
-        ranges["exp_per_s"] = Range(low=0.9 * sfu, high=1.1 * sfu, why="special-function units x measured clock")
-        per_clock = float(str(identity.get("matrix_flop_per_clock_sm", 0)))
-        if per_clock:
-            top = per_clock * sms * clock
-            why = "matrix FLOP a clock x measured clock"
-            ranges["bf16_matrix_flops"] = Range(low=0.55 * top, high=1.02 * top, why=why)
+        near = Range(low=0.80 * peak, high=0.99 * peak, why=why)
+        ranges |= {"read_bytes_per_s": near, "copy_bytes_per_s": near}
+    return ranges | _of_arithmetic(rates, identity, sms)
+
+
+def _of_arithmetic(rates: Mapping[str, float], identity: Mapping[str, object], sms: float) -> dict[str, Range]:
+    """A rate a clock has the CUDA C++ Programming Guide's for a yardstick (arithmetic instructions; shared memory);
+    matrix products, the clock that such products leave the device."""
+    special = float(str(identity.get("sfu_per_clock_sm", 16)))
+    fma = 128.0 if str(identity["cc"]) == "8.0" else 256.0  # two FLOP of 64 or 128 lanes
+    ranges = {
+        "exp_per_clock_sm": Range(low=0.9 * special, high=1.1 * special, why="special-function units"),
+        "fma_flop_per_clock_sm": Range(low=0.9 * fma, high=1.02 * fma, why="two FLOP a lane a clock"),
+        "shared_bytes_per_clock_sm": Range(low=0.8 * 128, high=1.02 * 128, why="32 banks of 4 bytes a clock"),
+    }
+    per_clock = float(str(identity.get("matrix_flop_per_clock_sm", 0)))
+    clock = rates.get("matrix_clock_hz") or rates.get("sm_clock_hz", 0.0)
+    if per_clock and clock:
+        top, why = per_clock * sms * clock, "matrix FLOP a clock x the clock measured under products"
+        ranges["bf16_matrix_flops"] = Range(low=0.70 * top, high=1.02 * top, why=why)
+        # No kernel of plain warps need reach a warp group's rate; none exceeds it.
+        ranges["mma_bf16_flops"] = Range(low=0.40 * top, high=1.02 * top, why=why)
+        bf16 = rates.get("bf16_matrix_flops", 0.0)
+        ranges["fp8_matrix_flops"] = Range(low=0.9 * bf16, high=2.04 * top, why="fp8 is bf16's rate to twice that")
     return ranges
 
 

@@ -6,6 +6,7 @@ are matched by PCI address, and within a MIG-partitioned device by UUID, never b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,6 +293,25 @@ def _clock_events(nvml: Any, handle: Any) -> int:
         return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
     except nvml.NVMLError_FunctionNotFound:
         return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+
+
+def is_shared(uuid: str) -> bool:
+    """Does another process compute on the device, or is it a slice beside others? False where NVML does not say."""
+    import pynvml as nvml
+
+    if uuid.startswith("MIG-"):
+        return True
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return False
+    try:
+        computing = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid.encode()))
+        return any(process.pid != os.getpid() for process in computing)
+    except nvml.NVMLError:
+        return False
+    finally:
+        nvml.nvmlShutdown()
 
 
 def free_bytes(ordinal: int) -> int | None:

@@ -3,7 +3,7 @@
 //
 // Each kernel does one thing as fast as the device can, with its result consumed under a test that is never true, so
 // that no compiler can drop the work. What is timed, over how much, and when a figure is believed:
-// autosel/fingerprint/gpu_probe.py and gpu_rates.py.
+// autosel/fingerprint/gpu_probe.py, gpu_cost.py, gpu_arithmetic.py and gpu_rates.py.
 //
 // Ideas from the published microbenchmarks: RRZE-HPC's gpu-benches (stream ramp, shared L2 chunks, small kernels),
 // Jia et al. 2018 (pointer chase), NVIDIA's nvbandwidth (a spinning kernel holds the queue until all is enqueued).
@@ -160,6 +160,7 @@ extern "C" __global__ void probe_barrier(unsigned* counter, unsigned rounds) {
 
 // --- arithmetic ------------------------------------------------------------------------------------------------------
 
+// Eight chains a thread, each step of a chain waiting for the one before; ticks of block 0 into ticks[0].
 constexpr int kChains = 8;
 
 __device__ inline void exp2_in_place(float& x) {
@@ -170,7 +171,11 @@ __device__ inline void exp2_in_place(float& x) {
 #endif
 }
 
-// Eight dependent chains a thread of 2^x; ticks of block 0's first warp into ticks[0].
+__device__ inline void stop_watch(long long start, long long* ticks) {
+  __syncthreads();
+  if (blockIdx.x == 0 && threadIdx.x == 0) ticks[0] = clock64() - start;
+}
+
 extern "C" __global__ void probe_exp2(unsigned steps, float seed, long long* ticks, float* sink) {
   float a[kChains];
   for (int k = 0; k < kChains; ++k) a[k] = seed * float(k + 1 + int(threadIdx.x));
@@ -181,8 +186,7 @@ extern "C" __global__ void probe_exp2(unsigned steps, float seed, long long* tic
 #pragma unroll
     for (int k = 0; k < kChains; ++k) exp2_in_place(a[k]);
   }
-  __syncthreads();
-  if (blockIdx.x == 0 && threadIdx.x == 0) ticks[0] = clock64() - start;
+  stop_watch(start, ticks);
   float all = 0.0f;
   for (int k = 0; k < kChains; ++k) all += a[k];
   if (all == -1.0f) sink[0] = all;
@@ -199,11 +203,146 @@ extern "C" __global__ void probe_fma(unsigned steps, float seed, long long* tick
 #pragma unroll
     for (int k = 0; k < kChains; ++k) a[k] = a[k] * 0.999f + seed;
   }
-  __syncthreads();
-  if (blockIdx.x == 0 && threadIdx.x == 0) ticks[0] = clock64() - start;
+  stop_watch(start, ticks);
   float all = 0.0f;
   for (int k = 0; k < kChains; ++k) all += a[k];
   if (all == -1.0f) sink[0] = all;
+}
+
+// Two fp8 (e4m3) become two fp16. Any two bytes are a pair of e4m3, so that the lower half of a result is the next
+// step's pair.
+__device__ inline unsigned widened(unsigned pair) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  unsigned wide;
+  asm volatile("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"((unsigned short)(pair)));
+  return wide;
+#else
+  return pair * 2654435761u;  // no such instruction: the host does not ask for its rate
+#endif
+}
+
+extern "C" __global__ void probe_from_fp8(unsigned steps, float seed, long long* ticks, unsigned* sink) {
+  unsigned a[kChains];
+  for (int k = 0; k < kChains; ++k) a[k] = unsigned(seed) + 0x9e37u * (k + 1 + threadIdx.x);
+  __syncthreads();
+  long long start = clock64();
+#pragma unroll 8
+  for (unsigned i = 0; i < steps; ++i) {
+#pragma unroll
+    for (int k = 0; k < kChains; ++k) a[k] = widened(a[k]);
+  }
+  stop_watch(start, ticks);
+  unsigned all = 0;
+  for (int k = 0; k < kChains; ++k) all |= a[k];
+  if (all == 0xdeadbeefu) sink[0] = all;
+}
+
+// Eight independent 16-byte loads a thread a step out of shared memory, each warp's 512 bytes in a row: no bank is asked
+// twice. Blocks of at most 512 threads, launched with room for 1024 vectors.
+constexpr int kSharedVectors = 1024;
+
+__device__ inline Vec from_shared(const Vec* at) {
+#if defined(__CUDA_ARCH__)
+  Vec v;
+  unsigned place = unsigned(__cvta_generic_to_shared(at));
+  // Volatile: a load that nothing has written since is made again.
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(place));
+  return v;
+#else
+  return *at;
+#endif
+}
+
+extern "C" __global__ void probe_shared(unsigned steps, float seed, long long* ticks, Vec* sink) {
+#if defined(AUTOSEL_EMULATED)
+  Vec* room = reinterpret_cast<Vec*>(autosel::shared_memory());
+#else
+  extern __shared__ Vec room[];
+#endif
+  for (unsigned i = threadIdx.x; i < kSharedVectors; i += blockDim.x) room[i] = {i, unsigned(seed), i * i, 1u};
+  __syncthreads();
+  const Vec* mine = room + threadIdx.x;
+  Vec all[kChains] = {};
+  long long start = clock64();
+#pragma unroll 1
+  for (unsigned i = 0; i < steps; ++i) {
+    Vec got[kChains];
+#pragma unroll
+    for (int k = 0; k < kChains; ++k) got[k] = from_shared(mine + k * 64);
+#pragma unroll
+    for (int k = 0; k < kChains; ++k) fold(all[k], got[k]);
+  }
+  stop_watch(start, ticks);
+#pragma unroll
+  for (int k = 1; k < kChains; ++k) fold(all[0], all[k]);
+  if (never(all[0])) sink[0] = all[0];
+}
+
+// Eight accumulators a warp, operands in registers and never loaded: what the warp-wide matrix instruction gives, which
+// every kernel for small M is built on. A warp group's own instruction (sm_90, sm_100) gives more: the library's
+// product, timed by gpu_arithmetic.py, tells that.
+__device__ inline unsigned scrambled(unsigned x) {
+  x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+struct Fragments { unsigned a[4], b[2]; };
+
+// Random signs and mantissas: values in [0.5, 2), so that nothing overflows and no multiplier rests.
+__device__ inline Fragments drawn(unsigned keep, unsigned set) {
+  Fragments f;
+  unsigned x = scrambled(blockIdx.x * blockDim.x + threadIdx.x + 1);
+  for (int i = 0; i < 4; ++i) f.a[i] = ((x = scrambled(x + i)) & keep) | set;
+  for (int i = 0; i < 2; ++i) f.b[i] = ((x = scrambled(x + i)) & keep) | set;
+  return f;
+}
+
+__device__ inline void product_bf16(float (&c)[4], const Fragments& f) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(f.a[0]), "r"(f.a[1]), "r"(f.a[2]), "r"(f.a[3]), "r"(f.b[0]), "r"(f.b[1]));
+#else
+  for (int i = 0; i < 4; ++i) c[i] += float(f.a[i] & 1) - float(f.b[i & 1] & 1);
+#endif
+}
+
+__device__ inline void product_fp8(float (&c)[4], const Fragments& f) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(f.a[0]), "r"(f.a[1]), "r"(f.a[2]), "r"(f.a[3]), "r"(f.b[0]), "r"(f.b[1]));
+#else
+  for (int i = 0; i < 4; ++i) c[i] += float(f.a[i] & 1) - float(f.b[i & 1] & 1);
+#endif
+}
+
+template <class Product>
+__device__ inline void products(unsigned steps, const Fragments& f, Product product, long long* ticks, float* sink) {
+  float c[kChains][4] = {};
+  __syncthreads();
+  long long start = clock64();
+#pragma unroll 1
+  for (unsigned i = 0; i < steps; ++i) {
+#pragma unroll
+    for (int k = 0; k < kChains; ++k) product(c[k], f);
+  }
+  stop_watch(start, ticks);
+  float all = 0.0f;
+  for (int k = 0; k < kChains; ++k) all += c[k][0] + c[k][1] + c[k][2] + c[k][3];
+  if (all == -0.12345f) sink[0] = all;
+}
+
+extern "C" __global__ void probe_mma_bf16(unsigned steps, float, long long* ticks, float* sink) {
+  auto product = [](float (&c)[4], const Fragments& f) { product_bf16(c, f); };
+  products(steps, drawn(0x80ff80ffu, 0x3f003f00u), product, ticks, sink);
+}
+
+extern "C" __global__ void probe_mma_fp8(unsigned steps, float, long long* ticks, float* sink) {
+  auto product = [](float (&c)[4], const Fragments& f) { product_fp8(c, f); };
+  products(steps, drawn(0x8f8f8f8fu, 0x30303030u), product, ticks, sink);
 }
 
 // The clock under load: ticks of one block over a stretch that the host times.

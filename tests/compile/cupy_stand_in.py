@@ -7,6 +7,7 @@ cupy has not, so a call of one fails here as it would there.
 from __future__ import annotations
 
 import ctypes
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ ATTRIBUTES = {  # of the device that is played: simt.h's, and what an H100 says 
     "cudaDevAttrMaxBlocksPerMultiprocessor": 32,
 }
 FREE_BYTES = 32 << 20
+HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 
 
 class _Default:
@@ -150,6 +152,24 @@ def _set(pointer: int, value: int, count: int, stream: int) -> None:
     ctypes.memset(pointer, value, count)
 
 
+def _copy(to: int, start: int, count: int, kind: int, stream: int) -> None:
+    assert kind in (HOST_TO_DEVICE, DEVICE_TO_HOST)
+    ctypes.memmove(to, start, count)
+
+
+def _module(library: ctypes.CDLL, loaded: set[str], code: str, cooperative: bool) -> Any:
+    """As cupy.RawModule: kernels of this source alone. One that waits for the whole grid is launched cooperatively."""
+    assert ("cooperative_groups" in code) == cooperative
+    names = re.findall(r"__global__ void (\w+)", code)
+
+    def get_function(name: str) -> Kernel:
+        if name not in names:
+            raise CUDARuntimeError(f"CUDA_ERROR_NOT_FOUND: {name}")
+        return Kernel(library, name, loaded)
+
+    return SimpleNamespace(get_function=get_function)
+
+
 UUIDS = {"0000:0a:00.0": bytes(range(1, 17)), "0000:0b:00.0": bytes(range(17, 33))}  # of nvml_stand_in.c
 BOARDS = tuple(UUIDS)
 
@@ -176,6 +196,9 @@ def modules(
         },
         memGetInfo=lambda: (FREE_BYTES, 2 * FREE_BYTES),
         memsetAsync=_set,
+        memcpyAsync=_copy,
+        memcpyHostToDevice=HOST_TO_DEVICE,
+        memcpyDeviceToHost=DEVICE_TO_HOST,
     )
     vars(cuda).update(
         runtime=runtime,
@@ -192,7 +215,9 @@ def modules(
         **plain,
         **arrays,
         cuda=cuda,
-        RawModule=lambda code, options: SimpleNamespace(get_function=lambda name: Kernel(library_, name, loaded)),
+        RawModule=lambda code, options, enable_cooperative_groups=False: _module(
+            library_, loaded, code, enable_cooperative_groups
+        ),
         get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
         is_available=lambda: True,
     )

@@ -100,8 +100,8 @@ def _demangled(names: list[str]) -> dict[str, str]:
 # An instruction counts as the first of these that its opcode starts with. Assembler names: CUDA Binary Utilities.
 OF_INTEREST = (
     "LDG.E.NA.LTC128B.128", "LDG.E.128", "LDG", "LDGSTS.E.BYPASS.LTC128B.128", "LDGSTS", "STG.E.128", "STG", "LDS.128",
-    "LDS", "LDSM", "STS", "LDL", "STL", "SHFL", "BAR", "FFMA", "HMMA", "MUFU", "DFMA", "DMUL", "ATOMG", "RED",
-    "ACQBULK", "PREEXIT", "CCTL",
+    "LDS", "LDSM", "STS", "LDL", "STL", "SHFL", "BAR", "FFMA", "HMMA", "QMMA", "F2FP", "MUFU", "DFMA", "DMUL", "ATOMG",
+    "RED", "ACQBULK", "PREEXIT", "CCTL",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 // kernels/cuda/probes.cu on emulated threads, launched as the driver launches: by name, arguments as addresses. And
 // cuLaunchKernelEx itself, on cuda.h's own structures: what ctypes hands over is read as the driver would read it.
 #include <cuda.h>
+#include <atomic>
 
 // Moves while threads look at it: by a tick each time.
 inline long long clock64() {
@@ -9,6 +10,23 @@ inline long long clock64() {
 }
 
 #include "../../kernels/cuda/probes.cu"
+
+// What grid_sync.cu asks of the toolkit's header, by a counter in memory, as a device does it.
+namespace cooperative_groups {
+struct Grid {
+  static inline std::atomic<unsigned> met{0};
+  void sync() {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      unsigned round = met.fetch_add(1) / gridDim.x + 1;
+      while (met.load() < round * gridDim.x) simt::rest();
+    }
+    __syncthreads();
+  }
+};
+inline Grid this_grid() { return {}; }
+}  // namespace cooperative_groups
+#include "../../kernels/cuda/grid_sync.cu"
 
 namespace {
 
@@ -57,6 +75,9 @@ const std::map<std::string, Launch>& kernels() {
       {"probe_gate", bound(probe_gate)},       {"probe_tiny_dependent", bound(probe_tiny_dependent)},
       {"probe_exp2", bound(probe_exp2)},       {"probe_barrier", bound(probe_barrier, true)},
       {"probe_fma", bound(probe_fma)},         {"probe_clock", bound(probe_clock)},
+      {"probe_from_fp8", bound(probe_from_fp8)},   {"probe_shared", bound(probe_shared)},
+      {"probe_mma_bf16", bound(probe_mma_bf16)},   {"probe_mma_fp8", bound(probe_mma_fp8)},
+      {"probe_grid_sync", bound(probe_grid_sync, true)},
   };
   return all;
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ import pytest
 from autosel import fingerprint
 from autosel.decode import power
 from autosel.errors import UsageError
-from autosel.fingerprint import gpu, gpu_probe, libcuda, nvml, store
+from autosel.fingerprint import drift, gpu, gpu_arithmetic, gpu_cost, gpu_probe, libcuda, nvml, store
 from autosel.native.compile import find_compiler
 from tests.compile import cupy_stand_in
 from tests.compile.emulate import HERE, _built
@@ -31,7 +32,10 @@ SLICE_2 = bytes.fromhex("0102020405060708090a0b0c0d0e0f10")  # of nvml_stand_in.
 RATES = {
     "read_bytes_per_s", "copy_bytes_per_s", "saturating_sms", "l2_bytes_per_s", "l2_effective_bytes", "sm_clock_hz",
     "dram_latency_s", "l1_latency_s", "idle_dram_latency_s", "stream_launch_s", "graph_node_s", "flag_barrier_s",
-    "pdl_node_s", "persistent_saving_s", "host_launch_s", "exp_per_s", "fma_flops",
+    "pdl_node_s", "persistent_saving_s", "host_launch_s", "exp_per_s", "fma_flops", "sm_bytes_per_s", "grid_sync_s",
+    "read_floor_s", "host_answer_s", "from_device_bytes_per_s", "to_device_bytes_per_s", "from_fp8_per_s",
+    "exp_per_clock_sm", "fma_flop_per_clock_sm", "shared_bytes_per_s", "shared_bytes_per_clock_sm",
+    "from_fp8_per_clock_sm", "mma_bf16_flops", "matrix_clock_hz",
 }  # fmt: skip
 
 
@@ -79,6 +83,8 @@ def played(probes: Path, nvml_library: Path, home: Path, monkeypatch: pytest.Mon
         less = {"WINDOWS": 2, "WINDOW_S": 1e-4, "WARM_UP_S": 1e-3, "BLOCK_BYTES": 1 << 18, "GATE_TICKS": 10_000}
         for name, value in less.items():
             monkeypatch.setattr(gpu_probe, name, value)
+        monkeypatch.setattr(gpu_arithmetic, "STEPS", 64)
+        monkeypatch.setattr(gpu_arithmetic, "PRODUCT_STEPS", 64)
         monkeypatch.setattr(cupy_stand_in, "FREE_BYTES", 4 << 20)
         set_slices(slices)
 
@@ -178,14 +184,14 @@ def test_matrix_rates_are_those_of_the_device_that_is_measured(played: Played, m
 
     played()
     cupy = sys.modules["cupy"]
-    assert str(gpu_probe.torch_device(cupy)) == "cuda:0"
+    assert str(gpu_arithmetic.torch_device(cupy)) == "cuda:0"
     stand_ins = {"is_available": lambda: True, "device": lambda device: contextlib.nullcontext(), "Event": Event}
     for name, value in {**stand_ins, "empty_cache": lambda: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(gpu_probe, "torch_device", lambda cupy: torch.device("cpu"))
-    monkeypatch.setattr(gpu_probe, "MATRIX_SIDE", 64)
+    monkeypatch.setattr(gpu_arithmetic, "torch_device", lambda cupy: torch.device("cpu"))
+    monkeypatch.setattr(gpu_arithmetic, "MATRIX_SIDE", 64)
     made = gpu_probe.Bench(cupy=cupy, identity=nvml.identity_of(nvml.read(0)))
-    made.matrix()
+    gpu_arithmetic.matrix(made)
     assert set(made.rates) == {"bf16_matrix_flops", "fp8_matrix_flops"}
     assert all(rate.value > 0 for rate in made.rates.values())
 
@@ -201,11 +207,11 @@ def test_a_library_without_fp8_products_costs_that_rate_alone(played: Played, mo
     for name, value in {**stand_ins, "empty_cache": lambda: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "_scaled_mm", refuses)
-    monkeypatch.setattr(gpu_probe, "torch_device", lambda cupy: torch.device("cpu"))
-    monkeypatch.setattr(gpu_probe, "MATRIX_SIDE", 64)
+    monkeypatch.setattr(gpu_arithmetic, "torch_device", lambda cupy: torch.device("cpu"))
+    monkeypatch.setattr(gpu_arithmetic, "MATRIX_SIDE", 64)
     made = gpu_probe.Bench(cupy=sys.modules["cupy"], identity=nvml.identity_of(nvml.read(0)))
     monkeypatch.setattr(torch.cuda, "Event", Ticking)
-    made.matrix()
+    gpu_arithmetic.matrix(made)
     assert set(made.rates) == {"bf16_matrix_flops"}
     assert any("no such product" in note for note in made.notes)
 
@@ -324,6 +330,74 @@ def test_what_the_driver_refuses_is_told(driver_library: Path, monkeypatch: pyte
         libcuda.runtime().deviceGetPCIBusId(5)
 
 
+# --- drift ------------------------------------------------------------------------------------------------------------
+
+
+def looked(monkeypatch: pytest.MonkeyPatch, reads: list[float], nodes: list[float]) -> drift.Drift:
+    """Against the rates that are stored, of a device whose looks are these shares of them."""
+    fp = fingerprint.take("cuda")
+    read, node = fp.rates["read_bytes_per_s"].value, fp.rates["graph_node_s"].value
+    found = [
+        gpu_probe.Look(read_bytes_per_s=r * read, graph_node_s=node / n) for r, n in zip(reads, nodes, strict=True)
+    ]
+    monkeypatch.setattr(gpu_probe, "looks", lambda ordinal, count: found)
+    return fingerprint.drifted(fp, "cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("reads", "nodes", "moved"),
+    [
+        ([0.9, 0.8, 0.9], [1.0, 1.0, 1.0], True),
+        ([1.2, 1.1, 1.1], [1.0, 1.0, 1.0], True),
+        ([1.0, 1.0, 1.0], [0.7, 0.9, 0.9], True),
+        ([0.5, 0.95, 0.5], [0.5, 1.05, 0.5], False),
+    ],
+)
+def test_a_rate_of_a_gpu_has_moved_if_every_look_says_so(
+    played: Played, monkeypatch: pytest.MonkeyPatch, reads: list[float], nodes: list[float], moved: bool
+) -> None:
+    played()
+    found = looked(monkeypatch, reads, nodes)
+    assert found.moved == moved and not found.shared
+    assert found.read == pytest.approx(max(reads)) and "graph node speed" in found.reason
+
+
+def test_a_look_at_a_gpu_reads_and_replays(played: Played) -> None:
+    played()
+    found = fingerprint.drifted(fingerprint.take("cuda"), "cuda")
+    assert found.read > 0 and found.start > 0 and not found.shared
+
+
+def test_a_gpu_that_others_compute_on_is_not_looked_at(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pynvml
+
+    played()
+    fp = fingerprint.take("cuda")
+    monkeypatch.setattr(gpu_probe, "looks", None)  # would raise
+    process = ctypes.c_uint.in_dll(pynvml.nvmlLib, "neighbour")
+    try:
+        process.value = os.getpid() + 1
+        found = fingerprint.drifted(fp, "cuda")
+        assert found.shared and not found.moved
+        process.value = os.getpid()
+        assert not nvml.is_shared(nvml.read(0).uuid)
+    finally:
+        process.value = 0
+
+
+def test_heat_is_no_drift(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    played()
+    fingerprint.take("cuda")
+    slow(1)
+    found = looked(monkeypatch, [0.5, 0.5, 0.5], [1.0, 1.0, 1.0])
+    assert found.moved and found.shared
+
+
+def test_a_slice_shares_its_memory(played: Played) -> None:
+    played(slices=3, uuid=SLICE_2)
+    assert nvml.is_shared(nvml.read(0).uuid)
+
+
 # --- what each probe does ---------------------------------------------------------------------------------------------
 
 
@@ -370,8 +444,54 @@ def test_a_chase_through_memory_meets_no_line_twice(bench: gpu_probe.Bench) -> N
 
 
 def test_all_blocks_meet_at_the_barrier_each_time(bench: gpu_probe.Bench) -> None:
-    bench._barriers(7)
+    gpu_cost.barriers(bench, 7)
     assert int(bench.word[0]) == 7 * bench.sms
+
+
+def test_all_blocks_meet_at_the_toolkits_barrier(bench: gpu_probe.Bench) -> None:
+    """Of kernels/cuda/grid_sync.cu: a block that did not wait would end this process, whose threads all must meet."""
+    synced = gpu_cost._grid_sync(bench)
+    assert synced is not None
+    synced(5)
+
+
+def test_what_synchronises_a_grid_costs_that_figure_alone_where_it_does_not_compile(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played()
+    cupy, plain = sys.modules["cupy"], sys.modules["cupy"].RawModule
+
+    def no_header(code: str, options: tuple[str, ...], enable_cooperative_groups: bool = False) -> Any:
+        if enable_cooperative_groups:
+            raise RuntimeError("cannot open source file cooperative_groups.h")
+        return plain(code, options)
+
+    monkeypatch.setattr(cupy, "RawModule", no_header)
+    made = gpu_probe.Bench(cupy=cupy, identity=nvml.identity_of(nvml.read(0)))
+    gpu_cost.measure(made)
+    assert "grid_sync_s" not in made.rates and "flag_barrier_s" in made.rates
+    assert any("cooperative_groups.h" in note for note in made.notes)
+
+
+def test_a_device_without_the_instructions_is_not_asked_for_them(bench: gpu_probe.Bench) -> None:
+    bench.identity = {**bench.identity, "cc": "7.5"}
+    gpu_arithmetic.measure(bench)
+    assert {"exp_per_s", "shared_bytes_per_s"} <= set(bench.rates)
+    assert not {"mma_bf16_flops", "mma_fp8_flops", "from_fp8_per_s"} & set(bench.rates)
+    bench.identity = {**bench.identity, "cc": "8.9"}
+    gpu_arithmetic.measure(bench)
+    assert {"mma_bf16_flops", "mma_fp8_flops", "from_fp8_per_s"} <= set(bench.rates)
+
+
+def test_copies_to_and_from_the_host_leave_the_data_as_it_was(bench: gpu_probe.Bench) -> None:
+    before = numpy.array(bench.data)
+    gpu_cost._to_the_host(bench)
+    assert numpy.array_equal(bench.data, before)
+
+
+def test_small_reads_are_of_pieces_that_fit_twice(bench: gpu_probe.Bench) -> None:
+    sizes = [point.size for point in gpu_cost._small_reads(bench)]
+    assert sizes == [size for size in gpu_cost.PIECES if 2 * size <= bench.data.nbytes] and len(sizes) > 1
 
 
 def test_a_gate_holds_until_it_is_opened_or_too_long(bench: gpu_probe.Bench) -> None:

@@ -23,7 +23,7 @@ from autosel.cli.main import cli, run
 from autosel.cli.run import Asked, run_command
 from autosel.cli.verify import command_of
 from autosel.dispatch import devices
-from autosel.fingerprint import gpu, known, nvml
+from autosel.fingerprint import drift, gpu, known, nvml
 from autosel.ledger.key import current_mode
 from autosel.ledger.locks import device_lock
 from autosel.ledger.store import open_ledger
@@ -67,6 +67,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "read", lambda _: SimpleNamespace(uuid="GPU-1f0c"))
     monkeypatch.setattr(devices, "_gpu", lambda _: H200)
     monkeypatch.setattr(gpu, "take", lambda *_, **__: H200)
+    monkeypatch.setattr(drift, "_gpu", lambda *_: SimpleNamespace(moved=False))
 
 
 def decided(fp: Fingerprint, time_us: float, **changes: Any) -> Decision:

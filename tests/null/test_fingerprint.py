@@ -12,7 +12,7 @@ import pytest
 
 from autosel.cli import doctor
 from autosel.errors import UnknownName
-from autosel.fingerprint import device, noise, probe, stack, store
+from autosel.fingerprint import device, drift, noise, probe, stack, store
 from autosel.fingerprint.describe import describe, headline, quantity, rate_label
 from autosel.fingerprint.machine import cpu_list, cpu_quota, identity, is_virtual, memory_left
 from autosel.fingerprint.noise import Ticks
@@ -479,15 +479,15 @@ def test_a_device_that_is_not_here_is_an_error_that_names_those_that_are(measure
 
 def with_looks(monkeypatch: pytest.MonkeyPatch, reads: list[float], *, virtual: bool) -> Fingerprint:
     looks = iter(reads)
-    monkeypatch.setattr(device, "_look_read", lambda *_: next(looks))
-    monkeypatch.setattr(device, "_look_join", lambda *_: 1.0)
+    monkeypatch.setattr(drift, "_look_read", lambda *_: next(looks))
+    monkeypatch.setattr(drift, "_look_join", lambda *_: 1.0)
     monkeypatch.setattr(device.machine, "is_virtual", lambda: virtual)
     return device.take()
 
 
 def test_one_good_look_in_three_is_no_drift(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     fp = with_looks(monkeypatch, [0.4, 0.98, 0.5], virtual=False)
-    assert not device.drifted(fp).moved
+    assert not drift.drifted(fp).moved
 
 
 @pytest.mark.parametrize(("reads", "ratio"), [([0.8, 0.8, 0.8], "0.80x"), ([1.8, 1.7, 1.8], "1.80x")])
@@ -496,7 +496,7 @@ def test_rates_that_no_longer_hold_are_told_by_doctor_and_change_nothing_unasked
     measured: list[str], monkeypatch: pytest.MonkeyPatch, reads: list[float], ratio: str, virtual: bool, why: str
 ) -> None:
     fp = with_looks(monkeypatch, [*reads, *reads], virtual=virtual)
-    (found,) = doctor._drift(fp)
+    (found,) = doctor._drift(fp, "cpu")
     assert (found.what, found.level) == ("rates", "note")
     assert f"read rate {ratio}" in found.text
     assert why in found.text
@@ -506,7 +506,7 @@ def test_rates_that_no_longer_hold_are_told_by_doctor_and_change_nothing_unasked
 
 
 def test_doctor_is_silent_about_rates_that_hold(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(doctor._drift(with_looks(monkeypatch, [1.0, 0.4, 1.01], virtual=True))) == []
+    assert list(doctor._drift(with_looks(monkeypatch, [1.0, 0.4, 1.01], virtual=True), "cpu")) == []
 
 
 # --- in words --------------------------------------------------------------------------------------------------------

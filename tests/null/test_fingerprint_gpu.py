@@ -157,6 +157,11 @@ def test_per_item_cost_cancels_what_both_runs_pay() -> None:
     assert gpu_rates.per_item_s((50, 7.0 + 50 * 0.25), (500, 7.0 + 500 * 0.25)) == pytest.approx(0.25)
 
 
+def test_a_small_reads_floor_is_what_it_costs_without_its_bytes() -> None:
+    reads = [Point(size=size, value=2.7e-6 + size / 1.58e12) for size in (64e3, 256e3, 1e6, 3e6)]
+    assert gpu_rates.floor_s(reads) == pytest.approx(2.7e-6)
+
+
 def test_fewest_sms_that_saturate() -> None:
     sweep = [Point(size=n, value=min(n, 58)) for n in (16, 33, 50, 66, 132)]
     assert gpu_rates.sms_to_saturate(sweep) == 66
@@ -173,7 +178,14 @@ GOOD = {
     "stream_launch_s": 2.5e-6,
     "sm_clock_hz": 1.755e9,
     "bf16_matrix_flops": 0.78e15,
-    "exp_per_s": 16 * 132 * 1.755e9,
+    "exp_per_clock_sm": 15.7,
+    "fma_flop_per_clock_sm": 250.0,
+    "shared_bytes_per_clock_sm": 122.0,
+    "matrix_clock_hz": 1.6e9,
+    "mma_bf16_flops": 0.55e15,
+    "fp8_matrix_flops": 1.4e15,
+    "sm_bytes_per_s": 1.1e11,
+    "read_floor_s": 2.2e-6,
     "l1_latency_s": 2e-8,
     "l2_latency_s": 1.4e-7,
     "l2_far_latency_s": 2e-7,
@@ -205,7 +217,15 @@ def test_plausible_rates_raise_no_complaint() -> None:
         ("l2_bytes_per_s", 4.4e12),
         ("dram_latency_s", 5e-8),
         ("bf16_matrix_flops", 2e15),
-        ("exp_per_s", 1e12),
+        ("exp_per_clock_sm", 4.0),
+        ("fma_flop_per_clock_sm", 128.0),
+        ("shared_bytes_per_clock_sm", 64.0),
+        ("copy_bytes_per_s", 3.6e12),
+        ("bf16_matrix_flops", 0.5e15),
+        ("mma_bf16_flops", 0.2e15),
+        ("fp8_matrix_flops", 0.5e15),
+        ("sm_bytes_per_s", 2e10),
+        ("read_floor_s", 1e-5),
         ("graph_node_s", 2e-5),
         ("l2_latency_s", 1e-8),  # below L1's
     ],

@@ -1,12 +1,13 @@
 """The figures GPU formulas read, taken out of a fingerprint once, and the three laws every formula rests on.
 
 1. Little: `read * latency` bytes must be in flight to reach the read rate (`in_flight`).
-2. Enough SMs: one SM draws at most `l2 / sms` bytes a second, so at least `sms_needed` of them must read.
+2. Enough SMs: one SM draws at most `rho` bytes a second, so at least `sms_needed` of them must read.
 3. Time: `overhead + max(DRAM bytes / read, L2 bytes / l2, FLOP / matrix rate)`; the overhead is a graph node, and one
    latency each to ramp up and to drain.
 
-Symbols of the formulas: S SMs, beta read rate, beta2 L2 rate, rho = beta2 / S, lambda loaded latency, f clock under
-load, pi matrix rate, n_t cost of a graph node, c CTAs an SM, b bytes a weight. KiB are binary; rates are SI.
+Symbols of the formulas: S SMs, beta read rate, beta2 L2 rate, rho what one SM draws out of L2 where fewer than all read
+(measured; beta2 / S where it is not known), lambda loaded latency, f clock under load, pi matrix rate, n_t cost of a
+graph node, c CTAs an SM, b bytes a weight. KiB are binary; rates are SI.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class GpuFacts:
     sfu_per_clock: float  # exponentials an SM a clock
     read: float  # beta: bytes/s from DRAM
     l2: float  # beta2: bytes/s from L2
+    rho: float  # most bytes/s one SM can draw
     latency_s: float  # lambda, loaded
     clock_hz: float  # f, under load
     bf16_flops: float  # pi, dense, fp32 accumulation
@@ -45,11 +47,6 @@ class GpuFacts:
     stream_s: float  # one kernel of a stream, queued ahead
     flag_s: float  # t_flag: a barrier of all SMs by a counter in memory
     persistent_saving_s: float  # what one dependence costs less inside a persistent kernel than between two PDL nodes
-
-    @property
-    def rho(self) -> float:
-        """Most bytes/s one SM can draw."""
-        return self.l2 / self.sms
 
     @property
     def in_flight(self) -> float:
@@ -117,6 +114,7 @@ def _facts(identity: Mapping[str, object], rate: Mapping[str, float]) -> GpuFact
         sfu_per_clock=count("sfu_per_clock_sm"),
         read=rate["read_bytes_per_s"],
         l2=rate["l2_bytes_per_s"],
+        rho=rate.get("sm_bytes_per_s", rate["l2_bytes_per_s"] / count("sm_count")),
         latency_s=rate["dram_latency_s"],
         clock_hz=rate["sm_clock_hz"],
         bf16_flops=rate["bf16_matrix_flops"],

@@ -1,0 +1,14 @@
+// A barrier of the whole grid as cooperative groups make it: what probes.cu's counter in memory is measured against.
+// Apart from probes.cu, for it needs a header of the toolkit's, which not every machine has.
+//
+// status  compiled and emulated; not yet run on silicon
+
+#if !defined(AUTOSEL_EMULATED)
+#include <cooperative_groups.h>
+#endif
+
+// All blocks meet `rounds` times. The launch is cooperative, so that all are resident.
+extern "C" __global__ void probe_grid_sync(unsigned rounds) {
+  auto grid = cooperative_groups::this_grid();
+  for (unsigned r = 0; r < rounds; ++r) grid.sync();
+}
