@@ -157,7 +157,8 @@ def _attention(device: str) -> Iterator[Cell]:
     for length in (2048, 8192, 32768):  # of the first, eight query heads a KV head: tensor cores' range
         yield at("cuda:attn_decode_mma", 32, 4, length)
         cache = {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": length}
-        yield _cell("decode", "cuda:attn_decode_fp8", "attn_decode_fp8", cache)
+        for kernel in ("cuda:attn_decode_fp8", "triton:attn_decode_fp8", "triton:attn_decode_fp8@merge"):
+            yield _cell("decode", kernel, "attn_decode_fp8", cache)
     yield at("cuda:paged_attn_decode_mma", 32, 4, 8192, page=16)
     for merged, length in itertools.product(("", "@merge"), (512, 8192)):
         yield at(f"triton:attn_decode{merged}", 32, 8, length)

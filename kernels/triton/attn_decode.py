@@ -22,9 +22,13 @@ from autosel.triton_kernels.attention import attend, deliver, fitting_tile, merg
 from autosel.triton_kernels.common import counters, empty, exactly, partials, refuse, row, together
 
 
-@triton.jit(do_not_specialize=["max_len", "chunk", "splits"], do_not_specialize_on_alignment=["lengths"])
+# Of fp8 caches (attn_decode_fp8.py) each KV head has a scale, `k_scale` and `v_scale`; else these are None.
+@triton.jit(
+    do_not_specialize=["max_len", "chunk", "splits"],
+    do_not_specialize_on_alignment=["lengths", "k_scale", "v_scale"],
+)
 def _attn_decode(
-    q, k, v, lengths, o, part, counter, max_len, chunk, splits, scale, softcap, window, Hkv, G, S,
+    q, k, v, k_scale, v_scale, lengths, o, part, counter, max_len, chunk, splits, scale, softcap, window, Hkv, G, S,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_os,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
@@ -45,6 +49,8 @@ def _attn_decode(
     position = length - S + r % S
     queries = q + b * stride_qb + at[:, None] * stride_qh + s[:, None] * stride_qs + d[None, :]
     query = tl.load(queries, mask=valid[:, None] & wide[None, :], other=0.0)
+    if k_scale is not None:
+        scale *= tl.load(k_scale + h)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -54,13 +60,15 @@ def _attn_decode(
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         j = start + t
         inside = j < end
-        key = tl.load(keys, mask=wide[:, None] & inside[None, :], other=0.0)
-        value = tl.load(values, mask=inside[:, None] & wide[None, :], other=0.0)
+        key = tl.load(keys, mask=wide[:, None] & inside[None, :], other=0.0).to(query.dtype)
+        value = tl.load(values, mask=inside[:, None] & wide[None, :], other=0.0).to(query.dtype)
         seen = inside[None, :] & (j[None, :] <= position[:, None])
         if WINDOWED:
             seen &= j[None, :] > position[:, None] - window
         peak, total, acc = attend(query, key, value, seen, peak, total, acc, scale, softcap, CAPPED)
         keys, values = row(keys, TILE, stride_kt), row(values, TILE, stride_vt)
+    if v_scale is not None:
+        acc *= tl.load(v_scale + h)
     outputs = o + b * stride_ob + at[:, None] * stride_oh + s[:, None] * stride_os + d[None, :]
     counter += head * tl.num_programs(1) + block
     deliver(
@@ -73,7 +81,7 @@ def attn_decode(
     q, k, v, lengths, max_len, scale, window, softcap, o=None, *,
     tile=32, stages=2, warps=4, chunk=256, shared=99 << 10, arrival=True,
 ):  # fmt: skip
-    (batch, hq, s, depth), hkv = q.shape, k.shape[1]
+    (batch, hq, _, depth), hkv = q.shape, k.shape[1]
     if o is None:
         o = empty(q.shape, q)
     together(q, k, v, lengths, o)
@@ -83,10 +91,24 @@ def attn_decode(
         refuse(f"attn takes one dtype and max_len from 1 to {k.shape[2]}")
     if lengths is not None:
         exactly("lengths", lengths, (batch,), torch.int32)
+    knobs = {"tile": tile, "stages": stages, "warps": warps, "chunk": chunk, "shared": shared, "arrival": arrival}
+    return launch(q, k, v, None, None, lengths, max_len, scale, window, softcap, o, **knobs)
+
+
+def launch(
+    q, k, v, k_scale, v_scale, lengths, max_len, scale, window, softcap, o, *,
+    tile, stages, warps, chunk, shared, arrival,
+):  # fmt: skip
+    """Of operands that were checked."""
+    (batch, hq, s, depth), hkv = q.shape, k.shape[1]
     group, width = hq // hkv, triton.next_power_of_2(max(depth, 16))
-    rows, warps = rows_block(group * s, width), 8 if width > 256 else warps
+    converted = k.dtype != q.dtype
+    # What is converted passes through registers (four warps of a tile of 128 keys spill on sm_100), and lies in shared
+    # memory twice.
+    rows, warps = rows_block(group * s, width), 8 if width > 256 or converted else warps
     tile = unspilled_tile(tile, rows, width, 32 * warps)
-    tile, stages = fitting_tile(tile, stages, width, q.element_size(), shared)
+    size = q.element_size() + (k.element_size() if converted else 0)
+    tile, stages = fitting_tile(tile, stages, width, size, shared)
     span = min(max_len, window + s - 1) if window else max_len
     blocks = triton.cdiv(group * s, rows)
     chunk *= blocks  # many query rows fill the chip by themselves, and each split keeps an output of each
@@ -95,8 +117,8 @@ def attn_decode(
     part = partials(q, total_rows * splits * (depth + 2)) if splits > 1 else o
     counter = counters(q, batch * hkv * blocks) if splits > 1 and arrival else o
     _attn_decode[(splits, blocks, batch * hkv)](
-        q, k, v, lengths, o, part, counter, max_len, chunk, splits, scale or depth**-0.5, float(softcap), window,
-        hkv, group, s, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+        q, k, v, k_scale, v_scale, lengths, o, part, counter, max_len, chunk, splits, scale or depth**-0.5,
+        float(softcap), window, hkv, group, s, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
         D=depth, WIDTH=width, ROWS=rows, TILE=tile, STAGES=stages, WINDOWED=window > 0, CAPPED=softcap > 0,
         SPLIT=splits > 1, ARRIVAL=arrival, num_warps=warps, num_stages=stages,
         enable_fp_fusion=True,

@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from autosel.triton_kernels.add_rmsnorm import add_rmsnorm
 from autosel.triton_kernels.attn_decode import attn_decode
+from autosel.triton_kernels.attn_decode_fp8 import attn_decode_fp8
 from autosel.triton_kernels.attn_prefill import attn_prefill
 from autosel.triton_kernels.gate_up import gate_up
 from autosel.triton_kernels.geglu import geglu
@@ -52,6 +53,13 @@ def int64(*shape: int) -> Tensor:
 def _attn() -> Arguments:
     cache = {"q": bf16(2, 4, 1, 64), "k": bf16(2, 2, 640, 64), "v": bf16(2, 2, 640, 64), "lengths": int32(2)}
     return {**cache, "max_len": 640, "scale": 0.0, "window": 0, "softcap": 0.0, "o": bf16(2, 4, 1, 64)}
+
+
+def _attn_fp8() -> Arguments:
+    caches = {name: bf16(2, 2, 640, 64).to(torch.float8_e4m3fn) for name in ("k", "v")}
+    scales = {"k_scale": fp32(2), "v_scale": fp32(2)}
+    old = _attn()
+    return {"q": old["q"], **caches, **scales, **{n: old[n] for n in old if n not in ("q", "k", "v")}}
 
 
 def _paged_attn() -> Arguments:
@@ -123,6 +131,7 @@ def _gated() -> Arguments:
 
 CALLS: dict[str, tuple[Callable[..., Any], Arguments]] = {
     "attn_decode": (attn_decode, _attn()),
+    "attn_decode_fp8": (attn_decode_fp8, _attn_fp8()),
     "paged_attn_decode": (paged_attn_decode, _paged_attn()),
     "attn_prefill": (attn_prefill, _prefill_attn()),
     "kv_append": (kv_append, _kv_append()),

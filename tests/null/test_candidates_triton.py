@@ -49,3 +49,10 @@ def test_fp8_weights_need_a_device_for_which_triton_converts_them() -> None:
     for cc in ("8.0", "8.6"):
         assert "converts e4m3 from compute capability 8.9" in reason(kernel, w, of_capability(cc))
     assert "M = 9" in reason(kernel, w.at(M=9), of_capability("8.9"))
+
+
+def test_an_fp8_cache_needs_a_device_for_which_triton_converts_it() -> None:
+    kernel = next(k for k in KERNELS if k.source == "attn_decode_fp8")
+    w = plain("attn_decode_fp8", D=128)
+    assert "converts e4m3 from compute capability 8.9" in reason(kernel, w, of_capability("8.6"))
+    assert "takes heads up to 512 wide" in reason(kernel, w.at(D=1024), of_capability("8.9"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autosel.candidates.triton.base import TritonKernel, also, fixed, shared
+from autosel.candidates.triton.base import TritonKernel, also, fixed, shared, without_e4m3
 from autosel.knobs.gpu import attention, rows
 from autosel.knobs.gpu.facts import GpuFacts
 from autosel.values import Knob, Workload
@@ -21,6 +21,10 @@ def _limits(w: Workload, f: GpuFacts) -> str:
     if rows > MOST_PARTS * LEAST_ROWS:
         return f"takes up to {MOST_PARTS * LEAST_ROWS} query rows a KV head; the workload has {rows}"
     return ""
+
+
+def _fp8_limits(w: Workload, f: GpuFacts) -> str:
+    return without_e4m3(f) or _limits(w, f)
 
 
 def _prefill_limits(w: Workload, f: GpuFacts) -> str:
@@ -49,6 +53,8 @@ def _wgmma(f: GpuFacts) -> Knob:
 KERNELS = (
     TritonKernel("attn", "attn_decode", formula=DECODE, limits=_limits),
     TritonKernel("attn", "attn_decode", variant="merge", formula=MERGED, limits=_limits),
+    TritonKernel("attn_decode_fp8", "attn_decode_fp8", formula=DECODE, limits=_fp8_limits),
+    TritonKernel("attn_decode_fp8", "attn_decode_fp8", variant="merge", formula=MERGED, limits=_fp8_limits),
     TritonKernel("paged_attn", "paged_attn_decode", formula=DECODE, limits=_limits),
     TritonKernel("paged_attn", "paged_attn_decode", variant="merge", formula=MERGED, limits=_limits),
     TritonKernel(

@@ -26,6 +26,7 @@ Limits = Callable[[Workload, GpuFacts], str]
 
 MOST_ELEMENTS = 2**31 - 1  # of a dimension: kernels index within one in 32 bits
 LEAST_CC = (8, 0)  # bf16 and asynchronous copies
+E4M3_CC = (8, 9)
 NO_TRITON = "Triton is not installed; install autosel with the extra cuda12 or cuda13"
 
 
@@ -77,6 +78,13 @@ class TritonKernel(Candidate):
 
 
 # --- knobs that a formula for any backend leaves out ------------------------------------------------------------------
+
+
+def without_e4m3(f: GpuFacts) -> str:
+    """Why Triton reads no e4m3 on a device, or ""."""
+    if f.cc >= E4M3_CC:
+        return ""
+    return f"Triton converts e4m3 from compute capability 8.9; the device has {f.cc[0]}.{f.cc[1]}"
 
 
 def also(formula: Formula, *more: Callable[[GpuFacts], Knob]) -> Formula:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from autosel.candidates.triton.base import Limits, TritonKernel, also, joined, pdl, shared
+from autosel.candidates.triton.base import Limits, TritonKernel, also, joined, pdl, shared, without_e4m3
 from autosel.knobs.gpu import gemm, gemv
 from autosel.knobs.gpu.facts import GpuFacts
 from autosel.knobs.gpu.gemv import projection
 from autosel.values import Knob, Knobs, Workload
 
 FEW = gemv.M_MOST
-E4M3_CC = (8, 9)
 MOST_FUSED = 64  # rows whose norm each program may take once more, from L2
 MOST_NAMED = 128  # rows whose greedy tokens one program column holds
 MOST_VOCABULARY = 1 << 24  # indices are kept as fp32
@@ -32,9 +31,7 @@ def _head(w: Workload, f: GpuFacts) -> str:
 
 
 def _few_fp8(w: Workload, f: GpuFacts) -> str:
-    if f.cc < E4M3_CC:
-        return f"Triton converts e4m3 from compute capability 8.9; the device has {f.cc[0]}.{f.cc[1]}"
-    return "" if w["M"] <= FEW else f"takes up to {FEW} rows; M = {w['M']}"
+    return without_e4m3(f) or ("" if w["M"] <= FEW else f"takes up to {FEW} rows; M = {w['M']}")
 
 
 def tiled(w: Workload, f: GpuFacts) -> Knobs:
