@@ -54,6 +54,7 @@ from autosel.candidates.base import Candidate
 from autosel.candidates.registry import all_candidates, baseline
 from autosel.candidates.triton.base import also, shared
 from autosel.errors import BuildError
+from autosel.knobs.cpu import linear
 from autosel.knobs.cpu.facts import facts as cpu_facts
 from autosel.knobs.gpu import Formula
 from autosel.knobs.gpu import gemm as gemm_form
@@ -203,8 +204,6 @@ def _routes(device: str) -> Iterator[Cell]:
 def routed(w: Workload, fp: Fingerprint, kernels: Sequence[str]) -> str:
     """The kernel the formula sends a workload to."""
     if fp.kind == "cpu":
-        from autosel.knobs.cpu import linear
-
         return kernels[0] if linear.by_dots(w["M"]) else kernels[1]
     route = gemm_form.route(w, gpu_facts(fp))["route"]
     if kernels[0].endswith("@stream"):
@@ -313,7 +312,7 @@ def is_legal(setting: Setting, w: Workload, fp: Fingerprint) -> bool:
         return True
     f = cpu_facts(fp)
     rows, m = int(setting.get("rows", 0)), dict(w.dims).get("M", 1)
-    if rows and rows * min(m, 8) > (24 if f.isa.startswith("avx512") else 12):
+    if rows and rows * linear.rows_together(m, f) > (24 if f.isa.startswith("avx512") else 12):
         return False
     block, ahead = int(setting.get("k_block", 0)), int(setting.get("k_ahead", 0))
     return not block or (block % 32 == 0 and ahead % block == 0 and ahead >= block)

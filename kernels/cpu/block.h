@@ -14,6 +14,14 @@
 // The register tile runs at one multiply a cycle (24.1 cycles for 12 x 2). 2048 x 4096, one core of Zen 4, times
 // torch's speed, bf16: 1.3-1.6 at M=12, 1.3 at 16, 1.2 at 32, 1.05 at 64, 0.91-1.0 from 128 on (up to 218 of 236 GFLOP/s);
 // 2048 x 2048: fp16 3.5-3.9, fp32 1.4 at M=16 and 1.2 at 64.
+// On 2 cores of Zen 3 (AVX2, FMA 103 GFLOP/s a core), bf16: the tile runs at 101-103 GFLOP/s from four rows on, and
+// turning costs 1.3 ns a line from L1, 2.0 where rows lie 4 KB apart. Products of two
+// threads, N = K = 2048 and 4096, times the speed before both: 1.9-2.0 at M=9, 1.7-1.8 at 12, 2.0 at 13, 1.7 at 64.
+// From M=9 on faster than dot.h (1.15-1.4), at 8 slower (0.92-0.96).
+// What held it there, each against what there is now: a broadcast that was an addition (simd.h: splat; tile 53 GFLOP/s);
+// bf16 widened before it is turned (4.8 ns a line); questions about missing rows and elements inside that loop (one
+// thread, weights in L3, ns a line: M=1 9.5 -> 5.3, M=12 15 -> 11); a line asked for with every lane, four times as many
+// as there are (M=1 5.2 -> 4.8); equal tiles, 9 rows as 5 + 5 (now 5 + 4: a tenth less).
 // Losers: sixteen rows turned at once; the rows copied together before turning (1.1x slower at M=16); chunks of x of 64
 // rows (0.88 of 480 at once: weights are turned for every chunk).
 #pragma once
@@ -38,6 +46,17 @@ template <> inline vreg lanes_at_tail(const bf16* p, int64_t n) {
   return lanes_at(buffer);
 }
 #endif
+
+// bf16 that is to be widened, eight lanes: neighbours along K are turned as the 32-bit lane they share, and taken apart
+// at the store. Half the loads and half the exchanges of widening first.
+template <class S, int kPer> constexpr bool kSplit = std::is_same_v<S, bf16> && kPer == 1 && kLanes == 8;
+
+// kLanes 32-bit lanes of neighbours, zeros behind n elements.
+static inline vreg neighbours_at(const bf16* p, int64_t n) {
+  vreg v{};
+  memcpy(&v, p, n < 2 * kLanes ? size_t(n) * sizeof(bf16) : sizeof v);
+  return v;
+}
 
 // Swaps a's lanes with bit `Stride` set for b's with it clear.
 template <int Stride> static inline void exchange(vreg& a, vreg& b) {
@@ -66,6 +85,36 @@ static inline void store_eight(float* p, vreg v, int half) {
 #endif
 }
 
+// One step of turn_rows: eight rows of as many elements as a register takes. Whole: all of them are there.
+template <class S, int kPer, bool Whole>
+static inline void turn_eight(const S* from, int64_t stride, int64_t rows, int64_t left, float* out, int64_t pitch) {
+  constexpr bool split = kSplit<S, kPer>;
+  const int64_t lanes = (left + kPer - 1) / kPer;
+  vreg v[8];
+#pragma GCC unroll 8
+  for (int r = 0; r < 8; ++r) {
+    const S* p = from + r * stride;
+    if (!Whole && r >= rows) v[r] = vreg{};
+    else if constexpr (split) v[r] = neighbours_at(p, Whole ? 2 * kLanes : left);
+    else v[r] = Whole || left >= kLanes * kPer ? lanes_at(p) : lanes_at_tail(p, left);
+  }
+  exchange_all<1>(v), exchange_all<2>(v), exchange_all<4>(v);
+  if constexpr (split) {
+#pragma GCC unroll 8
+    for (int l = 0; l < 8; ++l, out += 2 * pitch) {
+      vu both = reinterpret_cast<vu>(v[l]);
+      if (Whole || 2 * l < lanes) store_eight(out, reinterpret_cast<vreg>(both << 16), 0);
+      if (Whole || 2 * l + 1 < lanes) store_eight(out + pitch, reinterpret_cast<vreg>(both & 0xffff0000u), 0);
+    }
+  } else {
+#pragma GCC unroll 2
+    for (int half = 0; half < kLanes / 8; ++half)
+#pragma GCC unroll 8
+      for (int l = 0; l < 8; ++l, out += pitch)
+        if (Whole || half * 8 + l < lanes) store_eight(out, v[l], half);
+  }
+}
+
 // to[l * pitch + r] = lane l of row r, r < columns; missing rows and elements are zero.
 //
 // Eight rows at a time: sixteen rows a multiple of 4 KB apart share 8 ways of L1 and throw each other out (6.4 cycles
@@ -74,43 +123,40 @@ static inline void store_eight(float* p, vreg v, int half) {
 template <class S, int kPer>
 static void turn_rows(const S* from, int64_t stride, int64_t rows, int64_t k, float* to, int64_t columns,
                       int64_t pitch) {
+  constexpr int64_t lanes = kSplit<S, kPer> ? 2 * kLanes : kLanes, step = lanes * kPer;
   for (int64_t group = (columns - 1) / 8 * 8; group >= 0; group -= 8) {
+    const S* p = from + group * stride;
     float* out = to + group;
-    for (int64_t j = 0; j < k; j += kLanes * kPer) {
-      int64_t left = k - j, lanes = (left + kPer - 1) / kPer;
-      vreg v[8];
-#pragma GCC unroll 8
-      for (int r = 0; r < 8; ++r) {
-        const S* p = from + (group + r) * stride + j;
-        v[r] = group + r >= rows ? vreg{} : left >= kLanes * kPer ? lanes_at(p) : lanes_at_tail(p, left);
-      }
-      exchange_all<1>(v), exchange_all<2>(v), exchange_all<4>(v);
-#pragma GCC unroll 2
-      for (int half = 0; half < kLanes / 8; ++half)
-#pragma GCC unroll 8
-        for (int l = 0; l < 8; ++l, out += pitch)
-          if (half * 8 + l < lanes) store_eight(out, v[l], half);
-    }
+    int64_t j = 0;
+    if (rows - group >= 8)
+      for (; j + step <= k; j += step, out += lanes * pitch)
+        turn_eight<S, kPer, true>(p + j, stride, 8, step, out, pitch);
+    for (; j < k; j += step, out += lanes * pitch)
+      turn_eight<S, kPer, false>(p + j, stride, rows - group, k - j, out, pitch);
   }
 }
 
-// --- x: tiles of `tile` rows, each [lanes][tile] ---------------------------------------------------------------------
+// --- x: tiles of rows, each [lanes][rows] ----------------------------------------------------------------------------
 
-static inline int64_t tile_rows_for(int64_t m) {
-  int64_t tiles = (m + kTileRows - 1) / kTileRows;
-  return (m + tiles - 1) / tiles;  // equal tiles: 16 rows are 8 + 8, not 12 + 4
-}
+// m rows of x in as few tiles as registers allow, of equal sizes but for one row (16 rows are 8 + 8, not 12 + 4; 13 of
+// at most 6 are 5 + 4 + 4): the larger ones first.
+struct Tiles {
+  int64_t count, rows, larger;
+  explicit Tiles(int64_t m)
+      : count((m + kTileRows - 1) / kTileRows), rows((m + count - 1) / count), larger(m - count * (rows - 1)) {}
+  int64_t of(int64_t tile) const { return tile < larger ? rows : rows - 1; }
+};
 
 template <class T> static inline int64_t tile_panel_floats(int64_t m, int64_t k) {
-  int64_t tile = tile_rows_for(m);
-  return (m + tile - 1) / tile * tile * lanes_of<T>(k) + kLanes;  // kLanes: the surplus of the last store
+  return m * lanes_of<T>(k) + kLanes;  // kLanes: the surplus of the last store
 }
 
 // Rows of T, or of Wide<T>.
 template <class T, class S> static void pack_for_tiles(const Matrix<const S>& x, float* out) {
-  int64_t tile = tile_rows_for(x.rows), lanes = lanes_of<T>(x.columns);
-  for (int64_t i = 0; i < x.rows; i += tile)
-    turn_rows<S, kPerLane<T>>(x.row(i), x.stride, x.rows - i, x.columns, out + i * lanes, tile, tile);
+  Tiles tiles(x.rows);
+  int64_t lanes = lanes_of<T>(x.columns);
+  for (int64_t t = 0, i = 0; t < tiles.count; i += tiles.of(t++))
+    turn_rows<S, kPerLane<T>>(x.row(i), x.stride, x.rows - i, x.columns, out + i * lanes, tiles.of(t), tiles.of(t));
 }
 
 // --- the register tile -----------------------------------------------------------------------------------------------
@@ -124,23 +170,34 @@ template <class T> static inline vreg multiply(vreg acc, vreg w, float x) {
   return fma(w, splat(x), acc);
 }
 
-// c[Rows][kStrip] (+)= x[lanes][Rows]^T w[lanes][kStrip], asking L2 for two lines a lane, from a and b on. There are
-// issue slots to spare for that: a tile that has nothing to ask for points at w itself.
+// While a tile goes along so many lanes, a line's worth of each half of the next part is asked for: then the first tile
+// of a block has asked for as much as the block took.
+template <class T> constexpr int kLanesPerLine = 64 / (kLanes * kPerLane<T> * int(sizeof(T)));
+
+// c[Rows][kStrip] (+)= x[lanes][Rows]^T w[lanes][kStrip], asking L2 for the lines from a and b on. There are issue
+// slots to spare for that: a tile that has nothing to ask for points at w itself.
 template <class T, int Rows>
 static void tile(const float* w, const float* x, int64_t lanes, float* c, bool first, const char* a, const char* b) {
   vreg acc[Rows][2];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r)
     for (int v = 0; v < 2; ++v) acc[r][v] = first ? vreg{} : load(c + r * kStrip + v * kLanes);
-  for (int64_t l = 0; l < lanes; ++l, w += kStrip, x += Rows) {
+  auto lane = [&]() __attribute__((always_inline)) {
     vreg w0 = load(w), w1 = load(w + kLanes);
-    prefetch_l2(a + l * 64), prefetch_l2(b + l * 64);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
       acc[r][0] = multiply<T>(acc[r][0], w0, x[r]);
       acc[r][1] = multiply<T>(acc[r][1], w1, x[r]);
     }
+    w += kStrip, x += Rows;
+  };
+  int64_t l = 0;
+  for (; l + kLanesPerLine<T> <= lanes; l += kLanesPerLine<T>, a += 64, b += 64) {
+    prefetch_l2(a), prefetch_l2(b);
+#pragma GCC unroll 4
+    for (int i = 0; i < kLanesPerLine<T>; ++i) lane();
   }
+  for (; l < lanes; ++l) lane();
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r)
     for (int v = 0; v < 2; ++v) store(c + r * kStrip + v * kLanes, acc[r][v]);
@@ -148,10 +205,10 @@ static void tile(const float* w, const float* x, int64_t lanes, float* c, bool f
 
 using TileKernel = void (*)(const float*, const float*, int64_t, float*, bool, const char*, const char*);
 
+// Of no rows: none.
 template <class T, int Rows = kTileRows> static TileKernel tile_kernel(int64_t rows) {
-  if constexpr (Rows > 1)
-    if (rows < Rows) return tile_kernel<T, Rows - 1>(rows);
-  return tile<T, Rows>;
+  if constexpr (Rows > 0) return rows < Rows ? tile_kernel<T, Rows - 1>(rows) : tile<T, Rows>;
+  return nullptr;
 }
 
 // --- strips ----------------------------------------------------------------------------------------------------------
@@ -188,12 +245,14 @@ template <class T> struct Ahead {
   }
 };
 
-// c[tiles][rows][kStrip] = x . (the strip's weights)^T; `after` is the strip that this thread will want next.
+// c[m][kStrip] = x . (the strip's weights)^T; `after` is the strip that this thread will want next.
 template <class T>
 static void multiply_strip(const float* x, int64_t m, int64_t k, const Strip<T>& at, const Strip<T>& after,
-                           const Walk& walk, TileKernel kernel, float* w, float* c) {
+                           const Walk& walk, float* w, float* c) {
   constexpr int P = kPerLane<T>;
-  int64_t rows = tile_rows_for(m), tiles = (m + rows - 1) / rows, lanes = lanes_of<T>(k);
+  const Tiles tiles(m);
+  const TileKernel kernels[2] = {tile_kernel<T>(tiles.rows), tile_kernel<T>(tiles.rows - 1)};
+  int64_t lanes = lanes_of<T>(k);
   int64_t part_lines = ((walk.k_ahead < k ? walk.k_ahead : k) * int64_t(sizeof(T)) + 63) / 64;
   // Lines of each half to ask for during one block.
   int64_t share = kLanes * (walk.k_block < k ? walk.k_block : k) * int64_t(sizeof(T)) / 64;
@@ -205,11 +264,10 @@ static void multiply_strip(const float* x, int64_t m, int64_t k, const Strip<T>&
       int64_t wide = part_end - j < walk.k_block ? part_end - j : walk.k_block, l = lanes_of<T>(wide);
       for (int v = 0; v < 2; ++v)
         turn_rows<T, P>(at.w[v] + j, at.stride[v], at.rows[v], wide, w + v * kLanes, kLanes, kStrip);
-      for (int64_t t = 0; t < tiles; ++t) {
-        bool ask = t * l < share;
+      for (int64_t t = 0, i = 0; t < tiles.count; i += tiles.of(t++)) {
         const char* nothing = reinterpret_cast<const char*>(w);
-        kernel(w, x + (t * lanes + j / P) * rows, l, c + t * rows * kStrip, j == 0,
-               ask ? next.run(0, line + t * l) : nothing, ask ? next.run(1, line + t * l) : nothing);
+        kernels[t >= tiles.larger](w, x + i * lanes + j / P * tiles.of(t), l, c + i * kStrip, j == 0,
+                                   t ? nothing : next.run(0, line), t ? nothing : next.run(1, line));
       }
     }
   }
@@ -228,14 +286,13 @@ static void blocked(const X& x, int64_t m, const Matrix<const T>* w, int64_t thr
     static thread_local Scratch panels, blocks;
     for (int64_t m0 = 0; m0 < m; m0 += walk.m_block) {
       int64_t taken = m - m0 < walk.m_block ? m - m0 : walk.m_block;
-      TileKernel kernel = tile_kernel<T>(tile_rows_for(taken));
       float* panel = panels.get<float>(tile_panel_floats<T>(taken, k));
       pack_for_tiles<T>(x(m0, taken), panel);
       int64_t turned = walk.k_block / kPerLane<T> * kStrip;
-      float *block = blocks.get<float>(turned + (taken + kTileRows) * kStrip), *c = block + turned;
+      float *block = blocks.get<float>(turned + taken * kStrip), *c = block + turned;
       for (int64_t s = begin; s < end; ++s) {
         Strip<T> at = strip_at<T, Parts>(w, s), after = strip_at<T, Parts>(w, s + 1 < end ? s + 1 : begin);
-        multiply_strip<T>(panel, taken, k, at, after, walk, kernel, block, c);
+        multiply_strip<T>(panel, taken, k, at, after, walk, block, c);
         for (int64_t i = 0; i < taken; ++i) {
           const float* v[2] = {c + i * kStrip, c + i * kStrip + kLanes};
           done(rank, m0 + i, s * columns, at.rows[0], v);

@@ -6,6 +6,11 @@
 // comes from L2 at the price of a weight line. R * M accumulators stay in registers (kAccumulators).
 // R streams a row apart defeat the hardware prefetcher (measured below), so each step also asks L2 for one line of
 // the *next* R rows, in the order of addresses: to memory it is one linear stream, whatever the order of use.
+// On 16 registers more than four rows of x go in two groups: for each block of R rows of weights the kernel runs once
+// for each, the block then lying in L1 or L2, and asks ahead in the first run only. So R stays 3 or 4 for any M; with R
+// of 2 or 1 the fp32 x, beyond L1 from K = 2048 and M = 4 on, would come from L2 for every one or two rows of weights,
+// and L2 gives half of what the multiplies then take. Figures at the end. On 32 registers (AVX-512) all 8 rows are one
+// group: one call a block, as the figures in between were measured.
 // A prefetch that finds the queue to memory full is dropped. In long rows the hardware's own streams make up for it;
 // rows shorter than a page end before they have begun. With one row of x those go one by one, as the single stream that
 // they are, and every other line is enough to ask for; of two matrices (gate and up) a run of columns goes before the
@@ -27,6 +32,12 @@
 // 1.04); no asking 0.83; two or four streams of neighbouring rows 0.92-0.99. Long rows one by one, 2 to 18 KB ahead:
 // K=2048 0.92-0.95, K=8192 0.90. Long rows with every other line asked for: single projections 1.03-1.06, but whole
 // steps of llama-1b 0.975.
+// On 2 cores of Zen 3 (AVX2, L1 32 KB, L2 512 KB), bf16, N = K = 2048 and 4096, groups of at most four rows of x
+// against one group with R = 2 (M=5, 6) or 1:
+//   M=5 1.0-1.1    M=6 1.0    M=7 1.45-1.55    M=8 1.45-1.6
+// Losers there: groups of at most three with R=4 (M=4 0.83, M=8 0.9; M=7 the same); nothing asked for in the second
+// run (1.00-1.03, for twice the kernels). The multiplies alone would allow 1.6 times the speed at M=8: x still comes
+// from L2.
 #pragma once
 #include <type_traits>
 
@@ -44,7 +55,9 @@ template <> inline constexpr bool kPaired<bf16> = true;
 template <class T> using Wide = std::conditional_t<kPaired<T>, bf16, float>;
 
 constexpr int kAccumulators = kLanes == 16 ? 24 : 12;  // of 32 or 16 registers; the rest holds operands
-constexpr int kMaxRows = 8;                            // of x that this way of multiplying takes
+constexpr int kMaxRows = 8;                            // of x that one walk over the weights takes
+constexpr int kMostTogether = kLanes == 16 ? 8 : 4;    // of x that one kernel takes
+constexpr int kMostBlock = 8;                          // rows of weights that go together at most
 constexpr int64_t kShortRow = 4096;                    // bytes: rows of weights below that are a stream only together
 constexpr int64_t kAheadOfShort = 16 << 10;            // bytes from the line in use to the one asked for
 constexpr int64_t kRunBytes = 256 << 10;               // of one matrix before the next has its turn
@@ -93,14 +106,25 @@ template <class T> static inline Step<T> tail_step(const T* p, int64_t n) {
   return Step<T>::at(buffer);
 }
 
-// --- x, laid out for the steps: [ceil(K / kWidth)][M][kWidth], zeros behind K ----------------------------------------
+// --- x, laid out for the steps: groups of rows, each [ceil(K / kWidth)][rows][kWidth], zeros behind K -----------------
+
+// m <= kMaxRows rows of x in as few groups as kernels take, of equal sizes but for one row: the larger ones first.
+struct Groups {
+  int64_t count, rows, larger;
+  Groups() = default;
+  explicit Groups(int64_t m)
+      : count((m + kMostTogether - 1) / kMostTogether),
+        rows((m + count - 1) / count),
+        larger(m - count * (rows - 1)) {}
+  int64_t of(int64_t group) const { return group < larger ? rows : rows - 1; }
+};
 
 template <class T> static inline int64_t dot_panel_elements(int64_t m, int64_t k) {
   return (k + Step<T>::kWidth - 1) / Step<T>::kWidth * Step<T>::kWidth * m;
 }
 
 // Rows of T, or rows already widened: nothing is rounded here.
-template <class T, class S> static void pack_for_dot(const Matrix<const S>& x, Wide<T>* out) {
+template <class T, class S> static void pack_group(const Matrix<const S>& x, Wide<T>* out) {
   constexpr int W = Step<T>::kWidth;
   for (int64_t i = 0; i < x.rows; ++i) {
     const S* row = x.row(i);
@@ -116,6 +140,12 @@ template <class T, class S> static void pack_for_dot(const Matrix<const S>& x, W
   }
 }
 
+template <class T, class S> static void pack_for_dot(const Matrix<const S>& x, Wide<T>* out) {
+  Groups groups(x.rows);
+  for (int64_t g = 0, i = 0; g < groups.count; i += groups.of(g++))
+    pack_group<T>(x(i, groups.of(g)), out + dot_panel_elements<T>(i, x.columns));
+}
+
 // --- R rows of weights against M rows of x ---------------------------------------------------------------------------
 
 // out[m * R + r] = w[r] . x[m]. `next` is where the weights of the following call lie, or any address if there are
@@ -123,11 +153,12 @@ template <class T, class S> static void pack_for_dot(const Matrix<const S>& x, W
 template <class T>
 using DotBlock = void (*)(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T* next, float* out);
 
-template <class T, int M, int R>
+// So many chains of sums hide the latency. 7 too: see dot_block_of.
+constexpr int chains(int sums) { return sums >= 7 ? 1 : (8 + sums - 1) / sums; }
+
+template <class T, int M, int R, int U = chains(M * R)>
 static void dot_block(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T* next, float* out) {
-  constexpr int W = Step<T>::kWidth, U = M * R >= 7 ? 1 : (8 + M * R - 1) / (M * R);  // so many chains hide the latency
-  // 7 too: of seven rows of x blocks of three have one chain, and what is left over must be added up as they are: which
-  // columns those are depends on how a step is shared out.
+  constexpr int W = Step<T>::kWidth;
   constexpr int kStride = W * int(sizeof(T));  // 64 bytes, or 32: then every other step has a new line to ask for
   vreg acc[R][M][U] = {};
   const char* ahead = reinterpret_cast<const char*>(next);
@@ -176,36 +207,59 @@ static void dot_rows(const T* w, int64_t stride, const Wide<T>* x, int64_t k, co
   }
 }
 
-// The kernels there are: R of 1, 8, 4, and where not even 4 fit, 3 or 2. Null for any other R.
-template <class T, int M> static DotBlock<T> dot_block_of(int64_t rows, bool one_by_one) {
-  constexpr int A = kAccumulators;
+// The kernels there are: R of 1, 8, 4, and where not even 4 fit, 3 or 2; where groups differ by a row, the smaller one
+// has the R of the larger. Null for any other R. `of_three`: one row that blocks of three have left over, to be added up
+// as they are, in one chain: which columns those are depends on how a step is shared out.
+template <class T, int M> static DotBlock<T> dot_block_of(int64_t rows, bool one_by_one, bool of_three) {
+  constexpr int A = kAccumulators, L = kMostTogether < kMaxRows && M < kMostTogether ? M + 1 : M;
   if constexpr (M == 1) if (rows == 8 && one_by_one) return dot_rows<T, 8>;
-  if (rows == 1) return dot_block<T, M, 1>;
+  if (rows == 1) return of_three ? dot_block<T, M, 1, 1> : dot_block<T, M, 1>;
   if constexpr (M * 8 <= A) if (rows == 8) return dot_block<T, M, 8>;
   if constexpr (M * 4 <= A) if (rows == 4) return dot_block<T, M, 4>;
-  if constexpr (M * 3 <= A && M * 4 > A) if (rows == 3) return dot_block<T, M, 3>;
+  if constexpr (M * 3 <= A && L * 4 > A) if (rows == 3) return dot_block<T, M, 3>;
   if constexpr (M * 2 <= A && M * 3 > A) if (rows == 2) return dot_block<T, M, 2>;
   return nullptr;
 }
 
-// The kernel for m <= kMaxRows rows of x and `rows` of weights, of k elements; where there is none, `rows` becomes the
-// next lower number that has one (a knob derived for another M must not be an error).
-template <class T> static DotBlock<T> dot_block_for(int64_t m, int64_t k, int64_t& rows) {
-  for (bool one_by_one = is_short<T>(k);; --rows) {
-    DotBlock<T> found = nullptr;
-    switch (m) {
-      case 1: found = dot_block_of<T, 1>(rows, one_by_one); break;
-      case 2: found = dot_block_of<T, 2>(rows, one_by_one); break;
-      case 3: found = dot_block_of<T, 3>(rows, one_by_one); break;
-      case 4: found = dot_block_of<T, 4>(rows, one_by_one); break;
-      case 5: found = dot_block_of<T, 5>(rows, one_by_one); break;
-      case 6: found = dot_block_of<T, 6>(rows, one_by_one); break;
-      case 7: found = dot_block_of<T, 7>(rows, one_by_one); break;
-      case 8: found = dot_block_of<T, 8>(rows, one_by_one); break;
-    }
-    if (found) return found;
+template <class T> static DotBlock<T> dot_block_for(int64_t m, int64_t rows, bool one_by_one, bool of_three) {
+  switch (m) {
+    case 1: return dot_block_of<T, 1>(rows, one_by_one, of_three);
+    case 2: return dot_block_of<T, 2>(rows, one_by_one, of_three);
+    case 3: return dot_block_of<T, 3>(rows, one_by_one, of_three);
+    case 4: return dot_block_of<T, 4>(rows, one_by_one, of_three);
   }
+  if constexpr (kMostTogether == 8) switch (m) {
+    case 5: return dot_block_of<T, 5>(rows, one_by_one, of_three);
+    case 6: return dot_block_of<T, 6>(rows, one_by_one, of_three);
+    case 7: return dot_block_of<T, 7>(rows, one_by_one, of_three);
+    case 8: return dot_block_of<T, 8>(rows, one_by_one, of_three);
+  }
+  return nullptr;
 }
+
+// What multiplies the groups of m <= kMaxRows rows of x by rows of weights of k elements: `rows` at a time, as asked,
+// or the next lower number that has kernels (a knob derived for another M must not be an error); and those left over.
+template <class T> struct DotBlocks {
+  Groups groups;
+  int64_t rows;
+  DotBlock<T> several[2], one[2];  // for the larger groups and the smaller ones
+
+  DotBlocks() = default;
+  DotBlocks(int64_t m, int64_t k, int64_t asked) : groups(m), rows(asked < kMostBlock ? asked : kMostBlock) {
+    while (!find(k)) --rows;
+  }
+  const DotBlock<T>& of(int64_t group, bool whole) const { return (whole ? several : one)[group >= groups.larger]; }
+
+ private:
+  bool find(int64_t k) {
+    for (int smaller = 0; smaller < (groups.larger < groups.count ? 2 : 1); ++smaller) {
+      several[smaller] = dot_block_for<T>(groups.rows - smaller, rows, is_short<T>(k), false);
+      one[smaller] = dot_block_for<T>(groups.rows - smaller, 1, is_short<T>(k), rows == 3);
+      if (!several[smaller]) return false;
+    }
+    return true;
+  }
+};
 
 // --- all of it, shared by threads ------------------------------------------------------------------------------------
 
@@ -220,23 +274,23 @@ template <class T> static inline int64_t run_columns(int64_t k, int64_t rows) {
 template <class T> struct PlainColumns {
   const Matrix<const T>* w;
   const Wide<T>* panel;
-  DotBlock<T> several, one;
-  int64_t rows;
+  DotBlocks<T> blocks;
 
   PlainColumns() = default;
   PlainColumns(const Matrix<const T>* w, const Wide<T>* panel, int64_t m, int64_t together)
-      : w(w), panel(panel), rows(together) {
-    int64_t single = 1;
-    several = dot_block_for<T>(m, w->columns, rows), one = dot_block_for<T>(m, w->columns, single);
-  }
+      : w(w), panel(panel), blocks(m, w->columns, together) {}
   const void* at(int64_t n) const { return w->row(n); }
   // Columns of a matrix in a row, in whole blocks, before the next matrix has its turn.
-  int64_t run() const { return run_columns<T>(w->columns, rows); }
+  int64_t run() const { return run_columns<T>(w->columns, blocks.rows); }
   // out[i * taken + c] = x[i] . w[n + c] for c < taken, which it returns; n < to. `then` is read once `to` is reached.
   int64_t dots(int64_t n, int64_t to, const void* then, float* out) const {
-    int64_t taken = n + rows <= to ? rows : 1;
-    const T* next = n + taken < to ? w->row(n + taken) : static_cast<const T*>(then);
-    (taken == rows ? several : one)(w->row(n), w->stride, panel, w->columns, next, out);
+    bool whole = n + blocks.rows <= to;
+    int64_t taken = whole ? blocks.rows : 1;
+    const T *at = w->row(n), *next = n + taken < to ? at + taken * w->stride : static_cast<const T*>(then);
+    // Only the first group asks ahead; the others find the block in L2, and what they ask for too.
+    for (int64_t g = 0, i = 0; g < blocks.groups.count; i += blocks.groups.of(g++), next = at)
+      blocks.of(g, whole)(at, w->stride, panel + dot_panel_elements<T>(i, w->columns), w->columns, next,
+                          out + i * taken);
     return taken;
   }
 };
@@ -246,7 +300,7 @@ template <class T> struct PlainColumns {
 template <int Parts, class Columns, class Done>
 static void stream_runs(const Columns* w, int64_t m, int64_t begin, int64_t end, const void* after, const Done& done) {
   int64_t run = w->run();
-  float out[kAccumulators], kept[Parts][kMaxRows][kMostRun + kLanes];
+  float out[kMaxRows * kMostBlock], kept[Parts][kMaxRows][kMostRun + kLanes];
   for (int64_t from = begin, to; from < end; from = to) {
     to = from + run < end ? from + run : end;
     for (int p = 0; p < Parts; ++p) {

@@ -32,7 +32,12 @@ typedef int32_t vi __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t vh __attribute__((vector_size(kLanes * 2)));
 typedef float vreg __attribute__((vector_size(kLanes * 4)));
 
+// vreg{} + x is no broadcast to the compiler: -0 + 0 is 0, so it keeps the addition, and no load can be the broadcast.
+#if defined(AUTOSEL_AVX512)
 static inline vreg splat(float x) { return vreg{} + x; }
+#else
+static inline vreg splat(float x) { return vreg{x, x, x, x, x, x, x, x}; }
+#endif
 
 // --- scalars ---------------------------------------------------------------------------------------------------------
 
@@ -78,9 +83,15 @@ template <> inline f16 narrow<f16>(float x) {
 
 static inline vreg load(const float* p) { return *reinterpret_cast<const vf*>(p); }
 static inline vreg load(const bf16* p) {
+#if defined(__AVX2__) && !defined(AUTOSEL_AVX512)
+  // GCC 12 makes the conversion below out of two halves, five operations for these two.
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return reinterpret_cast<vreg>(_mm256_slli_epi32(wide, 16));
+#else
   vh h;
   memcpy(&h, p, sizeof h);
   return reinterpret_cast<vreg>(__builtin_convertvector(h, vu) << 16);
+#endif
 }
 static inline vreg load(const f16* p) {
 #if defined(AUTOSEL_AVX512)

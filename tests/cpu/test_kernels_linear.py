@@ -173,6 +173,45 @@ def test_gemm_is_right_for_any_blocking_threads_and_m(dtype: DTypeName) -> None:
             check_linear(entry("gemm"), (threads, *walk), m, n, k, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["gemv", "gemm"])
+def test_every_number_of_rows_is_right_with_the_closed_forms_knobs(name: str, dtype: DTypeName) -> None:
+    """Groups of rows and tiles of them are of one size or two, by M."""
+    kernel, f = variant(name, NATIVE), facts(device())
+    for m in range(1, 25):
+        for n, k in ((61, 70), (130, 1029)):
+            given = kernel.formula(linear(m, n, k, dtype), f).values
+            check_linear(entry(name), tuple(int(given[a]) for a in kernel.knob_args), m, n, k, dtype)
+
+
+@pytest.mark.parametrize("k", [70, 1029, 2100])
+@pytest.mark.parametrize("isa", ISAS)
+def test_how_columns_are_shared_changes_no_bit_of_few_rows(isa: Isa, k: int) -> None:
+    """Blocks of three rows of weights leave other columns over in other shares; a step shares them out as it goes."""
+    op, f = OPS["linear"], facts(device(ISA_NEEDS[isa]))
+    for m in range(1, 9):
+        w = linear(m, 107, k, "fp32")  # rounding would hide it
+        arguments = op.arguments(op.inputs(w, m))
+        rows = knobs.gemv(w, f)["rows"]
+        whole, *shared = (torch.empty(m, 107) for _ in range(4))
+        entry("gemv", isa)(*arguments, whole, 1, rows)
+        for threads, y in enumerate(shared, 2):
+            entry("gemv", isa)(*arguments, y, threads, rows)
+            assert torch.equal(y, whole), (m, threads)
+
+
+def test_a_row_of_x_has_the_same_product_in_any_tile() -> None:
+    op = OPS["linear"]
+    inputs = op.inputs(linear(25, 70, 300, "fp32"), 5)
+    x, w = inputs["x"], inputs["w"]
+    whole = torch.empty(25, 70)
+    entry("gemm")(x, w, None, None, whole, 1, 64, 64, 1000)
+    for m in (1, 7, 13, 24):
+        y = torch.empty(m, 70)
+        entry("gemm")(x[:m], w, None, None, y, 1, 64, 64, 1000)
+        assert torch.equal(y, whole[:m]), m
+
+
 def test_residual_may_be_the_output() -> None:
     op = OPS["linear"]
     inputs = op.inputs(op.workload("bf16", {"M": 3, "N": 100, "K": 64}, residual=True), 1)
@@ -262,11 +301,21 @@ def test_rows_shrink_with_m_registers_and_l2() -> None:
     wide, narrow = facts(device(AVX512)), facts(device(ISA_NEEDS["avx2"]))
     by_m = [knobs.gemv(linear(m, 4096, 4096), wide)["rows"] for m in range(1, 9)]
     assert by_m == [8, 8, 8, 4, 4, 4, 3, 3]
-    assert [knobs.gemv(linear(m, 4096, 4096), narrow)["rows"] for m in (1, 2, 4, 6, 8, 17)] == [8, 4, 3, 2, 1, 1]
+    by_m = [knobs.gemv(linear(m, 4096, 4096), narrow)["rows"] for m in range(1, 10)]
+    assert by_m == [8, 4, 4, 3, 4, 4, 3, 3, 3]
     small_l2 = facts(device(AVX512, l2_bytes=512 << 10))
     assert knobs.gemv(linear(1, 4096, 14336), wide)["rows"] == 8
     assert knobs.gemv(linear(1, 4096, 14336), small_l2)["rows"] == 4
     assert knobs.gemv(linear(1, 4096, 40000), small_l2)["rows"] == 1
+
+
+@pytest.mark.parametrize("isa", ISA_NEEDS)
+def test_sums_of_a_group_fit_the_registers_and_no_load_of_x_is_for_one_row(isa: Isa) -> None:
+    f = facts(device(ISA_NEEDS[isa]))
+    for m in range(1, 9):
+        group, rows = knobs.rows_together(m, f), int(knobs.gemv(linear(m, 4096, 1024), f)["rows"])
+        assert 3 <= rows <= (24 if isa.startswith("avx512") else 12) // group, m
+        assert group == m or 2 * group in (m, m + 1)
 
 
 def test_threads_follow_the_work() -> None:

@@ -2,6 +2,10 @@
 
 Few rows of x (M <= 8) stream the weights through dot.h; more of them turn the weights for block.h. Both ask L2 ahead of
 use, so L2 bounds what goes together; L1 holds what is turned. Figures behind the constants: kernels/cpu/{dot,block}.h.
+
+The crossover: per row of x both ways cost the same multiplies, provided that registers hold sums for three or four rows
+of weights a load of x (8 rows of x on 32 registers; 4 on 16, and two such groups share a walk: rows_together). Turning
+is then what gemm pays more, and a second walk over the weights, from the ninth row of x on, what dot.h does.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import math
 from autosel.knobs.cpu.facts import CpuFacts, bandwidth_threads, worthwhile_threads
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
-MAX_ROWS = 8  # of x that dot.h has kernels for
+MAX_ROWS = 8  # of x that one walk of dot.h takes
 
 # (rows of x, rows of all weights, their length) by op.
 _SHAPE = {
@@ -94,17 +98,26 @@ def _multiply_rate(w: Workload, f: CpuFacts) -> float:
 def _rows(w: Workload, f: CpuFacts) -> Knob:
     """Rows of weights that share one load of x: as many as registers hold sums for, while two lots fit half of L2."""
     (m, _, k), registers = _dims(w), _registers(f)
-    row_bytes = k * DTYPE_BYTES[w.dtype]
-    most = next(r for r in (8, 4, 3, 2, 1) if r * min(m, MAX_ROWS) <= registers)
+    row_bytes, group = k * DTYPE_BYTES[w.dtype], rows_together(m, f)
+    most = next(r for r in (8, 4, 3, 2, 1) if r * group <= registers)
     fits = f.l2_bytes // 4 // row_bytes
     value = most if most <= fits else 4 if most == 8 and fits >= 4 else 1
     return Knob(
         name="rows",
         value=value,
-        formula="largest R of 8, 4, 3, 2, 1 with R * M <= registers and R * K * b <= L2 / 4",
-        inputs={"M": m, "registers": registers, "K*b": row_bytes, "L2": f.l2_bytes},
+        formula="largest R of 8, 4, 3, 2, 1 with R * group <= registers and R * K * b <= L2 / 4; "
+        "group = ceil(m / ceil(m / most)), m = min(M, 8), most = registers / 3",
+        inputs={"M": m, "group": group, "registers": registers, "K*b": row_bytes, "L2": f.l2_bytes},
         reason="x is loaded once for R rows; the next R rows are fetched into L2 meanwhile",
     )
+
+
+def rows_together(m: int, f: CpuFacts) -> int:
+    """The largest of the equal groups that one walk's rows of x are multiplied in: sums for three rows of weights must
+    fit the registers beside each other, for with fewer x comes from L2 more often than L2 can give it."""
+    m = min(m, MAX_ROWS)
+    groups = math.ceil(m / (_registers(f) // 3))
+    return math.ceil(m / groups)
 
 
 # --- block.h ---------------------------------------------------------------------------------------------------------
