@@ -13,12 +13,11 @@ import click
 
 from autosel import settings
 from autosel.errors import UnknownName, UsageError
+from autosel.native import cuda
 
 if TYPE_CHECKING:
     from autosel.cli.options import Option
     from autosel.values import Fingerprint
-
-CUDA_DRIVER = "libcuda.so.1"
 
 
 def default_device() -> str:
@@ -49,7 +48,7 @@ def unused_gpu() -> str:
 
 def _has_cuda_driver() -> bool:
     try:
-        ctypes.CDLL(CUDA_DRIVER)
+        ctypes.CDLL(cuda.DRIVER)
     except OSError:
         return False
     return True

@@ -14,8 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autosel import resources
-from autosel.fingerprint import gpu_rates, libcuda
+from autosel.fingerprint import gpu_rates
 from autosel.fingerprint.gpu_rates import Point
+from autosel.native.cuda import DRIVER
 
 if TYPE_CHECKING:
     from autosel.fingerprint.gpu_probe import Bench
@@ -197,7 +198,7 @@ class _Config(ctypes.Structure):
 
 def launch_dependent(function: int, stream: int, pointer: int, count: int) -> None:
     """Enqueue `count` launches, each allowed to start before the one ahead has ended. Raises OSError."""
-    driver = ctypes.CDLL(libcuda.LIBRARY)
+    driver = ctypes.CDLL(DRIVER)
     attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
     attribute.value[0] = 1
     config = _Config(grid_x=1, grid_y=1, grid_z=1, block_x=32, block_y=1, block_z=1)

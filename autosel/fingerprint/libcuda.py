@@ -9,7 +9,8 @@ import ctypes
 from types import SimpleNamespace
 from typing import Any
 
-LIBRARY = "libcuda.so.1"
+from autosel.native.cuda import DRIVER
+
 # cuda.h, CUdevice_attribute: the numbers of the runtime's cudaDeviceAttr.
 ATTRIBUTES = {
     "cudaDevAttrMultiProcessorCount": 16,
@@ -30,7 +31,7 @@ class CUDARuntimeError(Exception):
 
 def runtime() -> Any:
     """As much of cupy's runtime as an identity is read with. Raises OSError without a driver, CUDARuntimeError."""
-    library = ctypes.CDLL(LIBRARY)
+    library = ctypes.CDLL(DRIVER)
     _ask(library, "cuInit", ctypes.c_uint(0))
     return SimpleNamespace(
         **ATTRIBUTES,

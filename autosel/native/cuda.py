@@ -18,6 +18,7 @@ from pathlib import Path
 
 from autosel import settings
 
+DRIVER = "libcuda.so.1"  # what a GPU's driver installs, and a toolkit does not
 LEAST_CC = (8, 0)  # cp.async, bf16 arithmetic
 BASE_FLAGS = ("-std=c++17", "-O3", "-lineinfo", "-shared", "-Xcompiler", "-fPIC")
 NO_NVCC = (

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from autosel.native.cuda import DRIVER
 from autosel.race.capture import UncapturableError, captured
 from autosel.race.idle import wait_until_idle
 from autosel.workers import pages
@@ -219,7 +220,7 @@ def unpin() -> None:
 @cache
 def _driver() -> ctypes.CDLL | None:
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL(DRIVER)
     except OSError:
         return None
 

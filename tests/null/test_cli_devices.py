@@ -52,7 +52,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 
 @pytest.fixture
 def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "CUDA_DRIVER", "libno-such-driver.so.1")
+    monkeypatch.setattr(device.cuda, "DRIVER", "libno-such-driver.so.1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -60,7 +60,7 @@ def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver, a torch that can use it, and one H200, as its identity and rates would be read."""
     arms.torch_identity()  # is asked once a process, and must not be asked of this
-    monkeypatch.setattr(device, "CUDA_DRIVER", "libc.so.6")
+    monkeypatch.setattr(device.cuda, "DRIVER", "libc.so.6")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(nvml, "counted", lambda: 1)
@@ -146,7 +146,7 @@ def test_a_gpu_that_cannot_be_measured_is_left_aside_and_the_reason_is_told(
     with_gpu: None, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(device, "CUDA_DRIVER", "libc.so.6")
+    monkeypatch.setattr(device.cuda, "DRIVER", "libc.so.6")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)  # not installed
     assert device.default_device() == "cpu"
@@ -176,7 +176,7 @@ def test_a_certificate_of_a_machine_without_a_gpu_is_the_cpus_wherever_it_is_rea
     with_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(device, "CUDA_DRIVER", "libno-such-driver.so.1")
+        elsewhere.setattr(device.cuda, "DRIVER", "libno-such-driver.so.1")
         repro = Asked(run_command.make_context("run", ["--model", "llama-1b"])).repro
     assert "--device" not in repro
     assert command_of(SimpleNamespace(repro_cmd=repro))["device"] == "cpu"  # type: ignore[arg-type]

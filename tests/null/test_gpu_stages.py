@@ -141,6 +141,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 DEVICES = ("h200", "b200", "rtx-5070-ti")
 UNTIMED = {"flash_attn:paged_attn": "takes pages of 256 tokens; a serving engine's have 16"}
 WITHOUT_CANDIDATE = {
+    "cuda/grid_sync.cu": "the fingerprint stage runs it",
     "cuda/probes.cu": "the fingerprint stage runs it",
     "cuda/step.cu": "a whole step is no op: the decode stage runs it",
 }
