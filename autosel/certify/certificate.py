@@ -176,7 +176,7 @@ class Certificate:
     hw_id: str  # digest of the hardware's identity: decisions are looked up under it
     env_id: str  # digest of the software's
     environment: Mapping[str, Any]  # versions of Python, torch, compiler, driver, libraries
-    contended: bool  # other work ran when the device's rates were measured
+    contended: bool  # other work ran, or it was slowed, when the device's rates were measured
     model: str  # with the layers in its name where not all of them ran
     layers: Layers  # how many ran, and of how many
     dtype: str  # of weights, activations and cache

@@ -131,7 +131,7 @@ def _verdicts(made: Certificate) -> str:
     for judged in made.slo:
         word = "met" if judged.met else "MISSED"
         lines.append(("ok" if judged.met else "bad", f"{judged.objective}: {word}, measured {judged.found}"))
-    lines += [("note", "other work ran on this machine while its rates were measured")] if made.contended else []
+    lines += [("note", "other work ran, or the device was slowed, as it was measured")] if made.contended else []
     lines += [("note", note) for note in made.notes]
     return "<ul class=verdicts>" + "".join(f'<li class="{kind}">{escape(text)}</li>' for kind, text in lines) + "</ul>"
 

@@ -113,7 +113,7 @@ def compare(certified: Certificate, again: Certificate) -> Rerun:
     if certified.git_sha != again.git_sha:
         notes.append(f"certified at {certified.git_sha[:12] or 'a wheel'}, now {again.git_sha[:12] or 'a wheel'}")
     if again.contended:
-        notes.append("other work ran on this machine")
+        notes.append("other work ran, or the device was slowed")
     return Rerun(
         speedup=_compared("speedup", (again.speedup, new), (certified.speedup, old), SPEEDUP_MARGIN),
         time=_compared("roofline", _resampled(rooflines(again, moved)), _resampled(rooflines(certified)), TIME_MARGIN),

@@ -44,7 +44,7 @@ def summary(made: Certificate, found: Audit) -> str:
         f"objective {j.objective}: {'met' if j.met else click.style('missed', fg='red')}, {j.found}" for j in made.slo
     ]
     lines += [paragraph(f"note: {note}", hang="  ") for note in made.notes]
-    lines += ["contended: other work ran here when the device's rates were measured"] if made.contended else []
+    lines += ["contended: other work ran, or the device was slowed, as it was measured"] if made.contended else []
     return "\n".join(lines)
 
 
