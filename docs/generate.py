@@ -318,6 +318,12 @@ def constants() -> str:
     return table(("constant", "value", "what it is", "module"), rows)
 
 
+def gpu_rates() -> str:
+    from autosel.fingerprint.gpu_rates import MEASURED
+
+    return table(("rate", "how"), [(code(name), how) for name, how in MEASURED.items()])
+
+
 def crossings() -> str:
     """How many pairs must be won, out of how many, for E >= 20."""
     from autosel.race.evidence import crossed, e_pairs, futile
@@ -881,6 +887,7 @@ BLOCKS: Mapping[str, Callable[..., str]] = {
     "story": story,
     "ledger-tables": ledger_tables,
     "constants": constants,
+    "gpu-rates": gpu_rates,
     "guard": guard,
     "crossings": crossings,
     "cpu-formulas": cpu_formulas,

@@ -12,6 +12,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 RAMP_SHARE = 0.70  # of the read rate: where the ramp's latency is loaded, and bandwidth not yet the limit
+MEASURED = {  # every rate of a GPU's fingerprint, and how it is taken (gpu_probe.py, gpu_cost.py, gpu_arithmetic.py)
+    "read_bytes_per_s": "16-byte loads, eight under way a thread, over a gigabyte of random bytes",
+    "copy_bytes_per_s": "read and written bytes of a copy as large",
+    "dram_latency_s": "Little's law where a ramp of bytes under way reaches 70 % of the read rate",
+    "saturating_sms": "the fewest SMs whose reading reaches 95 % of what any number reaches",
+    "l2_bytes_per_s": "chunks shared by two blocks, read again and again past L1: the plateau",
+    "l2_effective_bytes": "the largest set that still reads at 0.9 of that",
+    "sm_bytes_per_s": "the most one SM draws out of L2, over numbers of SMs that read",
+    "sm_clock_hz": "clock ticks over events, every SM busy",
+    "l1_latency_s": "a chase over 64 KiB in random order",
+    "l2_latency_s": "over 8 MiB or half of L2",
+    "l2_far_latency_s": "over 0.8 of L2",
+    "idle_dram_latency_s": "over a gigabyte",
+    "stream_launch_s": "one kernel of a queue",
+    "graph_node_s": "one kernel of a graph",
+    "pdl_node_s": "one link of a chain of programmatic dependent launches",
+    "flag_barrier_s": "all SMs meeting at a counter in memory",
+    "grid_sync_s": "the same by cooperative groups, where the toolkit's header is at hand",
+    "persistent_saving_s": "a dependent launch less a barrier",
+    "read_floor_s": "a of t = a + V / b over nodes of a graph that read 64 KiB to 3 MiB each, out of DRAM",
+    "host_launch_s": "the host's time for a launch",
+    "host_answer_s": "the host's time for four bytes of an answer",
+    "from_device_bytes_per_s": "a pinned copy to the host",
+    "to_device_bytes_per_s": "a pinned copy from the host",
+    "exp_per_s": "2^x, eight dependent chains a thread, sixteen warps an SM",
+    "exp_per_clock_sm": "the same by the SM's clock",
+    "fma_flops": "fp32 multiply-adds in such chains",
+    "fma_flop_per_clock_sm": "the same by the SM's clock",
+    "shared_bytes_per_s": "16-byte loads out of shared memory, no bank asked twice",
+    "shared_bytes_per_clock_sm": "the same by the SM's clock",
+    "from_fp8_per_s": "e4m3 to fp16, two an instruction (8.9 and later)",
+    "from_fp8_per_clock_sm": "the same by the SM's clock",
+    "mma_bf16_flops": "a warp's matrix instruction, operands in registers",
+    "mma_fp8_flops": "the same in e4m3, where a warp has it (8.9, 12.0)",
+    "matrix_clock_hz": "the clock that such products leave the device",
+    "bf16_matrix_flops": "PyTorch's product of 8192^3 random numbers",
+    "fp8_matrix_flops": "the same in e4m3 (8.9 and later)",
+}
 PLATEAU_SHARE = 0.90  # of the best L2 rate: what a chunk set that still fits L2 reaches
 
 

@@ -22,7 +22,7 @@ import pytest
 from autosel import fingerprint
 from autosel.decode import power
 from autosel.errors import UsageError
-from autosel.fingerprint import drift, gpu, gpu_arithmetic, gpu_cost, gpu_probe, libcuda, nvml, store
+from autosel.fingerprint import drift, gpu, gpu_arithmetic, gpu_cost, gpu_probe, gpu_rates, libcuda, nvml, store
 from autosel.native.compile import find_compiler
 from tests.compile import cupy_stand_in
 from tests.compile.emulate import HERE, _built
@@ -113,6 +113,7 @@ def test_every_rate_of_a_gpu_is_measured_stored_and_found_again(played: Played, 
     played()
     taken = fingerprint.take("cuda")
     assert set(taken.rates) >= RATES
+    assert set(taken.rates) <= set(gpu_rates.MEASURED)
     assert all(rate.value > 0 for rate in taken.rates.values())
     assert taken.identity["cc"] == "9.0" and taken.identity["sm_count"] == 2
     assert taken.identity["ecc"] is True and taken.identity["mig_profile"] is None
