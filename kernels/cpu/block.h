@@ -14,14 +14,17 @@
 // The register tile runs at one multiply a cycle (24.1 cycles for 12 x 2). 2048 x 4096, one core of Zen 4, times
 // torch's speed, bf16: 1.3-1.6 at M=12, 1.3 at 16, 1.2 at 32, 1.05 at 64, 0.91-1.0 from 128 on (up to 218 of 236 GFLOP/s);
 // 2048 x 2048: fp16 3.5-3.9, fp32 1.4 at M=16 and 1.2 at 64.
-// On 2 cores of Zen 3 (AVX2, FMA 103 GFLOP/s a core), bf16: the tile runs at 101-103 GFLOP/s from four rows on, and
-// turning costs 1.3 ns a line from L1, 2.0 where rows lie 4 KB apart. Products of two
-// threads, N = K = 2048 and 4096, times the speed before both: 1.9-2.0 at M=9, 1.7-1.8 at 12, 2.0 at 13, 1.7 at 64.
-// From M=9 on faster than dot.h (1.15-1.4), at 8 slower (0.92-0.96).
-// What held it there, each against what there is now: a broadcast that was an addition (simd.h: splat; tile 53 GFLOP/s);
-// bf16 widened before it is turned (4.8 ns a line); questions about missing rows and elements inside that loop (one
-// thread, weights in L3, ns a line: M=1 9.5 -> 5.3, M=12 15 -> 11); a line asked for with every lane, four times as many
-// as there are (M=1 5.2 -> 4.8); equal tiles, 9 rows as 5 + 5 (now 5 + 4: a tenth less).
+// On 2 cores of Zen 3 (AVX2, FMA 103 GFLOP/s a core), bf16: the tile runs at 101-103 GFLOP/s from four rows on, turning
+// costs 1.3 ns a line from L1, 2.0 where rows lie 4 KB apart. Products by two threads, N = K = 2048 and 4096, times the
+// speed before all of the following: 1.9-2.0 at M=9, 1.7 at 12, 1.95 at 13, 1.7 at 64 (160-168 of 206 GFLOP/s).
+// Times dot.h's: 0.9-0.95 at M=5, 0.9-1.0 at 6, 0.8-0.9 at 7, 0.9-0.95 at 8, 1.2-1.35 at 9, 1.1-1.2 at 12, 1.4 at 13.
+// What had held it back, each against what there is now: a broadcast that was an addition (simd.h: splat; the tile ran
+// at 53 GFLOP/s); bf16 widened before it is turned (4.8 ns a line); questions about missing rows and elements inside
+// that loop (one thread, weights in L3, ns a line: M=1 9.5 -> 5.3, M=12 15 -> 11); a line asked for with every lane,
+// four times as many as there are (M=1 5.2 -> 4.8); equal tiles, 9 rows as 5 + 5 (now 5 + 4: a tenth less).
+// Losers there: all tiles of a block asking in turn (0.98-1.0); those behind the first asking for the next tile's x,
+// into L2 or L1 (0.97-1.0).
+// Whole steps of turning and tiles that differ by a row are not measured on AVX-512; splat is what it was there.
 // Losers: sixteen rows turned at once; the rows copied together before turning (1.1x slower at M=16); chunks of x of 64
 // rows (0.88 of 480 at once: weights are turned for every chunk).
 #pragma once

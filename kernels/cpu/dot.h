@@ -6,11 +6,11 @@
 // comes from L2 at the price of a weight line. R * M accumulators stay in registers (kAccumulators).
 // R streams a row apart defeat the hardware prefetcher (measured below), so each step also asks L2 for one line of
 // the *next* R rows, in the order of addresses: to memory it is one linear stream, whatever the order of use.
-// On 16 registers more than four rows of x go in two groups: for each block of R rows of weights the kernel runs once
-// for each, the block then lying in L1 or L2, and asks ahead in the first run only. So R stays 3 or 4 for any M; with R
-// of 2 or 1 the fp32 x, beyond L1 from K = 2048 and M = 4 on, would come from L2 for every one or two rows of weights,
-// and L2 gives half of what the multiplies then take. Figures at the end. On 32 registers (AVX-512) all 8 rows are one
-// group: one call a block, as the figures in between were measured.
+// On 16 registers seven and eight rows of x go in two groups: for each block of R rows of weights the kernel runs once
+// for each, the block then lying in L1 or L2, and asks ahead in the first run only. So R stays 3; with R = 1 the fp32
+// x, beyond L1 from K = 2048 and M = 4 on, would come from L2 for every row of weights, and L2 gives half of what the
+// multiplies then take. Figures at the end. On 32 registers (AVX-512) all 8 rows are one group: one call a block, as
+// the figures in between were measured.
 // A prefetch that finds the queue to memory full is dropped. In long rows the hardware's own streams make up for it;
 // rows shorter than a page end before they have begun. With one row of x those go one by one, as the single stream that
 // they are, and every other line is enough to ask for; of two matrices (gate and up) a run of columns goes before the
@@ -32,11 +32,11 @@
 // 1.04); no asking 0.83; two or four streams of neighbouring rows 0.92-0.99. Long rows one by one, 2 to 18 KB ahead:
 // K=2048 0.92-0.95, K=8192 0.90. Long rows with every other line asked for: single projections 1.03-1.06, but whole
 // steps of llama-1b 0.975.
-// On 2 cores of Zen 3 (AVX2, L1 32 KB, L2 512 KB), bf16, N = K = 2048 and 4096, groups of at most four rows of x
-// against one group with R = 2 (M=5, 6) or 1:
-//   M=5 1.0-1.1    M=6 1.0    M=7 1.45-1.55    M=8 1.45-1.6
-// Losers there: groups of at most three with R=4 (M=4 0.83, M=8 0.9; M=7 the same); nothing asked for in the second
-// run (1.00-1.03, for twice the kernels). The multiplies alone would allow 1.6 times the speed at M=8: x still comes
+// On 2 cores of Zen 3 (AVX2, L1 32 KB, L2 512 KB), N = K = 2048 and 4096, two groups with R=3 against one with R=1:
+//   M=7  bf16 1.45-1.55, fp16 1.6, fp32 1.15    M=8  bf16 1.45-1.55, fp16 1.65, fp32 1.2
+// Losers there: two groups with R=4 against one with R=2 (M=5 and 6: bf16 0.95-1.05, fp16 0.95-1.05, fp32 0.9);
+// groups of at most three with R=4 (M=4 0.83, M=8 0.9; M=7 the same); nothing asked for in the second run (1.00-1.03,
+// for twice the kernels). The multiplies alone would allow 1.6 times the speed at M=8: x still comes
 // from L2.
 #pragma once
 #include <type_traits>
@@ -56,7 +56,7 @@ template <class T> using Wide = std::conditional_t<kPaired<T>, bf16, float>;
 
 constexpr int kAccumulators = kLanes == 16 ? 24 : 12;  // of 32 or 16 registers; the rest holds operands
 constexpr int kMaxRows = 8;                            // of x that one walk over the weights takes
-constexpr int kMostTogether = kLanes == 16 ? 8 : 4;    // of x that one kernel takes
+constexpr int kMostTogether = kLanes == 16 ? 8 : 6;    // of x that one kernel takes
 constexpr int kMostBlock = 8;                          // rows of weights that go together at most
 constexpr int64_t kShortRow = 4096;                    // bytes: rows of weights below that are a stream only together
 constexpr int64_t kAheadOfShort = 16 << 10;            // bytes from the line in use to the one asked for
@@ -227,10 +227,10 @@ template <class T> static DotBlock<T> dot_block_for(int64_t m, int64_t rows, boo
     case 2: return dot_block_of<T, 2>(rows, one_by_one, of_three);
     case 3: return dot_block_of<T, 3>(rows, one_by_one, of_three);
     case 4: return dot_block_of<T, 4>(rows, one_by_one, of_three);
-  }
-  if constexpr (kMostTogether == 8) switch (m) {
     case 5: return dot_block_of<T, 5>(rows, one_by_one, of_three);
     case 6: return dot_block_of<T, 6>(rows, one_by_one, of_three);
+  }
+  if constexpr (kMostTogether == 8) switch (m) {
     case 7: return dot_block_of<T, 7>(rows, one_by_one, of_three);
     case 8: return dot_block_of<T, 8>(rows, one_by_one, of_three);
   }

@@ -3,8 +3,8 @@
 Few rows of x (M <= 8) stream the weights through dot.h; more of them turn the weights for block.h. Both ask L2 ahead of
 use, so L2 bounds what goes together; L1 holds what is turned. Figures behind the constants: kernels/cpu/{dot,block}.h.
 
-The crossover: per row of x both ways cost the same multiplies, provided that registers hold sums for three or four rows
-of weights a load of x (8 rows of x on 32 registers; 4 on 16, and two such groups share a walk: rows_together). Turning
+The crossover: per row of x both ways cost the same multiplies, provided that registers hold sums for two rows of
+weights a load of x at least (8 rows of x on 32 registers; 6 on 16, and two groups share a walk: rows_together). Turning
 is then what gemm pays more, and a second walk over the weights, from the ninth row of x on, what dot.h does.
 """
 
@@ -106,17 +106,17 @@ def _rows(w: Workload, f: CpuFacts) -> Knob:
         name="rows",
         value=value,
         formula="largest R of 8, 4, 3, 2, 1 with R * group <= registers and R * K * b <= L2 / 4; "
-        "group = ceil(m / ceil(m / most)), m = min(M, 8), most = registers / 3",
+        "group = ceil(m / ceil(m / most)), m = min(M, 8), most = registers / 2",
         inputs={"M": m, "group": group, "registers": registers, "K*b": row_bytes, "L2": f.l2_bytes},
         reason="x is loaded once for R rows; the next R rows are fetched into L2 meanwhile",
     )
 
 
 def rows_together(m: int, f: CpuFacts) -> int:
-    """The largest of the equal groups that one walk's rows of x are multiplied in: sums for three rows of weights must
-    fit the registers beside each other, for with fewer x comes from L2 more often than L2 can give it."""
+    """The largest of the equal groups that one walk's rows of x are multiplied in: sums for two rows of weights must
+    fit the registers beside each other, for with one x comes from L2 more often than L2 can give it."""
     m = min(m, MAX_ROWS)
-    groups = math.ceil(m / (_registers(f) // 3))
+    groups = math.ceil(m / (_registers(f) // 2))
     return math.ceil(m / groups)
 
 
