@@ -31,6 +31,10 @@ WINDOWS = 5
 WINDOW_S = 0.02
 WARM_UP_S = 0.3
 LOOK_WINDOWS, LOOK_WINDOW_S = 2, 0.006  # of each of two grids
+SWEEP_WINDOWS, SWEEP_WINDOW_S = (
+    3,
+    0.008,
+)  # of a sweep's points: five full ones of each would take four seconds
 THREADS = 256
 VECTOR_BYTES = 16
 LINE_BYTES = 128
@@ -197,6 +201,10 @@ class Bench:
 
         return [self.seconds(often) / count for _ in range(windows or WINDOWS)]
 
+    def swept(self, work: Callable[[], None]) -> float:
+        """Seconds of one `work` at a point of a sweep: the best of a few short windows."""
+        return min(self.repeated(work, SWEEP_WINDOWS, SWEEP_WINDOW_S))
+
     def keep(self, name: str, unit: str, figures: list[float], source: str = SOURCE) -> float:
         """Store the best of some windows; rates are best when high, times when low."""
         best = min(figures) if unit == "s" else max(figures)
@@ -273,15 +281,14 @@ class Bench:
             def work(blocks: int = blocks, room: int = room, count: Any = count) -> None:
                 self.launch("probe_read_one", blocks, 64, self.data, count, self.word, shared_bytes=max(room, 0))
 
-            seconds = min(self.repeated(work))
-            yield Point(size=blocks * 64 * VECTOR_BYTES, value=int(count) * VECTOR_BYTES / seconds)
+            yield Point(size=blocks * 64 * VECTOR_BYTES, value=int(count) * VECTOR_BYTES / self.swept(work))
 
     def _sm_counts(self) -> list[int]:
         return sorted({max(1, round(self.sms * k / 8)) for k in range(1, 9)})
 
     def _read_rate_of(self, blocks: int) -> float:
         """bytes/s of one block an SM reading DRAM, on `blocks` SMs."""
-        return float(self.data.nbytes) / min(self.repeated(partial(self._read, blocks)))
+        return float(self.data.nbytes) / self.swept(partial(self._read, blocks))
 
     # --- caches -----------------------------------------------------------------------------------------------------
 
@@ -311,7 +318,7 @@ class Bench:
             sizes = (cp.uint64(count), cp.uint32(chunks), cp.uint32(passes))
             self.launch("probe_chunks", blocks, 512, self.data, *sizes, self.word)
 
-        return count * VECTOR_BYTES * passes * blocks / min(self.repeated(work))
+        return count * VECTOR_BYTES * passes * blocks / self.swept(work)
 
     def latency(self) -> None:
         """Unloaded latencies by pointer chase, and the clock under load they are converted with."""

@@ -81,6 +81,7 @@ def played(probes: Path, nvml_library: Path, home: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(gpu_probe.ctypes, "CDLL", lambda name: load(str(probes)))
         # A launch here has ended when it returns, so that the gate is waited for in vain.
         less = {"WINDOWS": 2, "WINDOW_S": 1e-4, "WARM_UP_S": 1e-3, "BLOCK_BYTES": 1 << 18, "GATE_TICKS": 10_000}
+        less |= {"SWEEP_WINDOWS": 2, "SWEEP_WINDOW_S": 1e-4, "LOOK_WINDOW_S": 1e-4}
         for name, value in less.items():
             monkeypatch.setattr(gpu_probe, name, value)
         monkeypatch.setattr(gpu_arithmetic, "STEPS", 64)
