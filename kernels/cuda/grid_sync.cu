@@ -4,6 +4,7 @@
 // status  compiled and emulated; not yet run on silicon
 
 #if !defined(AUTOSEL_EMULATED)
+#define _CG_LIMIT_INCLUDED_DEPENDENCIES  // no libcu++, which NVRTC may not find
 #include <cooperative_groups.h>
 #endif
 
