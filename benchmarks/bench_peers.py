@@ -5,7 +5,7 @@
                                      [--write]
 
     autosel     the step as `autosel run --persistent` takes it: one native call, C++ kernels at their formulas' knobs,
-                weights packed without loss to 12 bits where the CPU has AVX-512-BF16 (kernels/cpu/packed.h)
+                weights packed without loss to 12 bits (kernels/cpu/packed.h)
     autosel, 16 bits
                 the same with the weights as they are (`--no-packed`)
     eager       Hugging Face's model class, SDPA, DynamicCache, torch.inference_mode
@@ -46,6 +46,7 @@ import command_line
 import numpy as np
 import torch
 from hugging_face import filled_cache, model_of, rewinding
+from kept import device_of, file_of
 from peers_tables import steps
 from torch import Tensor
 
@@ -65,7 +66,6 @@ from autosel.race.idle import wait_until_idle
 from autosel.values import Accepted
 
 ARMS = ("autosel", "autosel, 16 bits", "eager", "compile", "llama.cpp", "llama.cpp as installed")
-RESULTS = Path(__file__).parent / "results" / "cpu"
 LEAST_ROUNDS = 5  # that a row of a table is made of
 KEPT: list[Any] = []
 SERVING: dict[int, dict[str, int]] = {}  # context -> candidate -> how many ops of the autosel step it serves
@@ -91,7 +91,7 @@ def main() -> int:
     found = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": git_sha(),
-        "device": fp.name,
+        "device": device_of(fp),
         "torch": torch.__version__,
         **_versions(),
         "model": options.model,
@@ -102,8 +102,7 @@ def main() -> int:
     }
     print(json.dumps(found, indent=1) if options.json else steps(found))
     if options.write:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        _keep(found, RESULTS / f"peers-{options.model}.json", options.split)
+        _keep(found, file_of(f"peers-{options.model}", fp), options.split)
     return 0
 
 

@@ -12,7 +12,7 @@ drawn anew, the baseline every third round; every step waits for the other arms'
 Roofline: bytes of the step / rate of its round's probe / time; the median over rounds. Of packed weights the bytes that
 they take: team / packed is what was gained on the same step. `waits` is the share of the
 team's step in which a thread waits at barriers for the others. --write puts the rows into benchmarks/results/cpu/,
-in place of those of the same model and context.
+in place of those of the same model and context; each instruction set has a file.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 
 import command_line
 import torch
+from kept import device_of, file_of
 
 from autosel import fingerprint, models
 from autosel.candidates import registry
@@ -48,8 +49,6 @@ from autosel.native.compile import compile_source
 from autosel.race.idle import wait_until_idle
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Workload
 
-KEPT = Path(__file__).parent / "results" / "cpu" / "step.json"
-
 
 def main() -> int:
     options = _parsed()
@@ -67,12 +66,12 @@ def main() -> int:
             with torch.inference_mode():
                 rows.append({"model": name, "layers": plan.layers_run, **compared(plan, weights, fp, options)})
     if options.write:
-        _keep(rows, fp.name)
+        _keep(rows, file_of("step", fp), device_of(fp))
     if options.json:
-        json.dump({"device": fp.name, "torch": torch.__version__, "rows": rows}, sys.stdout, indent=1)
+        json.dump({"device": device_of(fp), "torch": torch.__version__, "rows": rows}, sys.stdout, indent=1)
         print()
     else:
-        _table(rows, fp.name)
+        _table(rows, device_of(fp))
     return 0
 
 
@@ -164,11 +163,11 @@ def waiting_share(step: TeamStep) -> float:
     return float((left - done)[:, 1:].sum()) / step.threads / whole
 
 
-def _keep(rows: list[dict[str, Any]], device: str) -> None:
-    before = json.loads(KEPT.read_text())["rows"] if KEPT.is_file() else []
+def _keep(rows: list[dict[str, Any]], path: Path, device: str) -> None:
+    before = json.loads(path.read_text())["rows"] if path.is_file() else []
     held = {(r["model"], r["layers"], r["seq"]): r for r in [*before, *({**r, "date": _today()} for r in rows)]}
     found = {"device": device, "torch": torch.__version__, "rows": list(held.values())}
-    KEPT.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _today() -> str:
@@ -187,7 +186,7 @@ def _table(rows: list[dict[str, Any]], device: str) -> None:
 
 
 def _parsed() -> argparse.Namespace:
-    parser = command_line.parser(__doc__, write="keep the rows in benchmarks/results/cpu/step.json")
+    parser = command_line.parser(__doc__, write="keep the rows in benchmarks/results/cpu/step-ISA.json")
     command_line.decoding(parser, seqs=(128, 2048, 8192), rounds=17, models=True)
     command_line.dtype(parser)
     return parser.parse_args()

@@ -121,10 +121,12 @@ void pack(TensorView w, Optional<TensorView> out, TensorView size, int64_t threa
 
 // The 128 weights of a unit, as the dots take them.
 void read_unit(const uint8_t* unit, const PackedMatrix& w, bf16* to) {
-#if defined(AUTOSEL_BF16_DOT)
-  __m512i v[4];
-  unpack(unit, packed_table(w), v);
-  memcpy(to, v, sizeof v);
+#if defined(AUTOSEL_UNPACKS)
+  for (int part = 0; part < kParts; ++part) {
+    Bytes v[kTaken];
+    unpack(unit, part, packed_table(w), v);
+    memcpy(to + part * kTaken * 2 * kLanes, v, sizeof v);
+  }
 #else
   for (int64_t i = 0; i < kUnit; ++i) {
     int64_t at = place(i % 64);

@@ -8,10 +8,10 @@
 //     64 bytes of codes: weight i in the lower half of byte place(i), weight 64 + i in the upper
 //     64 lower bytes, of weights 0 .. 63, at the same places      64 lower bytes, of weights 64 .. 127
 //
-// place() is the order that two bytewise interleavings of 64 bytes undo: a unit is four registers of 32 bf16 after 3
-// loads and 9 cheap operations. A unit with a weight that has no code is written out as well, and read from there
-// ("raw"). Any bits survive: zeros, subnormals, infinities, NaN. The same registers go into the same dots in the same
-// order as in dot.h: the same bits of y.
+// place() is the order that two bytewise interleavings of a register undo: a unit is 128 bf16 after 3 loads and 9 cheap
+// operations with AVX-512, 8 and 18 with AVX2. A unit with a weight that has no code is written out as well, and read
+// from there ("raw"). Any bits survive: zeros, subnormals, infinities, NaN. The same registers go into the same dots in
+// the same order as in dot.h: the same bits of y.
 //
 // Four rows lie together, unit by unit: memory sees one stream, and the hardware's prefetcher has no rows to lose.
 //
@@ -50,8 +50,13 @@ struct PackedHead {
   uint8_t table[16];
 };
 
-// Where weight i < 64 of half a unit has its byte.
-static inline int64_t place(int64_t i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
+// Where weight i < 64 of half a unit has its byte: a register's lanes of 16 hold 8 weights of its first half, then 8 of
+// its second.
+constexpr int64_t kRegister = 4 * kLanes;  // bytes
+static inline int64_t place(int64_t i) {
+  constexpr int64_t half = kRegister / 2;
+  return i / kRegister * kRegister + i % half / 8 * 16 + i / half % 2 * 8 + i % 8;
+}
 
 // A packed matrix as it is read.
 struct PackedMatrix {
@@ -81,19 +86,54 @@ struct RawUnits {
   const uint8_t* take(const PackedMatrix& w) { return w.raw + int64_t(next++) * kRawBytes; }
 };
 
-#if defined(AUTOSEL_BF16_DOT)
+#if defined(__AVX2__)
+#define AUTOSEL_UNPACKS 1
 
-static inline __m512i packed_table(const PackedMatrix& w) {
+// Registers of bf16 that are unpacked at once, and how often that is until a unit is through.
+constexpr int kTaken = kLanes == 16 ? 4 : 2, kParts = int(kUnit) / (kTaken * 2 * kLanes);
+
+#if defined(AUTOSEL_AVX512)
+
+using Bytes = __m512i;
+
+static inline Bytes packed_table(const PackedMatrix& w) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w.head->table)));
 }
 
-static inline void unpack(const uint8_t* unit, __m512i table, __m512i* v) {
+static inline void unpack(const uint8_t* unit, int, Bytes table, Bytes* v) {
   const __m512i four_bits = _mm512_set1_epi8(15);
   __m512i codes = _mm512_loadu_si512(unit), low = _mm512_loadu_si512(unit + 64), high = _mm512_loadu_si512(unit + 128);
   __m512i a = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, four_bits));
   __m512i b = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(codes, 4), four_bits));
   v[0] = _mm512_unpacklo_epi8(low, a), v[1] = _mm512_unpackhi_epi8(low, a);
   v[2] = _mm512_unpacklo_epi8(high, b), v[3] = _mm512_unpackhi_epi8(high, b);
+}
+
+#else
+
+using Bytes = __m256i;
+
+static inline Bytes packed_table(const PackedMatrix& w) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w.head->table)));
+}
+
+static inline void unpack(const uint8_t* unit, int part, Bytes table, Bytes* v) {
+  auto at = [unit](int64_t byte) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(unit + byte)); };
+  Bytes codes = at(part % 2 * kRegister), lower = at(64 + part * kRegister);
+  if (part >= 2) codes = _mm256_srli_epi16(codes, 4);
+  Bytes upper = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, _mm256_set1_epi8(15)));
+  v[0] = _mm256_unpacklo_epi8(lower, upper), v[1] = _mm256_unpackhi_epi8(lower, upper);
+}
+
+#endif
+
+static inline Step<bf16> step_of(Bytes v) {
+#if defined(AUTOSEL_BF16_DOT)
+  return {v};
+#else
+  vu both = reinterpret_cast<vu>(v);
+  return {reinterpret_cast<vreg>(both << 16), reinterpret_cast<vreg>(both & 0xffff0000u)};
+#endif
 }
 
 // Raw units of the rows from `first` on: few, and nowhere near the rest of those rows.
@@ -104,25 +144,27 @@ static inline void ask_for_raw(const PackedMatrix& w, int64_t first) {
 }
 
 // out[m * R + r] = (row + r) . x[m] for R rows that lie together. Sums: `Chains` an output, step by step in turn.
-using PackedBlock = void (*)(const PackedMatrix& w, int64_t row, const bf16* x, float* out);
+using PackedBlock = void (*)(const PackedMatrix& w, int64_t row, const Wide<bf16>* x, float* out);
 
 template <int M, int R, int Chains>
-static void packed_block(const PackedMatrix& w, int64_t row, const bf16* x, float* out) {
+static void packed_block(const PackedMatrix& w, int64_t row, const Wide<bf16>* x, float* out) {
   static_assert(M * R * Chains <= kAccumulators && kRowsTogether % R == 0);
-  const __m512i table = packed_table(w);
+  constexpr int W = Step<bf16>::kWidth;
+  const Bytes table = packed_table(w);
   const int64_t units = w.head->columns / kUnit;
   const uint8_t* p = w.row(row);
   RawUnits raw[R];
   for (int r = 0; r < R; ++r) raw[r] = RawUnits(w, row + r);
   if (row % kRowsTogether == 0) ask_for_raw(w, row + kRowsTogether);
-  __m512 acc[R][M][Chains] = {};
-  auto multiply = [&](int r, const __m512i* v) __attribute__((always_inline)) {
+  vreg acc[R][M][Chains] = {};
+  auto multiply = [&](int r, int part, const Bytes* v) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-    for (int s = 0; s < 4; ++s)
+    for (int i = 0; i < kTaken; ++i) {
+      const int s = part * kTaken + i;
+      Step<bf16> weights = step_of(v[i]);
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m)
-        acc[r][m][s % Chains] = _mm512_dpbf16_ps(acc[r][m][s % Chains], (__m512bh)v[s],
-                                                 (__m512bh)_mm512_loadu_si512(x + (s * M + m) * 32));
+      for (int m = 0; m < M; ++m) acc[r][m][s % Chains] = weights.add(acc[r][m][s % Chains], x + (s * M + m) * W);
+    }
   };
   auto next_unit = [&] { p += kRowsTogether * kUnitBytes, x += kUnit * M; };
   for (int64_t u = 0;; ++u, next_unit()) {
@@ -130,61 +172,91 @@ static void packed_block(const PackedMatrix& w, int64_t row, const bf16* x, floa
     for (int r = 0; r < R; ++r) stop = raw[r].unit(w) < stop ? raw[r].unit(w) : stop;
     for (; u < stop; ++u, next_unit()) {
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const uint8_t* unit = p + r * kUnitBytes;
-        prefetch_l2(unit + kAheadOfPacked), prefetch_l2(unit + kAheadOfPacked + 128);
-        __m512i v[4];
-        unpack(unit, table, v);
-        multiply(r, v);
-      }
+      for (int part = 0; part < kParts; ++part)  // rows in turn: with one chain each they hide each other's latency
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const uint8_t* unit = p + r * kUnitBytes;
+          if (part == 0) prefetch_l2(unit + kAheadOfPacked), prefetch_l2(unit + kAheadOfPacked + 128);
+          Bytes v[kTaken];
+          unpack(unit, part, table, v);
+          multiply(r, part, v);
+        }
     }
     if (u == units) break;
     for (int r = 0; r < R; ++r) {
-      __m512i v[4];
-      if (raw[r].unit(w) == u) memcpy(v, raw[r].take(w), kRawBytes);
-      else unpack(p + r * kUnitBytes, table, v);
-      multiply(r, v);
+      const uint8_t* whole = raw[r].unit(w) == u ? raw[r].take(w) : nullptr;
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts; ++part) {
+        Bytes v[kTaken];
+        if (whole) memcpy(v, whole + part * sizeof v, sizeof v);
+        else unpack(p + r * kUnitBytes, part, table, v);
+        multiply(r, part, v);
+      }
     }
   }
 #pragma GCC unroll 24
   for (int i = 0; i < R * M; ++i) {
     auto& a = acc[i / M][i % M];
-    vreg total = reinterpret_cast<vreg>(a[0]);
-    if constexpr (Chains == 2) total = total + reinterpret_cast<vreg>(a[1]);
-    if constexpr (Chains == 4)
-      total = (total + reinterpret_cast<vreg>(a[1])) + (reinterpret_cast<vreg>(a[2]) + reinterpret_cast<vreg>(a[3]));
+    vreg total = a[0];
+    if constexpr (Chains == 2) total = total + a[1];
+    if constexpr (Chains == 4) total = (total + a[1]) + (a[2] + a[3]);
     out[i % M * R + i / M] = sum(total);
   }
 }
 
-// For m rows of x, with as many chains as dot_block_for<bf16>(m, k, together) has where `together` is 8 or 4, or 3 of
-// seven or eight rows of x (which have one chain, also of what blocks of three leave over): the same bits. Where a small
-// L2 makes it 1, those of another order of adding up. `rows`: how many rows of weights it takes at a time.
+// How many rows of weights go together, of which each has so many sums.
+constexpr int packed_rows(int sums) { return 4 * sums <= kAccumulators ? 4 : 2; }
+
+// Of the smaller of two groups the larger one decides.
+template <int M> static PackedBlock packed_block_of(int64_t rows) {
+  constexpr int larger = kMostTogether < kMaxRows && M < kMostTogether ? M + 1 : M;
+  if constexpr (packed_rows(M) == 4) if (rows == 4) return packed_block<M, 4, 1>;
+  if constexpr (packed_rows(larger) == 2) if (rows == 2) return packed_block<M, 2, 1>;
+  return nullptr;
+}
+
+// For a group of m rows of x, with as many chains as dot.h has where `together` is 8 or 4, or 3 of seven or eight rows
+// of x (which have one chain, also of what blocks of three leave over): the same bits. Where a small L2 makes it 1,
+// those of another order of adding up. `rows`: how many rows of weights it takes at a time, of which those of the first
+// group are given.
 static PackedBlock packed_block_for(int64_t m, int64_t k, int64_t together, int64_t& rows) {
-  rows = m <= 6 ? 4 : 2;
-  switch (m) {
-    case 1: return together == 8 ? is_short<bf16>(k) ? packed_block<1, 4, 4> : packed_block<1, 4, 1>
-                                 : packed_block<1, 4, 2>;
-    case 2: return packed_block<2, 4, 1>;
-    case 3: return packed_block<3, 4, 1>;
-    case 4: return packed_block<4, 4, 1>;
-    case 5: return packed_block<5, 4, 1>;
-    case 6: return packed_block<6, 4, 1>;
-    case 7: return packed_block<7, 2, 1>;
-    default: return packed_block<8, 2, 1>;
+  if (m == 1 && together == 8 && is_short<bf16>(k)) {
+    rows = packed_rows(4);
+    return packed_block<1, packed_rows(4), 4>;
   }
+  if (m == 1 && together != 8) {
+    rows = packed_rows(2);
+    return packed_block<1, packed_rows(2), 2>;
+  }
+  if (!rows) rows = packed_rows(int(m));
+  switch (m) {
+    case 1: return packed_block_of<1>(rows);
+    case 2: return packed_block_of<2>(rows);
+    case 3: return packed_block_of<3>(rows);
+    case 4: return packed_block_of<4>(rows);
+    case 5: return packed_block_of<5>(rows);
+    case 6: return packed_block_of<6>(rows);
+  }
+  if constexpr (kMostTogether == 8) switch (m) {
+    case 7: return packed_block_of<7>(rows);
+    case 8: return packed_block_of<8>(rows);
+  }
+  return nullptr;
 }
 
 // What stream_runs asks for columns of.
 struct PackedColumns {
   PackedMatrix w;
-  const bf16* panel;
-  PackedBlock block;
-  int64_t rows;
+  const Wide<bf16>* panel;
+  Groups groups;
+  PackedBlock block[2];  // for the larger groups and the smaller ones
+  int64_t rows = 0;
 
   PackedColumns() = default;
-  PackedColumns(const void* packed, const bf16* panel, int64_t m, int64_t together) : w(packed), panel(panel) {
-    block = packed_block_for(m, w.head->columns, together, rows);
+  PackedColumns(const void* packed, const Wide<bf16>* panel, int64_t m, int64_t together)
+      : w(packed), panel(panel), groups(m) {
+    for (int64_t smaller = 0; smaller < (groups.larger < groups.count ? 2 : 1); ++smaller)
+      block[smaller] = packed_block_for(groups.rows - smaller, w.head->columns, together, rows);
   }
   const void* at(int64_t n) const { return w.row(n); }
   // Columns of a matrix in a row, before the next matrix has its turn.
@@ -195,7 +267,8 @@ struct PackedColumns {
   int64_t dots(int64_t n, int64_t to, const void* then, float* out) const {
     if (n + rows >= to)  // elsewhere the stream goes on by itself
       for (int64_t line = 0; line < kAheadOfPacked; line += 64) prefetch_l2(static_cast<const char*>(then) + line);
-    block(w, n, panel, out);
+    for (int64_t g = 0, i = 0; g < groups.count; i += groups.of(g++))
+      block[g >= groups.larger](w, n, panel + dot_panel_elements<bf16>(i, w.head->columns), out + i * rows);
     return rows;
   }
 };
