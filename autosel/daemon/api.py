@@ -419,11 +419,14 @@ async def report_fault(hub: Hub, request: Request) -> Response:
     if (known.hw_id, known.bucket, known.arm.digest) != (d.hw_id, d.bucket, d.arm.digest):
         raise Bad(409, f"decision {d.id} is another one here")
     try:
-        await asyncio.to_thread(faults.write, hub.home, fault)
+        path = await asyncio.to_thread(faults.write, hub.home, fault)
     except OSError as error:
         raise Bad(503, "the fault cannot be kept", why=str(error)) from error
     taken = await upkeep.take_in(hub)
-    return answer({"id": fault.id, "taken_in": any(f.id == fault.id for f in taken)}, 202)
+    gone = not path.exists()
+    if gone and not taken:  # the look at the journal, or another process, was there first
+        await hub.reload()
+    return answer({"id": fault.id, "taken_in": gone}, 202)
 
 
 # --- fleet ------------------------------------------------------------------------------------------------------------

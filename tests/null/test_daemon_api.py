@@ -21,7 +21,8 @@ from autosel.daemon import pages
 from autosel.daemon.api import ENDPOINTS
 from autosel.daemon.bodies import MOST_BYTES
 from autosel.daemon.hub import this_device
-from autosel.ledger import commands
+from autosel.ledger import commands, faults
+from autosel.ledger.faults import Fault
 from autosel.values import Fingerprint, to_json
 from tests.cpu.test_ledger import ATTN, BASELINE, CPP, MODE, PASSED, race, record, verdict
 from tests.null.daemon_app import BEARER, App, over_socket, over_tcp
@@ -384,6 +385,35 @@ _JSON: st.SearchStrategy[Any] = st.recursive(
     max_leaves=12,
 )
 _POSTS = tuple(e.path.replace("{id}", "1") for e in ENDPOINTS if e.method == "POST")
+
+
+def test_a_fault_that_was_taken_in_before_its_report_looked_is_taken_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the daemon's own look at the journal, five times a second, or by another process."""
+    with ledgers.open_ledger(home=tmp_path, alone=True) as ledger:
+        made = record(ledger, fp=_fingerprint())
+    write = faults.write
+
+    def write_and_be_late(home: Path, fault: Fault) -> Path:
+        path = write(home, fault)
+        with ledgers.open_ledger(home=home):  # as any other process that opens it
+            assert not path.exists()
+        return path
+
+    fault = Fault(
+        cause="kernel",
+        reason="row 3 is wrong",
+        decision=made,
+        workload=ATTN.key,
+        evidence={},
+        seen_at="2026-01-01T00:00:00+00:00",
+    )
+    with over_socket(App(tmp_path)) as client:
+        monkeypatch.setattr(faults, "write", write_and_be_late)
+        told = client.post("/v1/faults", json=to_json(fault))
+        assert told.status_code == 202 and told.json()["taken_in"] is True
+        assert client.get("/v1/faults").json()["quarantines"][0]["reason"] == "row 3 is wrong"
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
