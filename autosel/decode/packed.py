@@ -11,7 +11,6 @@ weights are, for all steps that are written; a run that needs the room takes it 
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,9 +29,9 @@ from autosel.native.load import load_entry
 from autosel.values import Accepted, DTypeName, Fingerprint, Rejected, Support
 
 SOURCE = "cpu/pack.cpp"
-VERSION = 1  # of the layout: kPackedVersion
+VERSION = 2  # of the layout: kPackedVersion
 FORMAT = f"12 bits, layout {VERSION}"
-UNIT, UNIT_BYTES, RAW_BYTES = 128, 192, 256
+UNIT = 128
 ROWS = 8  # a matrix has whole eights of rows
 MOST_THREADS = 255  # of the kernels' team
 WORTH = 0.9  # of the original: what takes more is left as it is
@@ -54,7 +53,7 @@ class Packed:
     def saved_bytes(self, *matrices: Tensor | None) -> int:
         """What a step that reads these reads less."""
         found = ((w, self.of(w)) for w in matrices)
-        return sum(w.nbytes - read_bytes(p) for w, p in found if w is not None and p is not None)
+        return sum(w.nbytes - p.nbytes for w, p in found if w is not None and p is not None)
 
     @property
     def told(self) -> str:
@@ -152,9 +151,3 @@ def _matrices(weights: Weights) -> Iterator[Tensor]:
     for layer in weights.layers:
         yield from (layer.qkv, layer.o, layer.gate, layer.up, layer.down)
     yield weights.head
-
-
-def read_bytes(packed: Tensor) -> int:
-    """What going through a packed matrix needs: a raw unit's codes it does not, though they may come along."""
-    *_, size, _, _, _, raw = struct.unpack("8q", packed[:64].numpy().tobytes())
-    return int(size) - (int(size) - int(raw)) // RAW_BYTES * UNIT_BYTES

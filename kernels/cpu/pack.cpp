@@ -1,11 +1,11 @@
 // pack   weights in 12 bits an element, without loss   w[N,K] bf16 <-> bytes (packed.h); N in eights, K in units of 128
 //
-// bytes   with no output 2 N K read twice (which values are frequent; which units have none of them), else three times,
-//         and 1.5 N K (1 + some 0.015) written; `compare` 3.5 N K read      once a matrix, when a step is written
+// bytes   with no output 2 N K read twice (which values are frequent; which weights have none of them), else three
+//         times, and 1.5 N K and some written; `compare` 3.5 N K read      once a matrix, when a step is written
 // roofline of all that for llama-1b's 1.24e9 weights at 35 GB/s: 0.5 s; it takes some 2 s, in bytes and counters
 // knobs   threads
-// `pack` with no output says what is needed. A unit's raw copy costs 256 bytes: a matrix most of
-// whose units need one gains nothing, which is for the caller to see from the size. `compare` unpacks with the
+// `pack` with no output says what is needed. A weight without a code costs 4 bytes more: a matrix an eighth of whose
+// weights have none gains nothing, which is for the caller to see from the size. `compare` unpacks with the
 // instructions of the step's own kernel: what it finds equal, no step reads otherwise.
 #include <algorithm>
 #include <atomic>
@@ -41,29 +41,31 @@ Codes codes_of(const Matrix<const bf16>& w, int64_t threads) {
   return found;
 }
 
-// code[i] of unit[i], sign in bit 3. False: one of them has none. (Loops that a compiler turns into vectors of bytes.)
-bool encode(const bf16* unit, const Codes& codes, uint8_t* code) {
-  uint8_t upper[kUnit], worst = 0;
+// code[i] of unit[i], without its sign, or kNoCode; returns how many have none. (Loops that a compiler turns into vectors
+// of bytes.)
+int32_t encode(const bf16* unit, const Codes& codes, uint8_t* upper, uint8_t* code) {
+  int32_t none = 0;
   for (int64_t i = 0; i < kUnit; ++i) upper[i] = uint8_t(unit[i].bits >> 8);
   for (int64_t i = 0; i < kUnit; ++i) code[i] = kNoCode;
   for (uint8_t j = 0; j < kValues; ++j)
     for (int64_t i = 0; i < kUnit; ++i) code[i] = (upper[i] & 127) == codes.value[j] ? j : code[i];
-  for (int64_t i = 0; i < kUnit; ++i) worst = std::max(worst, code[i]);
-  for (int64_t i = 0; i < kUnit; ++i) code[i] = uint8_t((code[i] & 7) | (upper[i] >> 4 & 8));
-  return worst != kNoCode;
+  for (int64_t i = 0; i < kUnit; ++i) none += code[i] == kNoCode;
+  return none;
 }
 
-// False: the unit is to be read raw.
-bool pack_unit(const bf16* from, const Codes& codes, uint8_t* to) {
-  uint8_t code[kUnit], lower[kUnit];
-  bool whole = encode(from, codes, code);
+// The unit whose first weight is the row's k-th; what has no code is added to `others`.
+void pack_unit(const bf16* from, int64_t k, const Codes& codes, uint8_t* to, uint32_t*& others) {
+  uint8_t upper[kUnit], code[kUnit], lower[kUnit];
+  if (encode(from, codes, upper, code))
+    for (int64_t i = 0; i < kUnit; ++i)
+      if (code[i] == kNoCode) *others++ = uint32_t(k + i) << 8 | upper[i];
+  for (int64_t i = 0; i < kUnit; ++i) code[i] = uint8_t((code[i] & 7) | (upper[i] >> 4 & 8));
   for (int64_t i = 0; i < kUnit; ++i) lower[i] = uint8_t(from[i].bits);
   for (int64_t i = 0; i < kUnit / 2; ++i) code[i] = uint8_t(code[i] | code[i + kUnit / 2] << 4);
   for (int64_t i = 0; i < kUnit / 2; i += 8) {  // place() keeps eights together
     memcpy(to + place(i), code + i, 8);
     memcpy(to + 64 + place(i), lower + i, 8), memcpy(to + 128 + place(i), lower + kUnit / 2 + i, 8);
   }
-  return whole;
 }
 
 int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -75,26 +77,26 @@ void pack(TensorView w, Optional<TensorView> out, TensorView size, int64_t threa
   AUTOSEL_CHECK(from.rows % 8 == 0 && from.columns % kUnit == 0 && from.rows > 0 && from.columns > 0,
                 "pack: w is " << from.rows << " x " << from.columns << ", not eights of rows of " << kUnit
                               << " columns");
+  AUTOSEL_CHECK(from.columns < 1 << 24, "pack: w has " << from.columns << " columns, of at most 2^24 - 1");
   AUTOSEL_CHECK(threads >= 1 && threads <= 255, "pack: 1 to 255 threads");
   int64_t units = from.columns / kUnit;
   Codes codes = codes_of(from, threads);
   std::vector<int32_t> starts(size_t(from.rows + 1));
   parallel(threads, from.rows, 1, [&](int64_t begin, int64_t end, int) {
-    uint8_t code[kUnit];
+    uint8_t upper[kUnit], code[kUnit];
     for (int64_t n = begin; n < end; ++n)
-      for (int64_t u = 0; u < units; ++u) starts[size_t(n + 1)] += !encode(from.row(n) + u * kUnit, codes, code);
+      for (int64_t u = 0; u < units; ++u) starts[size_t(n + 1)] += encode(from.row(n) + u * kUnit, codes, upper, code);
   });
   for (int64_t n = 0; n < from.rows; ++n) {
-    AUTOSEL_CHECK(int64_t(starts[size_t(n)]) + units < INT32_MAX, "pack: too many raw units");
+    AUTOSEL_CHECK(int64_t(starts[size_t(n)]) + from.columns < INT32_MAX, "pack: too many weights without a code");
     starts[size_t(n + 1)] += starts[size_t(n)];
   }
   PackedHead head{};
   head.version = kPackedVersion, head.rows = from.rows, head.columns = from.columns;
   head.units = whole_lines(sizeof head);
   head.starts = head.units + from.rows * units * kUnitBytes;
-  head.raw_at = head.starts + whole_lines((from.rows + 1) * 4);
-  head.raw = head.raw_at + whole_lines(starts.back() * 4);
-  head.bytes = head.raw + starts.back() * kRawBytes;
+  head.others = head.starts + whole_lines((from.rows + 1) * 4);
+  head.bytes = head.others + whole_lines(int64_t(starts.back()) * 4);
   for (int i = 0; i < 16; ++i) head.table[i] = uint8_t(codes.value[i % kValues] | i / kValues << 7);
   *vector<int64_t>(size, "size", size, 1) = head.bytes;
   if (!out) return;
@@ -108,13 +110,9 @@ void pack(TensorView w, Optional<TensorView> out, TensorView size, int64_t threa
   parallel(threads, from.rows, kRowsTogether, [&](int64_t begin, int64_t end, int) {
     for (int64_t n = begin; n < end; ++n) {
       uint8_t* unit = to + (made.row(n) - to);
-      int32_t next = starts[size_t(n)];
-      for (int64_t u = 0; u < units; ++u, unit += kRowsTogether * kUnitBytes) {
-        const bf16* weights = from.row(n) + u * kUnit;
-        if (pack_unit(weights, codes, unit)) continue;
-        reinterpret_cast<int32_t*>(to + head.raw_at)[next] = int32_t(u);
-        memcpy(to + head.raw + next++ * kRawBytes, weights, kRawBytes);
-      }
+      uint32_t* others = reinterpret_cast<uint32_t*>(to + head.others) + starts[size_t(n)];
+      for (int64_t u = 0; u < units; ++u, unit += kRowsTogether * kUnitBytes)
+        pack_unit(from.row(n) + u * kUnit, u * kUnit, codes, unit, others);
     }
   });
 }
@@ -146,10 +144,10 @@ void each_unit(const TensorView& packed, int64_t rows, int64_t columns, int64_t 
     bf16 weights[kUnit];
     for (int64_t n = begin; n < end; ++n) {
       const uint8_t* at = from.row(n);
-      RawUnits raw(from, n);
+      Others others(from, n);
       for (int64_t u = 0; u < columns / kUnit; ++u, at += kRowsTogether * kUnitBytes) {
-        if (raw.unit(from) == u) memcpy(weights, raw.take(from), kRawBytes);
-        else read_unit(at, from, weights);
+        read_unit(at, from, weights);
+        others.put(u, weights);
         unit(n, u, weights);
       }
     }
@@ -160,7 +158,7 @@ void each_unit(const TensorView& packed, int64_t rows, int64_t columns, int64_t 
 void unpack_all(TensorView packed, TensorView w, int64_t threads) {
   Matrix<bf16> to = matrix<bf16>(w, "w", w);
   each_unit(packed, to.rows, to.columns, threads, [&](int64_t n, int64_t u, const bf16* weights) {
-    memcpy(to.row(n) + u * kUnit, weights, kRawBytes);
+    memcpy(to.row(n) + u * kUnit, weights, sizeof(bf16) * kUnit);
   });
 }
 
@@ -169,7 +167,7 @@ void compare(TensorView packed, TensorView w, TensorView different, int64_t thre
   Matrix<const bf16> expected = matrix<const bf16>(w, "w", w);
   std::atomic<int64_t> count{0};
   each_unit(packed, expected.rows, expected.columns, threads, [&](int64_t n, int64_t u, const bf16* weights) {
-    if (memcmp(expected.row(n) + u * kUnit, weights, kRawBytes) != 0) ++count;
+    if (memcmp(expected.row(n) + u * kUnit, weights, sizeof(bf16) * kUnit) != 0) ++count;
   });
   *vector<int64_t>(different, "different", different, 1) = count;
 }

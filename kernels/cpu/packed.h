@@ -9,21 +9,29 @@
 //     64 lower bytes, of weights 0 .. 63, at the same places      64 lower bytes, of weights 64 .. 127
 //
 // place() is the order that two bytewise interleavings of a register undo: a unit is 128 bf16 after 3 loads and 9 cheap
-// operations with AVX-512, 8 and 18 with AVX2. A unit with a weight that has no code is written out as well, and read
-// from there ("raw"). Any bits survive: zeros, subnormals, infinities, NaN. The same registers go into the same dots in
-// the same order as in dot.h: the same bits of y.
+// operations with AVX-512, 8 and 18 with AVX2. A weight that has no code has some, and its upper byte in a list beside:
+// 4 bytes each, in order, row after row; a unit that has such weights is put right on its way to the registers. Any bits
+// survive: zeros, subnormals, infinities, NaN. The same registers go into the same dots in the same order as in dot.h:
+// the same bits of y.
 //
 // Four rows lie together, unit by unit: memory sees one stream, and the hardware's prefetcher has no rows to lose.
 //
-// Measured on 2 cores of Zen 4, 600 MB of weights, normally distributed (0.95 % of the units raw), M=1, times the speed
-// of dot.h on the same weights in bf16, in turn, medians; 1.31 is what the bytes allow where dot.h is at the read rate:
+// Measured on 2 cores, 130 to 600 MB of weights, normally distributed (0.95 % of the units have some without a code), M=1,
+// times the speed of dot.h on the same weights in bf16, in turn, medians; 1.33 is what the bytes allow where dot.h is at
+// the read rate.
+// Zen 3 (AVX2), at 29 GB/s: K = 2048 1.26-1.42, K = 8192 1.21-1.32: each line asked for 36 lines ahead into L2 and 24 ahead
+// into L1; 24 and 18 1.23-1.42, 36 and 12 1.16-1.27, only into L2 1.18-1.33, two of three lines 0.95-1.1, none 1.05. Rows of
+// a unit one after another: 1.0. Four chains of four rows (K = 1152) spill: 1.4-1.55, two rows at a time 1.1-1.3. From L2
+// 0.85: there the loads and the widening to fp32 take the time.
+// Zen 4 (AVX-512-BF16), while units with such weights were kept a second time in bf16, which is a loser on Zen 3 (1.08 in
+// place of 1.30: each misses in memory, for 0.6 us):
 //   at 37 GB/s, K = 2048 .. 14336: 1.30-1.32; nothing asked for 1.29-1.32; eight rows at a time, two streams: 1.14-1.25
 //   at 61 GB/s, K = 2048: 1.38 with two of three lines asked for 0.8 to 3 KB ahead; one 1.37, all three 1.33-1.36, none
 //     1.35; 12 KB ahead 0.76; into L1 1.06-1.09
-// Losers: rows one behind the other, as dot.h has them, each line of the next 8 asked for: 1.17-1.25; nothing asked for
-// 1.02-1.23. Eight rows together in memory: 1.28-1.32, and 0.9 for four at a time.
-// From L2, 1.27-1.35: to take a unit apart costs less than the loads that are saved. Whole steps of llama-1b:
-// benchmarks/bench_step.py.
+//   losers: rows one behind the other, as dot.h has them, each line of the next 8 asked for: 1.17-1.25; nothing asked for
+//   1.02-1.23. Eight rows together in memory: 1.28-1.32, and 0.9 for four at a time.
+//   From L2, 1.27-1.35: to take a unit apart costs less than the loads that are saved.
+// Whole steps of llama-1b: benchmarks/bench_step.py.
 // The idea, that exponents carry 3 bits of information: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM
 // Compression for Efficient GPU Inference via Dynamic-Length Float (DFloat11)", arXiv 2504.11651: Huffman codes, 11
 // bits a weight.
@@ -35,18 +43,19 @@
 namespace autosel {
 
 constexpr int64_t kUnit = 128;  // weights
-constexpr int64_t kUnitBytes = 192, kRawBytes = 2 * kUnit;
+constexpr int64_t kUnitBytes = 192;
 constexpr int64_t kRowsTogether = 4;
-constexpr int64_t kPackedVersion = 1;           // of the layout
-constexpr int64_t kAheadOfPacked = 24 * 64;     // bytes from the unit in use to the line asked for
+constexpr int64_t kPackedVersion = 2;           // of the layout
+constexpr int64_t kAheadOfPacked = (kLanes == 16 ? 24 : 36) * 64;  // bytes from the unit in use to the line asked for
+constexpr int64_t kAheadIntoL1 = 24 * 64;       // the same, where it is asked for again
 
 // At the beginning of a packed matrix; offsets are in bytes from there.
 struct PackedHead {
   int64_t version, rows, columns, bytes;
   int64_t units;   // [rows / kRowsTogether][columns / kUnit][kRowsTogether][kUnitBytes]
-  int64_t starts;  // int32 [rows + 1]: where a row's raw units begin in raw_at and raw
-  int64_t raw_at;  // int32 [raw units]: their numbers within the row, ascending
-  int64_t raw;     // bf16 [raw units][kUnit]
+  int64_t starts;  // int32 [rows + 1]: where a row's weights without a code begin in others
+  int64_t others;  // uint32: k << 8 | upper byte, ascending within a row
+  int64_t unused;
   uint8_t table[16];
 };
 
@@ -61,15 +70,16 @@ static inline int64_t place(int64_t i) {
 // A packed matrix as it is read.
 struct PackedMatrix {
   const PackedHead* head;
-  const uint8_t *units, *raw;
-  const int32_t *starts, *raw_at;
+  const uint8_t* units;
+  const int32_t* starts;
+  const uint32_t* others;
 
   PackedMatrix() = default;
   explicit PackedMatrix(const void* at) : head(static_cast<const PackedHead*>(at)) {
     auto base = static_cast<const uint8_t*>(at);
-    units = base + head->units, raw = base + head->raw;
+    units = base + head->units;
     starts = reinterpret_cast<const int32_t*>(base + head->starts);
-    raw_at = reinterpret_cast<const int32_t*>(base + head->raw_at);
+    others = reinterpret_cast<const uint32_t*>(base + head->others);
   }
   // The first unit of a row; the next one lies kRowsTogether * kUnitBytes behind it.
   const uint8_t* row(int64_t i) const {
@@ -77,13 +87,16 @@ struct PackedMatrix {
   }
 };
 
-// Goes along the raw units of one row.
-struct RawUnits {
-  int32_t next, end;
-  RawUnits() = default;
-  RawUnits(const PackedMatrix& w, int64_t row) : next(w.starts[row]), end(w.starts[row + 1]) {}
-  int64_t unit(const PackedMatrix& w) const { return next < end ? w.raw_at[next] : INT64_MAX; }
-  const uint8_t* take(const PackedMatrix& w) { return w.raw + int64_t(next++) * kRawBytes; }
+// Goes along the weights of one row that have no code.
+struct Others {
+  const uint32_t *next, *end;
+  Others() = default;
+  Others(const PackedMatrix& w, int64_t row) : next(w.others + w.starts[row]), end(w.others + w.starts[row + 1]) {}
+  int64_t unit() const { return next < end ? int64_t(*next >> 8) / kUnit : INT64_MAX; }
+  // Puts right the 128 bf16 of unit u.
+  void put(int64_t u, void* weights) {
+    for (; unit() == u; ++next) static_cast<uint8_t*>(weights)[2 * ((*next >> 8) % kUnit) + 1] = uint8_t(*next);
+  }
 };
 
 #if defined(__AVX2__)
@@ -109,6 +122,11 @@ static inline void unpack(const uint8_t* unit, int, Bytes table, Bytes* v) {
   v[2] = _mm512_unpacklo_epi8(high, b), v[3] = _mm512_unpackhi_epi8(high, b);
 }
 
+// The hardware's own streams bring the lines in between.
+static inline void ask_ahead(const uint8_t* unit, int) {
+  prefetch_l2(unit + kAheadOfPacked), prefetch_l2(unit + kAheadOfPacked + 128);
+}
+
 #else
 
 using Bytes = __m256i;
@@ -125,6 +143,13 @@ static inline void unpack(const uint8_t* unit, int part, Bytes table, Bytes* v) 
   v[0] = _mm256_unpacklo_epi8(lower, upper), v[1] = _mm256_unpackhi_epi8(lower, upper);
 }
 
+// Every line, twice: 28 loads a unit leave L1 no time to wait for L2.
+static inline void ask_ahead(const uint8_t* unit, int part) {
+  if (part == 3) return;
+  prefetch_l2(unit + kAheadOfPacked + part * 64);
+  __builtin_prefetch(unit + kAheadIntoL1 + part * 64, 0, 3);
+}
+
 #endif
 
 static inline Step<bf16> step_of(Bytes v) {
@@ -136,26 +161,18 @@ static inline Step<bf16> step_of(Bytes v) {
 #endif
 }
 
-// Raw units of the rows from `first` on: few, and nowhere near the rest of those rows.
-static inline void ask_for_raw(const PackedMatrix& w, int64_t first) {
-  if (first >= w.head->rows) return;
-  for (int64_t i = w.starts[first]; i < w.starts[first + kRowsTogether]; ++i)
-    for (int64_t line = 0; line < kRawBytes; line += 64) prefetch_l2(w.raw + i * kRawBytes + line);
-}
-
 // out[m * R + r] = (row + r) . x[m] for R rows that lie together. Sums: `Chains` an output, step by step in turn.
 using PackedBlock = void (*)(const PackedMatrix& w, int64_t row, const Wide<bf16>* x, float* out);
 
 template <int M, int R, int Chains>
 static void packed_block(const PackedMatrix& w, int64_t row, const Wide<bf16>* x, float* out) {
-  static_assert(M * R * Chains <= kAccumulators && kRowsTogether % R == 0);
+  static_assert((M * R * Chains <= kAccumulators || Chains == 4) && kRowsTogether % R == 0);
   constexpr int W = Step<bf16>::kWidth;
   const Bytes table = packed_table(w);
   const int64_t units = w.head->columns / kUnit;
   const uint8_t* p = w.row(row);
-  RawUnits raw[R];
-  for (int r = 0; r < R; ++r) raw[r] = RawUnits(w, row + r);
-  if (row % kRowsTogether == 0) ask_for_raw(w, row + kRowsTogether);
+  Others others[R];
+  for (int r = 0; r < R; ++r) others[r] = Others(w, row + r);
   vreg acc[R][M][Chains] = {};
   auto multiply = [&](int r, int part, const Bytes* v) __attribute__((always_inline)) {
 #pragma GCC unroll 4
@@ -169,29 +186,29 @@ static void packed_block(const PackedMatrix& w, int64_t row, const Wide<bf16>* x
   auto next_unit = [&] { p += kRowsTogether * kUnitBytes, x += kUnit * M; };
   for (int64_t u = 0;; ++u, next_unit()) {
     int64_t stop = units;
-    for (int r = 0; r < R; ++r) stop = raw[r].unit(w) < stop ? raw[r].unit(w) : stop;
+    for (int r = 0; r < R; ++r) stop = others[r].unit() < stop ? others[r].unit() : stop;
     for (; u < stop; ++u, next_unit()) {
 #pragma GCC unroll 4
       for (int part = 0; part < kParts; ++part)  // rows in turn: with one chain each they hide each other's latency
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
           const uint8_t* unit = p + r * kUnitBytes;
-          if (part == 0) prefetch_l2(unit + kAheadOfPacked), prefetch_l2(unit + kAheadOfPacked + 128);
+          ask_ahead(unit, part);
           Bytes v[kTaken];
           unpack(unit, part, table, v);
           multiply(r, part, v);
         }
     }
     if (u == units) break;
-    for (int r = 0; r < R; ++r) {
-      const uint8_t* whole = raw[r].unit(w) == u ? raw[r].take(w) : nullptr;
 #pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      Bytes v[kParts * kTaken];
       for (int part = 0; part < kParts; ++part) {
-        Bytes v[kTaken];
-        if (whole) memcpy(v, whole + part * sizeof v, sizeof v);
-        else unpack(p + r * kUnitBytes, part, table, v);
-        multiply(r, part, v);
+        ask_ahead(p + r * kUnitBytes, part);
+        unpack(p + r * kUnitBytes, part, table, v + part * kTaken);
       }
+      others[r].put(u, v);
+      for (int part = 0; part < kParts; ++part) multiply(r, part, v + part * kTaken);
     }
   }
 #pragma GCC unroll 24
@@ -220,15 +237,9 @@ template <int M> static PackedBlock packed_block_of(int64_t rows) {
 // those of another order of adding up. `rows`: how many rows of weights it takes at a time, of which those of the first
 // group are given.
 static PackedBlock packed_block_for(int64_t m, int64_t k, int64_t together, int64_t& rows) {
-  if (m == 1 && together == 8 && is_short<bf16>(k)) {
-    rows = packed_rows(4);
-    return packed_block<1, packed_rows(4), 4>;
-  }
-  if (m == 1 && together != 8) {
-    rows = packed_rows(2);
-    return packed_block<1, packed_rows(2), 2>;
-  }
   if (!rows) rows = packed_rows(int(m));
+  if (m == 1 && together != 8) return packed_block<1, 4, 2>;
+  if (m == 1 && is_short<bf16>(k)) return packed_block<1, 4, 4>;  // on 16 registers some sums lie in L1
   switch (m) {
     case 1: return packed_block_of<1>(rows);
     case 2: return packed_block_of<2>(rows);

@@ -82,8 +82,7 @@ def test_a_slice_of_wider_rows_is_packed_like_any_other(entry: Any) -> None:
 
 def test_trained_weights_take_three_quarters(entry: Any) -> None:
     made, _ = there_and_back(entry, torch.randn(512, 2048).mul(0.02).bfloat16())
-    assert 0.75 < made.numel() / (512 * 2048 * 2) < 0.77
-    assert 0.75 < packed.read_bytes(made) / (512 * 2048 * 2) < 0.765
+    assert 0.75 < made.numel() / (512 * 2048 * 2) < 0.752
 
 
 @pytest.mark.parametrize(
@@ -276,12 +275,12 @@ def test_weights_that_packing_would_not_shrink_are_not_packed(fp: Fingerprint) -
 
 def test_a_single_other_bit_is_seen_before_a_step_reads_it(entry: Any) -> None:
     w = torch.randn(16, 256).mul(0.02).bfloat16()
-    w[3, 7] = 1e-30  # one unit is raw
+    w[3, 7] = 1e-30  # one has no code
     made, _ = there_and_back(entry, w, 2)
     different = torch.zeros(1, dtype=torch.int64)
     entry("compare")(made, w, different, 2)
     assert int(different) == 0
-    for at in (128 + 5, 128 + 64 + 3, made.numel() - 256 + 14):  # a code, a lower byte, a raw weight
+    for at in (128 + 5, 128 + 64 + 3, made.numel() - 64):  # a code, a lower byte, an upper one beside
         made[at] ^= 1
         entry("compare")(made, w, different, 2)
         made[at] ^= 1
