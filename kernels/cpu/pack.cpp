@@ -41,8 +41,8 @@ Codes codes_of(const Matrix<const bf16>& w, int64_t threads) {
   return found;
 }
 
-// code[i] of unit[i], without its sign, or kNoCode; returns how many have none. (Loops that a compiler turns into vectors
-// of bytes.)
+// code[i] of unit[i], without its sign, or kNoCode; returns how many have none. (Loops that a compiler turns into
+// vectors of bytes.)
 int32_t encode(const bf16* unit, const Codes& codes, uint8_t* upper, uint8_t* code) {
   int32_t none = 0;
   for (int64_t i = 0; i < kUnit; ++i) upper[i] = uint8_t(unit[i].bits >> 8);

@@ -10,26 +10,26 @@
 //
 // place() is the order that two bytewise interleavings of a register undo: a unit is 128 bf16 after 3 loads and 9 cheap
 // operations with AVX-512, 8 and 18 with AVX2. A weight that has no code has some, and its upper byte in a list beside:
-// 4 bytes each, in order, row after row; a unit that has such weights is put right on its way to the registers. Any bits
-// survive: zeros, subnormals, infinities, NaN. The same registers go into the same dots in the same order as in dot.h:
-// the same bits of y.
+// 4 bytes each, in order, row after row; a unit that has such weights is put right on its way to the registers. Any
+// bits survive: zeros, subnormals, infinities, NaN. The same registers go into the same dots in the same order as in
+// dot.h: the same bits of y.
 //
 // Four rows lie together, unit by unit: memory sees one stream, and the hardware's prefetcher has no rows to lose.
 //
-// Measured on 2 cores, 130 to 600 MB of weights, normally distributed (0.95 % of the units have some without a code), M=1,
-// times the speed of dot.h on the same weights in bf16, in turn, medians; 1.33 is what the bytes allow where dot.h is at
-// the read rate.
-// Zen 3 (AVX2), at 29 GB/s: K = 2048 1.26-1.42, K = 8192 1.21-1.32: each line asked for 36 lines ahead into L2 and 24 ahead
-// into L1; 24 and 18 1.23-1.42, 36 and 12 1.16-1.27, only into L2 1.18-1.33, two of three lines 0.95-1.1, none 1.05. Rows of
-// a unit one after another: 1.0. Four chains of four rows (K = 1152) spill: 1.4-1.55, two rows at a time 1.1-1.3. From L2
-// 0.85: there the loads and the widening to fp32 take the time.
-// Zen 4 (AVX-512-BF16), while units with such weights were kept a second time in bf16, which is a loser on Zen 3 (1.08 in
-// place of 1.30: each misses in memory, for 0.6 us):
+// Measured on 2 cores, 130 to 600 MB of weights, normally distributed (0.95 % of the units have some without a code),
+// M=1, times the speed of dot.h on the same weights in bf16, in turn, medians; 1.33 is what the bytes allow where dot.h
+// is at the read rate.
+// Zen 3 (AVX2), at 29 GB/s: K = 2048 1.26-1.42, K = 8192 1.21-1.32: each line asked for 36 lines ahead into L2 and 24
+// ahead into L1; 24 and 18 1.23-1.42, 36 and 12 1.16-1.27, only into L2 1.18-1.33, two of three lines 0.95-1.1, none
+// 1.05. Rows of a unit one after another: 1.0. Four chains of four rows (K = 1152) spill: 1.4-1.55, two rows at a time
+// 1.1-1.3. From L2 0.85: there the loads and the widening to fp32 take the time.
+// Zen 4 (AVX-512-BF16), while units with such weights were kept a second time in bf16, which is a loser on Zen 3 (1.08
+// in place of 1.30: each misses in memory, for 0.6 us):
 //   at 37 GB/s, K = 2048 .. 14336: 1.30-1.32; nothing asked for 1.29-1.32; eight rows at a time, two streams: 1.14-1.25
 //   at 61 GB/s, K = 2048: 1.38 with two of three lines asked for 0.8 to 3 KB ahead; one 1.37, all three 1.33-1.36, none
 //     1.35; 12 KB ahead 0.76; into L1 1.06-1.09
-//   losers: rows one behind the other, as dot.h has them, each line of the next 8 asked for: 1.17-1.25; nothing asked for
-//   1.02-1.23. Eight rows together in memory: 1.28-1.32, and 0.9 for four at a time.
+//   losers: rows one behind the other, as dot.h has them, each line of the next 8 asked for: 1.17-1.25; nothing asked
+//     for 1.02-1.23. Eight rows together in memory: 1.28-1.32, and 0.9 for four at a time.
 //   From L2, 1.27-1.35: to take a unit apart costs less than the loads that are saved.
 // Whole steps of llama-1b: benchmarks/bench_step.py.
 // The idea, that exponents carry 3 bits of information: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM

@@ -1,8 +1,12 @@
-"""Decode attention on emulated threads: every hostile case, every dtype, whole and split, short rings and long ones."""
+"""Decode attention on emulated threads: every hostile case, whole and split, short rings and long ones.
+
+Of every kernel in one dtype, each day in another one; with --every-target in all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +26,15 @@ KERNELS = {
     "paged_attn_decode": "paged_attn",
     "paged_attn_decode_mma": "paged_attn",
 }
-EACH = [(k, d) for k in KERNELS for d in DTYPES if not (k.endswith("_mma") and d == "fp32")]
+
+
+def builds(kernel: str) -> list[tuple[str, DTypeName]]:
+    return [(kernel, dtype) for dtype in DTYPES if not (kernel.endswith("_mma") and dtype == "fp32")]
+
+
+EACH = {kernel: partial(builds, kernel) for kernel in KERNELS}
+CONTIGUOUS = {kernel: found for kernel, found in EACH.items() if kernel.startswith("attn")}
+named = "-".join
 CACHE = {"B": 2, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 512}
 # op -> (shape, traits) whose batteries are run
 SHAPES: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
@@ -54,8 +66,9 @@ def failure(kernel: str, made: Case, cut: Sequence[int]) -> Mismatch | None:
     return found if isinstance(found, Mismatch) else None
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), EACH)
-def test_attention_meets_its_contract_in_every_case(kernel: str, dtype: DTypeName) -> None:
+@pytest.mark.in_turns(EACH, label=named)
+def test_attention_meets_its_contract_in_every_case(choice: tuple[str, DTypeName]) -> None:
+    kernel, dtype = choice
     op, wrong, turn = OPS[KERNELS[kernel]], [], 0
     for dims, traits in SHAPES[op.name]:
         for made in op.cases(op.workload(dtype, dims, **traits)):
@@ -66,9 +79,10 @@ def test_attention_meets_its_contract_in_every_case(kernel: str, dtype: DTypeNam
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), [(k, d) for k, d in EACH if k.startswith("attn")])
+@pytest.mark.in_turns(CONTIGUOUS, label=named)
 @pytest.mark.parametrize("width", [1, 7, 8, 40, 72, 112, 192, 320, 512])
-def test_any_head_width_is_right(width: int, kernel: str, dtype: DTypeName) -> None:
+def test_any_head_width_is_right(width: int, choice: tuple[str, DTypeName]) -> None:
+    kernel, dtype = choice
     if kernel.endswith("_mma") and width > 256:
         return  # refused: the next test
     op = OPS[KERNELS[kernel]]

@@ -167,7 +167,8 @@ def test_a_reproduction_script_needs_only_torch(home: Path, tuned: dict[str, Any
 
 def test_a_killed_tune_loses_nothing_acknowledged_and_continues(home: Path, tmp_path: Path) -> None:
     model, own = str(home / "model"), tmp_path / "killed"
-    command = [sys.executable, "-m", "autosel.cli.main", "tune", "--model", model, "--seq", "128", *OPS]
+    ops = ("--op", "rmsnorm", "--op", "rope")
+    command = [sys.executable, "-m", "autosel.cli.main", "tune", "--model", model, "--seq", "128", *ops]
     child = subprocess.Popen(
         command, env={**os.environ, "AUTOSEL_HOME": str(own)}, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -180,7 +181,7 @@ def test_a_killed_tune_loses_nothing_acknowledged_and_continues(home: Path, tmp_
     child.stderr.close()
     before = verb(own, "history", "--json")
     assert before
-    finished = verb(own, "tune", "--model", model, "--seq", "128", *OPS, "--json")
+    finished = verb(own, "tune", "--model", model, "--seq", "128", *ops, "--json")
     kept = {d["decision_id"] for d in before if d["outcome"] != "undecided"}
     assert kept <= {d["decision_id"] for d in finished["decisions"]}
     assert finished["measured"] <= len(finished["decisions"]) - len(kept)
