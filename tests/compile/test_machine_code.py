@@ -133,7 +133,9 @@ BUDGETS = {
     "step": Budget(
         registers=255,  # 128 threads, 2 CTAs; for few query rows the kernel caps them for 3
         wide=("LDG.E.NA.LTC128B.128", "LDGSTS.E.BYPASS.LTC128B.128", "ATOMG"),
-        stack_bytes=8,  # which task of the list, and of which step: looked at once a task
+        # Which task of the list, and of which step; with 168 registers, fp32 for sm_100 keeps three values there that
+        # are set before the first task. Each is looked at once a task.
+        stack_bytes=16,
         builds=whole_steps,
         alone=True,
     ),
@@ -185,8 +187,7 @@ def _faults(f: Function, budget: Budget, cc: Capability) -> list[str]:
     registers = budget.registers if aligned(f) else budget.slow_registers or budget.registers
     if f.registers > registers:
         found.append(f"{f.registers} registers, budget {registers}")
-    # what lies on the stack is stored where it is set and where it changes
-    if aligned(f) and (f.stack_bytes > budget.stack_bytes or f.spill_bytes > 2 * budget.stack_bytes):
+    if aligned(f) and max(f.stack_bytes, f.spill_bytes) > budget.stack_bytes:
         found.append(f"{f.spill_bytes} bytes spilled, a stack of {f.stack_bytes}")
     if f.shared_bytes > 1024:  # the driver's own, on sm_90 and later
         found.append(f"{f.shared_bytes} bytes of static shared memory; a launch must say what it uses")
