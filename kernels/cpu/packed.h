@@ -45,9 +45,9 @@ namespace autosel {
 constexpr int64_t kUnit = 128;  // weights
 constexpr int64_t kUnitBytes = 192;
 constexpr int64_t kRowsTogether = 4;
-constexpr int64_t kPackedVersion = 2;           // of the layout
+constexpr int64_t kPackedVersion = 2;  // of the layout
 constexpr int64_t kAheadOfPacked = (kLanes == 16 ? 24 : 36) * 64;  // bytes from the unit in use to the line asked for
-constexpr int64_t kAheadIntoL1 = 24 * 64;       // the same, where it is asked for again
+constexpr int64_t kAheadIntoL1 = 24 * 64;  // the same, where it is asked for again
 
 // At the beginning of a packed matrix; offsets are in bytes from there.
 struct PackedHead {
@@ -55,7 +55,6 @@ struct PackedHead {
   int64_t units;   // [rows / kRowsTogether][columns / kUnit][kRowsTogether][kUnitBytes]
   int64_t starts;  // int32 [rows + 1]: where a row's weights without a code begin in others
   int64_t others;  // uint32: k << 8 | upper byte, ascending within a row
-  int64_t unused;
   uint8_t table[16];
 };
 
@@ -99,8 +98,11 @@ struct Others {
   }
 };
 
+template <class T> constexpr bool kUnpacks = false;
+
 #if defined(__AVX2__)
 #define AUTOSEL_UNPACKS 1
+template <> inline constexpr bool kUnpacks<bf16> = true;
 
 // Registers of bf16 that are unpacked at once, and how often that is until a unit is through.
 constexpr int kTaken = kLanes == 16 ? 4 : 2, kParts = int(kUnit) / (kTaken * 2 * kLanes);

@@ -289,7 +289,7 @@ template <class T> class Walker {
 
   template <int Parts, class Done> void columns(const Project<T>& p, const Wide<T>* panel, const Done& done) {
 #if defined(AUTOSEL_UNPACKS)
-    if constexpr (std::is_same_v<T, bf16>) {
+    if constexpr (kUnpacks<T>) {
       if (p.packed) {
         PackedColumns w[2] = {{p.packed, panel, p.rows, p.together}};
         if (Parts > 1) w[1] = {p.packed_up, panel, p.rows, p.together};
@@ -482,12 +482,7 @@ template <class View> void check_words(const int64_t* task) {
 template <class T> void check_packed(const Project<T>& p, const void* packed) {
   if (!packed) return;
   const PackedHead& w = *static_cast<const PackedHead*>(packed);
-#if defined(AUTOSEL_UNPACKS)
-  constexpr bool unpacks = std::is_same_v<T, bf16>;
-#else
-  constexpr bool unpacks = false;
-#endif
-  AUTOSEL_CHECK(unpacks, "step: this build multiplies no packed weights");
+  AUTOSEL_CHECK(kUnpacks<T>, "step: this build multiplies no packed weights");
   AUTOSEL_CHECK(w.version == kPackedVersion && w.rows == p.n && w.columns == p.k,
                 "step: packed weights are " << w.rows << " x " << w.columns << " in layout " << w.version);
 }

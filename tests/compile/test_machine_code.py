@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import pytest
@@ -92,6 +92,7 @@ class Budget:
     registers: int
     slow_registers: int = 0
     stack_bytes: int = 0  # of what is looked at outside all loops over memory
+    more_stack_bytes: Mapping[tuple[Capability, str], int] = field(default_factory=dict)  # in single functions
     builds: Asked = ONE
     wide: tuple[str, ...] = ("LDG.E.128",)  # how aligned variants read memory, and compute
     alone: bool = False  # nothing else runs beside it: no programmatic dependent launch
@@ -133,9 +134,9 @@ BUDGETS = {
     "step": Budget(
         registers=255,  # 128 threads, 2 CTAs; for few query rows the kernel caps them for 3
         wide=("LDG.E.NA.LTC128B.128", "LDGSTS.E.BYPASS.LTC128B.128", "ATOMG"),
-        # Which task of the list, and of which step; with 168 registers, fp32 for sm_100 keeps three values there that
-        # are set before the first task. Each is looked at once a task.
-        stack_bytes=16,
+        stack_bytes=8,  # which task of the list, and of which step: looked at once a task
+        # With 168 registers three values that are set before the first task, looked at as often.
+        more_stack_bytes={((10, 0), "step_walk<float>"): 16},
         builds=whole_steps,
         alone=True,
     ),
@@ -187,7 +188,9 @@ def _faults(f: Function, budget: Budget, cc: Capability) -> list[str]:
     registers = budget.registers if aligned(f) else budget.slow_registers or budget.registers
     if f.registers > registers:
         found.append(f"{f.registers} registers, budget {registers}")
-    if aligned(f) and max(f.stack_bytes, f.spill_bytes) > budget.stack_bytes:
+    # what lies on the stack is stored where it is set and where it changes
+    stack_bytes = budget.more_stack_bytes.get((cc, f.name), budget.stack_bytes)
+    if aligned(f) and (f.stack_bytes > stack_bytes or f.spill_bytes > 2 * budget.stack_bytes):
         found.append(f"{f.spill_bytes} bytes spilled, a stack of {f.stack_bytes}")
     if f.shared_bytes > 1024:  # the driver's own, on sm_90 and later
         found.append(f"{f.shared_bytes} bytes of static shared memory; a launch must say what it uses")
