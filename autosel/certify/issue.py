@@ -20,6 +20,7 @@ from autosel.certify.slo import Judged, Objective
 from autosel.certify.statistics import Interval
 from autosel.decode.run import Choice, DecodeRun, OpTime
 from autosel.errors import UsageError
+from autosel.fingerprint.describe import remarks
 from autosel.native.isa import best_isa
 from autosel.values import Fingerprint, Scalar, to_json
 
@@ -111,7 +112,7 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
             tokens_open=run.tokens_open,
         ),
         quality={**to_json(run.quality), "suspect": run.quality.suspect} if run.quality else None,
-        notes=(*run.notes, *_unknown_decisions(run.choices, grounds)),
+        notes=(*remarks(run.fingerprint), *run.notes, *_unknown_decisions(run.choices, grounds)),
         samples=_samples(run),
         signer="",
         field_digests={},

@@ -100,6 +100,7 @@ class Suite:
     rows: tuple[Row, ...]
     trials: int = 3
     left: int = 0  # rows that were not measured: somebody stopped it
+    notes: tuple[str, ...] = ()  # what was noted of the device, as each row's certificate says too
 
 
 def configurations(level: Level) -> tuple[Configuration, ...]:

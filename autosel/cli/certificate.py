@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autosel import settings
-from autosel.cli.output import WIDTH, bandwidth, bytes_text, paragraph, table
+from autosel.cli.output import WIDTH, bandwidth, bytes_text, note_lines, paragraph, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ def summary(made: Certificate, found: Audit) -> str:
     lines += [
         f"objective {j.objective}: {'met' if j.met else click.style('missed', fg='red')}, {j.found}" for j in made.slo
     ]
-    lines += [paragraph(f"note: {note}", hang="  ") for note in made.notes]
+    lines += note_lines(made.notes)
     lines += ["contended: other work ran, or the device was slowed, as it was measured"] if made.contended else []
     return "\n".join(lines)
 
@@ -232,4 +232,4 @@ def suite_text(found: Suite) -> str:
         "eager baseline's steps"
     )
     shown = table(heads[skip:], [r[skip:] for r in rows], right=tuple(range(3 - skip, 11 - skip)), wrap=0)
-    return f"{paragraph(head, hang='  ')}\n\n{shown}\n{paragraph(below)}"
+    return "\n".join((paragraph(head, hang="  "), "", shown, paragraph(below), *note_lines(found.notes)))

@@ -9,7 +9,7 @@ import click
 
 from autosel.cli.device import default_device
 from autosel.cli.options import json_option, verb
-from autosel.cli.output import emit_json, paragraph, table
+from autosel.cli.output import emit_json, note_lines, paragraph, table
 from autosel.errors import UnknownName
 from autosel.values import Fingerprint, to_json
 
@@ -57,10 +57,11 @@ def show(fp: Fingerprint) -> None:
         if method:
             click.echo(f"measured with {method}")
     click.echo()
-    for note in fp.notes:
-        click.echo(paragraph(f"note: {note}", hang="  "))
+    for line in note_lines(fp.notes):
+        click.echo(line)
     if fp.contended:
-        click.echo("contended: other work ran, or the device was slowed; the best windows are shown, not an average")
+        why = "contended: other work ran, or the device was slowed; the best windows are shown, not an average"
+        click.echo(paragraph(why, hang="  "))
     click.echo(f"hw_id {fp.hw_id[:16]}   env_id {fp.env_id[:16]}   ({fp.source})")
 
 

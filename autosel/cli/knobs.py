@@ -16,7 +16,7 @@ from autosel.cli.options import (
     seq_option,
     verb,
 )
-from autosel.cli.output import emit_json, paragraph
+from autosel.cli.output import emit_json, note_lines, paragraph
 from autosel.values import DTYPES, Accepted, DTypeName, Fingerprint, Knobs, Workload, to_json
 
 
@@ -48,6 +48,7 @@ def knobs_command(
     """Settings in closed form: no search, and nothing is measured but the fingerprint."""
     from autosel import models
     from autosel.cli.fingerprint import find
+    from autosel.fingerprint.describe import remarks
     from autosel.models.workloads import step
 
     fp = find(device)
@@ -59,6 +60,7 @@ def knobs_command(
             {
                 "device": fp.name,
                 "hw_id": fp.hw_id,
+                "notes": remarks(fp),
                 "knobs": [
                     {"workload": w.key, "label": label, "candidate": who, "settings": to_json(knobs.settings)}
                     for w, label, who, knobs in found
@@ -66,7 +68,7 @@ def knobs_command(
             }
         )
         return
-    click.echo(f"{fp.name}   ({fp.source})")
+    click.echo("\n".join((f"{fp.name}   ({fp.source})", *note_lines(remarks(fp)))))
     for w, label, who, knobs in found:
         click.echo(f"\n{label}  {w.shape_text} {w.dtype}  {who}")
         _show(knobs, explain)

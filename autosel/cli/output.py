@@ -24,6 +24,7 @@ __all__ = [
     "error_json",
     "leave",
     "microseconds",
+    "note_lines",
     "noted",
     "out_of_memory",
     "paragraph",
@@ -102,6 +103,11 @@ def paragraph(text: str, indent: str = "", hang: str | None = None) -> str:
         break_on_hyphens=False,
     )
     return "\n".join(lines)
+
+
+def note_lines(notes: Sequence[str]) -> list[str]:
+    """What was noted of a device or a run, spelt alike wherever it is said."""
+    return [paragraph(f"note: {note}", hang="  ") for note in notes]
 
 
 def table(

@@ -134,6 +134,7 @@ def measured_suite(asked: Asked, level: Level, key: Any) -> tuple[Suite, Autosel
         rows=tuple(rows),
         trials=suite.LEVELS[level].trials,
         left=left,
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.remarks)),
     )
     if isinstance(ended, Stopped):
         told = f"stopped; {len(rows)} of {len(rows) + left} configurations measured and certified"
@@ -152,6 +153,7 @@ class _Part:
     decides: bool
     weights: Any = None  # loaded on first use
     chosen: dict[str, Any] = field(default_factory=dict)  # how steps are taken, by what was asked
+    remarks: list[str] = field(default_factory=list)  # of the device, as its runs met it
 
     def question(self, runs: Sequence[Run]) -> str:
         """Runs with the same one take their steps alike."""
@@ -198,6 +200,7 @@ def _trials(part: _Part, runs: Sequence[Run], listener: Progress, ledger: Ledger
     from autosel.certify.issue import Request, issue
     from autosel.decode.measure import Chosen, measure
     from autosel.decode.weights import load_weights
+    from autosel.fingerprint.describe import remarks
 
     made = []
     chosen = part.chosen.setdefault(part.question(runs), Chosen())
@@ -205,6 +208,7 @@ def _trials(part: _Part, runs: Sequence[Run], listener: Progress, ledger: Ledger
         within = Within(listener, run.title)
         part.weights = part.weights or load_weights(run.plan, within)
         found = measure(run.plan, part.weights, listener=within, ledger=ledger, decides=part.decides, chosen=chosen)
+        part.remarks += remarks(found.fingerprint)
         if run.counts:
             made.append(issue(found, grounds(found), Request(repro_cmd=command(part.name, run.plan))))
     return made

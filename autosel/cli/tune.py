@@ -25,7 +25,7 @@ from autosel.cli.options import (
     seq_option,
     verb,
 )
-from autosel.cli.output import Stopped, bandwidth, emit_json, error_json, paragraph, report
+from autosel.cli.output import Stopped, bandwidth, emit_json, error_json, note_lines, paragraph, report
 from autosel.errors import TooNoisy, UsageError
 from autosel.values import DTypeName, to_json
 
@@ -246,6 +246,8 @@ def report_json(found: Report) -> dict[str, Any]:
 
 def show_remarks(found: Report) -> None:
     """Below the table: who did not make it, what the roofline stands on, what disturbed."""
+    from autosel.fingerprint.describe import remarks
+
     for candidate, reason in {r.candidate: r.reason for r in found.rejected if r.stage == "build"}.items():
         click.echo(paragraph(f"{candidate} could not be built: {reason}", hang="  "))
     failed = {r.candidate for r in found.rejected if r.stage in ("parity", "race")}
@@ -261,9 +263,8 @@ def show_remarks(found: Report) -> None:
         click.echo(f"roofline: fraction of {told_rate}, read beside these races")
     if found.fingerprint.contended and found.measured and found.fingerprint.kind == "cpu":
         click.echo("contended: other work ran on this machine; see the intervals")
-    if found.fingerprint.kind == "cuda":  # among them that the device was slowed, and knobs follow from such rates
-        for note in found.fingerprint.notes:
-            click.echo(paragraph(f"note: {note}", hang="  "))
+    for line in note_lines(remarks(found.fingerprint)):
+        click.echo(line)
     if found.measured == 0 and found.decisions:
         click.echo(f"nothing measured: all {len(found.decisions)} decisions hold ({found.seconds:.1f} s)")
 

@@ -55,6 +55,12 @@ def headline(fp: Fingerprint) -> str:
     return parts[0] + "   " + "  ".join(parts[1:]) if parts[1:] else parts[0]
 
 
+def remarks(fp: Fingerprint) -> tuple[str, ...]:
+    """What was noted as a GPU's rates were measured, that it was slowed among it: for whoever reads knobs, decisions or
+    figures that follow from them. None of a CPU, which `contended` says all of."""
+    return fp.notes if fp.kind == "cuda" else ()
+
+
 def isa_word(fp: Fingerprint) -> str:
     flags = fp.identity["isa"]
     if "asimd" in flags:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autosel import fingerprint, settings
+from autosel.certify import suite
+from autosel.certify.audit import audit
+from autosel.cli.certificate import suite_text, summary
+from autosel.cli.fingerprint import show
+from autosel.cli.main import run
+from autosel.cli.output import note_lines
 from autosel.cli.tune import show_remarks
 from autosel.errors import UnknownName, UsageError
 from autosel.fingerprint import gpu, gpu_rates, known, nvml
+from autosel.fingerprint.describe import remarks
 from autosel.fingerprint.gpu_rates import Point
 from autosel.tuning.job import Report
+from autosel.values import Fingerprint
+from tests.null.certificates import certificate, decode_run
+from tests.null.certificates import fingerprint as fingerprint_of_a_cpu
 
 H200 = nvml.Readings(
     name="NVIDIA H200",
@@ -238,12 +251,64 @@ def test_an_implausible_rate_is_named(name: str, value: float) -> None:
 # --- said where it is used -------------------------------------------------------------------------------------------
 
 
-def test_tune_says_that_its_knobs_follow_from_a_slowed_device(capsys: pytest.CaptureFixture[str]) -> None:
-    note = gpu.SLOWED.format("thermal slowdown (0x20)")
-    slowed = replace(known.load("h200"), contended=True, notes=(note,))
-    report = Report(fingerprint=slowed, decisions=(), measured=1, rejected=(), undecided=(), seconds=1.0)
-    show_remarks(report)
+SLOWED = gpu.SLOWED.format("thermal slowdown (0x20)")
+OF_ANOTHER = "no figure here was measured by autosel: datasheet and estimates"
+
+
+def slowed() -> Fingerprint:
+    return replace(known.load("h200"), contended=True, notes=(SLOWED,))
+
+
+def by_report(_: pytest.MonkeyPatch) -> None:
+    show_remarks(Report(fingerprint=slowed(), decisions=(), measured=1, rejected=(), undecided=(), seconds=1.0))
+
+
+def by_fingerprint(_: pytest.MonkeyPatch) -> None:
+    show(slowed())
+
+
+def by_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autosel.cli.fingerprint.find", lambda device: slowed())
+    assert run(["knobs", "--fingerprint", "cuda", "--op", "attn", "--model", "llama-1b"]) == 0
+
+
+def by_run(_: pytest.MonkeyPatch) -> None:
+    made = certificate(decode_run(fingerprint=slowed()))
+    click.echo(summary(made, audit(made)))
+
+
+def by_suite(_: pytest.MonkeyPatch) -> None:
+    made = suite.Suite(
+        level="quick", device="d", hw_id="", env_id="", git_sha="", timestamp="", rows=(), notes=remarks(slowed())
+    )
+    assert suite.from_document(json.loads(json.dumps(suite.document(made)))) == made
+    click.echo(suite_text(made))
+
+
+@pytest.mark.parametrize("told", [by_report, by_fingerprint, by_knobs, by_run, by_suite])
+def test_a_figure_that_follows_from_a_slowed_device_is_said_with_that(
+    told: Callable[[pytest.MonkeyPatch], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(monkeypatch)
     said = capsys.readouterr().out
-    words = " ".join(said.split())  # however its lines break
-    assert "thermal slowdown (0x20)" in words and "not kept" in words
+    lines = [line for line in said.splitlines() if "note:" in line]
+    assert len(lines) == 1
+    start = said.index(lines[0])
+    assert said[start:].startswith(note_lines([SLOWED])[0] + "\n")
     assert all(len(line) <= 80 for line in said.splitlines())
+
+
+def test_programs_read_of_a_slowed_device_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["knobs", "--fingerprint", "cuda", "--op", "attn", "--model", "llama-1b", "--json"]
+    monkeypatch.setattr("autosel.cli.fingerprint.find", lambda device: slowed())
+    assert run(words) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == [SLOWED]
+    assert certificate(decode_run(fingerprint=slowed())).notes[0] == SLOWED
+
+
+def test_what_was_noted_of_a_cpu_is_no_remark() -> None:
+    noisy = replace(fingerprint_of_a_cpu(), contended=True, notes=("busy",))
+    assert remarks(noisy) == () and "busy" not in certificate(decode_run(fingerprint=noisy)).notes
+    assert remarks(known.load("h200")) == (OF_ANOTHER,)
