@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from autosel import resources
 from autosel.candidates.registry import own_candidates
+from autosel.candidates.source import TRITON_KERNELS
 from autosel.candidates.triton.base import TritonKernel
 from autosel.fingerprint import known
+from autosel.native import cuda
 from autosel.ops import OPS
 from autosel.values import Fingerprint, Rejected, Workload
 
@@ -56,3 +63,24 @@ def test_an_fp8_cache_needs_a_device_for_which_triton_converts_it() -> None:
     w = plain("attn_decode_fp8", D=128)
     assert "converts e4m3 from compute capability 8.9" in reason(kernel, w, of_capability("8.6"))
     assert "takes heads up to 512 wide" in reason(kernel, w.at(D=1024), of_capability("8.9"))
+
+
+def imported(source: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module
+            yield node.module
+
+
+def test_a_kernel_takes_nothing_of_autosel_but_other_kernels_for_its_digest_covers_no_more() -> None:
+    sources = sorted((resources.kernels() / "triton").glob("*.py"))
+    ours = {f"{TRITON_KERNELS}.{source.stem}" for source in sources}
+    taken = {name for source in sources for name in imported(source) if name.partition(".")[0] == "autosel"}
+    assert taken and taken <= ours
+
+
+def test_a_kernel_names_the_driver_as_all_else_does_though_it_cannot_ask() -> None:
+    sources = [source.read_text() for source in (resources.kernels() / "triton").glob("*.py")]
+    assert {name for text in sources for name in re.findall(r'CDLL\("([^"]*)"\)', text)} == {cuda.DRIVER}
