@@ -809,8 +809,8 @@ def certificate_fields() -> str:
 
 
 _INSIDE = (
-    "Latency", "Gaps", "Layers", "Shape", "Proof", "RunnerUp", "OpFigures", "Way", "Samples", "Verification", "Cost",
-    "Signature",
+    "Latency", "Gaps", "Layers", "Shape", "Prompt", "Proof", "RunnerUp", "OpFigures", "Way", "Samples", "Verification",
+    "Cost", "Signature",
 )  # fmt: skip
 
 

@@ -19,8 +19,9 @@ from autosel.certify.statistics import Interval
 from autosel.values import Scalar, canonical_json, from_json, parse_json, to_json
 
 FORMAT = "autosel.certificate"
-VERSION = 4
-READ = (3, VERSION)  # 3: tokens that differ were counted, not judged
+VERSION = 5
+READ = (3, 4, VERSION)  # 3: tokens that differ were counted, not judged; before 5: nothing tells which prompt was run
+SINCE = {"prompt": 5}  # fields that came later, and the version they came with
 MOST_BYTES = 1 << 20  # of a line
 MOST_STEPS = 20_000  # whose times fit into a line
 UNSEALED = ("field_digests", "checksum", "signature")
@@ -64,6 +65,14 @@ class Shape:
     D: int
     I: int
     V: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """Which prompt was run: digests (sha256) that whoever has it can compute again."""
+
+    tokens_sha256: str  # of the token ids that ran, a list a sequence, as JSON without spaces: `[[1,2],[3,4]]`
+    file_sha256: str  # of the bytes of the file that was named; empty: the tokens were drawn from the seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +193,7 @@ class Certificate:
     shape: Shape  # batch, context, prompt, and the model's dimensions
     mode: str  # what decisions were looked up under: execution, threads, numeric flags
     options: Mapping[str, Scalar]  # how the run was asked for
+    prompt: Prompt | None = None  # digests of its tokens and its file; None: none was run, or it is before version 5
     # how fast
     iters: int  # timed steps of each arm
     warmup: int  # untimed steps before them
@@ -243,6 +253,11 @@ def model_name(name: str, layers: Layers) -> str:
     return name if layers.run == layers.of else f"{name}[{layers.run}/{layers.of} layers]"
 
 
+def another_prompt(one: Prompt | None, other: Prompt | None) -> bool:
+    """Did they run different tokens, as far as both tell?"""
+    return one is not None and other is not None and one.tokens_sha256 != other.tokens_sha256
+
+
 # --- the seal --------------------------------------------------------------------------------------------------------
 
 
@@ -286,7 +301,7 @@ def decode(line: bytes) -> Certificate:
     if document.get("version") not in READ:
         raise ValueError(f"version {document.get('version')!r:.40}; this autosel reads {READ[0]} to {READ[-1]}")
     _refuse_broken_seal(document)
-    missing = [name for name in FIELDS if name not in document]
+    missing = [name for name in FIELDS if name not in document and SINCE.get(name, 0) <= document["version"]]
     if missing:
         raise ValueError(f"field {missing[0]} is missing")
     made: Certificate = from_json(Certificate, document)

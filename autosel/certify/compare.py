@@ -9,7 +9,7 @@ from typing import Any
 
 from autosel.certify import report, suite, verify
 from autosel.certify.certificate import FORMAT as CERTIFICATE
-from autosel.certify.certificate import Certificate, decode
+from autosel.certify.certificate import Certificate, Prompt, another_prompt, decode
 from autosel.certify.suite import Suite
 from autosel.errors import BadConfig
 from autosel.values import canonical_json, parse_json, read_bounded
@@ -20,12 +20,14 @@ SLOWEST, FASTEST = 1e-9, 1e15  # tokens a second: beyond them no ratio means any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Tokens per second of one thing that was run; `what` tells whether another ran the same."""
+    """Tokens per second of one thing that was run; `what` tells whether another ran the same, `prompt` (where it is
+    known) whether on the same tokens."""
 
     what: str
     tokens_per_s: float
     device: str
     env_id: str
+    prompt: Prompt | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,8 @@ class Change:
 
 def of_certificates(made: Iterable[Certificate]) -> list[Figure]:
     return [
-        Figure(what=name(one), tokens_per_s=one.tokens_per_sec, device=one.device, env_id=one.env_id) for one in made
+        Figure(what=name(one), tokens_per_s=one.tokens_per_sec, device=one.device, env_id=one.env_id, prompt=one.prompt)
+        for one in made
     ]
 
 
@@ -125,11 +128,14 @@ def compare(now: Sequence[Figure], before: Sequence[Figure]) -> list[Change]:
 
 
 def _change(now: Figure, before: Figure) -> Change:
-    note = ""
+    other = []
     if now.device != before.device:
-        note = f"then on {before.device}"
+        other.append(f"on {before.device}")
     elif now.env_id != before.env_id:
-        note = "then with other software"
+        other.append("with other software")
+    if another_prompt(now.prompt, before.prompt):
+        other.append("on another prompt")
+    note = f"then {', '.join(other)}" if other else ""
     return Change(what=now.what, before=before.tokens_per_s, now=now.tokens_per_s, note=note)
 
 

@@ -18,7 +18,7 @@ from autosel.certify.evidence import Grounds
 from autosel.certify.physics import refuse_impossible
 from autosel.certify.slo import Judged, Objective
 from autosel.certify.statistics import Interval
-from autosel.decode.run import Choice, DecodeRun, OpTime
+from autosel.decode.run import Choice, DecodeRun, OpTime, PromptDigest
 from autosel.errors import UsageError
 from autosel.fingerprint.describe import remarks
 from autosel.native.isa import best_isa
@@ -79,6 +79,7 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
         shape=_shape(run),
         mode=run.mode_key,
         options=_options(run),
+        prompt=prompt_of(run.prompt),
         warmup=run.plan.warmup,
         tokens_per_step=run.tokens_per_step,
         ttft_ms=_ms(run.ttft_ns),
@@ -212,6 +213,10 @@ def _shape(run: DecodeRun) -> c.Shape:
     m = run.plan.model
     sizes = {"d": m.d, "Hq": m.Hq, "Hkv": m.Hkv, "D": m.D, "I": m.I, "V": m.V}
     return c.Shape(batch=run.plan.batch, seq=run.plan.seq, prompt=run.prompt_tokens, **sizes)
+
+
+def prompt_of(digest: PromptDigest | None) -> c.Prompt | None:
+    return c.Prompt(tokens_sha256=digest.tokens_sha256, file_sha256=digest.file_sha256) if digest else None
 
 
 def _options(run: DecodeRun) -> dict[str, Scalar]:

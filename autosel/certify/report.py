@@ -12,7 +12,7 @@ from pathlib import Path
 from autosel.certify.audit import Audit, Row, audit, proof_of_use
 from autosel.certify.certificate import Certificate
 from autosel.certify.plots import pictures, png, svg
-from autosel.certify.words import compared, figure, percent, scored, speculated, suspected
+from autosel.certify.words import compared, figure, percent, prompted, scored, speculated, suspected
 from autosel.errors import AutoselError
 from autosel.values import to_json
 
@@ -171,6 +171,7 @@ def _facts(made: Certificate) -> str:
     facts = (
         ("device", f"{made.device}, {made.sm}"),
         ("layers", f"{made.layers.run} of {made.layers.of}"),
+        ("prompt", prompted(made)),
         ("steps", f"{made.iters} of each arm, interleaved, after {made.warmup} to warm up"),
         ("memory", f"{figure(made.read_median_bytes_per_s / 1e9)} GB/s read beside the steps, at best {ceiling}"),
         ("bytes a token", f"{figure(made.bytes_per_token / 1e9)} GB"),

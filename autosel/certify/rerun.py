@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from autosel.certify.certificate import Certificate
+from autosel.certify.certificate import Certificate, Prompt, another_prompt
 from autosel.certify.derive import rooflines, saved
 from autosel.certify.statistics import FEWEST_TO_RESAMPLE, Figures, Interval, median, middle, resampled_medians
 from autosel.decode.run import SUSPICION
@@ -98,10 +98,11 @@ def refuse_other_device(certified: Certificate, hw_id: str, device: str) -> None
 
 
 def compare(certified: Certificate, again: Certificate) -> Rerun:
-    """Raises UsageError where the two are not the same plan."""
+    """Raises UsageError where the two are not the same plan, or the prompt in a file is not the same."""
     _refuse_other_plan(certified, again)
+    refuse_other_prompt(certified, again.prompt)
     old, new = _speedups(certified), _speedups(again)
-    notes, moved = [], certified.bytes_per_step
+    notes, moved = _prompt_notes(certified, again), certified.bytes_per_step
     forms = ["packed" if saved(made) else "as they are" for made in (certified, again)]
     if forms[0] != forms[1]:  # the certified bytes over time and rate then say which was slower
         notes.append(f"weights were read {forms[0]} when certified, {forms[1]} now")
@@ -120,6 +121,27 @@ def compare(certified: Certificate, again: Certificate) -> Rerun:
         notes=tuple(notes),
         quality=_rescored(certified.quality, again.quality),
     )
+
+
+def refuse_other_prompt(certified: Certificate, found: Prompt | None) -> None:
+    """Raises UsageError: only the prompt that was certified can be run again. What is drawn is not refused, for another
+    torch may draw other tokens from a seed, and nobody could help it."""
+    named, held = certified.options.get("prompt"), certified.prompt
+    if held is None or found is None or not held.file_sha256 or not another_prompt(held, found):
+        return
+    why = f"the sha256 of its tokens is {found.tokens_sha256[:12]}; certified {held.tokens_sha256[:12]}"
+    if found.file_sha256 == held.file_sha256:
+        why += "; the file is the same: the tokenizer is another one"
+    raise UsageError(f"{named} is not the prompt that was certified", why=why, todo="put that prompt there")
+
+
+def _prompt_notes(certified: Certificate, again: Certificate) -> list[str]:
+    """Where it is not known to be the very same prompt."""
+    if another_prompt(certified.prompt, again.prompt):
+        return ["the prompt is another one: other tokens were drawn from the same seed"]
+    if certified.prompt is None and again.prompt is not None and again.prompt.file_sha256:
+        return ["whether it is the same prompt is not known: the certificate keeps no digest of it"]
+    return []
 
 
 def refuse_other_text(certified: Certificate, sha256: str, where: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from autosel.certify import sign
 from autosel.certify.audit import FUSED_OPS, INSTEAD
-from autosel.certify.certificate import MOST_STEPS, Certificate, decode, model_name
+from autosel.certify.certificate import MOST_STEPS, SINCE, Certificate, decode, is_checksum, model_name
 from autosel.certify.derive import derive, lossy, physics, saved
 from autosel.certify.store import BadCertificate, lines
 from autosel.decode.run import Quality
@@ -87,7 +87,8 @@ def _refused(path: Path, number: int, field: str, why: str) -> BadCertificate:
 
 def wrong(made: Certificate) -> str:
     """The first field whose figure cannot be right, and why; empty where all can."""
-    return _shapeless(made) or _unserved(made) or _unjudged(made) or _miscalculated(made) or _impossible(made)
+    found = _shapeless(made) or _unprompted(made) or _unserved(made) or _unjudged(made)
+    return found or _miscalculated(made) or _impossible(made)
 
 
 def _shapeless(made: Certificate) -> str:
@@ -119,6 +120,21 @@ def _shapeless(made: Certificate) -> str:
         return "ways: a time that is not above 0, or a form nobody knows"
     if set(made.autosel) != set(made.per_op) or set(made.knobs) != set(made.per_op):
         return "autosel, knobs, per_op: they do not name the same ops"
+    return ""
+
+
+def _unprompted(made: Certificate) -> str:
+    """Of the prompt's digests: one that is none, one of what was not run, or none of what was."""
+    asked = made.options.get("prompt")
+    if asked == "synthetic" or made.version < SINCE["prompt"]:
+        return "" if made.prompt is None else "prompt: digests of a prompt that nothing was said to have run"
+    if made.prompt is None or not is_checksum(made.prompt.tokens_sha256):
+        return "prompt: no sha256 of the tokens that ran"
+    named, of_file = asked != "random", made.prompt.file_sha256
+    if named and not is_checksum(of_file):
+        return f"prompt: no sha256 of the file {asked!r:.60}"
+    if of_file and not named:
+        return "prompt: a file's sha256, and none was named"
     return ""
 
 

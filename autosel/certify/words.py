@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autosel.certify.derive import wrong_tokens
@@ -35,6 +36,17 @@ def compared(made: Certificate) -> str:
         told.append(f"{wrong_tokens(made)} that it does not allow")
     if v.logit_bound:
         told.append(f"logits at {v.max_logit_error / v.logit_bound:.2f} of their bound")
+    return ", ".join(told)
+
+
+def prompted(made: Certificate) -> str:
+    """`text.txt, 127 tokens, sha256:0f1e..., file sha256:9a8b...`: enough of each digest to tell prompts apart."""
+    if made.prompt is None:
+        return ""
+    name = "drawn at random" if not made.prompt.file_sha256 else Path(str(made.options["prompt"])).name
+    each = " a sequence" if made.shape.batch > 1 else ""
+    told = [name, f"{made.shape.prompt} tokens{each}", f"sha256:{made.prompt.tokens_sha256[:12]}"]
+    told += [f"file sha256:{made.prompt.file_sha256[:12]}"] if made.prompt.file_sha256 else []
     return ", ".join(told)
 
 

@@ -105,9 +105,12 @@ def _speculation(made: Certificate) -> list[str]:
 
 
 def _tokens(made: Certificate) -> list[str]:
+    from autosel.certify.words import prompted
+
     gaps, cost = made.itl_ms, made.cost
     first = "" if made.ttft_ms is None else f"first token {_whole(made.ttft_ms)} ms   "
-    lines = [f"  {first}between tokens p50 {gaps.p50:.4g}  p90 {gaps.p90:.4g}  p99 {gaps.p99:.4g} ms"]
+    lines = [paragraph(f"  prompt {told}", hang="  ")] if (told := prompted(made)) else []
+    lines.append(f"  {first}between tokens p50 {gaps.p50:.4g}  p90 {gaps.p90:.4g}  p99 {gaps.p99:.4g} ms")
     lines.append(
         f"  KV cache {bytes_text(made.kv_cache_bytes)}   peak memory {bytes_text(made.peak_memory_bytes)}   "
         f"peak {made.peak_tokens_per_sec:.4g}, sustained {made.sustained_tokens_per_sec:.4g} tok/s"

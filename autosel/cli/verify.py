@@ -116,17 +116,19 @@ def words(path: Path, found: Verified) -> str:
 def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
     """Measure the certificate's plan on this device, and score its text again; `score`: where that is now.
 
-    Raises UsageError where the certificate is another device's, or this is no longer the plan or the text.
+    Raises UsageError where the certificate is another device's, or this is no longer the plan, the prompt or the text.
     """
     from autosel import fingerprint
-    from autosel.certify.issue import Request, issue
-    from autosel.certify.rerun import compare, refuse_other_device
+    from autosel.certify.issue import Request, issue, prompt_of
+    from autosel.certify.rerun import compare, refuse_other_device, refuse_other_prompt
     from autosel.cli.run import grounds, measured
+    from autosel.decode.prompt import prompts
 
     asked = command_of(certified)
     plan = asked.plan()
     fp = fingerprint.take(plan.device)
     refuse_other_device(certified, fp.hw_id, fp.name)
+    refuse_other_prompt(certified, prompt_of(prompts(plan).digest))
     text = text_again(certified, asked, plan, score)
     run = measured(plan, text)
     return compare(certified, issue(run, grounds(run), Request(repro_cmd=certified.repro_cmd)))

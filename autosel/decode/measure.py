@@ -115,6 +115,7 @@ def measure(
         ttft_ns=scene.ttft_ns,
         baseline_ttft_ns=scene.baseline_ttft_ns,
         prompt_tokens=plan.seq - 1,
+        prompt=scene.prompt,
         bytes_per_step=bytes_per_step(plan.shape, plan.dtype, plan.batch, context) - saved_bytes(written),
         saved_bytes=saved_bytes(written),
         flops_per_step=flops_per_step(plan.shape, plan.batch, context),

@@ -1,13 +1,21 @@
-"""The tokens a run is fed: drawn at random, or from a file of token ids or of text."""
+"""The tokens a run is fed: drawn at random, or from a file of token ids or of text.
+
+Whoever has a prompt can tell whether it is the one of a certificate: `tokens_sha256` is that of the rows as JSON
+without spaces (`[[1,2],[3,4]]`), cut and repeated as they ran; `file_sha256` what `sha256sum` says of the file.
+"""
 
 from __future__ import annotations
 
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 
-from autosel.decode.run import Plan, Text
+from autosel.decode.run import Plan, PromptDigest, Text
 from autosel.decode.weights import refuse_other_tokens
 from autosel.errors import BadConfig, UsageError
 from autosel.values import parse_json
@@ -16,17 +24,42 @@ FILE_LIMIT_BYTES = 256 << 20
 TOKENIZER = "tokenizer.json"
 
 
-def prompts(plan: Plan) -> list[list[int]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """`digest`: of these rows, and of the bytes they were made of; None where they are not run."""
+
+    rows: list[list[int]]
+    digest: PromptDigest | None
+
+
+def prompts(plan: Plan) -> Prompts:
     """One row a sequence, each of the `seq` - 1 tokens that come before the first timed step.
 
     Raises BadConfig for a file that cannot be read, UsageError for one too short or with tokens of another model.
     """
-    wanted = plan.seq - 1
     if plan.prompt in ("random", "synthetic"):
-        generator = torch.Generator().manual_seed(plan.seed)
-        drawn: list[list[int]] = torch.randint(plan.model.V, (plan.batch, wanted), generator=generator).tolist()
-        return drawn
-    rows = _read(Path(plan.prompt), plan)
+        rows, file_sha256 = _drawn(plan), ""
+    else:
+        content = _content(Path(plan.prompt))
+        rows, file_sha256 = _chosen(_read(Path(plan.prompt), content, plan), plan), sha256(content).hexdigest()
+    if plan.prompt == "synthetic":
+        return Prompts(rows=rows, digest=None)
+    return Prompts(rows=rows, digest=PromptDigest(tokens_sha256=tokens_sha256(rows), file_sha256=file_sha256))
+
+
+def tokens_sha256(rows: Sequence[Sequence[int]]) -> str:
+    return sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+def _drawn(plan: Plan) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(plan.seed)
+    found: list[list[int]] = torch.randint(plan.model.V, (plan.batch, plan.seq - 1), generator=generator).tolist()
+    return found
+
+
+def _chosen(rows: list[list[int]], plan: Plan) -> list[list[int]]:
+    """As many rows as the batch has, again from the first on where they are fewer, cut to what is wanted."""
+    wanted = plan.seq - 1
     chosen = [rows[b % len(rows)] for b in range(plan.batch)]
     short = min(map(len, chosen))
     if short < wanted:
@@ -43,7 +76,7 @@ def text_to_score(path: Path, plan: Plan) -> Text:
 
     Raises BadConfig for a file that cannot be read, UsageError for one too short or with tokens of another model.
     """
-    text = _text(path)
+    text = _text(path, _content(path))
     if path.suffix == ".json":
         tokenizer, tokens = "ids", [t for row in _token_rows(path, text) for t in row]
     elif (Path(plan.weights) / TOKENIZER).is_file():
@@ -57,19 +90,27 @@ def text_to_score(path: Path, plan: Plan) -> Text:
     return Text(name=path.name, sha256=digest, tokenizer=tokenizer, tokens=tuple(tokens))
 
 
-def _read(path: Path, plan: Plan) -> list[list[int]]:
-    text = _text(path)
+def _read(path: Path, content: bytes, plan: Plan) -> list[list[int]]:
+    text = _text(path, content)
     if path.suffix == ".json":
         return _token_rows(path, text)
     return [_tokenize(text, Path(plan.weights))]
 
 
-def _text(path: Path) -> str:
+def _content(path: Path) -> bytes:
     try:
         if path.stat().st_size > FILE_LIMIT_BYTES:
             raise BadConfig(f"{path} is {path.stat().st_size} bytes", why=f"a text is below {FILE_LIMIT_BYTES}")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadConfig(f"{path} cannot be read", why=str(error)) from error
+
+
+def _text(path: Path, content: bytes) -> str:
+    """As a file opened for text is read: every line ends alike."""
+    try:
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
+    except UnicodeDecodeError as error:
         raise BadConfig(f"{path} cannot be read", why=str(error)) from error
 
 

@@ -168,6 +168,14 @@ class OpTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDigest:
+    """Which prompt was run: sha256 (hex) of its token ids, and of its file's bytes; see decode.prompt."""
+
+    tokens_sha256: str
+    file_sha256: str = ""  # empty: no file was named, the tokens were drawn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
     """A text to be scored, in token ids. `tokenizer`: "checkpoint", "ids" (the file held them) or "bytes"."""
 
@@ -249,6 +257,7 @@ class DecodeRun:
     ttft_ns: int | None  # prompt in, first token out; None for a synthetic prompt
     baseline_ttft_ns: int | None
     prompt_tokens: int  # that the two times above are for, a sequence
+    prompt: PromptDigest | None  # None for a synthetic prompt
     bytes_per_step: int
     flops_per_step: int
     weights_bytes: int

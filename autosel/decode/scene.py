@@ -17,7 +17,7 @@ from autosel.decode.eager import Eager
 from autosel.decode.generate import prefill
 from autosel.decode.model import Decoder
 from autosel.decode.prompt import prompts
-from autosel.decode.run import Listener, Plan
+from autosel.decode.run import Listener, Plan, PromptDigest
 from autosel.decode.step import Place
 from autosel.decode.weights import Weights
 from autosel.ops.contract import UNIT
@@ -37,6 +37,7 @@ class Scene:
     eager_cache: Cache  # the same one, unless ours is paged
     place: Place
     text: list[list[int]]
+    prompt: PromptDigest | None  # of what `text` began with
     probes: list[float] = field(default_factory=list)  # bytes/s: the median window of each
     ceiling: float = 0.0  # the best window of all
     ttft_ns: int | None = None
@@ -103,7 +104,8 @@ def judged(ours: Tensor, theirs: Tensor, exact: Tensor, dtype: DTypeName) -> tup
 
 def set_scene(plan: Plan, weights: Weights, listener: Listener, clock: Clock) -> Scene:
     """Prompt run (by both arms, timed) or cache filled; the first timed step comes next."""
-    text = prompts(plan)
+    prompt = prompts(plan)
+    text = prompt.rows
 
     def cache(page: int) -> Cache:
         return make_cache(plan.shape, plan.dtype, rows=plan.batch, room=plan.longest, page=page, device=weights.device)
@@ -120,6 +122,7 @@ def set_scene(plan: Plan, weights: Weights, listener: Listener, clock: Clock) ->
         eager_cache=cache(0) if ours.paged else ours,
         place=Place.at(last, [plan.seq - 1] * plan.batch),
         text=text,
+        prompt=prompt.digest,
     )
     if plan.prompt == "synthetic":
         _fill(scene)

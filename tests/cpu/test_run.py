@@ -6,6 +6,7 @@ import io
 import json
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,15 @@ def test_a_part_is_said_compared_with_nothing_else_and_chained(ran: dict[str, An
     assert verb("verify", str(folder / "c.jsonl"))["certificates"] == 2
     short = ("--seq", "32", "--iters", "3", "--warmup", "0", "--compare", str(folder / "c.jsonl"))
     assert "nothing to compare" in verb(*tiny(folder), *short, codes=(2,))["error"]["what"]
+
+
+def test_a_prompt_from_a_file_is_certified_by_its_digests(ran: dict[str, Any], folder: Path) -> None:
+    assert ran["certificate"]["prompt"]["file_sha256"] == ""
+    (folder / "prompt.json").write_text(json.dumps([*range(20)]))
+    words = ("--seq", "9", "--iters", "2", "--warmup", "0", "--layers", "1", "--prompt", str(folder / "prompt.json"))
+    found = verb(*tiny(folder), *words)["certificate"]
+    assert found["prompt"]["tokens_sha256"] == sha256(b"[[0,1,2,3,4,5,6,7]]").hexdigest()
+    assert found["prompt"]["file_sha256"] == sha256((folder / "prompt.json").read_bytes()).hexdigest()
 
 
 def test_another_machines_certificate_is_not_run_again_here(ran: dict[str, Any], folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from random import Random
 from typing import Any
 
@@ -9,7 +10,7 @@ from autosel import models
 from autosel.certify.certificate import Certificate, Proof, RunnerUp
 from autosel.certify.evidence import Grounds
 from autosel.certify.issue import Request, issue
-from autosel.decode.run import Choice, DecodeRun, OpTime, Plan
+from autosel.decode.run import Choice, DecodeRun, OpTime, Plan, PromptDigest
 from autosel.values import Fingerprint, Rate
 
 READ = 40e9  # bytes per second, before each pair
@@ -63,7 +64,8 @@ def decode_run(
         "optimised_first": tuple(rng.random() < 0.5 for _ in range(plan.iters)),
         "ttft_ns": 900_000_000,
         "baseline_ttft_ns": 1_000_000_000,
-        "prompt_tokens": 128,
+        "prompt_tokens": plan.seq - 1,
+        "prompt": changes.pop("prompt_digest", None) or prompt_digest(plan),
         "bytes_per_step": moved,
         "flops_per_step": moved,
         "weights_bytes": plan.model.weight_bytes(plan.dtype),
@@ -80,6 +82,15 @@ def decode_run(
         "python_overhead_share": 0.01,
     }
     return DecodeRun(**made | changes)
+
+
+def prompt_digest(plan: Plan) -> PromptDigest | None:
+    """Of the made-up tokens that such a plan would be fed."""
+    if plan.prompt == "synthetic":
+        return None
+    tokens = sha256(f"{plan.prompt} {plan.seed} {plan.seq}".encode()).hexdigest()
+    named = plan.prompt != "random"
+    return PromptDigest(tokens_sha256=tokens, file_sha256=sha256(plan.prompt.encode()).hexdigest() if named else "")
 
 
 def _choice(number: int, label: str, steps: int) -> Choice:

@@ -32,7 +32,7 @@ from autosel.certify.slo import MissedObjective
 from autosel.certify.statistics import median, median_interval, quantile, speedup_interval
 from autosel.certify.store import BadCertificate, append, lines
 from autosel.certify.verify import verify, wrong
-from autosel.decode.run import Plan
+from autosel.decode.run import Plan, PromptDigest
 from autosel.errors import AutoselError, BadConfig, TooNoisy, UnknownName, UsageError
 from autosel.values import canonical_json, to_json
 from tests.null.certificates import CEILING, GROUNDS, READ, certificate, decode_run, fingerprint
@@ -240,6 +240,77 @@ def test_an_impossible_figure_is_found_in_a_certificate_whose_seal_was_computed_
     )
     redone = seal(dataclasses.replace(fast, **derive(fast)))
     assert "impossible" in wrong(decode(encode(redone)))
+
+
+# --- the prompt ----------------------------------------------------------------------------------------------------
+
+
+def prompted(tokens: str = "a", file: str = "b", **changes: Any) -> Certificate:
+    digest = PromptDigest(tokens_sha256=tokens * 64, file_sha256=file * 64)
+    return certificate(decode_run(prompt_digest=digest, **{"prompt": "p/text.txt", "iters": 20, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stated", "why"),
+    [
+        ("random", None, "no sha256 of the tokens"),
+        ("random", {"tokens_sha256": "ab", "file_sha256": ""}, "no sha256 of the tokens"),
+        ("random", {"tokens_sha256": "a" * 64, "file_sha256": "b" * 64}, "none was named"),
+        ("text.txt", {"tokens_sha256": "a" * 64, "file_sha256": ""}, "no sha256 of the file 'text.txt'"),
+        ("text.txt", {"tokens_sha256": "a" * 64, "file_sha256": "B" * 64}, "no sha256 of the file 'text.txt'"),
+        ("synthetic", {"tokens_sha256": "a" * 64, "file_sha256": ""}, "nothing was said to have run"),
+    ],
+)
+def test_a_certificate_says_which_prompt_was_run(prompt: str, stated: dict[str, str] | None, why: str) -> None:
+    made = certificate(decode_run(prompt=prompt))
+    assert wrong(made) == "" and (made.prompt is None) == (prompt == "synthetic")
+    told = wrong(decode(resealed({**document(made), "prompt": stated})))
+    assert told.startswith("prompt: ") and why in told
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_an_earlier_certificate_says_nothing_of_its_prompt_and_is_read(version: int, tmp_path: Path) -> None:
+    earlier = {name: value for name, value in document().items() if name != "prompt"} | {"version": version}
+    (tmp_path / "old.jsonl").write_bytes(resealed(earlier) + b"\n")
+    found = verify(tmp_path / "old.jsonl").last
+    assert found.prompt is None and found.version == version
+    assert "prompt: " in wrong(decode(resealed({**document(), "version": version})))
+    [change] = compare.compare(compare.of_certificates([SMALL]), compare.read(tmp_path / "old.jsonl"))
+    assert change.note == ""
+    with pytest.raises(ValueError, match="field prompt is missing"):
+        decode(resealed(earlier | {"version": c.VERSION}))
+
+
+def test_a_prompt_that_is_not_the_certified_one_is_refused() -> None:
+    first = prompted()
+    for same in (prompted(), prompted(file="c")):  # of another file with the same tokens nothing is to be said
+        assert rerun.compare(first, same).notes == ()
+    with pytest.raises(UsageError, match=r"p/text\.txt is not the prompt") as refused:
+        rerun.compare(first, prompted(tokens="d", file="c"))
+    assert "dddddddddddd; certified aaaaaaaaaaaa" in refused.value.why and "tokenizer" not in refused.value.why
+    with pytest.raises(UsageError, match="is not the prompt") as refused:
+        rerun.refuse_other_prompt(first, prompted(tokens="d").prompt)
+    assert "the tokenizer is another one" in refused.value.why
+
+
+def test_where_the_prompt_may_be_another_a_rerun_says_so() -> None:
+    drawn = certificate(decode_run(iters=20))
+    other = dataclasses.replace(drawn, prompt=c.Prompt(tokens_sha256="d" * 64, file_sha256=""))
+    assert rerun.compare(drawn, drawn).notes == ()
+    [note] = rerun.compare(drawn, other).notes
+    assert "other tokens were drawn" in note
+    silent = dataclasses.replace(prompted(), version=4, prompt=None)
+    [note] = rerun.compare(silent, prompted()).notes
+    assert "keeps no digest" in note
+    assert rerun.compare(dataclasses.replace(drawn, version=4, prompt=None), drawn).notes == ()
+
+
+def test_figures_on_another_prompt_are_compared_with_that_said() -> None:
+    [one, other] = compare.of_certificates([prompted(), prompted(tokens="d")])
+    notes = [change.note for change in compare.compare([one, other], [one])]
+    assert notes == ["", "then on another prompt"]
+    elsewhere = dataclasses.replace(one, device="Other CPU")
+    assert compare.compare([other], [elsewhere])[0].note == "then on Other CPU, on another prompt"
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------

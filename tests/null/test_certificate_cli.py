@@ -17,15 +17,18 @@ from autosel.certify.certificate import Certificate
 from autosel.certify.forecast import forecast
 from autosel.certify.issue import Request, chained, issue
 from autosel.certify.physics import ImpossibleRun
+from autosel.certify.report import page
+from autosel.certify.words import prompted
 from autosel.cli.certificate import suite_text, summary, where_line
 from autosel.cli.main import run
 from autosel.cli.progress import Progress, Within
 from autosel.cli.run import MEASURED, Asked, failed, run_command
 from autosel.cli.suite import TAKEN, command
-from autosel.cli.verify import command_of, located, rerun_words
+from autosel.cli.verify import command_of, located, rerun_words, run_again
 from autosel.cli.writable import refuse_file, refuse_folder
+from autosel.decode.prompt import prompts
 from autosel.decode.run import DecodeRun, Plan
-from autosel.errors import AutoselError, BadConfig, ParityError
+from autosel.errors import AutoselError, BadConfig, ParityError, UsageError
 from autosel.values import to_json
 from tests.null.certificates import GROUNDS, certificate, decode_run, fingerprint
 from tests.null.test_run_refusals import CONFIG
@@ -249,6 +252,38 @@ def test_the_summary_fits_80_columns_and_says_a_part_a_miss_and_a_failure() -> N
     text = summary(part, audit(part))
     assert "llama-1b[4/16 layers]" in text and "4 of 16 layers only" in text and "NOT verified" in text
     assert "verify --rerun f.jsonl:1" in where_line(made, Path("f.jsonl"))
+
+
+@pytest.mark.parametrize(("prompt", "batch"), [("random", 1), ("folder/a text of one word.txt", 4), ("x" * 30, 64)])
+def test_the_summary_says_which_prompt_was_run(prompt: str, batch: int) -> None:
+    made = certificate(decode_run(prompt=prompt, batch=batch))
+    assert made.prompt is not None
+    lines = summary(made, audit(made)).splitlines()
+    words = " ".join(" ".join(lines).split())
+    name = "drawn at random" if prompt == "random" else Path(prompt).name
+    each = " a sequence" if batch > 1 else ""
+    assert f"prompt {name}, 2047 tokens{each}, sha256:{made.prompt.tokens_sha256[:12]}" in words
+    assert ("file sha256:" + made.prompt.file_sha256[:12] in words) is (prompt != "random")
+    assert max(map(len, lines)) <= 80 and prompted(made) in page(made, {})
+    unrun = certificate(decode_run(prompt="synthetic"))
+    assert "sha256" not in summary(unrun, audit(unrun))
+
+
+def test_a_rerun_reads_the_prompt_before_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "prompt.json"
+    text.write_text(json.dumps([1, 2, 3, 4, 5]))
+    words = f"./run run --model llama-1b --seq 5 --iters 20 --prompt {text}"
+    digest = prompts(command_of(dataclasses.replace(certificate(), repro_cmd=words)).plan()).digest
+    run = decode_run(iters=20, seq=5, prompt=str(text), prompt_digest=digest)
+    made = certificate(run, repro_cmd=words)
+    monkeypatch.setattr("autosel.fingerprint.take", lambda device: run.fingerprint)
+    monkeypatch.setattr("autosel.cli.run.measured", lambda plan, text: run)
+    monkeypatch.setattr("autosel.cli.run.grounds", lambda run: GROUNDS)
+    assert run_again(made).notes == ()
+    text.write_text(json.dumps([1, 2, 3, 9, 5]))
+    monkeypatch.setattr("autosel.cli.run.measured", lambda plan, text: pytest.fail("it was measured first"))
+    with pytest.raises(UsageError, match="is not the prompt that was certified"):
+        run_again(made)
 
 
 def test_a_run_that_nothing_was_decided_for_says_so_and_how_to_decide() -> None:

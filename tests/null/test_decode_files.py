@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from autosel import models
 from autosel.decode import weights as loading
 from autosel.decode.prompt import prompts
-from autosel.decode.run import Plan
+from autosel.decode.run import Plan, PromptDigest
 from autosel.decode.safetensors import open_folder, read_header
 from autosel.decode.weights import Weights, load_weights
 from autosel.errors import AutoselError, BadConfig, UsageError
@@ -264,14 +265,38 @@ def plan(tmp_path: Path, **changes: Any) -> Plan:
 
 
 def test_a_prompt_is_drawn_or_read(tmp_path: Path) -> None:
-    drawn = prompts(plan(tmp_path, batch=2, seq=6))
+    drawn = prompts(plan(tmp_path, batch=2, seq=6)).rows
     assert [len(row) for row in drawn] == [5, 5]
     assert drawn[0] != drawn[1]
     path = tmp_path / "prompt.json"
     path.write_text("[1, 2, 3, 4, 5]")
-    assert prompts(plan(tmp_path, prompt=str(path), seq=4, batch=2)) == [[1, 2, 3], [1, 2, 3]]
+    assert prompts(plan(tmp_path, prompt=str(path), seq=4, batch=2)).rows == [[1, 2, 3], [1, 2, 3]]
     path.write_text("[[1, 2, 3], [4, 5, 6, 7]]")
-    assert prompts(plan(tmp_path, prompt=str(path), seq=4, batch=3)) == [[1, 2, 3], [4, 5, 6], [1, 2, 3]]
+    assert prompts(plan(tmp_path, prompt=str(path), seq=4, batch=3)).rows == [[1, 2, 3], [4, 5, 6], [1, 2, 3]]
+
+
+def test_a_prompt_is_told_by_what_sha256sum_says_of_its_tokens_and_of_its_file(tmp_path: Path) -> None:
+    def digest(text: str, **changes: Any) -> PromptDigest | None:
+        (tmp_path / "prompt.json").write_bytes(text.encode())
+        return prompts(plan(tmp_path, **{"prompt": str(tmp_path / "prompt.json"), "seq": 4, **changes})).digest
+
+    plain = digest("[1, 2, 3, 4]")
+    assert plain is not None
+    assert plain.tokens_sha256 == sha256(b"[[1,2,3]]").hexdigest()
+    assert plain.file_sha256 == sha256(b"[1, 2, 3, 4]").hexdigest()
+    spelt = digest("[1,\r\n2, 3, 4]")  # the same tokens in another file
+    assert spelt is not None and spelt.tokens_sha256 == plain.tokens_sha256
+    assert spelt.file_sha256 == sha256(b"[1,\r\n2, 3, 4]").hexdigest()
+    tokens = {plain.tokens_sha256}
+    for other in (digest("[1, 2, 4, 4]"), digest("[1, 2, 3, 4]", seq=5), digest("[1, 2, 3, 4]", batch=2)):
+        assert other is not None and other.tokens_sha256 not in tokens
+        tokens.add(other.tokens_sha256)
+
+
+def test_a_drawn_prompt_has_no_file_and_one_that_is_not_run_no_digest(tmp_path: Path) -> None:
+    drawn, again, other = (prompts(plan(tmp_path, seq=9, seed=seed)).digest for seed in (1, 1, 2))
+    assert drawn is not None and drawn == again != other and drawn.file_sha256 == ""
+    assert prompts(plan(tmp_path, seq=9, prompt="synthetic")).digest is None
 
 
 @pytest.mark.parametrize(
