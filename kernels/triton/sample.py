@@ -155,7 +155,7 @@ def _sample(
             at_p = _threshold(scores, V, peak, wanted, False, BLOCK)
             if at_p >= key:
                 many, heavy, one = _above(scores, V, peak, at_p, BLOCK)
-                needed = tl.maximum(tl.ceil((wanted - heavy) / tl.maximum(one, 1e-38)), 1.0)
+                needed = tl.maximum(tl.ceil((wanted - heavy) / tl.maximum(one, 1.2e-38)), 1.0)
                 ties = tl.where(at_p == key, tl.minimum(ties, needed), needed)
                 key = at_p
                 total = heavy + tl.where(one > 0, ties * one, 0.0)

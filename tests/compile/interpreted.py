@@ -2,7 +2,7 @@
 
 Imported first in a worker: whether `triton.jit` compiles or interprets is settled when Triton is imported.
 
-The interpreter (3.9) keeps bf16 as uint16 and e4m3 as uint8, and treats them so: `dot` multiplies the bit patterns, a
+The interpreter (3.6 to 3.9) keeps bf16 as uint16 and e4m3 as uint8, and treats them so: `dot` multiplies the bit patterns, a
 conversion to bf16 drops the low half instead of rounding it and loses subnormals. Three functions are replaced by what
 a GPU does. The others replaced are for speed: operands need no copying, and what is the same for every operation is
 done once.
@@ -93,6 +93,8 @@ def _patched_once() -> Any:
     """The language's functions are replaced by interpreted ones at the first launch, and stay so."""
     scope = _patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     scope._changes.clear()
+    # Triton 3.6's own makes a number of an array of one element, which recent NumPy refuses.
+    tl.tensor.__index__ = lambda self: int(self.handle.data.item())
     return scope
 
 

@@ -149,6 +149,17 @@ def test_a_torch_of_the_active_environment_is_reused(made):
     assert subprocess.run(seen, capture_output=True, text=True).stdout.strip() == torch.__file__
 
 
+def test_who_asks_site_for_the_folders_of_packages_is_told_of_the_active_environments(made):
+    import torch
+
+    checkout, _ = made
+    python = str(checkout / ".venv" / "bin" / "python")
+    asked = [python, "-P", "-c", "import json, site; print(json.dumps(site.getsitepackages()))"]
+    first, *others = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
+    assert Path(first).is_relative_to(checkout / ".venv")  # its own come first
+    assert str(Path(torch.__file__).parents[1]) in others
+
+
 def test_a_second_start_does_nothing_but_hand_over(made):
     checkout, _ = made
     before = {p.name: p.stat().st_mtime_ns for p in (checkout / ".venv").iterdir()}
