@@ -1,11 +1,12 @@
-"""Real serving engines and kernel libraries for the tests: their published wheels, unpacked without the dependencies
-that pin another torch.
+"""Real serving engines, kernel libraries and compilers for the tests: their published wheels, unpacked without the
+dependencies that pin another torch.
 
-    python tests/engines.py        fetches them below .venv/engines (about 0.9 GB; kept: 180 MB)
+    python tests/engines.py        fetches them below .venv/engines (about 1.2 GB; kept: 1.3 GB, half of it a Triton)
 
 Of an engine the Python and JSON files are kept; of what they import, what engines.txt lists. That is enough for their
 own lookups, parsers and registries, and for the signatures of their functions; of their kernels for liger-kernel's
-alone, which are Triton's: nothing is served.
+alone, which are Triton's: nothing is served. Compilers are kept whole: the oldest Triton admitted, and NVRTC, which
+cupy compiles the probes with.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ WHEELS = {
     "liger-kernel": "liger-kernel==0.8.5",
     "quack-kernels": "quack-kernels==0.6.5",
     "flash-attn-4": "flash-attn-4==4.0.0b36",
+    "triton": "triton==3.6.0",
+    "nvrtc": "nvidia-cuda-nvrtc==13.0.88",
 }
-WHOLE = ("kernels", "sglang")  # a compiled parser; sources that its import looks for
+# A compiled parser; sources that its import looks for; compilers.
+WHOLE = ("kernels", "sglang", "triton", "nvrtc")
 KEPT = (".py", ".json", ".toml", "METADATA", "entry_points.txt")
 DEPENDENCIES = Path(__file__).with_suffix(".txt")
 FETCHED = ENGINES / "dependencies" / DEPENDENCIES.name  # the list as it was then
@@ -76,9 +80,11 @@ def _unpack(engine: str, wanted: str) -> None:
         making = Path(scratch) / "unpacked"
         for wheel in Path(scratch).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
-                for name in archive.namelist():
-                    if engine in WHOLE or name.endswith(KEPT):
-                        archive.extract(name, making)
+                for entry in archive.infolist():
+                    if engine in WHOLE or entry.filename.endswith(KEPT):
+                        made = archive.extract(entry, making)
+                        if entry.external_attr >> 16 & 0o100:  # a compiler's assembler
+                            os.chmod(made, 0o755)
         making.rename(ENGINES / engine)
 
 

@@ -22,7 +22,8 @@ DRIVER = "libcuda.so.1"  # what a GPU's driver installs, and a toolkit does not
 LEAST_CC = (8, 0)  # cp.async, bf16 arithmetic
 BASE_FLAGS = ("-std=c++17", "-O3", "-lineinfo", "-shared", "-Xcompiler", "-fPIC")
 NO_NVCC = (
-    "no nvcc found; install the CUDA toolkit, or with pip: cuda-toolkit[nvcc,cccl,cudart], or name it in CUDA_HOME"
+    "no nvcc found; install the CUDA toolkit, or with pip: cuda-toolkit[nvcc,nvvm,crt,cccl,cudart], or name it in "
+    "CUDA_HOME"
 )
 
 
@@ -32,6 +33,7 @@ class Nvcc:
     version: str
     home: Path  # of the toolkit: above bin, include, lib
     architectures: tuple[int, ...]  # 80, 86, ... without the `a`
+    beside: tuple[Path, ...] = ()  # where more of the same toolkit is
 
 
 @cache
@@ -46,7 +48,8 @@ def find_nvcc() -> Nvcc | None:
         found = tuple(sorted({int(n) for n in re.findall(r"compute_(\d+)", listed.stdout)}))
         if said.returncode == 0 and found:
             version = next((line for line in said.stdout.splitlines() if "release" in line), "nvcc")
-            return Nvcc(path=path, version=version.strip(), home=_home(path), architectures=found)
+            home = _home(path)
+            return Nvcc(path=path, version=version.strip(), home=home, architectures=found, beside=_beside(home))
     return None
 
 
@@ -58,9 +61,24 @@ def _places() -> Iterator[str]:
     if on_path:
         yield on_path
     yield "/usr/local/cuda/bin/nvcc"
-    package = importlib.util.find_spec("nvidia")  # pip's packages share this namespace
-    for folder in package.submodule_search_locations or () if package else ():
-        yield from sorted(str(p) for p in Path(folder).glob("*/bin/nvcc"))
+    for folder in _pips():
+        yield from sorted(str(p) for p in folder.glob("*/bin/nvcc"))
+
+
+def _pips() -> list[Path]:
+    """Where pip puts CUDA's packages: one folder in each environment that Python sees."""
+    package = importlib.util.find_spec("nvidia")  # a namespace that they share
+    folders = package.submodule_search_locations if package else None
+    return list(dict.fromkeys(Path(folder).resolve() for folder in folders or ()))
+
+
+def _beside(home: Path) -> tuple[Path, ...]:
+    """The rest of a toolkit of pip's: an environment that reuses another's torch installs nvcc, and finds the runtime's
+    headers there already, where nvcc does not look."""
+    pips = _pips()
+    if home.parent not in pips:
+        return ()
+    return tuple(other for folder in pips if (other := folder / home.name) != home and other.is_dir())
 
 
 def _home(path: str) -> Path:
@@ -95,5 +113,13 @@ def why_not(cc: tuple[int, int]) -> str:
 
 def command(nvcc: Nvcc, cxx: str, source: Path, flags: tuple[str, ...], output: Path) -> list[str]:
     """Without tvm-ffi's includes and library, which every source needs."""
-    libraries = [f"-L{folder}" for folder in (nvcc.home / "lib64", nvcc.home / "lib") if folder.is_dir()]
-    return [nvcc.path, "-ccbin", cxx, *BASE_FLAGS, *flags, str(source), "-o", str(output), *libraries]
+    places = [nvcc.home / "lib64", nvcc.home / "lib", *(home / "lib" for home in nvcc.beside)]
+    libraries = [f"-L{folder}" for folder in places if folder.is_dir()]
+    output_and_libraries = ["-o", str(output), *libraries]
+    return [nvcc.path, "-ccbin", cxx, *BASE_FLAGS, *flags, *headers(nvcc), str(source), *output_and_libraries]
+
+
+def headers(nvcc: Nvcc) -> list[str]:
+    """For nvcc's command line: headers of its toolkit that it would not find by itself."""
+    folders = [home / "include" / part for home in nvcc.beside for part in ("", "cccl")]
+    return [word for folder in folders if folder.is_dir() for word in ("-isystem", str(folder))]

@@ -2,10 +2,10 @@
 
 Imported first in a worker: whether `triton.jit` compiles or interprets is settled when Triton is imported.
 
-The interpreter (3.6 to 3.9) keeps bf16 as uint16 and e4m3 as uint8, and treats them so: `dot` multiplies the bit patterns, a
-conversion to bf16 drops the low half instead of rounding it and loses subnormals. Three functions are replaced by what
-a GPU does. The others replaced are for speed: operands need no copying, and what is the same for every operation is
-done once.
+The interpreter (3.6 to 3.9) keeps bf16 as uint16 and e4m3 as uint8, and treats them so: `dot` multiplies the bit
+patterns, a conversion to bf16 drops the low half instead of rounding it and loses subnormals. Three functions are
+replaced by what a GPU does. The others replaced are for speed: operands need no copying, and what is the same for
+every operation is done once.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 
 from autosel import resources, settings
 from autosel.native.compile import sources_digest
-from autosel.native.cuda import find_nvcc, target_flags
+from autosel.native.cuda import Nvcc, find_nvcc, headers, target_flags
 from tests.compile.emulate import includes, keep
 
 
@@ -42,16 +42,17 @@ def functions(source: str, cc: tuple[int, int], *macros: str) -> tuple[Function,
     text = "\0".join([sources_digest(f"cuda/{source}.cu"), nvcc.version, *flags])
     kept = settings.home() / "machine-code" / f"{source}-{hashlib.sha256(reader + text.encode()).hexdigest()[:24]}.json"
     if not kept.is_file():
-        found = _compiled(nvcc.path, resources.kernels() / "cuda" / f"{source}.cu", flags)
+        found = _compiled(nvcc, resources.kernels() / "cuda" / f"{source}.cu", flags)
         keep(kept, json.dumps([asdict(f) for f in found]))
     return tuple(Function(**{**f, "order": tuple(f["order"])}) for f in json.loads(kept.read_text()))
 
 
-def _compiled(nvcc: str, source: Path, flags: list[str]) -> list[Function]:
+def _compiled(nvcc: Nvcc, source: Path, flags: list[str]) -> list[Function]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         only = [i for i in includes() if i.startswith("-I")]
-        command = [nvcc, *flags, *only, "-Xptxas", "-v", "-cubin", str(source), "-o", str(cubin)]
+        words = [*flags, *headers(nvcc), *only, "-Xptxas", "-v", "-cubin", str(source), "-o", str(cubin)]
+        command = [nvcc.path, *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr[:4000]
         code = _instructions(cubin)

@@ -1,0 +1,32 @@
+"""`python tests/compile/compiled_by.py CC`: compile every Triton kernel for one known device of that compute
+capability, with whichever Triton is first on the path; print its version, then what is wrong, a line each.
+
+The first shape of each op, in bf16, with the knobs that the device would be given.
+"""
+
+# ruff: noqa: T201  (it prints what it found)
+
+from __future__ import annotations
+
+import sys
+
+import triton
+
+from tests.compile.aot import problems
+from tests.compile.triton_kernels import KERNELS, SHAPES, TARGETS
+
+
+def main(major: int, minor: int) -> None:
+    print(triton.__version__)
+    device = TARGETS[major, minor]
+    for name, kernel in KERNELS.items():
+        try:
+            found = problems(kernel, device, SHAPES[kernel.op][:1], ("bf16",), spills=False)
+        except Exception as error:  # whatever a compiler raises is what is looked for
+            found = [f"{type(error).__name__}: {error}"]
+        for problem in found:
+            print(f"{name}: {problem}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*(int(word) for word in sys.argv[1].split(".")))

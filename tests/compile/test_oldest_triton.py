@@ -1,0 +1,39 @@
+"""Triton's oldest release that the extras admit, the one that the oldest torch comes with: who serves a model pins his
+own, and a kernel that the newest compiles another may refuse."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton: the `cross` extra")
+
+from tests.compile.emulate import todays
+from tests.compile.triton_kernels import TARGETS
+from tests.engines import ROOT, WHEELS, missing, paths
+
+SCRIPT = Path(__file__).with_name("compiled_by.py")
+
+
+def test_the_oldest_is_the_one_that_the_extras_name() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    name, _, version = WHEELS["triton"].partition("==")
+    for extra in ("cuda12", "cuda13", "cross"):
+        (lowest,) = [w for w in extras[extra] if w.startswith(name)]
+        assert version.startswith(lowest.removeprefix("triton>="))
+
+
+@pytest.mark.skipif(missing("triton") != "", reason=missing("triton"))
+def test_every_triton_kernel_compiles_with_the_oldest_triton_too() -> None:
+    """For one target a day."""
+    major, minor = todays(sorted(TARGETS))
+    command = [sys.executable, "-P", str(SCRIPT), f"{major}.{minor}"]
+    environment = {**os.environ, "PYTHONPATH": paths("triton")}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.split() == [WHEELS["triton"].partition("==")[2]]  # its version, and no complaint
