@@ -391,6 +391,7 @@ def test_without_network_it_says_what_fills_a_wheelhouse_for_this_machine(script
     """On a host with a GPU also what measures and compiles there: `./run gpu --wheelhouse DIR` asks for it."""
     pip_that(lambda what: False, words="NewConnectionError: [Errno 101] Network is unreachable")
     monkeypatch.setattr(script, "driver", lambda: gpu)
+    monkeypatch.setattr(script, "toolkit", lambda: False)
     monkeypatch.setattr(script, "torch_of_venv", lambda: None)
     with pytest.raises(script.Stop) as stopped:
         script.explain_pip_failure("autosel and its dependencies cannot be installed")
@@ -634,18 +635,20 @@ def test_the_long_forms_are_installed_with_what_they_skip_without(script):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "extras"),
+    ("gpu", "toolkit", "extras"),
     [
-        (None, ()),
-        ({"cuda": [12, 8], "cc_major": 9}, ("cuda12",)),
-        ({"cuda": [13, 0], "cc_major": 9}, ("cuda13",)),
+        (None, True, ()),
+        ({"cuda": [12, 8], "cc_major": 9}, False, ("cuda12",)),
+        ({"cuda": [13, 0], "cc_major": 9}, False, ("cuda13",)),
+        ({"cuda": [13, 0], "cc_major": 9}, True, ("cuda13-system",)),
     ],
 )
-def test_gpu_is_given_what_measures_and_compiles_for_the_driver(script, tmp_path, monkeypatch, gpu, extras):
+def test_gpu_is_given_what_measures_and_compiles_for_the_driver(script, tmp_path, monkeypatch, gpu, toolkit, extras):
     seen = []
     monkeypatch.setattr(script, "driver", lambda: gpu)
+    monkeypatch.setattr(script, "toolkit", lambda: toolkit)
     monkeypatch.setattr(script, "torch_of_venv", lambda: None)
-    monkeypatch.setattr(script, "prepare", lambda wanted, options: seen.append((wanted, options["wheelhouse"])))
+    monkeypatch.setattr(script, "prepare", lambda wanted, options, _: seen.append((wanted, options["wheelhouse"])))
     monkeypatch.setattr(script, "hand_over", lambda *command: seen.append(command[1:]))
     for spelled in (["--wheelhouse", str(tmp_path)], [f"--wheelhouse={tmp_path}"]):
         seen.clear()
@@ -661,6 +664,7 @@ def test_gpu_is_given_what_measures_and_compiles_for_the_driver(script, tmp_path
 def test_at_first_contact_a_gpu_gets_what_measures_on_it(script, monkeypatch, words, there, wanted):
     seen = []
     monkeypatch.setattr(script, "driver", lambda: {"cuda": [13, 0], "cc_major": 9})
+    monkeypatch.setattr(script, "toolkit", lambda: False)
     monkeypatch.setattr(script, "torch_of_venv", lambda: None)
     monkeypatch.setattr(script, "ready", lambda extras: {"torch": "2.13.0"} if there else None)
     monkeypatch.setattr(script, "prepare", lambda extras, options, announce=False: seen.append(extras))
@@ -669,20 +673,61 @@ def test_at_first_contact_a_gpu_gets_what_measures_on_it(script, monkeypatch, wo
     assert seen == wanted
 
 
-def test_where_that_cannot_be_had_it_says_so_and_works_with_the_cpu(script, monkeypatch, capsys):
-    seen = []
+@pytest.fixture
+def obtainable(script, monkeypatch):
+    """obtainable(driver's CUDA, *extras): a host with a GPU and no toolkit, where only these can be installed. Returns
+    the extras that were tried."""
 
-    def prepare(extras, options, announce=False):
-        seen.append(extras)
-        if extras:
-            raise script.Stop("autosel and its dependencies cannot be installed", "no network", "--wheelhouse DIR")
+    def host(cuda, *can_be_had):
+        tried = []
 
-    monkeypatch.setattr(script, "driver", lambda: {"cuda": [12, 8], "cc_major": 9})
-    monkeypatch.setattr(script, "torch_of_venv", lambda: None)
-    monkeypatch.setattr(script, "ready", lambda extras: None)
-    monkeypatch.setattr(script, "prepare", prepare)
-    monkeypatch.setattr(script, "hand_over", lambda *command: 0)
+        def prepare(extras, options, announce=False):
+            tried.append(extras)
+            if extras not in can_be_had:
+                raise script.Stop("autosel and its dependencies cannot be installed", "no network", "--wheelhouse DIR")
+
+        monkeypatch.setattr(script, "driver", lambda: {"cuda": cuda, "cc_major": 9})
+        monkeypatch.setattr(script, "toolkit", lambda: False)
+        monkeypatch.setattr(script, "torch_of_venv", lambda: None)
+        monkeypatch.setattr(script, "ready", lambda extras: None)
+        monkeypatch.setattr(script, "prepare", prepare)
+        monkeypatch.setattr(script, "hand_over", lambda *command: 0)
+        return tried
+
+    return host
+
+
+def test_where_that_cannot_be_had_it_says_so_and_works_with_the_cpu(script, obtainable, capsys):
+    tried = obtainable([12, 8], ())
     script.main(["best", "attn"])
     said = "".join(capsys.readouterr())
-    assert seen == [("cuda12",), ()]
+    assert tried == [("cuda12",), ()]
     assert "warning: no cuda12" in said and "no network" in said and "left aside" in said
+
+
+@pytest.mark.parametrize("words", [["gpu", "--stage", "parity"], ["tune"]], ids=["gpu", "first contact"])
+def test_pips_toolkit_is_done_without_where_it_cannot_be_had(script, obtainable, words, capsys):
+    """A wheelhouse without these 200 MB: what needs no compiler runs, and what does says what it misses."""
+    tried = obtainable([13, 0], ("cuda13-system",), ())
+    script.main(words)
+    said = "".join(capsys.readouterr())
+    assert tried == [("cuda13",), ("cuda13-system",)]
+    assert "warning: no cuda13: autosel" in said and "without pip's CUDA toolkit" in said
+
+
+def test_gpu_does_not_go_on_with_nothing_that_measures_one(script, obtainable):
+    obtainable([13, 0], ())
+    with pytest.raises(script.Stop, match="cannot be installed"):
+        script.main(["gpu"])
+
+
+def test_a_toolkit_is_one_with_all_that_is_started(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(script, "USUAL_HOME", str(tmp_path / "nowhere"))
+    assert not script.toolkit()
+    (tmp_path / "bin").mkdir()
+    for name in ("nvcc", "compute-sanitizer"):
+        assert not script.toolkit()
+        (tmp_path / "bin" / name).touch(mode=0o755)
+    assert script.toolkit()
