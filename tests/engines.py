@@ -43,10 +43,16 @@ FETCHED = ENGINES / "dependencies" / DEPENDENCIES.name  # the list as it was the
 
 def missing(*engines: str) -> str:
     """Why these cannot be asked here, or "": the reason a test skips with."""
-    absent = [e for e in (*engines, "dependencies", "shim") if not (ENGINES / e).is_dir()]
+    absent = [e for e in engines if not _there(e)]
+    absent += [folder for folder in ("dependencies", "shim") if not (ENGINES / folder).is_dir()]
     if not absent and not _current():
         absent = ["what they import now"]
     return f"{', '.join(absent)} not fetched: python tests/engines.py" if absent else ""
+
+
+def _there(engine: str) -> bool:
+    """In the version that is wanted now."""
+    return any((ENGINES / engine).glob(f"*-{WHEELS[engine].partition('==')[2]}.dist-info"))
 
 
 def _current() -> bool:
@@ -62,7 +68,7 @@ def paths(*engines: str) -> str:
 def fetch() -> None:
     ENGINES.mkdir(parents=True, exist_ok=True)
     for engine, wanted in WHEELS.items():
-        if not (ENGINES / engine).is_dir():
+        if not _there(engine):
             _unpack(engine, wanted)
     if not _current():
         making = ENGINES / "dependencies.making"
@@ -85,6 +91,7 @@ def _unpack(engine: str, wanted: str) -> None:
                         made = archive.extract(entry, making)
                         if entry.external_attr >> 16 & 0o100:  # a compiler's assembler
                             os.chmod(made, 0o755)
+        shutil.rmtree(ENGINES / engine, ignore_errors=True)
         making.rename(ENGINES / engine)
 
 
