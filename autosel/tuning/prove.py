@@ -7,29 +7,31 @@ from collections.abc import Sequence
 from concurrent.futures import as_completed
 
 from autosel.errors import BuildError
-from autosel.native.compile import compile_source
 from autosel.parity.check import Proof, Terms, check_all
+from autosel.tuning.builds import Builds
 from autosel.tuning.job import Job, Tuning, Way
 from autosel.tuning.pool import pool
 from autosel.values import Failed, NativeRecipe, Parity, Passed, Workload
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 2  # builds or proofs; nothing is timed here, so that cores may be shared
+AT_ONCE = 2  # proofs; nothing is timed here, so that cores may be shared
 
 Member = tuple[Job, Way]
 
 
 def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
-    """Each build and its proofs in one task; proofs are stored as they come, and stored ones reused.
+    """The proofs of each build in one task; proofs are stored as they come, and stored ones reused.
 
     A way that does not compile, or fails, leaves its job with the reason. The baseline is proven like the rest; if it
     fails that is reported, and it still is what must be beaten: a failing baseline does not shield itself. At the
     deadline nothing new starts, and a job with a way left unproven is late.
     """
     groups = _groups(jobs)
-    with pool(AT_ONCE) as executor:
-        futures = {executor.submit(_prepare, tuning, members): members for members in groups}
+    recipes = (members[0][1].recipe for members in groups)
+    native = [recipe for recipe in recipes if isinstance(recipe, NativeRecipe)]
+    with Builds(native, over=lambda: tuning.over) as builds, pool(AT_ONCE) as executor:
+        futures = {executor.submit(_prepare, tuning, builds, members): members for members in groups}
         for done, future in enumerate(as_completed(futures), 1):
             members = futures[future]
             try:
@@ -72,15 +74,16 @@ def _process_of(way: Way) -> str:
     return way.build_digest
 
 
-def _prepare(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
-    """Compile the group's recipe, then prove what the ledger does not know yet; nothing where the time was over
+def _prepare(tuning: Tuning, builds: Builds, members: Sequence[Member]) -> list[Parity]:
+    """Have the group's recipe compiled, then prove what the ledger does not know yet; nothing where the time was over
     before it began. Raises BuildError."""
     way = members[0][1]
     if tuning.over:
         return []
     if isinstance(way.recipe, NativeRecipe):
         tuning.tally.stage("parity", f"compiling {way.recipe.source}", 0, 0)
-        compile_source(way.recipe.source, way.recipe.flags)
+        if builds.wait(way.recipe) is None:
+            return []
     known = [_known(tuning, job, way) for job, way in members]
     missing = [member for member, parity in zip(members, known, strict=True) if parity is None]
     if missing and tuning.clock() > tuning.deadline:  # a compiler may have taken the rest

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autosel.candidates.base import Candidate
-from autosel.values import Accepted, Fingerprint, Knobs, NativeRecipe, Rejected, Scalar, Support, Workload
+from autosel.values import Accepted, DTypeName, Fingerprint, Knobs, NativeRecipe, Rejected, Scalar, Support, Workload
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.variants import feature_of, variants
 
@@ -41,12 +41,27 @@ def entries(scope: Scope, fp: Fingerprint) -> list[Entry]:
     first, so that a run which is cut short has met all of them. What contracts know beyond the model's own workloads
     (windows, softcaps, ...) each candidate meets once, in the first dtype: the other dtypes are other numbers in the
     same code."""
-    found: list[Entry] = []
-    for dtype in scope.dtypes:
-        workloads = [named.workload for named in scope.everything(dtype=dtype)]
-        varied = variants(scope, dtype) if dtype == scope.dtypes[0] else ()
-        found += _of_dtype(scope, fp, workloads, varied)
+    found = [entry for dtype in scope.dtypes for entry in _in_dtype(scope, fp, dtype, varied=dtype == scope.dtypes[0])]
     return sorted(found, key=lambda e: e.further)
+
+
+def entry_named(name: str, scope: Scope, fp: Fingerprint) -> Entry:
+    """One of `entries` by its name."""
+    return next(e for e in entries_of(name, scope, fp) if e.name == name)
+
+
+def entries_of(name: str, scope: Scope, fp: Fingerprint) -> list[Entry]:
+    """Those of `entries` whose names begin with these words: op, candidate, dtype. To list what the other ops take
+    would take seconds."""
+    op, candidate, dtype = name.split(" ")[:3]
+    first = dtype == scope.dtypes[0]
+    listed = _in_dtype(replace(scope, ops=(op,)), fp, dtype, varied=first)  # type: ignore[arg-type]
+    return [entry for entry in listed if entry.candidate.name == candidate]
+
+
+def _in_dtype(scope: Scope, fp: Fingerprint, dtype: DTypeName, *, varied: bool) -> Iterator[Entry]:
+    workloads = [named.workload for named in scope.everything(dtype=dtype)]
+    return _of_dtype(scope, fp, workloads, variants(scope, dtype) if varied else ())
 
 
 def _of_dtype(scope: Scope, fp: Fingerprint, own: Sequence[Workload], varied: Sequence[Workload]) -> Iterator[Entry]:
@@ -117,8 +132,6 @@ def entrant(candidate: Candidate, w: Workload, fp: Fingerprint, knobs: Mapping[s
 
 def with_values(knobs: Knobs, values: Mapping[str, Scalar]) -> Knobs:
     """The same knobs with some values replaced."""
-    from dataclasses import replace
-
     unknown = set(values) - set(knobs.values)
     assert not unknown, f"no knobs {sorted(unknown)}"
     return Knobs(settings=tuple(replace(k, value=values.get(k.name, k.value)) for k in knobs.settings))

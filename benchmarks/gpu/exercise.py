@@ -1,6 +1,7 @@
-"""`python exercise.py SCOPE ENTRY CHECKS`: call one kernel on a share of its hostile cases, and compare what it gives.
+"""`python exercise.py SCOPE CHECKS BUILD ...`: call kernels on a share of their hostile cases, compare what they give.
 
-Run under a sanitizer. CHECKS: on a CPU, what the kernel is compiled to look for. The last line says how many cases.
+Run under a sanitizer. CHECKS: on a CPU, what the kernels are compiled to look for. BUILD: names of entries. The last
+line says how many cases.
 """
 
 # ruff: noqa: E402  (the checkout first: this file is run by path)
@@ -8,6 +9,7 @@ Run under a sanitizer. CHECKS: on a CPU, what the kernel is compiled to look for
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,21 +28,35 @@ from autosel.race.device import same_layout
 from autosel.tuning.prove import proof_of
 from autosel.tuning.shortlist import way_of
 from autosel.values import Fingerprint, NativeRecipe, Rejected
-from benchmarks.gpu.entrants import entries
+from benchmarks.gpu.entrants import Entry, entry_named
 from benchmarks.gpu.graph import set_up
+from benchmarks.gpu.sanitizer import STEP
 from benchmarks.gpu.scope import Scope
 
-STEP = "step "
 STEP_SEQ = 256
 CASES = 8  # spread over the battery: every shape class, some hostile values
 
 
-def main(scope: Scope, name: str, checks: str) -> int:
+def main(scope: Scope, checks: str, names: Sequence[str]) -> int:
     torch.set_num_threads(1)
     fp = fingerprint.take(scope.device)
-    if name.startswith(STEP):
+    if names[0].startswith(STEP):
         return whole_step(scope, fp)
-    entry = next(e for e in entries(scope, fp) if e.name == name)
+    count = 0
+    for name in names:
+        entry = entry_named(name, scope, fp)
+        wrong, cases = exercised(entry, scope, fp, checks)
+        if wrong:
+            print(f"wrong: {name}: {wrong}", file=sys.stderr)
+            return 1
+        count += cases
+        print(name, flush=True)
+    print(f"{count} cases")
+    return 0
+
+
+def exercised(entry: Entry, scope: Scope, fp: Fingerprint, checks: str) -> tuple[str, int]:
+    """What is wrong, and how many cases were called."""
     way, op = way_of(entry.candidate, entry.workload, fp), OPS[entry.candidate.op]
     recipe, digest = way.recipe, ""
     if isinstance(recipe, NativeRecipe):
@@ -63,10 +79,8 @@ def main(scope: Scope, name: str, checks: str) -> int:
         got = [(written[n] if n in written else next(left)).cpu() for n in op.output_names]
         found = op.verify(drawn, got)
         if isinstance(found, Mismatch):
-            print(f"wrong: {case.name}: {found.check}: {found.reason}", file=sys.stderr)
-            return 1
-    print(f"{len(cases)} cases")
-    return 0
+            return f"{case.name}: {found.check}: {found.reason}", 0
+    return "", len(cases)
 
 
 def whole_step(scope: Scope, fp: Fingerprint) -> int:
@@ -96,4 +110,4 @@ def whole_step(scope: Scope, fp: Fingerprint) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Scope.from_text(sys.argv[1]), sys.argv[2], sys.argv[3]))
+    sys.exit(main(Scope.from_text(sys.argv[1]), sys.argv[2], sys.argv[3:]))

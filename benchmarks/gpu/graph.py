@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from autosel.values import Fingerprint
-from benchmarks.gpu.entrants import Entry, entrant, entries
+from benchmarks.gpu.entrants import Entry, entrant, entries, entry_named
 from benchmarks.gpu.scope import Scope, is_ours
 from benchmarks.gpu.stages import Found, Table
 
@@ -36,7 +36,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
         return whole_step(scope)
     from benchmarks.gpu.instrument import Timer
 
-    entry = next(e for e in entries(scope, fp) if e.name == unit)
+    entry = entry_named(unit, scope, fp)
     ours = is_ours(entry.candidate.name)
     timer = Timer(fp, scope.device)
     try:

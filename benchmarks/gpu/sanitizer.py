@@ -12,17 +12,17 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 from autosel import settings
 from autosel.values import Fingerprint
-from benchmarks.gpu.entrants import entries
+from benchmarks.gpu.entrants import Entry, entries, entries_of
 from benchmarks.gpu.scope import Scope, is_ours
 from benchmarks.gpu.stages import Found, Table
 
-UNIT_S = 900.0  # a sanitizer slows a kernel by a hundred times, and Python's start with it
+UNIT_S = 1800.0  # a sanitizer slows a kernel by a hundred times, and Python's start with it
 CUDA_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 CPU_TOOLS = ("address,undefined",)  # which are compiled in
 COMPILED = ("CPP", "CUDA_EXT", "CUTLASS")
@@ -37,50 +37,93 @@ NO_SANITIZER = (
 )
 # A program of the kind that it is to watch, as far as that takes no time: Python, and the driver opened.
 PROGRAM = "import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0); print('started')"
+STEP = "step "  # how the unit of the whole step begins
 EXERCISE = Path(__file__).with_name("exercise.py")
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
-    """A tool on each build that is for this device: the first tool on all of them, then the others on those of the
-    first dtype, whose barriers and addresses are the others' too. Libraries get the first tool alone."""
+    """A tool on all builds that a candidate has in a dtype: every tool on the first dtype, whose barriers and addresses
+    are the others' too, then the first tool on the others. Libraries get the first tool alone."""
     first, *others = CUDA_TOOLS if scope.on_gpu else CPU_TOOLS
-    there = [e for e in entries(scope, fp) if not e.refused and (e.candidate.backend in COMPILED or scope.on_gpu)]
-    there = [e for e in there if e.candidate.backend not in UNCHECKED]
-    plain = [e for e in there if e.candidate.backend in OURS and e.workload.dtype == scope.dtypes[0]]
-    named = [f"{first} {e.name}" for e in there] + [f"{tool} {e.name}" for tool in others for e in plain]
-    return [*named, *(f"{tool} {step(scope)}" for tool in (first, *others) if not scope.ops)]
+    there = {_unit_of(e): e for e in entries(scope, fp) if _is_checked(e, scope)}
+    plain = {name: e for name, e in there.items() if e.workload.dtype == scope.dtypes[0]}
+    ours = [name for name, e in plain.items() if e.candidate.backend in OURS]
+    named = [f"{first} {name}" for name in plain]
+    for tool in (first, *others):
+        named += [f"{tool} {name}" for name in ours] if tool != first else []
+        named += [] if scope.ops else [f"{tool} {step(scope)}"]
+    return [*named, *(f"{first} {name}" for name in there if name not in plain)]
+
+
+def _is_checked(entry: Entry, scope: Scope) -> bool:
+    backend = entry.candidate.backend
+    return not entry.refused and backend not in UNCHECKED and (backend in COMPILED or scope.on_gpu)
+
+
+def _unit_of(entry: Entry) -> str:
+    return f"{entry.candidate.op} {entry.candidate.name} {entry.workload.dtype}"
 
 
 def step(scope: Scope) -> str:
     """The whole decode step as the device takes it by itself: no op, so no candidate of parity's."""
-    return f"step {'cuda' if scope.on_gpu else 'cpp'}:step bf16"
+    return f"{STEP}{'cuda' if scope.on_gpu else 'cpp'}:step bf16"
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    """Hostile cases of the kernel under the tool, in a process of its own, each result compared."""
+    """Hostile cases of each build under the tool, each result compared; all in one process, which starts in ten times
+    what a build takes. Where something is found, halves of them tell whose it is."""
     tool, _, name = unit.partition(" ")
-    command = [sys.executable, "-P", str(EXERCISE), scope.text, name, "" if scope.on_gpu else tool]
+    try:
+        checked = partial(_checked, tool, scope=scope, prefix=_prefix(tool, scope))
+    except LookupError as error:
+        return {"ok": False, "error": str(error)}
+    names = [name] if name.startswith(STEP) else [e.name for e in entries_of(name, scope, fp) if not e.refused]
+    whole = checked(names)
+    if whole["outcome"] == "clean" or len(names) == 1:
+        return {"ok": whole["outcome"] == "clean" or not is_ours(name.split(" ")[1]), "builds": len(names), **whole}
+    guilty = narrowed(names, checked)
+    told = next(iter(guilty.values()), whole)
+    reason = f"{', '.join(guilty) or 'only together'}: {told['reason']}"
+    return {"ok": not is_ours(name.split(" ")[1]), "builds": len(names), **told, "reason": reason[:300]}
+
+
+def narrowed(names: Sequence[str], checked: Callable[[Sequence[str]], Found]) -> dict[str, Found]:
+    """What is found of those that something is found of alone: halves of what was found guilty, down to one."""
+    guilty: dict[str, Found] = {}
+    middle = len(names) // 2
+    for half in (names[:middle], names[middle:]):
+        found = checked(half)
+        if found["outcome"] != "clean":
+            guilty |= {half[0]: found} if len(half) == 1 else narrowed(half, checked)
+    return guilty
+
+
+def _prefix(tool: str, scope: Scope) -> list[str]:
+    """What comes before the exercise's command. Raises LookupError where there is nothing to check with."""
+    if not scope.on_gpu:
+        return []
+    checker = find_sanitizer()
+    if checker is None:
+        raise LookupError(NO_SANITIZER)
+    return checked_by(checker, tool)
+
+
+def _checked(tool: str, names: Sequence[str], *, scope: Scope, prefix: list[str]) -> Found:
+    """These builds in one process under the tool."""
     environment = settings.passed_to_children()
     if scope.on_gpu:
-        checker = find_sanitizer()
-        if checker is None:
-            return {"ok": False, "error": NO_SANITIZER}
-        command = [*checked_by(checker, tool), *command]
         environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # a tensor must be an allocation, or no bound is seen
     else:
         environment |= {"LD_PRELOAD": _library("libasan.so"), "ASAN_OPTIONS": "detect_leaks=0"}
+    checks = "" if scope.on_gpu else tool
+    command = [*prefix, sys.executable, "-P", str(EXERCISE), scope.text, checks, *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     said = (done.stdout + done.stderr).strip().splitlines()
     if done.returncode == 0:
-        return {"ok": True, "outcome": "clean", "cases": cases_in(said)}
+        return {"outcome": "clean", "cases": cases_in(said)}
     telling = [line for line in said if is_telling(line)]
     reason = next((line.strip("= ") for line in telling), said[-1] if said else "")
-    return {
-        "ok": not is_ours(name.split(" ")[1]),
-        "outcome": "found",
-        "reason": reason[:300],
-        "said": (telling or said)[:SAID],
-    }
+    return {"outcome": "found", "reason": reason[:300], "said": (telling or said)[:SAID]}
 
 
 def checked_by(checker: str, tool: str) -> list[str]:
@@ -143,9 +186,8 @@ def _library(name: str) -> str:
 def table(found: Mapping[str, Found]) -> Table:
     rows = []
     for name, one in sorted(found.items(), key=lambda item: item[0].split(" ")[1:]):
-        tool, op, candidate, dtype, shape = (*name.split(" "), "")[:5]
+        tool, op, candidate, dtype = name.split(" ")
         outcome = one.get("outcome", "not run")
-        rows.append(
-            (op, candidate, dtype, tool, outcome, str(one.get("cases", "")), f"{one.get('seconds', 0):.1f}", shape)
-        )
-    return Table(columns=("op", "kernel", "dtype", "tool", "outcome", "cases", "s", "a build for"), rows=tuple(rows))
+        counted = (str(one.get("builds", "")), str(one.get("cases", "")), f"{one.get('seconds', 0):.1f}")
+        rows.append((op, candidate, dtype, tool, outcome, *counted))
+    return Table(columns=("op", "kernel", "dtype", "tool", "outcome", "builds", "cases", "s"), rows=tuple(rows))

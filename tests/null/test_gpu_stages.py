@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,10 @@ from autosel.ops import OPS
 from autosel.values import Accepted, NativeRecipe, Scalar
 from benchmarks.gpu import decode, sanitizer, tune
 from benchmarks.gpu.__main__ import chosen, parsed, seconds
-from benchmarks.gpu.entrants import Entry, entries
+from benchmarks.gpu.entrants import Entry, entries, entries_of, entry_named
 from benchmarks.gpu.kept import Kept, Record
 from benchmarks.gpu.scope import Scope, is_ours, scope_of
-from benchmarks.gpu.stages import NAMES, stage
+from benchmarks.gpu.stages import NAMES, Found, stage
 from benchmarks.gpu.summary import write_summary
 from benchmarks.gpu.variants import feature_of, variants
 
@@ -220,11 +221,7 @@ HAZARDS = """========= COMPUTE-SANITIZER
     [
         (0, CLEAN, {"ok": True, "outcome": "clean", "cases": 8}),
         (9, HAZARDS, {"ok": False, "outcome": "found"}),
-        (
-            1,
-            CLEAN.replace("8 cases", "wrong: odd rows"),
-            {"ok": False, "outcome": "found", "reason": "wrong: odd rows"},
-        ),
+        (1, CLEAN.replace("8 cases", "wrong: odd rows"), {"ok": False, "outcome": "found"}),
     ],
 )
 def test_what_the_sanitizer_prints_is_read(
@@ -236,8 +233,51 @@ def test_what_the_sanitizer_prints_is_read(
     monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: str(checker))
     found = sanitizer.run("racecheck rmsnorm cuda:rmsnorm bf16", on_gpu(), known.load("h200"))
     assert {key: found[key] for key in expected} == expected
-    if printed is HAZARDS:
-        assert found["reason"].startswith("Error: Race reported between Write access")
+    if code:
+        told = "Error: Race reported between Write access" if printed is HAZARDS else "wrong: odd rows"
+        assert found["said"][0].strip("= ").startswith(told)
+        assert found["reason"].startswith("rmsnorm cuda:rmsnorm bf16, ") and told in found["reason"]  # each build of it
+
+
+def checker_of(*guilty: str, together: bool = False) -> Callable[[Sequence[str]], Found]:
+    """A process that finds something of these, or only if all are in it."""
+
+    def checked(names: Sequence[str]) -> Found:
+        found = set(guilty) <= set(names) if together else set(guilty) & set(names)
+        return {"outcome": "found" if found else "clean", "reason": f"in {', '.join(sorted(guilty))}"}
+
+    return checked
+
+
+BUILDS = tuple("abcdefghijk")
+
+
+@pytest.mark.parametrize("guilty", [("a",), ("k",), ("c", "h"), ("a", "b", "k"), BUILDS])
+def test_of_builds_that_are_checked_together_the_guilty_are_told(guilty: tuple[str, ...]) -> None:
+    assert tuple(sanitizer.narrowed(BUILDS, checker_of(*guilty))) == guilty
+
+
+def test_what_is_found_of_builds_only_together_is_nobodys_and_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    scope, fp = on_gpu(), known.load("h200")
+    names = [e.name for e in entries_of("rmsnorm torch:rmsnorm bf16", scope, fp) if not e.refused]
+    assert len(names) > 1
+    checked = checker_of(*names, together=True)
+    monkeypatch.setattr(sanitizer, "_prefix", lambda tool, scope: [])
+    monkeypatch.setattr(sanitizer, "_checked", lambda tool, some, **_: checked(some))
+    found = sanitizer.run("memcheck rmsnorm torch:rmsnorm bf16", scope, fp)
+    assert found["outcome"] == "found" and found["reason"].startswith("only together")
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_an_entry_is_found_by_its_name_as_it_was_listed() -> None:
+    scope, fp = on_gpu(), known.load("h200")
+    listed = entries(scope, fp)
+    one_of_each = {(e.candidate.op, e.workload.dtype, e.further): e for e in listed}
+    for entry in one_of_each.values():
+        assert entry_named(entry.name, scope, fp) == entry
+        words = f"{entry.candidate.op} {entry.candidate.name} {entry.workload.dtype}"
+        same = [e for e in listed if f"{e.name} ".startswith(f"{words} ")]
+        assert sorted(entries_of(words, scope, fp), key=lambda e: e.name) == sorted(same, key=lambda e: e.name)
 
 
 def test_a_no_of_cudas_that_a_library_takes_for_an_answer_is_no_error_of_a_kernel() -> None:

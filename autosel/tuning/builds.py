@@ -1,0 +1,56 @@
+"""Native kernels compiled ahead of their use, as many at once as cores and memory allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import psutil
+
+from autosel.fingerprint import machine
+from autosel.native.compile import Artefact, compile_source
+from autosel.values import NativeRecipe
+
+COMPILER_BYTES = 2 << 30  # what nvcc's largest process takes of CUTLASS's templates, rounded up
+
+Key = tuple[str, tuple[str, ...]]
+
+
+class Builds:
+    """Compiles the recipes in their order, each once, from the moment it is made."""
+
+    def __init__(self, recipes: Iterable[NativeRecipe], *, over: Callable[[], bool] = lambda: False) -> None:
+        """`over`: asked before each build; from when it is true none begins."""
+        self.over = over
+        self.executor = ThreadPoolExecutor(max_workers=at_once())
+        self.begun: dict[Key, Future[Artefact | None]] = {}
+        for recipe in recipes:
+            self._of(recipe)
+
+    def wait(self, recipe: NativeRecipe) -> Artefact | None:
+        """The build; None where the time was over before it began. Raises BuildError."""
+        return self._of(recipe).result()
+
+    def _of(self, recipe: NativeRecipe) -> Future[Artefact | None]:
+        key = (recipe.source, recipe.flags)
+        if key not in self.begun:
+            self.begun[key] = self.executor.submit(self._compile, recipe)
+        return self.begun[key]
+
+    def _compile(self, recipe: NativeRecipe) -> Artefact | None:
+        return None if self.over() else compile_source(recipe.source, recipe.flags)
+
+    def __enter__(self) -> Builds:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Nothing new begins. What a compiler is at is waited for, since times may be taken next; not on an exception
+        (Ctrl-C): it ends with us."""
+        self.executor.shutdown(wait=kind is None, cancel_futures=True)
+
+
+def at_once() -> int:
+    """Compilers side by side."""
+    left = machine.memory_left()
+    free = min(psutil.virtual_memory().available, left if left is not None else 1 << 62)
+    return int(max(1, min(machine.identity()["cpus"], free // COMPILER_BYTES)))
