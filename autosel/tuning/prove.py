@@ -62,11 +62,11 @@ def _groups(jobs: Sequence[Job]) -> list[list[Member]]:
     groups: dict[str, list[Member]] = {}
     for job in jobs:
         for way in [job.baseline, *job.ways]:
-            groups.setdefault(_process_of(way), []).append((job, way))
+            groups.setdefault(process_of(way), []).append((job, way))
     return sorted(groups.values(), key=lambda members: members[0][1].arm.backend != "TORCH")
 
 
-def _process_of(way: Way) -> str:
+def process_of(way: Way) -> str:
     """A build gets a process of its own; PyTorch's own ways are one build, in two processes: attention takes as long
     as all the rest."""
     if way.arm.backend in ("TORCH", "INDUCTOR"):

@@ -1,4 +1,5 @@
-"""The stage's own process: units come by name on stdin, one a line; what they found goes back as lines of JSON.
+"""The stage's own process: units come by name on stdin, one a line, all their names before them in one line of JSON;
+what they found goes back as lines of JSON.
 
 Everything else it says (a compiler, a library at import) goes to stderr, which the parent keeps in a log.
 """
@@ -39,6 +40,9 @@ def serve(name: str, scope: Scope) -> int:
     except AutoselError as error:
         reply({"error": str(error)})
         return 1
+    coming, expect = sys.stdin.readline(), getattr(work, "expect", None)
+    if coming and expect is not None:
+        expect(json.loads(coming), scope, fp)
     for line in sys.stdin:
         print(f"== {line.rstrip()}", file=sys.stderr, flush=True)
         try:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from autosel.values import Failed, Fingerprint, NativeRecipe, to_json
+from autosel.values import Failed, Fingerprint, to_json
 from benchmarks.gpu.entrants import Entry, entries, entry_named
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import Found, Table
 from benchmarks.gpu.toolchain import lacking
 
 if TYPE_CHECKING:
-    from autosel.tuning.builds import Builds
+    from benchmarks.gpu.proofs import Proofs
 
 UNIT_S = 900.0  # a proof's own deadline is 600 s
 
@@ -23,40 +23,29 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
     return [entry.name for entry in entries(scope, fp)]
 
 
-def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    from autosel.parity.check import check
-    from autosel.tuning.prove import proof_of
-    from autosel.tuning.shortlist import way_of
+def expect(units: Sequence[str], scope: Scope, fp: Fingerprint) -> None:
+    """Begin with these proofs."""
+    from benchmarks.gpu.proofs import Proofs
 
+    listed = {entry.name: entry for entry in entries(scope, fp)}
+    _begun[:] = [Proofs([listed[unit] for unit in units if not listed[unit].refused], scope, fp)]
+
+
+_begun: list[Proofs] = []  # this process's, of the units that are to come
+
+
+def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     entry = entry_named(unit, scope, fp)
     if entry.refused:
         lacks = lacking(entry.candidate, entry.workload.dtype, scope, fp)
         outcome = "cannot be built" if lacks else "refused"
         return {"ok": not lacks, "outcome": outcome, "reason": lacks or entry.refused}
-    way = way_of(entry.candidate, entry.workload, fp)
-    if isinstance(way.recipe, NativeRecipe):
-        _builds(way.recipe, scope, fp).wait(way.recipe)
-    found = check(proof_of(way, entry.workload), fp=fp, device=scope.device)
+    if not _begun or unit not in _begun[0].found:
+        expect([unit], scope, fp)
+    found = _begun[0].of(entry)
     passed = not isinstance(found, Failed)
     plain = to_json(found)
     return {"ok": passed or _excused(entry), "outcome": "passed" if passed else "failed", **_told(plain), **plain}
-
-
-def _builds(first: NativeRecipe, scope: Scope, fp: Fingerprint) -> Builds:
-    """This process's: the one that is needed first, then those of all units in their order, while proofs are taken."""
-    from autosel.tuning.builds import Builds
-
-    if not _begun:
-        others = (e.candidate.recipe(e.workload, fp, e.candidate.knobs(e.workload, fp)) for e in _there(scope, fp))
-        _begun.append(Builds([first, *(recipe for recipe in others if isinstance(recipe, NativeRecipe))]))
-    return _begun[0]
-
-
-_begun: list[Builds] = []
-
-
-def _there(scope: Scope, fp: Fingerprint) -> list[Entry]:
-    return [entry for entry in entries(scope, fp) if not entry.refused]
 
 
 def _excused(entry: Entry) -> bool:

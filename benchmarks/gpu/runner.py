@@ -55,7 +55,8 @@ def run_stage(
         record = _resumed(name, scope, kept, first, fresh)
         record.units = {u: found for u, found in record.units.items() if found["ok"] or not retry}
         before, told = record.seconds, set[str]()
-        for unit in filter(wanted, record.undone):
+        child.coming = list(filter(wanted, record.undone))
+        for unit in list(child.coming):
             if child.left_s <= 0:
                 break
             _tell(f"[{name}] {len(record.units) + 1}/{len(record.listed)}  {unit}")
@@ -108,6 +109,8 @@ class Child:
         self.log = kept.path(f"{name}.log")
         self.end = end
         self.process: subprocess.Popen[bytes] | None = None
+        self.told = False
+        self.coming: list[str] = []  # the units that will be asked for, in this order; a process is told them once
 
     @property
     def left_s(self) -> float:
@@ -132,18 +135,24 @@ class Child:
             first = self.begin()
             if "error" in first:
                 return self._not_done(first["error"], started)
-        assert self.process is not None
-        assert self.process.stdin is not None
         limit_s = min(deadline_s, self.left_s)
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(unit.encode() + b"\n")
-            self.process.stdin.flush()
+        if not self.told:
+            self._say(json.dumps(self.coming[self.coming.index(unit) :]))
+            self.told = True
+        self._say(unit)
         found = self.hear(limit_s)
         if found is None:
             return self._not_done(self._ended(limit_s, "took longer than"), started)
         if found.pop("leaving", False):
             self.close()
-        return {**found, "seconds": round(time.monotonic() - started, 2)}
+        return {"seconds": round(time.monotonic() - started, 2), **found}
+
+    def _say(self, line: str) -> None:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
 
     def _not_done(self, why: str, started: float) -> dict[str, Any] | None:
         self.close()
@@ -177,6 +186,7 @@ class Child:
         return found
 
     def _start(self) -> None:
+        self.told = False
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,

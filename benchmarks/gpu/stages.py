@@ -1,8 +1,9 @@
 """The stages by name, in their order; each is a module of this folder.
 
 A stage has UNIT_S, the deadline of one unit; `units(scope, fp)`, their names; `run(unit, scope, fp)`, what one of them
-found: plain JSON with at least `ok`; and `table(found)`, the stage for people. Importing a stage loads no torch: the
-parent reads their tables.
+found: plain JSON with at least `ok`; and `table(found)`, the stage for people. It may have `expect(units, scope, fp)`,
+called once before the first unit with those that will be asked for, to begin with them ahead. Importing a stage loads
+no torch: the parent reads their tables.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ if key == "hangs anew" and open(file).read().count("started") > 1:
     signal.pause()
 device = {"name": "a device", "kind": "cpu", "hw_id": "0" * 64}
 print(json.dumps({"listed": units, "key": key, "device": device}), flush=True)
+coming = json.loads(sys.stdin.readline() or "[]")
 for line in sys.stdin:
     unit = line.strip()
     if unit == "hangs":
@@ -40,7 +41,7 @@ for line in sys.stdin:
         os.kill(os.getpid(), signal.SIGSEGV)
     fails = unit.startswith("fails") and open(file).read().count("started") < 2
     found = {"ok": not fails, "error": "a reason"} if fails else {"ok": True}
-    print(json.dumps({**found, "pid": os.getpid(), "leaving": unit == "breaks"}), flush=True)
+    print(json.dumps({**found, "pid": os.getpid(), "coming": coming, "leaving": unit == "breaks"}), flush=True)
 """
 
 
@@ -183,6 +184,12 @@ def test_results_for_something_else_are_not_taken_for_these(stage: Stage) -> Non
     first, other = stage.run("a"), stage.run("a", key="another scope")
     assert other.units["a"]["pid"] != first.units["a"]["pid"]
     assert stage.run("a", key="another scope", fresh=True).units["a"]["pid"] != other.units["a"]["pid"]
+
+
+def test_a_process_is_told_what_is_to_come_and_a_new_one_what_is_left(stage: Stage) -> None:
+    record = stage.run("a", "b", "dies", "c", "d", wanted=lambda unit: unit != "b")
+    assert record.units["a"]["coming"] == ["a", "dies", "c", "d"]
+    assert record.units["c"]["coming"] == record.units["d"]["coming"] == ["c", "d"]
 
 
 def test_only_the_units_that_are_wanted_are_gone_through(stage: Stage) -> None:
