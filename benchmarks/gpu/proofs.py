@@ -7,16 +7,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 
 from autosel.parity.check import Proof, Prover, Terms, torch_threads
-from autosel.tuning.builds import Builds, at_once
+from autosel.tuning.builds import Builds
 from autosel.tuning.job import Way
 from autosel.tuning.prove import process_of, proof_of
 from autosel.tuning.shortlist import way_of
 from autosel.values import Fingerprint, NativeRecipe, Parity
+from benchmarks.gpu.ahead import side_by_side
 from benchmarks.gpu.entrants import Entry
 from benchmarks.gpu.scope import Scope
 
 Member = tuple[Entry, Way]
-MOST = 4  # proofs at once: each has a context and operands of full size on the device, and references on the host
 
 
 class Proofs:
@@ -28,7 +28,7 @@ class Proofs:
         members = list(self._ways(entries))
         recipes = (way.recipe for _, way in members)
         self.builds = Builds(recipe for recipe in recipes if isinstance(recipe, NativeRecipe))
-        self.executor = ThreadPoolExecutor(max_workers=max(2, min(MOST, at_once() // 4)))
+        self.executor = ThreadPoolExecutor(max_workers=side_by_side())
         for _, group in groupby(members, key=lambda member: process_of(member[1])):
             self.executor.submit(self._prove, list(group))
 

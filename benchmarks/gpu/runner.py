@@ -25,6 +25,7 @@ from benchmarks.gpu.summary import reason
 
 MAIN = Path(__file__).with_name("__main__.py")
 START_S = 300.0  # imports, and on a device met for the first time its fingerprint
+GUESSED_FROM = 5  # units done: how long the others will take is told from then on
 UNMET = {"name": "no device was met", "kind": "", "hw_id": ""}
 
 
@@ -56,10 +57,11 @@ def run_stage(
         record.units = {u: found for u, found in record.units.items() if found["ok"] or not retry}
         before, told = record.seconds, set[str]()
         child.coming = list(filter(wanted, record.undone))
-        for unit in list(child.coming):
+        for done, unit in enumerate(list(child.coming)):
             if child.left_s <= 0:
                 break
-            _tell(f"[{name}] {len(record.units) + 1}/{len(record.listed)}  {unit}")
+            left = left_text(time.monotonic() - started, done, len(child.coming))
+            _tell(f"[{name}] {len(record.units) + 1}/{len(record.listed)}  {unit}{left}")
             found = child.ask(unit, unit_s)
             if found is None:  # the stage's end, not the unit's own fault
                 break
@@ -234,6 +236,15 @@ def _tell_once(name: str, found: Mapping[str, Any], told: set[str]) -> None:
     if not found["ok"] and reason(found) not in told:
         told.add(reason(found))
         _tell(f"[{name}] failed: {reason(found)}")
+
+
+def left_text(seconds: float, done: int, count: int) -> str:
+    """How long the rest takes if it goes on like this; nothing where that would be a guess, or is soon over."""
+    left_s = seconds / done * (count - done) if done >= GUESSED_FROM else 0.0
+    minutes = round(left_s / 60)
+    if minutes < 2:
+        return ""
+    return f"   about {minutes} min left" if minutes < 100 else f"   about {left_s / 3600:.0f} h left"
 
 
 def _tell(line: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from autosel import settings
 from autosel.values import Fingerprint
+from benchmarks.gpu.ahead import Ahead, side_by_side
 from benchmarks.gpu.entrants import Entry, entries, entries_of
 from benchmarks.gpu.scope import Scope, is_ours
 from benchmarks.gpu.stages import Found, Table
@@ -69,32 +70,44 @@ def step(scope: Scope) -> str:
     return f"{STEP}{'cuda' if scope.on_gpu else 'cpp'}:step bf16"
 
 
+def expect(units: Sequence[str], scope: Scope, fp: Fingerprint) -> None:
+    """Begin with these."""
+    _begun[:] = [Ahead(units, lambda unit: checked(unit, scope, fp), threads=side_by_side())]
+
+
+_begun: list[Ahead] = []  # this process's, of the units that are to come
+
+
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
+    return _begun[0].of(unit) if _begun and unit in _begun[0].found else checked(unit, scope, fp)
+
+
+def checked(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     """Hostile cases of each build under the tool, each result compared; all in one process, which starts in ten times
     what a build takes. Where something is found, halves of them tell whose it is."""
     tool, _, name = unit.partition(" ")
     try:
-        checked = partial(_checked, tool, scope=scope, prefix=_prefix(tool, scope))
+        found_of = partial(_found_of, tool, scope=scope, prefix=_prefix(tool, scope))
     except LookupError as error:
         return {"ok": False, "error": str(error)}
     names = [name] if name.startswith(STEP) else [e.name for e in entries_of(name, scope, fp) if not e.refused]
-    whole = checked(names)
+    whole = found_of(names)
     if whole["outcome"] == "clean" or len(names) == 1:
         return {"ok": whole["outcome"] == "clean" or not is_ours(name.split(" ")[1]), "builds": len(names), **whole}
-    guilty = narrowed(names, checked)
+    guilty = narrowed(names, found_of)
     told = next(iter(guilty.values()), whole)
     reason = f"{', '.join(guilty) or 'only together'}: {told['reason']}"
     return {"ok": not is_ours(name.split(" ")[1]), "builds": len(names), **told, "reason": reason[:300]}
 
 
-def narrowed(names: Sequence[str], checked: Callable[[Sequence[str]], Found]) -> dict[str, Found]:
+def narrowed(names: Sequence[str], found_of: Callable[[Sequence[str]], Found]) -> dict[str, Found]:
     """What is found of those that something is found of alone: halves of what was found guilty, down to one."""
     guilty: dict[str, Found] = {}
     middle = len(names) // 2
     for half in (names[:middle], names[middle:]):
-        found = checked(half)
+        found = found_of(half)
         if found["outcome"] != "clean":
-            guilty |= {half[0]: found} if len(half) == 1 else narrowed(half, checked)
+            guilty |= {half[0]: found} if len(half) == 1 else narrowed(half, found_of)
     return guilty
 
 
@@ -108,7 +121,7 @@ def _prefix(tool: str, scope: Scope) -> list[str]:
     return checked_by(checker, tool)
 
 
-def _checked(tool: str, names: Sequence[str], *, scope: Scope, prefix: list[str]) -> Found:
+def _found_of(tool: str, names: Sequence[str], *, scope: Scope, prefix: list[str]) -> Found:
     """These builds in one process under the tool."""
     environment = settings.passed_to_children()
     if scope.on_gpu:

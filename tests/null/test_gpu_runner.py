@@ -15,7 +15,7 @@ import pytest
 from autosel.errors import AutoselError
 from benchmarks.gpu.__main__ import main, parsed
 from benchmarks.gpu.kept import BEGINNING, Kept, Record
-from benchmarks.gpu.runner import Child, run_stage
+from benchmarks.gpu.runner import Child, left_text, run_stage
 from benchmarks.gpu.scope import Scope, scope_of
 from benchmarks.gpu.summary import write_summary
 
@@ -190,6 +190,22 @@ def test_a_process_is_told_what_is_to_come_and_a_new_one_what_is_left(stage: Sta
     record = stage.run("a", "b", "dies", "c", "d", wanted=lambda unit: unit != "b")
     assert record.units["a"]["coming"] == ["a", "dies", "c", "d"]
     assert record.units["c"]["coming"] == record.units["d"]["coming"] == ["c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "done", "count", "text"),
+    [
+        (500.0, 4, 900, ""),
+        (400.0, 5, 6, ""),
+        (60.0, 10, 40, "   about 3 min left"),
+        (3600.0, 100, 200, "   about 60 min left"),
+        (3600.0, 100, 800, "   about 7 h left"),
+    ],
+)
+def test_how_long_the_rest_takes_is_told_where_it_is_known_and_long(
+    seconds: float, done: int, count: int, text: str
+) -> None:
+    assert left_text(seconds, done, count) == text
 
 
 def test_only_the_units_that_are_wanted_are_gone_through(stage: Stage) -> None:

@@ -263,7 +263,7 @@ def test_what_is_found_of_builds_only_together_is_nobodys_and_not_lost(monkeypat
     assert len(names) > 1
     checked = checker_of(*names, together=True)
     monkeypatch.setattr(sanitizer, "_prefix", lambda tool, scope: [])
-    monkeypatch.setattr(sanitizer, "_checked", lambda tool, some, **_: checked(some))
+    monkeypatch.setattr(sanitizer, "_found_of", lambda tool, some, **_: checked(some))
     found = sanitizer.run("memcheck rmsnorm torch:rmsnorm bf16", scope, fp)
     assert found["outcome"] == "found" and found["reason"].startswith("only together")
 
