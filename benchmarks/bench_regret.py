@@ -60,6 +60,7 @@ from autosel.knobs.gpu import Formula
 from autosel.knobs.gpu import gemm as gemm_form
 from autosel.knobs.gpu.facts import facts as gpu_facts
 from autosel.native.compile import find_sources
+from autosel.tuning.builds import Builds
 from autosel.values import Accepted, Fingerprint, NativeRecipe, PythonRecipe, Recipe, Scalar, Workload, digest
 from benchmarks.cublaslt import by_cublaslt
 from benchmarks.cutlass_settings import around
@@ -443,12 +444,13 @@ def _arms(cell: Cell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], 
         return {**named, TWIN: (replace(twin, candidate=f"{twin.candidate} again"), {})}, closed
     own = kernels[0]
     setting, legal = settings(own, w, fp)
-    for one in legal:
-        try:
-            made[_spelled(one)] = (entrant(own, w, fp, one), one)
-        except BuildError:  # a neighbour that the compiler refuses is none
-            if one == setting:
-                raise
+    with Builds(_recipes(own, w, fp, legal)) as builds:  # all at their end before anything is timed
+        for one in legal:
+            try:
+                made[_spelled(one)] = (entrant(own, w, fp, one, builds), one)
+            except BuildError:  # a neighbour that the compiler refuses is none
+                if one == setting:
+                    raise
     fixed, twin = constant(setting, fp), made[_spelled(setting)][0]
     made[TWIN] = (replace(twin, candidate=f"{own.name} again"), setting)
     if is_legal(fixed, w, fp):
@@ -458,6 +460,15 @@ def _arms(cell: Cell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], 
     for arm in by_cublaslt(w, fp).values():  # a product: as PyTorch does it too
         made |= {f"{PEER}pytorch": (entrant(baseline(w.op), w, fp), {}), f"{PEER}cublaslt": (arm, {})}
     return made, _spelled(setting)
+
+
+def _recipes(own: Candidate, w: Workload, fp: Fingerprint, legal: Sequence[Setting]) -> Iterator[NativeRecipe]:
+    from benchmarks.gpu.entrants import with_values
+
+    derived = own.knobs(w, fp)
+    for recipe in (own.recipe(w, fp, with_values(derived, one)) for one in legal):
+        if isinstance(recipe, NativeRecipe):
+            yield recipe
 
 
 def _spelled(setting: Setting) -> str:

@@ -15,6 +15,7 @@ BUILT = ("CPP", "CUDA_EXT", "CUTLASS", "TRITON")  # ours: a build is made for th
 
 if TYPE_CHECKING:
     from autosel.race.contest import Entrant
+    from autosel.tuning.builds import Builds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +110,25 @@ def _build(candidate: Candidate, w: Workload, fp: Fingerprint) -> object:
     return (recipe.flags if isinstance(recipe, NativeRecipe) else tuple(knobs.values.items())), w.traits
 
 
-def entrant(candidate: Candidate, w: Workload, fp: Fingerprint, knobs: Mapping[str, Scalar] | None = None) -> Entrant:
-    """The candidate compiled, as the race's instrument takes it; `knobs` replace those of the closed form."""
+def entrant(
+    candidate: Candidate,
+    w: Workload,
+    fp: Fingerprint,
+    knobs: Mapping[str, Scalar] | None = None,
+    builds: Builds | None = None,
+) -> Entrant:
+    """The candidate compiled, as the race's instrument takes it; `knobs` replace those of the closed form; `builds`:
+    where it is compiled beside others. Raises BuildError."""
     from autosel.native.compile import compile_source
     from autosel.race.contest import Entrant
 
-    derived = candidate.knobs(w, fp)
-    settled = with_values(derived, knobs or {})
+    settled = with_values(candidate.knobs(w, fp), knobs or {})
     recipe = candidate.recipe(w, fp, settled)
     digest = ""
     if isinstance(recipe, NativeRecipe):
-        digest = compile_source(recipe.source, recipe.flags).digest
+        built = builds.wait(recipe) if builds else compile_source(recipe.source, recipe.flags)
+        assert built is not None  # these have no end
+        digest = built.digest
     return Entrant(
         candidate=candidate.name,
         op=candidate.op,

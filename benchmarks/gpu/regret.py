@@ -10,7 +10,9 @@ from autosel.values import Fingerprint
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import Found, Table
 
-UNIT_S = 900.0  # on a GPU some knobs are compiled in: a build each
+# On a GPU some knobs are compiled in: a large product's cell of CUTLASS's has dozens of builds, of one to two minutes
+# each on a core.
+UNIT_S = 3600.0
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
