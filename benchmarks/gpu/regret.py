@@ -10,9 +10,8 @@ from autosel.values import Fingerprint
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import Found, Table
 
-# On a GPU some knobs are compiled in: a large product's cell of CUTLASS's has dozens of builds, of one to two minutes
-# each on a core.
-UNIT_S = 3600.0
+# On a GPU some knobs are compiled in: a cell of CUTLASS's has six to eight builds, of one to two minutes each on a core.
+UNIT_S = 1800.0
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
