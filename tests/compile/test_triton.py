@@ -26,7 +26,7 @@ from tests.compile.emulate import todays, todays_turn
 from tests.compile.triton_kernels import DTYPES, KERNELS, PLANS, SHAPES, TARGETS, workload
 
 HERE = Path(__file__).parent
-SHARE = 6  # of the hostile cases, a day
+SHARE = 11  # of the hostile cases, a day; no multiple of the dtypes, or each case would meet one alone
 SHORT_PLANS = [plan for plan in PLANS if "attn" not in plan.kernel]  # attention's whole proof takes minutes
 
 
@@ -75,7 +75,7 @@ def test_attention_is_interpreted_at_its_widest_head_and_with_capped_scores(op: 
 
 
 def test_triton_kernels_meet_their_contracts_in_the_interpreter() -> None:
-    """A sixth of every kernel's hostile cases, in one dtype each."""
+    """An eleventh of every kernel's hostile cases, in one dtype each."""
     command = [sys.executable, str(HERE / "some_cases.py"), str(todays_turn()), str(SHARE)]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -91,9 +91,15 @@ def test_fp32_rows_meet_their_contracts_with_a_gpus_own_exponentials_roots_and_q
     assert "4 plans" in ran.stderr
 
 
+def test_each_part_of_the_hostile_cases_meets_each_dtype() -> None:
+    days = range(SHARE * len(DTYPES))
+    assert len({(day % SHARE, DTYPES[day % len(DTYPES)]) for day in days}) == len(days)  # as some_cases.py takes them
+
+
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_triton_kernel_passes_the_whole_proof_in_a_worker(turn: int) -> None:
-    """Two of the short plans a day."""
-    number = 2 * todays_turn() + turn
-    found = SHORT_PLANS[number % len(SHORT_PLANS)].prove(DTYPES[number % 3])
+    """Two of the short plans a day, in a dtype each."""
+    choices = list(itertools.product(SHORT_PLANS, DTYPES))
+    plan, dtype = todays(choices, turn * len(choices) // 2)
+    found = plan.prove(dtype)
     assert isinstance(found, Passed), found
