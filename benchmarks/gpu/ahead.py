@@ -1,36 +1,40 @@
-"""Units of a stage that measures no times, begun before they are asked for: several side by side."""
+"""Work of a stage that measures no times, begun before it is asked for: several pieces side by side."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-
-from benchmarks.gpu.stages import Found
+from typing import Generic, TypeVar
 
 MOST = 4  # at once: each has a context on the device, its operands there, and references on the host
+WINDOW = 2  # pieces a thread that are begun and not yet asked for: what a kill costs
+
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
 
 
-class Ahead:
-    """Begun in their order from the moment it is made. Not ended: the process that has it is."""
+class Ahead(Generic[Piece, Result]):
+    """Does the pieces in their order, up to some way beyond the last that was asked for. Not ended: the process that
+    has it is."""
 
-    def __init__(self, units: Sequence[str], run: Callable[[str], Found], *, threads: int) -> None:
-        self.run = run
+    def __init__(self, pieces: Sequence[Piece], do: Callable[[Piece], Result], *, threads: int) -> None:
+        self.pieces, self.do, self.threads = pieces, do, threads
         self.executor = ThreadPoolExecutor(max_workers=threads)
-        self.found: dict[str, Future[Found]] = {unit: self.executor.submit(self._timed, unit) for unit in units}
+        self.begun: list[Future[Result]] = []
+        self._begin_to(0)
 
-    def of(self, unit: str) -> Found:
-        """Raises what the unit raised."""
-        return self.found[unit].result()
+    def of(self, number: int) -> Result:
+        """The result of the piece of this number. Raises what it raised."""
+        self._begin_to(number)
+        return self.begun[number].result()
 
-    def _timed(self, unit: str) -> Found:
-        started = time.monotonic()
-        found = self.run(unit)
-        return {"seconds": round(time.monotonic() - started, 2), **found}
+    def _begin_to(self, number: int) -> None:
+        for piece in self.pieces[len(self.begun) : number + 1 + WINDOW * self.threads]:
+            self.begun.append(self.executor.submit(self.do, piece))
 
 
 def side_by_side() -> int:
-    """How many such units: they share cores with what they start and with compilers."""
+    """How many pieces: they share cores with what they start and with compilers."""
     from autosel.tuning.builds import at_once
 
     return max(2, min(MOST, at_once() // 4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 
 from autosel.parity.check import Proof, Prover, Terms, torch_threads
@@ -12,54 +11,58 @@ from autosel.tuning.job import Way
 from autosel.tuning.prove import process_of, proof_of
 from autosel.tuning.shortlist import way_of
 from autosel.values import Fingerprint, NativeRecipe, Parity
-from benchmarks.gpu.ahead import side_by_side
+from benchmarks.gpu.ahead import Ahead, side_by_side
 from benchmarks.gpu.entrants import Entry
 from benchmarks.gpu.scope import Scope
 
+TOGETHER = 8  # proofs of one worker at most: their answers come at its end, and a kill costs them all
+
 Member = tuple[Entry, Way]
+Answers = dict[str, Parity | Exception]  # by the entry's name
 
 
 class Proofs:
-    """Begun in their order from the moment it is made. Not ended: the process that has it is."""
+    """Begun in their order from the moment it is made, entries of one build together."""
 
     def __init__(self, entries: Sequence[Entry], scope: Scope, fp: Fingerprint) -> None:
         self.scope, self.fp = scope, fp
-        self.found: dict[str, Future[Parity]] = {entry.name: Future() for entry in entries}
+        self.hopeless: Answers = {}  # what is no way at all
         members = list(self._ways(entries))
+        runs = (list(run) for _, run in groupby(members, key=lambda member: process_of(member[1])))
+        groups = [run[at : at + TOGETHER] for run in runs for at in range(0, len(run), TOGETHER)]
+        self.group = {entry.name: number for number, group in enumerate(groups) for entry, _ in group}
         recipes = (way.recipe for _, way in members)
         self.builds = Builds(recipe for recipe in recipes if isinstance(recipe, NativeRecipe))
-        self.executor = ThreadPoolExecutor(max_workers=side_by_side())
-        for _, group in groupby(members, key=lambda member: process_of(member[1])):
-            self.executor.submit(self._prove, list(group))
+        self.ahead = Ahead(groups, self._prove, threads=side_by_side())
 
-    def of(self, entry: Entry) -> Parity:
+    def __contains__(self, name: str) -> bool:
+        return name in self.group or name in self.hopeless
+
+    def of(self, name: str) -> Parity:
         """Raises BuildError, WorkerError, and whatever the candidate's module raised where its knobs were asked for."""
-        return self.found[entry.name].result()
+        found = self.hopeless.get(name) or self.ahead.of(self.group[name])[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def _ways(self, entries: Iterable[Entry]) -> Iterator[Member]:
         for entry in entries:
             try:
                 yield entry, way_of(entry.candidate, entry.workload, self.fp)
             except Exception as error:  # it costs its unit
-                self.found[entry.name].set_exception(error)
+                self.hopeless[entry.name] = error
 
-    def _prove(self, members: Sequence[Member]) -> None:
+    def _prove(self, members: Sequence[Member]) -> Answers:
+        """Raises WorkerError where no worker can be started."""
         proofs = [proof_of(way, entry.workload) for entry, way in members]
-        try:
-            with Prover(self.fp, Terms(device=self.scope.device), threads=torch_threads(proofs)) as prover:
-                for (entry, way), proof in zip(members, proofs, strict=True):
-                    self._take(prover, entry, way, proof)
-        except Exception as error:  # no worker can be started
-            for entry, _ in members:
-                if not self.found[entry.name].done():
-                    self.found[entry.name].set_exception(error)
+        with Prover(self.fp, Terms(device=self.scope.device), threads=torch_threads(proofs)) as prover:
+            pairs = zip(members, proofs, strict=True)
+            return {entry.name: self._answer(prover, way, proof) for (entry, way), proof in pairs}
 
-    def _take(self, prover: Prover, entry: Entry, way: Way, proof: Proof) -> None:
+    def _answer(self, prover: Prover, way: Way, proof: Proof) -> Parity | Exception:
         try:
             if isinstance(way.recipe, NativeRecipe):
                 self.builds.wait(way.recipe)
-            found = prover.prove(proof)
-        except Exception as error:
-            self.found[entry.name].set_exception(error)
-        else:
-            self.found[entry.name].set_result(found)
+            return prover.prove(proof)
+        except Exception as error:  # it costs its unit
+            return error

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -72,14 +73,21 @@ def step(scope: Scope) -> str:
 
 def expect(units: Sequence[str], scope: Scope, fp: Fingerprint) -> None:
     """Begin with these."""
-    _begun[:] = [Ahead(units, lambda unit: checked(unit, scope, fp), threads=side_by_side())]
+    _begun[:] = [Ahead(units, lambda unit: _timed(unit, scope, fp), threads=side_by_side())]
 
 
-_begun: list[Ahead] = []  # this process's, of the units that are to come
+_begun: list[Ahead[str, Found]] = []  # this process's, of the units that are to come
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    return _begun[0].of(unit) if _begun and unit in _begun[0].found else checked(unit, scope, fp)
+    if not _begun or unit not in _begun[0].pieces:
+        expect([unit], scope, fp)
+    return _begun[0].of(_begun[0].pieces.index(unit))
+
+
+def _timed(unit: str, scope: Scope, fp: Fingerprint) -> Found:
+    started = time.monotonic()
+    return {**checked(unit, scope, fp), "seconds": round(time.monotonic() - started, 2)}
 
 
 def checked(unit: str, scope: Scope, fp: Fingerprint) -> Found:

@@ -75,18 +75,25 @@ def begun(*names: str) -> tuple[Proofs, dict[str, Entry]]:
 
 def test_neighbours_of_one_build_share_a_worker_and_others_do_not() -> None:
     made, entries = begun("a:1", "a:2", "b:1", "a:3")
-    workers = {name: str(made.of(one)).partition(" by ")[2] for name, one in entries.items()}
+    workers = {name: str(made.of(one.name)).partition(" by ")[2] for name, one in entries.items()}
     assert workers["a:1"] == workers["a:2"]
     assert len({workers["a:1"], workers["b:1"], workers["a:3"]}) == 3
 
 
+def test_one_worker_takes_no_more_proofs_than_a_kill_may_cost() -> None:
+    names = [f"a:{number}" for number in range(2 * proofs.TOGETHER + 1)]
+    made, _ = begun(*names)
+    workers = [str(made.of(name)).partition(" by ")[2] for name in names]
+    assert len(set(workers)) == 3 and workers.count(workers[0]) == proofs.TOGETHER
+
+
 def test_an_error_costs_its_own_unit() -> None:
-    made, entries = begun("a:1", "raises", "broken:1", "a:2")
+    made, _ = begun("a:1", "raises", "broken:1", "a:2")
     with pytest.raises(ZeroDivisionError):
-        made.of(entries["raises"])
+        made.of("raises")
     with pytest.raises(BuildError):
-        made.of(entries["broken:1"])
-    assert str(made.of(entries["a:1"])).startswith("a:1 by") and str(made.of(entries["a:2"])).startswith("a:2 by")
+        made.of("broken:1")
+    assert str(made.of("a:1")).startswith("a:1 by") and str(made.of("a:2")).startswith("a:2 by")
 
 
 def test_where_no_worker_can_be_started_each_unit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,4 +105,4 @@ def test_where_no_worker_can_be_started_each_unit_says_so(monkeypatch: pytest.Mo
     made, entries = begun("a:1", "a:2")
     for one in entries.values():
         with pytest.raises(WorkerError, match="no worker"):
-            made.of(one)
+            made.of(one.name)

@@ -231,7 +231,7 @@ def test_what_the_sanitizer_prints_is_read(
     checker.write_text(f"#!/bin/sh\ncat <<'END'\n{printed}END\nexit {code}\n")
     checker.chmod(0o755)
     monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: str(checker))
-    found = sanitizer.run("racecheck rmsnorm cuda:rmsnorm bf16", on_gpu(), known.load("h200"))
+    found = sanitizer.checked("racecheck rmsnorm cuda:rmsnorm bf16", on_gpu(), known.load("h200"))
     assert {key: found[key] for key in expected} == expected
     if code:
         told = "Error: Race reported between Write access" if printed is HAZARDS else "wrong: odd rows"
@@ -264,7 +264,7 @@ def test_what_is_found_of_builds_only_together_is_nobodys_and_not_lost(monkeypat
     checked = checker_of(*names, together=True)
     monkeypatch.setattr(sanitizer, "_prefix", lambda tool, scope: [])
     monkeypatch.setattr(sanitizer, "_found_of", lambda tool, some, **_: checked(some))
-    found = sanitizer.run("memcheck rmsnorm torch:rmsnorm bf16", scope, fp)
+    found = sanitizer.checked("memcheck rmsnorm torch:rmsnorm bf16", scope, fp)
     assert found["outcome"] == "found" and found["reason"].startswith("only together")
 
 

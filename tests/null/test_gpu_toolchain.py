@@ -143,7 +143,7 @@ def test_a_sanitizer_that_can_start_no_program_is_passed_over(pip: Path, tmp_pat
 
 
 def test_without_a_sanitizer_each_unit_says_what_to_install(pip: Path) -> None:
-    found = sanitizer.run("memcheck rmsnorm cuda:rmsnorm bf16", scope(), H200)
+    found = sanitizer.checked("memcheck rmsnorm cuda:rmsnorm bf16", scope(), H200)
     assert not found["ok"] and "nvidia-cuda-sanitizer-api>=13.4.92" in found["error"]
 
 

@@ -1,0 +1,35 @@
+"""Pieces of work begun before they are asked for: in order, some way ahead and no further, an error its own piece's."""
+
+from __future__ import annotations
+
+from threading import Barrier
+
+import pytest
+
+from benchmarks.gpu.ahead import WINDOW, Ahead
+
+
+def test_no_more_is_begun_than_a_kill_may_cost() -> None:
+    done: list[int] = []
+    made = Ahead(range(100), done.append, threads=2)
+    made.of(0)
+    made.executor.shutdown()
+    assert done == list(range(1 + WINDOW * 2))
+
+
+def test_what_is_asked_for_out_of_turn_is_begun_with_all_before_it() -> None:
+    made = Ahead(range(20), lambda n: n * n, threads=2)
+    assert [made.of(n) for n in (15, 3, 19)] == [225, 9, 361]
+
+
+def test_pieces_run_side_by_side() -> None:
+    together = Barrier(3, timeout=60)
+    made = Ahead(range(3), lambda _: together.wait(), threads=3)
+    assert {made.of(n) for n in range(3)} == {0, 1, 2}
+
+
+def test_an_error_is_raised_for_its_own_piece_alone() -> None:
+    made = Ahead([1, 0, 2], lambda n: 2 // n, threads=1)
+    assert made.of(0) == 2 and made.of(2) == 1
+    with pytest.raises(ZeroDivisionError):
+        made.of(1)
