@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from autosel import settings
 from autosel.candidates import user
 from autosel.candidates.user import UserCandidate
 from autosel.ledger.store import Ledger, open_ledger
@@ -91,6 +92,17 @@ class Tuned:
     listener: Silent
     candidates: dict[str, UserCandidate]
     pid: int
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_name_of_its_own() -> Iterator[None]:
+    """The home that all tests share, by a name that only the children of this file carry: others run beside it."""
+    home = Path(os.environ["AUTOSEL_HOME"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOSEL_HOME", f"{home}/../{home.name}")
+        settings.read.cache_clear()
+        yield
+    settings.read.cache_clear()
 
 
 @pytest.fixture(scope="module")

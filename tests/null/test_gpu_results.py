@@ -366,7 +366,7 @@ def test_after_a_fault_of_the_device_the_next_unit_gets_a_new_process(
     """A child that says so is let go; the parent asks another."""
 
     def serve(self: Child) -> None:
-        code = 'print("{}", flush=True)\nwhile input(): print(\'{"ok": false, "leaving": true}\', flush=True)'
+        code = 'print("{}", flush=True)\ninput()\nwhile input(): print(\'{"ok": false, "leaving": true}\', flush=True)'
         self.command = [sys.executable, "-c", code]
         start(self)
 
