@@ -30,7 +30,7 @@ from autosel.native import cuda, cutlass
 log = logging.getLogger(__name__)
 
 BASE_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared", "-pthread")
-# nvcc takes CUTLASS's templates for Hopper in one or two minutes on an idle core, and more than five beside others.
+# nvcc takes a minute for kernels/cutlass/gemm_sm90.cu on an idle core; beside four others on two, more than five.
 DEADLINE_S = 900.0
 
 

@@ -61,11 +61,11 @@ def _places() -> Iterator[str]:
     if on_path:
         yield on_path
     yield "/usr/local/cuda/bin/nvcc"
-    for folder in _pips():
+    for folder in pips():
         yield from sorted(str(p) for p in folder.glob("*/bin/nvcc"))
 
 
-def _pips() -> list[Path]:
+def pips() -> list[Path]:
     """Where pip puts CUDA's packages: one folder in each environment that Python sees."""
     package = importlib.util.find_spec("nvidia")  # a namespace that they share
     folders = package.submodule_search_locations if package else None
@@ -75,10 +75,10 @@ def _pips() -> list[Path]:
 def _beside(home: Path) -> tuple[Path, ...]:
     """The rest of a toolkit of pip's: an environment that reuses another's torch installs nvcc, and finds the runtime's
     headers there already, where nvcc does not look."""
-    pips = _pips()
-    if home.parent not in pips:
+    folders = pips()
+    if home.parent not in folders:
         return ()
-    return tuple(other for folder in pips if (other := folder / home.name) != home and other.is_dir())
+    return tuple(other for folder in folders if (other := folder / home.name) != home and other.is_dir())
 
 
 def _home(path: str) -> Path:

@@ -10,7 +10,7 @@ from autosel.values import Fingerprint
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import Found, Table
 
-# On a GPU some knobs are compiled in: a cell of CUTLASS has six to eight builds, of one to two minutes each on a core.
+# On a GPU some knobs are compiled in: a cell of CUTLASS has six to eight builds, of a minute each on a core.
 UNIT_S = 1800.0
 
 

@@ -57,7 +57,7 @@ def run_stage(
         record.units = {u: found for u, found in record.units.items() if found["ok"] or not retry}
         before, told = record.seconds, set[str]()
         child.coming = list(filter(wanted, record.undone))
-        for done, unit in enumerate(list(child.coming)):
+        for done, unit in enumerate(child.coming):
             if child.left_s <= 0:
                 break
             left = left_text(time.monotonic() - started, done, len(child.coming))

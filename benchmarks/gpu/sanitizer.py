@@ -6,7 +6,6 @@ barriers that not all threads reach. On a CPU the compiler's: addresses and unde
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -172,13 +171,13 @@ def find_sanitizer() -> str | None:
 
 
 def _places() -> Iterator[str]:
-    from autosel.native.cuda import find_nvcc
+    from autosel.native.cuda import find_nvcc, pips
 
-    nvcc, package = find_nvcc(), importlib.util.find_spec("nvidia")  # pip's packages share this namespace
+    nvcc = find_nvcc()
     homes = [nvcc.home] if nvcc else []
     homes.append(USUAL_HOME)
-    for folder in package.submodule_search_locations or () if package else ():
-        homes += sorted(home for home in Path(folder).iterdir() if home.is_dir())
+    for folder in pips():
+        homes += sorted(home for home in folder.iterdir() if home.is_dir())
     found = (shutil.which("compute-sanitizer"), *(str(home / "bin" / "compute-sanitizer") for home in homes))
     yield from dict.fromkeys(path for path in found if path and os.access(path, os.X_OK))
 

@@ -707,7 +707,7 @@ def test_where_that_cannot_be_had_it_says_so_and_works_with_the_cpu(script, obta
 
 @pytest.mark.parametrize("words", [["gpu", "--stage", "parity"], ["tune"]], ids=["gpu", "first contact"])
 def test_pips_toolkit_is_done_without_where_it_cannot_be_had(script, obtainable, words, capsys):
-    """A wheelhouse without these 200 MB: what needs no compiler runs, and what does says what it misses."""
+    """A wheelhouse without these 120 MB: what needs no compiler runs, and what does says what it misses."""
     tried = obtainable([13, 0], ("cuda13-system",), ())
     script.main(words)
     said = "".join(capsys.readouterr())
