@@ -22,16 +22,24 @@ import pytest
 from autosel.native import cutlass
 from autosel.native.compile import find_compiler
 from autosel.native.cuda import find_nvcc
+from tests.compile import emulate
 from tests.compile.emulate import todays
 
 HERE = Path(__file__).parent
-CUDA = ("test_emulated", "test_machine_code")  # tests of kernels/cuda/
+CUDA = ("test_emulated", "test_machine_code", "test_ptx")  # tests of kernels/cuda/
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-target", action="store_true", help="tests/compile: all kernels for all targets, not today's share"
     )
+    parser.addoption(
+        "--ptx", action="store_true", help="tests/compile/test_emulated_*: run the PTX that nvcc makes of the kernels"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    emulate.as_ptx = bool(config.getoption("--ptx", default=False))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,6 +22,7 @@ from autosel.native.cuda import find_nvcc
 Choice = TypeVar("Choice")
 
 HERE = Path(__file__).parent
+as_ptx = False  # set by conftest.py
 FLAGS = (
     "-std=c++20",
     "-O1",
@@ -74,9 +75,20 @@ def includes() -> list[str]:
     ]
 
 
-@cache
 def emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
-    """The entry of kernels/cuda/<source>.cu (or of a path), run on emulated threads; macros as NAME=VALUE."""
+    """The entry of kernels/cuda/<source>.cu (or of a path), run on emulated threads; macros as NAME=VALUE.
+
+    With `pytest --ptx` its PTX is run instead, for compute capability 9.0 (ptx_machine.py).
+    """
+    if as_ptx:
+        from tests.compile.ptx_machine import built
+
+        return built(f"cuda/{source}", *macros).entry(entry)
+    return _emulated(source, entry, *macros)
+
+
+@cache
+def _emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
     import tvm_ffi
 
     function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(_built(source, macros))), entry)
@@ -89,6 +101,9 @@ def overlapped(source: str, *macros: str) -> Iterator[None]:
 
     Raises RuntimeError with what went wrong. Tensors must live that long.
     """
+    if as_ptx:  # one after the other: the interpreted device has one launch at a time
+        yield
+        return
     with held_back(_built(source, macros)):
         yield
 

@@ -1,0 +1,212 @@
+"""The PTX that nvcc makes of a CUDA source, run on this CPU (ptx/): what a device's assembler would get, with inline
+assembly, where emulate.py compiles the source for the CPU and takes the other branch.
+
+The shared object is built as a worker builds it, but with PTX in place of machine code, for tensors of the CPU, and
+linked with a CUDA runtime whose device is the interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from autosel import resources, settings
+from autosel.native import cutlass
+from autosel.native.compile import find_compiler, sources_digest
+from autosel.native.cuda import architecture, find_nvcc, headers
+from tests.compile.emulate import HERE, includes
+
+Order = Literal["early", "late", "mixed"]
+ORDERS: tuple[Order, ...] = ("early", "late", "mixed")
+PARTS = sorted((HERE / "ptx").glob("*.h"))
+RUNTIME = HERE / "ptx" / "runtime.cpp"
+HOPPER = (9, 0)
+# -frounding-math: instructions name their rounding, and set the CPU's
+RUNTIME_FLAGS = ("-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-frounding-math", "-fPIC", "-c")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A source's entries on the interpreted device."""
+
+    path: Path
+    library: ctypes.CDLL
+    calls: Iterator[int]
+
+    def entry(self, name: str) -> Callable[..., None]:
+        """The entry; whatever it touches must lie in the tensors it is called with."""
+        import tvm_ffi
+
+        function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(self.path)), name)
+
+        def call(*args: Any) -> None:
+            turn = next(self.calls)
+            self.order(ORDERS[turn % 3], backwards=turn % 2 == 1, seed=turn)
+            with self.memory(args):
+                try:
+                    function(*args)
+                except RuntimeError as error:
+                    raise RuntimeError(f"{error}\n{self.failed()}") from None
+
+        return call
+
+    @contextmanager
+    def memory(self, args: tuple[Any, ...]) -> Iterator[None]:
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        for t in tensors:
+            storage = t.untyped_storage()
+            self.library.ptx_allow(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()))
+        try:
+            yield
+        finally:
+            self.library.ptx_forbid()
+
+    def order(self, order: Order, *, backwards: bool = False, seed: int = 0) -> None:
+        """When what is asynchronous happens: at once, as late as a device may, or by a draw each."""
+        self.library.ptx_order(ORDERS.index(order), int(backwards), seed)
+
+    def failed(self) -> str:
+        said: bytes = self.library.ptx_failed()
+        return said.decode()
+
+    def executed(self) -> int:
+        """Instructions so far, of all threads."""
+        return int(self.library.ptx_executed())
+
+
+@cache
+def built(source: str, *macros: str, cc: tuple[int, int] = HOPPER) -> Built:
+    """kernels/<source>.cu, e.g. `cuda/gemv`; macros as NAME=VALUE."""
+    import tvm_ffi  # noqa: F401  (its library, which the object needs)
+
+    return _opened(_linked(source, macros, cc), cc)
+
+
+def _opened(path: Path, cc: tuple[int, int]) -> Built:
+    library = ctypes.CDLL(str(path))
+    library.ptx_failed.restype = ctypes.c_char_p
+    library.ptx_executed.restype = ctypes.c_ulonglong
+    library.ptx_load.restype = ctypes.c_void_p
+    library.ptx_device(cc[0], cc[1], 4)
+    return Built(path=path, library=library, calls=itertools.count())
+
+
+def _linked(source: str, macros: tuple[str, ...], cc: tuple[int, int]) -> Path:
+    made, runtime = _object(source, macros, cc), interpreter()
+    linked = made.with_name(f"{made.stem}-{runtime.stem}.so")
+    if linked.is_file():
+        return linked
+    compiler = find_compiler()
+    assert compiler is not None
+    library = next(word for word in includes() if word.startswith("-L"))
+    # -Bsymbolic: a process may hold a real CUDA runtime as well
+    command = [compiler.path, "-shared", "-Wl,-Bsymbolic", str(made), str(runtime), library, "-ltvm_ffi", "-o"]
+    return _made(command, linked)
+
+
+def interpreter() -> Path:
+    """The device and its CUDA runtime, compiled."""
+    compiler, nvcc = find_compiler(), find_nvcc()
+    assert compiler is not None
+    assert nvcc is not None
+    hasher = hashlib.sha256("\0".join((compiler.version, nvcc.version, *RUNTIME_FLAGS)).encode())
+    for part in (RUNTIME, *PARTS):
+        hasher.update(part.read_bytes())
+    made = settings.home() / "emulated" / f"ptx-{hasher.hexdigest()[:16]}.o"
+    system = ["-isystem", str(nvcc.home / "include")]
+    return made if made.is_file() else _made([compiler.path, *RUNTIME_FLAGS, *system, str(RUNTIME), "-o"], made)
+
+
+def _object(source: str, macros: tuple[str, ...], cc: tuple[int, int]) -> Path:
+    compiler, nvcc, found = find_compiler(), find_nvcc(), cutlass.find_headers()
+    assert compiler is not None
+    assert nvcc is not None
+    file = resources.kernels() / f"{source}.cu"
+    name = architecture(cc)
+    flags = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-gencode", f"arch=compute_{name},code=compute_{name}"]
+    flags += ["--no-compress", "-cudart", "none", "-DAUTOSEL_DEVICE=kDLCPU", *(f"-D{m}" for m in macros)]
+    parts = (sources_digest(str(file)), compiler.version, nvcc.version, found.text if found else "", *flags)
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    made = settings.home() / "emulated" / f"{file.stem}-ptx-{digest}.o"
+    if made.is_file():
+        return made
+    places = [word for word in includes() if word.startswith("-I")]
+    if found is not None:
+        places += ["-isystem", str(found.include)]
+    words = [*flags, *headers(nvcc), *places, "-c", str(file), "-o"]
+    return _made([nvcc.path, "-ccbin", compiler.path, *words], made)
+
+
+def _made(command: list[str], made: Path) -> Path:
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+        output = Path(folder) / made.name
+        done = subprocess.run([*command, str(output)], capture_output=True, text=True, timeout=580)
+        assert done.returncode == 0, done.stderr[:4000]
+        output.rename(made)
+    return made
+
+
+# --- text of a test's own -------------------------------------------------------------------------------------------
+
+HEAD = ".version 9.0\n.target sm_90a\n.address_size 64\n"
+
+
+@cache
+def bare() -> Built:
+    """The device without a kernel."""
+    compiler, runtime = find_compiler(), interpreter()
+    assert compiler is not None
+    linked = runtime.with_suffix(".so")
+    if not linked.is_file():
+        _made([compiler.path, "-shared", "-Wl,-Bsymbolic", str(runtime), "-o"], linked)
+    return _opened(linked, HOPPER)
+
+
+def launch(
+    text: str,
+    name: str,
+    *arguments: Any,
+    grid: tuple[int, int, int] = (1, 1, 1),
+    threads: int = 32,
+    cluster: tuple[int, int, int] = (1, 1, 1),
+    shared_bytes: int = 0,
+    dependent: bool = False,
+    order: Order = "early",
+    backwards: bool = False,
+) -> None:
+    """Runs a kernel of this PTX; parameters are tensors, or numbers of ctypes.
+
+    Raises RuntimeError with what went wrong.
+    """
+    device = bare()
+    module = _module(text)
+    device.order(order, backwards=backwards, seed=3)
+    places = [ctypes.c_uint64(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
+    room = (ctypes.c_void_p * max(1, len(places)))(*(ctypes.addressof(p) for p in places))
+    triples = [(ctypes.c_uint * 3)(*t) for t in (grid, (threads, 1, 1), cluster)]
+    with device.memory(arguments):
+        said = device.library.ptx_launch(
+            ctypes.c_void_p(module), name.encode(), *triples, ctypes.c_size_t(shared_bytes), int(dependent), room
+        )
+    if said:
+        raise RuntimeError(device.failed())
+
+
+@cache
+def _module(text: str) -> int:
+    made: int | None = bare().library.ptx_load(text.encode())
+    if made is None:
+        raise RuntimeError(bare().failed())
+    return made

@@ -1,0 +1,93 @@
+"""Hopper's product as nvcc compiles it: its PTX run on this CPU, with TMA, mbarriers, clusters and wgmma.
+
+By default of one build, another one each day; --every-target takes all that the formulas give.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from autosel.fingerprint import known
+from autosel.native import cutlass
+from autosel.ops.contract import Case
+from autosel.ops.linear import projection_cases
+from tests.compile.cutlass_asked import BY_NAME, Build, builds
+from tests.compile.ptx_machine import Built, built
+from tests.compile.test_emulated_cutlass import OP, SHAPES, WholeVectors, failure
+
+pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
+
+
+@cache
+def choices() -> list[Build]:
+    return [b for b in builds() if b.source == "gemm_sm90"]
+
+
+in_turns = pytest.mark.in_turns(choices, label=lambda b: b.label)
+
+
+def product(build: Build) -> Built:
+    recipe = BY_NAME[build.source].recipe(build.workload, known.load(build.device), build.knobs)
+    return built(f"cutlass/{build.source}", *(f[2:] for f in recipe.flags if f.startswith("-D")))
+
+
+def plans(build: Build) -> tuple[tuple[int, int, int], ...]:
+    """split_k, sms, pdl: more tiles than CTAs, and CTAs without a tile."""
+    wide = build.knobs["cluster"]
+    splits = ((3, 6, 0), (1, 5 * wide, 0), (2, 4, 0)) if build.knobs["stream_k"] else ((1, 2 * wide, 1),)
+    return ((1, 4 * wide, 0), *splits, (1, wide, 0))
+
+
+@in_turns
+def test_the_product_meets_its_contract_in_every_case(choice: Build) -> None:
+    wrong, turn, entry = [], 0, product(choice).entry("gemm_sm90")
+    for dims, traits in SHAPES:
+        w = OP.workload(choice.dtype, dims, **traits)
+        whole = projection_cases(OP, WholeVectors(w), weights=("w",), width="K")  # type: ignore[arg-type]
+        for made in (*whole, *(OP.cases(w) if dims["M"] == 5 else ())):
+            plan, turn = plans(choice)[turn % len(plans(choice))], turn + 1
+            found = failure(entry, made, plan)
+            if found is not None:
+                wrong.append(f"{made.workload.key} {made.name}, {plan}: {found.check}: {found.reason}")
+    assert not wrong, "\n".join(wrong)
+
+
+@in_turns
+def test_many_tiles_of_which_the_last_are_ragged_are_each_computed_once(choice: Build) -> None:
+    k, wide = choice.knobs, choice.knobs["cluster"]
+    sides = (k["tile_m"] * wide, k["tile_n"])
+    rows, columns = reversed(sides) if k["swap"] else sides
+    dims = {"M": rows + 8 + 3, "N": 2 * columns + 40, "K": 72 + 64 * k["stages"]}
+    w = OP.workload(choice.dtype, dims, residual=True)
+    made = Case(name="grid", workload=w, make=lambda seed: OP.inputs(w, seed), covers="the order of tiles")
+    for plan in plans(choice):
+        assert failure(product(choice).entry("gemm_sm90"), made, plan) is None
+
+
+@in_turns
+def test_the_order_in_which_copies_and_products_end_does_not_change_a_bit(choice: Build) -> None:
+    inputs, made = OP.inputs(OP.workload(choice.dtype, {"M": 9, "N": 136, "K": 392}), 4), product(choice)
+    results = []
+    for plan in plans(choice)[:2]:
+        for _ in range(6):  # early, late and mixed, forwards and backwards
+            y = torch.full((9, 136), float("nan"), dtype=inputs["x"].dtype)
+            made.entry("gemm_sm90")(inputs["x"], inputs["w"], None, None, y, *plan)
+            results.append((plan, y))
+        assert all(torch.equal(y, results[-1][1]) for p, y in results if p == plan)
+
+
+@in_turns
+def test_logits_are_the_bits_of_the_projection(choice: Build) -> None:
+    inputs = OP.inputs(OP.workload(choice.dtype, {"M": 3, "N": 200, "K": 136}), 4)
+    one, other = (torch.full((3, 200), float("nan"), dtype=inputs["x"].dtype) for _ in range(2))
+    plan = plans(choice)[0]
+    product(choice).entry("gemm_sm90")(inputs["x"], inputs["w"], None, None, one, *plan)
+    head: Any = product(choice).entry("lm_head_sm90")
+    head(inputs["x"], inputs["w"], 0, other, *plan)
+    assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="logits, not tokens"):
+        head(inputs["x"], inputs["w"], 1, other, *plan)
