@@ -695,13 +695,15 @@ def _checked_by(folder: str, name: str) -> str:
         from autosel.candidates.registry import own_candidates
 
         kernels = {getattr(c, "source", "") for c in own_candidates() if c.backend == "TRITON"}
-        return "compiled; interpreted" if name in kernels else ""
+        return "compiled; interpreted; PTX run" if name in kernels else ""
     told = []
     for what, pattern in (("compiled", "test_machine_code*.py"), ("emulated", "test_emulated_*.py")):
         texts = [p.read_text() for p in (ROOT / "tests" / "compile").glob(pattern)]
         if any(f'"{name}"' in text or f"cuda/{name}.cu" in text for text in texts):
             told.append(what)
-    return "; ".join(told)
+    from tests.compile import targets
+
+    return "; ".join([*told, *(["PTX run"] if name in targets.run_as_ptx() else [])])
 
 
 def _parities() -> dict[str, set[str]]:

@@ -34,12 +34,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--every-target", action="store_true", help="tests/compile: all kernels for all targets, not today's share"
     )
     parser.addoption(
-        "--ptx", action="store_true", help="tests/compile/test_emulated_*: run the PTX that nvcc makes of the kernels"
+        "--ptx",
+        metavar="CC",
+        help="tests/compile/test_emulated_*: run the kernels' PTX for this compute capability: 9.0",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    emulate.as_ptx = bool(config.getoption("--ptx", default=False))
+    asked = config.getoption("--ptx", default=None)
+    if asked:
+        major, minor = map(int, asked.split("."))
+        emulate.as_ptx = major, minor
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,7 +22,7 @@ from autosel.native.cuda import find_nvcc
 Choice = TypeVar("Choice")
 
 HERE = Path(__file__).parent
-as_ptx = False  # set by conftest.py
+as_ptx: tuple[int, int] | None = None  # a compute capability; set by conftest.py
 FLAGS = (
     "-std=c++20",
     "-O1",
@@ -78,12 +78,12 @@ def includes() -> list[str]:
 def emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
     """The entry of kernels/cuda/<source>.cu (or of a path), run on emulated threads; macros as NAME=VALUE.
 
-    With `pytest --ptx` its PTX is run instead, for compute capability 9.0 (ptx_machine.py).
+    With `pytest --ptx 9.0` its PTX for that compute capability is run instead (ptx_machine.py).
     """
     if as_ptx:
         from tests.compile.ptx_machine import built
 
-        return built(f"cuda/{source}", *macros).entry(entry)
+        return built(f"cuda/{source}", *macros, cc=as_ptx).entry(entry)
     return _emulated(source, entry, *macros)
 
 

@@ -33,7 +33,17 @@ PARTS = sorted((HERE / "ptx").glob("*.h"))
 RUNTIME = HERE / "ptx" / "runtime.cpp"
 HOPPER = (9, 0)
 # -frounding-math: instructions name their rounding, and set the CPU's
-RUNTIME_FLAGS = ("-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-frounding-math", "-fPIC", "-c")
+RUNTIME_FLAGS = (
+    "-std=c++20",
+    "-O2",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-frounding-math",
+    "-fPIC",
+    "-fno-semantic-interposition",
+    "-c",
+)
 
 
 @dataclass(frozen=True)

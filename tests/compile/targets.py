@@ -27,3 +27,11 @@ def of_cutlass(source: str) -> tuple[Capability, ...]:
         if any(not BY_NAME[source].limits(product(m, 4096, 4096, "bf16"), f) for m in ROWS)
     }
     return tuple(sorted(fits))
+
+
+def run_as_ptx() -> set[str]:
+    """Sources of ours whose PTX the tests run."""
+    from tests.compile.test_ptx_kernels import KERNELS
+
+    sources = {"linear": "gemv"}
+    return {sources.get(name, name) for kernels in KERNELS.values() for name, _ in kernels} | {"gemm_sm90"}

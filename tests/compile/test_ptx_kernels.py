@@ -1,46 +1,83 @@
-"""The CUDA kernels as nvcc compiles them for Hopper, their PTX run on this CPU: the hostile cases of test_emulated_*.
+"""The CUDA kernels as nvcc compiles them, their PTX run on this CPU: the hostile cases of test_emulated_*.
 
-A kernel of rows, a product and an attention a day, each in one dtype; --every-target takes all.
-`pytest --ptx tests/compile/test_emulated_*.py` runs everything else of those files so.
+A kernel of rows, a product and an attention a day, each in one dtype, for one compute capability and a share of the
+cases; --every-target takes all. `pytest --ptx 9.0 tests/compile/test_emulated_*.py` runs everything of those files so.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 
+from autosel.ops import OPS
+from autosel.ops.contract import Case, Mismatch
 from autosel.values import DTypeName
 from tests.compile import emulate
 from tests.compile import test_emulated_attention as attention
 from tests.compile import test_emulated_linear as linear
 from tests.compile import test_emulated_rows as rows
 
-Choice = tuple[str, DTypeName]
+CAPABILITIES = ((9, 0), (8, 0), (8, 9), (12, 0))  # what a kernel is compiled to differs between them
+SHARES = {"rows": 1, "products": 2, "attention": 4}
+
+Kernel = tuple[str, DTypeName]
+Choice = tuple[str, Kernel, tuple[int, int], int]
+Battery = Iterator[tuple[Case, Callable[[], Mismatch | None]]]
+KERNELS: dict[str, list[Kernel]] = {
+    "rows": list(itertools.product(rows.SHAPES, rows.DTYPES)),
+    "products": list(itertools.product(linear.WORKLOADS, linear.DTYPES)),
+    "attention": [one for each in attention.EACH.values() for one in each()],
+}
 
 
-def of_rows() -> list[Choice]:
-    return list(itertools.product(rows.SHAPES, rows.DTYPES))
+def of_rows(name: str, dtype: DTypeName) -> Battery:
+    dims, traits, knobs = rows.SHAPES[name]
+    turn = itertools.count()
+    for values in itertools.product(*traits.values()):
+        for made in OPS[name].cases(OPS[name].workload(dtype, dims, **dict(zip(traits, values, strict=True)))):
+            yield made, partial(rows.failure, OPS[name], made, knobs[next(turn) % len(knobs)])
 
 
-def of_products() -> list[Choice]:
-    return list(itertools.product(linear.WORKLOADS, linear.DTYPES))
+def of_products(name: str, dtype: DTypeName) -> Battery:
+    turn = itertools.count()
+    for made in _cases(name, dtype, linear.WORKLOADS[name]):
+        yield made, partial(linear.failure, OPS[name], made, linear.BUILDS[0], linear.PLANS[next(turn) % 5])
 
 
-def of_attention() -> list[Choice]:
-    return [one for each in attention.EACH.values() for one in each()]
+def of_attention(name: str, dtype: DTypeName) -> Battery:
+    op, turn = attention.KERNELS[name], itertools.count()
+    for made in _cases(op, dtype, attention.SHAPES[op]):
+        yield made, partial(attention.failure, name, made, attention.CUTS[next(turn) % 5])
 
 
-BATTERIES: tuple[tuple[Callable[[], list[Choice]], Callable[[Choice], None]], ...] = (
-    (of_rows, lambda c: rows.test_a_row_kernel_meets_its_contract_in_every_case(*c)),
-    (of_products, lambda c: linear.test_a_projection_meets_its_contract_in_every_case(*c, linear.BUILDS[0])),
-    (of_attention, attention.test_attention_meets_its_contract_in_every_case),
-)
+def _cases(op: str, dtype: DTypeName, shapes: Sequence[tuple[dict[str, int], dict[str, Any]]]) -> Iterator[Case]:
+    for dims, traits in shapes:
+        yield from OPS[op].cases(OPS[op].workload(dtype, dims, **traits))
 
 
-@pytest.mark.in_turns({choices.__name__: choices for choices, _ in BATTERIES}, label="-".join)
-def test_the_ptx_of_a_kernel_meets_its_contract_in_every_case(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emulate, "as_ptx", True)
-    battery = next(run for choices, run in BATTERIES if choice in choices())
-    battery(choice)
+BATTERIES = {"rows": of_rows, "products": of_products, "attention": of_attention}
+
+
+def choices(family: str) -> list[Choice]:
+    return list(itertools.product([family], KERNELS[family], CAPABILITIES, range(SHARES[family])))
+
+
+def label(choice: Choice) -> str:
+    _, (name, dtype), (major, minor), part = choice
+    return f"{name} {dtype} {major}.{minor} {part}"
+
+
+@pytest.mark.in_turns({family: partial(choices, family) for family in BATTERIES}, label=label)
+def test_the_ptx_of_a_kernel_meets_its_contract(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, (name, dtype), capability, part = choice
+    monkeypatch.setattr(emulate, "as_ptx", capability)
+    wrong = []
+    for made, failure in itertools.islice(BATTERIES[family](name, dtype), part, None, SHARES[family]):
+        found = failure()
+        if found is not None:
+            wrong.append(f"{made.workload.key} {made.name}: {found.check}: {found.reason}")
+    assert not wrong, "\n".join(wrong)

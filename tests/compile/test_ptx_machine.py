@@ -242,3 +242,13 @@ def test_blocks_of_a_cluster_reach_each_others_shared_memory() -> None:
     y = torch.full((8,), -1, dtype=torch.int32)
     launch(kernel(body, 1), "k", y, grid=(8, 1, 1), cluster=(4, 1, 1), shared_bytes=16)
     assert y.tolist() == [3, 0, 1, 2] * 2
+
+
+def test_a_depot_is_reached_by_its_offset_and_by_a_pointer() -> None:
+    body = """
+    .local .align 8 .b8 depot[16]; .reg .b32 %s; mov.b32 %s, depot; st.local.b32 [%s+8], %t;
+    cvta.local.u64 %q1, depot; ld.u32 %r1, [%q1+8]; add.u64 %q0, %a0, %tw; st.global.u32 [%q0], %r1;
+    """
+    y = torch.zeros(32, dtype=torch.int32)
+    launch(kernel(body, 1), "k", y)
+    assert y.tolist() == list(range(32))

@@ -67,7 +67,7 @@ inline Execute moves(Instruction& i) {
     if (i.type == Type::pred) return move_predicate;
     if (!i.operands[1].many.empty()) return pack;
     if (!i.operands[0].many.empty()) return unpack;
-    return move;
+    return i.operands[1].offset ? move_place : move;
   }
   if (op == "selp") return select;
   if (op == "setp") {
@@ -81,6 +81,7 @@ inline Execute moves(Instruction& i) {
     return pair ? convert_pair : convert;
   }
   if (op == "cvta") {
+    if (i.has("local")) return i.has("to") ? generic_to_local : local_to_generic;
     if (!i.has("shared") && !i.has("shared::cta") && !i.has("shared::cluster")) return move;
     return i.has("to") ? generic_to_shared : shared_to_generic;
   }
@@ -152,7 +153,7 @@ inline Execute control(Instruction& i) {
     if (i.has("red")) return barrier_reduce;
     return barrier;
   }
-  if (op == "shfl") return shuffle;
+  if (op == "shfl") return i.detail = i.words[2][0], shuffle;  // up, down, bfly, idx
   if (op == "vote") return vote;
   if (op == "elect") return elect;
   if (op == "match") return i.has("any") ? match : nullptr;
@@ -175,8 +176,13 @@ inline Execute matrices(Instruction& i) {
 }
 
 inline void decode(Instruction& i) {
-  i.detail =
-      (i.has("ftz") ? kFlush : 0) | (i.has("sat") || i.has("satfinite") ? kSaturate : 0) | (i.has("NaN") ? kNaN : 0);
+  static const std::pair<const char*, int64_t> flags[] = {
+      {"ftz", kFlush},     {"sat", kSaturate}, {"satfinite", kSaturate},
+      {"NaN", kNaN},       {"relu", kRelu},    {"rz", kZero},
+      {"rm", kDown},       {"rp", kUp},        {"rni", kNearest},
+      {"rzi", kTruncated}, {"rmi", kFloor},    {"rpi", kCeiling}};
+  for (const auto& [name, flag] : flags)
+    if (i.has(name)) i.detail |= flag;
   if (i.words[0] == "cvt" && i.has("satfinite")) i.detail &= ~kSaturate;  // to the largest, not to one
   for (Execute (*part)(Instruction&) : {arithmetic, bitwise, moves, memory, control, matrices}) {
     i.execute = part(i);

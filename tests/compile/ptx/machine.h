@@ -138,6 +138,7 @@ class Machine {
   bool delays() { return order == Order::late || (order == Order::mixed && random() % 2); }
   char* shared(Block& b, uint64_t address, size_t bytes, size_t align);  // [shared::cluster]
   char* global(uint64_t address, size_t bytes, size_t align);
+  char* local(Thread& t, uint64_t address, size_t bytes, size_t align);
   char* generic(Thread& t, uint64_t address, size_t bytes, size_t align);
   size_t shared_total() const {
     return launch->module->shared_bytes() ? rounded(launch->module->shared_bytes(), 128) + launch->shared_bytes
@@ -164,13 +165,13 @@ inline Machine& machine() {
 // --- slots -----------------------------------------------------------------------------------------------------------
 
 template <class T>
-T as(uint64_t bits) {
+[[gnu::always_inline]] inline T as(uint64_t bits) {
   T v;
   memcpy(&v, &bits, sizeof v);
   return v;
 }
 template <class T>
-uint64_t bits(T v) {
+[[gnu::always_inline]] inline uint64_t bits(T v) {
   if constexpr (std::is_integral_v<T> && std::is_signed_v<T>) return uint64_t(int64_t(v));
   uint64_t b = 0;
   memcpy(&b, &v, sizeof v);
@@ -178,9 +179,8 @@ uint64_t bits(T v) {
 }
 inline uint64_t word(const Thread& t, const Operand& o) { return t.slots[o.slot] + uint64_t(o.offset); }
 template <class T>
-T get(const Thread& t, const Instruction& i, size_t k) {
-  const Operand& o = i.operands[k];
-  return as<T>(o.offset ? word(t, o) : t.slots[o.slot]);
+[[gnu::always_inline]] inline T get(const Thread& t, const Instruction& i, size_t k) {
+  return as<T>(t.slots[i.at[k]]);
 }
 inline bool truth(const Thread& t, const Operand& o) { return bool(t.slots[o.slot] & 1) != o.negated; }
 template <class T>
@@ -188,8 +188,8 @@ void put(Thread& t, const Operand& o, T v) {
   if (o.slot != kNone) t.slots[o.slot] = bits(v);
 }
 template <class T>
-void put(Thread& t, const Instruction& i, T v) {
-  put(t, i.operands[0], v);
+[[gnu::always_inline]] inline void put(Thread& t, const Instruction& i, T v) {
+  if (i.at[0] != kNone) t.slots[i.at[0]] = bits(v);
 }
 
 // --- memory ----------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ inline std::string hex(uint64_t v) {
 }
 
 inline void check_alignment(uint64_t address, size_t align, const char* space) {
-  if (address % align)
+  if (address & (align - 1))
     throw Error(std::string("misaligned ") + space + " address " + hex(address) + ": must be a multiple of " +
                 std::to_string(align));
 }
@@ -228,18 +228,25 @@ inline char* Machine::global(uint64_t address, size_t bytes, size_t align) {
   throw Error("global address " + hex(address) + " (" + std::to_string(bytes) + " bytes) is in no tensor");
 }
 
+inline char* Machine::local(Thread& t, uint64_t address, size_t bytes, size_t align) {
+  const Frame& frame = t.frames.back();
+  if (address >> 32) return generic(t, address, bytes, align);
+  check_alignment(address, align, "local");
+  if (address + bytes > frame.function->local_bytes)
+    throw Error("local address " + hex(address) + " is outside of its frame");
+  return frame.locals + address;
+}
+
 inline char* Machine::generic(Thread& t, uint64_t address, size_t bytes, size_t align) {
   char* p = reinterpret_cast<char*>(address);
   char* arena = t.block->cluster->arena;
   if (p >= arena && p < arena + kMostCluster * kWindow) return shared(*t.block, uint64_t(p - arena), bytes, align);
-  const Function& f = *t.frames.back().function;
   for (Frame& frame : t.frames)
     if ((p >= frame.locals && p + bytes <= frame.locals + frame.function->local_bytes) ||
         (p >= frame.parameters && p + bytes <= frame.parameters + frame.function->parameter_bytes)) {
       check_alignment(address, align, "local");
       return p;
     }
-  (void)f;
   return global(address, bytes, align);
 }
 

@@ -75,6 +75,7 @@ struct Operand {
 
 struct Instruction {
   Execute execute = nullptr;
+  uint32_t at[6] = {};  // slots of the first operands, for quick reach
   uint32_t guard = kNone;
   bool guard_negated = false;
   Type type = Type::none, from = Type::none;  // the first and last type among the modifiers
@@ -392,7 +393,8 @@ class Parser {
         open_.pop_back(), ++i;
         continue;
       }
-      if (body.compare(i, 4, ".loc") == 0 || body.compare(i, 5, ".file") == 0) {
+      if (body.compare(i, 5, ".loc ") == 0 || body.compare(i, 5, ".loc\t") == 0 ||
+          body.compare(i, 5, ".file") == 0) {
         while (i < body.size() && body[i] != '\n') ++i;
         continue;
       }
@@ -418,9 +420,11 @@ class Parser {
   void statement(const std::string& s) {
     if (s.compare(0, 4, ".reg") == 0) return registers(s);
     if (s.compare(0, 6, ".local") == 0 || s.compare(0, 6, ".param") == 0) {
-      Variable v = variable_of(s.substr(s[1] == 'l' ? 6 : 6));
+      Variable v = variable_of(s.substr(6));
       function_.local_bytes = rounded(function_.local_bytes, v.align);
-      scopes_[open_.back()].names[v.name] = place(Space::local, function_.local_bytes);
+      // A depot's address is an offset into the frame, of 32 bits as LLVM takes it; a call's parameters are only named.
+      scopes_[open_.back()].names[v.name] =
+          s[1] == 'l' ? slot(function_.local_bytes) : place(Space::local, function_.local_bytes);
       function_.local_bytes += v.bytes;
       return;
     }
@@ -604,6 +608,7 @@ class Parser {
       call(i, rest);
     else
       for (const std::string& one : split(rest, ',')) i.operands.push_back(operand(one, i.from));
+    for (size_t k = 0; k < i.operands.size() && k < 6; ++k) i.at[k] = i.operands[k].slot;
     try {
       decode(i);
       if (rest.find("%globaltimer") != std::string::npos || rest.find("%clock") != std::string::npos)

@@ -6,7 +6,9 @@
 namespace ptx {
 
 // detail's bits for floating point
-constexpr int64_t kFlush = 1, kSaturate = 2, kNaN = 4, kHalves = 8;
+constexpr int64_t kFlush = 1, kSaturate = 2, kNaN = 4, kRelu = 8;
+constexpr int64_t kZero = 16, kDown = 32, kUp = 64;                                   // how a number is rounded
+constexpr int64_t kNearest = 128, kTruncated = 256, kFloor = 512, kCeiling = 1024;  // to a whole number
 
 template <class T>
 T flush(const Instruction& i, T v) {
@@ -27,15 +29,15 @@ void halves(Thread& t, const Instruction& i) {
   for (int h = 0; h < (pair ? 2 : 1); ++h) {
     double v[3] = {};
     for (size_t k = 0; k < N; ++k) {
-      const uint16_t b = uint16_t(t.slots[i.operands[k + 1].slot] >> 16 * h);
+      const uint16_t b = uint16_t(t.slots[i.at[k + 1]] >> 16 * h);
       v[k] = brain ? bf16_to(b) : f16_to(b);
     }
     double r = F::of(v[0], v[1], v[2], i);
     if (i.detail & kSaturate) r = std::isnan(r) ? 0 : std::clamp(r, 0.0, 1.0);
-    if (i.has("relu")) r = r > 0 ? r : 0;
+    if ((i.detail & kRelu)) r = r > 0 ? r : 0;
     out |= uint64_t(brain ? to_bf16(float(r)) : to_f16(r)) << 16 * h;
   }
-  t.slots[i.operands[0].slot] = out;
+  t.slots[i.at[0]] = out;
   ++t.pc;
 }
 
@@ -52,9 +54,9 @@ void plain(Thread& t, const Instruction& i) {
 }
 
 inline int rounding(const Instruction& i) {
-  if (i.has("rz")) return FE_TOWARDZERO;
-  if (i.has("rm")) return FE_DOWNWARD;
-  return i.has("rp") ? FE_UPWARD : FE_TONEAREST;
+  if (bool(i.detail & kZero)) return FE_TOWARDZERO;
+  if ((i.detail & kDown)) return FE_DOWNWARD;
+  return (i.detail & kUp) ? FE_UPWARD : FE_TONEAREST;
 }
 
 template <class T, class F, size_t N>
@@ -282,10 +284,10 @@ void count_bits(Thread& t, const Instruction& i) {
   ++t.pc;
 }
 inline void reverse_bits(Thread& t, const Instruction& i) {
-  uint64_t v = t.slots[i.operands[1].slot], r = 0;
+  uint64_t v = t.slots[i.at[1]], r = 0;
   const unsigned size = unsigned(bytes_of(i.type) * 8);
   for (unsigned k = 0; k < size; ++k) r |= (v >> k & 1) << (size - 1 - k);
-  t.slots[i.operands[0].slot] = r;
+  t.slots[i.at[0]] = r;
   ++t.pc;
 }
 inline void permute(Thread& t, const Instruction& i) {
@@ -359,7 +361,7 @@ void set_predicate(Thread& t, const Instruction& i) {
   if constexpr (std::is_same_v<T, float>) {
     const Type y = i.type;
     auto value = [&](size_t k) {
-      const uint64_t v = t.slots[i.operands[k].slot];
+      const uint64_t v = t.slots[i.at[k]];
       return y == Type::bf16 ? bf16_to(uint16_t(v)) : y == Type::f16 ? f16_to(uint16_t(v)) : as<float>(v);
     };
     a = value(1), b = value(2);
@@ -399,22 +401,26 @@ inline Execute predicate_of(Type type) {
 }
 
 inline void select(Thread& t, const Instruction& i) {
-  t.slots[i.operands[0].slot] = truth(t, i.operands[3]) ? t.slots[i.operands[1].slot] : t.slots[i.operands[2].slot];
+  t.slots[i.at[0]] = truth(t, i.operands[3]) ? t.slots[i.at[1]] : t.slots[i.at[2]];
   ++t.pc;
 }
 
 // --- moves and conversions -------------------------------------------------------------------------------------------
 
 inline void move(Thread& t, const Instruction& i) {
-  t.slots[i.operands[0].slot] = word(t, i.operands[1]);
+  t.slots[i.at[0]] = t.slots[i.at[1]];
+  ++t.pc;
+}
+inline void move_place(Thread& t, const Instruction& i) {  // a variable's address, or one near it
+  t.slots[i.at[0]] = word(t, i.operands[1]);
   ++t.pc;
 }
 inline void move_predicate(Thread& t, const Instruction& i) {
-  t.slots[i.operands[0].slot] = truth(t, i.operands[1]);
+  t.slots[i.at[0]] = truth(t, i.operands[1]);
   ++t.pc;
 }
 inline void read_clock(Thread& t, const Instruction& i) {
-  t.slots[i.operands[0].slot] = machine().clock_ns;
+  t.slots[i.at[0]] = machine().clock_ns;
   t.stop = true;  // who looks at the clock lets time pass
   ++t.pc;
 }
@@ -424,13 +430,13 @@ inline void pack(Thread& t, const Instruction& i) {
   uint64_t r = 0;
   for (size_t k = 0; k < parts.size(); ++k)
     r |= (t.slots[parts[k]] & (size < 64 ? (uint64_t(1) << size) - 1 : ~uint64_t(0))) << size * k;
-  t.slots[i.operands[0].slot] = r;
+  t.slots[i.at[0]] = r;
   ++t.pc;
 }
 inline void unpack(Thread& t, const Instruction& i) {
   const std::vector<uint32_t>& parts = i.operands[0].many;
   const unsigned size = unsigned(bytes_of(i.type) * 8 / parts.size());
-  const uint64_t v = t.slots[i.operands[1].slot];
+  const uint64_t v = t.slots[i.at[1]];
   for (size_t k = 0; k < parts.size(); ++k)
     if (parts[k] != kNone) t.slots[parts[k]] = v >> size * k & (size < 64 ? (uint64_t(1) << size) - 1 : ~uint64_t(0));
   ++t.pc;
@@ -449,10 +455,10 @@ inline double float_value(Type from, uint64_t b) {
   }
 }
 inline double whole(const Instruction& i, double v) {
-  if (i.has("rni")) return std::nearbyint(v);
-  if (i.has("rzi")) return std::trunc(v);
-  if (i.has("rmi")) return std::floor(v);
-  return i.has("rpi") ? std::ceil(v) : v;
+  if ((i.detail & kNearest)) return std::nearbyint(v);
+  if ((i.detail & kTruncated)) return std::trunc(v);
+  if ((i.detail & kFloor)) return std::floor(v);
+  return (i.detail & kCeiling) ? std::ceil(v) : v;
 }
 template <class T>
 uint64_t clamped(double v) {
@@ -478,8 +484,8 @@ inline int64_t integer_value(Type from, uint64_t b) {
 }
 inline uint64_t as_float(const Instruction& i, double v) {
   if (i.detail & kSaturate) v = std::isnan(v) ? 0 : std::clamp(v, 0.0, 1.0);
-  const bool zero = i.has("rz");
-  if (i.has("relu") && !(v > 0)) v = 0;
+  const bool zero = bool(i.detail & kZero);
+  if ((i.detail & kRelu) && !(v > 0)) v = 0;
   switch (i.type) {
     case Type::f16: return to_f16(v, zero);
     case Type::bf16: return to_bf16(float(v), zero);
@@ -494,7 +500,7 @@ inline uint64_t as_float(const Instruction& i, double v) {
 }
 
 inline void convert(Thread& t, const Instruction& i) {
-  const uint64_t b = t.slots[i.operands[1].slot];
+  const uint64_t b = t.slots[i.at[1]];
   uint64_t r;
   if (is_float(i.from)) {
     double v = float_value(i.from, b);
@@ -543,7 +549,7 @@ inline void convert(Thread& t, const Instruction& i) {
                                 : u;
     }
   }
-  t.slots[i.operands[0].slot] = r;
+  t.slots[i.at[0]] = r;
   ++t.pc;
 }
 
@@ -553,16 +559,16 @@ inline void convert_pair(Thread& t, const Instruction& i) {
   if (i.from == Type::f32) {
     for (int h = 0; h < 2; ++h) {
       const float v = get<float>(t, i, size_t(2 - h));
-      const float w = i.has("relu") && !(v > 0) ? 0 : v;
+      const float w = (i.detail & kRelu) && !(v > 0) ? 0 : v;
       switch (i.type) {
-        case Type::bf16x2: r |= uint64_t(to_bf16(w, i.has("rz"))) << 16 * h; break;
-        case Type::f16x2: r |= uint64_t(to_f16(w, i.has("rz"))) << 16 * h; break;
+        case Type::bf16x2: r |= uint64_t(to_bf16(w, bool(i.detail & kZero))) << 16 * h; break;
+        case Type::f16x2: r |= uint64_t(to_f16(w, bool(i.detail & kZero))) << 16 * h; break;
         case Type::e4m3x2: r |= uint64_t(to_fp8(w, e4m3_to, 0x7e)) << 8 * h; break;
         default: r |= uint64_t(to_fp8(w, e5m2_to, 0x7b)) << 8 * h;
       }
     }
   } else {
-    const uint64_t b = t.slots[i.operands[1].slot];
+    const uint64_t b = t.slots[i.at[1]];
     for (int h = 0; h < 2; ++h) {
       const uint8_t c = uint8_t(b >> 8 * h);
       if (i.from == Type::f16x2) {
@@ -573,7 +579,7 @@ inline void convert_pair(Thread& t, const Instruction& i) {
       }
     }
   }
-  t.slots[i.operands[0].slot] = r;
+  t.slots[i.at[0]] = r;
   ++t.pc;
 }
 
@@ -599,6 +605,7 @@ inline char* reach(Thread& t, Where where, uint64_t address, size_t bytes, size_
   Machine& m = machine();
   if (where == kGlobal) return m.global(address, bytes, align);
   if (where == kShared) return m.shared(*t.block, address, bytes, align);
+  if (where == kLocal) return m.local(t, address, bytes, align);
   return m.generic(t, address, bytes, align);
 }
 
@@ -622,7 +629,7 @@ inline void load_and_yield(Thread& t, const Instruction& i) {  // one that other
   uint64_t v = 0;
   memcpy(&v, p, size);
   if (i.type == Type::s32) v = uint64_t(int64_t(int32_t(v)));
-  t.slots[i.operands[0].slot] = v;
+  t.slots[i.at[0]] = v;
   t.stop = true;
   ++t.pc;
 }
@@ -741,16 +748,24 @@ inline void wait_copies(Thread& t, const Instruction& i) {
   if (i.words[2] == "wait_all")
     t.copies.commit(), t.copies.leave(0);
   else
-    t.copies.leave(size_t(t.slots[i.operands[0].slot]));
+    t.copies.leave(size_t(t.slots[i.at[0]]));
   ++t.pc;
 }
 
 inline void shared_to_generic(Thread& t, const Instruction& i) {
-  t.slots[i.operands[0].slot] = uint64_t(t.block->cluster->arena) + (word(t, i.operands[1]) & 0xffffffff);
+  t.slots[i.at[0]] = uint64_t(t.block->cluster->arena) + (word(t, i.operands[1]) & 0xffffffff);
   ++t.pc;
 }
 inline void generic_to_shared(Thread& t, const Instruction& i) {
-  t.slots[i.operands[0].slot] = word(t, i.operands[1]) - uint64_t(t.block->cluster->arena);
+  t.slots[i.at[0]] = word(t, i.operands[1]) - uint64_t(t.block->cluster->arena);
+  ++t.pc;
+}
+inline void local_to_generic(Thread& t, const Instruction& i) {
+  t.slots[i.at[0]] = uint64_t(t.frames.back().locals) + (word(t, i.operands[1]) & 0xffffffff);
+  ++t.pc;
+}
+inline void generic_to_local(Thread& t, const Instruction& i) {
+  t.slots[i.at[0]] = word(t, i.operands[1]) - uint64_t(t.frames.back().locals);
   ++t.pc;
 }
 inline void is_space(Thread& t, const Instruction& i) {
@@ -766,7 +781,7 @@ inline void map_shared(Thread& t, const Instruction& i) {  // mapa
                 std::to_string(t.block->cluster->blocks.size()));
   const uint64_t base = i.type == Type::u64 && !i.has("shared::cluster") ? uint64_t(t.block->cluster->arena) : 0,
                  a = word(t, i.operands[1]) - base;
-  t.slots[i.operands[0].slot] = base + rank * kWindow + a % kWindow;
+  t.slots[i.at[0]] = base + rank * kWindow + a % kWindow;
   ++t.pc;
 }
 
@@ -845,12 +860,12 @@ inline void shuffle(Thread& t, const Instruction& i) {
     const uint32_t most = (k & segment) | (clamp & ~segment), least = k & segment;
     uint32_t from;
     bool ok;
-    const std::string& mode = i.words[2];
-    if (mode == "up")
+    const int64_t mode = i.detail;
+    if (mode == 'u')
       from = k - (b & 31), ok = int(from) >= int(most);
-    else if (mode == "down")
+    else if (mode == 'd')
       from = k + (b & 31), ok = from <= most;
-    else if (mode == "bfly")
+    else if (mode == 'b')
       from = k ^ (b & 31), ok = from <= most;
     else
       from = least | (b & ~segment & 31), ok = from <= most;
