@@ -13,7 +13,7 @@ import itertools
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,7 +55,8 @@ class Built:
     calls: Iterator[int]
 
     def entry(self, name: str) -> Callable[..., None]:
-        """The entry; whatever it touches must lie in the tensors it is called with."""
+        """The entry; whatever it touches must lie in the tensors it is called with, but for a step's: its program holds
+        addresses."""
         import tvm_ffi
 
         function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(self.path)), name)
@@ -63,7 +64,7 @@ class Built:
         def call(*args: Any) -> None:
             turn = next(self.calls)
             self.order(ORDERS[turn % 3], backwards=turn % 2 == 1, seed=turn)
-            with self.memory(args):
+            with nullcontext() if name == "step" else self.memory(args):
                 try:
                     function(*args)
                 except RuntimeError as error:
@@ -108,7 +109,7 @@ def _opened(path: Path, cc: tuple[int, int]) -> Built:
     library.ptx_failed.restype = ctypes.c_char_p
     library.ptx_executed.restype = ctypes.c_ulonglong
     library.ptx_load.restype = ctypes.c_void_p
-    library.ptx_device(cc[0], cc[1], 4)
+    library.ptx_device(*cc)
     return Built(path=path, library=library, calls=itertools.count())
 
 
@@ -193,6 +194,7 @@ def launch(
     cluster: tuple[int, int, int] = (1, 1, 1),
     shared_bytes: int = 0,
     dependent: bool = False,
+    together: bool = False,
     order: Order = "early",
     backwards: bool = False,
 ) -> None:
@@ -208,7 +210,13 @@ def launch(
     triples = [(ctypes.c_uint * 3)(*t) for t in (grid, (threads, 1, 1), cluster)]
     with device.memory(arguments):
         said = device.library.ptx_launch(
-            ctypes.c_void_p(module), name.encode(), *triples, ctypes.c_size_t(shared_bytes), int(dependent), room
+            ctypes.c_void_p(module),
+            name.encode(),
+            *triples,
+            ctypes.c_size_t(shared_bytes),
+            int(dependent),
+            int(together),
+            room,
         )
     if said:
         raise RuntimeError(device.failed())

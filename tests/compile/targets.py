@@ -29,9 +29,12 @@ def of_cutlass(source: str) -> tuple[Capability, ...]:
     return tuple(sorted(fits))
 
 
+OTHERS = {"gemm_sm90", "step", "probes", "grid_sync"}
+
+
 def run_as_ptx() -> set[str]:
     """Sources of ours whose PTX the tests run."""
     from tests.compile.test_ptx_kernels import KERNELS
 
     sources = {"linear": "gemv"}
-    return {sources.get(name, name) for kernels in KERNELS.values() for name, _ in kernels} | {"gemm_sm90"}
+    return {sources.get(name, name) for kernels in KERNELS.values() for name, _ in kernels} | OTHERS

@@ -1,7 +1,7 @@
 """The CUDA kernels as nvcc compiles them, their PTX run on this CPU: the hostile cases of test_emulated_*.
 
-A kernel of rows, a product and an attention a day, each in one dtype, for one compute capability and a share of the
-cases; --every-target takes all. `pytest --ptx 9.0 tests/compile/test_emulated_*.py` runs everything of those files so.
+One kernel a day in one dtype, for one compute capability and a share of the cases; --every-target takes all.
+`pytest --ptx 9.0 tests/compile/test_emulated_*.py` runs everything of those files so.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def _cases(op: str, dtype: DTypeName, shapes: Sequence[tuple[dict[str, int], dic
 BATTERIES = {"rows": of_rows, "products": of_products, "attention": of_attention}
 
 
-def choices(family: str) -> list[Choice]:
-    return list(itertools.product([family], KERNELS[family], CAPABILITIES, range(SHARES[family])))
+def choices() -> list[Choice]:
+    each = (itertools.product([f], KERNELS[f], CAPABILITIES, range(SHARES[f])) for f in BATTERIES)
+    return list(itertools.chain.from_iterable(each))
 
 
 def label(choice: Choice) -> str:
@@ -71,7 +72,7 @@ def label(choice: Choice) -> str:
     return f"{name} {dtype} {major}.{minor} {part}"
 
 
-@pytest.mark.in_turns({family: partial(choices, family) for family in BATTERIES}, label=label)
+@pytest.mark.in_turns(choices, label=label)
 def test_the_ptx_of_a_kernel_meets_its_contract(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
     family, (name, dtype), capability, part = choice
     monkeypatch.setattr(emulate, "as_ptx", capability)

@@ -26,7 +26,7 @@ from tests.compile.emulate import todays, todays_turn
 from tests.compile.triton_kernels import DTYPES, KERNELS, PLANS, SHAPES, TARGETS, workload
 
 HERE = Path(__file__).parent
-SHARE = 11  # of the hostile cases, a day; no multiple of the dtypes, or each case would meet one alone
+SHARE = 23  # of the hostile cases, a day; no multiple of the dtypes, or each case would meet one alone
 SHORT_PLANS = [plan for plan in PLANS if "attn" not in plan.kernel]  # attention's whole proof takes minutes
 
 
@@ -75,7 +75,7 @@ def test_attention_is_interpreted_at_its_widest_head_and_with_capped_scores(op: 
 
 
 def test_triton_kernels_meet_their_contracts_in_the_interpreter() -> None:
-    """An eleventh of every kernel's hostile cases, in one dtype each."""
+    """A 23rd of every kernel's hostile cases, in one dtype each; compiled, test_ptx_triton.py has more of them."""
     command = [sys.executable, str(HERE / "some_cases.py"), str(todays_turn()), str(SHARE)]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]

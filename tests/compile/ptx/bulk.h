@@ -67,7 +67,7 @@ inline void mbarrier_wait(Thread& t, const Instruction& i) {
     t.state = State::at_phase, t.phase_at = address & 0xffffffff;
     return;
   }
-  t.stop = !over;
+  t.stop = t.looks = !over;
   put<uint64_t>(t, i.operands[0], over);
   ++t.pc;
 }

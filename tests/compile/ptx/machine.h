@@ -21,6 +21,7 @@ constexpr size_t kMostShared = 227 << 10,
                  kReserved = 1024;                    // of a block on sm_90; what the system keeps at the beginning
 constexpr size_t kWindow = 1 << 24;                   // from one block of a cluster to the next, in shared addresses
 constexpr unsigned kMostCluster = 16, kResident = 8;  // blocks that run at once
+constexpr unsigned kProcessors = 2, kBlocksEach = 2;  // what the device says it has
 constexpr uint64_t kTurn = 4096;                      // instructions
 
 enum class State : uint8_t { runs, at_barrier, at_lanes, at_group, at_phase, at_cluster, done };
@@ -64,7 +65,8 @@ struct Thread {
   uint64_t* slots = nullptr;
   uint32_t pc = 0;
   State state = State::runs;
-  bool stop = false;  // gives way though it could go on
+  bool stop = false;   // gives way though it could go on
+  bool looks = false;  // at what others are to write: it may not get on
   bool carry = false;
   unsigned tid[3] = {}, index = 0;
   Block* block = nullptr;
@@ -124,6 +126,7 @@ class Machine {
   std::deque<std::function<void()>> pending;      // asynchronous copies nobody's group holds
   std::mt19937 random{12345};
   bool waited = false;  // some thread of this launch, for the kernels ahead
+  alignas(64) char meeting[64] = {};
   const Launch* launch = nullptr;
   uint64_t executed = 0;
 
@@ -220,7 +223,7 @@ inline char* Machine::global(uint64_t address, size_t bytes, size_t align) {
   check_alignment(address, align, "global");
   char* p = reinterpret_cast<char*>(address);
   if (address < 4096) throw Error("global address " + hex(address));
-  if (allowed.empty()) return p;
+  if (allowed.empty() || (p >= meeting && p + bytes <= meeting + sizeof meeting)) return p;
   for (auto& [at, size] : allowed)
     if (p >= at && p + bytes <= at + size) return p;
   for (auto& [at, size] : own)
@@ -331,9 +334,9 @@ inline void enter(Thread& t, const Function& f, const std::vector<char>& paramet
     else if (special == Special::warpid)
       v = t.index / kWarp;
     else if (special == Special::smid)
-      v = (b.at[0] + b.at[1] * l.grid[0]) % 4;
+      v = (b.at[0] + b.at[1] * l.grid[0]) % kProcessors;
     else if (special == Special::nsmid)
-      v = 4;
+      v = kProcessors;
     else if (s <= int(Special::clusterid_z))
       v = b.at[axis(Special::clusterid_x)] / c[axis(Special::clusterid_x)];
     else if (s <= int(Special::nclusterid_z))
@@ -360,6 +363,8 @@ inline void enter(Thread& t, const Function& f, const std::vector<char>& paramet
       v = uint32_t(~((2ull << lane) - 1));
     else if (special == Special::lanemask_ge)
       v = uint32_t(~((1ull << lane) - 1));
+    else if (special == Special::envreg1 || special == Special::envreg2)  // where blocks of a cooperative launch meet
+      v = !l.together ? 0 : uint64_t(machine().meeting) >> (special == Special::envreg1 ? 32 : 0) & 0xffffffff;
     frame.slots[slot] = v;
   }
   if (!t.frames.empty()) t.frames.back().pc = t.pc;
@@ -488,7 +493,7 @@ inline bool group_together(Thread& t) {
 // --- the run ---------------------------------------------------------------------------------------------------------
 
 inline void Machine::step(Thread& t) {
-  t.stop = false;
+  t.stop = t.looks = false;
   for (uint64_t n = 0; n < kTurn && t.state == State::runs && !t.stop; ++n) {
     const Function& f = *t.frames.back().function;
     if (t.pc >= f.code.size()) throw Error("ran beyond the end of " + f.name);
@@ -519,7 +524,7 @@ inline bool Machine::turn(Cluster& c) {
       Thread& t = b.threads[backwards ? n - 1 - j : j];
       if (t.state != State::runs) continue;
       step(t);
-      any = any || !t.stop;  // who looks again and again does not get on
+      any = any || !t.looks;
     }
   }
   return any;
@@ -527,6 +532,7 @@ inline bool Machine::turn(Cluster& c) {
 
 inline void Machine::run(const Launch& l) {
   launch = &l, waited = false;
+  memset(meeting, 0, sizeof meeting);
   pending.clear();
   for (auto& c : resident_) arenas_.push_back(c->arena);
   resident_.clear();
@@ -535,6 +541,7 @@ inline void Machine::run(const Launch& l) {
   for (int d = 0; d < 3; ++d) clusters *= l.grid[d] / l.cluster[d], size *= l.cluster[d];
   const uint64_t most = l.together ? clusters : std::max(1u, kResident / size);
   unsigned idle = 0;
+  uint64_t rounds = 0;
   while (next < clusters || !resident_.empty()) {
     while (next < clusters && resident_.size() < most)
       resident_.push_back(make(backwards ? clusters - 1 - next : next)), ++next;
@@ -547,7 +554,7 @@ inline void Machine::run(const Launch& l) {
         while (!pending.empty()) pending.front()(), pending.pop_front();
         arenas_.push_back(resident_[k]->arena), resident_.erase(resident_.begin() + long(k)), any = true;
       }
-    if (any) {
+    if (any && ++rounds % 1024) {
       idle = 0;
       continue;
     }
@@ -558,6 +565,7 @@ inline void Machine::run(const Launch& l) {
       work(), idle = 0;
       continue;
     }
+    if (any) continue;
     if (++idle > 100000 || where().find("runs") == std::string::npos) throw Error("deadlock: " + where());
   }
   if (l.dependent && !waited) throw Error("no thread of a dependent launch has waited for the kernels ahead");

@@ -106,7 +106,7 @@ enum class Special : uint8_t {
   laneid, warpid, smid, nsmid, clusterid_x, clusterid_y, clusterid_z, nclusterid_x, nclusterid_y,
   nclusterid_z, cluster_ctaid_x, cluster_ctaid_y, cluster_ctaid_z, cluster_nctaid_x, cluster_nctaid_y,
   cluster_nctaid_z, cluster_ctarank, cluster_nctarank, dynamic_smem_size, total_smem_size, lanemask_eq,
-  lanemask_lt, lanemask_le, lanemask_gt, lanemask_ge, globaltimer, clock
+  lanemask_lt, lanemask_le, lanemask_gt, lanemask_ge, globaltimer, clock, envreg1, envreg2
 };
 
 inline bool special_named(const std::string& name, Special& out) {
@@ -116,7 +116,7 @@ inline bool special_named(const std::string& name, Special& out) {
     "nclusterid.x", "nclusterid.y", "nclusterid.z", "cluster_ctaid.x", "cluster_ctaid.y", "cluster_ctaid.z",
     "cluster_nctaid.x", "cluster_nctaid.y", "cluster_nctaid.z", "cluster_ctarank", "cluster_nctarank",
     "dynamic_smem_size", "total_smem_size", "lanemask_eq", "lanemask_lt", "lanemask_le", "lanemask_gt",
-    "lanemask_ge", "globaltimer", "clock"};
+    "lanemask_ge", "globaltimer", "clock", "envreg1", "envreg2"};
   for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
     if (name == names[i]) return out = Special(i), true;
   if (name == "clock64") return out = Special::clock, true;

@@ -20,7 +20,7 @@ struct State {
   std::vector<std::unique_ptr<Module>> modules;
   std::map<const void*, Kernel> kernels;  // by the host's function
   std::string failed;
-  int major = 9, minor = 0, processors = 4;
+  int major = 9, minor = 0;
   uint64_t launches = 0;
   struct {
     dim3 grid, block;
@@ -61,6 +61,10 @@ cudaError_t run(Kernel& k, dim3 grid, dim3 block, const unsigned (&cluster)[3], 
       return say(cudaErrorInvalidValue, "invalid value: " + std::to_string(shared) +
                                             " bytes of shared memory, of which " + std::to_string(k.permitted) +
                                             " are permitted");
+    const uint64_t blocks = uint64_t(g[0]) * g[1] * g[2];
+    if (together && blocks > kProcessors * kBlocksEach)
+      return say(cudaErrorCooperativeLaunchTooLarge,
+                 std::to_string(blocks) + " blocks are too many for a cooperative launch");
     l.shared_bytes = rounded(shared, 16), l.dependent = dependent, l.together = together;
     l.parameters.resize(f.parameter_bytes);
     for (size_t p = 0; p < f.parameters.size(); ++p)
@@ -84,9 +88,7 @@ void ptx_order(int order, int backwards, unsigned seed) {
 // Global memory is what was allowed since the last ptx_forbid; without any, all of it.
 void ptx_allow(void* at, size_t bytes) { machine().allowed.push_back({static_cast<char*>(at), bytes}); }
 void ptx_forbid() { machine().allowed.clear(); }
-void ptx_device(int major, int minor, int processors) {
-  state().major = major, state().minor = minor, state().processors = processors;
-}
+void ptx_device(int major, int minor) { state().major = major, state().minor = minor; }
 const char* ptx_failed() { return state().failed.c_str(); }
 unsigned long long ptx_executed() { return machine().executed; }
 unsigned long long ptx_launches() { return state().launches; }
@@ -103,11 +105,11 @@ void* ptx_load(const char* text) {
   }
 }
 int ptx_launch(void* module, const char* name, const unsigned* grid, const unsigned* block, const unsigned* cluster,
-               size_t shared, int dependent, void** args) {
+               size_t shared, int dependent, int together, void** args) {
   Kernel k{static_cast<Module*>(module), name, kMostShared};
   const unsigned c[3] = {cluster[0], cluster[1], cluster[2]};
-  return run(k, dim3(grid[0], grid[1], grid[2]), dim3(block[0], block[1], block[2]), c, shared, dependent != 0, false,
-             args);
+  return run(k, dim3(grid[0], grid[1], grid[2]), dim3(block[0], block[1], block[2]), c, shared, dependent != 0,
+             together != 0, args);
 }
 
 // --- what nvcc's objects register ------------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
     case cudaDevAttrComputeCapabilityMajor: *value = state().major; break;
     case cudaDevAttrComputeCapabilityMinor: *value = state().minor; break;
-    case cudaDevAttrMultiProcessorCount: *value = state().processors; break;
+    case cudaDevAttrMultiProcessorCount: *value = int(kProcessors); break;
     case cudaDevAttrCooperativeLaunch: *value = 1; break;
     case cudaDevAttrMaxSharedMemoryPerBlock: *value = 48 << 10; break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
@@ -210,10 +212,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int, size_t, unsigned) {
-  return *count = 2, cudaSuccess;
+  return *count = int(kBlocksEach), cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void*, int, size_t) {
-  return *count = 2, cudaSuccess;
+  return *count = int(kBlocksEach), cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*, const cudaLaunchConfig_t*) {
   return *count = 4, cudaSuccess;

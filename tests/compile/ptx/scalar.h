@@ -630,7 +630,7 @@ inline void load_and_yield(Thread& t, const Instruction& i) {  // one that other
   memcpy(&v, p, size);
   if (i.type == Type::s32) v = uint64_t(int64_t(int32_t(v)));
   t.slots[i.at[0]] = v;
-  t.stop = true;
+  t.stop = t.looks = true;
   ++t.pc;
 }
 template <class T>
@@ -795,7 +795,7 @@ inline void branch_indexed(Thread& t, const Instruction& i) {
   t.pc = i.targets[k];
 }
 inline void trap(Thread&, const Instruction&) { throw Error("trap"); }
-inline void sleep(Thread& t, const Instruction&) { t.stop = true, ++t.pc; }
+inline void sleep(Thread& t, const Instruction&) { t.stop = t.looks = true, ++t.pc; }
 inline void return_(Thread& t, const Instruction&) {
   if (t.frames.size() == 1) return end(t);
   // results into the caller's parameters
