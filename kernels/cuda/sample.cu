@@ -230,7 +230,7 @@ __device__ int gather(const Penalised<T>& row, int tokens, const Block* blocks, 
   const int count = (tokens + kBlock - 1) / kBlock, lane = int(threadIdx.x) % kWarp;
   const int each = (count + kWarps - 1) / kWarps, warp = int(threadIdx.x) / kWarp;
   const int first = min(warp * each, count), end = min(first + each, count);
-  int place = 0;
+  int place = 0, all = 0;
   for (int pass = 0; pass < 2; ++pass) {  // first how many, then where to
     int found = place;
     for (int b = first; b < end; ++b) {
@@ -251,12 +251,10 @@ __device__ int gather(const Penalised<T>& row, int tokens, const Block* blocks, 
     place = int(block_scan(lane == 0 ? Mass(found) : 0, room, total));
     place = __shfl_sync(kAll, place, 0);
     if (total > Mass(kFew)) return kFew + 1;
-    room.one = int(total);  // the same from every thread
+    all = int(total);
   }
   __syncthreads();
-  const int n = room.one;
-  __syncthreads();
-  return n;
+  return all;
 }
 
 // --- a row's token --------------------------------------------------------------------------------------------------

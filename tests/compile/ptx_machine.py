@@ -32,17 +32,10 @@ ORDERS: tuple[Order, ...] = ("early", "late", "mixed")
 PARTS = sorted((HERE / "ptx").glob("*.h"))
 RUNTIME = HERE / "ptx" / "runtime.cpp"
 HOPPER = (9, 0)
-# -frounding-math: instructions name their rounding, and set the CPU's
+# -frounding-math: instructions name their rounding, and set the CPU's. -fno-gnu-unique: each object has its own device.
 RUNTIME_FLAGS = (
-    "-std=c++20",
-    "-O2",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-frounding-math",
-    "-fPIC",
-    "-fno-semantic-interposition",
-    "-c",
+    *("-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-c"),
+    *("-frounding-math", "-fno-gnu-unique", "-fno-semantic-interposition"),
 )
 
 
@@ -87,6 +80,33 @@ class Built:
         """When what is asynchronous happens: at once, as late as a device may, or by a draw each."""
         self.library.ptx_order(ORDERS.index(order), int(backwards), seed)
 
+    @contextmanager
+    def races(self, *, same_allowed: bool = False, must_look: bool = True) -> Iterator[None]:
+        """Of small launches meanwhile, two accesses that nothing orders are an error; `same_allowed`: but for stores of
+        what is there already, which Triton has several threads do."""
+        self.library.ptx_races(2 if same_allowed else 1)
+        before = int(self.library.ptx_raced())
+        try:
+            yield
+            looked = int(self.library.ptx_raced()) > before
+            assert looked or not must_look, "no launch was small enough to be looked at"
+        finally:
+            self.library.ptx_races(0)
+
+    def sites(self) -> dict[int, str]:
+        """Lines of barriers, fences and waits that were executed so far, with their opcodes."""
+        said: bytes = self.library.ptx_sites()
+        return {int(line): opcode for line, opcode in (entry.split(" ") for entry in said.decode().splitlines())}
+
+    @contextmanager
+    def without(self, line: int) -> Iterator[None]:
+        """As if one of those were not there."""
+        self.library.ptx_omit(line)
+        try:
+            yield
+        finally:
+            self.library.ptx_omit(0)
+
     def failed(self) -> str:
         said: bytes = self.library.ptx_failed()
         return said.decode()
@@ -109,6 +129,8 @@ def _opened(path: Path, cc: tuple[int, int]) -> Built:
     library.ptx_failed.restype = ctypes.c_char_p
     library.ptx_executed.restype = ctypes.c_ulonglong
     library.ptx_load.restype = ctypes.c_void_p
+    library.ptx_raced.restype = ctypes.c_ulonglong
+    library.ptx_sites.restype = ctypes.c_char_p
     library.ptx_device(*cc)
     return Built(path=path, library=library, calls=itertools.count())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from autosel.parity.session import Proof
 from autosel.parity.truth import run_baseline
 from autosel.values import DTypeName
 from tests.compile.aot import NamedTarget
-from tests.compile.ptx_machine import ORDERS, launch
+from tests.compile.ptx_machine import ORDERS, bare, launch
 from tests.compile.triton_kernels import KERNELS, Plan, replaced
 
 # What a parameter of each of Triton's types is passed as; a pointer is the tensor itself.
@@ -81,8 +81,8 @@ def _play(made: Any, grid: Any, values: list[Any], turn: int) -> None:
     )
 
 
-def failures(plan: Plan, dtype: DTypeName, share: int, turn: int) -> Iterator[str]:
-    """What is wrong in every `share`-th hostile case of the plan from the `turn`-th, in words."""
+def failures(plan: Plan, dtype: DTypeName, share: int, turn: int, *, races: bool = False) -> Iterator[str]:
+    """What is wrong in every `share`-th hostile case of the plan from the `turn`-th, in words; races too, if asked."""
     kernel, fp = KERNELS[plan.kernel], known.load(plan.device)
     op = OPS[kernel.op]
     w = op.workload(dtype, plan.dims, **plan.traits)
@@ -95,7 +95,8 @@ def failures(plan: Plan, dtype: DTypeName, share: int, turn: int) -> Iterator[st
         outputs = op.allocate(case.workload, fill=float("nan"))
         where = f"{plan.label} {dtype}: {case.workload.key} {case.name}"
         try:
-            with played(facts(fp).cc) as launched:
+            looked = bare().races(same_allowed=True, must_look=False) if races else nullcontext()
+            with played(facts(fp).cc) as launched, looked:
                 function(*op.arguments(inputs), *outputs)
         except RuntimeError as error:
             yield f"{where}: {error}"

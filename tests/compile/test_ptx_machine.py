@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from tests.compile.ptx_machine import HEAD, ORDERS, Order, launch
+from tests.compile.ptx_machine import HEAD, ORDERS, Order, bare, launch
 
 
 def kernel(body: str, parameters: int = 2) -> str:
@@ -252,3 +254,73 @@ def test_a_depot_is_reached_by_its_offset_and_by_a_pointer() -> None:
     y = torch.zeros(32, dtype=torch.int32)
     launch(kernel(body, 1), "k", y)
     assert y.tolist() == list(range(32))
+
+
+# --- races -----------------------------------------------------------------------------------------------------------
+
+# Each thread writes its word, and reads the next one's.
+NEIGHBOURS = """
+mov.u32 %r1, room; shl.b32 %r2, %t, 2; add.u32 %r2, %r1, %r2; add.u32 %r3, %t, 1; and.b32 %r3, %r3, 63;
+shl.b32 %r3, %r3, 2; add.u32 %r3, %r1, %r3;
+st.shared.u32 [%r2], %t; {first} ld.shared.u32 %r4, [%r3]; {second} st.shared.u32 [%r2], 0;
+add.u64 %q0, %a0, %tw; st.global.u32 [%q0], %r4;
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ("bar.sync 0;", "bar.sync 0;", ""),
+        ("", "bar.sync 0;", "race: thread .* and nothing puts one before the other"),
+        ("bar.sync 0;", "", "race: thread .* writes at .* what thread .* read"),
+        ("bar.warp.sync -1;", "bar.sync 0;", "race"),  # of two warps
+        ("shfl.sync.idx.b32 %r5, %t, 0, 31, -1;", "bar.sync 0;", "race"),  # orders nothing
+    ],
+)
+def test_accesses_in_shared_memory_that_nothing_orders_are_an_error(first: str, second: str, words: str) -> None:
+    text, y = kernel(NEIGHBOURS.format(first=first, second=second), 1), torch.zeros(64, dtype=torch.int32)
+    with bare().races(), pytest.raises(RuntimeError, match=words) if words else nullcontext():
+        launch(text, "k", y, threads=64, shared_bytes=256)
+
+
+# Of two blocks the one that comes second reads what the other one wrote.
+HANDED_OVER = """
+mov.u32 %r1, %ctaid.x; mul.wide.u32 %q1, %r1, 4; add.u64 %q1, %a0, %q1; setp.ne.u32 %p1, %t, 0; @%p1 bra OVER;
+st.global.u32 [%q1], 7; {release} atom{how}.global.gpu.add.u32 %r2, [%a0+8], 1; {acquire}
+setp.ne.u32 %p2, %r2, 1; @%p2 bra OVER; ld.global.u32 %r3, [%a0]; ld.global.u32 %r4, [%a0+4];
+add.u32 %r3, %r3, %r4; st.global.u32 [%a0+12], %r3;
+OVER:
+"""
+
+
+@pytest.mark.parametrize(
+    ("release", "how", "acquire", "races"),
+    [
+        ("fence.acq_rel.gpu;", ".relaxed", "fence.acq_rel.gpu;", False),
+        ("", ".acq_rel", "", False),
+        ("", ".relaxed", "", True),
+        ("fence.acq_rel.gpu;", ".relaxed", "", True),
+        ("", ".relaxed", "fence.acq_rel.gpu;", True),
+        ("", ".release", "", True),
+    ],
+)
+def test_what_blocks_hand_over_takes_a_release_and_an_acquire(
+    release: str, how: str, acquire: str, races: bool
+) -> None:
+    text, y = kernel(HANDED_OVER.format(release=release, how=how, acquire=acquire), 1), torch.zeros(4).int()
+    with bare().races(), pytest.raises(RuntimeError, match="race") if races else nullcontext():
+        launch(text, "k", y, grid=(2, 1, 1))
+    assert races or y.tolist() == [7, 7, 2, 14]
+
+
+@pytest.mark.parametrize("wait", ["cp.async.wait_group 0; bar.sync 0;", "bar.sync 0; cp.async.wait_group 0;"])
+def test_a_copy_is_seen_by_others_only_behind_its_own_threads_wait(wait: str) -> None:
+    body = """
+    add.u64 %q1, %a1, %tw; mov.u32 %r1, room; shl.b32 %r2, %t, 2; add.u32 %r2, %r1, %r2;
+    cp.async.ca.shared.global [%r2], [%q1], 4; cp.async.commit_group; {wait}
+    xor.b32 %r3, %t, 1; shl.b32 %r3, %r3, 2; add.u32 %r3, %r1, %r3; ld.shared.u32 %r4, [%r3];
+    """
+    right = wait.startswith("cp")
+    with bare().races(), nullcontext() if right else pytest.raises(RuntimeError, match="race"):
+        x = words(1)
+        launch(kernel(body.format(wait=wait)), "k", x, x, shared_bytes=128)

@@ -23,8 +23,12 @@ inline Phases phases_at(Block& b, uint64_t address) {
   if (p.bits >> 63 || p.expected() == 0) throw Error("no mbarrier at " + hex(address));
   return p;
 }
-// `arrivals` fewer are left, `bytes` more under way.
-inline void advance(Block& b, uint64_t address, unsigned arrivals, int64_t bytes) {
+inline Races::Phase& clocks_at(Block& b, uint64_t address) {
+  return machine().races.phase(uint64_t(machine().shared(b, address, 8, 8)));
+}
+
+// `arrivals` fewer are left, `bytes` more under way; `from`: the thread that arrives, if one does.
+inline void advance(Block& b, uint64_t address, unsigned arrivals, int64_t bytes, const Thread* from) {
   const Phases p = phases_at(b, address);
   if (arrivals > p.left())
     throw Error("more arrivals at mbarrier " + hex(address) + " than its phase has: " + std::to_string(p.expected()));
@@ -33,7 +37,11 @@ inline void advance(Block& b, uint64_t address, unsigned arrivals, int64_t bytes
   const bool over = left == 0 && under_way == 0;
   const uint64_t made = Phases::made(over ? p.expected() : left, p.expected(), under_way, p.parity() != over);
   memcpy(machine().shared(b, address, 8, 8), &made, 8);
-  if (over) machine().wake(*b.cluster, address & 0xffffffff);
+  Races::Phase& clocks = clocks_at(b, address);
+  if (arrivals && from) machine().races.release(from->number, clocks.now);
+  if (!over) return;
+  clocks.over = std::move(clocks.now), clocks.now.clear();
+  machine().wake(*b.cluster, address & 0xffffffff);
 }
 
 inline void mbarrier_init(Thread& t, const Instruction& i) {
@@ -56,7 +64,7 @@ inline void mbarrier_count(Thread& t, const Instruction& i) {
   const uint32_t n = i.operands.size() > at + 1 ? get<uint32_t>(t, i, at + 1) : 1;
   Block& owner = *t.block;
   if (at == 1 && i.operands[0].slot != kNone) put<uint64_t>(t, i.operands[0], phases_at(owner, address).parity());
-  advance(owner, address, arrives ? (expects ? 1 : n) : 0, expects ? int64_t(n) : completes ? -int64_t(n) : 0);
+  advance(owner, address, arrives ? (expects ? 1 : n) : 0, expects ? int64_t(n) : completes ? -int64_t(n) : 0, &t);
   ++t.pc;
 }
 // try_wait, test_wait[.parity] p, [address], phase[, time]
@@ -67,6 +75,7 @@ inline void mbarrier_wait(Thread& t, const Instruction& i) {
     t.state = State::at_phase, t.phase_at = address & 0xffffffff;
     return;
   }
+  if (over) machine().races.acquire(t.number, clocks_at(*t.block, address).over);
   t.stop = t.looks = !over;
   put<uint64_t>(t, i.operands[0], over);
   ++t.pc;
@@ -82,7 +91,7 @@ inline void copies_arrive(Thread& t, const Instruction& i) {
   }
   auto works = std::make_shared<Begun>(std::move(t.copies));
   t.copies = Begun{};
-  machine().begin([works, &b, address] { works->commit(), works->leave(0), advance(b, address, 1, 0); });
+  machine().begin([works, &b, &t, address] { works->commit(), works->leave(0), advance(b, address, 1, 0, &t); });
   ++t.pc;
 }
 
@@ -150,22 +159,31 @@ inline void load_tensor(Thread& t, const Instruction& i) {
   const bool many = i.has("multicast::cluster");
   if (many) blocks = get<uint16_t>(t, i, 3);
   Cluster& c = *t.block->cluster;
-  auto work = [m, at, to, barrier, blocks, many, &c] {
+  Races& races = machine().races;
+  if (races.on())
+    for (unsigned r = 0; r < c.blocks.size(); ++r)
+      if (blocks >> r & 1)
+        each_part(m, at, r * kWindow + to % kWindow, [&](uint64_t shared, const char*, size_t n) {
+          races.begin_write(t.number, machine().shared(*c.blocks[r], shared, n, 1), n, i.line);
+        });
+  auto work = [m, at, to, barrier, blocks, many, &c, &races, &i] {
     uint64_t bytes = m.element;
     for (unsigned d = 0; d < m.rank; ++d) bytes *= m.box[d];
     for (unsigned r = 0; r < c.blocks.size(); ++r) {
       if (!(blocks >> r & 1)) continue;
       Block& b = *c.blocks[r];
       const uint64_t window = r * kWindow, there = window + to % kWindow;
+      const uint64_t reports = many ? window + barrier % kWindow : barrier;
       each_part(m, at, there, [&](uint64_t shared, const char* global, size_t n) {
         char* p = machine().shared(b, shared, n, 1);
         if (global)
           memcpy(p, machine().global(uint64_t(global), n, 1), n);
         else
           memset(p, m.fills_nan ? 0xff : 0, n);
+        races.end_copy(p, n, i.line, clocks_at(b, reports).now);
       });
       overwritten(b, there, bytes);
-      advance(b, many ? window + barrier % kWindow : barrier, 0, -int64_t(bytes));
+      advance(b, reports, 0, -int64_t(bytes), nullptr);
     }
   };
   machine().begin(work);
@@ -182,12 +200,19 @@ inline void store_tensor(Thread& t, const Instruction& i) {
   check_alignment(from, 128, "shared");
   Block& b = *t.block;
   each_part(m, at, from, [&](uint64_t shared, const char*, size_t n) { must_be_fenced(b, shared, n, t.fenced); });
+  auto ends = [m, at, from, &b, &t, &i] {  // it may not be overwritten until it has been read
+    if (machine().races.on())
+      each_part(m, at, from, [&](uint64_t shared, const char*, size_t n) {
+        machine().races.read(t.number, machine().shared(b, shared, n, 1), n, i.line);
+      });
+  };
+  ends();
   auto work = [m, at, from, &b] {
     each_part(m, at, from, [&](uint64_t shared, char* global, size_t n) {
       if (global) memcpy(machine().global(uint64_t(global), n, 1), machine().shared(b, shared, n, 1), n);
     });
   };
-  t.bulk.add(machine().delays(), work);
+  t.bulk.add(machine().delays(), work, ends);
   ++t.pc;
 }
 
@@ -202,11 +227,19 @@ inline void copy_bulk(Thread& t, const Instruction& i) {
   Block& b = *t.block;
   if (!loads) must_be_fenced(b, from, size, t.fenced);
   const uint64_t barrier = loads ? word(t, i.operands[3]) : 0;
-  auto work = [=, &b] {
+  Races& races = machine().races;
+  auto ends = [=, &b, &t, &i, &races] { races.read(t.number, machine().shared(b, from, size, 16), size, i.line); };
+  if (loads)
+    races.begin_write(t.number, machine().shared(b, to, size, 16), size, i.line);
+  else
+    ends();
+  auto work = [=, &b, &i, &races] {
     if (loads) {
-      memcpy(machine().shared(b, to, size, 16), machine().global(from, size, 16), size);
+      char* p = machine().shared(b, to, size, 16);
+      memcpy(p, machine().global(from, size, 16), size);
       overwritten(b, to, size);
-      advance(b, barrier, 0, -int64_t(size));
+      races.end_copy(p, size, i.line, clocks_at(b, barrier).now);
+      advance(b, barrier, 0, -int64_t(size), nullptr);
     } else {
       memcpy(machine().global(to, size, 16), machine().shared(b, from, size, 16), size);
     }
@@ -214,7 +247,7 @@ inline void copy_bulk(Thread& t, const Instruction& i) {
   if (loads)
     machine().begin(work);
   else
-    t.bulk.add(machine().delays(), work);
+    t.bulk.add(machine().delays(), work, ends);
   ++t.pc;
 }
 
@@ -222,6 +255,7 @@ inline void bulk_commit(Thread& t, const Instruction&) { t.bulk.commit(), ++t.pc
 inline void bulk_wait(Thread& t, const Instruction& i) { t.bulk.leave(size_t(t.slots[i.operands[0].slot])), ++t.pc; }
 inline void fence(Thread& t, const Instruction& i) {
   if (i.has("proxy")) t.fenced = machine().executed;
+  if (i.has("acq_rel") || i.has("sc") || i.words[0] == "membar") machine().races.fence(t.number);
   ++t.pc;
 }
 
@@ -231,13 +265,15 @@ inline void cluster_barrier(Thread& t, const Instruction& i) {
   if (i.words[2] == "arrive") {
     c.arrived += 1, ++t.pc;
     t.phase = true;  // has arrived, not yet waited
+    machine().races.release(t.number, c.coming);
     if (c.arrived >= c.alive) pass_cluster(c);
     return;
   }
-  if (!t.phase) {
+  if (!t.phase) {  // all have come
+    machine().races.acquire(t.number, c.met);
     ++t.pc;
     return;
-  }  // all have come
+  }
   t.state = State::at_cluster;
 }
 

@@ -99,7 +99,11 @@ inline Execute memory(Instruction& i) {
       return load_and_yield;
     return memory_of<Load>(i.type);
   }
-  if (op == "st") return memory_of<Store>(i.type);
+  if (op == "st") {
+    const bool alone = i.operands[1].many.empty();
+    return alone && (i.has("release") || i.has("relaxed") || i.has("volatile")) ? store_and_yield
+                                                                                : memory_of<Store>(i.type);
+  }
   if (op == "atom" || op == "red") {
     if (i.type == Type::f32) return atomic<float>;
     if (i.type == Type::f64) return atomic<double>;
@@ -188,6 +192,9 @@ inline void decode(Instruction& i) {
     i.execute = part(i);
     if (i.execute) break;
   }
+  for (const char* with :
+       {"bar.", "barrier.", "membar", "fence.acq_rel", "fence.sc", "cp.async.wait", "cp.async.bulk.wait", "wgmma.wait"})
+    i.orders = i.orders || starts(i.opcode, with);
   if (!i.execute) throw Error("an instruction that this machine does not know");
 }
 

@@ -13,6 +13,7 @@
 #include <random>
 
 #include "program.h"
+#include "races.h"
 
 namespace ptx {
 
@@ -43,11 +44,12 @@ struct Begun {
   std::vector<std::vector<std::function<void()>>> groups;  // committed, oldest first
   std::vector<std::function<void()>> open;
   void commit() { groups.push_back(std::move(open)), open.clear(); }
-  void add(bool later, std::function<void()> work) {
-    if (later) return open.push_back(std::move(work));
+  // `ends`: what is true of it only when it has been waited for.
+  void add(bool later, std::function<void()> work, std::function<void()> ends) {
+    if (later) return open.push_back([work, ends] { work(), ends(); });
     for (auto& group : groups) group = done(group);  // products of a warp group are made in order
     open = done(open);
-    work(), open.push_back([] {});
+    work(), open.push_back(ends);
   }
   static std::vector<std::function<void()>> done(std::vector<std::function<void()>>& group) {
     for (auto& one : group) one();
@@ -69,6 +71,7 @@ struct Thread {
   bool looks = false;  // at what others are to write: it may not get on
   bool carry = false;
   unsigned tid[3] = {}, index = 0;
+  uint32_t number = 0;  // of the launch
   Block* block = nullptr;
   std::vector<Frame> frames;
   uint32_t lanes = 0;     // it waits for
@@ -79,6 +82,7 @@ struct Thread {
 };
 
 struct Barrier {
+  Clocks clocks;  // of who has come
   unsigned arrived = 0, expected = 0;
   bool any = false, all = true;
   unsigned count = 0;
@@ -102,6 +106,7 @@ struct Block {
 };
 
 struct Cluster {
+  Clocks coming, met;  // clocks of who has come to its barrier, and of the last time all had
   unsigned at[3] = {}, arrived = 0, alive = 0;
   char* arena = nullptr;  // of all its blocks' shared memory
   std::vector<std::unique_ptr<Block>> blocks;
@@ -126,6 +131,9 @@ class Machine {
   std::deque<std::function<void()>> pending;      // asynchronous copies nobody's group holds
   std::mt19937 random{12345};
   bool waited = false;  // some thread of this launch, for the kernels ahead
+  Races races;
+  std::map<int, std::string> sites;  // lines that order accesses, and were executed
+  int omitted = 0;                   // one of them, as if it were not there
   alignas(64) char meeting[64] = {};
   const Launch* launch = nullptr;
   uint64_t executed = 0;
@@ -390,6 +398,7 @@ inline std::unique_ptr<Cluster> Machine::make(uint64_t index) {
     const unsigned in[3] = {r % l.cluster[0], r / l.cluster[0] % l.cluster[1], r / l.cluster[0] / l.cluster[1]};
     for (int d = 0; d < 3; ++d) b->at[d] = c->at[d] * l.cluster[d] + in[d];
     b->rank = r, b->cluster = c.get();
+    races.forget(c->arena + r * kWindow, kReserved + shared_total());
     memset(c->arena + r * kWindow + kReserved, 0xff, shared_total());
     b->written.assign(shared_total() / 16 + 2, Written{});
     const unsigned threads = l.block[0] * l.block[1] * l.block[2];
@@ -397,6 +406,7 @@ inline std::unique_ptr<Cluster> Machine::make(uint64_t index) {
     for (unsigned i = 0; i < threads; ++i) {
       Thread& t = b->threads[i];
       t.block = b.get(), t.index = i;
+      t.number = uint32_t((b->at[0] + l.grid[0] * (b->at[1] + uint64_t(l.grid[1]) * b->at[2])) * threads + i);
       t.tid[0] = i % l.block[0], t.tid[1] = i / l.block[0] % l.block[1], t.tid[2] = i / l.block[0] / l.block[1];
       enter(t, *l.function, l.parameters);
     }
@@ -413,10 +423,15 @@ inline unsigned alive(const Block& b) { return unsigned(b.threads.size()) - b.do
 
 inline void pass(Block& b, unsigned id) {
   Barrier& bar = b.barriers[id];
-  bar.said_any = bar.any, bar.said_all = bar.all, bar.said_count = bar.count;
-  bar = Barrier{0, 0, false, true, 0, bar.said_any, bar.said_all, bar.said_count};
+  const Clocks met = std::move(bar.clocks);
+  Barrier next;
+  next.said_any = bar.any, next.said_all = bar.all, next.said_count = bar.count;
+  bar = next;
   for (Thread& t : b.threads)
-    if (t.state == State::at_barrier && t.lanes == id) t.state = State::runs, ++t.pc;
+    if (t.state == State::at_barrier && t.lanes == id) {
+      t.state = State::runs, ++t.pc;
+      machine().races.acquire(t.number, met);
+    }
 }
 
 // The thread has come to barrier `id`; `expected` threads, or 0: all. Its program counter moves when all have come.
@@ -429,16 +444,20 @@ inline void arrive(Thread& t, unsigned id, unsigned expected, bool waits) {
     throw Error("barrier " + std::to_string(id) + " is asked for " + std::to_string(expected) +
                 " threads, and before for " + std::to_string(bar.expected));
   bar.expected = expected, bar.arrived += 1;
+  machine().races.release(t.number, bar.clocks);
   if (waits) t.state = State::at_barrier, t.lanes = id;
   if (bar.arrived >= (expected ? expected : alive(b))) pass(b, id);
 }
 
 inline void pass_cluster(Cluster& c) {
   c.arrived = 0;
+  c.met = std::move(c.coming), c.coming.clear();
   for (auto& b : c.blocks)
     for (Thread& t : b->threads) {
       t.phase = false;
-      if (t.state == State::at_cluster) t.state = State::runs, ++t.pc;
+      if (t.state != State::at_cluster) continue;
+      t.state = State::runs, ++t.pc;
+      machine().races.acquire(t.number, c.met);
     }
 }
 
@@ -499,6 +518,10 @@ inline void Machine::step(Thread& t) {
     if (t.pc >= f.code.size()) throw Error("ran beyond the end of " + f.name);
     const Instruction& i = f.code[t.pc];
     ++executed;
+    if (i.orders && (sites.emplace(i.line, i.opcode), i.line == omitted)) {
+      ++t.pc;
+      continue;
+    }
     if (i.guard != kNone && bool(t.slots[i.guard] & 1) == i.guard_negated) {
       ++t.pc;
       continue;
@@ -532,6 +555,7 @@ inline bool Machine::turn(Cluster& c) {
 
 inline void Machine::run(const Launch& l) {
   launch = &l, waited = false;
+  races.begin(size_t(l.grid[0]) * l.grid[1] * l.grid[2] * l.block[0] * l.block[1] * l.block[2]);
   memset(meeting, 0, sizeof meeting);
   pending.clear();
   for (auto& c : resident_) arenas_.push_back(c->arena);

@@ -94,6 +94,10 @@ void move_matrices(Thread& t, const Instruction& i) {
       Thread& owner = *lane(t, 8 * x + y);
       rows[y] = machine().shared(*t.block, word(owner, address), 16, 16);
       if (!LOADS) wrote(owner, rows[y], 16);
+      if (LOADS)
+        machine().races.read(owner.number, rows[y], 16, i.line);
+      else
+        machine().races.write(owner.number, rows[y], 16, i.line);
     }
     for (unsigned l = 0; l < kWarp; ++l)
       for (unsigned h = 0; h < 2; ++h) {
@@ -166,6 +170,13 @@ inline void must_be_fenced(const Block& b, const Matrix& m, unsigned rows, unsig
     for (unsigned k = 0; k < depth; k += across) must_be_fenced(b, m.address(r, k), 1, reader_fenced);
 }
 
+inline void reads(Block& b, const Matrix& m, unsigned rows, unsigned depth, uint32_t reader, int line) {
+  const unsigned step = unsigned(16 / width(m.element)), down = m.k_major ? 1 : step, across = m.k_major ? step : 1;
+  for (unsigned r = 0; r < rows; r += down)
+    for (unsigned k = 0; k < depth; k += across)
+      machine().races.read(reader, machine().shared(b, b.rank * kWindow + m.address(r, k), 16, 16), 16, line);
+}
+
 // wgmma.mma_async.sync.aligned.m64nNkK.f32.ta.tb {d}, a, b, scale-d, imm-a, imm-b[, turned-a, turned-b]: a is a
 // descriptor
 // or four registers. Reads and writes happen when it is begun, or when it is waited for.
@@ -219,14 +230,26 @@ inline void group_product(Thread& t, const Instruction& i) {
       }
     }
   };
-  b.products[first / kGroup].add(machine().delays(), work);
+  auto ends = [=, &b, &i] {
+    if (!machine().races.on()) return;
+    reads(b, b_at, unsigned(n), unsigned(depth), b.threads[first].number, i.line);
+    if (!in_registers) reads(b, a_at, 64, unsigned(depth), b.threads[first].number, i.line);
+  };
+  ends();  // what it reads must have been written before it is begun, and may not be until it has ended
+  b.products[first / kGroup].add(machine().delays(), work, ends);
 }
 inline void group_commit(Thread& t, const Instruction&) {
   if (group_together(t)) t.block->products[t.index / kGroup].commit();
 }
 inline void group_wait(Thread& t, const Instruction& i) {
-  const uint64_t count = t.slots[i.operands[0].slot];
-  if (group_together(t)) t.block->products[t.index / kGroup].leave(size_t(count));
+  const uint64_t count = t.slots[i.at[0]];
+  if (!group_together(t)) return;
+  Block& b = *t.block;
+  const unsigned first = t.index / kGroup * kGroup;
+  b.products[first / kGroup].leave(size_t(count));
+  Clocks met;  // they have all read, whoever of them says so
+  for (unsigned k = first; k < first + kGroup; ++k) machine().races.release(b.threads[k].number, met);
+  for (unsigned k = first; k < first + kGroup; ++k) machine().races.acquire(b.threads[k].number, met);
 }
 
 }  // namespace ptx

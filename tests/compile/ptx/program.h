@@ -87,6 +87,7 @@ struct Instruction {
   std::string opcode;              // as written, with modifiers
   std::vector<std::string> words;  // its parts
   int line = 0;
+  bool orders = false;  // a barrier, a fence or a wait, by which accesses follow each other
 
   bool has(std::string_view word) const {
     for (const std::string& w : words)

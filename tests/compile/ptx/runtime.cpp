@@ -89,6 +89,18 @@ void ptx_order(int order, int backwards, unsigned seed) {
 void ptx_allow(void* at, size_t bytes) { machine().allowed.push_back({static_cast<char*>(at), bytes}); }
 void ptx_forbid() { machine().allowed.clear(); }
 void ptx_device(int major, int minor) { state().major = major, state().minor = minor; }
+// Launches of at most Races::kMost threads are looked at for accesses that nothing orders; how many were so far.
+// how: 0 not, 1 yes, 2 yes but for stores of what is there already
+void ptx_races(int how) { machine().races.asked = how != 0, machine().races.lenient = how == 2; }
+unsigned long long ptx_raced() { return machine().races.launches(); }
+// Lines of barriers, fences and waits that were executed so far, each with its opcode; and one to leave out, or 0.
+const char* ptx_sites() {
+  static std::string all;
+  all.clear();
+  for (const auto& [line, opcode] : machine().sites) all += std::to_string(line) + " " + opcode + "\n";
+  return all.c_str();
+}
+void ptx_omit(int line) { machine().omitted = line; }
 const char* ptx_failed() { return state().failed.c_str(); }
 unsigned long long ptx_executed() { return machine().executed; }
 unsigned long long ptx_launches() { return state().launches; }

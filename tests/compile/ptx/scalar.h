@@ -7,7 +7,7 @@ namespace ptx {
 
 // detail's bits for floating point
 constexpr int64_t kFlush = 1, kSaturate = 2, kNaN = 4, kRelu = 8;
-constexpr int64_t kZero = 16, kDown = 32, kUp = 64;                                   // how a number is rounded
+constexpr int64_t kZero = 16, kDown = 32, kUp = 64;                                 // how a number is rounded
 constexpr int64_t kNearest = 128, kTruncated = 256, kFloor = 512, kCeiling = 1024;  // to a whole number
 
 template <class T>
@@ -609,12 +609,22 @@ inline char* reach(Thread& t, Where where, uint64_t address, size_t bytes, size_
   return m.generic(t, address, bytes, align);
 }
 
+// What a thread's own frames hold meets nobody.
+inline bool meets(const Thread& t, Where where, const char* p) {
+  if (!machine().races.on() || where == kLocal) return false;
+  if (where != kGeneric) return true;
+  for (const Frame& f : t.frames)
+    if (p >= f.parameters && p < f.locals + f.function->local_bytes) return false;
+  return true;
+}
+
 // detail: where
 template <class T>
 void load(Thread& t, const Instruction& i) {
   const Operand &into = i.operands[0], &from = i.operands[1];
   const size_t n = into.many.empty() ? 1 : into.many.size();
   const char* p = reach(t, Where(i.detail), word(t, from), n * sizeof(T), n * sizeof(T));
+  if (meets(t, Where(i.detail), p)) machine().races.read(t.number, p, n * sizeof(T), i.line);
   for (size_t k = 0; k < n; ++k) {
     T v;
     memcpy(&v, p + k * sizeof v, sizeof v);
@@ -631,6 +641,15 @@ inline void load_and_yield(Thread& t, const Instruction& i) {  // one that other
   if (i.type == Type::s32) v = uint64_t(int64_t(int32_t(v)));
   t.slots[i.at[0]] = v;
   t.stop = t.looks = true;
+  machine().races.synchronises(t.number, uint64_t(p), true, false, i.has("acquire"), false);
+  ++t.pc;
+}
+inline void store_and_yield(Thread& t, const Instruction& i) {
+  const size_t size = bytes_of(i.type);
+  char* p = reach(t, Where(i.detail), word(t, i.operands[0]), size, size);
+  memcpy(p, &t.slots[i.at[1]], size);
+  t.stop = true;
+  machine().races.synchronises(t.number, uint64_t(p), false, true, false, i.has("release"));
   ++t.pc;
 }
 template <class T>
@@ -638,8 +657,11 @@ void store(Thread& t, const Instruction& i) {
   const Operand &to = i.operands[0], &from = i.operands[1];
   const size_t n = from.many.empty() ? 1 : from.many.size();
   char* p = reach(t, Where(i.detail), word(t, to), n * sizeof(T), n * sizeof(T));
+  const bool looks = meets(t, Where(i.detail), p);
   for (size_t k = 0; k < n; ++k) {
     const T v = as<T>(t.slots[from.many.empty() ? from.slot : from.many[k]]);
+    const bool there = machine().races.lenient && memcmp(p + k * sizeof v, &v, sizeof v) == 0;
+    if (looks && !there) machine().races.write(t.number, p + k * sizeof v, sizeof v, i.line);
     memcpy(p + k * sizeof v, &v, sizeof v);
   }
   if (Where(i.detail) != kGlobal) wrote(t, p, n * sizeof(T));
@@ -709,6 +731,8 @@ void atomic(Thread& t, const Instruction& i) {
   memcpy(&old, p, sizeof old);
   const T made = combined(how, old, get<T>(t, i, at + 1), i.operands.size() > at + 2 ? get<T>(t, i, at + 2) : T());
   memcpy(p, &made, sizeof made);
+  const bool both = i.has("acq_rel");
+  machine().races.synchronises(t.number, uint64_t(p), true, true, both || i.has("acquire"), both || i.has("release"));
   if (returns) put(t, i, old);
   t.stop = true;  // what others see changes here: let them
   ++t.pc;
@@ -739,7 +763,10 @@ inline void copy_async(Thread& t, const Instruction& i) {
   };
   const bool later = machine().delays();
   if (later) memset(to, 0xff, size);
-  t.copies.add(later, work);
+  Races& races = machine().races;
+  if (from) races.read(t.number, from, read, i.line);
+  races.begin_write(t.number, to, size, i.line);
+  t.copies.add(later, work, [&races, &t, to, size, &i] { races.end_write(t.number, to, size, i.line); });
   wrote(t, to, size);
   ++t.pc;
 }
@@ -840,12 +867,18 @@ inline void barrier_reduce(Thread& t, const Instruction& i) {
       o.slots[into] = i.has("popc") ? b.said_count : i.has("and") ? b.said_all : b.said_any;
 }
 
-inline void warp_sync(Thread& t, const Instruction& i) { together(t, get<uint32_t>(t, i, 0)); }
-
 template <class F>
 void each_of(Thread& t, uint32_t mask, F&& work) {
   for (unsigned k = 0; k < kWarp; ++k)
     if (mask >> k & 1) work(*lane(t, k), k);
+}
+
+inline void warp_sync(Thread& t, const Instruction& i) {
+  const uint32_t mask = get<uint32_t>(t, i, 0);
+  if (!together(t, mask)) return;
+  Clocks met;
+  each_of(t, mask, [&](Thread& o, unsigned) { machine().races.release(o.number, met); });
+  each_of(t, mask, [&](Thread& o, unsigned) { machine().races.acquire(o.number, met); });
 }
 
 // shfl.sync.mode.b32 d[|p], a, b, c, mask

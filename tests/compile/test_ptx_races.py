@@ -1,0 +1,125 @@
+"""Races in the compiled kernels: their PTX run on this CPU, two accesses being an error that no barrier, wait, release
+with its acquire, or fence puts one before the other.
+
+Small shapes, but with several blocks, splits that meet in a workspace, rings that go round, warps that hand over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton: the `cross` extra")
+
+import torch
+
+from autosel.native import cutlass
+from autosel.ops import OPS
+from autosel.ops.contract import Mismatch
+from tests.compile.cutlass_asked import Build
+from tests.compile.emulate import todays_turn
+from tests.compile.ptx_machine import built
+from tests.compile.ptx_triton import failures
+from tests.compile.test_ptx_cutlass import choices as hopper
+from tests.compile.test_ptx_cutlass import plans, product
+from tests.compile.triton_kernels import PLANS, Plan
+
+CACHE = {"B": 1, "Hq": 8, "Hkv": 1, "S": 2, "D": 64, "L": 150}
+CUTS = ((32, 2, 32), (16, 3, 1 << 20), (64, 2, 77))  # tile, stages, chunk
+GRIDS = ((3, 1), (2, 4), (1, 2))  # grid, split_k
+ROWS = ((96, 3), (32, 2))  # threads, grid
+
+# kernel: op, shape, traits, knobs of a call but for pdl, what is compiled in
+Case = tuple[str, dict[str, int], dict[str, Any], tuple[tuple[int, ...], ...], tuple[str, ...]]
+COMPILED_IN = ("AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4")
+KERNELS: dict[str, Case] = {
+    "rmsnorm": ("rmsnorm", {"M": 3, "d": 520}, {}, ROWS, ()),
+    "add_rmsnorm": ("add_rmsnorm", {"M": 3, "d": 520}, {"sandwich": 1}, ROWS, ()),
+    "rope": ("rope", {"M": 3, "Hq": 4, "Hkv": 2, "D": 64, "R": 64}, {}, ROWS, ()),
+    "swiglu": ("swiglu", {"M": 3, "I": 520}, {}, ((3,),), ()),
+    "geglu": ("geglu", {"M": 3, "I": 520}, {}, ((3,),), ()),
+    "sample": ("sample", {"B": 2, "V": 900, "L": 20}, {}, ((2,), (1,)), ()),
+    "kv_append": ("kv_append", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, {"page": 16}, ((2,),), ()),
+    "gemv": ("linear", {"M": 3, "N": 30, "K": 1032}, {"residual": True}, GRIDS, COMPILED_IN),
+    "gemv_fp8": ("gemv_fp8", {"M": 3, "N": 30, "K": 1040}, {"bias": True}, GRIDS, COMPILED_IN),
+    "norm_qkv": ("norm_qkv", {"M": 3, "d": 520, "N": 30}, {}, GRIDS, COMPILED_IN),
+    "gate_up": ("gate_up", {"M": 3, "d": 520, "I": 30}, {}, GRIDS, COMPILED_IN),
+    "lm_head": ("lm_head", {"M": 3, "d": 520, "V": 70}, {"greedy": 1}, GRIDS, COMPILED_IN),
+    "attn_decode": ("attn", CACHE, {}, CUTS, ()),
+    "attn_decode_mma": ("attn", CACHE, {}, CUTS, ()),
+    "attn_decode_fp8": ("attn_decode_fp8", CACHE, {}, CUTS, ()),
+    "paged_attn_decode": ("paged_attn", {**CACHE, "page": 16}, {}, CUTS, ()),
+    "paged_attn_decode_mma": ("paged_attn", {**CACHE, "page": 16}, {}, CUTS, ()),
+}
+
+
+def choices() -> list[tuple[str, tuple[int, int]]]:
+    return [(name, cc) for cc in ((9, 0), (8, 0)) for name in KERNELS]
+
+
+def label(choice: tuple[str, tuple[int, int]]) -> str:
+    return f"{choice[0]} {choice[1][0]}.{choice[1][1]}"
+
+
+@pytest.mark.in_turns(choices, label=label)
+def test_a_compiled_kernel_has_no_races(choice: tuple[str, tuple[int, int]]) -> None:
+    name, cc = choice
+    kernel = Kernel(name, cc)
+    with kernel.device.races():
+        assert kernel.failures() == []
+
+
+@pytest.mark.in_turns(lambda: list(PLANS), label=lambda plan: plan.label)
+def test_a_compiled_triton_kernel_has_no_races(choice: Plan) -> None:
+    assert list(failures(choice, "bf16", 12, todays_turn(), races=True)) == []
+
+
+@pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
+@pytest.mark.in_turns(hopper, label=lambda build: build.label)
+def test_hoppers_product_has_no_races(choice: Build) -> None:
+    """More tiles than CTAs, so that a ring's slots are filled again."""
+    k, wide = choice.knobs, choice.knobs["cluster"]
+    sides = (k["tile_m"] * wide, k["tile_n"])
+    rows, columns = reversed(sides) if k["swap"] else sides
+    op, device = OPS["linear"], product(choice)
+    inputs = op.inputs(op.workload(choice.dtype, {"M": rows + 11, "N": columns + 40, "K": 72 + 64 * k["stages"]}), 4)
+    y = torch.full((rows + 11, columns + 40), float("nan"), dtype=inputs["x"].dtype)
+    for plan in plans(choice):
+        for _ in range(3):
+            with device.races():
+                device.entry("gemm_sm90")(inputs["x"], inputs["w"], None, None, y, *plan)
+
+
+def test_each_barrier_and_fence_that_is_left_out_is_missed() -> None:
+    """Of a kernel whose blocks meet in a workspace. Its results show only half of them."""
+    kernel = Kernel("lm_head", (9, 0))
+    assert kernel.failures() == []
+    sites = kernel.device.sites()
+    assert {"bar.sync", "membar.gl"} <= set(sites.values())
+    for line, opcode in sites.items():
+        with kernel.device.races(), kernel.device.without(line):
+            assert kernel.failures() != [], f"{opcode} at line {line}"
+
+
+class Kernel:
+    def __init__(self, name: str, cc: tuple[int, int]) -> None:
+        op, dims, traits, self.knobs, macros = KERNELS[name]
+        self.op, self.device = OPS[op], built(f"cuda/{name}", *macros, cc=cc)
+        self.workload, self.entry = self.op.workload("bf16", dims, **traits), self.device.entry(name)
+
+    def failures(self) -> list[str]:
+        """Of all knobs, three times each: as many orders as there are."""
+        calls = [(chosen, self.failure(chosen)) for chosen in self.knobs for _ in range(3)]
+        return [f"{chosen}: {found}" for chosen, found in calls if found]
+
+    def failure(self, chosen: tuple[int, ...]) -> str:
+        inputs = self.op.inputs(self.workload, 5)
+        outputs = [o for o in self.op.allocate(self.workload, fill=float("nan")) if o is not None]
+        try:
+            self.entry(*self.op.arguments(inputs), *outputs, *chosen, 0)
+        except RuntimeError as error:
+            return str(error)
+        results = outputs or [inputs["k_cache"], inputs["v_cache"]]
+        found = self.op.verify(self.op.inputs(self.workload, 5), results)
+        return f"{found.check}: {found.reason}" if isinstance(found, Mismatch) else ""
