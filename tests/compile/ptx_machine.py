@@ -111,10 +111,6 @@ class Built:
         said: bytes = self.library.ptx_failed()
         return said.decode()
 
-    def executed(self) -> int:
-        """Instructions so far, of all threads."""
-        return int(self.library.ptx_executed())
-
 
 @cache
 def built(source: str, *macros: str, cc: tuple[int, int] = HOPPER) -> Built:
@@ -127,7 +123,6 @@ def built(source: str, *macros: str, cc: tuple[int, int] = HOPPER) -> Built:
 def _opened(path: Path, cc: tuple[int, int]) -> Built:
     library = ctypes.CDLL(str(path))
     library.ptx_failed.restype = ctypes.c_char_p
-    library.ptx_executed.restype = ctypes.c_ulonglong
     library.ptx_load.restype = ctypes.c_void_p
     library.ptx_raced.restype = ctypes.c_ulonglong
     library.ptx_sites.restype = ctypes.c_char_p

@@ -89,7 +89,7 @@ void move_matrices(Thread& t, const Instruction& i) {
   const std::vector<uint32_t> one = {registers.slot}, &r = registers.many.empty() ? one : registers.many;
   const bool turned = i.has("trans");
   for (unsigned x = 0; x < r.size(); ++x) {
-    char* rows[8];
+    char *rows[8], before[8][16];
     for (unsigned y = 0; y < 8; ++y) {
       Thread& owner = *lane(t, 8 * x + y);
       rows[y] = machine().shared(*t.block, word(owner, address), 16, 16);
@@ -97,7 +97,7 @@ void move_matrices(Thread& t, const Instruction& i) {
       if (LOADS)
         machine().races.read(owner.number, rows[y], 16, i.line);
       else
-        machine().races.write(owner.number, rows[y], 16, i.line);
+        memcpy(before[y], rows[y], 16);
     }
     for (unsigned l = 0; l < kWarp; ++l)
       for (unsigned h = 0; h < 2; ++h) {
@@ -112,6 +112,9 @@ void move_matrices(Thread& t, const Instruction& i) {
           memcpy(p, &v, 2);
         }
       }
+    for (unsigned y = 0; y < 8 && !LOADS; ++y)
+      if (!machine().races.lenient || memcmp(before[y], rows[y], 16) != 0)
+        machine().races.write(lane(t, 8 * x + y)->number, rows[y], 16, i.line);
   }
 }
 

@@ -1,8 +1,9 @@
 // Which accesses are ordered, by vector clocks, after the PTX memory model: barriers, mbarriers, releases and acquires,
 // fences around relaxed accesses. Two that are not ordered, one of them a store, are an error.
 //
-// What is left out never makes an error of what is right: scopes and proxies are not told apart, an atomic access is not
-// held against plain ones, of the readers of a byte the latest four warps are remembered, and copies by TMA share a clock.
+// What is left out never makes an error of what is right: scopes and proxies are not told apart, an atomic access is
+// not held against plain ones, of the readers of a byte the latest four warps are remembered, and copies by TMA
+// share a clock.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -44,7 +45,7 @@ class Races {
   bool on() const { return on_; }
   uint64_t launches() const { return launches_; }
 
-  // --- order -----------------------------------------------------------------------------------------------------------
+  // --- order -------------------------------------------------------------------------------------------------------
 
   void release(uint32_t t, Clocks& into) {
     if (!on_) return;
@@ -77,7 +78,7 @@ class Races {
   };
   Phase& phase(uint64_t address) { return phases_[address]; }
 
-  // --- accesses --------------------------------------------------------------------------------------------------------
+  // --- accesses ----------------------------------------------------------------------------------------------------
 
   void read(uint32_t t, const char* p, size_t bytes, int line) {
     if (!on_) return;

@@ -21,7 +21,6 @@ struct State {
   std::map<const void*, Kernel> kernels;  // by the host's function
   std::string failed;
   int major = 9, minor = 0;
-  uint64_t launches = 0;
   struct {
     dim3 grid, block;
     size_t shared;
@@ -69,7 +68,6 @@ cudaError_t run(Kernel& k, dim3 grid, dim3 block, const unsigned (&cluster)[3], 
     l.parameters.resize(f.parameter_bytes);
     for (size_t p = 0; p < f.parameters.size(); ++p)
       memcpy(l.parameters.data() + f.parameters[p].offset, args[p], f.parameters[p].bytes);
-    state().launches += 1;
     machine().run(l);
     return cudaSuccess;
   } catch (const std::exception& e) { return say(cudaErrorLaunchFailure, e.what()); }
@@ -102,8 +100,6 @@ const char* ptx_sites() {
 }
 void ptx_omit(int line) { machine().omitted = line; }
 const char* ptx_failed() { return state().failed.c_str(); }
-unsigned long long ptx_executed() { return machine().executed; }
-unsigned long long ptx_launches() { return state().launches; }
 
 // A module from text, and a launch of one of its kernels; null and ptx_failed() where that is not possible.
 void* ptx_load(const char* text) {
