@@ -25,6 +25,7 @@ class Mirror:
         self.device = torch.device(device)
         self._buffers: dict[str, torch.Tensor] = {}
         if self.device.type == "cuda":
+            self.device = torch.device("cuda", self.device.index or 0)  # PyTorch makes none current without its number
             torch.cuda.set_device(self.device)
 
     def push(self, values: Sequence[Any], arenas: Arenas) -> list[Any]:

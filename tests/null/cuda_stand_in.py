@@ -98,12 +98,16 @@ class Cuda:
                 raise RuntimeError("not currently recording to this pool")
             cuda.pools.remove(pool)
 
+        def set_device(device: torch.device) -> None:
+            if device.index is None:  # as PyTorch's own
+                raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
+
         self.on = Stream()
         stand_ins: dict[str, Any] = {
             "Event": Event, "CUDAGraph": Graph, "Stream": Stream, "graph": graph, "stream": entered, "device": entered,
             "current_stream": lambda device=None: cuda.on, "current_device": lambda: 0, "set_stream": set_stream,
             "graph_pool_handle": object, "synchronize": self.settle, "_sleep": lambda cycles: None,
-            "is_available": lambda: True, "set_device": lambda device: None,
+            "is_available": lambda: True, "set_device": set_device,
         }  # fmt: skip
         for name, value in stand_ins.items():
             monkeypatch.setattr(torch.cuda, name, value)

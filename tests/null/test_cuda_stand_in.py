@@ -162,6 +162,10 @@ def test_what_the_device_raises_is_raised_where_its_results_are_waited_for(
         mirror.pull([], {})
 
 
+def test_the_gpu_without_a_number_is_the_first(cuda: Cuda) -> None:
+    assert Mirror("cuda").device == torch.device("cuda", 0)
+
+
 def test_an_arena_is_mirrored_once_in_the_devices_own_memory() -> None:
     mirror, arena = Mirror("meta"), Arena(4096)
     buffer = mirror._buffer(arena)
