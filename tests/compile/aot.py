@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -77,21 +77,31 @@ class NamedTarget:
 
 
 @contextmanager
-def captured(cc: tuple[int, int]) -> Iterator[list[Launch]]:
-    """Launches inside the block are compiled for `cc`, and collected in order."""
-    launches: list[Launch] = []
+def instead(cc: tuple[int, int], then: Callable[[Any, Any, list[Any]], None]) -> Iterator[None]:
+    """Launches inside the block are compiled for `cc`; `then` gets what was made of each, its grid, its arguments."""
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         made = run(self, *args, grid=grid, warmup=True, **options)
-        launches.append(_launch(made, grid))
+        named = {name: value for name, value in options.items() if name in self.signature.parameters}
+        bound = self.signature.bind(*args, **named)
+        bound.apply_defaults()
+        then(made, grid, list(bound.arguments.values()))
 
     JITFunction.run = compile_only
     driver.set_active(NamedTarget(cc))
     try:
-        yield launches
+        yield
     finally:
         JITFunction.run = run
+
+
+@contextmanager
+def captured(cc: tuple[int, int]) -> Iterator[list[Launch]]:
+    """Launches inside the block are compiled for `cc`, and collected in order."""
+    launches: list[Launch] = []
+    with instead(cc, lambda made, grid, _: launches.append(_launch(made, grid))):
+        yield launches
 
 
 def _launch(made: Any, grid: tuple[int, ...]) -> Launch:

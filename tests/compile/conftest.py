@@ -11,6 +11,7 @@ runs a test that has an argument `choice` once (once a group), with the choice w
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -43,6 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     asked = config.getoption("--ptx", default=None)
     if asked:
+        if not re.fullmatch(r"\d+\.\d", asked):
+            raise pytest.UsageError(f"--ptx {asked}: a compute capability is meant, e.g. 9.0")
         major, minor = map(int, asked.split("."))
         emulate.as_ptx = major, minor
 

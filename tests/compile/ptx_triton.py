@@ -7,27 +7,16 @@ asynchronous copies and the waits for them, mma and wgmma, specialisation on val
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
-
-from autosel.candidates.load import load
 from autosel.fingerprint import known
 from autosel.knobs.gpu.facts import facts
-from autosel.ops import OPS
-from autosel.ops.contract import Mismatch
-from autosel.parity.check import cases_of
-from autosel.parity.session import Proof
-from autosel.parity.truth import run_baseline
 from autosel.values import DTypeName
-from tests.compile.aot import NamedTarget
+from tests.compile.aot import instead
 from tests.compile.ptx_machine import ORDERS, bare, launch
-from tests.compile.triton_kernels import KERNELS, Plan, replaced
+from tests.compile.triton_kernels import KERNELS, Plan, failures_of
 
 # What a parameter of each of Triton's types is passed as; a pointer is the tensor itself.
 NUMBERS = {
@@ -41,23 +30,13 @@ NUMBERS = {
 def played(cc: tuple[int, int]) -> Iterator[list[str]]:
     """Launches inside the block are compiled for `cc` and run; gives their kernels' names, in order."""
     launched: list[str] = []
-    turns = itertools.count()
-    run = JITFunction.run
 
-    def compile_and_play(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        made = run(self, *args, grid=grid, warmup=True, **options)
-        named = {name: value for name, value in options.items() if name in self.signature.parameters}
-        bound = self.signature.bind(*args, **named)
-        bound.apply_defaults()
-        _play(made, grid, list(bound.arguments.values()), next(turns))
+    def play(made: Any, grid: Any, values: list[Any]) -> None:
+        _play(made, grid, values, len(launched))
         launched.append(made.metadata.name)
 
-    JITFunction.run = compile_and_play
-    driver.set_active(NamedTarget(cc))
-    try:
+    with instead(cc, play):
         yield launched
-    finally:
-        JITFunction.run = run
 
 
 def _play(made: Any, grid: Any, values: list[Any], turn: int) -> None:
@@ -83,27 +62,13 @@ def _play(made: Any, grid: Any, values: list[Any], turn: int) -> None:
 
 def failures(plan: Plan, dtype: DTypeName, share: int, turn: int, *, races: bool = False) -> Iterator[str]:
     """What is wrong in every `share`-th hostile case of the plan from the `turn`-th, in words; races too, if asked."""
-    kernel, fp = KERNELS[plan.kernel], known.load(plan.device)
-    op = OPS[kernel.op]
-    w = op.workload(dtype, plan.dims, **plan.traits)
-    knobs = replaced(kernel.knobs(w, fp), plan.knobs)
-    proof = Proof(candidate=kernel, recipe=kernel.recipe(w, fp, knobs), digest="", knobs=knobs, workload=w)
-    function = load(op, proof.recipe, "", knobs.values)
-    for case in cases_of(op, proof, fp)[turn % share :: share]:
-        inputs = case.make(11)
-        before = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
-        outputs = op.allocate(case.workload, fill=float("nan"))
-        where = f"{plan.label} {dtype}: {case.workload.key} {case.name}"
-        try:
-            looked = bare().races(same_allowed=True, must_look=False) if races else nullcontext()
-            with played(facts(fp).cc) as launched, looked:
-                function(*op.arguments(inputs), *outputs)
-        except RuntimeError as error:
-            yield f"{where}: {error}"
-            continue
-        assert launched, f"{where}: launched nothing"
-        written = {a.name: inputs[a.name] for a in op.args if a.role == "inout"}
-        got = [written[n] if n in written else outputs[i] for i, n in enumerate(op.output_names)]
-        found = op.verify(before, got, run_baseline(op, before))
-        if isinstance(found, Mismatch):
-            yield f"{where}: {found.check}: {found.reason}"
+    fp = known.load(plan.device)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        looked = bare().races(same_allowed=True, must_look=False) if races else nullcontext()
+        with played(facts(fp).cc) as launched, looked:
+            yield
+        assert launched, f"{plan.label} launched nothing"
+
+    return failures_of(plan.label, plan.proof_of(KERNELS[plan.kernel], dtype), fp, share, turn, around)

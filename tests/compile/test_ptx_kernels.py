@@ -35,23 +35,23 @@ KERNELS: dict[str, list[Kernel]] = {
 
 
 def of_rows(name: str, dtype: DTypeName) -> Battery:
-    dims, traits, knobs = rows.SHAPES[name]
-    turn = itertools.count()
+    dims, traits, plans = rows.SHAPES[name]
+    knobs = itertools.cycle(plans)
     for values in itertools.product(*traits.values()):
         for made in OPS[name].cases(OPS[name].workload(dtype, dims, **dict(zip(traits, values, strict=True)))):
-            yield made, partial(rows.failure, OPS[name], made, knobs[next(turn) % len(knobs)])
+            yield made, partial(rows.failure, OPS[name], made, next(knobs))
 
 
 def of_products(name: str, dtype: DTypeName) -> Battery:
-    turn = itertools.count()
+    plans = itertools.cycle(linear.PLANS)
     for made in _cases(name, dtype, linear.WORKLOADS[name]):
-        yield made, partial(linear.failure, OPS[name], made, linear.BUILDS[0], linear.PLANS[next(turn) % 5])
+        yield made, partial(linear.failure, OPS[name], made, linear.BUILDS[0], next(plans))
 
 
 def of_attention(name: str, dtype: DTypeName) -> Battery:
-    op, turn = attention.KERNELS[name], itertools.count()
+    op, cuts = attention.KERNELS[name], itertools.cycle(attention.CUTS)
     for made in _cases(op, dtype, attention.SHAPES[op]):
-        yield made, partial(attention.failure, name, made, attention.CUTS[next(turn) % 5])
+        yield made, partial(attention.failure, name, made, next(cuts))
 
 
 def _cases(op: str, dtype: DTypeName, shapes: Sequence[tuple[dict[str, int], dict[str, Any]]]) -> Iterator[Case]:

@@ -5,7 +5,8 @@ A kernel is its candidate: its knobs come from the closed forms, for the devices
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,10 @@ class Plan:
         return found
 
     def proof(self, dtype: DTypeName) -> Proof:
-        candidate, fp = Interpreted(KERNELS[self.kernel]), known.load(self.device)
+        return self.proof_of(Interpreted(KERNELS[self.kernel]), dtype)
+
+    def proof_of(self, candidate: TritonKernel, dtype: DTypeName) -> Proof:
+        fp = known.load(self.device)
         w = OPS[candidate.op].workload(dtype, self.dims, **self.traits)
         assert isinstance(candidate.supports(w, fp), Accepted), f"{self.kernel} does not take {w.key}"
         knobs = replaced(candidate.knobs(w, fp), self.knobs)
@@ -191,19 +195,36 @@ class Plan:
 
     def failures(self, dtype: DTypeName, share: int, turn: int) -> Iterator[str]:
         """Every `share`-th hostile case from the `turn`-th, in this process: only where `interpreted` was imported."""
-        proof, fp = self.proof(dtype), known.load(self.device)
-        op = OPS[proof.candidate.op]
-        function = load(op, proof.recipe, "", proof.knobs.values)
-        for case in cases_of(op, proof, fp)[turn % share :: share]:
-            inputs = case.make(11)
-            before = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
-            outputs = op.allocate(case.workload, fill=float("nan"))
-            function(*op.arguments(inputs), *outputs)
-            written = {a.name: inputs[a.name] for a in op.args if a.role == "inout"}
-            got = [written[n] if n in written else outputs[i] for i, n in enumerate(op.output_names)]
-            found = op.verify(before, got, run_baseline(op, before))
-            if isinstance(found, Mismatch):
-                yield f"{self.label}: {case.workload.key} {case.name}: {found.check}: {found.reason}"
+        return failures_of(self.label, self.proof(dtype), known.load(self.device), share, turn)
+
+
+def failures_of(
+    label: str,
+    proof: Proof,
+    fp: Fingerprint,
+    share: int,
+    turn: int,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[str]:
+    """What is wrong in every `share`-th hostile case from the `turn`-th, in words; `around` each call."""
+    op = OPS[proof.candidate.op]
+    function = load(op, proof.recipe, "", proof.knobs.values)
+    for case in cases_of(op, proof, fp)[turn % share :: share]:
+        inputs = case.make(11)
+        before = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+        outputs = op.allocate(case.workload, fill=float("nan"))
+        where = f"{label} {proof.workload.dtype}: {case.workload.key} {case.name}"
+        try:
+            with around():
+                function(*op.arguments(inputs), *outputs)
+        except RuntimeError as error:
+            yield f"{where}: {error}"
+            continue
+        written = {a.name: inputs[a.name] for a in op.args if a.role == "inout"}
+        got = [written[n] if n in written else outputs[i] for i, n in enumerate(op.output_names)]
+        found = op.verify(before, got, run_baseline(op, before))
+        if isinstance(found, Mismatch):
+            yield f"{where}: {found.check}: {found.reason}"
 
 
 def replaced(knobs: Knobs, values: dict[str, Scalar]) -> Knobs:
