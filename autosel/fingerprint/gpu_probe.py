@@ -31,14 +31,13 @@ WINDOWS = 5
 WINDOW_S = 0.02
 WARM_UP_S = 0.3
 LOOK_WINDOWS, LOOK_WINDOW_S = 2, 0.006  # of each of two grids
-SWEEP_WINDOWS, SWEEP_WINDOW_S = (
-    3,
-    0.008,
-)  # of a sweep's points: five full ones of each would take four seconds
+SWEEP_WINDOWS, SWEEP_WINDOW_S = 3, 0.008  # of a sweep's points: five full ones of each would take four seconds
 THREADS = 256
 VECTOR_BYTES = 16
 LINE_BYTES = 128
 BLOCK_BYTES = 8 << 20  # of random data
+READ_BYTES = 1 << 30  # what rates of memory are measured on, where L2 is not as large as to want more
+CHUNKED_BYTES = 256 << 20  # read again and again at a point of the sweep over L2
 MOST_QUEUED = 500  # launches that a stream takes while it is held: beyond about 1,000 the host would wait for the gate
 GATE_TICKS = 2_000_000_000  # about a second: a host that died must not hold a device
 
@@ -139,7 +138,7 @@ class Bench:
         source = (resources.kernels() / SOURCE).read_text()
         self.kernels = cp.RawModule(code=source, options=("-std=c++17",))
         self.stream = cp.cuda.Stream(non_blocking=True)
-        size = max(1 << 30, 8 * self.identity["l2_bytes"])
+        size = max(READ_BYTES, 8 * self.identity["l2_bytes"])
         free = cp.cuda.runtime.memGetInfo()[0]
         size = min(size, free // 4) // BLOCK_BYTES * BLOCK_BYTES
         if size == 0:
@@ -312,7 +311,7 @@ class Bench:
         """bytes/s of so many blocks reading a set of `size` bytes again and again, cut into chunks that they share."""
         cp = self.cupy
         count = max(1, size // chunks // VECTOR_BYTES)
-        passes = max(2, (256 << 20) // (count * VECTOR_BYTES * blocks))
+        passes = max(2, CHUNKED_BYTES // (count * VECTOR_BYTES * blocks))
 
         def work() -> None:
             sizes = (cp.uint64(count), cp.uint32(chunks), cp.uint32(passes))

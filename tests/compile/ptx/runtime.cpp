@@ -1,79 +1,10 @@
-// A CUDA runtime whose device is machine.h: what a shared object that nvcc made with PTX alone asks of `libcudart`,
-// and of
-// the driver for tensor maps. Loaded ahead of the object, with its symbols for all.
-#include <cuda.h>
-#include <cuda_runtime_api.h>
+// A CUDA runtime whose device is machine.h, as `libcudart` is: for shared objects that nvcc made with PTX alone, which
+// are loaded behind it, and for a whole process under tests/rehearsal.
+#include "device.h"
 
-#include "decode.h"
-
-namespace {
+#include <dlfcn.h>
 
 using namespace ptx;
-
-struct Kernel {
-  Module* module;
-  std::string name;
-  size_t permitted = 48 << 10;
-};
-
-struct State {
-  std::vector<std::unique_ptr<Module>> modules;
-  std::map<const void*, Kernel> kernels;  // by the host's function
-  std::string failed;
-  int major = 9, minor = 0;
-  struct {
-    dim3 grid, block;
-    size_t shared;
-  } configured{};
-};
-
-State& state() {
-  static State s;
-  return s;
-}
-
-cudaError_t say(cudaError_t e, const std::string& what) {
-  state().failed = what;
-  return e;
-}
-
-cudaError_t run(Kernel& k, dim3 grid, dim3 block, const unsigned (&cluster)[3], size_t shared, bool dependent,
-                bool together, void** args) {
-  try {
-    const Function& f = k.module->function(k.name);
-    if (!f.entry) throw Error(k.name + " is no kernel");
-    Launch l;
-    l.module = k.module, l.function = &f;
-    const unsigned g[3] = {grid.x, grid.y, grid.z}, b[3] = {block.x, block.y, block.z};
-    for (int d = 0; d < 3; ++d) {
-      l.grid[d] = g[d], l.block[d] = b[d];
-      l.cluster[d] = cluster[d] > 1 ? cluster[d] : f.cluster[d] ? f.cluster[d] : 1;
-      if (g[d] == 0 || b[d] == 0 || g[d] % l.cluster[d])
-        return say(cudaErrorInvalidConfiguration, "invalid configuration: a grid of " + std::to_string(g[d]));
-    }
-    const unsigned threads = b[0] * b[1] * b[2];
-    if (threads > f.most_threads || g[1] > 65535 || g[2] > 65535)
-      return say(cudaErrorInvalidConfiguration, "invalid configuration: " + std::to_string(threads) +
-                                                    " threads of a kernel for " + std::to_string(f.most_threads));
-    if (l.cluster[0] * l.cluster[1] * l.cluster[2] > 8) return say(cudaErrorInvalidClusterSize, "invalid cluster size");
-    if (shared > k.permitted || shared + k.module->shared_bytes() > kMostShared)
-      return say(cudaErrorInvalidValue, "invalid value: " + std::to_string(shared) +
-                                            " bytes of shared memory, of which " + std::to_string(k.permitted) +
-                                            " are permitted");
-    const uint64_t blocks = uint64_t(g[0]) * g[1] * g[2];
-    if (together && blocks > kProcessors * kBlocksEach)
-      return say(cudaErrorCooperativeLaunchTooLarge,
-                 std::to_string(blocks) + " blocks are too many for a cooperative launch");
-    l.shared_bytes = rounded(shared, 16), l.dependent = dependent, l.together = together;
-    l.parameters.resize(f.parameter_bytes);
-    for (size_t p = 0; p < f.parameters.size(); ++p)
-      memcpy(l.parameters.data() + f.parameters[p].offset, args[p], f.parameters[p].bytes);
-    machine().run(l);
-    return cudaSuccess;
-  } catch (const std::exception& e) { return say(cudaErrorLaunchFailure, e.what()); }
-}
-
-}  // namespace
 
 extern "C" {
 
@@ -86,7 +17,7 @@ void ptx_order(int order, int backwards, unsigned seed) {
 // Global memory is what was allowed since the last ptx_forbid; without any, all of it.
 void ptx_allow(void* at, size_t bytes) { machine().allowed.push_back({static_cast<char*>(at), bytes}); }
 void ptx_forbid() { machine().allowed.clear(); }
-void ptx_device(int major, int minor) { state().major = major, state().minor = minor; }
+void ptx_device(int major, int minor) { device().major = major, device().minor = minor; }
 // Launches of at most Races::kMost threads are looked at for accesses that nothing orders; how many were so far.
 // how: 0 not, 1 yes, 2 yes but for stores of what is there already
 void ptx_races(int how) { machine().races.asked = how != 0, machine().races.lenient = how == 2; }
@@ -99,14 +30,12 @@ const char* ptx_sites() {
   return all.c_str();
 }
 void ptx_omit(int line) { machine().omitted = line; }
-const char* ptx_failed() { return state().failed.c_str(); }
+const char* ptx_failed() { return device().failed.c_str(); }
 
 // A module from text, and a launch of one of its kernels; null and ptx_failed() where that is not possible.
 void* ptx_load(const char* text) {
   try {
-    state().modules.push_back(std::make_unique<Module>(text));
-    for (auto& [at, bytes] : state().modules.back()->globals()) machine().own.push_back({at, bytes});
-    return state().modules.back().get();
+    return load(text);
   } catch (const std::exception& e) {
     say(cudaErrorInvalidValue, e.what());
     return nullptr;
@@ -114,10 +43,21 @@ void* ptx_load(const char* text) {
 }
 int ptx_launch(void* module, const char* name, const unsigned* grid, const unsigned* block, const unsigned* cluster,
                size_t shared, int dependent, int together, void** args) {
-  Kernel k{static_cast<Module*>(module), name, kMostShared};
   const unsigned c[3] = {cluster[0], cluster[1], cluster[2]};
-  return run(k, dim3(grid[0], grid[1], grid[2]), dim3(block[0], block[1], block[2]), c, shared, dependent != 0,
-             together != 0, args);
+  return start(static_cast<Module*>(module), name, kMostShared, dim3(grid[0], grid[1], grid[2]),
+               dim3(block[0], block[1], block[2]), c, shared, dependent != 0, together != 0, args, nullptr);
+}
+
+// --- for a whole process ---------------------------------------------------------------------------------------------
+
+// Host code in the order of a stream's work: done now, after all before it, or kept for a graph's replays. 1 if kept.
+int ptx_host(cudaStream_t stream, void (*work)(void*), void* with) {
+  Locked held;
+  auto s = stream_of(stream);
+  const bool kept = s && s->capture;
+  submit(stream, [=] { return work(with), cudaSuccess; });
+  if (!kept && s) advance(*s, s->issued);
+  return kept;
 }
 
 // --- what nvcc's objects register ------------------------------------------------------------------------------------
@@ -127,36 +67,29 @@ void** __cudaRegisterFatBinary(void* wrapper) {
     int magic, version;
     const char* data;
   };
-  const char* data = static_cast<Wrapper*>(wrapper)->data;
-  uint64_t size;
-  memcpy(&size, data + 8, 8);
-  const std::string_view all(data, size_t(size) + 16);
-  const size_t at = all.find(".version");
-  auto** handle = new Module*(nullptr);
-  if (at == std::string_view::npos) {
-    say(cudaErrorInvalidKernelImage, "no PTX in this object");
-    return reinterpret_cast<void**>(handle);
-  }
-  *handle = static_cast<Module*>(ptx_load(std::string(all.substr(at, strnlen(data + at, all.size() - at))).c_str()));
-  return reinterpret_cast<void**>(handle);
+  auto* image = new Image;
+  image->data = static_cast<Wrapper*>(wrapper)->data;
+  return reinterpret_cast<void**>(image);
 }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
+char __cudaInitModule(void**) { return 1; }
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 void __cudaRegisterFunction(void** handle, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
                             int*) {
-  state().kernels[host] = Kernel{*reinterpret_cast<Module**>(handle), name};
+  Locked held;
+  device().kernels[host] = Kernel{reinterpret_cast<Image*>(handle), name};
 }
 
 // --- launches --------------------------------------------------------------------------------------------------------
 
-unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t) {
-  state().configured = {grid, block, shared};
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
+  device().configured = {grid, block, shared, stream};
   return 0;
 }
 cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
-  *grid = state().configured.grid, *block = state().configured.block, *shared = state().configured.shared;
-  *static_cast<cudaStream_t*>(stream) = nullptr;
+  *grid = device().configured.grid, *block = device().configured.block, *shared = device().configured.shared;
+  *static_cast<cudaStream_t*>(stream) = device().configured.stream;
   return cudaSuccess;
 }
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
@@ -164,9 +97,16 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
   return cudaSuccess;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* host, void** args) {
-  auto at = state().kernels.find(host);
-  if (at == state().kernels.end() || !at->second.module)
-    return say(cudaErrorInvalidDeviceFunction, "invalid device function");
+  Locked held;
+  auto at = device().kernels.find(host);
+  if (at == device().kernels.end()) return say(cudaErrorInvalidDeviceFunction, "invalid device function");
+  Kernel& k = at->second;
+  try {
+    if (!module_of(*k.image)) {
+      if (k.name.find("spin_kernel") != std::string::npos) return cudaSuccess;  // torch.cuda._sleep
+      return say(cudaErrorNoKernelImageForDevice, "no PTX of " + k.name);
+    }
+  } catch (const std::exception& e) { return say(cudaErrorInvalidPtx, e.what()); }
   unsigned cluster[3] = {1, 1, 1};
   bool dependent = false, together = false;
   for (unsigned i = 0; i < c->numAttrs; ++i) {
@@ -177,7 +117,8 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* host, v
       dependent = a.val.programmaticStreamSerializationAllowed != 0;
     if (a.id == cudaLaunchAttributeCooperative) together = a.val.cooperative != 0;
   }
-  return run(at->second, c->gridDim, c->blockDim, cluster, c->dynamicSmemBytes, dependent, together, args);
+  return start(k.image->module, k.name, k.permitted, c->gridDim, c->blockDim, cluster, c->dynamicSmemBytes, dependent,
+               together, args, c->stream);
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t host, dim3 grid, dim3 block, void** args, size_t shared,
                                cudaStream_t stream) {
@@ -188,35 +129,43 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t host, dim3 grid, dim3 block, void** 
 cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** args, size_t shared, cudaStream_t stream) {
   return __cudaLaunchKernel(static_cast<cudaKernel_t>(const_cast<void*>(host)), grid, block, args, shared, stream);
 }
-
-// --- the rest that hosts ask for -------------------------------------------------------------------------------------
-
-cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
-  auto at = state().kernels.find(host);
-  if (at == state().kernels.end()) return cudaErrorInvalidDeviceFunction;
-  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
+cudaError_t cudaLaunchCooperativeKernel(const void* host, dim3 grid, dim3 block, void** args, size_t shared,
+                                        cudaStream_t stream) {
+  cudaLaunchAttribute together{};
+  together.id = cudaLaunchAttributeCooperative, together.val.cooperative = 1;
+  cudaLaunchConfig_t c{};
+  c.gridDim = grid, c.blockDim = block, c.dynamicSmemBytes = shared, c.stream = stream, c.attrs = &together,
+  c.numAttrs = 1;
+  return cudaLaunchKernelExC(&c, host, args);
+}
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t work, void* with) {
+  Locked held;
+  return submit(stream, [=] { return work(with), cudaSuccess; });
+}
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t work, void* with, unsigned) {
+  Locked held;
+  return submit(stream, [=] { return work(stream, device().fault, with), cudaSuccess; });
+}
+cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute which, int value) {
+  Locked held;
+  auto at = device().kernels.find(host);
+  if (at == device().kernels.end()) return cudaErrorInvalidDeviceFunction;
+  if (which == cudaFuncAttributeMaxDynamicSharedMemorySize) {
     if (size_t(value) > kMostShared) return say(cudaErrorInvalidValue, "invalid value");
     at->second.permitted = size_t(value);
   }
   return cudaSuccess;
 }
-const char* cudaGetErrorString(cudaError_t e) { return e == cudaSuccess ? "no error" : state().failed.c_str(); }
-const char* cudaGetErrorName(cudaError_t) { return "cudaError"; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
-cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
-cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor: *value = state().major; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = state().minor; break;
-    case cudaDevAttrMultiProcessorCount: *value = int(kProcessors); break;
-    case cudaDevAttrCooperativeLaunch: *value = 1; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *value = 48 << 10; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = int(kMostShared); break;
-    default: return say(cudaErrorInvalidValue, "no attribute " + std::to_string(int(attribute)));
-  }
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void* host) {
+  Locked held;
+  auto at = device().kernels.find(host);
+  if (at == device().kernels.end()) return cudaErrorInvalidDeviceFunction;
+  memset(a, 0, sizeof *a);
+  Module* module = module_of(*at->second.image);
+  a->maxThreadsPerBlock = module ? int(module->function(at->second.name).most_threads) : 1024;
+  a->sharedSizeBytes = module ? module->shared_bytes() : 0;
+  a->numRegs = 32, a->maxDynamicSharedSizeBytes = int(at->second.permitted);
+  a->ptxVersion = a->binaryVersion = device().major * 10 + device().minor;
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int, size_t, unsigned) {
@@ -228,30 +177,431 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void
 cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*, const cudaLaunchConfig_t*) {
   return *count = 4, cudaSuccess;
 }
-cudaError_t cudaMalloc(void** p, size_t bytes) {
-  *p = aligned_alloc(256, rounded(bytes, 256));
-  if (!*p) return say(cudaErrorMemoryAllocation, "out of memory");
-  memset(*p, 0xff, bytes);
-  machine().own.push_back({static_cast<char*>(*p), bytes});
+
+// --- errors ----------------------------------------------------------------------------------------------------------
+
+const char* cudaGetErrorName(cudaError_t e) {
+  switch (e) {
+    case cudaSuccess: return "cudaSuccess";
+    case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
+    case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
+    case cudaErrorMisalignedAddress: return "cudaErrorMisalignedAddress";
+    case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
+    case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
+    case cudaErrorNotReady: return "cudaErrorNotReady";
+    default: return "cudaError";
+  }
+}
+const char* cudaGetErrorString(cudaError_t e) {
+  switch (e) {
+    case cudaSuccess: return "no error";
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorNotReady: return "device not ready";
+    default: break;
+  }
+  if (!machine().strict || e == device().last) return device().failed.c_str();
+  switch (e) {
+    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
+    case cudaErrorMisalignedAddress: return "misaligned address";
+    case cudaErrorLaunchFailure: return "unspecified launch failure";
+    default: return "an error of the device";
+  }
+}
+cudaError_t cudaGetLastError() {
+  Locked held;
+  const cudaError_t e = cudaPeekAtLastError();
+  return device().last = cudaSuccess, e;
+}
+cudaError_t cudaPeekAtLastError() {
+  if (!machine().strict) return cudaSuccess;
+  return device().fault != cudaSuccess ? device().fault : device().last;
+}
+
+// --- the device ------------------------------------------------------------------------------------------------------
+
+cudaError_t cudaGetDeviceCount(int* n) { return *n = 1, cudaSuccess; }
+cudaError_t cudaGetDevice(int* which) { return *which = 0, cudaSuccess; }
+cudaError_t cudaSetDevice(int which) {
+  return which == 0 ? device().fault : say(cudaErrorInvalidDevice, "there is no such device");
+}
+cudaError_t cudaInitDevice(int, unsigned, unsigned) { return cudaSuccess; }
+cudaError_t cudaSetDeviceFlags(unsigned) { return cudaSuccess; }
+cudaError_t cudaGetDeviceFlags(unsigned* flags) { return *flags = 0, cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) { return attribute(value, int(which)); }
+cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 0, cudaSuccess; }
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaErrorPeerAccessUnsupported; }
+cudaError_t cudaDeviceGetPCIBusId(char* text, int room, int) {
+  return snprintf(text, size_t(room), "0000:01:00.0"), cudaSuccess;
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  return *least = 0, *greatest = -5, cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int* v) { return *v = 13000, cudaSuccess; }
+cudaError_t cudaProfilerStart() { return cudaSuccess; }
+cudaError_t cudaProfilerStop() { return cudaSuccess; }
+cudaError_t cudaDeviceGetLimit(size_t* value, cudaLimit) { return *value = 1024, cudaSuccess; }
+cudaError_t cudaDeviceSetLimit(cudaLimit, size_t) { return cudaSuccess; }
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int which) {
+  if (which != 0) return say(cudaErrorInvalidDevice, "there is no such device");
+  memset(p, 0, sizeof *p);
+  auto of = [](cudaDeviceAttr a) {
+    int value;
+    return attribute(&value, int(a)), value;
+  };
+  snprintf(p->name, sizeof p->name, "PTX on a CPU");
+  for (int k = 0; k < 16; ++k) p->uuid.bytes[k] = char(0x11 * (k + 1));
+  p->totalGlobalMem = device().total_bytes;
+  p->sharedMemPerBlock = 48 << 10, p->regsPerBlock = 65536, p->warpSize = kWarp, p->memPitch = 0x7fffffff;
+  p->maxThreadsPerBlock = 1024, p->totalConstMem = 64 << 10, p->major = device().major, p->minor = device().minor;
+  p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
+  p->maxGridSize[0] = 0x7fffffff, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+  p->textureAlignment = 512, p->multiProcessorCount = int(kProcessors), p->asyncEngineCount = 1;
+  p->pciBusID = 1, p->unifiedAddressing = 1, p->concurrentKernels = 1, p->managedMemory = 1;
+  p->memoryBusWidth = of(cudaDevAttrGlobalMemoryBusWidth), p->l2CacheSize = of(cudaDevAttrL2CacheSize);
+  p->maxThreadsPerMultiProcessor = of(cudaDevAttrMaxThreadsPerMultiProcessor), p->streamPrioritiesSupported = 1;
+  p->sharedMemPerMultiprocessor = size_t(of(cudaDevAttrMaxSharedMemoryPerMultiprocessor));
+  p->regsPerMultiprocessor = 65536, p->cooperativeLaunch = 1, p->clusterLaunch = 1;
+  p->sharedMemPerBlockOptin = kMostShared, p->reservedSharedMemPerBlock = kReserved;
+  p->maxBlocksPerMultiProcessor = of(cudaDevAttrMaxBlocksPerMultiprocessor);
   return cudaSuccess;
 }
-cudaError_t cudaFree(void* p) { return free(p), cudaSuccess; }
-cudaError_t cudaMemset(void* p, int value, size_t bytes) { return memset(p, value, bytes), cudaSuccess; }
-cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
-  return memset(p, value, bytes), cudaSuccess;
+cudaError_t cudaDeviceSynchronize() {
+  Locked held;
+  if (const cudaError_t e = allowed_now("cudaDeviceSynchronize"); e != cudaSuccess) return e;
+  return advance_all();
 }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return *stream = nullptr, cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
+
+// --- memory ----------------------------------------------------------------------------------------------------------
+
+cudaError_t cudaMalloc(void** p, size_t bytes) {
+  Locked held;
+  if (const cudaError_t e = allowed_now("cudaMalloc"); e != cudaSuccess) return e;
+  return allocate(p, bytes, Kind::device);
+}
+cudaError_t cudaMallocAsync(void** p, size_t bytes, cudaStream_t) { return cudaMalloc(p, bytes); }
+cudaError_t cudaFree(void* p) {
+  Locked held;
+  if (!p) return device().fault;
+  if (const cudaError_t e = allowed_now("cudaFree"); e != cudaSuccess) return e;
+  if (const cudaError_t e = advance_all(); e != cudaSuccess) return e;
+  return release(p);
+}
+cudaError_t cudaFreeAsync(void* p, cudaStream_t) { return cudaFree(p); }
+cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
+  Locked held;
+  if (const cudaError_t e = allowed_now("cudaHostAlloc"); e != cudaSuccess) return e;
+  return allocate(p, bytes, Kind::pinned);
+}
+cudaError_t cudaMallocHost(void** p, size_t bytes) { return cudaHostAlloc(p, bytes, 0); }
+cudaError_t cudaFreeHost(void* p) { return cudaFree(p); }
+cudaError_t cudaHostGetDevicePointer(void** on_device, void* p, unsigned) { return *on_device = p, cudaSuccess; }
+cudaError_t cudaHostRegister(void* p, size_t bytes, unsigned) {
+  Locked held;
+  device().allocations[static_cast<char*>(p)] = {bytes, Kind::registered};
+  machine().own[static_cast<char*>(p)] = bytes;
+  return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void* p) { return cudaFree(p); }
+cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
+  Locked held;
+  *free_bytes = device().total_bytes - device().used_bytes, *total = device().total_bytes;
+  return device().fault;
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p) {
+  Locked held;
+  memset(a, 0, sizeof *a);
+  const Allocation* found = allocation_of(p, 1);
+  a->type = !found                        ? cudaMemoryTypeUnregistered
+            : found->kind == Kind::device ? cudaMemoryTypeDevice
+                                          : cudaMemoryTypeHost;
+  a->hostPointer = a->type == cudaMemoryTypeDevice ? nullptr : const_cast<void*>(p);
+  a->devicePointer = found ? const_cast<void*>(p) : nullptr;
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* p, int value, size_t bytes) { return cudaMemsetAsync(p, value, bytes, nullptr); }
+cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
+  Locked held;
+  if (machine().strict && !allocation_of(p, bytes)) return say(cudaErrorInvalidValue, "memset beyond its memory");
+  return submit(stream, [=] { return memset(p, value, bytes), cudaSuccess; });
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  Locked held;
+  return copy(to, from, bytes, nullptr, true);
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  Locked held;
+  return copy(to, from, bytes, stream, false);
+}
+cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+  Locked held;
+  return copy(to, from, bytes, stream, false);
+}
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind, cudaStream_t stream) {
+  Locked held;
+  for (size_t row = 0; row < height; ++row)
+    if (const cudaError_t e = copy(static_cast<char*>(to) + row * to_pitch,
+                                   static_cast<const char*>(from) + row * from_pitch, width, stream, false);
+        e != cudaSuccess)
+      return e;
   return cudaSuccess;
 }
 
-// --- the driver ------------------------------------------------------------------------------------------------------
+// --- streams and events ----------------------------------------------------------------------------------------------
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned flags, int priority) {
+  Locked held;
+  auto s = std::make_shared<Stream>();
+  s->blocking = !(flags & cudaStreamNonBlocking), s->priority = priority, s->id = ++device().serial;
+  device().streams[s.get()] = s;
+  *out = reinterpret_cast<cudaStream_t>(s.get());
+  return device().fault;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) {
+  return cudaStreamCreateWithPriority(out, flags, 0);
+}
+cudaError_t cudaStreamCreate(cudaStream_t* out) { return cudaStreamCreateWithPriority(out, 0, 0); }
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  Locked held;
+  auto s = stream_of(stream);
+  if (!s) return say(cudaErrorInvalidResourceHandle, "no such stream");
+  advance(*s, s->issued);
+  device().streams.erase(s.get());
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  Locked held;
+  auto s = stream_of(stream);
+  return *priority = s ? s->priority : 0, cudaSuccess;
+}
+cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned* flags) {
+  Locked held;
+  auto s = stream_of(stream);
+  return *flags = s && !s->blocking ? cudaStreamNonBlocking : 0, cudaSuccess;
+}
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  Locked held;
+  auto s = stream_of(stream);
+  return *id = s ? s->id : 0, cudaSuccess;
+}
+cudaError_t cudaStreamGetDevice(cudaStream_t, int* which) { return *which = 0, cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  Locked held;
+  auto s = stream_of(stream);
+  if (!s) return say(cudaErrorInvalidResourceHandle, "no such stream");
+  if (s->capture) return invalidate(*s->capture, cudaErrorStreamCaptureUnsupported, "waited for a capturing stream");
+  if (s == device().base)
+    if (auto c = blocking_capture())
+      return invalidate(*c, cudaErrorStreamCaptureImplicit, "the default stream would wait for a stream's capture");
+  if (s == device().base)
+    for (auto& [p, other] : device().streams)
+      if (other->blocking) advance(*other, other->issued);
+  return advance(*s, s->issued);
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  Locked held;
+  auto s = stream_of(stream);
+  if (!s) return say(cudaErrorInvalidResourceHandle, "no such stream");
+  if (s->capture) return invalidate(*s->capture, cudaErrorStreamCaptureUnsupported, "asked a capturing stream");
+  if (s->queue.empty() || device().fault != cudaSuccess) return device().fault;
+  advance(*s, s->done + 1);
+  return s->queue.empty() ? device().fault : cudaErrorNotReady;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) {
+  Locked held;
+  auto* e = new Event;
+  e->timing = !(flags & cudaEventDisableTiming);
+  device().events.insert(e);
+  *out = reinterpret_cast<cudaEvent_t>(e);
+  return device().fault;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* out) { return cudaEventCreateWithFlags(out, 0); }
+static Event* event_of(cudaEvent_t e) {
+  auto* event = reinterpret_cast<Event*>(e);
+  if (device().events.contains(event)) return event;
+  return say(cudaErrorInvalidResourceHandle, "no such event"), nullptr;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t e) {
+  Locked held;
+  Event* event = event_of(e);
+  if (!event) return cudaErrorInvalidResourceHandle;
+  device().events.erase(event);
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t stream, unsigned flags) {
+  Locked held;
+  Event* event = event_of(e);
+  auto s = stream_of(stream);
+  if (!event || !s) return cudaErrorInvalidResourceHandle;
+  auto mark = std::make_shared<Mark>();
+  auto reached = [mark] { return mark->done = true, mark->time_ms = now_ms(), cudaSuccess; };
+  if (s->capture) {
+    if (flags & cudaEventRecordExternal) return event->mark = mark, submit(stream, reached);
+    event->capture = s->capture, event->mark = mark, mark->stream = s;
+    return cudaSuccess;
+  }
+  event->capture = nullptr, event->mark = mark;
+  const cudaError_t error = submit(stream, reached);
+  mark->stream = s, mark->at = s->issued;
+  return error;
+}
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t stream) { return cudaEventRecordWithFlags(e, stream, 0); }
+static cudaError_t reach(Mark& mark) {
+  if (auto s = mark.stream.lock()) advance(*s, mark.at);
+  return device().fault;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+  Locked held;
+  Event* event = event_of(e);
+  if (!event) return cudaErrorInvalidResourceHandle;
+  if (event->capture) return say(cudaErrorCapturedEvent, "waited for an event of a capture");
+  return event->mark ? reach(*event->mark) : device().fault;
+}
+cudaError_t cudaEventQuery(cudaEvent_t e) {
+  Locked held;
+  Event* event = event_of(e);
+  if (!event) return cudaErrorInvalidResourceHandle;
+  if (event->capture) return say(cudaErrorCapturedEvent, "asked an event of a capture");
+  if (const cudaError_t error = allowed_now("cudaEventQuery"); error != cudaSuccess) return error;
+  if (!event->mark || event->mark->done) return device().fault;
+  if (auto s = event->mark->stream.lock()) advance(*s, s->done + 1);
+  return event->mark->done ? device().fault : cudaErrorNotReady;
+}
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
+  Locked held;
+  Event *a = event_of(from), *b = event_of(to);
+  if (!a || !b || !a->timing || !b->timing || !a->mark || !b->mark || a->capture || b->capture)
+    return say(cudaErrorInvalidResourceHandle, "an event that was not recorded, or has no time");
+  if (device().fault != cudaSuccess) return device().fault;
+  if (!a->mark->done || !b->mark->done) return cudaErrorNotReady;
+  *ms = float(b->mark->time_ms - a->mark->time_ms);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t e, unsigned) {
+  Locked held;
+  Event* event = event_of(e);
+  auto s = stream_of(stream);
+  if (!event || !s) return cudaErrorInvalidResourceHandle;
+  if (event->capture) {
+    Capture& c = *event->capture;
+    if (s->capture && s->capture != event->capture)
+      return invalidate(c, cudaErrorStreamCaptureMerge, "a stream would join two captures");
+    if (!s->capture) s->capture = event->capture, c.streams[s.get()] = {s, false};
+    if (auto from = event->mark->stream.lock(); from && c.streams.contains(from.get()))
+      c.streams[from.get()].second = from == c.origin.lock();
+    return cudaSuccess;
+  }
+  if (s->capture)
+    return invalidate(*s->capture, cudaErrorStreamCaptureIsolation, "a capture would wait for what is not of it");
+  if (!event->mark) return device().fault;
+  return submit(stream, [mark = event->mark] { return reach(*mark); });
+}
+
+// --- graphs ----------------------------------------------------------------------------------------------------------
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  return std::swap(*mode, capture_mode), cudaSuccess;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+  Locked held;
+  auto s = stream_of(stream);
+  if (device().fault != cudaSuccess) return device().fault;
+  if (!s || s == device().base) return say(cudaErrorStreamCaptureUnsupported, "the default stream is never captured");
+  if (s->capture) return say(cudaErrorIllegalState, "the stream is captured already");
+  auto c = std::make_shared<Capture>();
+  c->origin = s, c->mode = mode, c->id = ++device().serial;
+  c->streams[s.get()] = {s, false};
+  s->capture = c;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* out) {
+  Locked held;
+  *out = nullptr;
+  auto s = stream_of(stream);
+  if (!s || !s->capture || s->capture->origin.lock() != s)
+    return say(cudaErrorStreamCaptureUnmatched, "no capture was begun on this stream");
+  auto c = s->capture;
+  bool unjoined = false;
+  for (auto& [p, one] : c->streams) {
+    unjoined = unjoined || (p != s.get() && one.second);
+    one.first->capture = nullptr;
+  }
+  if (device().fault != cudaSuccess) return device().fault;
+  if (c->invalid) return say(cudaErrorStreamCaptureInvalidated, "the capture was invalidated before");
+  if (unjoined) return say(cudaErrorStreamCaptureUnjoined, "a stream that the capture forked was not joined");
+  device().graphs[c->graph.get()] = c->graph;
+  *out = reinterpret_cast<cudaGraph_t>(c->graph.get());
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  Locked held;
+  auto s = stream_of(stream);
+  if (s == device().base)
+    if (blocking_capture())
+      return say(cudaErrorStreamCaptureImplicit, "the default stream was asked while another is captured");
+  *status = !s || !s->capture     ? cudaStreamCaptureStatusNone
+            : s->capture->invalid ? cudaStreamCaptureStatusInvalidated
+                                  : cudaStreamCaptureStatusActive;
+  return device().fault;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t* graph, const cudaGraphNode_t** dependencies,
+                                     const cudaGraphEdgeData** edges, size_t* count) {
+  Locked held;
+  const cudaError_t e = cudaStreamIsCapturing(stream, status);
+  auto s = stream_of(stream);
+  const bool capturing = e == cudaSuccess && s && s->capture;
+  if (id) *id = capturing ? s->capture->id : 0;
+  if (graph) *graph = capturing ? reinterpret_cast<cudaGraph_t>(s->capture->graph.get()) : nullptr;
+  if (dependencies) *dependencies = nullptr;
+  if (edges) *edges = nullptr;
+  if (count) *count = 0;
+  return e;
+}
+static std::shared_ptr<Graph> graph_of(const void* g) {
+  auto at = device().graphs.find(static_cast<Graph*>(const_cast<void*>(g)));
+  return at == device().graphs.end() ? nullptr : at->second;
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t g, unsigned long long) {
+  Locked held;
+  auto graph = graph_of(g);
+  if (!graph) return say(cudaErrorInvalidValue, "no such graph");
+  auto made = std::make_shared<Graph>(*graph);
+  device().graphs[made.get()] = made;
+  *out = reinterpret_cast<cudaGraphExec_t>(made.get());
+  return device().fault;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* out, cudaGraph_t g, unsigned long long flags) {
+  return cudaGraphInstantiateWithFlags(out, g, flags);
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t g, cudaStream_t stream) {
+  Locked held;
+  auto graph = graph_of(g);
+  if (!graph) return say(cudaErrorInvalidValue, "no such graph");
+  return submit(stream, [graph] {
+    for (const Work& node : graph->nodes)
+      if (const cudaError_t e = node(); e != cudaSuccess) return e;
+    return cudaSuccess;
+  });
+}
+cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaGraphDestroy(cudaGraph_t g) {
+  Locked held;
+  return device().graphs.erase(reinterpret_cast<Graph*>(g)) ? cudaSuccess : cudaErrorInvalidValue;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t g) {
+  Locked held;
+  return device().graphs.erase(reinterpret_cast<Graph*>(g)) ? cudaSuccess : cudaErrorInvalidValue;
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t*, size_t* count) {
+  Locked held;
+  auto graph = graph_of(g);
+  return *count = graph ? graph->nodes.size() : 0, cudaSuccess;
+}
+
+// --- the driver, as objects of nvcc's ask for it ---------------------------------------------------------------------
 
 // Refuses what the driver's documentation says that it refuses.
 CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* base,
@@ -282,14 +632,36 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuui
   memcpy(out, &m, sizeof m);
   return CUDA_SUCCESS;
 }
-CUresult cuDriverGetVersion(int* v) { return *v = 13000, CUDA_SUCCESS; }
-cudaError_t cudaDriverGetVersion(int* v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** at, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
-  const bool known = strcmp(name, "cuTensorMapEncodeTiled") == 0;
-  *at = known ? reinterpret_cast<void*>(&cuTensorMapEncodeTiled) : nullptr;
-  if (found) *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
-  return known ? cudaSuccess : say(cudaErrorSymbolNotFound, std::string("no ") + name);
+  *at = strcmp(name, "cuTensorMapEncodeTiled") == 0 ? reinterpret_cast<void*>(&cuTensorMapEncodeTiled) : nullptr;
+  if (!*at && machine().strict) *at = dlsym(RTLD_DEFAULT, (std::string(name) + "_v2").c_str());
+  if (!*at && machine().strict) *at = dlsym(RTLD_DEFAULT, name);
+  if (found) *found = *at ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return *at ? cudaSuccess : say(cudaErrorSymbolNotFound, std::string("no ") + name);
 }
+cudaError_t cudaGetDriverEntryPoint(const char* name, void** at, unsigned long long flags,
+                                    cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPointByVersion(name, at, 13000, flags, found);
+}
+
+// --- what is linked against, and was never needed --------------------------------------------------------------------
+
+#define NOT_HERE(name, ...) \
+  cudaError_t name(__VA_ARGS__) { return say(cudaErrorNotSupported, #name " is not to be had here"); }
+NOT_HERE(cudaDeviceGetDefaultMemPool, cudaMemPool_t*, int)
+NOT_HERE(cudaGetSymbolAddress, void**, const void*)
+NOT_HERE(cudaGraphDebugDotPrint, cudaGraph_t, const char*, unsigned)
+NOT_HERE(cudaGraphNodeGetDependencies, cudaGraphNode_t, cudaGraphNode_t*, cudaGraphEdgeData*, size_t*)
+NOT_HERE(cudaIpcCloseMemHandle, void*)
+NOT_HERE(cudaIpcGetEventHandle, cudaIpcEventHandle_t*, cudaEvent_t)
+NOT_HERE(cudaIpcGetMemHandle, cudaIpcMemHandle_t*, void*)
+NOT_HERE(cudaIpcOpenEventHandle, cudaEvent_t*, cudaIpcEventHandle_t)
+NOT_HERE(cudaIpcOpenMemHandle, void**, cudaIpcMemHandle_t, unsigned)
+NOT_HERE(cudaMemPoolGetAttribute, cudaMemPool_t, cudaMemPoolAttr, void*)
+NOT_HERE(cudaMemPoolSetAccess, cudaMemPool_t, const cudaMemAccessDesc*, size_t)
+NOT_HERE(cudaMemPoolSetAttribute, cudaMemPool_t, cudaMemPoolAttr, void*)
+NOT_HERE(cudaMemPoolTrimTo, cudaMemPool_t, size_t)
+NOT_HERE(cudaMemcpyToSymbol, const void*, const void*, size_t, size_t, cudaMemcpyKind)
 
 }  // extern "C"

@@ -420,7 +420,7 @@ inline void move_predicate(Thread& t, const Instruction& i) {
   ++t.pc;
 }
 inline void read_clock(Thread& t, const Instruction& i) {
-  t.slots[i.at[0]] = machine().clock_ns;
+  t.slots[i.at[0]] = machine().now_ns();
   t.stop = true;  // who looks at the clock lets time pass
   ++t.pc;
 }

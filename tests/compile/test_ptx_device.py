@@ -1,0 +1,292 @@
+"""The device that tests/rehearsal gives to a whole process: what CUDA says of streams, events, captures, memory and
+faults holds of it, so that host code that breaks a rule of CUDA's fails there as on a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tvm_ffi")
+
+from autosel.native.cuda import find_nvcc
+from tests.rehearsal import device
+
+ROOT = Path(__file__).resolve().parents[2]
+OK, INVALID_VALUE, OUT_OF_MEMORY, NOT_READY, ILLEGAL_ADDRESS = 0, 1, 2, 600, 700
+UNSUPPORTED, INVALIDATED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED = 900, 901, 904, 905, 906, 907
+NON_BLOCKING = 1
+
+# What each test's process begins with. Each has one, for a fault is the end of a device.
+BEGIN = """
+import ctypes
+cuda = ctypes.CDLL("libcudart.so.13")
+driver = ctypes.CDLL("libcuda.so.1")
+void, size = ctypes.c_void_p, ctypes.c_size_t
+ADD = b'''
+.version 9.0
+.target sm_90a
+.address_size 64
+.visible .entry add(.param .u64 at, .param .u32 by) {
+  .reg .b64 %rd<3>; .reg .b32 %r<4>;
+  ld.param.u64 %rd1, [at]; ld.param.u32 %r1, [by]; cvta.to.global.u64 %rd2, %rd1;
+  ld.global.u32 %r2, [%rd2]; add.u32 %r3, %r2, %r1; st.global.u32 [%rd2], %r3; ret;
+}
+'''
+def made(create, *more):
+    out = void()
+    assert create(ctypes.byref(out), *more) == 0
+    return out
+def stream(flags=1):
+    return made(cuda.cudaStreamCreateWithFlags, flags)
+def event():
+    return made(cuda.cudaEventCreate)
+module = made(driver.cuModuleLoadData, ADD)
+kernel = made(driver.cuModuleGetFunction, module, b"add")
+def add(at, by, on):
+    where, number = ctypes.c_uint64(at if isinstance(at, int) else at.value), ctypes.c_uint32(by)
+    args = (void * 2)(ctypes.addressof(where), ctypes.addressof(number))
+    return driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, on, args, None)
+def word():
+    at = made(cuda.cudaMalloc, size(4))
+    assert cuda.cudaMemset(at, 0, size(4)) == 0
+    assert cuda.cudaDeviceSynchronize() == 0
+    return at
+def value(at):
+    return ctypes.c_uint32.from_address(at.value).value
+def begun(on, mode=0):
+    assert cuda.cudaStreamBeginCapture(on, mode) == 0
+def ended(on):
+    out = void()
+    return cuda.cudaStreamEndCapture(on, ctypes.byref(out)), out
+"""
+
+
+def run(text: str, *, late: bool = True, mib: int = 16) -> str:
+    environment = device.environment(mib << 20, late=late, tells=False)
+    environment["PYTHONPATH"] = ""  # neither PyTorch nor cupy is to be had
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + textwrap.dedent(text)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _toolkit() -> None:
+    nvcc = find_nvcc()
+    if nvcc is None or "release 13" not in nvcc.version:
+        pytest.skip("the device is CUDA 13's")
+
+
+def test_work_is_done_when_somebody_waits_for_it() -> None:
+    run("""
+        at, s = word(), stream()
+        assert add(at, 3, s) == 0 and value(at) == 0
+        assert cuda.cudaStreamSynchronize(s) == 0 and value(at) == 3
+    """)
+
+
+def test_work_is_done_at_once_where_that_is_asked() -> None:
+    run("at, s = word(), stream(); add(at, 3, s); assert value(at) == 3", late=False)
+
+
+def test_streams_that_do_not_wait_for_each_other_run_in_either_order() -> None:
+    run("""
+        at, s, t = word(), stream(), stream()
+        add(at, 1, s), add(at, 2, t)
+        cuda.cudaStreamSynchronize(t)
+        assert value(at) == 2
+    """)
+
+
+def test_a_stream_waits_for_an_event_of_another() -> None:
+    run("""
+        at, s, t, e = word(), stream(), stream(), event()
+        add(at, 1, s), cuda.cudaEventRecord(e, s)
+        cuda.cudaStreamWaitEvent(t, e, 0), add(at, 2, t)
+        cuda.cudaStreamSynchronize(t)
+        assert value(at) == 3
+    """)
+
+
+def test_the_default_stream_waits_for_blocking_streams_alone() -> None:
+    run("""
+        at, blocking, free = word(), stream(0), stream(1)
+        add(at, 1, blocking), add(at, 10, free), add(at, 100, None)
+        cuda.cudaStreamSynchronize(None)
+        assert value(at) == 101
+    """)
+
+
+def test_an_event_is_not_ready_before_its_stream_came_there() -> None:
+    run("""
+        at, s, e = word(), stream(), event()
+        add(at, 1, s), add(at, 1, s), cuda.cudaEventRecord(e, s)
+        answers = [cuda.cudaEventQuery(e) for _ in range(4)]
+        assert answers == [600, 600, 0, 0], answers
+    """)
+
+
+def test_a_copy_to_pinned_memory_is_there_only_after_a_wait() -> None:
+    run("""
+        at, s = word(), stream()
+        pinned = made(cuda.cudaHostAlloc, size(4), 0)
+        ctypes.c_uint32.from_address(pinned.value).value = 77
+        add(at, 5, s), cuda.cudaMemcpyAsync(pinned, at, size(4), 2, s)
+        assert value(pinned) == 77
+        cuda.cudaStreamSynchronize(s)
+        assert value(pinned) == 5
+    """)
+
+
+def test_a_capture_keeps_work_and_a_replay_does_it() -> None:
+    run("""
+        at, s = word(), stream()
+        begun(s)
+        assert add(at, 2, s) == 0
+        code, graph = ended(s)
+        cuda.cudaStreamSynchronize(s)
+        assert code == 0 and value(at) == 0
+        replayed = made(cuda.cudaGraphInstantiateWithFlags, graph, ctypes.c_ulonglong(0))
+        for _ in range(3):
+            cuda.cudaGraphLaunch(replayed, s)
+        cuda.cudaStreamSynchronize(s)
+        assert value(at) == 6
+    """)
+
+
+def test_a_forked_stream_must_be_joined() -> None:
+    run("""
+        at = word()
+        for joined in (False, True):
+            s, t, e, f = stream(), stream(), event(), event()
+            begun(s)
+            cuda.cudaEventRecord(e, s), cuda.cudaStreamWaitEvent(t, e, 0), add(at, 1, t)
+            if joined:
+                cuda.cudaEventRecord(f, t), cuda.cudaStreamWaitEvent(s, f, 0)
+            assert ended(s)[0] == (0 if joined else 904)
+    """)
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("cuda.cudaDeviceSynchronize()", UNSUPPORTED),
+        ("cuda.cudaMalloc(ctypes.byref(void()), size(4))", UNSUPPORTED),
+        ("cuda.cudaStreamSynchronize(s)", UNSUPPORTED),
+        ("cuda.cudaStreamQuery(s)", UNSUPPORTED),
+        ("cuda.cudaStreamWaitEvent(s, before, 0)", ISOLATION),
+        ("add(at, 1, None)", IMPLICIT),
+    ],
+)
+def test_what_a_capture_does_not_allow_ends_it(call: str, code: int) -> None:
+    run(f"""
+        at, s, before = word(), stream(0), event()
+        cuda.cudaEventRecord(before, None)
+        begun(s)
+        found = {call}
+        assert found == {code}, found
+        assert ended(s)[0] == {INVALIDATED}
+    """)
+
+
+def test_an_event_of_a_capture_has_no_state_of_its_own() -> None:
+    run(f"""
+        s, e = stream(), event()
+        begun(s)
+        cuda.cudaEventRecord(e, s)
+        mode = ctypes.c_int(2)
+        cuda.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        assert cuda.cudaEventQuery(e) == {CAPTURED}
+    """)
+
+
+def test_memory_may_be_allocated_during_a_relaxed_capture() -> None:
+    run("""
+        s, mode = stream(), ctypes.c_int(2)
+        begun(s)
+        cuda.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        assert mode.value == 0
+        assert made(cuda.cudaMalloc, size(4)).value
+        assert ended(s)[0] == 0
+    """)
+
+
+def test_a_fault_is_told_by_the_next_wait_and_by_every_call_after_it() -> None:
+    run(f"""
+        at, s = word(), stream()
+        assert add(at.value + 4096 * 4096, 1, s) == 0
+        assert cuda.cudaStreamSynchronize(s) == {ILLEGAL_ADDRESS}
+        assert add(at, 1, s) == {ILLEGAL_ADDRESS}
+        assert cuda.cudaMalloc(ctypes.byref(void()), size(4)) == {ILLEGAL_ADDRESS}
+        assert [cuda.cudaGetLastError() for _ in range(2)] == [{ILLEGAL_ADDRESS}] * 2
+        assert value(at) == 0
+    """)
+
+
+def test_memory_ends_where_the_device_has_no_more() -> None:
+    run(f"""
+        held = made(cuda.cudaMalloc, size(12 << 20))
+        assert cuda.cudaMalloc(ctypes.byref(void()), size(12 << 20)) == {OUT_OF_MEMORY}
+        assert cuda.cudaGetLastError() == {OUT_OF_MEMORY} and cuda.cudaGetLastError() == 0
+        assert cuda.cudaFree(held) == 0
+        assert made(cuda.cudaMalloc, size(12 << 20)).value
+    """)
+
+
+def test_a_copy_beyond_an_allocation_is_refused() -> None:
+    run(f"""
+        at, room = word(), (ctypes.c_char * 64)()
+        assert cuda.cudaMemcpy(at, room, size(64), 1) == {INVALID_VALUE}
+        assert cuda.cudaMemsetAsync(at, 0, size(64), None) == {INVALID_VALUE}
+    """)
+
+
+def test_a_function_of_a_runtime_that_was_linked_in_jumps_to_the_devices(tmp_path: Path) -> None:
+    """As cupy's is."""
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    source, made = tmp_path / "own.cu", tmp_path / "own.so"
+    source.write_text(
+        'extern "C" int devices() { int n = -1; cudaError_t e = cudaGetDeviceCount(&n); return e ? -e : n; }'
+    )
+    command = [nvcc.path, "-shared", "-Xcompiler", "-fPIC", "-cudart", "static", str(source), "-o", str(made)]
+    subprocess.run(command, check=True, timeout=300)
+    said = run(f"""
+        import sys
+        sys.path.insert(0, {str(ROOT)!r})
+        from tests.rehearsal import linked
+        own = ctypes.CDLL({str(made)!r})
+        assert linked.redirect({str(made)!r}, cuda) > 50
+        print(own.devices())
+    """)
+    assert said == "1\n"
+
+
+def test_nvml_describes_the_same_device() -> None:
+    said = run("""
+        import pynvml
+        pynvml.nvmlInit()
+        board = pynvml.nvmlDeviceGetHandleByPciBusId(b"0000:01:00.0")
+        print(pynvml.nvmlDeviceGetName(board), pynvml.nvmlDeviceGetMemoryInfo(board).total)
+    """)
+    assert said == f"PTX on a CPU {16 << 20}\n"
+
+
+def test_the_driver_is_asked_as_autosel_asks_it() -> None:
+    said = run(f"""
+        import sys
+        sys.path.insert(0, {str(ROOT)!r})
+        from autosel.fingerprint import libcuda
+        told = libcuda.runtime()
+        print(told.getDeviceCount(), told.getDeviceProperties(0)["major"], told.deviceGetPCIBusId(0))
+    """)
+    assert said == "1 9 0000:01:00.0\n"

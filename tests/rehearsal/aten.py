@@ -1,0 +1,180 @@
+"""PyTorch's own operators on a device that runs PTX alone: their CUDA kernels are machine code, so the CPU's take their
+place, on the same memory, in the order of the stream.
+
+Under a capture an operator is kept for the graph's replays: what it returns has its shape then, and its values after a
+replay, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+# What a device's runtime does by itself: memory, copies without conversion, views.
+NATIVE = {
+    "empty.memory_format", "empty_strided", "as_strided", "view", "view_as_real", "view_as_complex", "unfold",
+    "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "set_", "resize_",
+    "_local_scalar_dense", "record_stream", "is_pinned", "_pin_memory", "_reshape_alias",
+}  # fmt: skip
+# Attention that the CPU has by another name: its first result is all that serving asks for.
+ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
+
+_host = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_kept: list[Any] = []  # work of graphs, for as long as the process lives
+
+
+def install(device: ctypes.CDLL) -> None:
+    """Every operator that has a CUDA kernel, but for NATIVE."""
+    library = torch.library.Library("aten", "IMPL")
+    warnings.filterwarnings("ignore", message="Warning only once for all operators")
+    _kept.append(library)
+    for name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")):
+        space, _, short = name.partition("::")
+        if space != "aten" or short in NATIVE:
+            continue
+        packet, _, overload = short.partition(".")
+        operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        library.impl(operator, _as_on_cpu(operator, device), "CUDA", allow_override=True)
+    for name in ATTENTION:
+        operator = getattr(torch.ops.aten, name).default
+        library.impl(name, _as_on_cpu(operator, device, _attention), "CUDA", allow_override=True)
+    library.impl("copy_", _copying(_as_on_cpu(torch.ops.aten.copy_.default, device)), "CUDA", allow_override=True)
+
+
+def _attention(operator: Any, *args: Any, scale: float | None = None) -> Any:
+    given = dict(zip((a.name for a in operator._schema.arguments), args, strict=False))
+    q, k, v = given["query"], given["key"], given["value"]
+    formula = torch.ops.aten._scaled_dot_product_attention_math.default
+    shared = q.size(-3) != k.size(-3)
+    out, _ = formula(
+        q, k, v, given.get("attn_bias"), 0.0, bool(given.get("is_causal")), None, scale=scale, enable_gqa=shared
+    )
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as these kernels lay it out
+    number = torch.zeros((), dtype=torch.int64)
+    others = {"Tensor": number, "SymInt": 0, "int": 0}
+    return (out, *(others[str(r.type)] for r in operator._schema.returns[1:]))
+
+
+def _as_on_cpu(operator: Any, device: ctypes.CDLL, how: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    def call(*args: Any, **named: Any) -> Any:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        if torch.cuda.is_current_stream_capturing():
+            return _keep(operator, args, named, device, stream, how)
+        _in_order(device, stream, lambda: None)  # all before it is done
+        return _run(operator, args, named, how)
+
+    return call
+
+
+def _copying(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Plain copies are the runtime's own; the rest needs a kernel."""
+    native, own = torch.ops.aten.copy_.default, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+    def copy_(to: torch.Tensor, value: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        plain = to.dtype == value.dtype and to.shape == value.shape and to.is_contiguous() and value.is_contiguous()
+        if plain and not to.is_conj() and not value.is_neg():
+            return native.redispatch(own, to, value, non_blocking)
+        return convert(to, value, non_blocking)
+
+    return copy_
+
+
+def _in_order(device: ctypes.CDLL, stream: ctypes.c_void_p, work: Callable[[], Any]) -> None:
+    def now(_: Any) -> None:
+        work()
+
+    made = _host(now)
+    if device.ptx_host(stream, made, None):
+        _kept.append(made)
+
+
+def _keep(operator: Any, args: Any, named: Any, device: ctypes.CDLL, stream: ctypes.c_void_p, how: Any) -> Any:
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in operator._schema.arguments)
+    if writes:
+        _in_order(device, stream, lambda: _run(operator, args, named, how))
+        return _written(operator, args, named)
+    outputs = _run(operator, args, named, how)
+    flat = [t for t in _flat(outputs) if isinstance(t, torch.Tensor)]
+
+    def again() -> None:
+        made = [t for t in _flat(_on_cpu(operator, args, named, how)[0]) if isinstance(t, torch.Tensor)]
+        for to, value in zip(flat, made, strict=True):
+            alias(to).copy_(value)
+
+    _in_order(device, stream, again)
+    return outputs
+
+
+def _written(operator: Any, args: Any, named: Any) -> Any:
+    """What an operator that writes into its arguments returns: those."""
+    values = dict(zip((a.name for a in operator._schema.arguments), args, strict=False)) | named
+    found = [
+        values[a.name]
+        for a in operator._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write and a.name in values
+    ]
+    returns = len(operator._schema.returns)
+    return None if returns == 0 else found[0] if returns == 1 else tuple(found[:returns])
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [one for part in value for one in _flat(part)]
+    return [value]
+
+
+def _run(operator: Any, args: Any, named: Any, how: Any) -> Any:
+    made, originals = _on_cpu(operator, args, named, how)
+
+    def back(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        for twin, original in originals:
+            if value is twin:
+                return original
+        on_device = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+        if value.numel():
+            alias(on_device).copy_(value)
+        return on_device
+
+    return tree_map(back, made)
+
+
+def _on_cpu(operator: Any, args: Any, named: Any, how: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    originals: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def across(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            twin = alias(value)
+            originals.append((twin, value))
+            return twin
+        if isinstance(value, torch.device) and value.type == "cuda":
+            return torch.device("cpu")
+        if isinstance(value, torch.Generator):
+            return torch.Generator().manual_seed(value.initial_seed())
+        return value
+
+    cpu_args, cpu_named = tree_map(across, args), tree_map(across, named)
+    made = how(operator, *cpu_args, **cpu_named) if how else operator(*cpu_args, **cpu_named)
+    for twin, original in originals:  # an `out` that it has given a size
+        if twin.shape != original.shape:
+            original.resize_(twin.shape)
+            alias(original).copy_(twin)
+    return made, originals
+
+
+def alias(t: torch.Tensor) -> torch.Tensor:
+    """The same memory as the CPU's."""
+    if t.numel() == 0:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+    storage = t.untyped_storage()
+    room = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    whole = torch.frombuffer(room, dtype=torch.uint8)
+    size = t.element_size()
+    typed = whole[: storage.nbytes() // size * size].view(t.dtype)
+    return typed.as_strided(t.shape, t.stride(), t.storage_offset())

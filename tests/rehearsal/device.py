@@ -1,0 +1,88 @@
+"""The libraries that stand for CUDA's, and what a process's environment names so that it finds them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from autosel import settings
+from autosel.native.compile import find_compiler
+from autosel.native.cuda import find_nvcc
+from tests.compile.ptx_machine import HERE as MACHINE
+from tests.compile.ptx_machine import PARTS, RUNTIME_FLAGS
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+SOURCES = [MACHINE / "ptx" / f"{name}.cpp" for name in ("runtime", "driver", "nvml")]
+LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1")  # all is in the first
+# Of these alone a process takes notice; versioned, because PyTorch asks for a version.
+EXPORTS = "libcudart.so.13 { global: cuda*; __cuda*; cu*; nvml*; ptx_*; local: *; };\n"
+# Its C++ is its own: NVRTC, which has one too, fails where another is ahead of it.
+LINK = ("-shared", "-static-libstdc++", "-static-libgcc")
+
+
+def toolkit() -> Path:
+    """A folder as a CUDA toolkit's, with those libraries in it."""
+    compiler, nvcc = find_compiler(), find_nvcc()
+    if compiler is None or nvcc is None or "release 13" not in nvcc.version:
+        sys.exit(f"needs a C++ compiler and nvcc of CUDA 13, has {compiler} and {nvcc}")
+    hasher = hashlib.sha256(f"{compiler.version}\0{nvcc.version}\0{EXPORTS}".encode())
+    for part in (*SOURCES, *PARTS, *sorted((HERE / "bin").iterdir())):
+        hasher.update(part.read_bytes())
+    folder = settings.home() / "rehearsal" / hasher.hexdigest()[:16]
+    if folder.is_dir():
+        return folder
+    making = folder.with_suffix(f".{os.getpid()}")
+    making.mkdir(parents=True)
+    flags = [*RUNTIME_FLAGS, "-isystem", str(nvcc.home / "include")]
+    compiling = [
+        subprocess.Popen([compiler.path, *flags, str(source), "-o", str(making / f"{source.stem}.o")])
+        for source in SOURCES
+    ]
+    if any(one.wait() for one in compiling):
+        sys.exit("the device does not compile")
+    _link(compiler.path, making)
+    shutil.copytree(HERE / "bin", making / "bin")
+    for part in ("include", "lib64", "nvvm"):
+        (making / part).symlink_to(nvcc.home / part)
+    making.rename(folder)
+    return folder
+
+
+def _link(compiler: str, folder: Path) -> None:
+    exports = folder / "exports.map"
+    exports.write_text(EXPORTS)
+    objects = [str(folder / f"{source.stem}.o") for source in SOURCES]
+    first, *others = LIBRARIES
+    names = [f"-Wl,-soname,{first}", f"-Wl,--version-script={exports}"]
+    subprocess.run([compiler, *LINK, *names, *objects, "-ldl", "-o", str(folder / first)], check=True)
+    empty = folder / "empty.c"
+    empty.write_text("")
+    for other in others:
+        there = [f"-Wl,-soname,{other}", "-Wl,--no-as-needed", f"-L{folder}", f"-l:{first}"]
+        subprocess.run([compiler, *LINK, "-x", "c", str(empty), *there, "-o", str(folder / other)], check=True)
+
+
+def environment(device_bytes: int, *, late: bool, tells: bool) -> dict[str, str]:
+    """For a Python that is to find the device; all Pythons that it starts find it too. Names begin as those do that
+    autosel lets its workers see; site/sitecustomize.py sets the others."""
+    folder, nvcc, triton = toolkit(), find_nvcc(), find_spec("triton")
+    assert nvcc is not None
+    tools = Path(triton.origin).parent / "backends" / "nvidia" / "bin" if triton and triton.origin else Path()
+    return {
+        **os.environ,
+        "CUDA_REHEARSAL_DEVICE": f"{device_bytes} {int(late)} {int(tells)}",
+        "CUDA_REHEARSAL_ROOT": str(ROOT),
+        "CUDA_REHEARSAL_NVCC": nvcc.path,
+        "CUDA_REHEARSAL_PTXAS": str(tools / "ptxas"),
+        "CUDA_HOME": str(folder),
+        "CUDA_PATH": str(folder),
+        "LD_LIBRARY_PATH": str(folder),
+        "PATH": f"{folder / 'bin'}:{os.environ.get('PATH', os.defpath)}",
+        "PYTHONPATH": str(HERE / "site"),
+    }

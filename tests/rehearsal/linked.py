@@ -1,0 +1,54 @@
+"""A CUDA runtime that a library was linked with, put out of service: cupy carries its own, which speaks to the driver
+in ways that are not documented. Each of its functions that the device here has jumps there."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+SYMTAB, FUNCTION = 2, 2  # elf.h: SHT_SYMTAB, STT_FUNC
+JUMP = b"\xff\x25\x00\x00\x00\x00"  # jmp [rip]; the address follows
+
+
+def redirect(library: str, device: ctypes.CDLL) -> int:
+    """How many functions of the loaded library jump to the device's now."""
+    base, libc, count = _base(library), ctypes.CDLL(None), 0
+    for name, offset in _functions(Path(library)):
+        if not name.startswith(("cuda", "__cuda")) or not hasattr(device, name):
+            continue
+        target = ctypes.cast(getattr(device, name), ctypes.c_void_p).value
+        at, code = base + offset, JUMP + struct.pack("<Q", target)
+        page = at // mmap.PAGESIZE * mmap.PAGESIZE
+        length = at + len(code) - page
+        if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(length), 7):
+            raise OSError(f"{name} of {library} cannot be written")
+        ctypes.memmove(at, code, len(code))
+        libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(length), 5)
+        count += 1
+    return count
+
+
+def _base(library: str) -> int:
+    """Where the library begins in this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(library):
+            return int(line.partition("-")[0], 16)
+    raise OSError(f"{library} is not loaded")
+
+
+def _functions(library: Path) -> Iterator[tuple[str, int]]:
+    data = library.read_bytes()
+    (table,), (size, count) = struct.unpack_from("<Q", data, 0x28), struct.unpack_from("<HH", data, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, table + k * size) for k in range(count)]
+    for _, kind, _, _, at, length, link, _, _, each in sections:
+        if kind != SYMTAB:
+            continue
+        names = sections[link][4]
+        for p in range(at, at + length, each):
+            name, info, _, _, value, _ = struct.unpack_from("<IBBHQQ", data, p)
+            if info & 15 == FUNCTION and value:
+                end = data.index(b"\0", names + name)
+                yield data[names + name : end].decode(), value
