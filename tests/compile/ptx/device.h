@@ -16,7 +16,8 @@ namespace ptx {
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
-constexpr size_t kFilled = 64 << 20;  // allocations up to here hold NaN at first; of larger ones few pages may be touched
+constexpr size_t kFilled =
+    64 << 20;  // allocations up to here hold NaN at first; of larger ones few pages may be touched
 
 enum class Kind : uint8_t { device, pinned, registered };
 struct Allocation {
@@ -93,6 +94,9 @@ struct Device {
   std::set<Event*> events;
   std::map<Graph*, std::shared_ptr<Graph>> graphs;
   std::string failed;  // in words, what went wrong last
+  std::string tool;    // that watches: racecheck, ncu
+  bool profiled = false;
+  std::vector<std::pair<std::string, double>> launches;  // of what is profiled: kernels, and milliseconds
   cudaError_t fault = cudaSuccess;
   cudaError_t last = cudaSuccess;
   bool late = false, tells = false;  // tells: writes what went wrong to stderr
@@ -361,7 +365,9 @@ inline cudaError_t start(Module* module, const std::string& name, size_t permitt
     if (e != cudaSuccess) return e;
     const cudaError_t done = submit(stream, [l] {
       try {
+        const double begun_ms = now_ms();
         machine().run(*l);
+        if (device().profiled) device().launches.emplace_back(l->function->name, now_ms() - begun_ms);
         return cudaSuccess;
       } catch (const std::exception& error) { return say(code_of(error.what()), error.what()); }
     });
