@@ -91,3 +91,18 @@ def test_logits_are_the_bits_of_the_projection(choice: Build) -> None:
     assert torch.equal(one, other)
     with pytest.raises(ValueError, match="logits, not tokens"):
         head(inputs["x"], inputs["w"], 1, other, *plan)
+
+
+@in_turns
+def test_the_product_has_no_races(choice: Build) -> None:
+    """More tiles than CTAs, so that a ring's slots are filled again."""
+    k, wide = choice.knobs, choice.knobs["cluster"]
+    sides = (k["tile_m"] * wide, k["tile_n"])
+    rows, columns = reversed(sides) if k["swap"] else sides
+    device = product(choice)
+    inputs = OP.inputs(OP.workload(choice.dtype, {"M": rows + 11, "N": columns + 40, "K": 72 + 64 * k["stages"]}), 4)
+    y = torch.full((rows + 11, columns + 40), float("nan"), dtype=inputs["x"].dtype)
+    for plan in plans(choice):
+        for _ in range(3):
+            with device.races():
+                device.entry("gemm_sm90")(inputs["x"], inputs["w"], None, None, y, *plan)

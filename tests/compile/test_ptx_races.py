@@ -1,5 +1,5 @@
 """Races in the compiled kernels: their PTX run on this CPU, two accesses being an error that no barrier, wait, release
-with its acquire, or fence puts one before the other.
+with its acquire, or fence puts one before the other. Hopper's product is in test_ptx_cutlass.py, with its build.
 
 Small shapes, but with several blocks, splits that meet in a workspace, rings that go round, warps that hand over.
 """
@@ -12,17 +12,11 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton: the `cross` extra")
 
-import torch
-
-from autosel.native import cutlass
 from autosel.ops import OPS
 from autosel.ops.contract import Mismatch
-from tests.compile.cutlass_asked import Build
 from tests.compile.emulate import todays_turn
 from tests.compile.ptx_machine import built
 from tests.compile.ptx_triton import failures
-from tests.compile.test_ptx_cutlass import choices as hopper
-from tests.compile.test_ptx_cutlass import plans, product
 from tests.compile.triton_kernels import PLANS, Plan
 
 CACHE = {"B": 1, "Hq": 8, "Hkv": 1, "S": 2, "D": 64, "L": 150}
@@ -73,22 +67,6 @@ def test_a_compiled_kernel_has_no_races(choice: tuple[str, tuple[int, int]]) -> 
 @pytest.mark.in_turns(lambda: list(PLANS), label=lambda plan: plan.label)
 def test_a_compiled_triton_kernel_has_no_races(choice: Plan) -> None:
     assert list(failures(choice, "bf16", 12, todays_turn(), races=True)) == []
-
-
-@pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
-@pytest.mark.in_turns(hopper, label=lambda build: build.label)
-def test_hoppers_product_has_no_races(choice: Build) -> None:
-    """More tiles than CTAs, so that a ring's slots are filled again."""
-    k, wide = choice.knobs, choice.knobs["cluster"]
-    sides = (k["tile_m"] * wide, k["tile_n"])
-    rows, columns = reversed(sides) if k["swap"] else sides
-    op, device = OPS["linear"], product(choice)
-    inputs = op.inputs(op.workload(choice.dtype, {"M": rows + 11, "N": columns + 40, "K": 72 + 64 * k["stages"]}), 4)
-    y = torch.full((rows + 11, columns + 40), float("nan"), dtype=inputs["x"].dtype)
-    for plan in plans(choice):
-        for _ in range(3):
-            with device.races():
-                device.entry("gemm_sm90")(inputs["x"], inputs["w"], None, None, y, *plan)
 
 
 def test_each_barrier_and_fence_that_is_left_out_is_missed() -> None:

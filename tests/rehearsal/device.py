@@ -14,11 +14,11 @@ from autosel import settings
 from autosel.native.compile import find_compiler
 from autosel.native.cuda import find_nvcc
 from tests.compile.ptx_machine import HERE as MACHINE
-from tests.compile.ptx_machine import PARTS, RUNTIME_FLAGS
+from tests.compile.ptx_machine import PARTS, RUNTIME_FLAGS, interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-SOURCES = [MACHINE / "ptx" / f"{name}.cpp" for name in ("runtime", "driver", "nvml")]
+BESIDE = [MACHINE / "ptx" / f"{name}.cpp" for name in ("driver", "nvml")]  # the runtime, which tests/compile has
 LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1")  # all is in the first
 # Of these alone a process takes notice; versioned, because PyTorch asks for a version.
 EXPORTS = "libcudart.so.13 { global: cuda*; __cuda*; cu*; nvml*; ptx_*; local: *; };\n"
@@ -32,7 +32,9 @@ def toolkit() -> Path:
     if compiler is None or nvcc is None or "release 13" not in nvcc.version:
         sys.exit(f"needs a C++ compiler and nvcc of CUDA 13, has {compiler} and {nvcc}")
     hasher = hashlib.sha256(f"{compiler.version}\0{nvcc.version}\0{EXPORTS}".encode())
-    for part in (*SOURCES, *PARTS, *sorted((HERE / "bin").iterdir())):
+    runtime = interpreter()
+    hasher.update(runtime.name.encode())  # a digest
+    for part in (*BESIDE, *PARTS, *sorted((HERE / "bin").iterdir())):
         hasher.update(part.read_bytes())
     folder = settings.home() / "rehearsal" / hasher.hexdigest()[:16]
     if folder.is_dir():
@@ -42,22 +44,26 @@ def toolkit() -> Path:
     flags = [*RUNTIME_FLAGS, "-isystem", str(nvcc.home / "include")]
     compiling = [
         subprocess.Popen([compiler.path, *flags, str(source), "-o", str(making / f"{source.stem}.o")])
-        for source in SOURCES
+        for source in BESIDE
     ]
     if any(one.wait() for one in compiling):
         sys.exit("the device does not compile")
-    _link(compiler.path, making)
+    _link(compiler.path, making, [str(runtime), *(str(making / f"{source.stem}.o") for source in BESIDE)])
     shutil.copytree(HERE / "bin", making / "bin")
     for part in ("include", "lib64", "nvvm"):
         (making / part).symlink_to(nvcc.home / part)
-    making.rename(folder)
+    try:
+        making.rename(folder)
+    except OSError:  # another process was faster
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(making)
     return folder
 
 
-def _link(compiler: str, folder: Path) -> None:
+def _link(compiler: str, folder: Path, objects: list[str]) -> None:
     exports = folder / "exports.map"
     exports.write_text(EXPORTS)
-    objects = [str(folder / f"{source.stem}.o") for source in SOURCES]
     first, *others = LIBRARIES
     names = [f"-Wl,-soname,{first}", f"-Wl,--version-script={exports}"]
     subprocess.run([compiler, *LINK, *names, *objects, "-ldl", "-o", str(folder / first)], check=True)

@@ -4,6 +4,8 @@
 
 #include <dlfcn.h>
 
+#include <fstream>
+
 using namespace ptx;
 
 namespace {
@@ -134,6 +136,12 @@ CUresult cuModuleLoadData(CUmodule* out, const void* image) {
 }
 CUresult cuModuleLoadDataEx(CUmodule* out, const void* image, unsigned, CUjit_option*, void**) {
   return cuModuleLoadData(out, image);
+}
+CUresult cuModuleLoad(CUmodule* out, const char* path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return CUDA_ERROR_FILE_NOT_FOUND;
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  return cuModuleLoadData(out, text.c_str());
 }
 CUresult cuLinkCreate_v2(unsigned, CUjit_option*, void**, CUlinkState* out) {
   return *out = reinterpret_cast<CUlinkState>(new std::string), CUDA_SUCCESS;
