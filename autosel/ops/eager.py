@@ -7,6 +7,8 @@ returned. A PyTorch call that has no out= is followed by a copy, as it would be 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -176,9 +178,25 @@ def _mask(s: int, k: Tensor, lengths: Tensor | None, window: int) -> Tensor | No
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
     if softcap:
         return _matmul_attend(q, k, v, mask, scale, softcap)
-    gqa = q.shape[1] != k.shape[1]
-    made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale or None, enable_gqa=gqa)
-    return made if mask is None else _silence(made, mask)
+    sdpa = partial(F.scaled_dot_product_attention, q, k, v, scale=scale or None, enable_gqa=q.shape[1] != k.shape[1])
+    if mask is None:
+        return sdpa()
+    return _silence(_masked_on_gpu(sdpa, mask, q.dtype) if q.is_cuda else sdpa(attn_mask=mask), mask)
+
+
+def _masked_on_gpu(sdpa: Callable[..., Tensor], mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """PyTorch gives cuDNN, which it prefers on Hopper, a boolean mask as -65504 in place of -inf (ATen, attention.cpp,
+    `convert_boolean_attn_mask_cudnn`), so that what is masked shines through where scores are larger. The least number
+    of the dtype does not; fp16 has none less, and goes without cuDNN."""
+    if dtype != torch.float16:
+        hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
+        return sdpa(attn_mask=torch.where(mask, torch.zeros_like(hidden), hidden))
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return sdpa(attn_mask=mask)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _matmul_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:

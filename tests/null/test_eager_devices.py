@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from autosel.errors import BadArguments
 from autosel.ops import OPS, eager
@@ -80,3 +81,25 @@ def test_operands_on_two_devices_are_refused_by_name(op: str, dims: dict[str, in
     inputs[stray] = inputs[stray].to("meta")
     with pytest.raises(BadArguments, match=rf"{stray} is on meta, (x|q) on cpu"):
         OPS[op].workload_of(inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_a_mask_hides_stays_hidden_however_large_scores_are(dtype: torch.dtype) -> None:
+    """On Hopper PyTorch takes cuDNN's attention, and gives it a boolean mask as a bias of -65504."""
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 2, n, 64, generator=draw).to(dtype) for n in (1, 24, 24))
+    k[:, :, 20:] *= 2000.0
+    v[:, :, 20:] = 800.0
+    mask = (torch.arange(24) < 20)[None]
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+
+    def sdpa(attn_mask: torch.Tensor) -> torch.Tensor:
+        if attn_mask.dtype == torch.bool and torch.backends.cuda.cudnn_sdp_enabled():
+            attn_mask = torch.where(attn_mask, 0.0, -65504.0)
+        wide = attn_mask if attn_mask.dtype == torch.bool else attn_mask.float()
+        return F.scaled_dot_product_attention(q.float() * 100, k.float(), v.float(), attn_mask=wide)
+
+    plain = F.scaled_dot_product_attention(q.float() * 100, k.float()[:, :, :20], v.float()[:, :, :20])
+    assert float(sdpa(mask).max()) == 800.0
+    torch.testing.assert_close(eager._masked_on_gpu(sdpa, mask, dtype), plain)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before

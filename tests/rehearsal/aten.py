@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,11 +51,13 @@ def _attention(operator: Any, *args: Any, scale: float | None = None) -> Any:
     given = dict(zip((a.name for a in operator._schema.arguments), args, strict=False))
     q, k, v = given["query"], given["key"], given["value"]
     formula = torch.ops.aten._scaled_dot_product_attention_math.default
-    shared = q.size(-3) != k.size(-3)
-    out, _ = formula(
-        q, k, v, given.get("attn_bias"), 0.0, bool(given.get("is_causal")), None, scale=scale, enable_gqa=shared
-    )
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as these kernels lay it out
+    mask = given.get("attn_bias")
+    mask = mask.float() if mask is not None and mask.is_floating_point() else mask
+    causal, shared = bool(given.get("is_causal")), q.size(-3) != k.size(-3)
+    wide, _ = formula(
+        q.float(), k.float(), v.float(), mask, 0.0, causal, None, scale=scale, enable_gqa=shared
+    )  # scores in fp32, as these kernels have them
+    out = wide.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # and laid out as they do
     number = torch.zeros((), dtype=torch.int64)
     others = {"Tensor": number, "SymInt": 0, "int": 0}
     return (out, *(others[str(r.type)] for r in operator._schema.returns[1:]))
@@ -160,7 +163,9 @@ def _on_cpu(operator: Any, args: Any, named: Any, how: Any) -> tuple[Any, list[t
         return value
 
     cpu_args, cpu_named = tree_map(across, args), tree_map(across, named)
-    made = how(operator, *cpu_args, **cpu_named) if how else operator(*cpu_args, **cpu_named)
+    # By the types it is given: what has a number where this form has a tensor is another form of the operator.
+    form = partial(how, operator) if how else operator.overloadpacket
+    made = form(*cpu_args, **cpu_named)
     for twin, original in originals:  # an `out` that it has given a size
         if twin.shape != original.shape:
             original.resize_(twin.shape)
