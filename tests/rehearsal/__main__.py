@@ -25,6 +25,8 @@ def main() -> None:
     asked = parser.parse_args()
     if not asked.command:
         parser.error("a command is wanted, e.g. ./run gpu --device cuda --stage graph")
+    if "--keep" in asked.command:
+        parser.error("--keep: what this device measures is nobody's result")
     found = environment(asked.mib << 20, late=not asked.at_once, tells=asked.tell)
     sys.stdout.flush()
     os.execvpe(asked.command[0], asked.command, found)

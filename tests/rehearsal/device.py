@@ -86,6 +86,7 @@ def environment(device_bytes: int, *, late: bool, tells: bool) -> dict[str, str]
         "CUDA_REHEARSAL_ROOT": str(ROOT),
         "CUDA_REHEARSAL_NVCC": nvcc.path,
         "CUDA_REHEARSAL_PTXAS": str(tools / "ptxas"),
+        "AUTOSEL_HOME": str(settings.home() / "rehearsal" / "home"),  # what it decides is nobody's decision
         "CUDA_HOME": str(folder),
         "CUDA_PATH": str(folder),
         "LD_LIBRARY_PATH": str(folder),
