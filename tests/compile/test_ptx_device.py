@@ -16,9 +16,8 @@ from autosel.native.cuda import find_nvcc
 from tests.rehearsal import device
 
 ROOT = Path(__file__).resolve().parents[2]
-OK, INVALID_VALUE, OUT_OF_MEMORY, NOT_READY, ILLEGAL_ADDRESS = 0, 1, 2, 600, 700
+INVALID_VALUE, OUT_OF_MEMORY, NOT_READY, ILLEGAL_ADDRESS = 1, 2, 600, 700
 UNSUPPORTED, INVALIDATED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED = 900, 901, 904, 905, 906, 907
-NON_BLOCKING = 1
 
 # What each test's process begins with. Each has one, for a fault is the end of a device.
 BEGIN = """
@@ -127,11 +126,11 @@ def test_the_default_stream_waits_for_blocking_streams_alone() -> None:
 
 
 def test_an_event_is_not_ready_before_its_stream_came_there() -> None:
-    run("""
+    run(f"""
         at, s, e = word(), stream(), event()
         add(at, 1, s), add(at, 1, s), cuda.cudaEventRecord(e, s)
         answers = [cuda.cudaEventQuery(e) for _ in range(4)]
-        assert answers == [600, 600, 0, 0], answers
+        assert answers == [{NOT_READY}, {NOT_READY}, 0, 0], answers
     """)
 
 
@@ -164,7 +163,7 @@ def test_a_capture_keeps_work_and_a_replay_does_it() -> None:
 
 
 def test_a_forked_stream_must_be_joined() -> None:
-    run("""
+    run(f"""
         at = word()
         for joined in (False, True):
             s, t, e, f = stream(), stream(), event(), event()
@@ -172,7 +171,7 @@ def test_a_forked_stream_must_be_joined() -> None:
             cuda.cudaEventRecord(e, s), cuda.cudaStreamWaitEvent(t, e, 0), add(at, 1, t)
             if joined:
                 cuda.cudaEventRecord(f, t), cuda.cudaStreamWaitEvent(s, f, 0)
-            assert ended(s)[0] == (0 if joined else 904)
+            assert ended(s)[0] == (0 if joined else {UNJOINED})
     """)
 
 

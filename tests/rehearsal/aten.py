@@ -8,6 +8,8 @@ replay, as on a GPU.
 from __future__ import annotations
 
 import ctypes
+import os
+import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +26,8 @@ NATIVE = {
 }  # fmt: skip
 # Attention that the CPU has by another name: its first result is all that serving asks for.
 ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
+
+FAILED = 70  # sysexits.h: a fault of this program's own, not of what it rehearses
 
 _host = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _kept: list[Any] = []  # work of graphs, for as long as the process lives
@@ -80,7 +84,7 @@ def _copying(convert: Callable[..., Any]) -> Callable[..., Any]:
 
     def copy_(to: torch.Tensor, value: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         plain = to.dtype == value.dtype and to.shape == value.shape and to.is_contiguous() and value.is_contiguous()
-        if plain and not to.is_conj() and not value.is_neg():
+        if plain and not any(t.is_conj() or t.is_neg() for t in (to, value)):
             return native.redispatch(own, to, value, non_blocking)
         return convert(to, value, non_blocking)
 
@@ -89,7 +93,11 @@ def _copying(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_order(device: ctypes.CDLL, stream: ctypes.c_void_p, work: Callable[[], Any]) -> None:
     def now(_: Any) -> None:
-        work()
+        try:
+            work()
+        except BaseException:  # which ctypes would only print
+            traceback.print_exc()
+            os._exit(FAILED)
 
     made = _host(now)
     if device.ptx_host(stream, made, None):

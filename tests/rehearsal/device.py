@@ -83,6 +83,7 @@ def environment(device_bytes: int, *, late: bool, tells: bool) -> dict[str, str]
     return {
         **os.environ,
         "CUDA_REHEARSAL_DEVICE": f"{device_bytes} {int(late)} {int(tells)}",
+        "CUDA_REHEARSAL_LIBRARIES": ":".join(LIBRARIES),
         "CUDA_REHEARSAL_ROOT": str(ROOT),
         "CUDA_REHEARSAL_NVCC": nvcc.path,
         "CUDA_REHEARSAL_PTXAS": str(tools / "ptxas"),

@@ -16,8 +16,8 @@ namespace ptx {
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
-constexpr size_t kFilled =
-    64 << 20;  // allocations up to here hold NaN at first; of larger ones few pages may be touched
+// Allocations up to here hold NaN at first; of larger ones few pages may be touched.
+constexpr size_t kFilled = 64 << 20;
 
 enum class Kind : uint8_t { device, pinned, registered };
 struct Allocation {
@@ -322,13 +322,36 @@ inline Module* module_of(Image& image) {
   return image.module;
 }
 
-inline cudaError_t prepare(Module* module, const std::string& name, size_t permitted, dim3 grid, dim3 block,
-                           const unsigned (&cluster)[3], size_t shared, bool dependent, bool together, void** args,
+// What a launch asks for beside its kernel and its arguments.
+struct Shape {
+  dim3 grid, block;
+  size_t shared = 0;
+  cudaStream_t stream = nullptr;
+  dim3 cluster{1, 1, 1};
+  bool dependent = false, together = false;
+
+  // The driver's attributes are these too, with other names.
+  Shape& with(const cudaLaunchAttribute* attributes, unsigned count) {
+    for (const cudaLaunchAttribute* a = attributes; a < attributes + count; ++a) {
+      if (a->id == cudaLaunchAttributeClusterDimension)
+        cluster = dim3(a->val.clusterDim.x, a->val.clusterDim.y, a->val.clusterDim.z);
+      if (a->id == cudaLaunchAttributeProgrammaticStreamSerialization)
+        dependent = a->val.programmaticStreamSerializationAllowed != 0;
+      if (a->id == cudaLaunchAttributeCooperative) together = a->val.cooperative != 0;
+    }
+    return *this;
+  }
+};
+static_assert(sizeof(CUlaunchAttribute) == sizeof(cudaLaunchAttribute));
+
+inline cudaError_t prepare(Module* module, const std::string& name, size_t permitted, const Shape& shape, void** args,
                            Launch& l) {
   const Function& f = module->function(name);
   if (!f.entry) return say(cudaErrorInvalidDeviceFunction, name + " is no kernel");
   l.module = module, l.function = &f;
-  const unsigned g[3] = {grid.x, grid.y, grid.z}, b[3] = {block.x, block.y, block.z};
+  const unsigned g[3] = {shape.grid.x, shape.grid.y, shape.grid.z};
+  const unsigned b[3] = {shape.block.x, shape.block.y, shape.block.z};
+  const unsigned cluster[3] = {shape.cluster.x, shape.cluster.y, shape.cluster.z};
   for (int d = 0; d < 3; ++d) {
     l.grid[d] = g[d], l.block[d] = b[d];
     l.cluster[d] = cluster[d] > 1 ? cluster[d] : f.cluster[d] ? f.cluster[d] : 1;
@@ -340,30 +363,28 @@ inline cudaError_t prepare(Module* module, const std::string& name, size_t permi
     return say(cudaErrorInvalidConfiguration, "invalid configuration: " + std::to_string(threads) +
                                                   " threads of a kernel for " + std::to_string(f.most_threads));
   if (l.cluster[0] * l.cluster[1] * l.cluster[2] > 8) return say(cudaErrorInvalidClusterSize, "invalid cluster size");
-  if (shared > permitted || shared + module->shared_bytes() > kMostShared)
-    return say(cudaErrorInvalidValue, "invalid value: " + std::to_string(shared) +
+  if (shape.shared > permitted || shape.shared + module->shared_bytes() > kMostShared)
+    return say(cudaErrorInvalidValue, "invalid value: " + std::to_string(shape.shared) +
                                           " bytes of shared memory, of which " + std::to_string(permitted) +
                                           " are permitted");
   const uint64_t blocks = uint64_t(g[0]) * g[1] * g[2];
-  if (together && blocks > kProcessors * kBlocksEach)
+  if (shape.together && blocks > kProcessors * kBlocksEach)
     return say(cudaErrorCooperativeLaunchTooLarge,
                std::to_string(blocks) + " blocks are too many for a cooperative launch");
-  l.shared_bytes = rounded(shared, 16), l.dependent = dependent, l.together = together;
+  l.shared_bytes = rounded(shape.shared, 16), l.dependent = shape.dependent, l.together = shape.together;
   l.parameters.resize(f.parameter_bytes);
   for (size_t p = 0; p < f.parameters.size(); ++p)
     memcpy(l.parameters.data() + f.parameters[p].offset, args[p], f.parameters[p].bytes);
   return cudaSuccess;
 }
 
-inline cudaError_t start(Module* module, const std::string& name, size_t permitted, dim3 grid, dim3 block,
-                         const unsigned (&cluster)[3], size_t shared, bool dependent, bool together, void** args,
-                         cudaStream_t stream) {
+inline cudaError_t start(Module* module, const std::string& name, size_t permitted, const Shape& shape, void** args) {
   if (device().fault != cudaSuccess) return device().fault;
   try {
     auto l = std::make_shared<Launch>();
-    const cudaError_t e = prepare(module, name, permitted, grid, block, cluster, shared, dependent, together, args, *l);
+    const cudaError_t e = prepare(module, name, permitted, shape, args, *l);
     if (e != cudaSuccess) return e;
-    const cudaError_t done = submit(stream, [l] {
+    const cudaError_t done = submit(shape.stream, [l] {
       try {
         const double begun_ms = now_ms();
         machine().run(*l);

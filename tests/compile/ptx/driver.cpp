@@ -196,19 +196,10 @@ CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
 CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction f, void** args, void**) {
   Locked held;
   const auto& entry = *reinterpret_cast<Entry*>(f);
-  unsigned cluster[3] = {1, 1, 1};
-  bool dependent = false, together = false;
-  for (unsigned i = 0; i < c->numAttrs; ++i) {
-    const CUlaunchAttribute& a = c->attrs[i];
-    if (a.id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
-      cluster[0] = a.value.clusterDim.x, cluster[1] = a.value.clusterDim.y, cluster[2] = a.value.clusterDim.z;
-    if (a.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
-      dependent = a.value.programmaticStreamSerializationAllowed != 0;
-    if (a.id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) together = a.value.cooperative != 0;
-  }
-  return answer(start(entry.module, entry.name, entry.permitted, dim3(c->gridDimX, c->gridDimY, c->gridDimZ),
-                      dim3(c->blockDimX, c->blockDimY, c->blockDimZ), cluster, c->sharedMemBytes, dependent, together,
-                      args, same(c->hStream)));
+  const dim3 grid(c->gridDimX, c->gridDimY, c->gridDimZ), block(c->blockDimX, c->blockDimY, c->blockDimZ);
+  const Shape shape = Shape{grid, block, c->sharedMemBytes, same(c->hStream)}.with(
+      reinterpret_cast<const cudaLaunchAttribute*>(c->attrs), c->numAttrs);
+  return answer(start(entry.module, entry.name, entry.permitted, shape, args));
 }
 CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                         unsigned shared, CUstream stream, void** args, void** extra) {

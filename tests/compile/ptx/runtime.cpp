@@ -43,9 +43,9 @@ void* ptx_load(const char* text) {
 }
 int ptx_launch(void* module, const char* name, const unsigned* grid, const unsigned* block, const unsigned* cluster,
                size_t shared, int dependent, int together, void** args) {
-  const unsigned c[3] = {cluster[0], cluster[1], cluster[2]};
-  return start(static_cast<Module*>(module), name, kMostShared, dim3(grid[0], grid[1], grid[2]),
-               dim3(block[0], block[1], block[2]), c, shared, dependent != 0, together != 0, args, nullptr);
+  auto of = [](const unsigned* sides) { return dim3(sides[0], sides[1], sides[2]); };
+  const Shape shape{of(grid), of(block), shared, nullptr, of(cluster), dependent != 0, together != 0};
+  return start(static_cast<Module*>(module), name, kMostShared, shape, args);
 }
 
 // --- for a whole process ---------------------------------------------------------------------------------------------
@@ -107,18 +107,8 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* host, v
       return say(cudaErrorNoKernelImageForDevice, "no PTX of " + k.name);
     }
   } catch (const std::exception& e) { return say(cudaErrorInvalidPtx, e.what()); }
-  unsigned cluster[3] = {1, 1, 1};
-  bool dependent = false, together = false;
-  for (unsigned i = 0; i < c->numAttrs; ++i) {
-    const cudaLaunchAttribute& a = c->attrs[i];
-    if (a.id == cudaLaunchAttributeClusterDimension)
-      cluster[0] = a.val.clusterDim.x, cluster[1] = a.val.clusterDim.y, cluster[2] = a.val.clusterDim.z;
-    if (a.id == cudaLaunchAttributeProgrammaticStreamSerialization)
-      dependent = a.val.programmaticStreamSerializationAllowed != 0;
-    if (a.id == cudaLaunchAttributeCooperative) together = a.val.cooperative != 0;
-  }
-  return start(k.image->module, k.name, k.permitted, c->gridDim, c->blockDim, cluster, c->dynamicSmemBytes, dependent,
-               together, args, c->stream);
+  const Shape shape = Shape{c->gridDim, c->blockDim, c->dynamicSmemBytes, c->stream}.with(c->attrs, c->numAttrs);
+  return start(k.image->module, k.name, k.permitted, shape, args);
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t host, dim3 grid, dim3 block, void** args, size_t shared,
                                cudaStream_t stream) {

@@ -19,7 +19,7 @@ if os.environ.get("CUDA_REHEARSAL_DEVICE"):
     # For all: an object that nvcc made without a runtime of its own finds this one.
     device, *_ = [
         ctypes.CDLL(f"{folder}/{name}", mode=ctypes.RTLD_GLOBAL)
-        for name in ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1")
+        for name in os.environ["CUDA_REHEARSAL_LIBRARIES"].split(":")
     ]
     sys.path.append(os.environ["CUDA_REHEARSAL_ROOT"])
     os.environ |= {
@@ -40,7 +40,7 @@ if os.environ.get("CUDA_REHEARSAL_DEVICE"):
 
         linked.redirect(str(module.__file__), device)
 
-    # Of a fingerprint's probes, which at some ten million instructions a second would take an hour.
+    # Of a fingerprint's probes, which would take an interpreter an hour.
     SMALLER: dict[str, dict[str, Any]] = {
         "gpu_arithmetic": {"MATRIX_SIDE": 256, "STEPS": 64, "PRODUCT_STEPS": 64},
         "gpu_probe": {
