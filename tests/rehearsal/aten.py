@@ -27,7 +27,7 @@ NATIVE = {
 # Attention that the CPU has by another name: its first result is all that serving asks for.
 ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 
-FAILED = 70  # sysexits.h: a fault of this program's own, not of what it rehearses
+FAILED = 70  # sysexits.h, as for what fails in site/sitecustomize.py: a fault of ours, not of what is rehearsed
 
 _host = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _kept: list[Any] = []  # work of graphs, for as long as the process lives

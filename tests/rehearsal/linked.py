@@ -33,8 +33,9 @@ def redirect(library: str, device: ctypes.CDLL) -> int:
 
 def _base(library: str) -> int:
     """Where the library begins in this process."""
+    there = str(Path(library).resolve())  # as the system names it
     for line in Path("/proc/self/maps").read_text().splitlines():
-        if line.endswith(library):
+        if line.endswith(there):
             return int(line.partition("-")[0], 16)
     raise OSError(f"{library} is not loaded")
 

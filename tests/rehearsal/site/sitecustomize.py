@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from types import ModuleType
@@ -75,7 +76,11 @@ if os.environ.get("CUDA_REHEARSAL_DEVICE"):
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                then(module)
+                try:
+                    then(module)
+                except Exception:  # which whoever imports may take for a module that is not there
+                    traceback.print_exc()
+                    os._exit(70)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
             return spec
