@@ -224,6 +224,17 @@ def test_an_environment_in_pieces_is_made_anew(made):
     assert not (checkout / ".venv" / "autosel-installing").exists()
 
 
+def test_an_environment_behind_a_link_is_never_deleted(tmp_path):
+    checkout, elsewhere = make_checkout(tmp_path), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("")
+    (checkout / ".venv").symlink_to(elsewhere)
+    refused = run(checkout, "status")
+    assert refused.returncode == 1
+    assert f"error: .venv is a link to {elsewhere}" in refused.stderr and "remove the link" in refused.stderr
+    assert (elsewhere / "kept").exists() and (checkout / ".venv").is_symlink()
+
+
 def test_where_pip_cannot_build_but_nothing_is_missing_it_runs_from_the_checkout(made):
     checkout, _ = made
     (checkout / "pyproject.toml").write_text(PYPROJECT.replace("requires = []", 'requires = ["autosel-none"]'))
