@@ -19,8 +19,8 @@ On a GPU the settings that FlashAttention, vLLM and Triton's tutorial would choo
 (benchmarks/peer_settings.py), and products also as PyTorch does them, left to itself and by cuBLASLt
 (benchmarks/cublaslt.py).
 
---write keeps the cells in benchmarks/results/cpu/regret.json; without --fresh those that are there, with these kernels
-and formulas, are not measured again, so that --limit SECONDS can cut a sweep into pieces. A GPU's are kept by
+--write keeps the cells in benchmarks/results/cpu/regret-ISA.json; without --fresh those that are there, with these
+kernels and formulas, are not measured again, so that --limit SECONDS can cut a sweep into pieces. A GPU's are kept by
 `./run gpu --stage regret --keep`, in whose folder that file is the stage's record.
 """
 
@@ -65,6 +65,7 @@ from autosel.values import Accepted, Fingerprint, NativeRecipe, PythonRecipe, Re
 from benchmarks.cublaslt import by_cublaslt
 from benchmarks.cutlass_settings import around
 from benchmarks.halving import Bench, final, held_out, interval, nominate, ratios_of
+from benchmarks.kept import device_of, file_of
 from benchmarks.peer_settings import of_peers
 
 if TYPE_CHECKING:
@@ -72,7 +73,6 @@ if TYPE_CHECKING:
 
 Setting = dict[str, Scalar]  # knob -> value, of those that the kernel takes
 
-RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "regret.json"
 MOST_SETTINGS = 240
 MOST_COMPILED = 64  # of a Triton kernel, which is compiled anew for each
 KERNELS = resources.kernels()
@@ -520,7 +520,7 @@ def geomean(regrets: Sequence[float]) -> float:
 
 def kept(results: Path) -> list[dict[str, Any]]:
     """Every device's cells, from the files that --write and `./run gpu --keep` left below `results`."""
-    found = [json.loads(path.read_text()) for path in sorted(results.glob("*/regret.json"))]
+    found = [json.loads(path.read_text()) for path in sorted(results.glob("*/regret*.json"))]
     return [of_stage(one) if "units" in one else one for one in found]
 
 
@@ -642,7 +642,7 @@ def main() -> int:
         print(f"{found['regret']:7.1%} ({found['low']:.1%} .. {found['high']:.1%})  twin {found['twin']:+.1%}"
               f"  {cell.name}  {_spelled(_changed(found))}", file=sys.stderr, flush=True)  # fmt: skip
         if options.write:
-            keep(RESULTS, stored)
+            keep(file_of("regret", fp), stored)
     named = {c.name for c in cells(options.device)}
     stored["cells"] = {name: cell for name, cell in stored["cells"].items() if name in named}
     print(markdown(stored))
@@ -693,12 +693,13 @@ def held_for(cell: Cell, fp: Fingerprint) -> str:
 
 
 def read(fp: Fingerprint) -> dict[str, Any]:
-    """What --write kept of this device."""
+    """What --write kept of this device; for a CPU, of its instruction set."""
     try:
-        found: dict[str, Any] = json.loads(RESULTS.read_text()) if fp.kind == "cpu" else {}
+        found: dict[str, Any] = json.loads(file_of("regret", fp).read_text()) if fp.kind == "cpu" else {}
     except (OSError, ValueError):
         found = {}
-    return {"device": fp.name, "hw_id": fp.hw_id, "date": time.strftime("%Y-%m-%d"), "cells": found.get("cells", {})}
+    name = device_of(fp) if fp.kind == "cpu" else fp.name
+    return {"device": name, "hw_id": fp.hw_id, "date": time.strftime("%Y-%m-%d"), "cells": found.get("cells", {})}
 
 
 def keep(path: Path, stored: Mapping[str, Any]) -> None:
