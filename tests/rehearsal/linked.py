@@ -1,5 +1,5 @@
-"""A CUDA runtime that a library was linked with, put out of service: cupy carries its own, which speaks to the driver
-in ways that are not documented. Each of its functions that the device here has jumps there."""
+"""A CUDA runtime beside the device's, put out of service, for it speaks to the driver in ways that are not documented:
+cupy is linked with one, and PyTorch loads one by its path. Each of its functions that the device here has jumps there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-SYMTAB, FUNCTION = 2, 2  # elf.h: SHT_SYMTAB, STT_FUNC
+SYMBOLS, FUNCTION = (2, 11), 2  # elf.h: SHT_SYMTAB, SHT_DYNSYM; STT_FUNC
 JUMP = b"\xff\x25\x00\x00\x00\x00"  # jmp [rip]; the address follows
 
 
@@ -31,6 +31,12 @@ def redirect(library: str, device: ctypes.CDLL) -> int:
     return count
 
 
+def beside(device: ctypes.CDLL) -> list[str]:
+    """The runtimes that this process has loaded by their own names, but for the device's."""
+    named = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    return sorted(path for path in named if "/libcudart.so" in path and path != str(Path(device._name).resolve()))
+
+
 def _base(library: str) -> int:
     """Where the library begins in this process."""
     there = str(Path(library).resolve())  # as the system names it
@@ -45,7 +51,7 @@ def _functions(library: Path) -> Iterator[tuple[str, int]]:
     (table,), (size, count) = struct.unpack_from("<Q", data, 0x28), struct.unpack_from("<HH", data, 0x3A)
     sections = [struct.unpack_from("<IIQQQQIIQQ", data, table + k * size) for k in range(count)]
     for _, kind, _, _, at, length, link, _, _, each in sections:
-        if kind != SYMTAB:
+        if kind not in SYMBOLS:
             continue
         names = sections[link][4]
         for p in range(at, at + length, each):

@@ -102,6 +102,7 @@ struct Device {
   bool late = false, tells = false;  // tells: writes what went wrong to stderr
   int major = 9, minor = 0;
   unsigned long long serial = 0;
+  std::map<int, size_t> limits;
   struct {
     dim3 grid, block;
     size_t shared;

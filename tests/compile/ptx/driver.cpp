@@ -92,9 +92,11 @@ CUresult cuCtxPushCurrent_v2(CUcontext c) { return current = c, CUDA_SUCCESS; }
 CUresult cuCtxPopCurrent_v2(CUcontext* c) { return *c = context(), CUDA_SUCCESS; }
 CUresult cuCtxGetDevice(CUdevice* d) { return *d = 0, CUDA_SUCCESS; }
 CUresult cuCtxSynchronize() { return answer(cudaDeviceSynchronize()); }
-CUresult cuCtxGetLimit(size_t* value, CUlimit) { return *value = 1024, CUDA_SUCCESS; }
-CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
-CUresult cuCtxResetPersistingL2Cache() { return CUDA_SUCCESS; }
+CUresult cuCtxGetLimit(size_t* value, CUlimit which) {
+  return answer(cudaDeviceGetLimit(value, cudaLimit(int(which))));
+}
+CUresult cuCtxSetLimit(CUlimit which, size_t value) { return answer(cudaDeviceSetLimit(cudaLimit(int(which)), value)); }
+CUresult cuCtxResetPersistingL2Cache() { return answer(cudaCtxResetPersistingL2Cache()); }
 CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total) { return answer(cudaMemGetInfo(free_bytes, total)); }
 CUresult cuPointerGetAttribute(void* out, CUpointer_attribute which, CUdeviceptr p) {
   Locked held;

@@ -244,8 +244,15 @@ cudaError_t cudaProfilerStop() {  // the table that ncu writes when the process 
   fflush(stdout);
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetLimit(size_t* value, cudaLimit) { return *value = 1024, cudaSuccess; }
-cudaError_t cudaDeviceSetLimit(cudaLimit, size_t) { return cudaSuccess; }
+cudaError_t cudaDeviceGetLimit(size_t* value, cudaLimit which) {
+  Locked held;
+  return *value = device().limits[int(which)], cudaSuccess;
+}
+cudaError_t cudaDeviceSetLimit(cudaLimit which, size_t value) {
+  Locked held;
+  return device().limits[int(which)] = value, cudaSuccess;
+}
+cudaError_t cudaCtxResetPersistingL2Cache() { return device().fault; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int which) {
   if (which != 0) return say(cudaErrorInvalidDevice, "there is no such device");
   memset(p, 0, sizeof *p);

@@ -32,8 +32,10 @@ if os.environ.get("CUDA_REHEARSAL_DEVICE"):
     }
 
     def of_torch(_: ModuleType) -> None:
-        from tests.rehearsal import aten
+        from tests.rehearsal import aten, linked
 
+        for runtime in linked.beside(device):
+            linked.redirect(runtime, device)
         aten.install(device)
 
     def of_cupy(module: ModuleType) -> None:
