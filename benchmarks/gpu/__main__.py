@@ -23,6 +23,7 @@ alone. Exit code 1: something failed, or was left undone.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def main(arguments: list[str]) -> int:
     options = parsed(arguments)
     if options.serve:
         return child.serve(options.serve, Scope.from_text(options.scope))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop keeps what Ctrl-C keeps
 
     def wanted(unit: str) -> bool:
         return not options.unit or any(word in unit for word in options.unit)

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import traceback
 
@@ -21,11 +22,13 @@ from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import stage
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Its input ends when this process has ended, however: by then nothing of the group is to go on.
+WATCH = "import os, signal; os.read(0, 1); os.killpg(0, signal.SIGKILL)"
 
 
 def serve(name: str, scope: Scope) -> int:
     """First a line that lists the units and says what their results hold for; then one for each unit asked for."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # or it would measure on, beside the next run
+    end_together()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -56,6 +59,16 @@ def serve(name: str, scope: Scope) -> int:
             return 1
         reply(found)
     return 0
+
+
+def end_together() -> None:
+    """This process ends with its parent, and with it what it has started: verbs, sanitizers, compilers. They would
+    measure on, beside the next run. For the leader of a process group alone: the whole group is killed."""
+    assert os.getpgrp() == os.getpid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    input_of_watch, _ = os.pipe()  # the other end is never closed, and no other process has it
+    subprocess.Popen([sys.executable, "-I", "-S", "-c", WATCH], stdin=input_of_watch, stdout=subprocess.DEVNULL)
+    os.close(input_of_watch)
 
 
 def fault_of_device() -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +135,16 @@ def test_what_is_done_is_not_done_again(dry: dict[str, Any], folder: Path) -> No
     assert again["rmsnorm torch:rmsnorm bf16"]["outcome"] == "passed"
 
 
-def begun(folder: Path, out: str) -> subprocess.Popen[str]:
-    """A run that is at its second unit."""
-    environment = {**os.environ, "AUTOSEL_HOME": str(folder / "home")}
+def begun(folder: Path, out: str, *, stage: str = "graph", unit: int = 2, home: str = "home") -> subprocess.Popen[str]:
+    """A run that is at its `unit`-th unit."""
+    environment = {**os.environ, "AUTOSEL_HOME": str(folder / home)}
     words = ["--device", "cpu", "--out", str(folder / out), "--model", str(folder / "model"), "--seq", "128"]
-    line = [sys.executable, "-P", str(MAIN), *words, "--op", "rmsnorm", "--stage", "graph"]
+    line = [sys.executable, "-P", str(MAIN), *words, "--op", "rmsnorm", "--stage", stage]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     running = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     signal.signal(signal.SIGINT, before)
     assert running.stderr is not None
-    told = next(line for line in running.stderr if line.startswith("[graph] 2/"))
+    told = next(line for line in running.stderr if line.startswith(f"[{stage}] {unit}/"))
     assert told
     return running
 
@@ -179,6 +181,29 @@ def test_what_a_kill_leaves_is_whole_and_nobody_measures_on(folder: Path) -> Non
     assert not alive
     record = json.loads((folder / "killed" / "graph.json").read_text())
     assert 0 < len(record["units"]) < len(record["listed"])  # the same command would go on from there
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_verb_that_a_stage_has_started_ends_with_the_run(folder: Path, end: signal.Signals) -> None:
+    running = begun(folder, f"verb-{end.name}", stage="tune", unit=1, home=f"home-{end.name}")  # nothing decided there
+    below = verbs_below(running.pid)
+    os.kill(running.pid, end)
+    _, said = running.communicate(timeout=120)
+    assert end is signal.SIGKILL or (running.returncode == 130 and "the same command continues" in said)
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert not alive
+
+
+def verbs_below(pid: int) -> list[psutil.Process]:
+    """All processes below, once `autosel tune` is among them and has begun to work."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        below = psutil.Process(pid).children(recursive=True)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("autosel.workers.child" in one.cmdline() for one in below):
+                return below
+        time.sleep(0.05)
+    raise AssertionError("no verb was started")
 
 
 def test_without_a_gpu_it_says_so_and_what_to_do(folder: Path) -> None:

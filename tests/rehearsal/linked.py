@@ -1,5 +1,5 @@
 """A CUDA runtime beside the device's, put out of service, for it speaks to the driver in ways that are not documented:
-cupy is linked with one, and PyTorch loads one by its path. Each of its functions that the device here has jumps there."""
+cupy is linked with one, and PyTorch loads one by its path. Each of its functions that the device has jumps there."""
 
 from __future__ import annotations
 
