@@ -342,8 +342,18 @@ def test_blocks_fit_the_caches_they_are_meant_for() -> None:
             assert k["k_block"] // per_lane * strip * 4 <= f.l1d_bytes / 2
             assert k["k_block"] % (strip // 2 * per_lane) == 0
             assert k["k_ahead"] % k["k_block"] == 0
-            assert k["k_ahead"] * strip * (4 if dtype == "fp32" else 2) <= f.l2_bytes / 4
+            assert (k["k_ahead"] - k["k_block"]) * strip * (4 if dtype == "fp32" else 2) < f.l2_bytes
             assert k["m_block"] % (strip * 3 // 8) == 0
+
+
+def test_a_row_is_fetched_whole_where_there_is_room_and_in_equal_parts_elsewhere() -> None:
+    f = facts(device(AVX512))
+    most = 7 * f.l2_bytes // 8 // (32 * 2)
+    for columns in (512, 2048, 4096, 8192, 14336, 28672, 131072):
+        k = knobs.gemm(linear(64, 4096, columns), f)
+        parts = -(-columns // k["k_ahead"])
+        assert parts == -(-columns // most)
+        assert parts * k["k_ahead"] - columns < parts * k["k_block"]
 
 
 def test_ranges_are_divided_with_a_reason() -> None:
