@@ -5,7 +5,7 @@
 // 44 cycles a key and KV head, 390 us on these two cores: bandwidth decides, if loads and arithmetic overlap.
 // knobs (knobs/cpu/attention.py)
 //   threads   enough for the memory's rate and for the arithmetic
-//   tile      keys at a time: a tile of K fills L1
+//   tile      keys at a time: a tile of K and V fills L1
 //   chunk     fewest keys a thread's share is worth: below, waking it costs more than it saves
 //   prefetch  keys by which the second request for a row precedes its use, the loaded latency in keys; 0 = no prefetch
 // design  attention.h: packed queries, tiles, intervals for masks, equal cut of the work.

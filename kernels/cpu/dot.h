@@ -34,7 +34,12 @@
 // steps of llama-1b 0.975.
 // On 2 cores of Zen 3 (AVX2, L1 32 KB, L2 512 KB), N = K = 2048 and 4096, two groups with R=3 against one with R=1:
 //   M=7  bf16 1.45-1.55, fp16 1.6, fp32 1.15    M=8  bf16 1.45-1.55, fp16 1.65, fp32 1.2
-// Losers there: two groups with R=4 against one with R=2 (M=5 and 6: bf16 0.95-1.05, fp16 0.95-1.05, fp32 0.9);
+// On 2 cores of Zen 5 (AVX-512-BF16, L1 48 KB), R=1 against the most that registers hold (8, 4 or 3), where x lies in L1
+// beside the weights. Median pairs, at 46 GB/s:
+//   x of 8 to 20 KB: bf16 M=2 1.02-1.08, M=3 1.08, M=4 1.00-1.09, M=5 1.08-1.10, M=8 (K=1024) 1.19; gate and up 1.02-1.08;
+//   fp16 0.94-1.03, M=8 1.25; fp32 M=2 0.99, M=4 1.06, M=8 1.25    24 KB: 0.90-1.05    32 KB and more: 0.37-0.96
+// AVX2 of the same core: 0.82-1.0 (fp32 M=2 1.02-1.08); the multiplies weigh more there, and x is fp32.
+// Losers on Zen 3: two groups with R=4 against one with R=2 (M=5 and 6: bf16 0.95-1.05, fp16 0.95-1.05, fp32 0.9);
 // groups of at most three with R=4 (M=4 0.83, M=8 0.9; M=7 the same); nothing asked for in the second run (1.00-1.03,
 // for twice the kernels). The multiplies alone would allow 1.6 times the speed at M=8: x still comes
 // from L2.
@@ -153,10 +158,11 @@ template <class T, class S> static void pack_for_dot(const Matrix<const S>& x, W
 template <class T>
 using DotBlock = void (*)(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T* next, float* out);
 
-// So many chains of sums hide the latency. 7 too: see dot_block_of.
-constexpr int chains(int sums) { return sums >= 7 ? 1 : (8 + sums - 1) / sums; }
+// So many chains of sums hide the latency of one row of x. Several rows have one chain each, whatever R: the bits do not
+// depend on it, and the order of columns falling to blocks, or left over by them, is free. It costs nothing (1.00).
+template <int M> constexpr int chains(int r) { return M > 1 || r >= 7 ? 1 : (8 + r - 1) / r; }
 
-template <class T, int M, int R, int U = chains(M * R)>
+template <class T, int M, int R, int U = chains<M>(R)>
 static void dot_block(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T* next, float* out) {
   constexpr int W = Step<T>::kWidth;
   constexpr int kStride = W * int(sizeof(T));  // 64 bytes, or 32: then every other step has a new line to ask for
@@ -208,12 +214,11 @@ static void dot_rows(const T* w, int64_t stride, const Wide<T>* x, int64_t k, co
 }
 
 // The kernels there are: R of 1, 8, 4, and where not even 4 fit, 3 or 2; where groups differ by a row, the smaller one
-// has the R of the larger. Null for any other R. `of_three`: one row that blocks of three have left over, to be added up
-// as they are, in one chain: which columns those are depends on how a step is shared out.
-template <class T, int M> static DotBlock<T> dot_block_of(int64_t rows, bool one_by_one, bool of_three) {
+// has the R of the larger. Null for any other R.
+template <class T, int M> static DotBlock<T> dot_block_of(int64_t rows, bool one_by_one) {
   constexpr int A = kAccumulators, L = kMostTogether < kMaxRows && M < kMostTogether ? M + 1 : M;
   if constexpr (M == 1) if (rows == 8 && one_by_one) return dot_rows<T, 8>;
-  if (rows == 1) return of_three ? dot_block<T, M, 1, 1> : dot_block<T, M, 1>;
+  if (rows == 1) return dot_block<T, M, 1>;
   if constexpr (M * 8 <= A) if (rows == 8) return dot_block<T, M, 8>;
   if constexpr (M * 4 <= A) if (rows == 4) return dot_block<T, M, 4>;
   if constexpr (M * 3 <= A && L * 4 > A) if (rows == 3) return dot_block<T, M, 3>;
@@ -221,18 +226,18 @@ template <class T, int M> static DotBlock<T> dot_block_of(int64_t rows, bool one
   return nullptr;
 }
 
-template <class T> static DotBlock<T> dot_block_for(int64_t m, int64_t rows, bool one_by_one, bool of_three) {
+template <class T> static DotBlock<T> dot_block_for(int64_t m, int64_t rows, bool one_by_one) {
   switch (m) {
-    case 1: return dot_block_of<T, 1>(rows, one_by_one, of_three);
-    case 2: return dot_block_of<T, 2>(rows, one_by_one, of_three);
-    case 3: return dot_block_of<T, 3>(rows, one_by_one, of_three);
-    case 4: return dot_block_of<T, 4>(rows, one_by_one, of_three);
-    case 5: return dot_block_of<T, 5>(rows, one_by_one, of_three);
-    case 6: return dot_block_of<T, 6>(rows, one_by_one, of_three);
+    case 1: return dot_block_of<T, 1>(rows, one_by_one);
+    case 2: return dot_block_of<T, 2>(rows, one_by_one);
+    case 3: return dot_block_of<T, 3>(rows, one_by_one);
+    case 4: return dot_block_of<T, 4>(rows, one_by_one);
+    case 5: return dot_block_of<T, 5>(rows, one_by_one);
+    case 6: return dot_block_of<T, 6>(rows, one_by_one);
   }
   if constexpr (kMostTogether == 8) switch (m) {
-    case 7: return dot_block_of<T, 7>(rows, one_by_one, of_three);
-    case 8: return dot_block_of<T, 8>(rows, one_by_one, of_three);
+    case 7: return dot_block_of<T, 7>(rows, one_by_one);
+    case 8: return dot_block_of<T, 8>(rows, one_by_one);
   }
   return nullptr;
 }
@@ -253,8 +258,8 @@ template <class T> struct DotBlocks {
  private:
   bool find(int64_t k) {
     for (int smaller = 0; smaller < (groups.larger < groups.count ? 2 : 1); ++smaller) {
-      several[smaller] = dot_block_for<T>(groups.rows - smaller, rows, is_short<T>(k), false);
-      one[smaller] = dot_block_for<T>(groups.rows - smaller, 1, is_short<T>(k), rows == 3);
+      several[smaller] = dot_block_for<T>(groups.rows - smaller, rows, is_short<T>(k));
+      one[smaller] = dot_block_for<T>(groups.rows - smaller, 1, is_short<T>(k));
       if (!several[smaller]) return false;
     }
     return true;

@@ -234,10 +234,9 @@ template <int M> static PackedBlock packed_block_of(int64_t rows) {
   return nullptr;
 }
 
-// For a group of m rows of x, with as many chains as dot.h has where `together` is 8 or 4, or 3 of seven or eight rows
-// of x (which have one chain, also of what blocks of three leave over): the same bits. Where a small L2 makes it 1,
-// those of another order of adding up. `rows`: how many rows of weights it takes at a time, of which those of the first
-// group are given.
+// For a group of m rows of x, with as many chains as dot.h has: the same bits; but for one row of x where a small L2
+// makes `together` 1, which are those of another order of adding up. `rows`: how many rows of weights it takes at a time,
+// of which those of the first group are given.
 static PackedBlock packed_block_for(int64_t m, int64_t k, int64_t together, int64_t& rows) {
   if (!rows) rows = packed_rows(int(m));
   if (m == 1 && together != 8) return packed_block<1, 4, 2>;

@@ -302,20 +302,21 @@ LLAMA = {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192}
 
 def test_decode_knobs_follow_their_formulas() -> None:
     got = knobs.decode(OPS["attn"].workload("bf16", LLAMA), TWO_CORES)
-    # tile: 32 KiB / 256 B. chunk: 4 us at 512 B / 30 GB/s a key; its arithmetic is 2048 / 142e9 s.
+    # tile: 32 KiB / (2 * 256 B). chunk: 4 us at 512 B / 30 GB/s a key; its arithmetic is 2048 / 142e9 s.
     # prefetch: 2 * 30e9 * 110e-9 / 512 = 12.9, up to 16.
-    assert got.values == {"threads": 2, "tile": 128, "chunk": 235, "prefetch": 16}
+    assert got.values == {"threads": 2, "tile": 64, "chunk": 235, "prefetch": 16}
 
 
-@pytest.mark.parametrize(("dtype", "width", "tile"), [("fp32", 128, 64), ("bf16", 64, 128), ("bf16", 256, 64)])
-def test_a_tile_of_keys_fills_l1(dtype: DTypeName, width: int, tile: int) -> None:
+@pytest.mark.parametrize(("dtype", "width", "tile"), [("fp32", 128, 32), ("bf16", 64, 128), ("bf16", 256, 32)])
+def test_keys_and_values_of_a_tile_fill_l1(dtype: DTypeName, width: int, tile: int) -> None:
     w = OPS["attn"].workload(dtype, {**LLAMA, "D": width})
     assert knobs.decode(w, TWO_CORES)["tile"] == tile
 
 
-def test_keys_and_values_of_a_tile_share_l1_where_further_rows_read_both_again() -> None:
-    w = OPS["attn"].workload("bf16", {**LLAMA, "Hkv": 4})
-    assert knobs.decode(w, TWO_CORES)["tile"] == 64  # 32 KiB / (2 * 256 B)
+def test_a_tile_has_keys_enough_where_they_alone_leave_room_in_l1() -> None:
+    wide = dataclasses.replace(TWO_CORES, l1d_bytes=48 << 10)
+    for width, tile in ((128, 64), (256, 64), (288, 32)):  # 64 keys of 288 are 36 of 48 KB
+        assert knobs.decode(OPS["attn"].workload("bf16", {**LLAMA, "D": width}), wide)["tile"] == tile
 
 
 def test_threads_grow_with_the_arithmetic_a_key_needs() -> None:

@@ -186,18 +186,19 @@ def test_every_number_of_rows_is_right_with_the_closed_forms_knobs(name: str, dt
 
 @pytest.mark.parametrize("k", [70, 1029, 2100])
 @pytest.mark.parametrize("isa", ISAS)
-def test_how_columns_are_shared_changes_no_bit_of_few_rows(isa: Isa, k: int) -> None:
-    """Blocks of three rows of weights leave other columns over in other shares; a step shares them out as it goes."""
+def test_how_columns_are_shared_and_blocked_changes_no_bit_of_few_rows(isa: Isa, k: int) -> None:
+    """Blocks of three rows of weights leave other columns over in other shares; a step shares them out as it goes, and
+    a packed weight has blocks of its own. One row of x has as many chains of sums as its blocks leave room for."""
     op, f = OPS["linear"], facts(device(ISA_NEEDS[isa]))
     for m in range(1, 9):
         w = linear(m, 107, k, "fp32")  # rounding would hide it
         arguments = op.arguments(op.inputs(w, m))
-        rows = knobs.gemv(w, f)["rows"]
-        whole, *shared = (torch.empty(m, 107) for _ in range(4))
-        entry("gemv", isa)(*arguments, whole, 1, rows)
-        for threads, y in enumerate(shared, 2):
+        blocks = (1, 2, 3, 4, 8) if m > 1 else (int(knobs.gemv(w, f)["rows"]),)
+        whole, *others = (torch.empty(m, 107) for _ in range(1 + 3 * len(blocks)))
+        entry("gemv", isa)(*arguments, whole, 1, blocks[0])
+        for (threads, rows), y in zip(itertools.product((2, 3, 4), blocks), others, strict=True):
             entry("gemv", isa)(*arguments, y, threads, rows)
-            assert torch.equal(y, whole), (m, threads)
+            assert torch.equal(y, whole), (m, threads, rows)
 
 
 def test_a_row_of_x_has_the_same_product_in_any_tile() -> None:
@@ -309,11 +310,22 @@ def test_rows_shrink_with_m_registers_and_l2() -> None:
     assert knobs.gemv(linear(1, 4096, 40000), small_l2)["rows"] == 1
 
 
+def test_one_row_of_weights_goes_alone_where_registers_are_many_and_x_lies_in_l1() -> None:
+    wide, narrow = facts(device(AVX512)), facts(device(ISA_NEEDS["avx2"]))
+    most = wide.l1d_bytes * 7 // 16
+    for m, dtype, size in ((2, "bf16", 2), (5, "bf16", 2), (8, "bf16", 2), (2, "fp32", 4), (4, "fp16", 4)):
+        within = most // (m * size)
+        assert knobs.gemv(linear(m, 4096, within, dtype), wide)["rows"] == 1
+        assert knobs.gemv(linear(m, 4096, within + 1, dtype), wide)["rows"] > 1
+        assert knobs.gemv(linear(m, 4096, within, dtype), narrow)["rows"] > 1
+    assert knobs.gemv(linear(1, 4096, 64), wide)["rows"] == 8
+
+
 @pytest.mark.parametrize("isa", ISA_NEEDS)
-def test_sums_of_a_group_fit_the_registers_and_no_load_of_x_is_for_one_row(isa: Isa) -> None:
+def test_sums_of_a_group_fit_the_registers_and_no_load_of_x_from_l2_is_for_one_row(isa: Isa) -> None:
     f = facts(device(ISA_NEEDS[isa]))
     for m in range(1, 9):
-        group, rows = knobs.rows_together(m, f), int(knobs.gemv(linear(m, 4096, 1024), f)["rows"])
+        group, rows = knobs.rows_together(m, f), int(knobs.gemv(linear(m, 4096, 8192), f)["rows"])
         assert 2 <= rows <= (24 if isa.startswith("avx512") else 12) // group, m
         assert group == m or 2 * group in (m, m + 1)
 
