@@ -11,8 +11,10 @@ from autosel.values import DTYPE_BYTES, Knob, Knobs, Scalar, Workload
 FORMULA = "min(shares, cpus if serial_s > 8 * fork_join_s else 1)"
 
 # Exponentials (at the exp rate) an element's activation, product and store are worth: division and polynomial included.
-# Best of 60 windows, one Zen 4 core, bf16: swiglu I=14336 5.4 us, geglu I=6912 3.1 us (tanh), 4.9 us (erf), at 5.6 G/s.
-SWIGLU_EXPS, GEGLU_TANH_EXPS, GEGLU_ERF_EXPS = 2.1, 2.5, 4.0
+# Best of 60 windows, one Zen 4 core, bf16: swiglu I=14336 5.4 us, geglu I=6912 3.1 us (tanh), 4.9 us (erf), at 5.6 G/s:
+# 2.1, 2.5 and 4.0. One Zen 5 core, medians: 3.5, 2.15 and 3.2 us at 12 G/s: 2.9, 3.7 and 5.6, for its exponentials are
+# twice as fast and its divisions are not. Between the two:
+SWIGLU_EXPS, GEGLU_TANH_EXPS, GEGLU_ERF_EXPS = 2.5, 3.1, 4.8
 # FLOPs (at the FMA rate) an element of a norm is worth: widening, square, sum, once more widening, scaling, rounding.
 # One Zen 4 core, bf16, M=64 d=4096, quiet: 57.7 us on one thread, 33.0 on two, at 116 GFLOP/s.
 NORM_FLOPS = 25
