@@ -43,11 +43,15 @@ from benchmarks.gpu.summary import write_summary
 
 
 def main(arguments: list[str]) -> int:
+    """As a process: for good, it takes a scheduler's stop for a Ctrl-C, which keeps what was measured."""
     options = parsed(arguments)
     if options.serve:
         return child.serve(options.serve, Scope.from_text(options.scope))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop keeps what Ctrl-C keeps
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return run(options)
 
+
+def run(options: argparse.Namespace) -> int:
     def wanted(unit: str) -> bool:
         return not options.unit or any(word in unit for word in options.unit)
 

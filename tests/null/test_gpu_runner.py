@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autosel.errors import AutoselError
-from benchmarks.gpu.__main__ import main, parsed
+from benchmarks.gpu.__main__ import parsed, run
 from benchmarks.gpu.kept import BEGINNING, Kept, Record
 from benchmarks.gpu.runner import Child, left_text, run_stage
 from benchmarks.gpu.scope import Scope, scope_of
@@ -124,7 +124,7 @@ def test_a_stage_whose_process_hangs_does_not_keep_the_run_from_the_next_one(
     words = ["--device", "cpu", "--stage", "parity", "--stage", "graph", "--stage", "sanitizer", "--budget", "8s"]
     script = ("-c", SCRIPT, str(stage.file), "k", "a")
     with stage.starting(lambda name: HANGS if name == "sanitizer" else script):
-        assert main([*words, "--out", stage.scope.out, "--unit", "a"]) == 1
+        assert run(parsed([*words, "--out", stage.scope.out, "--unit", "a"])) == 1
     records = {name: stage.kept.read(name) for name in ("parity", "sanitizer", "graph")}
     assert {name: record and record.failed for name, record in records.items()} == {
         "parity": [], "sanitizer": [BEGINNING], "graph": [],
