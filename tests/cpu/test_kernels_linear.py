@@ -310,8 +310,8 @@ def test_rows_shrink_with_m_registers_and_l2() -> None:
     assert knobs.gemv(linear(1, 4096, 40000), small_l2)["rows"] == 1
 
 
-def test_one_row_of_weights_goes_alone_where_registers_are_many_and_x_lies_in_l1() -> None:
-    wide, narrow = facts(device(AVX512)), facts(device(ISA_NEEDS["avx2"]))
+def test_one_row_of_weights_goes_alone_where_registers_are_many_and_x_lies_in_a_large_l1() -> None:
+    wide, narrow = facts(device(AVX512, l1d_bytes=48 << 10)), facts(device(ISA_NEEDS["avx2"], l1d_bytes=48 << 10))
     most = wide.l1d_bytes * 7 // 16
     for m, dtype, size in ((2, "bf16", 2), (5, "bf16", 2), (8, "bf16", 2), (2, "fp32", 4), (4, "fp16", 4)):
         within = most // (m * size)

@@ -16,8 +16,18 @@ from autosel.knobs.cpu.facts import CpuFacts, bandwidth_threads, worthwhile_thre
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
 MAX_ROWS = 8  # of x that one walk of dot.h takes
-# Of L1, below which x is found there whatever weights pass: on Zen 5 20 KB of 48 are, 24 KB no longer (dot.h).
-X_SHARE = 0.4375
+# Shares of L1 between which rows of x are better off with one row of weights after another. Zen 5, 48 KB in 12 ways,
+# which loads two vectors a cycle: up to 20 KB (figures: dot.h). Zen 4, 32 KB in 8 ways, which loads one: from where
+# several rows of weights, each in a page of its own, would push x out, to where the one does. There, on two cores at 18
+# to 36 GB/s, the speed of one against that of the most that registers hold, 8 or 4, by medians:
+#   x of 16 to 25 KB   bf16 M=4 1.02-1.25, M=5 1.09-1.28, M=6 1.05-1.15; fp32 M=4 1.01, M=6 1.05
+#                      against 8: bf16 M=2 0.93, M=3 0.92; fp32 M=2 0.87; fp16 M=2 1.0
+#   8 or 12 KB         bf16 M=2 0.63-1.03, M=3 0.83; fp32 M=2 0.82
+#   29 KB and more     0.39-0.67
+#   rows below a page  bf16 0.70-1.01, fp16 0.72-0.80
+WIDE_L1 = 48 << 10
+X_SHARES_WIDE, X_SHARES = (0.0, 0.4375), (0.5, 0.8)
+PAGE = 4096
 
 # (rows of x, rows of all weights, their length) by op.
 _SHAPE = {
@@ -100,8 +110,10 @@ def _multiply_rate(w: Workload, f: CpuFacts) -> float:
 def _rows(w: Workload, f: CpuFacts) -> Knob:
     """Rows of weights that share one load of x: as many as registers hold sums for, while two lots fit half of L2.
 
-    Where registers are many and all rows of x lie in L1 with room for the weights, a load of x costs nothing, and one
-    row of weights after another is the better stream: 1.02 to 1.2 times as fast on two Zen 5 cores. Figures: dot.h.
+    Where registers are many and x lies in L1, a load of it costs nothing, and one row of weights after another is the
+    better stream: 1.02 to 1.2 times as fast on two Zen 5 cores. On two of Zen 4 it is the worse one (rows of less than
+    a page up to 1.4, two rows of x up to 1.6 times as slow), unless it alone leaves x in L1, against four at a time:
+    then 1.02 to 1.28 times as fast.
     """
     (m, _, k), registers = _dims(w), _registers(f)
     row_bytes, group = k * DTYPE_BYTES[w.dtype], rows_together(m, f)
@@ -109,12 +121,16 @@ def _rows(w: Workload, f: CpuFacts) -> Knob:
     fits = f.l2_bytes // 4 // row_bytes
     value = most if most <= fits else 4 if most == 8 and fits >= 4 else 1
     x_bytes = group * k * (2 if _paired(w, f) else 4)
-    in_l1 = group > 1 and registers > 12 and x_bytes <= f.l1d_bytes * X_SHARE
+    wide = f.l1d_bytes >= WIDE_L1
+    low, high = X_SHARES_WIDE if wide else X_SHARES
+    in_l1 = group > 1 and registers > 12 and low * f.l1d_bytes <= x_bytes <= high * f.l1d_bytes
+    in_l1 = in_l1 and (wide or (most < 8 and row_bytes >= PAGE))
     value = 1 if in_l1 else value
     return Knob(
         name="rows",
         value=value,
-        formula=f"1 if 1 < group, registers > 12 and x <= {X_SHARE} * L1; "
+        formula=f"1 if 1 < group, registers > 12 and x <= {X_SHARES_WIDE[1]} * L1 of 48 KB or more, or 3 < group, "
+        f"K * b >= {PAGE} and {X_SHARES[0]} * L1 <= x <= {X_SHARES[1]} * L1 of less; "
         "else largest R of 8, 4, 3, 2, 1 with R * group <= registers and R * K * b <= L2 / 4; "
         "group = ceil(m / ceil(m / most)), m = min(M, 8), most = registers / 2",
         inputs={
