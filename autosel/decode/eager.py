@@ -19,6 +19,7 @@ from autosel.decode.rope import frequencies
 from autosel.decode.weights import Layer, Weights
 from autosel.models.passes import CHUNK, rows_at_once
 from autosel.models.shape import ModelShape
+from autosel.ops.eager import sdpa
 
 Made = TypeVar("Made", bound=tuple[Tensor, ...])
 
@@ -101,15 +102,7 @@ class Eager:
         window = s.window if s.layer_types[i] == "sliding" else 0
         k, v = self._past(cache, i, k, v, held, max(0, held + 1 - window) if window else 0)
         mask = _mask(n, k.shape[2], window, x.device) if n > 1 and (held or (window and k.shape[2] > window)) else None
-        o = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            scale=s.attn_scale or None,
-            is_causal=n > 1 and mask is None,
-            enable_gqa=s.Hq != s.Hkv,
-        )
+        o = sdpa(q, k, v, mask=mask, causal=n > 1 and mask is None, scale=s.attn_scale)
         return o.transpose(1, 2).reshape(b, n, -1)
 
     def _projected(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,8 +150,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, shape: ModelShape) -> Tensor:
 
 
 def _mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """bool [S, keys]: does query i, of the last S positions, see key j?"""
+    """bool [1, 1, S, keys]: does query i, of the last S positions, see key j?"""
     last = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
     seen = key <= last
-    return seen & (key > last - window) if window else seen
+    return (seen & (key > last - window) if window else seen)[None, None]

@@ -7,13 +7,13 @@ returned. A PyTorch call that has no out= is followed by a copy, as it would be 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
+FLASH_HEAD = 256  # ATen, sdp_utils.cpp: the widest head that its flash attention takes
 ACTIVATION = (F.silu, F.gelu, lambda g: F.gelu(g, approximate="tanh"))
 
 
@@ -138,8 +138,7 @@ def prefill_attn(
     s = q.shape[2]
     if softcap or (window and window < s):
         return _written(_attend(q, k, v, _mask(s, k, None, window), scale, softcap), o)
-    gqa = q.shape[1] != k.shape[1]
-    return _written(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale or None, enable_gqa=gqa), o)
+    return _written(sdpa(q, k, v, causal=True, scale=scale), o)
 
 
 def kv_append(
@@ -178,25 +177,61 @@ def _mask(s: int, k: Tensor, lengths: Tensor | None, window: int) -> Tensor | No
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
     if softcap:
         return _matmul_attend(q, k, v, mask, scale, softcap)
-    sdpa = partial(F.scaled_dot_product_attention, q, k, v, scale=scale or None, enable_gqa=q.shape[1] != k.shape[1])
+    made = sdpa(q, k, v, mask=mask, scale=scale)
+    return made if mask is None else _silence(made, mask)
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float = 0.0
+) -> Tensor:
+    """PyTorch's attention, as fast and as right as a caller who knows it gets it: q [B,Hq,S,D], k and v [B,Hkv,L,D],
+    mask bool [B or 1,1,S,L], True where a key is seen; scale 0: 1 / sqrt(D).
+
+    On a GPU two things are left to the caller. PyTorch gives cuDNN, which it prefers on Hopper, a boolean mask as
+    -65504 in place of -inf (ATen, attention.cpp, `convert_boolean_attn_mask_cudnn`), so that what is masked shines
+    through where scores are larger. The least number of the dtype does not; fp16 has none less, and goes without cuDNN.
+    And of its fused kernels some take no query heads that share a KV head: where none is left it would multiply
+    matrices, with every score in memory. transformers goes around that (5.23: `pack_gqa`, `repeat_kv`), and so do we.
+    """
+    return (_on_gpu if q.is_cuda else _sdpa)(q, k, v, mask, causal, scale)
+
+
+def _on_gpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     if mask is None:
-        return sdpa()
-    return _silence(_masked_on_gpu(sdpa, mask, q.dtype) if q.is_cuda else sdpa(attn_mask=mask), mask)
-
-
-def _masked_on_gpu(sdpa: Callable[..., Tensor], mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """PyTorch gives cuDNN, which it prefers on Hopper, a boolean mask as -65504 in place of -inf (ATen, attention.cpp,
-    `convert_boolean_attn_mask_cudnn`), so that what is masked shines through where scores are larger. The least number
-    of the dtype does not; fp16 has none less, and goes without cuDNN."""
-    if dtype != torch.float16:
-        hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
-        return sdpa(attn_mask=torch.where(mask, torch.zeros_like(hidden), hidden))
+        return _grouped(q, k, v, None, causal, scale)
+    if q.dtype != torch.float16:
+        hidden = torch.full((), torch.finfo(q.dtype).min, dtype=q.dtype, device=mask.device)
+        return _grouped(q, k, v, torch.where(mask, torch.zeros_like(hidden), hidden), causal, scale)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        return sdpa(attn_mask=mask)
+        return _grouped(q, k, v, mask, causal, scale)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """As PyTorch has it, unless it would multiply matrices; then the group of a KV head becomes queries of that head,
+    or for more than one position, whose masks differ, K and V are repeated."""
+    (b, hq, s, d), hkv = q.shape, k.shape[1]
+    flash = mask is None and d <= FLASH_HEAD and q.dtype != torch.float32  # takes groups, and need not be asked for
+    if hq == hkv or flash or not _multiplies_matrices(q, k, v, mask, causal, scale):
+        return _sdpa(q, k, v, mask, causal, scale)
+    if s == 1:
+        return _sdpa(q.reshape(b, hkv, -1, d), k, v, mask, causal, scale).reshape(q.shape)
+    k, v = (t.repeat_interleave(hq // hkv, 1) for t in (k, v))
+    return _sdpa(q, k, v, mask, causal, scale)
+
+
+def _multiplies_matrices(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> bool:
+    chosen = torch._fused_sdp_choice(q, k, v, mask, is_causal=causal, scale=scale or None, enable_gqa=True)
+    return bool(chosen == SDPBackend.MATH.value)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale or None, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def _matmul_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:

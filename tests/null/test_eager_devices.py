@@ -83,23 +83,69 @@ def test_operands_on_two_devices_are_refused_by_name(op: str, dims: dict[str, in
         OPS[op].workload_of(inputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_what_a_mask_hides_stays_hidden_however_large_scores_are(dtype: torch.dtype) -> None:
-    """On Hopper PyTorch takes cuDNN's attention, and gives it a boolean mask as a bias of -65504."""
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def drawn(dtype: torch.dtype, queries: int = 1, group: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [2,2*group,queries,64], k and v [2,2,24,64]: beyond the 20th key large scores, with large values behind."""
     draw = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, 2, n, 64, generator=draw).to(dtype) for n in (1, 24, 24))
+    q, k, v = (torch.randn(2, 2 * g, n, 64, generator=draw).to(dtype) for g, n in ((group, queries), (1, 24), (1, 24)))
     k[:, :, 20:] *= 2000.0
     v[:, :, 20:] = 800.0
-    mask = (torch.arange(24) < 20)[None]
+    return q, k, v
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_mask_hides_stays_hidden_however_large_scores_are(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper PyTorch takes cuDNN's attention, and gives it a boolean mask as a bias of -65504."""
+    q, k, v = drawn(dtype)
+    mask = (torch.arange(24) < 20)[None, None, None]
     before = torch.backends.cuda.cudnn_sdp_enabled()
 
-    def sdpa(attn_mask: torch.Tensor) -> torch.Tensor:
-        if attn_mask.dtype == torch.bool and torch.backends.cuda.cudnn_sdp_enabled():
-            attn_mask = torch.where(attn_mask, 0.0, -65504.0)
-        wide = attn_mask if attn_mask.dtype == torch.bool else attn_mask.float()
+    def as_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *_: object) -> torch.Tensor:
+        if mask.dtype == torch.bool and torch.backends.cuda.cudnn_sdp_enabled():
+            mask = torch.where(mask, 0.0, -65504.0)
+        wide = mask if mask.dtype == torch.bool else mask.float()
         return F.scaled_dot_product_attention(q.float() * 100, k.float(), v.float(), attn_mask=wide)
 
+    monkeypatch.setattr(eager, "_sdpa", as_cudnn)
     plain = F.scaled_dot_product_attention(q.float() * 100, k.float()[:, :, :20], v.float()[:, :, :20])
-    assert float(sdpa(mask).max()) == 800.0
-    torch.testing.assert_close(eager._masked_on_gpu(sdpa, mask, dtype), plain)
+    assert float(as_cudnn(q, k, v, mask).max()) == 800.0
+    torch.testing.assert_close(eager._on_gpu(q, k, v, mask, False, 0.0), plain)
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_heads_that_share_keys_never_fall_back_to_products_of_matrices(
+    dtype: torch.dtype, queries: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where PyTorch has no kernel for a group under a mask, it is not asked for one, and the result is the same."""
+    q, k, v = drawn(dtype, queries, group=4)
+    mask = (torch.arange(24) < torch.arange(18, 18 + queries)[:, None]).expand(rows, 1, queries, 24)
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    asked: list[bool] = []
+
+    def multiplies(*_: object) -> bool:
+        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return True
+
+    def no_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *_: object) -> torch.Tensor:
+        assert q.shape[1] == k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    monkeypatch.setattr(eager, "_multiplies_matrices", multiplies)
+    monkeypatch.setattr(eager, "_sdpa", no_groups)
+    got = eager._on_gpu(q, k, v, mask, False, 0.0)
+    torch.testing.assert_close(got, wanted)
+    assert asked == [dtype != torch.float16], "of the kernels that are then left"
+
+
+def test_a_group_that_flash_takes_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = drawn(torch.bfloat16, 3, group=4)
+    monkeypatch.delattr(eager, "_multiplies_matrices")  # nobody asks: a call would pay for it
+    wanted = F.scaled_dot_product_attention(q, k[:, :, :3], v[:, :, :3], is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(eager._on_gpu(q, k[:, :, :3], v[:, :, :3], None, True, 0.0), wanted)
