@@ -4,8 +4,8 @@ decided. `autosel.unpatch(model)` puts everything back.
 Attention goes through AttentionInterface *and* AttentionMaskInterface (without the second, padded batches come out
 silently wrong); the rest is rebound module by module, so another model of the same class is left alone. A module is
 replaced only after it was seen to compute the op it is replaced by, and the replacement to be right, on the module's
-own weights, against the op's float64 reference. Calls that need a gradient, and all else the ops do not describe, run
-the module's own code.
+own weights and the device that they lie on, against the op's float64 reference. Calls that need a gradient, that come
+from another device, and all else the ops do not describe, run the module's own code.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Patched:
 
 
 Forward = Callable[..., Any]
-PROVEN_ON = "cpu"
+DEVICES = ("cpu", "cuda")  # where something can be decided
+PROVEN_ON = "_autosel_on"  # a patched module's attribute, so that a deep copy has it too: the device it was proven on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,9 @@ def patch(model: Any) -> Patched:
         )
     undo = _Undo(model)
     try:
+        device = next(model.parameters()).device
         for change in changes:
+            change.module.__dict__[PROVEN_ON] = device
             if change.forward is not None:
                 undo.rebind(change.module, change.forward)
         if patched.replaced["attention"]:
@@ -150,6 +153,7 @@ class _Undo:
     def __call__(self) -> None:
         model = self.model()
         for module in model.modules() if model is not None else ():
+            module.__dict__.pop(PROVEN_ON, None)
             if _is_ours(module):
                 del module.__dict__["forward"]
         for ref, before in self.before:
@@ -186,12 +190,12 @@ def _refuse(model: Any) -> None:
         )
     if is_patched(model):
         raise UsageError("this model is patched already", todo="autosel.unpatch(model) comes first")
-    devices = {p.device.type for p in model.parameters()}
-    if devices != {"cpu"}:
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type not in DEVICES:
         raise UsageError(
-            f"the model's parameters are on {', '.join(sorted(devices)) or 'no device'}",
-            why=f"patch proves every module on the {PROVEN_ON.upper()}, and serves it nowhere else",
-            todo="model.to('cpu'), or leave the model as it is; on a GPU autosel.best and torch.ops.autosel serve",
+            f"the model's parameters are on {', '.join(sorted(map(str, devices))) or 'no device'}",
+            why="patch proves every module where it lies, which has to be one CPU or one GPU for all",
+            todo="model.to('cpu') or model.to('cuda:0') first; elsewhere autosel.best and torch.ops.autosel serve",
         )
     dtypes = {p.dtype for p in model.parameters()}
     if len(dtypes) > 1 or not dtypes <= set(FLOATS):
@@ -238,7 +242,7 @@ def _plan(model: Any) -> tuple[list[_Change], list[Left]]:
     changes: list[_Change] = []
     left: list[Left] = []
     # The proofs' operands belong beside the weights, whatever the process makes its tensors on.
-    with torch.inference_mode(), torch.device("cpu"):
+    with torch.inference_mode(), next(model.parameters()).device:
         for name, module in model.named_modules():
             for kind, prove in _kinds(module):
                 try:
@@ -296,13 +300,16 @@ def _own(module: nn.Module) -> None:
 
 
 def _drawn(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
-    """Without touching the user's random state."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    """Without touching the user's random state; on the device of the moment."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 def _wrong(op: str, inputs: Mapping[str, Any], *got: Tensor) -> str:
-    """Why this is not the op's result for these inputs; "" if it is."""
-    found = ops.find(op).verify(inputs, got)
+    """Why this is not the op's result for these inputs; "" if it is. The CPU's float64 judges, whatever computed it."""
+    with torch.device("cpu"):
+        there = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        found = ops.find(op).verify(there, [t.cpu() for t in got])
     return "" if isinstance(found, Match) else f"{found.check}: {found.reason}"
 
 
@@ -312,11 +319,12 @@ def _serves(op: str, inputs: Mapping[str, Any], *got: Tensor) -> None:
         raise _NotThis(f"what serves {op} fails parity on its weights ({wrong})")
 
 
-def _dynamic(*tensors: Tensor) -> bool:
+def _dynamic(module: nn.Module, *tensors: Tensor) -> bool:
     """Has the call to go the module's own way: for a gradient, because there is nothing to compute, or because the
     model was moved since? Where nobody proved it our baseline would serve, which is slower than the module's own code.
     """
-    if tensors[0].numel() == 0 or any(t.device.type != PROVEN_ON for t in tensors):
+    proven_on = getattr(module, PROVEN_ON, None)
+    if tensors[0].numel() == 0 or any(t.device != proven_on for t in tensors):
         return True
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
@@ -347,7 +355,7 @@ def _prove_linear(module: nn.Linear) -> Forward:
 
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        if not _dynamic(input, weight):
+        if not _dynamic(self, input, weight):
             with suppress(BadArguments):
                 made: Tensor = served(input.reshape(-1, input.shape[-1]), weight, bias, None)
                 return made.view(*input.shape[:-1], weight.shape[0])
@@ -378,7 +386,7 @@ def _prove_norm(module: Any) -> Forward:
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight
-        if not _dynamic(hidden_states, weight):
+        if not _dynamic(self, hidden_states, weight):
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
             with suppress(BadArguments):
                 made: Tensor = served(rows, weight, getattr(self, epsilon), offset)
@@ -412,7 +420,7 @@ def _prove_mlp(module: Any) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
         middle = None
-        if not _dynamic(gate, up):
+        if not _dynamic(self, gate, up):
             rows = (gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1]))
             with suppress(BadArguments):
                 middle = served(*rows, *more).view(gate.shape)
@@ -494,7 +502,8 @@ def _prove_rotation(module: Any) -> Forward:
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
         mark = getattr(cos, "_autosel", None)
-        if mark is not None and not more and not named and not _dynamic(q, k):
+        gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+        if mark is not None and not more and not named and q.numel() and not gradient:
             with suppress(BadArguments):
                 return _rotated(served, q, k, *mark)
         made: tuple[Tensor, Tensor] = own(q, k, cos, sin, *more, **named)
@@ -507,7 +516,7 @@ def _prove_rotation(module: Any) -> Forward:
         if torch.compiler.is_compiling():  # which cannot follow code into other globals than its module's
             return original(self, *args, **kwargs)
         states = args[0] if args else kwargs.get("hidden_states")
-        if not isinstance(states, Tensor) or states.device.type != PROVEN_ON:
+        if not isinstance(states, Tensor) or states.device != getattr(self, PROVEN_ON, None):
             return original(self, *args, **kwargs)
         _make_room(kwargs.get("past_key_values"), getattr(self, "layer_idx", None))
         return rotating(self, *args, **kwargs)
@@ -616,9 +625,10 @@ def _prove_attention(module: Any) -> None:
     head = int(module.head_dim)
     q = _drawn(1, int(config.num_attention_heads), 1, head, dtype=dtype)
     k, v = (_drawn(1, int(config.num_key_value_heads), 20, head, dtype=dtype, seed=s) for s in (2, 3))
-    made, _ = _attend(module, q, k, v, None, scaling=module.scaling)
+    made = _served_attention(q, k, v, None, module.scaling, causal=True)
+    assert made is not None, "one query over all keys is what the op describes"
     inputs = {"q": q, "k": k, "v": v, "lengths": None, "max_len": 20, "window": 0, "softcap": 0.0}
-    _serves("attn", {**inputs, "scale": module.scaling}, made.transpose(1, 2).contiguous())
+    _serves("attn", {**inputs, "scale": module.scaling}, made)
 
 
 Spans = tuple[tuple[int, int], ...]
@@ -629,7 +639,7 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    if mask is None or mask.device.type != PROVEN_ON or torch.compiler.is_compiling():
+    if mask is None or mask.device.type != "cpu" or torch.compiler.is_compiling():
         return mask  # to look into it a GPU would have to be waited for, which breaks a capture
     if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
         mask._autosel = _spans(mask[:, 0, 0])  # type: ignore[attr-defined]
@@ -659,7 +669,7 @@ def _attend(
     """q [B,Hq,S,D], k and v [B,Hkv,L,D] -> o [B,S,Hq,D], as AttentionInterface has it. Windows come in the mask."""
     made = None
     plain = not dropout and not any(kwargs.get(n) is not None for n in ("position_bias", "cache", "softcap", "s_aux"))
-    if plain and not _dynamic(query, key, value):
+    if plain and not _dynamic(module, query, key, value):
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         with suppress(BadArguments):
             made = _served_attention(query, key, value, attention_mask, scaling or 0.0, causal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -43,5 +44,21 @@ def test_a_mask_elsewhere_is_passed_on_unread(mask: torch.Tensor | None, monkeyp
 def test_a_model_elsewhere_is_refused_for_the_reason_that_holds() -> None:
     with torch.device("meta"):
         hollow = llama()
-    with pytest.raises(UsageError, match="proves every module on the CPU, and serves it nowhere else"):
+    with pytest.raises(UsageError, match="proves every module where it lies, which has to be one CPU or one GPU"):
         autosel.patch(hollow)
+    spread = llama()
+    spread.lm_head.to("meta")
+    with pytest.raises(UsageError, match="on cpu, meta"):
+        autosel.patch(spread)
+
+
+def test_what_a_module_was_proven_on_goes_with_it_and_ends_with_the_patch() -> None:
+    from autosel.integrations.transformers import PROVEN_ON
+
+    model = made(llama)
+    autosel.patch(model)
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        assert one.model.layers[0].self_attn.__dict__[PROVEN_ON] == torch.device("cpu")
+        autosel.unpatch(one)
+        assert not any(PROVEN_ON in module.__dict__ for module in one.modules())
