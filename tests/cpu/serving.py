@@ -10,29 +10,30 @@ from autosel.dispatch.board import this_device
 from autosel.ledger import snapshot
 from autosel.ledger.key import current_mode, serving_key
 from autosel.native.compile import compile_source
-from autosel.values import Arm, Decision, Knobs, NativeRecipe, Workload, to_json
+from autosel.values import Arm, Decision, Fingerprint, Knobs, NativeRecipe, Workload, to_json
 
 
-def arm_of(w: Workload, name: str) -> Arm:
+def arm_of(w: Workload, name: str, device: Fingerprint | None = None) -> Arm:
     """The candidate's arm, compiled if it has to be (artefacts are kept between runs)."""
-    candidate, device = registry.find(w.op, name), this_device()
+    candidate, device = registry.find(w.op, name), device or this_device()
     knobs = candidate.knobs(w, device)
     recipe = candidate.recipe(w, device, knobs)
     built = compile_source(recipe.source, recipe.flags).digest if isinstance(recipe, NativeRecipe) else ""
     return arms.arm(candidate, w, device, built, knobs)
 
 
-def pinned(w: Workload, name: str, number: int = 1) -> Decision:
+def pinned(w: Workload, name: str, number: int = 1, device: Fingerprint | None = None) -> Decision:
+    device = device or this_device()
     return Decision(
         id=number,
         state="pinned",
-        hw_id=this_device().hw_id,
+        hw_id=device.hw_id,
         op=w.op,
         bucket=w.bucket,
         mode=current_mode(),
         workload=w,
-        arm=arm_of(w, name),
-        baseline=arms.arm(registry.baseline(w.op), w, this_device(), "", Knobs()),
+        arm=arm_of(w, name, device),
+        baseline=arms.arm(registry.baseline(w.op), w, device, "", Knobs()),
         verdict=None,
         reason="for the test",
         created_at="2026-01-01T00:00:00Z",
@@ -50,7 +51,7 @@ def publish(home: Path, decisions: Iterable[Decision]) -> Path:
     return home
 
 
-def serve(home: Path, chosen: Iterable[tuple[Workload, str]]) -> Path:
-    """One pinned decision for each bucket among the workloads."""
+def serve(home: Path, chosen: Iterable[tuple[Workload, str]], device: Fingerprint | None = None) -> Path:
+    """One pinned decision for each bucket among the workloads, on this CPU or another device."""
     by_bucket = {w.bucket: (w, name) for w, name in chosen}
-    return publish(home, (pinned(w, name, i + 1) for i, (w, name) in enumerate(by_bucket.values())))
+    return publish(home, (pinned(w, name, i + 1, device) for i, (w, name) in enumerate(by_bucket.values())))

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-# What a device's runtime does by itself: memory, copies without conversion, views.
+# What a device's runtime does by itself: memory, copies without conversion, views; and what is decided on the host.
 NATIVE = {
     "empty.memory_format", "empty_strided", "as_strided", "view", "view_as_real", "view_as_complex", "unfold",
     "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "set_", "resize_",
     "_local_scalar_dense", "record_stream", "is_pinned", "_pin_memory", "_reshape_alias",
+    "_fused_sdp_choice",  # which attention a GPU of this kind is given
 }  # fmt: skip
 # Attention that the CPU has by another name: its first result is all that serving asks for.
 ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))

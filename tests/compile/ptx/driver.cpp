@@ -50,6 +50,9 @@ CUresult cuGetErrorString(CUresult e, const char** text) {
 CUresult cuGetErrorName(CUresult e, const char** text) {
   return *text = cudaGetErrorName(cudaError_t(int(e))), CUDA_SUCCESS;
 }
+// What the device says it says with `tells`: a log has nothing to add.
+CUresult cuLogsRegisterCallback(CUlogsCallback, void*, CUlogsCallbackHandle* out) { return *out = {}, CUDA_SUCCESS; }
+CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle) { return CUDA_SUCCESS; }
 CUresult cuGetProcAddress_v2(const char* name, void** at, int, cuuint64_t, CUdriverProcAddressQueryResult* found) {
   *at = dlsym(RTLD_DEFAULT, (std::string(name) + "_v2").c_str());
   if (!*at) *at = dlsym(RTLD_DEFAULT, name);
@@ -98,6 +101,14 @@ CUresult cuCtxGetLimit(size_t* value, CUlimit which) {
 CUresult cuCtxSetLimit(CUlimit which, size_t value) { return answer(cudaDeviceSetLimit(cudaLimit(int(which)), value)); }
 CUresult cuCtxResetPersistingL2Cache() { return answer(cudaCtxResetPersistingL2Cache()); }
 CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total) { return answer(cudaMemGetInfo(free_bytes, total)); }
+CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* bytes, CUdeviceptr p) {
+  Locked held;
+  if (!allocation_of(reinterpret_cast<void*>(p), 1)) return CUDA_ERROR_NOT_FOUND;
+  const auto& [at, found] = *--device().allocations.upper_bound(reinterpret_cast<char*>(p));
+  if (base) *base = CUdeviceptr(at);
+  if (bytes) *bytes = found.bytes;
+  return CUDA_SUCCESS;
+}
 CUresult cuPointerGetAttribute(void* out, CUpointer_attribute which, CUdeviceptr p) {
   Locked held;
   const Allocation* found = allocation_of(reinterpret_cast<void*>(p), 1);

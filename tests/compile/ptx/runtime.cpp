@@ -661,18 +661,34 @@ cudaError_t cudaGetDriverEntryPoint(const char* name, void** at, unsigned long l
 #define NOT_HERE(name, ...) \
   cudaError_t name(__VA_ARGS__) { return say(cudaErrorNotSupported, #name " is not to be had here"); }
 NOT_HERE(cudaDeviceGetDefaultMemPool, cudaMemPool_t*, int)
+NOT_HERE(cudaDeviceGetGraphMemAttribute, int, cudaGraphMemAttributeType, void*)
+NOT_HERE(cudaDeviceSetGraphMemAttribute, int, cudaGraphMemAttributeType, void*)
 NOT_HERE(cudaGetSymbolAddress, void**, const void*)
+NOT_HERE(cudaGraphAddNode, cudaGraphNode_t*, cudaGraph_t, const cudaGraphNode_t*, const cudaGraphEdgeData*, size_t,
+         cudaGraphNodeParams*)
+NOT_HERE(cudaGraphConditionalHandleCreate, cudaGraphConditionalHandle*, cudaGraph_t, unsigned, unsigned)
 NOT_HERE(cudaGraphDebugDotPrint, cudaGraph_t, const char*, unsigned)
 NOT_HERE(cudaGraphNodeGetDependencies, cudaGraphNode_t, cudaGraphNode_t*, cudaGraphEdgeData*, size_t*)
+NOT_HERE(cudaGraphRetainUserObject, cudaGraph_t, cudaUserObject_t, unsigned, unsigned)
 NOT_HERE(cudaIpcCloseMemHandle, void*)
 NOT_HERE(cudaIpcGetEventHandle, cudaIpcEventHandle_t*, cudaEvent_t)
 NOT_HERE(cudaIpcGetMemHandle, cudaIpcMemHandle_t*, void*)
 NOT_HERE(cudaIpcOpenEventHandle, cudaEvent_t*, cudaIpcEventHandle_t)
 NOT_HERE(cudaIpcOpenMemHandle, void**, cudaIpcMemHandle_t, unsigned)
+NOT_HERE(cudaKernelSetAttributeForDevice, cudaKernel_t, cudaFuncAttribute, int, int)
+NOT_HERE(cudaLibraryGetKernel, cudaKernel_t*, cudaLibrary_t, const char*)
+NOT_HERE(cudaLibraryLoadData, cudaLibrary_t*, const void*, cudaJitOption*, void**, unsigned, cudaLibraryOption*, void**,
+         unsigned)
+NOT_HERE(cudaLibraryUnload, cudaLibrary_t)
 NOT_HERE(cudaMemPoolGetAttribute, cudaMemPool_t, cudaMemPoolAttr, void*)
 NOT_HERE(cudaMemPoolSetAccess, cudaMemPool_t, const cudaMemAccessDesc*, size_t)
 NOT_HERE(cudaMemPoolSetAttribute, cudaMemPool_t, cudaMemPoolAttr, void*)
 NOT_HERE(cudaMemPoolTrimTo, cudaMemPool_t, size_t)
 NOT_HERE(cudaMemcpyToSymbol, const void*, const void*, size_t, size_t, cudaMemcpyKind)
+NOT_HERE(cudaStreamBeginCaptureToGraph, cudaStream_t, cudaGraph_t, const cudaGraphNode_t*, const cudaGraphEdgeData*,
+         size_t, cudaStreamCaptureMode)
+NOT_HERE(cudaStreamUpdateCaptureDependencies, cudaStream_t, cudaGraphNode_t*, const cudaGraphEdgeData*, size_t, unsigned)
+NOT_HERE(cudaUserObjectCreate, cudaUserObject_t*, void*, cudaHostFn_t, unsigned, unsigned)
+NOT_HERE(cudaUserObjectRelease, cudaUserObject_t, unsigned)
 
 }  // extern "C"
