@@ -2,6 +2,9 @@
 
 What an op writes in place is kept before, and put back between the arms. Small operands are kept too: a candidate that
 writes into its inputs must not spoil them for the baseline.
+
+Who was faster is told by the clock that the race went by: on a GPU by events around each arm, on a stream that is held
+while they are enqueued. What launching an arm costs the host, a graph does not pay, and the race did not.
 """
 
 from __future__ import annotations
@@ -19,7 +22,20 @@ from autosel.values import Workload
 
 Arm = Callable[..., Any]
 Clock = Callable[[], int]
+HELD_CYCLES = 200_000  # about 0.1 ms: longer than the host takes to enqueue an arm between two events
 KEPT_BYTES = 16 << 20  # operands up to this size together are kept; weights and caches are not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """Events around what is enqueued between them, on a stream that is held until the host has done so."""
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    stream: torch.cuda.Stream
+
+    def ns(self) -> int:
+        return round(float(self.begin.elapsed_time(self.end)) * 1e6)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +45,8 @@ class Result:
     arm: Arm
     outputs: tuple[Any, ...] = ()
     error: Exception | None = None
-    ns: int = 0
+    ns: int = 0  # what a call costs its caller among others: on a GPU the host's time or the device's, the longer one
+    raced_ns: int = 0  # by the clock that its race went by: on a GPU the device's alone
     spoilt: str = ""  # an input that it changed
     own: bool = False  # the error came of running the arm, not of what the check does around it
     broke: bool = False  # the device answered before it ran, and does not after it
@@ -66,10 +83,11 @@ class Call:
                 self.written.restore()
             outs = tuple(_alike(out) for out in self.outs)
             _settle(self.args)
+            marks = _held(self.args)
         except Exception as error:
             result.error = error
         else:
-            self._time(result, outs)
+            self._time(result, outs, marks)
         try:
             result.spoilt = self._mend()
         except Exception as error:
@@ -77,20 +95,24 @@ class Call:
         self.last = result
         return result
 
-    def _time(self, result: Result, outs: Sequence[Any]) -> None:
+    def _time(self, result: Result, outs: Sequence[Any], marks: Marks | None) -> None:
         start = self.clock()
         returned = None
         try:
             returned = result.arm(*self.args, *outs)
         except Exception as error:
             result.error, result.own = error, True
+        launched_ns = self.clock() - start
         try:
+            if marks is not None:
+                marks.end.record(marks.stream)
             _settle(self.args)
         except Exception as error:
             result.error, result.own, result.broke = result.error or error, True, True
         if result.error is not None:
             return
-        result.ns = self.clock() - start
+        result.raced_ns = self.clock() - start if marks is None else marks.ns()
+        result.ns = max(launched_ns, result.raced_ns)
         try:
             result.outputs = self._outputs(returned, outs)
         except Exception as error:
@@ -186,9 +208,29 @@ def _told(value: Any) -> str:
 
 def _settle(values: Sequence[Any]) -> None:
     """Wait until the device has done what was asked of it: times are of work, not of launches."""
-    device = next((v.device for v in values if isinstance(v, Tensor) and v.is_cuda), None)
+    device = _gpu(values)
     if device is not None:
         torch.cuda.synchronize(device)
+
+
+def _held(values: Sequence[Any]) -> Marks | None:
+    """The first of the events enqueued, as a race on a GPU does it (race/device.py): the host's delays do not count."""
+    device = _gpu(values)
+    if device is None:
+        return None
+    with torch.cuda.device(device):
+        marks = Marks(
+            begin=torch.cuda.Event(enable_timing=True),
+            end=torch.cuda.Event(enable_timing=True),
+            stream=torch.cuda.current_stream(device),
+        )
+        torch.cuda._sleep(HELD_CYCLES)
+        marks.begin.record(marks.stream)
+    return marks
+
+
+def _gpu(values: Sequence[Any]) -> torch.device | None:
+    return next((v.device for v in values if isinstance(v, Tensor) and v.is_cuda), None)
 
 
 def captured(values: Sequence[Any]) -> bool:

@@ -155,12 +155,13 @@ class Watch:
             self.rate.checked(candidate.ns, max(0, took_ns - candidate.ns), natural=first)
             if canary or self.subject.decision.state == "pinned":  # a pin serves whatever it takes
                 return
-            self.detector.add(candidate.ns > baseline.ns)
+            self.detector.add(candidate.raced_ns > baseline.raced_ns)
             if not self.detector.alarm or self._dwelt_s() < MIN_DWELL_S:
                 return
             d = self.detector
         reason = f"slower than the baseline in service: lost {d.lost} of {d.pairs} shadow pairs"
-        evidence = {"lost": d.lost, "pairs": d.pairs, "detector": d.value, "last_ns": [candidate.ns, baseline.ns]}
+        last_ns = [candidate.raced_ns, baseline.raced_ns]
+        evidence = {"lost": d.lost, "pairs": d.pairs, "detector": d.value, "last_ns": last_ns}
         self._report("slow", reason, call.workload.key, evidence)
 
     def _dwelt_s(self) -> float:

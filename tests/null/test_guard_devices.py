@@ -134,3 +134,50 @@ def test_what_is_kept_of_a_write_in_place_is_checked_once(monkeypatch: pytest.Mo
     w = op.workload("fp32", {"B": 2, "Hkv": 2, "S": 3, "D": 8})
     monkeypatch.setattr(judge, "WHOLE_BYTES", 0)
     assert len(judge._everywhere(Call(op, op.arguments(op.inputs(w, 1)), ()), 1)) == 1
+
+
+# --- a device that works by itself ------------------------------------------------------------------------------------
+
+
+class Device:
+    """Its time passes behind the host's: what an arm takes of each is said apart."""
+
+    def __init__(self, clock: guards.Clock) -> None:
+        self.clock, self.took_ns, self.end, self.stream = clock, 0, self, None
+
+    def record(self, stream: object) -> None: ...
+
+    def ns(self) -> int:
+        return self.took_ns
+
+    def taking(self, *, host_ns: int, device_ns: int) -> guards.Kernel:
+        def kernel(*values: Any) -> Any:
+            self.clock.ns += host_ns
+            self.took_ns = device_ns
+            return guards.good(*values)
+
+        return kernel
+
+
+@pytest.mark.parametrize(
+    ("candidate", "baseline", "slow"),
+    [
+        ({"host_ns": 30_000, "device_ns": 3_000}, {"host_ns": 6_000, "device_ns": 5_000}, False),
+        ({"host_ns": 6_000, "device_ns": 5_000}, {"host_ns": 30_000, "device_ns": 3_000}, True),
+    ],
+    ids=["dear to launch", "dear to run"],
+)
+def test_who_is_slower_on_a_gpu_is_told_by_the_clock_that_the_race_went_by(
+    candidate: dict[str, int], baseline: dict[str, int], slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A race on a GPU replays graphs; an arm promoted by it would lose each pair by what its launch costs the host."""
+    clock = guards.Clock()
+    device = Device(clock)
+    monkeypatch.setattr("autosel.guard.call._held", lambda values: device)
+    arms = (device.taking(**candidate), device.taking(**baseline))
+    watch, told = guards.watched(arms[0], baseline=arms[1], clock=clock)
+    for _ in range(200):
+        guards.call(watch)
+    assert [fault.cause for fault in told] == (["slow"] if slow else [])
+    assert watch.detector.pairs and watch.detector.lost == (watch.detector.pairs if slow else 0)
+    assert watch.rate.own_ns == max(candidate.values()), "checks are allotted a share of what a call costs its caller"
