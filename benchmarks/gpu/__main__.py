@@ -11,7 +11,7 @@
     tune          `autosel tune` on what the decodes run
     decode        `autosel run`: certified decodes of the models
     sweep         `autosel sweep`: the model over contexts and over batches
-    engines       the plug-ins inside the serving engines that are installed
+    engines       what is decided inside the engines that are installed
 
 A stage is a list of units. Each unit runs in the stage's child process within a deadline, and is written down as soon
 as it is done: what was interrupted goes on where it stopped, and a unit that takes its process with it costs itself

@@ -1,4 +1,5 @@
-"""Stage 12: autosel's plug-ins inside the serving engines that are installed here: vLLM, SGLang, FlashInfer.
+"""Stage 12: autosel inside the engines that are installed here: its plug-ins in vLLM, SGLang and FlashInfer, and models
+of Hugging Face's that it patches.
 
 Each engine runs in a process of its own: once as it is, once with what was decided. Its answers must be the same, as
 far as a served kernel's rounding lets a greedy stream agree, and something decided must have served.
@@ -20,7 +21,12 @@ from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import Found, Table
 
 UNIT_S = 1800.0  # an engine compiles and captures at its start
-ENGINES = {"vllm": "vllm", "sglang": "sglang", "flashinfer": "flashinfer-python"}  # module -> distribution
+ENGINES = {
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "flashinfer": "flashinfer-python",
+    "transformers": "transformers",
+}  # module -> distribution
 SERVED = Path(__file__).with_name("served.py")
 
 

@@ -4,7 +4,8 @@
         null where the engine keeps its model in another process
     {"error_share": x, "served": [...]}                     of FlashInfer, a library: its results beside the reference
 
-With AUTOSEL_DISABLE=1 the engine is as it would be without autosel. Status: not yet run beside an engine on a GPU.
+With AUTOSEL_DISABLE=1 the engine is as it would be without autosel. Status: not yet run beside an engine on a GPU;
+transformers runs on a CPU too.
 """
 
 # ruff: noqa: E402  (the checkout first: this file is run by path)
@@ -103,6 +104,30 @@ def flashinfer(scope: Scope) -> dict[str, Any]:
     return {"error_share": float(share.max()), "served": served()}
 
 
+def transformers(scope: Scope) -> dict[str, Any]:
+    """`generate` of the model's own class, one prompt after another, after `autosel.patch` or as it is."""
+    import torch
+
+    import autosel
+    from autosel.decode.run import Plan
+    from autosel.decode.weights import load_weights
+
+    shape, room = models.load(scope.model), PROMPT_TOKENS + NEW_TOKENS
+    weights = load_weights(Plan(model=shape, layers=scope.layers, seq=room, device=scope.device, seed=1))
+    with torch.inference_mode():
+        asked = hugging_face.model_of(weights).to(scope.device)
+        if not settings.get("disable"):
+            autosel.patch(asked)
+        how = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+
+        def answer() -> list[list[int]]:
+            given = [torch.tensor([ids], device=scope.device) for ids in prompts(scope)]
+            made = [asked.generate(ids, attention_mask=torch.ones_like(ids), **how) for ids in given]
+            return [one[0, PROMPT_TOKENS:].tolist() for one in made]
+
+        return timed(answer)
+
+
 def timed(answer: Callable[[], list[list[int]]]) -> dict[str, Any]:
     answer()
     begin = time.perf_counter()
@@ -133,7 +158,12 @@ def checkpoint(scope: Scope, folder: Path) -> str:
     return str(folder)
 
 
-ENGINES: dict[str, Callable[[Scope], dict[str, Any]]] = {"vllm": vllm, "sglang": sglang, "flashinfer": flashinfer}
+ENGINES: dict[str, Callable[[Scope], dict[str, Any]]] = {
+    "vllm": vllm,
+    "sglang": sglang,
+    "flashinfer": flashinfer,
+    "transformers": transformers,
+}
 
 if __name__ == "__main__":
     sys.exit(main(Scope.from_text(sys.argv[1]), sys.argv[2]))

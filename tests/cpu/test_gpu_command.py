@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-WORDS = ("take", "rmsnorm", "whole step", "illegal", "slowest", "batch 1", "contexts", "vllm")
+WORDS = ("take", "rmsnorm", "whole step", "illegal", "slowest", "batch 1", "contexts", "vllm", "transformers")
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,9 @@ def test_each_stage_found_what_it_is_there_for(dry: dict[str, Any]) -> None:
     (cell,) = dry["sweep"]["units"]["contexts"]["sweep"]["cells"]
     assert cell["figures"]["verified"]
     assert "is not installed" in dry["engines"]["units"]["vllm"]["reason"]
+    patched = dry["engines"]["units"]["transformers"]
+    assert patched["outcome"] == "served" and "rmsnorm" in patched["ours"]["served"]
+    assert patched["ours"]["tokens_per_s"] > 0
 
 
 def test_results_go_where_they_are_kept(dry: dict[str, Any], folder: Path) -> None:
