@@ -13,7 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-FLASH_HEAD = 256  # ATen, sdp_utils.cpp: the widest head that its flash attention takes
+# ATen, sdp_utils.cpp: the widest head and the dtypes that its flash attention takes
+FLASH_HEAD, HALVES = 256, (torch.bfloat16, torch.float16)
 ACTIVATION = (F.silu, F.gelu, lambda g: F.gelu(g, approximate="tanh"))
 
 
@@ -214,7 +215,7 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
     """As PyTorch has it, unless it would multiply matrices; then the group of a KV head becomes queries of that head,
     or for more than one position, whose masks differ, K and V are repeated."""
     (b, hq, s, d), hkv = q.shape, k.shape[1]
-    flash = mask is None and d <= FLASH_HEAD and q.dtype != torch.float32  # takes groups, and need not be asked for
+    flash = mask is None and d <= FLASH_HEAD and q.dtype in HALVES  # takes groups, and need not be asked for
     if hq == hkv or flash or not _multiplies_matrices(q, k, v, mask, causal, scale):
         return _sdpa(q, k, v, mask, causal, scale)
     if s == 1:
