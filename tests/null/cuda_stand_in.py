@@ -44,7 +44,7 @@ class Cuda:
             def __init__(self, enable_timing: bool) -> None:
                 self.at = 0
 
-            def record(self) -> None:
+            def record(self, stream: object = None) -> None:
                 self.at = len(cuda.made)
 
             def synchronize(self) -> None:
