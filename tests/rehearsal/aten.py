@@ -108,6 +108,8 @@ def _in_order(device: ctypes.CDLL, stream: ctypes.c_void_p, work: Callable[[], A
 def _keep(operator: Any, args: Any, named: Any, device: ctypes.CDLL, stream: ctypes.c_void_p, how: Any) -> Any:
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in operator._schema.arguments)
     if writes:
+        if any(t.numel() == 0 for t in _flat(_written_to(operator, args, named)) if isinstance(t, torch.Tensor)):
+            _run(operator, args, named, how)  # its size is given by the host, under a capture too
         _in_order(device, stream, lambda: _run(operator, args, named, how))
         return _written(operator, args, named)
     outputs = _run(operator, args, named, how)
@@ -124,14 +126,17 @@ def _keep(operator: Any, args: Any, named: Any, device: ctypes.CDLL, stream: cty
 
 def _written(operator: Any, args: Any, named: Any) -> Any:
     """What an operator that writes into its arguments returns: those."""
-    values = dict(zip((a.name for a in operator._schema.arguments), args, strict=False)) | named
-    found = [
-        values[a.name]
-        for a in operator._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write and a.name in values
-    ]
+    found = _written_to(operator, args, named)
     returns = len(operator._schema.returns)
     return None if returns == 0 else found[0] if returns == 1 else tuple(found[:returns])
+
+
+def _written_to(operator: Any, args: Any, named: Any) -> list[Any]:
+    values = dict(zip((a.name for a in operator._schema.arguments), args, strict=False)) | named
+    arguments = operator._schema.arguments
+    return [
+        values[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write and a.name in values
+    ]
 
 
 def _flat(value: Any) -> list[Any]:
