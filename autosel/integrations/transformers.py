@@ -320,13 +320,15 @@ def _serves(op: str, inputs: Mapping[str, Any], *got: Tensor) -> None:
 
 
 def _dynamic(module: nn.Module, *tensors: Tensor) -> bool:
-    """Has the call to go the module's own way: for a gradient, because there is nothing to compute, or because the
-    model was moved since? Where nobody proved it our baseline would serve, which is slower than the module's own code.
-    """
+    """Has the call to go the module's own way: as no op describes it, or because the model was moved since? Where
+    nobody proved it our baseline would serve, which is slower than the module's own code."""
     proven_on = getattr(module, PROVEN_ON, None)
-    if tensors[0].numel() == 0 or any(t.device != proven_on for t in tensors):
-        return True
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return any(t.device != proven_on for t in tensors) or _undescribed(*tensors)
+
+
+def _undescribed(*tensors: Tensor) -> bool:
+    """Is there nothing to compute, or a gradient to be had?"""
+    return tensors[0].numel() == 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
 def _ask(op: str) -> Callable[..., Any]:
@@ -502,8 +504,7 @@ def _prove_rotation(module: Any) -> Forward:
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
         mark = getattr(cos, "_autosel", None)
-        gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-        if mark is not None and not more and not named and q.numel() and not gradient:
+        if mark is not None and not more and not named and not _undescribed(q, k):
             with suppress(BadArguments):
                 return _rotated(served, q, k, *mark)
         made: tuple[Tensor, Tensor] = own(q, k, cos, sin, *more, **named)

@@ -115,7 +115,7 @@ def transformers(scope: Scope) -> dict[str, Any]:
     shape, room = models.load(scope.model), PROMPT_TOKENS + NEW_TOKENS
     weights = load_weights(Plan(model=shape, layers=scope.layers, seq=room, device=scope.device, seed=1))
     with torch.inference_mode():
-        asked = hugging_face.model_of(weights).to(scope.device)
+        asked = hugging_face.model_of(weights).to(scope.device)  # whose frequencies are made on the CPU
         if not settings.get("disable"):
             autosel.patch(asked)
         how = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}

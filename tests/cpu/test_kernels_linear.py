@@ -321,6 +321,24 @@ def test_one_row_of_weights_goes_alone_where_registers_are_many_and_x_lies_in_a_
     assert knobs.gemv(linear(1, 4096, 64), wide)["rows"] == 8
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "dtype", "rows"),
+    [
+        *((m, k, "bf16", 1) for m, k in ((4, 2048), (5, 2048), (6, 2048), (4, 2560), (5, 2560), (4, 3072))),
+        *((m, k, "bf16", 8) for m, k in ((2, 1024), (2, 2048), (3, 2048), (2, 4096), (3, 4096))),  # never against 8
+        *((m, k, "bf16", 4) for m, k in ((4, 1024), (6, 1536))),  # rows of less than a page
+        *((m, k, "bf16", 4) for m, k in ((6, 2560), (5, 3072), (4, 4096))),  # x leaves L1 either way
+        (4, 1024, "fp32", 1),
+        (4, 1024, "fp16", 4),  # half a page; and x is kept in fp32
+        (4, 2048, "fp16", 4),  # which is 32 KB here
+    ],
+)
+def test_in_an_l1_of_32_kb_one_row_goes_alone_only_where_four_would_push_x_out(
+    m: int, k: int, dtype: DTypeName, rows: int
+) -> None:
+    assert knobs.gemv(linear(m, 2048, k, dtype), facts(device(AVX512, l1d_bytes=32 << 10)))["rows"] == rows
+
+
 @pytest.mark.parametrize("isa", ISA_NEEDS)
 def test_sums_of_a_group_fit_the_registers_and_no_load_of_x_from_l2_is_for_one_row(isa: Isa) -> None:
     f = facts(device(ISA_NEEDS[isa]))

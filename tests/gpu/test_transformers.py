@@ -12,6 +12,7 @@ import torch
 
 import autosel
 from autosel import dispatch, fingerprint, ops
+from autosel.guard.rate import CANARY
 from autosel.values import Workload
 from tests.cpu.serving import serve
 
@@ -103,19 +104,23 @@ def test_off_the_gpu_it_was_proven_on_a_model_runs_its_own_code(board: dispatch.
 
 @torch.inference_mode()
 def test_a_patched_module_is_captured_in_a_graph(board: dispatch.Board) -> None:
+    """A replay on other contents gives the very bits of a plain call."""
     model = model_on_gpu()
     layer = model.model.layers[0].mlp
     draw = torch.Generator().manual_seed(5)
     first, second = (torch.randn(1, 1, D, generator=draw).to("cuda") for _ in range(2))
-    wanted = [layer(x) for x in (first, second)]
     autosel.patch(model)
-    for _ in range(40):  # beyond the guard's first checks, which wait for the device
+    for _ in range(CANARY + 1):  # beyond the guard's first checks, which wait for the device and serve the baseline
         layer(first)
+    wanted = [layer(x) for x in (first, second)]
+    assert not torch.equal(*wanted)
+    calls = natively(board)
     held = first.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = layer(held)
-    for x, own in zip((second, first), reversed(wanted), strict=True):
+    assert natively(board)["linear"] == calls["linear"] + 3, "what was captured is ours"
+    for x, plain in zip((second, first), reversed(wanted), strict=True):
         held.copy_(x)
         graph.replay()
-        torch.testing.assert_close(made, own)
+        assert torch.equal(made, plain)
