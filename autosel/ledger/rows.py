@@ -297,9 +297,12 @@ def _one(host: int | None) -> Select[Any]:
     return query.where(t.decisions.c.id == sa.bindparam("of"))
 
 
+LARGEST_ID = 2**63 - 1  # that a database's integers hold: it would refuse the question with a larger one
+
+
 def one(connection: Connection, decision_id: int, *, host: int | None = None) -> Stored:
     """With `host`: also whether its arm was proven there. Raises LedgerError if there is no such decision."""
-    found = fetch(connection, _one(host), of=decision_id)
+    found = fetch(connection, _one(host), of=decision_id) if 0 < decision_id <= LARGEST_ID else ()
     if not found:
         last = connection.execute(sa.select(sa.func.max(t.decisions.c.id))).scalar()
         raise LedgerError(

@@ -535,11 +535,14 @@ def test_a_home_that_is_a_file_is_said_so_by_every_verb_that_needs_it(
 # --- changes by hand ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", [["demote", "7"], ["promote", "7", "x"], ["pin", "7"], ["pin", "7", "--off"]])
-def test_a_decision_that_is_not_there_is_said_so_and_nothing_changes(verb: list[str], home: Path, said: Said) -> None:
+@pytest.mark.parametrize("number", ["7", "0", "9" * 30], ids=["7", "0", "more than a database's integers hold"])
+@pytest.mark.parametrize("verb", [["demote"], ["promote", "x"], ["pin"], ["pin", "--off"]], ids=" ".join)
+def test_a_decision_that_is_not_there_is_said_so_and_nothing_changes(
+    verb: list[str], number: str, home: Path, said: Said
+) -> None:
     made = decided(home)
-    code, out, err = said(*verb, "--reason", "x", "--json")
-    assert (code, json.loads(out)["error"]["what"]) == (1, "there is no decision 7")
+    code, out, err = said(verb[0], number, *verb[1:], "--reason", "x", "--json")
+    assert (code, json.loads(out)["error"]["what"]) == (1, f"there is no decision {number}")
     assert f"the last one is {made.id}" in err
     assert len(json.loads(said("history", "--json")[1])) == 1
 
