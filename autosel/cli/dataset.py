@@ -11,6 +11,7 @@ import click
 
 from autosel import settings
 from autosel.cli.output import emit_json, microseconds, ratio, table
+from autosel.cli.writable import is_folder
 from autosel.errors import BadConfig, UsageError
 from autosel.values import Decision, to_json
 
@@ -69,9 +70,9 @@ def import_traces(dataset: Path, into: Path | None, as_json: bool) -> None:
     from autosel.integrations import flashinfer_traces
     from autosel.ledger.key import current_mode
 
-    if into is not None and into.is_dir():
+    if into is not None and is_folder(into):
         raise UsageError(f"{into} is a folder", todo=f"name a file: --into {into / 'traffic.json'}")
-    if into is not None and not into.absolute().parent.is_dir():
+    if into is not None and not is_folder(into.absolute().parent):
         raise BadConfig(f"cannot write {into}", why=f"there is no folder {into.parent}")
     found = flashinfer_traces.read(dataset)
     added = flashinfer_traces.keep(settings.home(), found.evidence)

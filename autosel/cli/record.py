@@ -15,6 +15,7 @@ import click
 from autosel import settings
 from autosel.cli.options import verb
 from autosel.cli.output import report, table
+from autosel.cli.writable import is_folder
 from autosel.errors import BadConfig, UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def record_command(output: Path, command: Sequence[str]) -> None:
     """
     from autosel.dispatch import recorded
 
-    if not output.absolute().parent.is_dir():
+    if not is_folder(output.absolute().parent):
         raise BadConfig(f"cannot write {output}", why=f"there is no folder {output.parent}")
     for left in _parts(output):
         left.unlink()

@@ -12,6 +12,7 @@ from autosel import settings
 from autosel.cli.engines import ENGINES, Asked, export_to
 from autosel.cli.options import Known, dtype_option, json_option, verb
 from autosel.cli.output import emit_json
+from autosel.cli.writable import is_folder
 from autosel.errors import BadConfig, UsageError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def export_command(
     if key and not sign:
         raise UsageError("--key without --sign", todo="add --sign")
 
-    if not path.parent.is_dir():
+    if not is_folder(path.parent):
         raise BadConfig(
             f"cannot write {path}", why=f"there is no folder {path.parent}", todo="make it, or check the path"
         )
@@ -142,7 +143,7 @@ def import_command(
     """
     from autosel.ledger.store import open_ledger
 
-    if path is not None and path.is_dir():
+    if path is not None and is_folder(path):
         from autosel.cli.dataset import import_traces
 
         if definition is not None or key:

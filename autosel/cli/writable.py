@@ -10,6 +10,14 @@ from pathlib import Path
 from autosel.errors import UsageError
 
 
+def is_folder(path: Path) -> bool:
+    """False for what cannot be one too: of a name that is too long Path.is_dir raises OSError."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def refuse_file(path: Path) -> None:
     """Raises UsageError where no file can be put: its folder must be there."""
     with _refused(path):

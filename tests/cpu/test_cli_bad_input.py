@@ -532,6 +532,15 @@ def test_a_home_that_is_a_file_is_said_so_by_every_verb_that_needs_it(
         assert "bug" not in err
 
 
+@pytest.mark.parametrize(
+    "words", [["import", "{long}"], ["export", "{long}/it"], ["record", "--output", "{long}/it", "--", "true"]],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_a_name_that_is_too_long_for_a_file_is_refused_in_words(words: list[str], said: Said) -> None:
+    code, _, err = said(*(word.format(long="x" * 5000) for word in words))
+    assert code in (1, 2) and err.startswith("error: cannot ") and "bug" not in err
+
+
 # --- changes by hand ----------------------------------------------------------------------------------------------
 
 
