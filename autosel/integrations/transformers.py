@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 NEEDED, INSTALL = "transformers 5", "pip install 'transformers>=5.0'"
 NAME = "autosel"  # of our attention in transformers' registries
+CACHE_NAMES = ("cache", "past_key_values")  # of the cache among attention's arguments: since 5.24, and before
 KINDS = ("attention", "RMSNorm", "rotary", "MLP", "linear")
 STATIC_ROPE = ("default", "linear", "llama3")  # kinds whose frequencies do not change with the position
 FAMILIES = "Llama, Mistral, Qwen3 and Gemma3"
@@ -483,9 +484,8 @@ def _prove_frequencies(module: Any) -> Forward:
 
 def _prove_rotation(module: Any) -> Forward:
     _own(module)
-    if not isinstance(type(module).forward, types.FunctionType) or hasattr(type(module).forward, "__wrapped__"):
-        raise _NotThis(f"{type(module).__name__}.forward is wrapped by a decorator")
-    own = type(module).forward.__globals__["apply_rotary_pos_emb"]
+    original = type(module).forward
+    own = inspect.unwrap(original).__globals__["apply_rotary_pos_emb"]
     config, dtype = module.config, next(module.parameters()).dtype
     head = int(module.head_dim)
     hq, hkv = int(config.num_attention_heads), int(config.num_key_value_heads)
@@ -510,7 +510,6 @@ def _prove_rotation(module: Any) -> Forward:
         made: tuple[Tensor, Tensor] = own(q, k, cos, sin, *more, **named)
         return made
 
-    original = type(module).forward
     rotating = _with_global(original, "apply_rotary_pos_emb", rotate)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -519,7 +518,8 @@ def _prove_rotation(module: Any) -> Forward:
         states = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(states, Tensor) or states.device != getattr(self, PROVEN_ON, None):
             return original(self, *args, **kwargs)
-        _make_room(kwargs.get("past_key_values"), getattr(self, "layer_idx", None))
+        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+        _make_room(cache, getattr(self, "layer_idx", None))
         return rotating(self, *args, **kwargs)
 
     return forward
@@ -537,15 +537,37 @@ def _rotated(
 
 
 def _with_global(function: Any, name: str, value: Any) -> Forward:
-    """The same code, for which one global name means something else: its module, and other models, keep theirs."""
-    made = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, name: value},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    """Return a copy of `function` for which the global `name` is `value`; its module and other models keep theirs.
+
+    Decorators of transformers around it are copied too, each around the copy. Raises _NotThis for other decorators.
+    """
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        return _copied(function, {**function.__globals__, name: value}, function.__closure__)
+    written_in = getattr(function, "__globals__", {}).get("__name__", "another kind")  # `wraps` hides it in __module__
+    if not isinstance(function, types.FunctionType) or not written_in.startswith("transformers."):
+        raise _NotThis(f"{inner.__qualname__} is wrapped by a decorator of {written_in}, not of transformers")
+    cells = function.__closure__ or ()
+    if sum(_holds(cell, inner) for cell in cells) != 1:
+        raise _NotThis(f"{inner.__qualname__} is wrapped by a decorator of {written_in} that does not hold it directly")
+    copied = _with_global(inner, name, value)
+    closure = tuple(types.CellType(copied) if _holds(cell, inner) else cell for cell in cells)
+    return _copied(function, function.__globals__, closure, __wrapped__=copied)
+
+
+def _holds(cell: types.CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # an empty cell
+        return False
+
+
+def _copied(
+    function: Any, names: dict[str, Any], closure: tuple[types.CellType, ...] | None, **attributes: Any
+) -> Forward:
+    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update({**function.__dict__, **attributes})
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -240,6 +241,49 @@ def test_what_others_replaced_stays_theirs() -> None:
     assert [x.module for x in patched.left] == ["model.norm"]
     autosel.unpatch(model)
     assert model.model.norm.__dict__["forward"] == theirs
+
+
+def test_a_decorator_of_transformers_goes_on_working_around_the_replaced_rotation(
+    board: dispatch.Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.utils.deprecation import deprecate_kwarg
+
+    model = made(llama)
+    kind = type(model.model.layers[0].self_attn)
+    twice = deprecate_kwarg("older_mask", "99.0.0", new_name="old_mask")
+    once = deprecate_kwarg("old_mask", "99.0.0", new_name="attention_mask")
+    monkeypatch.setattr(kind, "forward", twice(once(kind.forward)))
+    states = torch.randn(1, 1, D)
+    with torch.inference_mode():
+        tables = model.model.rotary_emb(states, torch.tensor([[5]]))
+        expected = model.model.layers[0].self_attn(states, position_embeddings=tables, attention_mask=None)[0]
+        patched = autosel.patch(model)
+        assert patched.replaced["rotary"] == patched.found["rotary"] == LAYERS
+        tables = model.model.rotary_emb(states, torch.tensor([[5]]))
+        with pytest.warns(FutureWarning, match="`older_mask` is deprecated .* Use `old_mask`"):
+            got = model.model.layers[0].self_attn(states, position_embeddings=tables, older_mask=None)[0]
+    torch.testing.assert_close(got, expected)
+    assert natively(board)["rope"] == 1
+    autosel.unpatch(model)
+
+
+def test_a_rotation_inside_an_unknown_decorator_is_left_and_the_decorator_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = made(llama)
+    kind, original = type(model.model.layers[0].self_attn), type(model.model.layers[0].self_attn).forward
+
+    @functools.wraps(original)
+    def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output, *rest = original(self, *args, **kwargs)
+        return 2 * output, *rest
+
+    monkeypatch.setattr(kind, "forward", doubled)
+    before = logits(model)
+    patched = autosel.patch(model)
+    assert patched.replaced["rotary"] == 0 and patched.found["rotary"] == LAYERS
+    assert f"is wrapped by a decorator of {__name__}, not of transformers" in str(patched)
+    torch.testing.assert_close(logits(model), before)
 
 
 def test_an_unknown_model_is_refused_with_the_versions_and_left_as_it_was() -> None:
