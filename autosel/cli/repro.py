@@ -209,7 +209,7 @@ def build(arm):
     library = os.path.join(folder, "kernel.so")
     command = [
         os.environ.get("CXX", "g++"), "-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared",
-        "-pthread", "-DAUTOSEL_PLAIN_C", *arm["flags"], os.path.join(folder, arm["source"]), "-o", library,
+        "-pthread", "-DAUTOSEL_PLAIN_C", *arm["flags"], os.path.join(folder, arm["source"]), "-o", library, "-ldl",
     ]
     print(" ".join(command), file=sys.stderr)
     subprocess.run(command, check=True)

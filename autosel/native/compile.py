@@ -199,7 +199,7 @@ def _command(source: Path, flags: tuple[str, ...], output: Path) -> list[str]:
     compiler, info = find_compiler(), _libinfo()
     assert compiler is not None
     tvm_ffi = [f"-I{info.find_include_path()}", f"-I{info.find_dlpack_include_path()}"]
-    tvm_ffi += [f"-L{Path(info.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
+    tvm_ffi += [f"-L{Path(info.find_libtvm_ffi()).parent}", "-ltvm_ffi", "-ldl"]
     nvcc = cuda.find_nvcc() if source.suffix == ".cu" else None
     if nvcc is not None:
         headers = cutlass.flags() if source.parent.name == cutlass.FOLDER else ()

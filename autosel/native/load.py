@@ -25,3 +25,8 @@ def load_entry(digest: str, entry: str) -> Callable[..., Any]:
         _LOADED[digest] = tvm_ffi.load_module(str(artefact.path))
     function: Callable[..., Any] = getattr(_LOADED[digest], entry)
     return function
+
+
+def loaded() -> tuple[Any, ...]:
+    """The modules of this process, in the order in which they were loaded."""
+    return tuple(_LOADED.values())

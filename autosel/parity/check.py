@@ -69,7 +69,7 @@ def check_all(proofs: Sequence[Proof], *, fp: Fingerprint | None = None, terms: 
 
 
 def torch_threads(proofs: Sequence[Proof]) -> int:
-    """PyTorch's own eager code and our kernels (whose team is their own) need one torch thread; anyone else gets all.
+    """PyTorch's own eager code and our kernels (which run on helpers there) need one torch thread; others get all.
 
     PyTorch's parallel regions leave a thread spinning for milliseconds after each of thousands of tiny calls.
     """

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from autosel.candidates.load import load
+from autosel.native import threads
 from autosel.ops import OPS
 from autosel.ops.precision import matmul_precision
 from autosel.parity.mirror import Mirror
@@ -52,6 +53,8 @@ def _load(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
     kind = NativeRecipe if request["recipe"]["kind"] == "native" else PythonRecipe
     recipe = from_json(kind, request["recipe"])
     _FUNCTIONS[request["name"]] = load(OPS[request["op"]], recipe, request["digest"], request["knobs"])
+    # On helpers, whose threads spin for less than those of OpenMP: checks are thousands of tiny calls with pauses between.
+    threads.use(openmp=False, wake=True)
     return {}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from autosel.candidates.load import load
+from autosel.native import threads
 from autosel.ops import find
 from autosel.ops.contract import Op
 from autosel.race.contest import Entrant
@@ -58,11 +59,10 @@ class Bench:
         gc.disable()
 
     def load(self, entrant: Entrant) -> None:
-        self.arms[entrant.loaded_name] = LoadedArm(
-            call=load(find(entrant.op), entrant.recipe, entrant.digest, entrant.knobs),
-            writes_out=entrant.writes_out,
-            runtime=_runtime(entrant),
-        )
+        call = load(find(entrant.op), entrant.recipe, entrant.digest, entrant.knobs)
+        pool = threads.use(wake=True)  # a decode loop is timed, in which no worker sleeps
+        runtime = _runtime(entrant, shared=pool is not None and pool.openmp)
+        self.arms[entrant.loaded_name] = LoadedArm(call=call, writes_out=entrant.writes_out, runtime=runtime)
 
     # --- seating ----------------------------------------------------------------------------------------------------
 
@@ -179,11 +179,15 @@ class _Operands:
             self.copies.append(operands)
 
 
-def _runtime(entrant: Entrant) -> str:
-    """Whose threads it runs on. A kernel from outside brings what it likes: nobody may be billed for it."""
-    if entrant.recipe.kind == "native":
-        return "team"
-    return "torch" if entrant.candidate.startswith(("torch:", "inductor:")) else entrant.candidate
+def _runtime(entrant: Entrant, *, shared: bool) -> str:
+    """Return whose threads the candidate runs on. `shared`: C++ kernels run on PyTorch's.
+
+    A candidate of a third party may bring threads of its own, which must not be charged to the next arm.
+    """
+    if entrant.recipe.kind == "native" and not shared:
+        return "helpers"
+    ours = entrant.recipe.kind == "native" or entrant.candidate.startswith(("torch:", "inductor:"))
+    return "torch" if ours else entrant.candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

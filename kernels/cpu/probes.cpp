@@ -26,6 +26,7 @@ static double now() {
 // Runs `window` (which returns its own seconds) over and over; out[i] = figure(seconds).
 template <class Window, class Figure>
 static int64_t windows(double seconds, double* out, int64_t most, const Window& window, const Figure& figure) {
+  autosel::team_v2::Awake awake;
   double end = now() + seconds;
   int64_t n = 0;
   while (n < most && (n < 3 || now() < end)) out[n++] = figure(window());

@@ -11,8 +11,6 @@
 // Gemma) each thread computes for itself where it is wanted. So a layer has five barriers: after the q/k/v projection,
 // attention, the output projection, gate and up, down. A sixth where a KV head's keys fall to two threads.
 // The arithmetic is that of the kernels for single ops, from the same headers and in the same order: the same bits.
-#include <time.h>
-
 #include <algorithm>
 #include <atomic>
 #include <exception>
@@ -109,7 +107,7 @@ class Barrier {
       if (now == kFailed) return false;
       if (now >= phase) return true;
       if (!meanwhile()) {
-        if (spins < kSpins) team_v1::relax();
+        if (spins < kSpins) team_v2::relax();
         else sched_yield();  // on a busy machine the others may be waiting for this very CPU
       }
     }
@@ -168,12 +166,6 @@ struct Run {
   const int64_t* task(int64_t i) const { return tasks + i * kTaskWords; }
 };
 
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
-}
-
 // What a task is shared out in: columns of a projection, eight at a time, or a sequence's KV heads.
 template <class T> int64_t units_of(const int64_t* task) {
   if (as<Head>(task).kind == kProject) return (as<Project<T>>(task).n + 7) / 8;
@@ -225,7 +217,7 @@ template <class T> class Walker {
   }
 
   void stamp(int64_t i, int64_t which) {
-    if (run_.times) run_.times[(rank_ * run_.count + i) * 2 + which] = now_ns();
+    if (run_.times) run_.times[(rank_ * run_.count + i) * 2 + which] = team_v2::now_ns();
   }
 
 
@@ -551,7 +543,7 @@ void step(TensorView tasks, TensorView like, Optional<TensorView> times, int64_t
       for (int64_t rank = 0; rank < threads; ++rank)
         left[size_t(i * threads + rank)].put(units * rank / threads, units * (rank + 1) / threads);
     }
-    team_v1::team().run(int(threads), [](void* context, int rank, int size) {
+    team_v2::team().run(int(threads), [](void* context, int rank, int size) {
       Run& run = *static_cast<Run*>(context);
       try {
         Walker<T>(run, rank, size).walk();
@@ -559,7 +551,7 @@ void step(TensorView tasks, TensorView like, Optional<TensorView> times, int64_t
         if (!run.failed.exchange(true)) run.error = std::current_exception();
         run.barrier.fail();
       }
-    }, &run);
+    }, &run, team_v2::Ranks::kAtOnce);
     if (run.error) std::rethrow_exception(run.error);
     for (int64_t i = 0; i < run.count; ++i)
       if (as<Head>(run.task(i)).kind == kProject && as<Project<T>>(run.task(i)).epilogue == kChoose) {

@@ -45,9 +45,25 @@ template <class Body> static inline void by_dtype(const TensorView& t, const Bod
 #endif
 }
 
+// Every kernel exports this: asking about the process's threads and changing them needs no build of its own.
+// `command` 0: ask; 1, 2: place workers on cores of their own, or give them back the affinity they had; 3, 4: use OpenMP's
+// threads, or helpers of ours; 5, 6: wake sleeping workers for every job, or only where it is worth it. Then state int64[4]
+// says: on OpenMP's threads? placing? workers that are placed; waking for every job?
+static void threads(TensorView state, int64_t command) {
+  AUTOSEL_CHECK(state.numel() == 4 && state.dtype().code == kDLInt && state.dtype().bits == 64, "state is int64 [4]");
+  team_v2::Team& team = team_v2::team();
+  if (command == 1 || command == 2) team.placement().enable(command == 1);
+  if (command == 3 || command == 4) team.leave_openmp(command == 4);
+  if (command == 5 || command == 6) team.wake_always(command == 5);
+  int64_t found[] = {team.on_openmp(), team.placement().enabled(), team.placement().placed(), team.wakes()};
+  memcpy(data<int64_t>(state), found, sizeof found);
+}
+
 static inline bool same_dtype(const TensorView& a, const TensorView& b) {
   DLDataType x = a.dtype(), y = b.dtype();
   return x.code == y.code && x.bits == y.bits && x.lanes == y.lanes;
 }
 
 }  // namespace autosel
+
+AUTOSEL_EXPORT(threads, autosel::threads);
