@@ -54,6 +54,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(name="allow", kind=str, default="", help="entry points of autosel.candidates that may be imported: a,b"),
     Setting(name="effort", kind=str, default="quick", help="how hard `tune` tries", choices=("quick", "full")),
     Setting(name="budget", kind=float, default=0.0, help="seconds `tune` may take; 0: as long as it needs"),
+    Setting(
+        name="place_workers", kind=bool, default=True, help="keep the CPU pool's worker threads on cores of their own"
+    ),
     Setting(name="cxx", kind=str, default="", help="C++ compiler (default: $CXX, g++, c++)"),
     Setting(name="log", kind=str, default="warning", help="log level", choices=("debug", "info", "warning", "error")),
 )

@@ -28,7 +28,12 @@ from autosel.native.compile import compile_source
 from autosel.ops import OPS
 from autosel.values import Fingerprint, NativeRecipe
 
-ARMS = {"helpers": (False, False), "helpers, placed": (False, True), "pool": (True, False), "pool, placed": (True, True)}
+ARMS = {  # on PyTorch's threads? placed?
+    "helpers": (False, False),
+    "helpers, placed": (False, True),
+    "pool": (True, False),
+    "pool, placed": (True, True),
+}
 WARM_CALLS = 20
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autosel.errors import BuildError
+from autosel.native import threads
 from autosel.native.compile import find_artefact
 
 _LOADED: dict[str, Any] = {}  # modules stay loaded: their thread team outlives any one caller
@@ -23,10 +24,6 @@ def load_entry(digest: str, entry: str) -> Callable[..., Any]:
         import tvm_ffi
 
         _LOADED[digest] = tvm_ffi.load_module(str(artefact.path))
+        threads.adopt(_LOADED[digest])
     function: Callable[..., Any] = getattr(_LOADED[digest], entry)
     return function
-
-
-def loaded() -> tuple[Any, ...]:
-    """The modules of this process, in the order in which they were loaded."""
-    return tuple(_LOADED.values())

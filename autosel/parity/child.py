@@ -53,7 +53,7 @@ def _load(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
     kind = NativeRecipe if request["recipe"]["kind"] == "native" else PythonRecipe
     recipe = from_json(kind, request["recipe"])
     _FUNCTIONS[request["name"]] = load(OPS[request["op"]], recipe, request["digest"], request["knobs"])
-    # On helpers, whose threads spin for less than those of OpenMP: checks are thousands of tiny calls with pauses between.
+    # Helpers spin for less long than OpenMP's threads: checks are thousands of tiny calls with pauses between.
     threads.use(openmp=False, wake=True)
     return {}
 

@@ -106,7 +106,7 @@ def test_workers_get_cores_of_their_own_and_their_affinity_back(run: Run) -> Non
         pytest.param(2, CPUS[:2], {"OMP_PROC_BIND": "true"}, id="bound-by-openmp"),
     ],
 )
-def test_workers_are_left_where_they_are(on_openmp: Run, size: int, cpus: list[int], environment: dict[str, str]) -> None:
+def test_workers_are_left_alone(on_openmp: Run, size: int, cpus: list[int], environment: dict[str, str]) -> None:
     caller, _, placed, *_ = on_openmp("placed", size, cpus=cpus, **environment)
     assert (caller, placed) == ("caller unchanged", "placed 0")
 
@@ -171,11 +171,11 @@ print(threads.use(openmp=False, place=False))
 """
 
 
-def test_kernels_run_on_the_threads_that_pytorch_has(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IN_PYTHON], env={**os.environ, "AUTOSEL_HOME": str(tmp_path)}, capture_output=True, text=True
-    )
+@pytest.mark.parametrize("placing", ["1", "0"])
+def test_kernels_run_on_the_threads_that_pytorch_has(tmp_path: Path, placing: str) -> None:
+    environment = {**os.environ, "AUTOSEL_HOME": str(tmp_path), "AUTOSEL_PLACE_WORKERS": placing}
+    done = subprocess.run([sys.executable, "-c", IN_PYTHON], env=environment, capture_output=True, text=True)
     none, counts, state, left = done.stdout.splitlines()
     assert (none, counts) == ("none None", "threads 1"), done.stderr
-    assert "openmp=True" in state
+    assert f"openmp=True, place={placing == '1'}" in state
     assert "openmp=False, place=False" in left
