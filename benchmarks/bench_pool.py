@@ -4,7 +4,7 @@
 
 The kernel is decode attention, 32/8 heads, D = 64, L = 512, bf16, operands in cache. Situations: back to back; right
 after a linear of PyTorch's that used all threads; after rests. Arms take turns within each situation. The figures are
-microseconds, median (p90), and the distance to the fastest arm's median back to back.
+microseconds, median (p90).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ ARMS = {  # on PyTorch's threads? placed?
     "helpers, placed": (False, True),
     "pool": (True, False),
     "pool, placed": (True, True),
+    "one thread": (True, True),  # what the core's own caches and clock take after a rest
 }
 WARM_CALLS = 20
 
@@ -41,11 +42,11 @@ def main() -> int:
     options = parsed()
     fp = fingerprint.take("cpu")
     torch.set_num_threads(options.threads or int(fp.identity["cpus"]))
-    kernel = attention(fp, options.threads)
+    kernels = {arm: attention(fp, 1 if arm == "one thread" else options.threads) for arm in options.arm or ARMS}
     x, w = torch.randn(1, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
     before: dict[str, Callable[[], Any]] = {"back to back": lambda: None, "after a linear": lambda: x @ w.T}
     before |= {f"after {rest_s * 1e3:g} ms": (lambda s=rest_s: time.sleep(s)) for rest_s in options.rests}
-    table = {what: measure(kernel, ahead, options) for what, ahead in before.items()}
+    table = {what: measure(kernels, ahead, options.seconds) for what, ahead in before.items()}
     if options.json:
         json.dump({"device": fp.name, "threads": torch.get_num_threads(), "us": table}, sys.stdout, indent=1)
         print()
@@ -75,16 +76,15 @@ def attention(fp: Fingerprint, threads_wanted: int) -> Callable[[], Any]:
     return lambda: function(*arguments)
 
 
-def measure(kernel: Callable[[], Any], ahead: Callable[[], Any], options: argparse.Namespace) -> dict[str, list[float]]:
+def measure(kernels: dict[str, Callable[[], Any]], ahead: Callable[[], Any], seconds: float) -> dict[str, list[float]]:
     """Times in microseconds by arm; eight turns each, so that a neighbour's burst does not meet one arm alone."""
-    arms = options.arm or list(ARMS)
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    times: dict[str, list[float]] = {arm: [] for arm in kernels}
     for _ in range(8):
-        for arm in arms:
+        for arm, kernel in kernels.items():
             threads.use(openmp=ARMS[arm][0], place=ARMS[arm][1])
             for _ in range(WARM_CALLS):
                 kernel()
-            end = time.perf_counter() + options.seconds / 8
+            end = time.perf_counter() + seconds / 8
             while True:
                 ahead()
                 start = time.perf_counter_ns()

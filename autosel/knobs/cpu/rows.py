@@ -18,8 +18,9 @@ SWIGLU_EXPS, GEGLU_TANH_EXPS, GEGLU_ERF_EXPS = 2.5, 3.1, 4.8
 # FLOPs (at the FMA rate) an element of a norm is worth: widening, square, sum, once more widening, scaling, rounding.
 # One Zen 4 core, bf16, M=64 d=4096, quiet: 57.7 us on one thread, 33.0 on two, at 116 GFLOP/s.
 NORM_FLOPS = 25
-# Fork-joins a call must outlast. A fork-join is cheap only while the workers spin (rest.h): waking one that sleeps costs
-# a hundred of them, so a call that could win only a few stays alone. Measured, two Zen 4 cores, fork-join 0.43 us: swiglu I=14336 7.0 us alone, 5.4 on both; where nobody measured it is 2 us, thus 16.
+# Fork-joins a call must outlast. A fork-join is cheap only while the workers spin (rest.h): waking one that sleeps
+# costs a hundred of them, so a call that could win only a few stays alone. Measured, two Zen 4 cores, fork-join
+# 0.43 us: swiglu I=14336 7.0 us alone, 5.4 on both; where nobody measured it is 2 us, thus 16.
 WORTH_JOINS = 8
 SHARE_ELEMENTS = 2048  # of a gated unit: less than this a thread, and its share is over before the others have woken
 
