@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import sys
@@ -11,7 +12,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings as property_settings
 
-property_settings.register_profile("untimed", property_settings(), deadline=None)  # no test judges by the clock
+from tests import drawn
+
+# No test judges by the clock; in CI the examples are the same each time.
+property_settings.register_profile(
+    "untimed", property_settings(), deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True
+)
 property_settings.load_profile("untimed")
 
 os.environ.setdefault("AUTOSEL_HOME", str(Path(__file__).resolve().parents[1] / ".autosel" / "tests"))
@@ -30,6 +36,30 @@ ENVIRONMENT = (
     "LD_LIBRARY_PATH",
     "CXX",
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--on-day", metavar="YYYY-MM-DD", help="the day whose share rotating tests take [default: today]")
+    parser.addoption("--seed", type=int, metavar="N", help="draw random inputs from N [default: another N each time]")
+
+
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own option
+def pytest_configure(config: pytest.Config) -> None:
+    """The values go into `option`, which pytest-xdist hands to its workers."""
+    option = config.option
+    try:
+        drawn.day = datetime.date.fromisoformat(option.on_day or drawn.day).isoformat()
+    except ValueError as error:
+        raise pytest.UsageError(f"--on-day {option.on_day}: a day is meant, as 2026-11-24") from error
+    drawn.seed = drawn.seed if option.seed is None else option.seed
+    option.on_day, option.seed = drawn.day, drawn.seed
+    if option.hypothesis_seed is None:
+        option.hypothesis_seed = str(drawn.seed)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if any(terminalreporter.stats.get(kind) for kind in ("failed", "error")):
+        terminalreporter.write_line(f"the same cases and inputs again: {drawn.options()}", yellow=True)
 
 
 @pytest.fixture

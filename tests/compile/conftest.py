@@ -4,8 +4,8 @@ matrix of targets to go through.
     @pytest.mark.in_turns(choices)                                        what gives a list of them
     @pytest.mark.in_turns({"gemv": choices_of_gemv, ...}, label=named)    a list a group
 
-runs a test that has an argument `choice` once (once a group), with the choice whose turn it is on the day it runs; with
---every-target once with each choice, under the name it is given, so that they run side by side and fail by name.
+runs a test that has an argument `choice` once (once a group), with the choice whose turn it is on the day of --on-day;
+with --every-target once with each choice, under the name it is given, so that they run side by side and fail by name.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _todays(choices: Callable[[], Sequence[Any]], turn: int) -> Any:
-    """Drawn when a test runs: the day may end between two workers' collections."""
+    """Only where the test runs: to list all choices takes time."""
     return todays(choices(), turn)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import datetime
 import hashlib
 import itertools
 import math
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from autosel import resources, settings
 from autosel.native.compile import _libinfo, find_compiler, sources_digest
 from autosel.native.cuda import find_nvcc
+from tests import drawn
 
 Choice = TypeVar("Choice")
 
@@ -37,11 +37,6 @@ FLAGS = (
 )
 
 
-def todays_turn() -> int:
-    """Counts days: what is too much for one run is gone through day by day."""
-    return datetime.datetime.now(tz=datetime.UTC).toordinal()
-
-
 def todays(choices: Sequence[Choice], turn: int = 0) -> Choice:
     """One of them, each in as many days as there are; from one day to the next about three fifths of the list further.
 
@@ -49,7 +44,7 @@ def todays(choices: Sequence[Choice], turn: int = 0) -> Choice:
     """
     count = len(choices)
     step = next(s for s in itertools.count(max(1, round(0.6 * count))) if math.gcd(s, count) == 1)
-    return choices[(todays_turn() + turn) * step % count]
+    return choices[(drawn.turn() + turn) * step % count]
 
 
 def keep(file: Path, text: str) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs Triton: the `cross` extra")
 
 from autosel.ops import OPS
 from autosel.ops.contract import Mismatch
-from tests.compile.emulate import todays_turn
+from tests import drawn
 from tests.compile.ptx_machine import built
 from tests.compile.ptx_triton import failures
 from tests.compile.triton_kernels import PLANS, Plan
@@ -66,7 +66,7 @@ def test_a_compiled_kernel_has_no_races(choice: tuple[str, tuple[int, int]]) -> 
 
 @pytest.mark.in_turns(lambda: list(PLANS), label=lambda plan: plan.label)
 def test_a_compiled_triton_kernel_has_no_races(choice: Plan) -> None:
-    assert list(failures(choice, "bf16", 12, todays_turn(), races=True)) == []
+    assert list(failures(choice, "bf16", 12, drawn.turn(), races=True)) == []
 
 
 def test_each_barrier_and_fence_that_is_left_out_is_missed() -> None:

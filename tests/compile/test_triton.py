@@ -21,8 +21,9 @@ import triton.language as tl
 from autosel.candidates.triton.attention import WIDEST_HEAD
 from autosel.ops import OPS
 from autosel.values import Passed
+from tests import drawn
 from tests.compile.aot import captured, launches, narrow, problems
-from tests.compile.emulate import todays, todays_turn
+from tests.compile.emulate import todays
 from tests.compile.triton_kernels import DTYPES, KERNELS, PLANS, SHAPES, TARGETS, workload
 
 HERE = Path(__file__).parent
@@ -76,7 +77,7 @@ def test_attention_is_interpreted_at_its_widest_head_and_with_capped_scores(op: 
 
 def test_triton_kernels_meet_their_contracts_in_the_interpreter() -> None:
     """A 23rd of every kernel's hostile cases, in one dtype each; compiled, test_ptx_triton.py has more of them."""
-    command = [sys.executable, str(HERE / "some_cases.py"), str(todays_turn()), str(SHARE)]
+    command = [sys.executable, str(HERE / "some_cases.py"), str(drawn.turn()), str(SHARE)]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout == ""

@@ -186,7 +186,7 @@ def test_documented_commands_have_verbs_and_options_that_exist(page):
             continue
         if words[0] == "./run" and verb == "gpu":
             source = (ROOT / "benchmarks" / "gpu" / "__main__.py").read_text()
-            known = {*re.findall(r'"(--[a-z-]+)"', source), "--wheelhouse", "--help"}
+            known = {*re.findall(r'"(--[a-z-]+)"', source), "--wheelhouse", "--reuse-torch", "--no-lock", "--help"}
             assert {w.partition("=")[0] for w in rest if w.startswith("-")} <= known, words
             continue
         assert verb in VERBS or verb in ("VERB", "OP"), words

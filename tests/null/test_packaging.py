@@ -55,7 +55,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 def checkout(tmp_path_factory):
     """A copy, so that building leaves nothing behind in ours."""
     copy = tmp_path_factory.mktemp("copy") / "autosel"
-    ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache", ".hypothesis", "build", "dist")
+    ignored = shutil.ignore_patterns(".venv*", ".git", "__pycache__", ".*_cache", ".hypothesis", "build", "dist")
     shutil.copytree(CHECKOUT, copy, ignore=ignored)
     return copy
 

@@ -16,11 +16,12 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     asked: list[str] = []
 
     def pip(verb: str, *words: str) -> None:
-        asked.append(words[-1])
+        lines = Path(words[words.index("-r") + 1]).read_text()
+        asked.append(lines.strip())
         if verb == "install":
             Path(words[words.index("--target") + 1]).mkdir()
             return
-        name, _, version = words[-1].partition("==")
+        name, _, version = lines.split()[0].partition("==")
         folder = Path(words[words.index("--dest") + 1])
         with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}/__init__.py", f"__version__ = '{version}'\n")
@@ -28,8 +29,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             wheel.writestr(f"{name}-{version}.dist-info/METADATA", f"Version: {version}\n")
 
     monkeypatch.setattr(engines, "ENGINES", tmp_path / "engines")
-    monkeypatch.setattr(engines, "FETCHED", tmp_path / "engines" / "dependencies" / "engines.txt")
-    monkeypatch.setattr(engines, "WHEELS", {"engine": "engine==1.0"})
+    monkeypatch.setattr(engines, "FETCHED", tmp_path / "engines" / "dependencies" / engines.DEPENDENCIES.name)
+    monkeypatch.setattr(engines, "LOCKED", {"engine": "==1.0 --hash=sha256:0"})
+    monkeypatch.setattr(engines, "ALL", ("engine",))
     monkeypatch.setattr(engines, "_pip", pip)
     return asked
 
@@ -40,9 +42,9 @@ def test_an_engine_is_fetched_once_and_again_when_another_version_is_wanted(
     assert "engine" in engines.missing("engine")
     engines.fetch()
     engines.fetch()
-    assert index.count("engine==1.0") == 1
+    assert index.count("engine==1.0 --hash=sha256:0") == 1
     assert engines.missing("engine") == ""
-    monkeypatch.setattr(engines, "WHEELS", {"engine": "engine==1.1"})
+    monkeypatch.setattr(engines, "LOCKED", {"engine": "==1.1 --hash=sha256:1"})
     assert "engine" in engines.missing("engine")
     engines.fetch()
     assert engines.missing("engine") == ""
