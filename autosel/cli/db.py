@@ -132,11 +132,14 @@ def grant(role: str, login: str, only_print: bool, as_json: bool) -> None:
 
 
 @db_command.command("release", examples=('db release 3 --reason "the driver was at fault"', "db release 3 4 5"))
-@click.argument("quarantine_ids", metavar="N...", type=int, nargs=-1, required=True)
+@click.argument("quarantine_ids", metavar="N [N]", type=int, nargs=-1, required=True)
 @click.option("--reason", default="released by hand", show_default=True, help="why; it is kept with the quarantine")
 @json_option
 def release(quarantine_ids: tuple[int, ...], reason: str, as_json: bool) -> None:
-    """End quarantines (doctor lists them): these builds may race again, and the next tune races them."""
+    """End quarantines (doctor lists them): those builds may race again.
+
+    The next tune proves and races them; it needs no --force.
+    """
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from autosel.errors import EnvironmentFault
 from autosel.ledger import schema
 from autosel.ledger.store import Ledger, open_ledger
 from autosel.models.workloads import Named
-from autosel.native import compile as native
 from autosel.ops import OPS
 from autosel.pipeline import Rejection, Report, Request, tune
 from autosel.values import Decision
