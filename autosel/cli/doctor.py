@@ -127,7 +127,7 @@ def _compiler(what: str) -> Iterator[Finding]:
         yield Finding(what=what, level="ok", text=f"{found.path}  {found.version}")
 
 
-def _workers(what: str) -> Iterator[Finding]:
+def examine_workers(what: str) -> Iterator[Finding]:
     """A worker process starts, calls PyTorch, and loads what the compiler made."""
     from autosel import fingerprint
     from autosel.native.compile import find_compiler
@@ -291,7 +291,7 @@ CHECKS: dict[str, Callable[[str], Iterator[Finding]]] = {
     "settings": _settings,
     "compiler": _compiler,
     "libraries": _libraries,
-    "workers": _workers,
+    "workers": examine_workers,
     "device": _device,
     "home": _home,
     "ledger": _ledger,
