@@ -24,7 +24,7 @@ import click
 from autosel import settings
 from autosel.cli.options import show_examples
 from autosel.cli.output import Stopped, error_json, out_of_memory, report
-from autosel.errors import AutoselError, UsageError
+from autosel.errors import AutoselError, EnvironmentFault, UsageError
 from autosel.version import __version__
 
 # verb -> (module below autosel.cli, one line for the overview); the command object has the verb's name
@@ -110,6 +110,9 @@ def _log_level(verbose: int) -> str:
         return "WARNING"
 
 
+AT_ONCE = (Stopped.exit_code, EnvironmentFault.exit_code)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run, and leave with the exit code."""
     for stream in (sys.stdout, sys.stderr):
@@ -117,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
             stream.reconfigure(errors="replace")  # a terminal without "≥" gets "?", not an exception
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop keeps what Ctrl-C keeps
     code = run(argv)
-    if code == Stopped.exit_code:  # at once: a thread may be waiting for a proof; workers end with us
+    if code in AT_ONCE:  # a thread may be waiting for a proof; workers end with us
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
