@@ -172,16 +172,24 @@ def empty_source(source: str) -> str:
 
 
 def require_compiler(source: str, failed: BuildError) -> None:
-    """Compile an empty source after `source` has failed to compile. Raises EnvironmentFault if that fails too, or if
-    the compiler said that a disk is full."""
+    """Compile an empty source after `source` has failed to compile. Raises EnvironmentFault if that fails too with a
+    compiler that has worked here before (another is no compiler), or if the compiler said that a disk is full."""
     said = f"{failed.why} {failed.log}".lower()
     error = failed if any(words in said for words in DISK_FULL) else compiler_trouble(empty_source(source))
-    if error is not None:
-        raise EnvironmentFault(
-            f"the compiler of {source} does not work",
-            why=f"{error.what}: {error.why}",
-            todo=f"repair it, check it with `{settings.spelling()} doctor`, then run the command again",
-        ) from failed
+    if error is not failed and (error is None or not _has_worked(source)):
+        return
+    raise EnvironmentFault(
+        f"the compiler of {source} does not work any more",
+        why=f"{error.what}: {error.why}",
+        todo=f"repair it, check it with `{settings.spelling()} doctor`, then run the command again",
+    ) from failed
+
+
+def _has_worked(source: str) -> bool:
+    """Has the compiler of this source made something that this home holds?"""
+    found = cuda.find_nvcc() if source.endswith(".cu") else find_compiler()
+    stored = [find_artefact(folder.name) for folder in artefacts().glob("*")]
+    return found is not None and any(artefact.command[0] == found.path for artefact in stored if artefact is not None)
 
 
 def compiler_trouble(empty: str) -> BuildError | None:

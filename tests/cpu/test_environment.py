@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from autosel import fingerprint, settings
 from autosel.candidates import registry
 from autosel.candidates.control import CONTROL, WORKED
 from autosel.cli import doctor
-from autosel.errors import EnvironmentFault
+from autosel.errors import BuildError, EnvironmentFault
 from autosel.ledger import schema
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger, open_ledger
@@ -156,22 +157,27 @@ def test_where_no_native_kernel_can_be_loaded_no_native_candidate_has_failed(
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
-    """Names a compiler that refuses every command with some words in it, saying why, and passes others on to g++. Its
-    version is its own, so that nothing is found compiled."""
+    """A compiler that has worked in a home of its own, whose rates are known. The function given makes it refuse every
+    command with some words in it, saying why."""
+    script, home = tmp_path / "c++", tmp_path / "home"
 
-    def name(words: str, why: str) -> None:
-        script = tmp_path / "c++"
-        lines = ["#!/bin/sh", 'case "$*" in', "*--version*) echo 'a compiler of the tests 1.0'; exit 0 ;;"]
-        script.write_text("\n".join([*lines, f"*{words}*) echo '{why}' >&2; exit 1 ;;", "esac", 'exec g++ "$@"']))
+    def breaks(words: str, why: str) -> None:
+        refusal = [f"*{words}*) echo '{why}' >&2; exit 1 ;;"] if words else []
+        script.write_text("\n".join(["#!/bin/sh", 'case "$*" in', *refusal, "esac", 'exec g++ "$@"']))
         script.chmod(0o700)
-        monkeypatch.setenv("AUTOSEL_CXX", str(script))
-        forget()
 
     def forget() -> None:
         settings.read.cache_clear()
         native.find_compiler.cache_clear()
 
-    yield name
+    fingerprint.take("cpu")
+    shutil.copytree(settings.home() / "fingerprint", home / "fingerprint")
+    breaks("", "")
+    monkeypatch.setenv("AUTOSEL_CXX", str(script))
+    monkeypatch.setenv("AUTOSEL_HOME", str(home))
+    forget()
+    native.compile_source(native.EMPTY_CPP)
+    yield breaks
     monkeypatch.undo()
     forget()
 
@@ -191,6 +197,14 @@ def test_a_compiler_that_breaks_midway_fails_nobodys_build(
     with pytest.raises(EnvironmentFault, match=why.partition(": ")[2]):
         tuned(ledger, listener)
     assert_nobody_is_blamed(ledger, listener)
+
+
+def test_a_compiler_that_never_worked_here_is_none(compiler: Callable[[str, str], None]) -> None:
+    shutil.rmtree(native.artefacts())
+    compiler(".cpp", "error: no such file")
+    with pytest.raises(BuildError) as caught:
+        native.compile_source(native.EMPTY_CPP)
+    native.require_compiler("cpu/rmsnorm.cpp", caught.value)
 
 
 def test_a_kernel_that_alone_does_not_compile_has_failed(compiler: Callable[[str, str], None], ledger: Ledger) -> None:
