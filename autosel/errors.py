@@ -1,6 +1,6 @@
 """One tree of errors. Each says what happened, the values seen, and what to do next.
 
-An error knows its exit code (design: 1 failure, 2 usage, 3 regression, 4 parity, 5 too noisy) so that the CLI
+An error knows its exit code (1 failure, 2 usage, 3 regression, 4 parity, 5 too noisy, 6 environment), so that the CLI
 never has to guess. Raise these for the caller's mistakes; `assert` is for ours.
 """
 
@@ -82,6 +82,17 @@ class DeviceFault(AutoselError):
     def __init__(self, what: str, *, arm: Any, op: str, why: str = "", todo: str = "") -> None:
         super().__init__(what, why=why, todo=todo)
         self.arm, self.op = arm, op
+
+
+class EnvironmentFault(AutoselError):
+    """PyTorch, the compiler or a worker process does not work here: the environment fails, not a candidate. Nothing
+    was recorded against any candidate."""
+
+    exit_code = 6
+
+    def __init__(self, what: str, *, why: str = "", todo: str = "") -> None:
+        why = "\n".join(filter(None, (why, "nothing was recorded against any candidate")))
+        super().__init__(f"the environment is broken: {what}", why=why, todo=todo)
 
 
 class ParityError(AutoselError):

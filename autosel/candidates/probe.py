@@ -2,7 +2,8 @@
 
 Somebody's package may compile for minutes, print, crash, or find that it was built for another torch; a kernel behind
 one of PyTorch's switches may hang, or end the process it is tried in. A worker takes it, as it takes candidates. What
-came of it is kept below the home, unless it was nobody's fault (no memory, a busy device).
+came of it is kept below the home, unless it was nobody's fault (no memory, a busy device, an environment in which no
+worker can import PyTorch).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autosel import settings
-from autosel.errors import WorkerError
+from autosel.errors import EnvironmentFault, WorkerError
 from autosel.values import digest
 from autosel.workers import RaisedError, Worker
 
@@ -80,13 +81,25 @@ def _tried(target: str, arguments: Sequence[Any], deadline_s: float) -> tuple[st
             worker.request({"target": target, "arguments": list(arguments)}, deadline_s)
         finally:
             worker.close()
+    except EnvironmentFault as error:
+        return " ".join(f"{error.what}: {error.why}".split())[:200], False
     except RaisedError as error:
-        return " ".join(f"{error.kind}: {error.message}".split())[:200], not error.retryable
+        return " ".join(f"{error.kind}: {error.message}".split())[:200], not error.retryable and _torch_works()
     except WorkerError as error:
         late = error.cause == "timeout in request"
         why = f"it took longer than {deadline_s:.0f} s" if late else f"its process ended: {error.cause}"
-        return why, not error.retryable
+        return why, not error.retryable and _torch_works()
     return "", True
+
+
+def _torch_works() -> bool:
+    """The control of a failure: a worker that imports nothing but PyTorch starts."""
+    try:
+        with Worker(f"{__name__}:serve", threads=1) as worker:  # a number of threads is set in PyTorch
+            worker.wait_ready()
+    except EnvironmentFault:
+        return False
+    return True
 
 
 def _kept(path: Path) -> tuple[bool, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from autosel import settings
-from autosel.cli.options import Known, VerbGroup, json_option, reason_option
+from autosel.cli.options import Known, VerbGroup, json_option
 from autosel.cli.output import bytes_text, emit_json
 from autosel.errors import UsageError
 
@@ -131,17 +131,23 @@ def grant(role: str, login: str, only_print: bool, as_json: bool) -> None:
         click.echo(f"{login} is a {role} of {ledger.name}")
 
 
-@db_command.command("release", examples=('db release 3 --reason "the driver was at fault"',))
-@click.argument("quarantine_id", type=int)
-@reason_option
+@db_command.command("release", examples=('db release 3 --reason "the driver was at fault"', "db release 3 4 5"))
+@click.argument("quarantine_ids", metavar="N [N]", type=int, nargs=-1, required=True)
+@click.option("--reason", default="released by hand", show_default=True, help="why; it is kept with the quarantine")
 @json_option
-def release(quarantine_id: int, reason: str, as_json: bool) -> None:
-    """End a quarantine (doctor lists them): that build may race again."""
+def release(quarantine_ids: tuple[int, ...], reason: str, as_json: bool) -> None:
+    """End quarantines (doctor lists them): those builds may race again.
+
+    The next tune proves and races them; it needs no --force.
+    """
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
-        ledger.release(quarantine_id, reason)
-        _say(f"quarantine {quarantine_id} has ended", {"released": quarantine_id, "reason": reason}, as_json)
+        for number in quarantine_ids:
+            ledger.release(number, reason)
+    numbers = ", ".join(map(str, quarantine_ids))
+    ended = f"quarantine {numbers} has ended" if len(quarantine_ids) == 1 else f"quarantines {numbers} have ended"
+    _say(f"{ended}; `{settings.spelling()} tune` races again", {"released": quarantine_ids, "reason": reason}, as_json)
 
 
 def _say(text: str, document: dict[str, object], as_json: bool) -> None:

@@ -16,6 +16,8 @@ from autosel.cli.engines import ENGINES
 from autosel.cli.options import Known, json_option, verb
 from autosel.cli.output import bytes_text, emit_json, paragraph
 from autosel.errors import AutoselError, BuildError, UsageError
+from autosel.ledger.describe import release_command
+from autosel.workers.environment import torch_fault
 
 if TYPE_CHECKING:
     from autosel.ledger.store import Ledger
@@ -40,7 +42,8 @@ class Finding:
 @click.option("--python", metavar="FILE", help="with --engine: the Python that serves, if it is another")
 @json_option
 def doctor_command(folder: Path | None, engine: str | None, python: str | None, as_json: bool) -> None:
-    """Check settings, compiler, libraries, noise, ledger, snapshot, plug-ins, quarantine; say what to do.
+    """Check settings, compiler, libraries, worker processes, noise, ledger, snapshot, plug-ins, quarantine; say what to
+    do.
 
     With --engine: ask that engine's own lookup for every exported row. Exit code 1 if something is broken.
     """
@@ -83,10 +86,19 @@ def examine() -> Iterator[Finding]:
         try:
             yield from check(what)
         except AutoselError as error:
-            text = f"{error.what}: {error.why}".rstrip(": ").replace("\n", " ")
-            yield Finding(what=what, level="bad", text=text, todo=error.todo)
+            yield _broken(what, error)
         except OSError as error:
             yield Finding(what=what, level="bad", text=str(error))
+        except Exception:
+            fault = torch_fault()
+            if fault is None:
+                raise
+            yield _broken(what, fault)
+
+
+def _broken(what: str, error: AutoselError) -> Finding:
+    text = f"{error.what}: {error.why}".rstrip(": ").replace("\n", "; ")
+    return Finding(what=what, level="bad", text=text, todo=error.todo)
 
 
 def _settings(what: str) -> Iterator[Finding]:
@@ -100,7 +112,7 @@ def _settings(what: str) -> Iterator[Finding]:
 
 
 def _compiler(what: str) -> Iterator[Finding]:
-    from autosel.native.compile import NO_COMPILER, find_compiler
+    from autosel.native.compile import EMPTY_CPP, NO_COMPILER, compiler_trouble, find_compiler
 
     found, asked = find_compiler(), settings.compiler()
     if asked and shutil.which(asked) is None:
@@ -108,8 +120,23 @@ def _compiler(what: str) -> Iterator[Finding]:
         yield Finding(what=what, level="note", text=f"{asked} is not there or cannot be run", todo=todo)
     if found is None:
         yield Finding(what=what, level="note", text="none: the C++ kernels are not eligible", todo=NO_COMPILER)
+    elif trouble := compiler_trouble(EMPTY_CPP):
+        text = f"{found.path} compiles nothing, not even an empty kernel: {trouble.why or trouble.what}"
+        yield Finding(what=what, level="bad", text=text, todo="repair it, or name another in AUTOSEL_CXX")
     else:
         yield Finding(what=what, level="ok", text=f"{found.path}  {found.version}")
+
+
+def examine_workers(what: str) -> Iterator[Finding]:
+    """A worker process starts, calls PyTorch, and loads what the compiler made."""
+    from autosel import fingerprint
+    from autosel.native.compile import find_compiler
+    from autosel.parity.control import require_workers
+
+    native = find_compiler() is not None
+    require_workers(fingerprint.take("cpu"), native=native)
+    text = "a worker process starts and calls PyTorch" + (", and a compiled kernel" if native else "")
+    yield Finding(what=what, level="ok", text=text)
 
 
 def _libraries(what: str) -> Iterator[Finding]:
@@ -183,7 +210,7 @@ def _ledger(what: str) -> Iterator[Finding]:
         for hw_id in devices:
             for held in ledger.quarantined(hw_id).values():
                 text = f"{held.arm.candidate} for {held.op}: {held.cause}: {held.reason}"
-                todo = f"{settings.spelling()} db release {held.id} --reason ... lets it race again"
+                todo = f"{release_command([held.id])} lets it race again"
                 yield Finding(what="quarantine", level="note", text=text, todo=todo)
         yield from _fleet(ledger, devices)
         for hw_id, fp in devices.items():
@@ -264,6 +291,7 @@ CHECKS: dict[str, Callable[[str], Iterator[Finding]]] = {
     "settings": _settings,
     "compiler": _compiler,
     "libraries": _libraries,
+    "workers": examine_workers,
     "device": _device,
     "home": _home,
     "ledger": _ledger,

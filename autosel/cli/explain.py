@@ -16,9 +16,11 @@ from autosel.cli.figures import decision_json, short_shape, winner
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import bandwidth, emit_json, microseconds, paragraph, ratio, table
 from autosel.errors import LedgerError, UsageError
+from autosel.ledger.describe import release_command
 from autosel.values import WHOLE_STEP, Decision, Effect, Failed, Passed, Race, Rejected, Session, Verdict, to_json
 
 if TYPE_CHECKING:
+    from autosel.ledger.containment import Quarantine
     from autosel.ledger.store import Evidence, Ledger
 
 Line = tuple[str, str]  # its name in the margin, its text
@@ -42,10 +44,12 @@ def explain_command(op: str | None, decision_id: int | None, failed: bool, devic
             return
         stale = {n.decision.id: n.stale for n in _chosen(ledger, op, decision_id, device)}
         evidence = [ledger.evidence(number) for number in stale]
+        held = [list(ledger.quarantined(e.decision.hw_id, e.decision.op).values()) for e in evidence]
+    found = [(e, stale[e.decision.id], beside) for e, beside in zip(evidence, held, strict=True)]
     if as_json:
-        emit_json([{**_evidence_json(e), "stale": stale[e.decision.id]} for e in evidence])
+        emit_json([{**_evidence_json(e), "stale": why, "quarantined": _held_json(beside)} for e, why, beside in found])
         return
-    click.echo("\n\n".join(explain_text(e, stale[e.decision.id]) for e in evidence))
+    click.echo("\n\n".join(explain_text(e, why, beside) for e, why, beside in found))
 
 
 def _chosen(ledger: Ledger, op: str | None, decision_id: int | None, device: str) -> list[Now]:
@@ -61,8 +65,8 @@ def _chosen(ledger: Ledger, op: str | None, decision_id: int | None, device: str
     return found
 
 
-def explain_text(evidence: Evidence, stale: str = "") -> str:
-    """The decision in about ten lines of at most 80 columns."""
+def explain_text(evidence: Evidence, stale: str = "", held: Sequence[Quarantine] = ()) -> str:
+    """The decision in about ten lines of at most 80 columns. `held`: the quarantines of its op."""
     d, v = evidence.decision, evidence.decision.verdict
     head = f"{d.op}  {short_shape(d)} {d.workload.dtype}   {d.state} {winner(d)}   decision {d.id}, {_ago(d)}"
     lines: list[Line] = [("stale", f"{stale}; the baseline runs instead")] if stale else []
@@ -71,6 +75,7 @@ def explain_text(evidence: Evidence, stale: str = "") -> str:
     lines += [*_parity_lines(evidence), *_race_lines(evidence.race, v)]
     if v is not None:
         lines += _effect_lines(d, v)
+    lines += _held_lines(held)
     lines += [*_knob_lines(d), *elsewhere_lines(d), ("changes", _what_would_change_it(evidence))]
     lines.append(("reproduce", _how_to_reproduce(evidence)))
     return "\n".join([paragraph(head, hang="  "), *(_field(name, text) for name, text in lines)])
@@ -81,6 +86,12 @@ def _field(name: str, text: str) -> str:
     if text.startswith(f"{settings.spelling()} race "):  # a command to type is never broken
         wrapped = [text]
     return "\n".join(f"  {name if i == 0 else '':<10}{line}" for i, line in enumerate(wrapped))
+
+
+def _held_lines(held: Sequence[Quarantine]) -> Iterator[Line]:
+    for q in held:
+        yield "held", f"{q.arm.candidate} is in quarantine and will not race: {q.cause}: {q.reason}"
+        yield "", f"{release_command([q.id])} lets it race again"
 
 
 def _parity_lines(evidence: Evidence) -> list[Line]:
@@ -226,13 +237,22 @@ def _session_json(session: Session) -> dict[str, object]:
     }
 
 
+def _held_json(held: Sequence[Quarantine]) -> list[dict[str, object]]:
+    return [
+        {"op": q.op, "candidate": q.arm.candidate, "stage": "quarantine", "check": q.cause, "reason": q.reason}
+        | {"id": q.id, "created_at": q.created_at, "release": release_command([q.id])}
+        for q in held
+    ]
+
+
 def _show_failed(ledger: Ledger, op: str | None, device: str, as_json: bool) -> None:
     """Everything that failed or may not race on the device, newest first."""
     from autosel.candidates.registry import ledger_name
 
     name, hw_id = ledger_name(op) if op else None, identity(device).hw_id
     decisions = [d for d in ledger.history(name) if d.hw_id == hw_id]
-    found = [*_failures(ledger, decisions), *_ineligible(decisions, device)]
+    held = _held_json(list(ledger.quarantined(hw_id, name).values()))
+    found = [*held, *_failures(ledger, decisions), *_ineligible(decisions, device)]
     if as_json:
         emit_json(found)
     elif not found:
@@ -275,4 +295,6 @@ def _ineligible(decisions: Sequence[Decision], device: str) -> list[dict[str, ob
 def _where_and_why(found: Mapping[str, object]) -> str:
     if found["stage"] == "eligible":
         return str(found["reason"])
+    if found["stage"] == "quarantine":
+        return f"{found['check']}: {found['reason']}; `{found['release']}` lets it race again"
     return f"{found['check']}, case {found['case']}, at {found['workload']}: {found['reason']}"

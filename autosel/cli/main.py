@@ -1,7 +1,7 @@
 """The command line: verbs load on first use, errors speak in three lines, exit codes mean something.
 
 Results go to stdout (`--json`: one JSON document, also of an error), progress and logs to stderr. 0 ok, 1 failure,
-2 usage, 3 regression, 4 parity failure, 5 too noisy to decide, 130 stopped by Ctrl-C or SIGTERM.
+2 usage, 3 regression, 4 parity failure, 5 too noisy to decide, 6 broken environment, 130 stopped by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import click
 from autosel import settings
 from autosel.cli.options import show_examples
 from autosel.cli.output import Stopped, error_json, out_of_memory, report
-from autosel.errors import AutoselError, UsageError
+from autosel.errors import AutoselError, EnvironmentFault, UsageError
 from autosel.version import __version__
 
 # verb -> (module below autosel.cli, one line for the overview); the command object has the verb's name
@@ -110,6 +110,9 @@ def _log_level(verbose: int) -> str:
         return "WARNING"
 
 
+AT_ONCE = (Stopped.exit_code, EnvironmentFault.exit_code)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run, and leave with the exit code."""
     for stream in (sys.stdout, sys.stderr):
@@ -117,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
             stream.reconfigure(errors="replace")  # a terminal without "≥" gets "?", not an exception
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop keeps what Ctrl-C keeps
     code = run(argv)
-    if code == Stopped.exit_code:  # at once: a thread may be waiting for a proof; workers end with us
+    if code in AT_ONCE:  # a thread may be waiting for a proof; workers end with us
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
@@ -142,10 +145,17 @@ def run(argv: list[str] | None = None) -> int:
     except SystemExit:  # click's answer to a reader that went away, as `| head` does
         return 0
     except OSError as error:
-        return _failed(_no_room(error), arguments) if error.errno in NO_ROOM else _our_bug(error, arguments)
+        return _failed(_no_room(error), arguments) if error.errno in NO_ROOM else _unexpected(error, arguments)
     except Exception as error:
-        told = out_of_memory(error)
-        return _failed(told, arguments) if told else _our_bug(error, arguments)
+        return _unexpected(error, arguments)
+
+
+def _unexpected(error: Exception, arguments: Sequence[str]) -> int:
+    """Out of memory, an environment without PyTorch, or a bug of ours."""
+    from autosel.workers.environment import torch_fault
+
+    told = out_of_memory(error) or torch_fault()
+    return _failed(told, arguments) if told else _our_bug(error, arguments)
 
 
 def _failed(error: AutoselError, arguments: Sequence[str]) -> int:

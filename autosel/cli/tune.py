@@ -27,6 +27,7 @@ from autosel.cli.options import (
 )
 from autosel.cli.output import Stopped, bandwidth, emit_json, error_json, note_lines, paragraph, report
 from autosel.errors import TooNoisy, UsageError
+from autosel.ledger.describe import held_text, release_command
 from autosel.values import DTypeName, to_json
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def report_json(found: Report) -> dict[str, Any]:
         "decisions": [decision_json(d) for d in found.decisions],
         "rejected": [
             {"op": r.workload.op, "workload": r.workload.key, "candidate": r.candidate}
-            | {"stage": r.stage, "reason": r.reason}
+            | {"stage": r.stage, "reason": r.reason, "quarantine": r.quarantine or None}
             for r in found.rejected
         ],
         "undecided": [n.workload.key for n in found.undecided],
@@ -256,6 +257,9 @@ def show_remarks(found: Report) -> None:
     told += [f"{len(refused)} {'were' if len(refused) > 1 else 'was'} not eligible"] if refused else []
     if told:
         click.echo(f"{', '.join(told)}       {settings.spelling()} explain --failed")
+    held = {r.quarantine: r.candidate for r in found.rejected if r.quarantine}
+    if held:
+        click.echo(f"{paragraph(held_text(held), hang='  ')}\n  {release_command(held)}      lets them race again")
     rates = [d.verdict.read_bytes_per_s for d in found.decisions if d.verdict and d.verdict.read_bytes_per_s]
     if rates:
         low, high = bandwidth(min(rates)), bandwidth(max(rates))

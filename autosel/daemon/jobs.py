@@ -39,6 +39,7 @@ BATCH = 8  # workloads that share the processes of one tune
 AGAIN_S = 3600.0  # before a miss that could not be decided is tried again
 LOOK_S = 1.0
 ADOPT_AGAIN_S = 60.0
+BROKEN_AGAIN_S = 60.0  # before a tune looks whether a broken environment is repaired
 BUSY_LOOKS = 3  # looks in a row that find other work, before a tune is held; and as many without, before it goes on
 STOP_S = 8.0
 MOST_LINE = 1 << 20
@@ -120,6 +121,7 @@ class Jobs:
         self.offered: dict[int, str] = {}  # decisions of other hosts that wait for a proof of this one, by device
         self.refused: set[int] = set()  # of these, what this daemon has tried
         self.lost: dict[int, str] = {}  # stale winners, by device: to be proven again before they are raced
+        self._broken: dict[str, tuple[float, str]] = {}  # by device: until when nothing is tuned, and why
         self._not_before: dict[str, float] = {}  # a duty of a device, after one that broke off
         self._load()
 
@@ -275,6 +277,9 @@ class Jobs:
         return next(ready, "")
 
     def _why_held(self, device: str) -> str:
+        until, broken = self._broken.get(device, (0.0, ""))
+        if time.monotonic() < until:
+            return broken
         meter = self.meters.get(device)
         return meter.why(self.busy_limit) if meter is not None else f"{device} is not here"
 
@@ -316,6 +321,9 @@ class Jobs:
         elif job.id in self._cancelled:
             self._cancelled.discard(job.id)
             self._end(job, "cancelled", "cancelled while it ran; what was proven is kept")
+        elif problem.get("kind") == "EnvironmentFault":  # says nothing about the workload: it waits for a repair
+            self._broken[job.device] = time.monotonic() + BROKEN_AGAIN_S, str(problem["what"])
+            self._put(replace(job, state="queued", note=": ".join(str(problem[n]) for n in ("what", "why"))))
         elif self._stopping or problem.get("kind") == "InUseError" or code == 130:
             self._put(replace(job, state="queued", note=str(problem.get("why", "")) or "stopped; it goes on later"))
         else:

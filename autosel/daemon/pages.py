@@ -72,14 +72,20 @@ def _environment() -> Environment:
         "percent": lambda share: f"{share:.0%}".replace("%", " %"),
         "data": lambda value: Markup(json.dumps(value).replace("<", "\\u003c").replace("&", "\\u0026")),  # noqa: S704
     }
-    made.globals |= {"nav": NAV, "version": __version__, "spelling": settings.spelling()}
+    made.globals |= {
+        "nav": NAV,
+        "version": __version__,
+        "spelling": settings.spelling(),
+        "release": words.release_command,
+    }
     return made
 
 
-def _page(hub: Hub, name: str, title: str, status: int = 200, **values: Any) -> Response:
-    warnings = shown.warnings(hub)
+async def _page(hub: Hub, name: str, title: str, status: int = 200, **values: Any) -> Response:
+    held = await hub.read(lambda ledger: shown.quarantines(ledger, hub.view))
+    warnings = shown.warnings(hub, held)
     text = _environment().get_template(f"{name}.html").render(
-        here=name, title=title, hub=hub, view=hub.view, warnings=warnings, **values
+        here=name, title=title, hub=hub, view=hub.view, warnings=warnings, quarantines=held, **values
     )  # fmt: skip
     return Response(text, status, media_type="text/html", headers={"Cache-Control": "no-store"})
 
@@ -91,7 +97,7 @@ async def now(hub: Hub, request: Request) -> Response:
     query(request, {})
     changes = await hub.read(lambda ledger: ledger.history(limit=6))
     jobs = [j for j in hub.jobs.all() if j.state in ("queued", "running", "paused")]
-    return _page(
+    return await _page(
         hub, "now", "Now", device=shown.device(hub), others=shown.other_devices(hub), ops=shown.by_op(hub.view),
         changes=changes, jobs=jobs[:8], waiting=len(jobs), live=_live(hub),
     )  # fmt: skip
@@ -101,7 +107,7 @@ async def race(hub: Hub, request: Request) -> Response:
     query(request, {})
     jobs = hub.jobs.all()
     raced = await hub.read(shown.last_races)
-    return _page(
+    return await _page(
         hub, "race", "Race", live=_live(hub), jobs=jobs[:30], raced=raced,
         forest=[charts.forest(d) for d in raced[:12]],
     )  # fmt: skip
@@ -113,7 +119,7 @@ def _live(hub: Hub) -> dict[str, Any] | None:
 
 async def ops(hub: Hub, request: Request) -> Response:
     query(request, {})
-    return _page(hub, "ops", "Ops", ops=shown.by_op(hub.view))
+    return await _page(hub, "ops", "Ops", ops=shown.by_op(hub.view))
 
 
 async def op(hub: Hub, request: Request) -> Response:
@@ -128,7 +134,7 @@ async def op(hub: Hub, request: Request) -> Response:
     chosen = next((f for f in families if f.id == asked["family"]), families[0])
     sources = await asyncio.to_thread(shown.sources, chosen.decisions)
     chart = charts.times(chosen.decisions, hub.moved, chosen.axis, hub.view.stale)
-    return _page(
+    return await _page(
         hub, "op", name, op=name, families=families, chosen=chosen, chart=chart, sources=sources,
         candidates=charts.candidates(chosen.decisions),
     )  # fmt: skip
@@ -139,13 +145,15 @@ async def decisions(hub: Hub, request: Request) -> Response:
     before = number(asked["before"], "before", 0, 1 << 53)
     found = await hub.read(lambda ledger: ledger.history(asked["op"] or None, limit=50, before=before or None))
     serves = {d.id for d in hub.view.here}
-    return _page(hub, "decisions", "Decisions", decisions=found, serves=serves, op=asked["op"], more=len(found) == 50)
+    return await _page(
+        hub, "decisions", "Decisions", decisions=found, serves=serves, op=asked["op"], more=len(found) == 50
+    )
 
 
 async def decision(hub: Hub, request: Request) -> Response:
     query(request, {})
     e = await api.evidence_of(hub, request)
-    return _page(
+    return await _page(
         hub, "decision", f"Decision {e.decision.id}", e=e, d=e.decision, v=e.decision.verdict,
         stale=hub.view.stale.get(str(e.decision.id), ""), sessions=shown.sessions(e.race),
         forest=[charts.forest(e.decision)], moved=hub.moved.get(str(e.decision.id)),
@@ -156,20 +164,20 @@ async def decision(hub: Hub, request: Request) -> Response:
 async def certificates(hub: Hub, request: Request) -> Response:
     query(request, {})
     found = await asyncio.to_thread(shown.certificates, hub)
-    return _page(hub, "certificates", "Certificates", found=found, chart=charts.tokens(found.certificates))
+    return await _page(hub, "certificates", "Certificates", found=found, chart=charts.tokens(found.certificates))
 
 
 async def compare(hub: Hub, request: Request) -> Response:
     asked = query(request, {"a": "", "b": ""})
     choices = await asyncio.to_thread(shown.choices, hub)
     result = await asyncio.to_thread(shown.compare, hub, choices, asked["a"], asked["b"])
-    return _page(hub, "compare", "Compare", choices=choices, result=result)
+    return await _page(hub, "compare", "Compare", choices=choices, result=result)
 
 
 async def fleet(hub: Hub, request: Request) -> Response:
     query(request, {})
     found = await hub.read(lambda ledger: api.fleet_json(ledger, hub))
-    return _page(hub, "fleet", "Fleet", host=shown.host(hub), fleet=found)
+    return await _page(hub, "fleet", "Fleet", host=shown.host(hub), fleet=found)
 
 
 async def health(hub: Hub, request: Request) -> Response:
@@ -177,9 +185,8 @@ async def health(hub: Hub, request: Request) -> Response:
     findings = examination.findings(hub, again=asked["again"] == "1")
     stores = await asyncio.to_thread(shown.stores, hub)
     fp = from_json(Fingerprint, hub.facts.fingerprint) if hub.facts.fingerprint else None
-    return _page(
+    return await _page(
         hub, "health", "Health", findings=findings, stores=stores, facts=describe(fp) if fp else [],
-        quarantines=await hub.read(lambda ledger: list(ledger.quarantined(hub.view.hw_id).values())),
         refresh=findings is None,
     )  # fmt: skip
 
@@ -187,7 +194,7 @@ async def health(hub: Hub, request: Request) -> Response:
 async def not_there(hub: Hub, error: Bad | LedgerError) -> Response:
     """A refusal, for people."""
     status = getattr(error, "status", 409)
-    return _page(hub, "trouble", "Not there", status, error=error)
+    return await _page(hub, "trouble", "Not there", status, error=error)
 
 
 # --- what pages load ----------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from autosel.errors import AutoselError, BadConfig
 from autosel.fingerprint.describe import headline
 from autosel.ledger import faults, rows, snapshot
 from autosel.ledger import schema as t
+from autosel.ledger.containment import Quarantine
+from autosel.ledger.describe import held_text, release_command
 from autosel.ledger.store import Evidence, Ledger
 from autosel.native.compile import find_artefact
 from autosel.values import Decision, Fingerprint, NativeRecipe, Passed, Race, from_json
@@ -131,8 +133,14 @@ class Remark:
     link: str = ""
 
 
-def warnings(hub: Hub) -> list[Remark]:
-    """What is wrong, worst first; nothing where all is well."""
+def quarantines(ledger: Ledger, view: View) -> list[Quarantine]:
+    """What is held in quarantine on the devices of this machine, oldest first."""
+    held = [q for hw_id in {view.hw_id, *view.others} for q in ledger.quarantined(hw_id).values()]
+    return sorted(held, key=lambda q: q.id)
+
+
+def warnings(hub: Hub, held: Sequence[Quarantine]) -> list[Remark]:
+    """What is wrong, worst first; nothing where all is well. `held`: the quarantines in force."""
     found = []
     if hub.writer.read_only:
         todo = f"free some space below {hub.home}; lookups go on"
@@ -140,6 +148,10 @@ def warnings(hub: Hub) -> list[Remark]:
     off = [d for d in hub.view.here if d.state in ("demoted", "quarantined")]
     for d in off[:3]:
         found.append(Remark(level="bad", text=f"{d.op}: {d.state}: {d.reason}", link=f"/decisions/{d.id}"))
+    if held:
+        candidates = {q.id: q.arm.candidate for q in held}
+        todo = f"{release_command(candidates)} lets them race again"
+        found.append(Remark(level="note", text=held_text(candidates), todo=todo, link="/health"))
     todo = "raced again when the device is idle" if hub.options.tune else f"{settings.spelling()} tune"
     if hub.view.renewed:
         many, why = len(hub.view.renewed), hub.view.renewed[0].stale

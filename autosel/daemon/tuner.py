@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 from autosel.errors import AutoselError, BuildError, UsageError
 from autosel.ledger.faults import plain
 from autosel.race.judge import CLONE, duels
-from autosel.race.run import Tick
-from autosel.tuning.job import Rejection
 from autosel.values import WHOLE_STEP, Accepted, Decision, Fingerprint, Workload, from_json, to_json
+from autosel.workers.environment import torch_fault
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what imports torch is imported late: that it cannot be imported is said like any other error
     from autosel.fingerprint import Drift
     from autosel.ledger.store import Ledger
+    from autosel.race.run import Tick
+    from autosel.tuning.job import Rejection
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +45,15 @@ def main() -> int:
     threading.Thread(target=gate.listen, args=(sys.stdin,), name="autosel-control", daemon=True).start()
     try:
         DUTIES[task["do"]](task, voice, gate)
-    except AutoselError as error:
-        told = {"what": error.what, "why": error.why, "todo": error.todo}
-        voice.say("error", kind=type(error).__name__, **told)
-        return 1
     except KeyboardInterrupt:
         voice.say("stopped")
         os._exit(130)  # at once: a thread may be waiting for a proof; workers end with us
+    except Exception as error:
+        told = error if isinstance(error, AutoselError) else torch_fault()
+        if told is None:
+            raise
+        voice.say("error", kind=type(told).__name__, what=told.what, why=told.why, todo=told.todo)
+        return 1
     return 0
 
 
@@ -129,7 +132,8 @@ class Listener:
 
     def rejected(self, rejection: Rejection) -> None:
         told = {"workload": rejection.workload.key, "candidate": rejection.candidate}
-        self.voice.say("rejected", stage=rejection.stage, reason=rejection.reason, **told)
+        why = {"stage": rejection.stage, "reason": rejection.reason, "quarantine": rejection.quarantine}
+        self.voice.say("rejected", **why, **told)
 
 
 def tune(task: dict[str, Any], voice: Voice, gate: Gate) -> None:

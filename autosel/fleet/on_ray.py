@@ -330,7 +330,7 @@ class _Told:
     def _reject(self, event: Mapping[str, Any]) -> None:
         known = {n.workload.key: n.workload for n in self.request.workloads}
         if event["workload"] in known:
-            told = {n: event[n] for n in ("candidate", "stage", "reason")}
+            told = {n: event[n] for n in ("candidate", "stage", "reason", "quarantine")}
             made = Rejection(workload=known[event["workload"]], **told)
             if made not in self.rejected:
                 self.rejected.append(made)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
 
-from autosel.errors import AutoselError
+from autosel.errors import AutoselError, EnvironmentFault
 from autosel.models.workloads import Named
 from autosel.tuning.job import Request
 from autosel.values import to_json
@@ -228,4 +228,7 @@ class Spread:
 
 def error_of(part: Part) -> AutoselError:
     t = part.trouble
-    return AutoselError(t.get("what", ""), why=t.get("why", ""), todo=t.get("todo", ""))
+    made = AutoselError(t.get("what", ""), why=t.get("why", ""), todo=t.get("todo", ""))
+    if t.get("kind") == EnvironmentFault.__name__:
+        made.exit_code = EnvironmentFault.exit_code
+    return made

@@ -81,6 +81,18 @@ def active(connection: Connection, hw_id: str, op: str | None = None, driver: st
     ]
 
 
+def released(connection: Connection, hw_id: str, op: str) -> dict[str, str]:
+    """When the last quarantine of a build of an op ended on a device, by the digest that was held."""
+    q, r = t.quarantines.c, t.releases.c
+    query = (
+        sa.select(q.digest, sa.func.max(r.created_at).label("ended"))
+        .join(t.releases, r.quarantine_id == q.id)
+        .where(q.hw_id == hw_id, q.op == op)
+        .group_by(q.digest)
+    )
+    return {row.digest: row.ended for row in connection.execute(query)}
+
+
 def release(connection: Connection, quarantine_id: int, reason: str) -> None:
     known = connection.execute(sa.select(t.quarantines.c.id).where(t.quarantines.c.id == quarantine_id)).scalar()
     if known is None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from autosel import settings
 from autosel.values import WHOLE_STEP, Decision, Timing, Verdict, Workload
+
+MOST_NAMES = 4
 
 
 def decision_json(decision: Decision) -> dict[str, Any]:
@@ -34,6 +38,19 @@ def decision_json(decision: Decision) -> dict[str, Any]:
         "knobs": dict(decision.arm.knobs),
         "created_at": decision.created_at,
     }
+
+
+def held_text(held: Mapping[int, str]) -> str:
+    """How many kernels are in quarantine, and which; `held`: candidates by the number of their quarantine."""
+    names = list(dict.fromkeys(held.values()))
+    rest = len(names) - MOST_NAMES
+    told = ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+    return f"{len(held)} kernel{'s are' if len(held) > 1 else ' is'} in quarantine and will not race: {told}"
+
+
+def release_command(held: Iterable[int]) -> str:
+    """The command that ends these quarantines."""
+    return f"{settings.spelling()} db release {' '.join(map(str, sorted(held)))}"
 
 
 def served_state(decision: Decision) -> str:

@@ -25,6 +25,7 @@ from autosel.errors import LedgerError, ParityError, UnknownName
 from autosel.ledger import containment, intake, migrate, rows, server, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.containment import Quarantine, Strike
+from autosel.ledger.describe import release_command
 from autosel.ledger.engine import BUSY_S, OPEN_S, Database, lost, private_folder, refuse_shared
 from autosel.ledger.host import Host, here
 from autosel.ledger.key import LengthRange, budget_key, overlap, serving_key
@@ -469,11 +470,12 @@ class Ledger:
         with self._database.writing() as c:
             return rows.put_parity(c, self._here(c), hw_id, workload, arm, parity)
 
-    def parity_known(self, hw_id: str, digest: str, workload: Workload) -> Parity | None:
-        """This host's latest proof about the arm of this digest in the workload's bucket, dtype and traits."""
+    def parity_known(self, hw_id: str, digest: str, workload: Workload, *, since: str = "") -> Parity | None:
+        """This host's latest proof about the arm of this digest in the workload's bucket, dtype and traits. A failure
+        that was recorded before `since` is not known."""
         p = t.parities.c
         query = (
-            sa.select(p.outcome, p.document)
+            sa.select(p.outcome, p.document, p.created_at)
             .join(t.candidates, p.candidate_id == t.candidates.c.id)
             .where(p.hw_id == hw_id, p.scope == workload.bucket, t.candidates.c.digest == digest)
             .order_by(p.id.desc())
@@ -482,7 +484,8 @@ class Ledger:
         with self._database.reading() as c:
             prover = self._prover(c)
             row = c.execute(query if prover == rows.ANY_HOST else query.where(p.host_id == prover)).first()
-        return rows.parity_of(row.outcome, row.document) if row else None
+        known = rows.parity_of(row.outcome, row.document) if row else None
+        return None if isinstance(known, Failed) and row is not None and row.created_at < since else known
 
     def decision(self, decision_id: int) -> Decision:
         """Raises LedgerError if there is none."""
@@ -651,8 +654,13 @@ class Ledger:
         with self._database.reading() as c:
             return {q.digest: q for q in containment.active(c, hw_id, op, driver)}
 
+    def released(self, hw_id: str, op: str) -> dict[str, str]:
+        """When the last quarantine of a build of an op ended on a device, by the digest that was held."""
+        with self._database.reading() as c:
+            return containment.released(c, hw_id, op)
+
     def release(self, quarantine_id: int, reason: str) -> None:
-        """End a quarantine. What it demoted stays demoted until raced again."""
+        """End a quarantine. What it demoted stays demoted until it is raced again, which the next tune does."""
         with self._database.writing() as c:
             containment.release(c, quarantine_id, reason)
 
@@ -864,7 +872,7 @@ def _refuse_quarantined(arm: Arm, held: Sequence[Quarantine]) -> None:
         if q.digest in (arm.digest, arm.build):
             raise LedgerError(
                 f"{arm.candidate} is in quarantine: {q.reason}",
-                todo=f"{settings.spelling()} db release {q.id} --reason ... if you know better",
+                todo=f"{release_command([q.id])} if you know better",
             )
 
 

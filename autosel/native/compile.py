@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from autosel import resources, settings
-from autosel.errors import BuildError
+from autosel.errors import BuildError, EnvironmentFault
 from autosel.native import cuda, cutlass
 
 log = logging.getLogger(__name__)
@@ -32,6 +31,8 @@ log = logging.getLogger(__name__)
 BASE_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared", "-pthread")
 # nvcc takes a minute for kernels/cutlass/gemm_sm90.cu on an idle core; beside four others on two, more than five.
 DEADLINE_S = 900.0
+EMPTY_CPP = "control/empty.cpp"  # a kernel that does nothing; control/empty.cu is the same for nvcc
+DISK_FULL = ("no space left on device", "disk quota exceeded")  # whatever is compiled next fails too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ NO_COMPILER = "no C++ compiler found; install one (Debian: apt install g++) or s
 def source_digest(source: str, flags: tuple[str, ...]) -> str:
     """The artefact's digest, without compiling. Raises BuildError if there is no compiler or no such source."""
     hasher = hashlib.sha256()
-    for part in (*_compilers(source), metadata.version("apache-tvm-ffi"), *flags):
+    for part in (*_compilers(source), _tvm_ffi(), *flags):
         hasher.update(part.encode() + b"\0")
     hasher.update(sources_digest(source).encode())
     return hasher.hexdigest()
@@ -91,6 +92,14 @@ def _compilers(source: str) -> tuple[str, ...]:
     if nvcc is None:
         raise BuildError(cuda.NO_NVCC)
     return (nvcc.version, compiler.version, *cuda.BASE_FLAGS, *_headers(source))
+
+
+def _tvm_ffi() -> str:
+    """The version of tvm-ffi. Raises BuildError where it is not installed."""
+    try:
+        return metadata.version("apache-tvm-ffi")
+    except metadata.PackageNotFoundError as error:
+        raise BuildError("apache-tvm-ffi is not installed", todo="pip install apache-tvm-ffi") from error
 
 
 def _headers(source: str) -> tuple[str, ...]:
@@ -114,22 +123,28 @@ def sources_digest(source: str) -> str:
 def compile_source(source: str, flags: tuple[str, ...] = (), *, deadline_s: float = DEADLINE_S) -> Artefact:
     """Compile `source` (a path below kernels/) into a shared object, or find it compiled.
 
-    Raises BuildError with the compiler's words if it refuses, or takes longer than the deadline.
+    Raises BuildError with the compiler's words if it refuses, or takes longer than the deadline; EnvironmentFault if
+    what it made cannot be stored.
     """
     digest = source_digest(source, flags)
     found = find_artefact(digest)
     if found is not None:
         return found
+    try:
+        return _make(source, flags, digest, deadline_s)
+    except OSError as error:
+        todo = f"free some space below {settings.home()}, or set AUTOSEL_HOME to another disk"
+        raise EnvironmentFault("a compiled kernel cannot be stored", why=str(error), todo=todo) from error
+
+
+def _make(source: str, flags: tuple[str, ...], digest: str, deadline_s: float) -> Artefact:
     started, sources = time.monotonic(), sources_digest(source)
     folder = artefacts() / digest
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
         making = Path(temporary) / "made"
         making.mkdir()
-        command = _command(resources.kernels() / source, flags, making / "kernel.so")
-        said = _run(command, source, deadline_s)
-        if not (making / "kernel.so").is_file():
-            raise BuildError(f"{source}: {command[0]} is no compiler", why="it left no library")
+        command, said = _compile(source, flags, making / "kernel.so", deadline_s)
         seconds = time.monotonic() - started
         receipt = {
             "source": source,
@@ -149,6 +164,45 @@ def compile_source(source: str, flags: tuple[str, ...] = (), *, deadline_s: floa
     return Artefact(
         digest=digest, path=folder / "kernel.so", seconds=seconds, log=said, command=tuple(command), sources=sources
     )
+
+
+def empty_source(source: str) -> str:
+    """Return the source that compiles to a kernel that does nothing, with the compiler that `source` takes."""
+    return str(Path(EMPTY_CPP).with_suffix(Path(source).suffix))
+
+
+def require_compiler(source: str, failed: BuildError) -> None:
+    """Compile an empty source after `source` has failed to compile. Raises EnvironmentFault if that fails too with a
+    compiler that has worked here before (another is no compiler), or if the compiler said that a disk is full."""
+    said = f"{failed.why} {failed.log}".lower()
+    error = failed if any(words in said for words in DISK_FULL) else compiler_trouble(empty_source(source))
+    if error is not failed and (error is None or not _has_worked(source)):
+        return
+    raise EnvironmentFault(
+        f"the compiler of {source} does not work any more",
+        why=f"{error.what}: {error.why}",
+        todo=f"repair it, check it with `{settings.spelling()} doctor`, then run the command again",
+    ) from failed
+
+
+def _has_worked(source: str) -> bool:
+    """Has the compiler of this source made something that this home holds?"""
+    found = cuda.find_nvcc() if source.endswith(".cu") else find_compiler()
+    stored = [find_artefact(folder.name) for folder in artefacts().glob("*")]
+    return found is not None and any(artefact.command[0] == found.path for artefact in stored if artefact is not None)
+
+
+def compiler_trouble(empty: str) -> BuildError | None:
+    """Compile an empty source, never a cached one. Returns why that fails, or None."""
+    try:
+        _compilers(empty)
+        with tempfile.TemporaryDirectory(prefix="autosel-control-") as folder:
+            _compile(empty, (), Path(folder) / "kernel.so", DEADLINE_S)
+    except BuildError as error:
+        return error
+    except OSError as error:
+        return BuildError("the compiler has no folder for its result", why=str(error))
+    return None
 
 
 def find_artefact(digest: str) -> Artefact | None:
@@ -195,11 +249,18 @@ def find_sources(path: Path) -> list[Path]:
     return sorted(seen)
 
 
+def _compile(source: str, flags: tuple[str, ...], output: Path, deadline_s: float) -> tuple[list[str], str]:
+    """The command that made `output`, and what it printed. Raises BuildError."""
+    command = _command(resources.kernels() / source, flags, output)
+    said = _run(command, source, deadline_s)
+    if not output.is_file():
+        raise BuildError(f"{source}: {command[0]} is no compiler", why="it left no library")
+    return command, said
+
+
 def _command(source: Path, flags: tuple[str, ...], output: Path) -> list[str]:
-    compiler, info = find_compiler(), _libinfo()
+    compiler, tvm_ffi = find_compiler(), _tvm_ffi_flags()
     assert compiler is not None
-    tvm_ffi = [f"-I{info.find_include_path()}", f"-I{info.find_dlpack_include_path()}"]
-    tvm_ffi += [f"-L{Path(info.find_libtvm_ffi()).parent}", "-ltvm_ffi", "-ldl"]
     nvcc = cuda.find_nvcc() if source.suffix == ".cu" else None
     if nvcc is not None:
         headers = cutlass.flags() if source.parent.name == cutlass.FOLDER else ()
@@ -207,18 +268,23 @@ def _command(source: Path, flags: tuple[str, ...], output: Path) -> list[str]:
     return [compiler.path, *BASE_FLAGS, *flags, str(source), "-o", str(output), *tvm_ffi]
 
 
-def _libinfo() -> Any:
-    """tvm-ffi's own finder of its headers and library, run apart from its package: importing that imports torch."""
+def _tvm_ffi_flags() -> list[str]:
+    """Where tvm-ffi's headers and library are, by its own finder, which is run apart from its package: importing that
+    imports torch. Raises BuildError where the package is not whole."""
     package = importlib.util.find_spec("tvm_ffi")
-    assert package is not None
-    assert package.submodule_search_locations
-    path = Path(package.submodule_search_locations[0]) / "libinfo.py"
-    spec = importlib.util.spec_from_file_location("tvm_ffi.libinfo", path)
+    places = package.submodule_search_locations if package is not None else None
+    if not places:
+        raise BuildError("apache-tvm-ffi is not installed", todo="pip install apache-tvm-ffi")
+    spec = importlib.util.spec_from_file_location("tvm_ffi.libinfo", Path(places[0]) / "libinfo.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    info = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(info)
+        folders = [f"-I{info.find_include_path()}", f"-I{info.find_dlpack_include_path()}"]
+        return [*folders, f"-L{Path(info.find_libtvm_ffi()).parent}", "-ltvm_ffi", "-ldl"]
+    except Exception as error:
+        raise BuildError("apache-tvm-ffi is not whole", why=f"{type(error).__name__}: {error}") from error
 
 
 def _run(command: list[str], source: str, deadline_s: float) -> str:

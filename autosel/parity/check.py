@@ -1,8 +1,8 @@
 """Prove that a built candidate meets its op's bound: one worker a build, all its workloads.
 
 Inputs are drawn from seeds no candidate can know; references are computed in this process, after a candidate has
-returned. A candidate that crashes, hangs or raises has failed; so has one whose values are right, but which wrote, read
-or kept what is not its own.
+returned. A candidate that crashes, hangs or raises has failed, unless the control fails too (control.py); so has one
+whose values are right, but which wrote, read or kept what is not its own.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autosel.candidates.control import CONTROL, WORKED
 from autosel.errors import WorkerError
 from autosel.ops import OPS
 from autosel.ops.contract import Case, Op
 from autosel.ops.one_thread import one_thread
 from autosel.parity.battery import HABITS, STATE, Battery, Tally
+from autosel.parity.control import require_control, unanswered
 from autosel.parity.fullsize import FullSize
 from autosel.parity.session import CALL_S, PROOF_S, Proof, RefusedError, Session
 from autosel.parity.truth import Truths
@@ -62,10 +64,22 @@ def check(
 def check_all(proofs: Sequence[Proof], *, fp: Fingerprint | None = None, terms: Terms | None = None) -> list[Parity]:
     """Proofs of one build, in order: a parity each. With `fp`, cases the candidate does not support are left out.
 
-    Raises WorkerError only where no worker process can be started at all.
+    Raises EnvironmentFault if a worker does not start, or if the control of a failure fails: no parity is known then.
     """
-    with Prover(fp, terms or Terms(), threads=torch_threads(proofs)) as prover:
-        return [prover.prove(proof) for proof in proofs]
+    terms, threads = terms or Terms(), torch_threads(proofs)
+    with Prover(fp, terms, threads=threads) as prover:
+        found = [prover.prove(proof) for proof in proofs]
+    failed = [proof for proof, parity in zip(proofs, found, strict=True) if unanswered(parity)]
+    if failed:
+        require_control(failed, fp, threads=threads, device=terms.device)
+    return [_controlled(parity) for parity in found]
+
+
+def _controlled(parity: Parity) -> Parity:
+    """The parity; a failure without an answer says that the control has worked since."""
+    if isinstance(parity, Failed) and unanswered(parity):
+        return replace(parity, evidence={**parity.evidence, CONTROL: WORKED})
+    return parity
 
 
 def torch_threads(proofs: Sequence[Proof]) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from autosel.candidates.base import Candidate
 from autosel.errors import ParityError, UnknownName
-from autosel.native.compile import compile_source
 from autosel.parity.battery import FRESH
 from autosel.parity.check import Prover, Terms, torch_threads
-from autosel.parity.session import Proof
-from autosel.values import Failed, Fingerprint, NativeRecipe, Workload
+from autosel.parity.session import built
+from autosel.values import Failed, Fingerprint, Workload
 
 
 def reproduce(candidate: Candidate, w: Workload, fp: Fingerprint, case: str, inputs: str, device: str = "cpu") -> str:
@@ -41,11 +40,3 @@ def seen(failed: Failed) -> str:
     return ", ".join(
         f"{name} {value}" for name, value in failed.evidence.items() if name not in ("traceback", "stderr")
     )
-
-
-def built(candidate: Candidate, w: Workload, fp: Fingerprint) -> Proof:
-    """What is to be proven of a candidate at a workload, compiled if it has to be."""
-    knobs = candidate.knobs(w, fp)
-    recipe = candidate.recipe(w, fp, knobs)
-    digest = compile_source(recipe.source, recipe.flags).digest if isinstance(recipe, NativeRecipe) else ""
-    return Proof(candidate=candidate, recipe=recipe, digest=digest, knobs=knobs, workload=w)

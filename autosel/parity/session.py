@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from autosel.candidates.base import Candidate
+from autosel.native.compile import compile_source
 from autosel.ops import OPS
 from autosel.ops.contract import Op
 from autosel.parity.stage import Placed
-from autosel.values import Knobs, Recipe, Workload, to_json
+from autosel.values import Fingerprint, Knobs, NativeRecipe, Recipe, Workload, to_json
 from autosel.workers import Arena, Exit, Worker
 
 T = TypeVar("T")
@@ -34,6 +35,14 @@ class Proof:
     digest: str
     knobs: Knobs
     workload: Workload
+
+
+def built(candidate: Candidate, w: Workload, fp: Fingerprint) -> Proof:
+    """Return what is to be proven of a candidate at a workload, compiled if it has to be. Raises BuildError."""
+    knobs = candidate.knobs(w, fp)
+    recipe = candidate.recipe(w, fp, knobs)
+    digest = compile_source(recipe.source, recipe.flags).digest if isinstance(recipe, NativeRecipe) else ""
+    return Proof(candidate=candidate, recipe=recipe, digest=digest, knobs=knobs, workload=w)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

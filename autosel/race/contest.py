@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosel.candidates.control import Empty
+from autosel.native.compile import compile_source
 from autosel.ops import find
 from autosel.ops.contract import DTYPE, Mismatch, Op, Rows
 from autosel.ops.expected import Expected
 from autosel.ops.one_thread import one_thread
 from autosel.race.plan import Margin, TimeClass
-from autosel.values import Recipe, Scalar, Workload
+from autosel.values import NativeRecipe, Recipe, Scalar, Workload
 from autosel.workers.arena import Arena, Ref
 
 CHECKED_ROWS = 16
@@ -37,6 +39,13 @@ class Entrant:
     def loaded_name(self) -> str:
         """Unique to the callable: one candidate may race with several knob settings in one process."""
         return f"{self.candidate}|{self.digest[:16]}|{sorted(self.knobs.items())}"
+
+
+def empty_entrant(empty: Empty) -> Entrant:
+    """A candidate that does nothing, compiled if it has to be. Raises BuildError."""
+    recipe = empty.loaded_as
+    built = compile_source(recipe.source).digest if isinstance(recipe, NativeRecipe) else empty.name
+    return Entrant(candidate=empty.name, op=empty.op, recipe=recipe, digest=built, knobs={}, writes_out=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from autosel.errors import WorkerError
+from autosel.candidates.control import empties
+from autosel.errors import BuildError, WorkerError
 from autosel.ops.contract import Mismatch
-from autosel.race.contest import Contest, Entrant, Operands
+from autosel.race.contest import Contest, Entrant, Operands, empty_entrant
 from autosel.race.evidence import median
 from autosel.race.judge import CLONE, has_lost, nominees, pair_medians
 from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, Plan, TimeClass, plan
 from autosel.race.session import Duel, Trial, confirm, screen
 from autosel.values import Race, Session, to_json
+from autosel.workers.environment import control_fault
 from autosel.workers.process import Worker
 
 log = logging.getLogger(__name__)
@@ -59,7 +61,8 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disqualified:
-    """A challenger that failed while racing: wrong output, crash, or faster than memory allows."""
+    """A challenger that failed while racing: wrong output, crash (after which the control worked), or faster than
+    memory allows."""
 
     contest: Contest
     candidate: str
@@ -192,7 +195,8 @@ class Terms:
 def run(contests: Sequence[Contest], terms: Terms) -> Iterator[Finished | Disqualified]:
     """Race every contest; each one's Race is yielded as soon as it is complete.
 
-    What is unfinished at the deadline is yielded unfinished, and will be judged undecided.
+    What is unfinished at the deadline is yielded unfinished, and will be judged undecided. Raises EnvironmentFault if
+    workers do not start, or fall with the baseline and an empty candidate alone in them.
     """
     attempts = [_Attempt(contest=c, debit=terms.debit) for c in contests]
     shelf = _Shelf(terms.rng)
@@ -424,7 +428,8 @@ class _Process:
         self.loaded.add(entrant.loaded_name)
 
     def find_culprit(self, seated: _Seated) -> dict[str, Mismatch]:
-        """Run each challenger alone with the baseline: whoever brings its process down again is the culprit."""
+        """Run each challenger alone with the baseline: whoever brings its process down again is the culprit, if the
+        control does not. Raises EnvironmentFault if it does."""
         self.renew()
         found: dict[str, Mismatch] = {}
         base = seated.arms[0]
@@ -444,7 +449,24 @@ class _Process:
                 cause = again.cause if isinstance(again, WorkerError) else "wrong output"
                 found[arm] = Mismatch(check="crash", reason=f"{again} ({cause})", evidence={"cause": cause})
                 self.renew()
+        if found:
+            self._require_control(seated, found)
         return found
+
+    def _require_control(self, seated: _Seated, fallen: Collection[str]) -> None:
+        """Call the baseline beside an empty candidate, loaded as the fallen ones are, in a new process. Raises
+        EnvironmentFault if it falls too."""
+        contest = seated.attempt.contest
+        base = contest.baseline.candidate
+        for empty in empties(contest.workload.op, [contest.entrants[arm].recipe for arm in fallen]):
+            try:
+                attempt = _Attempt(contest=replace(contest, challengers=(empty_entrant(empty),)), debit=_always)
+                control = _Seated(self, attempt, [base, empty.name], seated.shelf, seated.rng)
+                control.sit()
+                control.release()
+            except (WorkerError, BuildError) as error:
+                raise control_fault(f"{base} beside {empty.name}", error, ", ".join(fallen)) from error
+        self.renew()
 
     def renew(self) -> None:
         self.close()

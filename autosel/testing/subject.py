@@ -14,8 +14,7 @@ from autosel.errors import UsageError
 from autosel.models.workloads import step as decode_step
 from autosel.parity.battery import HABITS, MANY, STATE
 from autosel.parity.check import Prover, Step, Terms, torch_threads
-from autosel.parity.reproduce import built
-from autosel.parity.session import Proof
+from autosel.parity.session import Proof, built
 from autosel.values import Accepted, DTypeName, Failed, Workload
 from autosel.workers import Exit
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from autosel import ops
+from autosel.candidates.control import CONTROL, WORKED
 from autosel.errors import UsageError
 from autosel.fingerprint import nvml
 from autosel.ledger.key import budget_key
@@ -108,12 +109,14 @@ def _entrant(way: Way) -> Entrant:
 def _disqualify(tuning: Tuning, job: Job, found: Disqualified) -> None:
     """A challenger fell while racing: recorded as a failed proof, quarantined, and out of the job."""
     way = next(x for x in job.ways if x.candidate.name == found.candidate)
-    failed = Failed(check=found.check, case="while racing", evidence={}, reason=found.reason)
+    evidence = {CONTROL: WORKED} if found.check == "crash" else {}  # race.run has seen to it
+    failed = Failed(check=found.check, case="while racing", evidence=evidence, reason=found.reason)
     hw_id = tuning.fp.hw_id
     job.parities.append((way.arm, failed))
     tuning.ledger.save_parity(hw_id, job.workload, way.arm, failed)
-    tuning.ledger.quarantine(way.arm, hw_id=hw_id, op=job.workload.op, cause=found.check, reason=found.reason)
-    tuning.tally.rejected(job.workload, found.candidate, "race", f"{found.check}: {found.reason}")
+    op, reason = job.workload.op, f"{found.check}: {found.reason}"
+    held = tuning.ledger.quarantine(way.arm, hw_id=hw_id, op=op, cause=found.check, reason=found.reason)
+    tuning.tally.rejected(job.workload, found.candidate, "race", reason, quarantine=held)
     job.drop(way)
 
 

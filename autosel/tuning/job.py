@@ -32,12 +32,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A candidate that does not race, or fell: `stage` is eligible, build, parity or race."""
+    """A candidate that does not race, or fell: `stage` is eligible, quarantine, build, parity or race. `quarantine` is
+    the number of the quarantine that holds it from now on, or 0."""
 
     workload: Workload
     candidate: str
     stage: str
     reason: str
+    quarantine: int = 0
 
 
 class Listener(Protocol):
@@ -59,13 +61,15 @@ class Spectator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A candidate at a workload, ready to be built: its knobs, its recipe, and the arm it would be."""
+    """A candidate at a workload, ready to be built: its knobs, its recipe, and the arm it would be. `released_at`: when
+    its last quarantine ended; what was decided without it before, and failures before, no longer hold."""
 
     candidate: Candidate
     knobs: Knobs
     recipe: Recipe
     build_digest: str
     arm: Arm
+    released_at: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -171,8 +175,8 @@ class Tally:
         """The budget ended before the race: nothing is recorded, and the next tune goes on from the proofs."""
         self.undecided.append(job.named)
 
-    def rejected(self, w: Workload, candidate: str, stage: str, reason: str) -> None:
-        rejection = Rejection(workload=w, candidate=candidate, stage=stage, reason=reason)
+    def rejected(self, w: Workload, candidate: str, stage: str, reason: str, *, quarantine: int = 0) -> None:
+        rejection = Rejection(workload=w, candidate=candidate, stage=stage, reason=reason, quarantine=quarantine)
         self.rejections.append(rejection)
         self.listener.rejected(rejection)
 

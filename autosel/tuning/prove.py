@@ -6,8 +6,11 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import as_completed
 
+from autosel.candidates.control import CONTROL
 from autosel.errors import BuildError
+from autosel.native.compile import require_compiler
 from autosel.parity.check import Proof, Terms, check_all
+from autosel.parity.control import unanswered
 from autosel.tuning.builds import Builds
 from autosel.tuning.job import Job, Tuning, Way
 from autosel.tuning.pool import pool
@@ -25,7 +28,8 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
 
     A way that does not compile, or fails, leaves its job with the reason. The baseline is proven like the rest; if it
     fails that is reported, and it still is what must be beaten: a failing baseline does not shield itself. At the
-    deadline nothing new starts, and a job with a way left unproven is late.
+    deadline nothing new starts, and a job with a way left unproven is late. Raises EnvironmentFault, with nothing
+    recorded of the failure, if the compiler, workers or the control of a failure do not work.
     """
     groups = _groups(jobs)
     recipes = (members[0][1].recipe for members in groups)
@@ -37,8 +41,7 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
             try:
                 parities = future.result()
             except BuildError as error:
-                for job, way in members:
-                    _refuse(tuning, job, way, error)
+                _refuse(tuning, members, error)
                 continue
             for job, _ in members if not parities else ():
                 job.late = True
@@ -47,14 +50,19 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
             tuning.tally.stage("parity", members[0][1].candidate.name, done, len(groups))
 
 
-def _refuse(tuning: Tuning, job: Job, way: Way, error: BuildError) -> None:
-    """A way that did not compile: recorded like a failed proof, and tried again by the next tune."""
+def _refuse(tuning: Tuning, members: Sequence[Member], error: BuildError) -> None:
+    """Ways that did not compile: recorded like failed proofs, and tried again by the next tune. Raises
+    EnvironmentFault if their compiler compiles nothing."""
+    recipe = members[0][1].recipe
+    if isinstance(recipe, NativeRecipe):
+        require_compiler(recipe.source, error)
     evidence = {"why": error.why, "log": error.log, "retryable": True}
     failed = Failed(check="build", case="compile", evidence=evidence, reason=error.what)
-    job.parities.append((way.arm, failed))
-    tuning.ledger.save_parity(tuning.fp.hw_id, job.workload, way.arm, failed)
-    tuning.tally.rejected(job.workload, way.candidate.name, "build", f"{error.what}: {error.why}")
-    job.drop(way)
+    for job, way in members:
+        job.parities.append((way.arm, failed))
+        tuning.ledger.save_parity(tuning.fp.hw_id, job.workload, way.arm, failed)
+        tuning.tally.rejected(job.workload, way.candidate.name, "build", f"{error.what}: {error.why}")
+        job.drop(way)
 
 
 def _groups(jobs: Sequence[Job]) -> list[list[Member]]:
@@ -110,9 +118,14 @@ def _on_trial(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
 
 
 def _known(tuning: Tuning, job: Job, way: Way) -> Parity | None:
-    """What the ledger knows; a failure for want of memory or the like says nothing about the next time."""
-    known = tuning.ledger.parity_known(tuning.fp.hw_id, way.arm.digest, job.workload)
-    return None if isinstance(known, Failed) and known.evidence.get("retryable") else known
+    """What the ledger knows and still holds. A failure is tried again with `force`, if it was for want of memory or the
+    like, if its quarantine was ended since, or if no control was run after it: earlier versions recorded failures of
+    the environment too."""
+    known = tuning.ledger.parity_known(tuning.fp.hw_id, way.arm.digest, job.workload, since=way.released_at)
+    if not isinstance(known, Failed):
+        return known
+    uncontrolled = unanswered(known) and CONTROL not in known.evidence
+    return None if tuning.request.force or known.evidence.get("retryable") or uncontrolled else known
 
 
 def proof_of(way: Way, w: Workload) -> Proof:

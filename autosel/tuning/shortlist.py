@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autosel import settings
 from autosel.candidates import arms, registry
 from autosel.candidates.base import Candidate
@@ -20,8 +22,8 @@ def shortlist(tuning: Tuning, named: Named, *, probe: bool = False) -> Job:
     Raises UsageError where not even the baseline can run the workload.
     """
     w, fp = named.workload, tuning.fp
-    held = tuning.ledger.quarantined(fp.hw_id, w.op)
-    offered = [_offer(tuning, w, candidate, held) for candidate in _eligible(tuning, w)]
+    held, released = tuning.ledger.quarantined(fp.hw_id, w.op), tuning.ledger.released(fp.hw_id, w.op)
+    offered = [_offer(tuning, w, candidate, held, released) for candidate in _eligible(tuning, w)]
     ways = [way for way in offered if way is not None]
     name = registry.baseline(w.op).name
     baseline = next((way for way in ways if way.candidate.name == name), None)
@@ -41,7 +43,9 @@ def shortlist(tuning: Tuning, named: Named, *, probe: bool = False) -> Job:
         probe=probe,
     )
     if not tuning.request.force and not probe:
-        job.settled = tuning.ledger.known_rows(fp.hw_id, w.bucket, job.mode, job.offered)
+        known = tuning.ledger.known_rows(fp.hw_id, w.bucket, job.mode, job.offered)
+        last = max(way.released_at for way in ways)
+        job.settled = known if all(d.state == "pinned" or d.created_at >= last for d in known) else ()
     job.incumbent = _incumbent(tuning, job)
     return job
 
@@ -56,7 +60,9 @@ def _eligible(tuning: Tuning, w: Workload) -> list[Candidate]:
     return accepted
 
 
-def _offer(tuning: Tuning, w: Workload, candidate: Candidate, held: dict[str, Quarantine]) -> Way | None:
+def _offer(
+    tuning: Tuning, w: Workload, candidate: Candidate, held: dict[str, Quarantine], released: dict[str, str]
+) -> Way | None:
     try:
         way = way_of(candidate, w, tuning.fp)
     except BuildError as error:
@@ -64,8 +70,9 @@ def _offer(tuning: Tuning, w: Workload, candidate: Candidate, held: dict[str, Qu
         return None
     quarantine = held.get(way.build_digest) or held.get(way.arm.digest)
     if quarantine is None:
-        return way
-    tuning.tally.rejected(w, candidate.name, "eligible", f"in quarantine: {quarantine.reason}")
+        ended = max(released.get(digest, "") for digest in (way.build_digest, way.arm.digest))
+        return replace(way, released_at=ended)
+    tuning.tally.rejected(w, candidate.name, "quarantine", quarantine.reason, quarantine=quarantine.id)
     return None
 
 

@@ -5,7 +5,8 @@
 
 A worker is a fresh interpreter below a guardian (guardian.py), in its own session, with an allow-listed environment and
 a private folder. Whatever the code in it does (crash, hang, fork, flood its output, send half a reply), `request`
-returns the whole reply by the deadline or raises WorkerError with the cause, and nothing of the worker is left.
+returns the whole reply by the deadline or raises WorkerError with the cause, and nothing of the worker is left. A
+worker that does not start has run nobody's code yet: that raises EnvironmentFault.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from autosel import settings
-from autosel.errors import WorkerError
+from autosel.errors import AutoselError, WorkerError
 from autosel.values import from_json, parse_json
 from autosel.workers import protocol
 from autosel.workers.arena import Arena
+from autosel.workers.environment import start_fault
 
 T = TypeVar("T")
 START_S = 120.0  # importing torch on a cold, slow disk
@@ -110,24 +113,31 @@ class Worker:
         paths: Sequence[str] = (),
         start_deadline_s: float = START_S,
     ) -> None:
-        """`cpus`: affinity; `threads`: torch's, 0 its default; `paths`: folders put first on the child's sys.path."""
+        """`cpus`: affinity; `threads`: torch's, 0 its default; `paths`: folders put first on the child's sys.path.
+
+        Raises EnvironmentFault where no process can be created.
+        """
         self.entry, self.exit, self._cause = entry, None, ""
         self._ready, self._next_id = False, 1
         self._start_until = time.monotonic() + start_deadline_s
+        try:
+            self._spawn(_config(limits or Limits(), cpus), threads, paths)
+        except OSError as error:  # no room for its folder, no descriptor or process left, no interpreter
+            raise start_fault(entry, AutoselError(f"it cannot be created: {error}")) from error
+        self.pid = self._first_word()
+
+    def _spawn(self, config: Mapping[str, Any], threads: int, paths: Sequence[str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="autosel-worker-"))
-        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._life, life = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with control, life:
-            argv = [sys.executable, "-P", "-m", "autosel.workers.child", entry, str(control.fileno()), str(threads)]
-            config = _config(limits or Limits(), cpus) | {
-                "argv": argv,
-                "folder": str(self.folder),
-                "control_fd": control.fileno(),
-                "life_fd": life.fileno(),
-            }
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            self._control, control = map(undo.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._life, life = map(undo.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            child = ["-m", "autosel.workers.child", self.entry, str(control.fileno()), str(threads)]
+            places = {"folder": str(self.folder), "control_fd": control.fileno(), "life_fd": life.fileno()}
+            told = json.dumps({**config, **places, "argv": [sys.executable, "-P", *child]})
             guardian = Path(__file__).with_name("guardian.py")
             self._guardian = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(guardian), json.dumps(config)],
+                [sys.executable, "-I", "-S", str(guardian), told],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -135,7 +145,9 @@ class Worker:
                 pass_fds=(control.fileno(), life.fileno()),
                 start_new_session=True,
             )
-        self.pid = self._first_word()
+            undo.pop_all()
+            control.close()
+            life.close()
 
     exit: Exit | None
 
@@ -144,8 +156,8 @@ class Worker:
     def request(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
         """The entry's whole reply within `deadline_s` of now (start-up not counted).
 
-        Raises RaisedError if the entry raised; else WorkerError with the cause, and the worker is gone. ValueError
-        for a request that is not JSON.
+        Raises RaisedError if the entry raised; else WorkerError with the cause, or EnvironmentFault if the worker does
+        not start, and the worker is gone. ValueError for a request that is not JSON.
         """
         return self._ask({"request": dict(request)}, deadline_s, stage="request")
 
@@ -169,10 +181,16 @@ class Worker:
         self._ask({"detach": arena.name}, 10.0, stage="detach")
 
     def wait_ready(self) -> None:
-        """Wait until the entry is imported; `request` does this by itself."""
-        if not self._ready:
+        """Wait until the entry is imported; `request` does this by itself. Raises EnvironmentFault, and the worker is
+        gone, where it does not start: no candidate has been loaded yet."""
+        if self._ready:
+            return
+        try:
             self._reply_to(0, self._start_until, stage="start")
-            self._ready = True
+        except WorkerError as error:
+            self.close()
+            raise start_fault(self.entry, error) from error
+        self._ready = True
 
     def output(self) -> tuple[str, str]:
         """What the worker has written to stdout and stderr so far (the beginning and the end of much)."""
@@ -276,7 +294,7 @@ class Worker:
         said = self._hear(START_S)
         if said is None or "pid" not in said:
             self._take_report(said)
-            raise WorkerError("a worker process could not be started", cause="start", retryable=True)
+            raise start_fault(self.entry, AutoselError("its guardian ended at once"))
         return int(said["pid"])
 
     def _await_report(self, grace_s: float = 0.0) -> None:

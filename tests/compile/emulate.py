@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autosel import resources, settings
-from autosel.native.compile import _libinfo, find_compiler, sources_digest
+from autosel.native.compile import _tvm_ffi_flags, find_compiler, sources_digest
 from autosel.native.cuda import find_nvcc
 from tests import drawn
 
@@ -58,16 +58,9 @@ def keep(file: Path, text: str) -> None:
 
 def includes() -> list[str]:
     """tvm-ffi's and CUDA's headers, these as a system's: we do not lint them."""
-    nvcc, info = find_nvcc(), _libinfo()
+    nvcc = find_nvcc()
     assert nvcc is not None
-    return [
-        f"-I{info.find_include_path()}",
-        f"-I{info.find_dlpack_include_path()}",
-        "-isystem",
-        str(nvcc.home / "include"),
-        f"-L{Path(info.find_libtvm_ffi()).parent}",
-        "-ltvm_ffi",
-    ]
+    return [*_tvm_ffi_flags(), "-isystem", str(nvcc.home / "include")]
 
 
 def emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:

@@ -54,6 +54,19 @@ def test_what_goes_wrong_in_the_child_is_a_reason_here(
     assert reason in probe.fault(*asked, deadline_s=2.0 if how == "hangs" else 60.0)
 
 
+def test_what_fails_where_torch_cannot_be_imported_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    broken = tmp_path / "torch" / "__init__.py"
+    broken.write_text('raise ImportError("libtorch.so: cannot open shared object file")')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert "libtorch.so" in probe.fault(SDPA, "flash", "cpu", "")
+    broken.unlink()
+    broken.parent.rename(tmp_path / "mended")
+    assert probe.fault(SDPA, "flash", "cpu", "") == ""
+
+
 @pytest.mark.parametrize(
     ("what", "body", "reason"),
     [

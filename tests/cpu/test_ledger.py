@@ -323,6 +323,21 @@ def test_quarantine_takes_the_arm_out_everywhere_and_keeps_it_out(ledger: Ledger
     assert record(ledger, "d").state == "promoted"
 
 
+def test_a_failure_from_before_a_release_is_no_longer_known(ledger: Ledger) -> None:
+    failed = Failed(check="crash", case="while racing", evidence={}, reason="it fell")
+    ledger.save_parity(FP.hw_id, ATTN, CPP, failed)
+    held = ledger.quarantine(CPP, hw_id=FP.hw_id, op="attn", cause="crash", reason="it fell")
+    assert ledger.released(FP.hw_id, "attn") == {}
+    ledger.release(held, "the environment was broken")
+    released = ledger.released(FP.hw_id, "attn")
+    assert released.keys() == {CPP.digest} and ledger.released(FP.hw_id, "linear") == {}
+    assert ledger.parity_known(FP.hw_id, CPP.digest, ATTN) == failed
+    assert ledger.parity_known(FP.hw_id, CPP.digest, ATTN, since=released[CPP.digest]) is None
+    again = dataclasses.replace(failed, seconds=2.0)
+    ledger.save_parity(FP.hw_id, ATTN, CPP, again)
+    assert ledger.parity_known(FP.hw_id, CPP.digest, ATTN, since=released[CPP.digest]) == again
+
+
 DIE_IN_A_TRIAL = "with ledger.lock(FP.hw_id), ledger.trial(FP.hw_id, 'attn', CPP): die()"
 
 

@@ -7,7 +7,8 @@ from autosel.candidates import registry
 from autosel.errors import ParityError, UnknownName
 from autosel.ops import OPS
 from autosel.parity.check import Proof, Terms, check, check_all, plain
-from autosel.parity.reproduce import built, reproduce
+from autosel.parity.reproduce import reproduce
+from autosel.parity.session import built
 from autosel.values import Accepted, Failed, Knobs, Passed, PythonRecipe, canonical_json
 from tests.cpu.planting import RMSNORM, Planted, proof
 

@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autosel.errors import WorkerError
+from autosel.errors import EnvironmentFault, WorkerError
 from autosel.values import to_json
 from autosel.workers import Arena, Limits, RaisedError, Worker
 from tests.cpu.planting import built
@@ -248,16 +249,36 @@ def test_a_worker_dies_with_a_guardian_that_is_killed(worker):
 
 
 def test_an_import_that_hangs_ends_at_the_deadline_for_starting():
-    with Worker("hangs_at_import:serve", paths=[str(HERE)], start_deadline_s=SHORT_S) as started:
-        assert failure(started, "none").cause == "timeout in start"
+    with (
+        Worker("hangs_at_import:serve", paths=[str(HERE)], start_deadline_s=SHORT_S) as started,
+        pytest.raises(EnvironmentFault, match=r"no reply by the deadline \(start\)"),
+    ):
+        started.request({"fault": "none"}, LONG_S)
     assert survivors(started) == []
 
 
-def test_an_entry_that_does_not_exist_is_named():
+def test_a_worker_that_does_not_start_is_a_fault_of_the_environment_and_gone():
     with Worker("no_such_module:serve") as started:
-        error = failure(started, "none")
-    assert isinstance(error, RaisedError)
-    assert error.kind == "ModuleNotFoundError"
+        with pytest.raises(EnvironmentFault, match="no_such_module") as caught:
+            started.request({"fault": "none"}, LONG_S)
+        assert started.exit is not None
+    assert caught.value.exit_code == 6
+    assert "nothing was recorded against any candidate" in caught.value.why
+    assert survivors(started) == []
+
+
+def test_a_worker_for_which_there_is_no_room_is_a_fault_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no" / "such" / "folder"))
+    with pytest.raises(EnvironmentFault, match="cannot be created"):
+        Worker("faulty:serve")
+
+
+def test_an_interpreter_that_is_gone_is_a_fault_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(EnvironmentFault, match="cannot be created"):
+        Worker("faulty:serve")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # --- the end of us ---------------------------------------------------------------------------------------------------

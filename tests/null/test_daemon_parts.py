@@ -125,6 +125,21 @@ def test_a_device_in_use_keeps_the_job_waiting(queue: Jobs) -> None:
     assert (queue._jobs[made.id].state, queue._jobs[made.id].note) == ("failed", "no such op")
 
 
+def test_a_broken_environment_keeps_the_job_waiting_and_says_why(queue: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(jobs.time, "monotonic", lambda: now)
+    monkeypatch.setattr(queue.meter, "why", lambda _: "")
+    made = queue.add(ATTN, "miss", "called")
+    assert made is not None
+    problem = {"kind": "EnvironmentFault", "what": "the environment is broken: X", "why": "ImportError"}
+    queue._settle(queue._jobs[made.id], None, problem, 1)
+    waits = queue._jobs[made.id]
+    assert (waits.state, waits.note) == ("queued", "the environment is broken: X: ImportError")
+    assert queue._why_held("cpu") == "the environment is broken: X"
+    now += jobs.BROKEN_AGAIN_S
+    assert queue._why_held("cpu") == "", "it is tried again"
+
+
 # --- idleness ---------------------------------------------------------------------------------------------------------
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from autosel.errors import UsageError, WorkerError
+from autosel.errors import EnvironmentFault, UsageError, WorkerError
 from autosel.fingerprint import nvml
+from autosel.ops import OPS
 from autosel.race import run
+from autosel.race.contest import Contest, Entrant
 from autosel.tuning.contend import refuse_without_memory
+from autosel.values import PythonRecipe
 
 GIB = 1 << 30
 
@@ -44,17 +49,51 @@ def test_a_large_card_needs_no_host_that_holds_the_copies_too(free: dict[str, in
         refuse_without_memory([contest(8 * GIB)], "cpu")
 
 
-@pytest.mark.parametrize(("retryable", "blamed"), [(True, []), (False, ["cuda:gemv"])])
-def test_who_finds_no_memory_is_not_blamed_for_it(
-    retryable: bool, blamed: list[str], monkeypatch: pytest.MonkeyPatch
+def entrant(candidate: str) -> Entrant:
+    recipe = PythonRecipe(target="not:loaded")
+    return Entrant(candidate=candidate, op="rmsnorm", recipe=recipe, digest=candidate, knobs={}, writes_out=True)
+
+
+@pytest.fixture
+def falls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Who is blamed where a worker falls with any of some arms in it."""
+    base, challenger = entrant("torch:rmsnorm"), entrant("cuda:rmsnorm")
+    w = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 64})
+    met = Contest(workload=w, baseline=base, incumbent=base, challengers=(challenger,), margins={}, llc_bytes=0)
+
+    def blamed(*arms: str, retryable: bool) -> list[str]:
+        class Seated:
+            def __init__(self, process: object, attempt: object, seats: Sequence[str], *_: object) -> None:
+                self.seats = seats
+                self.plan = SimpleNamespace(calls=1, samples=1)
+
+            def sit(self) -> None:
+                if set(arms) & set(self.seats):
+                    raise WorkerError("the worker fell", cause="raised OutOfMemoryError", retryable=retryable)
+
+            def pair(self, *_: object) -> None: ...
+
+            def release(self) -> None: ...
+
+        monkeypatch.setattr(run, "_Seated", Seated)
+        process = run._Process(run.Terms(threads=1, rng=Random(1)))
+        attempt = SimpleNamespace(contest=met)
+        seated: Any = SimpleNamespace(
+            arms=[base.candidate, challenger.candidate], attempt=attempt, shelf=None, rng=None
+        )
+        return list(process.find_culprit(seated))
+
+    return blamed
+
+
+def test_who_finds_no_memory_is_not_blamed_for_it(falls: Callable[..., list[str]]) -> None:
+    assert falls("cuda:rmsnorm", retryable=True) == []
+    assert falls("cuda:rmsnorm", retryable=False) == ["cuda:rmsnorm"]
+
+
+@pytest.mark.parametrize("control", ["torch:rmsnorm", "control:empty.py"])
+def test_who_falls_where_the_control_falls_too_is_not_blamed_for_it(
+    control: str, falls: Callable[..., list[str]]
 ) -> None:
-    class Seated:
-        def __init__(self, *_: object) -> None: ...
-
-        def sit(self) -> None:
-            raise WorkerError("the worker fell", cause="raised OutOfMemoryError", retryable=retryable)
-
-    monkeypatch.setattr(run, "_Seated", Seated)
-    process = run._Process(run.Terms(threads=1, rng=Any))  # type: ignore[arg-type]
-    seated: Any = SimpleNamespace(arms=["torch:linear", "cuda:gemv"], attempt=None, shelf=None, rng=None)
-    assert list(process.find_culprit(seated)) == blamed
+    with pytest.raises(EnvironmentFault, match="as cuda:rmsnorm did"):
+        falls("cuda:rmsnorm", control, retryable=False)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosel.fleet.spread import ATTEMPTS, RESTS, Lost, Spread, parts
+from autosel.fleet.spread import ATTEMPTS, RESTS, Lost, Part, Spread, error_of, parts
 from autosel.models.workloads import Named
 from autosel.tuning.job import Request
 from autosel.values import Workload, from_json
@@ -173,6 +173,12 @@ def test_what_one_worker_refuses_another_takes() -> None:
     alone.fails = True
     assert spread(world, [alone], 3).run().failed[0].trouble["what"] == "no memory"
     assert len(alone.tasks) == 1, "a refusal would be the same again"
+
+
+@pytest.mark.parametrize(("kind", "code"), [("LedgerError", 1), ("EnvironmentFault", 6)])
+def test_a_workers_broken_environment_keeps_its_exit_code(kind: str, code: int) -> None:
+    part = Part(kind="kind", workloads=(), trouble={"kind": kind, "what": "it broke", "why": "", "todo": ""})
+    assert (error_of(part).what, error_of(part).exit_code) == ("it broke", code)
 
 
 def test_past_the_budget_nothing_new_begins() -> None:

@@ -1,0 +1,82 @@
+"""The control of a failed proof: a new worker of the same kind that calls the baseline, then an empty candidate.
+
+Only a failure without an answer (an exception, a crash, a timeout) needs one. A worker that returned a wrong result
+has loaded the candidate and called it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from autosel import fingerprint
+from autosel.candidates import registry
+from autosel.candidates.base import Accepted, Candidate
+from autosel.candidates.control import empties
+from autosel.errors import BuildError, WorkerError
+from autosel.native.compile import EMPTY_CPP
+from autosel.ops import OPS
+from autosel.ops.contract import Case
+from autosel.parity.session import CALL_S, PROOF_S, Proof, RefusedError, Session, built
+from autosel.parity.stage import place
+from autosel.values import Failed, Fingerprint, NativeRecipe, Parity, PythonRecipe, Recipe, Workload
+from autosel.workers.environment import control_fault
+
+UNANSWERED = ("raised", "crash", "timeout")
+
+
+def unanswered(parity: Parity) -> bool:
+    """Return True if the candidate failed without an answer."""
+    return isinstance(parity, Failed) and parity.check in UNANSWERED
+
+
+def require_control(failed: Sequence[Proof], fp: Fingerprint | None, *, threads: int, device: str) -> None:
+    """Call the controls of failed proofs in a new worker. Raises EnvironmentFault if one of them gives no answer."""
+    with _session(threads, device) as session:
+        for op in dict.fromkeys(proof.candidate.op for proof in failed):
+            of_op = [proof for proof in failed if proof.candidate.op == op]
+            names = ", ".join(dict.fromkeys(proof.candidate.name for proof in of_op))
+            recipes = [proof.recipe for proof in of_op]
+            _require(session, of_op[0].workload, recipes, fp or fingerprint.take(device), names)
+
+
+def require_workers(fp: Fingerprint, *, native: bool) -> None:
+    """Call rmsnorm's baseline, then an empty candidate (`native`: a compiled one), in a new worker on the CPU. Raises
+    EnvironmentFault if one of them gives no answer."""
+    like = NativeRecipe(source=EMPTY_CPP, entry="") if native else PythonRecipe(target="")
+    with _session(1, "cpu") as session:
+        _require(session, OPS["rmsnorm"].workload("fp32", {"M": 1, "d": 64}), [like], fp)
+
+
+@contextmanager
+def _session(threads: int, device: str) -> Iterator[Session]:
+    session = Session(CALL_S, threads, device)
+    try:
+        session.begin(PROOF_S)
+        yield session
+    finally:
+        session.close()
+
+
+def _require(session: Session, w: Workload, recipes: Sequence[Recipe], fp: Fingerprint, failed: str = "") -> None:
+    baseline = registry.baseline(w.op)
+    cases = OPS[w.op].cases(w)
+    case = next((c for c in cases if isinstance(baseline.supports(c.workload, fp), Accepted)), cases[0])
+    for control in (baseline, *empties(w.op, recipes)):
+        try:
+            _call(session, control, case, fp)
+        except (WorkerError, BuildError) as error:
+            raise control_fault(control.name, error, failed) from error
+
+
+def _call(session: Session, control: Candidate, case: Case, fp: Fingerprint) -> None:
+    """One call. A wrong result is an answer too."""
+    proof = built(control, case.workload, fp)
+    name = session.load(replace(proof, digest=proof.digest or control.name))  # a session knows builds by their digest
+    arena = session.scratch[0]
+    arena.used_bytes = 0
+    placed = place(arena, OPS[control.op], case.workload, case.make(0))
+    placed.fill("none")
+    with suppress(RefusedError):
+        session.call(name, proof, placed, "control")

@@ -1,0 +1,2 @@
+// empty   the same for nvcc
+#include "empty.cpp"

@@ -1,0 +1,309 @@
+"""A broken environment is nobody's fault: real workers in environments that are really broken, then mended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import sqlalchemy as sa
+
+from autosel import fingerprint, settings
+from autosel.candidates import registry
+from autosel.candidates.control import CONTROL, WORKED
+from autosel.cli import doctor
+from autosel.errors import BuildError, EnvironmentFault
+from autosel.ledger import schema
+from autosel.ledger.key import current_mode
+from autosel.ledger.store import Ledger, open_ledger
+from autosel.models.workloads import Named
+from autosel.native import compile as native
+from autosel.ops import OPS
+from autosel.pipeline import Rejection, Report, Request, tune
+from autosel.tuning import prove
+from autosel.tuning.shortlist import way_of
+from autosel.values import Decision, Failed, to_json
+
+WORKLOAD = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 512})
+BLAME = (schema.quarantines, schema.decisions, schema.verdicts)  # what a broken environment must not write to
+
+
+class Watching:
+    """Keeps what was told, and calls `at_stage` at each stage."""
+
+    def __init__(self, at_stage: Callable[[str, int, int], None] = lambda *_: None) -> None:
+        self.at_stage, self.rejections = at_stage, list[Rejection]()
+
+    def stage(self, name: str, detail: str, done: int, total: int) -> None:
+        self.at_stage(name, done, total)
+
+    def decided(self, decision: Decision, settled_before: bool) -> None: ...
+
+    def rejected(self, rejection: Rejection) -> None:
+        self.rejections.append(rejection)
+
+
+class Breakable:
+    """A folder first on the PYTHONPATH of workers: a package put there hides the installed one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def break_package(self, name: str) -> None:
+        package = self.folder / name
+        package.mkdir()
+        (package / "__init__.py").write_text(f'raise ImportError("lib{name}.so: cannot open shared object file")\n')
+
+    def mend(self) -> None:
+        for file in self.folder.glob("*/__init__.py"):
+            file.unlink()
+            for left in sorted(file.parent.rglob("*"), reverse=True):
+                left.rmdir() if left.is_dir() else left.unlink()
+            file.parent.rmdir()
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Breakable:
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    inherited = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), inherited))))
+    return Breakable(folder)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    with open_ledger(home=tmp_path / "ledger") as opened:
+        yield opened
+
+
+def tuned(ledger: Ledger, listener: Watching, *, force: bool = False) -> Report:
+    named = Named(workload=WORKLOAD, label="rmsnorm", calls_per_step=1)
+    return tune(Request(workloads=(named,), seed=5, force=force), ledger, listener)
+
+
+def failed_proofs(ledger: Ledger) -> list[str]:
+    with ledger.reading() as c:
+        p = schema.parities.c
+        return list(c.execute(sa.select(p.document).where(p.outcome == "failed")).scalars())
+
+
+def rows(ledger: Ledger, *tables: sa.Table) -> dict[str, int]:
+    with ledger.reading() as c:
+        counts = {t.name: c.execute(sa.select(sa.func.count()).select_from(t)).scalar_one() for t in tables}
+    return {name: count for name, count in counts.items() if count}
+
+
+def assert_nobody_is_blamed(ledger: Ledger, listener: Watching) -> None:
+    assert failed_proofs(ledger) == []
+    assert rows(ledger, *BLAME) == {}
+    assert [r for r in listener.rejections if r.stage != "eligible"] == []
+
+
+def assert_the_next_tune_decides(ledger: Ledger) -> None:
+    listener = Watching()
+    (decision,) = tuned(ledger, listener).decisions
+    assert decision.verdict is not None and len(decision.verdict.timings) > 1, decision.reason
+    assert [r for r in listener.rejections if r.stage in ("build", "parity", "race")] == []
+
+
+# --- tune -------------------------------------------------------------------------------------------------------------
+
+
+def test_workers_that_cannot_import_torch_blame_nobody_and_the_next_tune_decides(
+    packages: Breakable, ledger: Ledger
+) -> None:
+    packages.break_package("torch")
+    listener = Watching()
+    with pytest.raises(EnvironmentFault, match=r"libtorch\.so"):
+        tuned(ledger, listener)
+    assert_nobody_is_blamed(ledger, listener)
+    packages.mend()
+    assert_the_next_tune_decides(ledger)
+
+
+def test_an_environment_that_breaks_between_proofs_and_races_quarantines_nobody(
+    packages: Breakable, ledger: Ledger
+) -> None:
+    def once_all_is_proven(stage: str, done: int, total: int) -> None:
+        if stage == "parity" and done == total > 0:
+            packages.break_package("torch")
+
+    listener = Watching(once_all_is_proven)
+    with pytest.raises(EnvironmentFault, match=r"libtorch\.so"):
+        tuned(ledger, listener)
+    assert_nobody_is_blamed(ledger, listener)
+
+
+def test_where_no_native_kernel_can_be_loaded_no_native_candidate_has_failed(
+    packages: Breakable, ledger: Ledger
+) -> None:
+    """Workers start and PyTorch works: only an empty candidate of the same kind tells."""
+    packages.break_package("tvm_ffi")
+    listener = Watching()
+    with pytest.raises(EnvironmentFault, match=r"libtvm_ffi\.so"):
+        tuned(ledger, listener)
+    assert_nobody_is_blamed(ledger, listener)
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """A compiler that has worked in a home of its own, whose rates are known. The function given makes it refuse every
+    command with some words in it, saying why."""
+    script, home = tmp_path / "c++", tmp_path / "home"
+
+    def breaks(words: str, why: str) -> None:
+        refusal = [f"*{words}*) echo '{why}' >&2; exit 1 ;;"] if words else []
+        script.write_text("\n".join(["#!/bin/sh", 'case "$*" in', *refusal, "esac", 'exec g++ "$@"']))
+        script.chmod(0o700)
+
+    def forget() -> None:
+        settings.read.cache_clear()
+        native.find_compiler.cache_clear()
+
+    fingerprint.take("cpu")
+    shutil.copytree(settings.home() / "fingerprint", home / "fingerprint")
+    breaks("", "")
+    monkeypatch.setenv("AUTOSEL_CXX", str(script))
+    monkeypatch.setenv("AUTOSEL_HOME", str(home))
+    forget()
+    native.compile_source(native.EMPTY_CPP)
+    yield breaks
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        pytest.param(".cpp", "error: cc1plus: no such file", id="a compiler that compiles nothing any more"),
+        pytest.param("/rmsnorm.cpp", "error writing to x.s: No space left on device", id="a full disk"),
+    ],
+)
+def test_a_compiler_that_breaks_midway_fails_nobodys_build(
+    words: str, why: str, compiler: Callable[[str, str], None], ledger: Ledger
+) -> None:
+    compiler(words, why)
+    listener = Watching()
+    with pytest.raises(EnvironmentFault, match=why.partition(": ")[2]):
+        tuned(ledger, listener)
+    assert_nobody_is_blamed(ledger, listener)
+
+
+def test_a_compiler_that_never_worked_here_is_none(compiler: Callable[[str, str], None]) -> None:
+    shutil.rmtree(native.artefacts())
+    compiler(".cpp", "error: no such file")
+    with pytest.raises(BuildError) as caught:
+        native.compile_source(native.EMPTY_CPP)
+    native.require_compiler("cpu/rmsnorm.cpp", caught.value)
+
+
+def test_a_kernel_that_alone_does_not_compile_has_failed(compiler: Callable[[str, str], None], ledger: Ledger) -> None:
+    compiler("/rmsnorm.cpp", "error: expected ;")
+    listener = Watching()
+    tuned(ledger, listener)
+    assert [(r.candidate, r.stage) for r in listener.rejections if r.stage != "eligible"] == [("cpp:rmsnorm", "build")]
+    assert len(failed_proofs(ledger)) == 1
+
+
+# --- what earlier versions have stored --------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_an_earlier_version_blamed_races_again_once_it_is_released(ledger: Ledger) -> None:
+    fp = fingerprint.take("cpu")
+    cpp, base = (way_of(registry.find("rmsnorm", n), WORKLOAD, fp).arm for n in ("cpp:rmsnorm", "torch:rmsnorm"))
+    failed = Failed(check="crash", case="while racing", evidence={}, reason="the worker ended (raised ImportError)")
+    ledger.save_parity(fp.hw_id, WORKLOAD, cpp, failed)
+    held = ledger.quarantine(cpp, hw_id=fp.hw_id, op="rmsnorm", cause="crash", reason=failed.reason)
+    ledger.record(
+        fp,
+        WORKLOAD,
+        verdict=None,
+        race=None,
+        parities=[(cpp, failed)],
+        arm=base,
+        baseline=base,
+        mode=current_mode(),
+        state="kept",
+        reason="no other candidate can run this here",
+        idempotency_key="of an earlier version",
+        entrants=(base.digest, cpp.digest),
+    )
+    for force in (False, True):
+        listener = Watching()
+        (kept,) = tuned(ledger, listener, force=force).decisions
+        assert kept.arm == base
+        skipped = [(r.candidate, r.quarantine) for r in listener.rejections if r.stage == "quarantine"]
+        assert skipped == [("cpp:rmsnorm", held)]
+    ledger.release(held, "the environment was broken")
+    assert_the_next_tune_decides(ledger)
+    assert tuned(ledger, Watching()).measured == 0, "it is settled again"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "force", "known"),
+    [
+        pytest.param({"cause": "raised ImportError"}, False, False, id="no control"),
+        pytest.param({"cause": "raised ImportError", CONTROL: WORKED}, False, True, id="a control"),
+        pytest.param({"cause": "raised ImportError", CONTROL: WORKED}, True, False, id="a control, and --force"),
+    ],
+)
+def test_a_stored_failure_holds_if_a_control_stands_behind_it(
+    evidence: dict[str, str], force: bool, known: bool, ledger: Ledger
+) -> None:
+    fp = fingerprint.take("cpu")
+    way = way_of(registry.find("rmsnorm", "cpp:rmsnorm"), WORKLOAD, fp)
+    failed = Failed(check="raised", case="load", evidence=evidence, reason="ImportError: libtorch.so")
+    ledger.save_parity(fp.hw_id, WORKLOAD, way.arm, failed)
+    tuning = SimpleNamespace(ledger=ledger, fp=fp, request=Request(workloads=(), force=force))
+    job = SimpleNamespace(workload=WORKLOAD)
+    assert (prove._known(tuning, job, way) == failed) is known  # type: ignore[arg-type]
+
+
+# --- processes that need PyTorch themselves ---------------------------------------------------------------------------
+
+
+def test_a_verb_that_cannot_import_torch_says_so_with_an_exit_code_of_its_own(packages: Breakable, home: Path) -> None:
+    packages.break_package("torch")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "autosel.cli.main", "tune", "--op", "rmsnorm", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 6, done.stderr
+    assert "the environment is broken: PyTorch cannot be imported" in done.stderr
+    assert json.loads(done.stdout)["error"]["exit_code"] == 6
+    assert not (home / "crash.log").exists()
+
+
+def test_the_daemons_child_says_that_torch_cannot_be_imported(packages: Breakable, home: Path) -> None:
+    packages.break_package("torch")
+    task = {"do": "tune", "workloads": [to_json(WORKLOAD)], "device": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "autosel.daemon.tuner"],
+        input=json.dumps(task) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    (said,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (said["event"], said["kind"]) == ("error", "EnvironmentFault")
+    assert "libtorch.so" in said["why"]
+
+
+@pytest.mark.parametrize("name", ["torch", "tvm_ffi"])
+def test_doctor_finds_that_workers_do_not_work(name: str, packages: Breakable, ledger: Ledger) -> None:
+    assert [f.level for f in doctor.examine_workers("workers")] == ["ok"]
+    packages.break_package(name)
+    with pytest.raises(EnvironmentFault, match=rf"lib{name}\.so"):
+        list(doctor.examine_workers("workers"))

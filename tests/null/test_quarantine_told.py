@@ -1,0 +1,147 @@
+"""Who is in quarantine is told wherever a user looks, with the command that ends it; and that command works."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autosel.candidates import arms, registry
+from autosel.cli.main import run
+from autosel.cli.tune import report_json, show_remarks
+from autosel.ledger.key import current_mode
+from autosel.ledger.store import Ledger, open_ledger
+from autosel.ops import OPS
+from autosel.tuning.job import Rejection, Report
+from autosel.values import Arm, Fingerprint, Knobs
+
+W = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 512})
+REASON = "the worker ended: raised ImportError"
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Run a command line: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(list(arguments))
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def held(home: Path) -> list[int]:
+    """Two quarantines of this machine, beside a decision that serves the baseline."""
+    fp = here()
+    base = arms.arm(registry.baseline(W.op), W, fp, "", Knobs())
+    with open_ledger() as ledger:
+        ledger.record(
+            fp, W, verdict=None, race=None, parities=[], arm=base, baseline=base, mode=current_mode(), state="kept",
+            reason="no other candidate can run this here", idempotency_key="1", entrants=(base.digest,),
+        )  # fmt: skip
+        return [hold(ledger, fp, arm(base, name)) for name in ("cpp:one", "cpp:two")]
+
+
+def here() -> Fingerprint:
+    from autosel.fingerprint import machine
+
+    return Fingerprint(kind="cpu", name="here", identity=machine.identity(), environment={"torch": "2"}, rates={})
+
+
+def arm(base: Arm, name: str) -> Arm:
+    return Arm(candidate=name, backend="CPP", recipe=base.recipe, knobs={}, digest=f"digest of {name}", build="")
+
+
+def hold(ledger: Ledger, fp: Fingerprint, of: Arm) -> int:
+    return ledger.quarantine(of, hw_id=fp.hw_id, op=W.op, cause="crash", reason=REASON)
+
+
+def release_in(text: str) -> list[str]:
+    """The words of the command that a text gives."""
+    found = re.search(r"autosel (db release( \d+)+)", text)
+    assert found, text
+    return shlex.split(found[1])
+
+
+def in_quarantine() -> int:
+    with open_ledger() as ledger:
+        return len(ledger.quarantined(here().hw_id))
+
+
+def report() -> Report:
+    rejected = [
+        Rejection(workload=W, candidate=name, stage="quarantine", reason=REASON, quarantine=number)
+        for number, name in ((1, "cpp:one"), (2, "cpp:two"))
+    ]
+    fallen = Rejection(workload=W, candidate="cpp:three", stage="race", reason=f"crash: {REASON}", quarantine=3)
+    return Report(
+        fingerprint=here(),
+        decisions=(),
+        measured=0,
+        rejected=(*rejected, rejected[0], fallen),
+        undecided=(),
+        seconds=1.0,
+    )
+
+
+def test_tune_says_who_did_not_race_and_how_to_release_them(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    show_remarks(report())
+    text = capsys.readouterr().out
+    assert "3 kernels are in quarantine and will not race: cpp:one, cpp:two, cpp:three\n" in text
+    assert "\n  autosel db release 1 2 3      lets them race again\n" in text
+    assert [(r["candidate"], r["stage"], r["quarantine"]) for r in report_json(report())["rejected"]][2:] == [
+        ("cpp:one", "quarantine", 1),
+        ("cpp:three", "race", 3),
+    ]
+
+
+def test_explain_says_who_may_not_race_for_the_op(held: list[int], said: Said) -> None:
+    code, text, _ = said("explain", "rmsnorm")
+    assert code == 0
+    told = f"held cpp:one is in quarantine and will not race: crash: {REASON} autosel db release {held[0]} lets it race"
+    assert told in " ".join(text.split())
+    assert max(len(line) for line in text.splitlines()) <= 80
+    (explained,) = json.loads(said("explain", "rmsnorm", "--json")[1])
+    told = [(q["id"], q["candidate"], q["release"]) for q in explained["quarantined"]]
+    assert told == [(n, c, f"autosel db release {n}") for n, c in zip(held, ("cpp:one", "cpp:two"), strict=True)]
+
+
+def test_explain_failed_lists_quarantines_with_their_commands(held: list[int], said: Said) -> None:
+    found = [f for f in json.loads(said("explain", "--failed", "--json")[1]) if f["stage"] == "quarantine"]
+    assert [(f["candidate"], f["check"], f["reason"]) for f in found] == [
+        ("cpp:one", "crash", REASON),
+        ("cpp:two", "crash", REASON),
+    ]
+    _, text, _ = said("explain", "--failed")
+    assert "lets it race again" in " ".join(text.split())
+
+
+def test_the_dashboards_first_page_does_not_call_it_all_well(held: list[int], home: Path, said: Said) -> None:
+    pytest.importorskip("starlette")
+    from tests.null.daemon_app import App, over_tcp
+
+    with over_tcp(App(home)) as client:
+        page = html.unescape(client.get("/").text)
+        assert "nothing is wrong" not in page
+        assert "2 kernels are in quarantine and will not race: cpp:one, cpp:two" in page
+        command = release_in(page)
+        assert command == ["db", "release", *map(str, held)]
+        assert said(*command)[0] == 0
+        page = html.unescape(client.get("/").text)
+        assert "nothing is wrong" in page and "quarantine" not in page
+
+
+def test_the_printed_command_ends_all_of_them(held: list[int], said: Said) -> None:
+    code, out, _ = said(*release_in(said("explain", "rmsnorm")[1]), "--json")
+    assert (code, json.loads(out)) == (0, {"released": held[:1], "reason": "released by hand"})
+    code, out, _ = said("db", "release", *map(str, held), "--reason", "the environment was rebuilt")
+    assert code == 0 and f"quarantines {held[0]}, {held[1]} have ended" in out
+    assert in_quarantine() == 0
+    assert said("db", "release", "77")[0] == 1
