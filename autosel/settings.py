@@ -7,6 +7,7 @@ environment wins. `origin` says where each value came from.
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -174,8 +175,10 @@ def unknown_variables() -> tuple[str, ...]:
 
 
 def spelling() -> str:
-    """How the caller started us, for the commands we print: `./run` or `autosel`."""
-    return os.environ.get("AUTOSEL_SPELLING") or "autosel"
+    """How the caller started us, for the commands we print: `./run`, `python -m autosel` or `autosel`."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    started = "python -m autosel" if spec is not None and spec.name == "autosel.__main__" else "autosel"
+    return os.environ.get("AUTOSEL_SPELLING") or started
 
 
 def _home(environment: Mapping[str, str]) -> Path:

@@ -336,6 +336,22 @@ def test_json_for_a_pipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert out.count("\n") == 1
 
 
+def test_python_m_autosel_is_the_command_and_prints_itself_in_what_to_do(tmp_path: Path) -> None:
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        own = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
+        variables = {**own, "PYTHONPATH": str(ROOT), "AUTOSEL_HOME": str(tmp_path)}
+        return subprocess.run(
+            [sys.executable, "-m", "autosel", *words], cwd=tmp_path, env=variables, capture_output=True, text=True
+        )
+
+    shown = call("config", "--json")
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)
+    wrong = call("config", "--nothing")
+    assert wrong.returncode == 2
+    assert "python -m autosel config --help" in wrong.stderr
+
+
 def test_a_reader_that_goes_away_and_a_full_disk_behind_stdout_are_handled() -> None:
     def shell(line: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
