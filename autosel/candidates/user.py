@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import ast
 import re
-import site
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +24,7 @@ from autosel.candidates.convention import (
     parameters_of,
     takes_outputs,
 )
-from autosel.candidates.source import find_source
+from autosel.candidates.source import find_source, installed
 from autosel.errors import BadConfig, UnknownName, UsageError
 from autosel.values import (
     DTYPES,
@@ -225,14 +222,7 @@ def _script(file: Path) -> tuple[str, str]:
 
 
 def _folder(root: Path) -> str:
-    return "" if root in _installed() else str(root)
-
-
-@cache
-def _installed() -> frozenset[Path]:
-    """Folders every interpreter of this environment has on its path already."""
-    paths = [sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return frozenset(Path(p).resolve() for p in (*paths, *site.getsitepackages(), site.getusersitepackages()))
+    return "" if root in installed() else str(root)
 
 
 # --- by name, without importing --------------------------------------------------------------------------------------
