@@ -267,6 +267,21 @@ def test_a_candidate_that_is_not_there_is_refused_without_being_run(
     assert told in err
 
 
+def test_the_baseline_cannot_race_against_itself_and_the_other_candidates_are_named(home: Path, said: Said) -> None:
+    for name in ("torch:rmsnorm", "Torch:RMSNorm"):
+        code, out, err = said(*race(name))
+        assert (code, out) == (2, ""), err
+        assert "torch:rmsnorm is the baseline of rmsnorm" in err
+        assert "cpp:rmsnorm" in err
+
+
+def test_a_registered_candidate_is_raced_by_its_name_in_either_case(home: Path, said: Said) -> None:
+    code, out, err = said("race", "rmsnorm", "--candidate", "CPP:RMSNorm", "--shape", "M1.d64", "--json")
+    found = json.loads(out)
+    assert found["candidate"] == "cpp:rmsnorm"
+    assert code == (5 if found["races"][0]["verdict"]["outcome"] == "undecided" else 0), err
+
+
 def test_one_case_can_be_seen_alone_and_a_misspelt_one_lists_the_cases(home: Path, said: Said) -> None:
     code, _, err = said(*race("mykernels:good", "--case", "random M2 d513"))
     assert code == 2
