@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from autosel import files
 from autosel.errors import BadConfig
 
 FILE_LIMIT_BYTES = 64 << 10
@@ -199,16 +200,13 @@ def _path(text: str, where: str) -> Path:
 
 
 def _file(path: Path) -> tuple[str, Mapping[str, Any]]:
+    todo = "mend it, or delete it to use the defaults"
     try:
-        with path.open("rb") as file:
-            content = file.read(FILE_LIMIT_BYTES + 1)
+        content = files.read(path, FILE_LIMIT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return str(path), {}
     except OSError as error:
-        raise BadConfig(f"{path} cannot be read", why=error.strerror or str(error)) from error
-    todo = "mend it, or delete it to use the defaults"
-    if len(content) > FILE_LIMIT_BYTES:
-        raise BadConfig(f"{path} is too large", why=f"more than {FILE_LIMIT_BYTES >> 10} KiB", todo=todo)
+        raise BadConfig(f"{path} cannot be read", why=error.strerror or str(error), todo=todo) from error
     try:
         return str(path), tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:  # more than TOMLDecodeError: bytes, huge numbers, deep nesting

@@ -14,9 +14,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
-from autosel import resources
+from autosel import files, resources
 from autosel.errors import BuildError
 
+MOST_SOURCE_BYTES = 16 << 20
+MOST_MODULE_BYTES = 4 << 30  # compiled modules hold kernels for many GPUs
 TRITON_KERNELS = "autosel.triton_kernels"  # a package whose modules lie in kernels/triton/
 
 
@@ -62,7 +64,7 @@ def module_digest(module: str, path: str = "") -> str:
         name, file = todo.pop()
         if file in seen:
             continue
-        seen[file] = file.read_bytes()
+        seen[file] = files.read(file, MOST_MODULE_BYTES)
         for imported, where in _imports(name, file, path):
             if _is_own(where, root, first):
                 todo.append((imported, where))
@@ -176,8 +178,8 @@ def _imports(module: str, file: Path, path: str) -> list[tuple[str, Path]]:
     if file.suffix != ".py":
         return []
     try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError, MemoryError, RecursionError):  # no Python, or nested too deeply
+        tree = ast.parse(files.read(file, MOST_SOURCE_BYTES))
+    except (OSError, SyntaxError, ValueError, MemoryError, RecursionError):  # no Python, or nested too deeply
         return []
     package = module if file.stem == "__init__" else module.rpartition(".")[0]
     names: list[str] = []
@@ -203,7 +205,7 @@ def _imported_from(node: ast.ImportFrom, package: str) -> list[str]:
 def _definitions(module: str) -> tuple[dict[str, list[ast.stmt]], dict[str, tuple[str, str]]]:
     """The module's top-level definitions by name, and the names it takes from other modules of its package."""
     package = module.partition(".")[0]
-    tree = _WithoutDocstrings().visit(ast.parse(_file(module, "").read_bytes()))
+    tree = _WithoutDocstrings().visit(ast.parse(files.read(_file(module, ""), MOST_SOURCE_BYTES)))
     defined: dict[str, list[ast.stmt]] = {}
     imported: dict[str, tuple[str, str]] = {}
     for node in tree.body:

@@ -24,8 +24,9 @@ from autosel.candidates.convention import (
     parameters_of,
     takes_outputs,
 )
-from autosel.candidates.source import find_source, installed
+from autosel.candidates.source import MOST_SOURCE_BYTES, find_source, installed
 from autosel.errors import BadConfig, UnknownName, UsageError
+from autosel.files import read_named
 from autosel.values import (
     DTYPES,
     Accepted,
@@ -266,7 +267,7 @@ def _in_source(file: Path, name: str) -> tuple[Parameters | None, dict[str, Any]
     if file.suffix != ".py":
         return None, {}
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
+        tree = ast.parse(read_named(file, MOST_SOURCE_BYTES), filename=str(file))
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:  # the last two: nested too deeply
         raise BadConfig(f"{file} is not Python", why=str(error) or type(error).__name__) from error
     functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}

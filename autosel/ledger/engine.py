@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, event, exc
 from sqlalchemy.pool import NullPool
 
-from autosel import settings
+from autosel import files, settings
 from autosel.errors import LedgerError
 from autosel.ledger import server
 from autosel.ledger.locks import InUseError, KeptLock, write_lock
@@ -290,12 +289,18 @@ def private_folder(folder: Path) -> None:
 
 
 def refuse_shared(path: Path) -> None:
-    """Raise LedgerError if another user could have written the file."""
-    info = path.stat()
-    if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o022:
+    """Raise LedgerError if it is no regular file, or another user could have written it."""
+    try:
+        with files.opened(path) as file:
+            others = files.writers(os.fstat(file.fileno()))
+    except PermissionError:
+        return  # SQLite says so
+    except OSError as error:
+        raise LedgerError(f"cannot read the ledger {path}", why=error.strerror or str(error)) from error
+    if others:
         raise LedgerError(
             f"{path} may have been written by others",
-            why=f"owner {info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o}",
+            why=others,
             todo=f"if its content can be trusted: chown {os.getuid()} and chmod 600 {path}",
         )
 
