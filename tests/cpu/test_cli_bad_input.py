@@ -538,13 +538,16 @@ def as_nobody(home: Path, *arguments: str) -> tuple[int, str, str]:
 def test_a_home_that_is_a_file_is_said_so_by_every_verb_that_needs_it(
     home: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (home.parent / "file").touch()
-    use(monkeypatch, AUTOSEL_HOME=str(home.parent / "file"))
-    for verb in (["history"], ["best", "rmsnorm"], ["tune", "--model", "model", "--op", "rmsnorm"]):
-        code, _, err = said(*verb)
-        assert code == 1, err
-        assert "cannot" in err
-        assert "bug" not in err
+    file = home.parent / "file"
+    file.touch()
+    use(monkeypatch, AUTOSEL_HOME=str(file))
+    verbs = ["history", "best rmsnorm", "tune --model model --op rmsnorm", "fingerprint", "serve", "status", "db info"]
+    for verb in verbs:
+        code, _, err = said(*verb.split())
+        assert code == 2, err
+        assert err.splitlines()[0] == f"error: AUTOSEL_HOME = '{file}'"
+        assert f"{file} is a file," in err
+        assert "set AUTOSEL_HOME to a folder" in err
 
 
 @pytest.mark.parametrize(
