@@ -7,11 +7,13 @@ import json
 import os
 import resource
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from autosel.ledger import open_ledger, snapshot
 from autosel.ledger import store as ledger_store
 from autosel.ledger.key import current_mode
 from autosel.ledger.locks import write_lock
+from autosel.ledger.store import Ledger
 from autosel.native.compile import compile_source, find_compiler
 from autosel.values import Arm, Decision, Knobs, NativeRecipe, Passed, Workload, digest
 
@@ -472,6 +475,57 @@ def test_a_full_disk_loses_nothing_stored_and_the_verb_says_so(home: Path) -> No
     kept = json.loads(verb("history", "-n", "1000", "--json").stdout)
     assert made.id in {d["decision_id"] for d in kept}
     assert verb("db", "check").returncode == 0
+
+
+@pytest.mark.parametrize("last", ["kept", "demoted"])
+def test_on_a_full_disk_everything_that_only_reads_works(last: str, home: Path) -> None:
+    """No file can grow by a byte: SQLite cannot make the index of its log, which reading takes too. The demotion is in
+    the log alone: its writer was killed before it moved it into the file."""
+    made = decided(home)
+    if last == "demoted":
+        killed_after(lambda ledger: ledger.demote(made.id, "in the log alone"))
+        (home / "ledger.db-shm").unlink()
+        assert (home / "ledger.db-wal").stat().st_size
+    for words in ("history --json", "best rmsnorm --json", "explain rmsnorm --json", "db check", "export -"):
+        done = without_room("-m", "autosel", *words.split())
+        assert done.returncode == 0, done.stderr
+        if words.startswith("history"):
+            assert json.loads(done.stdout)[0]["state"] == last
+    program = "import torch, autosel; x = torch.ones(1, 64); autosel.best('rmsnorm')(x, x[0], 1e-6, 0.0)"
+    served = without_room("-c", program)
+    assert served.returncode == 0, served.stderr
+
+
+def test_on_a_full_disk_a_change_is_refused_with_the_reason(home: Path) -> None:
+    made = decided(home)
+    done = without_room("-m", "autosel", "demote", str(made.id), "--reason", "x")
+    assert done.returncode == 1
+    assert "could not be written" in done.stderr
+    assert "free some space" in done.stderr
+
+
+def killed_after(write: Callable[[Ledger], object]) -> None:
+    """Write as the daemon does, and be killed between the commit and its checkpoint."""
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            ledger = open_ledger(alone=True)
+            ledger.keep_line()
+            write(ledger)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def without_room(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where every write to a file fails, as on a full disk."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+    )
 
 
 @pytest.fixture
