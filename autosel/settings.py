@@ -7,6 +7,7 @@ environment wins. `origin` says where each value came from.
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from autosel import files
 from autosel.errors import BadConfig
 
 FILE_LIMIT_BYTES = 64 << 10
@@ -85,7 +87,7 @@ def resolve(environment: Mapping[str, str], file: tuple[str, Mapping[str, Any]],
         raise BadConfig(f"{path}: home = {_shown(entries['home'])}", why="the file lies in the home: set AUTOSEL_HOME")
     found: dict[str, Value] = {}
     for setting in SETTINGS:
-        if environment.get(setting.variable):
+        if setting.variable in environment:
             found[setting.name] = Value(
                 value=_parse(setting, environment[setting.variable], setting.variable), origin="environment"
             )
@@ -177,38 +179,56 @@ def unknown_variables() -> tuple[str, ...]:
 
 
 def spelling() -> str:
-    """How the caller started us, for the commands we print: `./run` or `autosel`."""
-    return os.environ.get("AUTOSEL_SPELLING") or "autosel"
+    """How the caller started us, for the commands we print: `./run`, `python -m autosel` or `autosel`."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    started = "python -m autosel" if spec is not None and spec.name == "autosel.__main__" else "autosel"
+    return os.environ.get("AUTOSEL_SPELLING") or started
 
 
 def _home(environment: Mapping[str, str]) -> Path:
-    if environment.get("AUTOSEL_HOME"):
-        return _path(environment["AUTOSEL_HOME"], "AUTOSEL_HOME")
+    """Raises BadConfig for one that is no folder and cannot become one."""
+    if "AUTOSEL_HOME" in environment:
+        return _folder(_path(environment["AUTOSEL_HOME"], "AUTOSEL_HOME"), "AUTOSEL_HOME")
     import platformdirs
 
-    return Path(platformdirs.user_data_dir("autosel", appauthor=False))
+    return _folder(Path(platformdirs.user_data_dir("autosel", appauthor=False)), "the default home")
+
+
+def _folder(path: Path, where: str) -> Path:
+    """The path, if it is a folder or can be made one. Raises BadConfig."""
+    try:
+        there = next(p for p in (path, *path.parents) if p.is_symlink() or p.exists())
+        kind = "" if there.is_dir() else "a file" if there.exists() else "a link to nothing"
+        why = f"{there} is {kind}, not a folder" if kind else ""
+    except PermissionError:  # whoever opens something there says so
+        return path
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        raise BadConfig(f"{where} = {_shown(str(path))}", why=why, todo="set AUTOSEL_HOME to a folder")
+    return path
 
 
 def _path(text: str, where: str) -> Path:
     try:
+        if not text.strip():
+            raise ValueError("it is empty")
         if "\0" in text:
             raise ValueError("a path has no NUL in it")
         return Path(text).expanduser().absolute()
     except (RuntimeError, ValueError) as error:  # ~nobody
-        raise BadConfig(f"{where} = {_shown(text)}", why=str(error), todo="name a folder") from error
+        todo = "name a path, or leave it unset for the default"
+        raise BadConfig(f"{where} = {_shown(text)}", why=str(error), todo=todo) from error
 
 
 def _file(path: Path) -> tuple[str, Mapping[str, Any]]:
+    todo = "mend it, or delete it to use the defaults"
     try:
-        with path.open("rb") as file:
-            content = file.read(FILE_LIMIT_BYTES + 1)
+        content = files.read(path, FILE_LIMIT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return str(path), {}
     except OSError as error:
-        raise BadConfig(f"{path} cannot be read", why=error.strerror or str(error)) from error
-    todo = "mend it, or delete it to use the defaults"
-    if len(content) > FILE_LIMIT_BYTES:
-        raise BadConfig(f"{path} is too large", why=f"more than {FILE_LIMIT_BYTES >> 10} KiB", todo=todo)
+        raise BadConfig(f"{path} cannot be read", why=error.strerror or str(error), todo=todo) from error
     try:
         return str(path), tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:  # more than TOMLDecodeError: bytes, huge numbers, deep nesting
@@ -219,6 +239,9 @@ def _parse(setting: Setting, raw: Any, where: str) -> Any:
     """The value of a setting, given as text or as TOML's own type. Raises BadConfig."""
     text = str(raw).strip()
     told = f"{where}: {setting.name} = {_shown(text)}"
+    if not text and setting.default != "":
+        todo = "give it a value, or leave it unset for the default"
+        raise BadConfig(told, why=f"it is empty: {setting.help}", todo=todo)
     try:
         if not isinstance(raw, str if setting.kind in (str, Path) else (str, int, float, bool)):
             raise TypeError

@@ -16,10 +16,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
-
-from autosel.errors import BadConfig
 
 Scalar = str | int | float | bool
 DTypeName = Literal["bf16", "fp16", "fp32", "fp8_e4m3"]
@@ -491,18 +488,6 @@ def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
         return kind(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in data.items()})
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from error
-
-
-def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """A user's file, whole. Raises BadConfig if it cannot be read or is larger."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(most_bytes + 1)
-    except OSError as error:
-        raise BadConfig(f"cannot read {path}", why=error.strerror or str(error), todo="check the path") from error
-    if len(content) > most_bytes:
-        raise BadConfig(f"{path} is too large", why=f"more than {most_bytes >> 20} MiB")
-    return content
 
 
 def parse_json(text: str | bytes, *, what: str = "document", depth: int = 32) -> Any:

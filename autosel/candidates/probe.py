@@ -16,12 +16,13 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from autosel import settings
+from autosel import files, settings
 from autosel.errors import EnvironmentFault, WorkerError
 from autosel.values import digest
 from autosel.workers import RaisedError, Worker
 
 PROBE_S = 120.0
+MOST_BYTES = 64 << 10
 _KNOWN: dict[str, str] = {}
 
 
@@ -104,7 +105,7 @@ def _torch_works() -> bool:
 
 def _kept(path: Path) -> tuple[bool, str]:
     try:
-        return True, str(json.loads(path.read_text())["why"])
+        return True, str(json.loads(files.read(path, MOST_BYTES))["why"])
     except (OSError, ValueError, KeyError):
         return False, ""
 

@@ -43,9 +43,8 @@ def find(op: str, name: str) -> Candidate:
 
 
 def named(op: str, target: str) -> Candidate:
-    """One of autosel's by its name, else a user's: `module:function`, `file.py:function`, or a C++ or CUDA file.
-
-    Raises UnknownName, UsageError, BadConfig.
+    """Return a registered candidate by its name, in either case, else a user's: `module:function`, `file.py:function`,
+    or a C++ or CUDA file. Raises UnknownName, UsageError, BadConfig.
     """
     if is_source(target):
         return from_source(target, op_name(op))
@@ -53,8 +52,9 @@ def named(op: str, target: str) -> Candidate:
     if file.endswith(".py"):
         path = Path(file).expanduser().resolve()
         return from_target(f"{path.stem}:{function}", op_name(op), folder=path.parent)
-    known = {c.name for c in all_candidates(op)}
-    if target in known or target.partition(":")[0] in {name.partition(":")[0] for name in known}:
+    known = {c.name.lower() for c in all_candidates(op)}
+    families = {name.partition(":")[0] for name in known}
+    if target.lower() in known or target.partition(":")[0] in families:
         return find(op, target)
     return from_target(target, op_name(op))
 

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import ast
 import re
-import site
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,8 +24,9 @@ from autosel.candidates.convention import (
     parameters_of,
     takes_outputs,
 )
-from autosel.candidates.source import find_source
+from autosel.candidates.source import MOST_SOURCE_BYTES, find_source, installed
 from autosel.errors import BadConfig, UnknownName, UsageError
+from autosel.files import read_named
 from autosel.values import (
     DTYPES,
     Accepted,
@@ -225,14 +223,7 @@ def _script(file: Path) -> tuple[str, str]:
 
 
 def _folder(root: Path) -> str:
-    return "" if root in _installed() else str(root)
-
-
-@cache
-def _installed() -> frozenset[Path]:
-    """Folders every interpreter of this environment has on its path already."""
-    paths = [sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return frozenset(Path(p).resolve() for p in (*paths, *site.getsitepackages(), site.getusersitepackages()))
+    return "" if root in installed() else str(root)
 
 
 # --- by name, without importing --------------------------------------------------------------------------------------
@@ -276,7 +267,7 @@ def _in_source(file: Path, name: str) -> tuple[Parameters | None, dict[str, Any]
     if file.suffix != ".py":
         return None, {}
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
+        tree = ast.parse(read_named(file, MOST_SOURCE_BYTES), filename=str(file))
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:  # the last two: nested too deeply
         raise BadConfig(f"{file} is not Python", why=str(error) or type(error).__name__) from error
     functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}

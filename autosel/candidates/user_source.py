@@ -17,7 +17,8 @@ from pathlib import Path
 
 from autosel import resources
 from autosel.candidates.base import Candidate
-from autosel.errors import BadConfig, UsageError
+from autosel.errors import UsageError
+from autosel.files import read_named
 from autosel.knobs.cpu.facts import ISA_FLAGS
 from autosel.knobs.cpu.facts import facts as cpu_facts
 from autosel.knobs.gpu.facts import facts as gpu_facts
@@ -69,11 +70,7 @@ def from_source(target: str, op: str) -> UserSource:
     """The candidate `FILE` or `FILE:entry`. Raises BadConfig, UsageError."""
     path, _, entry = target.partition(":")
     file = Path(path).expanduser().resolve()
-    try:
-        with file.open("rb") as opened:
-            text = opened.read(MOST_BYTES).decode(errors="replace")
-    except OSError as error:
-        raise BadConfig(f"cannot read {path}", why=error.strerror or str(error), todo="check the path") from error
+    text = read_named(file, MOST_BYTES).decode(errors="replace")
     exported = tuple(dict.fromkeys(_EXPORT.findall(text)))
     if not exported:
         raise UsageError(

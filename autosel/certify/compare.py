@@ -12,7 +12,8 @@ from autosel.certify.certificate import FORMAT as CERTIFICATE
 from autosel.certify.certificate import Certificate, Prompt, another_prompt, decode
 from autosel.certify.suite import Suite
 from autosel.errors import BadConfig
-from autosel.values import canonical_json, parse_json, read_bounded
+from autosel.files import read_named
+from autosel.values import canonical_json, parse_json
 
 MOST_BYTES = 64 << 20
 SLOWEST, FASTEST = 1e-9, 1e15  # tokens a second: beyond them no ratio means anything
@@ -140,7 +141,7 @@ def _change(now: Figure, before: Figure) -> Change:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    content = read_bounded(path, MOST_BYTES)
+    content = read_named(path, MOST_BYTES)
     try:
         data = parse_json(content, what=path.name)
     except ValueError as error:

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autosel import files
 from autosel.certify.certificate import Certificate, Signature, seal
 from autosel.errors import AutoselError, UsageError
 
@@ -145,17 +146,14 @@ def _hex(key: Any) -> str:
 
 def _read_key(path: Path, *, private: bool) -> bytes:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = files.opened(path)
     except OSError as error:
         why = error.strerror or str(error)
         raise UsageError(f"cannot read the key {path}", why=why, todo=_how_to_make(path)) from error
-    info = os.fstat(descriptor)
-    if not stat.S_ISREG(info.st_mode):
-        os.close(descriptor)
-        raise UsageError(f"the key {path} is not a regular file")
-    with os.fdopen(descriptor, "rb") as file:
-        if private and stat.S_IMODE(info.st_mode) & 0o077:
-            why = f"mode {stat.S_IMODE(info.st_mode):04o}: whoever reads it signs in your name"
+    with file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if private and mode & 0o077:
+            why = f"mode {mode:04o}: whoever reads it signs in your name"
             raise UsageError(f"the key {path} is open to others", why=why, todo=f"chmod 600 {path}")
         return file.read(MOST_KEY_BYTES)
 

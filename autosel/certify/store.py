@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from autosel import files
 from autosel.certify.certificate import MOST_BYTES, Certificate, decode, encode
 from autosel.errors import AutoselError, UsageError
 
@@ -66,15 +67,11 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = files.opened(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}", why=error.strerror or str(error), todo="check the path") from error
-    info = os.fstat(descriptor)
-    if not stat.S_ISREG(info.st_mode):
-        os.close(descriptor)
-        raise UsageError(f"{path} is not a regular file")
-    with os.fdopen(descriptor, "rb") as file:
-        if info.st_size > MOST_FILE_BYTES:
+    with file:
+        if os.fstat(file.fileno()).st_size > MOST_FILE_BYTES:
             raise BadCertificate(f"{path} is too large", why=f"more than {MOST_FILE_BYTES >> 20} MiB")
         yield file
 
@@ -146,7 +143,7 @@ def _replace(path: Path, line: bytes) -> None:
 def _copy(path: Path, target: BinaryIO) -> None:
     if not path.exists():
         return
-    with path.open("rb") as source:
+    with files.opened(path) as source:
         while part := source.read(_COPY_BYTES):
             target.write(part)
 

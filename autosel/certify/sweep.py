@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from autosel import files
 from autosel.certify.statistics import Interval
 from autosel.errors import BadConfig, UsageError
 from autosel.values import EXACT, Decision, parse_json, to_json
@@ -62,9 +63,7 @@ def read_traffic(path: Path) -> tuple[Request, ...]:
     Raises BadConfig, saying which line.
     """
     try:
-        if path.stat().st_size > FILE_LIMIT_BYTES:
-            raise BadConfig(f"{path} is too large", why=f"more than {FILE_LIMIT_BYTES >> 20} MiB")
-        text = path.read_text(encoding="utf-8")
+        text = files.read(path, FILE_LIMIT_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise BadConfig(f"{path} cannot be read", why=str(error), todo="check the path") from error
     found = tuple(_json_pairs(path, text) if path.suffix == ".json" else _line_pairs(path, text))

@@ -28,6 +28,7 @@ from autosel.ledger.host import Host, here
 from autosel.values import from_json, parse_json, to_json
 
 FORMAT, VERSION = "autosel.bundle", 1
+MOST_BYTES = snapshot.MOST_BYTES + (1 << 20)  # the decisions, and who signed them
 CONTEXT = b"autosel bundle v1\n"
 FIELDS = {"format", "version", "host", "created_at", "decisions", "signer", "signature"}
 

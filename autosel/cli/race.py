@@ -119,6 +119,7 @@ def race_command(
     if not named:
         raise UsageError(f"{model} does not run {op}", todo="choose another --model")
     first = registry.named(op, target)
+    refuse_baseline(first)
     if _defaulted("device") and source_kind(first) == "cpu":
         device = "cpu"
     refuse_absent(device)
@@ -159,6 +160,20 @@ def race_command(
     if failure is not None:
         report(failure)
         raise click.exceptions.Exit(failure.exit_code)
+
+
+def refuse_baseline(candidate: Candidate) -> None:
+    """Raise UsageError for the baseline: it is in every race already."""
+    from autosel.candidates import registry
+
+    baseline = registry.baseline(candidate.op)
+    if candidate.name == baseline.name:
+        others = [c.name for c in registry.all_candidates(candidate.op) if c is not baseline]
+        raise UsageError(
+            f"{baseline.name} is the baseline of {candidate.op}",
+            why=f"a race times a candidate against it; the other candidates are {', '.join(others)}",
+            todo="name one of these, or a kernel of yours",
+        )
 
 
 def _defaulted(name: str) -> bool:

@@ -14,6 +14,7 @@ from autosel.cli.options import Known, dtype_option, json_option, verb
 from autosel.cli.output import emit_json
 from autosel.cli.writable import is_folder
 from autosel.errors import BadConfig, UsageError
+from autosel.files import read_named
 
 if TYPE_CHECKING:
     from autosel.ledger.store import Imported, Ledger
@@ -179,10 +180,7 @@ def _taken_in(ledger: Ledger, path: Path, key: str) -> Imported:
     from autosel.cli import bundle
     from autosel.cli.device import here
 
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BadConfig(f"cannot read {path}", why=error.strerror or str(error), todo="check the path") from error
+    data = read_named(path, bundle.MOST_BYTES)
     signer = ""
     if key:
         from autosel.certify.sign import public_key

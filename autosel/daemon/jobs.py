@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from autosel import settings
+from autosel import files, settings
 from autosel.daemon import idle
 from autosel.errors import AutoselError
 from autosel.values import Workload, from_json, parse_json, to_json
@@ -43,6 +43,7 @@ BROKEN_AGAIN_S = 60.0  # before a tune looks whether a broken environment is rep
 BUSY_LOOKS = 3  # looks in a row that find other work, before a tune is held; and as many without, before it goes on
 STOP_S = 8.0
 MOST_LINE = 1 << 20
+MOST_FILE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +231,7 @@ class Jobs:
 
     def _load(self) -> None:
         try:
-            found = parse_json(self.path.read_text(encoding="utf-8"), what=str(self.path))
+            found = parse_json(files.read(self.path, MOST_FILE_BYTES), what=str(self.path))
             jobs = from_json(tuple[Job, ...], found)
         except FileNotFoundError:
             return

@@ -18,6 +18,7 @@ import torch
 from autosel.decode.run import Plan, PromptDigest, Text
 from autosel.decode.weights import refuse_other_tokens
 from autosel.errors import BadConfig, UsageError
+from autosel.files import read_named
 from autosel.values import parse_json
 
 FILE_LIMIT_BYTES = 256 << 20
@@ -98,12 +99,7 @@ def _read(path: Path, content: bytes, plan: Plan) -> list[list[int]]:
 
 
 def _content(path: Path) -> bytes:
-    try:
-        if path.stat().st_size > FILE_LIMIT_BYTES:
-            raise BadConfig(f"{path} is {path.stat().st_size} bytes", why=f"a text is below {FILE_LIMIT_BYTES}")
-        return path.read_bytes()
-    except OSError as error:
-        raise BadConfig(f"{path} cannot be read", why=str(error)) from error
+    return read_named(path, FILE_LIMIT_BYTES)
 
 
 def _text(path: Path, content: bytes) -> str:

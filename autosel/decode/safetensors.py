@@ -8,6 +8,7 @@ a byte of it is used; nothing is mapped, so that a file cut short under us is an
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from autosel import files
 from autosel.errors import BadConfig
 from autosel.values import parse_json
 
@@ -58,7 +60,7 @@ class Tensors:
         entry = self.entries[name]
         self._refuse(name, entry, out)
         try:
-            with entry.file.open("rb") as file:
+            with files.opened(entry.file) as file:
                 file.seek(entry.start)
                 _fill(file, entry, out.view(-1))
         except OSError as error:
@@ -127,8 +129,8 @@ def _true(of_path: Callable[[], bool]) -> bool:
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of one file. Raises BadConfig."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with files.opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(HEADER_LIMIT, size - 8):
                 raise _bad(path, f"the header claims {length} bytes in a file of {size}")
@@ -202,11 +204,7 @@ def _read(file: BinaryIO, entry: Entry, into: Tensor) -> None:
 
 def _json(path: Path, limit: int) -> Any:
     try:
-        if path.stat().st_size > limit:
-            raise BadConfig(f"{path} is {path.stat().st_size} bytes", why=f"such a file is below {limit}")
-        return parse_json(path.read_bytes(), what=path.name)
-    except OSError as error:
-        raise BadConfig(f"{path} cannot be read", why=error.strerror or str(error)) from error
+        return parse_json(files.read_named(path, limit), what=path.name)
     except ValueError as error:
         raise BadConfig(f"{path} is not JSON", why=str(error), todo="fetch the file again") from error
 

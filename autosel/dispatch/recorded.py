@@ -20,7 +20,8 @@ from typing import Any
 
 from autosel import settings
 from autosel.errors import BadConfig
-from autosel.values import Workload, from_json, parse_json, read_bounded, to_json
+from autosel.files import read_named
+from autosel.values import Workload, from_json, parse_json, to_json
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ def document(made: Recorded) -> dict[str, Any]:
 
 def read(path: Path) -> Recorded:
     """Raises BadConfig for what is no recording."""
-    content = read_bounded(path, MOST_BYTES)
+    content = read_named(path, MOST_BYTES)
     try:
         return _decoded(parse_json(content, what=str(path)))
     except ValueError as error:

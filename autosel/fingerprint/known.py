@@ -12,11 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from autosel import resources
+from autosel import files, resources
 from autosel.errors import BadConfig, UnknownName
 from autosel.values import Fingerprint, Rate, parse_json
 
 SCHEMA = 1
+MOST_BYTES = 1 << 20
 SECTIONS = {"schema", "kind", "vendor", "name", "cc", "datasheet", "estimated", "measured"}
 
 
@@ -39,9 +40,9 @@ def load(name: str) -> Fingerprint:
 def read(path: Path) -> Fingerprint:
     """A device file anywhere. Raises BadConfig naming the file and field."""
     try:
-        return _fingerprint(parse_json(path.read_bytes(), what=path.name), path)
+        return _fingerprint(parse_json(files.read(path, MOST_BYTES), what=path.name), path)
     except OSError as error:
-        raise BadConfig(f"{path} cannot be read", why=str(error)) from error
+        raise BadConfig(f"{path} cannot be read", why=error.strerror or str(error)) from error
     except (ValueError, KeyError, TypeError) as error:
         raise BadConfig(f"{path} is not a device file", why=str(error)) from error
 

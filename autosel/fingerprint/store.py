@@ -8,8 +8,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from autosel import settings
+from autosel import files, settings
 from autosel.values import Fingerprint, from_json, parse_json, to_json
+
+MOST_BYTES = 1 << 20
 
 
 def path_of(env_id: str) -> Path:
@@ -19,7 +21,9 @@ def path_of(env_id: str) -> Path:
 def read(env_id: str) -> Fingerprint | None:
     """The stored fingerprint of this env_id; None if there is none or its file is not what was written."""
     try:
-        fp: Fingerprint = from_json(Fingerprint, parse_json(path_of(env_id).read_bytes(), what="fingerprint"))
+        fp: Fingerprint = from_json(
+            Fingerprint, parse_json(files.read(path_of(env_id), MOST_BYTES), what="fingerprint")
+        )
         if fp.env_id != env_id:  # ValueError where its identity has no canonical form
             return None
     except (OSError, ValueError):

@@ -23,11 +23,13 @@ from torch import Tensor
 from autosel import dispatch, settings
 from autosel.dispatch import Bound
 from autosel.errors import BadArguments
+from autosel.files import read_named
 from autosel.guard.call import captured
 from autosel.values import count_bucket, length_bucket
 
 log = logging.getLogger(__name__)
 MOST_SHAPES = 1024
+MOST_TILES_BYTES = 1 << 20
 MOST_SAID = 8  # different warnings of an op
 
 
@@ -199,7 +201,7 @@ def handed_over(own: Lookup, named: Callable[[int, int, int, int], str]) -> Look
         path = Path(folder) / "gemm" / "configs" / named(n, k, block_n, block_k) if folder else None
         if path is None or not path.is_file():
             return None
-        return {int(m): tiles for m, tiles in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {int(m): tiles for m, tiles in json.loads(read_named(path, MOST_TILES_BYTES)).items()}
 
     lookup._autosel = True  # type: ignore[attr-defined]
     return lookup

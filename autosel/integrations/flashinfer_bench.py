@@ -22,6 +22,7 @@ from autosel import ops, resources
 from autosel.candidates.torch import EAGER
 from autosel.dispatch import recorded
 from autosel.errors import BadConfig, UsageError
+from autosel.files import read_named
 from autosel.integrations.engines import folder as folders
 from autosel.native.compile import find_sources
 from autosel.ops import eager
@@ -402,15 +403,10 @@ def _inside(source: Any, where: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise BadConfig(f"cannot read {path}", why=error.strerror or str(error)) from error
-    try:
-        data = parse_json(content, what=str(path))
+        data = parse_json(read_named(path, MOST_BYTES), what=str(path))
     except ValueError as error:
         raise BadConfig(f"{path} is not JSON", why=str(error)) from error
-    if len(content) > MOST_BYTES or not isinstance(data, dict):
+    if not isinstance(data, dict):
         raise BadConfig(f"{path} is no flashinfer-bench document")
     return data
 

@@ -21,8 +21,9 @@ from typing import Any
 from autosel import ops
 from autosel.dispatch import recorded
 from autosel.errors import BadConfig
+from autosel.files import read_named
 from autosel.integrations import flashinfer_bench
-from autosel.values import DTypeName, Workload, from_json, parse_json, read_bounded, to_json
+from autosel.values import DTypeName, Workload, from_json, parse_json, to_json
 
 KEPT = "elsewhere.jsonl"
 MOST_BYTES = 64 << 20
@@ -97,11 +98,11 @@ def _files(dataset: Path, kind: str, ending: str) -> list[Path]:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    return _parsed(read_bounded(path, MOST_BYTES), str(path))
+    return _parsed(read_named(path, MOST_BYTES), str(path))
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(read_bounded(path, MOST_BYTES).splitlines(), 1):
+    for number, line in enumerate(read_named(path, MOST_BYTES).splitlines(), 1):
         if line.strip():
             yield f"{path}:{number}", _parsed(line, f"{path}:{number}")
 
@@ -242,7 +243,7 @@ def _constants(definition: Mapping[str, Any]) -> dict[str, int]:
 def keep(home: Path, evidence: Iterable[Elsewhere]) -> int:
     """Adds what is not there yet; how many."""
     path = home / KEPT
-    had = set(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else set()
+    had = set(read_named(path, MOST_BYTES).decode().splitlines()) if path.is_file() else set()
     lines = dict.fromkeys(json.dumps(to_json(one), sort_keys=True) for one in evidence)
     new = [line for line in lines if line not in had]
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, event, exc
 from sqlalchemy.pool import NullPool
 
-from autosel import settings
+from autosel import files, settings
 from autosel.errors import LedgerError
 from autosel.ledger import server
 from autosel.ledger.locks import InUseError, KeptLock, write_lock
@@ -31,6 +30,7 @@ from autosel.ledger.locks import InUseError, KeptLock, write_lock
 BUSY_S = 10.0  # a writing transaction takes milliseconds; who waits longer is told so
 OPEN_S = 0.2  # whoever only opens it, to read as a rule, does not wait for a writer
 OLDEST_SQLITE = (3, 37, 0)  # STRICT tables
+INDEX_BYTES = 32 << 10  # of a write-ahead log's index (-shm), at least; smaller is one that could not be made
 
 
 class Database:
@@ -40,7 +40,8 @@ class Database:
         self.url = _parse(url)
         self.path = _file(self.url)
         self.writable = True
-        self.immutable = False
+        self.immutable = False  # nobody else writes it, and its log is empty
+        self.alone = False  # the log's index is kept in memory, which takes the file for this process alone
         self._failure: LedgerError | None = None
         self._lock: KeptLock | None = None  # where the line is kept
         self._kept: Connection | None = None  # the connection to write through, where it is kept
@@ -58,7 +59,8 @@ class Database:
         return str(self.path) if self.path else self.url.render_as_string(hide_password=True)
 
     def find_access(self) -> None:
-        """Find out how it can be opened: a file, by taking and giving back a write transaction."""
+        """Find out how it can be opened: a file, by taking and giving back a write transaction. On a full disk, as in
+        a folder that is read-only, it is read."""
         if self.path is None:
             with self.reading() as connection:
                 self.writable = server.may_write(connection)
@@ -70,15 +72,14 @@ class Database:
             self.writable = os.access(self.path, os.W_OK)
         except LedgerError as error:
             code = _code(error.__cause__) if isinstance(error.__cause__, exc.DBAPIError) else 0
-            if code not in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN) and not _cannot_lock(error):
+            read_only_here = code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN) or _cannot_lock(error)
+            if not read_only_here and not lost(error):
                 raise
             self.writable = False
-            self.immutable = not self._log_is_open()
-
-    def _log_is_open(self) -> bool:
-        """Is there a write-ahead log to read beside the file? A read-only folder without one takes `immutable`."""
-        assert self.path is not None
-        return Path(f"{self.path}-wal").exists() and Path(f"{self.path}-shm").exists()
+            log, index = (_size(Path(f"{self.path}{ending}")) for ending in ("-wal", "-shm"))
+            if index < INDEX_BYTES:  # nobody has the log open, and we have no room, or no right, to make its index
+                self.immutable = read_only_here or not log
+                self.alone = not self.immutable
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -239,12 +240,14 @@ class Database:
 
     def _connect(self) -> sqlite3.Connection:
         assert self.path is not None
-        options = "?immutable=1" if self.immutable else "?mode=rw" if self.writable else "?mode=ro"
+        options = "?immutable=1" if self.immutable else "?mode=rw" if self.writable or self.alone else "?mode=ro"
         uri = f"file:{quote(str(self.path))}{options}"
         connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             for pragma in ("foreign_keys=ON", "recursive_triggers=ON", "trusted_schema=OFF", "mmap_size=0"):
                 connection.execute(f"PRAGMA {pragma}")
+            if self.alone:
+                connection.execute("PRAGMA locking_mode=EXCLUSIVE")
             if self.writable:
                 for pragma in ("journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=0"):
                     connection.execute(f"PRAGMA {pragma}")
@@ -290,14 +293,28 @@ def private_folder(folder: Path) -> None:
 
 
 def refuse_shared(path: Path) -> None:
-    """Raise LedgerError if another user could have written the file."""
-    info = path.stat()
-    if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o022:
+    """Raise LedgerError if it is no regular file, or another user could have written it."""
+    try:
+        with files.opened(path) as file:
+            others = files.writers(os.fstat(file.fileno()))
+    except PermissionError:
+        return  # SQLite says so
+    except OSError as error:
+        raise LedgerError(f"cannot read the ledger {path}", why=error.strerror or str(error)) from error
+    if others:
         raise LedgerError(
             f"{path} may have been written by others",
-            why=f"owner {info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o}",
+            why=others,
             todo=f"if its content can be trusted: chown {os.getuid()} and chmod 600 {path}",
         )
+
+
+def _size(path: Path) -> int:
+    """Of a file; 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 # --- errors -------------------------------------------------------------------------------------------------------

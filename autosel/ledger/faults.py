@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from autosel import files
 from autosel.errors import BadConfig
 from autosel.values import Arm, Decision, digest, from_json, parse_json, to_json
 
@@ -106,19 +106,7 @@ def pending(home: Path) -> list[tuple[Path, Fault | BadConfig]]:
 
 def read(path: Path) -> Fault:
     """Raises BadConfig for a file that is no fault, or that others could have written; FileNotFoundError."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise BadConfig(f"{path} cannot be read", why=str(error)) from error
-    with os.fdopen(descriptor, "rb") as file:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode) or info.st_uid not in (os.getuid(), 0) or info.st_mode & 0o022:
-            raise BadConfig(f"{path} may have been written by others: not used")
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise BadConfig(f"{path} is too large to be a fault")
+    content = files.read_own(path, MOST_BYTES, follow=False)
     try:
         made: Fault = from_json(Fault, parse_json(content, what=str(path)))
     except ValueError as error:

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from autosel import files
+
 FILE = "host"
+MOST_BYTES = 1 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,7 @@ def _secret(path: Path) -> str:
             making.write_text(secrets.token_hex(16))
             with suppress(FileExistsError):
                 os.link(making, path)  # whole or not at all, and the first one stays
-        return path.read_text()[:64]
+        return files.read(path, MOST_BYTES).decode(errors="replace")[:64]
     except OSError:
         return ""
     finally:

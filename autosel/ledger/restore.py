@@ -8,6 +8,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from autosel import files
 from autosel.errors import LedgerError
 from autosel.ledger.engine import BUSY_S, private_folder
 from autosel.ledger.locks import write_lock
@@ -36,11 +37,12 @@ def restore(backup: Path, target: Path) -> Path | None:
 def _copy(backup: Path, copy: Path) -> None:
     """Only the database file: a backup is whole without a log beside it."""
     try:
-        with backup.open("rb") as source:
+        with files.opened(backup) as source, copy.open("xb") as target:
             if not source.read(16).startswith(b"SQLite format 3"):
                 raise LedgerError(f"{backup} is not a backup of a ledger", why="it is no SQLite database")
-        shutil.copyfile(backup, copy)
-        copy.chmod(0o600)
+            copy.chmod(0o600)
+            source.seek(0)
+            shutil.copyfileobj(source, target)
     except OSError as error:
         raise LedgerError(f"cannot copy {backup}", why=error.strerror or str(error)) from error
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from autosel import files
 from autosel.errors import BadConfig, LedgerError
 from autosel.ledger.key import serving_key
 from autosel.values import Decision, from_json, parse_json
@@ -71,9 +71,10 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 def publish(path: Path, made: Mapping[str, Any]) -> None:
     """Write it unless it is there already. Raises LedgerError."""
+    text = _text(made).encode()
     try:
-        same = path.read_text(encoding="utf-8") == _text(made)
-    except (OSError, UnicodeDecodeError):
+        same = files.read(path, len(text)) == text
+    except OSError:
         same = False
     if not same:
         write(path, made)
@@ -123,29 +124,10 @@ def _sync_folder(folder: Path) -> None:
 def read(path: Path) -> Snapshot | None:
     """The snapshot, or None where there is none. Raises BadConfig, with the reason, for one not to be believed."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        content = files.read_own(path, MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        raise BadConfig(f"{path} cannot be read", why=str(error)) from error
-    with os.fdopen(descriptor, "rb") as file:
-        _refuse_strangers(path, os.fstat(descriptor))
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise BadConfig(f"{path} is too large", why=f"more than {MOST_BYTES >> 20} MiB")
     return parse(content, str(path))
-
-
-def _refuse_strangers(path: Path, info: os.stat_result) -> None:
-    mode = stat.S_IMODE(info.st_mode)
-    if not stat.S_ISREG(info.st_mode):
-        raise BadConfig(f"{path} is not a regular file")
-    if info.st_uid not in (os.getuid(), 0) or mode & 0o022:
-        raise BadConfig(
-            f"{path} may have been written by others: not used",
-            why=f"owner {info.st_uid}, mode {mode:04o}; it says which code runs here",
-            todo=f"if you trust it: chown {os.getuid()} and chmod 600 {path}",
-        )
 
 
 def parse(content: bytes | str, where: str) -> Snapshot:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from autosel import files
 from autosel.errors import BadConfig
 from autosel.models.presets import every_sixth_full
 from autosel.models.shape import Activation, Family, LayerType, ModelShape, Rope, RopeKind
@@ -98,15 +99,13 @@ def read_config(path: Path) -> ModelShape:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > FILE_LIMIT_BYTES:
-            raise BadConfig(
-                f"{path} is {path.stat().st_size} bytes",
-                why=f"a model's config.json is below {FILE_LIMIT_BYTES}",
-                todo="name the checkpoint's folder or its config.json",
-            )
-        data = parse_json(path.read_bytes(), what=str(path))
+        data = parse_json(files.read(path, FILE_LIMIT_BYTES), what=str(path))
     except OSError as error:
-        raise BadConfig(f"{path} cannot be read", why=error.strerror or str(error)) from error
+        raise BadConfig(
+            f"{path} cannot be read",
+            why=error.strerror or str(error),
+            todo="name the checkpoint's folder or its config.json",
+        ) from error
     except ValueError as error:
         raise BadConfig(
             f"{path} is not JSON", why=str(error), todo="fetch the file again, or name another checkpoint"

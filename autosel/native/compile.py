@@ -22,13 +22,16 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from autosel import resources, settings
+from autosel import files, resources, settings
 from autosel.errors import BuildError, EnvironmentFault
 from autosel.native import cuda, cutlass
 
 log = logging.getLogger(__name__)
 
 BASE_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared", "-pthread")
+MOST_RECEIPT_BYTES = 16 << 20  # what a compiler printed is in it
+MOST_LIBRARY_BYTES = 1 << 30
+MOST_SOURCE_BYTES = 16 << 20
 # nvcc takes a minute for kernels/cutlass/gemm_sm90.cu on an idle core; beside four others on two, more than five.
 DEADLINE_S = 900.0
 EMPTY_CPP = "control/empty.cpp"  # a kernel that does nothing; control/empty.cu is the same for nvcc
@@ -116,7 +119,7 @@ def sources_digest(source: str) -> str:
     """Of the source and its headers alone: has the kernel been edited since it was compiled? Needs no compiler."""
     hasher = hashlib.sha256()
     for path in find_sources(resources.kernels() / source):
-        hasher.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        hasher.update(path.name.encode() + b"\0" + files.read(path, MOST_SOURCE_BYTES) + b"\0")
     return hasher.hexdigest()
 
 
@@ -209,7 +212,7 @@ def find_artefact(digest: str) -> Artefact | None:
     """The artefact of this digest if it is on disk, whole, and its bytes are those that were compiled."""
     folder = artefacts() / digest
     try:
-        receipt = json.loads((folder / "receipt.json").read_text())
+        receipt = json.loads(files.read(folder / "receipt.json", MOST_RECEIPT_BYTES))
         if _sha(folder) != receipt["kernel_sha256"]:
             return None
     except (OSError, ValueError, KeyError):
@@ -229,7 +232,7 @@ def artefacts() -> Path:
 
 
 def _sha(folder: Path) -> str:
-    return hashlib.sha256((folder / "kernel.so").read_bytes()).hexdigest()
+    return hashlib.sha256(files.read(folder / "kernel.so", MOST_LIBRARY_BYTES)).hexdigest()
 
 
 def find_sources(path: Path) -> list[Path]:
@@ -242,7 +245,8 @@ def find_sources(path: Path) -> list[Path]:
         if not current.is_file():
             raise BuildError(f"no such kernel source: {current}")
         seen.append(current)
-        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', current.read_text(), flags=re.MULTILINE):
+        text = files.read(current, MOST_SOURCE_BYTES).decode(errors="replace")
+        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, flags=re.MULTILINE):
             beside = Path(os.path.normpath(current.parent / name))
             if beside.is_file():
                 todo.append(beside)

@@ -7,11 +7,13 @@ import json
 import os
 import resource
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from autosel.ledger import open_ledger, snapshot
 from autosel.ledger import store as ledger_store
 from autosel.ledger.key import current_mode
 from autosel.ledger.locks import write_lock
+from autosel.ledger.store import Ledger
 from autosel.native.compile import compile_source, find_compiler
 from autosel.values import Arm, Decision, Knobs, NativeRecipe, Passed, Workload, digest
 
@@ -267,6 +270,21 @@ def test_a_candidate_that_is_not_there_is_refused_without_being_run(
     assert told in err
 
 
+def test_the_baseline_cannot_race_against_itself_and_the_other_candidates_are_named(home: Path, said: Said) -> None:
+    for name in ("torch:rmsnorm", "Torch:RMSNorm"):
+        code, out, err = said(*race(name))
+        assert (code, out) == (2, ""), err
+        assert "torch:rmsnorm is the baseline of rmsnorm" in err
+        assert "cpp:rmsnorm" in err
+
+
+def test_a_registered_candidate_is_raced_by_its_name_in_either_case(home: Path, said: Said) -> None:
+    code, out, err = said("race", "rmsnorm", "--candidate", "CPP:RMSNorm", "--shape", "M1.d64", "--json")
+    found = json.loads(out)
+    assert found["candidate"] == "cpp:rmsnorm"
+    assert code == (5 if found["races"][0]["verdict"]["outcome"] == "undecided" else 0), err
+
+
 def test_one_case_can_be_seen_alone_and_a_misspelt_one_lists_the_cases(home: Path, said: Said) -> None:
     code, _, err = said(*race("mykernels:good", "--case", "random M2 d513"))
     assert code == 2
@@ -459,6 +477,57 @@ def test_a_full_disk_loses_nothing_stored_and_the_verb_says_so(home: Path) -> No
     assert verb("db", "check").returncode == 0
 
 
+@pytest.mark.parametrize("last", ["kept", "demoted"])
+def test_on_a_full_disk_everything_that_only_reads_works(last: str, home: Path) -> None:
+    """No file can grow by a byte: SQLite cannot make the index of its log, which reading takes too. The demotion is in
+    the log alone: its writer was killed before it moved it into the file."""
+    made = decided(home)
+    if last == "demoted":
+        killed_after(lambda ledger: ledger.demote(made.id, "in the log alone"))
+        (home / "ledger.db-shm").unlink()
+        assert (home / "ledger.db-wal").stat().st_size
+    for words in ("history --json", "best rmsnorm --json", "explain rmsnorm --json", "db check", "export -"):
+        done = without_room("-m", "autosel", *words.split())
+        assert done.returncode == 0, done.stderr
+        if words.startswith("history"):
+            assert json.loads(done.stdout)[0]["state"] == last
+    program = "import torch, autosel; x = torch.ones(1, 64); autosel.best('rmsnorm')(x, x[0], 1e-6, 0.0)"
+    served = without_room("-c", program)
+    assert served.returncode == 0, served.stderr
+
+
+def test_on_a_full_disk_a_change_is_refused_with_the_reason(home: Path) -> None:
+    made = decided(home)
+    done = without_room("-m", "autosel", "demote", str(made.id), "--reason", "x")
+    assert done.returncode == 1
+    assert "could not be written" in done.stderr
+    assert "free some space" in done.stderr
+
+
+def killed_after(write: Callable[[Ledger], object]) -> None:
+    """Write as the daemon does, and be killed between the commit and its checkpoint."""
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            ledger = open_ledger(alone=True)
+            ledger.keep_line()
+            write(ledger)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def without_room(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where every write to a file fails, as on a full disk."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+    )
+
+
 @pytest.fixture
 def shared_folder() -> Iterator[Path]:
     """A folder another user can reach; pytest's own are closed to them."""
@@ -523,13 +592,16 @@ def as_nobody(home: Path, *arguments: str) -> tuple[int, str, str]:
 def test_a_home_that_is_a_file_is_said_so_by_every_verb_that_needs_it(
     home: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (home.parent / "file").touch()
-    use(monkeypatch, AUTOSEL_HOME=str(home.parent / "file"))
-    for verb in (["history"], ["best", "rmsnorm"], ["tune", "--model", "model", "--op", "rmsnorm"]):
-        code, _, err = said(*verb)
-        assert code == 1, err
-        assert "cannot" in err
-        assert "bug" not in err
+    file = home.parent / "file"
+    file.touch()
+    use(monkeypatch, AUTOSEL_HOME=str(file))
+    verbs = ["history", "best rmsnorm", "tune --model model --op rmsnorm", "fingerprint", "serve", "status", "db info"]
+    for verb in verbs:
+        code, _, err = said(*verb.split())
+        assert code == 2, err
+        assert err.splitlines()[0] == f"error: AUTOSEL_HOME = '{file}'"
+        assert f"{file} is a file," in err
+        assert "set AUTOSEL_HOME to a folder" in err
 
 
 @pytest.mark.parametrize(

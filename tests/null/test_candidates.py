@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import shutil
+import subprocess
 import sys
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ CPU = Fingerprint(
     environment={},
     rates={},
 )
+ROOT = Path(__file__).resolve().parents[2]
 NORM = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
 
 
@@ -445,6 +449,54 @@ def test_a_digest_of_a_module_that_is_gone_says_so(folder: Path) -> None:
         module_digest("gone_module", str(folder))
     with pytest.raises(BuildError, match=r"autosel\.ops\.eager does not define gone"):
         arms.python_digest(PythonRecipe(target="autosel.ops.eager:gone"))
+
+
+def installed_in(site: Path, distribution: str, version: str, files: dict[str, str]) -> None:
+    """Put a distribution where pip would."""
+    tops = sorted({name.partition("/")[0].removesuffix(".py") for name in files})
+    info = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n",
+        "top_level.txt": "\n".join(tops),
+    }
+    for old in site.glob(f"{distribution}-*.dist-info"):
+        shutil.rmtree(old)
+    for name, text in {**files, **{f"{distribution}-{version}.dist-info/{n}": x for n, x in info.items()}}.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+
+
+@pytest.mark.parametrize("where", ["beside the library", "above the environment"])
+def test_a_digest_covers_a_kernels_own_modules_and_of_installed_libraries_the_version(
+    where: str, tmp_path: Path
+) -> None:
+    """`library/parts` is a folder without __init__.py, as several of those that torch imports are."""
+    venv.create(tmp_path / "env", with_pip=False)
+    (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    library = {"library/__init__.py": "", "library/parts/one.py": "a = 1\n"}
+    installed_in(site, "library", "1.0", library)
+    own = {
+        "kernel/__init__.py": "",
+        "kernel/norm.py": "import _fast\nimport library.parts.one\n",
+        "_fast.py": "a = 1\n",
+    }
+    folder = site if where == "beside the library" else tmp_path
+    installed_in(folder, "kernels", "1.0", own)
+
+    def found() -> str:
+        path = "" if folder == site else str(folder)
+        ask = f"from autosel.candidates.source import module_digest; print(module_digest('kernel.norm', {path!r}))"
+        command = [str(tmp_path / "env" / "bin" / "python"), "-c", ask]
+        done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first = found()
+    (site / "library" / "parts" / "one.py").write_text("a = 2\n")
+    assert found() == first  # the version tells
+    installed_in(site, "library", "1.1", library)
+    second = found()
+    (folder / "_fast.py").write_text("a = 2\n")  # of the same distribution, under a name of its own
+    assert len({first, second, found()}) == 3
 
 
 PACKAGE = '''

@@ -228,6 +228,7 @@ def test_ctrl_c_anywhere_is_no_error_and_130(said: Any, monkeypatch: pytest.Monk
         ("AUTOSEL_DISABLE", "maybe"),
         ("AUTOSEL_EFFORT", "utmost"),
         ("AUTOSEL_LOG", "loud"),
+        *((f"AUTOSEL_{name}", "") for name in ("DB", "GUARD", "SHADOW_RATE", "DISABLE", "MODE", "LOCK", "EFFORT")),
     ],
 )
 def test_a_variable_that_cannot_be_is_named_with_what_it_may_be(
@@ -242,9 +243,43 @@ def test_a_variable_that_cannot_be_is_named_with_what_it_may_be(
 
 
 @pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("", "it is empty"),
+        ("  ", "it is empty"),
+        ("{home}/file", "{home}/file is a file, not a folder"),
+        ("{home}/file/below", "{home}/file is a file, not a folder"),
+        ("{home}/link", "{home}/link is a link to nothing, not a folder"),
+        ("{home}/" + "x" * 300, "File name too long"),
+    ],
+)
+def test_a_home_that_can_be_no_folder_is_named_with_the_reason(
+    value: str, told: str, said: Any, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "file").touch()
+    (home / "link").symlink_to("nowhere")
+    monkeypatch.setenv("AUTOSEL_HOME", value.format(home=home))
+    settings.read.cache_clear()
+    code, out, err = said("config")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: AUTOSEL_HOME = '")
+    assert told.format(home=home) in " ".join(err.split())
+    assert len(err.splitlines()) > 2, "and what to do"
+
+
+def test_an_empty_text_is_a_value_where_it_means_none(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSEL_ALLOW", "")
+    monkeypatch.setenv("AUTOSEL_CXX", "")
+    settings.read.cache_clear()
+    found = json.loads(said("config", "--json")[1])
+    assert found["allow"] == found["cxx"] == {"value": "", "origin": "environment"}
+
+
+@pytest.mark.parametrize(
     ("text", "told"),
     [
         ("budget = ", "is not TOML"),
+        ("lock = ''", "it is empty"),
         ("\x00", "is not TOML"),
         ("budgte = 5", "unknown settings budgte"),
         ("budget = 'soon'", "budget = 'soon'"),
@@ -334,6 +369,22 @@ def test_json_for_a_pipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     assert json.loads(out) == {"a": [1, 2], "b": {"c": "≥"}}
     assert out.count("\n") == 1
+
+
+def test_python_m_autosel_is_the_command_and_prints_itself_in_what_to_do(tmp_path: Path) -> None:
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        own = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
+        variables = {**own, "PYTHONPATH": str(ROOT), "AUTOSEL_HOME": str(tmp_path)}
+        return subprocess.run(
+            [sys.executable, "-m", "autosel", *words], cwd=tmp_path, env=variables, capture_output=True, text=True
+        )
+
+    shown = call("config", "--json")
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)
+    wrong = call("config", "--nothing")
+    assert wrong.returncode == 2
+    assert "python -m autosel config --help" in wrong.stderr
 
 
 def test_a_reader_that_goes_away_and_a_full_disk_behind_stdout_are_handled() -> None:

@@ -325,7 +325,7 @@ def test_words_need_the_tokenizer_of_the_checkpoint(tmp_path: Path) -> None:
     path.write_text("four words of prompt")
     with pytest.raises(UsageError, match="tokenizer"):
         prompts(plan(tmp_path, prompt=str(path), seq=4))
-    with pytest.raises(BadConfig, match="cannot be read"):
+    with pytest.raises(BadConfig, match="cannot read"):
         prompts(plan(tmp_path, prompt=str(tmp_path / "nowhere.txt"), seq=4))
 
 

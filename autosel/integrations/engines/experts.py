@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autosel import files
 from autosel.errors import BadConfig
 from autosel.values import DTypeName, parse_json
 
@@ -39,9 +40,7 @@ def read(model: str) -> Experts | None:
     if not path.is_file():
         return None
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES)
-        data = parse_json(content, what=str(path))
+        data = parse_json(files.read(path, MOST_BYTES), what=str(path))
     except (OSError, ValueError) as error:
         raise BadConfig(f"{path} cannot be read", why=str(error)) from error
     if not isinstance(data, dict) or not any(data.get(n) for n in COUNT):

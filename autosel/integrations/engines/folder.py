@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autosel import files
 from autosel.errors import BadConfig
 from autosel.integrations.engines.rows import WORDS, Row, Source, Target, counted
 from autosel.values import Fingerprint, from_json, parse_json, to_json
@@ -98,8 +99,7 @@ def read(folder: Path) -> Manifest:
     """The manifest of an export. Raises BadConfig, naming what is wrong."""
     path = folder / MANIFEST
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        content = files.read(path, MOST_BYTES)
     except OSError as error:
         raise BadConfig(
             f"{folder} holds no export of autosel",
@@ -108,7 +108,7 @@ def read(folder: Path) -> Manifest:
         ) from error
     try:
         data = parse_json(content, what=str(path))
-        if len(content) > MOST_BYTES or not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise ValueError(f"schema {data.get('schema') if isinstance(data, dict) else '?'!r}, known: {SCHEMA}")
         data.pop("sources", None)  # for who reads the file
         made: Manifest = from_json(Manifest, data)
@@ -217,7 +217,7 @@ def _digest(content: bytes) -> str:
 
 def _digest_of(path: Path) -> str:
     try:
-        return _digest(path.read_bytes())
+        return _digest(files.read(path, MOST_BYTES))
     except OSError:
         return ""
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from autosel.errors import UsageError
+from autosel.files import read_named
 from autosel.integrations.engines import folder as folders
 from autosel.integrations.engines.rows import SERVES, Row
 from autosel.values import Decision, Fingerprint
@@ -107,7 +108,7 @@ def mapping(folder: Path | str) -> dict[str, dict[str, object]]:
     from kernels import LocalLayerRepository
 
     folders.read(Path(folder))
-    found = json.loads((Path(folder) / "mapping.json").read_text(encoding="utf-8"))
+    found = json.loads(read_named(Path(folder) / "mapping.json", folders.MOST_BYTES))
     return {
         layer: {device: LocalLayerRepository(Path(folder), layer_name=own) for device, own in devices.items()}
         for layer, devices in found.items()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autosel.errors import UsageError
+from autosel.files import read_named
 from autosel.integrations.engines import folder as folders
 from autosel.integrations.engines.rows import COUNTS, Answer, Product, Row, Target, Tile, answer, linear, products
 from autosel.models.shape import ModelShape
@@ -116,7 +117,7 @@ def use(folder: Path | str) -> int:
 
     folder = Path(folder)
     made = folders.read(folder)
-    table = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    table = json.loads(read_named(folder / FILE, folders.MOST_BYTES))
     config.lookup_table.table = table
     config.max_autotune_gemm = True
     V.set_choices_handler(LookupTableChoices())
