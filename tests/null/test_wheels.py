@@ -30,8 +30,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(engines, "ENGINES", tmp_path / "engines")
     monkeypatch.setattr(engines, "FETCHED", tmp_path / "engines" / "dependencies" / engines.DEPENDENCIES.name)
-    monkeypatch.setattr(engines, "LOCKED", {"engine": "==1.0 --hash=sha256:0"})
-    monkeypatch.setattr(engines, "ALL", ("engine",))
+    monkeypatch.setattr(engines, "WHEELS", {"engine": "engine==1.0 --hash=sha256:0"})
     monkeypatch.setattr(engines, "_pip", pip)
     return asked
 
@@ -44,7 +43,7 @@ def test_an_engine_is_fetched_once_and_again_when_another_version_is_wanted(
     engines.fetch()
     assert index.count("engine==1.0 --hash=sha256:0") == 1
     assert engines.missing("engine") == ""
-    monkeypatch.setattr(engines, "LOCKED", {"engine": "==1.1 --hash=sha256:1"})
+    monkeypatch.setattr(engines, "WHEELS", {"engine": "engine==1.1 --hash=sha256:1"})
     assert "engine" in engines.missing("engine")
     engines.fetch()
     assert engines.missing("engine") == ""
