@@ -40,6 +40,7 @@ ENVIRONMENT = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--on-day", metavar="YYYY-MM-DD", help="the day whose share rotating tests take [default: today]")
+    parser.addoption("--remaining", action="append", default=[], help="what this run leaves out, for its last lines")
     parser.addoption("--seed", type=int, metavar="N", help="draw random inputs from N [default: another N each time]")
 
 
@@ -57,7 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
         option.hypothesis_seed = str(drawn.seed)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for at, tier in enumerate(config.getoption("remaining")):
+        terminalreporter.write_line(f"{'' if at else 'not run':<9}{tier}")
     if any(terminalreporter.stats.get(kind) for kind in ("failed", "error")):
         terminalreporter.write_line(f"the same cases and inputs again: {drawn.options()}", yellow=True)
 

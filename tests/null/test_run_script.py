@@ -971,13 +971,35 @@ def machine(script, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "driver", lambda: None)
     monkeypatch.setattr(script.shutil, "which", lambda name: None)
     monkeypatch.setattr(script, "nvcc", lambda: None)
+    monkeypatch.delenv("CI", raising=False)
     return monkeypatch
 
 
-def test_every_tier_the_machine_can_run_is_run_and_the_others_say_why(script, machine):
+def test_without_a_name_the_usual_tiers_run_and_the_others_say_how_to_run_them_or_why_not(script, machine, tmp_path):
+    (tmp_path / "tests" / "flows").mkdir()
     chosen, skipped = script.choose_tiers([])
     assert chosen == ["null", "cpu"]
-    assert skipped == [("compile", "no nvcc found (the Triton half: --tier compile)"), ("gpu", "no GPU found")]
+    assert skipped == [
+        ("flows", "./run test --tier flows"),
+        ("compile", "no nvcc found (the Triton half: --tier compile)"),
+        ("gpu", "no GPU found"),
+    ]
+
+
+def test_in_ci_every_tier_that_the_machine_can_run_is_run(script, machine, tmp_path):
+    machine.setenv("CI", "true")
+    (tmp_path / "tests" / "flows").mkdir()
+    assert script.choose_tiers([])[0] == ["null", "cpu", "flows"]
+
+
+def test_the_last_lines_of_a_run_name_the_tiers_that_were_left_out(script, machine, tmp_path):
+    (tmp_path / "tests" / "flows").mkdir()
+    ran = []
+    machine.setattr(script, "prepare", lambda *given: None)
+    machine.setattr(script, "hand_over", lambda *command: ran.append(command))
+    machine.chdir(tmp_path)
+    script.run_tests([], OPTIONS)
+    assert "--remaining=flows: ./run test --tier flows" in ran[0]
 
 
 def test_in_ci_no_tier_is_skipped_but_for_want_of_a_gpu(script, machine, tmp_path):
@@ -1026,8 +1048,9 @@ def test_pips_nvcc_is_one_release_and_of_the_line_that_the_gpus_extra_takes():
     assert "./run setup lint test cross" in (CHECKOUT / ".ci" / "run").read_text()
 
 
-def test_a_gpu_adds_its_tier(script, machine):
+def test_in_ci_a_gpu_adds_its_tier(script, machine):
     machine.setattr(script, "driver", lambda: {"cuda": [13, 0], "cc_major": 9})
+    machine.setenv("CI", "true")
     assert script.choose_tiers([])[0] == ["null", "cpu", "gpu"]
 
 
@@ -1042,7 +1065,9 @@ def test_the_long_forms_run_only_when_asked_for(script, machine, tmp_path):
     (tmp_path / "tests" / "soak").mkdir()
     chosen, skipped = script.choose_tiers([])
     assert "soak" not in chosen
-    assert ("soak", "takes long; ask for it with --tier soak") in skipped
+    assert ("soak", "./run test --tier soak") in skipped
+    machine.setenv("CI", "true")
+    assert "soak" not in script.choose_tiers([])[0]
     assert script.choose_tiers(["soak"]) == (["soak"], [])
 
 
