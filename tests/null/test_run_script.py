@@ -447,6 +447,10 @@ sys.exit(gadget.VERSION == "3.0")
 """
 
 
+def test_the_tests_of_todays_releases_are_there(script):
+    assert [name for name in script.NEWEST_TESTS if not (CHECKOUT / "tests" / name).exists()] == []
+
+
 @ON_X86
 def test_todays_releases_are_tried_in_an_environment_of_their_own_and_told_apart(index, script):
     checkout, wheels, lines = index
