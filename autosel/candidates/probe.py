@@ -31,7 +31,8 @@ def fault(target: str, *arguments: Any, about: Sequence[str] = (), deadline_s: f
 
     `about`: what the answer depends on beside these, this torch and this Python (a version, a device).
     """
-    asked = {"of": [target, *map(str, arguments), *about], "torch": _torch(), "python": sys.version}
+    asked: dict[str, Any] = {"of": [target, *map(str, arguments), *about], "torch": _torch(), "python": sys.version}
+    asked["controlled"] = True  # earlier versions kept answers of environments without PyTorch too
     name = digest(asked)[:24]
     path = settings.home() / "cache" / "libraries" / f"{name}.json"
     if str(path) not in _KNOWN:

@@ -259,7 +259,8 @@ def show_remarks(found: Report) -> None:
         click.echo(f"{', '.join(told)}       {settings.spelling()} explain --failed")
     held = {r.quarantine: r.candidate for r in found.rejected if r.quarantine}
     if held:
-        click.echo(f"{paragraph(held_text(held), hang='  ')}\n  {release_command(held)}      lets them race again")
+        click.echo(paragraph(held_text(held), hang="  "))
+        click.echo(f"  {release_command(held)}      lets {'them' if len(held) > 1 else 'it'} race again")
     rates = [d.verdict.read_bytes_per_s for d in found.decisions if d.verdict and d.verdict.read_bytes_per_s]
     if rates:
         low, high = bandwidth(min(rates)), bandwidth(max(rates))

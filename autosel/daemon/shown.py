@@ -127,8 +127,11 @@ def _op_row(op: str, device: str, decisions: Sequence[Decision], view: View) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
+    """`todo` says what to do about it; it may begin with a `command`."""
+
     level: Literal["bad", "note"]
     text: str
+    command: str = ""
     todo: str = ""
     link: str = ""
 
@@ -150,8 +153,8 @@ def warnings(hub: Hub, held: Sequence[Quarantine]) -> list[Remark]:
         found.append(Remark(level="bad", text=f"{d.op}: {d.state}: {d.reason}", link=f"/decisions/{d.id}"))
     if held:
         candidates = {q.id: q.arm.candidate for q in held}
-        todo = f"{release_command(candidates)} lets them race again"
-        found.append(Remark(level="note", text=held_text(candidates), todo=todo, link="/health"))
+        command, todo = release_command(candidates), f"lets {'them' if len(held) > 1 else 'it'} race again"
+        found.append(Remark(level="note", text=held_text(candidates), command=command, todo=todo, link="/health"))
     todo = "raced again when the device is idle" if hub.options.tune else f"{settings.spelling()} tune"
     if hub.view.renewed:
         many, why = len(hub.view.renewed), hub.view.renewed[0].stale
