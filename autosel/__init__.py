@@ -1,6 +1,7 @@
 """autosel: which kernel should run here, and can you prove it?
 
-`import autosel` loads neither torch nor SQLAlchemy: names resolve on first use.
+`import autosel` loads neither torch nor SQLAlchemy: names resolve on first use. Where torch is imported too, before or
+after, every op is also `torch.ops.autosel.<op>`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from autosel.integrations import namespace
 from autosel.version import __version__
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ _HOME = {
 }
 
 __all__ = ["__version__", "activate", "best", "candidate", "deactivate", "epoch", "patch", "unpatch", "use", "uses"]
+
+namespace.offer()
 
 
 def __getattr__(name: str) -> Any:

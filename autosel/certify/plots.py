@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from autosel import extras
 from autosel.certify.audit import Audit, audit
 from autosel.certify.certificate import Certificate
 from autosel.certify.words import figure as words
 from autosel.certify.words import percent
-from autosel.errors import AutoselError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,13 +54,11 @@ STYLE: Any = {
 
 
 def refuse_without() -> None:
-    """Raises AutoselError where matplotlib is missing: to be asked before an hour of measuring, not after."""
+    """Raises UsageError where matplotlib is missing: to be asked before an hour of measuring, not after."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise AutoselError(
-            "a report needs the package matplotlib", why=str(error), todo="install the extra `plots`"
-        ) from error
+        raise extras.missing("plots", "a report", error) from error
 
 
 def pictures(made: Certificate) -> dict[str, Figure]:

@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autosel import files
+from autosel import extras, files
 from autosel.certify.certificate import Certificate, Signature, seal
-from autosel.errors import AutoselError, UsageError
+from autosel.errors import UsageError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -176,7 +176,5 @@ def _cryptography() -> _Crypto:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
-        raise AutoselError(
-            "signatures need the package cryptography", why=str(error), todo="install the extra `sign`"
-        ) from error
+        raise extras.missing("sign", "a signature", error) from error
     return _Crypto(ed25519, serialization, InvalidSignature, UnsupportedAlgorithm)

@@ -20,7 +20,7 @@ from typing import Any
 
 import rfc8785
 
-from autosel import settings
+from autosel import extras, settings
 from autosel.certify import sign
 from autosel.errors import BadConfig
 from autosel.ledger import snapshot
@@ -101,8 +101,7 @@ def _verify(signer: bytes, value: bytes, message: bytes) -> None:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     except ImportError as error:
-        why, todo = str(error), "install the extra `sign`"
-        raise BadConfig("signatures need the package cryptography", why=why, todo=todo) from error
+        raise extras.missing("sign", "a signature", error) from error
     try:
         Ed25519PublicKey.from_public_bytes(signer).verify(value, message)
     except InvalidSignature as error:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autosel import settings
+from autosel import extras, settings
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph, table
-from autosel.errors import AutoselError, UsageError
+from autosel.errors import AutoselError
 
 if TYPE_CHECKING:
     from autosel.client import Client
@@ -41,9 +41,7 @@ def serve_command(tcp: str, origins: tuple[str, ...], busy: float, tune: bool, u
     try:
         from autosel.daemon import serve
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"the daemon needs {error.name}", todo="install the extra: autosel-kernels[daemon], or ./run setup daemon"
-        ) from error
+        raise extras.missing("daemon", "the daemon", error) from error
     if unit:
         click.echo(serve.unit(_command(tcp, origins, busy, tune), settings.home()), nl=False)
         return

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -202,6 +203,8 @@ async def not_there(hub: Hub, error: Bad | LedgerError) -> Response:
 
 STATIC = {"style.css": "text/css", "live.js": "text/javascript", "charts.js": "text/javascript"}
 PLOTLY = "plotly.min.js"
+if find_spec("plotly") is None:  # at the start, not when a page wants its script; its import takes long
+    raise ModuleNotFoundError("No module named 'plotly'", name="plotly")
 
 
 async def static(hub: Hub, request: Request) -> Response:

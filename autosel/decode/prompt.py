@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from autosel import extras
 from autosel.decode.run import Plan, PromptDigest, Text
 from autosel.decode.weights import refuse_other_tokens
 from autosel.errors import BadConfig, UsageError
@@ -134,9 +135,7 @@ def _tokenize(text: str, folder: Path) -> list[int]:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise UsageError(
-            "a prompt in words needs the tokenizers package", why=str(error), todo="pip install 'autosel-kernels[hf]'"
-        ) from error
+        raise extras.missing("hf", "a prompt in words", error) from error
     try:
         ids: list[int] = Tokenizer.from_file(str(path)).encode(text).ids
     except Exception as error:  # its own errors are plain Exceptions

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autosel import settings
+from autosel import extras, settings
 from autosel.errors import UsageError
 from autosel.fingerprint import libcuda
 
@@ -144,7 +144,7 @@ def _runtime() -> Any:
         from cupy.cuda import runtime
     except Exception as error:  # a cupy of another CUDA may raise anything
         raise UsageError(
-            "a GPU's fingerprint needs cupy", why=str(error), todo="install the extra cuda12 or cuda13 of this checkout"
+            "a GPU's fingerprint needs cupy", why=str(error), todo=f"install it:  {extras.gpu_command()}"
         ) from error
     return runtime
 

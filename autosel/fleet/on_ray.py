@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from autosel import settings
+from autosel import extras, settings
 from autosel.errors import AutoselError, UsageError
 from autosel.fleet.spread import Lost, Outcome, Spread, error_of
 from autosel.ledger import containment
@@ -193,7 +193,7 @@ def cluster(address: str) -> Iterator[Any]:
     """Ray, connected. One made here ends with the tune. Raises AutoselError."""
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     if find_spec("ray") is None:
-        raise AutoselError("Ray is not installed", todo="install the extra: autosel-kernels[ray]")
+        raise extras.missing("ray", f"--ray {address}")
     _refuse_silence(address)  # before its import, which takes seconds
     try:
         import ray

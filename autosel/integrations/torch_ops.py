@@ -1,6 +1,6 @@
 """Every op as `torch.ops.autosel.<op>`: for torch.compile, and for code that takes an operator, not a function.
 
-    from autosel.integrations import torch_ops
+    import autosel, torch                                      # in either order (`namespace`)
     y = torch.ops.autosel.rmsnorm(x, weight, 1e-6)             # allocates
     torch.ops.autosel.rmsnorm.out(x, weight, 1e-6, out=y)      # writes; returns nothing
     torch.ops.autosel.kv_append(k, v, positions, None, k_cache, v_cache)    # in place, as the op itself

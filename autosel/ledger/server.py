@@ -16,7 +16,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, event, exc
 
-from autosel import settings
+from autosel import extras, settings
 from autosel.errors import LedgerError
 from autosel.ledger.locks import InUseError
 
@@ -53,10 +53,11 @@ def engine(url: sa.URL) -> Engine:
     }
     try:
         made = sa.create_engine(url.set(drivername=DRIVER), pool_pre_ping=True, connect_args=arguments)
-    except (ModuleNotFoundError, exc.ArgumentError) as error:
-        name = url.render_as_string(hide_password=True)
-        todo = "install the extra: autosel-kernels[fleet]"
-        raise LedgerError(f"no driver for {name}", why=str(error), todo=todo) from error
+    except ModuleNotFoundError as error:
+        lacks = extras.missing("fleet", f"the ledger {url.render_as_string(hide_password=True)}", error)
+        raise LedgerError(lacks.what, why=lacks.why, todo=lacks.todo) from error
+    except exc.ArgumentError as error:
+        raise LedgerError(f"no driver for {url.render_as_string(hide_password=True)}", why=str(error)) from error
     event.listen(made, "begin", _begin)
     return made
 

@@ -16,7 +16,7 @@ import click
 import pytest
 import torch
 
-from autosel import ops, settings
+from autosel import extras, ops, settings
 from autosel.candidates import arms, registry
 from autosel.cli import device, tune, whatif
 from autosel.cli.main import cli, run
@@ -150,7 +150,7 @@ def test_a_gpu_that_cannot_be_measured_is_left_aside_and_the_reason_is_told(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)  # not installed
     assert device.default_device() == "cpu"
-    assert "needs cupy" in device.unused_gpu() and "cuda12 or cuda13" in device.unused_gpu()
+    assert "needs cupy" in device.unused_gpu() and extras.gpu_command() in device.unused_gpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device.unused_gpu() == "", "a driver's library alone is no GPU"
     monkeypatch.setattr(nvml, "counted", lambda: 1)

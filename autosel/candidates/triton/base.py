@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 
+from autosel import extras
 from autosel.candidates.base import Candidate
 from autosel.candidates.source import TRITON_KERNELS
 from autosel.knobs.gpu.facts import GpuFacts, facts
@@ -27,7 +28,7 @@ Limits = Callable[[Workload, GpuFacts], str]
 MOST_ELEMENTS = 2**31 - 1  # of a dimension: kernels index within one in 32 bits
 LEAST_CC = (8, 0)  # bf16 and asynchronous copies
 E4M3_CC = (8, 9)
-NO_TRITON = "Triton is not installed; install autosel with the extra cuda12 or cuda13"
+NO_TRITON = f"Triton is not installed; install it:  {extras.gpu_command()}"
 
 
 class TritonKernel(Candidate):
