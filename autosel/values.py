@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -89,6 +90,21 @@ class Workload:
     def key(self) -> str:
         """The canonical key: `attn/B1.Hq32.Hkv8.S1.D128.L8192/bf16`."""
         return self._spell(".".join(f"{n}{s}" for n, s in self.dims))
+
+    @staticmethod
+    def parse(key: str) -> Workload:
+        """Return the workload of a canonical key; traits stay text. Raises ValueError."""
+        op, dims, rest = (*key.split("/"), "", "")[:3] if key.count("/") == 2 else ("", "", "")
+        dtype, *traits = re.split(r"\.(?=[A-Za-z_]+=)", rest)
+        sizes = [re.fullmatch(r"([A-Za-z]+?)([1-9][0-9]{0,15})", part) for part in dims.split(".")]
+        if dtype not in DTYPE_BYTES or not all(sizes):
+            raise ValueError(f"{key!r:.80} is no workload's key")
+        return Workload(
+            op=op,
+            dims=tuple((m[1], int(m[2])) for m in sizes if m),
+            dtype=dtype,  # type: ignore[arg-type]
+            traits=tuple((name, value) for name, _, value in (t.partition("=") for t in traits)),
+        )
 
     @property
     def bucket(self) -> str:

@@ -37,7 +37,7 @@ from autosel.candidates import registry
 from autosel.candidates.load import load
 from autosel.certify.statistics import median, speedup_interval
 from autosel.decode import packed
-from autosel.decode.account import bytes_per_step, overhead_ns, saved_bytes
+from autosel.decode.account import overhead_ns, saved_bytes
 from autosel.decode.arms import Arm, Baseline, Written
 from autosel.decode.model import FUSED
 from autosel.decode.run import Plan, Silent
@@ -45,6 +45,7 @@ from autosel.decode.scene import set_scene
 from autosel.decode.team import TeamStep
 from autosel.decode.weights import load_weights
 from autosel.dispatch.resolve import Resolution
+from autosel.models.cost import bytes_per_step
 from autosel.native.compile import compile_source
 from autosel.race.idle import wait_until_idle
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Workload

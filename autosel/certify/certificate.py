@@ -19,9 +19,11 @@ from autosel.certify.statistics import Interval
 from autosel.values import Scalar, canonical_json, from_json, parse_json, to_json
 
 FORMAT = "autosel.certificate"
-VERSION = 5
-READ = (3, 4, VERSION)  # 3: tokens that differ were counted, not judged; before 5: nothing tells which prompt was run
-SINCE = {"prompt": 5}  # fields that came later, and the version they came with
+VERSION = 6
+# 3: tokens that differ were counted, not judged; before 5: nothing tells which prompt was run; before 6: nothing tells
+# what a model that is no preset is made of, nor what hardware `hw_id` stands for.
+READ = (3, 4, 5, VERSION)
+SINCE = {"prompt": 5, "identity": 6, "architecture": 6}  # fields that came later, and the version they came with
 MOST_BYTES = 1 << 20  # of a line
 MOST_STEPS = 20_000  # whose times fit into a line
 UNSEALED = ("field_digests", "checksum", "signature")
@@ -185,9 +187,11 @@ class Certificate:
     hw_id: str  # digest of the hardware's identity: decisions are looked up under it
     env_id: str  # digest of the software's
     environment: Mapping[str, Any]  # versions of Python, torch, compiler, driver, libraries
+    identity: Mapping[str, Any] | None = None  # of the hardware: what `hw_id` is the digest of; None: before version 6
     contended: bool  # other work ran, or it was slowed, when the device's rates were measured
     model: str  # with the layers in its name where not all of them ran
     layers: Layers  # how many ran, and of how many
+    architecture: Mapping[str, Any] | None = None  # of the whole model (see ModelShape); None: before version 6
     dtype: str  # of weights, activations and cache
     weights: str  # `random`, or the checkpoint's folder
     shape: Shape  # batch, context, prompt, and the model's dimensions

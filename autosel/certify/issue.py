@@ -12,16 +12,17 @@ from typing import Any
 
 from autosel import resources
 from autosel.certify import certificate as c
+from autosel.certify import device
 from autosel.certify.certificate import Certificate
 from autosel.certify.derive import derive, lossy, physics
 from autosel.certify.evidence import Grounds
+from autosel.certify.model import architecture
 from autosel.certify.physics import refuse_impossible
 from autosel.certify.slo import Judged, Objective
 from autosel.certify.statistics import Interval
 from autosel.decode.run import Choice, DecodeRun, OpTime, PromptDigest
 from autosel.errors import UsageError
 from autosel.fingerprint.describe import remarks
-from autosel.native.isa import best_isa
 from autosel.values import Fingerprint, Scalar, to_json
 
 _BLANK = Interval(lo=0.0, hi=0.0)
@@ -74,6 +75,7 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
         **_where(run.fingerprint),
         model=c.model_name(run.plan.model.name, layers),
         layers=layers,
+        architecture=architecture(run.plan.model),
         dtype=run.plan.dtype,
         weights=run.plan.weights,
         shape=_shape(run),
@@ -152,21 +154,19 @@ def _where(fp: Fingerprint) -> dict[str, Any]:
         "hw_id": fp.hw_id,
         "env_id": fp.env_id,
         "environment": to_json(fp.environment),
+        "identity": {"kind": fp.kind, **to_json(fp.identity)},
         "contended": fp.contended,
     }
 
 
 def instruction_set(fp: Fingerprint) -> str:
     """`sm_90` of a GPU, `avx512bf16` of a CPU."""
-    if fp.kind == "cpu":
-        return best_isa(fp.identity["isa"])
-    return "sm_" + str(fp.identity["cc"]).replace(".", "")
+    return device.instruction_set({"kind": fp.kind, **fp.identity})
 
 
 def cache_bytes(fp: Fingerprint) -> int:
     """All of the last level that the usable cores or SMs reach."""
-    identity = fp.identity
-    return int(identity["l3_bytes"] * identity["l3_domains"] if fp.kind == "cpu" else identity["l2_bytes"])
+    return device.cache_bytes({"kind": fp.kind, **fp.identity})
 
 
 def read_rate(fp: Fingerprint) -> float | None:

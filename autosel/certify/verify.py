@@ -1,22 +1,24 @@
-"""Check a certificate file: bytes, chain, schema, arithmetic, physics, signatures. Nothing is measured here.
+"""Check a certificate file: bytes, chain, schema, model, device, arithmetic, physics, signatures. Nothing is measured.
 
 bytes       each line is the one RFC 8785 spelling of its content, and matches its checksum
 chain       line n says that it is line n, and names the checksum of line n - 1
+model       bytes, FLOPs, weights, cache and calls are those of the model and the layers that ran
+device      the identity gives name, hw_id and cache; no rate is above what such a device reaches
 arithmetic  every figure that follows from others is computed again
-physics     neither arm is faster than the memory it ran beside
+physics     neither arm, nor its prompt, is faster than the memory it ran beside or the device's arithmetic
 signature   of every line that names a signer; of every line, by that key, where a key is asked for
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from autosel.certify import sign
+from autosel.certify import device, model, sign
 from autosel.certify.audit import FUSED_OPS, INSTEAD
 from autosel.certify.certificate import MOST_STEPS, SINCE, Certificate, decode, is_checksum, model_name
 from autosel.certify.derive import derive, lossy, physics, saved
@@ -25,7 +27,11 @@ from autosel.decode.run import Quality
 from autosel.errors import AutoselError
 from autosel.values import from_json
 
-PART = re.compile(r"\[\d+/\d+ layers\]$")  # as model_name spells it; a folder's own name may hold brackets too
+AHEAD = timedelta(minutes=10)  # by which another machine's clock may be ahead of this one's
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +44,16 @@ class Verified:
     last: Certificate
 
 
-def verify(path: Path, *, signer: str = "", head: str = "", keep: int = 0) -> Verified:
+def verify(
+    path: Path, *, signer: str = "", head: str = "", keep: int = 0, clock: Callable[[], datetime] = utc_now
+) -> Verified:
     """Check the whole file; `last` is the certificate on line `keep` (0: the last line).
 
     `signer` (public key, hex) must have signed every line; `head` must be the checksum of the last one: then a cut tail
-    shows. Raises BadCertificate naming line and field.
+    shows. `clock` gives the time that no timestamp may be after. Raises BadCertificate naming line and field.
     """
     kept, count, signed, previous = None, 0, 0, ""
-    for number, made in read(path, signer=signer):
+    for number, made in read(path, signer=signer, clock=clock):
         if made.previous != previous:
             raise _refused(path, number, "previous", "it does not name the checksum of the line before")
         count, previous, signed = number, made.checksum, signed + bool(made.signer)
@@ -61,7 +69,7 @@ def verify(path: Path, *, signer: str = "", head: str = "", keep: int = 0) -> Ve
     return Verified(certificates=count, signed=signed, head=previous, last=kept)
 
 
-def read(path: Path, *, signer: str = "") -> Iterator[tuple[int, Certificate]]:
+def read(path: Path, *, signer: str = "", clock: Callable[[], datetime] = utc_now) -> Iterator[tuple[int, Certificate]]:
     """Each line's certificate, checked by itself. Raises BadCertificate naming line and field."""
     for number, line in lines(path):
         try:
@@ -71,7 +79,7 @@ def read(path: Path, *, signer: str = "") -> Iterator[tuple[int, Certificate]]:
         if made.sequence != number:
             raise _refused(path, number, "sequence", f"it says {made.sequence}: lines were taken out or added")
         try:
-            trouble = wrong(made) or sign.trouble(made)
+            trouble = wrong(made, clock()) or sign.trouble(made)
         except AutoselError as error:
             raise BadCertificate(f"{path}:{number} cannot be checked", why=error.what, todo=error.todo) from error
         if not trouble and signer and made.signer != signer:
@@ -85,10 +93,23 @@ def _refused(path: Path, number: int, field: str, why: str) -> BadCertificate:
     return BadCertificate(f"{path}:{number} is not to be believed", why=f"{field}: {why}")
 
 
-def wrong(made: Certificate) -> str:
+def wrong(made: Certificate, now: datetime | None = None) -> str:
     """The first field whose figure cannot be right, and why; empty where all can."""
-    found = _shapeless(made) or _unprompted(made) or _unserved(made) or _unjudged(made)
+    found = _shapeless(made) or _untimely(made, now or utc_now()) or _unprompted(made)
+    found = found or _unserved(made) or _unjudged(made) or model.trouble(made) or device.trouble(made)
     return found or _miscalculated(made) or _impossible(made)
+
+
+def _untimely(made: Certificate, now: datetime) -> str:
+    try:
+        began = datetime.fromisoformat(made.timestamp)
+    except ValueError:
+        return f"timestamp: {made.timestamp!r:.40} is no time"
+    if began.utcoffset() != timedelta(0):
+        return f"timestamp: {made.timestamp!r:.40} is not in UTC"
+    if began > now + AHEAD:
+        return f"timestamp: {made.timestamp} has not come yet; it is {now.isoformat(timespec='seconds')}"
+    return ""
 
 
 def _shapeless(made: Certificate) -> str:
@@ -107,11 +128,13 @@ def _shapeless(made: Certificate) -> str:
         return "read_probes: none, or a rate that is not above 0"
     if made.read_bytes_per_s < max(made.read_probes):
         return "read_bytes_per_s: below a probe of its own run"
+    if any(ms is not None and not ms > 0 for ms in (made.ttft_ms, made.baseline_ttft_ms)):
+        return "ttft_ms, baseline_ttft_ms: a time that is not above 0"
     if made.cost.price_per_hour is not None and not made.cost.price_per_hour > 0:
         return "cost: a price that is not above 0"
     if not 1 <= made.layers.run <= made.layers.of:
         return f"layers: {made.layers.run} of {made.layers.of}"
-    if made.model != model_name(PART.sub("", made.model), made.layers):
+    if made.model != model_name(model.PART.sub("", made.model), made.layers):
         return f"model: {made.model!r:.60} does not say that {made.layers.run} of {made.layers.of} layers ran"
     taken = [w.half for w in made.ways if w.taken]
     if sorted(taken) != sorted({w.half for w in made.ways}) or set(taken) - set(FUSED_OPS):
@@ -207,4 +230,7 @@ def _impossible(made: Certificate) -> str:
         if not found.possible:
             needed, most = found.needed_bytes_per_s / 1e9, found.allowed_bytes_per_s / 1e9
             return f"latency_ms: {name} would read {needed:.3g} GB/s of at most {most:.3g} GB/s: impossible"
+    flops, most = made.flops_per_step / min(made.latency_ms.med, made.baseline_ms) * 1e3, device.ceiling(made).flops
+    if flops > most:
+        return f"latency_ms: a step would take {flops:.3g} FLOP/s of at most {most:.3g}: impossible"
     return ""

@@ -520,9 +520,9 @@ def show_plan(asked: Asked, as_json: bool) -> None:
     from autosel.certify.capacity import capacity
     from autosel.certify.certificate import Layers, model_name
     from autosel.certify.issue import peak_flops, read_rate
-    from autosel.decode.account import flops_per_step
     from autosel.decode.packed import supports
     from autosel.decode.weights import free_memory, memory_need
+    from autosel.models.cost import flops_per_step
     from autosel.values import Accepted
 
     plan = asked.plan()

@@ -39,7 +39,9 @@ PATH = click.Path(path_type=Path)
 @click.option("--head", default="", metavar="SHA256", help="the last line must have this checksum")
 @json_option
 def verify_command(where: str, rerun: bool, score: Path | None, key: str, head: str, as_json: bool) -> None:
-    """Check a certificate file: bytes, chain, sums, physics, signatures (default: the one below the home).
+    """Check a certificate file: bytes, chain, model, device, sums, physics, signatures.
+
+    Without FILE it is the one below the home.
 
     --rerun: exit code 3 if the figure, or the score of the text, does not come out again, 5 if the runs are too noisy
     to tell.

@@ -15,21 +15,13 @@ from autosel.decode.step import Call, Step, WholeStep
 from autosel.dispatch.bound import make_bound
 from autosel.dispatch.resolve import Resolution
 from autosel.models import labels
-from autosel.models.shape import ModelShape
-from autosel.values import DTYPE_BYTES, Decision, DTypeName, Workload
+from autosel.values import DTYPE_BYTES, Decision, Workload
 
 OP_ROUNDS = 11
 OVERHEAD_ROUNDS = 51
 
 
-# --- bytes and operations --------------------------------------------------------------------------------------------
-
-
-def bytes_per_step(shape: ModelShape, dtype: DTypeName, batch: int, context: int) -> int:
-    """Each weight once, the keys and values in reach of each sequence (the new ones written, the others read), the
-    embedding's rows."""
-    rows = batch * shape.d * DTYPE_BYTES[dtype]
-    return shape.weight_bytes_per_step(dtype) + batch * shape.kv_bytes_read(context, dtype) + rows
+# --- bytes -----------------------------------------------------------------------------------------------------------
 
 
 def saved_bytes(step: object) -> int:
@@ -40,13 +32,6 @@ def saved_bytes(step: object) -> int:
 def saved_bytes_of(task: object) -> int:
     found: int = getattr(task, "saved_bytes", 0)
     return found
-
-
-def flops_per_step(shape: ModelShape, batch: int, context: int) -> int:
-    """The projections, the output head and both products of attention; a multiply-add counts two."""
-    projections = shape.d * shape.qkv_rows + shape.Hq * shape.D * shape.d + 3 * shape.d * shape.I
-    keys = shape.full_layers * context + shape.sliding_layers * min(context, shape.window)
-    return 2 * batch * (shape.layers * projections + shape.V * shape.d) + 4 * batch * shape.Hq * shape.D * keys
 
 
 # --- who served ------------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from torch import Tensor
 from autosel.decode.pages import Arena, padded
 from autosel.decode.run import Plan
 from autosel.errors import UsageError
+from autosel.models import cost
 from autosel.models.shape import ModelShape
 from autosel.values import DTYPE_BYTES, DTypeName
 
 NOWHERE = -1  # a block table's entry for a page not yet given out
-ALIGN_TOKENS = 16  # rows of Lmax: a whole number of 32-byte groups even at the smallest heads
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def make_cache(
 
     A window does not make it shorter: the ops address a cache by absolute position.
     """
-    size = _layer_shape(shape, rows, room, page)
+    size = cost.cache_size(shape, rows, room, page)
     each = math.prod(size) * DTYPE_BYTES[dtype]
     arena = Arena(2 * shape.layers * padded(each), torch.device(device))
     pairs = [(arena.tensor(size, dtype), arena.tensor(size, dtype)) for _ in range(shape.layers)]
@@ -100,11 +100,5 @@ def make_cache(
 def cache_bytes(plan: Plan) -> int:
     """What the cache of a plan takes."""
     page = plan.page if plan.cache == "paged" else 0
-    each = math.prod(_layer_shape(plan.shape, plan.batch, plan.longest, page)) * DTYPE_BYTES[plan.dtype]
+    each = math.prod(cost.cache_size(plan.shape, plan.batch, plan.longest, page)) * DTYPE_BYTES[plan.dtype]
     return 2 * plan.layers_run * padded(each)
-
-
-def _layer_shape(shape: ModelShape, rows: int, room: int, page: int) -> tuple[int, ...]:
-    if page:
-        return rows * -(-room // page), page, shape.Hkv, shape.D
-    return rows, shape.Hkv, -(-room // ALIGN_TOKENS) * ALIGN_TOKENS, shape.D

@@ -19,9 +19,7 @@ from autosel import fingerprint
 from autosel.decode import graph
 from autosel.decode.account import (
     Uses,
-    bytes_per_step,
     choices_of,
-    flops_per_step,
     overhead_ns,
     proven,
     saved_bytes,
@@ -46,6 +44,7 @@ from autosel.decode.whole import Whole, choose_team
 from autosel.errors import UsageError
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
+from autosel.models.cost import bytes_per_step, flops_per_step
 from autosel.race.idle import wait_until_idle
 from autosel.values import Accepted, Fingerprint, Rejected
 

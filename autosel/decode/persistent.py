@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from autosel.decode import launch, packed, team
-from autosel.decode.account import bytes_per_step, flops_per_step
 from autosel.decode.cache import Cache
 from autosel.decode.graph import GraphStep
 from autosel.decode.model import FUSED, Chain, Decoder
@@ -24,6 +23,7 @@ from autosel.decode.step import Place, Step, WholeStep, write_step
 from autosel.decode.weights import Weights, reference_bytes
 from autosel.errors import UsageError
 from autosel.knobs.gpu.persistent import fits
+from autosel.models.cost import bytes_per_step, flops_per_step
 from autosel.values import Accepted, Arm, Fingerprint, Rejected, Support
 
 # Nearly all bytes of a step go through these: where they are not served by the kernels that a team is made of, nothing

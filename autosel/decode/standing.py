@@ -23,7 +23,7 @@ from typing import Any
 from autosel import fingerprint
 from autosel.candidates.arms import python_digest
 from autosel.decode import graph, race
-from autosel.decode.account import bytes_per_step, saved_bytes
+from autosel.decode.account import saved_bytes
 from autosel.decode.graph import GraphStep
 from autosel.decode.model import FORMS, Chain
 from autosel.decode.persistent import kind_of
@@ -36,6 +36,7 @@ from autosel.decode.whole import WHOLE, Form, Whole
 from autosel.errors import LedgerError
 from autosel.ledger.key import budget_key, current_mode
 from autosel.ledger.store import Ledger
+from autosel.models.cost import bytes_per_step
 from autosel.models.shape import ModelShape
 from autosel.race.judge import judge
 from autosel.tuning.contend import last_level_bytes

@@ -1,11 +1,11 @@
 """`autosel.patch(model)`: a Hugging Face model whose attention, norms, rotary, gated MLPs and projections run what was
 decided. `autosel.unpatch(model)` puts everything back.
 
-Attention goes through AttentionInterface *and* AttentionMaskInterface (without the second, padded batches come out
-silently wrong); the rest is rebound module by module, so another model of the same class is left alone. A module is
-replaced only after it was seen to compute the op it is replaced by, and the replacement to be right, on the module's
-own weights and the device that they lie on, against the op's float64 reference. Calls that need a gradient, that come
-from another device, and all else the ops do not describe, run the module's own code.
+Modules are rebound one by one, so another model of the same class is left alone, and so are the model's configuration,
+its masks and transformers' registries. A module is replaced only after it was seen to compute the op it is replaced by,
+and the replacement to be right, on the module's own weights and the device that they lie on, against the op's float64
+reference. Calls that need a gradient, that come from another device, and all else the ops do not describe, run the
+module's own code: attention falls back to the implementation that the model was loaded with.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from autosel.ops.contract import Match
 log = logging.getLogger(__name__)
 
 NEEDED, INSTALL = "transformers 5", "pip install 'transformers>=5.0'"
-NAME = "autosel"  # of our attention in transformers' registries
 CACHE_NAMES = ("cache", "past_key_values")  # of the cache among attention's arguments: since 5.24, and before
 KINDS = ("attention", "RMSNorm", "rotary", "MLP", "linear")
 STATIC_ROPE = ("default", "linear", "llama3")  # kinds whose frequencies do not change with the position
@@ -63,7 +62,8 @@ class Patched:
         return "\n".join([f"autosel: {counts}", *(f"  {reason}" for reason in reasons)])
 
 
-Forward = Callable[..., Any]
+Forward = Callable[..., Any]  # of (module, ...)
+Names = dict[str, Any]  # globals that a module's own forward is to read instead of its module's
 DEVICES = ("cpu", "cuda")  # where something can be decided
 PROVEN_ON = "_autosel_on"  # a patched module's attribute, so that a deep copy has it too: the device it was proven on
 
@@ -75,7 +75,7 @@ class _Change:
     name: str
     kind: str
     module: nn.Module
-    forward: Forward | None  # a function of (module, ...); None: attention, which its registry replaces
+    what: Forward | Names
 
 
 # --- patch and unpatch -----------------------------------------------------------------------------------------------
@@ -100,86 +100,55 @@ def patch(model: Any) -> Patched:
             why=f"{_versions()}; {'; '.join(sorted({x.reason for x in left})) or 'no module of a kind autosel knows'}",
             todo=f"autosel knows the modules of {FAMILIES}; the model is as it was",
         )
-    undo = _Undo(model)
     try:
         device = next(model.parameters()).device
-        for change in changes:
-            change.module.__dict__[PROVEN_ON] = device
-            if change.forward is not None:
-                undo.rebind(change.module, change.forward)
-        if patched.replaced["attention"]:
-            undo.set_attention(model)
+        for module, forward in _forwards(changes):
+            module.__dict__[PROVEN_ON] = device
+            # A bound method, so that a deep copy of the model runs on the copy's own weights.
+            module.__dict__["forward"] = types.MethodType(forward, module)
+            _OURS.add(forward)
     except BaseException:
-        undo()
+        _restore(model)
         raise
-    _UNDO[model] = undo
     print(patched)  # noqa: T201  (whoever patches shall see at once how much of the model it reached)
     return patched
 
 
+def _forwards(changes: list[_Change]) -> Iterator[tuple[nn.Module, Forward]]:
+    """Yield each module once, with its new forward."""
+    named: dict[int, tuple[nn.Module, Names]] = {}
+    for change in changes:
+        if isinstance(change.what, dict):
+            named.setdefault(id(change.module), (change.module, {}))[1].update(change.what)
+        else:
+            yield change.module, change.what
+    for module, names in named.values():
+        yield module, _around_attention(type(module).forward, names)
+
+
 def unpatch(model: Any) -> None:
-    """The model as it was before `patch`. Raises UsageError if it is not patched."""
+    """Restore the model as it was before `patch`. Raises UsageError if it is not patched."""
     if not is_patched(model):
         raise UsageError(f"this {type(model).__name__} is not patched", todo="autosel.patch(model) comes first")
-    undo = _UNDO.pop(model, None)
-    (undo or _Undo(model))()  # a copy of a patched model is patched too
+    _restore(model)
 
 
 def is_patched(model: Any) -> bool:
-    return isinstance(model, nn.Module) and (
-        any(_is_ours(m) for m in model.modules())
-        or any(c._attn_implementation_internal == NAME for c in _configs(model))
-    )
+    return isinstance(model, nn.Module) and any(_is_ours(m) for m in model.modules())
 
 
-class _Undo:
-    """How to put a model back. It does not keep the model alive."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = weakref.ref(model)
-        self.before = [(weakref.ref(c), c._attn_implementation_internal) for c in _configs(model)]
-
-    def rebind(self, module: nn.Module, forward: Forward) -> None:
-        """A bound method, so that a deep copy of the model runs on the copy's own weights."""
-        module.__dict__["forward"] = types.MethodType(forward, module)
-        _OURS.add(forward)
-
-    def set_attention(self, model: Any) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface
-
-        AttentionInterface.register(NAME, _attend)
-        AttentionMaskInterface.register(NAME, _mask)
-        model.set_attn_implementation(NAME)
-
-    def __call__(self) -> None:
-        model = self.model()
-        for module in model.modules() if model is not None else ():
-            module.__dict__.pop(PROVEN_ON, None)
-            if _is_ours(module):
-                del module.__dict__["forward"]
-        for ref, before in self.before:
-            config = ref()
-            if config is not None:
-                config._attn_implementation_internal = "sdpa" if before == NAME else before
+def _restore(model: nn.Module) -> None:
+    for module in model.modules():
+        module.__dict__.pop(PROVEN_ON, None)
+        if _is_ours(module):
+            del module.__dict__["forward"]
 
 
-_UNDO: weakref.WeakKeyDictionary[Any, _Undo] = weakref.WeakKeyDictionary()
 _OURS: weakref.WeakSet[Any] = weakref.WeakSet()  # the functions that replace forwards
 
 
 def _is_ours(module: nn.Module) -> bool:
     return getattr(module.__dict__.get("forward"), "__func__", None) in _OURS
-
-
-def _configs(model: Any) -> list[Any]:
-    """Every configuration object that says which attention to use."""
-    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    for config in list(found.values()):
-        for name in getattr(config, "sub_configs", {}):
-            part = getattr(config, name, None)
-            if part is not None:
-                found[id(part)] = part
-    return [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
 
 
 def _refuse(model: Any) -> None:
@@ -216,9 +185,9 @@ def _pretrained() -> Any:
             "transformers is not installed", why=f"autosel.patch needs {NEEDED}: {error}", todo=INSTALL
         ) from error
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: F401
+        from transformers import AttentionInterface, PreTrainedModel  # noqa: F401
+        from transformers.integrations.flash_attention import flash_attention_forward  # noqa: F401
         from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: F401
-        from transformers.masking_utils import sdpa_mask  # noqa: F401
     except ImportError as error:
         raise UsageError(
             f"transformers {transformers.__version__} has another interface than {NEEDED}, for which patch was written",
@@ -247,7 +216,7 @@ def _plan(model: Any) -> tuple[list[_Change], list[Left]]:
         for name, module in model.named_modules():
             for kind, prove in _kinds(module):
                 try:
-                    changes.append(_Change(name=name, kind=kind, module=module, forward=prove(module)))
+                    changes.append(_Change(name=name, kind=kind, module=module, what=prove(module)))
                 except _NotThis as reason:
                     left.append(Left(module=name, kind=kind, reason=str(reason)))
                 except Exception as error:  # a class that only looks like one we know
@@ -272,7 +241,7 @@ class _NotThis(Exception):
     """Why a module cannot be replaced."""
 
 
-def _kinds(module: nn.Module) -> Iterator[tuple[str, Callable[[Any], Forward | None]]]:
+def _kinds(module: nn.Module) -> Iterator[tuple[str, Callable[[Any], Forward | Names]]]:
     """What a module looks like it is; to be proven."""
     kind = type(module).__name__
     if type(module) is nn.Linear:
@@ -289,9 +258,12 @@ def _kinds(module: nn.Module) -> Iterator[tuple[str, Callable[[Any], Forward | N
             yield "rotary", _prove_rotation
 
 
-def _names_used(module: nn.Module) -> tuple[str, ...]:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code.co_names if code is not None else ()
+def _names_used(module: nn.Module) -> dict[str, Any]:
+    """Return the globals that its class's forward names, decorators around it left aside."""
+    forward = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, types.FunctionType):
+        return {}
+    return {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
 
 
 def _own(module: nn.Module) -> None:
@@ -482,10 +454,9 @@ def _prove_frequencies(module: Any) -> Forward:
     return forward
 
 
-def _prove_rotation(module: Any) -> Forward:
+def _prove_rotation(module: Any) -> Names:
     _own(module)
-    original = type(module).forward
-    own = inspect.unwrap(original).__globals__["apply_rotary_pos_emb"]
+    own = _names_used(module)["apply_rotary_pos_emb"]
     config, dtype = module.config, next(module.parameters()).dtype
     head = int(module.head_dim)
     hq, hkv = int(config.num_attention_heads), int(config.num_key_value_heads)
@@ -510,19 +481,9 @@ def _prove_rotation(module: Any) -> Forward:
         made: tuple[Tensor, Tensor] = own(q, k, cos, sin, *more, **named)
         return made
 
-    rotating = _with_global(original, "apply_rotary_pos_emb", rotate)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # which cannot follow code into other globals than its module's
-            return original(self, *args, **kwargs)
-        states = args[0] if args else kwargs.get("hidden_states")
-        if not isinstance(states, Tensor) or states.device != getattr(self, PROVEN_ON, None):
-            return original(self, *args, **kwargs)
-        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
-        _make_room(cache, getattr(self, "layer_idx", None))
-        return rotating(self, *args, **kwargs)
-
-    return forward
+    names = {"apply_rotary_pos_emb": rotate}
+    _with_globals(type(module).forward, names)  # or a decorator is in the way
+    return names
 
 
 def _rotated(
@@ -536,21 +497,41 @@ def _rotated(
     return q_out.view(b, s, hq, d).transpose(1, 2), k_out.view(b, s, -1, d).transpose(1, 2)
 
 
-def _with_global(function: Any, name: str, value: Any) -> Forward:
-    """Return a copy of `function` for which the global `name` is `value`; its module and other models keep theirs.
+# --- the forward of attention ----------------------------------------------------------------------------------------
+
+
+def _around_attention(original: Forward, names: Names) -> Forward:
+    replaced = _with_globals(original, names)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(states, Tensor) or states.device != getattr(self, PROVEN_ON, None):
+            return original(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+            _make_room(cache, getattr(self, "layer_idx", None))
+        return replaced(self, *args, **kwargs)
+
+    return forward
+
+
+def _with_globals(function: Any, names: Names) -> Forward:
+    """Return a copy of `function` that reads `names` instead of its module's; its module and other models keep theirs.
 
     Decorators of transformers around it are copied too, each around the copy. Raises _NotThis for other decorators.
     """
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
-        return _copied(function, {**function.__globals__, name: value}, function.__closure__)
+        there = {**function.__globals__, **names}
+        there.pop("__name__")  # or torch.compile reads the globals of the module that has this name
+        return _copied(function, there, function.__closure__)
     written_in = getattr(function, "__globals__", {}).get("__name__", "another kind")  # `wraps` hides it in __module__
     if not isinstance(function, types.FunctionType) or not written_in.startswith("transformers."):
         raise _NotThis(f"{inner.__qualname__} is wrapped by a decorator of {written_in}, not of transformers")
     cells = function.__closure__ or ()
     if sum(_holds(cell, inner) for cell in cells) != 1:
         raise _NotThis(f"{inner.__qualname__} is wrapped by a decorator of {written_in} that does not hold it directly")
-    copied = _with_global(inner, name, value)
+    copied = _with_globals(inner, names)
     closure = tuple(types.CellType(copied) if _holds(cell, inner) else cell for cell in cells)
     return _copied(function, function.__globals__, closure, __wrapped__=copied)
 
@@ -638,35 +619,156 @@ def _with_room(held: Tensor, needed: int) -> Tensor:
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def _prove_attention(module: Any) -> None:
-    """Shown on operands of the module's heads. Nothing is returned: the registry holds the function."""
-    if getattr(module, "attn_logit_softcapping", None):
-        raise _NotThis("its scores are capped, which PyTorch's attention, our way back, cannot do")
+# Arguments that no form of transformers' attention reads, or that a mask of one query already expresses.
+UNREAD = {"position_ids", "cache_position", "use_cache", "return_dict", "labels", "num_items_in_batch", "seq_idx"}
+UNREAD |= {"output_hidden_states", "output_router_logits", "logits_to_keep"}
+PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # FlashAttention alone reads them
+
+
+def _prove_attention(module: Any) -> Names:
+    """Check that the module's own eager form computes the op, and that what serves the op is right."""
+    _own(module)
     if not getattr(module, "is_causal", False):
         raise _NotThis("it is not causal")
-    config, dtype = module.config, next(module.parameters()).dtype
-    head = int(module.head_dim)
-    q = _drawn(1, int(config.num_attention_heads), 1, head, dtype=dtype)
-    k, v = (_drawn(1, int(config.num_key_value_heads), 20, head, dtype=dtype, seed=s) for s in (2, 3))
-    made = _served_attention(q, k, v, None, module.scaling, causal=True)
-    assert made is not None, "one query over all keys is what the op describes"
-    inputs = {"q": q, "k": k, "v": v, "lengths": None, "max_len": 20, "window": 0, "softcap": 0.0}
-    _serves("attn", {**inputs, "scale": module.scaling}, made)
+    used, dtype = _names_used(module), next(module.parameters()).dtype
+    eager = [name for name in used if name.endswith("eager_attention_forward")]
+    if len(eager) != 1:
+        raise _NotThis(f"{type(module).__name__} has {len(eager)} eager forms to compare with, not one")
+    q, k, v, rest = _heads_of(module)
+    more = {"softcap": rest["softcap"]} if rest["softcap"] else {}
+    own, _ = used[eager[0]](module, q, k, v, None, scaling=module.scaling, dropout=0.0, **more)
+    wrong = _wrong("attn", {"q": q, "k": k, "v": v, **rest}, own.transpose(1, 2).contiguous())
+    if wrong:
+        raise _NotThis(f"{type(module).__name__} computes something else than attention ({wrong})")
+    inputs = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype), **rest}
+    _serves("attn", inputs, _asked("attn")(*inputs.values()))
+    asking = functools.partial(_attend, used[eager[0]], "eager")
+    names = {eager[0]: asking, "ALL_ATTENTION_FUNCTIONS": _asking(used["ALL_ATTENTION_FUNCTIONS"])}
+    _with_globals(type(module).forward, names)  # or a decorator is in the way
+    return names
 
+
+def _heads_of(module: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """Return q, k, v of one query over 20 keys in the module's heads, fp32, and the op's other arguments."""
+    config, head = module.config, int(module.head_dim)
+    q = _drawn(1, int(config.num_attention_heads), 1, head, dtype=torch.float32)
+    k, v = (_drawn(1, int(config.num_key_value_heads), 20, head, dtype=torch.float32, seed=s) for s in (2, 3))
+    cap = float(getattr(module, "attn_logit_softcapping", None) or 0.0)
+    return q, k, v, {"lengths": None, "max_len": 20, "scale": module.scaling, "window": 0, "softcap": cap}
+
+
+def _asking(registry: Any) -> Any:
+    """Return a copy of a registry of attention functions in which those that compute the op ask for the decision."""
+    made = copy.copy(registry)
+    kind: Any = type(registry)
+    made.__class__ = _asking_kind(kind)
+    return made
+
+
+@functools.cache
+def _asking_kind(kind: Any) -> Any:
+    from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    class Asking(kind):  # type: ignore[misc]
+        def __getitem__(self, name: str) -> Any:
+            theirs = super().__getitem__(name)
+            if theirs is sdpa_attention_forward:
+                return functools.partial(_attend, theirs, "sdpa")
+            return functools.partial(_attend, theirs, "flash") if theirs is flash_attention_forward else theirs
+
+    return Asking
+
+
+def _attend(
+    theirs: Forward,
+    form: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *more: Any,
+    **named: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Serve q [B,Hq,S,D], k and v [B,Hkv,L,D] -> o [B,S,Hq,D], or call `theirs`: the model's own, of a form of eager,
+    sdpa and flash."""
+    made = None
+    if not more and not _dynamic(module, query, key, value):
+        with suppress(BadArguments):
+            made = _served_attention(form, module, query, key, value, attention_mask, **named)
+    if made is not None:
+        return made.transpose(1, 2).contiguous(), None
+    found: tuple[Tensor, Tensor | None] = theirs(module, query, key, value, attention_mask, *more, **named)
+    return found
+
+
+def _served_attention(
+    form: str,
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **named: Any,
+) -> Tensor | None:
+    """None for what the ops do not describe. Eager and sdpa have their windows in the mask, flash as an argument."""
+    s, keys, scale, cap = q.shape[2], k.shape[2], scaling or 0.0, softcap or 0.0
+    known = UNREAD if form == "flash" else UNREAD | PACKED
+    if dropout or any(named[n] is not None and named[n] is not False for n in named if n not in known):
+        return None
+    if (form == "flash" and (sliding_window or keys) < keys) or (form == "sdpa" and cap):
+        return None
+    if s == 1 and mask is None:
+        made: Tensor = _asked("attn")(q, k, v, None, keys, scale, 0, cap)
+        return made
+    readable = form == "eager" or (form == "sdpa" and s == 1)  # sdpa's prompts have no mask where a causal one would do
+    seen = _look(mask, module) if readable and mask is not None and mask.shape[-1] == keys else None
+    if s == 1:
+        return _by_spans(q, k, v, seen.spans, scale, cap) if seen and seen.spans else None
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if s == keys and (seen.causal if seen else form == "sdpa" and mask is None and causal):
+        prompt: Tensor = _asked("prefill_attn")(q, k, v, scale, 0, cap)
+        return prompt
+    return None
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
 
 Spans = tuple[tuple[int, int], ...]
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """PyTorch attention's mask; one for a single query position says also which keys of each row it lets through."""
-    from transformers.masking_utils import sdpa_mask
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What a mask lets through: (first, last + 1) of the keys each row's one query sees, or a prompt's causal half."""
 
-    mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    if mask is None or mask.device.type != "cpu" or torch.compiler.is_compiling():
-        return mask  # to look into it a GPU would have to be waited for, which breaks a capture
-    if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
-        mask._autosel = _spans(mask[:, 0, 0])  # type: ignore[attr-defined]
-    return mask
+    spans: Spans | None
+    causal: bool
+    asked_by: set[int]
+
+
+def _look(mask: Tensor, module: Any) -> _Seen | None:
+    """Read a mask [B,1,S,L], boolean or added to the scores, once for all modules of a step: one that asks again begins
+    another step, before which the caller may have written into its mask. None: not read, or it fades single scores."""
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return None  # to look into it a GPU would have to be waited for, which breaks a capture
+    found: _Seen | None = getattr(mask, "_autosel", None)
+    if found is None or id(module) in found.asked_by:
+        lets = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+        if mask.dtype != torch.bool and not bool((lets | (mask[:, 0] <= torch.finfo(mask.dtype).min)).all()):
+            return None
+        one, square = lets.shape[1] == 1, lets.shape[1] == lets.shape[2]
+        causal = square and not one and bool((lets == torch.ones_like(lets).tril()).all())
+        found = _Seen(spans=_spans(lets[:, 0]) if one else None, causal=causal, asked_by=set())
+        mask._autosel = found  # type: ignore[attr-defined]
+    found.asked_by.add(id(module))
+    return found
 
 
 def _spans(seen: Tensor) -> Spans | None:
@@ -678,68 +780,23 @@ def _spans(seen: Tensor) -> Spans | None:
     return tuple(zip(first.tolist(), end.tolist(), strict=True))
 
 
-def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """q [B,Hq,S,D], k and v [B,Hkv,L,D] -> o [B,S,Hq,D], as AttentionInterface has it. Windows come in the mask."""
-    made = None
-    plain = not dropout and not any(kwargs.get(n) is not None for n in ("position_bias", "cache", "softcap", "s_aux"))
-    if plain and not _dynamic(module, query, key, value):
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        with suppress(BadArguments):
-            made = _served_attention(query, key, value, attention_mask, scaling or 0.0, causal)
-    if made is not None:
-        return made.transpose(1, 2).contiguous(), None
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    found: tuple[Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-    )
-    return found
-
-
-def _served_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool
-) -> Tensor | None:
-    """None for what the ops do not describe."""
-    s, keys = q.shape[2], k.shape[2]
-    if s == 1 and mask is None:
-        made: Tensor = _asked("attn")(q, k, v, None, keys, scale, 0, 0.0)
-        return made
-    if s == 1:
-        spans: Spans | None = getattr(mask, "_autosel", None)
-        return _by_spans(q, k, v, spans, scale) if spans and mask is not None and mask.shape[-1] == keys else None
-    if mask is None and causal and s == keys:
-        prompt: Tensor = _asked("prefill_attn")(q, k, v, scale, 0, 0.0)
-        return prompt
-    return None
-
-
-def _by_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor | None:
+def _by_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, cap: float) -> Tensor | None:
     """Rows that see other keys than the rest are separate calls, unless they all begin at the first."""
     attn = _asked("attn")
     if len(set(spans)) == 1:
         first, end = spans[0]
-        made: Tensor = attn(q, k[:, :, first:end], v[:, :, first:end], None, end - first, scale, 0, 0.0)
+        made: Tensor = attn(q, k[:, :, first:end], v[:, :, first:end], None, end - first, scale, 0, cap)
         return made
     if len(spans) != q.shape[0]:
         return None
     if all(first == 0 for first, _ in spans):
         ends = torch.tensor([end for _, end in spans], dtype=torch.int32)
-        ragged: Tensor = attn(q, k, v, ends, int(ends.max()), scale, 0, 0.0)
+        ragged: Tensor = attn(q, k, v, ends, int(ends.max()), scale, 0, cap)
         return ragged
     out = torch.empty_like(q)
     for row, (first, end) in enumerate(spans):
         here = slice(row, row + 1)
-        out[here] = attn(q[here], k[here, :, first:end], v[here, :, first:end], None, end - first, scale, 0, 0.0)
+        out[here] = attn(q[here], k[here, :, first:end], v[here, :, first:end], None, end - first, scale, 0, cap)
     return out
 
 

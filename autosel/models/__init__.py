@@ -7,7 +7,7 @@ from pathlib import Path
 from autosel.errors import BadConfig, UnknownName
 from autosel.models.config import read_config
 from autosel.models.presets import PRESETS
-from autosel.models.shape import ModelShape, Rope
+from autosel.models.shape import SIZES, ModelShape, Rope
 from autosel.models.workloads import Named, labels, step, workloads
 
 
@@ -22,9 +22,9 @@ def load(name_or_path: str | Path) -> ModelShape:
     try:
         path = Path(text).expanduser()
         if path.is_dir():
-            return _from_folder(path)
+            return _no_namesake(_from_folder(path), path)
         if path.exists():
-            return read_config(path)
+            return _no_namesake(read_config(path), path)
     except (OSError, RuntimeError) as error:  # a name too long, a folder closed to us, a ~user nobody knows
         raise BadConfig(f"{text[:200]} cannot be read", why=str(error)[:200], todo="check the path") from error
     if text.endswith(".json") or text.startswith(("/", ".", "~")):
@@ -36,6 +36,19 @@ def load(name_or_path: str | Path) -> ModelShape:
             todo=f"fetch the checkpoint (hf download {text}) and name its folder",
         )
     raise UnknownName("model", text, tuple(PRESETS))
+
+
+def _no_namesake(shape: ModelShape, path: Path) -> ModelShape:
+    """Refuse a checkpoint with the name of a preset of other sizes: tables and certificates tell models by name."""
+    preset = PRESETS.get(shape.name.lower())
+    other = next((size for size in SIZES if preset and getattr(shape, size) != getattr(preset, size)), None)
+    if preset is None or other is None:
+        return shape
+    raise BadConfig(
+        f"{path} has the name of the preset {preset.name}, and is another model",
+        why=f"{other} is {getattr(shape, other)!r:.60}; the preset's is {getattr(preset, other)!r:.60}",
+        todo="give the folder another name",
+    )
 
 
 def _from_folder(folder: Path) -> ModelShape:

@@ -58,6 +58,10 @@ class Rope:
         return (1 - keep) * frequency / self.factor + keep * frequency
 
 
+# Fields that say how much a step reads and computes.
+SIZES = ("layers", "d", "Hq", "Hkv", "D", "I", "V", "layer_types", "window", "tied", "qk_norm", "sandwich")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """One model. The capital letters are those of the workloads' dimensions.

@@ -24,6 +24,7 @@ from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import Entries, StepBuild
 from autosel.certify.audit import audit
 from autosel.certify.issue import Request, issue
+from autosel.certify.verify import wrong
 from autosel.cli.main import run
 from autosel.decode import device as decode_device
 from autosel.decode import graph, launch, persistent, race, whole
@@ -58,7 +59,9 @@ def tiny(family: str) -> ModelShape:
     rope = dataclasses.replace(whole.rope, rotary_dim=SIZES["D"])
     local = dataclasses.replace(whole.rope_local, rotary_dim=SIZES["D"]) if whole.rope_local else None
     changes: dict[str, Any] = {"layers": 2, "layer_types": types, "rope": rope, "rope_local": local}
-    return dataclasses.replace(whole, **SIZES, **changes, window=WINDOW if whole.window else 0)
+    return dataclasses.replace(
+        whole, name=f"tiny {whole.name}", **SIZES, **changes, window=WINDOW if whole.window else 0
+    )
 
 
 def decoder_of(family: str, dtype: DTypeName = "fp32") -> Decoder:
@@ -198,6 +201,7 @@ def test_a_forced_launch_is_measured_and_certified(on_h200: None) -> None:
     assert made.notes[0].startswith("step: one launch")
     assert sum(t.count_per_step for t in made.per_op if t.op == "attn") == 2
     certificate = issue(made, {}, Request(repro_cmd="autosel run --persistent"))
+    assert wrong(certificate) == ""
     assert certificate.mode.startswith("team.") and certificate.verification_ok
     assert [(a.op, a.taken, a.other) for a in audit(certificate).attribution] == [("step", "team", "ops")]
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from autosel import dispatch, models
 from autosel.candidates import registry
 from autosel.candidates.load import load
+from autosel.certify.issue import Request, issue
+from autosel.certify.verify import wrong
 from autosel.decode import generate as generation
 from autosel.decode.cache import make_cache
 from autosel.decode.eager import Eager
@@ -339,6 +341,7 @@ def test_a_measured_run_gives_the_baselines_tokens(oracle: Oracle, changes: dict
     if plan.dtype == "fp32":
         assert run.tokens_equal == run.tokens_checked, run.choices
     assert (run.ttft_ns is None) == (plan.prompt == "synthetic")
+    assert wrong(issue(run, {}, Request(repro_cmd="autosel run"))) == "", "its figures are those of its model"
     once = {c.op: c.count_per_step for c in run.choices}
     assert once["lm_head"] == 1
     assert any("attn" in c.op for c in run.choices)

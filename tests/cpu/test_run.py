@@ -16,6 +16,7 @@ from autosel.certify import compare, suite
 from autosel.certify.certificate import decode, encode, seal
 from autosel.cli.main import run
 from autosel.decode.measure import EARLIER
+from autosel.values import digest
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -113,7 +114,10 @@ def test_a_prompt_from_a_file_is_certified_by_its_digests(ran: dict[str, Any], f
 
 def test_another_machines_certificate_is_not_run_again_here(ran: dict[str, Any], folder: Path) -> None:
     line = (folder / "c.jsonl").read_bytes().splitlines()[0]
-    other = seal(replace(decode(line), hw_id="ab" * 32, device="Other CPU"))
+    made = decode(line)
+    identity = {**(made.identity or {}), "model": "Other CPU"}
+    env_id = digest({"hw_id": digest(identity), **made.environment})
+    other = seal(replace(made, identity=identity, hw_id=digest(identity), env_id=env_id, device="Other CPU"))
     (folder / "other.jsonl").write_bytes(encode(other) + b"\n")
     found = verb("verify", "--rerun", str(folder / "other.jsonl"), codes=(2,))
     assert "another device" in found["error"]["what"]

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from autosel import fingerprint, models, settings
+from autosel.certify.issue import Request, issue
+from autosel.certify.verify import wrong
 from autosel.cli.main import run
 from autosel.decode import packed, race, standing, team
-from autosel.decode.account import bytes_per_step
 from autosel.decode.measure import measure
 from autosel.decode.model import FUSED
 from autosel.decode.race import OPS
@@ -25,6 +26,7 @@ from autosel.decode.run import DecodeRun, Plan
 from autosel.decode.team import CANDIDATE, PACKED
 from autosel.decode.weights import load_weights
 from autosel.ledger.store import Ledger, open_ledger
+from autosel.models.cost import bytes_per_step
 from autosel.values import Passed, Rejected
 from tests.cpu.test_decode_oracle import compiled, one_thread
 
@@ -76,7 +78,7 @@ def plan(compiled: set[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
     whole = models.load("llama-1b")
     sizes = {"layers": 1, "d": 128, "Hq": 2, "Hkv": 1, "D": 64, "I": 256, "V": 512}
     rope = replace(whole.rope, rotary_dim=64)
-    shape = replace(whole, **sizes, rope=rope, layer_types=("full",))
+    shape = replace(whole, name="tiny", **sizes, rope=rope, layer_types=("full",))
     return Plan(model=shape, dtype="fp32", seq=30, iters=2, warmup=0)
 
 
@@ -165,6 +167,7 @@ def test_packed_weights_are_a_way_of_their_own_that_the_ledger_tells_of(
         assert raced is not None and any("weights in 12 bits, without loss" in note for note in raced.notes)
         assert [(w.form, w.taken) for w in first.ways] == [("ops", False), ("team", False), ("packed", True)]
         assert first.bytes_per_step < bytes_per_step(plan.shape, "bf16", 1, plan.seq)
+        assert wrong(issue(first, {}, Request(repro_cmd="autosel run"))) == ""
         asked.clear()
         second = measured(plan, ledger)
         assert asked == [] and second.bytes_per_step == first.bytes_per_step

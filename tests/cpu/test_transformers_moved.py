@@ -31,14 +31,10 @@ def test_a_model_moved_off_the_device_it_was_proven_on_runs_its_own_code(
         assert sum(use.calls for use in board.uses()) == before
 
 
-@pytest.mark.parametrize("mask", [torch.ones(2, 1, 1, 10, dtype=torch.bool, device="meta"), None])
-def test_a_mask_elsewhere_is_passed_on_unread(mask: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import masking_utils
+def test_a_mask_elsewhere_is_not_read() -> None:
+    from autosel.integrations.transformers import _look
 
-    from autosel.integrations import transformers
-
-    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda: mask)
-    assert transformers._mask() is mask
+    assert _look(torch.ones(2, 1, 1, 10, dtype=torch.bool, device="meta"), llama()) is None
 
 
 def test_a_model_elsewhere_is_refused_for_the_reason_that_holds() -> None:

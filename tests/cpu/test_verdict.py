@@ -75,7 +75,8 @@ def says(monkeypatch: pytest.MonkeyPatch, arm: Any, step: int, change: Callable[
 def certified(run: DecodeRun) -> Any:
     """As a certificate states it, all else in order."""
     fields = ("tokens_checked", "tokens_equal", "tokens_open", "max_logit_error", "logit_bound")
-    return certificate(decode_run(**{name: getattr(run, name) for name in fields}))
+    steps = {"batch": run.plan.batch, "iters": run.tokens_checked // run.plan.batch, "step_ms": 90.0}
+    return certificate(decode_run(**{name: getattr(run, name) for name in fields}, **steps))
 
 
 def far(token: int) -> int:

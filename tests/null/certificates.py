@@ -6,24 +6,17 @@ from hashlib import sha256
 from random import Random
 from typing import Any
 
-from autosel import models
+from autosel import models, ops
 from autosel.certify.certificate import Certificate, Proof, RunnerUp
 from autosel.certify.evidence import Grounds
 from autosel.certify.issue import Request, issue
 from autosel.decode.run import Choice, DecodeRun, OpTime, Plan, PromptDigest
+from autosel.models import cost
 from autosel.values import Fingerprint, Rate
 
 READ = 40e9  # bytes per second, before each pair
 CEILING = 42e9  # the best window
-OPS = {  # label: (op, calls a step, share of the bytes)
-    "gate_up": ("gate_up", 16, 0.44),
-    "gemv down": ("linear", 16, 0.21),
-    "norm_qkv": ("norm_qkv", 16, 0.09),
-    "gemv o": ("linear", 16, 0.06),
-    "lm_head": ("lm_head", 1, 0.16),
-    "attn": ("attn", 16, 0.03),
-    "rope": ("rope", 16, 0.0001),
-}
+UNDECIDED = ("rope", "rmsnorm", "kv_append")
 
 
 def fingerprint(**changes: Any) -> Fingerprint:
@@ -46,13 +39,15 @@ def decode_run(
 ) -> DecodeRun:
     """A run of llama-1b: steps of log-normal `noise` around the medians asked for."""
     plan_changes = {k: changes.pop(k) for k in list(changes) if k in Plan.__dataclass_fields__}
-    plan = Plan(**{"model": models.load("llama-1b"), "seq": 2048, "iters": 40} | plan_changes)
+    plan = Plan(**{"model": models.load("llama-1b"), "seq": 2048, "iters": 50} | plan_changes)
     rng = Random(seed)
 
     def steps(ms: float) -> tuple[int, ...]:
         return tuple(int(ms * 1e6 * rng.lognormvariate(0, noise)) for _ in range(plan.iters))
 
-    moved = plan.model.weight_bytes_per_step(plan.dtype) + plan.model.kv_bytes_read(plan.seq, plan.dtype)
+    context = plan.seq + (plan.iters - 1) // 2 if plan.advance else plan.seq
+    room, page = plan.longest, plan.page if plan.cache == "paged" else 0
+    parts = ops_of(plan)
     made: dict[str, Any] = {
         "plan": plan,
         "fingerprint": fingerprint(),
@@ -66,17 +61,17 @@ def decode_run(
         "baseline_ttft_ns": 1_000_000_000,
         "prompt_tokens": plan.seq - 1,
         "prompt": changes.pop("prompt_digest", None) or prompt_digest(plan),
-        "bytes_per_step": moved,
-        "flops_per_step": moved,
-        "weights_bytes": plan.model.weight_bytes(plan.dtype),
-        "kv_cache_bytes": plan.model.kv_bytes_per_token(plan.dtype) * plan.seq,
+        "bytes_per_step": cost.bytes_per_step(plan.shape, plan.dtype, plan.batch, context),
+        "flops_per_step": cost.flops_per_step(plan.shape, plan.batch, context),
+        "weights_bytes": plan.shape.weight_bytes(plan.dtype),
+        "kv_cache_bytes": cost.cache_bytes(plan.shape, plan.dtype, rows=plan.batch, room=room, page=page),
         "peak_memory_bytes": 4 << 30,
         "read_bytes_per_s": CEILING,
         "read_probes": (READ,) * plan.iters,
-        "choices": tuple(_choice(i, label, plan.iters) for i, label in enumerate(OPS)),
-        "per_op": tuple(_time(label, moved, step_ms) for label in OPS),
-        "tokens_checked": 50,
-        "tokens_equal": 50,
+        "choices": tuple(_choice(i, part, plan.iters) for i, part in enumerate(parts)),
+        "per_op": tuple(_time(part, parts, step_ms) for part in parts),
+        "tokens_checked": plan.iters * plan.batch,
+        "tokens_equal": plan.iters * plan.batch,
         "max_logit_error": 0.01,
         "logit_bound": 0.05,
         "python_overhead_share": 0.01,
@@ -93,13 +88,20 @@ def prompt_digest(plan: Plan) -> PromptDigest | None:
     return PromptDigest(tokens_sha256=tokens, file_sha256=sha256(plan.prompt.encode()).hexdigest() if named else "")
 
 
-def _choice(number: int, label: str, steps: int) -> Choice:
-    op, calls, _ = OPS[label]
-    decided = label != "rope"
+def ops_of(plan: Plan) -> tuple[models.Named, ...]:
+    """What a step in fused form runs at the plan's context."""
+    listed = models.step(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
+    taken = [n for n in listed if n.chain != "split" and n.workload.op != "sample"]
+    return tuple(n for n in taken if n.workload.op != "attn" or n.workload["L"] == plan.seq)
+
+
+def _choice(number: int, part: models.Named, steps: int) -> Choice:
+    op, calls = part.workload.op, part.calls_per_step
+    decided = op not in UNDECIDED
     return Choice(
         op=op,
-        label=label,
-        workload_key=f"{op}/{label}/bf16",
+        label=part.label,
+        workload_key=part.workload.key,
         count_per_step=calls,
         backend="CPP" if decided else "TORCH",
         candidate=f"cpp:{op}" if decided else f"torch:{op}",
@@ -109,16 +111,18 @@ def _choice(number: int, label: str, steps: int) -> Choice:
     )
 
 
-def _time(label: str, moved: int, step_ms: float) -> OpTime:
-    op, calls, share = OPS[label]
+def _time(part: models.Named, parts: tuple[models.Named, ...], step_ms: float) -> OpTime:
+    w, calls = part.workload, part.calls_per_step
+    whole = sum(ops.find(p.workload.op).bytes_moved(p.workload) * p.calls_per_step for p in parts)
+    moved = ops.find(w.op).bytes_moved(w)
     return OpTime(
-        op=op,
-        label=label,
-        workload_key=f"{op}/{label}/bf16",
+        op=w.op,
+        label=part.label,
+        workload_key=w.key,
         count_per_step=calls,
-        median_us=max(share * 0.97, 0.005) * step_ms * 1e3 / calls,
-        bytes_moved=int(moved * share / calls),
-        flops=int(moved * share / calls * (4 if op == "attn" else 1)),
+        median_us=max(moved * calls / whole * 0.97, 0.005) * step_ms * 1e3 / calls,
+        bytes_moved=moved,
+        flops=ops.find(w.op).flops(w),
     )
 
 
@@ -129,7 +133,7 @@ GROUNDS = {
         parity=Proof(cases=47, worst=0.61, worst_case="one NaN per row"),
         runner_up=RunnerUp(candidate="torch:packed", ratio=1.9),
     )
-    for n in range(1, len(OPS))
+    for n in range(1, 20)
 }
 
 

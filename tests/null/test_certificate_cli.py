@@ -242,7 +242,7 @@ def test_a_key_is_made_once_below_the_home_and_used_again(home: Path, capsys: py
 
 
 def test_the_summary_fits_80_columns_and_says_a_part_a_miss_and_a_failure() -> None:
-    made = certificate(decode_run(batch=4), objectives=slo.parse("ttft<500ms"), price_per_hour=1.5)
+    made = certificate(decode_run(batch=4, step_ms=90.0), objectives=slo.parse("ttft<500ms"), price_per_hour=1.5)
     text = summary(made, audit(made))
     assert max(map(len, text.splitlines())) <= 80
     assert (
@@ -256,7 +256,7 @@ def test_the_summary_fits_80_columns_and_says_a_part_a_miss_and_a_failure() -> N
 
 @pytest.mark.parametrize(("prompt", "batch"), [("random", 1), ("folder/a text of one word.txt", 4), ("x" * 30, 64)])
 def test_the_summary_says_which_prompt_was_run(prompt: str, batch: int) -> None:
-    made = certificate(decode_run(prompt=prompt, batch=batch))
+    made = certificate(decode_run(prompt=prompt, batch=batch, step_ms=65.0 * batch))
     assert made.prompt is not None
     lines = summary(made, audit(made)).splitlines()
     words = " ".join(" ".join(lines).split())

@@ -415,10 +415,21 @@ def test_a_preset_wins_over_a_folder_of_its_name_and_a_path_over_the_preset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "llama-8b").mkdir()
-    write(tmp_path / "llama-8b", {**LLAMA_8B, "num_hidden_layers": 2})
+    write(tmp_path / "llama-8b", {**LLAMA_8B, "rms_norm_eps": 1e-6})
     monkeypatch.chdir(tmp_path)
-    assert models.load("llama-8b").layers == 32
-    assert models.load("./llama-8b").layers == 2
+    assert models.load("llama-8b").rms_eps == 1e-5
+    assert models.load("./llama-8b").rms_eps == 1e-6
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "Llama-8B"])
+def test_a_checkpoint_with_the_name_of_a_preset_of_other_sizes_is_refused(tmp_path: Path, name: str) -> None:
+    """A certificate names its model: two layers of that name would pass for the model that everybody knows."""
+    (tmp_path / name).mkdir()
+    write(tmp_path / name, {**LLAMA_8B, "num_hidden_layers": 2})
+    for path in (tmp_path / name, tmp_path / name / "config.json"):
+        with pytest.raises(BadConfig, match="has the name of the preset llama-8b") as refused:
+            models.load(path)
+        assert "layers is 2; the preset's is 32" in refused.value.why
 
 
 json_values = st.recursive(

@@ -1,0 +1,121 @@
+"""What the identity of a certificate's device says of its figures: what follows, and what no such device reaches.
+
+Whoever rewrites a certificate can also rewrite the read rate that its steps are held against. So the read rate, the
+arithmetic and the cache are held against limits of the device class. They are generous: above what any device of the
+class does, below what a figure multiplied by ten needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autosel.certify.certificate import Certificate
+from autosel.fingerprint import known
+from autosel.native.isa import best_isa
+from autosel.values import DeviceKind, digest
+
+Identity = Mapping[str, Any]
+
+# Of one logical CPU. Reads: single cores of today's fastest CPUs are measured at 0.1 TB/s. Arithmetic: FLOP a clock of
+# the widest unit (AMX bf16 2048, two AVX-512 bf16 dot products 256, two AVX2 FMAs 32) at 8 GHz.
+CPU_READ_BYTES_PER_S = 2e11
+CPU_FLOPS = {"amx": 1.6e13, "avx512bf16": 2e12, "avx512": 2e12, "avx2": 2.6e11, "portable": 2e12}
+# Of a whole machine, and of a GPU whose datasheet is not among the known devices (B200: 8 TB/s, 2.25 PFLOP/s, 126 MB).
+MOST_READ_BYTES_PER_S: Mapping[DeviceKind, float] = {"cpu": 4e12, "cuda": 3e13}
+MOST_FLOPS: Mapping[DeviceKind, float] = {"cpu": 5e14, "cuda": 1e16}
+MOST_CACHE_BYTES: Mapping[DeviceKind, int] = {"cpu": 4 << 30, "cuda": 1 << 30}
+# A probe's own error; boost clocks, and twice the rate of GeForce parts that sum in fp16.
+OVER_READ, OVER_FLOPS = 1.1, 2.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
+    """What no device of this class exceeds."""
+
+    read_bytes_per_s: float
+    flops: float
+    cache_bytes: int
+
+
+def instruction_set(identity: Identity) -> str:
+    """Return `sm_90` of a GPU, `avx512bf16` of a CPU."""
+    if identity["kind"] == "cpu":
+        return best_isa(identity["isa"])
+    return "sm_" + str(identity["cc"]).replace(".", "")
+
+
+def cache_bytes(identity: Identity) -> int:
+    """Return the bytes of the last cache level, all of it that the usable cores or SMs reach."""
+    if identity["kind"] == "cpu":
+        return _count(identity, "l3_bytes") * _count(identity, "l3_domains")
+    return _count(identity, "l2_bytes")
+
+
+def _count(identity: Identity, name: str) -> int:
+    """Return a whole number of the identity. Raises ValueError for anything else."""
+    value = identity[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53 or value % 1:
+        raise ValueError(f"{name} is {value!r:.40}, not a count")
+    return int(value)
+
+
+def ceiling(made: Certificate) -> Ceiling:
+    kind: DeviceKind = "cuda" if made.sm.startswith("sm_") else "cpu"
+    read, flops = MOST_READ_BYTES_PER_S[kind], MOST_FLOPS[kind]
+    if kind == "cuda":
+        read, flops = _datasheet(made.device) or (read, flops)
+    elif made.identity is not None:
+        cpus = _count(made.identity, "cpus")
+        best = "amx" if any(str(flag).startswith("amx") for flag in made.identity["isa"]) else made.sm
+        read, flops = min(read, cpus * CPU_READ_BYTES_PER_S), min(flops, cpus * CPU_FLOPS[best])
+    return Ceiling(read_bytes_per_s=read, flops=flops, cache_bytes=MOST_CACHE_BYTES[kind])
+
+
+def _datasheet(name: str) -> tuple[float, float] | None:
+    """Return a known GPU's (bytes/s, FLOP/s)."""
+    for one in map(known.load, known.names()):
+        if one.name == name:
+            rates = one.rates
+            return OVER_READ * rates["peak_read_bytes_per_s"].value, OVER_FLOPS * rates["peak_bf16_flops"].value
+    return None
+
+
+def trouble(made: Certificate) -> str:
+    """Return the first field that does not follow from the device's identity, and why; empty where all do."""
+    try:
+        return _other_device(made) or _beyond(made)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        return f"identity: it does not describe a device: {type(error).__name__}: {error!s:.100}"
+
+
+def _other_device(made: Certificate) -> str:
+    identity = made.identity
+    if identity is None:
+        return ""
+    if identity["kind"] not in MOST_READ_BYTES_PER_S:
+        return f"identity: a device of kind {identity['kind']!r:.20}"
+    follows = {
+        "device": identity["model" if identity["kind"] == "cpu" else "name"],
+        "sm": instruction_set(identity),
+        "hw_id": digest(identity),
+        "env_id": digest({"hw_id": made.hw_id, **made.environment}),
+        "cache_bytes": cache_bytes(identity),
+    }
+    for name, value in follows.items():
+        if getattr(made, name) != value:
+            return f"{name}: {getattr(made, name)!r:.40} does not follow from identity, which gives {value!r:.40}"
+    return ""
+
+
+def _beyond(made: Certificate) -> str:
+    most = ceiling(made)
+    if max(made.read_bytes_per_s, *made.read_probes) > most.read_bytes_per_s:
+        found = max(made.read_bytes_per_s, *made.read_probes) / 1e9
+        return f"read_bytes_per_s: {found:.3g} GB/s; no such device reads {most.read_bytes_per_s / 1e9:.4g} GB/s"
+    if made.peak_flops > most.flops:
+        return f"peak_flops: {made.peak_flops:.3g} FLOP/s; no such device reaches {most.flops:.3g}"
+    if made.cache_bytes > most.cache_bytes:
+        return f"cache_bytes: {made.cache_bytes}; no such device has {most.cache_bytes}"
+    return ""

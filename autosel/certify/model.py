@@ -1,0 +1,199 @@
+"""What a certificate's figures must be by its model and the layers that ran: none that follows from them is believed.
+
+bytes_per_step   each weight once, the keys and values in reach, the embedding's rows; less what packing saves
+flops_per_step   the projections, the output head and attention
+weights_bytes, kv_cache_bytes, shape, layers, and how often a step calls what each layer needs
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from autosel.certify.certificate import Certificate, OpFigures
+from autosel.certify.derive import made_tokens
+from autosel.decode.run import Plan
+from autosel.errors import AutoselError
+from autosel.models import PRESETS
+from autosel.models.cost import bytes_per_step, cache_bytes, flops_per_step, products_per_token
+from autosel.models.shape import SIZES, ModelShape
+from autosel.values import DTYPE_BYTES, Workload, from_json, to_json
+
+PART = re.compile(r"\[\d+/\d+ layers\]$")  # as model_name spells it; a folder's own name may hold brackets too
+ONCE_A_LAYER = {"rope": ("rope",), "kv_append": ("kv_append",), "attention": ("attn", "paged_attn")}
+# Of a call's bytes, the share that packed weights may save; and how often it may move its activations (in, out, both).
+MOST_SAVED, MOST_MOVED = 0.25, 3
+
+
+class Unlike(Exception):
+    """What does not follow, by field."""
+
+
+def architecture(model: ModelShape) -> dict[str, Any]:
+    """Return what a certificate says of a model besides its name."""
+    return {name: value for name, value in to_json(model).items() if name != "name"}
+
+
+def plan_of(made: Certificate) -> Plan:
+    """Return what was run. Raises Unlike for what no run can be."""
+    o, model = made.options, _model(made)
+    if made.layers.of != model.layers:
+        raise Unlike(f"layers: {made.layers.of}; {model.name} has {model.layers}")
+    page = o.get("page", 0)
+    try:
+        plan = Plan(
+            model=model,
+            layers=made.layers.run,
+            weights=made.weights,
+            dtype=made.dtype,  # type: ignore[arg-type]
+            batch=made.shape.batch,
+            seq=made.shape.seq,
+            iters=_asked_iters(made),
+            warmup=made.warmup,
+            advance=bool(o.get("advance")),
+            cache="paged" if page else "contiguous",
+            page=page or 64,  # type: ignore[arg-type]
+            prealloc=o.get("prealloc") is not False,
+            speculate=o.get("speculate", 0),  # type: ignore[arg-type]
+        )
+    except AutoselError as error:
+        raise Unlike(f"options: no run is asked for so: {error.what}: {error.why}") from error
+    if made.dtype not in DTYPE_BYTES or o.get("cache", plan.cache) != plan.cache:
+        raise Unlike(f"dtype, options: {made.dtype!r:.20} in a {o.get('cache')!r:.20} cache of pages {page!r:.20}")
+    return plan
+
+
+def _asked_iters(made: Certificate) -> int:
+    """Of a speculative run as many tokens as were asked for came out, in fewer steps."""
+    return round(made.iters * made.tokens_per_step)
+
+
+def _model(made: Certificate) -> ModelShape:
+    name = PART.sub("", made.model)
+    preset = PRESETS.get(name.lower())
+    if made.architecture is None:
+        if preset is None:
+            raise Unlike(
+                f"model: a certificate of version {made.version} does not say what {name!r:.60} is made of, so its "
+                "bytes cannot be derived; certify it again"
+            )
+        return preset
+    try:
+        model: ModelShape = from_json(ModelShape, {**made.architecture, "name": name})
+    except (ValueError, AssertionError, ArithmeticError) as error:
+        raise Unlike(f"architecture: no model is made so: {type(error).__name__} {error!s:.100}") from error
+    sizes = [model.layers, model.d, model.Hq, model.Hkv, model.D, model.I, model.V, model.max_context]
+    if min(sizes) < 1 or model.window < 0:
+        raise Unlike("architecture: a size below 1")
+    if preset is not None:
+        other = [size for size in SIZES if getattr(model, size) != getattr(preset, size)]
+        if other:
+            raise Unlike(f"architecture: {other[0]} is not that of {preset.name}")
+    return model
+
+
+def trouble(made: Certificate) -> str:
+    """Return the first field that does not follow from the model and its layers; empty where all do."""
+    try:
+        plan = plan_of(made)
+        return _other_tokens(made, plan) or _other_sizes(made, plan) or _other_calls(made, plan)
+    except Unlike as found:
+        return str(found)
+
+
+def _other_tokens(made: Certificate, plan: Plan) -> str:
+    most = plan.speculate + 1 if plan.speculate else 1
+    if not 1 <= made.tokens_per_step <= most:
+        return f"tokens_per_step: {made.tokens_per_step!r:.20} with {plan.speculate} drafted: from 1 to {most} come out"
+    v = made.verification
+    if not 0 <= v.tokens_equal <= v.tokens_checked or not 0 <= (v.tokens_open or 0) <= v.tokens_checked:
+        return f"verification: {v.tokens_equal} equal and {v.tokens_open} open of {v.tokens_checked} checked"
+    if v.tokens_checked > made_tokens(made):
+        return f"verification: {v.tokens_checked} tokens checked, more than the {made.iters} steps gave"
+    return ""
+
+
+def _other_sizes(made: Certificate, plan: Plan) -> str:
+    """Each figure that is a closed form of the plan."""
+    model, cut, saved = plan.model, plan.shape, made.options.get("saved_bytes", 0)
+    context = plan.seq + (made.iters - 1) // 2 if plan.advance else plan.seq
+    page = plan.page if plan.cache == "paged" else 0
+    reads = bytes_per_step(cut, plan.dtype, plan.batch, context)
+    follows: dict[str, tuple[Any, Any]] = {
+        **{f"shape.{n}": (getattr(made.shape, n), getattr(model, n)) for n in ("d", "Hq", "Hkv", "D", "I", "V")},
+        "shape.prompt": (made.shape.prompt, plan.seq - 1),
+        "bytes_per_step": (made.bytes_per_step, reads - saved),  # type: ignore[operator]
+        "flops_per_step": (made.flops_per_step, flops_per_step(cut, plan.batch, context)),
+        "weights_bytes": (made.weights_bytes, cut.weight_bytes(plan.dtype)),
+        "kv_cache_bytes": (
+            made.kv_cache_bytes,
+            cache_bytes(cut, plan.dtype, rows=plan.batch, room=plan.longest, page=page),
+        ),
+    }
+    for name, (stated, derived) in follows.items():
+        if stated != derived:
+            return f"{name}: {stated}; {made.layers.run} layers of {model.name} give {derived}"
+    if saved and not made.mode.startswith("team."):
+        return f"options: saved_bytes of a step in mode {made.mode!r:.40}: only a team reads packed weights"
+    return ""
+
+
+# --- the sum of its parts --------------------------------------------------------------------------------------------
+
+
+def _other_calls(made: Certificate, plan: Plan) -> str:
+    """Whatever ops a step is made of, each weight matrix is multiplied once, and each layer attends once."""
+    try:
+        ops = [(label, o, Workload.parse(o.workload)) for label, o in made.per_op.items()]
+    except ValueError as error:
+        return f"per_op: {error!s:.200}"
+    for label, o, w in ops:
+        if o.op != w.op or o.calls < 1:
+            return f"per_op: {label!r:.60} runs {o.op!r:.20}, {o.calls} calls of {w.key:.60}"
+        if trouble := _other_figures(label, o, w):
+            return trouble
+    if plan.speculate:  # passes of several tokens: what ran in less than half of the steps is not listed
+        return ""
+    found = sum(o.calls * _products(w) for _, o, w in ops)
+    expected = plan.batch * products_per_token(plan.shape)
+    if found != expected:
+        return f"per_op: its calls multiply {found} weights; {made.layers.run} layers of {plan.model.name} {expected}"
+    return _layer_calls([(o.calls, w) for _, o, w in ops], plan)
+
+
+def _layer_calls(calls: Iterable[tuple[int, Workload]], plan: Plan) -> str:
+    counted = [(count, w) for count, w in calls]
+    for what, names in ONCE_A_LAYER.items():
+        found = sum(count for count, w in counted if w.op in names)
+        whole = plan.advance and not plan.prealloc and what == "attention"  # several lengths, each counted apart
+        if found != plan.layers_run and not whole:
+            return f"per_op: {found} calls of {what} a step; {plan.layers_run} layers ran"
+    if sum(count for count, w in counted if w.op == "lm_head") != 1:
+        return "per_op: a step has one lm_head"
+    return ""
+
+
+def _products(w: Workload) -> int:
+    """Return the multiply-adds with weights of one call."""
+    if w.op == "linear":
+        return w["M"] * w["N"] * w["K"]
+    if w.op == "norm_qkv":
+        return w["M"] * w["N"] * w["d"]
+    if w.op == "gate_up":
+        return 2 * w["M"] * w["I"] * w["d"]
+    return w["M"] * w["V"] * w["d"] if w.op == "lm_head" else 0
+
+
+def _other_figures(label: str, o: OpFigures, w: Workload) -> str:
+    """Of a call that reads weights: its bytes and FLOPs are those of the weights, and little more."""
+    products = _products(w)
+    if not products or o.bytes is None or o.flops is None:
+        return ""
+    size = DTYPE_BYTES[w.dtype]
+    weights, rows = size * products // w["M"], size * w["M"] * sum(n for d, n in w.dims if d != "M")
+    if not (1 - MOST_SAVED) * weights <= o.bytes <= weights + MOST_MOVED * rows + size * sum(n for _, n in w.dims):
+        return f"per_op: {label!r:.60} bytes: {o.bytes} of a call whose weights are {weights}"
+    if not 2 * products <= o.flops <= 3 * products:
+        return f"per_op: {label!r:.60} flops: {o.flops} of a call of {products} multiply-adds"
+    return ""

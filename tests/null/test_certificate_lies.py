@@ -1,0 +1,219 @@
+"""Certificates rewritten by somebody who computes every sum and the seal again: the model, the device and the clock
+give them away."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autosel import models
+from autosel.certify import certificate as c
+from autosel.certify.certificate import Certificate, decode, encode, seal
+from autosel.certify.derive import derive
+from autosel.certify.device import ceiling
+from autosel.certify.store import BadCertificate
+from autosel.certify.verify import verify, wrong
+from autosel.fingerprint import known
+from autosel.values import Workload, digest
+from tests.null.certificates import READ, certificate, decode_run
+
+HONEST = certificate(decode_run(iters=3))
+
+
+def rewritten(made: Certificate = HONEST, **fields: Any) -> Certificate:
+    """The certificate with these fields, all that follows from them computed again, and the seal too."""
+    changed = dataclasses.replace(made, **fields)
+    if "identity" in fields:
+        changed = dataclasses.replace(changed, hw_id=digest(changed.identity))
+        changed = dataclasses.replace(changed, env_id=digest({"hw_id": changed.hw_id, **changed.environment}))
+    sealed = seal(dataclasses.replace(changed, **derive(changed)))
+    return decode(encode(sealed))
+
+
+def times(made: Certificate, factor: float) -> dict[str, Any]:
+    """Samples, and times to a first token, of a run so many times as fast."""
+    s = made.samples
+    faster = {n: tuple(int(ns / factor) for ns in getattr(s, n)) for n in ("optimised_ns", "baseline_ns")}
+    return {
+        "samples": dataclasses.replace(s, **faster),
+        "ttft_ms": made.ttft_ms / factor if made.ttft_ms else None,
+        "baseline_ttft_ms": made.baseline_ttft_ms / factor if made.baseline_ttft_ms else None,
+    }
+
+
+def op(label: str, **fields: Any) -> dict[str, Any]:
+    return {"per_op": {**HONEST.per_op, label: dataclasses.replace(HONEST.per_op[label], **fields)}}
+
+
+def test_an_honest_certificate_is_believed() -> None:
+    assert wrong(rewritten()) == ""
+
+
+def test_two_layers_cannot_be_sold_as_the_whole_model_a_thousand_times_as_fast(tmp_path: Path) -> None:
+    """Layers, name, samples and bytes rewritten: 2,550 tok/s once verified as the whole model."""
+    part = certificate(decode_run(layers=2, step_ms=22.0, iters=20))
+    whole = c.Layers(run=16, of=16)
+    lie = rewritten(
+        part, layers=whole, model="llama-1b", bytes_per_step=part.bytes_per_step // 1000, **times(part, 1000)
+    )
+    assert lie.tokens_per_sec > 40_000
+    path = tmp_path / "lie.jsonl"
+    path.write_bytes(encode(lie) + b"\n")
+    with pytest.raises(BadCertificate) as refused:
+        verify(path)
+    assert refused.value.why.startswith("bytes_per_step: ") and "16 layers of llama-1b give 2538" in refused.value.why
+
+
+LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "all layers": ({"layers": c.Layers(run=32, of=32)}, "layers: 32; "),
+    "fewer bytes": ({"bytes_per_step": HONEST.bytes_per_step - 2}, "bytes_per_step: "),
+    "more FLOPs": ({"flops_per_step": 2 * HONEST.flops_per_step}, "flops_per_step: "),
+    "smaller weights": ({"weights_bytes": HONEST.weights_bytes // 2}, "weights_bytes: "),
+    "a smaller cache": ({"kv_cache_bytes": HONEST.kv_cache_bytes // 2}, "kv_cache_bytes: "),
+    "another size": ({"shape": dataclasses.replace(HONEST.shape, I=4096)}, "shape.I: 4096; "),
+    "another prompt": ({"shape": dataclasses.replace(HONEST.shape, prompt=1)}, "shape.prompt: 1; "),
+    "a smaller model of that name": (
+        {"architecture": {**(HONEST.architecture or {}), "I": 4096}},
+        "architecture: I is not that of llama-1b",
+    ),
+    "no model": ({"architecture": {**(HONEST.architecture or {}), "Hkv": 5}}, "architecture: no model is made so"),
+    "a nameless device": ({"identity": {"kind": "cpu"}}, "identity: it does not describe a device"),
+    "other hardware": ({"hw_id": "ab" * 32}, "hw_id: "),
+    "other software": ({"environment": {"torch": "9.9"}}, "env_id: "),
+    "another device": ({"device": "A faster CPU"}, "device: "),
+    "another instruction set": ({"sm": "avx512bf16"}, "sm: "),
+    "more cache": ({"cache_bytes": 1 << 40}, "cache_bytes: "),
+    "more cache, by its identity": (
+        {"cache_bytes": 1 << 40, "identity": {**(HONEST.identity or {}), "l3_bytes": 1 << 40}},
+        "cache_bytes: 1099511627776; no such device",
+    ),
+    "faster memory": (
+        {**times(HONEST, 100), "read_bytes_per_s": 100 * READ, "read_probes": (99 * READ,)},
+        "read_bytes_per_s: 4e+03 GB/s; no such device reads 400 GB/s",
+    ),
+    "faster arithmetic": ({"peak_flops": 1e13}, "peak_flops: "),
+    "tokens from nowhere": ({"tokens_per_step": 4.0}, "tokens_per_step: 4.0 with 0 drafted"),
+    "more equal than checked": (
+        {"verification": dataclasses.replace(HONEST.verification, tokens_equal=4, tokens_open=-1)},
+        "verification: 4 equal and -1 open of 3",
+    ),
+    "more checked than made": (
+        {"verification": dataclasses.replace(HONEST.verification, tokens_checked=30, tokens_equal=30)},
+        "verification: 30 tokens checked",
+    ),
+    "packed weights without a team": ({"options": {**HONEST.options, "saved_bytes": 1000}}, "bytes_per_step: "),
+    "a page that is none": ({"options": {**HONEST.options, "page": "x"}}, "options: no run is asked for so"),
+    "a prompt in no time": ({"ttft_ms": 1.0}, "latency_ms: the prompt would read"),
+    "no time at all": ({"ttft_ms": 0.0}, "ttft_ms"),
+    "calls that were not made": (op("gate_up", calls=8, served={"cpp:gate_up": 24}), "per_op: its calls multiply"),
+    "a layer that does not attend": (op("attn", calls=15, served={"cpp:attn": 45}), "per_op: 15 calls of attention"),
+    "an op by another name": (op("attn", op="rope"), "per_op: 'attn' runs 'rope'"),
+    "no workload": (op("attn", workload="attn"), "per_op: 'attn' is no workload's key"),
+    "an op's bytes": (op("gate_up", bytes=100), "per_op: 'gate_up' bytes: 100"),
+    "an op's FLOPs": (op("gate_up", flops=10**12), "per_op: 'gate_up' flops: "),
+    "a wider weight": (
+        op("lm_head", workload="lm_head/M1.V1.d2048/bf16", bytes=4096, flops=4096),
+        "per_op: its calls multiply",
+    ),
+    "no zone": ({"timestamp": "2026-11-20T12:00:00"}, "timestamp: '2026-11-20T12:00:00' is not in UTC"),
+    "no time of day": ({"timestamp": "yesterday"}, "timestamp: 'yesterday' is no time"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_field_that_does_not_follow_is_named(lie: str) -> None:
+    fields, why = LIES[lie]
+    found = wrong(rewritten(**fields))
+    assert found.startswith(why), found
+
+
+def test_packed_weights_are_read_by_a_team_alone() -> None:
+    saved = HONEST.bytes_per_step // 5
+    fields = {"options": {**HONEST.options, "saved_bytes": saved}, "bytes_per_step": HONEST.bytes_per_step - saved}
+    assert wrong(rewritten(**fields)).startswith("options: saved_bytes of a step in mode 'eager.")
+    assert wrong(rewritten(**fields, mode="team.t2.highest")) == ""
+
+
+def test_a_batch_that_the_arithmetic_cannot_have_computed_is_refused() -> None:
+    """Of many sequences the weights are read once: the memory would not object."""
+    honest = certificate(decode_run(iters=3, batch=64, seq=128, step_ms=2000.0))
+    assert wrong(honest) == ""
+    assert "FLOP/s of at most" in wrong(rewritten(honest, samples=times(honest, 24)["samples"]))
+
+
+def test_a_single_step_in_no_time_is_refused() -> None:
+    """Peak tokens per second are those of the fastest step."""
+    samples = HONEST.samples
+    times = (samples.optimised_ns[0] // 4, *samples.optimised_ns[1:])
+    found = wrong(rewritten(samples=dataclasses.replace(samples, optimised_ns=times)))
+    assert found.startswith("latency_ms: the fastest step, in twice its time, would read"), found
+
+
+def test_one_token_compared_of_many_leaves_a_run_unverified() -> None:
+    one = dataclasses.replace(HONEST.verification, tokens_checked=1, tokens_equal=1)
+    found = rewritten(verification=one)
+    assert not found.verification_ok and wrong(found) == ""
+
+
+def test_a_date_that_has_not_come_yet_is_refused_by_the_clock_that_is_given(tmp_path: Path) -> None:
+    began = datetime.fromisoformat(HONEST.timestamp)
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(encode(HONEST) + b"\n")
+
+    def at(now: datetime) -> Callable[[], datetime]:
+        return lambda: now
+
+    assert verify(path, clock=at(began)).certificates == 1
+    assert verify(path, clock=at(began - timedelta(minutes=9))).certificates == 1, "a clock that is behind"
+    with pytest.raises(BadCertificate) as refused:
+        verify(path, clock=at(began - timedelta(hours=1)))
+    assert refused.value.why.startswith("timestamp: 2026-11-20T12:00:00+00:00 has not come yet; it is 2026-11-20T11:00")
+    far = rewritten(timestamp=datetime.max.replace(tzinfo=UTC).isoformat())
+    assert "has not come yet" in wrong(far)
+
+
+def test_a_checkpoints_figures_follow_from_the_architecture_it_states() -> None:
+    shape = dataclasses.replace(
+        models.load("gemma3-1b"), name="mine", layers=6, layer_types=("sliding",) * 5 + ("full",)
+    )
+    made = certificate(decode_run(model=shape, iters=3, layers=4))
+    assert wrong(rewritten(made)) == ""
+    assert wrong(rewritten(made, bytes_per_step=made.bytes_per_step // 2)).startswith("bytes_per_step: ")
+    silent = {"version": 5, "architecture": None, "identity": None}
+    assert wrong(rewritten(made, **silent)).startswith("model: a certificate of version 5 does not say what 'mine'")
+    assert wrong(rewritten(**silent)) == "", "a preset's is known"
+    assert wrong(rewritten(**silent, bytes_per_step=1000)).startswith("bytes_per_step: ")
+
+
+@pytest.mark.parametrize("name", ["llama-1b", "qwen3-8b", "gemma3-4b"])
+@given(st.data())
+def test_every_workload_of_a_step_is_read_back_from_its_key(name: str, data: st.DataObject) -> None:
+    batch, context = data.draw(st.integers(1, 64)), data.draw(st.integers(2, 30_000))
+    for w in models.workloads(models.load(name), batch=batch, context=context):
+        found = Workload.parse(w.key)
+        assert (found.key, found.op, found.dims, found.dtype) == (w.key, w.op, w.dims, w.dtype)
+
+
+@pytest.mark.parametrize(
+    "key", ["", "attn", "attn/B1/bf15", "attn/B0/bf16", "a/B1/bf16/x", "attn/B1.C/bf16", "attn//bf16"]
+)
+def test_what_is_no_key_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="is no workload's key"):
+        Workload.parse(key)
+
+
+@pytest.mark.parametrize("name", known.names())
+def test_a_known_gpu_reaches_no_more_than_its_datasheet(name: str) -> None:
+    gpu = known.load(name)
+    made = dataclasses.replace(HONEST, sm=f"sm_{gpu.identity['cc'].replace('.', '')}", device=gpu.name)
+    most, unknown = ceiling(made), ceiling(dataclasses.replace(made, device="a GPU of tomorrow"))
+    assert gpu.rates["read_bytes_per_s"].value < most.read_bytes_per_s < unknown.read_bytes_per_s
+    assert gpu.rates["bf16_matrix_flops"].value < most.flops < unknown.flops
+    assert gpu.identity["l2_bytes"] < most.cache_bytes
