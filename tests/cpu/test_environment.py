@@ -289,14 +289,13 @@ def test_a_verb_that_cannot_import_torch_says_so_with_an_exit_code_of_its_own(pa
 def test_the_daemons_child_says_that_torch_cannot_be_imported(packages: Breakable, home: Path) -> None:
     packages.break_package("torch")
     task = {"do": "tune", "workloads": [to_json(WORKLOAD)], "device": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "autosel.daemon.tuner"],
-        input=json.dumps(task) + "\n",
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    (said,) = [json.loads(line) for line in done.stdout.splitlines()]
+    command = [sys.executable, "-P", "-m", "autosel.daemon.tuner"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(json.dumps(task) + "\n")
+        child.stdin.flush()  # and not closed: its end would stop the child
+        said = json.loads(child.stdout.readline())
+        assert child.wait(timeout=120) == 1
     assert (said["event"], said["kind"]) == ("error", "EnvironmentFault")
     assert "libtorch.so" in said["why"]
 
