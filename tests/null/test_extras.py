@@ -49,8 +49,9 @@ main(sys.argv[2:])
     ],
 )
 def test_a_verb_that_needs_it_says_which_package_of_which_extra_and_how_to_install_it(
-    package: str, extra: str, words: str, tmp_path: Path
+    package: str, extra: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("AUTOSEL_SPELLING", raising=False)
     own = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
     if extra == "fleet":
         own["AUTOSEL_DB"] = "postgresql://nobody@localhost/ledger"

@@ -43,7 +43,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         (("--speculate", "ngram:2", "--batch", "2"), "speculation with a batch"),
         (("--speculate", "ngram:2", "--temperature", "1"), "speculation with a batch"),
-        (("--prompt", "nowhere.txt"), "nowhere.txt cannot be read"),
+        (("--prompt", "nowhere.txt"), "cannot read nowhere.txt"),
         (("--seq", "1000000"), "contexts of at most 131072"),
         (("--iters", "0"), "--iters"),
         (("--persistent", "--no-persistent"), "one asks for what the other forbids"),
