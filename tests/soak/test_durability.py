@@ -1,4 +1,4 @@
-"""The long form of tests/cpu/test_durability.py: more than 1,000 kills of a tuning process, at every failpoint, at
+"""The long form of tests/flows/test_durability.py: more than 1,000 kills of a tuning process, at every failpoint, at
 random moments, and of tunes in which nothing is replaced. In parts of a few minutes; `-s` shows the kills of each.
 """
 

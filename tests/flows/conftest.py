@@ -1,0 +1,5 @@
+"""The inputs of proofs are drawn from the run's seed, as in tests/cpu."""
+
+from tests.cpu.conftest import pytest_configure
+
+__all__ = ["pytest_configure"]
