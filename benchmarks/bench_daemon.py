@@ -48,8 +48,8 @@ from autosel.errors import AutoselError  # noqa: E402
 from autosel.ledger import commands, open_ledger  # noqa: E402
 from autosel.values import Workload, to_json  # noqa: E402
 from tests.cpu.daemons import Daemon, running  # noqa: E402
-from tests.flows.test_daemon import here  # noqa: E402
 from tests.cpu.test_ledger import ATTN, BASELINE, CPP, PASSED, record  # noqa: E402
+from tests.flows.test_daemon import here  # noqa: E402
 
 CLIENTS, WRITERS = 8, 32
 Latencies = list[float]  # seconds

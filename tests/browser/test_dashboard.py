@@ -16,8 +16,8 @@ from playwright.sync_api import sync_playwright
 from autosel.ledger import open_ledger
 from autosel.ledger.key import current_mode
 from tests.cpu.daemons import Daemon, cli, running
-from tests.flows.test_daemon import here
 from tests.cpu.test_ledger import ATTN, record
+from tests.flows.test_daemon import here
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [

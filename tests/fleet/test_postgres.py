@@ -21,9 +21,9 @@ from autosel.ledger.key import current_mode
 from autosel.values import Decision
 from tests.cpu import test_ledger as on_sqlite
 from tests.cpu.daemons import cli, running
-from tests.flows.test_daemon import here
 from tests.cpu.test_ledger import ATTN, BASELINE, CPP, FP, PACKED, PASSED, record
 from tests.fleet.postgres import Server
+from tests.flows.test_daemon import here
 
 pytestmark = pytest.mark.fleet
 
