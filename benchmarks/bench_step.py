@@ -38,7 +38,7 @@ from autosel.candidates.load import load
 from autosel.certify.statistics import median, speedup_interval
 from autosel.decode import packed
 from autosel.decode.account import overhead_ns, saved_bytes
-from autosel.decode.arms import Arm, Baseline, Written
+from autosel.decode.arms import Arm, Baseline, Written, step
 from autosel.decode.model import FUSED
 from autosel.decode.run import Plan, Silent
 from autosel.decode.scene import set_scene
@@ -105,8 +105,8 @@ def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namesp
     times: dict[str, list[float]] = {name: [] for name in arms}
     waits, rng = [], Random(options.seed)
     for arm in arms.values():
-        arm.step()
-        arm.step()
+        step(arm)
+        step(arm)
     for i in range(options.rounds):
         scene.probe()
         for name in rng.sample(list(arms), len(arms)):
@@ -114,7 +114,7 @@ def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namesp
                 continue
             wait_until_idle()
             begin = time.perf_counter_ns()
-            arms[name].step()
+            step(arms[name])
             times[name].append((time.perf_counter_ns() - begin) / 1e6)
         assert isinstance(team.list, TeamStep)
         waits.append(waiting_share(team.list))

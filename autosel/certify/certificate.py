@@ -20,11 +20,14 @@ from autosel.values import Scalar, canonical_json, from_json, parse_json, to_jso
 
 FORMAT = "autosel.certificate"
 VERSION = 6
-# 3: tokens that differ were counted, not judged; before 5: nothing tells which prompt was run; before 6: nothing tells
-# what a model that is no preset is made of, nor what hardware `hw_id` stands for.
+# 3: tokens that differ were counted, not judged. Before 5: nothing tells which prompt was run. Before 6: nothing tells
+# what a model that is no preset is made of, nor what hardware `hw_id` stands for; a speculative run's speedup counts
+# steps instead of tokens; the host timed GPUs.
 READ = (3, 4, 5, VERSION)
-SINCE = {"prompt": 5, "identity": 6, "architecture": 6}  # fields that came later, and the version they came with
-MOST_BYTES = 1 << 20  # of a line
+# Fields that came later, and the version they came with.
+SINCE = {"prompt": 5, **dict.fromkeys(("identity", "architecture", "timed_by", "host_ms", "baseline_host_ms"), 6)}
+SINCE["baseline_tokens_per_sec"] = 6
+MOST_BYTES = 2 << 20  # of a line
 MOST_STEPS = 20_000  # whose times fit into a line
 UNSEALED = ("field_digests", "checksum", "signature")
 
@@ -128,11 +131,18 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Every timed step, nanoseconds. Step i of both arms is the same step; `first[i]` 1: optimised first."""
+    """Every timed step, nanoseconds. Step i of both arms is the same step; `first[i]` 1: optimised first.
+
+    `optimised_host_ns`, `baseline_host_ns`: until the step's tokens were on the host; empty where `timed_by` is the
+    host. `kept`: tokens of a sequence that each optimised step gave; empty: one.
+    """
 
     optimised_ns: tuple[int, ...]
     baseline_ns: tuple[int, ...]
     first: str
+    optimised_host_ns: tuple[int, ...] = ()
+    baseline_host_ns: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,13 +211,17 @@ class Certificate:
     # how fast
     iters: int  # timed steps of each arm
     warmup: int  # untimed steps before them
+    timed_by: str = "host"  # or `CUDA events`: from ahead of a step's first kernel to the choice of its tokens
     latency_ms: Latency  # of an optimised step
     latency_interval_ms: Interval  # 95 % interval of its median
     baseline_ms: float  # median step of eager PyTorch with SDPA, interleaved in the same run
     baseline_p95_ms: float  # what 95 % of its steps do not exceed
-    speedup: float  # baseline_ms / latency_ms.med
+    host_ms: float | None = None  # median until an optimised step's tokens are on the host; None: latency_ms is that
+    baseline_host_ms: float | None = None  # the baseline's
+    speedup: float  # tokens_per_sec / baseline_tokens_per_sec
     speedup_interval: Interval  # 95 % interval
     tokens_per_sec: float  # 1000 * batch * tokens_per_step / latency_ms.med
+    baseline_tokens_per_sec: float = 0.0  # 1000 * batch / baseline_ms
     peak_tokens_per_sec: float  # of the fastest step
     sustained_tokens_per_sec: float  # all tokens over the sum of all steps
     tokens_per_step: float  # of a sequence; above 1 only with speculation

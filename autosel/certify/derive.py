@@ -1,8 +1,8 @@
 """The figures of a certificate that follow from its other fields: computed once when it is issued, again when it is
 verified. Whoever reads the document can redo the sums.
 
-    tokens_per_sec  1000 * batch * tokens_per_step / latency_ms.med
-    speedup         baseline_ms / latency_ms.med
+    tokens_per_sec  1000 * batch * tokens_per_step / latency_ms.med; the baseline gives one token a step
+    speedup         tokens_per_sec / baseline_tokens_per_sec
     roofline        median over the steps of bytes_per_step / read rate just before it / its time
 """
 
@@ -22,9 +22,10 @@ LENIENT = 2  # of a single step: memory may have been so much faster than the be
 
 def derive(made: Certificate) -> dict[str, Any]:
     """Field -> value, for every field that follows from the others."""
-    optimised, baseline = made.samples.optimised_ns, made.samples.baseline_ns
+    s, per_step = made.samples, tokens_per_step(made)
+    optimised, baseline = s.optimised_ns, s.baseline_ns
     med, base = median(optimised) / NS_PER_MS, median(baseline) / NS_PER_MS
-    tokens = made.shape.batch * made.tokens_per_step
+    tokens = made.shape.batch * per_step
     rate = 1e3 * tokens / med
     found: dict[str, Any] = {
         "iters": len(optimised),
@@ -32,8 +33,9 @@ def derive(made: Certificate) -> dict[str, Any]:
         "latency_interval_ms": _in_ms(median_interval(optimised)),
         "baseline_ms": base,
         "baseline_p95_ms": quantile(baseline, 0.95) / NS_PER_MS,
-        "speedup": base / med,
-        "speedup_interval": speedup_interval(baseline, optimised),
+        "speedup": base / med * (per_step if counts_tokens(made) else 1),
+        "speedup_interval": speedup_interval(baseline, optimised, s.kept),
+        "tokens_per_step": per_step,
         "tokens_per_sec": rate,
         "peak_tokens_per_sec": 1e9 * tokens / min(optimised),
         "sustained_tokens_per_sec": 1e9 * tokens * len(optimised) / sum(optimised),
@@ -44,9 +46,30 @@ def derive(made: Certificate) -> dict[str, Any]:
         "decision_ids": tuple(sorted({o.decision_id for o in made.per_op.values() if o.decision_id is not None})),
         "verification_ok": verified(made),
     }
+    if counts_tokens(made):
+        host, base_host = s.optimised_host_ns, s.baseline_host_ns
+        found["baseline_tokens_per_sec"] = 1e3 * made.shape.batch / base
+        found["host_ms"] = median(host) / NS_PER_MS if host else None
+        found["baseline_host_ms"] = median(base_host) / NS_PER_MS if base_host else None
     found["roofline"] = median(rooflines(made)) if made.read_probes else 0.0
     found["slo"] = _judged(made, found)
     return found
+
+
+def counts_tokens(made: Certificate) -> bool:
+    """Does its speedup count tokens? Before version 6 a speculative run's counted steps."""
+    return made.version >= 6
+
+
+def tokens_per_step(made: Certificate) -> float:
+    """Of a sequence; before version 6 it is stated alone."""
+    kept = made.samples.kept
+    return sum(kept) / len(kept) if kept else made.tokens_per_step if not counts_tokens(made) else 1.0
+
+
+def speedup(made: Certificate) -> float:
+    """Tokens per second over the baseline's, whatever the version's own speedup counts."""
+    return made.speedup if counts_tokens(made) else made.speedup * made.tokens_per_step
 
 
 def physics(made: Certificate) -> dict[str, Physics]:
@@ -87,7 +110,7 @@ def verified(made: Certificate) -> bool:
 
 def made_tokens(made: Certificate) -> int:
     """How many tokens the timed steps gave."""
-    return round(len(made.samples.optimised_ns) * made.tokens_per_step * made.shape.batch)
+    return round(len(made.samples.optimised_ns) * tokens_per_step(made) * made.shape.batch)
 
 
 def wrong_tokens(made: Certificate) -> int:
@@ -130,14 +153,14 @@ def _weigh(made: Certificate, step_ms: float, moved: int) -> Physics:
 
 def _gaps(made: Certificate) -> Gaps:
     """A sequence waits a whole step for its next token, unless the batch is one stream's tokens in flight."""
-    per_step = made.tokens_per_step * (made.shape.batch if made.options.get("small_batch") else 1)
+    per_step = tokens_per_step(made) * (made.shape.batch if made.options.get("small_batch") else 1)
     steps = [ns / NS_PER_MS / per_step for ns in made.samples.optimised_ns]
     return Gaps(p50=median(steps), p90=quantile(steps, 0.9), p99=quantile(steps, 0.99))
 
 
 def _cost(made: Certificate, rate: float) -> Cost:
     c = made.cost
-    tokens = made.shape.batch * made.tokens_per_step * len(made.samples.optimised_ns)
+    tokens = made.shape.batch * tokens_per_step(made) * len(made.samples.optimised_ns)
     return Cost(
         tokens_per_watt_hour=tokens / (c.energy_joules / 3600) if c.energy_joules else None,
         tokens_per_dollar=rate * 3600 / c.price_per_hour if c.price_per_hour else None,

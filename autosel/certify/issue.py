@@ -36,6 +36,7 @@ _TO_DERIVE: Mapping[str, Any] = {
     "speedup": 0.0,
     "speedup_interval": _BLANK,
     "tokens_per_sec": 0.0,
+    "tokens_per_step": 1.0,
     "peak_tokens_per_sec": 0.0,
     "sustained_tokens_per_sec": 0.0,
     "itl_ms": c.Gaps(p50=0.0, p90=0.0, p99=0.0),
@@ -83,7 +84,7 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
         options=_options(run),
         prompt=prompt_of(run.prompt),
         warmup=run.plan.warmup,
-        tokens_per_step=run.tokens_per_step,
+        timed_by=run.timed_by,
         ttft_ms=_ms(run.ttft_ns),
         baseline_ttft_ms=_ms(run.baseline_ttft_ns),
         cost=c.Cost(
@@ -240,8 +241,14 @@ def _options(run: DecodeRun) -> dict[str, Scalar]:
 
 
 def _samples(run: DecodeRun) -> c.Samples:
-    first = "".join("1" if flag else "0" for flag in run.optimised_first)
-    return c.Samples(optimised_ns=run.optimised_ns, baseline_ns=run.baseline_ns, first=first)
+    return c.Samples(
+        optimised_ns=run.optimised_ns,
+        baseline_ns=run.baseline_ns,
+        first="".join("1" if flag else "0" for flag in run.optimised_first),
+        optimised_host_ns=run.optimised_host_ns,
+        baseline_host_ns=run.baseline_host_ns,
+        kept=run.kept if run.plan.speculate else (),
+    )
 
 
 # --- with what -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ weights_bytes, kv_cache_bytes, shape, layers, and how often a step calls what ea
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -40,6 +41,8 @@ def plan_of(made: Certificate) -> Plan:
     o, model = made.options, _model(made)
     if made.layers.of != model.layers:
         raise Unlike(f"layers: {made.layers.of}; {model.name} has {model.layers}")
+    if o.get("speculate") and (made.shape.batch > 1 or o.get("advance") is not True):
+        raise Unlike("options: speculation with a batch or at a fixed context")
     page = o.get("page", 0)
     try:
         plan = Plan(
@@ -103,9 +106,9 @@ def trouble(made: Certificate) -> str:
 
 
 def _other_tokens(made: Certificate, plan: Plan) -> str:
-    most = plan.speculate + 1 if plan.speculate else 1
-    if not 1 <= made.tokens_per_step <= most:
-        return f"tokens_per_step: {made.tokens_per_step!r:.20} with {plan.speculate} drafted: from 1 to {most} come out"
+    most = max(made.samples.kept, default=math.ceil(made.tokens_per_step))
+    if not 1 <= made.tokens_per_step <= most <= 1 + plan.speculate:
+        return f"tokens_per_step: {made.tokens_per_step!r:.20}, at most {most}, with {plan.speculate} drafted a step"
     v = made.verification
     if not 0 <= v.tokens_equal <= v.tokens_checked or not 0 <= (v.tokens_open or 0) <= v.tokens_checked:
         return f"verification: {v.tokens_equal} equal and {v.tokens_open} open of {v.tokens_checked} checked"

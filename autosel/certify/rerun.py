@@ -18,8 +18,16 @@ from typing import Literal
 import numpy as np
 
 from autosel.certify.certificate import Certificate, Prompt, another_prompt
-from autosel.certify.derive import rooflines, saved
-from autosel.certify.statistics import FEWEST_TO_RESAMPLE, Figures, Interval, median, middle, resampled_medians
+from autosel.certify.derive import rooflines, saved, speedup, tokens_per_step
+from autosel.certify.statistics import (
+    FEWEST_TO_RESAMPLE,
+    Figures,
+    Interval,
+    median,
+    middle,
+    resampled_medians,
+    resampled_speedups,
+)
 from autosel.decode.run import SUSPICION
 from autosel.errors import AutoselError, TooNoisy, UsageError
 from autosel.values import Scalar
@@ -116,7 +124,7 @@ def compare(certified: Certificate, again: Certificate) -> Rerun:
     if again.contended:
         notes.append("other work ran, or the device was slowed")
     return Rerun(
-        speedup=_compared("speedup", (again.speedup, new), (certified.speedup, old), SPEEDUP_MARGIN),
+        speedup=_compared("speedup", (speedup(again), new), (speedup(certified), old), SPEEDUP_MARGIN),
         time=_compared("roofline", _resampled(rooflines(again, moved)), _resampled(rooflines(certified)), TIME_MARGIN),
         notes=tuple(notes),
         quality=_rescored(certified.quality, again.quality),
@@ -209,10 +217,11 @@ def _rescored(old: Mapping[str, Scalar] | None, new: Mapping[str, Scalar] | None
 
 def _speedups(made: Certificate) -> Figures:
     s = made.samples
+    kept = s.kept or (tokens_per_step(made),) * made.iters
     if made.iters < FEWEST_TO_RESAMPLE:
-        return np.asarray(s.baseline_ns, dtype=np.float64) / np.asarray(s.optimised_ns, dtype=np.float64)
-    slow, fast = resampled_medians(s.baseline_ns, s.optimised_ns)
-    return slow / fast
+        slow, fast, tokens = (np.asarray(v, dtype=np.float64) for v in (s.baseline_ns, s.optimised_ns, kept))
+        return slow / fast * tokens
+    return resampled_speedups(s.baseline_ns, s.optimised_ns, kept)
 
 
 def _resampled(values: Sequence[float]) -> tuple[float, Figures]:

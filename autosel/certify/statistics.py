@@ -7,10 +7,11 @@ recomputes it from a certificate gets the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,17 +51,27 @@ def median_interval(values: Sequence[float]) -> Interval:
     return middle(resampled_medians(values)[0])
 
 
-def speedup_interval(baseline: Sequence[float], optimised: Sequence[float]) -> Interval:
+def speedup_interval(baseline: Sequence[float], optimised: Sequence[float], kept: Sequence[float] = ()) -> Interval:
     """Where baseline median / optimised median lies, for samples taken in pairs: a pair is drawn as a whole, so what
-    slowed both at once cancels."""
+    slowed both at once cancels. Times the mean of `kept`, the tokens that each optimised step gave for the baseline's
+    one, where there are any."""
     if len(baseline) < FEWEST_TO_RESAMPLE:
-        return Interval(lo=min(baseline) / max(optimised), hi=max(baseline) / min(optimised))
+        few, many = (min(kept), max(kept)) if kept else (1, 1)
+        return Interval(lo=min(baseline) / max(optimised) * few, hi=max(baseline) / min(optimised) * many)
+    return middle(resampled_speedups(baseline, optimised, kept))
+
+
+def resampled_speedups(baseline: Sequence[float], optimised: Sequence[float], kept: Sequence[float] = ()) -> Figures:
     slow, fast = resampled_medians(baseline, optimised)
-    return middle(slow / fast)
+    return slow / fast * (resampled(np.mean, kept)[0] if kept else 1.0)
 
 
 def resampled_medians(*arms: Sequence[float]) -> list[Figures]:
-    """The median of each arm in each of 2000 resamples of their common indices.
+    return resampled(np.median, *arms)
+
+
+def resampled(statistic: Callable[..., Any], *arms: Sequence[float]) -> list[Figures]:
+    """The statistic of each arm in each of 2000 resamples of their common indices.
 
     A resample is made of circular blocks of ceil(n^(1/3)) neighbours (Politis and Romano 1992), because a disturbance
     lasts longer than a step. The blocks are drawn from Python's own generator, whose `random()` never changes.
@@ -73,9 +84,9 @@ def resampled_medians(*arms: Sequence[float]) -> list[Figures]:
     for low in range(0, RESAMPLES, rows):
         chunk = starts[low : low + rows]
         picks = ((chunk[:, :, None] + np.arange(block)) % count).reshape(len(chunk), -1)[:, :count]
-        for arm, medians in zip(samples, found, strict=True):
-            medians.append(np.median(arm[picks], axis=1))
-    return [np.concatenate(medians) for medians in found]
+        for arm, figures in zip(samples, found, strict=True):
+            figures.append(statistic(arm[picks], axis=1))
+    return [np.concatenate(figures) for figures in found]
 
 
 @lru_cache(maxsize=4)

@@ -27,6 +27,8 @@ from autosel.decode.run import Quality
 from autosel.errors import AutoselError
 from autosel.values import from_json
 
+# Of a step by CUDA events and the same by the host: two clocks, and the resolution of events.
+LATER, TICK_NS = 1.01, 10_000
 AHEAD = timedelta(minutes=10)  # by which another machine's clock may be ahead of this one's
 
 
@@ -95,7 +97,7 @@ def _refused(path: Path, number: int, field: str, why: str) -> BadCertificate:
 
 def wrong(made: Certificate, now: datetime | None = None) -> str:
     """The first field whose figure cannot be right, and why; empty where all can."""
-    found = _shapeless(made) or _untimely(made, now or utc_now()) or _unprompted(made)
+    found = _sampleless(made) or _shapeless(made) or _untimely(made, now or utc_now()) or _unprompted(made)
     found = found or _unserved(made) or _unjudged(made) or model.trouble(made) or device.trouble(made)
     return found or _miscalculated(made) or _impossible(made)
 
@@ -112,14 +114,30 @@ def _untimely(made: Certificate, now: datetime) -> str:
     return ""
 
 
-def _shapeless(made: Certificate) -> str:
-    """What no run can have produced, and what would make the arithmetic fail."""
+def _sampleless(made: Certificate) -> str:
+    """Of the samples: counts and times that no run gives."""
     s = made.samples
     counts = {len(s.optimised_ns), len(s.baseline_ns), len(s.first)}
     if counts != {made.iters} or not 1 <= made.iters <= MOST_STEPS:
         return f"samples: {len(s.optimised_ns)}, {len(s.baseline_ns)} and {len(s.first)} for {made.iters!r:.40} iters"
     if min(*s.optimised_ns, *s.baseline_ns, 1) < 1 or set(s.first) - {"0", "1"}:
         return "samples: a time below 1 ns, or a coin that is neither 0 nor 1"
+    if s.kept and (len(s.kept) != made.iters or min(s.kept) < 1 or not made.options.get("speculate")):
+        drafted = made.options.get("speculate")
+        return f"samples: {len(s.kept)} counts of kept tokens, with {drafted!r:.20} drafted a step"
+    host = {len(s.optimised_host_ns), len(s.baseline_host_ns)}
+    if made.timed_by not in ("host", "CUDA events") or host != {0 if made.timed_by == "host" else made.iters}:
+        return f"timed_by, samples: by {made.timed_by!r:.20}, with {sorted(host)} times of the host"
+    if made.timed_by == "host":
+        return ""
+    pairs = zip((*s.optimised_ns, *s.baseline_ns), (*s.optimised_host_ns, *s.baseline_host_ns), strict=True)
+    if any(ns > LATER * host_ns + TICK_NS for ns, host_ns in pairs):
+        return "samples: a step took longer by CUDA events than until its tokens were on the host"
+    return ""
+
+
+def _shapeless(made: Certificate) -> str:
+    """What no run can have produced, and what would make the arithmetic fail."""
     if not 0 <= 3 * saved(made) <= made.bytes_per_step:
         return "options: saved_bytes is no number of bytes that packed weights save"
     if made.shape.batch < 1 or made.bytes_per_step < 1 or not made.tokens_per_step > 0 or made.cache_bytes < 0:

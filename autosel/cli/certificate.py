@@ -85,7 +85,7 @@ def _weights(made: Certificate) -> str:
 
 def _arms(made: Certificate) -> list[str]:
     ms, interval = made.latency_ms, made.speedup_interval
-    base_tps = made.tokens_per_sec * ms.med / made.baseline_ms / made.tokens_per_step
+    base_tps = made.shape.batch * 1e3 / made.baseline_ms
     roof = f"{made.roofline:.0%} of what {bandwidth(made.read_median_bytes_per_s)} allows"
     optimised = f"{ms.med:>8.4g} ms  p95 {ms.p95:>7.4g} {made.tokens_per_sec:>8.4g} tok/s"
     baseline = f"{made.baseline_ms:>8.4g} ms  p95 {made.baseline_p95_ms:>7.4g} {base_tps:>8.4g} tok/s"
@@ -94,7 +94,16 @@ def _arms(made: Certificate) -> list[str]:
         f"  optimised {optimised}   {roof}",
         f"  baseline  {baseline}   eager PyTorch, SDPA",
         f"  speedup   {faster}     {made.iters} steps each, interleaved",
+        *_host(made),
     ]
+
+
+def _host(made: Certificate) -> list[str]:
+    """Beside a GPU's own time, what the host saw."""
+    if made.host_ms is None or made.baseline_host_ms is None:
+        return []
+    both = f"{made.host_ms:.4g} and {made.baseline_host_ms:.4g} ms until the tokens are on the host"
+    return [f"  timed by {made.timed_by}; {both}"]
 
 
 def _speculation(made: Certificate) -> list[str]:

@@ -1,6 +1,8 @@
 """The arms of a measurement: our step in its forms, and the eager baseline.
 
-An arm takes one step from where the scene stands and leaves moving on to the measurement.
+An arm takes one step from where the scene stands and leaves moving on to the measurement. A step has two parts, so that
+a GPU can be timed by its own clock: `enqueue` begins everything, up to the choice of the tokens; `tokens` waits for
+them. On a CPU `enqueue` has done the work when it returns.
 """
 
 from __future__ import annotations
@@ -22,11 +24,20 @@ from autosel.values import Fingerprint
 class Arm(Protocol):
     logits: Tensor  # [B, V] after the token that was fed
 
-    def step(self) -> list[list[int]]:
-        """The tokens chosen for each row, on the host; several only when speculating."""
+    def enqueue(self) -> None:
+        """Begin one step, with the choice of its tokens."""
+
+    def tokens(self) -> list[list[int]]:
+        """Wait for the step. Return the tokens chosen for each row, on the host; several only when speculating."""
 
     def remember(self, tokens: list[int]) -> None:
         """The stream went on by these."""
+
+
+def step(arm: Arm) -> list[list[int]]:
+    """Take one step. Return its tokens."""
+    arm.enqueue()
+    return arm.tokens()
 
 
 class _Choosing:
@@ -38,8 +49,11 @@ class _Choosing:
         logits = torch.empty(plan.batch, plan.shape.V, dtype=table.dtype, device=table.device)
         self.sampler = Sampler(plan.sampling, scene.text, plan.longest, logits, plain=plain)
 
-    def choose(self, logits: Tensor) -> list[list[int]]:
-        return _rows(self.sampler.choose(logits, self.out))
+    def choose(self, logits: Tensor) -> None:
+        self.sampler.choose(logits, self.out)
+
+    def tokens(self) -> list[list[int]]:
+        return _rows(self.out)
 
     def remember(self, tokens: list[int]) -> None:
         self.sampler.remember(tokens)
@@ -67,10 +81,12 @@ class Written(_Choosing):
         self.list = write(*where, chain, self.sampler, team=team, packed=packed, graph=graph)
         self.logits = self.list.logits
 
-    def step(self) -> list[list[int]]:
-        assert self.list.chosen is not None
+    def enqueue(self) -> None:
         self.sampler.draw()
         self.list.run()
+
+    def tokens(self) -> list[list[int]]:
+        assert self.list.chosen is not None
         tokens = _rows(self.list.chosen)
         self.list.settle()
         return tokens
@@ -83,9 +99,9 @@ class AtOnce(_Choosing):
         super().__init__(scene)
         self.scene, self.chain, self.run = scene, chain, Direct()
 
-    def step(self) -> list[list[int]]:
+    def enqueue(self) -> None:
         self.logits = at_once(self.scene.decoder, self.scene.cache, self.scene.place, self.run, self.chain)
-        return self.choose(self.logits)
+        self.choose(self.logits)
 
 
 class Speculating:
@@ -94,11 +110,11 @@ class Speculating:
     def __init__(self, scene: Scene) -> None:
         self.scene, self.run = scene, Direct()
 
-    def step(self) -> list[list[int]]:
+    def enqueue(self) -> None:
         place, device = self.scene.place, self.scene.place.tokens.device
         room = self.scene.plan.longest - place.longest  # the stream's end is no place to draft beyond
-        drafted = draft(self.scene.text[0], min(self.scene.plan.speculate, room))
-        tokens = torch.tensor([self.scene.text[0][-1], *drafted], device=device)
+        self.drafted = draft(self.scene.text[0], min(self.scene.plan.speculate, room))
+        tokens = torch.tensor([self.scene.text[0][-1], *self.drafted], device=device)
         s = len(tokens)
         batch = Batch(
             tokens=tokens,
@@ -110,8 +126,10 @@ class Speculating:
         )
         logits = self.scene.decoder.logits(self.run, self.scene.decoder.hidden(self.run, batch, self.scene.cache))
         self.logits, self.passed = logits[:1], logits
-        chosen = largest(logits, torch.empty(s, dtype=torch.int64, device=device))
-        return [accepted(drafted, chosen.tolist())]
+        self.chosen = largest(logits, torch.empty(s, dtype=torch.int64, device=device))
+
+    def tokens(self) -> list[list[int]]:
+        return [accepted(self.drafted, self.chosen.tolist())]
 
     def remember(self, tokens: list[int]) -> None:
         pass
@@ -124,10 +142,10 @@ class Baseline(_Choosing):
         super().__init__(scene, plain=True)
         self.scene = scene
 
-    def step(self) -> list[list[int]]:
+    def enqueue(self) -> None:
         place = self.scene.place
         self.logits = self.scene.eager.logits(place.tokens[:, None], self.scene.eager_cache, place.longest - 1)
-        return self.choose(self.logits)
+        self.choose(self.logits)
 
 
 Ours = Written | AtOnce | Speculating

@@ -1,4 +1,5 @@
-"""What a measurement asks of a device beside its ops: how fast memory reads, what each op took, how much was held.
+"""What a measurement asks of a device besides its ops: how fast memory reads, what a step and each op took, how much
+was held.
 
 Status of the GPU's half: not yet run on silicon.
 """
@@ -9,9 +10,10 @@ import itertools
 import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -63,6 +65,81 @@ def peak_memory(device: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
+
+
+# --- whole steps -----------------------------------------------------------------------------------------------------
+
+TimedBy = Literal["host", "CUDA events"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Took:
+    """One step: `ns` by the clock that is certified, `host_ns` until its tokens were on the host."""
+
+    ns: int
+    host_ns: int
+
+
+class StepTimer(Protocol):
+    """Times one step after another: `begin`, the step is enqueued, `enqueued`, its tokens arrive, `took`."""
+
+    by: TimedBy
+
+    def begin(self) -> None: ...
+
+    def enqueued(self) -> None: ...
+
+    def took(self) -> Took: ...
+
+
+def step_timer(device: str, clock: Callable[[], int]) -> StepTimer:
+    return HostTimer(clock) if device == "cpu" else EventTimer(clock)
+
+
+class HostTimer:
+    """A CPU's step is over when its tokens are there."""
+
+    by: TimedBy = "host"
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self.clock, self.began = clock, 0
+
+    def begin(self) -> None:
+        self.began = self.clock()
+
+    def enqueued(self) -> None:
+        """The work is done by now."""
+
+    def took(self) -> Took:
+        ns = self.clock() - self.began
+        return Took(ns=ns, host_ns=ns)
+
+
+class EventTimer:
+    """A GPU's step: between an event ahead of its first kernel and one behind the choice of its tokens, on the current
+    stream. The stream is not held: where the host enqueues too slowly the device waits, and a user does too. Reading
+    the tokens back is in the host's time alone."""
+
+    by: TimedBy = "CUDA events"
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self.clock, self.began = clock, 0
+        self.first, self.last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def begin(self) -> None:
+        self.began = self.clock()
+        self.first.record()
+
+    def enqueued(self) -> None:
+        self.last.record()
+
+    def took(self) -> Took:
+        host_ns = self.clock() - self.began
+        self.last.synchronize()
+        return Took(ns=round(self.first.elapsed_time(self.last) * 1e6), host_ns=host_ns)
+
+
+# --- single ops ------------------------------------------------------------------------------------------------------
 
 
 def time_calls(step: Step, clock: Callable[[], int]) -> list[int]:

@@ -25,9 +25,9 @@ from autosel.decode.account import (
     saved_bytes,
     time_ops,
 )
-from autosel.decode.arms import Arm, Baseline, Ours, Written, our_arm
+from autosel.decode.arms import Arm, Baseline, Ours, Written, our_arm, step
 from autosel.decode.chain import choose_chain
-from autosel.decode.device import current, forget_peak, peak_memory
+from autosel.decode.device import StepTimer, Took, current, forget_peak, peak_memory, step_timer
 from autosel.decode.hold import holding
 from autosel.decode.model import FUSED, Chain
 from autosel.decode.packed import forget, make_room
@@ -91,10 +91,10 @@ def measure(
         ours, theirs = our_arm(scene, chain, team, packed=whole.packed, graph=whole.graph), Baseline(scene)
         with holding(ledger, fp, getattr(ours, "list", None)):
             _warm_up(scene, ours, theirs, listener)
-            uses, power = Uses(), meter(plan.device)
-            pairs = list(_pairs(scene, ours, theirs, rng, listener, clock, power))
+            uses, power, timer = Uses(), meter(plan.device), step_timer(plan.device, clock)
+            pairs = list(_pairs(scene, ours, theirs, rng, listener, timer, power))
             served = uses.served()
-            power.after(ours.step, len(pairs))
+            power.after(lambda: step(ours), len(pairs))
         written = ours.list if isinstance(ours, Written) else None
         choices = choices_of(written, plan) if written else uses.choices(plan, len(pairs))
         listener.stage("ops", "", 0, 1)
@@ -108,9 +108,13 @@ def measure(
         mode_key=current_mode("team" if team else "graph" if whole.graph else "eager"),
         started_at=started_at,
         seconds=time.monotonic() - began,
-        optimised_ns=tuple(p.optimised_ns for p in pairs),
-        baseline_ns=tuple(p.baseline_ns for p in pairs),
+        optimised_ns=tuple(p.optimised.ns for p in pairs),
+        baseline_ns=tuple(p.baseline.ns for p in pairs),
         optimised_first=tuple(p.optimised_first for p in pairs),
+        kept=tuple(p.kept for p in pairs),
+        timed_by=timer.by,
+        optimised_host_ns=tuple(p.optimised.host_ns for p in pairs if timer.by != "host"),
+        baseline_host_ns=tuple(p.baseline.host_ns for p in pairs if timer.by != "host"),
         ttft_ns=scene.ttft_ns,
         baseline_ttft_ns=scene.baseline_ttft_ns,
         prompt_tokens=plan.seq - 1,
@@ -130,8 +134,7 @@ def measure(
         tokens_open=sum(p.verdict.open for p in pairs),
         max_logit_error=scene.logit_error,
         logit_bound=scene.logit_bound,
-        python_overhead_share=None if idle_ns is None else idle_ns / statistics.median(p.optimised_ns for p in pairs),
-        tokens_per_step=sum(p.kept for p in pairs) / len(pairs),
+        python_overhead_share=None if idle_ns is None else idle_ns / statistics.median(p.optimised.ns for p in pairs),
         ways=whole.ways if team else (*ways, *whole.ways),
         quality=found,
         energy_joules=power.joules,
@@ -260,8 +263,8 @@ def _weights(step: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    optimised_ns: int
-    baseline_ns: int
+    optimised: Took
+    baseline: Took
     optimised_first: bool
     verdict: Verdict  # of its tokens
     kept: int  # tokens our step gave a row
@@ -271,12 +274,12 @@ def _warm_up(scene: Scene, ours: Arm, theirs: Arm, listener: Listener) -> None:
     """Where the first timed step stands: clocks, caches, the guard's first checks and the allocator settle."""
     for i in range(scene.plan.warmup):
         listener.stage("warmup", "", i, scene.plan.warmup)
-        ours.step()
-        theirs.step()
+        step(ours)
+        step(theirs)
 
 
 def _pairs(
-    scene: Scene, ours: Ours, theirs: Arm, rng: Random, listener: Listener, clock: Clock, power: Meter
+    scene: Scene, ours: Ours, theirs: Arm, rng: Random, listener: Listener, timer: StepTimer, power: Meter
 ) -> Iterator[_Pair]:
     plan, done = scene.plan, 0
     while done < plan.iters:
@@ -288,17 +291,19 @@ def _pairs(
             wait_until_idle()  # the other arm's threads look for work for some milliseconds, and would take our cores
             if arm is ours:
                 power.begin()
-            begin = clock()
-            chosen[arm] = arm.step()
-            times[arm] = clock() - begin
+            timer.begin()
+            arm.enqueue()
+            timer.enqueued()
+            chosen[arm] = arm.tokens()
+            times[arm] = timer.took()
             if arm is ours:
                 power.end()
         kept = [row[: plan.iters - done] for row in chosen[ours]]
         ends = done == 0 or (plan.advance and done + len(kept[0]) >= plan.iters)
         told = verdict(scene, ours, theirs, kept, chosen[theirs], always=ends)
         yield _Pair(
-            optimised_ns=times[ours],
-            baseline_ns=times[theirs],
+            optimised=times[ours],
+            baseline=times[theirs],
             optimised_first=first,
             verdict=told,
             kept=len(kept[0]),

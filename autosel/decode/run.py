@@ -254,6 +254,7 @@ class DecodeRun:
     optimised_ns: tuple[int, ...]
     baseline_ns: tuple[int, ...]
     optimised_first: tuple[bool, ...]
+    kept: tuple[int, ...]  # tokens of a sequence that each optimised step gave; above 1 only by speculation
     ttft_ns: int | None  # prompt in, first token out; None for a synthetic prompt
     baseline_ttft_ns: int | None
     prompt_tokens: int  # that the two times above are for, a sequence
@@ -276,7 +277,10 @@ class DecodeRun:
     # to call it with nothing to do). None where the step is neither (--no-prealloc, speculation).
     python_overhead_share: float | None
     tokens_open: int = 0  # that differ, were judged, and may: the bound leaves their order open
-    tokens_per_step: float = 1.0  # a sequence; above 1 only where speculation found something
+    timed_by: Literal["host", "CUDA events"] = "host"  # what the times of steps are by
+    # Until the tokens of each step were on the host; empty where steps are timed by the host.
+    optimised_host_ns: tuple[int, ...] = ()
+    baseline_host_ns: tuple[int, ...] = ()
     ways: tuple[Way, ...] = ()  # empty: the chain was not chosen by a race
     quality: Quality | None = None  # where a text was given
     saved_bytes: int = 0  # what the optimised step reads less than the baseline's: its weights are packed
@@ -284,8 +288,9 @@ class DecodeRun:
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     @property
-    def bytes_per_token(self) -> float:
-        return self.bytes_per_step / (self.plan.batch * self.tokens_per_step)
+    def tokens_per_step(self) -> float:
+        """Of a sequence."""
+        return sum(self.kept) / len(self.kept)
 
 
 class Listener(Protocol):

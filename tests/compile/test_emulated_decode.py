@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -471,6 +472,21 @@ class ToThisCpu(TorchFunctionMode):
         return func(*map(here, args), **{name: here(value) for name, value in (kwargs or {}).items()})
 
 
+class HostEvent:
+    """Threads of this CPU have done what comes before it when it is recorded."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0
+
+    def record(self) -> None:
+        self.at = time.perf_counter_ns()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return (end.at - self.at) / 1e6
+
+
 @pytest.fixture
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A ledger of its own; what is compiled is shared."""
@@ -495,13 +511,14 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, fp: Fingerprint) -> Iterator[None]:
     monkeypatch.setattr(fingerprint, "take", lambda device, **_: fp)
     monkeypatch.setattr(fingerprint, "unit", lambda device: "GPU-1f0c")
     monkeypatch.setattr(devices, "_gpu", lambda ordinal: fp)
-    monkeypatch.setattr(decode_device, "_gpu_reader", lambda ordinal: lambda: 1e13)
+    monkeypatch.setattr(decode_device, "_gpu_reader", lambda ordinal: lambda: 4e12)
     stand_ins: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "mem_get_info": lambda device: (8 << 30, 8 << 30),
         "max_memory_allocated": lambda device: 1 << 30,
         "device": lambda device: nullcontext(),
+        "Event": HostEvent,
     }
     for name, value in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -528,6 +545,7 @@ def test_a_run_on_a_gpu_goes_from_the_command_line_to_a_certificate_that_holds(
     assert run([*words, "--certify", certificates, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)["certificate"]
     assert made["device"] == "NVIDIA H200" and made["sm"] == "sm_90" and made["verification_ok"]
+    assert made["timed_by"] == "CUDA events" and made["host_ms"] >= made["latency_ms"]["med"]
     assert made["mode"].startswith("graph.") and made["repro_cmd"].endswith("--device cuda")
     assert run(["verify", certificates]) == 0
     capsys.readouterr()

@@ -113,12 +113,12 @@ def test_a_run_counts_the_energy_of_its_optimised_steps_alone(
     file = domain(tmp_path, "intel-rapl:0", "package-0")
     monkeypatch.setattr(measuring, "meter", lambda device: meter(device, tmp_path))
     for arm, joules in ((Written, 2), (measuring.Baseline, 100)):
-        honest = arm.step
+        honest = arm.tokens
 
         def stepped(self: object, honest: object = honest, joules: int = joules) -> Said:
             file.write_text(str(int(file.read_text()) + joules * 1_000_000))
             return honest(self)  # type: ignore[operator, no-any-return]
 
-        monkeypatch.setattr(arm, "step", stepped)
+        monkeypatch.setattr(arm, "tokens", stepped)
     run = ran(folder, iters=3)
     assert run.energy_joules == 6.0 and not any("energy" in note for note in run.notes)

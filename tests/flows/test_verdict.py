@@ -60,7 +60,7 @@ def ran(folder: Path, change: Callable[[Weights], Any] = id, **changes: Any) -> 
 
 def says(monkeypatch: pytest.MonkeyPatch, arm: Any, step: int, change: Callable[[int], int]) -> None:
     """The arm's first row says another token at this step, counted from 0."""
-    honest, steps = arm.step, []
+    honest, steps = arm.tokens, []
 
     def stepped(self: Any) -> Said:
         steps.append(0)
@@ -69,7 +69,7 @@ def says(monkeypatch: pytest.MonkeyPatch, arm: Any, step: int, change: Callable[
             said[0][-1] = change(said[0][-1])
         return said
 
-    monkeypatch.setattr(arm, "step", stepped)
+    monkeypatch.setattr(arm, "tokens", stepped)
 
 
 def certified(run: DecodeRun) -> Any:
@@ -144,7 +144,7 @@ def test_drawn_tokens_that_follow_from_logits_within_the_bound_may_differ(
 def foreseen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Twelve tokens of plain decoding, and drafts that are always right."""
     said: list[int] = []
-    honest = Written.step
+    honest = Written.tokens
 
     def heard(self: Written) -> Said:
         found = honest(self)
@@ -152,7 +152,7 @@ def foreseen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(Written, "step", heard)
+        patched.setattr(Written, "tokens", heard)
         ran(folder, iters=12)
     monkeypatch.setattr(arms, "draft", lambda text, count: said[len(text) - 20 :][:count])
     return said

@@ -16,6 +16,8 @@ from autosel.values import Fingerprint, Rate
 
 READ = 40e9  # bytes per second, before each pair
 CEILING = 42e9  # the best window
+# Changes of a run that drafts four tokens a step and keeps, with its own, 2.5.
+DRAFTED: dict[str, Any] = {"speculate": 4, "advance": True, "iters": 50, "kept": (1, 4, 2, 3) * 5}
 UNDECIDED = ("rope", "rmsnorm", "kv_append")
 
 
@@ -37,15 +39,16 @@ def fingerprint(**changes: Any) -> Fingerprint:
 def decode_run(
     *, seed: int = 1, step_ms: float = 65.0, speedup: float = 2.7, noise: float = 0.02, **changes: Any
 ) -> DecodeRun:
-    """A run of llama-1b: steps of log-normal `noise` around the medians asked for."""
+    """A run of llama-1b: steps of log-normal `noise` around the medians asked for. `kept`: what speculation kept."""
     plan_changes = {k: changes.pop(k) for k in list(changes) if k in Plan.__dataclass_fields__}
     plan = Plan(**{"model": models.load("llama-1b"), "seq": 2048, "iters": 50} | plan_changes)
-    rng = Random(seed)
+    rng, kept = Random(seed), changes.pop("kept", (1,) * plan.iters)
+    assert sum(kept) == plan.iters
 
     def steps(ms: float) -> tuple[int, ...]:
-        return tuple(int(ms * 1e6 * rng.lognormvariate(0, noise)) for _ in range(plan.iters))
+        return tuple(int(ms * 1e6 * rng.lognormvariate(0, noise)) for _ in kept)
 
-    context = plan.seq + (plan.iters - 1) // 2 if plan.advance else plan.seq
+    context = plan.seq + (len(kept) - 1) // 2 if plan.advance else plan.seq
     room, page = plan.longest, plan.page if plan.cache == "paged" else 0
     parts = ops_of(plan)
     made: dict[str, Any] = {
@@ -56,7 +59,8 @@ def decode_run(
         "seconds": 12.0,
         "optimised_ns": steps(step_ms),
         "baseline_ns": steps(step_ms * speedup),
-        "optimised_first": tuple(rng.random() < 0.5 for _ in range(plan.iters)),
+        "optimised_first": tuple(rng.random() < 0.5 for _ in kept),
+        "kept": kept,
         "ttft_ns": 900_000_000,
         "baseline_ttft_ns": 1_000_000_000,
         "prompt_tokens": plan.seq - 1,
@@ -67,8 +71,8 @@ def decode_run(
         "kv_cache_bytes": cost.cache_bytes(plan.shape, plan.dtype, rows=plan.batch, room=room, page=page),
         "peak_memory_bytes": 4 << 30,
         "read_bytes_per_s": CEILING,
-        "read_probes": (READ,) * plan.iters,
-        "choices": tuple(_choice(i, part, plan.iters) for i, part in enumerate(parts)),
+        "read_probes": (READ,) * len(kept),
+        "choices": tuple(_choice(i, part, len(kept)) for i, part in enumerate(parts)),
         "per_op": tuple(_time(part, parts, step_ms) for part in parts),
         "tokens_checked": plan.iters * plan.batch,
         "tokens_equal": plan.iters * plan.batch,

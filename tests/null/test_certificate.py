@@ -35,7 +35,7 @@ from autosel.certify.verify import verify, wrong
 from autosel.decode.run import Plan, PromptDigest
 from autosel.errors import AutoselError, BadConfig, TooNoisy, UnknownName, UsageError
 from autosel.values import canonical_json, to_json
-from tests.null.certificates import CEILING, GROUNDS, READ, certificate, decode_run, fingerprint
+from tests.null.certificates import CEILING, DRAFTED, GROUNDS, READ, certificate, decode_run, fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = certificate(decode_run(iters=3))
@@ -144,6 +144,46 @@ def test_its_figures_follow_from_the_steps() -> None:
     assert (made.read_bytes_per_s, made.read_median_bytes_per_s) == (CEILING, READ)
     assert made.itl_ms.p50 == med  # each of the four sequences waits a whole step
     assert wrong(made) == ""
+
+
+def test_a_speculative_runs_speedup_counts_tokens_of_both_arms() -> None:
+    """A step of 2.5 tokens in twice the time of the baseline's one is 1.25 times as fast, not half."""
+    made = certificate(decode_run(**DRAFTED, step_ms=130.0, speedup=0.5, noise=0.0))
+    assert made.tokens_per_step == 2.5 and made.baseline_tokens_per_sec == pytest.approx(1000 / made.baseline_ms)
+    assert made.speedup == pytest.approx(1.25) == made.tokens_per_sec / made.baseline_tokens_per_sec
+    assert made.speedup_interval.lo < 1.25 < made.speedup_interval.hi, "how many are kept is no constant"
+    assert made.latency_ms.med == pytest.approx(130.0), "a step is a step"
+    earlier = dataclasses.replace(made, version=5, samples=dataclasses.replace(made.samples, kept=()))
+    earlier = dataclasses.replace(earlier, **derive(earlier))
+    assert earlier.speedup == pytest.approx(0.5), "as it was stated then"
+    found = rerun.compare(earlier, made)
+    assert found.speedup.certified == found.speedup.measured == pytest.approx(1.25)
+
+
+def test_beside_a_gpus_own_time_stands_the_hosts() -> None:
+    run = decode_run(iters=40)
+    host = {"optimised_host_ns": tuple(2 * ns for ns in run.optimised_ns)}
+    host |= {"baseline_host_ns": tuple(ns + 10**6 for ns in run.baseline_ns)}
+    made = certificate(dataclasses.replace(run, timed_by="CUDA events", **host))
+    assert wrong(made) == "" and made.timed_by == "CUDA events"
+    assert made.host_ms == pytest.approx(2 * made.latency_ms.med)
+    assert made.baseline_host_ms == pytest.approx(made.baseline_ms + 1)
+    assert (SMALL.timed_by, SMALL.host_ms, SMALL.samples.optimised_host_ns) == ("host", None, ())
+    assert made.tokens_per_sec == certificate(run).tokens_per_sec
+    seconds = made.ttft_ms / 1e3 + sum(host["optimised_host_ns"]) / 1e9 if made.ttft_ms else 0
+    assert suite.end_to_end(made, 40) == pytest.approx(40 / seconds), "a user waits for the tokens"
+    stated = document(made)
+    for lie, why in (
+        ({"timed_by": "host"}, "timed_by, samples: by 'host', with [40] times of the host"),
+        ({"timed_by": "a sundial"}, "timed_by"),
+        (
+            {"samples": {**stated["samples"], "optimised_host_ns": [1] * 40}},
+            "samples: a step took longer by CUDA events",
+        ),
+        ({"samples": {**stated["samples"], "baseline_host_ns": []}}, "timed_by, samples"),
+        ({"host_ms": 1.0}, "host_ms: it does not follow"),
+    ):
+        assert wrong(decode(resealed({**stated, **lie}))).startswith(why)
 
 
 def test_tokens_of_one_stream_in_flight_share_the_time_of_a_step() -> None:

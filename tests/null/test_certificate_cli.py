@@ -30,7 +30,7 @@ from autosel.decode.prompt import prompts
 from autosel.decode.run import DecodeRun, Plan
 from autosel.errors import AutoselError, BadConfig, ParityError, UsageError
 from autosel.values import to_json
-from tests.null.certificates import GROUNDS, certificate, decode_run, fingerprint
+from tests.null.certificates import DRAFTED, GROUNDS, certificate, decode_run, fingerprint
 from tests.null.test_run_refusals import CONFIG
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -347,13 +347,14 @@ def test_the_memory_table_says_where_the_batch_collapses(said: Any) -> None:
 
 
 def test_speculation_is_said_by_itself_and_a_measured_objective_has_its_unit() -> None:
-    made = certificate(objectives=slo.parse("ttft<1ms,tps>1"))
-    options = {**made.options, "speculate": 4}
-    said = " ".join(summary(dataclasses.replace(made, options=options, tokens_per_step=2.5), audit(made)).split())
+    made = certificate(decode_run(**DRAFTED), objectives=slo.parse("ttft<1ms,tps>1"))
+    said = " ".join(summary(made, audit(made)).split())
     assert "speculation: 4 tokens drafted from the text so far, 2.50 kept a step" in said
-    assert f"{2.5 * made.speedup:.2f}x a token" in said
+    assert "the baseline's steps give one" in said
+    assert f"{made.tokens_per_sec / made.baseline_tokens_per_sec:.2f}x (" in said
     assert ", 900 ms" in said and f"met, {made.tokens_per_sec:.4g} tok/s" in said
-    assert "speculation" not in summary(made, audit(made))
+    plain = certificate()
+    assert "speculation" not in summary(plain, audit(plain))
 
 
 def test_the_context_is_by_default_what_the_model_was_made_for(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from autosel.certify.store import BadCertificate
 from autosel.certify.verify import verify, wrong
 from autosel.fingerprint import known
 from autosel.values import Workload, digest
-from tests.null.certificates import READ, certificate, decode_run
+from tests.null.certificates import DRAFTED, READ, certificate, decode_run
 
 HONEST = certificate(decode_run(iters=3))
 
@@ -99,7 +99,10 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
         "read_bytes_per_s: 4e+03 GB/s; no such device reads 400 GB/s",
     ),
     "faster arithmetic": ({"peak_flops": 1e13}, "peak_flops: "),
-    "tokens from nowhere": ({"tokens_per_step": 4.0}, "tokens_per_step: 4.0 with 0 drafted"),
+    "tokens from nowhere": (
+        {"samples": dataclasses.replace(HONEST.samples, kept=(4, 4, 4))},
+        "samples: 3 counts of kept tokens, with 0 drafted a step",
+    ),
     "more equal than checked": (
         {"verification": dataclasses.replace(HONEST.verification, tokens_equal=4, tokens_open=-1)},
         "verification: 4 equal and -1 open of 3",
@@ -146,6 +149,15 @@ def test_a_batch_that_the_arithmetic_cannot_have_computed_is_refused() -> None:
     honest = certificate(decode_run(iters=3, batch=64, seq=128, step_ms=2000.0))
     assert wrong(honest) == ""
     assert "FLOP/s of at most" in wrong(rewritten(honest, samples=times(honest, 24)["samples"]))
+
+
+def test_a_step_keeps_no_more_than_it_drafted_and_one() -> None:
+    made = certificate(decode_run(**DRAFTED))
+    assert made.tokens_per_step == 2.5 and wrong(rewritten(made)) == ""
+    more = dataclasses.replace(made.samples, kept=(6, *made.samples.kept[1:]))
+    assert wrong(rewritten(made, samples=more)).startswith("tokens_per_step: ")
+    batch = {"shape": dataclasses.replace(made.shape, batch=2)}
+    assert wrong(rewritten(made, **batch)).startswith("options: speculation with a batch")
 
 
 def test_a_single_step_in_no_time_is_refused() -> None:

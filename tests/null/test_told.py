@@ -17,7 +17,7 @@ from autosel.cli.certificate import summary
 from autosel.decode.measure import _notes
 from autosel.decode.model import FUSED
 from autosel.decode.whole import Whole
-from tests.null.certificates import certificate, decode_run
+from tests.null.certificates import DRAFTED, certificate, decode_run
 from tests.null.test_quality import QUALITY
 
 
@@ -26,6 +26,16 @@ def said(made: Certificate) -> str:
     text = summary(made, audit(made))
     assert max(map(len, text.splitlines())) <= 80
     return " ".join(text.split())
+
+
+def test_the_hosts_time_is_said_beside_a_gpus_own() -> None:
+    run = decode_run()
+    host = {"optimised_host_ns": run.baseline_ns, "baseline_host_ns": run.baseline_ns}
+    made = certificate(dataclasses.replace(run, timed_by="CUDA events", **host))
+    told = (
+        f"timed by CUDA events; {made.host_ms:.4g} and {made.baseline_host_ms:.4g} ms until the tokens are on the host"
+    )
+    assert told in said(made) and "CUDA events" not in said(certificate(run))
 
 
 def test_tokens_that_differ_are_counted_and_those_that_may_not_are_told_apart() -> None:
@@ -38,7 +48,7 @@ def test_the_page_says_what_became_of_the_text_of_a_suspect_run_and_of_speculati
     clean = certificate(decode_run(quality=QUALITY))
     better = dataclasses.replace(QUALITY, perplexity=10 * math.exp(-0.1), difference=-0.1, difference_error=0.001)
     suspect = certificate(decode_run(quality=better))
-    drafted = dataclasses.replace(clean, options={**clean.options, "speculate": 4}, tokens_per_step=2.5)
+    drafted = certificate(decode_run(**DRAFTED))
     for made in (clean, suspect, drafted):
         shown = html.unescape(page(made, {}))
         for told in filter(None, (scored(made), suspected(made), speculated(made))):
