@@ -125,16 +125,7 @@ class Worker:
                 "control_fd": control.fileno(),
                 "life_fd": life.fileno(),
             }
-            guardian = Path(__file__).with_name("guardian.py")
-            self._guardian = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(guardian), json.dumps(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=_environment(paths, self.folder),
-                pass_fds=(control.fileno(), life.fileno()),
-                start_new_session=True,
-            )
+            self._guardian = start_guardian(config, _environment(paths, self.folder), (control.fileno(), life.fileno()))
         self.pid = self._first_word()
 
     exit: Exit | None
@@ -317,6 +308,22 @@ class Worker:
         except OSError:
             return None
         return parse_json(data, what="guardian") if data else None
+
+
+def start_guardian(
+    config: Mapping[str, Any], environment: Mapping[str, str], fds: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start guardian.py in a session of its own, with these descriptors open."""
+    guardian = Path(__file__).with_name("guardian.py")
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(guardian), json.dumps(config)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        pass_fds=fds,
+        start_new_session=True,
+    )
 
 
 def _config(limits: Limits, cpus: Sequence[int]) -> dict[str, Any]:
