@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings as property_settings
 
 from tests import drawn
+from tests.preforked import Nursery
 
 # No test judges by the clock; in CI the examples are the same each time.
 property_settings.register_profile(
@@ -77,6 +78,24 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path / "home"
     monkeypatch.undo()
     settings.read.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """The process of this pytest worker that workers are forked from."""
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def preforked(nursery: Nursery) -> Iterator[Nursery]:
+    """Fork the workers of a file of tests from a process that has imported torch: see tests/preforked.py."""
+    from autosel.workers import process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "start_guardian", nursery.start_guardian)
+        yield nursery
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -134,17 +134,8 @@ class Worker:
             self._life, life = map(undo.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             child = ["-m", "autosel.workers.child", self.entry, str(control.fileno()), str(threads)]
             places = {"folder": str(self.folder), "control_fd": control.fileno(), "life_fd": life.fileno()}
-            told = json.dumps({**config, **places, "argv": [sys.executable, "-P", *child]})
-            guardian = Path(__file__).with_name("guardian.py")
-            self._guardian = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(guardian), told],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=_environment(paths, self.folder),
-                pass_fds=(control.fileno(), life.fileno()),
-                start_new_session=True,
-            )
+            told = {**config, **places, "argv": [sys.executable, "-P", *child]}
+            self._guardian = start_guardian(told, _environment(paths, self.folder), (control.fileno(), life.fileno()))
             undo.pop_all()
             control.close()
             life.close()
@@ -335,6 +326,22 @@ class Worker:
         except OSError:
             return None
         return parse_json(data, what="guardian") if data else None
+
+
+def start_guardian(
+    config: Mapping[str, Any], environment: Mapping[str, str], fds: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start guardian.py in a session of its own, with these descriptors open."""
+    guardian = Path(__file__).with_name("guardian.py")
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(guardian), json.dumps(config)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        pass_fds=fds,
+        start_new_session=True,
+    )
 
 
 def _config(limits: Limits, cpus: Sequence[int]) -> dict[str, Any]:

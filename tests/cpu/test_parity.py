@@ -12,6 +12,8 @@ from autosel.parity.session import built
 from autosel.values import Accepted, Failed, Knobs, Passed, PythonRecipe, canonical_json
 from tests.cpu.planting import RMSNORM, Planted, proof
 
+pytestmark = pytest.mark.usefixtures("preforked")
+
 
 def test_a_hang_ends_at_the_deadline():
     found = check(proof("hangs"), call_deadline_s=2.0)

@@ -17,6 +17,8 @@ from autosel.parity.check import Proof, Prover, Terms
 from autosel.values import Failed, Parity, Passed
 from tests.cpu.planting import ATTN, LINEAR, RMSNORM_FP32, functional, proof
 
+pytestmark = pytest.mark.usefixtures("preforked")
+
 TESTS = Path(__file__).parents[1]
 ELEMENTS = ("elements",)
 

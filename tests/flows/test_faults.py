@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from autosel import settings
 from autosel.candidates import user
 from autosel.candidates.user import UserCandidate
 from autosel.ledger.store import Ledger, open_ledger
@@ -24,6 +22,9 @@ from autosel.pipeline import Rejection, Report, Request, tune
 from autosel.tuning.shortlist import way_of
 from autosel.values import Decision, Failed
 from tests.cpu.planting import built, proof
+from tests.preforked import Nursery
+
+pytestmark = pytest.mark.usefixtures("preforked")
 
 WORKLOAD = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 512})
 DEADLINE_S = 4.0  # of a call that takes microseconds, or has hung
@@ -94,17 +95,6 @@ class Tuned:
     pid: int
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _a_name_of_its_own() -> Iterator[None]:
-    """The home that all tests share, by a name that only the children of this file carry: others run beside it."""
-    home = Path(os.environ["AUTOSEL_HOME"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOSEL_HOME", f"{home}/../{home.name}")
-        settings.read.cache_clear()
-        yield
-    settings.read.cache_clear()
-
-
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
     """One tune of rmsnorm with every fault among its candidates."""
@@ -155,33 +145,14 @@ def test_the_good_candidate_is_promoted_beside_them_all(tuned: Tuned) -> None:
     assert served.arm.candidate == "cpp:rmsnorm"
 
 
-def test_nothing_of_them_is_left_and_the_tuner_is_the_same_process(tuned: Tuned) -> None:
+def test_nothing_of_them_is_left_and_the_tuner_is_the_same_process(tuned: Tuned, preforked: Nursery) -> None:
     assert os.getpid() == tuned.pid
-    assert children_of_this_process() == []
+    assert preforked.descendants() == []
 
 
-def test_an_import_that_hangs_ends_at_the_deadline() -> None:
+def test_an_import_that_hangs_ends_at_the_deadline(preforked: Nursery) -> None:
     with Prover(None, Terms(proof_deadline_s=2.0)) as prover:
         found = prover.prove(proof("no_matter", module="hangs_at_import"))
     assert isinstance(found, Failed)
     assert (found.check, found.case, found.evidence["cause"]) == ("timeout", "load", "timeout in request")
-    assert children_of_this_process() == []
-
-
-def children_of_this_process() -> list[str]:
-    """Processes below this one, and any that still carry a worker's private folder of ours in their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if not entry.name.isdigit():
-                continue
-            environment = (entry / "environ").read_bytes()
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if (
-                b"autosel-worker-" in environment
-                and f"AUTOSEL_HOME={os.environ['AUTOSEL_HOME']}".encode() in environment
-            ):
-                found.append(f"{entry.name} of {parent}")
-        except OSError:  # gone meanwhile
-            continue
-    return found
+    assert preforked.descendants() == []
