@@ -117,6 +117,7 @@ class OpFigures:
     parity: Proof | None  # None: no proof of this arm is known here
     runner_up: RunnerUp | None
     served: Mapping[str, int]  # proof of use; empty: a mode whose calls nobody counts one by one
+    reason: str = ""  # why the baseline serves, where no decision does; empty before version 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -293,6 +293,7 @@ def _per_op(
             parity=known.parity,
             runner_up=known.runner_up,
             served=dict(choice.served),
+            reason=choice.reason if choice.decision_id is None else "",
         )
     return made
 

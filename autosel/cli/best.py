@@ -84,13 +84,35 @@ def _undecided(op: str, device: str) -> dict[str, Any]:
         ("workload", "decision_id", "speedup", "next_best", "baseline_us", "time_us", "roofline", "read_bytes_per_s")
     )
     where = "this device" if device == "cpu" else device
-    why = {"reason": f"nothing is decided on {where}", "all": []}
+    why = {"reason": decided_elsewhere(op, device) or f"nothing is decided on {where}", "all": []}
     if op == WHOLE_STEP:
         who = {"op": op, "state": "baseline", "backend": None, "candidate": "op by op"}
         return {**who, **unknown, **why}
     candidate = baseline(op)
     who = {"op": candidate.op, "state": "baseline", "backend": candidate.backend, "candidate": candidate.name}
     return {**who, **unknown, **why}
+
+
+def decided_elsewhere(op: str, device: str) -> str:
+    """For which other device of the kind the op is decided, or ""."""
+    from autosel.fingerprint.store import of_hardware
+    from autosel.ledger.conditions import other_device
+    from autosel.ledger.store import open_ledger
+
+    with open_ledger() as ledger:
+        found = {s.decision.hw_id: s.decision.id for s in ledger.serving() if is_of(s.decision, op)}
+        known = {hw_id: of_hardware(hw_id) or ledger.evidence(number).fingerprint for hw_id, number in found.items()}
+    here = identity(device)
+    alike = [hw_id for hw_id, fp in known.items() if fp is None or fp.kind == here.kind]
+    return other_device(alike, here, known.get) if alike else ""
+
+
+def is_of(decision: Decision, op: str | None) -> bool:
+    """gemv and gemm are linear at M = 1 and above. Raises UsageError for an op that is none."""
+    from autosel.candidates.registry import ledger_name
+
+    named = op is None or decision.op == ledger_name(op)
+    return named and (op not in ("gemv", "gemm") or (decision.workload["M"] == 1) == (op == "gemv"))
 
 
 def show_stale(rows: Sequence[Now], op: str, device: str) -> None:
@@ -106,30 +128,28 @@ def show_stale(rows: Sequence[Now], op: str, device: str) -> None:
 
 
 def serving(op: str | None, device: str) -> list[Now]:
-    """What serves there now, in the ledger's order; gemv and gemm are linear at M = 1 and above. Raises UsageError."""
+    """What serves there now, in the ledger's order. Raises UsageError."""
     from autosel.candidates.registry import ledger_name
     from autosel.candidates.validity import staleness
     from autosel.ledger.store import open_ledger
 
-    name = ledger_name(op) if op else None
+    if op:
+        ledger_name(op)  # or it is none
     hw_id = identity(device).hw_id
     with open_ledger() as ledger:
-        rows = [s.decision for s in ledger.serving() if s.decision.hw_id == hw_id]
-    rows = [d for d in rows if name in (None, d.op)]
-    if op in ("gemv", "gemm"):
-        rows = [d for d in rows if (d.workload["M"] == 1) == (op == "gemv")]
+        rows = [s.decision for s in ledger.serving() if s.decision.hw_id == hw_id and is_of(s.decision, op or None)]
     return [Now(decision=d, stale=_elsewhere(d) or staleness(d)) for d in rows]
 
 
 def _elsewhere(decision: Decision) -> str:
     """A decision holds for one number of threads and torch's numeric flags, unless nothing is to be served at all."""
     from autosel.dispatch.devices import this_device
+    from autosel.ledger.conditions import other_mode
     from autosel.ledger.key import current_mode, matters
 
     if settings.get("disable"):
         return "AUTOSEL_DISABLE is set"
     mode = current_mode("team" if decision.op == WHOLE_STEP else "eager")
     kind = "cpu" if decision.hw_id == this_device().hw_id else "cuda"
-    if matters(decision.mode, kind, decision.bucket) == matters(mode, kind, decision.bucket):
-        return ""
-    return f"decision {decision.id} is for {decision.mode}; this process runs {mode}"
+    then, now = (matters(m, kind, decision.bucket) for m in (decision.mode, mode))
+    return "" if then == now else other_mode([then], now)

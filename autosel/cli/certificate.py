@@ -54,8 +54,10 @@ def _undecided(made: Certificate) -> list[str]:
         return []
     words = shlex.split(made.repro_cmd)
     model = words[words.index("--model") + 1] if "--model" in words[:-1] else made.model.partition("[")[0]
-    told = "nothing is decided for these ops: PyTorch serves them all"
-    return [click.style(told, fg="yellow"), f"tune first:  {settings.spelling()} tune --model {shlex.quote(model)}"]
+    elsewhere = sorted({o.reason for o in made.per_op.values() if o.reason.startswith("tuned ")})
+    told = "; ".join(elsewhere) or "nothing is decided for these ops"
+    text = paragraph(f"{told}: PyTorch serves them all", hang="  ")
+    return [click.style(text, fg="yellow"), f"tune first:  {settings.spelling()} tune --model {shlex.quote(model)}"]
 
 
 def _quality(made: Certificate) -> list[str]:

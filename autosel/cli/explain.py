@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autosel import settings
-from autosel.cli.best import Now, measured_by, serving
+from autosel.cli.best import Now, decided_elsewhere, measured_by, serving
 from autosel.cli.dataset import elsewhere, elsewhere_lines
 from autosel.cli.device import device_option, identity
 from autosel.cli.figures import decision_json, short_shape, winner
@@ -59,7 +59,7 @@ def _chosen(ledger: Ledger, op: str | None, decision_id: int | None, device: str
     if not found:
         raise LedgerError(
             f"no decision for {op} on {'this device' if device == 'cpu' else device}",
-            why="the baseline serves it",
+            why="; ".join(filter(None, (decided_elsewhere(op or "", device), "the baseline serves it"))),
             todo=f"{settings.spelling()} {measured_by(op or '', device)}",
         )
     return found

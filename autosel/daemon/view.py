@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from autosel.ledger.conditions import other_mode
 from autosel.ledger.describe import decision_json, served_state
 from autosel.ledger.faults import plain
 from autosel.ledger.store import Served
@@ -76,7 +77,9 @@ class View:
             low, high = d.length_range or (0, length)
             if d.bucket == bucket and low <= length <= high and (d.mode == self.mode or not self.mode):
                 return self.document(d)
-        return {"op": op, "workload": workload, "state": "baseline", "reason": f"no decision for {bucket}"[:300]}
+        modes = {d.mode for d in rows if d.bucket == bucket} - {self.mode}
+        why = other_mode(modes, self.mode) if modes and self.mode else f"no decision for {bucket}"
+        return {"op": op, "workload": workload, "state": "baseline", "reason": why[:300]}
 
     def document(self, decision: Decision) -> dict[str, Any]:
         """As `best OP --json`: a stale decision's baseline, with the reason."""

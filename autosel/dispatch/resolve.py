@@ -5,7 +5,7 @@ with the reason; nothing here derives, compiles or measures.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -16,7 +16,9 @@ from autosel.candidates.load import load
 from autosel.candidates.validity import staleness
 from autosel.dispatch.signature import generate, signature
 from autosel.errors import AutoselError
+from autosel.fingerprint.store import of_hardware
 from autosel.guard import Held
+from autosel.ledger.conditions import other_conditions
 from autosel.ledger.key import current_mode, matters
 from autosel.ledger.snapshot import Row
 from autosel.ops.contract import Op
@@ -75,7 +77,7 @@ class Serving:
 
     device: Fingerprint  # identity alone
     rows: dict[tuple[str, str], list[Row]]
-    foreign: frozenset[str]  # buckets other devices have decisions for
+    foreign: Mapping[str, Collection[str]]  # bucket -> other devices (hw_id) that it is decided for
     held: Held
     trouble: str = ""
 
@@ -83,15 +85,15 @@ class Serving:
 def index(rows: Sequence[Row], device: Fingerprint, held: Held, trouble: str = "") -> Serving:
     hw_id = device.hw_id
     mine: dict[tuple[str, str], list[Row]] = {}
-    foreign = set()
+    foreign: dict[str, set[str]] = {}
     for row in rows:
         d = row.document
         if d.get("hw_id") == hw_id:
             bucket = str(d.get("bucket"))
             mine.setdefault((matters(str(d.get("mode")), device.kind, bucket), bucket), []).append(row)
         else:
-            foreign.add(str(d.get("bucket")))
-    return Serving(device=device, rows=mine, foreign=frozenset(foreign), held=held, trouble=trouble)
+            foreign.setdefault(str(d.get("bucket")), set()).add(str(d.get("hw_id")))
+    return Serving(device=device, rows=mine, foreign=foreign, held=held, trouble=trouble)
 
 
 Guarded = Callable[[Resolution], Callable[..., Any]]
@@ -208,12 +210,10 @@ def _choose_by_length(
 
 def _why_none(w: Workload, serving: Serving, mode: str) -> str:
     here = matters(mode, serving.device.kind, w.bucket)
-    modes = sorted(m for m, bucket in serving.rows if bucket == w.bucket and m != here)
-    if modes:
-        return f"measured under {', '.join(modes)}; this process runs {mode}"
-    if w.bucket in serving.foreign:
-        return f"measured on another device only (this is {serving.device.hw_id[:12]})"
-    return f"no decision for {w.bucket}"
+    own = ((m, serving.device.hw_id) for m, bucket in serving.rows if bucket == w.bucket)
+    other = (("", hw_id) for hw_id in serving.foreign.get(w.bucket, ()))
+    told = other_conditions((*own, *other), mode=here, device=serving.device, identify=of_hardware)
+    return told or f"no decision for {w.bucket}"
 
 
 # --- baseline -----------------------------------------------------------------------------------------------------

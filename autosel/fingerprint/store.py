@@ -6,6 +6,7 @@ import json
 import math
 import os
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 from autosel import files, settings
@@ -29,6 +30,16 @@ def read(env_id: str) -> Fingerprint | None:
     except (OSError, ValueError):
         return None
     return fp if all(math.isfinite(r.value) and r.value > 0 and r.spread >= 0 for r in fp.rates.values()) else None
+
+
+@lru_cache(maxsize=64)
+def of_hardware(hw_id: str) -> Fingerprint | None:
+    """Return a stored fingerprint of this hardware, whatever its software; None where none is stored."""
+    for path in sorted(path_of("").parent.glob("*.json")):
+        found = read(path.stem)
+        if found is not None and found.hw_id == hw_id:
+            return found
+    return None
 
 
 def write(fp: Fingerprint) -> str:

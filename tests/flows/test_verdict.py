@@ -11,16 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import models
+from autosel import dispatch, models, ops
+from autosel.certify.audit import audit
 from autosel.certify.certificate import checksum, decode, field_digests
 from autosel.certify.derive import verified, wrong_tokens
+from autosel.certify.issue import Request, issue
 from autosel.certify.verify import wrong
+from autosel.cli.certificate import summary
 from autosel.decode import arms
 from autosel.decode.arms import AtOnce, Written
 from autosel.decode.measure import measure
 from autosel.decode.run import DecodeRun, Plan, Sampling, Text
 from autosel.decode.weights import Weights, load_weights
 from autosel.values import canonical_json, to_json
+from tests.cpu.serving import serve
 from tests.null.certificates import certificate, decode_run
 
 VOCABULARY = 128
@@ -198,3 +202,17 @@ def test_a_text_is_scored_no_further_than_the_models_context_and_the_run_says_so
     run = measure(plan, load_weights(plan), text=text)
     assert run.quality is not None and run.quality.tokens == 2 * 31
     assert "of each row's 50 tokens of t.json the first 32 were scored: the model has no longer context" in run.notes
+
+
+def test_a_run_under_another_number_of_threads_says_for_which_its_ops_are_decided(folder: Path, tmp_path: Path) -> None:
+    w = ops.find("lm_head").workload("fp32", {"M": 1, "V": VOCABULARY, "d": 64})
+    home, threads = serve(tmp_path, [(w, "cpp:lm_head")]), torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with dispatch.use(home):
+            made = issue(ran(folder), {}, Request(repro_cmd="autosel run"))
+    finally:
+        torch.set_num_threads(threads)
+    told = f"tuned with {threads} threads, running with {threads + 1}"
+    assert made.per_op["lm_head"].candidate == "torch:lm_head" and made.per_op["lm_head"].reason == told
+    assert f"{told}: PyTorch serves them all" in " ".join(summary(made, audit(made)).split())

@@ -300,6 +300,13 @@ def test_a_run_that_nothing_was_decided_for_says_so_and_how_to_decide() -> None:
     assert "nothing is decided for these ops" in text and "tune --model 'a b'" in text
     assert "first token 123 457 ms" in text and max(map(len, text.splitlines())) <= 80
     assert "nothing is decided" not in summary(certificate(), audit(certificate()))
+    told = "tuned with 2 threads, running with 1"
+    elsewhere = tuple(dataclasses.replace(c, reason=told) for c in undecided)
+    made = certificate(decode_run(choices=elsewhere))
+    assert {o.reason for o in made.per_op.values()} == {told}
+    text = summary(made, audit(made))
+    assert f"{told}: PyTorch serves them all" in text and "tune first:" in text
+    assert "nothing is decided" not in text
 
 
 def test_wrong_results_weigh_more_than_missed_objectives() -> None:

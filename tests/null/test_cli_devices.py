@@ -126,6 +126,28 @@ def test_what_the_gpu_lacks_a_decision_for_is_said_with_the_command_that_measure
     assert "no decision for rmsnorm on cuda" in err
 
 
+def test_a_decision_for_other_conditions_is_said_instead_of_none(cpu_alone: None, said: Said) -> None:
+    here = devices.this_device()
+    threads = torch.get_num_threads()
+    mode = current_mode().replace(f".t{threads}.", f".t{threads + 1}.")
+    told = f"tuned with {threads + 1} threads, running with {threads}"
+    decided(here, 50.0, mode=mode)
+    assert told in " ".join(said("best", "rmsnorm")[1].split())
+    assert told in " ".join(said("explain", "rmsnorm")[1].split())
+    cpus = int(here.identity["cpus"])
+    other = dataclasses.replace(here, identity={**here.identity, "cpus": cpus + 1})
+    swiglu = ops.find("swiglu").workload("fp32", {"M": 1, "I": 8})
+    base = arms.arm(registry.baseline("swiglu"), swiglu, other, "", Knobs())
+    with open_ledger() as ledger:
+        ledger.record(other, swiglu, verdict=None, race=None, parities=[], mode=current_mode(), state="pinned",
+                      arm=base, baseline=base, reason="by hand", idempotency_key="other")  # fmt: skip
+    told = f"tuned with {cpus + 1} CPUs, running with {cpus}"
+    assert told in " ".join(said("best", "swiglu")[1].split())
+    assert told in json.loads(said("best", "swiglu", "--json")[1])["reason"]
+    assert told in " ".join(said("explain", "swiglu")[2].split())
+    assert "nothing is decided on this device" in said("best", "geglu")[1]
+
+
 @pytest.mark.parametrize("verb", ["tune", "run", "sweep", "race", "whatif", "knobs", "fingerprint", "best", "explain"])
 def test_every_verb_that_measures_or_derives_means_the_same_device(verb: str, with_gpu: None) -> None:
     needed = {"race": ["rmsnorm", "--candidate", "x:y"], "whatif": ["--python", "python"], "best": ["attn"]}
