@@ -34,6 +34,8 @@ from autosel.values import (
     from_json,
 )
 
+pytestmark = pytest.mark.usefixtures("preforked")
+
 CPU = Fingerprint(
     kind="cpu",
     name="made up",

@@ -13,6 +13,8 @@ from autosel.tuning.shortlist import way_of
 from autosel.values import Failed, Passed, Workload
 from tests.cpu.planting import proof
 
+pytestmark = pytest.mark.usefixtures("preforked")
+
 MIRRORED = Terms(device="cpu:0")  # any device but `cpu` gets operands of its own
 
 KV_APPEND = OPS["kv_append"].workload("bf16", {"B": 2, "Hkv": 2, "S": 1, "D": 64})

@@ -24,6 +24,8 @@ from autosel.native import cuda
 from autosel.native.compile import find_compiler
 from autosel.values import NativeRecipe, Rejected, Workload
 
+pytestmark = pytest.mark.usefixtures("preforked")
+
 KERNEL = """
 #include <cmath>
 #include <tvm/ffi/container/tensor.h>

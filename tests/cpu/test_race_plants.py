@@ -21,6 +21,8 @@ from autosel.race.plan import plan
 from autosel.values import Knobs, PythonRecipe
 from tests.cpu.planting import Planted, built
 
+pytestmark = pytest.mark.usefixtures("preforked")
+
 WORKLOAD = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 512})
 NAMED = Named(workload=WORKLOAD, label="rmsnorm", calls_per_step=1)
 

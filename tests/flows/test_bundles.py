@@ -24,6 +24,8 @@ from autosel.values import Accepted, Arm, Fingerprint, PythonRecipe, Workload
 from tests.cpu.daemons import cli
 from tests.cpu.test_ledger import FAILED, PASSED, record
 
+pytestmark = pytest.mark.usefixtures("preforked")
+
 W = Workload(op="rmsnorm", dims=(("M", 1), ("d", 64)), dtype="fp32", traits=())
 
 

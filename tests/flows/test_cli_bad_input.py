@@ -33,6 +33,8 @@ from autosel.ledger.store import Ledger
 from autosel.native.compile import compile_source, find_compiler
 from autosel.values import Arm, Decision, Knobs, NativeRecipe, Passed, Workload, digest
 
+pytestmark = pytest.mark.usefixtures("preforked")
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -29,6 +29,8 @@ from autosel.parity.session import Proof
 from autosel.values import DTypeName, Passed, Scalar
 from tests import engines
 
+pytestmark = pytest.mark.usefixtures("preforked")
+
 STAND_INS = Path(__file__).parents[1] / "libraries"
 HERE = Library(distribution="torch", module="json", least_version=(1, 0))  # installed, and soon imported
 ROWS = {"M": 3, "d": 512}

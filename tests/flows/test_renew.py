@@ -27,6 +27,8 @@ from autosel.values import Arm, Decision, Failed, Knobs, NativeRecipe, Passed
 from tests.cpu.daemons import Daemon, running
 from tests.cpu.test_ledger import verdict
 
+pytestmark = pytest.mark.usefixtures("preforked")
+
 W = ops.find("rmsnorm").workload("fp32", {"M": 3, "d": 256})
 X, WEIGHT = torch.randn(3, 256), torch.randn(256)
 PASSED = Passed(cases=1, worst=0.1, worst_case="random")
