@@ -24,7 +24,7 @@ from autosel.ledger import faults, rows, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.store import Evidence, Ledger
 from autosel.native.compile import find_artefact
-from autosel.values import Decision, Fingerprint, NativeRecipe, Passed, Race, from_json
+from autosel.values import SERVING, Decision, Fingerprint, NativeRecipe, Passed, Race, from_json
 from autosel.version import __version__
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _op_row(op: str, device: str, decisions: Sequence[Decision], view: View) -> 
         roofline=(min(roof), max(roof)) if roof else None,
         stale=len(stale),
         again=len(again),
-        off=sum(d.state in ("demoted", "quarantined") for d in decisions),
+        off=sum(d.state not in SERVING for d in decisions),
         last=max(decisions, key=lambda d: d.id),
     )
 
@@ -137,9 +137,9 @@ def warnings(hub: Hub) -> list[Remark]:
     if hub.writer.read_only:
         todo = f"free some space below {hub.home}; lookups go on"
         found.append(Remark(level="bad", text="the ledger cannot be written", todo=todo, link="/health"))
-    off = [d for d in hub.view.here if d.state in ("demoted", "quarantined")]
+    off = [d for d in hub.view.here if d.state not in SERVING]
     for d in off[:3]:
-        found.append(Remark(level="bad", text=f"{d.op}: {d.state}: {d.reason}", link=f"/decisions/{d.id}"))
+        found.append(Remark(level="bad", text=f"{d.op}: {d.told}", link=f"/decisions/{d.id}"))
     todo = "raced again when the device is idle" if hub.options.tune else f"{settings.spelling()} tune"
     if hub.view.renewed:
         many, why = len(hub.view.renewed), hub.view.renewed[0].stale
