@@ -354,6 +354,7 @@ class Verdict:
 
 
 State = Literal["promoted", "kept", "demoted", "quarantined", "pinned"]
+SERVING: tuple[State, ...] = ("promoted", "kept", "pinned")  # states in which a decision's arm serves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,6 +391,23 @@ class Decision:
     created_at: str  # UTC, ISO 8601
     length_range: tuple[int, int] | None = None  # max_len this row serves, where its bucket was split at a crossover
     stale: str = ""  # what has changed since its race: its arm has passed parity again since, and waits for another
+
+    @property
+    def standing(self) -> Verdict | None:
+        """The verdict, as long as it is about the arm that serves. After a demotion, or where another arm was promoted
+        by hand, it is history: nobody may show its effect as what is served now."""
+        v = self.verdict
+        return v if v is not None and self.state in SERVING and v.winner == self.arm.candidate else None
+
+    @property
+    def effect(self) -> Effect | None:
+        """What serves over the baseline, where its own race says so."""
+        return self.standing.effect if self.standing is not None else None
+
+    @property
+    def told(self) -> str:
+        """Its reason; of one that no longer serves with the state, as `demoted: NaN seen`."""
+        return self.reason if self.state in SERVING else f"{self.state}: {self.reason}"
 
 
 # --- data, not pickle ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from autosel.cli.figures import decision_json, decision_table
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph
 from autosel.errors import UsageError
-from autosel.values import WHOLE_STEP, Decision
+from autosel.values import SERVING, WHOLE_STEP, Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +117,10 @@ def is_of(decision: Decision, op: str | None) -> bool:
 
 def show_stale(rows: Sequence[Now], op: str, device: str) -> None:
     """Under a table: which of its decisions do not run, and what to do."""
+    for now in rows:
+        if now.decision.state not in SERVING:
+            text = f"decision {now.decision.id}, {now.decision.told}; the baseline runs instead"
+            click.echo(paragraph(text, hang="  "))
     reasons = dict.fromkeys(n.stale for n in rows if n.stale)
     for reason in reasons:
         click.echo(paragraph(f"{reason}; the baseline runs instead", hang="  "))
@@ -138,7 +142,7 @@ def serving(op: str | None, device: str) -> list[Now]:
     hw_id = identity(device).hw_id
     with open_ledger() as ledger:
         rows = [s.decision for s in ledger.serving() if s.decision.hw_id == hw_id and is_of(s.decision, op or None)]
-    return [Now(decision=d, stale=_elsewhere(d) or staleness(d)) for d in rows]
+    return [Now(decision=d, stale=_elsewhere(d) or (staleness(d) if d.state in SERVING else "")) for d in rows]
 
 
 def _elsewhere(decision: Decision) -> str:

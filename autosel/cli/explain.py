@@ -71,10 +71,12 @@ def explain_text(evidence: Evidence, stale: str = "", held: Sequence[Quarantine]
     head = f"{d.op}  {short_shape(d)} {d.workload.dtype}   {d.state} {winner(d)}   decision {d.id}, {_ago(d)}"
     lines: list[Line] = [("stale", f"{stale}; the baseline runs instead")] if stale else []
     if v is None or d.reason != v.reason:
-        lines.append(("decided", d.reason))
+        lines.append(("decided", d.told))
     lines += [*_parity_lines(evidence), *_race_lines(evidence.race, v)]
-    if v is not None:
-        lines += _effect_lines(d, v)
+    if d.standing is not None:
+        lines += _effect_lines(d, d.standing)
+    elif v is not None:
+        lines.append(("history", _was(d, v)))
     lines += _held_lines(held)
     lines += [*_knob_lines(d), *elsewhere_lines(d), ("changes", _what_would_change_it(evidence))]
     lines.append(("reproduce", _how_to_reproduce(evidence)))
@@ -142,6 +144,12 @@ def _effect_lines(d: Decision, v: Verdict) -> Iterator[Line]:
         moved = floor / 1e6 * v.read_bytes_per_s
         text = f"memory: {moved / 1e6:.3g} MB at {bandwidth(v.read_bytes_per_s)} = {microseconds(floor)} us"
         yield "limit", f"{text}, reached {v.roofline:.0%}"
+
+
+def _was(d: Decision, v: Verdict) -> str:
+    """Of a verdict about another arm than the one that serves: when it was raced."""
+    effect = f", {_interval(v.effect)} over {d.baseline.candidate}" if v.effect is not None else ""
+    return f"raced before: {v.winner}{effect} ({v.reason})"
 
 
 def _interval(effect: Effect) -> str:

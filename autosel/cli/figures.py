@@ -36,7 +36,7 @@ def decision_table(
 
 
 def _row(decision: Decision, label: str, stale: bool) -> list[str]:
-    verdict = decision.verdict
+    verdict, standing = decision.verdict, decision.standing
     if stale:
         return [label, short_shape(decision), decision.baseline.backend, "", click.style("stale", fg="yellow"), "", ""]
     timing = verdict.timings.get(decision.arm.candidate) if verdict else None
@@ -46,8 +46,8 @@ def _row(decision: Decision, label: str, stale: bool) -> list[str]:
         state_style(decision.state)(winner(decision)),
         f"{microseconds(timing.median_us)} {spread(timing)}" if timing else "-",
         against_baseline(decision),
-        ratio(verdict.next_best[1]) if verdict and verdict.next_best else "",
-        f"{verdict.roofline:.0%}" if verdict and verdict.roofline is not None else "",
+        ratio(standing.next_best[1]) if standing and standing.next_best else "",
+        f"{standing.roofline:.0%}" if standing and standing.roofline is not None else "",
     ]
 
 

@@ -16,7 +16,7 @@ from autosel import resources, settings
 from autosel.errors import UsageError
 from autosel.ledger.store import Evidence
 from autosel.native.compile import find_sources
-from autosel.values import WHOLE_STEP, Arm, Decision, NativeRecipe, Workload
+from autosel.values import SERVING, WHOLE_STEP, Arm, Decision, NativeRecipe, Workload
 from autosel.version import __version__
 
 LLC_FALLBACK_BYTES = 32 << 20
@@ -81,10 +81,12 @@ def again(d: Decision) -> str:
 
 
 def _measured(evidence: Evidence) -> str:
-    v = evidence.decision.verdict
+    d = evidence.decision
+    v = d.verdict
     if v is None or v.effect is None:
         return "nothing was measured"
-    return f"{v.effect.median:.3f}x ({v.effect.lo:.3f} .. {v.effect.hi:.3f}) on {evidence.decision.created_at[:10]}"
+    since = "" if d.standing else f"; {d.told} since" if d.state not in SERVING else "; another arm by hand since"
+    return f"{v.effect.median:.3f}x ({v.effect.lo:.3f} .. {v.effect.hi:.3f}) on {d.created_at[:10]}{since}"
 
 
 def _packed(text: str) -> str:

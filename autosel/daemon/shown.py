@@ -26,7 +26,7 @@ from autosel.ledger.containment import Quarantine
 from autosel.ledger.describe import held_text, release_command
 from autosel.ledger.store import Evidence, Ledger
 from autosel.native.compile import find_artefact
-from autosel.values import Decision, Fingerprint, NativeRecipe, Passed, Race, from_json
+from autosel.values import SERVING, Decision, Fingerprint, NativeRecipe, Passed, Race, from_json
 from autosel.version import __version__
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _op_row(op: str, device: str, decisions: Sequence[Decision], view: View) -> 
         roofline=(min(roof), max(roof)) if roof else None,
         stale=len(stale),
         again=len(again),
-        off=sum(d.state in ("demoted", "quarantined") for d in decisions),
+        off=sum(d.state not in SERVING for d in decisions),
         last=max(decisions, key=lambda d: d.id),
     )
 
@@ -148,9 +148,9 @@ def warnings(hub: Hub, held: Sequence[Quarantine]) -> list[Remark]:
     if hub.writer.read_only:
         todo = f"free some space below {hub.home}; lookups go on"
         found.append(Remark(level="bad", text="the ledger cannot be written", todo=todo, link="/health"))
-    off = [d for d in hub.view.here if d.state in ("demoted", "quarantined")]
+    off = [d for d in hub.view.here if d.state not in SERVING]
     for d in off[:3]:
-        found.append(Remark(level="bad", text=f"{d.op}: {d.state}: {d.reason}", link=f"/decisions/{d.id}"))
+        found.append(Remark(level="bad", text=f"{d.op}: {d.told}", link=f"/decisions/{d.id}"))
     if held:
         candidates = {q.id: q.arm.candidate for q in held}
         command, todo = release_command(candidates), f"lets {'them' if len(held) > 1 else 'it'} race again"

@@ -103,7 +103,7 @@ class View:
     def won(self, d: Decision) -> Verdict | None:
         """The verdict by which another arm than the baseline serves now; None where the baseline does."""
         serves = str(d.id) not in self.stale and d.arm.digest != d.baseline.digest
-        return d.verdict if serves and d.verdict is not None and d.verdict.outcome == "promote" else None
+        return d.standing if serves and d.standing is not None and d.standing.outcome == "promote" else None
 
     def speedups(self) -> dict[str, float]:
         """By op: the median, over what serves now instead of the baseline, of the speedup over it."""

@@ -15,7 +15,7 @@ from autosel.decode.step import Call, Step, WholeStep
 from autosel.dispatch.bound import make_bound
 from autosel.dispatch.resolve import Resolution
 from autosel.models import labels
-from autosel.values import DTYPE_BYTES, Decision, Workload
+from autosel.values import DTYPE_BYTES, SERVING, Decision, Workload
 
 OP_ROUNDS = 11
 OVERHEAD_ROUNDS = 51
@@ -120,7 +120,7 @@ def proven(choices: Sequence[Choice], served: Mapping[str, Mapping[str, int]]) -
 
 
 def _choice(w: Workload, count: int, plan: Plan, candidate: str, decision: Decision | None, reason: str) -> Choice:
-    served = decision is not None and candidate == decision.arm.candidate
+    served = decision is not None and decision.state in SERVING and candidate == decision.arm.candidate
     return Choice(
         op=w.op,
         label=names(plan).get(w.key, ops.find(w.op).label(w)),

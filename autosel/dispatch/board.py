@@ -23,7 +23,7 @@ from autosel.dispatch import lock, recorded
 from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
 from autosel.dispatch.devices import CPU, device_at, gpus_unasked, kind_of, places_here, this_device
 from autosel.dispatch.handover import Handover, UseKey
-from autosel.dispatch.resolve import SERVING, Resolution, Serving, index, resolve
+from autosel.dispatch.resolve import Resolution, Serving, index, resolve
 from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
 from autosel.dispatch.signature import inputs_of, place_of
 from autosel.errors import BadConfig, ForeignDecision
@@ -32,7 +32,7 @@ from autosel.ledger import faults, snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import current_mode
 from autosel.ops.contract import Op
-from autosel.values import Workload
+from autosel.values import SERVING, Workload
 
 __all__ = ["Board", "UsedFor", "Uses", "this_device"]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autosel.candidates.validity import staleness
-from autosel.dispatch.resolve import SERVING
 from autosel.errors import AutoselError, ForeignDecision
 from autosel.guard import Held
 from autosel.ledger.key import matters
 from autosel.ledger.snapshot import Row
+from autosel.values import SERVING
 
 FILE = "autosel.lock"
 

@@ -22,10 +22,9 @@ from autosel.ledger.conditions import other_conditions
 from autosel.ledger.key import current_mode, matters
 from autosel.ledger.snapshot import Row
 from autosel.ops.contract import Op
-from autosel.values import Decision, Fingerprint, Knobs, Recipe, Workload, length_bucket
+from autosel.values import SERVING, Decision, Fingerprint, Knobs, Recipe, Workload, length_bucket
 
 log = logging.getLogger(__name__)
-SERVING = ("promoted", "kept", "pinned")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,8 @@ class Resolution:
     @property
     def served(self) -> bool:
         """Does a decision's own arm run (be it the baseline, kept), and not a stand-in?"""
-        return self.decision is not None and self.candidate == self.decision.arm.candidate
+        d = self.decision
+        return d is not None and d.state in SERVING and self.candidate == d.arm.candidate
 
     def beyond_baseline(self, length: int | None = None) -> bool:
         """Does something else than the baseline run, of a split bucket: at this length?"""
@@ -64,8 +64,8 @@ class Resolution:
         lines = [f"{self.workload.op}  {self.workload.shape_text} {self.workload.dtype}   {self.candidate}"]
         if d is not None:
             lines.append(f"  decision  {d.id}, {d.state}, {d.created_at[:19]}Z")
-            if d.verdict is not None and d.verdict.effect is not None and self.served:
-                e = d.verdict.effect
+            if d.effect is not None and self.served:
+                e = d.effect
                 lines.append(f"  effect    {e.median:.2f}x ({e.lo:.2f} .. {e.hi:.2f}) over {d.baseline.candidate}")
         lines += [f"  lengths   to {p.workload['L']}: {p.candidate}" for p in self.parts]
         return "\n".join([*lines, f"  reason    {self.reason}"])
@@ -144,7 +144,7 @@ def _of_one_mode(decisions: Sequence[Decision], mode: str) -> Sequence[Decision]
 def _serve(op: Op, w: Workload, decision: Decision, serving: Serving) -> Resolution:
     standin = partial(_baseline, op, w, serving.device)
     if decision.state not in SERVING:
-        return standin(decision, f"{decision.state}: {decision.reason}")
+        return standin(decision, decision.told)
     unfit = serving.held.why(decision) or staleness(decision)
     if unfit:
         return standin(decision, unfit)

@@ -18,12 +18,11 @@ from typing import Any
 
 from autosel import settings
 from autosel.dispatch.devices import device_at, kind_of, places_here
-from autosel.dispatch.resolve import SERVING
 from autosel.errors import UsageError
 from autosel.integrations import engine_ops
 from autosel.ledger import snapshot
 from autosel.ledger.key import current_mode, matters
-from autosel.values import Decision
+from autosel.values import SERVING, Decision
 
 EPSILON = 1e-6  # of FlashInfer 0.7's definitions rmsnorm and fused_add_rmsnorm
 WRITTEN_FOR = "0.7.2"

@@ -333,7 +333,7 @@ def trace(one: Decided, solution_name: str) -> dict[str, Any]:
                 "libs": {k: str(v) for k, v in (one.device.environment if one.device else {}).items()},
             },
             "timestamp": d.created_at,
-            "log": f"autosel decision {d.id}: {verdict.reason}",
+            "log": f"autosel decision {d.id}: {d.told}",
             "correctness": {
                 "max_relative_error": "NaN",
                 "max_absolute_error": "NaN",

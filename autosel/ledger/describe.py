@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autosel import settings
-from autosel.values import WHOLE_STEP, Decision, Timing, Verdict, Workload
+from autosel.values import SERVING, WHOLE_STEP, Decision, Timing, Verdict, Workload
 
 MOST_NAMES = 4
 
 
 def decision_json(decision: Decision) -> dict[str, Any]:
     """The JSON of `best OP --json`, of each decision of `tune --json`, and of the daemon's answers."""
-    verdict = decision.verdict
+    verdict, standing = decision.verdict, decision.standing
     timing = verdict.timings.get(decision.arm.candidate) if verdict else None
     base = verdict.timings.get(decision.baseline.candidate) if verdict else None
     return {
@@ -22,18 +22,19 @@ def decision_json(decision: Decision) -> dict[str, Any]:
         "bucket": decision.bucket,
         "length_range": decision.length_range,
         "state": served_state(decision),
+        "recorded": decision.state,
         "backend": decision.arm.backend,
         "candidate": decision.arm.candidate,
         "decision_id": decision.id,
-        "speedup": _speedup(verdict),
-        "next_best": _next_best(verdict),
+        "speedup": _speedup(standing),
+        "next_best": _next_best(standing),
         "baseline_us": base.median_us if base else None,
         "time_us": timing.median_us if timing else None,
         "time_interval_us": [timing.lo_us, timing.hi_us] if timing else None,
-        "roofline": verdict.roofline if verdict else None,
-        "read_bytes_per_s": verdict.read_bytes_per_s if verdict else None,
-        "outcome": verdict.outcome if verdict else None,
-        "reason": decision.reason,
+        "roofline": standing.roofline if standing else None,
+        "read_bytes_per_s": standing.read_bytes_per_s if standing else None,
+        "outcome": standing.outcome if standing else None,
+        "reason": decision.told,
         "stale": decision.stale,
         "knobs": dict(decision.arm.knobs),
         "created_at": decision.created_at,
@@ -55,7 +56,7 @@ def release_command(held: Iterable[int]) -> str:
 
 def served_state(decision: Decision) -> str:
     """promoted, kept, pinned or baseline: what a caller of best() gets."""
-    return decision.state if decision.state in ("promoted", "kept", "pinned") else "baseline"
+    return decision.state if decision.state in SERVING else "baseline"
 
 
 def _speedup(verdict: Verdict | None) -> dict[str, float] | None:
@@ -74,11 +75,11 @@ def against_baseline(decision: Decision) -> str:
     """`23x ≥22`: the lower confidence bound is the only number a promotion rests on. A tie is said."""
     if decision.state in ("pinned", "demoted", "quarantined"):
         return decision.state
-    verdict = decision.verdict
+    verdict = decision.standing
     if decision.stale and decision.arm.digest != decision.baseline.digest:
         return f"{ratio(verdict.effect.median)} stale" if verdict and verdict.effect else "stale"
     if verdict is None:
-        return "not raced"
+        return "by hand" if decision.verdict else "not raced"
     if verdict.outcome == "promote" and verdict.effect is not None:
         return f"{ratio(verdict.effect.median)} ≥{ratio(verdict.effect.lo)[:-1]}"
     if decision.arm.digest != decision.baseline.digest and verdict.effect is not None:

@@ -20,11 +20,9 @@ from autosel.ledger.store import Ledger
 from autosel.parity.check import Proof, Terms, check_all
 from autosel.tuning.job import Tuning
 from autosel.tuning.shortlist import way_of
-from autosel.values import WHOLE_STEP, Accepted, Arm, Decision, Failed, Fingerprint, Knob, Knobs, Parity
+from autosel.values import SERVING, WHOLE_STEP, Accepted, Arm, Decision, Failed, Fingerprint, Knob, Knobs, Parity
 
 log = logging.getLogger(__name__)
-
-SERVING = ("promoted", "kept", "pinned")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 from autosel.errors import UsageError
 from autosel.files import read_named
 from autosel.integrations.engines import folder as folders
-from autosel.integrations.engines.rows import SERVES, Row
-from autosel.values import Decision, Fingerprint
+from autosel.integrations.engines.rows import Row
+from autosel.values import SERVING, Decision, Fingerprint
 
 VERSION = "0.17.2"
 DEVICES = {"cpu": "cpu", "cuda": "cuda"}
@@ -89,7 +89,7 @@ def _row(layer: str, ops: Sequence[str], decisions: Sequence[Decision], device: 
     found = [
         d
         for d in decisions
-        if d.op in ops and d.state in SERVES and d.arm.digest != d.baseline.digest and not d.workload.traits
+        if d.op in ops and d.state in SERVING and d.arm.digest != d.baseline.digest and not d.workload.traits
     ]
     return Row(
         file="mapping.json",

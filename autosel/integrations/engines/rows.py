@@ -21,7 +21,7 @@ from autosel.integrations.engines.experts import Experts
 from autosel.knobs.gpu.facts import GpuFacts, facts, power_of_two
 from autosel.knobs.gpu.gemm import TILE_ROW_BYTES
 from autosel.models.shape import ModelShape
-from autosel.values import DTYPE_BYTES, Decision, DTypeName, Fingerprint, Scalar, Workload
+from autosel.values import DTYPE_BYTES, SERVING, Decision, DTypeName, Fingerprint, Scalar, Workload
 
 Source = Literal["measured", "carried", "derived", "default"]
 SOURCES: tuple[Source, ...] = ("measured", "carried", "derived", "default")
@@ -31,7 +31,6 @@ WORDS: Mapping[Source, str] = {
     "derived": "derived by formula, not measured",
     "default": "the engine's own default",
 }
-SERVES = ("promoted", "kept", "pinned")
 # Rows of x: every decode batch whose bucket is its own, then the tops of the buckets up to a large prefill chunk.
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -81,7 +80,7 @@ class Target:
         return min(found, key=lambda d: (len(d.workload.traits), -d.id), default=None)
 
     def serving(self, op: str) -> list[Decision]:
-        return [d for d in self.decisions if d.op == op and d.state in SERVES]
+        return [d for d in self.decisions if d.op == op and d.state in SERVING]
 
 
 def _bare(w: Workload) -> str:
