@@ -6,7 +6,6 @@ import ipaddress
 import os
 import socket
 import stat
-import struct
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from autosel.client import MOST_PATH, short_name
 from autosel.errors import AutoselError, UsageError
 
 BACKLOG = 256
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 def unix_socket(path: Path) -> socket.socket:
@@ -90,9 +88,3 @@ def tcp_socket(address: str) -> tuple[socket.socket, int]:
             f"cannot listen on {address}", why=str(error), todo="another process has the port"
         ) from error
     return made, int(made.getsockname()[1])
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """(uid, pid) of the process at the other end of a Unix socket, from the kernel."""
-    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return uid, pid

@@ -169,6 +169,35 @@ def test_more_lines_than_allowed_are_turned_away_and_those_there_go_on(daemon: D
     assert cli(daemon.home, "status").returncode == 0
 
 
+HOLDING = """
+import encodings.idna, os, socket, sys
+os.setgid(65534)
+os.setuid(65534)
+lines = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(40)]
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's process takes root to start")
+def test_another_users_connections_to_the_port_leave_ours_free(daemon: Daemon) -> None:
+    port = daemon.url.rstrip("/").rpartition(":")[2]
+    command = [sys.executable, "-S", "-c", HOLDING, port]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        lines = []
+        for _ in range(20):
+            line = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30.0)
+            line.request("GET", "/v1/health")
+            answer = line.getresponse()
+            assert (answer.status, json.loads(answer.read())["status"]) == (200, "ok")
+            lines.append(line)
+        for line in lines:
+            line.close()
+        other.communicate("")
+
+
 # --- kill -9 ----------------------------------------------------------------------------------------------------------
 
 KILLS = 4  # a thousand: benchmarks/bench_daemon.py --full

@@ -17,7 +17,7 @@ pytest.importorskip("starlette")
 
 from autosel import models
 from autosel.candidates import registry
-from autosel.daemon import bind, charts, idle, jobs, shown, tuner, upkeep
+from autosel.daemon import bind, charts, idle, jobs, peers, shown, tuner, upkeep
 from autosel.daemon.events import BEHIND, Events
 from autosel.daemon.hub import Options
 from autosel.daemon.idle import Meter, Reading
@@ -386,6 +386,7 @@ def test_an_answer_is_sent_in_one_piece_and_before_its_line_is_closed() -> None:
         write=sent.append,
         close=lambda: sent.append("closed"),
         abort=lambda: sent.append("aborted"),
+        get_write_buffer_size=lambda: 0,
         **dict.fromkeys(("get_extra_info", "is_closing", "pause_reading", "resume_reading", "set_protocol"), print),
     )
     line = Whole(under, SimpleNamespace(call_soon=turns.append))  # type: ignore[arg-type]
@@ -591,7 +592,7 @@ def test_a_home_with_a_long_name_has_a_socket_too(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 120) / "run" / "daemon.sock"
     with bind.unix_socket(path) as listening, connect(path, 5.0) as line:
         other, _ = listening.accept()
-        assert bind.peer(other)[1] > 0
+        assert peers.of_unix(other)[1] > 0
         other.close()
         assert line.recv(1) == b""
 
