@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings as property_settings
 
-from tests import drawn
+from tests import drawn, homes  # noqa: F401  (homes: sets AUTOSEL_HOME)
 from tests.preforked import Nursery
 
 # No test judges by the clock; in CI the examples are the same each time.
@@ -20,8 +20,6 @@ property_settings.register_profile(
     "untimed", property_settings(), deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True
 )
 property_settings.load_profile("untimed")
-
-os.environ.setdefault("AUTOSEL_HOME", str(Path(__file__).resolve().parents[1] / ".autosel" / "tests"))
 
 if (
     signal.getsignal(signal.SIGINT) == signal.SIG_IGN

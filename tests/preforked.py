@@ -158,10 +158,14 @@ def be_guardian(guardian: Any, told: dict[str, Any], fds: Sequence[int], line: s
 
 
 def take_environment(given: Mapping[str, str]) -> None:
+    """Settle what an interpreter settles at its start: variables, the module path, sitecustomize."""
     os.environ.clear()
     os.environ.update(given)
-    sys.path[0:0] = [path for path in given["PYTHONPATH"].split(os.pathsep) if path not in sys.path[:1]]
+    sys.path[:0] = given["PYTHONPATH"].split(os.pathsep)
     tempfile.tempdir = None
+    sys.modules.pop("sitecustomize", None)
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("sitecustomize")
 
 
 def become_worker(_: str, argv: Sequence[str]) -> NoReturn:

@@ -32,6 +32,7 @@ from autosel.ledger.locks import write_lock
 from autosel.ledger.store import Ledger
 from autosel.native.compile import compile_source, find_compiler
 from autosel.values import Arm, Decision, Knobs, NativeRecipe, Passed, Workload, digest
+from tests.homes import furnish
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
@@ -84,28 +85,12 @@ RMS = Workload(op="rmsnorm", dims=(("M", 1), ("d", 512)), dtype="bf16", traits=(
 Said = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home in which this device has been fingerprinted, once for all tests."""
-    folder = tmp_path_factory.mktemp("measured")
-    done = subprocess.run(
-        [sys.executable, "-m", "autosel.cli.main", "fingerprint", "--json"],
-        cwd=ROOT,
-        env={**os.environ, "AUTOSEL_HOME": str(folder)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
 @pytest.fixture
-def home(tmp_path: Path, measured: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An own home and folder, with a tiny model and users' kernels in it."""
     for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
         monkeypatch.delenv(name)
-    shutil.copytree(measured, tmp_path / "home")
-    (tmp_path / "home").chmod(0o700)
+    furnish(tmp_path / "home")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "mykernels.py").write_text(KERNELS)
@@ -358,9 +343,9 @@ def test_a_compiler_that_is_none_costs_its_kernels_and_nothing_else(
     assert any("rates by numpy" in note for note in json.loads(out)["notes"])
     code, out, err = said("tune", "--model", "model", "--op", "rmsnorm", "--json")
     assert code == 0, err
-    assert [d["candidate"] for d in json.loads(out)["decisions"]] == ["torch:rmsnorm"]
-    code, out, _ = said("explain", "--failed", "--json")
-    refused = {(f["candidate"], f["stage"]): f["reason"] for f in json.loads(out)}
+    found = json.loads(out)
+    assert [d["candidate"] for d in found["decisions"]] == ["torch:rmsnorm"]
+    refused = {(r["candidate"], r["stage"]): r["reason"] for r in found["rejected"]}
     assert "is no compiler" in refused["cpp:rmsnorm", "build"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -114,29 +113,6 @@ def test_a_library_that_can_be_called_is_accepted(home: Path) -> None:
 def test_what_keeps_an_installed_library_out_is_said(home: Path, change: dict[str, object], reason: str) -> None:
     kernel = LibraryKernel("rmsnorm", "liger:rmsnorm", replace(HERE, **change), backend="LIGER")  # type: ignore[arg-type]
     assert reason in why_not(kernel, known.load("h200"))
-
-
-def test_an_import_that_takes_its_process_along_is_an_answer(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home / "kills_itself.py").write_text("import os\nos.abort()\n")
-    monkeypatch.setenv("PYTHONPATH", str(home), prepend=os.pathsep)
-    said = base.unimportable(replace(HERE, module="kills_itself", needs=()), "1")
-    assert said == "torch cannot be imported: its process ended: SIGABRT"
-
-
-def test_an_import_without_end_is_cut_at_its_deadline(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home / "never_ends.py").write_text("while True: pass\n")
-    monkeypatch.setenv("PYTHONPATH", str(home), prepend=os.pathsep)
-    said = base.unimportable(replace(HERE, module="never_ends", needs=()), "1", deadline_s=0.5)
-    assert "took longer than" in said
-
-
-def test_a_version_is_probed_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer is kept: another process does not start a third."""
-    gone = replace(HERE, module="no_such_module")
-    first = base.unimportable(gone, "1")
-    probe.forget()
-    monkeypatch.setattr(probe, "_tried", None)
-    assert base.unimportable(gone, "1") == first
 
 
 def test_what_was_nobodys_fault_is_not_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

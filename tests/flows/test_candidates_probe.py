@@ -1,4 +1,4 @@
-"""SDPA's kernels and torch.compile are tried in a child with a deadline: whatever happens there is an answer here."""
+"""Libraries, SDPA's kernels and torch.compile are tried in a child with a deadline: whatever happens is an answer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import torch
 
 from autosel import settings
 from autosel.candidates import inductor, probe
-from autosel.candidates.libraries import sdpa
+from autosel.candidates.libraries import base, sdpa
+from autosel.candidates.libraries.base import Library
 from autosel.fingerprint import known
 from autosel.native.compile import find_compiler
 from autosel.ops import OPS
 from autosel.values import Accepted, Rejected
+from tests.homes import shared
+
+pytestmark = pytest.mark.usefixtures("preforked")
 
 CPU = replace(known.load("h200"), kind="cpu", identity={"cpus": 2})
 ATTN = OPS["attn"].workload("bf16", {"B": 1, "Hq": 8, "Hkv": 8, "S": 1, "D": 64, "L": 512})
@@ -44,27 +48,12 @@ def planted(folder: Path, monkeypatch: pytest.MonkeyPatch, what: str, body: str)
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("what", WHAT)
 def test_what_goes_wrong_in_the_child_is_a_reason_here(
-    what: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body, reason = HOW[how]
-    planted(tmp_path, monkeypatch, what, body)
-    asked = (SDPA, "flash", "cpu", "") if what == "sdpa" else (COMPILED, "cpu", "")
-    assert reason in probe.fault(*asked, deadline_s=2.0 if how == "hangs" else 60.0)
-
-
-def test_what_fails_where_torch_cannot_be_imported_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "torch").mkdir()
-    broken = tmp_path / "torch" / "__init__.py"
-    broken.write_text('raise ImportError("libtorch.so: cannot open shared object file")')
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    assert "libtorch.so" in probe.fault(SDPA, "flash", "cpu", "")
-    broken.unlink()
-    broken.parent.rename(tmp_path / "mended")
-    assert probe.fault(SDPA, "flash", "cpu", "") == ""
+    planted(tmp_path, monkeypatch, "sdpa", body)
+    assert reason in probe.fault(SDPA, "flash", "cpu", "", deadline_s=2.0 if how == "hangs" else 60.0)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +85,40 @@ def test_a_kernel_for_a_device_that_is_not_there_is_rejected() -> None:
     assert isinstance(found, Rejected) and "no GPU of compute capability 9.0" in found.reason
 
 
+# PyTorch's own package stands in for a library: it is installed, and has a version.
+TORCH = Library(distribution="torch", module="json", least_version=(1, 0), needs=("dumps",))
+
+
+def test_an_import_that_takes_its_process_along_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kills_itself.py").write_text("import os\nos.abort()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    said = base.unimportable(replace(TORCH, module="kills_itself", needs=()), "1")
+    assert said == "torch cannot be imported: its process ended: SIGABRT"
+
+
+def test_an_import_without_end_is_cut_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "never_ends.py").write_text("while True: pass\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    said = base.unimportable(replace(TORCH, module="never_ends", needs=()), "1", deadline_s=0.5)
+    assert "took longer than" in said
+
+
+def test_a_version_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is kept: another process does not start a third."""
+    gone = replace(TORCH, module="no_such_module")
+    first = base.unimportable(gone, "1")
+    probe.forget()
+    monkeypatch.setattr(probe, "_tried", None)
+    assert base.unimportable(gone, "1") == first
+
+
 def test_torch_compile_is_accepted_where_it_works_and_rejected_where_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if find_compiler() is None:
         pytest.skip("no C++ compiler")
+    (tmp_path / "home" / "cache").mkdir(parents=True)
+    (tmp_path / "home" / "cache" / "inductor").symlink_to(shared("cache", "inductor"))
     norm = next(c for c in inductor.INDUCTOR if c.op == "rmsnorm")
     assert norm.supports(NORM, CPU) == Accepted()
     planted(tmp_path, monkeypatch, "compile", HOW["raises"][0])

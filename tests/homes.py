@@ -1,0 +1,43 @@
+"""The home that tests share, and homes of a test's own that begin with what this one has.
+
+Compiled kernels lie under digests of all that they are made from, rates under the device's, and answers of libraries
+under their versions: what another test has left there is what a test would make itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+SHARED = Path(os.environ.setdefault("AUTOSEL_HOME", str(Path(__file__).resolve().parents[1] / ".autosel" / "tests")))
+
+
+def furnish(home: Path) -> Path:
+    """Make a home without a ledger, for which this device has been measured and whose builds are the shared ones."""
+    home.mkdir(mode=0o700, parents=True)
+    for name in ("native", "cache"):
+        (home / name).symlink_to(shared(name))
+    measure()
+    shutil.copytree(SHARED / "fingerprint", home / "fingerprint")
+    return home
+
+
+def shared(*names: str) -> Path:
+    """A folder of the shared home."""
+    folder = SHARED.joinpath(*names)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def measure() -> None:
+    """Measure this device in the shared home, if nobody has yet."""
+    import pytest
+
+    from autosel import fingerprint, settings
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOSEL_HOME", str(SHARED))
+        settings.read.cache_clear()
+        fingerprint.take("cpu")
+    settings.read.cache_clear()

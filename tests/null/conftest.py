@@ -1,0 +1,34 @@
+"""This tier starts no compiler to find out what works here: tests/flows/test_candidates_probe.py is about that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ways_of_pytorch_are_tried_in_this_process() -> Iterator[None]:
+    """torch.compile works on the CPU; other calls are made here, without a worker. No answer is kept."""
+    from autosel.candidates import probe
+
+    @cache
+    def answer(target: str, *arguments: Any) -> str:
+        module, _, name = target.partition(":")
+        if module == "autosel.candidates.inductor" and arguments[0] == "cpu":
+            return ""
+        try:
+            getattr(import_module(module), name)(*arguments)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"[:200]
+        return ""
+
+    def tried(target: str, arguments: Sequence[Any], _: float) -> tuple[str, bool]:
+        return answer(target, *(tuple(a) if isinstance(a, list) else a for a in arguments)), False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "_tried", tried)
+        yield
