@@ -14,7 +14,7 @@ from typing import Any
 
 from autosel.certify.certificate import Certificate, OpFigures
 from autosel.certify.derive import made_tokens
-from autosel.decode.run import Plan
+from autosel.decode.run import LARGEST, Plan
 from autosel.errors import AutoselError
 from autosel.models import PRESETS
 from autosel.models.cost import bytes_per_step, cache_bytes, flops_per_step, products_per_token
@@ -43,6 +43,8 @@ def plan_of(made: Certificate) -> Plan:
         raise Unlike(f"layers: {made.layers.of}; {model.name} has {model.layers}")
     if o.get("speculate") and (made.shape.batch > 1 or o.get("advance") is not True):
         raise Unlike("options: speculation with a batch or at a fixed context")
+    if not 1 <= made.tokens_per_step <= 1 + LARGEST["speculate"]:
+        raise Unlike(f"tokens_per_step: {made.tokens_per_step!r:.20}")
     page = o.get("page", 0)
     try:
         plan = Plan(

@@ -21,7 +21,7 @@ from typing import Any
 from autosel.certify import device, model, sign
 from autosel.certify.audit import FUSED_OPS, INSTEAD
 from autosel.certify.certificate import MOST_STEPS, SINCE, Certificate, decode, is_checksum, model_name
-from autosel.certify.derive import derive, lossy, physics, saved
+from autosel.certify.derive import NS_PER_MS, derive, lossy, physics, saved
 from autosel.certify.store import BadCertificate, lines
 from autosel.decode.run import Quality
 from autosel.errors import AutoselError
@@ -146,8 +146,8 @@ def _shapeless(made: Certificate) -> str:
         return "read_probes: none, or a rate that is not above 0"
     if made.read_bytes_per_s < max(made.read_probes):
         return "read_bytes_per_s: below a probe of its own run"
-    if any(ms is not None and not ms > 0 for ms in (made.ttft_ms, made.baseline_ttft_ms)):
-        return "ttft_ms, baseline_ttft_ms: a time that is not above 0"
+    if any(ms is not None and not ms * NS_PER_MS >= 1 for ms in (made.ttft_ms, made.baseline_ttft_ms)):
+        return "ttft_ms, baseline_ttft_ms: a time below 1 ns"
     if made.cost.price_per_hour is not None and not made.cost.price_per_hour > 0:
         return "cost: a price that is not above 0"
     if not 1 <= made.layers.run <= made.layers.of:

@@ -115,6 +115,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "a page that is none": ({"options": {**HONEST.options, "page": "x"}}, "options: no run is asked for so"),
     "a prompt in no time": ({"ttft_ms": 1.0}, "latency_ms: the prompt would read"),
     "no time at all": ({"ttft_ms": 0.0}, "ttft_ms"),
+    "a time whose seconds are none": ({"ttft_ms": 5e-324}, "ttft_ms"),
     "calls that were not made": (op("gate_up", calls=8, served={"cpp:gate_up": 24}), "per_op: its calls multiply"),
     "a layer that does not attend": (op("attn", calls=15, served={"cpp:attn": 45}), "per_op: 15 calls of attention"),
     "an op by another name": (op("attn", op="rope"), "per_op: 'attn' runs 'rope'"),
@@ -135,6 +136,13 @@ def test_a_field_that_does_not_follow_is_named(lie: str) -> None:
     fields, why = LIES[lie]
     found = wrong(rewritten(**fields))
     assert found.startswith(why), found
+
+
+@pytest.mark.parametrize("many", [1e308, 0.5, 66.0])
+def test_a_number_of_tokens_that_no_step_gives_is_refused_in_an_earlier_version_too(many: float) -> None:
+    """Before version 6 nothing says how many each step gave."""
+    found = wrong(dataclasses.replace(HONEST, version=5, tokens_per_step=many))
+    assert found.startswith("tokens_per_step: "), found
 
 
 def test_packed_weights_are_read_by_a_team_alone() -> None:
