@@ -1,4 +1,6 @@
-"""The main job end to end on this machine: one real tune of a tiny model, then everything a user does with it."""
+"""The main job end to end on this machine: one real tune of a tiny model, then everything a user does with it.
+
+Tunes killed at any moment are in test_durability.py, and in tests/soak with nothing replaced."""
 
 from __future__ import annotations
 
@@ -8,14 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autosel import settings
-from autosel.cli.main import run
+from tests import verbs
+from tests.homes import furnish
+
+pytestmark = pytest.mark.usefixtures("preforked")
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,16 +40,11 @@ OPS = ("--op", "rmsnorm", "--op", "attn")
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("home")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = furnish(tmp_path_factory.mktemp("tuned") / "home")
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
-    patch = pytest.MonkeyPatch()
-    patch.setenv("AUTOSEL_HOME", str(folder))
-    settings.read.cache_clear()
-    yield folder
-    patch.undo()
-    settings.read.cache_clear()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +53,9 @@ def tuned(home: Path) -> dict[str, Any]:
     return verb(home, "tune", "--model", str(home / "model"), "--seq", "200", *OPS, "--json")
 
 
-def verb(home: Path, *arguments: str, code: int = 0) -> Any:
-    """Run a verb in a process of its own, as a user would; its JSON."""
-    done = subprocess.run(
-        [sys.executable, "-m", "autosel.cli.main", *arguments],
-        env={**os.environ, "AUTOSEL_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    allowed = (code, 5) if arguments[0] == "tune" else (code,)  # 5: this machine was too noisy to decide all
-    assert done.returncode in allowed, done.stderr
-    return json.loads(done.stdout) if "--json" in arguments else done.stdout + done.stderr
+def verb(home: Path, *arguments: str) -> Any:
+    too_noisy = (5,) if arguments[0] == "tune" else ()
+    return verbs.verb(*arguments, home=home, codes=(0, *too_noisy))
 
 
 def test_tune_decides_every_workload_with_its_evidence(tuned: dict[str, Any]) -> None:
@@ -165,57 +154,24 @@ def test_a_reproduction_script_needs_only_torch(home: Path, tuned: dict[str, Any
     )[0].replace("autosel-repro", "")
 
 
-def test_a_killed_tune_loses_nothing_acknowledged_and_continues(home: Path, tmp_path: Path) -> None:
-    model, own = str(home / "model"), tmp_path / "killed"
-    ops = ("--op", "rmsnorm", "--op", "rope")
-    command = [sys.executable, "-m", "autosel.cli.main", "tune", "--model", model, "--seq", "128", *ops]
-    child = subprocess.Popen(
-        command, env={**os.environ, "AUTOSEL_HOME": str(own)}, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert child.stderr is not None
-    for line in child.stderr:  # until the first decision has been acknowledged
-        if ": promoted" in line or ": kept" in line:
-            break
-    os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-    child.stderr.close()
-    before = verb(own, "history", "--json")
-    assert before
-    finished = verb(own, "tune", "--model", model, "--seq", "128", *ops, "--json")
-    kept = {d["decision_id"] for d in before if d["outcome"] != "undecided"}
-    assert kept <= {d["decision_id"] for d in finished["decisions"]}
-    assert finished["measured"] <= len(finished["decisions"]) - len(kept)
-
-
 def test_two_tuners_of_one_device_the_second_is_told_who_holds_it(
-    home: Path, capsys: pytest.CaptureFixture[str]
+    home: Path,
 ) -> None:
     from autosel.cli.device import identity
     from autosel.ledger.store import open_ledger
 
-    settings.read.cache_clear()
-    with open_ledger() as ledger, ledger.lock(identity("cpu").hw_id):
-        assert run(["tune", "--model", str(home / "model"), "--op", "rmsnorm"]) == 1
-    assert "in use by another process" in capsys.readouterr().err
+    with open_ledger(home=home) as ledger, ledger.lock(identity("cpu").hw_id):
+        said = verbs.verb("tune", "--model", str(home / "model"), "--op", "rmsnorm", home=home, codes=(1,))
+    assert "in use by another process" in said
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_tune_says_what_was_kept_and_how_to_go_on(home: Path, tmp_path: Path, sent: signal.Signals) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "autosel.cli.main",
-        "tune",
-        "--model",
-        str(home / "model"),
-        "--op",
-        "attn",
-        "--seq",
-        "128",
-    ]
+    """A process of its own, with real workers."""
+    words = ["tune", "--model", str(home / "model"), "--op", "rmsnorm"]
     child = subprocess.Popen(
-        command,
-        env={**os.environ, "AUTOSEL_HOME": str(tmp_path / "interrupted")},
+        [sys.executable, "-m", "autosel.cli.main", *words],
+        env={**os.environ, "AUTOSEL_HOME": str(furnish(tmp_path / "stopped"))},
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
