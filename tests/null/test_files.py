@@ -204,6 +204,7 @@ OTHERS = {
     "cli/repro.py",
     "daemon/idle.py",
     "daemon/pages.py",
+    "daemon/peers.py",
     "daemon/shown.py",
     "decode/device.py",
     "decode/power.py",
