@@ -34,7 +34,7 @@ def decision_json(decision: Decision) -> dict[str, Any]:
         "roofline": standing.roofline if standing else None,
         "read_bytes_per_s": standing.read_bytes_per_s if standing else None,
         "outcome": standing.outcome if standing else None,
-        "reason": decision.told,
+        "reason": decision.reason,
         "stale": decision.stale,
         "knobs": dict(decision.arm.knobs),
         "created_at": decision.created_at,

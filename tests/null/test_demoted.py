@@ -72,7 +72,7 @@ def test_the_verbs_show_it_as_demoted(decisions: tuple[Decision, Decision], said
     assert "demoted" in table and f"decision {demoted.id}, demoted: {REASON}; the baseline runs instead" in table
     assert not [n for n in numbers(promoted) if n in table]
     found = json.loads(said("best", ATTN.op, "--json"))
-    assert (found["state"], found["recorded"], found["reason"]) == ("baseline", "demoted", f"demoted: {REASON}")
+    assert (found["state"], found["recorded"], found["reason"]) == ("baseline", "demoted", REASON)
     assert [found[n] for n in ("speedup", "next_best", "roofline", "outcome")] == [None] * 4
     explained = said("explain", ATTN.op)
     assert f"demoted: {REASON}" in explained and f"history raced before: {CPP.candidate}" in explained
