@@ -576,19 +576,19 @@ def as_nobody(home: Path, *arguments: str) -> tuple[int, str, str]:
         return code, out.read(), err.read()
 
 
-def test_a_home_that_is_a_file_is_said_so_by_every_verb_that_needs_it(
-    home: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = home.parent / "file"
+def test_a_home_that_is_a_file_is_said_so_by_every_verb_that_needs_it(tmp_path: Path) -> None:
+    """In processes of their own: what this one has read of another home is remembered."""
+    file = tmp_path / "file"
     file.touch()
-    use(monkeypatch, AUTOSEL_HOME=str(file))
-    verbs = ["history", "best rmsnorm", "tune --model model --op rmsnorm", "fingerprint", "serve", "status", "db info"]
+    env = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")} | {"AUTOSEL_HOME": str(file)}
+    verbs = ["history", "best rmsnorm", "tune --model llama-1b --op rmsnorm", "fingerprint", "serve", "status", "db info"]
     for verb in verbs:
-        code, _, err = said(*verb.split())
-        assert code == 2, err
-        assert err.splitlines()[0] == f"error: AUTOSEL_HOME = '{file}'"
-        assert f"{file} is a file," in err
-        assert "set AUTOSEL_HOME to a folder" in err
+        command = [sys.executable, "-m", "autosel", *verb.split()]
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2, (verb, done.stderr)
+        assert done.stderr.splitlines()[0] == f"error: AUTOSEL_HOME = '{file}'"
+        assert f"{file} is a file," in done.stderr
+        assert "set AUTOSEL_HOME to a folder" in done.stderr
 
 
 @pytest.mark.parametrize(
