@@ -581,7 +581,15 @@ def test_a_home_that_is_a_file_is_said_so_by_every_verb_that_needs_it(tmp_path: 
     file = tmp_path / "file"
     file.touch()
     env = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")} | {"AUTOSEL_HOME": str(file)}
-    verbs = ["history", "best rmsnorm", "tune --model llama-1b --op rmsnorm", "fingerprint", "serve", "status", "db info"]
+    verbs = [
+        "history",
+        "best rmsnorm",
+        "tune --model llama-1b --op rmsnorm",
+        "fingerprint",
+        "serve",
+        "status",
+        "db info",
+    ]
     for verb in verbs:
         command = [sys.executable, "-m", "autosel", *verb.split()]
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
