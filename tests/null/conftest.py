@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")  # other tiers run in the same process
 def _ways_of_pytorch_are_tried_in_this_process() -> Iterator[None]:
     """torch.compile works on the CPU; other calls are made here, without a worker. No answer is kept."""
     from autosel.candidates import probe
