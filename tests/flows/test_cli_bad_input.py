@@ -594,7 +594,7 @@ def test_a_home_that_is_a_file_is_said_so_by_every_verb_that_needs_it(tmp_path: 
         command = [sys.executable, "-m", "autosel", *verb.split()]
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 2, (verb, done.stderr)
-        assert done.stderr.splitlines()[0] == f"error: AUTOSEL_HOME = '{file}'"
+        assert done.stderr.startswith("error: AUTOSEL_HOME = '")
         assert f"{file} is a file," in " ".join(done.stderr.split())  # a long path is wrapped
         assert "set AUTOSEL_HOME to a folder" in done.stderr
 
