@@ -1,7 +1,7 @@
 """One tree of errors. Each says what happened, the values seen, and what to do next.
 
-An error knows its exit code (1 failure, 2 usage, 3 regression, 4 parity, 5 too noisy, 6 environment), so that the CLI
-never has to guess. Raise these for the caller's mistakes; `assert` is for ours.
+An error knows its exit code (1 failure, 2 usage, 3 a comparison came out worse, 4 parity, 5 too noisy, 6 environment),
+so that the CLI never has to guess. Raise these for the caller's mistakes; `assert` is for ours.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class AutoselError(Exception):
 
 
 class UsageError(AutoselError):
+    """Something was asked for that cannot be: options that exclude each other, a workload that nothing can run, a
+    package that is not installed."""
+
     exit_code = 2
 
 
@@ -96,10 +99,14 @@ class EnvironmentFault(AutoselError):
 
 
 class ParityError(AutoselError):
+    """A result is wrong: a candidate's in its proof or its race, or the tokens or logits of a run."""
+
     exit_code = 4
 
 
 class TooNoisy(AutoselError):
+    """Nothing was decided: the machine is too noisy, or the budget ended. What was decided before is kept."""
+
     exit_code = 5
 
 
@@ -107,8 +114,9 @@ class TooNoisy(AutoselError):
 
 
 class LedgerError(AutoselError):
-    """The database is locked, read-only, corrupt, full, or from another version. Nothing stored was changed."""
+    """The ledger or its snapshot cannot be used: locked, read-only, corrupt, full, of another version. A transaction
+    that failed changed nothing."""
 
 
 class ForeignDecision(AutoselError):
-    """A decision measured on another device or under other library versions was asked to serve here."""
+    """A frozen lock file cannot be kept here: its decisions are of another device or other libraries, or it is gone."""

@@ -15,6 +15,8 @@ formulas are shown for the devices in fingerprints/ and for one example CPU. Run
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
 import inspect
 import json
 import os
@@ -208,17 +210,33 @@ def passed_names() -> str:
 
 
 def errors_table() -> str:
-    from autosel import errors
-
-    classes = [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, errors.AutoselError)]
-    rows = [
-        (code(c.__name__), c.exit_code, code(c.__mro__[1].__name__), " ".join(_own_words(c).split())) for c in classes
-    ]
-    return table(("error", "exit code", "kind of", "means"), rows)
+    """Every error of the package: those of `autosel.errors`, then those that other modules make of them."""
+    rows = [(code(e.name), e.module, e.exit_code, code(e.base), e.words) for e in error_classes()]
+    return table(("error", "in", "exit code", "kind of", "means"), rows)
 
 
-def _own_words(kind: type) -> str:
-    return kind.__doc__ or "" if "__doc__" in vars(kind) else ""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorClass:
+    name: str
+    module: str
+    base: str
+    exit_code: int
+    words: str
+
+
+def error_classes() -> Iterator[ErrorClass]:
+    """Read from the sources, those of `errors.py` first: some modules need packages that are not installed here."""
+    package, codes = ROOT / "autosel", {"Exception": 1}
+    for path in sorted(package.rglob("*.py"), key=lambda p: (p != package / "errors.py", p)):
+        for node in ast.parse(path.read_text()).body:
+            base = ast.unparse(node.bases[0]) if isinstance(node, ast.ClassDef) and node.bases else ""
+            if base not in codes or node.name.startswith("_") or (base == "Exception" and node.name != "AutoselError"):
+                continue
+            own = [ast.literal_eval(n.value) for n in node.body if ast.unparse(n).startswith("exit_code = ")]
+            codes[node.name] = [codes[base], *own][-1]
+            module = code(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."))
+            words = " ".join((ast.get_docstring(node) or "").split())
+            yield ErrorClass(name=node.name, module=module, base=base, exit_code=codes[node.name], words=words)
 
 
 # --- architecture ----------------------------------------------------------------------------------------------------
@@ -244,8 +262,6 @@ def _layers() -> list[list[str]]:
 
 def _promise(file: Path) -> str:
     """The first paragraph of a module's docstring."""
-    import ast
-
     words = ast.get_docstring(ast.parse(file.read_text())) or ""
     if not words and file.name == "__init__.py":  # a package without words of its own: what is in it
         return ", ".join(code(p.stem) for p in sorted(file.parent.glob("*.py")) if p.stem != "__init__")
@@ -346,8 +362,6 @@ def guard() -> str:
 
 def _whole(file: Path) -> str:
     """A module's docstring under its name."""
-    import ast
-
     words = ast.get_docstring(ast.parse(file.read_text())) if file.is_file() else ""
     return f"### guard/{file.name}\n\n{words}" if words else ""
 

@@ -42,6 +42,8 @@ SAME_REFERENCE = 1e-3  # nats a token: the reference is fp32, and other threads 
 
 
 class NotReproduced(AutoselError):
+    """A certified figure, or the score of its text, did not come out again."""
+
     exit_code = 3
 
 

@@ -26,6 +26,8 @@ FORM = re.compile(r"(\w+)\s*(<=|>=|<|>)\s*(\d+(?:\.\d+)?)\s*(us|ms|s|tok/s)?")
 
 
 class MissedObjective(AutoselError):
+    """A run missed an objective that `--slo` set."""
+
     exit_code = 3
 
 

@@ -1,7 +1,8 @@
 """The command line: verbs load on first use, errors speak in three lines, exit codes mean something.
 
 Results go to stdout (`--json`: one JSON document, also of an error), progress and logs to stderr. 0 ok, 1 failure,
-2 usage, 3 regression, 4 parity failure, 5 too noisy to decide, 6 broken environment, 130 stopped by Ctrl-C or SIGTERM.
+2 usage, 3 a comparison came out worse, 4 parity failure, 5 too noisy to decide, 6 broken environment, 130 stopped by
+Ctrl-C or SIGTERM (docs/errors.md).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ async def trickled(line: Line, first: bytes, more: bytes) -> bytes:
             while not receiving.done():
                 with suppress(ConnectionError):
                     await loop.sock_sendall(theirs, more)
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0)
             await receiving
     return bytes(found)
 
@@ -54,7 +54,7 @@ async def trickled(line: Line, first: bytes, more: bytes) -> bytes:
 def test_headers_that_trickle_in_are_refused_when_their_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "HEAD_S", 0.2)
+    monkeypatch.setattr(protocol, "HEAD_S", 0.05)
 
     async def story(line: Line) -> None:
         assert await trickled(line, GET + b"X: ", b"x") == protocol._LATE
@@ -72,7 +72,7 @@ def test_a_connection_over_which_nothing_comes_is_closed(tmp_path: Path, monkeyp
 
 
 def test_empty_lines_keep_no_connection_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEAD_S", 0.2)
+    monkeypatch.setattr(protocol, "HEAD_S", 0.05)
 
     async def story(line: Line) -> None:
         found = await trickled(line, GET + b"\r\n", b"\r\n")
@@ -82,7 +82,7 @@ def test_empty_lines_keep_no_connection_open(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_body_that_nobody_reads_keeps_none_open_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "READ_S", 0.2)
+    monkeypatch.setattr(protocol, "READ_S", 0.05)
     monkeypatch.setattr(protocol, "SPARE_S", 0.0)
 
     async def story(line: Line) -> None:
@@ -137,7 +137,7 @@ def test_a_peer_that_takes_nothing_of_its_answer_loses_its_connection(
         line.send(b"GET /static/plotly.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(PATIENCE_S):
             while line.state.connections:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
 
     over(tmp_path, story)
 

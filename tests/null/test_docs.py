@@ -211,11 +211,68 @@ def test_every_variable_the_documentation_names_is_one_that_is_read():
         assert set(re.findall(r"\bAUTOSEL_[A-Z]+\b", prose(page))) <= known, page
 
 
-def test_every_exit_code_of_an_error_is_explained():
-    kinds = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.AutoselError)]
-    text = (ROOT / "docs" / "errors.md").read_text()
-    for code in {c.exit_code for c in kinds}:
-        assert f"\n| {code} | " in text
+def exit_rows():
+    """Exit code -> the rows about it: (what it means, who returns it)."""
+    found, code = {}, ""
+    for line in (ROOT / "docs" / "errors.md").read_text().split("<!-- generated")[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and (cells[0].isdigit() or (not cells[0] and code)):
+            code = cells[0] or code
+            found.setdefault(int(code), []).append(cells[1:])
+    return found
+
+
+def test_every_exit_code_of_an_error_is_explained_and_none_besides(generate):
+    kinds = list(generate.error_classes())
+    assert {"NotReproduced", "MissedObjective", "EnvironmentFault"} <= {kind.name for kind in kinds}
+    assert {kind.exit_code for kind in kinds} | {0} == set(exit_rows())
+    for rows in exit_rows().values():
+        assert all(who and "no verb" not in who for _, who in rows)
+
+
+def test_every_error_says_what_it_means(generate):
+    assert [kind.name for kind in generate.error_classes() if not kind.words] == []
+
+
+def test_the_errors_read_from_the_sources_are_those_of_python(generate):
+    for kind in generate.error_classes():
+        if kind.module == "`autosel.errors`":
+            real = getattr(errors, kind.name)
+            assert (real.exit_code, real.__mro__[1].__name__) == (kind.exit_code, kind.base)
+
+
+def test_exit_codes_that_a_verb_tells_of_are_its_own_in_the_documentation():
+    context, told = click.Context(cli, info_name="autosel"), {}
+    for verb in VERBS:
+        command = cli.get_command(context, verb)
+        texts = [command.help or "", *(getattr(p, "help", "") or "" for p in command.params)]
+        for tail in re.findall(r"[Ee]xit codes?:? (.*?)(?:\n\n|$)", "\0".join(texts).replace("\0", "\n\n"), re.DOTALL):
+            told.setdefault(verb, set()).update(map(int, re.findall(r"(?:^|[.,] |\n)([1-6])(?=[ :.]|$)", tail)))
+    assert {verb: told[verb] for verb in ("run", "race", "verify", "status")} == {
+        "run": {3, 4},
+        "race": {2, 4, 5},
+        "verify": {3, 5},
+        "status": {1},
+    }
+    for verb, codes in told.items():
+        for code in codes:
+            assert any(f"`{verb}" in who or who == "every verb" for _, who in exit_rows()[code]), (verb, code)
+
+
+OBJECTS = {"candidate": "candidates.base.Candidate", "ledger": "ledger.store.Ledger", "registry": "candidates.registry"}
+
+
+def test_every_function_of_the_walk_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## The walk")[2].partition("## The house")[0]
+    names = re.findall(r"^\|[^|`]+\| `([\w.]+)", text, re.MULTILINE)
+    assert len(names) > 9
+    for name in names:
+        first, _, rest = name.removeprefix("autosel.").partition(".")
+        found = importlib.import_module("autosel")
+        for part in filter(None, f"{OBJECTS.get(first, first)}.{rest}".split(".")):
+            if not hasattr(found, part):
+                importlib.import_module(f"{found.__name__}.{part}")
+            found = getattr(found, part)
 
 
 SAID = (
