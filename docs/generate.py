@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
 import inspect
 import json
 import os
@@ -30,7 +29,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -215,8 +214,7 @@ def errors_table() -> str:
     return table(("error", "in", "exit code", "kind of", "means"), rows)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorClass:
+class ErrorClass(NamedTuple):
     name: str
     module: str
     base: str
