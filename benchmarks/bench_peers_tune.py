@@ -287,7 +287,7 @@ def planted(found: dict[str, Any], options: argparse.Namespace, end: float) -> N
     from autosel.parity.check import Prover, Terms
     from autosel.values import Failed
     from tests.cpu.planting import RMSNORM, proof
-    from tests.cpu.test_plants import KERNELS, RIGHT
+    from tests.cpu.test_parity_check_plants import KERNELS, RIGHT
 
     wrong = sorted({k.proof.digest for k in KERNELS if k.proof.digest.startswith("native_")})
     right = sorted({p.digest for p in RIGHT if p.digest.startswith("native_")})

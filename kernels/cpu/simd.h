@@ -175,7 +175,7 @@ static inline float max(vreg v) {
 #endif
 }
 
-// exp(x) = 2^n * e^f, |f| <= ln2 / 2: relative error below 2^-23 (tests/cpu/test_kernels_rows.py looks at a million
+// exp(x) = 2^n * e^f, |f| <= ln2 / 2: relative error below 2^-23 (tests/cpu/test_candidates_cpp_rows.py looks at a million
 // arguments). Below -87.33, where the result would be subnormal, it gives 0; above 88.72 infinity; NaN stays NaN.
 static inline vreg exp(vreg x) {
   const vreg lo = splat(-87.33f);

@@ -1,4 +1,4 @@
-// A program around kernels/cpu/team.h; `test_team.py` builds it with and without OpenMP and reads what it prints.
+// A program around kernels/cpu/team.h; `test_kernels_cpu_team.py` builds it with and without OpenMP and reads what it prints.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -1,4 +1,4 @@
-"""Proofs of real candidates, deadlines, and one case alone. The planted kernels are in test_plants.py."""
+"""Proofs of real candidates, deadlines, and one case alone. The planted kernels are in test_parity_check_plants.py."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The long form of tests/null/test_error_rates.py: at least 4,000 races a cell, where the limits are tight."""
+"""The long form of tests/null/test_race_judge_error_rates.py: at least 4,000 races a cell, with tight limits."""
 
 from __future__ import annotations
 

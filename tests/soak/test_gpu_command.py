@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autosel.ops import OPS
-from tests.flows.test_gpu_command import CONFIG, STAGES, command
+from tests.flows.test_benchmarks_gpu import CONFIG, STAGES, command
 
 LIMIT_S = 5400.0
 FUSED = {"norm_qkv", "gate_up"}

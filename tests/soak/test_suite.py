@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from autosel.certify import compare, suite
-from tests.cpu.test_passes import FAMILIES
-from tests.flows.test_run import CONFIG, verb
+from tests.cpu.test_decode_passes import FAMILIES
+from tests.flows.test_cli_run import CONFIG, verb
 
 
 def test_a_full_suite_runs_to_its_end_and_every_row_of_it_verifies(

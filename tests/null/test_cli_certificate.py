@@ -31,7 +31,7 @@ from autosel.decode.run import DecodeRun, Plan
 from autosel.errors import AutoselError, BadConfig, ParityError, UsageError
 from autosel.values import to_json
 from tests.null.certificates import DRAFTED, GROUNDS, certificate, decode_run, fingerprint
-from tests.null.test_run_refusals import CONFIG
+from tests.null.test_cli_run_refusals import CONFIG
 
 pytestmark = pytest.mark.usefixtures("home")
 

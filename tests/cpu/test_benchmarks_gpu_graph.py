@@ -23,7 +23,7 @@ from benchmarks.gpu.entrants import Entry, entrant
 from benchmarks.gpu.graph import replayed, whole_step
 from benchmarks.gpu.instrument import Timer
 from benchmarks.gpu.scope import scope_of
-from tests.flows.test_gpu_command import CONFIG
+from tests.flows.test_benchmarks_gpu import CONFIG
 
 Arguments = tuple[Any, ...]
 

@@ -28,7 +28,7 @@ from autosel.decode.weights import load_weights
 from autosel.ledger.store import Ledger, open_ledger
 from autosel.models.cost import bytes_per_step
 from autosel.values import Passed, Rejected
-from tests.cpu.test_decode_oracle import compiled, one_thread
+from tests.cpu.test_decode import compiled, one_thread
 
 __all__ = ["compiled", "one_thread"]  # fixtures
 

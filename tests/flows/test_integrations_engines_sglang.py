@@ -9,7 +9,7 @@ import pytest
 
 from autosel.integrations.engines import ask, sglang
 from tests import engines
-from tests.flows.test_engines_vllm import FP8, checkpoint, target
+from tests.flows.test_integrations_engines_vllm import FP8, checkpoint, target
 
 pytestmark = pytest.mark.skipif(bool(engines.missing("sglang")), reason=engines.missing("sglang"))
 

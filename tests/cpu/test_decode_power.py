@@ -9,7 +9,7 @@ import pytest
 from autosel.decode import measure as measuring
 from autosel.decode.arms import Written
 from autosel.decode.power import BoardMeter, meter
-from tests.flows.test_verdict import Said, folder, ran
+from tests.flows.test_decode_verdict import Said, folder, ran
 
 __all__ = ["folder"]  # the fixture
 MOST = 262_143_328_850

@@ -14,7 +14,7 @@ import torch
 import autosel
 from autosel import dispatch
 from autosel.integrations.transformers import PROVEN_ON, _attend
-from tests.flows.test_transformers import FAMILIES, HEAD, HKV, HQ, SIZES, llama, logits, made, tokens
+from tests.flows.test_integrations_transformers import FAMILIES, HEAD, HKV, HQ, SIZES, llama, logits, made, tokens
 
 transformers = pytest.importorskip("transformers", reason="needs the `hf` extra")
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402

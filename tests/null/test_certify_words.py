@@ -18,7 +18,7 @@ from autosel.decode.measure import _notes
 from autosel.decode.model import FUSED
 from autosel.decode.whole import Whole
 from tests.null.certificates import DRAFTED, certificate, decode_run
-from tests.null.test_quality import QUALITY
+from tests.null.test_decode_quality import QUALITY
 
 
 def said(made: Certificate) -> str:

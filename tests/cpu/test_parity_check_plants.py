@@ -57,7 +57,7 @@ def attn(function: str, *checks: str, case: str = "") -> Kernel:
     return Kernel(proof(function, ATTN), checks, case)
 
 
-BURST = "cpu/test_race_plants.py::test_work_left_out_of_a_burst_shows_in_a_call_that_nothing_foretold"
+BURST = "cpu/test_race_bench_plants.py::test_work_left_out_of_a_burst_shows_in_a_call_that_nothing_foretold"
 PLANTS: Mapping[int, Plant] = {
     1: Plant("zeros", (wrong("zeros", "elements"), wrong("native_zeros", "elements"))),
     2: Plant("an output left untouched", (wrong("writes_nothing", "unwritten"), wrong("native_nothing", "unwritten"))),
@@ -182,10 +182,12 @@ PLANTS: Mapping[int, Plant] = {
     29: Plant(
         "clocks patched",
         (wrong("slows_the_clock", "global_state", case="process-wide state"),),
-        ("cpu/test_race_plants.py::test_a_patched_clock_is_not_the_one_that_is_read",),
+        ("cpu/test_race_bench_plants.py::test_a_patched_clock_is_not_the_one_that_is_read",),
     ),
     30: Plant("a hunt for the expected tensor in memory", (wrong("hunts_for_the_answer", "unwritten", "elements"),)),
-    31: Plant("a slow warm-up, to cut the samples", (), ("cpu/test_race_plants.py::test_the_plan_is_the_baselines",)),
+    31: Plant(
+        "a slow warm-up, to cut the samples", (), ("cpu/test_race_bench_plants.py::test_the_plan_is_the_baselines",)
+    ),
     32: Plant(
         "lines pinned in the L2", (), ("gpu/test_plants.py::test_lines_pinned_in_the_l2_do_not_survive_the_reset",)
     ),
@@ -200,12 +202,12 @@ PLANTS: Mapping[int, Plant] = {
     34: Plant(
         "the baseline, called silently",
         (),
-        ("cpu/test_race_plants.py::test_the_baseline_under_another_name_gains_nothing",),
+        ("cpu/test_race_bench_plants.py::test_the_baseline_under_another_name_gains_nothing",),
     ),
     35: Plant(
         "residue billed to the rival",
         (),
-        ("cpu/test_race_plants.py::test_a_rival_is_not_billed_for_what_an_arm_leaves_behind",),
+        ("cpu/test_race_bench_plants.py::test_a_rival_is_not_billed_for_what_an_arm_leaves_behind",),
     ),
     36: Plant(
         "process-wide state changed",
@@ -221,7 +223,7 @@ PLANTS: Mapping[int, Plant] = {
         (wrong("crashes_on_nan", "crash", case="nan"),),
         (
             "cpu/test_parity.py::test_a_hang_ends_at_the_deadline",
-            "cpu/test_faults.py::test_every_fault_is_contained_and_its_cause_stored",
+            "cpu/test_pipeline_faults.py::test_every_fault_is_contained_and_its_cause_stored",
         ),
     ),
     39: Plant(

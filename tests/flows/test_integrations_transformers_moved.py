@@ -11,7 +11,7 @@ import torch
 import autosel
 from autosel import dispatch
 from autosel.errors import UsageError
-from tests.flows.test_transformers import LAYERS, V, llama, made
+from tests.flows.test_integrations_transformers import LAYERS, V, llama, made
 
 
 @torch.inference_mode()

@@ -24,7 +24,7 @@ from autosel.decode.step import Place, write_step
 from autosel.decode.team import TASK_WORDS, TeamStep, write_team
 from autosel.decode.weights import load_weights
 from autosel.values import Fingerprint
-from tests.cpu.test_decode_oracle import COUNT, PROMPTS, WINDOW, Oracle, assert_same, compiled, one_thread, oracle
+from tests.cpu.test_decode import COUNT, PROMPTS, WINDOW, Oracle, assert_same, compiled, one_thread, oracle
 
 __all__ = ["compiled", "one_thread", "oracle"]  # fixtures
 

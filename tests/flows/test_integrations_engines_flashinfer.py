@@ -11,7 +11,7 @@ from autosel.cli.main import run
 from autosel.integrations.engines import ask, flashinfer
 from autosel.integrations.engines import folder as folders
 from tests import engines
-from tests.flows.test_flashinfer_bench import decided, small
+from tests.flows.test_integrations_flashinfer_bench import decided, small
 
 
 @pytest.mark.parametrize("engine", ["flashinfer-bench", "flashinfer"])

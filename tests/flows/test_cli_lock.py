@@ -19,7 +19,7 @@ from autosel.dispatch.board import Board
 from autosel.errors import ForeignDecision, UsageError
 from autosel.fingerprint import known
 from autosel.ledger import open_ledger, snapshot
-from tests.cpu.test_best import ROOT, WEIGHT, W, X, built, forget, home, native_arm, promote
+from tests.cpu.test_dispatch_board import ROOT, WEIGHT, W, X, built, forget, home, native_arm, promote
 
 __all__ = ["built", "home"]  # fixtures
 

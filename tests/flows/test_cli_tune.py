@@ -1,6 +1,6 @@
 """The main job end to end on this machine: one real tune of a tiny model, then everything a user does with it.
 
-Tunes killed at any moment are in test_durability.py, and in tests/soak with nothing replaced."""
+Tunes killed at any moment are in test_pipeline_durability.py, and in tests/soak with nothing replaced."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from autosel.decode.step import Direct
 from autosel.decode.weights import Weights, load_weights
 from autosel.models import passes
 from autosel.models.workloads import of_prompt, step, workloads
-from tests.flows.test_verdict import CONFIG, folder
+from tests.flows.test_decode_verdict import CONFIG, folder
 
 ROWS, TOKENS = 5, 40
 __all__ = ["folder"]  # the fixture
