@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
+from autosel import formats
+from autosel.formats import PLAIN, CacheFormat, WeightFormat
+
 Scalar = str | int | float | bool
-DTypeName = Literal["bf16", "fp16", "fp32", "fp8_e4m3"]
-DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32", "fp8_e4m3")
-DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1}
+DTypeName = formats.DTypeName
+DTYPES, DTYPE_BYTES = formats.DTYPES, formats.DTYPE_BYTES
 Backend = Literal[
     "TORCH", "INDUCTOR", "CPP", "TRITON", "CUDA_EXT", "CUTLASS", "FLASHINFER", "FLASH_ATTN", "LIGER", "QUACK", "SGL",
     "USER",
@@ -75,6 +77,16 @@ class Workload:
 
     def trait(self, name: str, default: Scalar) -> Scalar:
         return dict(self.traits).get(name, default)
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """The format of its weights: the trait `weight`, else plain. Raises UnknownName."""
+        return formats.find_weight_format(str(self.trait("weight", PLAIN)))
+
+    @property
+    def cache_format(self) -> CacheFormat:
+        """The format of its keys and values: the trait `cache`, else plain. Raises UnknownName."""
+        return formats.find_cache_format(str(self.trait("cache", PLAIN)))
 
     def at(self, **sizes: int) -> Workload:
         """The same workload with some dimensions changed."""

@@ -1,0 +1,144 @@
+"""Formats of stored weights and caches: what a code is, which scales go with it, how many bytes that takes.
+
+    find_weight_format("fp8_e4m3-row").nbytes("bf16", 4096, 4096)    # codes and scales of a matrix [4096, 4096]
+
+`plain` is the format of an ordinary tensor: a code is a number of the workload's dtype. A format names an exact value
+for each weight: code, scale and zero determine it (autosel/ops/weight.py). This module loads no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from autosel.errors import UnknownName
+
+DTypeName = Literal["bf16", "fp16", "fp32", "fp8_e4m3"]
+DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32", "fp8_e4m3")
+DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1}
+
+PartDType = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "int8", "uint8"]
+PART_BYTES: Mapping[str, int] = {**DTYPE_BYTES, "int8": 1, "uint8": 1}
+PLAIN = "plain"
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One tensor of a stored matrix: `count` elements of it for every `per` weights along K, or for the whole row where
+    `per` is 0. No dtype: the workload's."""
+
+    name: Literal["codes", "scales", "zeros"]
+    dtype: PartDType | None = None
+    per: int = 1
+    count: int = 1
+
+    def shape(self, n: int, k: int) -> tuple[int, ...]:
+        """Of the part of a matrix [n, k]: one dimension where a row has one element."""
+        if not self.per and self.count == 1:
+            return (n,)
+        return n, self.count * (math.ceil(k / self.per) if self.per else 1)
+
+    def nbytes(self, dtype: str, n: int, k: int) -> int:
+        return math.prod(self.shape(n, k)) * PART_BYTES[self.dtype or dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """How a matrix w[N, K] is stored.
+
+    `code` names the numbers that codes stand for, `bits` the bits of a code (0: as many as the workload's dtype has),
+    `group` how many neighbours along K share a scale (0: a row). `exact`: every matrix of the workload's dtype can be
+    stored without loss.
+    """
+
+    name: str
+    code: str
+    bits: int
+    group: int
+    parts: tuple[Part, ...]
+    exact: bool = False
+
+    @property
+    def plain(self) -> bool:
+        return self.name == PLAIN
+
+    def nbytes(self, dtype: str, n: int, k: int) -> int:
+        """Bytes of a stored matrix [n, k]; `dtype` is the workload's."""
+        return sum(part.nbytes(dtype, n, k) for part in self.parts)
+
+    def bytes_per_weight(self, dtype: str, k: int) -> Fraction:
+        """Bytes a weight of a matrix with rows of k: codes and its share of scales and zeros."""
+        return Fraction(self.nbytes(dtype, 1, k), k)
+
+    def bits_per_weight(self, dtype: str, k: int) -> float:
+        return float(8 * self.bytes_per_weight(dtype, k))
+
+
+def _scaled_rows(name: str, code: str, dtype: PartDType) -> WeightFormat:
+    """Codes of eight bits, one fp32 scale a row."""
+    parts = (Part(name="codes", dtype=dtype), Part(name="scales", dtype="fp32", per=0))
+    return WeightFormat(name=name, code=code, bits=8, group=0, parts=parts)
+
+
+PLAIN_WEIGHT = WeightFormat(name=PLAIN, code=PLAIN, bits=0, group=0, parts=(Part(name="codes"),), exact=True)
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
+    found.name: found for found in (PLAIN_WEIGHT, _scaled_rows("fp8_e4m3-row", "e4m3", "fp8_e4m3"))
+}
+
+
+def find_weight_format(name: str) -> WeightFormat:
+    """Raises UnknownName with the nearest names."""
+    if name not in WEIGHT_FORMATS:
+        raise UnknownName("weight format", name, tuple(WEIGHT_FORMATS))
+    return WEIGHT_FORMATS[name]
+
+
+# --- caches ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFormat:
+    """How keys, or values, [B, H, L, D] are stored. `scaled` names the dimensions of the scales, each shared by all
+    elements that agree in them: ("H",) is one a KV head. No dtype: the workload's."""
+
+    name: str
+    code: str
+    bits: int
+    dtype: PartDType | None = None
+    scale: PartDType | None = None
+    scaled: tuple[str, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        return self.name == PLAIN
+
+    def scales_shape(self, dims: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(dims[name] for name in self.scaled)
+
+    def nbytes(self, dtype: str, elements: int, dims: Mapping[str, int]) -> int:
+        """Bytes of `elements` codes with the scales of a cache of these dimensions (B, H, L)."""
+        scales = math.prod(self.scales_shape(dims)) * PART_BYTES[self.scale] if self.scale else 0
+        return elements * PART_BYTES[self.dtype or dtype] + scales
+
+
+PLAIN_CACHE = CacheFormat(name=PLAIN, code=PLAIN, bits=0)
+CACHE_FORMATS: Mapping[str, CacheFormat] = {
+    found.name: found
+    for found in (
+        PLAIN_CACHE,
+        CacheFormat(name="fp8_e4m3-head", code="e4m3", bits=8, dtype="fp8_e4m3", scale="fp32", scaled=("H",)),
+    )
+}
+
+
+def find_cache_format(name: str) -> CacheFormat:
+    """Raises UnknownName with the nearest names."""
+    if name not in CACHE_FORMATS:
+        raise UnknownName("cache format", name, tuple(CACHE_FORMATS))
+    return CACHE_FORMATS[name]
