@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosel import dispatch, ops
+from autosel import dispatch, extras, ops
 from autosel.errors import BadArguments, UsageError
 from autosel.ops.arguments import FLOATS
 from autosel.ops.contract import Match
 
 log = logging.getLogger(__name__)
 
-NEEDED, INSTALL = "transformers 5", "pip install 'transformers>=5.0'"
+NEEDED = "transformers 5"
 CACHE_NAMES = ("cache", "past_key_values")  # of the cache among attention's arguments: since 5.24, and before
 KINDS = ("attention", "RMSNorm", "rotary", "MLP", "linear")
 STATIC_ROPE = ("default", "linear", "llama3")  # kinds whose frequencies do not change with the position
@@ -181,9 +181,7 @@ def _pretrained() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise UsageError(
-            "transformers is not installed", why=f"autosel.patch needs {NEEDED}: {error}", todo=INSTALL
-        ) from error
+        raise extras.missing("hf", "autosel.patch", error) from error
     try:
         from transformers import AttentionInterface, PreTrainedModel  # noqa: F401
         from transformers.integrations.flash_attention import flash_attention_forward  # noqa: F401
@@ -192,7 +190,7 @@ def _pretrained() -> Any:
         raise UsageError(
             f"transformers {transformers.__version__} has another interface than {NEEDED}, for which patch was written",
             why=str(error),
-            todo=f"{INSTALL}; the model is as it was",
+            todo=f"install a release of it:  {extras.command('hf')}; the model is as it was",
         ) from error
     return PreTrainedModel
 

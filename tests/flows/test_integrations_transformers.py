@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autosel
-from autosel import dispatch, ops
+from autosel import dispatch, extras, ops
 from autosel.errors import UsageError
 from autosel.integrations.transformers import _make_room
 from autosel.values import Workload
@@ -300,12 +300,14 @@ def test_an_unknown_model_is_refused_with_the_versions_and_left_as_it_was() -> N
 def test_transformers_of_another_interface_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(llama)
     monkeypatch.setitem(sys.modules, "transformers.integrations.sdpa_attention", None)
-    with pytest.raises(UsageError, match=f"transformers {transformers.__version__} has another .* than transformers 5"):
+    other = f"transformers {transformers.__version__} has another .* than transformers 5"
+    with pytest.raises(UsageError, match=other) as caught:
         autosel.patch(model)
+    assert extras.command("hf") in caught.value.todo
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UsageError, match="transformers is not installed") as caught:
+    with pytest.raises(UsageError, match="needs the package transformers, of the extra hf") as caught:
         autosel.patch(model)
-    assert "pip install 'transformers>=5.0'" in caught.value.todo
+    assert caught.value.todo == f"install it:  {extras.command('hf')}"
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 

@@ -367,3 +367,15 @@ def test_a_result_in_a_hurry_or_in_part_is_not_kept():
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2
         assert "whole results only" in done.stderr
+
+
+def test_every_entry_of_the_changelog_stands_in_a_group():
+    """Keep a Changelog's groups, each once a version, in its order."""
+    known = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    _, *versions = re.split(r"^## .*$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert versions
+    for version in versions:
+        before, *groups = re.split(r"^### ", version, flags=re.MULTILINE)
+        assert not before.strip()
+        found = [group.partition("\n")[0] for group in groups]
+        assert found == [name for name in known if name in found]
