@@ -56,7 +56,7 @@ from autosel.certify.statistics import median, speedup_interval
 from autosel.decode import packed as packing
 from autosel.decode.cache import make_cache
 from autosel.decode.model import Decoder
-from autosel.decode.run import GREEDY, Plan
+from autosel.decode.run import GREEDY, Plan, StepForm
 from autosel.decode.sample import Sampler
 from autosel.decode.step import Place, write_step
 from autosel.decode.team import KERNELS, write_team
@@ -163,7 +163,8 @@ def _autosel(weights: Weights, seq: int, _: Path, *, packed: bool = True) -> Ste
     place = Place.at(torch.tensor([7]), [seq - 1])
     logits = torch.empty(1, weights.shape.V, dtype=weights.embedding.dtype)
     sampler = Sampler(GREEDY, [[7]], seq, logits)
-    step = write_team(write_step(decoder, cache, place, sampler=sampler), fp, packed=packed)
+    form: StepForm = "packed" if packed else "whole"
+    step = write_team(write_step(decoder, cache, place, sampler=sampler), fp, form)
     SERVING[seq] = dict(Counter(KERNELS.get(call.op, call.op) for call in step.ops.calls))
 
     def run() -> int:

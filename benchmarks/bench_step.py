@@ -98,10 +98,10 @@ def _serve_our_kernels(fp: Fingerprint) -> None:
 def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namespace) -> dict[str, Any]:
     """All arms at one context: medians in milliseconds, ratios with their intervals."""
     scene = set_scene(plan, weights, Silent(), time.perf_counter_ns)
-    ops, team, eager = Written(scene, FUSED), Written(scene, FUSED, fp), Baseline(scene)
+    ops, team, eager = Written(scene, FUSED), Written(scene, FUSED, "whole", fp), Baseline(scene)
     arms: dict[str, Arm] = {"ops": ops, "team": team, "eager": eager}
     if isinstance(packed.supports(plan.dtype, fp), Accepted):
-        arms["packed"] = Written(scene, FUSED, fp, packed=True)
+        arms["packed"] = Written(scene, FUSED, "packed", fp)
     times: dict[str, list[float]] = {name: [] for name in arms}
     waits, rng = [], Random(options.seed)
     for arm in arms.values():

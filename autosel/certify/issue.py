@@ -224,6 +224,8 @@ def _options(run: DecodeRun) -> dict[str, Scalar]:
     plan = run.plan
     chosen: dict[str, Scalar] = {
         "mode": run.mode_key.partition(".")[0],
+        "step": plan.step,
+        "layout": plan.layout,
         "cache": plan.cache,
         "prompt": plan.prompt,
         "prealloc": plan.prealloc,

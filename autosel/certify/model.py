@@ -14,7 +14,7 @@ from typing import Any
 
 from autosel.certify.certificate import Certificate, OpFigures
 from autosel.certify.derive import made_tokens
-from autosel.decode.run import LARGEST, Plan
+from autosel.decode.run import EXECUTION, LARGEST, Plan
 from autosel.errors import AutoselError
 from autosel.models import PRESETS
 from autosel.models.cost import bytes_per_step, cache_bytes, flops_per_step, products_per_token
@@ -61,6 +61,8 @@ def plan_of(made: Certificate) -> Plan:
             page=page or 64,  # type: ignore[arg-type]
             prealloc=o.get("prealloc") is not False,
             speculate=o.get("speculate", 0),  # type: ignore[arg-type]
+            step=o.get("step", "auto"),  # type: ignore[arg-type]  # older certificates: in their command alone
+            layout=o.get("layout", "auto"),  # type: ignore[arg-type]
         )
     except AutoselError as error:
         raise Unlike(f"options: no run is asked for so: {error.what}: {error.why}") from error
@@ -139,8 +141,12 @@ def _other_sizes(made: Certificate, plan: Plan) -> str:
     for name, (stated, derived) in follows.items():
         if stated != derived:
             return f"{name}: {stated}; {made.layers.run} layers of {model.name} give {derived}"
-    if saved and not made.mode.startswith("team."):
-        return f"options: saved_bytes of a step in mode {made.mode!r:.40}: only a team reads packed weights"
+    if saved and (not made.mode.startswith("team.") or plan.layout == "plain"):
+        why = "layout plain packs no weights" if plan.layout == "plain" else "only a team reads packed weights"
+        return f"options: saved_bytes of a step in mode {made.mode!r:.40}: {why}"
+    execution = made.mode.partition(".")[0]
+    if plan.step != "auto" and execution != EXECUTION[plan.step]:
+        return f"options: step {plan.step!r} was asked for, and mode is {made.mode!r:.40}"
     return ""
 
 

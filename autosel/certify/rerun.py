@@ -178,16 +178,24 @@ def judge(found: Rerun) -> None:
 
 
 def _refuse_other_plan(certified: Certificate, again: Certificate) -> None:
-    for name in ("model", "layers", "dtype", "weights", "shape", "options", "iters", "warmup"):
-        old, new = (_asked(getattr(made, name)) for made in (certified, again))
-        if old != new:
-            raise UsageError(f"this is another run: {name} differs", why=f"certified {old!r:.160}, now {new!r:.160}")
+    for name in ("model", "layers", "dtype", "weights", "shape", "iters", "warmup"):
+        _refuse_other(name, getattr(certified, name), getattr(again, name))
+    _refuse_other("options", *_asked(certified.options, again.options))
 
 
-def _asked(stated: object) -> object:
-    """Without how the step was taken, which a decision says, not the plan."""
-    held = ("mode", "saved_bytes")
-    return {k: v for k, v in stated.items() if k not in held} if isinstance(stated, Mapping) else stated
+def _refuse_other(name: str, old: object, new: object) -> None:
+    if old != new:
+        raise UsageError(f"this is another run: {name} differs", why=f"certified {old!r:.160}, now {new!r:.160}")
+
+
+def _asked(old: Mapping[str, Scalar], new: Mapping[str, Scalar]) -> tuple[dict[str, Scalar], dict[str, Scalar]]:
+    """Return both without the form that the step took: a decision chooses that, not the plan.
+
+    Older certificates have the form that was asked for in their command alone, which is what ran again.
+    """
+    left_out = {"mode", "saved_bytes", *({"step", "layout"} - set(old))}
+    certified, again = ({k: v for k, v in stated.items() if k not in left_out} for stated in (old, new))
+    return certified, again
 
 
 def _rescored(old: Mapping[str, Scalar] | None, new: Mapping[str, Scalar] | None) -> Rescored | None:

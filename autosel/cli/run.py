@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.options import Known, batch_option, dtype_option, exact, json_option, priced, verb
 from autosel.cli.output import emit_json, error_json, leave, noted, paragraph
 from autosel.errors import AutoselError, LedgerError, ParityError, UsageError
-from autosel.values import DTypeName, to_json
+from autosel.values import Accepted, DTypeName, to_json
 
 if TYPE_CHECKING:
     from autosel.certify.audit import Audit
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autosel.certify.slo import Objective
     from autosel.certify.suite import Level
     from autosel.cli.progress import Progress
-    from autosel.decode.run import DecodeRun, Plan, Text
+    from autosel.decode.run import AskedStep, DecodeRun, Plan, Text
     from autosel.ledger.store import Ledger
 
 MOST_ITERS = 20_000  # as certify.certificate.MOST_STEPS, which would load numpy
@@ -171,9 +171,11 @@ class Asked:
             raise UsageError("--persistent with --no-persistent", why="one asks for what the other forbids")
         if self["graph"] and self["no_graph"]:
             raise UsageError("--graph with --no-graph", why="one asks for what the other forbids")
+        if self["graph"] and self["persistent"]:
+            raise UsageError("--graph with --persistent", why="each says how the step is taken", todo="drop one")
         if (self["layers"] or 0) > model.layers:
             raise UsageError(f"--layers {self['layers']}", why=f"{model.name} has {model.layers}")
-        return Plan(
+        plan = Plan(
             model=model,
             layers=0 if self["layers"] == model.layers else self["layers"] or 0,
             weights=self._weights(),
@@ -184,9 +186,7 @@ class Asked:
             iters=self["iters"],
             warmup=self["warmup"],
             advance=self["advance"] or bool(self["speculate"]),
-            persistent=True if self["persistent"] else False if self["no_persistent"] else None,
-            packed=not self["no_packed"],
-            graph=True if self["graph"] else False if self["no_graph"] else None,
+            layout="plain" if self["no_packed"] else "auto",
             cache="paged" if self["paged"] else "contiguous",
             page=self["paged"] or 64,
             prealloc=not self["no_prealloc"],
@@ -202,6 +202,19 @@ class Asked:
             device=self["device"],
             seed=self["seed"],
         )
+        return replace(plan, step=self._step(plan))
+
+    def _step(self, plan: Plan) -> AskedStep:
+        """Return the form of the step that the flags ask for. On a CPU there are no graphs to forbid."""
+        from autosel.decode import graph
+
+        if self["persistent"] or self["graph"]:
+            return "whole" if self["persistent"] else "graph"
+        if self["no_persistent"]:
+            moves = bool(self["suite"])  # a suite's streams go on
+            replayed = not self["no_graph"] and not moves and isinstance(graph.supports(plan), Accepted)
+            return "graph" if replayed else "ops"
+        return "ops" if self["no_graph"] and plan.device != "cpu" else "auto"
 
     def _longest(self, most: int) -> int:
         """DEFAULT_SEQ, or what the model was made for less what the run adds to it."""
@@ -523,7 +536,6 @@ def show_plan(asked: Asked, as_json: bool) -> None:
     from autosel.decode.packed import supports
     from autosel.decode.weights import free_memory, memory_need
     from autosel.models.cost import flops_per_step
-    from autosel.values import Accepted
 
     plan = asked.plan()
     fp = fingerprint.take(plan.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from autosel.certify.compare import Change
     from autosel.certify.suite import Configuration, Level, Row, Run, Suite
     from autosel.cli.progress import Progress
-    from autosel.decode.run import Plan
+    from autosel.decode.run import AskedStep, Plan
     from autosel.ledger.store import Ledger
 
 
@@ -214,6 +214,14 @@ def _trials(part: _Part, runs: Sequence[Run], listener: Progress, ledger: Ledger
     return made
 
 
+STEP_WORDS: Mapping[AskedStep, list[str]] = {
+    "auto": [],
+    "ops": ["--no-persistent", "--no-graph"],
+    "graph": ["--graph"],
+    "whole": ["--persistent"],
+}
+
+
 def command(name: str, plan: Plan) -> str:
     """The command that measures one trial's plan again."""
     s = plan.sampling
@@ -235,9 +243,8 @@ def command(name: str, plan: Plan) -> str:
     words += ["--weights", plan.weights] if plan.weights != weights_of(name) else []
     words += ["--paged", plan.page] if plan.cache == "paged" else []
     words += ["--seed", plan.seed] if plan.seed else []
-    words += ["--no-persistent"] if plan.persistent is False else []
-    words += ["--no-packed"] if not plan.packed else []
-    words += ["--no-graph"] if plan.graph is False else []
+    words += STEP_WORDS[plan.step]
+    words += ["--no-packed"] if plan.layout == "plain" else []
     words += ["--no-prealloc"] if not plan.prealloc else []
     if s.changes_greedy:
         words += ["--temperature", s.temperature, "--top-k", s.top_k, "--top-p", s.top_p]

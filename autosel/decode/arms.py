@@ -15,6 +15,7 @@ from torch import Tensor
 from autosel.decode.generate import accepted, at_once, draft
 from autosel.decode.model import Batch, Chain
 from autosel.decode.persistent import write
+from autosel.decode.run import StepForm
 from autosel.decode.sample import Sampler, largest
 from autosel.decode.scene import Scene
 from autosel.decode.step import Direct
@@ -64,21 +65,11 @@ def _rows(tokens: Tensor) -> list[list[int]]:
 
 
 class Written(_Choosing):
-    """Our step as a list of bound ops with buffers made beforehand; or, given its device, as that takes it whole; or
-    as a graph."""
+    """Our step in one form, with buffers made beforehand. `fp`: the device that takes it whole."""
 
-    def __init__(
-        self,
-        scene: Scene,
-        chain: Chain,
-        team: Fingerprint | None = None,
-        *,
-        packed: bool = False,
-        graph: bool = False,
-    ) -> None:
+    def __init__(self, scene: Scene, chain: Chain, form: StepForm = "ops", fp: Fingerprint | None = None) -> None:
         super().__init__(scene)
-        where = (scene.decoder, scene.cache, scene.place)
-        self.list = write(*where, chain, self.sampler, team=team, packed=packed, graph=graph)
+        self.list = write(scene.decoder, scene.cache, scene.place, chain, self.sampler, form=form, fp=fp)
         self.logits = self.list.logits
 
     def enqueue(self) -> None:
@@ -151,9 +142,8 @@ class Baseline(_Choosing):
 Ours = Written | AtOnce | Speculating
 
 
-def our_arm(scene: Scene, chain: Chain, team: Fingerprint | None, *, packed: bool = False, graph: bool = False) -> Ours:
-    """The form that the plan asks for; `team`: the device that takes the step whole, its weights `packed` or as they
-    are; or it is a `graph`."""
+def our_arm(scene: Scene, chain: Chain, form: StepForm, fp: Fingerprint) -> Ours:
+    """Return our step: speculating or allocating if the plan asks for that, else written in this form."""
     if scene.plan.speculate:
         return Speculating(scene)
-    return Written(scene, chain, team, packed=packed, graph=graph) if scene.plan.prealloc else AtOnce(scene, chain)
+    return Written(scene, chain, form, fp) if scene.plan.prealloc else AtOnce(scene, chain)

@@ -16,7 +16,7 @@ from autosel.decode.cache import Cache, make_cache
 from autosel.decode.graph import GraphStep
 from autosel.decode.model import FUSED, Batch, Chain, Decoder
 from autosel.decode.persistent import write
-from autosel.decode.run import GREEDY, Sampling
+from autosel.decode.run import GREEDY, Sampling, StepForm
 from autosel.decode.sample import Sampler
 from autosel.decode.step import Direct, Place, Step, WholeStep
 from autosel.decode.weights import refuse_other_tokens
@@ -49,12 +49,13 @@ def generate(
     chain: Chain = FUSED,
     keep_logits: bool = False,
     heard: Callable[[list[int]], None] | None = None,
-    team: Fingerprint | None = None,
+    form: StepForm = "ops",
+    fp: Fingerprint | None = None,
 ) -> Generated:
     """`count` new tokens for each prompt, fewer where one of `stop` comes up (it is the last one then).
 
     `speculate` K drafts K tokens a step from what the text has said before and keeps those that greedy decoding would
-    have chosen. `heard` gets each step's tokens as they come. `team` is the device that takes each step whole.
+    have chosen. `heard` gets each step's tokens as they come. `form` and `fp` as in `persistent.write`.
     Raises UsageError.
     """
     asked = [list(p) for p in prompts]
@@ -74,7 +75,7 @@ def generate(
         if speculate:
             return _speculating(decoder, cache, asked, told, count, speculate, stop)
         place = Place.at(token, [len(p) for p in asked])
-        made = write(decoder, cache, place, chain, sampler, team=team) if prealloc else None
+        made = write(decoder, cache, place, chain, sampler, form=form, fp=fp) if prealloc else None
         one = _Written(made, sampler) if made else _AtOnce(decoder, cache, place, chain, sampler)
         return _decoding(one, sampler, told, count, stop, keep_logits, heard)
 

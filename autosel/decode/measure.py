@@ -35,7 +35,7 @@ from autosel.decode.persistent import kind_of, refuse_unsupported
 from autosel.decode.power import Meter, meter
 from autosel.decode.quality import clipped, quality
 from autosel.decode.rope import frequencies
-from autosel.decode.run import DecodeRun, Listener, Plan, Silent, Text, Way
+from autosel.decode.run import EXECUTION, WHOLE, DecodeRun, Listener, Plan, Silent, Text, Way
 from autosel.decode.scene import Clock, Scene, set_scene
 from autosel.decode.standing import Standing, stand
 from autosel.decode.verdict import Verdict, verdict
@@ -84,11 +84,10 @@ def measure(
             _choose(chosen, scene, fp, ledger, rng, clock, listener, decides=decides)
         chain, ways, whole = chosen.chain, chosen.ways, chosen.whole
         assert whole is not None
-        whole = _packed_again(scene, whole, fp) if earlier and whole.packed else whole
-        if not whole.packed:
+        whole = _packed_again(scene, whole, fp) if earlier and whole.form == "packed" else whole
+        if whole.form != "packed":
             forget(weights)
-        team = fp if whole.taken else None
-        ours, theirs = our_arm(scene, chain, team, packed=whole.packed, graph=whole.graph), Baseline(scene)
+        ours, theirs = our_arm(scene, chain, whole.form, fp), Baseline(scene)
         with holding(ledger, fp, getattr(ours, "list", None)):
             _warm_up(scene, ours, theirs, listener)
             uses, power, timer = Uses(), meter(plan.device), step_timer(plan.device, clock)
@@ -100,12 +99,12 @@ def measure(
         listener.stage("ops", "", 0, 1)
         per_op = time_ops(written, plan, clock) if written else ()
         idle_ns = overhead_ns(written, clock) if written else None
-        found = quality(scene.decoder, plan, text, chain, listener, team, packed=whole.packed) if text else None
+        found = quality(scene.decoder, plan, text, chain, listener, whole.form, fp) if text else None
     context = plan.seq + (len(pairs) - 1) // 2 if plan.advance else plan.seq
     return DecodeRun(
         plan=plan,
         fingerprint=fp,
-        mode_key=current_mode("team" if team else "graph" if whole.graph else "eager"),
+        mode_key=current_mode(EXECUTION[whole.form]),
         started_at=started_at,
         seconds=time.monotonic() - began,
         optimised_ns=tuple(p.optimised.ns for p in pairs),
@@ -135,7 +134,7 @@ def measure(
         max_logit_error=scene.logit_error,
         logit_bound=scene.logit_bound,
         python_overhead_share=None if idle_ns is None else idle_ns / statistics.median(p.optimised.ns for p in pairs),
-        ways=whole.ways if team else (*ways, *whole.ways),
+        ways=whole.ways if whole.form in WHOLE else (*ways, *whole.ways),
         quality=found,
         energy_joules=power.joules,
         notes=(
@@ -150,12 +149,10 @@ def refuse(plan: Plan) -> None:
     """Raises UsageError for what cannot be measured, BadConfig for a rope that cannot be decoded. To be asked before
     weights are loaded, which takes minutes."""
     frequencies(plan.shape, torch.device("cpu"))
-    support = graph.supports(plan) if plan.graph else Accepted()
+    support = graph.supports(plan) if plan.step == "graph" else Accepted()
     if isinstance(support, Rejected):
         raise UsageError("--graph", why=support.reason, todo="leave it out: the step then runs call by call")
-    if plan.graph and plan.persistent:
-        raise UsageError("--graph with --persistent", why="each says how the step is taken", todo="drop one")
-    if plan.persistent:
+    if plan.step == "whole":
         refuse_unsupported(plan)
     if plan.speculate and (plan.batch > 1 or not plan.advance or plan.sampling.changes_greedy):
         raise UsageError(
@@ -189,7 +186,7 @@ def _choose(
     decides: bool,
 ) -> None:
     plan, standing = scene.plan, None
-    if ledger is not None and plan.persistent is None and _may_choose(plan):
+    if ledger is not None and plan.step == "auto" and _may_choose(plan):
         standing = stand(scene, fp, ledger, rng, clock, listener, decides=decides)
     listener.stage("chain", "whole steps", 0, 1)
     if _may_choose(plan) and not _teams(standing):
@@ -202,8 +199,8 @@ def _may_choose(plan: Plan) -> bool:
 
 
 def _teams(standing: Standing | None) -> bool:
-    """Is it decided that the team takes the step? Then nobody asks which forms would be faster without it."""
-    return standing is not None and standing.team is True
+    """Is it decided that the device takes the step whole? Then no race asks which chain would be faster without it."""
+    return standing is not None and standing.form in WHOLE
 
 
 def _whole(
@@ -215,7 +212,7 @@ def _whole(
     standing: Standing | None,
     ledger: Ledger | None,
 ) -> Whole:
-    if standing is not None and standing.team is False:
+    if standing is not None and standing.form in ("ops", "graph"):
         return standing.kept()
     if standing is None:
         return choose_team(scene, chain, fp, rng, clock, None, ledger)
@@ -228,14 +225,14 @@ def _packed_again(scene: Scene, whole: Whole, fp: Fingerprint) -> Whole:
         kind_of(scene.plan.device).prepare(scene.plan, scene.decoder.weights, fp)
         return whole
     except UsageError as error:
-        return replace(whole, packed=False, note="; ".join(filter(None, (whole.note, f"no {error.what}: {error.why}"))))
+        return replace(whole, form="whole", note="; ".join(filter(None, (whole.note, f"no {error.what}: {error.why}"))))
 
 
 def _notes(plan: Plan, chain: Chain, whole: Whole, text: Text | None = None) -> tuple[str, ...]:
     notes = [f"chain: attention {chain.attn}, feed-forward {chain.mlp}"]
-    if whole.taken:
+    if whole.form in WHOLE:
         notes = [kind_of(plan.device).taken]
-    if whole.graph:
+    if whole.form == "graph":
         notes.append("step: a graph of its ops, replayed")
     if whole.note:
         notes.append(whole.note)

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from autosel import fingerprint
 from autosel.decode import launch, packed, team
 from autosel.decode.cache import Cache
 from autosel.decode.graph import GraphStep
 from autosel.decode.model import FUSED, Chain, Decoder
-from autosel.decode.run import Plan
+from autosel.decode.run import WHOLE, Plan, StepForm
 from autosel.decode.sample import Sampler
 from autosel.decode.step import Place, Step, WholeStep, write_step
 from autosel.decode.weights import Weights, reference_bytes
@@ -50,11 +51,14 @@ class Kind(Protocol):
     def prepare(self, plan: Plan, weights: Weights, fp: Fingerprint) -> None:
         """Pack them, beside all that the plan still takes. Raises UsageError, BuildError, ParityError."""
 
-    def write(self, step: Step, fp: Fingerprint, *, packed: bool = False) -> WholeStep:
-        """The list, written with the fused chain; its weights packed or as they are. Raises UsageError, BuildError."""
+    def write(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> WholeStep:
+        """Return the step, written with the fused chain, as a whole step in this form.
 
-    def arm(self, step: Step, fp: Fingerprint, *, packed: bool = False) -> Arm | None:
-        """What `write` would make of the list, as it would be compiled; None where it would refuse."""
+        Raises UsageError, BuildError; ParityError where weights do not unpack to the same bits.
+        """
+
+    def arm(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm | None:
+        """Return what `write` would make of the step, as it would be compiled; None where it would refuse."""
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
         """Why nobody should wait for its compilation unasked, or ""; `ops` is the step that serves now."""
@@ -83,16 +87,18 @@ def write(
     chain: Chain = FUSED,
     sampler: Sampler | None = None,
     *,
-    team: Fingerprint | None = None,
-    packed: bool = False,
-    graph: bool = False,
+    form: StepForm = "ops",
+    fp: Fingerprint | None = None,
 ) -> Step | GraphStep | WholeStep:
-    """The step, op by op in the forms of the chain, or a graph of that; or, given its device, taken whole by it, in
-    fused forms, its weights packed or as they are."""
-    if team is None:
-        step = write_step(decoder, cache, place, chain, sampler)
-        return GraphStep.of(step) if graph else step
-    return KINDS[team.kind].write(write_step(decoder, cache, place, FUSED, sampler), team, packed=packed)
+    """Write the step in one form: op by op or as a graph with the ops of the chain, or whole, which is always fused.
+
+    `fp` is the device that takes it whole; None: that of the weights.
+    """
+    if form in WHOLE:
+        found = fp or fingerprint.take(str(decoder.weights.device))
+        return KINDS[found.kind].write(write_step(decoder, cache, place, FUSED, sampler), found, form)
+    step = write_step(decoder, cache, place, chain, sampler)
+    return GraphStep.of(step) if form == "graph" else step
 
 
 # --- a CPU: one thread team ------------------------------------------------------------------------------------------
@@ -107,7 +113,7 @@ class ThreadTeam:
         return team.supports(plan)
 
     def packs(self, plan: Plan, fp: Fingerprint) -> Support:
-        return packed.supports(plan.dtype, fp) if plan.packed else Rejected(reason="--no-packed")
+        return packed.supports(plan.dtype, fp) if plan.layout == "auto" else Rejected(reason="--no-packed")
 
     def room(self, plan: Plan, weights: Weights) -> Support:
         return packed.room(weights, plan)
@@ -115,11 +121,11 @@ class ThreadTeam:
     def prepare(self, plan: Plan, weights: Weights, fp: Fingerprint) -> None:
         packed.pack(weights, fp, to_come_bytes=reference_bytes(plan))
 
-    def write(self, step: Step, fp: Fingerprint, *, packed: bool = False) -> WholeStep:
-        return team.write_team(step, fp, packed=packed)
+    def write(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> WholeStep:
+        return team.write_team(step, fp, form)
 
-    def arm(self, step: Step, fp: Fingerprint, *, packed: bool = False) -> Arm | None:
-        return team.arm_of(step, fp, packed=packed)
+    def arm(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm | None:
+        return team.arm_of(step, fp, form)
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
         """Where something else serves what weighs."""
@@ -151,11 +157,11 @@ class OneLaunch:
     def prepare(self, plan: Plan, weights: Weights, fp: Fingerprint) -> None:
         raise UsageError("packed weights", why="no launch reads them")
 
-    def write(self, step: Step, fp: Fingerprint, *, packed: bool = False) -> WholeStep:
-        assert not packed, "no launch reads packed weights"
+    def write(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> WholeStep:
+        assert form == "whole", "no launch reads packed weights"
         return launch.write_launch(step, fp)
 
-    def arm(self, step: Step, fp: Fingerprint, *, packed: bool = False) -> Arm | None:
+    def arm(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm | None:
         return launch.arm_of(step, fp)
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:

@@ -23,7 +23,7 @@ from autosel.decode.eager import Eager
 from autosel.decode.generate import at_once
 from autosel.decode.model import Chain, Decoder
 from autosel.decode.persistent import write
-from autosel.decode.run import Listener, Plan, Quality, Text
+from autosel.decode.run import Listener, Plan, Quality, StepForm, Text
 from autosel.decode.step import Direct, Place
 from autosel.values import Fingerprint
 
@@ -37,11 +37,10 @@ def quality(
     text: Text,
     chain: Chain,
     listener: Listener,
-    team: Fingerprint | None = None,
-    *,
-    packed: bool = False,
+    form: StepForm = "ops",
+    fp: Fingerprint | None = None,
 ) -> Quality:
-    """Score the text on both paths; `team` and `packed` as in `persistent.write`."""
+    """Score the text on both paths; `form` and `fp` as in `persistent.write`."""
     rows = windows(text.tokens, plan.batch, plan.model.max_context)
     count = len(rows[0])
     tokens = torch.tensor(rows, device=decoder.weights.device)
@@ -54,7 +53,8 @@ def quality(
     listener.stage("quality", "reference", 0, count)
     reference = _reference(decoder, tokens)
     place = Place.at(tokens[:, 0], [0] * len(rows))
-    step = write(decoder, cache, place, chain, team=team, packed=packed) if plan.prealloc else None
+    form = "ops" if form == "graph" else form  # a graph would be captured again at every token
+    step = write(decoder, cache, place, chain, form=form, fp=fp) if plan.prealloc else None
     run, scores = Direct(), _Scores()
     for i in range(count - 1):
         listener.stage("quality", text.name, i, count - 1)

@@ -8,20 +8,39 @@ Values alone, free of torch: the command line, the certificate and a report read
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from autosel.errors import UsageError
 from autosel.models.shape import ModelShape
 from autosel.values import Backend, DTypeName, Fingerprint, State
 
 Layout = Literal["contiguous", "paged"]
+# How a step is run: op by op; the same list of calls replayed as a CUDA graph; by one native call or launch of the
+# device; by that, from weights packed without loss.
+StepForm = Literal["ops", "graph", "whole", "packed"]
+WHOLE: tuple[StepForm, ...] = ("whole", "packed")
+EXECUTION: Mapping[StepForm, Literal["eager", "graph", "team"]] = {
+    "ops": "eager",
+    "graph": "graph",
+    "whole": "team",
+    "packed": "team",
+}  # the first word of the mode
+AskedStep = Literal["auto", "ops", "graph", "whole"]
+AskedLayout = Literal["auto", "plain"]
 LARGEST = {"batch": 1 << 16, "seq": 1 << 24, "iters": 10**6, "warmup": 10**6, "page": 1 << 12, "speculate": 64}
 
 
 def _among(name: str, value: float, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise UsageError(f"{name} {value!r}", why=f"a number from {low:g} to {high:g} is expected")
+
+
+def _one_of(name: str, value: object, allowed: object) -> None:
+    words = get_args(allowed)
+    if value not in words:
+        raise UsageError(f"{name} {value!r:.40}", why=f"one of {', '.join(words)} is expected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +90,8 @@ class Plan:
     iters: int = 100
     warmup: int = 10
     advance: bool = False
-    graph: bool | None = None  # a GPU replays the step as a graph: as below
-    # the device takes the whole step (a thread team, or one launch): True or False; None: where a race says so
-    persistent: bool | None = None
-    packed: bool = True  # weights may be packed, without loss, where a thread team wins by it
+    step: AskedStep = "auto"  # the form of the step; auto: a decision or a race chooses
+    layout: AskedLayout = "auto"  # auto: a whole step reads packed weights where that is faster; plain: it never does
     cache: Layout = "contiguous"
     page: int = 64  # tokens a page of a paged cache
     prealloc: bool = True  # every op writes into buffers made once; off: ops allocate their results
@@ -88,6 +105,8 @@ class Plan:
         for name, low in (("batch", 1), ("seq", 2), ("iters", 1), ("warmup", 0), ("page", 1), ("speculate", 0)):
             _among(name, getattr(self, name), low, LARGEST[name])
         _among("layers", self.layers, 0, self.model.layers)
+        _one_of("step", self.step, AskedStep)
+        _one_of("layout", self.layout, AskedLayout)
         if self.dtype == "fp8_e4m3":
             raise UsageError("--dtype fp8_e4m3", why="the decoder computes in bf16, fp16 or fp32")
         if self.longest > self.model.max_context:
@@ -226,12 +245,18 @@ class Way:
     `fused`: one op from the block's input through its first projection. `normed`: norm and projection apart. `added`:
     residual and norm in one op, then the projection. `ops`: op by op, in the chosen forms. `graph`: replayed. `team`:
     the device takes it whole, by one native call or launch. `packed`: the same, its weights packed without loss.
+    A certificate has these words; `Way.of_step` gives them for a form of the step.
     """
 
     half: Half | Literal["step"]
     form: Literal["fused", "normed", "added", "ops", "graph", "team", "packed"]
     step_us: float  # median of a few whole steps, in turn with the other forms
     taken: bool
+
+    @staticmethod
+    def of_step(form: StepForm, step_us: float, *, taken: bool) -> Way:
+        """One form of the whole step."""
+        return Way(half="step", form="team" if form == "whole" else form, step_us=step_us, taken=taken)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Who takes the whole step, as a decision that stands: op `step`, mode `team`, kept with its evidence in the ledger.
 
     standing = stand(scene, fp, ledger, rng, clock, listener)
-    standing.team               # True: a decision says the team; False: it says another way; None: nothing is decided
+    standing.form               # the form that a decision says; None: nothing is decided
     standing.judge(chain, proofs)    # race, and record what the samples justify
 
 Ways are: op by op, the baseline; a graph of that, where the device has graphs; and whole, by the device itself
@@ -28,11 +28,11 @@ from autosel.decode.graph import GraphStep
 from autosel.decode.model import FORMS, Chain
 from autosel.decode.persistent import kind_of
 from autosel.decode.race import MARGIN, OPS, Terms
-from autosel.decode.run import Listener, Way
+from autosel.decode.run import Listener, StepForm, Way
 from autosel.decode.scene import Clock, Scene
 from autosel.decode.step import Step, write_step
 from autosel.decode.team import PACKED
-from autosel.decode.whole import WHOLE, Form, Whole
+from autosel.decode.whole import Whole
 from autosel.errors import LedgerError
 from autosel.ledger.key import budget_key, current_mode
 from autosel.ledger.store import Ledger
@@ -61,7 +61,7 @@ from autosel.values import (
 
 GRAPH = "graph:step"
 # Else whole, by the device's own kernel.
-FORMS_BY_CANDIDATE: Mapping[str, Form] = {OPS: "ops", GRAPH: "graph", PACKED: "packed"}
+FORMS_BY_CANDIDATE: Mapping[str, StepForm] = {OPS: "ops", GRAPH: "graph", PACKED: "packed"}
 PACKED_TOLD = "by one thread team, from packed weights"
 WRITER = PythonRecipe(target="autosel.decode.step:write_step")
 CAPTURER = PythonRecipe(target="autosel.decode.graph:captured")
@@ -86,20 +86,20 @@ def workload_of(shape: ModelShape, dtype: DTypeName, batch: int, context: int) -
 # --- the arms --------------------------------------------------------------------------------------------------------
 
 
-def arms_of(scene: Scene, fp: Fingerprint) -> dict[Form, Arm]:
+def arms_of(scene: Scene, fp: Fingerprint) -> dict[StepForm, Arm]:
     """Every way to take the scene's step there, as it would be written now; the baseline first."""
     plan, decoder, kind = scene.plan, scene.decoder, kind_of(scene.plan.device)
     forms = [form for form in FORMS if form != "added" or not decoder.shape.sandwich]
     steps = {form: write_step(decoder, scene.cache, scene.place, Chain(attn=form, mlp=form)) for form in forms}
     served = _served(list(steps.values()))
     backend: Backend = "CPP" if fp.kind == "cpu" else "CUDA_EXT"
-    found: dict[Form, Arm] = {"ops": _python_arm(OPS, backend, WRITER, served)}
+    found: dict[StepForm, Arm] = {"ops": _python_arm(OPS, backend, WRITER, served)}
     if isinstance(graph.supports(plan), Accepted):
         found["graph"] = _python_arm(GRAPH, backend, CAPTURER, served)
     whole = kind.arm(steps["fused"], fp) if isinstance(kind.supports(plan), Accepted) else None
     if whole is not None:
-        found["team"] = whole
-        packed = kind.arm(steps["fused"], fp, packed=True) if isinstance(kind.packs(plan, fp), Accepted) else None
+        found["whole"] = whole
+        packed = kind.arm(steps["fused"], fp, "packed") if isinstance(kind.packs(plan, fp), Accepted) else None
         found |= {"packed": packed} if packed is not None else {}
     return found
 
@@ -136,7 +136,7 @@ class Standing:
     listener: Listener
     workload: Workload
     mode: str
-    arms: Mapping[Form, Arm]
+    arms: Mapping[StepForm, Arm]
     known: Decision | None
     decides: bool
     crowded: bool  # no room for packed weights, for now: then nothing is decided about them
@@ -144,21 +144,16 @@ class Standing:
     weights: str = ""  # what packing them took, where it was raced
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> StepForm | None:
         """What a decision says; None: none does."""
         return None if self.known is None else self._form(self.known)
-
-    @property
-    def team(self) -> bool | None:
-        """Does a decision say that the team takes the step? None: none does."""
-        return None if self.known is None else self._form(self.known) in WHOLE
 
     def kept(self) -> Whole:
         """Op by op, or a graph of that, by the decision that stands."""
         assert self.known is not None
         return self._whole(self.known)
 
-    def judge(self, chain: Chain, proofs: Mapping[Form, Passed]) -> Whole | None:
+    def judge(self, chain: Chain, proofs: Mapping[StepForm, Passed]) -> Whole | None:
         """As the decision says; else race the ways that were proven, record and obey. None where nothing is to be
         recorded, or can be."""
         name, free = kind_of(self.scene.plan.device).name, dict(proofs)
@@ -168,10 +163,10 @@ class Standing:
             if stopped is not None:
                 del free[form]
                 if not free:
-                    return Whole(taken=False, note=f"no {name}: in quarantine: {stopped.reason}")
+                    return Whole(note=f"no {name}: in quarantine: {stopped.reason}")
         if self.known is not None:
-            if self.form == "packed" and "packed" not in free and "team" in free:  # no room for them, for now
-                return replace(self._whole(self.known), packed=False)
+            if self.form == "packed" and "packed" not in free and "whole" in free:  # no room for them, for now
+                return replace(self._whole(self.known), form="whole")
             return self._whole(self.known) if self.form in ("ops", *free) else None
         if not self.decides or not self.ledger.writable:
             return None
@@ -179,9 +174,9 @@ class Standing:
             with self.ledger.lock(self.fp.hw_id, fingerprint.unit(self.scene.plan.device)):
                 return self._whole(self._decide(chain, free))
         except LedgerError as error:
-            return Whole(taken=False, note=f"no {name}: it could not be decided: {error.what}")
+            return Whole(note=f"no {name}: it could not be decided: {error.what}")
 
-    def _decide(self, chain: Chain, proofs: Mapping[Form, Passed]) -> Decision:
+    def _decide(self, chain: Chain, proofs: Mapping[StepForm, Passed]) -> Decision:
         raced = [self.arms[form] for form in proofs]
         with ExitStack() as trials:
             for arm in raced:
@@ -206,7 +201,7 @@ class Standing:
             idempotency_key=digest({"race": digest(raced_now), "arms": digests}),
         )
 
-    def _race(self, chain: Chain, challengers: Sequence[Form]) -> Race:
+    def _race(self, chain: Chain, challengers: Sequence[StepForm]) -> Race:
         def debit(candidate: str) -> bool:
             key = budget_key(self.fp.hw_id, self.workload)
             return self.ledger.spend(key, MARGIN.false_promotion_bound, candidate)
@@ -224,7 +219,7 @@ class Standing:
                     written[name] = ops if name == OPS else GraphStep.of(ops)
                 else:
                     fused = write_step(scene.decoder, scene.cache, scene.place)
-                    written[name] = kind.write(fused, self.fp, packed=name == PACKED)
+                    written[name] = kind.write(fused, self.fp, FORMS_BY_CANDIDATE.get(name, "whole"))
                 self.moved[name] = bytes_of(scene) - saved_bytes(written[name])
                 self.weights = getattr(written[name], "weights_told", "") or self.weights
             return written
@@ -241,21 +236,19 @@ class Standing:
         )
         return race.race(self.workload, [self.arms[form].candidate for form in challengers], terms)
 
-    def _form(self, decision: Decision) -> Form:
-        return FORMS_BY_CANDIDATE.get(decision.arm.candidate, "team")
+    def _form(self, decision: Decision) -> StepForm:
+        return FORMS_BY_CANDIDATE.get(decision.arm.candidate, "whole")
 
     def _whole(self, decision: Decision) -> Whole:
         """What to do by the decision; its race is why."""
         taken = self._form(decision)
         timings = decision.verdict.timings if decision.verdict else {}
         timed = {form: timings[a.candidate] for form, a in self.arms.items() if a.candidate in timings}
-        ways = [Way(half="step", form=form, step_us=t.median_us, taken=form == taken) for form, t in timed.items()]
+        ways = [Way.of_step(form, t.median_us, taken=form == taken) for form, t in timed.items()]
         who = {"ops": "op by op", "graph": "as a graph of its ops", "packed": PACKED_TOLD}.get(taken)
         who = who or f"by one {kind_of(self.scene.plan.device).name}"
         return Whole(
-            taken=taken in WHOLE,
-            packed=taken == "packed",
-            graph=taken == "graph",
+            form=taken,
             ways=tuple(ways) if len(ways) > 1 else (),
             note=f"the step {who}, by decision {decision.id}: {decision.reason}",
         )
@@ -280,9 +273,8 @@ def stand(
     `decides`: may it be raced?
     """
     plan, arms = scene.plan, arms_of(scene, fp)
-    unpacked = not plan.packed and isinstance(kind_of(plan.device).packs(replace(plan, packed=True), fp), Accepted)
-    said = plan.persistent is not None or unpacked or ("graph" in arms and plan.graph is not None)
-    if len(arms) == 1 or said:
+    could_pack = isinstance(kind_of(plan.device).packs(replace(plan, layout="auto"), fp), Accepted)
+    if len(arms) == 1 or plan.step != "auto" or (plan.layout == "plain" and could_pack):
         return None
     w = workload_of(plan.shape, plan.dtype, plan.batch, plan.seq)
     mode, digests = current_mode("team"), {arm.digest for arm in arms.values()}

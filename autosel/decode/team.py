@@ -22,7 +22,7 @@ from torch import Tensor
 from autosel.candidates import registry
 from autosel.decode import packed as packing
 from autosel.decode.packed import MOST_THREADS, Packed
-from autosel.decode.run import Plan
+from autosel.decode.run import Plan, StepForm
 from autosel.decode.step import Call, Rewritten, Step
 from autosel.knobs.cpu.facts import ISA_FLAGS, facts
 from autosel.native.compile import NO_COMPILER, compile_source, find_compiler, source_digest
@@ -131,13 +131,12 @@ class TeamStep(Rewritten):
         return replace(self, program=self.program[:0], times=self.times[:, :0], rest=()).run
 
 
-def write_team(step: Step, fp: Fingerprint, *, packed: bool = False) -> TeamStep:
-    """The list's step for a team; the list was written with the fused chain. Compiles the kernel on first use.
+def write_team(step: Step, fp: Fingerprint, form: StepForm = "whole") -> TeamStep:
+    """Return the step, which was written with the fused chain, for a thread team. Compiles the kernel on first use.
 
-    `packed`: with the weights packed, which they are once. Raises BuildError; UsageError and ParityError where they
-    cannot be.
+    Form "packed" packs the weights on first use. Raises BuildError; UsageError and ParityError where that fails.
     """
-    prepared = packing.pack(step.decoder.weights, fp) if packed else None
+    prepared = packing.pack(step.decoder.weights, fp) if form == "packed" else None
     lowering = _Lowering(step, fp, prepared)
     tasks = tuple(lowering.tasks())
     isa = facts(fp).isa
@@ -157,16 +156,16 @@ def write_team(step: Step, fp: Fingerprint, *, packed: bool = False) -> TeamStep
     )
 
 
-def arm_of(step: Step, fp: Fingerprint, *, packed: bool = False) -> Arm:
-    """The team that would be written from the step's list, as it would be compiled."""
+def arm_of(step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm:
+    """Return the team that would be written from the step's list, as it would be compiled."""
     knobs = {c.workload.bucket: knobs_of(_at_longest(c), fp) for c in step.calls if c.workload and c.op in KERNELS}
     flags = (*ISA_FLAGS[facts(fp).isa], f"-DAUTOSEL_{step.decoder.weights.dtype.upper()}")
     threads = max(int(k.get("threads", 1)) for k in knobs.values())
     settings: dict[str, Scalar] = {"threads": threads, "knobs": digest(knobs)[:12]}
-    settings |= {"weights": packing.FORMAT} if packed else {}
+    settings |= {"weights": packing.FORMAT} if form == "packed" else {}
     build = source_digest(SOURCE, flags)
     return Arm(
-        candidate=PACKED if packed else CANDIDATE,
+        candidate=PACKED if form == "packed" else CANDIDATE,
         backend="CPP",
         recipe=NativeRecipe(source=SOURCE, entry=ENTRY, flags=flags),
         knobs=settings,

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Literal
 
 import torch
 
@@ -20,7 +19,7 @@ from autosel.decode.graph import GraphStep
 from autosel.decode.hold import holding, refuse_held
 from autosel.decode.model import Chain
 from autosel.decode.persistent import kind_of, supports
-from autosel.decode.run import Plan, Way
+from autosel.decode.run import WHOLE, Plan, StepForm, Way
 from autosel.decode.scene import Scene, judged
 from autosel.decode.step import Step, WholeStep, write_step
 from autosel.errors import BuildError, DeviceFault, ParityError, UsageError
@@ -30,18 +29,14 @@ from autosel.values import Accepted, Fingerprint, Passed, Rejected
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """Taken whole or not, or replayed as a graph; `ways` are empty where there was no race, and `note` says why not."""
+    """The form that the step takes; `ways` are empty where there was no race, and `note` says why not."""
 
-    taken: bool
-    packed: bool = False  # taken, with packed weights
-    graph: bool = False
+    form: StepForm = "ops"
     ways: tuple[Way, ...] = ()
     note: str = ""
 
 
-Form = Literal["ops", "graph", "team", "packed"]
-WHOLE: tuple[Form, ...] = ("team", "packed")  # the device takes it
-Judge = Callable[[Chain, Mapping[Form, Passed]], Whole | None]
+Judge = Callable[[Chain, Mapping[StepForm, Passed]], Whole | None]
 
 
 def choose_team(
@@ -52,7 +47,7 @@ def choose_team(
     clock: Callable[[], int],
     judge: Judge | None = None,
     ledger: Ledger | None = None,
-    known: Form | None = None,
+    known: StepForm | None = None,
 ) -> Whole:
     """Taken if the plan forces it; never if it forbids it; else as the judge decides (decode.standing); where there is
     none, or nothing it could decide, if it wins for this run alone: against op by op in the chosen chain, and on a GPU
@@ -63,19 +58,19 @@ def choose_team(
     """
     plan = scene.plan
     team, note = _wanted(plan)
-    replayed = plan.graph is not False and isinstance(graph.supports(plan), Accepted)
+    replayed = plan.step != "ops" and isinstance(graph.supports(plan), Accepted)
     if not (team or replayed):
-        return Whole(taken=False, note=note)
+        return Whole(note=note)
     ops = write_step(scene.decoder, scene.cache, scene.place, chain)
-    arms: dict[Form, Step | GraphStep | WholeStep] = {"ops": ops}
-    proofs: dict[Form, Passed] = {}
+    arms: dict[StepForm, Step | GraphStep | WholeStep] = {"ops": ops}
+    proofs: dict[StepForm, Passed] = {}
     try:
         if replayed:
             captured = GraphStep.of(ops)
             proofs["graph"] = _refuse_other_logits(scene, ops, captured, "the graph")
             arms["graph"] = captured
     except (ParityError, UsageError) as error:
-        if plan.graph:
+        if plan.step == "graph":
             raise
         note = f"no graph: {error.why}"
     forms, crowded = _whole_forms(scene, fp, known) if team else ((), "")
@@ -87,20 +82,20 @@ def choose_team(
         else:
             arms[form], proofs[form] = found
     try:
-        with holding(ledger, fp, arms.get("team")):
-            decided = judge(chain, proofs) if judge is not None and proofs and plan.persistent is None else None
+        with holding(ledger, fp, arms.get("whole")):
+            decided = judge(chain, proofs) if judge is not None and proofs and plan.step == "auto" else None
             if decided is not None:
                 return replace(decided, note="; ".join(filter(None, (note, decided.note))))
-            return _raced(arms, plan, note, rng, clock) if len(arms) > 1 else Whole(taken=False, note=note)
+            return _raced(arms, plan, note, rng, clock) if len(arms) > 1 else Whole(note=note)
     except DeviceFault as fault:
-        if plan.persistent:
+        if plan.step == "whole":
             raise
-        return Whole(taken=False, note=f"no {kind_of(plan.device).name}: {fault.why or fault.what}")
+        return Whole(note=f"no {kind_of(plan.device).name}: {fault.why or fault.what}")
 
 
 def _wanted(plan: Plan) -> tuple[bool, str]:
     """Is a step that the device takes whole to be tried? If it cannot be one, why."""
-    if plan.persistent is False or plan.graph:
+    if plan.step in ("ops", "graph"):
         return False, ""
     support = supports(plan)
     if isinstance(support, Rejected):
@@ -108,49 +103,48 @@ def _wanted(plan: Plan) -> tuple[bool, str]:
     return True, ""
 
 
-def _whole_forms(scene: Scene, fp: Fingerprint, known: Form | None) -> tuple[tuple[Form, ...], str]:
+def _whole_forms(scene: Scene, fp: Fingerprint, known: StepForm | None) -> tuple[tuple[StepForm, ...], str]:
     """With packed weights too where the device reads such, no decision says otherwise, and there is room; if only that
     is missing, how much."""
     kind, plan = kind_of(scene.plan.device), scene.plan
-    if known == "team" or isinstance(kind.packs(plan, fp), Rejected):
+    if known == "whole" or isinstance(kind.packs(plan, fp), Rejected):
         return WHOLE[:1], ""
     room = kind.room(plan, scene.decoder.weights)
     return (WHOLE[:1], f"no packed weights: {room.reason}") if isinstance(room, Rejected) else (WHOLE, "")
 
 
 def _team(
-    scene: Scene, ops: Step, fp: Fingerprint, ledger: Ledger | None, form: Form
+    scene: Scene, ops: Step, fp: Fingerprint, ledger: Ledger | None, form: StepForm
 ) -> tuple[WholeStep, Passed] | str:
     """The step that the device takes whole, and its proof; or why there is none."""
-    kind, packed = kind_of(scene.plan.device), form == "packed"
-    asked = scene.plan.persistent and not packed
+    kind, packed, asked = kind_of(scene.plan.device), form == "packed", scene.plan.step == "whole"
     fused = write_step(scene.decoder, scene.cache, scene.place)
-    why = "" if scene.plan.persistent else kind.reluctant(ops, fused, scene.plan, fp)
+    why = "" if asked else kind.reluctant(ops, fused, scene.plan, fp)
     if why:
         return "" if packed else f"no {kind.name}: {why}; --persistent asks for one"
     try:
         if packed:
             kind.prepare(scene.plan, scene.decoder.weights, fp)
-        team = kind.write(fused, fp, packed=packed)
+        team = kind.write(fused, fp, form)
         refuse_held(ledger, fp, team)
         with holding(ledger, fp, team):
             return team, _refuse_other_logits(scene, ops, team, team.candidate)
     except (BuildError, DeviceFault, ParityError, UsageError) as error:
-        if asked:
+        if asked and not packed:
             raise
         return f"no {'packed weights' if packed else kind.name}: {error.why or error.what}"
 
 
 def _raced(
-    arms: Mapping[Form, Step | GraphStep | WholeStep], plan: Plan, note: str, rng: Random, clock: Callable[[], int]
+    arms: Mapping[StepForm, Step | GraphStep | WholeStep], plan: Plan, note: str, rng: Random, clock: Callable[[], int]
 ) -> Whole:
     """What was forced; else each form in turn has to gain enough on the best before it."""
     ns = dict(zip(arms, step_medians(list(arms.values()), rng, clock), strict=True))
-    best: Form = "team" if plan.persistent else "graph" if plan.graph else "ops"
-    for form in WHOLE if plan.persistent else () if plan.graph else arms:
+    best: StepForm = "ops" if plan.step == "auto" else plan.step
+    for form in {"whole": WHOLE, "graph": ()}.get(plan.step, tuple(arms)):
         best = form if form in arms and ns[best] >= LEAST_GAIN * ns[form] else best
-    ways = tuple(Way(half="step", form=form, step_us=ns[form] / 1000, taken=form == best) for form in arms)
-    return Whole(taken=best in WHOLE, packed=best == "packed", graph=best == "graph", ways=ways, note=note)
+    ways = tuple(Way.of_step(form, ns[form] / 1000, taken=form == best) for form in arms)
+    return Whole(form=best, ways=ways, note=note)
 
 
 def _refuse_other_logits(scene: Scene, ops: Step, other: GraphStep | WholeStep, name: str) -> Passed:

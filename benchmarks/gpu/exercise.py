@@ -98,7 +98,7 @@ def whole_step(scope: Scope, fp: Fingerprint) -> int:
         ops = write_step(scene.decoder, scene.cache, scene.place)
         ops.run()
         ops.settle()
-        whole = write(scene.decoder, scene.cache, scene.place, team=fp)
+        whole = write(scene.decoder, scene.cache, scene.place, form="whole", fp=fp)
         whole.run()
         whole.settle()
         error, bound = judged(whole.logits, ops.logits, scene.reference(), scene.plan.dtype)

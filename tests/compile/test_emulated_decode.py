@@ -91,7 +91,7 @@ def test_one_launch_a_step_gives_the_tokens_of_the_step_op_by_op(family: str, fp
     decoder = decoder_of(family)
     asked: dict[str, Any] = {"keep_logits": True}
     expected = generate(decoder, PROMPTS, COUNT, **asked)
-    made = generate(decoder, PROMPTS, COUNT, team=fp, **asked)
+    made = generate(decoder, PROMPTS, COUNT, form="whole", fp=fp, **asked)
     assert made.tokens == expected.tokens
     for ours, theirs in zip(made.logits, expected.logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -194,7 +194,7 @@ def plan_of(**changes: Any) -> Plan:
 
 
 def test_a_forced_launch_is_measured_and_certified(on_h200: None) -> None:
-    plan = plan_of(persistent=True)
+    plan = plan_of(step="whole")
     made = measure(plan, load_weights(plan))
     assert made.mode_key.startswith("team.") and made.tokens_equal == made.tokens_checked == 6
     assert [(w.half, w.form, w.taken) for w in made.ways] == [("step", "ops", False), ("step", "team", True)]
@@ -227,7 +227,7 @@ def test_unasked_it_is_tried_where_the_rates_predict_a_gain(on_h200: None, monke
 def test_what_faulted_is_in_quarantine_and_not_tried_again(
     on_h200: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_of(persistent=True)
+    plan = plan_of(step="whole")
     settle = LaunchStep.settle
 
     def stopped(step: LaunchStep) -> None:
@@ -259,7 +259,7 @@ def test_an_error_of_the_device_under_a_launch_is_blamed_on_it(
         open_ledger(home=tmp_path, alone=True) as ledger,
         pytest.raises(DeviceFault, match="the device failed under cuda:step") as caught,
     ):
-        measure(plan_of(persistent=True), load_weights(plan_of()), ledger=ledger)
+        measure(plan_of(step="whole"), load_weights(plan_of()), ledger=ledger)
     assert "illegal memory access" in caught.value.why and "--no-persistent" in caught.value.todo
 
 
@@ -372,7 +372,7 @@ def test_where_a_launch_promises_too_little_the_decision_between_the_others_stan
         assert any("no whole-step launch: by this device's" in note for note in first.notes)
         asked.clear()
         assert measure(plan_of(), load_weights(plan_of()), ledger=ledger).mode_key.startswith("graph.") and asked == []
-        for forced in ({"graph": True}, {"graph": False}, {"persistent": True}):
+        for forced in ({"step": "graph"}, {"step": "ops"}, {"step": "whole"}):
             measure(plan_of(**forced), load_weights(plan_of()), ledger=ledger)
         assert len(ledger.history("step")) == 1 and asked == [], "a plan that says how asks no ledger"
 
@@ -412,22 +412,23 @@ def test_a_graph_that_gives_other_logits_is_not_taken(
         return replay
 
     monkeypatch.setattr(graph, "captured", captured)
-    made = measure(plan_of(persistent=False), load_weights(plan_of()))
+    monkeypatch.setattr(launch, "predict", lambda *_: Prediction(graph_s=1e-3, launch_s=0.99e-3))
+    made = measure(plan_of(), load_weights(plan_of()))
     assert made.mode_key.startswith("eager.") and any("no graph: " in note for note in made.notes)
     with pytest.raises(ParityError, match="the logits of the graph"):
-        measure(plan_of(graph=True), load_weights(plan_of()))
+        measure(plan_of(step="graph"), load_weights(plan_of()))
 
 
-@pytest.mark.parametrize(("asked", "mode"), [({"graph": True}, "graph."), ({"persistent": True}, "team.")])
+@pytest.mark.parametrize(("asked", "mode"), [("graph", "graph."), ("whole", "team.")])
 def test_what_is_asked_for_is_taken_and_the_others_times_stand_beside_it(
-    on_h200: None, captures: list[int], asked: dict[str, Any], mode: str
+    on_h200: None, captures: list[int], asked: Any, mode: str
 ) -> None:
-    made = measure(plan_of(**asked), load_weights(plan_of()))
+    made = measure(plan_of(step=asked), load_weights(plan_of()))
     assert made.mode_key.startswith(mode)
     assert [w.form for w in made.ways if w.half == "step"] == [
         "ops",
         "graph",
-        *(["team"] if "persistent" in asked else []),
+        *(["team"] if asked == "whole" else []),
     ]
 
 
@@ -452,10 +453,11 @@ def test_a_step_that_cannot_be_captured_is_run_another_way_unless_it_was_asked_f
         raise UsageError("the step cannot be captured as a graph", why="it synchronises")
 
     monkeypatch.setattr(graph, "captured", captured)
-    made = measure(plan_of(persistent=False), load_weights(plan_of()))
+    monkeypatch.setattr(launch, "predict", lambda *_: Prediction(graph_s=1e-3, launch_s=0.99e-3))
+    made = measure(plan_of(), load_weights(plan_of()))
     assert made.mode_key.startswith("eager.") and "no graph: it synchronises" in made.notes
     with pytest.raises(UsageError, match="cannot be captured"):
-        measure(plan_of(graph=True), load_weights(plan_of()))
+        measure(plan_of(step="graph"), load_weights(plan_of()))
 
 
 # --- from the command line to the certificate ------------------------------------------------------------------------

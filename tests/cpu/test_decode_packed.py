@@ -124,7 +124,7 @@ def steps_of(plan: Plan, weights: Weights, fp: Fingerprint, threads: int) -> tup
             t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(4)))
         place = Place.at(torch.arange(plan.batch) * 5, [plan.seq - 4 - b % 3 for b in range(plan.batch)])
         with torch.inference_mode():
-            step = write_team(write_step(Decoder(weights), cache, place), fp, packed=packs)
+            step = write_team(write_step(Decoder(weights), cache, place), fp, "packed" if packs else "whole")
         times = torch.zeros(threads, len(step.tasks), 2, dtype=torch.int64)
         made.append(replace(step, threads=threads, times=times))
     return made[0], made[1]

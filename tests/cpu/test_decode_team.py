@@ -53,7 +53,7 @@ def team_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_teams_tokens_and_logits_are_those_of_transformers(
     oracle: Oracle, fp: Fingerprint, rows: list[int], team_of: int
 ) -> None:
-    made = generate(oracle.decoder(), [oracle.prompts[r] for r in rows], COUNT, keep_logits=True, team=fp)
+    made = generate(oracle.decoder(), [oracle.prompts[r] for r in rows], COUNT, keep_logits=True, form="whole", fp=fp)
     assert_same(oracle, made, rows)
 
 
@@ -175,7 +175,7 @@ def plan_of(oracle: Oracle, **changes: Any) -> Plan:
 
 @one_family
 def test_a_forced_team_is_measured_and_said(oracle: Oracle) -> None:
-    plan = plan_of(oracle, persistent=True, batch=2, advance=True)
+    plan = plan_of(oracle, step="whole", batch=2, advance=True)
     made = measure(plan, load_weights(plan))
     assert made.mode_key.startswith("team.") and made.max_logit_error <= made.logit_bound
     assert made.tokens_equal == made.tokens_checked
@@ -203,7 +203,7 @@ def test_where_its_kernels_serve_a_team_is_taken_if_it_wins(
     made = measure(plan, load_weights(plan))
     assert made.mode_key.startswith("team." if taken else "eager.")
     assert [w.taken for w in made.ways if w.half == "step"] == [not taken, taken]
-    assert measure(dataclasses.replace(plan, persistent=False), load_weights(plan)).mode_key.startswith("eager.")
+    assert measure(dataclasses.replace(plan, step="ops"), load_weights(plan)).mode_key.startswith("eager.")
 
 
 @one_family

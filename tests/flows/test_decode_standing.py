@@ -172,7 +172,7 @@ def test_packed_weights_are_a_way_of_their_own_that_the_ledger_tells_of(
         second = measured(plan, ledger)
         assert asked == [] and second.bytes_per_step == first.bytes_per_step
         assert any("packed in" in note for note in second.notes)
-        plain = measured(replace(plan, packed=False), ledger)
+        plain = measured(replace(plan, layout="plain"), ledger)
         assert "packed" not in {w.form for w in plain.ways} and len(ledger.history("step")) == 1
         monkeypatch.setattr(packed, "free_memory", lambda _: 0)
         crowded = measured(plan, ledger)
@@ -214,8 +214,8 @@ def test_a_plan_that_says_who_takes_the_step_asks_no_ledger(
 ) -> None:
     asked = timed(0.5)
     with open_ledger() as ledger:
-        assert measured(replace(plan, persistent=True), ledger).mode_key.startswith("team.")
-        assert measured(replace(plan, persistent=False), ledger).mode_key.startswith("eager.")
+        assert measured(replace(plan, step="whole"), ledger).mode_key.startswith("team.")
+        assert measured(replace(plan, step="ops"), ledger).mode_key.startswith("eager.")
         assert ledger.history("step") == [] and asked == []
 
 

@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ran(folder: Path, change: Callable[[Weights], Any] = id, **changes: Any) -> DecodeRun:
-    asked: dict[str, Any] = {"seq": 20, "iters": 6, "warmup": 0, "advance": True, "persistent": False} | changes
+    asked: dict[str, Any] = {"seq": 20, "iters": 6, "warmup": 0, "advance": True, "step": "ops"} | changes
     plan = Plan(model=models.load(folder), dtype="fp32", **asked)
     weights = load_weights(plan)
     with torch.inference_mode():
@@ -197,7 +197,7 @@ def test_a_certificate_of_version_3_is_read_and_its_tokens_are_not_judged() -> N
 
 def test_a_text_is_scored_no_further_than_the_models_context_and_the_run_says_so(folder: Path) -> None:
     model = replace(models.load(folder), max_context=32)
-    plan = Plan(model=model, dtype="fp32", seq=20, iters=2, warmup=0, persistent=False, batch=2)
+    plan = Plan(model=model, dtype="fp32", seq=20, iters=2, warmup=0, step="ops", batch=2)
     text = Text(name="t.json", sha256="0" * 64, tokenizer="ids", tokens=tuple(range(100)))
     run = measure(plan, load_weights(plan), text=text)
     assert run.quality is not None and run.quality.tokens == 2 * 31

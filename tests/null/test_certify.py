@@ -882,6 +882,16 @@ def test_a_rerun_that_reads_more_bytes_in_as_much_more_time_is_slower() -> None:
     assert rerun.compare(certificate(first), certificate(packed)).outcome == "faster"
 
 
+def test_a_rerun_of_a_certificate_from_before_the_form_was_stated_is_compared() -> None:
+    first = certificate(decode_run(seed=1, iters=60, step="ops"))
+    older = {k: v for k, v in first.options.items() if k not in ("step", "layout")}
+    again = certificate(decode_run(seed=2, iters=60, step="ops"))
+    assert rerun.compare(dataclasses.replace(first, options=older), again).outcome == "reproduced"
+    other = certificate(decode_run(seed=2, iters=60))
+    with pytest.raises(UsageError, match="options differs"):
+        rerun.compare(first, other)
+
+
 def test_the_baseline_is_weighed_by_all_that_it_reads() -> None:
     """It cannot read packed weights: what the optimised step saves counts for it."""
     first = decode_run(iters=20)

@@ -152,6 +152,20 @@ def test_packed_weights_are_read_by_a_team_alone() -> None:
     assert wrong(rewritten(**fields, mode="team.t2.highest")) == ""
 
 
+def test_the_form_of_the_step_that_was_asked_for_is_the_one_that_ran() -> None:
+    older = {k: v for k, v in HONEST.options.items() if k not in ("step", "layout")}
+    assert wrong(rewritten(options=older)) == "", "before they were stated the command alone has them"
+    for step in ("graph", "whole"):
+        found = wrong(rewritten(options={**older, "step": step}))
+        assert found == f"options: step {step!r} was asked for, and mode is 'eager.t2.highest'"
+    assert wrong(rewritten(options={**older, "step": "ops"})) == ""
+    assert "one of auto, ops, graph, whole is expected" in wrong(rewritten(options={**older, "step": "packed"}))
+    saved = HONEST.bytes_per_step // 5
+    plain = {**older, "layout": "plain", "saved_bytes": saved}
+    found = wrong(rewritten(options=plain, bytes_per_step=HONEST.bytes_per_step - saved, mode="team.t2.highest"))
+    assert found.endswith("layout plain packs no weights")
+
+
 def test_a_batch_that_the_arithmetic_cannot_have_computed_is_refused() -> None:
     """Of many sequences the weights are read once: the memory would not object."""
     honest = certificate(decode_run(iters=3, batch=64, seq=128, step_ms=2000.0))

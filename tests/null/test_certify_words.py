@@ -61,7 +61,7 @@ def test_the_page_says_what_became_of_the_text_of_a_suspect_run_and_of_speculati
 @pytest.mark.parametrize("changes", [{"prealloc": False}, {"speculate": 3, "advance": True}])
 def test_a_run_whose_ops_cannot_be_timed_says_so_in_its_audit_and_summary(changes: dict[str, Any]) -> None:
     run = decode_run(per_op=(), **changes)
-    notes = _notes(run.plan, FUSED, Whole(taken=False))
+    notes = _notes(run.plan, FUSED, Whole())
     made = certificate(dataclasses.replace(run, notes=notes))
     found = audit(made)
     assert found.rows == () and found.untimed and found.untimed_because.startswith("no op was timed by itself: ")

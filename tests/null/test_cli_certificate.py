@@ -214,6 +214,30 @@ def test_each_trial_of_a_suite_can_be_run_again_by_itself(options: str, tmp_path
             assert again == plan
 
 
+@pytest.mark.parametrize(
+    ("flags", "on_cpu", "on_gpu"),
+    [
+        ("", "auto", "auto"),
+        ("--persistent", "whole", "whole"),
+        ("--persistent --no-graph", "whole", "whole"),
+        ("--no-persistent", "ops", "graph"),
+        ("--no-persistent --advance", "ops", "ops"),
+        ("--no-persistent --no-prealloc", "ops", "ops"),
+        ("--no-persistent --no-graph", "ops", "ops"),
+        ("--no-persistent --suite quick", "ops", "ops"),
+        ("--graph", "graph", "graph"),
+        ("--graph --no-persistent", "graph", "graph"),
+        ("--no-graph", "auto", "ops"),
+    ],
+)
+def test_flags_name_the_form_of_the_step(flags: str, on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autosel.cli.run.refuse_absent", lambda device: None)
+    for device, form in (("cpu", on_cpu), ("cuda", on_gpu)):
+        plan = asked(f"--model llama-1b --device {device} {flags}").plan()
+        assert (plan.step, plan.layout) == (form, "auto")
+        assert asked(f"--model llama-1b --device {device} {flags} --no-packed").plan().layout == "plain"
+
+
 def test_a_suite_takes_no_option_that_its_trials_would_not_be_run_again_with() -> None:
     known = {p.name for p in run_command.params}
     measured = set(MEASURED) & set(TAKEN)

@@ -52,6 +52,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (("--persistent", "--no-prealloc"), "buffers made beforehand"),
         (("--persistent", "--speculate", "ngram:2"), "several tokens a sequence"),
         (("--graph", "--no-graph"), "one asks for what the other forbids"),
+        (("--graph", "--persistent"), "each says how the step is taken"),
         (("--graph",), "graphs are captured on a GPU"),
     ],
 )
@@ -65,13 +66,12 @@ def test_a_run_that_cannot_be_is_refused_first(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"persistent": True, "dtype": "fp32"}, "heads of 256: 32 lanes hold 128 elements of fp32"),
-        ({"persistent": True, "batch": 9}, "batch 9: one launch multiplies at most 8 rows"),
-        ({"persistent": True, "cache": "paged"}, "a whole step reads a contiguous cache"),
-        ({"persistent": True, "prealloc": False}, "buffers made beforehand"),
-        ({"persistent": True, "graph": True}, "each says how the step is taken"),
-        ({"graph": True, "advance": True}, "a graph holds one context length"),
-        ({"graph": True, "prealloc": False}, "a graph writes into buffers made beforehand"),
+        ({"step": "whole", "dtype": "fp32"}, "heads of 256: 32 lanes hold 128 elements of fp32"),
+        ({"step": "whole", "batch": 9}, "batch 9: one launch multiplies at most 8 rows"),
+        ({"step": "whole", "cache": "paged"}, "a whole step reads a contiguous cache"),
+        ({"step": "whole", "prealloc": False}, "buffers made beforehand"),
+        ({"step": "graph", "advance": True}, "a graph holds one context length"),
+        ({"step": "graph", "prealloc": False}, "a graph writes into buffers made beforehand"),
     ],
 )
 def test_what_a_gpu_cannot_take_whole_or_replay_is_refused_first(changes: dict[str, Any], said: str) -> None:
@@ -82,7 +82,7 @@ def test_what_a_gpu_cannot_take_whole_or_replay_is_refused_first(changes: dict[s
     with pytest.raises(UsageError) as caught:
         refuse(Plan(model=models.load("gemma3-1b"), device="cuda", **changes))
     assert said in caught.value.why
-    refuse(Plan(model=models.load("gemma3-1b"), device="cuda", persistent=True))
+    refuse(Plan(model=models.load("gemma3-1b"), device="cuda", step="whole"))
 
 
 def test_a_suite_that_does_not_fit_is_refused_first(

@@ -72,7 +72,7 @@ def test_a_run_on_a_gpu_certifies_both_arms_by_events(
         busy(monkeypatch, cuda, arm, calls)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "head_dim": 16}
     write(tmp_path, {**LLAMA_8B, **sizes, "num_attention_heads": 4, "num_key_value_heads": 2})
-    plan = Plan(model=models.load(tmp_path), dtype="fp32", seq=20, iters=4, warmup=1, persistent=False)
+    plan = Plan(model=models.load(tmp_path), dtype="fp32", seq=20, iters=4, warmup=1, step="ops")
     run = measure.measure(plan, load_weights(plan))
     assert run.timed_by == "CUDA events"
     assert run.optimised_ns == (3 * TICK_NS,) * 4 and run.baseline_ns == (7 * TICK_NS,) * 4
