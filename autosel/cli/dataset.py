@@ -13,7 +13,7 @@ from autosel import settings
 from autosel.cli.output import emit_json, microseconds, ratio, table
 from autosel.cli.writable import is_folder
 from autosel.errors import BadConfig, UsageError
-from autosel.values import Decision, to_json
+from autosel.values import SERVING, Decision, to_json
 
 if TYPE_CHECKING:
     from autosel.integrations.flashinfer_traces import Elsewhere, Traces
@@ -28,7 +28,7 @@ def export_dataset(folder: Path) -> None:
     if str(folder) == "-":
         raise UsageError("--to writes a folder", todo=f"{settings.spelling()} export --to flashinfer dataset/")
     with open_ledger() as ledger:
-        evidence = [ledger.evidence(s.decision.id) for s in ledger.serving()]
+        evidence = [ledger.evidence(s.decision.id) for s in ledger.serving() if s.decision.state in SERVING]
     decided = [
         flashinfer_bench.Decided(
             decision=e.decision, device=e.fingerprint, parity=flashinfer_bench.proof_of(e.parities, e.decision.arm)

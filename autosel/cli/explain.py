@@ -199,19 +199,22 @@ def _ago(d: Decision) -> str:
 
 
 def _evidence_json(evidence: Evidence) -> dict[str, object]:
+    """`verdict` is what holds of the arm that serves; after a demotion it is in `history`."""
+    d = evidence.decision
     return {
-        **decision_json(evidence.decision),
+        **decision_json(d),
         "serves": evidence.serves,
-        "state_recorded": evidence.decision.state,
-        "verdict": to_json(evidence.decision.verdict),
+        "state_recorded": d.state,
+        "verdict": to_json(d.standing),
+        "history": to_json(d.verdict) if d.standing is None else None,
         "race": race_json(evidence.race) if evidence.race else None,
         "parities": [
             {"candidate": arm.candidate, "outcome": type(p).__name__.lower(), **to_json(p)}
             for arm, p in evidence.parities
         ],
-        "elsewhere": [to_json(e) for e in elsewhere(evidence.decision)],
-        "arm": to_json(evidence.decision.arm),
-        "baseline": to_json(evidence.decision.baseline),
+        "elsewhere": [to_json(e) for e in elsewhere(d)],
+        "arm": to_json(d.arm),
+        "baseline": to_json(d.baseline),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -111,7 +112,18 @@ def _calls(served: dict[str, Any]) -> str:
     count = served["processes"]
     covered = sum(u["calls"] for u in served["uses"] if u["decision_id"] is not None) / served["calls"]
     lively = f"{count} {'process' if count == 1 else 'processes'} in the last minute"
-    return f"{served['calls']} since it began, {covered:.0%} of them by a decision; {lively}"
+    text = f"{served['calls']} since it began, {covered:.0%} of them by a decision; {lively}"
+    elsewhere = _under_other_conditions(served["uses"])
+    return f"{text}; {elsewhere}" if elsewhere else text
+
+
+def _under_other_conditions(uses: list[dict[str, Any]]) -> str:
+    """Return what most of the calls lack that a decision under other conditions covers; "" if there are none."""
+    calls: Counter[str] = Counter()
+    for use in uses:
+        if use["conditions"]:
+            calls[use["conditions"]] += use["calls"]
+    return "; ".join(f"{count} without a decision: {told}" for told, count in calls.most_common(1))
 
 
 def _uses_table(uses: list[dict[str, Any]]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from autosel.candidates import registry
 from autosel.daemon.bodies import Bad
 from autosel.errors import UnknownName
+from autosel.ledger import conditions
 from autosel.values import Decision
 
 MOST_CLIENTS = 4096  # remembered; the one silent for longest is forgotten first
@@ -26,12 +27,14 @@ OTHER = "other"  # the candidate of a name that neither this ledger nor this aut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """`calls` more of one op, run by one candidate; `decision_id` None: no decision covered them."""
+    """`calls` more of one op, run by one candidate. `decision_id` None: no decision covered them; `conditions` says so
+    if one would under others, as `tuned with 2 threads, running with 1`."""
 
     op: str
     candidate: str
     decision_id: int | None
     calls: int
+    conditions: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ class Uses:
     """In the event loop's thread alone."""
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[str, str, int | None], int] = {}
+        self._calls: dict[tuple[str, str, int | None, str], int] = {}
         self._clients: OrderedDict[str, tuple[int, float]] = OrderedDict()  # serial and time of the last report
 
     def take(self, report: Report, served: Iterable[Decision]) -> list[Told]:
@@ -65,8 +68,8 @@ class Uses:
         if report.serial <= last:
             return []
         for u in fresh:
-            key = (u.op, u.candidate, u.decision_id)
-            key = key if key in self._calls or len(self._calls) < MOST_KEYS else (u.op, OTHER, None)
+            key = (u.op, u.candidate, u.decision_id, u.conditions)
+            key = key if key in self._calls or len(self._calls) < MOST_KEYS else (u.op, OTHER, None, "")
             self._calls[key] = self._calls.get(key, 0) + u.calls
         return fresh
 
@@ -74,8 +77,10 @@ class Uses:
         """Most called first. `processes`: how many told something within the last minute."""
         now = time.monotonic()
         rows = [
-            {"op": op, "candidate": candidate, "decision_id": number, "calls": calls}
-            for (op, candidate, number), calls in sorted(self._calls.items(), key=lambda item: (-item[1], str(item[0])))
+            {"op": op, "candidate": candidate, "decision_id": number, "conditions": other, "calls": calls}
+            for (op, candidate, number, other), calls in sorted(
+                self._calls.items(), key=lambda item: (-item[1], str(item[0]))
+            )
         ]
         lively = sum(now - seen < SILENT_S for _, seen in self._clients.values())
         return {"processes": lively, "calls": sum(self._calls.values()), "uses": rows}
@@ -89,4 +94,5 @@ def _named(told: Told, known: set[tuple[str, str]]) -> Told:
         raise Bad(422, f"there is no op {told.op!r:.80}") from error
     ours = {(c.op, c.name) for c in registry.own_candidates()}
     candidate = told.candidate if (op, told.candidate) in known | ours else OTHER
-    return Told(op=op, candidate=candidate, decision_id=told.decision_id, calls=told.calls)
+    other = conditions.told_in(told.conditions) if told.decision_id is None else ""
+    return Told(op=op, candidate=candidate, decision_id=told.decision_id, calls=told.calls, conditions=other)

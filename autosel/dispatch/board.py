@@ -28,7 +28,7 @@ from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, gra
 from autosel.dispatch.signature import inputs_of, place_of
 from autosel.errors import BadConfig, ForeignDecision
 from autosel.guard import NEVER, Held, Policy, Subject, Watch
-from autosel.ledger import faults, snapshot
+from autosel.ledger import conditions, faults, snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import current_mode
 from autosel.ops.contract import Op
@@ -367,7 +367,7 @@ class Board:
         def uses() -> dict[UseKey, int]:
             found: dict[UseKey, int] = {}
             for use in self.uses():
-                key = (use.op, use.candidate, use.decision_id)
+                key = (use.op, use.candidate, use.decision_id, conditions.told_in(use.reason))
                 found[key] = found.get(key, 0) + use.calls
             return found
 

@@ -29,7 +29,7 @@ USES_EVERY_S = 2.0
 LAST_S = 1.0  # that the end of a process waits for a delivery under way
 MOST_USES = 512  # rows of one report
 
-UseKey = tuple[str, str, int | None]  # op, candidate, decision
+UseKey = tuple[str, str, int | None, str]  # op, candidate, decision; without one the conditions that another one is for
 
 
 Missed = tuple[str, str]  # a device (hw_id), and the bucket that nobody has decided for it
@@ -128,7 +128,10 @@ class Handover:
 
     def _report(self, rows: list[tuple[UseKey, int]]) -> None:
         self._unsure = rows
-        told = [{"op": o, "candidate": c, "decision_id": d, "calls": n} for (o, c, d), n in rows]
+        told = [
+            {"op": o, "candidate": c, "decision_id": d, "calls": n} | ({"conditions": other} if other else {})
+            for (o, c, d, other), n in rows
+        ]
         body = {"client": self._client_name, "serial": self._serial, "uses": told}
         try:
             self._client.post("/v1/uses", body)

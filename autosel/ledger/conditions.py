@@ -16,6 +16,7 @@ from autosel.values import Fingerprint
 Identity = Mapping[str, Any]
 Identify = Callable[[str], Fingerprint | None]
 DETERMINISTIC = "deterministic"
+MOST_CHARACTERS = 240
 # As ledger.key spells it; of a GPU's, what does not matter is left out.
 _MODE = re.compile(
     r"(?P<kind>[a-z]+)(?:\.t(?P<threads>\d+))?(?:\.(?P<precision>(?!deterministic)[\w-]+))?"
@@ -43,6 +44,12 @@ def other_conditions(
     if modes:
         return "" if mode in modes else other_mode(modes, mode)
     return other_device({hw_id for _, hw_id in found}, device, identify) if found else ""
+
+
+def told_in(reason: str) -> str:
+    """Return the reason if `other_conditions` may have given it, else "". Safe on text of other processes."""
+    told = reason.startswith(("tuned with ", "tuned under ", "tuned on ")) and reason.isprintable()
+    return reason if told and len(reason) <= MOST_CHARACTERS else ""
 
 
 def other_mode(decided: Collection[str], here: str) -> str:

@@ -389,9 +389,13 @@ for _ in range(7):
 
 
 def test_what_served_how_many_calls_is_told_to_the_daemon_and_shown(daemon: Daemon) -> None:
-    """By a process that lives on, as it goes; by one that ends, at its end."""
+    """By a process that lives on, as it goes; by one that ends, at its end. One for other conditions is named."""
     from autosel.ops import find
 
+    threads = torch.get_num_threads()
+    other = current_mode().replace(f".t{threads}", f".t{threads + 6}")
+    with open_ledger(home=daemon.home) as ledger:
+        record(ledger, fp=here(), mode=other, workload=find("rmsnorm").workload("fp32", {"M": 1, "d": 64}))
     board = Board(daemon.home)
     try:
         norm = board.selection(find("rmsnorm"))
@@ -406,11 +410,14 @@ def test_what_served_how_many_calls_is_told_to_the_daemon_and_shown(daemon: Daem
     subprocess.run([sys.executable, "-c", CALLING], env=environment(daemon.home), check=True, timeout=120)
     with daemon.client() as ask:
         found = ask.get("/v1/uses")
-        served = {(u["op"], u["candidate"], u["decision_id"]): u["calls"] for u in found["uses"]}
-        assert served == {("rmsnorm", "torch:rmsnorm", None): 11} and found["processes"] == 2
+        served = {(u["op"], u["candidate"], u["decision_id"], u["conditions"]): u["calls"] for u in found["uses"]}
+        why = f"tuned with {threads + 6} threads, running with {threads}"
+        alike = ("rmsnorm", "torch:rmsnorm", None)
+        assert served == {(*alike, why): 10, (*alike, ""): 1} and found["processes"] == 2
     shown = cli(daemon.home, "status").stdout
-    assert "11 since it began, 0% of them by a decision; 2 processes in the last minute" in " ".join(shown.split())
-    assert re.search(r"rmsnorm +torch:rmsnorm +none +11", shown)
+    told = "11 since it began, 0% of them by a decision; 2 processes in the last minute; 10 without a decision:"
+    assert f"{told} {why}" in " ".join(shown.split())
+    assert re.search(r"rmsnorm +torch:rmsnorm +none +10", shown)
     assert json.loads(cli(daemon.home, "status", "--json").stdout)["uses"] == found
 
 

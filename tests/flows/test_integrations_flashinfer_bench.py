@@ -23,12 +23,14 @@ from autosel.dispatch.board import this_device
 from autosel.errors import BadConfig, UsageError
 from autosel.integrations import flashinfer_bench as fib
 from autosel.integrations import flashinfer_traces
+from autosel.ledger.store import open_ledger
 from autosel.native.compile import compile_source, find_compiler
 from autosel.native.load import load_entry
 from autosel.ops.contract import Match, Op
 from autosel.values import Effect, Passed, Timing, Verdict, Workload
 from tests import engines
 from tests.cpu.serving import pinned
+from tests.cpu.test_ledger import PASSED, record
 
 DIMS = {"M": 2, "N": 24, "K": 16, "B": 1, "Hq": 4, "Hkv": 2, "S": 1, "D": 16, "L": 20, "I": 24, "V": 32, "R": 16}
 SPOKEN = [op for op in ops.OPS.values() if op.name in fib.SHAPES]
@@ -174,6 +176,19 @@ def test_the_verbs_write_and_unpack(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"race swiglu --candidate {tmp_path / 'mine' / 'main.py'}:run" in capsys.readouterr().out
     assert run(["import", str(solution), "--into", str(tmp_path / "mine")]) == 2
     assert run(["export", "--to", "flashinfer"]) == 2
+
+
+def test_an_arm_that_was_demoted_is_no_solution(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    d = pinned(small(ops.OPS["rmsnorm"]), "cpp:rmsnorm")
+    with open_ledger(home=home) as ledger:
+        device = dataclasses.replace(this_device(), environment={"torch": "2"})
+        changes = {"arm": d.arm, "baseline": d.baseline, "parities": [(d.arm, PASSED)], "race": None, "verdict": None}
+        made = record(ledger, fp=device, workload=d.workload, mode=d.mode, **changes)
+        assert run(["export", "--to", "flashinfer", str(tmp_path / "served")]) == 0
+        assert "1 definitions, 1 solutions, 0 traces" in capsys.readouterr().err
+        ledger.demote(made.id, "a NaN was seen")
+    assert run(["export", "--to", "flashinfer", str(tmp_path / "demoted")]) == 0
+    assert "0 definitions, 0 solutions, 0 traces" in capsys.readouterr().err
 
 
 # --- traces -----------------------------------------------------------------------------------------------------------

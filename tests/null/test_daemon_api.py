@@ -302,8 +302,16 @@ def test_misses_of_another_device_or_mode_are_not_tuned_here(local: TestClient) 
 
 
 def test_a_report_of_uses_told_twice_counts_once_and_a_callers_names_reach_no_label(local: TestClient) -> None:
-    def use(candidate: str, calls: int, op: str = "rmsnorm", number: int | None = None) -> dict[str, Any]:
-        return {"op": op, "candidate": candidate, "decision_id": number, "calls": calls}
+    def use(
+        candidate: str, calls: int, op: str = "rmsnorm", number: int | None = None, conditions: str = ""
+    ) -> dict[str, Any]:
+        return {
+            "op": op,
+            "candidate": candidate,
+            "decision_id": number,
+            "conditions": conditions,
+            "calls": calls,
+        }
 
     def told(client: str, serial: int, *uses: dict[str, Any]) -> int:
         body = {"client": client, "serial": serial, "uses": list(uses)}
@@ -319,6 +327,16 @@ def test_a_report_of_uses_told_twice_counts_once_and_a_callers_names_reach_no_la
     text = local.get("/metrics").text
     assert 'autosel_calls_total{candidate="cpp:rmsnorm",op="rmsnorm"} 9.0' in text
     assert 'autosel_calls_total{candidate="other",op="rmsnorm"} 2.0' in text and "secret" not in text
+    why = "tuned with 2 threads, running with 1"
+    assert (
+        told("d", 1, use("cpp:rmsnorm", 4, conditions=why), use("cpp:rmsnorm", 1, conditions="a text\nof its own"))
+        == 202
+    )
+    assert local.get("/v1/uses").json()["uses"][1:] == [
+        use("cpp:rmsnorm", 4, conditions=why),
+        use("other", 2),
+        use("cpp:rmsnorm", 1),
+    ]
     assert told("c", 1, use("cpp:rmsnorm", 1, op="nosuch")) == told("c", 1, use("x", -1)) == 422
     assert told("c", 1, *[use("x", 1)] * 513) == 422
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autosel.fingerprint import known, store
-from autosel.ledger.conditions import other_conditions, other_mode
+from autosel.ledger.conditions import other_conditions, other_mode, told_in
 from autosel.values import Fingerprint
 
 HERE: dict[str, Any] = {"model": "A CPU", "isa": ["avx2"], "cpus": 1, "cores": 1, "quota_cpus": None, "memory_bytes": 8}
@@ -46,6 +46,7 @@ def cpu(**changes: Any) -> Fingerprint:
 )
 def test_what_differs_between_two_modes_is_said(decided: list[str], here: str, told: str) -> None:
     assert other_mode(decided, here) == told
+    assert told_in(told) == told
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,13 @@ def test_what_differs_between_two_devices_is_said(there: Fingerprint, told: str)
     by_id = {there.hw_id: there}
     asked = {"mode": "eager.t1.highest", "device": cpu(), "identify": by_id.get}
     assert other_conditions([("eager.t2.highest", there.hw_id)], **asked) == told
+    assert told_in(told) == told
+
+
+@pytest.mark.parametrize("reason", ["no decision for rmsnorm/M1.N64/fp32", "won 42 of 42", "tuned with\n2", "tuned"])
+def test_another_reason_is_not_taken_for_conditions(reason: str) -> None:
+    assert told_in(reason) == ""
+    assert told_in("tuned with " + "x" * 500) == ""
 
 
 def test_the_nearest_of_several_is_said_and_one_that_nobody_knows_by_its_id() -> None:

@@ -77,6 +77,8 @@ def test_the_verbs_show_it_as_demoted(decisions: tuple[Decision, Decision], said
     explained = said("explain", ATTN.op)
     assert f"demoted: {REASON}" in explained and f"history raced before: {CPP.candidate}" in explained
     assert not any(f" {name} " in explained for name in ("effect", "limit", "tail"))
+    evidence = json.loads(said("explain", ATTN.op, "--json"))[0]
+    assert evidence["verdict"] is None and evidence["history"]["winner"] == CPP.candidate
     newest = json.loads(said("history", "--json"))[0]
     assert newest["state"] == "demoted" and newest["speedup"] is None
 
