@@ -41,6 +41,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         name="shadow_rate", kind=float, default=0.0005, help="share of calls the guard checks; 0: first calls only"
     ),
+    Setting(
+        name="spot_rate",
+        kind=float,
+        default=0.04,
+        help="share of calls of which the guard recomputes a few elements; at most 0.25 % of the time",
+    ),
     Setting(name="disable", kind=bool, default=False, help="1: best() serves the baseline everywhere"),
     Setting(
         name="mode",

@@ -27,10 +27,11 @@ from autosel.dispatch.resolve import Resolution, Serving, index, resolve
 from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
 from autosel.dispatch.signature import inputs_of, place_of
 from autosel.errors import BadConfig, ForeignDecision
-from autosel.guard import NEVER, Held, Policy, Subject, Watch
+from autosel.guard import NEVER, Allowance, Held, Policy, Subject, Watch, spot
 from autosel.ledger import conditions, faults, snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import current_mode
+from autosel.native.isa import best_isa
 from autosel.ops.contract import Op
 from autosel.values import SERVING, Workload
 
@@ -94,6 +95,7 @@ class Board:
         self.policy = policy or Policy.from_settings()
         self.epoch = 0
         self._watches: dict[tuple[Any, ...], Watch] = {}
+        self._allowance = Allowance()
         self._seen: dict[str, Fault] = {}  # by this process
         self._lock = threading.RLock()
         self._bound: list[_Bound] = []
@@ -226,9 +228,16 @@ class Board:
             return None
         key = (d.id, d.hw_id, d.mode, d.bucket, d.length_range, d.arm.digest)
         if key not in self._watches:
-            at_home = partial(_at_home, op, d.hw_id)
-            subject = Subject(op=op, decision=d, candidate=resolution.run, baseline=instead, at_home=at_home)
-            self._watches[key] = Watch(subject=subject, policy=self.policy, report=self._report)
+            subject = Subject(
+                op=op,
+                decision=d,
+                candidate=resolution.run,
+                baseline=instead,
+                at_home=partial(_at_home, op, d.hw_id),
+                spot=_spot(op, resolution) if self.policy.spot_rate else None,
+            )
+            watch = Watch(subject=subject, policy=self.policy, report=self._report, allowance=self._allowance)
+            self._watches[key] = watch
         return self._watches[key]
 
     def _part(self, op: Op, part: Resolution) -> Callable[..., Any]:
@@ -479,6 +488,14 @@ def _replace(op: Op, watch: Watch | None, error: Exception, values: Sequence[Any
 def _at_home(op: Op, hw_id: str, args: Sequence[Any]) -> bool:
     place = place_of(op, {a.name: value for a, value in zip(op.args, args, strict=True)})
     return device_at(place)[0].hw_id == hw_id
+
+
+def _spot(op: Op, resolution: Resolution) -> spot.Spot | None:
+    """The native spot check of what runs on this CPU, where it was compiled."""
+    here = this_device()
+    if resolution.hw_id != here.hw_id:
+        return None
+    return spot.find(op.name, resolution.workload.dtype, best_isa(tuple(here.identity["isa"])))
 
 
 def _gap(watch: Watch | None) -> int:

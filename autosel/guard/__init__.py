@@ -1,6 +1,7 @@
 """The runtime guard: what was proven and promoted is checked again while it serves, and gives way on any doubt.
 
 rate       which calls are checked: the first 32 of a bucket, then a random few
+spot       a few elements of a result recomputed natively
 call       one checked call: both arms on the same inputs
 judge      is the result right? float64 on sampled rows, the baseline on all of it
 replay     whose fault was it?
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from autosel.guard.held import Held
 from autosel.guard.rate import NEVER, Policy
+from autosel.guard.spot import Allowance
 from autosel.guard.watch import Subject, Watch
 
-__all__ = ["NEVER", "Held", "Policy", "Subject", "Watch"]
+__all__ = ["NEVER", "Allowance", "Held", "Policy", "Subject", "Watch"]

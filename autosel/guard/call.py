@@ -118,6 +118,12 @@ class Call:
         except Exception as error:
             result.error = error
 
+    def taken(self, arm: Arm, returned: Any) -> Result:
+        """Return the result of a run that is over: this call was made after it. What it wrote in place is its own."""
+        result = Result(arm=arm, outputs=self._outputs(returned, self.outs))
+        self.last = result
+        return result
+
     def _outputs(self, returned: Any, outs: Sequence[Any]) -> tuple[Any, ...]:
         if self.written is not None:
             return self.written.pick(tuple(self.inputs[name] for name in self.op.output_names))

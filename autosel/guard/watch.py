@@ -24,6 +24,7 @@ from autosel.guard.detector import MIN_DWELL_S, Detector
 from autosel.guard.judge import Finding, Judge
 from autosel.guard.rate import NEVER, Policy, Rate
 from autosel.guard.replay import replay
+from autosel.guard.spot import Allowance, Spot
 from autosel.ledger.faults import Cause, Fault
 from autosel.ops.contract import Op
 from autosel.values import Decision
@@ -39,13 +40,15 @@ def anywhere(_: Sequence[Any]) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """What is watched: the arm of a decision, loaded, and the baseline that stands in for it. `at_home` says whether
-    arguments are on the device that was decided for; what the arm does with others shows nothing about it."""
+    arguments are on the device that was decided for; what the arm does with others shows nothing about it. `spot`
+    recomputes a few elements of a result; None where no such check is at hand."""
 
     op: Op
     decision: Decision
     candidate: Arm
     baseline: Arm
     at_home: Callable[[Sequence[Any]], bool] = anywhere
+    spot: Spot | None = None
 
 
 def utc_now() -> datetime:
@@ -69,10 +72,13 @@ class Watch:
     fault: Fault | None = None
     troubles: int = 0
     unjudged: int = 0
+    allowance: Allowance = field(default_factory=Allowance)  # shared by all watches of a process
+    spot_checks: int = 0
+    spot_limit: float = 1.0  # a ratio above it is suspected; grows with each suspicion that the judge clears
     lock: Any = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.rate = Rate(policy=self.policy, random=self.random)
+        self.rate = Rate(policy=self.policy, random=self.random, spots=self.subject.spot is not None)
 
     def gap(self) -> int:
         """Calls to the next one that must come here."""
@@ -82,6 +88,8 @@ class Watch:
     def describe(self) -> str:
         d, checks, first = self.detector, self.rate.checks, self.rate.first
         told = f"{checks} of the first {first} calls checked" if self.rate.canary else f"{checks} calls checked"
+        if self.rate.spots:
+            told += f", a few elements recomputed of {self.spot_checks} more"
         return f"{told}; slower than the baseline in {d.lost} of {d.pairs}" if d.pairs else told
 
     # --- a call that is checked -------------------------------------------------------------------------------------
@@ -90,6 +98,8 @@ class Watch:
         s = self.subject
         if self.fault is not None:
             return s.baseline(*args, *outs)
+        if not self.rate.draws_shadow():
+            return self._spotted(args, outs)
         if captured(args):
             return s.candidate(*args, *outs)
         try:
@@ -137,6 +147,64 @@ class Watch:
         served = call.serve(baseline if canary else candidate)
         self._account(call, candidate, baseline, self.clock() - start, canary=canary, first=first)
         return served
+
+    # --- a few elements of a call ------------------------------------------------------------------------------------
+
+    def _spotted(self, args: Sequence[Any], outs: Sequence[Any]) -> Any:
+        """Serve the candidate's result, some of it recomputed while the process's allowance lasts."""
+        s, spot = self.subject, self.subject.spot
+        try:
+            result = s.candidate(*args, *outs)
+        except Exception as error:
+            return self.raised(error, args, outs)
+        if spot is None or not self.allowance.may():
+            return result
+        start = self.clock()
+        try:
+            ratio = spot(args, self._made(result, outs), self._seed())
+        except Exception as error:  # outside the contract, or nothing that the check can read
+            self._unspotted(error)
+            return result
+        self.spot_checks += 1
+        self.allowance.spend(self.clock() - start)
+        return result if ratio <= self.spot_limit else self._suspected(args, outs, result, ratio)
+
+    def _made(self, result: Any, outs: Sequence[Any]) -> Sequence[Any]:
+        """Return the pure outputs; what an op writes in place is among its arguments."""
+        if not outs or outs[0] is not None:
+            return outs
+        return result if isinstance(result, tuple) else (result,)
+
+    def _unspotted(self, error: Exception) -> None:
+        self.troubles += 1
+        log.debug("%s could not be spot-checked: %s", self._name, error)
+        if self.troubles >= MOST_TROUBLES:
+            self.troubles, self.rate.spots = 0, False
+
+    def _suspected(self, args: Sequence[Any], outs: Sequence[Any], result: Any, ratio: float) -> Any:
+        """Ask the judge about a result that a spot check suspects, before anything else runs."""
+        s = self.subject
+        if _overlap(args, outs):  # an operand is gone, and every check like this one would suspect its result
+            self.rate.spots = False
+            return result
+        try:
+            call = Call(s.op, args, outs, self.clock)
+            if not s.at_home(args):
+                return result
+            served = call.taken(s.candidate, result)
+            baseline = call.run(s.baseline)
+            if baseline.error is not None:
+                return result
+            finding = self.judge.look(call, served, baseline, self._seed(), deep=True)
+            if finding is not None and self._wrong(call, finding, baseline, self.rate.checks, canary=False):
+                return call.serve(baseline)
+        except AutoselError:  # outside the contract
+            return result
+        except Exception as error:
+            self._troubled(error)
+            return result
+        self.spot_limit = max(self.spot_limit, 2 * ratio)
+        return call.serve(served)
 
     def _seed(self) -> int:
         return self.random.getrandbits(31)

@@ -8,6 +8,7 @@ from concurrent.futures import as_completed
 
 from autosel.candidates.control import CONTROL
 from autosel.errors import BuildError
+from autosel.guard import spot
 from autosel.native.compile import require_compiler
 from autosel.parity.check import Proof, Terms, check_all
 from autosel.parity.control import unanswered
@@ -34,6 +35,7 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
     groups = _groups(jobs)
     recipes = (members[0][1].recipe for members in groups)
     native = [recipe for recipe in recipes if isinstance(recipe, NativeRecipe)]
+    native += spot.builds((job.workload for job in jobs), tuning.fp)  # last: nothing here waits for them
     with Builds(native, over=lambda: tuning.over) as builds, pool(AT_ONCE) as executor:
         futures = {executor.submit(_prepare, tuning, builds, members): members for members in groups}
         for done, future in enumerate(as_completed(futures), 1):

@@ -1,0 +1,90 @@
+"""Spot checks: recompute a few elements of a served result natively, without running the baseline.
+
+    check = find("linear", "bf16", isa)      # None where it was not compiled (kernels/cpu/spot.cpp; `tune` does)
+    check(args, outs, seed)                  # largest |got - expected| / tolerance
+
+A spot check takes microseconds where a shadow check takes milliseconds, so that one call in 25 can have one. What looks
+wrong is judged like a shadow check, by the op's own bound. `Allowance` holds all spot checks of a process to a share of
+the time that passes, so that a small model pays no larger part of its step than a large one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autosel.errors import BuildError
+from autosel.native.compile import find_artefact, find_compiler, source_digest
+from autosel.native.isa import ISA_FLAGS, Isa, best_isa
+from autosel.native.load import load_entry
+from autosel.values import DTypeName, Fingerprint, NativeRecipe, Workload
+
+SOURCE = "cpu/spot.cpp"
+OPS = (
+    "linear", "norm_qkv", "gate_up", "lm_head", "rmsnorm", "add_rmsnorm", "swiglu", "geglu", "rope", "kv_append",
+    "attn", "prefill_attn", "paged_attn", "sample",
+)  # fmt: skip
+SHARE = 0.0025  # of the time that passes; with the countdown and the shadow checks a step pays at most 0.3 %
+MOST_NS = 10_000_000  # saved up at most, and at the start
+
+Spot = Callable[[Sequence[Any], Sequence[Any], int], float]
+
+
+def builds(workloads: Iterable[Workload], fp: Fingerprint) -> tuple[NativeRecipe, ...]:
+    """Return what has to be compiled for these workloads to be spot-checked on this device: nothing on a GPU."""
+    if fp.kind != "cpu" or find_compiler() is None:
+        return ()
+    isa = best_isa(tuple(fp.identity["isa"]))
+    return tuple(recipe(dtype, isa) for dtype in sorted({w.dtype for w in workloads if _covers(w.op, w.dtype)}))
+
+
+def _covers(op: str, dtype: str) -> bool:
+    return op in OPS and dtype in ("bf16", "fp16", "fp32")
+
+
+def recipe(dtype: DTypeName, isa: Isa) -> NativeRecipe:
+    """Return the build that holds every op's check for one dtype."""
+    return NativeRecipe(source=SOURCE, entry="spot_linear", flags=(*ISA_FLAGS[isa], f"-DAUTOSEL_{dtype.upper()}"))
+
+
+def find(op: str, dtype: DTypeName, isa: Isa) -> Spot | None:
+    """Return the compiled check of an op on a CPU, or None. Compiles nothing."""
+    if not _covers(op, dtype):
+        return None
+    try:
+        digest = source_digest(SOURCE, recipe(dtype, isa).flags)
+        if find_artefact(digest) is None:
+            return None
+        entry = load_entry(digest, f"spot_{op}")
+    except BuildError:  # no compiler: the digest names one
+        return None
+
+    def check(args: Sequence[Any], outs: Sequence[Any], seed: int) -> float:
+        return float(entry(*args, *outs, seed))
+
+    return check
+
+
+@dataclass(slots=True)
+class Allowance:
+    """Nanoseconds that checks may take: a share of the time that passes, and a debt is paid before the next check.
+
+    Threads share it without a lock: a lost update costs one check more or less.
+    """
+
+    share: float = SHARE
+    clock: Callable[[], int] = time.perf_counter_ns
+    saved_ns: float = MOST_NS
+    at_ns: int = 0
+
+    def may(self) -> bool:
+        """Return True if a check may begin now."""
+        now = self.clock()
+        self.saved_ns = min(MOST_NS, self.saved_ns + self.share * (now - (self.at_ns or now)))
+        self.at_ns = now
+        return self.saved_ns >= 0
+
+    def spend(self, ns: int) -> None:
+        self.saved_ns -= ns
