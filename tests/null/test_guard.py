@@ -129,6 +129,17 @@ def test_a_rate_of_zero_checks_the_first_calls_only() -> None:
     assert Rate(policy=Policy(shadow_rate=0.0)).gap() == 1
 
 
+def test_a_call_without_a_shadow_check_has_a_spot_check_with_a_chance_of_its_own() -> None:
+    rate = settled(1 / 100)
+    assert rate.probability == 1 / 100 and rate.draws_shadow(), "no spot check is at hand"
+    rate.spots = True
+    assert rate.probability == pytest.approx(1 / 100 + (1 - 1 / 100) / 25)
+    n = 20_000
+    shadows = sum(rate.draws_shadow() for _ in range(n))
+    share = 0.01 / rate.probability
+    assert abs(shadows - n * share) < 4 * math.sqrt(n * share * (1 - share))
+
+
 def test_three_of_the_first_checks_compute_float64_and_all_later_ones() -> None:
     def deep(n: int) -> bool:
         return Rate(policy=Policy(), checks=n).deep
@@ -889,7 +900,8 @@ def test_the_settings_say_how_much_is_checked(home: Path, monkeypatch: pytest.Mo
     for given, wanted in (("0.25", 0.25), ("0", 0.0), ("7", 1.0)):
         monkeypatch.setenv("AUTOSEL_SHADOW_RATE", given)
         settings.read.cache_clear()
-        assert Policy.from_settings() == Policy(on=True, shadow_rate=wanted, max_share=math.inf)
+        spots = Policy().spot_rate if wanted else 0.0  # a rate of 0 checks the first calls only, in either way
+        assert Policy.from_settings() == Policy(on=True, shadow_rate=wanted, spot_rate=spots, max_share=math.inf)
 
 
 def switch_of(user: Callable[[str], Arm]) -> Any:
