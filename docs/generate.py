@@ -354,7 +354,8 @@ def crossings() -> str:
 def guard() -> str:
     """What checks a served kernel, in the words of its modules."""
     folder = ROOT / "autosel" / "guard"
-    parts = [_whole(folder / f"{name}.py") for name in ("rate", "spot", "call", "judge", "replay", "detector", "watch", "held")]
+    names = ("rate", "spot", "call", "judge", "replay", "detector", "watch", "held")
+    parts = [_whole(folder / f"{name}.py") for name in names]
     return "\n\n".join(p for p in parts if p) or "This version has no runtime guard."
 
 
