@@ -94,7 +94,7 @@ def _figures(path: Path) -> list[Figure]:
     if _is_folder(path):
         path = path / report.DOCUMENT
     if path.suffix == ".jsonl":
-        return of_certificates(made for _, made in verify.read(path))
+        return of_certificates(made for _, made in verify.read(path, strict=True))
     data = _json(path)
     if data.get("format") == suite.FORMAT:
         return of_suite(suite.from_document(data))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autosel.certify.certificate import Certificate
+from autosel.certify.certificate import SINCE, Certificate
 from autosel.fingerprint import known
 from autosel.native.isa import best_isa
 from autosel.values import DeviceKind, digest
@@ -93,7 +93,7 @@ def trouble(made: Certificate) -> str:
 def _other_device(made: Certificate) -> str:
     identity = made.identity
     if identity is None:
-        return ""
+        return f"identity: none, in version {made.version}" if made.version >= SINCE["identity"] else ""
     if identity["kind"] not in MOST_READ_BYTES_PER_S:
         return f"identity: a device of kind {identity['kind']!r:.20}"
     follows = {

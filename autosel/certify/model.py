@@ -1,8 +1,11 @@
-"""What a certificate's figures must be by its model and the layers that ran: none that follows from them is believed.
+"""Derive a certificate's figures from its model and the layers that ran.
 
 bytes_per_step   each weight once, the keys and values in reach, the embedding's rows; less what packing saves
 flops_per_step   the projections, the output head and attention
 weights_bytes, kv_cache_bytes, shape, layers, and how often a step calls what each layer needs
+
+Before version 6 a certificate does not say what its model is made of. Of one that is no preset, only limits of these
+figures follow: those of the weights that its ops multiply. `underived` names the fields.
 """
 
 from __future__ import annotations
@@ -10,21 +13,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from autosel.certify.certificate import Certificate, OpFigures
+from autosel.certify.certificate import SINCE, Certificate, OpFigures
 from autosel.certify.derive import made_tokens
 from autosel.decode.run import EXECUTION, LARGEST, Plan
 from autosel.errors import AutoselError
 from autosel.models import PRESETS
 from autosel.models.cost import bytes_per_step, cache_bytes, flops_per_step, products_per_token
-from autosel.models.shape import SIZES, ModelShape
+from autosel.models.shape import SIZES, LayerType, ModelShape, Rope
 from autosel.values import DTYPE_BYTES, Workload, from_json, to_json
 
 PART = re.compile(r"\[\d+/\d+ layers\]$")  # as model_name spells it; a folder's own name may hold brackets too
 ONCE_A_LAYER = {"rope": ("rope",), "kv_append": ("kv_append",), "attention": ("attn", "paged_attn")}
 # Of a call's bytes, the share that packed weights may save; and how often it may move its activations (in, out, both).
 MOST_SAVED, MOST_MOVED = 0.25, 3
+MOST_LAYERS = 10_000  # of a model that only its certificate describes
+UNDERIVED = ("bytes_per_step", "flops_per_step", "weights_bytes")
 
 
 class Unlike(Exception):
@@ -34,6 +40,18 @@ class Unlike(Exception):
 def architecture(model: ModelShape) -> dict[str, Any]:
     """Return what a certificate says of a model besides its name."""
     return {name: value for name, value in to_json(model).items() if name != "name"}
+
+
+def underived(made: Certificate) -> tuple[str, ...]:
+    """Return the fields that cannot be derived from anything: none, unless the architecture is unknown."""
+    silent = made.architecture is None and made.version < SINCE["architecture"]
+    return UNDERIVED if silent and _preset(made) is None else ()
+
+
+def silence(made: Certificate) -> str:
+    """Return what a certificate leaves unsaid that its figures follow from; empty where they can be derived."""
+    fields = ", ".join(underived(made))
+    return fields and f"model: version {made.version} does not say what {made.model!r:.60} is made of: {fields}"
 
 
 def plan_of(made: Certificate) -> Plan:
@@ -76,23 +94,21 @@ def _asked_iters(made: Certificate) -> int:
     return round(made.iters * made.tokens_per_step)
 
 
+def _preset(made: Certificate) -> ModelShape | None:
+    return PRESETS.get(PART.sub("", made.model).lower())
+
+
 def _model(made: Certificate) -> ModelShape:
-    name = PART.sub("", made.model)
-    preset = PRESETS.get(name.lower())
+    preset = _preset(made)
     if made.architecture is None:
-        if preset is None:
-            raise Unlike(
-                f"model: a certificate of version {made.version} does not say what {name!r:.60} is made of, so its "
-                "bytes cannot be derived; certify it again"
-            )
-        return preset
+        if made.version >= SINCE["architecture"]:
+            raise Unlike(f"architecture: none, in version {made.version}")
+        return preset or _stated(made)
     try:
-        model: ModelShape = from_json(ModelShape, {**made.architecture, "name": name})
+        model: ModelShape = from_json(ModelShape, {**made.architecture, "name": PART.sub("", made.model)})
     except (ValueError, AssertionError, ArithmeticError) as error:
         raise Unlike(f"architecture: no model is made so: {type(error).__name__} {error!s:.100}") from error
-    sizes = [model.layers, model.d, model.Hq, model.Hkv, model.D, model.I, model.V, model.max_context]
-    if min(sizes) < 1 or model.window < 0:
-        raise Unlike("architecture: a size below 1")
+    _refuse_no_size(model)
     if preset is not None:
         other = [size for size in SIZES if getattr(model, size) != getattr(preset, size)]
         if other:
@@ -100,11 +116,47 @@ def _model(made: Certificate) -> ModelShape:
     return model
 
 
+def _refuse_no_size(model: ModelShape) -> None:
+    sizes = [model.layers, model.d, model.Hq, model.Hkv, model.D, model.I, model.V, model.max_context]
+    if min(sizes) < 1 or model.window < 0:
+        raise Unlike("architecture: a size below 1")
+
+
+def _stated(made: Certificate) -> ModelShape:
+    """Return the plainest model of the sizes that the certificate states."""
+    s, layers = made.shape, made.layers.of
+    full: LayerType = "full"
+    try:
+        model = ModelShape(
+            name=PART.sub("", made.model),
+            family="llama",
+            layers=layers,
+            d=s.d,
+            Hq=s.Hq,
+            Hkv=s.Hkv,
+            D=s.D,
+            I=s.I,
+            V=s.V,
+            dtype=made.dtype,  # type: ignore[arg-type]
+            activation="silu",
+            rope=Rope(theta=1e4, rotary_dim=s.D),
+            layer_types=(full,) * min(layers, MOST_LAYERS),
+            rms_eps=1e-5,
+            tied=True,
+            max_context=1 << 24,
+        )
+    except (AssertionError, ArithmeticError) as error:
+        raise Unlike(f"shape, layers: no model is made so: {type(error).__name__}") from error
+    _refuse_no_size(model)
+    return model
+
+
 def trouble(made: Certificate) -> str:
     """Return the first field that does not follow from the model and its layers; empty where all do."""
     try:
         plan = plan_of(made)
-        return _other_tokens(made, plan) or _other_sizes(made, plan) or _other_calls(made, plan)
+        sizes = _other_limits if underived(made) else _other_sizes
+        return _other_tokens(made, plan) or sizes(made, plan) or _other_calls(made, plan)
     except Unlike as found:
         return str(found)
 
@@ -121,11 +173,15 @@ def _other_tokens(made: Certificate, plan: Plan) -> str:
     return ""
 
 
+def _context(made: Certificate, plan: Plan) -> int:
+    """Return the tokens that the median step attends to."""
+    return plan.seq + (made.iters - 1) // 2 if plan.advance else plan.seq
+
+
 def _other_sizes(made: Certificate, plan: Plan) -> str:
     """Each figure that is a closed form of the plan."""
     model, cut, saved = plan.model, plan.shape, made.options.get("saved_bytes", 0)
-    context = plan.seq + (made.iters - 1) // 2 if plan.advance else plan.seq
-    page = plan.page if plan.cache == "paged" else 0
+    context, page = _context(made, plan), plan.page if plan.cache == "paged" else 0
     reads = bytes_per_step(cut, plan.dtype, plan.batch, context)
     follows: dict[str, tuple[Any, Any]] = {
         **{f"shape.{n}": (getattr(made.shape, n), getattr(model, n)) for n in ("d", "Hq", "Hkv", "D", "I", "V")},
@@ -141,13 +197,46 @@ def _other_sizes(made: Certificate, plan: Plan) -> str:
     for name, (stated, derived) in follows.items():
         if stated != derived:
             return f"{name}: {stated}; {made.layers.run} layers of {model.name} give {derived}"
-    if saved and (not made.mode.startswith("team.") or plan.layout == "plain"):
+    return _other_form(made, plan)
+
+
+def _other_form(made: Certificate, plan: Plan) -> str:
+    """A step in another form than was asked for, or weights packed where nobody reads them so."""
+    if made.options.get("saved_bytes") and (not made.mode.startswith("team.") or plan.layout == "plain"):
         why = "layout plain packs no weights" if plan.layout == "plain" else "only a team reads packed weights"
         return f"options: saved_bytes of a step in mode {made.mode!r:.40}: {why}"
     execution = made.mode.partition(".")[0]
     if plan.step != "auto" and execution != EXECUTION[plan.step]:
         return f"options: step {plan.step!r} was asked for, and mode is {made.mode!r:.40}"
     return ""
+
+
+def _other_limits(made: Certificate, plan: Plan) -> str:
+    """Of an unknown architecture: its matrices are the least that a step reads, and no known family adds more to them
+    than norms, an output head of its own and the keys of a whole context."""
+    products, saved = products_per_token(plan.shape), made.options.get("saved_bytes", 0)
+    richest, matrices = replace(plan.shape, tied=False, qk_norm=True, sandwich=True), DTYPE_BYTES[plan.dtype] * products
+    context, page = _context(made, plan), plan.page if plan.cache == "paged" else 0
+    cache = cache_bytes(plan.shape, plan.dtype, rows=plan.batch, room=plan.longest, page=page)
+    limits: dict[str, tuple[Any, int, int]] = {
+        "shape.prompt": (made.shape.prompt, plan.seq - 1, plan.seq - 1),
+        "bytes_per_step": (
+            made.bytes_per_step + saved,  # type: ignore[operator]
+            matrices,
+            bytes_per_step(richest, plan.dtype, plan.batch, context),
+        ),
+        "flops_per_step": (
+            made.flops_per_step,
+            2 * plan.batch * products,
+            flops_per_step(richest, plan.batch, context),
+        ),
+        "weights_bytes": (made.weights_bytes, matrices, richest.weight_bytes(plan.dtype)),
+        "kv_cache_bytes": (made.kv_cache_bytes, cache, cache),
+    }
+    for name, (stated, least, most) in limits.items():
+        if not least <= stated <= most:
+            return f"{name}: {stated}; {made.layers.run} layers of these sizes give {least} to {most}"
+    return _other_form(made, plan)
 
 
 # --- the sum of its parts --------------------------------------------------------------------------------------------

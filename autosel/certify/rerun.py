@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
+from autosel.certify import model
 from autosel.certify.certificate import Certificate, Prompt, another_prompt
 from autosel.certify.derive import rooflines, saved, speedup, tokens_per_step
 from autosel.certify.statistics import (
@@ -28,7 +29,7 @@ from autosel.certify.statistics import (
     resampled_medians,
     resampled_speedups,
 )
-from autosel.decode.run import SUSPICION
+from autosel.decode.run import SUSPICION, Plan
 from autosel.errors import AutoselError, TooNoisy, UsageError
 from autosel.values import Scalar
 
@@ -105,6 +106,15 @@ def refuse_other_device(certified: Certificate, hw_id: str, device: str) -> None
             why=f"this is {device}; hw_id {hw_id[:12]}, certified {certified.hw_id[:12]}",
             todo="rerun it on a machine of that class",
         )
+
+
+def refuse_other_model(certified: Certificate, plan: Plan) -> None:
+    """Derive what the certificate leaves underived from the model that is to be run. Raises NotReproduced."""
+    if not model.underived(certified):
+        return
+    trouble = model.trouble(replace(certified, architecture=model.architecture(plan.model)))
+    if trouble:
+        raise NotReproduced("the certified figures are not those of this model", why=trouble)
 
 
 def compare(certified: Certificate, again: Certificate) -> Rerun:

@@ -7,6 +7,9 @@ device      the identity gives name, hw_id and cache; no rate is above what such
 arithmetic  every figure that follows from others is computed again
 physics     neither arm, nor its prompt, is faster than the memory it ran beside or the device's arithmetic
 signature   of every line that names a signer; of every line, by that key, where a key is asked for
+
+Before version 6 nothing says what a model that is no preset is made of. Such a certificate is neither proven nor
+refuted: it is checked as far as it goes, and `Verified.unchecked` names it. Asked to be strict, refuse it.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from autosel.values import from_json
 
 # Of a step by CUDA events and the same by the host: two clocks, and the resolution of events.
 LATER, TICK_NS = 1.01, 10_000
+SHOWN = 8  # certificates that a message names
 AHEAD = timedelta(minutes=10)  # by which another machine's clock may be ahead of this one's
 
 
@@ -37,28 +41,55 @@ def utc_now() -> datetime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unchecked:
+    """A certificate that is not checkable: `fields` cannot be derived, for nothing says what `model` is made of."""
+
+    line: int
+    model: str
+    version: int
+    fields: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """A file that holds. `signed`: how many of its certificates carry a signature, all of which match."""
+    """A file in which nothing is wrong. `signed`: how many of its certificates carry a signature, all of which match.
+    It is proven only where `unchecked` is empty."""
 
     certificates: int
     signed: int
     head: str
     last: Certificate
+    unchecked: tuple[Unchecked, ...] = ()
+
+
+class NotCheckable(AutoselError):
+    """A certificate that is neither proven nor refuted: it does not say what its model is made of."""
+
+    exit_code = 5
 
 
 def verify(
-    path: Path, *, signer: str = "", head: str = "", keep: int = 0, clock: Callable[[], datetime] = utc_now
+    path: Path,
+    *,
+    signer: str = "",
+    head: str = "",
+    keep: int = 0,
+    strict: bool = False,
+    clock: Callable[[], datetime] = utc_now,
 ) -> Verified:
     """Check the whole file; `last` is the certificate on line `keep` (0: the last line).
 
     `signer` (public key, hex) must have signed every line; `head` must be the checksum of the last one: then a cut tail
-    shows. `clock` gives the time that no timestamp may be after. Raises BadCertificate naming line and field.
+    shows. `strict` refuses what is not checkable. `clock` gives the time that no timestamp may be after. Raises
+    BadCertificate naming line and field.
     """
-    kept, count, signed, previous = None, 0, 0, ""
-    for number, made in read(path, signer=signer, clock=clock):
+    kept, count, signed, previous, unchecked = None, 0, 0, "", []
+    for number, made in read(path, signer=signer, strict=strict, clock=clock):
         if made.previous != previous:
             raise _refused(path, number, "previous", "it does not name the checksum of the line before")
         count, previous, signed = number, made.checksum, signed + bool(made.signer)
+        if fields := model.underived(made):
+            unchecked.append(Unchecked(line=number, model=made.model, version=made.version, fields=fields))
         if keep in (0, number):
             kept = made
     if count == 0:
@@ -68,10 +99,28 @@ def verify(
         raise BadCertificate(f"{path} does not end with {head[:12]}...", why=why, todo="lines are missing or replaced")
     if kept is None:
         raise BadCertificate(f"{path} has no line {keep}", why=f"it has {count}")
-    return Verified(certificates=count, signed=signed, head=previous, last=kept)
+    return Verified(certificates=count, signed=signed, head=previous, last=kept, unchecked=tuple(unchecked))
 
 
-def read(path: Path, *, signer: str = "", clock: Callable[[], datetime] = utc_now) -> Iterator[tuple[int, Certificate]]:
+def not_checkable(path: Path, found: Verified) -> NotCheckable | None:
+    """Return what to end with where certificates of the file are neither proven nor refuted."""
+    if not found.unchecked:
+        return None
+    told = [f"line {u.line}, {u.model:.60}, version {u.version}: {', '.join(u.fields)}" for u in found.unchecked]
+    more = [f"and {len(told) - SHOWN} more"] if len(told) > SHOWN else []
+    count = f"{len(told)} of {found.certificates} certificate{'s' if found.certificates > 1 else ''}"
+    return NotCheckable(
+        f"{path}: {count} not checkable",
+        why="\n".join(
+            ["nothing says what these models are made of, so these fields cannot be derived:", *told[:SHOWN], *more]
+        ),
+        todo="certify those runs again",
+    )
+
+
+def read(
+    path: Path, *, signer: str = "", strict: bool = False, clock: Callable[[], datetime] = utc_now
+) -> Iterator[tuple[int, Certificate]]:
     """Each line's certificate, checked by itself. Raises BadCertificate naming line and field."""
     for number, line in lines(path):
         try:
@@ -81,7 +130,7 @@ def read(path: Path, *, signer: str = "", clock: Callable[[], datetime] = utc_no
         if made.sequence != number:
             raise _refused(path, number, "sequence", f"it says {made.sequence}: lines were taken out or added")
         try:
-            trouble = wrong(made, clock()) or sign.trouble(made)
+            trouble = wrong(made, clock()) or (model.silence(made) if strict else "") or sign.trouble(made)
         except AutoselError as error:
             raise BadCertificate(f"{path}:{number} cannot be checked", why=error.what, todo=error.todo) from error
         if not trouble and signer and made.signer != signer:

@@ -68,8 +68,9 @@ class Stopped(AutoselError):
 
 def report(error: AutoselError) -> None:
     """What, why and what to do, on stderr. What to do is often a command: it stays on one line."""
-    mark = "" if isinstance(error, Stopped) else "undecided: " if isinstance(error, TooNoisy) else "error: "
-    told = [click.style(mark, fg="yellow" if isinstance(error, TooNoisy) else "red", bold=True) + error.what]
+    undecided = error.exit_code == TooNoisy.exit_code
+    mark = "" if isinstance(error, Stopped) else "undecided: " if undecided else "error: "
+    told = [click.style(mark, fg="yellow" if undecided else "red", bold=True) + error.what]
     told += [paragraph(line, indent="  ") for line in error.why.splitlines()]
     told += [f"  {line}" for line in error.todo.splitlines()]
     click.echo("\n".join(told), err=True, color=settings.colour())

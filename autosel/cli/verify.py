@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,24 +38,31 @@ PATH = click.Path(path_type=Path)
 @click.option("--quality", "score", type=PATH, metavar="TEXT_FILE", help="where the scored text is now (--rerun)")
 @click.option("--key", default="", metavar="KEY", help="every line must be signed by it: a key file, or its hex")
 @click.option("--head", default="", metavar="SHA256", help="the last line must have this checksum")
+@click.option("--strict", is_flag=True, help="refuse a certificate that is not checkable")
 @json_option
-def verify_command(where: str, rerun: bool, score: Path | None, key: str, head: str, as_json: bool) -> None:
+def verify_command(
+    where: str, rerun: bool, score: Path | None, key: str, head: str, strict: bool, as_json: bool
+) -> None:
     """Check a certificate file: bytes, chain, model, device, sums, physics, signatures.
 
     Without FILE it is the one below the home.
+
+    Exit code 5: a certificate of an earlier version does not say what its model is made of, so it is not checkable.
 
     --rerun: exit code 3 if the figure, or the score of the text, does not come out again, 5 if the runs are too noisy
     to tell.
     """
     from autosel.certify import sign
-    from autosel.certify.verify import verify
+    from autosel.certify.verify import not_checkable, verify
 
     if score is not None and not rerun:
         raise UsageError("--quality without --rerun", todo="add --rerun")
     path, line = located(where)
-    found = verify(path, signer=sign.public_key(key) if key else "", head=_head(head), keep=line)
+    found = verify(path, signer=sign.public_key(key) if key else "", head=_head(head), keep=line, strict=strict)
     again = run_again(found.last, score) if rerun else None
-    trouble = _judged(again)
+    if again is not None:  # measured with the model at hand, of which its figures were derived
+        found = replace(found, unchecked=tuple(u for u in found.unchecked if u.line != found.last.sequence))
+    trouble = _judged(again) or not_checkable(path, found)
     if as_json:
         emit_json(
             {
@@ -62,6 +70,7 @@ def verify_command(where: str, rerun: bool, score: Path | None, key: str, head: 
                 "certificates": found.certificates,
                 "signed": found.signed,
                 "head": found.head,
+                "not_checkable": to_json(found.unchecked),
                 "rerun": _rerun_json(again),
                 "error": error_json(trouble) if trouble else None,
             }
@@ -98,10 +107,13 @@ def _head(text: str) -> str:
 
 def words(path: Path, found: Verified) -> str:
     """What holds, and what that does not say."""
-    count = found.certificates
+    count, holding = found.certificates, found.certificates - len(found.unchecked)
     signed = f"{found.signed} signed" if found.signed else "none signed"
+    held = f"{count} certificate{'s' if count > 1 else ''} hold{'' if count > 1 else 's'}"
+    if holding < count:
+        held = f"{holding} of {count} certificates hold, {count - holding} not checkable"
     lines = [
-        f"{path}: {count} certificate{'s' if count > 1 else ''} hold{'' if count > 1 else 's'}, {signed}",
+        f"{path}: {held}, {signed}",
         f"head sha256:{found.head}",
         paragraph(
             "The checksums show accidents and partial edits. Whoever can rewrite the file can compute them again, and "
@@ -122,7 +134,7 @@ def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
     """
     from autosel import fingerprint
     from autosel.certify.issue import Request, issue, prompt_of
-    from autosel.certify.rerun import compare, refuse_other_device, refuse_other_prompt
+    from autosel.certify.rerun import compare, refuse_other_device, refuse_other_model, refuse_other_prompt
     from autosel.cli.run import grounds, measured
     from autosel.decode.prompt import prompts
 
@@ -130,6 +142,7 @@ def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
     plan = asked.plan()
     fp = fingerprint.take(plan.device)
     refuse_other_device(certified, fp.hw_id, fp.name)
+    refuse_other_model(certified, plan)
     refuse_other_prompt(certified, prompt_of(prompts(plan).digest))
     text = text_again(certified, asked, plan, score)
     run = measured(plan, text)

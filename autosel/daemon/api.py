@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from autosel.certify import store as certificates
 from autosel.certify.certificate import decode as decode_certificate
-from autosel.certify.verify import verify
+from autosel.certify.verify import not_checkable, verify
 from autosel.daemon import jobs as queue
 from autosel.daemon import metrics, upkeep
 from autosel.daemon.access import is_local
@@ -536,7 +536,10 @@ async def verify_certificates(hub: Hub, request: Request) -> Response:
         found = await asyncio.to_thread(verify, path)
     except AutoselError as error:
         return answer({"valid": False, "what": error.what, "why": error.why})
-    return answer({"valid": True, "certificates": found.certificates, "signed": found.signed, "head": found.head})
+    held = {"certificates": found.certificates, "signed": found.signed, "head": found.head}
+    if (open_ := not_checkable(path, found)) is not None:
+        held |= {"what": open_.what, "why": open_.why}
+    return answer({"valid": not found.unchecked, "not_checkable": to_json(found.unchecked), **held})
 
 
 # --- the ledger, for other processes of ours --------------------------------------------------------------------------

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from autosel import models
 from autosel.certify import certificate as c
+from autosel.certify import rerun
 from autosel.certify.certificate import Certificate, decode, encode, seal
 from autosel.certify.derive import derive
 from autosel.certify.device import ceiling
 from autosel.certify.store import BadCertificate
-from autosel.certify.verify import verify, wrong
+from autosel.certify.verify import not_checkable, verify, wrong
 from autosel.fingerprint import known
 from autosel.values import Workload, digest
 from tests.null.certificates import DRAFTED, READ, certificate, decode_run
@@ -213,17 +214,90 @@ def test_a_date_that_has_not_come_yet_is_refused_by_the_clock_that_is_given(tmp_
     assert "has not come yet" in wrong(far)
 
 
+MINE = dataclasses.replace(models.load("gemma3-1b"), name="mine", layers=6, layer_types=("sliding",) * 5 + ("full",))
+SILENT: dict[str, Any] = {"version": 5, "architecture": None, "identity": None}
+
+
+def of_mine(**changes: Any) -> Certificate:
+    """Of a model that is no preset, and of a version that does not say what it is made of."""
+    return rewritten(certificate(decode_run(model=MINE, iters=3, layers=4)), **SILENT, **changes)
+
+
 def test_a_checkpoints_figures_follow_from_the_architecture_it_states() -> None:
-    shape = dataclasses.replace(
-        models.load("gemma3-1b"), name="mine", layers=6, layer_types=("sliding",) * 5 + ("full",)
-    )
-    made = certificate(decode_run(model=shape, iters=3, layers=4))
+    made = certificate(decode_run(model=MINE, iters=3, layers=4))
     assert wrong(rewritten(made)) == ""
     assert wrong(rewritten(made, bytes_per_step=made.bytes_per_step // 2)).startswith("bytes_per_step: ")
-    silent = {"version": 5, "architecture": None, "identity": None}
-    assert wrong(rewritten(made, **silent)).startswith("model: a certificate of version 5 does not say what 'mine'")
-    assert wrong(rewritten(**silent)) == "", "a preset's is known"
-    assert wrong(rewritten(**silent, bytes_per_step=1000)).startswith("bytes_per_step: ")
+    assert wrong(rewritten(**SILENT)) == "", "a preset's is known"
+    assert wrong(rewritten(**SILENT, bytes_per_step=1000)).startswith("bytes_per_step: ")
+
+
+@pytest.mark.parametrize("silence", ["architecture", "identity"])
+def test_a_version_that_has_to_say_it_cannot_be_silent(silence: str) -> None:
+    """Else a forged certificate of today would pass for an old one, of which less can be derived."""
+    assert wrong(rewritten(**{silence: None})).startswith(f"{silence}: none, in version 6")
+
+
+def test_an_earlier_certificate_of_an_unknown_model_is_not_checkable(tmp_path: Path) -> None:
+    path, made = tmp_path / "old.jsonl", of_mine()
+    path.write_bytes(encode(made) + b"\n")
+    found = verify(path)
+    (told,) = found.unchecked
+    assert (told.line, told.model, told.version) == (1, "mine[4/6 layers]", 5)
+    assert told.fields == ("bytes_per_step", "flops_per_step", "weights_bytes")
+    trouble = not_checkable(path, found)
+    assert trouble is not None and trouble.exit_code == 5 and "1 of 1 certificate not checkable" in trouble.what
+    assert "line 1, mine[4/6 layers], version 5: bytes_per_step, flops_per_step, weights_bytes" in trouble.why
+    with pytest.raises(BadCertificate) as refused:
+        verify(path, strict=True)
+    assert refused.value.why.startswith("model: version 5 does not say what 'mine[4/6 layers]' is made of: bytes_per")
+
+
+def test_a_file_of_checkable_certificates_leaves_nothing_open(tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    for made in (rewritten(), rewritten(**SILENT)):
+        path.write_bytes(encode(made) + b"\n")
+        found = verify(path, strict=True)
+        assert found.unchecked == () and not_checkable(path, found) is None
+
+
+LIMITED: dict[str, tuple[Callable[[Certificate], dict[str, Any]], str]] = {
+    "fewer bytes than its matrices have": (
+        lambda made: {"bytes_per_step": made.bytes_per_step // 2, **times(made, 2)},
+        "bytes_per_step: ",
+    ),
+    "more bytes than any family has": (lambda made: {"bytes_per_step": 2 * made.bytes_per_step}, "bytes_per_step: "),
+    "fewer FLOPs": (lambda made: {"flops_per_step": made.flops_per_step // 2}, "flops_per_step: "),
+    "more FLOPs": (lambda made: {"flops_per_step": 2 * made.flops_per_step}, "flops_per_step: "),
+    "smaller weights": (lambda made: {"weights_bytes": made.weights_bytes // 3}, "weights_bytes: "),
+    "a smaller cache": (lambda made: {"kv_cache_bytes": made.kv_cache_bytes // 2}, "kv_cache_bytes: "),
+    "a smaller model": (lambda made: {"shape": dataclasses.replace(made.shape, I=16)}, "bytes_per_step: "),
+    "no heads": (lambda made: {"shape": dataclasses.replace(made.shape, Hkv=0)}, "shape, layers: no model is made so"),
+    "a million layers": (
+        lambda made: {"layers": c.Layers(run=4, of=10**9), "model": f"mine[4/{10**9} layers]"},
+        "shape, layers: no model is made so",
+    ),
+    "more layers": (lambda made: {"layers": c.Layers(run=6, of=6), "model": "mine"}, "bytes_per_step: "),
+    "tokens that no step gives": (lambda _: {"tokens_per_step": 66.0}, "tokens_per_step: "),
+}
+
+
+@pytest.mark.parametrize("lie", LIMITED)
+def test_of_an_unknown_model_the_limits_hold_that_follow_from_its_sizes(lie: str) -> None:
+    fields, why = LIMITED[lie]
+    honest = of_mine()
+    assert wrong(honest) == ""
+    found = wrong(dataclasses.replace(honest, **fields(honest)))
+    assert found.startswith(why), found
+
+
+def test_a_rerun_derives_what_the_certificate_leaves_open_from_the_model_at_hand() -> None:
+    made = of_mine()
+    plan = decode_run(model=MINE, layers=4).plan
+    rerun.refuse_other_model(made, plan)
+    with pytest.raises(rerun.NotReproduced) as refused:  # within the limits of its sizes, and not this model's
+        rerun.refuse_other_model(dataclasses.replace(made, bytes_per_step=made.bytes_per_step + 2), plan)
+    assert refused.value.why.startswith("bytes_per_step: ")
+    rerun.refuse_other_model(HONEST, plan)  # which states its own
 
 
 @pytest.mark.parametrize("name", ["llama-1b", "qwen3-8b", "gemma3-4b"])

@@ -31,6 +31,7 @@ from autosel.decode.run import DecodeRun, Plan
 from autosel.errors import AutoselError, BadConfig, ParityError, UsageError
 from autosel.values import to_json
 from tests.null.certificates import DRAFTED, GROUNDS, certificate, decode_run, fingerprint
+from tests.null.test_certify_verify_lies import of_mine
 from tests.null.test_cli_run_refusals import CONFIG
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -100,6 +101,20 @@ def test_verify_names_the_line_and_the_field_that_was_changed(file: Path, said: 
     file.write_bytes(file.read_bytes().replace(b'"seq":2048', b'"seq":2049', 1))
     code, _, trouble = said("verify", str(file))
     assert code == 1 and f"{file}:1" in trouble and "field shape was changed" in trouble
+
+
+def test_verify_never_calls_proven_what_is_not_checkable(file: Path, said: Any) -> None:
+    store.append(file, lambda head: chained(of_mine(), head.lines + 1, head.checksum))
+    code, text, trouble = said("verify", str(file))
+    assert code == 5 and "2 of 3 certificates hold, 1 not checkable, none signed" in text
+    assert trouble.startswith(f"undecided: {file}: 1 of 3 certificates not checkable") and "version 5" in trouble
+    code, text, _ = said("verify", str(file), "--json")
+    found = json.loads(text)
+    (told,) = found["not_checkable"]
+    assert code == found["error"]["exit_code"] == 5
+    assert (told["line"], told["fields"]) == (3, ["bytes_per_step", "flops_per_step", "weights_bytes"])
+    code, _, trouble = said("verify", str(file), "--strict")
+    assert code == 1 and f"{file}:3 is not to be believed" in trouble
 
 
 def test_a_line_is_named_behind_a_colon_unless_a_file_has_that_very_name(tmp_path: Path) -> None:
