@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -240,7 +241,7 @@ def held(cache: Cache, counts: Sequence[int]) -> list[Tensor]:
 
 def reference(name: str, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
     """Return the baseline's logits of the last step, and those of a pass in higher precision: each [B, V]."""
-    family, dtype, _, rows = name.split()
+    _, dtype, _, rows = name.split()
     model = models.load(folder / "model")
     weights = load_weights(Plan(model=model, weights=str(folder / "model"), dtype=dtype))  # type: ignore[arg-type]
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -272,4 +273,4 @@ def record() -> Path:
 
 
 if __name__ == "__main__":
-    print(record())
+    sys.stdout.write(f"{record()}\n")

@@ -1,4 +1,4 @@
-"""Steps of tiny models give what they gave before: bit for bit on the machines that were recorded, by value on others."""
+"""Steps of tiny models give what they gave before: the same bits on a recorded machine, the same values on any."""
 
 from __future__ import annotations
 
