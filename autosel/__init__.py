@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autosel.dispatch import best, epoch, use, uses
     from autosel.integrations.sdpa import activate, deactivate
     from autosel.integrations.transformers import patch, unpatch
+    from autosel.ops.weight import Weight, quantise
 
 _HOME = {
     "best": "autosel.dispatch",
@@ -28,9 +29,14 @@ _HOME = {
     "deactivate": "autosel.integrations.sdpa",
     "patch": "autosel.integrations.transformers",
     "unpatch": "autosel.integrations.transformers",
+    "Weight": "autosel.ops.weight",
+    "quantise": "autosel.ops.weight",
 }
 
-__all__ = ["__version__", "activate", "best", "candidate", "deactivate", "epoch", "patch", "unpatch", "use", "uses"]
+__all__ = [
+    "Weight", "__version__", "activate", "best", "candidate", "deactivate", "epoch", "patch", "quantise", "unpatch",
+    "use", "uses",
+]  # fmt: skip
 
 namespace.offer()
 

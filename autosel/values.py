@@ -14,7 +14,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -229,23 +229,31 @@ class Rejected:
 Support = Accepted | Rejected
 
 
+LATER: Mapping[str, bool] = {"later": True}  # of a field that older values lack: left out of JSON at its default
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeRecipe:
-    """Compile `source` (a path below kernels/) with `flags`; call `entry` with the op's arguments, then `knob_args`."""
+    """Compile `source` (a path below kernels/) with `flags`; call `entry` with the op's arguments, then `knob_args`.
+
+    `operands`, where given, are passed in place of the arguments: `x`, `w.codes`, `w.scales` ...
+    """
 
     source: str
     entry: str
     flags: tuple[str, ...] = ()
     knob_args: tuple[str, ...] = ()
+    operands: tuple[str, ...] = field(default=(), metadata=LATER)
     kind: Literal["native"] = "native"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonRecipe:
-    """Import `module:function`; it takes the op's arguments, `out` last (None: allocate and return)."""
+    """Import `module:function`; it takes the op's arguments, or `operands`, `out` last (None: allocate and return)."""
 
     target: str
     path: str = ""  # a folder to put on sys.path first, for a user's module outside site-packages
+    operands: tuple[str, ...] = field(default=(), metadata=LATER)
     kind: Literal["python"] = "python"
 
 
@@ -440,7 +448,7 @@ def digest(value: Any) -> str:
 def to_json(value: Any) -> Any:
     """A value as plain JSON types; dataclasses become objects by field name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {name: to_json(item) for name, item in _items(value)}
     if isinstance(value, Mapping):
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
@@ -448,6 +456,14 @@ def to_json(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     raise TypeError(f"{type(value).__name__} is not a value")
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    """Fields and what they hold, without those that came later and are at their default."""
+    for f in dataclasses.fields(value):
+        item = getattr(value, f.name)
+        if not (f.metadata.get("later") and item == f.default):
+            yield f.name, item
 
 
 def from_json(kind: Any, data: Any) -> Any:

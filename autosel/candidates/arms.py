@@ -12,7 +12,7 @@ from autosel.candidates import inductor
 from autosel.candidates.base import Candidate
 from autosel.candidates.libraries.base import PACKAGE as LIBRARIES
 from autosel.candidates.source import TRITON_KERNELS, function_digest, module_digest
-from autosel.candidates.torch import EAGER
+from autosel.candidates.torch import EAGER, EAGER_STORED
 from autosel.fingerprint import nvml
 from autosel.values import Arm, Fingerprint, Knobs, PythonRecipe, Scalar, Workload, digest
 
@@ -50,7 +50,7 @@ def python_digest(recipe: PythonRecipe) -> str:
     module, _, name = recipe.target.partition(":")
     if module == inductor.__name__:
         source = function_digest(EAGER, name) + function_digest(module, "_lazy")
-    elif module in (EAGER, *STEPS) or module.startswith(f"{LIBRARIES}."):
+    elif module in (EAGER, EAGER_STORED, *STEPS) or module.startswith(f"{LIBRARIES}."):
         source = function_digest(module, name)
     else:
         source = module_digest(module, recipe.path)

@@ -67,14 +67,16 @@ def parameters_in_source(node: ast.FunctionDef) -> Parameters:
     )
 
 
-def takes_outputs(op: Op, parameters: Parameters | None, who: str) -> bool:
+def takes_outputs(op: Op, parameters: Parameters | None, who: str, operands: Sequence[str] = ()) -> bool:
     """Does it take the outputs? Raises UsageError, with the signature to use, if it cannot be called at all.
 
-    A parameter in an output's place that has a default other than None is an option of the function's own.
+    A parameter in an output's place that has a default other than None is an option of the function's own. `operands`:
+    what it takes in place of the op's arguments.
     """
     if parameters is None:
         return True
-    arguments, outputs = len(op.args), pure_outputs(op)
+    names = list(operands) or [a.name for a in op.args]
+    arguments, outputs = len(names), pure_outputs(op)
     total = arguments + len(outputs)
     if not parameters.keyword_required:
         if parameters.take(total) and "other" not in parameters.defaults[arguments:total]:
@@ -82,7 +84,6 @@ def takes_outputs(op: Op, parameters: Parameters | None, who: str) -> bool:
         if parameters.take(arguments):
             return False
     taken = [*parameters.names, *(["*"] if parameters.starred else []), *parameters.keyword_required]
-    names = [a.name for a in op.args]
     raise UsageError(
         f"{who} cannot be called as {op.name}",
         why=f"it takes ({', '.join(taken)}); {op.name} passes ({', '.join(names)})"
@@ -96,6 +97,28 @@ def pure_outputs(op: Op) -> tuple[str, ...]:
     inout = {a.name for a in op.args if a.role == "inout"}
     count = sum(name not in inout for name in op.output_names)
     return ("out",) if count == 1 else tuple(f"out{i}" for i in range(count))
+
+
+def checked_operands(op: Op, operands: Sequence[str]) -> list[str]:
+    """Names of arguments, or of their parts (`w.codes`): what may stand in generated text. Raises BadArguments."""
+    known, parts = {a.name for a in op.args}, ("codes", "scales", "zeros")
+    for name in operands:
+        argument, dot, part = name.partition(".")
+        if argument not in known or (dot and part not in parts):
+            raise BadArguments(f"{op.name} has no operand {name!r:.40}", why=f"it takes {', '.join(sorted(known))}")
+    return list(operands)
+
+
+def with_operands(op: Op, function: Callable[..., Any], operands: Sequence[str], *, fills: bool) -> Callable[..., Any]:
+    """A function of the op's arguments for one of `operands`; `fills`: both take the outputs too."""
+    outputs = list(pure_outputs(op)) if fills else []
+    arguments = ", ".join([*(a.name for a in op.args), *(f"{o}=None" for o in outputs)])
+    passed = ", ".join([*checked_operands(op, operands), *outputs])
+    scope: dict[str, Any] = {"function": function}
+    text = f"def {op.name}({arguments}):\n    return function({passed})"
+    exec(text, scope)  # noqa: S102  (the text above, of names that the op's table has: no outside data reaches it)
+    made: Callable[..., Any] = scope[op.name]
+    return made
 
 
 def with_outputs(op: Op, function: Callable[..., Any], who: str) -> Callable[..., Any]:

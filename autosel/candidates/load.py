@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +20,13 @@ from typing import Any
 
 import torch
 
-from autosel.candidates.convention import parameters_of, takes_outputs, with_outputs
+from autosel.candidates.convention import (
+    checked_operands,
+    parameters_of,
+    takes_outputs,
+    with_operands,
+    with_outputs,
+)
 from autosel.errors import BuildError, UnknownName
 from autosel.native.load import load_entry
 from autosel.ops.contract import Op
@@ -32,13 +38,17 @@ CHAINED = "pdl"  # of a CUDA kernel: 1 where it may be launched before the one a
 def load(op: Op, recipe: Recipe, digest: str, knobs: Mapping[str, Scalar]) -> Callable[..., Any]:
     """The loaded candidate. Raises BuildError or whatever the candidate's own module raises at import."""
     if isinstance(recipe, NativeRecipe):
-        entry, names = load_entry(digest, recipe.entry), recipe.knob_args
-        function = _native(op, entry, tuple(knobs[name] for name in names))
+        entry, names, operands = load_entry(digest, recipe.entry), recipe.knob_args, recipe.operands
+        function = _native(op, entry, operands, tuple(knobs[name] for name in names))
         if CHAINED in names:
-            function.chained = _native(op, entry, tuple(1 if n == CHAINED else knobs[n] for n in names))  # type: ignore[attr-defined]
+            chained = tuple(1 if name == CHAINED else knobs[name] for name in names)
+            function.chained = _native(op, entry, operands, chained)  # type: ignore[attr-defined]
         return function
     function = _with_knobs(load_python(recipe), knobs)
-    if not takes_outputs(op, parameters_of(function), recipe.target):
+    fills = takes_outputs(op, parameters_of(function), recipe.target, recipe.operands)
+    if recipe.operands:
+        function = with_operands(op, function, recipe.operands, fills=fills)
+    if not fills:
         function = with_outputs(op, function, recipe.target)
     return _where_operands_are(op, function) if torch.cuda.device_count() > 1 else function
 
@@ -99,13 +109,16 @@ def _refuse_namesake(recipe: PythonRecipe, module: str) -> None:
         )
 
 
-def _native(op: Op, entry: Callable[..., Any], knob_values: tuple[Scalar, ...]) -> Callable[..., Any]:
+def _native(
+    op: Op, entry: Callable[..., Any], operands: Sequence[str], knob_values: tuple[Scalar, ...]
+) -> Callable[..., Any]:
     """Generated with a fixed number of arguments: a starred call costs several times the lookup it follows."""
     arguments = [a.name for a in op.args]
     inout = {a.name for a in op.args if a.role == "inout"}
     outputs = [f"out{i}" for i, name in enumerate(op.output_names) if name not in inout]
     returned = ", ".join([*[n for n in arguments if n in inout], *outputs])
-    call = ", ".join([*arguments, *outputs, *(repr(v) for v in knob_values)])
+    passed = checked_operands(op, operands) or arguments
+    call = ", ".join([*passed, *outputs, *(repr(v) for v in knob_values)])
     lines = [f"def {op.name}({', '.join([*arguments, *(f'{o}=None' for o in outputs)])}):"]
     if outputs:
         lines += [f"    if {outputs[0]} is None:", f"        specs = known.get({_shapes(op)})"]
@@ -126,7 +139,7 @@ MOST_SHAPES = 4096
 
 def _shapes(op: Op) -> str:
     """Text of a key that determines the outputs' shapes: checking the arguments anew takes 40 us, looking up one."""
-    tensors = [f"{a.name}.shape, {a.name}.dtype" for a in op.args if a.kind == "tensor"]
+    tensors = [f"{a.name}.shape, {a.name}.dtype" for a in op.args if a.kind in ("tensor", "weight", "cache")]
     return f"({', '.join([*tensors, *(a.name for a in op.args if a.name in op.trait_defaults)])},)"
 
 

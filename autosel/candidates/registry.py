@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from autosel.candidates import cpp, cuda, cutlass, libraries, triton
-from autosel.candidates.base import Candidate
+from autosel.candidates.base import Candidate, support_of
 from autosel.candidates.inductor import INDUCTOR
 from autosel.candidates.plugins import load_allowed
 from autosel.candidates.torch import BASELINES, TORCH
@@ -96,7 +96,7 @@ def own_candidates() -> tuple[Candidate, ...]:
 
 def _supports(candidate: Candidate, w: Workload, fp: Fingerprint) -> Support:
     try:
-        return candidate.supports(w, fp)
+        return support_of(candidate, w, fp)
     except Exception as error:  # a package's own Candidate may be wrong; it loses its place, not the run
         if candidate.backend in ("TORCH", "INDUCTOR", "CPP", "CUDA_EXT", "CUTLASS", "TRITON"):
             raise

@@ -1,8 +1,9 @@
 """PyTorch's way to run each op: the baseline every promotion must beat, and other formulations of its own.
 
-The functions are in autosel/ops/eager.py; this module loads no torch. Tried on CPU and left out, since none beats the
-baseline by more than noise at M = 1 (4096 x 4096 and 4096 x 14336; median of 15 interleaved rounds, 2 cores,
-AVX-512-BF16, torch 2.13): `mv` (bf16 0.57x, others 1.0x), `mm(w, x.T)` (1.0x), `bmm` over row blocks (0.54x in bf16).
+The functions are in autosel/ops/eager.py and eager_stored.py; this module loads no torch. Tried on CPU and left out,
+since none beats the baseline by more than noise at M = 1 (4096 x 4096 and 4096 x 14336; median of 15 interleaved
+rounds, 2 cores, AVX-512-BF16, torch 2.13): `mv` (bf16 0.57x, others 1.0x), `mm(w, x.T)` (1.0x), `bmm` over row blocks
+(0.54x in bf16).
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autosel.candidates.base import Candidate
+from autosel.formats import WEIGHT_FORMATS
 from autosel.values import Accepted, Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Rejected, Support, Workload
 
-EAGER = "autosel.ops.eager"
+EAGER, EAGER_STORED = "autosel.ops.eager", "autosel.ops.eager_stored"
+WEIGHTS = ("linear", "norm_qkv", "gate_up", "lm_head")  # ops that eager_stored.py has for weights in any format
 OPS = (
     "linear", "attn", "paged_attn", "prefill_attn", "kv_append", "rmsnorm", "add_rmsnorm", "rope", "swiglu", "geglu",
     "norm_qkv", "gate_up", "lm_head", "sample", "gemv_fp8", "attn_decode_fp8",
@@ -23,12 +26,15 @@ Limits = Callable[[Workload], str]
 
 
 class TorchWay(Candidate):
-    """`torch:<what>`: one function of autosel/ops/eager.py. `limits(w)` returns why it cannot run w, or ""."""
+    """`torch:<what>`: one function of autosel/ops/eager.py, or of eager_stored.py where a weight is in a format.
+    `limits(w)` returns why it cannot run w, or ""."""
 
     backend: Backend = "TORCH"
 
     def __init__(self, op: str, what: str, function: str, limits: Limits | None = None) -> None:
         self.op, self.name, self.function, self.limits = op, f"torch:{what}", function, limits or _no_limits
+        if function in WEIGHTS:
+            self.formats = frozenset(WEIGHT_FORMATS)
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
         if w.dtype == "fp8_e4m3":
@@ -37,7 +43,8 @@ class TorchWay(Candidate):
         return Rejected(reason=why) if why else Accepted()
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
-        return PythonRecipe(target=f"{EAGER}:{self.function}")
+        plain = w.weight_format.plain and w.cache_format.plain
+        return PythonRecipe(target=f"{EAGER if plain else EAGER_STORED}:{self.function}")
 
 
 def _no_limits(_: Workload) -> str:

@@ -27,6 +27,7 @@ from autosel.candidates.convention import (
 from autosel.candidates.source import MOST_SOURCE_BYTES, find_source, installed
 from autosel.errors import BadConfig, UnknownName, UsageError
 from autosel.files import read_named
+from autosel.formats import PLAIN, WEIGHT_FORMATS, find_weight_format
 from autosel.values import (
     DTYPES,
     Accepted,
@@ -66,12 +67,13 @@ class UserCandidate(Candidate):
         *,
         name: str,
         dtypes: tuple[str, ...] = EVERY_DTYPE,
+        formats: frozenset[str] = Candidate.formats,
         allows: Supports | None = None,
         deterministic: bool = True,
         writes_out: bool = True,
     ) -> None:
         self.op, self.target, self.path, self.name = op, target, path, f"user:{name}"
-        self.dtypes, self.allows = dtypes, allows
+        self.dtypes, self.formats, self.allows = dtypes, formats, allows
         self.deterministic, self.writes_out = deterministic, writes_out
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
@@ -103,17 +105,19 @@ def candidate(
     *,
     name: str = "",
     dtypes: Iterable[str] = EVERY_DTYPE,
+    formats: Iterable[str] = (PLAIN,),
     supports: Supports | None = None,
     deterministic: bool = True,
 ) -> Callable[[Function], Function]:
     """Register the decorated function as a candidate for `op`; it is returned as it is.
 
-    `name` (default: the function's) makes `user:<name>`; `supports(workload, fingerprint)` returns False, or a reason
+    `name` (default: the function's) makes `user:<name>`; `formats` names those of weights that it reads: in any but
+    plain it gets a `Weight`; `supports(workload, fingerprint)` returns False, or a reason
     as text, to refuse a workload; `deterministic=False` where the same inputs may give other bits. Raises UnknownName
     or UsageError where the function stands.
     """
     contract = _op(op)
-    known = _dtypes(dtypes)
+    known, read = _dtypes(dtypes), _formats(formats)
 
     def register_function(function: Function) -> Function:
         module, path = _home(function)
@@ -126,6 +130,7 @@ def candidate(
                 path,
                 name=_checked_name(name or function.__name__),
                 dtypes=known,
+                formats=read,
                 allows=supports,
                 deterministic=deterministic,
                 writes_out=writes_out,
@@ -176,6 +181,13 @@ def _dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
         if dtype not in DTYPES:
             raise UnknownName("dtype", str(dtype), DTYPES)
     return found
+
+
+def _formats(formats: Iterable[str]) -> frozenset[str]:
+    if not isinstance(formats, Iterable):
+        raise UsageError(f"formats {formats!r}", why="names of formats are expected", todo=", ".join(WEIGHT_FORMATS))
+    found = (formats,) if isinstance(formats, str) else tuple(formats)
+    return frozenset(find_weight_format(str(name)).name for name in found)
 
 
 def _checked_name(name: str) -> str:
@@ -257,6 +269,7 @@ def from_target(target: str, op: str, *, folder: Path | None = None) -> UserCand
         _folder(root),
         name=_checked_name(told.get("name") or name),
         dtypes=_dtypes(told.get("dtypes") or EVERY_DTYPE),
+        formats=_formats(told.get("formats") or (PLAIN,)),
         deterministic=bool(told.get("deterministic", True)),
         writes_out=takes_outputs(contract, parameters, target),
     )

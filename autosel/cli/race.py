@@ -277,6 +277,7 @@ def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint,
     Raises BuildError with the compiler's words.
     """
     from autosel import ops
+    from autosel.candidates.base import support_of
     from autosel.candidates.user_source import resources_in
     from autosel.knobs.gpu.facts import facts
     from autosel.native.compile import compile_source
@@ -285,7 +286,7 @@ def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint,
     races, rows, lines = [], [], []
     for n in named:
         w = n.workload
-        support = candidate.supports(w, fp)
+        support = support_of(candidate, w, fp)
         if not isinstance(support, Accepted):
             return UsageError(f"{candidate.name} cannot be compiled for {fp.name}", why=support.reason)
         recipe = candidate.recipe(w, fp, candidate.knobs(w, fp))
@@ -319,9 +320,10 @@ def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint,
 
 def built_log(candidate: Candidate, w: Workload, fp: Fingerprint) -> str:
     """What the compiler said of it; "" for what is not compiled."""
+    from autosel.candidates.base import support_of
     from autosel.native.compile import find_artefact, source_digest
 
-    if not isinstance(candidate.supports(w, fp), Accepted):
+    if not isinstance(support_of(candidate, w, fp), Accepted):
         return ""
     recipe = candidate.recipe(w, fp, candidate.knobs(w, fp))
     if not isinstance(recipe, NativeRecipe):

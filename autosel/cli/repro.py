@@ -42,6 +42,12 @@ def script(evidence: Evidence) -> str:
         raise UsageError(
             f"decision {d.id} was made on a GPU", why="the script's clock is a CPU's", todo=f"race it again: {again(d)}"
         )
+    if not (d.workload.weight_format.plain and d.workload.cache_format.plain):
+        raise UsageError(
+            f"decision {d.id} is about {d.workload.key}",
+            why="the script draws plain operands only",
+            todo=f"race it again: {again(d)}",
+        )
     if not isinstance(d.arm.recipe, NativeRecipe) and not d.arm.recipe.target.startswith("autosel.ops.eager:"):
         raise UsageError(
             f"decision {d.id} serves {d.arm.candidate}, which is not autosel's own code",

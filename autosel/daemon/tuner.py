@@ -246,10 +246,11 @@ def has_other_knobs(d: Decision, fp: Fingerprint) -> bool:
     """Would the decision's candidate be run otherwise by these rates? Then it is worth a race; what was proven goes on
     serving until then."""
     from autosel.candidates import registry
+    from autosel.candidates.base import support_of
     from autosel.tuning.shortlist import way_of
 
     candidate = registry.find(d.op, d.arm.candidate)
-    support = candidate.supports(d.workload, fp)
+    support = support_of(candidate, d.workload, fp)
     return not isinstance(support, Accepted) or way_of(candidate, d.workload, fp).arm.knobs != d.arm.knobs
 
 

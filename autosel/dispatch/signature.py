@@ -74,7 +74,7 @@ def _key_parts(op: Op) -> list[str]:
     parts: list[str] = [f"{_first_tensor(op)}.device"] if several_devices() else []
     for arg in op.args:
         n = arg.name
-        if arg.kind == "tensor":
+        if arg.kind in ("tensor", "weight", "cache"):  # the dtype of a weight in a format is the format's name
             parts += [f"{n}.shape", f"{n}.dtype"]
         elif arg.kind == "optional":
             parts.append(f"None if {n} is None else ({n}.shape, {n}.dtype)")

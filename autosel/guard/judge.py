@@ -16,6 +16,7 @@ from torch import Tensor
 from autosel.guard.call import Call, Result
 from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Mismatch, Rows
 from autosel.ops.rounding import LAMBDA
+from autosel.ops.stored import leaves, mapped
 
 ROWS = 4
 WHOLE_BYTES = 64 << 20  # the most an op may move, and have copied, for float64 of all of it when something looks wrong
@@ -95,7 +96,7 @@ def _first(checks: Sequence[Check], outputs: Sequence[Tensor]) -> Finding | None
 def _against_float64(call: Call, rows: Rows) -> Check:
     """Without the baseline's statistics: RMS error and bias are tests at four standard deviations, which parity passes
     once, and a million shadow checks would fail by chance."""
-    inputs = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in rows.inputs.items()}
+    inputs = {name: mapped(value, Tensor.cpu) for name, value in rows.inputs.items()}
 
     def check(outputs: Sequence[Tensor]) -> Mismatch | None:
         with torch.no_grad():
@@ -109,7 +110,7 @@ def _everywhere(call: Call, seed: int) -> list[Check]:
     """Of an op that writes in place all that was kept, which is little. Of the others all, unless that is a cache whose
     pool is the device's memory, of which the call reads some pages."""
     whole = call.whole()
-    copied = sum(value.nbytes for value in whole.inputs.values() if isinstance(value, Tensor))
+    copied = sum(tensor.nbytes for tensor in leaves(whole.inputs).values())
     if call.written is not None or max(copied, call.op.bytes_moved(call.workload)) <= WHOLE_BYTES:
         return [_against_float64(call, whole)]
     return [_against_float64(call, call.rows(ROWS, seed + 1 + i)) for i in range(MORE_ROWS)]

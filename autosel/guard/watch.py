@@ -27,6 +27,7 @@ from autosel.guard.replay import replay
 from autosel.guard.spot import Allowance, Spot
 from autosel.ledger.faults import Cause, Fault
 from autosel.ops.contract import Op
+from autosel.ops.stored import tensors
 from autosel.values import Decision
 
 log = logging.getLogger(__name__)
@@ -333,7 +334,7 @@ def _out_of_memory(error: Exception) -> bool:
 def _overlap(args: Sequence[Any], outs: Sequence[Any]) -> bool:
     """Does an output share memory with an argument?"""
     written = [_span(o) for o in outs if isinstance(o, Tensor)]
-    read = [_span(a) for a in args if isinstance(a, Tensor)]
+    read = [_span(tensor) for a in args for tensor in tensors(a)]
     return any(w[0] < r[1] and r[0] < w[1] for w in written for r in read)
 
 

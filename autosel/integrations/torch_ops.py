@@ -68,7 +68,7 @@ def _kind(arg: Arg, position: int) -> str:
         return f"Tensor({_alias(position)}!)"
     if arg.name == "max_len":  # it grows by one a token: a graph must not be compiled anew for each
         return "SymInt?"
-    return {"tensor": "Tensor", "optional": "Tensor?", "int": "int", "float": "float"}[arg.kind]
+    return {"optional": "Tensor?", "int": "int", "float": "float"}.get(arg.kind, "Tensor")
 
 
 def _default(arg: Arg) -> str | None:

@@ -28,6 +28,7 @@ from autosel import dispatch, extras, ops
 from autosel.errors import BadArguments, UsageError
 from autosel.ops.arguments import FLOATS
 from autosel.ops.contract import Match
+from autosel.ops.stored import mapped
 
 log = logging.getLogger(__name__)
 
@@ -279,7 +280,7 @@ def _drawn(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
 def _wrong(op: str, inputs: Mapping[str, Any], *got: Tensor) -> str:
     """Why this is not the op's result for these inputs; "" if it is. The CPU's float64 judges, whatever computed it."""
     with torch.device("cpu"):
-        there = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        there = {name: mapped(value, Tensor.cpu) for name, value in inputs.items()}
         found = ops.find(op).verify(there, [t.cpu() for t in got])
     return "" if isinstance(found, Match) else f"{found.check}: {found.reason}"
 

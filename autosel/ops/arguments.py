@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from autosel.errors import BadArguments
-from autosel.ops.contract import DTYPE_NAME, Inputs
+from autosel.formats import PLAIN, Part
+from autosel.ops.codes import TORCH_DTYPE
+from autosel.ops.contract import DTYPE, DTYPE_NAME, Inputs
+from autosel.ops.weight import Weight
 from autosel.values import DTypeName
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -50,6 +53,54 @@ class Binder:
             raise BadArguments(f"{self.op}: {name} is {tensor.dtype}, expected {dtype}")
         return tensor
 
+    def weight(self, name: str, shape: str) -> str:
+        """The name of the format of a matrix: plain for a tensor in the workload's dtype, else the `Weight`'s. Raises
+        BadArguments for parts that are not the format's."""
+        w = self.inputs.get(name)
+        if not isinstance(w, Weight):
+            self._refuse_codes(name, w)
+            self.floats(name, shape)
+            return PLAIN
+        if len(w.shape) != 2:
+            raise self.fail(name, f"has shape {tuple(w.shape)}, expected [{','.join(shape.split())}]")
+        for letter, size in zip(shape.split(), w.shape, strict=True):
+            self._bind(name, letter, size, tuple(w.shape), f"[{','.join(shape.split())}]")
+        given = w.parts()
+        for part in w.format.parts:
+            self._part(f"{name}.{part.name}", given.pop(part.name, None), part, w)
+        if given:
+            raise self.fail(f"{name}.{next(iter(given))}", f"is given, which {w.format.name} has not")
+        return w.format.name
+
+    def one_format(self, *names: str) -> str:
+        """The format that matrices already taken share. Raises BadArguments where they do not."""
+        found = {name: getattr(self.inputs[name], "format", None) for name in names}
+        spelled = {name: f.name if f else PLAIN for name, f in found.items()}
+        if len(set(spelled.values())) > 1:
+            told = ", ".join(f"{name} is {format_}" for name, format_ in spelled.items())
+            raise BadArguments(f"{self.op}: {told}", why="weights that are multiplied together have one format")
+        return spelled[names[0]]
+
+    def _refuse_codes(self, name: str, w: Any) -> None:
+        """A tensor of codes without its scales is a common mistake."""
+        if isinstance(w, Tensor) and w.itemsize == 1:
+            raise self.fail(
+                name,
+                f"is {w.dtype}: codes without their scales",
+                todo=f"pass autosel.Weight.of(format, codes={name}, scales=...)",
+            )
+
+    def _part(self, name: str, tensor: Any, part: Part, w: Weight) -> None:
+        if not isinstance(tensor, Tensor):
+            raise self.fail(name, f"is {type(tensor).__name__}; {w.format.name} has {part.name}")
+        self._place(name, tensor)
+        dtype, shape = TORCH_DTYPE.get(str(part.dtype)) or DTYPE[str(part.dtype)], part.shape(*w.shape)
+        if tensor.dtype != dtype:
+            raise self.fail(name, f"is {tensor.dtype}, {w.format.name} has {dtype}")
+        if tuple(tensor.shape) != shape:
+            raise self.fail(name, f"has shape {tuple(tensor.shape)}, expected {shape} for {w.format.name}")
+        self._contiguous(name, tensor)
+
     def number(self, name: str, default: float, *, low: float = float("-inf")) -> Any:
         value = self.inputs.get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= low:
@@ -72,16 +123,22 @@ class Binder:
         expected = f"[{','.join(letters)}]"
         if not isinstance(tensor, Tensor):
             raise BadArguments(f"{self.op}: {name} is {type(tensor).__name__}, expected a tensor {expected}")
-        where, at = self.first = self.first or (name, tensor.device)
-        if tensor.device != at:
-            raise self.fail(name, f"is on {tensor.device}, {where} on {at}", todo=f"move it: {name}.to({str(at)!r})")
+        self._place(name, tensor)
         if tensor.dim() != len(letters):
             raise BadArguments(f"{self.op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise self.fail(name, "is not contiguous in its last dimension", todo=f"pass {name}.contiguous()")
+        self._contiguous(name, tensor)
         for letter, size in zip(letters, tensor.shape, strict=True):
             self._bind(name, letter, size, tuple(tensor.shape), expected)
         return tensor
+
+    def _place(self, name: str, tensor: Tensor) -> None:
+        where, at = self.first = self.first or (name, tensor.device)
+        if tensor.device != at:
+            raise self.fail(name, f"is on {tensor.device}, {where} on {at}", todo=f"move it: {name}.to({str(at)!r})")
+
+    def _contiguous(self, name: str, tensor: Tensor) -> None:
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise self.fail(name, "is not contiguous in its last dimension", todo=f"pass {name}.contiguous()")
 
     def _bind(self, name: str, letter: str, size: int, shape: tuple[int, ...], expected: str) -> None:
         known = self.dims.setdefault(letter, size)

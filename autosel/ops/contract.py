@@ -39,7 +39,7 @@ U32 = UNIT["fp32"]
 TINY_SUBNORMAL: Mapping[str, float] = {"bf16": 2.0**-133, "fp16": 2.0**-24, "fp32": 2.0**-149, "fp8_e4m3": 2.0**-9}
 TINY_NORMAL: Mapping[str, float] = {"bf16": 2.0**-126, "fp16": 2.0**-14, "fp32": 2.0**-126, "fp8_e4m3": 2.0**-6}
 
-Inputs = Mapping[str, Any]  # argument name -> Tensor | None | int | float
+Inputs = Mapping[str, Any]  # argument name -> Tensor | Weight | Cached | None | int | float
 
 Role = Literal["streamed", "resident", "inout"]
 
@@ -47,10 +47,11 @@ Role = Literal["streamed", "resident", "inout"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arg:
     """One argument. `streamed` operands are read from memory in real use (weights, KV pages): the race rotates them
-    over copies so that they come cold; `resident` ones (activations) are fresh and warm; `inout` ones are written."""
+    over copies so that they come cold; `resident` ones (activations) are fresh and warm; `inout` ones are written.
+    A `weight` is a tensor or a `Weight` (ops/weight.py), a `cache` a tensor or a `Cached` (ops/cached.py)."""
 
     name: str
-    kind: Literal["tensor", "optional", "int", "float"]
+    kind: Literal["tensor", "optional", "weight", "cache", "int", "float"]
     role: Role = "resident"
     default: Scalar | None = None
 

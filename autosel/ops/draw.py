@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autosel.ops.contract import DTYPE, TINY_NORMAL, Case
+from autosel.ops.stored import mapped
 from autosel.values import DTypeName, Workload
 
 if TYPE_CHECKING:
@@ -195,9 +196,15 @@ def offset_by_one(x: Tensor) -> Tensor:
 
 def strided(x: Tensor, gap: int = 3) -> Tensor:
     """The same values as a slice of wider rows: a row stride that is odd and not the row's length."""
-    junk = 0.0 if not x.is_floating_point() else 448.0 if x.itemsize == 1 else 1e4  # the largest there is in fp8
-    room = torch.full((*x.shape[:-1], x.shape[-1] + gap), junk, dtype=x.dtype)
+    room = torch.full((*x.shape[:-1], x.shape[-1] + gap), _junk(x), dtype=x.dtype)
     return room[..., : x.shape[-1]].copy_(x)
+
+
+def _junk(x: Tensor) -> float:
+    """What shows in a result that reads it: of indices nothing does, for they must stay valid."""
+    if x.itemsize == 1:
+        return 448.0 if x.is_floating_point() else 100
+    return 1e4 if x.is_floating_point() else 0
 
 
 def same_row(x: Tensor) -> Tensor:
@@ -210,8 +217,7 @@ def relayout(names: Iterable[str], view: Callable[[Tensor], Tensor]) -> Change:
 
     def change(inputs: dict[str, Any], _: Draw) -> None:
         for name in chosen:
-            if isinstance(inputs.get(name), Tensor):
-                inputs[name] = view(inputs[name])
+            inputs[name] = mapped(inputs.get(name), view)
 
     return change
 

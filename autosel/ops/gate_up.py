@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from autosel.formats import PLAIN
 from autosel.ops import activation
 from autosel.ops.activation import ACTIVATIONS
 from autosel.ops.arguments import Binder
@@ -20,6 +21,7 @@ from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.norm_qkv import normed_matmul_error
 from autosel.ops.rmsnorm import normalise
 from autosel.ops.rounding import stored
+from autosel.ops.weight import exact, quantise, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 
 
@@ -28,32 +30,34 @@ class GateUp(Op):
     args = (
         Arg(name="x", kind="tensor"),
         Arg(name="norm_weight", kind="tensor"),
-        Arg(name="w_gate", kind="tensor", role="streamed"),
-        Arg(name="w_up", kind="tensor", role="streamed"),
+        Arg(name="w_gate", kind="weight", role="streamed"),
+        Arg(name="w_up", kind="weight", role="streamed"),
         Arg(name="eps", kind="float", default=1e-6),
         Arg(name="offset", kind="float", default=0.0),
         Arg(name="activation", kind="int", default=0),
     )
     output_names = ("y",)
     dim_names = ("M", "d", "I")
-    trait_defaults = {"offset": 0.0, "activation": 0}
+    trait_defaults = {"offset": 0.0, "activation": 0, "weight": PLAIN}
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)
         take.floats("x", "M d")
         take.floats("norm_weight", "d")
-        take.floats("w_gate", "I d")
-        take.floats("w_up", "I d")
+        take.weight("w_gate", "I d")
+        take.weight("w_up", "I d")
+        weight = take.one_format("w_gate", "w_up")
         take.number("eps", 1e-6, low=0.0)
         offset, kind = float(take.number("offset", 0.0)), take.among("activation", 0, (0, 1, 2))
-        return self.workload(take.dtype_name, take.dims, offset=offset, activation=kind)
+        return self.workload(take.dtype_name, take.dims, offset=offset, activation=kind, weight=weight)
 
     def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
         return (TensorSpec(name="y", shape=(w["M"], w["I"]), dtype=w.dtype),)
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
         draw, shape = streamed_draw(seed, w.dtype), (w["I"], w["d"])
-        return self.refresh(w, {"w_gate": draw.weight(*shape), "w_up": draw.weight(*shape)}, seed)
+        weights = {name: quantise(draw.weight(*shape), w.weight_format) for name in ("w_gate", "w_up")}
+        return self.refresh(w, weights, seed)
 
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         draw, offset = resident_draw(seed, w.dtype), float(w.trait("offset", 0.0))
@@ -77,7 +81,7 @@ class GateUp(Op):
 
     def _products(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         h = normalise(inputs["x"].double(), inputs["norm_weight"], inputs["eps"], inputs["offset"])
-        return h @ inputs["w_gate"].double().T, h @ inputs["w_up"].double().T
+        return h @ exact(inputs["w_gate"]).T, h @ exact(inputs["w_up"]).T
 
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         (y,), (gate, up) = reference, self._products(inputs)
@@ -95,12 +99,13 @@ class GateUp(Op):
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         m = edge_sample(w["M"], count, seed)
         n = edge_sample(w["I"], checked_columns(2 * w["d"], len(m), count), seed + 1)
-        part = {**inputs, "x": inputs["x"][m], "w_gate": inputs["w_gate"][n], "w_up": inputs["w_up"][n]}
+        weights = {name: rows_of(inputs[name], n) for name in ("w_gate", "w_up")}
+        part = {**inputs, "x": inputs["x"][m], **weights}
         return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 
     def bytes_moved(self, w: Workload) -> int:
         m, d, i = w["M"], w["d"], w["I"]
-        return DTYPE_BYTES[w.dtype] * (m * d + d + 2 * i * d + m * i)
+        return 2 * w.weight_format.nbytes(w.dtype, i, d) + DTYPE_BYTES[w.dtype] * (m * d + d + m * i)
 
     def flops(self, w: Workload) -> int:
         return 4 * w["M"] * w["d"] * w["I"] + 4 * w["M"] * w["d"] + 5 * w["M"] * w["I"]

@@ -1,7 +1,8 @@
 """linear: y = x @ w^T (+ bias) (+ residual). At M = 1 people call it gemv, above gemm; it is one op.
 
-fp32 accumulation in any order, one rounding. The contract allows the roundings of the eager composition: the product
-may be stored before the bias is added, the sum before the residual is.
+w is a tensor, or a `Weight` in a format; what may be rounded then is said in weight.py. fp32 accumulation in any order,
+one rounding. The contract allows the roundings of the eager composition: the product may be stored before the bias is
+added, the sum before the residual is.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosel.formats import PLAIN
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import DTYPE_NAME, U32, Arg, Case, Inputs, Op, Rows, TensorSpec
 from autosel.ops.draw import (
     COUNTS,
     HOSTILE,
     Draw,
-    away_from_zero,
     case,
     edge_sample,
     offset_by_one,
@@ -29,7 +30,9 @@ from autosel.ops.draw import (
     streamed_draw,
     strided,
 )
-from autosel.ops.rounding import flushable, matmul_error, stored
+from autosel.ops.rounding import flushable, stored
+from autosel.ops.weight import product, product_error, quantise, rows_of
+from autosel.ops.weight_cases import clear_of_zero, weight_cases
 from autosel.values import DTYPE_BYTES, Workload
 
 # N and K around the edges of register tiles, vectors and cache-line groups; primes.
@@ -45,27 +48,27 @@ class Linear(Op):
     name = "linear"
     args = (
         Arg(name="x", kind="tensor"),
-        Arg(name="w", kind="tensor", role="streamed"),
+        Arg(name="w", kind="weight", role="streamed"),
         Arg(name="bias", kind="optional"),
         Arg(name="residual", kind="optional"),
     )
     output_names = ("y",)
     dim_names = ("M", "N", "K")
-    trait_defaults = {"bias": False, "residual": False}
+    trait_defaults = {"bias": False, "residual": False, "weight": PLAIN}
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)
         take.floats("x", "M K")
-        take.floats("w", "N K")
-        bias, residual = take.optional("bias", "N"), take.optional("residual", "M N")
-        return self.workload(take.dtype_name, take.dims, bias=bias is not None, residual=residual is not None)
+        weight = take.weight("w", "N K")
+        bias, residual = take.optional("bias", "N") is not None, take.optional("residual", "M N") is not None
+        return self.workload(take.dtype_name, take.dims, bias=bias, residual=residual, weight=weight)
 
     def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
         return (TensorSpec(name="y", shape=(w["M"], w["N"]), dtype=w.dtype),)
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
         weight = streamed_draw(seed, w.dtype).weight(w["N"], w["K"])
-        return self.refresh(w, {"w": weight}, seed)
+        return self.refresh(w, {"w": quantise(weight, w.weight_format)}, seed)
 
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         draw = resident_draw(seed, w.dtype)
@@ -80,7 +83,7 @@ class Linear(Op):
         return projection_cases(self, w, weights=("w",), width="K")
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        y = inputs["x"].double() @ inputs["w"].double().T
+        y = product(inputs["x"], inputs["w"])
         for extra in (inputs["bias"], inputs["residual"]):
             if extra is not None:
                 y = y + extra.double()
@@ -88,8 +91,7 @@ class Linear(Op):
 
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         dtype = DTYPE_NAME[inputs["x"].dtype]
-        y = inputs["x"].double() @ inputs["w"].double().T
-        error = matmul_error(inputs["x"], inputs["w"])
+        y, error = product(inputs["x"], inputs["w"]), product_error(inputs["x"], inputs["w"], dtype)
         for extra in (inputs["bias"], inputs["residual"]):
             if extra is not None:
                 error = stored(y, error, dtype) + flushable(extra) + U32 * (y.abs() + extra.double().abs())
@@ -102,7 +104,7 @@ class Linear(Op):
         bias, residual = inputs["bias"], inputs["residual"]
         part = {
             "x": inputs["x"][m],
-            "w": inputs["w"][n],
+            "w": rows_of(inputs["w"], n),
             "bias": None if bias is None else bias[n],
             "residual": None if residual is None else residual[m][:, n],
         }
@@ -111,7 +113,7 @@ class Linear(Op):
     def bytes_moved(self, w: Workload) -> int:
         m, n, k = w["M"], w["N"], w["K"]
         extra = n * bool(w.trait("bias", False)) + m * n * bool(w.trait("residual", False))
-        return DTYPE_BYTES[w.dtype] * (m * k + n * k + m * n + extra)
+        return w.weight_format.nbytes(w.dtype, n, k) + DTYPE_BYTES[w.dtype] * (m * k + m * n + extra)
 
     def flops(self, w: Workload) -> int:
         return 2 * w["M"] * w["N"] * w["K"]
@@ -173,18 +175,18 @@ def needle_cases(op: Op, at: Any) -> list[Case]:
 
 
 def _values(op: Op, at: Any, weights: tuple[str, ...], skip: tuple[str, ...]) -> list[Case]:
-    cases = []
+    cases, plain = [], at(1, 1, 1).weight_format.plain
     for name, covers, edit in HOSTILE:
         # Inf times a flushed subnormal would be NaN; keep the weights clear of it.
         infinite = "inf" in name
-        clear = tuple((lambda inputs, n=n: away_from_zero(inputs[n])) for n in ("x", *weights)) if infinite else ()
+        clear = tuple((lambda inputs, n=n: clear_of_zero(inputs[n])) for n in ("x", *weights)) if infinite else ()
         for m in (1, 5):
             shape = at(m, 37, 321)
             cases.append(case(op, shape, f"{name} in x, M{m}", covers, on("x", modest(edit), *clear)))
-        if name not in ("large", "-inf") and not (infinite and "inf in weights" in skip):
+        if plain and name not in ("large", "-inf") and not (infinite and "inf in weights" in skip):
             shape = at(3, 37, 321)
             cases.append(case(op, shape, f"{name} in {weights[-1]}", covers, on(weights[-1], edit, *clear)))
-    return cases
+    return cases if plain else cases + weight_cases(op, at(3, 37, 321), weights[-1])
 
 
 def modest(edit: Any) -> Any:
@@ -199,7 +201,7 @@ def modest(edit: Any) -> Any:
 
 
 def layout_cases(op: Op, at: Any, weights: tuple[str, ...]) -> list[Case]:
-    floats = [a.name for a in op.args if a.kind in ("tensor", "optional")]
+    floats = [a.name for a in op.args if a.kind in ("tensor", "optional", "weight")]
     matrices = ["x", *weights, "residual"]
     cases = []
     for m in (1, 4):

@@ -7,12 +7,13 @@ every kernel, and the lowest index is the one right answer. A NaN logit counts a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autosel.formats import PLAIN
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Arg, Case, Inputs, Match, Mismatch, Op, Rows, TensorSpec
 from autosel.ops.draw import (
@@ -27,7 +28,9 @@ from autosel.ops.draw import (
     strided,
 )
 from autosel.ops.linear import checked_columns, projection_cases
-from autosel.ops.rounding import LAMBDA, matmul_error, stored
+from autosel.ops.rounding import LAMBDA, stored
+from autosel.ops.weight import Matrix, Weight, exact, product, product_error, quantise, rows_of
+from autosel.ops.weight_cases import weight_cases, write
 from autosel.values import DTYPE_BYTES, Workload
 
 BLOCK = 4096  # vocabulary rows converted at a time: 64 MB of fp32 at d = 4096
@@ -39,18 +42,18 @@ class LmHead(Op):
     name = "lm_head"
     args = (
         Arg(name="x", kind="tensor"),
-        Arg(name="w", kind="tensor", role="streamed"),
+        Arg(name="w", kind="weight", role="streamed"),
         Arg(name="greedy", kind="int", default=0),
     )
     output_names = ("logits",)  # where greedy the tokens, by the same name
     dim_names = ("M", "V", "d")
-    trait_defaults = {"greedy": 0}
+    trait_defaults = {"greedy": 0, "weight": PLAIN}
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)
         take.floats("x", "M d")
-        take.floats("w", "V d")
-        return self.workload(take.dtype_name, take.dims, greedy=take.among("greedy", 0, (0, 1)))
+        weight = take.weight("w", "V d")
+        return self.workload(take.dtype_name, take.dims, greedy=take.among("greedy", 0, (0, 1)), weight=weight)
 
     def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
         if w.trait("greedy", 0):
@@ -58,7 +61,8 @@ class LmHead(Op):
         return (TensorSpec(name="logits", shape=(w["M"], w["V"]), dtype=w.dtype),)
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        return self.refresh(w, {"w": streamed_draw(seed, w.dtype).weight(w["V"], w["d"])}, seed)
+        weight = streamed_draw(seed, w.dtype).weight(w["V"], w["d"])
+        return self.refresh(w, {"w": quantise(weight, w.weight_format)}, seed)
 
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         x = resident_draw(seed, w.dtype).normal(w["M"], w["d"])
@@ -71,15 +75,15 @@ class LmHead(Op):
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
         if not inputs["greedy"]:
-            return (inputs["x"].double() @ inputs["w"].double().T,)
-        x = inputs["x"].double()
-        blocks = [x @ rows.double().T for rows in inputs["w"].split(BLOCK)]
+            return (product(inputs["x"], inputs["w"]),)
+        blocks = [product(inputs["x"], part) for part in _blocks(inputs["w"])]
         return (torch.cat(blocks, 1).argmax(-1),)
 
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if inputs["greedy"]:
             return (torch.zeros_like(reference[0], dtype=torch.float64),)
-        return (stored(reference[0], matmul_error(inputs["x"], inputs["w"]), DTYPE_NAME[inputs["x"].dtype]),)
+        dtype = DTYPE_NAME[inputs["x"].dtype]
+        return (stored(reference[0], product_error(inputs["x"], inputs["w"], dtype), dtype),)
 
     def verify(
         self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None
@@ -104,13 +108,13 @@ class LmHead(Op):
             return Rows(inputs={**inputs, "x": inputs["x"][few]}, pick=lambda outs: (outs[0][few],))
         m = edge_sample(w["M"], count, seed)
         n = edge_sample(w["V"], checked_columns(w["d"], len(m), count), seed + 1)
-        part = {**inputs, "x": inputs["x"][m], "w": inputs["w"][n]}
+        part = {**inputs, "x": inputs["x"][m], "w": rows_of(inputs["w"], n)}
         return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 
     def bytes_moved(self, w: Workload) -> int:
         m, v, d = w["M"], w["V"], w["d"]
         out = 8 * m if w.trait("greedy", 0) else DTYPE_BYTES[w.dtype] * m * v
-        return DTYPE_BYTES[w.dtype] * (m * d + v * d) + out
+        return w.weight_format.nbytes(w.dtype, v, d) + DTYPE_BYTES[w.dtype] * m * d + out
 
     def flops(self, w: Workload) -> int:
         return 2 * w["M"] * w["V"] * w["d"]
@@ -119,18 +123,23 @@ class LmHead(Op):
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 
-def _shortlist_by(x: Tensor, w: Tensor) -> tuple[Tensor, float]:
+def _blocks(w: Matrix) -> Iterator[Matrix]:
+    for first in range(0, w.shape[0], BLOCK):
+        yield rows_of(w, slice(first, first + BLOCK))
+
+
+def _shortlist_by(x: Tensor, w: Matrix) -> tuple[Tensor, float]:
     """fp32 logits [M, V], and the largest finite norm of a row of w: what their error goes with. One pass over w."""
     logits, largest = [], 0.0
-    for rows in w.split(BLOCK):
-        wide = rows.float()
+    for part in _blocks(w):
+        wide = part.float() if isinstance(part, Tensor) else part.exact().float()
         logits.append(x.float() @ wide.T)
         norms = torch.linalg.vector_norm(wide, dim=-1)
         largest = max(largest, float(norms[norms.isfinite()].max()) if norms.isfinite().any() else 0.0)
     return torch.cat(logits, 1), largest
 
 
-def _judge(x: Tensor, w: Tensor, logits: Tensor, token: int, largest_row: float) -> Mismatch | float:
+def _judge(x: Tensor, w: Matrix, logits: Tensor, token: int, largest_row: float) -> Mismatch | float:
     """Is `token` an argmax of x @ w^T? Then its distance from the top over what is allowed. `logits` are fp32's."""
     vocabulary = logits.numel()
     if not 0 <= token < vocabulary:
@@ -140,22 +149,25 @@ def _judge(x: Tensor, w: Tensor, logits: Tensor, token: int, largest_row: float)
         first = int(logits.argmax())
         return 0.0 if token == first else _wrong("nan_pattern", token, first, logits)
     # Rows further below the top than any two bounds together can explain need no float64.
-    accumulated = LAMBDA * x.numel() ** 0.5 * U32 * x.double().norm().item() * largest_row
-    margin = 2.1 * UNIT[DTYPE_NAME[x.dtype]] * top.abs().item() + 4 * accumulated + 1e-30
+    size, unit = LAMBDA * x.double().norm().item() * largest_row, UNIT[DTYPE_NAME[x.dtype]]
+    # A weight in a format may be rounded, and a row's product be stored twice.
+    roundings, rounded = (2.1, 0.0) if isinstance(w, Tensor) else (6.3, size * unit / 2)
+    margin = roundings * unit * top.abs().item() + 4 * x.numel() ** 0.5 * U32 * size + 4 * rounded + 1e-30
     near = (logits >= top - margin).nonzero()[:, 0]
     if token not in near.tolist():
         return _wrong("argmax", token, int(near[0]), logits)
     return _judge_near(x, w, near, token)
 
 
-def _judge_near(x: Tensor, w: Tensor, near: Tensor, token: int) -> Mismatch | float:
-    exact, bound, size = [], [], []
-    for rows in near.split(BLOCK):
-        y = w[rows].double() @ x.double()
-        exact.append(y)
-        bound.append(stored(y, matmul_error(x[None], w[rows])[0], DTYPE_NAME[x.dtype]))
-        size.append(_exact_arithmetic(x, w[rows]))
-    y, tolerance, certain = torch.cat(exact), torch.cat(bound), torch.cat(size)
+def _judge_near(x: Tensor, w: Matrix, near: Tensor, token: int) -> Mismatch | float:
+    logits, bound, size, dtype = [], [], [], DTYPE_NAME[x.dtype]
+    for some in near.split(BLOCK):
+        part = rows_of(w, some)
+        y = product(x[None], part)[0]
+        logits.append(y)
+        bound.append(stored(y, product_error(x[None], part, dtype)[0], dtype))
+        size.append(_exact_arithmetic(x, part))
+    y, tolerance, certain = torch.cat(logits), torch.cat(bound), torch.cat(size)
     at = int((near == token).nonzero()[0, 0])
     allowed = tolerance[at] + tolerance
     behind = y - y[at]
@@ -167,11 +179,18 @@ def _judge_near(x: Tensor, w: Tensor, near: Tensor, token: int) -> Mismatch | fl
     return float((behind / allowed).max().clamp_min(0))
 
 
-def _exact_arithmetic(x: Tensor, w: Tensor) -> Tensor:
-    """bool [rows]: is x . w the same in fp32 whatever the order of summation?"""
-    a, b = x.double() / QUANTUM, w.double() / QUANTUM
+def _exact_arithmetic(x: Tensor, w: Matrix) -> Tensor:
+    """bool [rows]: is x . w the same in fp32 whatever the order of summation, and whatever a format allows to round?"""
+    a, b = x.double() / QUANTUM, exact(w) / QUANTUM
     whole = bool((a == a.round()).all()) & (b == b.round()).all(-1)
-    return whole & (b.abs() @ a.abs() < 2**24)
+    return whole & (b.abs() @ a.abs() < 2**24) & (isinstance(w, Tensor) or _unrounded(x, w))
+
+
+def _unrounded(x: Tensor, w: Weight) -> Tensor:
+    """bool [rows]: do weights, and products by scales that are powers of two, fit the dtype of x as they are?"""
+    w64 = exact(w)
+    y, power = w64 @ x.double(), (w.scales.double().abs().log2() % 1 == 0).view(w64.shape[0], -1).all(-1)
+    return power & (w64 == w64.to(x.dtype).double()).all(-1) & (y == y.to(x.dtype).double())
 
 
 def _wrong(check: str, token: int, expected: int, logits: Tensor | None, behind: float = 0.0) -> Mismatch:
@@ -213,11 +232,12 @@ def _greedy_cases(op: Op, w: Workload) -> tuple[Case, ...]:
         case(op, many, "all negative", "a maximum that starts at 0", _all_negative),
         case(op, many, "nan in x", "a token out of range", _nan_in_x),
         case(op, one, "nan in w", "a NaN that loses", _nan_in_w),
-        case(op, one, "inf in w", "an infinity that loses", _inf_in_w),
         case(op, many, "strided rows", "row strides ignored", relayout(("x", "w"), strided)),
         case(op, one, "offset by one element", "alignment assumed", relayout(("x", "w"), offset_by_one)),
     ]
-    return tuple(cases)
+    if w.weight_format.plain:
+        return *cases, case(op, one, "inf in w", "an infinity that loses", _inf_in_w)
+    return *cases, *weight_cases(op, w.at(M=9, V=130, d=96), "w")
 
 
 def _largest_at(where: tuple[int, ...]) -> Change:
@@ -225,7 +245,7 @@ def _largest_at(where: tuple[int, ...]) -> Change:
         x, w = inputs["x"], inputs["w"]
         for m in range(x.shape[0]):
             row = x[m].double()
-            w[where[m % len(where)]] = (row * (8 / row.square().sum().sqrt())).to(w.dtype)
+            write(w, where[m % len(where)], row * (8 / row.square().sum().sqrt()))
 
     return change
 
@@ -237,9 +257,9 @@ def _tied(where: tuple[int, ...]) -> Change:
         x, w = inputs["x"], inputs["w"]
         x.copy_(draw.integers(-3, 4, *x.shape))
         x[:] = x[:1]  # one direction for all rows, so that the tie is every row's
-        w.copy_(draw.integers(-1, 2, *w.shape))
+        write(w, slice(None), draw.integers(-1, 2, *w.shape), scale=0.5)
         for at in where:
-            w[at] = x[0].sign() * 2
+            write(w, at, x[0].sign() * 2, scale=0.5)
 
     return change
 
@@ -250,7 +270,8 @@ def _all_zero(inputs: dict[str, Any], _: Draw) -> None:
 
 def _all_negative(inputs: dict[str, Any], _: Draw) -> None:
     inputs["x"].abs_().add_(0.5)
-    inputs["w"].abs_().add_(0.5).neg_()
+    w = inputs["w"]
+    write(w, slice(None), -(exact(w).abs() + 0.5))
 
 
 def _nan_in_x(inputs: dict[str, Any], _: Draw) -> None:
@@ -258,7 +279,11 @@ def _nan_in_x(inputs: dict[str, Any], _: Draw) -> None:
 
 
 def _nan_in_w(inputs: dict[str, Any], _: Draw) -> None:
-    inputs["w"][700, 5] = float("nan")
+    w = inputs["w"]
+    if isinstance(w, Tensor):
+        w[700, 5] = float("nan")
+    else:
+        w.scales.view(w.shape[0], -1)[700, 0] = float("nan")
 
 
 def _inf_in_w(inputs: dict[str, Any], _: Draw) -> None:

@@ -12,29 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosel.formats import PLAIN
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, U32, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
 from autosel.ops.draw import edge_sample, resident_draw, streamed_draw
 from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.rmsnorm import normalise, normalise_flush, normalise_relative_error
-from autosel.ops.rounding import LAMBDA, matmul_error, stored
+from autosel.ops.rounding import LAMBDA, stored
+from autosel.ops.weight import Matrix, exact, product_error, quantise, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 
 
-def normed_matmul_error(x: Tensor, norm_weight: Tensor, w: Tensor, eps: float, offset: float) -> Tensor:
+def normed_matmul_error(x: Tensor, norm_weight: Tensor, w: Matrix, eps: float, offset: float) -> Tensor:
     """Bound on rmsnorm(x) @ w^T before it is stored.
 
     Storing h (two roundings) moves each product by up to 2u of itself. Roundings of different values are independent
     and add in squares; equal values round alike and move the whole sum by 2u of itself, as an error of rstd does.
     """
     dtype = DTYPE_NAME[x.dtype]
-    h, w64 = normalise(x.double(), norm_weight, eps, offset), w.double()
+    h = normalise(x.double(), norm_weight, eps, offset)
     apart = LAMBDA * (math.sqrt(2) * UNIT[dtype] + 4 * U32)
     together = 2 * UNIT[dtype] + normalise_relative_error(x.shape[-1])
     flush = normalise_flush(x, norm_weight, eps, offset)
     flush = flush + torch.where(h.abs() < TINY_NORMAL[dtype], h.abs(), 0.0)
-    rounded = apart * (h.square() @ w64.square().T).sqrt() + together * (h @ w64.T).abs()
-    return matmul_error(h, w) + rounded + flush @ w64.abs().T
+    return product_error(h, w, dtype, apart=apart, together=together) + flush @ exact(w).abs().T
 
 
 class NormQkv(Op):
@@ -42,27 +43,28 @@ class NormQkv(Op):
     args = (
         Arg(name="x", kind="tensor"),
         Arg(name="norm_weight", kind="tensor"),
-        Arg(name="w", kind="tensor", role="streamed"),
+        Arg(name="w", kind="weight", role="streamed"),
         Arg(name="eps", kind="float", default=1e-6),
         Arg(name="offset", kind="float", default=0.0),
     )
     output_names = ("y",)
     dim_names = ("M", "d", "N")
-    trait_defaults = {"offset": 0.0}
+    trait_defaults = {"offset": 0.0, "weight": PLAIN}
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)
         take.floats("x", "M d")
         take.floats("norm_weight", "d")
-        take.floats("w", "N d")
+        weight = take.weight("w", "N d")
         take.number("eps", 1e-6, low=0.0)
-        return self.workload(take.dtype_name, take.dims, offset=float(take.number("offset", 0.0)))
+        return self.workload(take.dtype_name, take.dims, offset=float(take.number("offset", 0.0)), weight=weight)
 
     def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
         return (TensorSpec(name="y", shape=(w["M"], w["N"]), dtype=w.dtype),)
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        return self.refresh(w, {"w": streamed_draw(seed, w.dtype).weight(w["N"], w["d"])}, seed)
+        weight = streamed_draw(seed, w.dtype).weight(w["N"], w["d"])
+        return self.refresh(w, {"w": quantise(weight, w.weight_format)}, seed)
 
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         draw, offset = resident_draw(seed, w.dtype), float(w.trait("offset", 0.0))
@@ -79,7 +81,7 @@ class NormQkv(Op):
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
         h = normalise(inputs["x"].double(), inputs["norm_weight"], inputs["eps"], inputs["offset"])
-        return (h @ inputs["w"].double().T,)
+        return (h @ exact(inputs["w"]).T,)
 
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         x, norm_weight, w = inputs["x"], inputs["norm_weight"], inputs["w"]
@@ -89,12 +91,12 @@ class NormQkv(Op):
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         m = edge_sample(w["M"], count, seed)
         n = edge_sample(w["N"], checked_columns(w["d"], len(m), count), seed + 1)
-        part = {**inputs, "x": inputs["x"][m], "w": inputs["w"][n]}
+        part = {**inputs, "x": inputs["x"][m], "w": rows_of(inputs["w"], n)}
         return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 
     def bytes_moved(self, w: Workload) -> int:
         m, d, n = w["M"], w["d"], w["N"]
-        return DTYPE_BYTES[w.dtype] * (m * d + d + n * d + m * n)
+        return w.weight_format.nbytes(w.dtype, n, d) + DTYPE_BYTES[w.dtype] * (m * d + d + m * n)
 
     def flops(self, w: Workload) -> int:
         return 2 * w["M"] * w["d"] * w["N"] + 4 * w["M"] * w["d"]

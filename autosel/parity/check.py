@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autosel.candidates.base import support_of
 from autosel.candidates.control import CONTROL, WORKED
 from autosel.errors import WorkerError
 from autosel.ops import OPS
@@ -247,7 +248,7 @@ def cases_of(op: Op, proof: Proof, fp: Fingerprint | None) -> list[Case]:
     with every hostile value and layout, and then its own: no other is ever served by what is proven here."""
     cases = list(op.cases(proof.workload))
     if fp is not None:
-        cases = [c for c in cases if isinstance(proof.candidate.supports(c.workload, fp), Accepted)]
+        cases = [c for c in cases if isinstance(support_of(proof.candidate, c.workload, fp), Accepted)]
     if proof.candidate.static_shapes and cases:
         commonest, _ = Counter(c.workload for c in cases).most_common(1)[0]
         cases = [c for c in cases if c.workload == commonest]

@@ -23,6 +23,7 @@ from autosel.candidates.load import load
 from autosel.native import threads
 from autosel.ops import OPS
 from autosel.ops.precision import matmul_precision
+from autosel.ops.stored import received
 from autosel.parity.mirror import Mirror
 from autosel.values import NativeRecipe, PythonRecipe, from_json
 from autosel.workers.arena import Arenas
@@ -93,7 +94,7 @@ def _there(values: Sequence[Any], arenas: Arenas) -> list[Any]:
     """The operands where the candidate runs."""
     if _MIRRORS:
         return _MIRRORS[""].push(values, arenas)
-    return [arenas.tensor(v) if isinstance(v, dict) else v for v in values]
+    return [received(v, arenas.tensor) for v in values]
 
 
 def _back(request: Mapping[str, Any], arenas: Arenas) -> None:

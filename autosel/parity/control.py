@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autosel import fingerprint
 from autosel.candidates import registry
-from autosel.candidates.base import Accepted, Candidate
+from autosel.candidates.base import Accepted, Candidate, support_of
 from autosel.candidates.control import empties
 from autosel.errors import BuildError, WorkerError
 from autosel.native.compile import EMPTY_CPP
@@ -62,7 +62,7 @@ def _session(threads: int, device: str) -> Iterator[Session]:
 def _require(session: Session, w: Workload, recipes: Sequence[Recipe], fp: Fingerprint, failed: str = "") -> None:
     baseline = registry.baseline(w.op)
     cases = OPS[w.op].cases(w)
-    case = next((c for c in cases if isinstance(baseline.supports(c.workload, fp), Accepted)), cases[0])
+    case = next((c for c in cases if isinstance(support_of(baseline, c.workload, fp), Accepted)), cases[0])
     for control in (baseline, *empties(w.op, recipes)):
         try:
             _call(session, control, case, fp)

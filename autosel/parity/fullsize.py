@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autosel.ops.contract import DTYPE, Inputs, Op
+from autosel.ops.stored import argument_of, leaves
 from autosel.parity.battery import Battery, Tally
 from autosel.parity.needle import needle
 from autosel.parity.session import RefusedError
@@ -99,8 +100,8 @@ class FullSize:
 
     def _room(self) -> int:
         """Bytes for one set of streamed operands and two of everything else, with guards."""
-        tensors = {n: v for n, v in self.first.items() if isinstance(v, Tensor)}
-        total = sum(v.nbytes * (1 if n in self.streamed else 2) for n, v in tensors.items())
+        tensors = leaves(self.first)
+        total = sum(v.nbytes * (1 if argument_of(n) in self.streamed else 2) for n, v in tensors.items())
         for spec in self.op.outputs(self.w):
             itemsize = 8 if spec.dtype == "int64" else DTYPE[spec.dtype].itemsize
             total += 2 * itemsize * int(torch.Size(spec.shape).numel())

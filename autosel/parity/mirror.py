@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autosel.ops.stored import received, references
 from autosel.parity.stage import FAR, FAR_GUARD_BYTES, GUARD_BYTES
 from autosel.values import from_json
 from autosel.workers.arena import Arena, Arenas, Ref
@@ -33,7 +34,7 @@ class Mirror:
         self._forget(arenas)
         for arena, start, end in _extents(values, arenas):
             self._buffer(arena)[start:end].copy_(arena.bytes(start, end))
-        return [self._tensor(v, arenas) if isinstance(v, Mapping) else v for v in values]
+        return [received(v, lambda ref: self._tensor(ref, arenas)) for v in values]
 
     def pull(self, values: Sequence[Any], arenas: Arenas) -> None:
         """Wait for the device, and copy back what lies there now. Raises what the device raised."""
@@ -67,10 +68,8 @@ class Mirror:
 
 def _extents(values: Sequence[Any], arenas: Arenas) -> Iterator[Extent]:
     """The bytes of each referenced tensor with the guards around it; row by row where gigabytes lie between."""
-    for value in values:
-        if not isinstance(value, Mapping):
-            continue
-        ref: Ref = from_json(Ref, value)
+    for reference in (ref for value in values for ref in references(value)):
+        ref: Ref = from_json(Ref, reference)
         arena, itemsize = arenas[ref.arena], getattr(torch, ref.dtype).itemsize
         rows, guard = [(ref.offset, ref.span)], GUARD_BYTES
         if ref.span > FAR:

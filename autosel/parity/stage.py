@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autosel.ops.contract import DTYPE, Inputs, Op
+from autosel.ops.stored import argument_of, leaves, sent
 from autosel.values import Workload, to_json
 from autosel.workers.arena import ALIGN_BYTES, Arena, Ref, contiguous
 
@@ -42,13 +43,17 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One tensor's place."""
+    """One tensor's place. `name`: the argument's, with the part's where that is several tensors ("w.codes")."""
 
     name: str
     ref: Ref
     role: Literal["in", "inout", "out"]
     start: int
     end: int
+
+    @property
+    def argument(self) -> str:
+        return argument_of(self.name)
 
     @property
     def dense(self) -> bool:
@@ -85,21 +90,22 @@ class Placed:
 
     def fill(self, filling: Filling, *, keep: Sequence[str] = ()) -> None:
         """Guards, gaps and outputs get the filling, inputs their values (`keep`: those that are in place already)."""
-        self.filling = filling
+        self.filling, values = filling, leaves(self.inputs)
         for start, end, _ in self._guards():
             self._fill(start, end)
         for piece in self.pieces:
             if piece.role == "out" or not piece.dense:
                 for start, end, _ in piece.parts:
                     self._fill(start, end)
-            if piece.role != "out" and not (piece.name in keep and piece.name in self.written and piece.dense):
-                writable(self.arena.tensor(piece.ref)).copy_(writable(self.inputs[piece.name]))
+            if piece.role != "out" and not (piece.argument in keep and piece.name in self.written and piece.dense):
+                writable(self.arena.tensor(piece.ref)).copy_(writable(values[piece.name]))
                 self.written.add(piece.name)
 
     def renew(self, inputs: Inputs) -> None:
         """Other values for the same places: shapes and strides as before. Written by the next `fill`."""
         changed = {n for n, v in inputs.items() if v is not self.inputs.get(n)}
-        self.inputs, self.written = inputs, self.written - changed
+        self.inputs = inputs
+        self.written = {name for name in self.written if argument_of(name) not in changed}
 
     def _fill(self, start: int, end: int) -> None:
         self.arena.memory[start:end] = self._expected(start, end)
@@ -108,7 +114,7 @@ class Placed:
 
     def arguments(self) -> list[Any]:
         places = {p.name: to_json(p.ref) for p in self.pieces if p.role != "out"}
-        return [places.get(a.name, self.inputs[a.name]) for a in self.op.args]
+        return [sent(a.name, self.inputs[a.name], places) for a in self.op.args]
 
     def places(self) -> list[Any]:
         """References to the pure outputs, in order."""
@@ -124,7 +130,7 @@ class Placed:
     def damage(self, *, skip: Sequence[str] = ()) -> Damage | None:
         """The first thing that changed and should not have; the inputs in `skip` are not looked at."""
         for piece in self.pieces:
-            if piece.role == "in" and piece.name not in skip:
+            if piece.role == "in" and piece.argument not in skip:
                 found = self._changed_input(piece)
                 if found is not None:
                     return found
@@ -157,7 +163,7 @@ class Placed:
         return [by_name[name] for name in self.op.output_names]
 
     def _changed_input(self, piece: Piece) -> Damage | None:
-        now, was = self.arena.tensor(piece.ref), self.inputs[piece.name]
+        now, was = self.arena.tensor(piece.ref), leaves(self.inputs)[piece.name]
         if torch.equal(bits(now), bits(was)):
             return None
         changed = bits(now) != bits(was)
@@ -217,13 +223,13 @@ def place(
     theirs."""
     strides = strides or {}
     roles = {a.name: a.role for a in op.args}
-    shared = {p.name: p for p in share.pieces if roles.get(p.name) == "streamed"} if share else {}
+    shared = {p.name: p for p in share.pieces if roles.get(p.argument) == "streamed"} if share else {}
     pieces = []
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and name not in shared:
+    for name, value in leaves(inputs).items():
+        if name not in shared:
             # Keep how far the tensor is off an aligned address: kernels must not assume alignment.
             shift = int(value.storage_offset()) * value.itemsize % ALIGN_BYTES
-            role: Literal["in", "inout"] = "inout" if roles[name] == "inout" else "in"
+            role: Literal["in", "inout"] = "inout" if roles[argument_of(name)] == "inout" else "in"
             pieces.append(_piece(arena, name, role, value.shape, value.dtype, strides.get(name, value.stride()), shift))
     for spec in op.outputs(w):
         if roles.get(spec.name) == "inout":
@@ -255,20 +261,19 @@ def _piece(
 def far_strides(inputs: Inputs) -> dict[str, tuple[int, ...]]:
     """For each tensor whose rows lie apart already: strides that put the first and the last FAR elements apart."""
     found = {}
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] > 1 and not value.is_contiguous():
+    for name, value in leaves(inputs).items():
+        if value.dim() > 1 and value.shape[0] > 1 and not value.is_contiguous():
             found[name] = (-(-FAR // (value.shape[0] - 1)), *value.stride()[1:])
     return found
 
 
 def room_for(inputs: Inputs, strides: Mapping[str, Sequence[int]], outputs_bytes: int) -> int:
     """Bytes of an arena for one placement, guards included."""
-    total = outputs_bytes
-    for name, value in inputs.items():
-        if isinstance(value, Tensor):
-            steps = zip(value.shape, strides.get(name, value.stride()), strict=True)
-            total += (1 + sum((n - 1) * step for n, step in steps)) * value.itemsize
-    return total + 2 * (GUARD_BYTES + ALIGN_BYTES) * 4 * (len(inputs) + 4)
+    total, values = outputs_bytes, leaves(inputs)
+    for name, value in values.items():
+        steps = zip(value.shape, strides.get(name, value.stride()), strict=True)
+        total += (1 + sum((n - 1) * step for n, step in steps)) * value.itemsize
+    return total + 2 * (GUARD_BYTES + ALIGN_BYTES) * 4 * (max(len(values), len(inputs)) + 4)
 
 
 def _words(side: str, piece: Piece, origin: int) -> Callable[[int], str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autosel.ops.contract import Case, Inputs, Match, Mismatch, Op
 from autosel.ops.expected import Expected
+from autosel.ops.stored import Stored, leaves
 
 KEPT_BYTES = 256 << 20
 
@@ -26,7 +27,7 @@ class Truth:
 
     def __init__(self, op: Op, inputs: Inputs) -> None:
         self.op, self.inputs = op, inputs
-        self.size_bytes = sum(v.nbytes for v in inputs.values() if isinstance(v, Tensor))
+        self.size_bytes = sum(tensor.nbytes for tensor in leaves(inputs).values())
         self._known: tuple[Expected, Sequence[Tensor] | None] | None = None
         self._lock = threading.Lock()
 
@@ -76,7 +77,8 @@ class Truths:
 
 def run_baseline(op: Op, inputs: Inputs) -> tuple[Tensor, ...] | None:
     """The eager composition's outputs, on copies of what it may write; None where there is no eager composition."""
-    baseline: Baseline = getattr(import_module("autosel.ops.eager"), op.name, None)
+    module = "autosel.ops.eager_stored" if any(isinstance(v, Stored) for v in inputs.values()) else "autosel.ops.eager"
+    baseline: Baseline = getattr(import_module(module), op.name, None)
     if baseline is None:
         return None
     inout = {a.name for a in op.args if a.role == "inout"}

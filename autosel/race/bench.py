@@ -21,6 +21,7 @@ from autosel.candidates.load import load
 from autosel.native import threads
 from autosel.ops import find
 from autosel.ops.contract import Op
+from autosel.ops.stored import mapped
 from autosel.race.contest import Entrant
 from autosel.race.device import Place, Timed, place
 from autosel.race.judge import CLONE
@@ -174,8 +175,8 @@ class _Operands:
         for _ in range(copies):
             operands = {**inputs, **self.resident}
             for name, value in inputs.items():
-                if isinstance(value, Tensor) and roles[name] != "resident":
-                    operands[name] = place.streamed(value)
+                if roles[name] != "resident":
+                    operands[name] = mapped(value, place.streamed)
             self.copies.append(operands)
 
 

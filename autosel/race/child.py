@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autosel.ops.stored import received
 from autosel.race.bench import Bench
 from autosel.race.contest import Entrant
 from autosel.values import Workload, from_json
@@ -48,7 +49,7 @@ def _bench(device: str) -> Bench:
 
 
 def _resolve(inputs: Mapping[str, Any], arenas: Arenas) -> dict[str, Any]:
-    return {n: arenas.tensor(v) if isinstance(v, dict) else v for n, v in inputs.items()}
+    return {name: received(value, arenas.tensor) for name, value in inputs.items()}
 
 
 def _pair(bench: Bench, request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from autosel.ops import find
 from autosel.ops.contract import DTYPE, Mismatch, Op, Rows
 from autosel.ops.expected import Expected
 from autosel.ops.one_thread import one_thread
+from autosel.ops.stored import leaves, received, sent, tensors
 from autosel.race.plan import Margin, TimeClass
-from autosel.values import NativeRecipe, Recipe, Scalar, Workload
+from autosel.values import NativeRecipe, Recipe, Scalar, Workload, from_json, to_json
 from autosel.workers.arena import Arena, Ref
 
 CHECKED_ROWS = 16
@@ -75,16 +76,14 @@ class Operands:
     def __init__(self, w: Workload, seed: int, llc_bytes: int) -> None:
         self.workload, self.op = w, find(w.op)
         self.inputs = self.op.inputs(w, seed)
-        sizes = [v.numel() * v.element_size() for v in self.inputs.values() if isinstance(v, Tensor)]
+        sizes = [tensor.nbytes for tensor in leaves(self.inputs).values()]
         outputs = sum(_bytes(s.shape, s.dtype) for s in self.op.outputs(w))
         self.arena = Arena(sum(sizes) + 8 * outputs + SLACK_BYTES + 4096 * (len(sizes) + 64))
         self.refs: dict[str, Any] = {}
         for name, value in self.inputs.items():
-            if isinstance(value, Tensor):
-                self.refs[name] = self.arena.put(value)
-                self.inputs[name] = self.arena.tensor(self.refs[name])  # the drawn copy is freed here
-            else:
-                self.refs[name] = value
+            places = {leaf: self.arena.put(tensor) for leaf, tensor in leaves({name: value}).items()}
+            self.refs[name] = to_json(sent(name, value, places))
+            self.inputs[name] = received(self.refs[name], self._tensor)  # the drawn copy is freed here
         self._places: dict[str, tuple[Ref, ...]] = {}
         self._judge: tuple[int, Rows, Expected] | None = None  # of the pair at hand: by its seed, for all its arms
         self.streamed_bytes = self._bytes_of("streamed")
@@ -92,18 +91,20 @@ class Operands:
         # More than three last-level caches of other data pass before a copy comes round again.
         self.copies = min(MAX_COPIES, 1 + 3 * llc_bytes // rotated) if rotated else 1
 
-    def _bytes_of(self, role: str) -> int:
-        tensors = [self.inputs[a.name] for a in self.op.args if a.role == role]
-        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    def _tensor(self, ref: Mapping[str, Any]) -> Tensor:
+        return self.arena.tensor(from_json(Ref, ref))
 
-    def refresh(self, seed: int) -> dict[str, Ref]:
+    def _bytes_of(self, role: str) -> int:
+        return sum(t.nbytes for a in self.op.args if a.role == role for t in tensors(self.inputs[a.name]))
+
+    def refresh(self, seed: int) -> dict[str, Any]:
         """New contents for the resident operands, in place; their references.
 
         Index-like ones (positions, lengths, tables) keep theirs: a cache written at ever new places would no longer be
         the one the check knows.
         """
         fresh = self.op.refresh(self.workload, self.inputs, seed)
-        changed: dict[str, Ref] = {}
+        changed: dict[str, Any] = {}
         for arg in self.op.args:
             value = fresh[arg.name]
             if arg.role == "resident" and isinstance(value, Tensor) and value.is_floating_point():

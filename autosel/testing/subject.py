@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autosel import fingerprint, models
 from autosel.candidates import registry
-from autosel.candidates.base import Candidate
+from autosel.candidates.base import Candidate, support_of
 from autosel.errors import UsageError
 from autosel.models.workloads import step as decode_step
 from autosel.parity.battery import HABITS, MANY, STATE
@@ -102,7 +102,7 @@ class Subject:
             if not named:
                 raise UsageError(f"{order.model} does not run {order.op}", todo="choose another --model")
             for w in (n.workload for n in named):
-                support = self.candidate.supports(w, self.fp)
+                support = support_of(self.candidate, w, self.fp)
                 if isinstance(support, Accepted):
                     found.append(w)
                 else:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autosel.candidates import arms, registry
+from autosel.candidates.base import support_of
 from autosel.errors import AutoselError, BuildError, UnknownName
 from autosel.fingerprint import unit
 from autosel.ledger.key import current_mode
@@ -70,7 +71,7 @@ def _same_way(fp: Fingerprint, decision: Decision) -> Way:
         candidate = registry.find(w.op, theirs.candidate)
     except UnknownName as error:
         raise AutoselError(f"there is no {theirs.candidate} here") from error
-    support = candidate.supports(w, fp)
+    support = support_of(candidate, w, fp)
     if not isinstance(support, Accepted):
         raise AutoselError(f"{theirs.candidate} cannot run here: {support.reason}")
     knobs = Knobs(settings=tuple(Knob(name=n, value=v, formula="adopted", inputs={}) for n, v in theirs.knobs.items()))

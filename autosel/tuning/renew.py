@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autosel.candidates import registry, validity
-from autosel.candidates.base import Candidate
+from autosel.candidates.base import Candidate, support_of
 from autosel.errors import AutoselError, LedgerError, UnknownName
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
@@ -105,7 +105,7 @@ def _as_now(ledger: Ledger, fp: Fingerprint, d: Decision) -> _Old:
         candidate = registry.find(d.op, d.arm.candidate)
     except UnknownName as error:
         raise AutoselError(f"there is no {d.arm.candidate} any more") from error
-    support = candidate.supports(d.workload, fp)
+    support = support_of(candidate, d.workload, fp)
     if not isinstance(support, Accepted):
         raise AutoselError(f"{d.arm.candidate} cannot run here any more: {support.reason}")
     arm = validity.as_now(d.arm)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from autosel.candidates import registry
-from autosel.candidates.base import Candidate
+from autosel.candidates.base import Candidate, support_of
 from autosel.models.workloads import Named
 from autosel.native.compile import compile_source
 from autosel.parity.check import INPUTS, check
@@ -59,7 +59,7 @@ def try_candidate(
     """
     contests: list[tuple[Named, Contest]] = []
     for n in named:
-        support = candidate.supports(n.workload, fp)
+        support = support_of(candidate, n.workload, fp)
         if isinstance(support, Accepted):
             contests.append((n, _contest(candidate, n, fp)))
         else:

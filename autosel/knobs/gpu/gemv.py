@@ -53,7 +53,7 @@ def projection(w: Workload) -> Projection:
         "lm_head": ("V", "d"),
         "gemv_fp8": ("N", "K"),
     }[w.op]
-    dtype = "fp8_e4m3" if w.op == "gemv_fp8" else w.dtype
+    dtype = "fp8_e4m3" if w.op == "gemv_fp8" or w.weight_format.code == "e4m3" else w.dtype
     both = 2 if w.op == "gate_up" else 1
     return Projection(rows=w["M"], outputs=both * w[outputs], depth=w[depth], dtype=dtype)
 

@@ -1,0 +1,131 @@
+"""Operands that are several tensors: a weight or a cache in a format. And the tensors inside any operand.
+
+Whoever copies, guards, poisons or sends operands asks here which tensors there are: "w", or "w.codes" and "w.scales".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+PARTS = ("codes", "scales", "zeros")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stored:
+    """What an op takes in place of a tensor of `shape`. Its tensors may be written, as a tensor may."""
+
+    KIND: ClassVar[str]
+
+    format: Any
+    shape: torch.Size
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The format's name: in a call's key it stands where the dtype of a tensor does."""
+        return str(self.format.name)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.codes.is_cuda
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.parts().values())
+
+    def parts(self) -> dict[str, Tensor]:
+        """Its tensors by name."""
+        named = {"codes": self.codes, "scales": self.scales}
+        return named if self.zeros is None else {**named, "zeros": self.zeros}
+
+    def map(self, change: Callable[[Tensor], Any]) -> Self:
+        """The same with each tensor changed; its shape stays."""
+        return replace(self, **{name: change(part) for name, part in self.parts().items()})
+
+    def to(self, device: torch.device | str) -> Self:
+        return self.map(lambda part: part.to(device))
+
+    def cpu(self) -> Self:
+        return self.to("cpu")
+
+    def clone(self) -> Self:
+        return self.map(torch.clone)
+
+
+# --- the tensors inside -----------------------------------------------------------------------------------------------
+
+
+def leaves(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Every tensor inside the arguments, by the argument's name and its part's."""
+    return dict(_leaves(inputs))
+
+
+def _leaves(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, Stored):
+            for part, tensor in value.parts().items():
+                yield f"{name}.{part}", tensor
+
+
+def argument_of(leaf: str) -> str:
+    """The argument that a leaf belongs to."""
+    return leaf.partition(".")[0]
+
+
+def tensors(value: Any) -> tuple[Tensor, ...]:
+    """Those of one argument; none of a scalar or None."""
+    return tuple(leaves({"": value}).values())
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The argument with each tensor changed; anything else as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    return value.map(change) if isinstance(value, Stored) else value
+
+
+# --- sending ----------------------------------------------------------------------------------------------------------
+
+
+def sent(name: str, value: Any, refs: Mapping[str, Any]) -> Any:
+    """An argument as JSON, `refs` giving the reference of each leaf: a tensor's alone, or with format and shape."""
+    if isinstance(value, Tensor):
+        return refs[name]
+    if not isinstance(value, Stored):
+        return value
+    parts = {part: refs[f"{name}.{part}"] for part in value.parts()}
+    return {"kind": value.KIND, "format": value.format.name, "shape": list(value.shape), "parts": parts}
+
+
+def received(value: Any, tensor: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """The inverse, `tensor` giving the tensor of a reference."""
+    if not isinstance(value, Mapping):
+        return value
+    if "parts" not in value:
+        return tensor(value)
+    from autosel.ops.cached import Cached
+    from autosel.ops.weight import Weight
+
+    kind = {k.KIND: k for k in (Weight, Cached)}[value["kind"]]
+    parts = {name: tensor(ref) for name, ref in value["parts"].items()}
+    return kind.of(value["format"], shape=value["shape"], **parts)
+
+
+def references(value: Any) -> list[Mapping[str, Any]]:
+    """The references in an argument as it was sent."""
+    if not isinstance(value, Mapping):
+        return []
+    return list(value["parts"].values()) if "parts" in value else [value]

@@ -1,0 +1,56 @@
+"""Kernels for weights in a format, right and wrong, for parity workers. They take the op's arguments and the result."""
+
+import torch
+
+
+def made(x, w, bias, residual):
+    y = x.float() @ w.exact().float().T
+    for extra in (bias, residual):
+        y = y if extra is None else y + extra.float()
+    return y.to(x.dtype)
+
+
+def put(y, value):
+    return value if y is None else y.copy_(value)
+
+
+def right(x, w, bias, residual, y):
+    return put(y, made(x, w, bias, residual))
+
+
+def by_parts(x, codes, scales, bias, residual, y):
+    """The same of the tensors themselves."""
+    product = (x.float() @ codes.float().T) * scales
+    for extra in (bias, residual):
+        product = product if extra is None else product + extra.float()
+    return put(y, product.to(x.dtype))
+
+
+def writes_scales(x, w, bias, residual, y):
+    y.copy_(made(x, w, bias, residual))
+    w.scales[-1] *= 2
+    return y
+
+
+def writes_codes(x, w, bias, residual, y):
+    y.copy_(made(x, w, bias, residual))
+    w.codes.view(torch.uint8)[0, 0] ^= 1
+    return y
+
+
+_KEPT = {}
+
+
+def keeps_weights(x, w, bias, residual, y):
+    """Dequantised once an address."""
+    key = (w.codes.data_ptr(), w.shape)
+    if key not in _KEPT:
+        _KEPT[key] = w.dequantised(torch.float32)
+    return put(y, (x.float() @ _KEPT[key].T).to(x.dtype))
+
+
+def without_strides(x, w, bias, residual, y):
+    """Rows of codes as if nothing lay between them."""
+    n, k = w.shape
+    codes = w.codes.as_strided((n, k), (k, 1))
+    return put(y, made(x, type(w).of(w.format, codes=codes, scales=w.scales), bias, residual))

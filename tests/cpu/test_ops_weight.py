@@ -1,0 +1,207 @@
+"""Weights in a format through real workers, a real race and a real ledger: proven, timed and served part by part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from autosel import dispatch, fingerprint, ops
+from autosel.candidates import arms, registry
+from autosel.candidates.base import support_of
+from autosel.candidates.user import from_target
+from autosel.errors import BadArguments
+from autosel.formats import WEIGHT_FORMATS
+from autosel.ledger import open_ledger
+from autosel.ledger.key import current_mode
+from autosel.models.workloads import Named
+from autosel.ops.contract import Match
+from autosel.ops.stored import leaves
+from autosel.ops.weight import Weight, quantise
+from autosel.parity.check import check
+from autosel.parity.session import Proof, built
+from autosel.pipeline import try_candidate
+from autosel.race.bench import Bench
+from autosel.race.contest import Entrant, Operands
+from autosel.values import Accepted, Failed, Knobs, Passed, PythonRecipe, Rejected, Workload
+from tests.cpu.planting import HERE, Planted
+from tests.cpu.test_race_bench_plants import Quiet
+
+pytestmark = pytest.mark.usefixtures("preforked")
+
+LINEAR = ops.find("linear")
+FP8 = "fp8_e4m3-row"
+W = LINEAR.workload("bf16", {"M": 2, "N": 96, "K": 320}, weight=FP8)
+
+
+class Planter(Planted):
+    formats = frozenset(WEIGHT_FORMATS)
+
+    def __init__(self, function: str, operands: tuple[str, ...] = ()) -> None:
+        super().__init__("linear", function, module="planted_weights")
+        self.operands = operands
+
+    def recipe(self, w: Workload, fp: object, knobs: Knobs) -> PythonRecipe:
+        return PythonRecipe(target=f"planted_weights:{self.function}", path=str(HERE), operands=self.operands)
+
+
+PARTS = ("x", "w.codes", "w.scales", "bias", "residual")
+
+
+def proof(function: str, operands: tuple[str, ...] = ()) -> Proof:
+    candidate = Planter(function, operands)
+    recipe = candidate.recipe(W, None, Knobs())
+    return Proof(candidate=candidate, recipe=recipe, digest=function, knobs=Knobs(), workload=W)
+
+
+def arguments() -> tuple[Tensor, Weight]:
+    inputs = LINEAR.inputs(W, 1)
+    return inputs["x"], inputs["w"]
+
+
+# --- parity -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("function", "operands"), [("right", ()), ("by_parts", PARTS)])
+def test_a_right_product_is_proven_with_the_weight_or_with_its_parts(function: str, operands: tuple[str, ...]) -> None:
+    found = check(proof(function, operands))
+    assert isinstance(found, Passed), found
+    assert found.cases > len(LINEAR.cases(W))
+
+
+@pytest.mark.parametrize(
+    ("function", "told", "where"),
+    [
+        ("writes_scales", "inputs", "w.scales"),
+        ("writes_codes", "inputs", "w.codes"),
+        ("keeps_weights", "elements", ""),
+        ("without_strides", "outside_reads", ""),
+    ],
+)
+def test_a_part_is_guarded_like_any_operand(function: str, told: str, where: str) -> None:
+    found = check(proof(function))
+    assert isinstance(found, Failed)
+    assert found.check == told
+    assert where in found.reason
+
+
+def test_the_baseline_is_proven() -> None:
+    fp = fingerprint.take("cpu")
+    assert isinstance(check(built(registry.baseline("linear"), W, fp), fp=fp), Passed)
+
+
+# --- formats a candidate reads ----------------------------------------------------------------------------------------
+
+
+def test_a_candidate_is_never_asked_about_a_format_that_it_does_not_name() -> None:
+    fp = fingerprint.take("cpu")
+    asked = Planted("linear", "right")
+    asked.supports = lambda w, fp: pytest.fail("asked")  # type: ignore[method-assign,assignment,misc]
+    answer = support_of(asked, W, fp)
+    assert isinstance(answer, Rejected)
+    assert answer.reason == f"takes weights in plain; the workload's format is {FP8}"
+    eligible = {c.name: s for c, s in registry.eligible(W, fp, "full")}
+    taken = [name for name, support in eligible.items() if isinstance(support, Accepted)]
+    assert taken == ["torch:linear"]
+
+
+def test_a_users_function_names_the_formats_it_reads(tmp_path: Path) -> None:
+    text = "import autosel\n\n\n@autosel.candidate('linear', formats=('fp8_e4m3-row',))\n"
+    text += "def mine(x, w, bias, residual): ...\n"
+    (tmp_path / "formats_of_mine.py").write_text(text)
+    assert from_target("formats_of_mine:mine", "linear", folder=tmp_path).formats == {FP8}
+
+
+# --- the race ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_race_gives_each_copy_parts_of_its_own() -> None:
+    operands = Operands(W, 3, llc_bytes=1 << 20)
+    try:
+        assert operands.streamed_bytes == W.weight_format.nbytes("bf16", 96, 320)
+        assert operands.copies > 3
+        bench, recipe = Bench(), Planter("right").recipe(W, None, Knobs())
+        entrant = Entrant(candidate="user:right", op="linear", recipe=recipe, digest="r", knobs={}, writes_out=True)
+        bench.load(entrant)
+        bench.prepare(W, operands.inputs, {"user:right": entrant.loaded_name}, 4)
+        calls = bench.seats["user:right"].timed.calls  # type: ignore[attr-defined]
+        addresses = [part.data_ptr() for call in calls for part in call[1].parts().values()]
+        assert len(set(addresses)) == len(addresses) == 8
+        assert all(torch.equal(call[1].exact(), operands.inputs["w"].exact()) for call in calls)
+        bench.release()
+    finally:
+        operands.close()
+
+
+def test_a_candidate_for_a_format_is_raced_against_the_baseline() -> None:
+    named = Named(workload=W, label="linear", calls_per_step=1)
+    (tried,) = try_candidate(Planter("by_parts", PARTS), [named], fingerprint.take("cpu"), Quiet(), seed=3)
+    assert isinstance(tried.parity, Passed), tried.reason
+    assert tried.verdict is not None
+    assert {"torch:linear", "user:by_parts"} <= set(tried.verdict.timings)
+
+
+# --- serving ----------------------------------------------------------------------------------------------------------
+
+
+def is_right(x: Tensor, w: Weight, y: Tensor) -> bool:
+    inputs = {"x": x, "w": w, "bias": None, "residual": None}
+    return isinstance(LINEAR.verify(inputs, [y]), Match)
+
+
+def test_best_takes_a_weight_or_a_tensor_each_with_its_own_decision(tmp_path: Path) -> None:
+    x, w = arguments()
+    fp = fingerprint.take("cpu")
+    candidate = Planter("by_parts", PARTS)
+    arm = arms.arm(candidate, W, fp, "", Knobs())
+    with dispatch.use(tmp_path):
+        best = dispatch.best("linear")
+        assert is_right(x, w, best(x, w, None, None))
+        assert "torch:linear" in best.explain() and FP8 not in best.explain().replace(W.bucket, "")
+    open_ledger(home=tmp_path).record(
+        fp,
+        W,
+        verdict=None,
+        race=None,
+        parities=[(arm, Passed(cases=1, worst=0.1, worst_case="random"))],
+        arm=arm,
+        baseline=arms.arm(registry.baseline("linear"), W, fp, "", Knobs()),
+        mode=current_mode(),
+        state="promoted",
+        reason="for the test",
+        idempotency_key="one",
+    )
+    with dispatch.use(tmp_path):
+        bound = dispatch.best("linear", like=(x, w, None, None))
+        assert bound.candidate == "user:by_parts"
+        out = torch.empty(2, 96, dtype=torch.bfloat16)
+        assert bound(x, w, None, None, out) is out and is_right(x, w, out)
+        best, plain = dispatch.best("linear"), w.dequantised(torch.bfloat16)
+        for _ in range(2):
+            assert is_right(x, w, best(x, w, None, None))
+            best(x, plain, None, None)
+        assert "user:by_parts" in best.explain() and "torch:linear" in best.explain()
+
+
+def test_codes_alone_are_refused_by_best_too(tmp_path: Path) -> None:
+    x, w = arguments()
+    with dispatch.use(tmp_path), pytest.raises(BadArguments, match="codes without their scales"):
+        dispatch.best("linear")(x, w.codes, None, None)
+
+
+@pytest.mark.parametrize("op", ["norm_qkv", "gate_up", "lm_head"])
+def test_every_projection_takes_a_weight(op: str, tmp_path: Path) -> None:
+    contract = ops.find(op)
+    dims = {"norm_qkv": {"M": 2, "d": 64, "N": 48}, "gate_up": {"M": 2, "d": 64, "I": 48}}
+    w = contract.workload("bf16", dims.get(op, {"M": 2, "V": 48, "d": 64}), weight=FP8)
+    inputs = contract.inputs(w, 1)
+    with dispatch.use(tmp_path):
+        made = dispatch.best(op)(*contract.arguments(inputs))
+    assert isinstance(contract.verify(inputs, [made]), Match)
+
+
+def test_the_parts_of_a_weight_are_its_leaves() -> None:
+    w = quantise(torch.randn(4, 8), FP8)
+    assert list(leaves({"x": torch.ones(1), "w": w, "bias": None, "n": 3})) == ["x", "w.codes", "w.scales"]

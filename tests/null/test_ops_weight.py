@@ -1,0 +1,302 @@
+"""Weights in a format: values worked out by hand, what may be rounded, and the mistakes that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autosel.errors import BadArguments, UnknownName
+from autosel.formats import WEIGHT_FORMATS
+from autosel.ops import OPS, eager_stored
+from autosel.ops.codes import CODES
+from autosel.ops.contract import Match, Mismatch, Op
+from autosel.ops.draw import Draw
+from autosel.ops.weight import Weight, exact, quantise, split
+from autosel.values import DTypeName, Workload
+
+DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
+FORMATS = [name for name in WEIGHT_FORMATS if name != "plain"]
+FP8 = "fp8_e4m3-row"
+OF: dict[str, dict[str, int]] = {
+    "linear": {"M": 3, "N": 64, "K": 256},
+    "norm_qkv": {"M": 3, "d": 256, "N": 64},
+    "gate_up": {"M": 3, "d": 256, "I": 64},
+    "lm_head": {"M": 3, "V": 64, "d": 256},
+}
+Numbers = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def e4m3(*bits: int) -> Tensor:
+    return torch.tensor(bits, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def drawn(n: int, k: int, seed: int = 3) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+# --- the value --------------------------------------------------------------------------------------------------------
+
+
+def test_a_scaled_product_of_codes_worked_out_by_hand() -> None:
+    """0x01 is 2^-9, 0x7e 448, 0xb8 -1, 0x08 2^-6."""
+    op = OPS["linear"]
+    w = Weight.of(FP8, codes=torch.stack([e4m3(0x01, 0x7E), e4m3(0xB8, 0x08)]), scales=torch.tensor([2.0, -0.5]))
+    x, bias = torch.tensor([[512.0, 0.25]]), torch.tensor([1.0, 2.0])
+    inputs = {"x": x, "w": w, "bias": bias, "residual": None}
+    # (512/512 + 448/4) * 2 + 1; (-512 + 1/256) * -0.5 + 2
+    want = [[227.0, 258.0 - 1 / 512]]
+    assert op.reference(inputs)[0].tolist() == want
+    assert eager_stored.linear(*op.arguments(inputs)).tolist() == want
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_quantised_to_their_largest_weight_and_come_back(name: str) -> None:
+    w, code = drawn(300, 70), CODES[WEIGHT_FORMATS[name].code]
+    w[4], w[7, 3] = 0.0, 3e38
+    found = quantise(w, name)
+    assert isinstance(found, Weight) and found.shape == w.shape and found.dtype == name
+    numbers = code.numbers(found.codes)
+    assert numbers.isfinite().all() and found.scales[4] == 1.0 and not numbers[4].any()
+    assert (numbers.abs().amax(1)[w.any(1)] == code.most).all()
+    error, scale = (found.exact() - w.double()).abs(), found.scales.double()[:, None]
+    half_step = torch.maximum(2.0**-4 * w.double().abs(), code.least / 2 * scale)
+    assert (error <= half_step * (1 + 1e-6)).all()
+
+
+def test_plain_is_the_tensor_itself() -> None:
+    w = drawn(3, 4)
+    assert quantise(w, "plain") is w
+    assert torch.equal(exact(w), w.double())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_and_parts_of_a_matrix_are_views_of_it(name: str) -> None:
+    w = quantise(drawn(40, 33), name)
+    first, rest = split(w, (10, 30))
+    assert torch.equal(torch.cat([exact(first), exact(rest)]), exact(w))
+    assert isinstance(rest, Weight) and isinstance(w, Weight)
+    assert rest.codes.data_ptr() == w.codes[10:].data_ptr() and rest.scales.data_ptr() == w.scales[10:].data_ptr()
+    picked = w.rows(torch.tensor([5, 2, 5]))
+    assert torch.equal(picked.exact(), exact(w)[[5, 2, 5]])
+    assert w.nbytes == w.format.nbytes("bf16", 40, 33)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantised_is_the_nearest_of_a_dtype(name: str) -> None:
+    w = quantise(drawn(40, 33), name)
+    assert isinstance(w, Weight)
+    assert torch.equal(w.dequantised(torch.bfloat16), w.exact().to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=str)
+def test_every_finite_code_is_every_finite_code(code: Any) -> None:
+    found = code.every_finite((2, 256 - len(code.nans)), Draw(1, "bf16")).view(torch.uint8)
+    finite = code.all[~code.numbers(code.all).isnan()].view(torch.uint8)
+    assert sorted(found.flatten().tolist()) == sorted(finite.tolist() * 2)
+
+
+def test_an_unknown_format_is_refused_by_name() -> None:
+    with pytest.raises(UnknownName, match="fp8_e4m3-row"):
+        Weight.of("fp8", codes=e4m3(0x01).view(1, 1), scales=torch.ones(1))
+
+
+# --- the contract -----------------------------------------------------------------------------------------------------
+
+
+def judge(op: Op, inputs: dict[str, Any]) -> Match | Mismatch:
+    got = getattr(eager_stored, op.name)(*op.arguments(inputs), *op.allocate(op.workload_of(inputs)))
+    return op.verify(inputs, [got])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("op", "traits"),
+    [
+        ("linear", {}),
+        ("linear", {"bias": True, "residual": True}),
+        ("norm_qkv", {"offset": 1.0}),
+        ("gate_up", {"activation": 1}),
+        ("lm_head", {}),
+        ("lm_head", {"greedy": 1}),
+    ],
+    ids=str,
+)
+def test_the_eager_way_passes_every_case(dtype: DTypeName, name: str, op: str, traits: dict[str, Any]) -> None:
+    contract, wrong = OPS[op], []
+    w = contract.workload(dtype, OF[op], **traits, weight=name)
+    assert w.key.endswith(f".weight={name}")
+    for case in contract.cases(w):
+        inputs = case.make(5)
+        assert contract.workload_of(inputs) == case.workload
+        found = judge(contract, inputs)
+        wrong += [f"{case.name}: {found}"] if isinstance(found, Mismatch) else []
+    assert not wrong, "\n".join(wrong)
+
+
+def product(inputs: dict[str, Any], read: Numbers = lambda c: c, scaled: Numbers = lambda s: s) -> Tensor:
+    """fp32 sums of codes, then the scale."""
+    w: Weight = inputs["w"]
+    made = inputs["x"].float() @ read(w.codes.float()).T
+    return (made * scaled(w.scales)).to(inputs["x"].dtype)
+
+
+def rounded_weight(inputs: dict[str, Any]) -> Tensor:
+    x, w = inputs["x"], inputs["w"]
+    return (x.float() @ w.dequantised(x.dtype).float().T).to(x.dtype)
+
+
+def stored_product(inputs: dict[str, Any]) -> Tensor:
+    x, w = inputs["x"], inputs["w"]
+    made = (x.float() @ w.codes.float().T).to(x.dtype).float()
+    return (made * w.scales).to(x.dtype)
+
+
+def rounded_scale(inputs: dict[str, Any]) -> Tensor:
+    return product(inputs, scaled=lambda s: s.to(inputs["x"].dtype).float())
+
+
+def passes(name: str, run: Callable[[dict[str, Any]], Tensor], dtype: DTypeName = "bf16") -> bool:
+    """All cases of linear but the long sums; up to the first that refuses."""
+    op = OPS["linear"]
+    small = (c for c in op.cases(op.workload(dtype, OF["linear"], weight=name)) if c.covers != "long sums")
+    return all(isinstance(op.verify(c.make(5), [run(c.make(5))]), Match) for c in small)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("run", [product, rounded_weight, stored_product, rounded_scale], ids=lambda f: f.__name__)
+def test_a_product_that_rounds_what_it_may_passes(name: str, run: Callable[[dict[str, Any]], Tensor]) -> None:
+    assert passes(name, run)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("k", [256, 4096])
+def test_a_rounded_weight_stays_within_the_bound_over_many_products(name: str, k: int) -> None:
+    op = OPS["linear"]
+    inputs = op.inputs(op.workload("bf16", {"M": 4, "N": 1024, "K": k}, weight=name), 1)
+    found = op.verify(inputs, [rounded_weight(inputs)])
+    assert isinstance(found, Match)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def flushed(x: Tensor) -> Tensor:
+    return torch.where(x.abs() < 2.0**-6, 0.0, x)
+
+
+def nan_as_480(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), 480.0, x)
+
+
+def fnuz(x: Tensor) -> Tensor:
+    """The other e4m3, of half the size, with infinity where 448 is."""
+    return torch.where(x.abs() == 448.0, float("inf"), x)
+
+
+def unsigned(x: Tensor) -> Tensor:
+    return x.abs()
+
+
+def half_down(x: Tensor) -> Tensor:
+    """A mantissa bit lost."""
+    return x.view(-1).view(torch.int32).bitwise_and(~0x1FFFFF).view(torch.float32).view(x.shape)
+
+
+MISREAD = [flushed, nan_as_480, fnuz, unsigned, half_down]
+MISSCALED: dict[str, Numbers] = {
+    "a neighbour's": lambda s: s.roll(1),
+    "one for all": lambda s: s[:1].expand(len(s)),
+    "rounded to eight bits": lambda s: s.bfloat16().float() * (1 + 2.0**-6),
+    "squared": lambda s: s * s,
+    "its size": lambda s: s.abs(),
+    "never zero": lambda s: torch.where(s == 0, 1.0, s),
+    "nan ignored": lambda s: s.nan_to_num(),
+}
+
+
+@pytest.mark.parametrize("read", MISREAD, ids=lambda f: f.__name__)
+def test_codes_misread_are_refused(read: Numbers) -> None:
+    assert not passes(FP8, lambda inputs: product(inputs, read))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("scaled", MISSCALED)
+def test_a_wrong_scale_is_refused(name: str, scaled: str) -> None:
+    assert not passes(name, lambda inputs: product(inputs, scaled=MISSCALED[scaled]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("group", [0, 32])
+def test_activations_of_eight_bits_are_refused(name: str, group: int) -> None:
+    """That is another computation: an int8 of x errs by far more than a weight rounded to bf16."""
+
+    def run(inputs: dict[str, Any]) -> Tensor:
+        x = inputs["x"].float()
+        wide = torch.nn.functional.pad(x, (0, -x.shape[1] % (group or x.shape[1])))
+        parts = wide.view(x.shape[0], -1, group or x.shape[1])
+        step = parts.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+        near = ((parts / step).round() * step).view(x.shape[0], -1)[:, : x.shape[1]]
+        return product({**inputs, "x": near.to(torch.float32)}).to(inputs["x"].dtype)
+
+    assert not passes(name, run)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def parts_of(w: Workload, **changes: Callable[[Tensor], Any]) -> dict[str, Any]:
+    inputs = OPS[w.op].inputs(w, 1)
+    given = {name: changes.get(name, lambda t: t)(part) for name, part in inputs["w"].parts().items()}
+    return {**inputs, "w": Weight.of(FP8, **given, shape=inputs["w"].shape)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"codes": lambda t: t.to(torch.bfloat16)}, "fp8_e4m3-row has torch.float8_e4m3fn"),
+        ({"codes": lambda t: t[:, :-1]}, "expected \\(64, 256\\)"),
+        ({"codes": lambda t: t.T.contiguous().T}, "not contiguous"),
+        ({"scales": lambda t: t[:-1]}, "expected \\(64,\\)"),
+        ({"scales": lambda t: t.half()}, "torch.float32"),
+        ({"scales": lambda t: None}, "fp8_e4m3-row has scales"),
+    ],
+    ids=str,
+)
+def test_parts_that_are_not_the_formats_are_refused(changes: dict[str, Any], told: str) -> None:
+    op = OPS["linear"]
+    with pytest.raises(BadArguments, match=told):
+        op.workload_of(parts_of(op.workload("bf16", OF["linear"], weight=FP8), **changes))
+
+
+def test_codes_without_scales_are_refused_with_the_way_to_pass_them() -> None:
+    op = OPS["linear"]
+    inputs = op.inputs(op.workload("bf16", OF["linear"], weight=FP8), 1)
+    with pytest.raises(BadArguments, match="codes without their scales"):
+        op.workload_of({**inputs, "w": inputs["w"].codes})
+
+
+def test_gate_and_up_have_one_format() -> None:
+    op = OPS["gate_up"]
+    inputs = op.inputs(op.workload("bf16", OF["gate_up"], weight=FP8), 1)
+    with pytest.raises(BadArguments, match="w_gate is fp8_e4m3-row, w_up is plain"):
+        op.workload_of({**inputs, "w_up": inputs["w_up"].dequantised(torch.bfloat16)})
+
+
+def test_a_weight_of_another_size_is_refused() -> None:
+    op = OPS["linear"]
+    inputs = op.inputs(op.workload("bf16", OF["linear"], weight=FP8), 1)
+    with pytest.raises(BadArguments, match="K = 256"):
+        op.workload_of({**inputs, "w": quantise(drawn(64, 255), FP8)})
