@@ -1,0 +1,231 @@
+"""Calls until the guard demotes a kernel that turns wrong after long use, by op, fault rate and fault size; and what
+its checks cost a decode step of llama-1b.
+
+    python benchmarks/bench_guard_faults.py [--model llama-1b] [--context 2048] [--json]
+    python benchmarks/bench_guard_faults.py --right 1000000        # calls of right kernels: none may be demoted
+
+For each op of a decode step the chance that one spot check sees a fault is measured on real results (PyTorch's, at the
+model's shapes) that were made wrong in the whole output (times 1.5, plus 0.5) or in one row (one output feature of a
+product, one head, one row). The calls until a demotion follow by the law of the guard's gaps at its default settings: a
+call shows a fault with the given rate, a shadow check sees it where it is in the whole output, a spot check with the
+chance that was measured. `tests/cpu/test_guard_spot.py` does the same with real calls.
+
+Cost: the median time of a spot check, Python's part included, times the checks of a step; the process's allowance (0.25
+% of the time) caps it. The step is taken to last as long as reading its bytes at the rate measured here, so that the
+share is not flattered by a slow step.
+
+`--right N`: N calls of our C++ kernels, promoted for the benchmark, with the guard's default settings: how many checks
+of each kind were made, and whether a kernel was given up (wrong, or slower than the baseline), at whatever load is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import bench_guard
+import command_line
+import torch
+
+from autosel import models, ops
+from autosel.decode.device import read_windows
+from autosel.dispatch.board import Board
+from autosel.dispatch.devices import this_device
+from autosel.guard import Policy, spot
+from autosel.models.cost import bytes_per_step
+from autosel.native.compile import compile_source
+from autosel.native.isa import best_isa
+from autosel.values import Workload
+
+RATES = (1.0, 0.1, 0.01)
+OPS_SERVED = ("linear", "norm_qkv", "gate_up", "rmsnorm", "add_rmsnorm", "swiglu", "rope", "kv_append", "attn")
+LOOKS = 2000  # spot checks of one faulty result
+TIMED = 300
+eager = import_module("autosel.ops.eager")
+
+
+def main() -> int:
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--model", default="llama-1b", help="whose decode step")
+    parser.add_argument("--context", type=int, default=2048, help="tokens in the cache")
+    parser.add_argument("--right", type=int, default=0, metavar="N", help="only call right kernels N times")
+    options = parser.parse_args()
+    if options.right:
+        return right_kernels(options.right, as_json=options.json)
+    model = models.load(options.model)
+    here = this_device()
+    made = spot.recipe(model.dtype, best_isa(tuple(here.identity["isa"])))
+    compile_source(made.source, made.flags)
+    named = [
+        n
+        for n in models.step(model, batch=1, context=options.context)
+        if n.chain in ("fused", "both") and n.workload.op in spot.OPS and n.workload.dtype == model.dtype
+    ]
+    longest = [n for n in named if "L" not in dict(n.workload.dims) or n.workload["L"] == options.context]
+    rows = [row(n.label, n.workload, n.calls_per_step) for n in longest]
+    step_us = bytes_per_step(model, model.dtype, 1, options.context) / max(read_windows()) * 1e6
+    asked_us = sum(r["calls a step"] * Policy().spot_rate * r["check_us"] for r in rows)
+    found = {
+        "rows": rows,
+        "step_us": step_us,
+        "checks asked for, us a step": asked_us,
+        "allowed, us a step": spot.SHARE * step_us,
+        "share of the step": min(asked_us, spot.SHARE * step_us) / step_us,
+    }
+    if options.json:
+        json.dump(found, sys.stdout, indent=1)
+        print()
+    else:
+        show(found)
+    return 0
+
+
+def row(label: str, w: Workload, calls: int) -> dict[str, Any]:
+    op = ops.find(w.op)
+    check = spot.find(w.op, w.dtype, best_isa(tuple(this_device().identity["isa"])))
+    assert check is not None
+    inputs = op.inputs(w, 1)
+    if w.op == "sample":
+        inputs |= {"temperature": torch.zeros(w["B"]), "repetition_penalty": torch.ones(w["B"])}
+    args, outs = op.arguments(inputs), op.allocate(w)
+    returned = getattr(eager, w.op)(*args, *outs)
+    results = returned if isinstance(returned, tuple) else (returned,)
+    random = Random(1)
+    right = max(check(args, outs, random.getrandbits(60)) for _ in range(LOOKS))
+    assert right <= 1.0, f"{label}: a right result is suspected ({right:.2f} times its tolerance)"
+    check_us = statistics.median(timed(lambda: check(args, outs, random.getrandbits(60))) for _ in range(TIMED))
+    chances = {size: seen(check, args, outs, results, make, random) for size, make in FAULTS.items()}
+    return {
+        "op": label,
+        "calls a step": calls,
+        "check_us": check_us,
+        "chance": chances,
+        "calls until demotion": {
+            f"{size} {rate:g}": calls_until(rate, chance, size == "whole")
+            for size, chance in chances.items()
+            for rate in RATES
+        },
+    }
+
+
+def timed(check: Callable[[], float]) -> float:
+    """Microseconds."""
+    begin = time.perf_counter_ns()
+    check()
+    return (time.perf_counter_ns() - begin) / 1e3
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def whole(out: torch.Tensor) -> None:
+    out.copy_(out + 1 if out.dtype == torch.int64 else out * 1.5 + 0.5)
+
+
+def one_row(out: torch.Tensor) -> None:
+    """The last feature of a row of results, the last head, the last batch row of tokens."""
+    part = out[-1:] if out.dtype == torch.int64 else out[..., -1:] if out.dim() == 2 else out[:, -1:]
+    whole(part)
+
+
+FAULTS: dict[str, Callable[[torch.Tensor], None]] = {"whole": whole, "one row": one_row}
+
+
+def seen(
+    check: spot.Spot,
+    args: Sequence[Any],
+    outs: Sequence[Any],
+    results: Sequence[torch.Tensor],
+    make: Callable[[torch.Tensor], None],
+    random: Random,
+) -> float:
+    """Share of spot checks that suspect a result with this fault; the result is mended again."""
+    kept = [r.clone() for r in results]
+    for result in results:
+        make(result)
+    found = sum(check(args, outs, random.getrandbits(60)) > 1.0 for _ in range(LOOKS)) / LOOKS
+    for result, before in zip(results, kept, strict=True):
+        result.copy_(before)
+    return found
+
+
+def calls_until(fault: float, chance: float, shadow_sees: bool) -> dict[str, int] | None:
+    """Median and 95th percentile of the calls until a check meets a faulty call and sees it: a geometric law, for calls
+    are checked independently of each other."""
+    p = Policy()
+    sees = p.shadow_rate * shadow_sees + (1 - p.shadow_rate) * p.spot_rate * chance
+    if not sees:
+        return None
+    each = -math.log1p(-fault * sees)
+    return {"median": math.ceil(math.log(2) / each), "p95": math.ceil(math.log(20) / each)}
+
+
+# --- right kernels ----------------------------------------------------------------------------------------------------
+
+
+def right_kernels(calls: int, *, as_json: bool) -> int:
+    """Call each op's kernel in turn, on fresh inputs now and then. Return 1 if one was given up."""
+    sizes = {"M": 1, "B": 1, "S": 1, "K": 256, "N": 256, "d": 256, "I": 512, "V": 1024, "Hq": 8, "Hkv": 2, "D": 64,
+             "R": 64, "L": 128, "page": 16}  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        home, served = Path(folder), []
+        for name in OPS_SERVED:
+            op = ops.find(name)
+            w = op.workload("bf16", {n: sizes[n] for n in op.dim_names})
+            arm = bench_guard.native(op, w)
+            if arm is not None:
+                served.append((op, w, arm))
+        made = spot.recipe("bf16", best_isa(tuple(this_device().identity["isa"])))
+        compile_source(made.source, made.flags)
+        bench_guard.publish(home, [bench_guard.decision(w, arm) for _, w, arm in served])
+        board = Board(home)
+        bound = [(op, w, board.bind(op, op.inputs(w, 1)), op.inputs(w, 1)) for op, w, _ in served]
+        for number in range(calls // len(bound)):
+            if number % 1000 == 0:
+                bound = [(op, w, run, op.refresh(w, inputs, number)) for op, w, run, inputs in bound]
+            for op, _, run, inputs in bound:
+                run(*op.arguments(inputs))
+        watches = list(board._watches.values())
+        found = {
+            "calls": calls // len(bound) * len(bound),
+            "load": os.getloadavg()[0],
+            "given up": [w.subject.decision.arm.candidate for w in watches if w.fault is not None],
+            "checks": {
+                w.subject.op.name: {"shadow": w.rate.checks, "spot": w.spot_checks, "limit": w.spot_limit}
+                for w in watches
+            },
+        }
+        board.close()
+    print(json.dumps(found, indent=1) if as_json else f"{found['calls']} calls at load {found['load']:.1f}: {found}")
+    return 1 if found["given up"] else 0
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def show(found: dict[str, Any]) -> None:
+    heads = [f"{size} {rate:g}" for size in FAULTS for rate in RATES]
+    print("| op | calls a step | check, us | " + " | ".join(heads) + " |")
+    print("| --- | --- | --- | " + " | ".join("---" for _ in heads) + " |")
+    for r in found["rows"]:
+        cells = [r["calls until demotion"][head] for head in heads]
+        told = [f"{c['median']} ({c['p95']})" if c else "not seen" for c in cells]
+        print(f"| {r['op']} | {r['calls a step']} | {r['check_us']:.1f} | {' | '.join(told)} |")
+    print()
+    print(f"calls until demotion: median (p95). Step {found['step_us'] / 1e3:.1f} ms by its bytes;", end=" ")
+    print(f"checks take {found['share of the step']:.2%} of it", end=" ")
+    print(f"({found['checks asked for, us a step']:.0f} us asked for, {found['allowed, us a step']:.0f} allowed)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
