@@ -1,4 +1,11 @@
-"""Tests build kernels and measure rates in a home of their own, kept between runs; never in the user's."""
+"""Tests build kernels and measure rates in a home of their own, kept between runs; never in the user's.
+
+    @pytest.mark.in_turns(choices)                                        what gives a list of them
+    @pytest.mark.in_turns({"gemv": choices_of_gemv, ...}, label=named)    a list a group
+
+runs a test that has an argument `choice` once (once a group), with the choice whose turn it is on the day of --on-day;
+with --every-target once with each choice, under the name it is given, so that they run side by side and fail by name.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +13,15 @@ import datetime
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings as property_settings
 
-from tests import drawn, homes  # noqa: F401  (homes: sets AUTOSEL_HOME)
+from tests import drawn, homes  # noqa: F401  (homes: sets AUTOSEL_HOME and OMP_WAIT_POLICY)
 from tests.preforked import Nursery
 
 # No test judges by the clock; in CI the examples are the same each time.
@@ -38,6 +47,7 @@ ENVIRONMENT = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-target", action="store_true", help="tests that go in turns: every choice, not today's")
     parser.addoption("--on-day", metavar="YYYY-MM-DD", help="the day whose share rotating tests take [default: today]")
     parser.addoption("--remaining", action="append", default=[], help="what this run leaves out, for its last lines")
     parser.addoption("--seed", type=int, metavar="N", help="draw random inputs from N [default: another N each time]")
@@ -62,6 +72,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{'' if at else 'not run':<9}{tier}")
     if any(terminalreporter.stats.get(kind) for kind in ("failed", "error")):
         terminalreporter.write_line(f"the same cases and inputs again: {drawn.options()}", yellow=True)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for mark in metafunc.definition.iter_markers("in_turns"):
+        (asked,) = mark.args
+        groups = asked if isinstance(asked, Mapping) else {"today": asked}
+        if metafunc.config.getoption("--every-target"):
+            label = mark.kwargs.get("label", str)
+            found = [pytest.param(lambda one=one: one, id=label(one)) for g in groups.values() for one in g()]
+        else:
+            found = [pytest.param(partial(_todays, g, n), id=name) for n, (name, g) in enumerate(groups.items())]
+        metafunc.parametrize("choice", found, indirect=True)
+
+
+def _todays(choices: Callable[[], Sequence[Any]], turn: int) -> Any:
+    """Only where the test runs: to list all choices takes time."""
+    return drawn.todays(choices(), turn)
+
+
+@pytest.fixture
+def choice(request: pytest.FixtureRequest) -> Any:
+    return request.param()
 
 
 @pytest.fixture

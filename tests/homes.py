@@ -1,4 +1,4 @@
-"""The home that tests share, and homes of a test's own that begin with what this one has.
+"""The home and the environment that tests share, and homes of a test's own that begin with what the shared one has.
 
 Compiled kernels lie under digests of all that they are made from, rates under the device's, and answers of libraries
 under their versions: what another test has left there is what a test would make itself.
@@ -9,6 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+
+# Tests run in a process a core, and each has PyTorch's threads on all cores: at a barrier they must not spin for a
+# thread that another process keeps from running. Ten times the CPU time of a small model's step went there.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 SHARED = Path(os.environ.setdefault("AUTOSEL_HOME", str(Path(__file__).resolve().parents[1] / ".autosel" / "tests")))
 

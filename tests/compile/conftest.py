@@ -1,22 +1,12 @@
-"""What tests of CUDA sources need, without which they skip, and in CI fail: nvcc, a C++ compiler; and how much of the
-matrix of targets to go through.
-
-    @pytest.mark.in_turns(choices)                                        what gives a list of them
-    @pytest.mark.in_turns({"gemv": choices_of_gemv, ...}, label=named)    a list a group
-
-runs a test that has an argument `choice` once (once a group), with the choice whose turn it is on the day of --on-day;
-with --every-target once with each choice, under the name it is given, so that they run side by side and fail by name.
-"""
+"""What tests of CUDA sources need, without which they skip, and in CI fail: nvcc, a C++ compiler."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,16 +14,12 @@ from autosel.native import cutlass
 from autosel.native.compile import find_compiler
 from autosel.native.cuda import find_nvcc
 from tests.compile import emulate
-from tests.compile.emulate import todays
 
 HERE = Path(__file__).parent
 CUDA = ("test_emulated", "test_machine_code", "test_ptx")  # tests of kernels/cuda/
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--every-target", action="store_true", help="tests/compile: all kernels for all targets, not today's share"
-    )
     parser.addoption(
         "--ptx",
         metavar="CC",
@@ -60,28 +46,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.compile)
             if missing:
                 item.add_marker(pytest.mark.skip(reason=missing))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for mark in metafunc.definition.iter_markers("in_turns"):
-        (asked,) = mark.args
-        groups = asked if isinstance(asked, Mapping) else {"today": asked}
-        if metafunc.config.getoption("--every-target", default=False):
-            label = mark.kwargs.get("label", str)
-            found = [pytest.param(lambda one=one: one, id=label(one)) for g in groups.values() for one in g()]
-        else:
-            found = [pytest.param(partial(_todays, g, n), id=name) for n, (name, g) in enumerate(groups.items())]
-        metafunc.parametrize("choice", found, indirect=True)
-
-
-def _todays(choices: Callable[[], Sequence[Any]], turn: int) -> Any:
-    """Only where the test runs: to list all choices takes time."""
-    return todays(choices(), turn)
-
-
-@pytest.fixture
-def choice(request: pytest.FixtureRequest) -> Any:
-    return request.param()
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from typing import Any
 from autosel import resources, settings
 from autosel.native import cutlass
 from autosel.native.compile import _command, find_compiler, source_digest, sources_digest
-from autosel.native.cuda import find_nvcc
+from autosel.native.cuda import architecture, find_nvcc
 from autosel.values import NativeRecipe
 from tests.compile.emulate import FLAGS, HERE, held_back, includes, keep
 from tests.compile.machine_code import _usage, disassembler
@@ -64,10 +64,31 @@ def _compiled(recipe: NativeRecipe) -> Compiled:
         before = os.times()
         done = subprocess.run(command, capture_output=True, text=True, timeout=290)
         assert done.returncode == 0, (done.stdout + done.stderr)[:4000]
-        after = os.times()
-        seconds = after.children_user + after.children_system - before.children_user - before.children_system
-        code = _opcodes(next(Path(folder).glob("*.cubin")))
-    said = done.stdout + done.stderr
+        seconds = _seconds_since(before)
+        return _read(done.stdout + done.stderr, _opcodes(next(Path(folder).glob("*.cubin"))), seconds)
+
+
+def assembled(ptx: bytes, cc: tuple[int, int]) -> Compiled:
+    """What nvcc's assembler makes of this PTX, as it does in a whole build."""
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    with tempfile.TemporaryDirectory() as folder:
+        text, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        text.write_bytes(ptx)
+        tool = Path(nvcc.path).resolve().with_name("ptxas")
+        before = os.times()
+        command = [str(tool), "-v", f"-arch=sm_{architecture(cc)}", str(text), "-o", str(cubin)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[:4000]
+        return _read(done.stdout + done.stderr, _opcodes(cubin), _seconds_since(before))
+
+
+def _seconds_since(before: os.times_result) -> float:
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def _read(said: str, code: Mapping[str, Mapping[str, int]], seconds: float) -> Compiled:
     usage = {name: {k: v for k, v in used.items() if k != "shared_bytes"} for name, used in _usage(said).items()}
     kernels = tuple(Kernel(name=name, **used, instructions=code.get(name, {})) for name, used in usage.items())
     advice = tuple(re.findall(r"\(C\d+\)[^\n]{0,120}|[Pp]otential [Pp]erformance [Ll]oss[^\n]{0,120}", said))

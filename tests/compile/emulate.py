@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
-import math
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from autosel import resources, settings
 from autosel.native.compile import _tvm_ffi_flags, find_compiler, sources_digest
 from autosel.native.cuda import find_nvcc
-from tests import drawn
-
-Choice = TypeVar("Choice")
 
 HERE = Path(__file__).parent
 as_ptx: tuple[int, int] | None = None  # a compute capability; set by conftest.py
@@ -35,16 +30,6 @@ FLAGS = (
     "-fPIC",
     "-shared",
 )
-
-
-def todays(choices: Sequence[Choice], turn: int = 0) -> Choice:
-    """One of them, each in as many days as there are; from one day to the next about three fifths of the list further.
-
-    For two things that vary, pass their product: turns of their own would meet in few of the combinations.
-    """
-    count = len(choices)
-    step = next(s for s in itertools.count(max(1, round(0.6 * count))) if math.gcd(s, count) == 1)
-    return choices[(drawn.turn() + turn) * step % count]
 
 
 def keep(file: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -75,6 +76,10 @@ class Built:
             yield
         finally:
             self.library.ptx_forbid()
+
+    def text(self) -> bytes:
+        """The PTX that was compiled in."""
+        return max(re.findall(rb"\.version [^\0]+", self.path.read_bytes()), key=len)
 
     def order(self, order: Order, *, backwards: bool = False, seed: int = 0) -> None:
         """When what is asynchronous happens: at once, as late as a device may, or by a draw each."""

@@ -1,6 +1,6 @@
 """Decode attention on emulated threads: every hostile case, whole and split, short rings and long ones.
 
-Of every kernel in one dtype, each day in another one; with --every-target in all.
+Of every kernel in one dtype and at one shape, each day others; with --every-target in all.
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ def builds(kernel: str) -> list[tuple[str, DTypeName]]:
 
 
 EACH = {kernel: partial(builds, kernel) for kernel in KERNELS}
+
+
+def batteries(kernel: str) -> list[tuple[str, DTypeName, int]]:
+    """A shape of SHAPES, by number, in one dtype."""
+    return [(*build, shape) for build in builds(kernel) for shape in range(len(SHAPES[KERNELS[kernel]]))]
+
+
 CONTIGUOUS = {kernel: found for kernel, found in EACH.items() if kernel.startswith("attn")}
 named = "-".join
 CACHE = {"B": 2, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 512}
@@ -66,16 +73,18 @@ def failure(kernel: str, made: Case, cut: Sequence[int]) -> Mismatch | None:
     return found if isinstance(found, Mismatch) else None
 
 
-@pytest.mark.in_turns(EACH, label=named)
-def test_attention_meets_its_contract_in_every_case(choice: tuple[str, DTypeName]) -> None:
-    kernel, dtype = choice
-    op, wrong, turn = OPS[KERNELS[kernel]], [], 0
-    for dims, traits in SHAPES[op.name]:
-        for made in op.cases(op.workload(dtype, dims, **traits)):
-            cut, turn = CUTS[turn % len(CUTS)], turn + 1
-            found = failure(kernel, made, cut)
-            if found is not None:
-                wrong.append(f"{made.workload.key} {made.name}, {cut}: {found.check}: {found.reason}")
+@pytest.mark.in_turns(
+    {kernel: partial(batteries, kernel) for kernel in KERNELS}, label=lambda choice: named(map(str, choice))
+)
+def test_attention_meets_its_contract_in_every_case(choice: tuple[str, DTypeName, int]) -> None:
+    kernel, dtype, shape = choice
+    op, wrong = OPS[KERNELS[kernel]], []
+    dims, traits = SHAPES[op.name][shape]
+    for number, made in enumerate(op.cases(op.workload(dtype, dims, **traits))):
+        cut = CUTS[(number + shape) % len(CUTS)]
+        found = failure(kernel, made, cut)
+        if found is not None:
+            wrong.append(f"{made.workload.key} {made.name}, {cut}: {found.check}: {found.reason}")
     assert not wrong, "\n".join(wrong)
 
 

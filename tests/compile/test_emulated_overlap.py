@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compile.emulate import emulated, overlapped, todays
+from tests.compile.emulate import emulated, overlapped
 from tests.compile.test_emulated_linear import BUILDS
+from tests.drawn import todays
 
 Tensors = dict[str, Tensor]
 Calls = Iterator[tuple[str, tuple[Any, ...]]]  # entry, arguments without the last: whether the launch is dependent

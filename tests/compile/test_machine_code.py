@@ -166,7 +166,16 @@ def builds(source: str) -> list[Build]:
     return [Build(source=source, cc=cc, dtype=dtype, macros=macros) for cc in CUDA for dtype, macros in asked(cc)]
 
 
-@pytest.mark.in_turns({source: partial(builds, source) for source in SOURCES})
+# Of kernels that are instances of the same templates, which take nvcc a minute, one a day.
+ALIKE = (("attn_decode", "paged_attn_decode", "attn_decode_fp8"), ("attn_decode_mma", "paged_attn_decode_mma"))
+GROUPS = {sources[0]: sources for sources in ALIKE} | {s: (s,) for s in SOURCES if not any(s in a for a in ALIKE)}
+
+
+def builds_of(group: tuple[str, ...]) -> list[Build]:
+    return [build for source in group for build in builds(source)]
+
+
+@pytest.mark.in_turns({name: partial(builds_of, group) for name, group in GROUPS.items()})
 def test_a_kernel_keeps_its_budget_on_its_targets(choice: Build) -> None:
     found = functions(choice.source, choice.cc, f"AUTOSEL_{choice.dtype}", *choice.macros)
     wrong = [f"{f.name}: {why}" for f in found for why in _faults(f, BUDGETS[choice.source], choice.cc)]

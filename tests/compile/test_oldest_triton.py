@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton: the `cross` extra")
 
-from tests.compile.emulate import todays
 from tests.compile.triton_kernels import TARGETS
+from tests.drawn import todays
 from tests.engines import ROOT, missing, paths, version
 
 SCRIPT = Path(__file__).with_name("compiled_by.py")

@@ -23,8 +23,8 @@ from autosel.ops import OPS
 from autosel.values import Passed
 from tests import drawn
 from tests.compile.aot import captured, launches, narrow, problems
-from tests.compile.emulate import todays
 from tests.compile.triton_kernels import DTYPES, KERNELS, PLANS, SHAPES, TARGETS, workload
+from tests.drawn import todays
 
 HERE = Path(__file__).parent
 SHARE = 23  # of the hostile cases, a day; no multiple of the dtypes, or each case would meet one alone

@@ -1,11 +1,14 @@
-"""The projections' kernels on real hardware: every instruction set this CPU has, every dtype, every hostile case."""
+"""The projections' kernels on real hardware: every dtype, every hostile case, in the instruction sets this CPU has.
+
+Each day in others, but for gemv; with --every-target in all.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -21,8 +24,10 @@ from autosel.native.compile import compile_source, find_compiler
 from autosel.native.isa import ISA_NEEDS, Isa
 from autosel.native.load import load_entry
 from autosel.ops import OPS
-from autosel.ops.contract import DTYPE, Match
+from autosel.ops.contract import DTYPE, Inputs, Match, Op
 from autosel.values import Accepted, DTypeName, Fingerprint, NativeRecipe, Rate, Rejected, Workload
+from tests import drawn
+from tests.cpu.side_by_side import mismatches
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
@@ -41,7 +46,8 @@ ISAS = [
     pytest.param(isa, marks=pytest.mark.skipif(not set(needs) <= HAVE, reason=f"this CPU lacks {set(needs) - HAVE}"))
     for isa, needs in ISA_NEEDS.items()
 ]
-NATIVE: Isa = next(isa for isa, needs in ISA_NEEDS.items() if set(needs) <= HAVE)
+HERE: tuple[Isa, ...] = tuple(isa for isa, needs in ISA_NEEDS.items() if set(needs) <= HAVE)
+NATIVE = HERE[0]
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 NAMES = tuple(k.source for k in KERNELS)
 
@@ -110,23 +116,39 @@ def entry(name: str, isa: Isa = NATIVE) -> Callable[..., Any]:
 # --- every case ------------------------------------------------------------------------------------------------------
 
 
+def instruction_sets(name: str, every: bool) -> tuple[Isa, ...]:
+    """All for gemv; of the others, which share its products, this CPU's own and another one each day: a build of one
+    takes 6 s."""
+    if every or name == "gemv" or len(HERE) < 3:
+        return HERE
+    return NATIVE, drawn.todays(HERE[1:], NAMES.index(name))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", NAMES)
-def test_kernel_meets_the_bound_on_every_hostile_case(name: str, isa: Isa, dtype: DTypeName) -> None:
-    kernel = variant(name, isa)
-    op, ran = OPS[kernel.op], 0
-    for dims, traits in WORKLOADS[kernel.op]:
+def test_kernel_meets_the_bound_on_every_hostile_case(
+    name: str, dtype: DTypeName, request: pytest.FixtureRequest
+) -> None:
+    """In several instruction sets, on the same inputs."""
+    every = request.config.getoption("--every-target")
+    kernels = {isa: variant(name, isa) for isa in instruction_sets(name, every)}
+    op, ran, wrong = OPS[kernels[NATIVE].op], dict.fromkeys(kernels, 0), []
+    for dims, traits in WORKLOADS[op.name]:
         for case in op.cases(op.workload(dtype, dims, **traits)):
-            if not isinstance(kernel.supports(case.workload, device()), Accepted):
-                continue
-            inputs = case.make(7)
-            outputs = op.allocate(case.workload, fill=float("nan"))
-            bound(kernel, case.workload)(*op.arguments(inputs), *outputs)
-            found = op.verify(inputs, [o for o in outputs if o is not None])
-            assert isinstance(found, Match), f"{case.workload.key}, {case.name}: {found}"
-            ran += 1
-    assert ran > 20
+            runs = {}
+            for isa, kernel in kernels.items():
+                if isinstance(kernel.supports(case.workload, device()), Accepted):
+                    runs[isa] = partial(outputs_of, op, case.workload, bound(kernel, case.workload))
+                    ran[isa] += 1
+            wrong += [f"{isa} {case.workload.key}, {case.name}: {w}" for isa, w in mismatches(op, case, 7, runs)]
+    assert not wrong, "\n".join(wrong)
+    assert all(count > 20 for count in ran.values()), ran
+
+
+def outputs_of(op: Op, w: Workload, function: Callable[..., Any], inputs: Inputs) -> list[torch.Tensor]:
+    outputs = op.allocate(w, fill=float("nan"))
+    function(*op.arguments(inputs), *outputs)
+    return [o for o in outputs if o is not None]
 
 
 # --- shapes and knobs beyond the formulas' ---------------------------------------------------------------------------

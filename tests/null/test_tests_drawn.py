@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests import drawn
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAWS = """\
@@ -66,3 +69,12 @@ def test_a_day_that_is_none_is_a_usage_error(tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--on-day tomorrow" in ran.stderr
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 12, 18, 38, 84, 108, 180])
+def test_in_as_many_days_as_there_are_choices_each_has_its_turn(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choice(day: int) -> int:
+        monkeypatch.setattr(drawn, "day", datetime.date.fromordinal(day).isoformat())
+        return drawn.todays(range(count))
+
+    assert {choice(739_941 + day) for day in range(count)} == set(range(count))
