@@ -1,0 +1,258 @@
+"""A home that commit 462cf5c wrote: today's code opens it, lists it, serves it or says why not, and takes its files in.
+
+Ops on fp8 operands were ops of their own then; `FP8` are the rows that may move to another key. All others stay.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autosel import ops
+from autosel.candidates import registry
+from autosel.dispatch.devices import this_device
+from autosel.dispatch.resolve import Resolution, index, resolve
+from autosel.guard import Held
+from autosel.ledger import open_ledger, snapshot
+from autosel.ledger.key import current_mode
+from autosel.ledger.schema import HEAD
+from autosel.ops.compare import compare
+from autosel.ops.contract import Match
+from autosel.values import SERVING, WHOLE_STEP, Decision, Workload
+from tests import earlier
+from tests.verbs import verb
+
+FP8 = ("gemv_fp8", "attn_decode_fp8")
+OPS = ("linear", "attn", "rmsnorm", "swiglu", WHOLE_STEP)
+ROOT = Path(__file__).resolve().parents[2]
+SAME = ("decision_id", "state", "candidate", "backend", "reason", "created_at", "hw_id")
+OF_ITS_RACE = ("outcome", "speedup", "time_us")
+BY_HAND = (44, 46, 47)  # demoted, or another arm promoted: that version still showed the race of what served before
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return earlier.copied(tmp_path / "home")
+
+
+@pytest.fixture
+def _there() -> Iterator[None]:
+    with earlier.there():
+        yield
+
+
+def rows_then() -> tuple[Mapping[str, Any], ...]:
+    """Return the rows of the stored snapshot as they stand in the file."""
+    return tuple(json.loads((earlier.FOLDER / "home" / "decisions.json").read_text())["rows"])
+
+
+# --- listing --------------------------------------------------------------------------------------------------------
+
+
+def test_it_opens_whole_in_todays_schema(home: Path) -> None:
+    then = earlier.said("db-info")
+    now = verb("db", "info", "--json", home=home)
+    assert (now["decisions"], now["serving"]) == (then["decisions"], then["serving"]) == (47, 32)
+    assert verb("db", "upgrade", "--json", home=home)["schema"] == HEAD
+    assert "is whole" in verb("db", "check", home=home)
+
+
+def test_the_original_is_left_alone(home: Path) -> None:
+    before = {path: path.read_bytes() for path in earlier.FOLDER.rglob("*") if path.is_file()}
+    verb("db", "upgrade", home=home)
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_history_says_what_it_said(home: Path) -> None:
+    then, now = earlier.said("history"), verb("history", "--json", "-n", "100", home=home)
+    assert [{name: row[name] for name in SAME} for row in now] == [{name: row[name] for name in SAME} for row in then]
+    for was, row in zip(then, now, strict=True):
+        if row["decision_id"] not in BY_HAND:
+            assert [row[name] for name in OF_ITS_RACE] == [was[name] for name in OF_ITS_RACE]
+        if was["op"] not in FP8:
+            assert (row["op"], row["workload"], row["bucket"]) == (was["op"], was["workload"], was["bucket"])
+    assert {row["state"] for row in now} == {"promoted", "kept", "pinned", "demoted"}
+
+
+def test_each_decision_is_explained_by_its_number(home: Path) -> None:
+    for row in earlier.said("history"):
+        (found,) = verb("explain", "--id", str(row["decision_id"]), "--json", home=home)
+        assert found["candidate"] == row["candidate"]
+        assert found["parities"] or row["candidate"].startswith(("torch:", "ops:")), row["decision_id"]
+        told = verb("explain", "--id", str(row["decision_id"]), home=home)
+        assert f"decision {row['decision_id']}" in told
+
+
+def test_what_failed_then_and_what_is_in_quarantine_is_still_said(home: Path) -> None:
+    with open_ledger(home=home) as ledger:
+        (held,) = ledger.quarantined(earlier.device().hw_id).values()
+    assert (held.arm.candidate, held.op, held.cause) == ("user:crashes", "swiglu", "crash")
+    (swiglu,) = verb("explain", "--id", "29", "--json", home=home)
+    assert [q["candidate"] for q in swiglu["quarantined"]] == ["user:crashes"]
+
+
+@pytest.mark.usefixtures("_there")
+@pytest.mark.parametrize("op", OPS)
+def test_best_lists_each_decision_or_why_the_baseline_serves(home: Path, op: str) -> None:
+    then, now = earlier.said(f"best-{op}")["all"], verb("best", op, "--json", home=home)["all"]
+    assert {row["decision_id"] for row in now} == {row["decision_id"] for row in then}
+    for was, row in ((a, b) for a in then for b in now if a["decision_id"] == b["decision_id"]):
+        assert row["workload"] == was["workload"]
+        assert row["candidate"] == was["candidate"] or (row["state"] == "baseline" and "is stale" in row["reason"])
+
+
+@pytest.mark.usefixtures("_there")
+@pytest.mark.parametrize("op", OPS)
+def test_explain_shows_the_evidence_that_it_showed(home: Path, op: str) -> None:
+    then, now = earlier.said(f"explain-{op}"), verb("explain", op, "--json", home=home)
+    assert {e["decision_id"] for e in now} == {e["decision_id"] for e in then}
+    for was, found in ((a, b) for a in then for b in now if a["decision_id"] == b["decision_id"]):
+        assert found["race"] == was["race"]
+        assert found["verdict"] == (None if found["decision_id"] in BY_HAND else was["verdict"])
+
+
+# --- serving --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_there")
+def test_no_key_changes_but_those_of_fp8_operands(home: Path) -> None:
+    verb("db", "upgrade", home=home)
+    found = snapshot.read(home / snapshot.FILE)
+    assert found is not None
+    now = {int(row.document["id"]): row.key for row in found.rows}
+    then = {int(row["decision"]["id"]): (row["key"], row["decision"]["op"]) for row in rows_then()}
+    assert now.keys() == then.keys()
+    moved = {key for number, (key, _) in then.items() if now[number] != key}
+    assert moved <= {key for key, op in then.values() if op in FP8}
+
+
+def resolutions(home: Path) -> Iterator[tuple[Decision, Resolution]]:
+    """Resolve each row of the snapshot, on the device and under the mode that it was decided for."""
+    found = snapshot.read(home / snapshot.FILE)
+    assert found is not None
+    serving = index(found.rows, this_device(), Held())
+    for decision in (row.decision for row in found.rows):
+        if decision.op != WHOLE_STEP:
+            assert decision.mode == current_mode() and decision.hw_id == this_device().hw_id
+            yield decision, resolve(ops.find(decision.op), decision.workload, serving)
+
+
+def is_right(found: Resolution) -> bool:
+    """Call what serves on drawn inputs; is each element within the op's bound?"""
+    op, w = ops.find(found.workload.op), found.workload
+    inputs = op.inputs(w, 7)
+    filled = {a.name for a in op.args if a.role == "inout"}
+    outputs = [None for spec in op.outputs(w) if spec.name not in filled]
+    made = found.run(*(inputs[a.name] for a in op.args), *outputs)
+    reference = op.reference(inputs)
+    got = made if isinstance(made, tuple) else (made,)
+    return isinstance(compare(op, got, reference, op.bound(inputs, reference)), Match)
+
+
+@pytest.mark.usefixtures("_there")
+def test_each_decision_serves_or_the_baseline_does_with_the_reason(home: Path) -> None:
+    verb("db", "upgrade", home=home)
+    states = set()
+    for decision, found in resolutions(home):
+        states.add(decision.state)
+        if found.served:
+            assert found.candidate == decision.arm.candidate and decision.state in SERVING
+            assert found.candidate == registry.baseline(decision.op).name, "no build is stored beside this home"
+        else:
+            assert found.candidate == registry.baseline(decision.op).name
+            assert "is stale" in found.reason or found.reason == decision.told
+        if decision.op != "sample":  # whose reference is a choice, not a value
+            assert is_right(found), decision.workload.key
+    assert states == {"promoted", "kept", "pinned", "demoted"}
+
+
+def test_an_arm_whose_code_is_there_serves_as_it_was_decided(home: Path, tmp_path: Path) -> None:
+    """In a process that may import the user's plug-in, which is stored: its arms need no build."""
+    verb("db", "upgrade", home=home)
+    told = in_a_process(home)
+    mine = {number: one for number, one in told.items() if one["arm"].startswith("user:")}
+    assert len(mine) == 4
+    for one in mine.values():
+        same_libraries = one["torch"] == earlier.device().environment["torch"]
+        assert one["served"] == (one["arm"] if same_libraries else one["baseline"]), one["reason"]
+        assert same_libraries or "are not those that were measured" in one["reason"]
+        assert one["right"]
+
+
+def in_a_process(home: Path) -> dict[str, Any]:
+    paths = os.pathsep.join([str(earlier.FOLDER / "plugins"), str(ROOT)])
+    environment = {**os.environ, "AUTOSEL_HOME": str(home), "AUTOSEL_ALLOW": "stored", "PYTHONPATH": paths}
+    line = [sys.executable, "-P", "-m", __name__, str(home)]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    made: dict[str, Any] = json.loads(done.stdout)
+    return made
+
+
+def tell(home: Path) -> dict[int, dict[str, Any]]:
+    import torch
+
+    told = {}
+    with earlier.there():
+        for decision, found in resolutions(home):
+            told[decision.id] = {
+                "arm": decision.arm.candidate,
+                "baseline": decision.baseline.candidate,
+                "served": found.candidate,
+                "reason": found.reason,
+                "right": decision.op == "sample" or is_right(found),
+                "torch": torch.__version__,
+            }
+    return told
+
+
+# --- what came out of it --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_there")
+def test_its_lock_pins_each_decision_or_says_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "autosel.lock"
+    shutil.copyfile(earlier.LOCK, path)
+    path.chmod(0o644)
+    told = verb("lock", "--file", str(path), "--check", "--json", home=tmp_path / "home", codes=(0, 1))
+    then = earlier.said("lock")
+    assert told["pinned"] == then["pinned"] == 31
+    assert all(one["reason"] for one in told["unkept"]) and len(told["unkept"]) <= 31
+
+
+@pytest.mark.usefixtures("_there")
+def test_its_signed_bundle_is_taken_in_by_another_home(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    signer = json.loads(earlier.BUNDLE.read_text())["signer"]
+    line = ("import", str(earlier.BUNDLE), "--no-check", "--json")
+    taken = verb(*line, "--key", signer, home=tmp_path / "home")
+    assert {one["reason"].partition(":")[0] for one in taken["kept"]} == {"it would import stored_kernels"}
+    assert len(taken["kept"]) == 4 and not taken["refused"]
+    with open_ledger(home=tmp_path / "home") as ledger:
+        assert len(ledger.history()) == 32
+    refused = verb(*line, "--key", "ab" * 32, home=tmp_path / "other", codes=(1, 2))
+    assert refused["error"]
+
+
+@pytest.mark.usefixtures("_there")
+def test_its_export_is_taken_in_and_nothing_is_served_unproven(tmp_path: Path) -> None:
+    home, export = tmp_path / "home", earlier.FOLDER / "home" / "decisions.json"
+    verb("import", str(export), "--no-check", "--json", home=home)
+    for row in rows_then():
+        w: Workload = snapshot.Row(key=row["key"], epoch=1, document=row["decision"]).decision.workload
+        if w.op in ops.OPS:
+            found = snapshot.read(home / snapshot.FILE)
+            serving = index(found.rows if found else (), this_device(), Held())
+            assert resolve(ops.find(w.op), w, serving).candidate == registry.baseline(w.op).name
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(tell(Path(sys.argv[1]))))
