@@ -20,7 +20,7 @@ from typing import Any
 
 from autosel import settings
 from autosel.dispatch import lock, recorded
-from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
+from autosel.dispatch.bound import ELSEWHERE, Bound, Cell, make_bound, make_part, put
 from autosel.dispatch.devices import CPU, device_at, gpus_unasked, kind_of, places_here, this_device
 from autosel.dispatch.handover import Handover, UseKey
 from autosel.dispatch.resolve import Resolution, Serving, index, resolve
@@ -66,6 +66,7 @@ class _Bound:
     cell: Cell
     resolution: Resolution
     place: str  # where the tensors were that it was bound for
+    elsewhere: list[int]  # the function's
     watch: Watch | None = None
     earlier: int = 0  # calls that ran what it was bound to before
 
@@ -167,7 +168,13 @@ class Board:
             function, cell = make_bound(op, resolution, checked, failed)
             watch = self._watch_of(op, resolution)
             held = _Bound(
-                op=op, function=weakref.ref(function), cell=cell, resolution=resolution, place=place, watch=watch
+                op=op,
+                function=weakref.ref(function),
+                cell=cell,
+                resolution=resolution,
+                place=place,
+                elsewhere=function.elsewhere,
+                watch=watch,
             )
             put(function, cell, resolution, watch)
             self._forget_dropped()
@@ -411,6 +418,7 @@ class Board:
         for held in self._bound:
             if held.function() is None:
                 self._count(held.resolution, held.calls)
+                _add_elsewhere(self._past, held)
         self._bound = [b for b in self._bound if b.function() is not None]
 
     def _count(self, resolution: Resolution, calls: int) -> None:
@@ -448,6 +456,8 @@ class Board:
             total = dict(self._past)
             now = [(e[2], calls(e)) for s in self._selected.values() for e in list(s.table.values())]
             now += [(b.resolution, b.calls) for b in self._bound]
+            for held in self._bound:
+                _add_elsewhere(total, held)
         for resolution, count in now:
             _add(total, resolution, count)
         for key, count in self._inherited.items():
@@ -460,6 +470,14 @@ def _add(total: dict[UsedFor, int], resolution: Resolution, calls: int) -> None:
     for ran, count in resolution.ran(calls):
         key = _use_key(ran)
         total[key] = total.get(key, 0) + count
+
+
+def _add_elsewhere(total: dict[UsedFor, int], held: _Bound) -> None:
+    """Calls that an engine left to its own kernel: nothing else than the baseline serves them here."""
+    if held.elsewhere[0]:
+        r = held.resolution
+        key = r.workload, ELSEWHERE, None, r.reason, r.hw_id
+        total[key] = total.get(key, 0) + held.elsewhere[0]
 
 
 def _use_key(r: Resolution) -> UsedFor:

@@ -15,14 +15,20 @@ from autosel.guard import NEVER, Watch
 from autosel.ops.contract import Op
 from autosel.values import Decision
 
+ELSEWHERE = "engine:own"  # in counts: the kernel of an engine that asked, and ran its own instead of the baseline
+
 
 class Bound(Protocol):
-    """A function with the op's parameters. `decision` is None where nothing is decided: the baseline runs."""
+    """A function with the op's parameters. `decision` is None where nothing is decided: the baseline runs.
+
+    An engine that runs a kernel of its own instead counts such a call in `elsewhere[0]`.
+    """
 
     decision: Decision | None
     candidate: str
     reason: str
     chained: Callable[..., Any] | None  # the same kernel, for a chain of them (candidates.load)
+    elsewhere: list[int]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -81,6 +87,7 @@ def make_bound(
     bound: Bound = function
     cell = Cell(swap=swap, grant=grant, calls=calls)
     function.calls = calls
+    function.elsewhere = [0]
     return bound, cell
 
 

@@ -2,6 +2,7 @@
 
 An engine's own kernels are better than autosel's baseline, which is eager PyTorch: only where something else than the
 baseline was decided for a shape, and serves, does it run: not where it was demoted, is stale or cannot be loaded.
+Calls that are left to the engine are counted, so that `record`, `status` and the daemon know of them.
 Inside torch.compile nothing is asked: there the engine's own code is compiled. Of tensors that no workload describes
 nothing was decided. What raises here is the engine's again from then on, with one warning.
 
@@ -46,7 +47,10 @@ class Decided:
         """The op's result, or None. `key` holds whatever of the arguments another workload would differ in, `length`
         the longest context, by which the arm may change within a key."""
         found = self._found(key, arguments)
-        if found is None or not found.beyond_baseline(length):
+        if found is None:
+            return None
+        if not found.beyond_baseline(length):
+            found.elsewhere[0] += 1
             return None
         try:
             if out is None:

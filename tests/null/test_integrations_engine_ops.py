@@ -76,6 +76,18 @@ def test_a_stale_arm_leaves_the_call_to_the_engine(home: Path, arm: Callable[[st
         assert norm() is None
 
 
+def test_calls_left_to_the_engine_are_counted_as_its_own_and_asked_for(home: Path) -> None:
+    publish(home, [])
+    with dispatch.use(home) as board:
+        assert [norm() for _ in range(3)] == [None] * 3
+        (use,) = (use for use in board.uses() if use.calls)
+        assert (use.candidate, use.decision_id, use.calls) == ("engine:own", None, 3)
+        assert board.asked() == {W: 3}
+        engine_ops.NORM.bound.clear()  # its owner lets go of the callable
+        assert norm() is None
+        assert sum(use.calls for use in board.uses()) == 4
+
+
 def test_what_raises_is_the_engines_from_then_on_and_said_once(
     home: Path, arm: Callable[[str], Arm], caplog: pytest.LogCaptureFixture
 ) -> None:
