@@ -11,9 +11,8 @@ from __future__ import annotations
 from autosel.certify.issue import peak_flops, read_rate
 from autosel.decode.account import OP_ROUNDS
 from autosel.decode.chain import ROUNDS
-from autosel.decode.model import FORMS
 from autosel.decode.quality import MOST_TOKENS
-from autosel.decode.run import HALVES, Plan, Text
+from autosel.decode.run import FORMS, HALVES, Plan, Text
 from autosel.models.cost import bytes_per_step, flops_per_step
 from autosel.models.shape import ModelShape
 from autosel.values import Fingerprint

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from autosel.certify.compare import Change
     from autosel.certify.suite import Configuration, Level, Row, Run, Suite
     from autosel.cli.progress import Progress
-    from autosel.decode.run import AskedStep, Plan
+    from autosel.decode.run import AskedStep, Chosen, Plan
     from autosel.ledger.store import Ledger
 
 
@@ -152,7 +152,7 @@ class _Part:
     configurations: tuple[tuple[Configuration, tuple[Run, ...]], ...]
     decides: bool
     weights: Any = None  # loaded on first use
-    chosen: dict[str, Any] = field(default_factory=dict)  # how steps are taken, by what was asked
+    chosen: dict[str, Chosen] = field(default_factory=dict)  # how steps are taken, by what was asked
     remarks: list[str] = field(default_factory=list)  # of the device, as its runs met it
 
     def question(self, runs: Sequence[Run]) -> str:
@@ -198,16 +198,19 @@ def _expect(parts: Sequence[_Part], listener: Progress) -> None:
 def _trials(part: _Part, runs: Sequence[Run], listener: Progress, ledger: Ledger | None) -> list[Certificate]:
     """Of one configuration, the runs that count."""
     from autosel.certify.issue import Request, issue
-    from autosel.decode.measure import Chosen, measure
+    from autosel.decode.device import forget_peak
+    from autosel.decode.measure import measure
     from autosel.decode.weights import load_weights
     from autosel.fingerprint.describe import remarks
 
-    made = []
-    chosen = part.chosen.setdefault(part.question(runs), Chosen())
+    made, question = [], part.question(runs)
     for run in runs:
         within = Within(listener, run.title)
         part.weights = part.weights or load_weights(run.plan, within)
+        forget_peak(run.plan.device)  # an earlier run's
+        chosen = part.chosen.get(question)
         found = measure(run.plan, part.weights, listener=within, ledger=ledger, decides=part.decides, chosen=chosen)
+        part.chosen[question] = found.chosen
         part.remarks += remarks(found.fingerprint)
         if run.counts:
             made.append(issue(found, grounds(found), Request(repro_cmd=command(part.name, run.plan))))

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from autosel.decode.generate import accepted, at_once, draft
-from autosel.decode.model import Batch, Chain
+from autosel.decode.model import Batch
 from autosel.decode.persistent import write
-from autosel.decode.run import StepForm
+from autosel.decode.run import Chain, Chosen, StepForm
 from autosel.decode.sample import Sampler, largest
 from autosel.decode.scene import Scene
 from autosel.decode.step import Direct
-from autosel.values import Fingerprint
 
 
 class Arm(Protocol):
@@ -65,11 +64,11 @@ def _rows(tokens: Tensor) -> list[list[int]]:
 
 
 class Written(_Choosing):
-    """Our step in one form, with buffers made beforehand. `fp`: the device that takes it whole."""
+    """Our step in one form, with buffers made beforehand."""
 
-    def __init__(self, scene: Scene, chain: Chain, form: StepForm = "ops", fp: Fingerprint | None = None) -> None:
+    def __init__(self, scene: Scene, chain: Chain, form: StepForm = "ops") -> None:
         super().__init__(scene)
-        self.list = write(scene.decoder, scene.cache, scene.place, chain, self.sampler, form=form, fp=fp)
+        self.list = write(scene.decoder, scene.cache, scene.place, chain, self.sampler, form=form, fp=scene.fp)
         self.logits = self.list.logits
 
     def enqueue(self) -> None:
@@ -142,8 +141,8 @@ class Baseline(_Choosing):
 Ours = Written | AtOnce | Speculating
 
 
-def our_arm(scene: Scene, chain: Chain, form: StepForm, fp: Fingerprint) -> Ours:
-    """Return our step: speculating or allocating if the plan asks for that, else written in this form."""
+def our_arm(scene: Scene, chosen: Chosen) -> Ours:
+    """Return our step: speculating or allocating if the plan asks for that, else written in the chosen form."""
     if scene.plan.speculate:
         return Speculating(scene)
-    return Written(scene, chain, form, fp) if scene.plan.prealloc else AtOnce(scene, chain)
+    return Written(scene, chosen.chain, chosen.form) if scene.plan.prealloc else AtOnce(scene, chosen.chain)

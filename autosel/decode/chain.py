@@ -7,13 +7,11 @@ would cost, all else as it was chosen, is kept: leave one out, and see what the 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from random import Random
 
 from autosel.decode.graph import GraphStep
-from autosel.decode.model import FORMS, Chain, Form
-from autosel.decode.run import HALVES, Half, Way
+from autosel.decode.run import FORMS, HALVES, Chain, Form, Half, Way
 from autosel.decode.scene import Scene
 from autosel.decode.step import Step, WholeStep, write_step
 from autosel.race.idle import wait_until_idle
@@ -23,24 +21,22 @@ ROUNDS = 9
 LEAST_GAIN = 1.01
 
 
-def choose_chain(scene: Scene, rng: Random, clock: Callable[[], int]) -> tuple[Chain, tuple[Way, ...]]:
+def choose_chain(scene: Scene) -> tuple[Chain, tuple[Way, ...]]:
     """The chain, and of each half every way to make it, timed with the other half as chosen."""
     chain, found = Chain(attn="normed", mlp="normed"), {}
     for half in HALVES:
-        form, found[half] = _race(scene, chain, half, rng, clock)
+        form, found[half] = _race(scene, chain, half)
         chain = replace(chain, **{half: form})
     if chain.mlp != "normed":  # the first half was timed beside another second one
-        form, found["attn"] = _race(scene, chain, "attn", rng, clock)
+        form, found["attn"] = _race(scene, chain, "attn")
         chain = replace(chain, attn=form)
     return chain, tuple(way for half in HALVES for way in found[half])
 
 
-def _race(
-    scene: Scene, chain: Chain, half: Half, rng: Random, clock: Callable[[], int]
-) -> tuple[Form, tuple[Way, ...]]:
+def _race(scene: Scene, chain: Chain, half: Half) -> tuple[Form, tuple[Way, ...]]:
     """The form of one half with which the whole step is fastest; the plain one unless another gains enough."""
     forms = [form for form in FORMS if form != "added" or not scene.decoder.shape.sandwich]
-    medians = _medians(scene, [replace(chain, **{half: form}) for form in forms], rng, clock)
+    medians = _medians(scene, [replace(chain, **{half: form}) for form in forms])
     times = dict(zip(forms, medians, strict=True))
     best = min(forms, key=times.__getitem__)
     if times["normed"] < LEAST_GAIN * times[best]:
@@ -50,21 +46,22 @@ def _race(
     )
 
 
-def _medians(scene: Scene, chains: list[Chain], rng: Random, clock: Callable[[], int]) -> list[float]:
-    return step_medians([write_step(scene.decoder, scene.cache, scene.place, chain) for chain in chains], rng, clock)
+def _medians(scene: Scene, chains: list[Chain]) -> list[float]:
+    steps = [write_step(scene.decoder, scene.cache, scene.place, chain) for chain in chains]
+    return step_medians(scene, steps)
 
 
-def step_medians(steps: Sequence[Step | GraphStep | WholeStep], rng: Random, clock: Callable[[], int]) -> list[float]:
+def step_medians(scene: Scene, steps: Sequence[Step | GraphStep | WholeStep]) -> list[float]:
     """Median ns of each step; each round takes all of them in an order drawn anew."""
     times: list[list[int]] = [[] for _ in steps]
     for step in steps:
         step.run()
         step.settle()
     for _ in range(ROUNDS):
-        for i in rng.sample(range(len(steps)), len(steps)):
+        for i in scene.rng.sample(range(len(steps)), len(steps)):
             wait_until_idle()  # threads of PyTorch's that another step left looking for work would take our cores
-            begin = clock()
+            begin = scene.clock()
             steps[i].run()
             steps[i].settle()
-            times[i].append(clock() - begin)
+            times[i].append(scene.clock() - begin)
     return [statistics.median(t) for t in times]

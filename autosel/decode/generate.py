@@ -14,9 +14,9 @@ from torch import Tensor
 
 from autosel.decode.cache import Cache, make_cache
 from autosel.decode.graph import GraphStep
-from autosel.decode.model import FUSED, Batch, Chain, Decoder
+from autosel.decode.model import Batch, Decoder
 from autosel.decode.persistent import write
-from autosel.decode.run import GREEDY, Sampling, StepForm
+from autosel.decode.run import FUSED, GREEDY, Chain, Sampling, StepForm
 from autosel.decode.sample import Sampler
 from autosel.decode.step import Direct, Place, Step, WholeStep
 from autosel.decode.weights import refuse_other_tokens

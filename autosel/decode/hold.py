@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from autosel import settings
-from autosel.decode.step import WholeStep
 from autosel.errors import DeviceFault, LedgerError, UsageError
 from autosel.ledger.store import Ledger
 from autosel.values import Arm, Fingerprint
@@ -48,12 +47,13 @@ def _blaming(arm: Arm | None) -> Iterator[None]:
         raise DeviceFault(what, why=str(error)[:300], todo=todo, arm=arm, op=STEP) from error
 
 
-def refuse_held(ledger: Ledger | None, fp: Fingerprint, step: WholeStep) -> None:
-    """Raises UsageError where this very build is in quarantine."""
-    held = ledger.quarantined(fp.hw_id, STEP).get(step.build) if ledger is not None else None
+def refuse_held(ledger: Ledger | None, fp: Fingerprint, candidate: str, digests: Collection[str]) -> None:
+    """Raise UsageError if one of these digests of the candidate is in quarantine."""
+    quarantined = ledger.quarantined(fp.hw_id, STEP) if ledger is not None else {}
+    held = next((quarantined[digest] for digest in digests if digest in quarantined), None)
     if held is not None:
         raise UsageError(
-            f"{step.candidate} is in quarantine",
+            f"{candidate} is in quarantine",
             why=held.reason,
             todo=f"{settings.spelling()} db release {held.id} lets it run again",
         )

@@ -8,30 +8,15 @@ step). Rows are tokens, M = B * S of them: x[M, d].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from autosel.decode.cache import Cache
 from autosel.decode.rope import frequencies
+from autosel.decode.run import FUSED, Chain
 from autosel.decode.weights import Layer, Weights
 from autosel.models.workloads import ACTIVATION_CODE
-
-# How a block's input becomes its first projection: everything in one op; the residual added by the projection before,
-# then norm and projection apart; or residual and norm in one op, then the projection.
-Form = Literal["fused", "normed", "added"]
-FORMS: tuple[Form, ...] = ("fused", "normed", "added")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """Which ops a step is made of. A sandwich of norms (Gemma) leaves no residual for a projection to add."""
-
-    attn: Form = "fused"
-    mlp: Form = "fused"
-
-
-FUSED = Chain()
 
 
 class Runner(Protocol):

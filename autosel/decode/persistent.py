@@ -6,7 +6,7 @@
     step.run(); step.settle()            # begin; wait for its end
 
 Both are made from the list that runs op by op, hold its buffers, and give its tokens. Whether one should take the step
-is a race's to say (whole.py).
+is for `choose` to say.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from autosel import fingerprint
 from autosel.decode import launch, packed, team
 from autosel.decode.cache import Cache
 from autosel.decode.graph import GraphStep
-from autosel.decode.model import FUSED, Chain, Decoder
-from autosel.decode.run import WHOLE, Plan, StepForm
+from autosel.decode.model import Decoder
+from autosel.decode.run import FUSED, WHOLE, Chain, Plan, StepForm
 from autosel.decode.sample import Sampler
 from autosel.decode.step import Place, Step, WholeStep, write_step
 from autosel.decode.weights import Weights, reference_bytes

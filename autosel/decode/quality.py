@@ -21,26 +21,19 @@ from torch import Tensor
 from autosel.decode.cache import make_cache
 from autosel.decode.eager import Eager
 from autosel.decode.generate import at_once
-from autosel.decode.model import Chain, Decoder
+from autosel.decode.model import Decoder
 from autosel.decode.persistent import write
-from autosel.decode.run import Listener, Plan, Quality, StepForm, Text
+from autosel.decode.run import Chosen, Plan, Quality, Text
+from autosel.decode.scene import Scene
 from autosel.decode.step import Direct, Place
-from autosel.values import Fingerprint
 
 MOST_TOKENS = 512  # of all rows: the reference keeps its logits
 CHUNK = 64  # positions whose logits are made at a time
 
 
-def quality(
-    decoder: Decoder,
-    plan: Plan,
-    text: Text,
-    chain: Chain,
-    listener: Listener,
-    form: StepForm = "ops",
-    fp: Fingerprint | None = None,
-) -> Quality:
-    """Score the text on both paths; `form` and `fp` as in `persistent.write`."""
+def quality(scene: Scene, text: Text, chosen: Chosen) -> Quality:
+    """Score the text on both paths, ours as it was chosen."""
+    plan, decoder, listener, chain = scene.plan, scene.decoder, scene.listener, chosen.chain
     rows = windows(text.tokens, plan.batch, plan.model.max_context)
     count = len(rows[0])
     tokens = torch.tensor(rows, device=decoder.weights.device)
@@ -53,8 +46,8 @@ def quality(
     listener.stage("quality", "reference", 0, count)
     reference = _reference(decoder, tokens)
     place = Place.at(tokens[:, 0], [0] * len(rows))
-    form = "ops" if form == "graph" else form  # a graph would be captured again at every token
-    step = write(decoder, cache, place, chain, form=form, fp=fp) if plan.prealloc else None
+    form = "ops" if chosen.form == "graph" else chosen.form  # a graph would be captured again at every token
+    step = write(decoder, cache, place, chain, form=form, fp=scene.fp) if plan.prealloc else None
     run, scores = Direct(), _Scores()
     for i in range(count - 1):
         listener.stage("quality", text.name, i, count - 1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from autosel.decode.device import read_windows
+from autosel.decode.entrants import OPS
 from autosel.decode.graph import GraphStep
 from autosel.decode.scene import Clock
 from autosel.decode.step import Step, WholeStep
@@ -23,7 +24,6 @@ from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, Plan, plan
 from autosel.race.session import Duel, Trial, confirm, screen
 from autosel.values import Race, Session, Workload
 
-OPS = "ops:step"  # the baseline: op by op, in the forms that were fastest, by whatever serves each op
 # The smallest gain that can be promoted; below an op's own (2 %), for the arms of a step differ in little of what gives
 # a process its luck. Of 49 A/A sessions (llama-1b, 4 layers and 1, the step written twice; 24 pairs; 30 of them beside
 # other work) one crossed: with 95 % confidence fewer than one in ten do.

@@ -27,6 +27,10 @@ EXECUTION: Mapping[StepForm, Literal["eager", "graph", "team"]] = {
     "whole": "team",
     "packed": "team",
 }  # the first word of the mode
+# How a block's input becomes its first projection: everything in one op; the residual added by the projection before,
+# then norm and projection apart; or residual and norm in one op, then the projection.
+Form = Literal["fused", "normed", "added"]
+FORMS: tuple[Form, ...] = ("fused", "normed", "added")
 AskedStep = Literal["auto", "ops", "graph", "whole"]
 AskedLayout = Literal["auto", "plain"]
 LARGEST = {"batch": 1 << 16, "seq": 1 << 24, "iters": 10**6, "warmup": 10**6, "page": 1 << 12, "speculate": 64}
@@ -139,6 +143,11 @@ class Plan:
         if not self.prealloc:
             return "--no-prealloc: a whole step writes into buffers made beforehand"
         return "--paged: a whole step reads a contiguous cache" if self.cache == "paged" else ""
+
+    @property
+    def listed(self) -> bool:
+        """Are its steps lists of calls that are written beforehand? Then there are several forms to choose from."""
+        return not self.untimed
 
     @property
     def untimed(self) -> str:
@@ -260,6 +269,28 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Which ops a step is made of. A sandwich of norms (Gemma) leaves no residual for a projection to add."""
+
+    attn: Form = "fused"
+    mlp: Form = "fused"
+
+
+FUSED = Chain()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """How steps are taken. `ways`: what was raced for it, with times; `note`: why other forms did not take part, or by
+    which decision this one was chosen. A whole step is always made of the fused chain."""
+
+    form: StepForm = "ops"
+    chain: Chain = FUSED
+    ways: tuple[Way, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRun:
     """What one run measured. Raw times, so that whoever reads them does the arithmetic.
 
@@ -306,11 +337,16 @@ class DecodeRun:
     # Until the tokens of each step were on the host; empty where steps are timed by the host.
     optimised_host_ns: tuple[int, ...] = ()
     baseline_host_ns: tuple[int, ...] = ()
-    ways: tuple[Way, ...] = ()  # empty: the chain was not chosen by a race
+    chosen: Chosen = Chosen()  # how its steps were taken
     quality: Quality | None = None  # where a text was given
     saved_bytes: int = 0  # what the optimised step reads less than the baseline's: its weights are packed
     energy_joules: float | None = None  # of the optimised steps, where the machine tells (decode.power)
     notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """What was raced to choose how steps are taken; empty: nothing was."""
+        return self.chosen.ways
 
     @property
     def tokens_per_step(self) -> float:

@@ -1,4 +1,4 @@
-"""What both arms of a measurement share: the model, the cache, and where the stream stands."""
+"""What a measurement's parts share: device, model, cache, where the stream stands, coins and clock."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -21,7 +22,7 @@ from autosel.decode.run import Listener, Plan, PromptDigest
 from autosel.decode.step import Place
 from autosel.decode.weights import Weights
 from autosel.ops.contract import UNIT
-from autosel.values import DTypeName
+from autosel.values import DTypeName, Fingerprint
 
 Clock = Callable[[], int]
 
@@ -31,6 +32,10 @@ class Scene:
     """`text` holds each row's tokens so far; its last is the one that `place` feeds next."""
 
     plan: Plan
+    fp: Fingerprint  # of the device
+    rng: Random  # the coins, from the plan's seed
+    listener: Listener
+    clock: Clock
     decoder: Decoder
     eager: Eager
     cache: Cache  # ours
@@ -102,7 +107,7 @@ def judged(ours: Tensor, theirs: Tensor, exact: Tensor, dtype: DTypeName) -> tup
     return (ours.double() - wide).abs().max().item(), allowed
 
 
-def set_scene(plan: Plan, weights: Weights, listener: Listener, clock: Clock) -> Scene:
+def set_scene(plan: Plan, weights: Weights, fp: Fingerprint, listener: Listener, clock: Clock) -> Scene:
     """Prompt run (by both arms, timed) or cache filled; the first timed step comes next."""
     prompt = prompts(plan)
     text = prompt.rows
@@ -116,6 +121,10 @@ def set_scene(plan: Plan, weights: Weights, listener: Listener, clock: Clock) ->
     last = torch.tensor([row[-1] for row in text], device=weights.device)
     scene = Scene(
         plan=plan,
+        fp=fp,
+        rng=Random(plan.seed),
+        listener=listener,
+        clock=clock,
         decoder=Decoder(weights),
         eager=Eager(weights),
         cache=ours,
@@ -127,7 +136,7 @@ def set_scene(plan: Plan, weights: Weights, listener: Listener, clock: Clock) ->
     if plan.prompt == "synthetic":
         _fill(scene)
     else:
-        _prefill(scene, listener, clock)
+        _prefill(scene)
     for said, token in zip(scene.text, scene.place.tokens.tolist(), strict=True):
         said.append(token)
     return scene
@@ -162,8 +171,9 @@ def _copy_tokens(scene: Scene, count: int) -> None:
         other[:, :, first : first + count] = mine[pages, at % ours.page].transpose(1, 2)
 
 
-def _prefill(scene: Scene, listener: Listener, clock: Clock) -> None:
+def _prefill(scene: Scene) -> None:
     """Each arm runs the prompt once, cold, as a user meets it. Then both read what ours left in the cache."""
+    listener, clock = scene.listener, scene.clock
     filled = torch.tensor(scene.text, device=scene.place.tokens.device)
 
     def theirs() -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from autosel import dispatch, ops
 from autosel.decode.cache import Cache
-from autosel.decode.model import FUSED, Batch, Chain, Decoder
+from autosel.decode.model import Batch, Decoder
+from autosel.decode.run import FUSED, Chain
 from autosel.decode.sample import Sampler, largest
 from autosel.dispatch import Bound
 from autosel.ops.contract import DTYPE, Op

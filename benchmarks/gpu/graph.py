@@ -120,7 +120,7 @@ def set_up(scope: Scope, name: str, *, layers: int, seq: int) -> Any:
     """A decode.scene.Scene: a model of random weights, its cache filled, one sequence about to be fed a token."""
     from time import perf_counter_ns
 
-    from autosel import models
+    from autosel import fingerprint, models
     from autosel.decode.run import Plan, Silent
     from autosel.decode.scene import set_scene
     from autosel.decode.weights import load_weights
@@ -130,7 +130,7 @@ def set_up(scope: Scope, name: str, *, layers: int, seq: int) -> Any:
     plan = Plan(
         model=model, layers=layers, dtype=model.dtype, seq=seq, prompt="synthetic", iters=1, device=scope.device
     )
-    return set_scene(plan, load_weights(plan), Silent(), perf_counter_ns)
+    return set_scene(plan, load_weights(plan), fingerprint.take(scope.device), Silent(), perf_counter_ns)
 
 
 def _clocked(step: Any) -> float:

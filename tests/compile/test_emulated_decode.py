@@ -27,8 +27,8 @@ from autosel.certify.audit import audit
 from autosel.certify.issue import Request, issue
 from autosel.certify.verify import wrong
 from autosel.cli.main import run
+from autosel.decode import choose, graph, launch, persistent, race
 from autosel.decode import device as decode_device
-from autosel.decode import graph, launch, persistent, race, whole
 from autosel.decode.cache import make_cache
 from autosel.decode.generate import generate, prefill
 from autosel.decode.launch import LaunchStep, write_launch
@@ -210,11 +210,11 @@ def test_a_forced_launch_is_measured_and_certified(on_h200: None) -> None:
 def test_unasked_it_is_tried_where_the_rates_predict_a_gain(on_h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     raced: list[int] = []
 
-    def medians(steps: Any, *_: Any) -> list[float]:
+    def medians(scene: Any, steps: Any) -> list[float]:
         raced.append(len(steps))
         return [2e6 if isinstance(s, Step) else 1e6 for s in steps]
 
-    monkeypatch.setattr(whole, "step_medians", medians)
+    monkeypatch.setattr(choose, "step_medians", medians)
     plan = plan_of()
     made = measure(plan, load_weights(plan))
     assert raced == [2] and made.mode_key.startswith("team.")
@@ -283,10 +283,10 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_three_ways_to_take_a_step_are_raced_and_the_best_is_measured(
     on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def medians(steps: Any, *_: Any) -> list[float]:
+    def medians(scene: Any, steps: Any) -> list[float]:
         return [{Step: 2.0, graph.GraphStep: 1.0, LaunchStep: 1.5}[type(s)] * 1e6 for s in steps]
 
-    monkeypatch.setattr(whole, "step_medians", medians)
+    monkeypatch.setattr(choose, "step_medians", medians)
     made = measure(plan_of(), load_weights(plan_of()))
     assert [(w.form, w.taken) for w in made.ways if w.half == "step"] == [
         ("ops", False),

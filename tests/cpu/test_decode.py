@@ -27,8 +27,8 @@ from autosel.decode.cache import make_cache
 from autosel.decode.eager import Eager
 from autosel.decode.generate import Generated, generate, prefill
 from autosel.decode.measure import measure
-from autosel.decode.model import Chain, Decoder
-from autosel.decode.run import Plan, Sampling
+from autosel.decode.model import Decoder
+from autosel.decode.run import Chain, Plan, Sampling
 from autosel.decode.scene import judged
 from autosel.decode.step import Place, write_step
 from autosel.decode.weights import load_weights

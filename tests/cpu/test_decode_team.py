@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autosel import fingerprint, models
 from autosel.cli.main import run
-from autosel.decode import whole
+from autosel.decode import choose
 from autosel.decode.cache import make_cache
 from autosel.decode.generate import generate, prefill
 from autosel.decode.measure import measure
@@ -198,7 +198,7 @@ def test_a_team_that_nothing_was_decided_for_is_not_tried_unasked(oracle: Oracle
 def test_where_its_kernels_serve_a_team_is_taken_if_it_wins(
     oracle: Oracle, compiled: set[str], monkeypatch: pytest.MonkeyPatch, gain: float, taken: bool
 ) -> None:
-    monkeypatch.setattr(whole, "step_medians", lambda *_: [1e6 * gain, 1e6])
+    monkeypatch.setattr(choose, "step_medians", lambda *_: [1e6 * gain, 1e6])
     plan = plan_of(oracle)
     made = measure(plan, load_weights(plan))
     assert made.mode_key.startswith("team." if taken else "eager.")

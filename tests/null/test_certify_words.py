@@ -15,8 +15,7 @@ from autosel.certify.report import page
 from autosel.certify.words import scored, speculated, suspected
 from autosel.cli.certificate import summary
 from autosel.decode.measure import _notes
-from autosel.decode.model import FUSED
-from autosel.decode.whole import Whole
+from autosel.decode.run import Chosen
 from tests.null.certificates import DRAFTED, certificate, decode_run
 from tests.null.test_decode_quality import QUALITY
 
@@ -61,7 +60,7 @@ def test_the_page_says_what_became_of_the_text_of_a_suspect_run_and_of_speculati
 @pytest.mark.parametrize("changes", [{"prealloc": False}, {"speculate": 3, "advance": True}])
 def test_a_run_whose_ops_cannot_be_timed_says_so_in_its_audit_and_summary(changes: dict[str, Any]) -> None:
     run = decode_run(per_op=(), **changes)
-    notes = _notes(run.plan, FUSED, Whole())
+    notes = _notes(run.plan, Chosen())
     made = certificate(dataclasses.replace(run, notes=notes))
     found = audit(made)
     assert found.rows == () and found.untimed and found.untimed_because.startswith("no op was timed by itself: ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,7 @@ from autosel.certify.audit import Attribution, audit
 from autosel.certify.certificate import Certificate
 from autosel.cli.certificate import fusions
 from autosel.decode import chain as choosing
-from autosel.decode.model import Chain
-from autosel.decode.run import Way
+from autosel.decode.run import Chain, Chosen, Way
 from tests.null.certificates import certificate, decode_run
 
 
@@ -24,12 +22,12 @@ def chosen(
 ) -> tuple[Chain, tuple[Way, ...]]:
     """What is chosen where a step takes 100 us and each form of a half so much more."""
 
-    def medians(scene: Any, chains: list[Chain], *_: Any) -> list[float]:
+    def medians(scene: Any, chains: list[Chain]) -> list[float]:
         return [1e5 + 1e3 * (cost.get(("attn", c.attn), 0) + cost.get(("mlp", c.mlp), 0)) for c in chains]
 
     monkeypatch.setattr(choosing, "_medians", medians)
     scene: Any = SimpleNamespace(decoder=SimpleNamespace(shape=SimpleNamespace(sandwich=sandwich)))
-    return choosing.choose_chain(scene, Random(0), lambda: 0)
+    return choosing.choose_chain(scene)
 
 
 def test_a_fused_op_that_makes_the_step_faster_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +72,7 @@ WAYS = (
 
 
 def made_with(*ways: Way) -> Certificate:
-    return certificate(dataclasses.replace(decode_run(), ways=ways))
+    return certificate(dataclasses.replace(decode_run(), chosen=Chosen(ways=ways)))
 
 
 def test_the_audit_says_what_leaving_a_fused_op_out_costs() -> None:

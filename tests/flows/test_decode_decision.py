@@ -18,11 +18,10 @@ from autosel import fingerprint, models, settings
 from autosel.certify.issue import Request, issue
 from autosel.certify.verify import wrong
 from autosel.cli.main import run
-from autosel.decode import packed, race, standing, team
+from autosel.decode import packed, race, team
+from autosel.decode.entrants import OPS
 from autosel.decode.measure import measure
-from autosel.decode.model import FUSED
-from autosel.decode.race import OPS
-from autosel.decode.run import DecodeRun, Plan
+from autosel.decode.run import FUSED, DecodeRun, Plan
 from autosel.decode.team import CANDIDATE, PACKED
 from autosel.decode.weights import load_weights
 from autosel.ledger.store import Ledger, open_ledger
@@ -74,7 +73,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def plan(compiled: set[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
     """One small layer: the rules do not depend on the model."""
-    monkeypatch.setattr("autosel.decode.measure.choose_chain", lambda *_: (FUSED, ()))
+    monkeypatch.setattr("autosel.decode.choose.choose_chain", lambda *_: (FUSED, ()))
     whole = models.load("llama-1b")
     sizes = {"layers": 1, "d": 128, "Hq": 2, "Hkv": 1, "D": 64, "I": 256, "V": 512}
     rope = replace(whole.rope, rotary_dim=64)
@@ -223,7 +222,7 @@ def test_a_team_faster_than_memory_is_not_believed(
     plan: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(1.1)
-    monkeypatch.setattr(standing, "CACHES", 0)  # however small the model is
+    monkeypatch.setattr("autosel.decode.decision.CACHES", 0)  # however small the model is
     monkeypatch.setattr(race._Steps, "probe", lambda _: 1.0)
     with open_ledger() as ledger:
         assert measured(plan, ledger).mode_key.startswith("eager.")
