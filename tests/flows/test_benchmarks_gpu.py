@@ -55,7 +55,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-WORDS = ("take", "rmsnorm", "whole step", "illegal", "slowest", "batch 1", "contexts", "vllm", "transformers")
+WORDS = (
+    "take",
+    "cpp:rmsnorm",
+    "cuda:rmsnorm",
+    "rmsnorm/",
+    "whole step",
+    "illegal",
+    "slowest",
+    "batch 1",
+    "contexts",
+    "vllm",
+    "transformers",
+)
 
 
 @pytest.fixture(scope="module")

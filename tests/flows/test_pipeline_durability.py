@@ -20,7 +20,7 @@ from autosel.tuning import contend
 from tests.cpu.killed import Graveyard, Pipe, Told, fork, hold_to, kill_at_moments, kill_at_step, outcome
 from tests.cpu.test_ledger import ATTN, race, record
 
-KILLS = 25
+KILLS = 12  # more than 1,000 in tests/soak
 STEPS = (3, 77, 160, 251, 290, 337)
 
 
