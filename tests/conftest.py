@@ -86,6 +86,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("choice", found, indirect=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """pytest-xdist runs nothing unless its processes collect the same names."""
+    addressed = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if addressed:
+        raise pytest.UsageError(f"a name with an address in it: give the parameter an id: {addressed[0]}")
+
+
 def _todays(choices: Callable[[], Sequence[Any]], turn: int) -> Any:
     """Only where the test runs: to list all choices takes time."""
     return drawn.todays(choices(), turn)

@@ -273,7 +273,7 @@ def parts_of(w: Workload, **changes: Callable[[Tensor], Any]) -> dict[str, Any]:
         ({"scales": lambda t: t.half()}, "torch.float32"),
         ({"scales": lambda t: None}, "fp8_e4m3-row has scales"),
     ],
-    ids=str,
+    ids=["wider codes", "a column less", "codes transposed", "a scale less", "half scales", "no scales"],
 )
 def test_parts_that_are_not_the_formats_are_refused(changes: dict[str, Any], told: str) -> None:
     op = OPS["linear"]
