@@ -393,6 +393,7 @@ def aa_session(op: str, dims: Mapping[str, int], fp: Fingerprint) -> Race:
     from autosel.race.contest import Contest
     from autosel.race.plan import SAMPLE_NS, margin
     from autosel.race.run import Disqualified, Terms, run
+    from autosel.race.worker import Workers
 
     own = entrant(op, dims, fp)
     contest = Contest(
@@ -403,7 +404,9 @@ def aa_session(op: str, dims: Mapping[str, int], fp: Fingerprint) -> Race:
         margins={kind: margin(0, 0, SAMPLE_NS) for kind in ("short", "long")},
         llc_bytes=int(fp.identity["l3_bytes"]) * int(fp.identity["l3_domains"]),
     )
-    [found] = run([contest], Terms(threads=int(fp.identity["cpus"]), rng=Random(), clone_share=1.0))
+    rng = Random()
+    workers = Workers(threads=int(fp.identity["cpus"]), rng=rng, clone_share=1.0)
+    [found] = run([contest], Terms(rng=rng), workers)
     assert not isinstance(found, Disqualified)
     return found[1]
 

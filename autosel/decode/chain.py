@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autosel.decode.device import step_timer
 from autosel.decode.graph import GraphStep
 from autosel.decode.run import FORMS, HALVES, Chain, Form, Half, Way
 from autosel.decode.scene import Scene
@@ -52,16 +53,14 @@ def _medians(scene: Scene, chains: list[Chain]) -> list[float]:
 
 
 def step_medians(scene: Scene, steps: Sequence[Step | GraphStep | WholeStep]) -> list[float]:
-    """Median ns of each step; each round takes all of them in an order drawn anew."""
-    times: list[list[int]] = [[] for _ in steps]
+    """Median ns of each step by the clock that certifies steps; each round takes all of them in an order drawn anew."""
+    timer = step_timer(scene.plan.device, scene.clock)
+    times: list[list[float]] = [[] for _ in steps]
     for step in steps:
         step.run()
         step.settle()
     for _ in range(ROUNDS):
         for i in scene.rng.sample(range(len(steps)), len(steps)):
             wait_until_idle()  # threads of PyTorch's that another step left looking for work would take our cores
-            begin = scene.clock()
-            steps[i].run()
-            steps[i].settle()
-            times[i].append(scene.clock() - begin)
+            times[i].append(timer.mean_ns(steps[i], 1))
     return [statistics.median(t) for t in times]

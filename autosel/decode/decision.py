@@ -11,6 +11,7 @@ they were. How they are raced is race.py's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,19 +19,19 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from autosel import fingerprint
-from autosel.decode import race
-from autosel.decode.account import saved_bytes
 from autosel.decode.entrants import arms_of, form_of
-from autosel.decode.persistent import kind_of, write
-from autosel.decode.race import MARGIN, Terms
+from autosel.decode.persistent import kind_of
+from autosel.decode.race import MARGIN, Steps
 from autosel.decode.run import Chain, StepForm, Way
 from autosel.decode.scene import Scene
 from autosel.ledger.key import budget_key, current_mode
 from autosel.ledger.store import Ledger
-from autosel.models.cost import bytes_per_step
 from autosel.models.shape import ModelShape
+from autosel.race.contest import Contest, Entrant
 from autosel.race.judge import judge
-from autosel.tuning.contend import last_level_bytes
+from autosel.race.plan import Margin
+from autosel.race.run import Disqualified, Terms, Tick, run
+from autosel.tuning.contend import TIME_CLASSES, last_level_bytes
 from autosel.values import (
     WHOLE_STEP,
     Accepted,
@@ -40,14 +41,12 @@ from autosel.values import (
     Passed,
     Race,
     Rejected,
-    Session,
     Verdict,
     Workload,
     digest,
 )
 
 PACKED_TOLD = "by one thread team, from packed weights"
-CACHES = 3  # a step that moves less than so many last-level caches may find its weights in them
 REST = timedelta(hours=1)  # for so long an undecided step is not raced again
 
 
@@ -133,23 +132,27 @@ def _fresh_doubt(ledger: Ledger, hw_id: str, bucket: str, mode: str, now: set[st
 def decide(
     scene: Scene, ledger: Ledger, question: Question, chain: Chain, proofs: Mapping[StepForm, Passed]
 ) -> Decision:
-    """Race the proven forms against the step op by op, and record the verdict. Raises LedgerError, DeviceFault."""
+    """Race the proven forms against the step op by op, and record the verdict.
+
+    A form that faults is put in quarantine and left out. Raises LedgerError, EnvironmentFault.
+    """
     hw_id, arms = scene.fp.hw_id, question.arms
     raced = [arms[form] for form in proofs]
+    steps = Steps(scene=scene, chain=chain, arms={arm.candidate: arm for arm in arms.values()}, ledger=ledger)
     with ledger.lock(hw_id, fingerprint.unit(scene.plan.device)):
         with ExitStack() as trials:
             for arm in raced:
                 trials.enter_context(ledger.trial(hw_id, WHOLE_STEP, arm))
-            found, moved = _raced(scene, ledger, question, chain, raced)
-        verdict = judge(found)
-        verdict = _with_roofline(verdict, moved.get(verdict.winner, 0))
+            race = _raced(steps, question, raced)
+        verdict = judge(race)
+        verdict = _with_roofline(verdict, steps.moved.get(verdict.winner, 0))
         promoted, baseline = verdict.outcome == "promote", arms["ops"]
         digests = [arm.digest for form, arm in arms.items() if form != "packed" or not question.crowded]
         return ledger.record(
             scene.fp,
             question.workload,
             verdict=verdict,
-            race=found,
+            race=replace(race, notes=(*filter(None, [steps.told]), *race.notes)),
             parities=list(zip(raced, proofs.values(), strict=True)),
             arm=next(a for a in raced if a.candidate == verdict.winner) if promoted else baseline,
             baseline=baseline,
@@ -157,50 +160,46 @@ def decide(
             mode=question.mode,
             state="promoted" if promoted else "kept",
             reason=verdict.reason,
-            idempotency_key=digest({"race": digest(found), "arms": digests}),
+            idempotency_key=digest({"race": digest(race), "arms": digests}),
         )
 
 
-def _raced(
-    scene: Scene, ledger: Ledger, question: Question, chain: Chain, challengers: Sequence[Arm]
-) -> tuple[Race, dict[str, int]]:
-    """The race, and the bytes of a step by candidate."""
-    moved: dict[str, int] = {}
-    told: list[str] = []  # what packing the weights took
+def _raced(steps: Steps, question: Question, challengers: Sequence[Arm]) -> Race:
+    """Race the challengers in this process."""
+    scene, ledger = steps.scene, steps.ledger
 
-    def debit(candidate: str) -> bool:
-        key = budget_key(scene.fp.hw_id, question.workload)
-        return ledger.spend(key, MARGIN.false_promotion_bound, candidate)
+    def debit(contest: Contest, candidate: str, allowed: Margin) -> bool:
+        assert ledger is not None
+        return ledger.spend(budget_key(scene.fp.hw_id, contest.workload), allowed.false_promotion_bound, candidate)
 
-    def watch(kind: str, session: Session) -> None:
-        scene.listener.stage("step", f"{kind}, {len(session.pairs)} pairs of whole steps", 0, 1)
+    def progress(tick: Tick) -> None:
+        scene.listener.stage("step", f"{tick.stage}, {tick.pairs} pairs of whole steps", 0, 1)
 
-    def written(names: Sequence[str]) -> race.Steps:
-        made = {}
-        for name in names:
-            form = form_of(name)
-            made[name] = write(scene.decoder, scene.cache, scene.place, chain, form=form, fp=scene.fp)
-            moved[name] = bytes_of(scene) - saved_bytes(made[name])
-            if form == "packed":
-                told[:] = [getattr(made[name], "weights_told", "")]
-        return made
-
-    streams = bytes_of(scene) > CACHES * last_level_bytes(scene.fp)
-    terms = Terms(
-        arms=written,
-        device=scene.plan.device,
-        clock=scene.clock,
-        debit=debit,
-        watch=watch,
-        rng=scene.rng,
-        streamed_bytes=moved if streams else {},
+    baseline = _entrant(question.arms["ops"])
+    contest = Contest(
+        workload=question.workload,
+        baseline=baseline,
+        incumbent=baseline,
+        challengers=tuple(map(_entrant, challengers)),
+        margins=dict.fromkeys(TIME_CLASSES, MARGIN),
+        llc_bytes=last_level_bytes(scene.fp),
+        read_bytes_per_s=math.inf,  # a step that is faster than a probe is believed no more than the probe
     )
-    found = race.race(question.workload, [arm.candidate for arm in challengers], terms)
-    return replace(found, notes=(*told, *found.notes)), moved
+    for found in run([contest], Terms(rng=scene.rng, debit=debit, progress=progress), steps):
+        if not isinstance(found, Disqualified):
+            return found[1]
+    raise AssertionError("a race ends with its Race")
 
 
-def bytes_of(scene: Scene) -> int:
-    return bytes_per_step(scene.plan.shape, scene.plan.dtype, scene.plan.batch, scene.place.longest)
+def _entrant(arm: Arm) -> Entrant:
+    return Entrant(
+        candidate=arm.candidate,
+        op=WHOLE_STEP,
+        recipe=arm.recipe,
+        digest=arm.digest,
+        knobs=arm.knobs,
+        writes_out=True,
+    )
 
 
 def _with_roofline(verdict: Verdict, moved: int) -> Verdict:

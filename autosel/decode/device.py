@@ -91,6 +91,17 @@ class StepTimer(Protocol):
 
     def took(self) -> Took: ...
 
+    def mean_ns(self, step: Timeable, calls: int) -> float:
+        """Nanoseconds of a step by this clock, over `calls` steps, each settled before the next."""
+
+
+class Timeable(Protocol):
+    """A written step."""
+
+    def run(self) -> None: ...
+
+    def settle(self) -> None: ...
+
 
 def step_timer(device: str, clock: Callable[[], int]) -> StepTimer:
     return HostTimer(clock) if device == "cpu" else EventTimer(clock)
@@ -113,6 +124,13 @@ class HostTimer:
     def took(self) -> Took:
         ns = self.clock() - self.began
         return Took(ns=ns, host_ns=ns)
+
+    def mean_ns(self, step: Timeable, calls: int) -> float:
+        self.begin()
+        for _ in range(calls):
+            step.run()
+            step.settle()
+        return self.took().ns / calls
 
 
 class EventTimer:
@@ -137,6 +155,17 @@ class EventTimer:
         host_ns = self.clock() - self.began
         self.last.synchronize()
         return Took(ns=round(self.first.elapsed_time(self.last) * 1e6), host_ns=host_ns)
+
+    def mean_ns(self, step: Timeable, calls: int) -> float:
+        """Each step is between two events, so that no pause of the host between steps is counted."""
+        total = 0
+        for _ in range(calls):
+            self.begin()
+            step.run()
+            self.enqueued()
+            step.settle()
+            total += self.took().ns
+        return total / calls
 
 
 # --- single ops ------------------------------------------------------------------------------------------------------

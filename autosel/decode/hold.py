@@ -1,50 +1,86 @@
-"""A whole step that faulted is put in quarantine, and not tried again there until somebody releases it."""
+"""A step that faulted is put in quarantine, and not tried again there until somebody releases it.
+
+As with ops, a failure counts only if the control works afterwards: the step op by op.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from autosel import settings
-from autosel.errors import DeviceFault, LedgerError, UsageError
+from autosel.candidates.control import CONTROL
+from autosel.decode.step import Step
+from autosel.errors import DeviceFault, EnvironmentFault, LedgerError, UsageError
 from autosel.ledger.store import Ledger
 from autosel.values import Arm, Fingerprint
 
 STEP = "step"  # the op under which whole steps are filed
+WORKED = {CONTROL: "the step op by op worked afterwards"}
 
 
 @contextmanager
 def holding(ledger: Ledger | None, fp: Fingerprint, step: object) -> Iterator[None]:
-    """What faults in here is put in quarantine, where there is a ledger to say so, and the fault goes on.
+    """Put a whole step in quarantine if the device fails under it in here, and pass the fault on.
 
-    Raises DeviceFault, also for an error of the device's own under a launch (an illegal access, say): whoever calls
-    CUDA next is told of it.
+    Raises DeviceFault, also for an error of the device's own under a launch (an illegal access, say), which is told to
+    whoever calls CUDA next; EnvironmentFault if the control fails too.
     """
     try:
-        with _blaming(getattr(step, "arm", None)):
-            yield
-    except DeviceFault as fault:
-        if ledger is not None and ledger.writable:
-            reason = f"{fault.what}: {fault.why}"
-            try:
-                ledger.quarantine(fault.arm, hw_id=fp.hw_id, op=fault.op, cause="watchdog", reason=reason)
-            except LedgerError as error:
-                fault.add_note(f"it could not be put in quarantine: {error.what}")
-        raise
-
-
-@contextmanager
-def _blaming(arm: Arm | None) -> Iterator[None]:
-    try:
         yield
-    except torch.AcceleratorError as error:
-        if arm is None:
+    except (DeviceFault, torch.AcceleratorError) as error:
+        arm, control = getattr(step, "arm", None), getattr(step, "ops", None)
+        if arm is None or control is None:
             raise
-        todo = "use --no-persistent: the step then runs op by op"
-        what = f"the device failed under {arm.candidate}"
-        raise DeviceFault(what, why=str(error)[:300], todo=todo, arm=arm, op=STEP) from error
+        fault = blame(ledger, fp, control, arm, error)
+        if fault is error:
+            raise
+        raise fault from error
+
+
+def blame(ledger: Ledger | None, fp: Fingerprint, control: Step, arm: Arm, error: Exception) -> DeviceFault:
+    """Return the failure as a fault of the arm, which is put in quarantine if there is a ledger.
+
+    `control` is the step op by op. Raises EnvironmentFault if it does not work right after, in this process: then
+    nothing is recorded.
+    """
+    fault = error if isinstance(error, DeviceFault) else _fault(arm, error)
+    _require(control, fault)
+    if ledger is not None and ledger.writable:
+        reason = f"{fault.what}: {fault.why}"
+        try:
+            ledger.quarantine(fault.arm, hw_id=fp.hw_id, op=fault.op, cause="watchdog", reason=reason, evidence=WORKED)
+        except LedgerError as failed:
+            fault.add_note(f"it could not be put in quarantine: {failed.what}")
+    return fault
+
+
+def _fault(arm: Arm, error: Exception) -> DeviceFault:
+    todo = "use --no-persistent: the step then runs op by op"
+    return DeviceFault(f"the device failed under {arm.candidate}", why=str(error)[:300], todo=todo, arm=arm, op=STEP)
+
+
+def _require(control: Step, fault: DeviceFault) -> None:
+    """Run the step op by op. Raises EnvironmentFault where it fails, or gives no numbers."""
+    try:
+        control.logits.fill_(math.nan)
+        control.run()
+        control.settle()
+        why = "" if torch.isfinite(control.logits).all() else "its logits are not finite"
+    except RuntimeError as error:  # also torch.AcceleratorError
+        why = str(error)[:300]
+    if why:
+        raise control_fault(f"{why}\n{fault.what}: {fault.why}", fault.arm.candidate) from fault
+
+
+def control_fault(why: str, failed: str = "") -> EnvironmentFault:
+    """Return the fault of a process in which the step op by op fails, after the candidate `failed` did."""
+    what = "the step op by op fails" + (f", as {failed} did" if failed else "")
+    todo = f"repair the device, check it with `{settings.spelling()} doctor`, then run the command again"
+    return EnvironmentFault(what, why=why, todo=todo)
 
 
 def refuse_held(ledger: Ledger | None, fp: Fingerprint, candidate: str, digests: Collection[str]) -> None:

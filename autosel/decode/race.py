@@ -1,167 +1,144 @@
-"""A race of whole steps: every way to take one against the step op by op, in this process.
+"""The in-process instrument: whole steps are timed in this process, where their weights are.
 
-The rules are those of every race (autosel.race): a screening and three confirming sessions, judged by `judge`. What
-differs is where a session runs. The weights, gigabytes of them, are the same tensors for all arms, so that no luck of
-theirs favours one; what an arm has of its own (its buffers, its program, its graph) is made anew for each session.
+The rules are those of every race (race.run). What differs is where a session is held: the weights, gigabytes of them,
+are the same tensors for all arms, so that no luck of theirs favours one; what an arm has of its own (its buffers, its
+program, its graph) is made anew for each session.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from random import Random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from autosel.decode.device import read_windows
-from autosel.decode.entrants import OPS
+import torch
+
+from autosel.decode.account import saved_bytes
+from autosel.decode.device import read_windows, step_timer
+from autosel.decode.entrants import OPS, form_of
 from autosel.decode.graph import GraphStep
-from autosel.decode.scene import Clock
+from autosel.decode.hold import blame, control_fault
+from autosel.decode.persistent import write
+from autosel.decode.run import Chain
+from autosel.decode.scene import Scene
 from autosel.decode.step import Step, WholeStep
+from autosel.errors import DeviceFault
+from autosel.ledger.store import Ledger
+from autosel.models.cost import bytes_per_step
+from autosel.ops.contract import Mismatch
 from autosel.race.bench import Disturbance
+from autosel.race.contest import Contest
 from autosel.race.idle import wait_until_idle
-from autosel.race.judge import has_lost, nominees, pair_medians
-from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, Plan, plan
-from autosel.race.session import Duel, Trial, confirm, screen
-from autosel.values import Race, Session, Workload
+from autosel.race.plan import Margin, Plan, plan
+from autosel.tuning.contend import last_level_bytes
+from autosel.values import Arm
 
 # The smallest gain that can be promoted; below an op's own (2 %), for the arms of a step differ in little of what gives
 # a process its luck. Of 49 A/A sessions (llama-1b, 4 layers and 1, the step written twice; 24 pairs; 30 of them beside
 # other work) one crossed: with 95 % confidence fewer than one in ten do.
 MARGIN = Margin(delta=0.01, alpha_session=0.05, pi=0.1, calibrated=True)
-CEILING_SLACK = 1.1
 # So long may a race of steps go on for its tail alone: of a step of 50 ms, 200 samples of each arm.
 TAIL_S = 20.0
-
-Steps = Mapping[str, Step | GraphStep | WholeStep]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """`arms` writes the steps of these names anew. `streamed_bytes`: what each step that was written must read from
-    memory; empty where it may find its weights in a cache."""
-
-    arms: Callable[[Sequence[str]], Steps]
-    device: str
-    clock: Clock
-    debit: Callable[[str], bool]
-    watch: Callable[[str, Session], None]
-    rng: Random
-    streamed_bytes: Mapping[str, int]
+BASELINE_SAMPLES = 3  # of which the plan is made
+CACHES = 3  # a step that moves less than so many last-level caches may find its weights in them
 
 
-class _Steps:
-    """The arms of one session, timed in this process."""
+@dataclass(slots=True, kw_only=True)
+class Steps:
+    """Holds sessions of the scene's step in this process: a `Venue`, and each of its rooms. `arms` are what the ledger
+    calls the candidates; a fault that the control does not share puts one in quarantine there.
 
-    def __init__(self, arms: Steps, terms: Terms, *, wake: bool = True) -> None:
-        self.arms, self.clock, self.device, self.wake = arms, terms.clock, terms.device, wake
-        for step in arms.values():
-            step.run()
-            step.settle()
+    `moved`: the bytes of a step by candidate; `told`: what packing its weights took.
+    """
+
+    scene: Scene
+    chain: Chain
+    arms: Mapping[str, Arm]
+    ledger: Ledger | None = None
+    moved: dict[str, int] = field(default_factory=dict)
+    told: str = ""
+
+    def open(self) -> Steps:
+        return self
+
+    def seat(self, contest: Contest, arms: Sequence[str], plan: Plan | None) -> StepSeat:
+        return StepSeat(self, arms, plan)
+
+    def renew(self) -> None:
+        """Each session's steps are written anew."""
+
+    def close(self) -> None:
+        """Nothing is held between sessions."""
+
+    def written(self, candidate: str) -> Step | GraphStep | WholeStep:
+        scene, form = self.scene, form_of(candidate)
+        step = write(scene.decoder, scene.cache, scene.place, self.chain, form=form, fp=scene.fp)
+        self.moved[candidate] = bytes_of(scene) - saved_bytes(step)
+        self.told = getattr(step, "weights_told", "") or self.told
+        return step
+
+
+class StepSeat:
+    """The arms of one session: a `Seat`."""
+
+    failures: tuple[type[Exception], ...] = (DeviceFault, torch.AcceleratorError)
+
+    def __init__(self, steps: Steps, arms: Sequence[str], plan: Plan | None) -> None:
+        self.steps, self.arms, self.plan = steps, list(arms), plan
+        self.timer = step_timer(steps.scene.plan.device, steps.scene.clock)
+        self.streams = bytes_of(steps.scene) > CACHES * last_level_bytes(steps.scene.fp)
+        self.written: dict[str, Step | GraphStep | WholeStep] = {}
+        self.runs = OPS  # the arm at hand
+
+    def sit(self) -> None:
+        """Write each step and run it once; plan from the time of the step op by op."""
+        for arm in self.arms:
+            self.runs = arm
+            self.written[arm] = self.steps.written(arm)
+            self.written[arm].run()
+            self.written[arm].settle()
+        if self.plan is None:
+            base_ns = statistics.median(self._sample(OPS, 1, i) for i in range(BASELINE_SAMPLES))
+            self.plan = _affordable(plan(base_ns), base_ns)
 
     def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[Mapping[str, Sequence[float]], str]:
         before = Disturbance.read()
         return {arm: [self._sample(arm, calls, i) for i in range(samples)] for arm in order}, before.since()
 
     def _sample(self, arm: str, calls: int, number: int) -> float:
-        step = self.arms[arm]
+        """Nanoseconds a step, by the clock that certifies steps."""
+        step, self.runs = self.written[arm], arm
         wait_until_idle()  # threads of PyTorch's that another step left looking for work would take our cores
-        if self.wake and number == 0:
+        if number == 0 and (self.plan is None or self.plan.wakes):
             step.run()
             step.settle()
-        begin = self.clock()
-        for _ in range(calls):
-            step.run()
-            step.settle()
-        return (self.clock() - begin) / calls
+        return self.timer.mean_ns(step, calls)
 
     def probe(self) -> float:
-        return max(read_windows(self.device))
+        self.runs = OPS
+        return max(read_windows(self.steps.scene.plan.device))
+
+    def moved_bytes(self, arm: str) -> int:
+        """0 where the weights may be found in a cache."""
+        return self.steps.moved[arm] if self.streams else 0
+
+    def blame(self, error: Exception) -> dict[str, Mismatch]:
+        """The step that ran when the device failed, if the step op by op works right after."""
+        control = self.written.get(OPS)
+        if self.runs == OPS or not isinstance(control, Step):
+            raise control_fault(str(error)[:300]) from error
+        fault = blame(self.steps.ledger, self.steps.scene.fp, control, self.steps.arms[self.runs], error)
+        return {self.runs: Mismatch(check="crash", reason=f"{fault.what}: {fault.why}", evidence={})}
+
+    def release(self) -> None:
+        self.written.clear()
 
 
-def race(w: Workload, challengers: Sequence[str], terms: Terms) -> Race:
-    """Each challenger against the step op by op: a screening session of all, then three that confirm the fastest, or as
-    many as it takes to lose. A session faster than memory allows is void, and the third void one ends the race."""
-    made, names = _Attempt(terms), (OPS, *challengers)
-    screening = made.take(names, lambda steps, trial: screen(steps, names, trial), "screening")
-    found = nominees(screening, OPS, MARGIN.delta) if screening is not None else []
-    notes, finalist = [], None
-    if found and terms.debit(found[0]):
-        finalist = found[0]
-    elif found:
-        notes.append(f"{found[0]} leads, but this key's lifetime error budget is spent")
-    if screening is not None and finalist is not None:
-        made.confirm(screening, finalist)
-    return Race(
-        workload=w,
-        baseline=OPS,
-        incumbent=OPS,
-        finalist=finalist,
-        delta=MARGIN.delta,
-        alpha_session=MARGIN.alpha_session,
-        pi=MARGIN.pi,
-        sessions=tuple(made.sessions),
-        time_class=made.plan.time_class,
-        nominees=tuple(found),
-        notes=tuple(notes),
-    )
-
-
-class _Attempt:
-    """The sessions so far."""
-
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms
-        self.sessions: list[Session] = []
-        self.voids = 0
-        base_ns = _baseline_ns(terms)
-        self.plan = _affordable(plan(base_ns), base_ns)
-
-    def take(self, names: Sequence[str], session: Callable[[_Steps, Trial], Session], kind: str) -> Session | None:
-        """One session of these arms that counts, on steps written anew; None when too many were void."""
-        terms = self.terms
-
-        def watch(so_far: Session) -> None:
-            terms.watch(kind, so_far)
-
-        while self.voids < VOIDS_ALLOWED:
-            trial = Trial(plan=self.plan, delta=MARGIN.delta, seed=terms.rng.getrandbits(32), watch=watch)
-            taken = session(_Steps(terms.arms(names), terms, wake=self.plan.wakes), trial)
-            found = _below_ceiling(taken, terms.streamed_bytes)
-            self.sessions.append(found)
-            if not found.voided:
-                return found
-            self.voids += 1
-        return None
-
-    def confirm(self, screening: Session, finalist: str) -> None:
-        duel = Duel(arms=(OPS, finalist), finalist=finalist, rivals=(OPS,))
-        for number in range(SESSIONS):
-            earlier = [s for s in self.sessions if s.kind == "confirming" and not s.voided]
-            found = self.take(
-                duel.arms,
-                lambda steps, trial, earlier=earlier: confirm(steps, duel, trial, screening, earlier),  # type: ignore[misc]
-                f"confirming {number + 1}",
-            )
-            if found is None or has_lost(found, finalist, [OPS], MARGIN.delta):
-                return
-
-
-def _baseline_ns(terms: Terms) -> float:
-    steps = _Steps(terms.arms((OPS,)), terms)
-    times, _ = steps.pair([OPS], 1, 3)
-    return statistics.median(times[OPS])
+def bytes_of(scene: Scene) -> int:
+    """What a step of the scene reads with its weights as they are."""
+    return bytes_per_step(scene.plan.shape, scene.plan.dtype, scene.plan.batch, scene.place.longest)
 
 
 def _affordable(found: Plan, base_ns: float) -> Plan:
     """The tail's samples cut to TAIL_S; a tail that they do not settle stays unsettled."""
     return replace(found, tail_samples=min(found.tail_samples, max(1, int(TAIL_S * 1e9 / (2 * base_ns)))))
-
-
-def _below_ceiling(session: Session, moved: Mapping[str, int]) -> Session:
-    """Void a session in which an arm moved its bytes faster than memory was read beside it."""
-    for arm in session.arms if moved and session.pairs and not session.voided else ():
-        rate = moved[arm] / (statistics.median(pair_medians(session, arm)) * 1e-9)
-        if session.read_bytes_per_s and rate > CEILING_SLACK * session.read_bytes_per_s:
-            why = f"{arm} moved {rate / 1e9:.1f} GB/s; memory read beside it at {session.read_bytes_per_s / 1e9:.1f}"
-            return replace(session, voided=why)
-    return session

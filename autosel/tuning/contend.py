@@ -15,6 +15,7 @@ from autosel.race.contest import Contest, Entrant
 from autosel.race.judge import judge
 from autosel.race.plan import SAMPLE_NS, Margin, TimeClass, margin
 from autosel.race.run import Disqualified, Terms, run
+from autosel.race.worker import Workers
 from autosel.tuning.job import Job, Tuning, Way
 from autosel.values import Failed, Fingerprint, Verdict, Workload
 
@@ -28,7 +29,8 @@ def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
     contested = {job.workload.key: job for job in jobs if job.ways}
     found_contests = contests(tuning, jobs)
     tuning.tally.races += len(found_contests)
-    for found in run(found_contests, _terms(tuning, contested)):
+    workers = Workers(threads=tuning.threads, rng=tuning.rng, device=tuning.request.device)
+    for found in run(found_contests, _terms(tuning, contested), workers):
         if isinstance(found, Disqualified):
             _disqualify(tuning, contested[found.contest.workload.key], found)
             continue
@@ -64,9 +66,7 @@ def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> Terms:
             yield
 
     return Terms(
-        threads=tuning.threads,
         rng=tuning.rng,
-        device=tuning.request.device,
         debit=debit,
         progress=tuning.tally.tick,
         journal=journal,

@@ -16,6 +16,7 @@ from autosel.race.contest import Contest
 from autosel.race.judge import judge
 from autosel.race.plan import SAMPLE_NS, margin
 from autosel.race.run import Disqualified, Terms, Tick, run
+from autosel.race.worker import Workers
 from autosel.tuning.contend import TIME_CLASSES, contest_of, refuse_without_memory, with_roofline
 from autosel.tuning.job import Job, Listener
 from autosel.tuning.prove import proof_of
@@ -107,7 +108,8 @@ def _race(
     contests = [e.contest for e in entered.values()]
     fallen: dict[str, str] = {}
     threads = int(fp.identity.get("cpus", 0))  # 0 on a GPU, where the host only launches: torch's default
-    for found in run(contests, Terms(threads=threads, rng=rng, device=device, progress=tell)):
+    workers = Workers(threads=threads, rng=rng, device=device)
+    for found in run(contests, Terms(rng=rng, progress=tell), workers):
         if isinstance(found, Disqualified):
             fallen[found.contest.workload.key] = f"{found.check}: {found.reason}"
             continue

@@ -38,7 +38,7 @@ from autosel.decode.run import Plan
 from autosel.decode.step import Place, Step, write_step
 from autosel.decode.weights import load_weights
 from autosel.dispatch import devices
-from autosel.errors import DeviceFault, ParityError, UsageError
+from autosel.errors import DeviceFault, EnvironmentFault, ParityError, UsageError
 from autosel.fingerprint import known
 from autosel.knobs.gpu.persistent import Prediction
 from autosel.ledger.store import open_ledger
@@ -312,11 +312,11 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
         def sample(self: Any, arm: str, calls: int, number: int) -> float:
             asked.append(arm)
-            self.arms[arm].run()
+            self.written[arm].run()
             return ms[arm.partition(":")[0]] * 1e6 * noise.gauss(1.0, 0.001)
 
-        monkeypatch.setattr(race._Steps, "_sample", sample)
-        monkeypatch.setattr(race._Steps, "probe", lambda _: 1e13)
+        monkeypatch.setattr(race.StepSeat, "_sample", sample)
+        monkeypatch.setattr(race.StepSeat, "probe", lambda _: 1e13)
         return asked
 
     return set_times
@@ -377,28 +377,54 @@ def test_where_a_launch_promises_too_little_the_decision_between_the_others_stan
         assert len(ledger.history("step")) == 1 and asked == [], "a plan that says how asks no ledger"
 
 
-def test_a_launch_that_faults_in_its_race_is_in_quarantine_and_the_run_goes_on_without_it(
-    on_h200: None,
-    captures: list[int],
-    timed: Callable[..., list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = timed(ops=20.0, graph=15.0, cuda=18.0)
+@pytest.fixture
+def faults(timed: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch is proven, and stopped by its watchdog in the race; a graph would win."""
+    timed(ops=20.0, graph=15.0, cuda=18.0)
+    sample = race.StepSeat._sample
 
     def fault(self: Any, arm: str, calls: int, number: int) -> float:
         if arm == "cuda:step":
-            raise self.arms[arm]._stopped(0)
-        return 1e6
+            raise self.written[arm]._stopped(0)
+        return sample(self, arm, calls, number)
 
+    monkeypatch.setattr(race.StepSeat, "_sample", fault)
+
+
+def test_a_launch_that_faults_in_its_race_is_in_quarantine_and_the_race_goes_on_without_it(
+    on_h200: None, captures: list[int], faults: None, tmp_path: Path, fp: Fingerprint
+) -> None:
     with open_ledger(home=tmp_path, alone=True) as ledger:
-        with monkeypatch.context() as stopped:
-            stopped.setattr(race._Steps, "_sample", fault)
-            made = measure(plan_of(), load_weights(plan_of()), ledger=ledger)
-        assert made.mode_key.startswith("eager.") and any("took longer than" in note for note in made.notes)
-        assert ledger.history("step") == []
+        made = measure(plan_of(), load_weights(plan_of()), ledger=ledger)
+        (decision,) = ledger.history("step")
+        raced = ledger.evidence(decision.id).race
+        (held,) = ledger.quarantined(fp.hw_id, "step").values()
         again = measure(plan_of(), load_weights(plan_of()), ledger=ledger)
-        assert again.mode_key.startswith("graph.") and "cuda:step" not in asked
+    assert decision.arm.candidate == "graph:step" and made.mode_key.startswith("graph.")
+    assert raced is not None and "stopped by its watchdog" in raced.sessions[0].voided
+    assert [s.arms for s in raced.sessions[1:]] == [("ops:step", "graph:step")] * 4
+    assert "took longer than" in held.reason and held.evidence["control"] == "the step op by op worked afterwards"
+    assert again.mode_key.startswith("graph.") and len(ledger.history("step")) == 1
+
+
+def test_a_launch_is_not_blamed_where_the_step_op_by_op_fails_after_it(
+    on_h200: None, captures: list[int], faults: None, tmp_path: Path, fp: Fingerprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = LaunchStep._stopped
+
+    def and_all_after_it(step: LaunchStep, task: int) -> DeviceFault:
+        def lost(ops: Step) -> None:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+        monkeypatch.setattr(Step, "settle", lost)
+        return stopped(step, task)
+
+    monkeypatch.setattr(LaunchStep, "_stopped", and_all_after_it)
+    with open_ledger(home=tmp_path, alone=True) as ledger:
+        with pytest.raises(EnvironmentFault, match="the step op by op fails, as cuda:step did") as caught:
+            measure(plan_of(), load_weights(plan_of()), ledger=ledger)
+        assert ledger.quarantined(fp.hw_id, "step") == {} and ledger.history("step") == []
+    assert "unspecified launch failure" in caught.value.why and "took longer than" in caught.value.why
 
 
 def test_a_graph_that_gives_other_logits_is_not_taken(

@@ -150,7 +150,7 @@ def replace_what_takes_seconds(pipe: Pipe) -> None:
             pipe.tell("proving", proof=f"{arm} {proof.workload.bucket}")
         return [Passed(cases=1, worst=0.5, worst_case="replaced", seconds=0.01)] * len(proofs)
 
-    def run(contests: Sequence[Contest], terms: Terms) -> Iterator[tuple[Contest, Race]]:
+    def run(contests: Sequence[Contest], terms: Terms, _: object) -> Iterator[tuple[Contest, Race]]:
         for contest in contests:
             pipe.tell("racing", workload=contest.workload.key)
             yield contest, race_of(contest, terms)

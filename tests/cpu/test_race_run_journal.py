@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from autosel.ledger import Ledger, open_ledger
 from autosel.ledger import schema as t
-from autosel.race.run import Terms, _guarded
+from autosel.race.run import Terms, _held
 from autosel.tuning import contend
 from autosel.values import Arm, Session
 from tests.cpu.test_ledger import ATTN, BASELINE, CPP, FP, PACKED
@@ -83,12 +83,13 @@ def test_a_race_that_goes_on_is_not_journaled() -> None:
         said.append("race")
         return session
 
-    seated: Any = SimpleNamespace(
+    seat: Any = SimpleNamespace(
         arms=["base", "cpp"],
-        attempt=SimpleNamespace(contest=None),
-        operands=SimpleNamespace(streamed_bytes=0),
+        plan=None,
+        failures=(),
         sit=lambda: said.append("sit"),
         release=lambda: said.append("release"),
     )
-    assert _guarded(seated, take, Terms(threads=1, rng=Random(1), journal=kept)) == session
+    attempt: Any = SimpleNamespace(contest=None, plan=None)
+    assert _held(attempt, seat, take, Terms(rng=Random(1), journal=kept)).session == session
     assert said == ["in base cpp", "sit", "out", "race", "release"]

@@ -45,11 +45,11 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
 
         def sample(self: Any, arm: str, calls: int, number: int) -> float:
             asked.append(arm)
-            self.arms[arm].run()
+            self.written[arm].run()
             return STEP_NS / {CANDIDATE: ratio, PACKED: ratio * ratio}.get(arm, 1.0) * noise.gauss(1.0, 0.001)
 
-        monkeypatch.setattr(race._Steps, "_sample", sample)
-        monkeypatch.setattr(race._Steps, "probe", lambda _: 1e12)
+        monkeypatch.setattr(race.StepSeat, "_sample", sample)
+        monkeypatch.setattr(race.StepSeat, "probe", lambda _: 1e12)
         return asked
 
     return set_ratio
@@ -222,8 +222,8 @@ def test_a_team_faster_than_memory_is_not_believed(
     plan: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(1.1)
-    monkeypatch.setattr("autosel.decode.decision.CACHES", 0)  # however small the model is
-    monkeypatch.setattr(race._Steps, "probe", lambda _: 1.0)
+    monkeypatch.setattr("autosel.decode.race.CACHES", 0)  # however small the model is
+    monkeypatch.setattr(race.StepSeat, "probe", lambda _: 1.0)
     with open_ledger() as ledger:
         assert measured(plan, ledger).mode_key.startswith("eager.")
         (decision,) = ledger.history("step")

@@ -42,7 +42,7 @@ from autosel.ledger import Ledger, faults, intake, open_ledger, snapshot
 from autosel.ledger.engine import Database
 from autosel.ledger.key import current_mode, serving_key
 from autosel.parity.session import Called
-from autosel.race.run import Probed, Taken, Warmed
+from autosel.race.worker import Probed, Taken, Warmed
 from autosel.values import (
     Arm,
     Decision,

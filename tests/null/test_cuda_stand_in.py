@@ -15,6 +15,7 @@ from autosel.candidates.load import load
 from autosel.decode import device as decode_device
 from autosel.decode import graph, launch, race
 from autosel.decode.device import peak_memory, read_windows, time_calls
+from autosel.decode.run import FUSED
 from autosel.decode.sample import largest
 from autosel.decode.step import Step
 from autosel.decode.weights import free_memory
@@ -26,6 +27,7 @@ from autosel.ops import OPS, eager
 from autosel.parity.mirror import Mirror
 from autosel.race import capture
 from autosel.race.device import place
+from autosel.race.plan import plan as plan_of
 from autosel.values import PythonRecipe
 from autosel.workers.arena import Arena
 from benchmarks.gpu import child, containment, profiled
@@ -343,24 +345,21 @@ def test_a_profiler_runs_between_the_two_marks_and_at_no_other_time(
 # --- a race of whole steps --------------------------------------------------------------------------------------------
 
 
-def test_a_step_is_timed_until_the_device_has_ended_it(readers: None) -> None:
-    """`run` only begins it: what is enqueued takes its time by the time `settle` returns."""
-    now = [0]
+def test_a_race_times_a_gpus_steps_by_events(cuda: Cuda, readers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's clock stands still; each step is worth so many calls of the device."""
+    monkeypatch.setattr(race, "bytes_of", lambda scene: 0)
+    monkeypatch.setattr(race, "last_level_bytes", lambda fp: 1)
+    plan: Any = SimpleNamespace(device="cuda:1")
+    scene: Any = SimpleNamespace(plan=plan, clock=lambda: 0, fp=None)
 
-    def step(ns: int) -> Any:
-        begun = [0]
+    def step(calls: int) -> Any:
+        return SimpleNamespace(run=lambda: [cuda.call(i) for i in range(calls)], settle=cuda.settle)
 
-        def settle() -> None:
-            now[0] += ns * begun[0]
-            begun[0] = 0
-
-        return SimpleNamespace(run=lambda: begun.__setitem__(0, begun[0] + 1), settle=settle)
-
-    terms: Any = SimpleNamespace(clock=lambda: now[0], device="cuda:1")
-    steps = race._Steps({"ops:step": step(300), "graph:step": step(200)}, terms)
-    times, _ = steps.pair(["graph:step", "ops:step"], calls=4, samples=3)
-    assert times == {"graph:step": [200.0] * 3, "ops:step": [300.0] * 3}
-    assert steps.probe() == 2e12
+    seat = race.StepSeat(race.Steps(scene=scene, chain=FUSED, arms={}), ["ops:step", "graph:step"], plan_of(2e6))
+    seat.written = {"ops:step": step(3), "graph:step": step(2)}
+    times, _ = seat.pair(["graph:step", "ops:step"], calls=4, samples=3)
+    assert times == {"graph:step": [2 * TICK_MS * 1e6] * 3, "ops:step": [3 * TICK_MS * 1e6] * 3}
+    assert seat.probe() == 2e12
 
 
 def test_a_token_is_sampled_while_a_graph_is_captured_without_asking_the_device(

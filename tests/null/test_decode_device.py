@@ -63,6 +63,21 @@ def test_a_cpus_step_is_over_when_its_tokens_are_there() -> None:
     assert timer.took().ns == 250
 
 
+def test_steps_in_a_row_are_timed_each_by_its_own_clock(cuda: Cuda) -> None:
+    """On a GPU what the host does between two steps is not counted."""
+
+    class Step:
+        def run(self) -> None:
+            for copy in range(3):
+                cuda.call(copy)
+
+        def settle(self) -> None:
+            cuda.call(9)
+
+    assert EventTimer(lambda: 0).mean_ns(Step(), 4) == 3 * TICK_NS
+    assert HostTimer(ticking(100, 900)).mean_ns(Step(), 4) == 200
+
+
 def test_a_run_on_a_gpu_certifies_both_arms_by_events(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from autosel.errors import EnvironmentFault, UsageError, WorkerError
 from autosel.fingerprint import nvml
 from autosel.ops import OPS
-from autosel.race import run
+from autosel.race import worker
 from autosel.race.contest import Contest, Entrant
 from autosel.tuning.contend import refuse_without_memory
 from autosel.values import PythonRecipe
@@ -63,7 +63,7 @@ def falls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
     def blamed(*arms: str, retryable: bool) -> list[str]:
         class Seated:
-            def __init__(self, process: object, attempt: object, seats: Sequence[str], *_: object) -> None:
+            def __init__(self, process: object, contest: object, seats: Sequence[str], *_: object) -> None:
                 self.seats = seats
                 self.plan = SimpleNamespace(calls=1, samples=1)
 
@@ -75,13 +75,10 @@ def falls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
             def release(self) -> None: ...
 
-        monkeypatch.setattr(run, "_Seated", Seated)
-        process = run._Process(run.Terms(threads=1, rng=Random(1)))
-        attempt = SimpleNamespace(contest=met)
-        seated: Any = SimpleNamespace(
-            arms=[base.candidate, challenger.candidate], attempt=attempt, shelf=None, rng=None
-        )
-        return list(process.find_culprit(seated))
+        monkeypatch.setattr(worker, "WorkerSeat", Seated)
+        process = worker.Workers(threads=1, rng=Random(1)).open()
+        seat: Any = SimpleNamespace(arms=[base.candidate, challenger.candidate], contest=met, plan=None)
+        return list(process.find_culprit(seat))
 
     return blamed
 

@@ -1,0 +1,284 @@
+"""The worker instrument: arms are loaded, timed and checked in a process of their own, a fresh one for each stage.
+
+All workloads of a stage share its process: four process starts whatever the number of workloads. A process that dies
+takes only its session with it; the culprit is found by running each challenger alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from autosel.candidates.control import empties
+from autosel.errors import BuildError, WorkerError
+from autosel.ops.contract import Mismatch
+from autosel.race.contest import Contest, Entrant, Operands, empty_entrant
+from autosel.race.judge import CLONE
+from autosel.race.plan import Plan, TimeClass, plan
+from autosel.values import to_json
+from autosel.workers.environment import control_fault
+from autosel.workers.process import Worker
+
+WARM_NS = 100_000_000
+# One contest of each time class carries the A/A comparison of a session, drawn by coin from those where it is cheap: it
+# must go on as long as a confirming session may, whatever the others need.
+CLONE_LIMIT_NS = 3_000_000
+CLONE_LIMIT_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # a GPU's copies take longer to be cold than to be made
+CLONE_SHARE = 0.3
+LOAD_S, PREPARE_S = 60.0, 120.0
+SLOWER = 10  # than the baseline by its first time: what a call may take, on a machine that does other things too
+CHECK_SHARE = 0.1  # of the pairs after the first, by coin: any sample's output may be the one that is checked
+
+
+# --- replies ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warmed:
+    """A worker's reply to `warm`: nanoseconds a call, by arm."""
+
+    ns: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A worker's reply to `pair`: the samples by arm, and why they must be dropped or ""."""
+
+    ns: Mapping[str, tuple[float, ...]]
+    disturbed: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """A worker's reply to `probe`."""
+
+    bytes_per_s: float
+
+
+# --- processes and seats ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """Opens a process for each stage of a race. `clone_share` is the chance that a contest carries the A/A comparison;
+    a calibration sets it to 1."""
+
+    threads: int
+    rng: Random
+    device: str = "cpu"
+    clone_share: float = CLONE_SHARE
+    shelf: dict[str, Operands] = field(default_factory=dict)  # by workload: drawn once
+
+    def open(self) -> Process:
+        return Process(self)
+
+    def operands(self, contest: Contest) -> Operands:
+        """The contest's operands, kept until the race is over."""
+        key = contest.workload.key
+        if key not in self.shelf:
+            self.shelf[key] = Operands(contest.workload, self.rng.getrandbits(31), contest.llc_bytes)
+        return self.shelf[key]
+
+    def close(self) -> None:
+        for operands in self.shelf.values():
+            operands.close()
+        self.shelf.clear()
+
+
+class Process:
+    """A race worker that is replaced after a void or a death; remembers what it has loaded."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers, self.device = workers, workers.device
+        self.worker: Worker | None = None
+        self.loaded: set[str] = set()
+        self.cloned: set[TimeClass] = set()  # classes whose A/A comparison this process has carried
+
+    def seat(self, contest: Contest, arms: Sequence[str], plan: Plan | None) -> WorkerSeat:
+        return WorkerSeat(self, contest, arms, plan)
+
+    def get(self) -> Worker:
+        if self.worker is None:
+            self.worker = Worker("autosel.race.child:serve", threads=self.workers.threads)
+            self.loaded = set()
+        return self.worker
+
+    def load(self, entrant: Entrant) -> None:
+        worker = self.get()
+        if entrant.loaded_name in self.loaded:
+            return
+        worker.request({"do": "load", "entrant": to_json(entrant), "device": self.device}, deadline_s=LOAD_S)
+        self.loaded.add(entrant.loaded_name)
+
+    def find_culprit(self, seat: WorkerSeat) -> dict[str, Mismatch]:
+        """Run each challenger alone with the baseline: whoever brings its process down again is the culprit, if the
+        control does not. Raises EnvironmentFault if it does."""
+        self.renew()
+        found: dict[str, Mismatch] = {}
+        base = seat.arms[0]
+        for arm in (a for a in seat.arms if a not in (base, CLONE)):
+            alone = WorkerSeat(self, seat.contest, [base, arm], seat.plan)
+            try:
+                alone.sit()
+                assert alone.plan is not None
+                for _ in range(3):
+                    alone.pair([base, arm], alone.plan.calls, alone.plan.samples)
+                alone.release()
+            except (WorkerError, _WrongOutputError) as again:
+                if isinstance(again, WorkerError) and again.retryable:
+                    self.renew()  # memory ran out: it may not have been this one's
+                    continue
+                cause = again.cause if isinstance(again, WorkerError) else "wrong output"
+                found[arm] = Mismatch(check="crash", reason=f"{again} ({cause})", evidence={"cause": cause})
+                self.renew()
+        if found:
+            self._require_control(seat.contest, found)
+        return found
+
+    def _require_control(self, contest: Contest, fallen: Collection[str]) -> None:
+        """Call the baseline beside an empty candidate, loaded as the fallen ones are, in a new process. Raises
+        EnvironmentFault if it falls too."""
+        base = contest.baseline.candidate
+        for empty in empties(contest.workload.op, [contest.entrants[arm].recipe for arm in fallen]):
+            try:
+                alone = replace(contest, challengers=(empty_entrant(empty),))
+                control = WorkerSeat(self, alone, [base, empty.name], None)
+                control.sit()
+                control.release()
+            except (WorkerError, BuildError) as error:
+                raise control_fault(f"{base} beside {empty.name}", error, ", ".join(fallen)) from error
+        self.renew()
+
+    def renew(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+        self.loaded = set()
+
+
+class _WrongOutputError(Exception):
+    def __init__(self, arm: str, mismatch: Mismatch) -> None:
+        super().__init__(f"{arm} gave a wrong result while racing: {mismatch.reason}")
+        self.arm, self.mismatch = arm, mismatch
+
+
+class WorkerSeat:
+    """Some arms of one contest seated in a worker: a `Seat`."""
+
+    failures: tuple[type[Exception], ...] = (_WrongOutputError, WorkerError)
+
+    def __init__(self, process: Process, contest: Contest, arms: Sequence[str], plan: Plan | None) -> None:
+        self.process, self.contest, self.rng = process, contest, process.workers.rng
+        self.arms, self.plan = list(arms), plan
+        self.operands: Operands | None = None
+        self.pairs = 0
+        self.base_ns = 0.0  # a call of the baseline
+
+    def sit(self) -> None:
+        """Load, copy the operands, warm up; plan from the baseline's time."""
+        contest = self.contest
+        entrants = contest.entrants
+        for arm in self.arms:
+            self.process.load(entrants[arm])
+        self.operands = self.process.workers.operands(contest)
+        worker = self.process.get()
+        worker.attach(self.operands.arena)
+        self._prepare(worker)
+        base_ns = worker.told(Warmed, {"do": "warm", "limit_ns": WARM_NS}, PREPARE_S).ns.get(self.arms[0], 0.0)
+        self.base_ns = base_ns
+        if base_ns <= 0:
+            raise WorkerError(f"the baseline is said to take {base_ns:g} ns", cause="protocol")
+        self.plan = self.plan or plan(base_ns)
+        if self._carries_clone(base_ns, self.plan.time_class):
+            self.arms.append(CLONE)
+            self.process.cloned.add(self.plan.time_class)
+            self._prepare(worker)
+            worker.request({"do": "warm", "limit_ns": WARM_NS // 4}, deadline_s=PREPARE_S)
+
+    def _carries_clone(self, base_ns: float, time_class: TimeClass) -> bool:
+        assert self.operands is not None
+        size = self.operands.streamed_bytes * self.operands.copies
+        wanted = time_class not in self.process.cloned and self.rng.random() < self.process.workers.clone_share
+        limit = CLONE_LIMIT_BYTES[self.process.device.partition(":")[0]]
+        return wanted and base_ns <= CLONE_LIMIT_NS and size <= limit
+
+    def _prepare(self, worker: Worker) -> None:
+        contest, operands = self.contest, self.operands
+        assert operands is not None
+        names = {arm: contest.entrants[self.arms[0] if arm == CLONE else arm].loaded_name for arm in self.arms}
+        request = {
+            "do": "prepare",
+            "workload": to_json(contest.workload),
+            "inputs": to_json(operands.refs),
+            "arms": names,
+            "copies": operands.copies,
+        }
+        worker.request(request, deadline_s=PREPARE_S)
+
+    def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[Mapping[str, Sequence[float]], str]:
+        """One pair on fresh resident operands; now and then its outputs are checked here. Raises _WrongOutputError."""
+        operands, plan = self.operands, self.plan
+        assert operands is not None and plan is not None
+        seed = self.rng.getrandbits(31)
+        checked = self.pairs == 0 or self.rng.random() < CHECK_SHARE
+        self.pairs += 1
+        request = {
+            "do": "pair",
+            "order": list(order),
+            "calls": calls,
+            "samples": samples,
+            "wake": plan.wakes,
+            "resident": to_json(operands.refresh(seed)),
+            "outputs": {a: to_json(operands.places(a)) for a in order if a != CLONE} if checked else {},
+        }
+        started = time.perf_counter_ns()
+        allowed_s = PREPARE_S + SLOWER * self.base_ns * 1e-9 * calls * samples * len(order)
+        taken = self.process.get().told(Taken, request, allowed_s)
+        wall_ns = time.perf_counter_ns() - started
+        if set(taken.ns) != set(order) or any(len(ns) != samples for ns in taken.ns.values()):
+            raise WorkerError("other samples came than were asked for", cause="protocol")
+        self._bound_claims(taken.ns, calls, wall_ns)
+        if checked:
+            self._check(order, seed)
+        return taken.ns, taken.disturbed
+
+    def _bound_claims(self, times: Mapping[str, Sequence[float]], calls: int, wall_ns: int) -> None:
+        """The claimed times cannot exceed the wall time we saw; a patched clock is caught from the other side by the
+        ceiling and by the share of the wall time that nobody accounts for."""
+        claimed = sum(sum(ns) for ns in times.values()) * calls
+        if claimed > wall_ns or any(t <= 0 for ns in times.values() for t in ns):
+            raise WorkerError(f"samples of {claimed:.0f} ns in {wall_ns} ns of wall time", cause="clock")
+
+    def _check(self, order: Sequence[str], seed: int) -> None:
+        assert self.operands is not None
+        for arm in order:
+            if arm == CLONE:
+                continue
+            mismatch = self.operands.check(arm, seed)
+            if mismatch is not None:
+                raise _WrongOutputError(arm, mismatch)
+
+    def probe(self) -> float:
+        if self.operands is None or not self.operands.streamed_bytes:
+            return 0.0
+        return self.process.get().told(Probed, {"do": "probe"}, PREPARE_S).bytes_per_s
+
+    def moved_bytes(self, arm: str) -> int:
+        return self.operands.streamed_bytes if self.operands is not None else 0
+
+    def blame(self, error: Exception) -> dict[str, Mismatch]:
+        """Whoever gave a wrong result; of a fallen worker, who brings it down alone."""
+        if isinstance(error, _WrongOutputError):
+            return {error.arm: error.mismatch}
+        return self.process.find_culprit(self)
+
+    def release(self) -> None:
+        worker = self.process.get()
+        worker.request({"do": "release"}, deadline_s=PREPARE_S)
+        if self.operands is not None:
+            worker.detach(self.operands.arena)
