@@ -110,6 +110,26 @@ class TooNoisy(AutoselError):
     exit_code = 5
 
 
+class Stopped(AutoselError):
+    """Ctrl-C: nobody's mistake."""
+
+    exit_code = 130
+
+
+def out_of_memory(error: BaseException) -> AutoselError | None:
+    """Return the error in our words where memory ran out. PyTorch has a type for a GPU's; of a CPU's only the text
+    tells."""
+    text = str(error)
+    told = isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    if not (told or isinstance(error, MemoryError)):
+        return None
+    return AutoselError(
+        "not enough memory: it ran out on the way",
+        why=text.partition("\n")[0][:200],
+        todo="use a smaller model, batch or context; everything acknowledged is safe",
+    )
+
+
 # --- the ledger ------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from autosel.certify.certificate import Certificate, Prompt, another_prompt, dec
 from autosel.certify.suite import Suite
 from autosel.errors import BadConfig
 from autosel.files import read_named
-from autosel.values import canonical_json, parse_json
+from autosel.values import canonical_json, parse_json, to_json
 
 MOST_BYTES = 64 << 20
 SLOWEST, FASTEST = 1e-9, 1e15  # tokens a second: beyond them no ratio means anything
@@ -126,6 +126,16 @@ def compare(now: Sequence[Figure], before: Sequence[Figure]) -> list[Change]:
         ran = ", ".join(dict.fromkeys(one.what for one in before)) or "nothing"
         raise BadConfig("nothing to compare: the earlier report holds another run", why=f"it holds {ran[:300]}")
     return changes
+
+
+def against(before: Sequence[Figure], now: Callable[[], Sequence[Figure]]) -> list[Change]:
+    """Compare with an earlier report, where there is one. Raises BadConfig."""
+    return compare(now(), before) if before else []
+
+
+def document(changes: Sequence[Change]) -> list[dict[str, Any]]:
+    """Return the changes as JSON."""
+    return [{**to_json(change), "speedup": change.speedup} for change in changes]
 
 
 def _change(now: Figure, before: Figure) -> Change:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autosel.certify import plots
-from autosel.certify.sweep import Cell, Figures, Sweep
+from autosel.certify.report import replace_file
+from autosel.certify.sweep import Cell, Figures, Sweep, document
 from autosel.certify.words import figure as words
 
 if TYPE_CHECKING:
@@ -15,6 +18,14 @@ if TYPE_CHECKING:
 
 MOST_LINES = 6
 DOTS = ("o", "s", "^", "D", "v", "P")
+
+
+def write(folder: Path, found: Sweep) -> None:
+    """Write each picture as SVG and PNG, and sweep.json."""
+    for name, drawing in pictures(found).items():
+        replace_file(folder / f"{name}.svg", plots.svg(drawing, for_page=False).encode())
+        replace_file(folder / f"{name}.png", plots.png(drawing))
+    replace_file(folder / "sweep.json", json.dumps(document(found), indent=1).encode() + b"\n")
 
 
 def pictures(found: Sweep) -> dict[str, Figure]:

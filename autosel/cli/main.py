@@ -24,8 +24,8 @@ import click
 
 from autosel import settings
 from autosel.cli.options import show_examples
-from autosel.cli.output import Stopped, error_json, out_of_memory, report
-from autosel.errors import AutoselError, EnvironmentFault, UsageError
+from autosel.cli.output import error_json, report
+from autosel.errors import AutoselError, EnvironmentFault, Stopped, UsageError, out_of_memory
 from autosel.version import __version__
 
 # verb -> (module below autosel.cli, one line for the overview); the command object has the verb's name

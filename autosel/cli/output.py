@@ -12,12 +12,11 @@ from typing import Any
 import click
 
 from autosel import settings
-from autosel.errors import AutoselError, TooNoisy
+from autosel.errors import AutoselError, Stopped, TooNoisy
 from autosel.ledger.describe import bandwidth, bytes_text, microseconds, ratio
 from autosel.values import to_json
 
 __all__ = [
-    "Stopped",
     "bandwidth",
     "bytes_text",
     "emit_json",
@@ -26,7 +25,6 @@ __all__ = [
     "microseconds",
     "note_lines",
     "noted",
-    "out_of_memory",
     "paragraph",
     "ratio",
     "report",
@@ -45,25 +43,6 @@ def emit_json(value: Any) -> None:
 def error_json(error: AutoselError) -> dict[str, Any]:
     """What stands under "error" where a verb failed."""
     return {"what": error.what, "why": error.why, "todo": error.todo, "exit_code": error.exit_code}
-
-
-def out_of_memory(error: BaseException) -> AutoselError | None:
-    """The error in our words, where memory ran out. PyTorch has a type for a GPU's; of a CPU's only the text tells."""
-    text = str(error)
-    told = isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
-    if not (told or isinstance(error, MemoryError)):
-        return None
-    return AutoselError(
-        "not enough memory: it ran out on the way",
-        why=text.partition("\n")[0][:200],
-        todo="use a smaller model, batch or context; everything acknowledged is safe",
-    )
-
-
-class Stopped(AutoselError):
-    """Ctrl-C: nobody's mistake."""
-
-    exit_code = 130
 
 
 def report(error: AutoselError) -> None:

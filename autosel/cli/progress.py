@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Protocol
 
 import click
 
@@ -84,6 +83,10 @@ class Progress:
             w = rejection.workload
             text = f"rejected ({rejection.stage}): {rejection.candidate} at {w.op} {shape(w)}: {rejection.reason}"
             self._say(paragraph(text, hang="  "))
+
+    def note(self, text: str) -> None:
+        """A line that is worth knowing before minutes have passed."""
+        click.echo(paragraph(text, hang="  "), err=True)
 
     # --- said to people ---------------------------------------------------------------------------------------------
 
@@ -186,22 +189,6 @@ class Eta:
             known, took, left = known + share * own, took + elapsed, left + (1 - min(1.0, share)) * own
         doubt = DOUBT * sum(self.foreseen.values())
         return left * (took + doubt) / (known + doubt) if doubt else 0.0
-
-
-class Stages(Protocol):
-    """Who wants to know how it goes."""
-
-    def stage(self, name: str, detail: str, done: int, total: int, of: str = "") -> None: ...
-
-
-class Within:
-    """A listener for one run of many: what that run is at is a stage of it."""
-
-    def __init__(self, listener: Stages, title: str) -> None:
-        self.listener, self.title = listener, title
-
-    def stage(self, name: str, detail: str, done: int, total: int) -> None:
-        self.listener.stage(name, detail, done, total, of=self.title)
 
 
 def _clock(seconds: float) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,8 @@ from autosel import settings
 from autosel.cli.certificate import changes_text, plan_text, summary, where_line
 from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.options import Known, batch_option, dtype_option, exact, json_option, priced, verb
-from autosel.cli.output import emit_json, error_json, leave, noted, paragraph
-from autosel.errors import AutoselError, LedgerError, ParityError, UsageError
+from autosel.cli.output import emit_json, error_json, leave, noted
+from autosel.errors import AutoselError, LedgerError, UsageError
 from autosel.values import Accepted, DTypeName, to_json
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from autosel.certify.slo import Objective
     from autosel.certify.suite import Level
     from autosel.cli.progress import Progress
-    from autosel.decode.run import AskedStep, DecodeRun, Plan, Text
+    from autosel.decode.run import AskedStep, Plan, Text
     from autosel.ledger.store import Ledger
 
 MOST_ITERS = 20_000  # as certify.certificate.MOST_STEPS, which would load numpy
@@ -226,6 +225,8 @@ class Asked:
         return found
 
     def _weights(self) -> str:
+        from autosel.models import weights_of
+
         return str(self["weights"]) if self["weights"] else weights_of(self.model)
 
     def text(self, plan: Plan) -> Text | None:
@@ -264,14 +265,6 @@ class Asked:
         return made
 
 
-def weights_of(model: str) -> str:
-    """The folder, if it holds weights or says that it should: what is wrong with them is an error, and never a reason
-    to measure random ones instead. Else "random"."""
-    folder = Path(model).expanduser()
-    held = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
-    return str(folder) if folder.is_dir() and any(any(folder.glob(name)) for name in held) else "random"
-
-
 def drafted(text: str) -> int:
     """`ngram:4` -> 4. Raises UsageError."""
     kind, _, count = text.partition(":")
@@ -287,19 +280,21 @@ def drafted(text: str) -> int:
 
 def run_once(asked: Asked, as_json: bool) -> None:
     """Measure, certify, say it, write what was asked for. What goes wrong once it is measured is said beside it."""
-    from autosel.certify.audit import audit
+    from autosel.certify import compare
+    from autosel.certify.audit import audit, document
+    from autosel.certify.run import append, failed
 
     plan, objectives, key = asked.plan(), asked.objectives(), asked.key()
     before = earlier(asked)
     refuse_unwritable(asked)
-    made = issued(asked, plan, objectives)
+    made = certified(asked, plan, objectives)
     troubles = [trouble] if (trouble := failed(made)) else []
     where: Path | None = None
-    changes: list[Change] = []
+    changes: Sequence[Change] = []
     with noted(troubles):
         made, where = append(asked.certificates, made, key), asked.certificates
     with noted(troubles):
-        changes = changes_against(before, lambda: _figures_of(made))
+        changes = compare.against(before, lambda: compare.of_certificates([made]))
     found = audit(made)
     if not as_json:
         told = [summary(made, found), changes_text(changes), where_line(made, where) if where else ""]
@@ -310,82 +305,27 @@ def run_once(asked: Asked, as_json: bool) -> None:
             {
                 "certificate": to_json(made),
                 "file": str(where) if where else None,
-                "audit": _audit_json(found),
-                "compare": changes_json(changes),
+                "audit": document(found),
+                "compare": compare.document(changes),
                 "error": error_json(troubles[0]) if troubles else None,
             }
         )
     leave(troubles)
 
 
-def issued(asked: Asked, plan: Plan, objectives: Sequence[Objective]) -> Certificate:
-    """Measure. The certificate is in no file yet."""
-    from autosel.certify.issue import Request, issue
+def certified(asked: Asked, plan: Plan, objectives: Sequence[Objective]) -> Certificate:
+    """Measure, with its progress on stderr. The certificate is in no file yet."""
+    from autosel.certify.run import Request, certify
 
-    run = measured(plan, asked.text(plan))
-    request = Request(repro_cmd=asked.repro, objectives=objectives, price_per_hour=asked["price_per_hour"])
-    return issue(run, grounds(run), request)
-
-
-def append(path: Path, made: Certificate, key: Any) -> Certificate:
-    """The certificate as the file's next line, signed if there is a key."""
-    from autosel.certify import sign, store
-    from autosel.certify.issue import chained
-
-    def next_line(head: store.Head) -> Certificate:
-        linked = chained(made, head.lines + 1, head.checksum)
-        return sign.sign(linked, key) if key else linked
-
-    return store.append(path, next_line)
-
-
-def measured(plan: Plan, text: Text | None = None) -> DecodeRun:
-    """The run, with its progress on stderr. What can be refused is refused before the weights are loaded."""
-    from autosel.decode.measure import measure, refuse
-    from autosel.decode.prompt import prompts
-    from autosel.decode.weights import load_weights, refuse_unloadable
-
-    refuse(plan)
-    prompts(plan)
-    refuse_unloadable(plan)
-    with ledger_or_none() as ledger, progress() as listener:
-        seconds = foreseen(plan, listener, text)
-        _say_of_prompt(plan, seconds.get("prefill", 0.0), ledger)
-        listener.expect({("", stage): s for stage, s in seconds.items()})
-        return measure(plan, load_weights(plan, listener), text=text, listener=listener, ledger=ledger)
-
-
-def foreseen(plan: Plan, listener: Progress, text: Text | None = None, *, loads: bool = True) -> dict[str, float]:
-    """Seconds of each stage."""
-    from autosel import fingerprint
-    from autosel.certify.forecast import forecast
-
-    listener.stage("fingerprint", plan.device, 0, 1)
-    return forecast(plan, fingerprint.take(plan.device), text, loads=loads)
-
-
-def _say_of_prompt(plan: Plan, seconds: float, ledger: Ledger | None) -> None:
-    """Of a prompt that takes most of a run's time, before it does, how to do without, or with less."""
-    if seconds <= LONG_PROMPT_S:
-        return
-    told = (
-        f"both arms run the prompt of {plan.seq - 1} tokens, for the time to the first token: about {seconds:.0f} "
-        "s; --prompt synthetic fills the cache at random instead, and says so"
+    request = Request(
+        plan=plan,
+        text=asked.text(plan),
+        repro_cmd=asked.repro,
+        objectives=objectives,
+        price_per_hour=asked["price_per_hour"],
     )
-    if ledger is not None and (left := _undecided_of_prompt(plan, ledger)):
-        told += f"; {left} of its ops are not decided: {settings.spelling()} tune --prompt {plan.seq - 1} does that"
-    click.echo(paragraph(told, hang="  "), err=True)
-
-
-def _undecided_of_prompt(plan: Plan, ledger: Ledger) -> int:
-    """How many workloads of the prompt PyTorch serves for want of a decision."""
-    from autosel import fingerprint
-    from autosel.ledger.key import current_mode
-    from autosel.models.workloads import of_prompt
-
-    hw_id, mode = fingerprint.take(plan.device).hw_id, current_mode()
-    asked = {w.bucket for w in of_prompt(plan.shape, plan.seq - 1, batch=plan.batch, dtype=plan.dtype)}
-    return sum(not ledger.serving_rows(hw_id, bucket, mode) for bucket in asked)
+    with ledger_or_none() as ledger, progress() as listener:
+        return certify(request, ledger, listener)
 
 
 @contextlib.contextmanager
@@ -408,47 +348,6 @@ def progress() -> Iterator[Progress]:
 
     with Progress() as listener:
         yield listener
-
-
-def grounds(run: DecodeRun) -> dict[int, Any]:
-    """What the ledger knows of the decisions that served; nothing is opened where none did."""
-    from autosel.certify.evidence import gather
-    from autosel.ledger.store import open_ledger
-
-    numbers = [choice.decision_id for choice in run.choices]
-    if all(n is None for n in numbers):
-        return {}
-    with open_ledger() as ledger:
-        return gather(ledger, numbers)
-
-
-def failed(made: Certificate) -> AutoselError | None:
-    """What of this run is not as it should be: wrong results first, then missed objectives."""
-    from autosel.certify.slo import MissedObjective, refuse_missed
-
-    if not made.verification_ok:
-        todo = "the certificate says so too"
-        return ParityError("the run was measured and did not verify", why=_unverified(made), todo=todo)
-    try:
-        refuse_missed(made.slo)
-    except MissedObjective as error:
-        return error
-    return None
-
-
-def _unverified(made: Certificate) -> str:
-    """Why, the gravest reason alone."""
-    from autosel.certify.derive import wrong_tokens
-
-    v = made.verification
-    if not v.max_logit_error <= v.logit_bound:  # NaN too
-        return f"logits {v.max_logit_error:.3g} from the reference, {v.logit_bound:.3g} allowed"
-    if wrong := wrong_tokens(made):
-        return f"{wrong} of {v.tokens_checked} tokens are not the baseline's, though the bound decides them"
-    unproven = [label for label, o in made.per_op.items() if o.parity is None and o.baseline not in ("", o.candidate)]
-    if unproven:
-        return f"no proof of parity is known here for {', '.join(unproven)}"
-    return "no token was compared"
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -475,53 +374,20 @@ def refuse_unwritable(asked: Asked) -> None:
 
 
 def _write_files(asked: Asked, made: Certificate, found: Audit, troubles: list[AutoselError]) -> None:
-    from autosel.certify import report as pages
-    from autosel.certify.trace import trace
+    from autosel.certify.written import Places, files
 
-    for path, document in ((asked["audit_to"], _audit_json(found)), (asked["trace_to"], trace(made))):
-        if path is not None:
-            with noted(troubles):
-                pages.replace_file(path, json.dumps(document, indent=1).encode() + b"\n")
-                click.echo(f"{path} written", err=True)
-    if asked["report_to"] is not None:
+    places = Places(audit=asked["audit_to"], trace=asked["trace_to"], report=asked["report_to"])
+    for path, write in files(places, made, found):
         with noted(troubles):
-            pages.write(asked["report_to"], made)
-            click.echo(f"{asked['report_to'] / pages.PAGE} written", err=True)
+            write()
+            click.echo(f"{path} written", err=True)
 
 
-def _audit_json(found: Audit) -> dict[str, Any]:
-    from autosel.certify.audit import document
-
-    return document(found)
-
-
-# --- against an earlier report ---------------------------------------------------------------------------------------
-
-
-def earlier(asked: Asked) -> list[Figure]:
-    if asked["compare"] is None:
-        return []
+def earlier(asked: Asked) -> Sequence[Figure]:
+    """The figures of --compare."""
     from autosel.certify import compare
 
-    return compare.read(asked["compare"])
-
-
-def _figures_of(made: Certificate) -> list[Figure]:
-    from autosel.certify import compare
-
-    return compare.of_certificates([made])
-
-
-def changes_against(before: Sequence[Figure], now: Callable[[], Sequence[Figure]]) -> list[Change]:
-    if not before:
-        return []
-    from autosel.certify import compare
-
-    return compare.compare(now(), before)
-
-
-def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
-    return [{**to_json(change), "speedup": change.speedup} for change in changes]
+    return compare.read(asked["compare"]) if asked["compare"] is not None else ()
 
 
 # --- what fits -------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from autosel.cli.options import (
     seq_option,
     verb,
 )
-from autosel.cli.output import Stopped, bandwidth, emit_json, error_json, note_lines, paragraph, report
-from autosel.errors import TooNoisy, UsageError
+from autosel.cli.output import bandwidth, emit_json, error_json, note_lines, paragraph, report
+from autosel.errors import UsageError
 from autosel.ledger.describe import held_text, release_command
 from autosel.values import DTypeName, to_json
 
@@ -146,6 +146,8 @@ def report_on(
     request: Any, named: Sequence[Named], again: str, as_json: bool, *, weighted: bool = False, ray: str = ""
 ) -> None:
     """Tune, and say what came of it; `weighted`, also what it is worth to the calls that were counted."""
+    from autosel.tuning.ended import unfinished
+
     found = run_to_end(request, len(named), again, ray=ray)
     undecided = unfinished(found, again)
     if as_json:
@@ -185,18 +187,17 @@ def run_to_end(request: Any, workloads: int, again: str, *, ray: str = "") -> Re
     from autosel.cli.progress import Progress
     from autosel.ledger.store import open_ledger
     from autosel.pipeline import tune
+    from autosel.tuning.ended import stoppable
 
     if ray:
         from autosel.fleet import on_ray
 
-    progress = Progress(request.budget_s)
-    with open_ledger() as ledger:
-        try:
-            with progress:
-                return on_ray.tune(request, ray, ledger, progress) if ray else tune(request, ledger, progress)
-        except KeyboardInterrupt:
-            done = progress.settled + progress.decided_now
-            raise Stopped(f"stopped; {done} of {workloads} decided and kept; `{again}` continues") from None
+    with (
+        open_ledger() as ledger,
+        Progress(request.budget_s) as progress,
+        stoppable(progress, workloads, again) as counted,
+    ):
+        return on_ray.tune(request, ray, ledger, counted) if ray else tune(request, ledger, counted)
 
 
 def again_command(ctx: click.Context) -> str:
@@ -208,25 +209,6 @@ def again_command(ctx: click.Context) -> str:
     return " ".join(
         [*words, *given_options(ctx, ("ops", "dtype", "batch", "seq", "prompt", "effort", "device", "ray"))]
     )
-
-
-def unfinished(found: Report, again: str) -> TooNoisy | None:
-    """Which workloads stayed undecided, why, and how to go on; None if none did."""
-    if not found.undecided:
-        return None
-    decided = {d.workload.key: d.reason for d in found.decisions}
-    by_reason: dict[str, list[str]] = {}
-    for key in dict.fromkeys(n.workload.key for n in found.undecided):
-        by_reason.setdefault(decided.get(key, "the budget ended before the race"), []).append(key)
-    return TooNoisy(
-        f"{sum(map(len, by_reason.values()))} of {len(found.labels)}; what served before goes on serving",
-        why="\n".join(f"{_few(keys)}: {reason}" for reason, keys in by_reason.items()),
-        todo=f"go on:  {again}",
-    )
-
-
-def _few(keys: Sequence[str]) -> str:
-    return ", ".join(keys) if len(keys) <= 2 else f"{keys[0]} and {len(keys) - 1} more"
 
 
 def report_json(found: Report) -> dict[str, Any]:

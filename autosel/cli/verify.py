@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from autosel.certify.certificate import Certificate
     from autosel.certify.rerun import Compared, Rerun
     from autosel.certify.verify import Verified
-    from autosel.cli.run import Asked
-    from autosel.decode.run import Plan, Text
 
 EXAMPLES = (
     "verify certificates.jsonl",
@@ -128,47 +126,21 @@ def words(path: Path, found: Verified) -> str:
 
 
 def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
-    """Measure the certificate's plan on this device, and score its text again; `score`: where that is now.
+    """Measure the certificate's plan on this device, with its progress on stderr; `score`: where the text is now.
 
     Raises UsageError where the certificate is another device's, or this is no longer the plan, the prompt or the text.
     """
-    from autosel import fingerprint
-    from autosel.certify.issue import Request, issue, prompt_of
-    from autosel.certify.rerun import compare, refuse_other_device, refuse_other_model, refuse_other_prompt
-    from autosel.cli.run import grounds, measured
-    from autosel.decode.prompt import prompts
+    from autosel.certify import run_again as again
+    from autosel.certify.run import Request
+    from autosel.cli.run import ledger_or_none, progress
 
     asked = command_of(certified)
     plan = asked.plan()
-    fp = fingerprint.take(plan.device)
-    refuse_other_device(certified, fp.hw_id, fp.name)
-    refuse_other_model(certified, plan)
-    refuse_other_prompt(certified, prompt_of(prompts(plan).digest))
-    text = text_again(certified, asked, plan, score)
-    run = measured(plan, text)
-    return compare(certified, issue(run, grounds(run), Request(repro_cmd=certified.repro_cmd)))
-
-
-def text_again(certified: Certificate, asked: Asked, plan: Plan, score: Path | None) -> Text | None:
-    """The text that the certificate scored: from `score`, else from where its command had it."""
-    from autosel.certify.rerun import refuse_other_text
-    from autosel.decode.prompt import text_to_score
-
-    if certified.quality is None:
-        if score is not None:
-            raise UsageError("--quality: the certificate scored no text", todo="leave --quality out")
-        return None
-    path = score or asked["score"]
-    if path is None:
-        raise UsageError(
-            f"the certificate scored a text, {certified.quality.get('text')}, and its command does not say where it is",
-            todo="name that text with --quality",
-        )
-    if score is None and not path.exists():
-        raise UsageError(f"the scored text is no longer at {path}", todo="name where it is now with --quality")
-    text = text_to_score(path, plan)
-    refuse_other_text(certified, text.sha256, str(path))
-    return text
+    again.refuse_others(certified, plan)
+    text = again.text_again(certified, plan, named=score, then=asked["score"])
+    request = Request(plan=plan, text=text, repro_cmd=certified.repro_cmd)
+    with ledger_or_none() as ledger, progress() as listener:
+        return again.run_again(certified, request, ledger, listener)
 
 
 def command_of(certified: Certificate) -> Any:

@@ -38,6 +38,14 @@ def load(name_or_path: str | Path) -> ModelShape:
     raise UnknownName("model", text, tuple(PRESETS))
 
 
+def weights_of(name_or_path: str) -> str:
+    """Return the folder, if it holds weights or says that it should: what is wrong with them is an error, and never a
+    reason to measure random ones instead. Else "random"."""
+    folder = Path(name_or_path).expanduser()
+    held = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
+    return str(folder) if folder.is_dir() and any(any(folder.glob(name)) for name in held) else "random"
+
+
 def _no_namesake(shape: ModelShape, path: Path) -> ModelShape:
     """Refuse a checkpoint with the name of a preset of other sizes: tables and certificates tell models by name."""
     preset = PRESETS.get(shape.name.lower())
@@ -65,4 +73,4 @@ def _from_folder(folder: Path) -> ModelShape:
     raise BadConfig(f"{folder} has no config.json", why=f"it holds {held}", todo="name a checkpoint's own folder")
 
 
-__all__ = ["PRESETS", "ModelShape", "Named", "Rope", "labels", "load", "read_config", "step", "workloads"]
+__all__ = ["PRESETS", "ModelShape", "Named", "Rope", "labels", "load", "read_config", "step", "weights_of", "workloads"]

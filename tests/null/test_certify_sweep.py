@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import OutOfMemoryError
 
 from autosel import models
-from autosel.certify import sweep
+from autosel.certify import run_sweep, sweep
 from autosel.certify.physics import ImpossibleRun
 from autosel.certify.statistics import Interval
 from autosel.certify.sweep import (
@@ -166,7 +166,7 @@ def test_what_is_left_undecided_is_gone_on_with_by_the_same_options() -> None:
 def test_a_change_along_the_batch_is_bisected_by_tuning_between(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = []
 
-    def decided(asked: Any, named: Any) -> Any:
+    def decided(asked: Any, named: Any, *_: Any) -> Any:
         batch = named[0].workload["M"]
         tuned.append(batch)
         return [], None
@@ -174,11 +174,11 @@ def test_a_change_along_the_batch_is_bisected_by_tuning_between(monkeypatch: pyt
     def would_serve(batch: int, context: int, *_: Any) -> Served:
         return point(batch, context, **{"gemm o": "cpp:a" if batch < 6 else "torch:b"})
 
-    monkeypatch.setattr(verb, "_decided", decided)
-    monkeypatch.setattr(verb, "_would_serve", would_serve)
+    monkeypatch.setattr(run_sweep, "_decided", decided)
+    monkeypatch.setattr(run_sweep, "_would_serve", would_serve)
     cells = [cell(4, 64, 1.0, candidate="cpp:a"), cell(8, 64, 1.0, candidate="torch:b")]
-    plan = Plan(model=models.load("llama-1b"), seq=64)
-    changes, trouble = verb._narrowed({}, plan, cells, ())
+    asked = run_sweep.Request(model=models.load("llama-1b"), contexts=(64,), batches=(1,), dtype="bf16")
+    changes, trouble = run_sweep._narrowed(asked, cells, (), None, verb.Told())
     assert tuned == [6, 5] and trouble is None
     assert [(c.last, c.first) for c in changes] == [(5, 6)]
 
@@ -257,7 +257,7 @@ def test_pictures_show_both_axes_and_nothing_without_a_measurement() -> None:
 def test_a_sweep_that_cannot_be_is_refused_before_anything_is_loaded(
     asked: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("autosel.decode.weights.memory_need", lambda plan: 1 << 60)
+    monkeypatch.setattr("autosel.certify.run_sweep.memory_need", lambda plan: 1 << 60)
     code = run(["sweep", "--model", "llama-1b", "--no-tune", *asked, "--json"])
     out, err = capsys.readouterr()
     if not said:  # a grid of which nothing fits is an answer
@@ -270,9 +270,10 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_is_loaded(
 
 def sweep_by(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., DecodeRun], *more: str) -> int:
     """A sweep over three contexts on a machine of endless memory, each cell taken by `measure`; the exit code."""
-    monkeypatch.setattr("autosel.decode.measure.measure", measure)
-    monkeypatch.setattr("autosel.decode.weights.load_weights", lambda *_: "weights")
-    monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 40)
+    monkeypatch.setattr("autosel.certify.run_sweep.measure", measure)
+    monkeypatch.setattr("autosel.certify.run_sweep.load_weights", lambda *_: "weights")
+    for module in ("autosel.certify.run_sweep", "autosel.decode.weights"):
+        monkeypatch.setattr(f"{module}.free_memory", lambda device: 1 << 40)
     monkeypatch.setattr("autosel.fingerprint.take", lambda *_: fingerprint())
     return run(["sweep", "--model", "llama-1b", "--no-tune", "--context", "64:256", "--json", *more])
 
@@ -288,7 +289,7 @@ def test_a_cell_says_the_bucket_that_who_serves_was_decided_for() -> None:
         replace(decode_run().choices[0], op=n.workload.op, label=n.label, workload_key=n.workload.key) for n in named
     ]
     run = decode_run(batch=16, seq=200, choices=(*choices, decode_run().choices[0]))
-    buckets = [s.bucket for s in verb.figures_of(run).serving]
+    buckets = [s.bucket for s in run_sweep.figures_of(run).serving]
     assert buckets[:-1] == [n.workload.bucket for n in named]
     assert any("M9-16" in b for b in buckets) and any("L129-256" in b for b in buckets)
     assert buckets[-1] == decode_run().choices[0].workload_key  # nobody's in a step of this model: as it was told
@@ -308,7 +309,7 @@ def test_a_folder_that_cannot_be_is_refused_first_and_a_page_that_fails_costs_no
     (tmp_path / "afile").touch()
     assert sweep_by(monkeypatch, never, "--report", str(tmp_path / "afile")) == 2
     assert "it is a file" in json.loads(capsys.readouterr().out)["error"]["why"]
-    monkeypatch.setattr("autosel.certify.report.replace_file", full)
+    monkeypatch.setattr("autosel.certify.sweep_plots.replace_file", full)
     assert sweep_by(monkeypatch, measured, "--report", str(tmp_path / "page")) == 1
     found = json.loads(capsys.readouterr().out)
     assert all(c["figures"] for c in found["sweep"]["cells"]) and found["error"]["what"] == "cannot write it"
@@ -370,6 +371,6 @@ def test_what_is_a_bug_or_wrong_with_the_weights_is_not_said_of_one_cell(
         raise BadConfig("x.safetensors is cut short")
 
     assert sweep_by(monkeypatch, measure) == 1 and "this is a bug in autosel" in capsys.readouterr().err
-    monkeypatch.setattr("autosel.decode.weights.load_weights", unreadable)
+    monkeypatch.setattr("autosel.certify.run_sweep.load_weights", unreadable)
     assert run(["sweep", "--model", "llama-1b", "--no-tune", "--context", "64:256"]) == 2
     assert "error: x.safetensors is cut short" in capsys.readouterr().err

@@ -14,16 +14,18 @@ from autosel import settings
 from autosel.certify import rerun, slo, store, suite
 from autosel.certify.audit import audit
 from autosel.certify.certificate import Certificate
+from autosel.certify.command import command
 from autosel.certify.forecast import forecast
 from autosel.certify.issue import Request, chained, issue
 from autosel.certify.physics import ImpossibleRun
 from autosel.certify.report import page
+from autosel.certify.run import Within, failed
 from autosel.certify.words import prompted
 from autosel.cli.certificate import suite_text, summary, where_line
 from autosel.cli.main import run
-from autosel.cli.progress import Progress, Within
-from autosel.cli.run import MEASURED, Asked, failed, run_command
-from autosel.cli.suite import TAKEN, command
+from autosel.cli.progress import Progress
+from autosel.cli.run import MEASURED, Asked, run_command
+from autosel.cli.suite import TAKEN
 from autosel.cli.verify import command_of, located, rerun_words, run_again
 from autosel.cli.writable import refuse_file, refuse_folder
 from autosel.decode.prompt import prompts
@@ -316,11 +318,12 @@ def test_a_rerun_reads_the_prompt_before_it_measures(tmp_path: Path, monkeypatch
     run = decode_run(iters=20, seq=5, prompt=str(text), prompt_digest=digest)
     made = certificate(run, repro_cmd=words)
     monkeypatch.setattr("autosel.fingerprint.take", lambda device: run.fingerprint)
-    monkeypatch.setattr("autosel.cli.run.measured", lambda plan, text: run)
-    monkeypatch.setattr("autosel.cli.run.grounds", lambda run: GROUNDS)
+    monkeypatch.setattr("autosel.certify.run.load_weights", lambda *_: "weights")
+    monkeypatch.setattr("autosel.certify.run.measure", lambda *_, **__: run)
+    monkeypatch.setattr("autosel.certify.run.grounds", lambda run, ledger: GROUNDS)
     assert run_again(made).notes == ()
     text.write_text(json.dumps([1, 2, 3, 9, 5]))
-    monkeypatch.setattr("autosel.cli.run.measured", lambda plan, text: pytest.fail("it was measured first"))
+    monkeypatch.setattr("autosel.certify.run.measure", lambda *_, **__: pytest.fail("it was measured first"))
     with pytest.raises(UsageError, match="is not the prompt that was certified"):
         run_again(made)
 
@@ -437,11 +440,11 @@ def measured_until(monkeypatch: pytest.MonkeyPatch, most: int, ends: BaseExcepti
             raise ends
         return decode_run(model=plan.model, layers=plan.layers, seq=plan.seq, iters=plan.iters, advance=True)
 
-    monkeypatch.setattr("autosel.decode.measure.measure", measure)
-    monkeypatch.setattr("autosel.decode.weights.load_weights", lambda *_: "weights")
+    for module in ("autosel.certify.run", "autosel.certify.run_suite"):
+        monkeypatch.setattr(f"{module}.measure", measure)
+        monkeypatch.setattr(f"{module}.load_weights", lambda *_: "weights")
+        monkeypatch.setattr(f"{module}.grounds", lambda run, ledger: GROUNDS)
     monkeypatch.setattr("autosel.fingerprint.take", lambda *_: fingerprint())
-    monkeypatch.setattr("autosel.cli.suite.grounds", lambda run: GROUNDS)
-    monkeypatch.setattr("autosel.cli.run.grounds", lambda run: GROUNDS)
     monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 40)
 
 

@@ -148,7 +148,7 @@ def test_a_checkpoint_that_lacks_its_weights_is_no_reason_to_measure_random_ones
 ) -> None:  # fmt: skip
     monkeypatch.undo()
     monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("autosel.cli.sweep._tuned", lambda *_: pytest.fail("it was tuned first"))
+    monkeypatch.setattr("autosel.certify.run_sweep._tuned", lambda *_: pytest.fail("it was tuned first"))
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(CONFIG))
     for name, content in held.items():

@@ -1,0 +1,326 @@
+"""Measure a sweep: tune each batch, measure each cell of the grid, then bisect where winners change along the batch.
+
+request (grid) -> what fits -> tuned -> cells -> changes -> changes bisected by tuning between -> sweep
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from autosel import dispatch, fingerprint, pipeline
+from autosel.certify import issue, run, sweep
+from autosel.certify.certificate import Layers, model_name
+from autosel.certify.run import Stage, Within, foreseen
+from autosel.certify.sweep import MOST_CELLS, Cell, Change, Figures, Served, Serving, Sweep
+from autosel.decode.measure import measure, refuse
+from autosel.decode.run import DecodeRun, Plan
+from autosel.decode.safetensors import open_folder
+from autosel.decode.weights import free_memory, load_weights, memory_need
+from autosel.errors import AutoselError, ParityError, Stopped, UsageError, out_of_memory
+from autosel.ledger.describe import bytes_text
+from autosel.ledger.store import Ledger
+from autosel.models import ModelShape
+from autosel.models.workloads import Named, step
+from autosel.tuning.ended import stoppable, unfinished
+from autosel.values import Decision, DTypeName
+
+
+class Listener(Protocol):
+    """Who wants to know how a sweep goes. Each tuning, and the measuring, has a listener that is entered meanwhile."""
+
+    def tuning(self, budget_s: float) -> AbstractContextManager[pipeline.Listener]: ...
+
+    def measuring(self) -> AbstractContextManager[run.Listener]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A grid to measure. Raises UsageError for what no run can be. `again`: the command that goes on with it."""
+
+    model: ModelShape
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+    dtype: DTypeName
+    weights: str = "random"
+    layers: int = 0
+    iters: int = 20
+    warmup: int = 2
+    device: str = "cpu"
+    seed: int = 0
+    tunes: bool = True
+    effort: str = "quick"
+    budget_s: float = 0.0  # of tuning
+    again: str = ""
+    traffic: Sequence[sweep.Request] = ()  # the user's own lengths, and the file that they came from
+    traffic_file: str = ""
+
+    def __post_init__(self) -> None:
+        cells = len(self.contexts) * len(self.batches)
+        if cells > MOST_CELLS:
+            raise UsageError(f"a grid of {cells} cells", why=f"at most {MOST_CELLS} are measured")
+        assert self.plans()
+
+    def plans(self) -> list[Plan]:
+        """Return the plans of the grid, batch by batch."""
+        return [
+            Plan(
+                model=self.model,
+                layers=self.layers,
+                weights=self.weights,
+                prompt="synthetic",
+                dtype=self.dtype,
+                batch=batch,
+                seq=context,
+                iters=self.iters,
+                warmup=self.warmup,
+                device=self.device,
+                seed=self.seed,
+            )
+            for batch in self.batches
+            for context in self.contexts
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """`trouble`: wrong results first, then what ended it, then what tuning left undecided."""
+
+    sweep: Sweep
+    trouble: AutoselError | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sized:
+    """A cell before it is measured; `why` it does not fit, or ""."""
+
+    plan: Plan
+    need_bytes: int
+    why: str
+
+
+def measure_sweep(request: Request, ledger: Ledger | None, listener: Listener) -> Measured:
+    """Measure a decode step at every context and batch, baseline and optimised in turn.
+
+    Settled decisions are not measured again. A cell that does not fit, or fails, costs itself alone; Ctrl-C those that
+    are left. Raises UsageError, LedgerError; Stopped where Ctrl-C came before the first cell.
+    """
+    plans = request.plans()
+    first = plans[0]
+    if first.weights != "random":
+        open_folder(Path(first.weights).expanduser())  # what cannot be loaded is said before minutes of tuning
+    started, memory = datetime.now(UTC).isoformat(timespec="seconds"), free_memory(first.device)
+    sized = [_sized(plan, memory) for plan in plans]
+    decisions, left = _tuned(request, [s.plan for s in sized if not s.why], ledger, listener)
+    measured, ended = _measured(request, sized, ledger, listener)
+    cells = sweep.with_doubts(measured, {d.id for d in decisions if _is_undecided(d)})
+    changes, narrowed = sweep.changes_of(sweep.served(cells), decisions), None
+    if request.tunes and not isinstance(ended, Stopped):
+        try:
+            changes, narrowed = _narrowed(request, cells, changes, ledger, listener)
+        except AutoselError as error:  # what was measured is still said
+            narrowed = error
+    fp = fingerprint.take(first.device)
+    found = Sweep(
+        model=model_name(first.model.name, Layers(run=first.layers_run, of=first.full_layers)),
+        dtype=first.dtype,
+        device=fp.name,
+        hw_id=fp.hw_id,
+        env_id=fp.env_id,
+        git_sha=issue.git_sha(),
+        timestamp=started,
+        memory_bytes=memory,
+        iters=first.iters,
+        cells=tuple(cells),
+        changes=changes,
+        traffic=sweep.weigh(request.traffic, cells, request.traffic_file) if request.traffic else None,
+    )
+    return Measured(sweep=found, trouble=wrong(found) or ended or left or narrowed)
+
+
+def _sized(plan: Plan, memory_bytes: int) -> _Sized:
+    need = memory_need(plan)
+    why = "" if need <= memory_bytes else f"takes {bytes_text(need)} of memory; {bytes_text(memory_bytes)} are free"
+    return _Sized(plan=plan, need_bytes=need, why=why)
+
+
+def _is_undecided(d: Decision) -> bool:
+    return d.verdict is not None and d.verdict.outcome == "undecided"
+
+
+def wrong(found: Sweep) -> AutoselError | None:
+    """Return which steps did not verify; None if all did."""
+    bad = [c for c in found.cells if c.figures is not None and not c.figures.verified]
+    if not bad:
+        return None
+    cells = ", ".join(f"batch {c.batch} context {c.context}" for c in bad[:4])
+    return ParityError(
+        "steps did not verify: logits beyond their bound", why=cells, todo="run one alone to see how far"
+    )
+
+
+# --- tuning ---------------------------------------------------------------------------------------------------------
+
+Tuned = tuple[list[Decision], AutoselError | None]  # what was decided, and what stayed undecided
+
+
+def _tuned(request: Request, plans: Sequence[Plan], ledger: Ledger | None, listener: Listener) -> Tuned:
+    """Tune every batch up to the longest context that fits."""
+    named: list[Named] = []
+    for batch in sorted({plan.batch for plan in plans}) if request.tunes else ():
+        longest = max(plan.seq for plan in plans if plan.batch == batch)
+        named += step(plans[0].shape, batch=batch, context=longest, dtype=request.dtype)
+    return _decided(request, named, ledger, listener)
+
+
+def _decided(request: Request, named: Sequence[Named], ledger: Ledger | None, listener: Listener) -> Tuned:
+    """Tune these workloads. Raises Stopped, LedgerError."""
+    if not named:
+        return [], None
+    if ledger is None:
+        raise UsageError("a sweep that tunes, without a ledger", todo="--no-tune measures with what is decided")
+    asked = pipeline.Request(
+        workloads=tuple({n.workload.key: n for n in named}.values()),
+        effort=request.effort,
+        device=request.device,
+        budget_s=request.budget_s,
+        seed=request.seed,
+    )
+    with listener.tuning(request.budget_s) as told, stoppable(told, len(asked.workloads), request.again) as counted:
+        found = pipeline.tune(asked, ledger, counted)
+    dispatch.refresh()
+    return list(found.decisions), unfinished(found, request.again)
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def _measured(
+    request: Request, sized: Sequence[_Sized], ledger: Ledger | None, listener: Listener
+) -> tuple[list[Cell], AutoselError | None]:
+    """Measure each cell that fits, on weights loaded once; return also what cost some of them. A sweep that tunes also
+    decides who takes its whole steps, where nothing says so."""
+    titles = [f"cell {i} of {len(sized)}, batch {s.plan.batch}, context {s.plan.seq}" for i, s in enumerate(sized, 1)]
+    cells, weights, stopped, failed = [], None, False, 0
+    with listener.measuring() as told:
+        _expect([(title, s.plan) for title, s in zip(titles, sized, strict=True) if not s.why], told)
+        for title, s in zip(titles, sized, strict=True):
+            figures, why, plan = None, s.why, s.plan
+            if not (why or stopped):
+                refuse(plan)
+                within = Within(told, title)
+                try:
+                    weights = weights or load_weights(plan, within)
+                    run_ = measure(plan, weights, listener=within, ledger=ledger, decides=request.tunes)
+                    figures = figures_of(run_)
+                except KeyboardInterrupt:
+                    stopped = True
+                except Exception as error:
+                    why = _cost(error, loaded=weights is not None)
+                    failed += isinstance(error, AutoselError)
+            why = why or ("" if figures else "it was stopped before")
+            cells.append(Cell(batch=plan.batch, context=plan.seq, need_bytes=s.need_bytes, figures=figures, why=why))
+    return cells, _ended(cells, failed, stopped=stopped)
+
+
+def _expect(cells: Sequence[tuple[str, Plan]], listener: run.Listener) -> None:
+    seconds: dict[Stage, float] = {}
+    for title, plan in cells:
+        seconds |= {(title, stage): s for stage, s in foreseen(plan, listener, loads=not seconds).items()}
+    listener.expect(seconds)
+
+
+def _cost(error: Exception, *, loaded: bool) -> str:
+    """Say why a cell has no figures. Raises again what is not the matter of one cell: weights that cannot be loaded,
+    and what is a bug of ours."""
+    memory = out_of_memory(error)
+    if memory is not None:  # what was free when it was asked has gone to somebody else
+        return f"the device ran out of memory: {memory.why}".rstrip(": ")
+    if not (loaded and isinstance(error, AutoselError)):
+        raise error
+    return " ".join("; ".join(filter(None, (error.what, error.why))).split())
+
+
+def _ended(cells: Sequence[Cell], failed: int, *, stopped: bool) -> AutoselError | None:
+    """Ctrl-C, or cells that failed. That memory ran out is an answer, as of a cell that does not fit."""
+    done = sum(c.figures is not None for c in cells)
+    if stopped:
+        return Stopped(f"stopped; {done} of {len(cells)} cells measured", todo="what was decided is kept")
+    return AutoselError(f"{failed} of {len(cells)} cells failed", why="each says why in its place") if failed else None
+
+
+def figures_of(run_: DecodeRun) -> Figures:
+    """Return a cell's figures, by the arithmetic of a certificate. Raises ImpossibleRun as one does."""
+    made, plan = issue.issue(run_, {}, issue.Request(repro_cmd="")), run_.plan
+    v = made.verification
+    named = step(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
+    buckets = {n.workload.key: n.workload.bucket for n in named}
+    return Figures(
+        p50_ms=made.latency_ms.med,
+        p95_ms=made.latency_ms.p95,
+        tokens_per_s=made.tokens_per_sec,
+        baseline_ms=made.baseline_ms,
+        speedup=made.speedup,
+        speedup_interval=made.speedup_interval,
+        roofline=made.roofline,
+        read_bytes_per_s=made.read_median_bytes_per_s,
+        verified=v.max_logit_error <= v.logit_bound,
+        chain=next((note for note in run_.notes if note.startswith("chain:")), ""),
+        serving=tuple(
+            Serving(
+                op=c.op,
+                label=c.label,
+                bucket=buckets.get(c.workload_key, c.workload_key),
+                calls=c.count_per_step,
+                candidate=c.candidate,
+                state=c.state,
+                decision_id=c.decision_id,
+            )
+            for c in run_.choices
+        ),
+    )
+
+
+# --- where winners change -------------------------------------------------------------------------------------------
+
+
+def _narrowed(
+    request: Request, cells: Sequence[Cell], changes: Sequence[Change], ledger: Ledger | None, listener: Listener
+) -> tuple[tuple[Change, ...], AutoselError | None]:
+    """Bisect the changes along the batch by tuning between: every step of it is a decision kept."""
+    base = request.plans()[0]
+    points = [p for p in sweep.served(cells) if p.context == base.seq]
+    trouble: AutoselError | None = None
+    tried: set[int] = {p.batch for p in points}
+    while todo := [m for m in sweep.middles(sweep.changes_of(points)) if m not in tried]:
+        for batch in todo:
+            tried.add(batch)
+            named = step(base.shape, batch=batch, context=base.seq, dtype=base.dtype)
+            decisions, left = _decided(request, named, ledger, listener)
+            trouble = trouble or left
+            points.append(_would_serve(batch, base.seq, named, decisions))
+    along = (c for c in sweep.changes_of(points) if c.axis == "batch")
+    return (*along, *(c for c in changes if c.axis == "context")), trouble
+
+
+def _would_serve(batch: int, context: int, named: Sequence[Named], decisions: Sequence[Decision]) -> Served:
+    by_key = {d.workload.key: d for d in decisions}
+    found = []
+    for n in named:
+        if d := by_key.get(n.workload.key):
+            found.append(
+                Serving(
+                    op=n.workload.op,
+                    label=n.label,
+                    bucket=d.bucket,
+                    calls=n.calls_per_step,
+                    candidate=d.arm.candidate,
+                    state="undecided" if _is_undecided(d) else d.state,
+                    decision_id=d.id,
+                )
+            )
+    return Served(batch=batch, context=context, serving=tuple(found))

@@ -1,0 +1,38 @@
+"""What a run leaves beside its certificate: the audit and the trace as JSON, the report as a page with plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from autosel.certify import audit, report
+from autosel.certify.audit import Audit
+from autosel.certify.certificate import Certificate
+from autosel.certify.trace import trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where each is to be written; None: not at all. `report` is a folder."""
+
+    audit: Path | None = None
+    trace: Path | None = None
+    report: Path | None = None
+
+
+def files(places: Places, made: Certificate, found: Audit) -> Iterator[tuple[Path, Callable[[], object]]]:
+    """Yield each file and what writes it; one that cannot be written costs none of the others."""
+    if places.audit is not None:
+        yield places.audit, partial(_write_json, places.audit, audit.document(found))
+    if places.trace is not None:
+        yield places.trace, partial(_write_json, places.trace, trace(made))
+    if places.report is not None:
+        yield places.report / report.PAGE, partial(report.write, places.report, made)
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    report.replace_file(path, json.dumps(document, indent=1).encode() + b"\n")

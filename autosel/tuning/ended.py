@@ -1,0 +1,56 @@
+"""How a tune ends short of its work: stopped by Ctrl-C, or with workloads that stayed undecided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from autosel.errors import Stopped, TooNoisy
+from autosel.tuning.job import Listener, Rejection, Report
+from autosel.values import Decision
+
+
+class Counted:
+    """A listener that counts what is decided, and passes everything on."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener, self.done = listener, 0
+
+    def stage(self, name: str, detail: str, done: int, total: int) -> None:
+        self.listener.stage(name, detail, done, total)
+
+    def decided(self, decision: Decision, settled_before: bool) -> None:
+        self.done += 1
+        self.listener.decided(decision, settled_before)
+
+    def rejected(self, rejection: Rejection) -> None:
+        self.listener.rejected(rejection)
+
+
+@contextmanager
+def stoppable(listener: Listener, workloads: int, again: str) -> Iterator[Counted]:
+    """Turn Ctrl-C into Stopped, which says how much is decided and kept, and that `again` continues."""
+    counted = Counted(listener)
+    try:
+        yield counted
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped; {counted.done} of {workloads} decided and kept; `{again}` continues") from None
+
+
+def unfinished(found: Report, again: str) -> TooNoisy | None:
+    """Return which workloads stayed undecided, why, and how to go on; None if none did."""
+    if not found.undecided:
+        return None
+    decided = {d.workload.key: d.reason for d in found.decisions}
+    by_reason: dict[str, list[str]] = {}
+    for key in dict.fromkeys(n.workload.key for n in found.undecided):
+        by_reason.setdefault(decided.get(key, "the budget ended before the race"), []).append(key)
+    return TooNoisy(
+        f"{sum(map(len, by_reason.values()))} of {len(found.labels)}; what served before goes on serving",
+        why="\n".join(f"{_few(keys)}: {reason}" for reason, keys in by_reason.items()),
+        todo=f"go on:  {again}",
+    )
+
+
+def _few(keys: Sequence[str]) -> str:
+    return ", ".join(keys) if len(keys) <= 2 else f"{keys[0]} and {len(keys) - 1} more"
