@@ -272,6 +272,12 @@ def story() -> str:
     return fence(inspect.getsource(pipeline.tune), "python")
 
 
+def choosing() -> str:
+    from autosel.decode import choose
+
+    return fence(inspect.getsource(choose.choose), "python")
+
+
 def ledger_tables() -> str:
     from autosel.ledger import schema
 
@@ -900,6 +906,7 @@ BLOCKS: Mapping[str, Callable[..., str]] = {
     "errors": errors_table,
     "packages": packages,
     "story": story,
+    "choosing": choosing,
     "ledger-tables": ledger_tables,
     "constants": constants,
     "gpu-rates": gpu_rates,
