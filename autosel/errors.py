@@ -60,6 +60,15 @@ class BadArguments(UsageError):
     """Tensors or scalars that no workload of the op describes."""
 
 
+class IncompleteContract(AutoselError):
+    """An op declares no domain for some of its dimensions, traits or arguments: they would never be tested."""
+
+    def __init__(self, op: str, missing: list[str]) -> None:
+        names = ", ".join(missing)
+        todo = f"add {names} to `domains`, each with at least two values (autosel/ops/domains.py)"
+        super().__init__(f"{op} declares no domain for {names}", todo=todo)
+
+
 # --- building and running candidates ---------------------------------------------------------------------------------
 
 

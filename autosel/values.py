@@ -265,12 +265,16 @@ Recipe = NativeRecipe | PythonRecipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passed:
-    """Every case within the op's bound. `worst` is the largest error divided by its bound."""
+    """Every case within the op's bound. `worst` is the largest error divided by its bound. `pairs`: rows that were run
+    of the op's array, of `pairs_of`; with `inputs`, the text that all inputs were drawn from, the rest can be run."""
 
     cases: int
     worst: float
     worst_case: str
     seconds: float = 0.0
+    pairs: int = 0
+    pairs_of: int = 0
+    inputs: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autosel.errors import UnknownName
+from autosel.errors import IncompleteContract, UnknownName
 from autosel.ops.add_rmsnorm import AddRmsNorm
 from autosel.ops.attn import Attn
 from autosel.ops.attn_decode_fp8 import AttnDecodeFp8
 from autosel.ops.contract import Op
+from autosel.ops.domains import undeclared
 from autosel.ops.gate_up import GateUp
 from autosel.ops.geglu import GeGlu
 from autosel.ops.gemv_fp8 import GemvFp8
@@ -23,27 +24,34 @@ from autosel.ops.rope import Rope
 from autosel.ops.sample import Sample
 from autosel.ops.swiglu import SwiGlu
 
-OPS: Mapping[str, Op] = {
-    op.name: op
-    for op in (
-        Linear(),
-        Attn(),
-        PagedAttn(),
-        PrefillAttn(),
-        KvAppend(),
-        RmsNorm(),
-        AddRmsNorm(),
-        Rope(),
-        SwiGlu(),
-        GeGlu(),
-        NormQkv(),
-        GateUp(),
-        LmHead(),
-        Sample(),
-        GemvFp8(),
-        AttnDecodeFp8(),
-    )
-}
+
+def registered(*ops: Op) -> dict[str, Op]:
+    """The ops by name. Raises IncompleteContract for one with a dimension, trait or argument that has no domain."""
+    for op in ops:
+        missing = undeclared(op)
+        if missing:
+            raise IncompleteContract(op.name, missing)
+    return {op.name: op for op in ops}
+
+
+OPS: Mapping[str, Op] = registered(
+    Linear(),
+    Attn(),
+    PagedAttn(),
+    PrefillAttn(),
+    KvAppend(),
+    RmsNorm(),
+    AddRmsNorm(),
+    Rope(),
+    SwiGlu(),
+    GeGlu(),
+    NormQkv(),
+    GateUp(),
+    LmHead(),
+    Sample(),
+    GemvFp8(),
+    AttnDecodeFp8(),
+)
 ALIASES: Mapping[str, str] = {"gemv": "linear", "gemm": "linear"}
 
 

@@ -14,6 +14,20 @@ from torch import Tensor
 
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.domains import (
+    FAR_DOWN,
+    FAR_UP,
+    Level,
+    Row,
+    contents,
+    counts,
+    divides_by_rms,
+    layouts,
+    norm_eps,
+    one_storage,
+    trait,
+    widths,
+)
 from autosel.ops.draw import Draw, case, edge_sample, hostile_rows, on, one_nan, outliers
 from autosel.ops.rmsnorm import normalise, normalise_flush, normalise_relative_error
 from autosel.ops.rounding import LAMBDA, flushable, stored
@@ -33,6 +47,22 @@ class AddRmsNorm(Op):
     output_names = ("y", "new_residual")
     dim_names = ("M", "d")
     trait_defaults = {"offset": 0.0, "sandwich": 0}
+    domains = {
+        "M": counts(),
+        "d": widths(),
+        "x": contents("x", inf=True),
+        "residual": contents("residual", inf=True),
+        "weight": contents("weight", up=FAR_UP, down=FAR_DOWN, rows=False),
+        "eps": norm_eps("x", "residual"),
+        "offset": trait(0.0, 1.0, 0.5),
+        "sandwich": trait(0, 1),
+        "layout": layouts(
+            "x", "residual", "weight", more=(Level(name="one storage", edit=one_storage("x", "residual")),)
+        ),
+    }
+
+    def admits(self, row: Row) -> bool:
+        return divides_by_rms(row, "x", "residual")
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)

@@ -19,6 +19,9 @@ from torch import Tensor
 from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, TINY_SUBNORMAL, U32, UNIT
 from autosel.ops.rounding import LAMBDA, flushable, matmul_error, stored
 
+# Of the exponential that PyTorch takes on a CPU where P is stored in halves (ATen, vec: fexp_u20); seen: 2^-15.6.
+HALF_EXP = 2.0**-15
+
 
 def visible(s: int, keys: int, lengths: Tensor, window: int) -> Tensor:
     """bool [B, S, keys]: does query i of batch row b see key j?"""
@@ -79,12 +82,14 @@ def error_bound(e: Exact, k: Tensor, v: Tensor, scale: float, folded: Tensor | f
     spread = (e.p @ v64.square() - e.o.square()).clamp_min(0).sqrt()
     moved = (e.p * score.expm1().square()).sum(-1, keepdim=True).sqrt() * (e.p * score).sum(-1, keepdim=True).exp()
     weighted = e.p @ v_abs
-    error = moved * spread + (2 * LAMBDA * math.sqrt(keys) + 8) * U32 * weighted
+    # Where all values agree no error of a score matters, however large.
+    error = torch.where(spread > 0, moved * spread, 0.0) + (2 * LAMBDA * math.sqrt(keys) + 8) * U32 * weighted
+    error = error + 2 * keys * TINY_NORMAL["fp32"]  # products that underflow
     # P below the dtype's range (1 is its largest value before normalising), and exp that underflows.
     floor = (TINY_SUBNORMAL[dtype] if dtype != "fp32" else 0.0) + TINY_NORMAL["fp32"]
     error = error + floor * e.p_max * (e.seen.double() @ v_abs)
     if dtype != "fp32":
-        error = error + UNIT[dtype] * weighted
+        error = error + (UNIT[dtype] + HALF_EXP) * weighted
     v_flush = flushable(v)
     if v_flush.any():
         error = error + e.p @ v_flush

@@ -10,9 +10,22 @@ from torch import Tensor
 
 from autosel.ops import attention
 from autosel.ops.arguments import Binder, need_multiple
-from autosel.ops.attention_cases import attn_cases
+from autosel.ops.attention_cases import attn_cases, heads_inside
+from autosel.ops.attention_domains import (
+    HEADS,
+    KEYS,
+    SEQUENCES,
+    WIDTHS,
+    admits,
+    affordable,
+    attention_domains,
+    bury_unseen,
+    lengths_domain,
+    room_domain,
+)
 from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
-from autosel.ops.draw import resident_draw, streamed_draw
+from autosel.ops.domains import Level, Row, among, follows, layouts
+from autosel.ops.draw import Draw, relayout, resident_draw, streamed_draw
 from autosel.values import DTYPE_BYTES, Workload
 
 
@@ -31,6 +44,29 @@ class Attn(Op):
     output_names = ("o",)
     dim_names = ("B", "Hq", "Hkv", "S", "D", "L")
     trait_defaults = {"ragged": False, "window": 0, "softcap": 0.0}
+    domains = {
+        "B": SEQUENCES,
+        "Hq Hkv": HEADS,
+        "S": among(1, 2, 5, 17),
+        "D": WIDTHS,
+        "L": KEYS,
+        **attention_domains(),
+        "lengths": lengths_domain(presence="ragged"),
+        "max_len": follows("L"),
+        "room": room_domain("k", "v"),
+        "layout": layouts(
+            "q", "k", "v", more=(Level(name="heads inside", edit=relayout(("q", "k", "v"), heads_inside)),)
+        ),
+    }
+
+    def affordable(self, w: Workload) -> bool:
+        return affordable(w)
+
+    def admits(self, row: Row) -> bool:
+        return admits(row)
+
+    def finish(self, inputs: dict[str, Any], draw: Draw) -> None:
+        bury_unseen(inputs, draw)
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)

@@ -17,8 +17,10 @@ from torch import Tensor
 from autosel.ops import attention, fp8
 from autosel.ops.arguments import Binder, need_multiple
 from autosel.ops.attention_cases import attn_cases, heads_inside, small_cache
+from autosel.ops.attention_domains import SCORE_UP, affordable
 from autosel.ops.attn import Attn, lengths_of, ragged_lengths
 from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, U32, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.domains import FAR_DOWN, Level, contents, layouts
 from autosel.ops.draw import Change, Draw, case, offset_by_one, on, relayout, resident_draw, streamed_draw, strided
 from autosel.ops.rounding import LAMBDA, flushable, stored
 from autosel.values import DTYPE_BYTES, DTypeName, Workload
@@ -46,6 +48,20 @@ class AttnDecodeFp8(Op):
     output_names = ("o",)
     dim_names = ("B", "Hq", "Hkv", "S", "D", "L")
     trait_defaults = {"ragged": False, "window": 0, "softcap": 0.0}
+    domains = {
+        **{n: found for n, found in Attn.domains.items() if n not in ("q", "k", "v", "room", "layout")},
+        "q": contents("q", up=SCORE_UP, down=FAR_DOWN, gentle=True),
+        "k": fp8.byte_contents("k"),
+        "v": fp8.byte_contents("v"),
+        "k_scale": fp8.scale_contents("k_scale", TINY, None),
+        "v_scale": fp8.scale_contents("v_scale", TINY, HUGE),
+        "layout": layouts(
+            "q", "k", "v", more=(Level(name="heads inside", edit=relayout(("q", "k", "v"), heads_inside)),)
+        ),
+    }
+
+    def affordable(self, w: Workload) -> bool:
+        return affordable(w)
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)

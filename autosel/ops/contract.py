@@ -17,12 +17,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from autosel.values import DTypeName, Scalar, Workload
+
+if TYPE_CHECKING:
+    from autosel.ops.domains import Domain, Row
+    from autosel.ops.draw import Draw
 
 DTYPE: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -67,13 +71,15 @@ class TensorSpec:
 class Case:
     """One hostile input: `make(seed)` builds the arguments; `workload` is their (small) workload.
 
-    `covers` says in a few words what would slip through without it.
+    `covers` says in a few words what would slip through without it. `averages`: elements err independently, so that
+    their RMS error and bias can be held against the baseline's; rows that are alike do not.
     """
 
     name: str
     workload: Workload
     make: Callable[[int], dict[str, Any]]
     covers: str = ""
+    averages: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +123,7 @@ class Op(ABC):
     output_names: ClassVar[tuple[str, ...]]
     dim_names: ClassVar[tuple[str, ...]]
     trait_defaults: ClassVar[Mapping[str, Scalar]] = {}
+    domains: ClassVar[Mapping[str, Domain]]  # of each dimension, trait and argument (domains.py)
 
     # --- shape ------------------------------------------------------------------------------------------------------
 
@@ -156,6 +163,21 @@ class Op(ABC):
     @abstractmethod
     def cases(self, w: Workload) -> tuple[Case, ...]:
         """The hostile battery at w's traits and dtype, each case's operands at most about 2 MiB together."""
+
+    def small_inputs(self, w: Workload, seed: int) -> dict[str, Any]:
+        """Inputs of a case made of domains: no more memory than its sizes need."""
+        return self.inputs(w, seed)
+
+    def affordable(self, w: Workload) -> bool:
+        """May a case made of domains have this size? Its reference is computed in float64."""
+        return self.bytes_moved(w) <= 2 << 20 and self.flops(w) <= 1 << 25
+
+    def admits(self, row: Row) -> bool:
+        """Have these levels of the op's domains a contracted result together? Factors that are open are missing."""
+        return True
+
+    def finish(self, inputs: dict[str, Any], draw: Draw) -> None:  # noqa: B027  (most ops have nothing to hide)
+        """In a case made of domains, write junk where the contract says that it must not influence the result."""
 
     # --- right and wrong --------------------------------------------------------------------------------------------
 

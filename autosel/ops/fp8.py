@@ -7,14 +7,16 @@ there is no infinity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autosel.ops.contract import TINY_NORMAL
+from autosel.ops.domains import Domain, Edit, Level
 from autosel.ops.draw import Change, Draw
+from autosel.values import DTypeName
 
 E4M3 = torch.float8_e4m3fn
 MOST = 448.0
@@ -111,3 +113,39 @@ VALUES: tuple[tuple[str, str, Callable[[Tensor, Draw], None]], ...] = (
     ("zeros", "-0.0", negative_zeros),
     ("nan", "0x7f and 0xff read as 480", nans),
 )
+
+
+# --- domains ----------------------------------------------------------------------------------------------------------
+
+
+def byte_contents(name: str) -> Domain:
+    """What an e4m3 operand may hold; NaN in the hand-made cases alone, where it is seen by every result."""
+    levels = [Level(name="plain")]
+    levels += [
+        Level(name=told, edit=edited(name, edit=edit), zeros=told == "zeros")
+        for told, _, edit in VALUES
+        if told != "nan"
+    ]
+    return Domain(kind="content", levels=lambda *_: levels)
+
+
+def scale_contents(name: str, tiny: Mapping[DTypeName, float], huge: Mapping[DTypeName, float] | None) -> Domain:
+    """What a vector of fp32 scales may hold. `tiny`, `huge`: by dtype, what keeps results within it."""
+
+    def of(value: Callable[[Tensor, Draw], Tensor]) -> Edit:
+        def change(inputs: dict[str, Any], draw: Draw) -> None:
+            scale = inputs[name]
+            scale.copy_(value(torch.arange(len(scale)), draw))
+
+        return change
+
+    levels = [
+        Level(name="plain"),
+        Level(name="each its own", edit=of(lambda n, _: 2.0 ** (n % 7 - 9))),
+        Level(name="zero", edit=of(lambda n, _: n * 0.0), zeros=True),
+        Level(name="negative", edit=of(lambda n, draw: -0.001 - draw.uniform(len(n)) * 0.01)),
+        Level(name="tiny", edit=of(lambda n, draw: tiny[draw.name] * (n + 1))),
+    ]
+    if huge is not None:
+        levels.append(Level(name="huge", edit=of(lambda n, draw: huge[draw.name] * (n % 4 + 1))))
+    return Domain(kind="content", levels=lambda *_: levels)

@@ -16,6 +16,20 @@ from autosel.ops import activation
 from autosel.ops.activation import ACTIVATIONS
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import DTYPE_NAME, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.domains import (
+    Level,
+    Row,
+    balanced,
+    contents,
+    counts,
+    divides_by_rms,
+    in_format,
+    layouts,
+    norm_eps,
+    trait,
+    weight_formats,
+    widths,
+)
 from autosel.ops.draw import edge_sample, resident_draw, streamed_draw
 from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.norm_qkv import normed_matmul_error
@@ -23,6 +37,10 @@ from autosel.ops.rmsnorm import normalise
 from autosel.ops.rounding import stored
 from autosel.ops.weight import exact, quantise, rows_of
 from autosel.values import DTYPE_BYTES, Workload
+
+# Two products are multiplied: powers of two that keep the result within the dtype.
+MODEST_UP = {"bf16": 24, "fp16": 2, "fp32": 24}
+MODEST_DOWN = {"bf16": -24, "fp16": -2, "fp32": -24}
 
 
 class GateUp(Op):
@@ -39,6 +57,29 @@ class GateUp(Op):
     output_names = ("y",)
     dim_names = ("M", "d", "I")
     trait_defaults = {"offset": 0.0, "activation": 0, "weight": PLAIN}
+    domains = {
+        "M": counts(),
+        "d": widths(),
+        "I": widths(),
+        "x": contents("x", inf=True),
+        "norm_weight": contents(
+            "norm_weight",
+            up=MODEST_UP,
+            down=MODEST_DOWN,
+            rows=False,
+            more=(Level(name="balanced", edit=balanced("norm_weight", "w_gate", "w_up")),),
+        ),
+        "w_gate": contents("w_gate", up=MODEST_UP, down=MODEST_DOWN),
+        "w_up": contents("w_up", up=MODEST_UP, down=MODEST_DOWN),
+        "eps": norm_eps("x"),
+        "offset": trait(0.0, 1.0, 0.5),
+        "activation": trait(0, 1, 2),
+        "weight": weight_formats(),
+        "layout": layouts("x", "norm_weight", "w_gate", "w_up"),
+    }
+
+    def admits(self, row: Row) -> bool:
+        return divides_by_rms(row, "x") and in_format(row, "w_gate", "w_up")
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)

@@ -10,6 +10,7 @@ from typing import Any
 from autosel.ops.activation import Activation
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import Arg, Inputs
+from autosel.ops.domains import trait
 from autosel.ops.swiglu import GatedUnit
 from autosel.values import Workload
 
@@ -22,6 +23,7 @@ class GeGlu(GatedUnit):
         Arg(name="tanh", kind="int", default=0),
     )
     trait_defaults = {"tanh": 0}
+    domains = {**GatedUnit.domains, "tanh": trait(0, 1)}
 
     def activation(self, inputs: Inputs) -> Activation:
         return "gelu_tanh" if inputs["tanh"] else "gelu_erf"

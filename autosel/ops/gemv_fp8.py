@@ -18,8 +18,9 @@ from torch import Tensor
 from autosel.ops import fp8
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, U32, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.domains import contents, layouts
 from autosel.ops.draw import COUNTS, HOSTILE, Draw, away_from_zero, case, edge_sample, on, resident_draw, streamed_draw
-from autosel.ops.linear import SIZES, checked_columns, layout_cases, modest, needle_cases
+from autosel.ops.linear import SIZES, Linear, checked_columns, layout_cases, modest, needle_cases
 from autosel.ops.rounding import flushable, matmul_error, stored
 from autosel.values import DTYPE_BYTES, DTypeName, Workload
 
@@ -40,6 +41,13 @@ class GemvFp8(Op):
     output_names = ("y",)
     dim_names = ("M", "N", "K")
     trait_defaults = {"bias": False, "residual": False}
+    domains = {
+        **{n: found for n, found in Linear.domains.items() if n not in ("x", "w", "weight", "layout")},
+        "x": contents("x"),
+        "w": fp8.byte_contents("w"),
+        "scale": fp8.scale_contents("scale", TINY, HUGE),
+        "layout": layouts("x", "w", "bias", "residual"),
+    }
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)

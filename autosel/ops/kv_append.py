@@ -7,14 +7,29 @@ block_table[b, position // page], slot position % page, of k_cache[P, page, Hkv,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec, Written
+from autosel.ops.contract import Arg, Case, Inputs, Match, Mismatch, Op, Rows, TensorSpec, Written
+from autosel.ops.domains import (
+    FAR_DOWN,
+    FAR_UP,
+    Domain,
+    Edit,
+    Level,
+    among,
+    contents,
+    counts,
+    layouts,
+    one_storage,
+    trait,
+)
 from autosel.ops.draw import (
     Change,
     Draw,
@@ -29,14 +44,100 @@ from autosel.ops.draw import (
     strided,
     subnormal,
 )
-from autosel.values import DTYPE_BYTES, Workload
+from autosel.values import DTYPE_BYTES, DTypeName, Workload
 
 CAPACITY = 1024  # positions a row of the generated cache has room for, beside the new tokens
 SMALL_CAPACITY = 96
+MOST_CACHE_BYTES = 3 << 19  # of the two caches of a case
 BESIDE = 8  # positions before and after the new tokens that must stay as they are
 # (B, Hkv, S, D)
 SHAPES = ((1, 1, 1, 64), (1, 8, 1, 128), (3, 2, 1, 80), (8, 1, 2, 96), (2, 2, 17, 40), (1, 3, 33, 66), (5, 1, 5, 256),
           (1, 1, 1, 2))  # fmt: skip
+
+
+def _tokens_outside(x: Tensor) -> Tensor:
+    """The same tensor with its two middle axes swapped in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+# --- domains ----------------------------------------------------------------------------------------------------------
+
+
+def _room_levels(_: DTypeName, rng: Random) -> list[Level]:
+    """Positions that a row has room for beside the new ones: a cache as long as a context is, of narrow rows."""
+
+    def of(room: int) -> Edit:
+        def change(inputs: dict[str, Any], draw: Draw) -> None:
+            k, cache, paged = inputs["k"], inputs["k_cache"], inputs["block_table"] is not None
+            b, hkv, s, width = k.shape
+            keys = min(room, MOST_CACHE_BYTES // (2 * b * hkv * width * k.itemsize)) + s
+            if paged:
+                page = cache.shape[1]
+                count = -(-keys // page)
+                shape: tuple[int, ...] = (b * count, page, hkv, width)
+                inputs["block_table"] = draw.permutation(b * count).view(b, count).int()
+            else:
+                shape = (b, hkv, keys, width)
+            inputs["k_cache"], inputs["v_cache"] = draw.normal(*shape), draw.normal(*shape)
+            inputs["positions"] = draw.integers(0, keys - s + 1, b, dtype=torch.int32)
+
+        return change
+
+    found = (0, (1 << rng.randint(9, 13)) + 40, 70_000, 132_000)
+    return [Level(name=str(SMALL_CAPACITY)), *(Level(name=str(n), edit=of(n)) for n in found)]
+
+
+def _position_levels(_: DTypeName, rng: Random) -> list[Level]:
+    share = rng.uniform(0.3, 0.9)
+
+    def of(values: Callable[[int, int, Draw], Any]) -> Edit:
+        def change(inputs: dict[str, Any], draw: Draw) -> None:
+            positions, s, cache = inputs["positions"], inputs["k"].shape[2], inputs["k_cache"]
+            table = inputs["block_table"]
+            most = (cache.shape[2] if table is None else table.shape[1] * cache.shape[1]) - s
+            found = torch.as_tensor(values(len(positions), most, draw))
+            positions.copy_(found.clamp(0, most))
+
+        return change
+
+    def around_powers(b: int, most: int, draw: Draw) -> Tensor:
+        powers = 1 << torch.arange(max(1, most.bit_length()))
+        return powers.flip(0).repeat(b)[:b] + draw.integers(-1, 2, b)
+
+    return [
+        Level(name="plain"),
+        Level(name="first", edit=of(lambda b, most, _: torch.arange(b) % 2)),
+        Level(name="last", edit=of(lambda b, most, _: most - torch.arange(b) % 2)),
+        Level(name="around powers of two", edit=of(around_powers)),
+        Level(name="one for all", edit=of(lambda b, most, _: torch.full((b,), int(most * share)))),
+        Level(name="far apart", edit=of(lambda b, most, _: torch.arange(b) % 2 * most)),
+    ]
+
+
+def _in_order(inputs: dict[str, Any], _: Draw) -> None:
+    table = inputs["block_table"]
+    if table is not None:
+        table.copy_(torch.arange(table.numel(), dtype=torch.int32).view(table.shape))
+
+
+def _unused_entries(inputs: dict[str, Any], draw: Draw) -> None:
+    """Where no new token goes -1, numbers of no page, or another sequence's page; in the middle of a row too."""
+    table = inputs["block_table"]
+    if table is None:
+        return
+    page, s = inputs["k_cache"].shape[1], inputs["k"].shape[2]
+    first, last = inputs["positions"].long() // page, (inputs["positions"].long() + s - 1) // page
+    at = torch.arange(table.shape[1])
+    unused = (at < first[:, None]) | (at > last[:, None])
+    anything = torch.tensor([-1, 2**30, int(table[-1, 0]), -(2**31)], dtype=torch.int32)
+    table[unused] = anything[draw.integers(0, len(anything), int(unused.sum()))]
+
+
+_TABLES = (
+    Level(name="shuffled"),
+    Level(name="in order", edit=_in_order),
+    Level(name="unused entries", edit=_unused_entries),
+)
 
 
 class KvAppend(Op):
@@ -52,6 +153,30 @@ class KvAppend(Op):
     output_names = ("k_cache", "v_cache")
     dim_names = ("B", "Hkv", "S", "D")
     trait_defaults = {"page": 0}
+    domains = {
+        "B": counts(),
+        "Hkv": among(2, 1, 3, 8, 33),
+        "S": among(1, 2, 5, 17, 33),
+        "D": among(64, 128, 80, 66, 256, 8, 2),
+        "k": contents("k", up=FAR_UP, down=FAR_DOWN, inf=True),
+        "v": contents("v", up=FAR_UP, down=FAR_DOWN, inf=True),
+        "k_cache": contents("k_cache", up=FAR_UP, down=FAR_DOWN, inf=True),
+        "v_cache": contents("v_cache", up=FAR_UP, down=FAR_DOWN, inf=True),
+        "page": trait(0, 16, 1, 24),
+        "room": Domain(kind="index", levels=_room_levels),
+        "positions": Domain(kind="index", levels=_position_levels),
+        "block_table": Domain(kind="index", levels=lambda *_: _TABLES, needs="page"),
+        "layout": layouts(
+            "k",
+            "v",
+            "k_cache",
+            "v_cache",
+            more=(
+                Level(name="one storage", edit=one_storage("k", "v")),
+                Level(name="axes swapped", edit=relayout(("k", "v", "k_cache", "v_cache"), _tokens_outside)),
+            ),
+        ),
+    }
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)
@@ -80,6 +205,12 @@ class KvAppend(Op):
         table = draw.permutation(shape[0]).view(w["B"], -1).int() if w.trait("page", 0) else None
         caches = {"k_cache": draw.normal(*shape), "v_cache": draw.normal(*shape)}
         return self.refresh(w, {**caches, "block_table": table, "capacity": capacity}, seed)
+
+    def small_inputs(self, w: Workload, seed: int) -> dict[str, Any]:
+        return self.sized(w, seed, SMALL_CAPACITY)
+
+    def affordable(self, w: Workload) -> bool:
+        return 2 * DTYPE_BYTES[w.dtype] * math.prod(cache_shape(w, SMALL_CAPACITY)) <= MOST_CACHE_BYTES
 
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         draw, new = resident_draw(seed, w.dtype), (w["B"], w["Hkv"], w["S"], w["D"])
@@ -127,10 +258,24 @@ class KvAppend(Op):
         return tuple(cases)
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        return tuple(_appended(inputs, new, cache) for new, cache in (("k", "k_cache"), ("v", "v_cache")))
+        return tuple(_appended(inputs, new, cache).double() for new, cache in (("k", "k_cache"), ("v", "v_cache")))
 
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(torch.zeros_like(r) for r in reference)  # a copy
+
+    def verify(
+        self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None
+    ) -> Match | Mismatch:
+        """Bit for bit: the sign of a zero and the bits of a NaN are copied too."""
+        for found, new, name in zip(got, ("k", "v"), self.output_names, strict=True):
+            expected = _appended(inputs, new, name)
+            wrong = bits(found) != bits(expected)
+            if wrong.any():
+                where = tuple(int(i) for i in wrong.nonzero()[0])
+                g, r = str(found[where].item()), str(expected[where].item())
+                evidence = {"index": list(where), "got": g, "reference": r, "wrong_elements": int(wrong.sum())}
+                return Mismatch(check="elements", reason=f"{name} {list(where)}: {g}, expected {r}", evidence=evidence)
+        return Match(worst=0.0)
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         """About `count` tokens' batch rows with their whole part of the cache."""
@@ -225,10 +370,15 @@ def slots(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def _appended(inputs: Inputs, new: str, cache: str) -> Tensor:
-    made: Tensor = inputs[cache].double()  # a copy: double() of bf16, fp16 and fp32 always is
+    """The cache with the new tokens in it, in its own dtype."""
+    made: Tensor = inputs[cache].clone()
     by_token = made if inputs["block_table"] is not None else made.transpose(1, 2)
-    by_token[slots(inputs)] = inputs[new].double().transpose(1, 2)
+    by_token[slots(inputs)] = inputs[new].transpose(1, 2)
     return made
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.itemsize])
 
 
 class _Small:
@@ -246,8 +396,3 @@ def _positions(*where: int) -> Change:
         inputs["positions"].copy_(torch.tensor(where)[: len(inputs["positions"])])
 
     return change
-
-
-def _tokens_outside(x: Tensor) -> Tensor:
-    """The same tensor with its two middle axes swapped in memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)

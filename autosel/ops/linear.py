@@ -16,6 +16,19 @@ from torch import Tensor
 from autosel.formats import PLAIN
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import DTYPE_NAME, U32, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.domains import (
+    FAR_DOWN,
+    FAR_UP,
+    Level,
+    Row,
+    balanced,
+    contents,
+    counts,
+    in_format,
+    layouts,
+    weight_formats,
+    widths,
+)
 from autosel.ops.draw import (
     COUNTS,
     HOSTILE,
@@ -55,6 +68,20 @@ class Linear(Op):
     output_names = ("y",)
     dim_names = ("M", "N", "K")
     trait_defaults = {"bias": False, "residual": False, "weight": PLAIN}
+    domains = {
+        "M": counts(),
+        "N": widths(),
+        "K": widths(),
+        "x": contents("x", inf=True, more=(Level(name="balanced", edit=balanced("x", "w")),)),
+        "w": contents("w", inf=True),
+        "bias": contents("bias", up=FAR_UP, down=FAR_DOWN, rows=False, inf=True, presence="bias"),
+        "residual": contents("residual", up=FAR_UP, down=FAR_DOWN, inf=True, presence="residual"),
+        "weight": weight_formats(),
+        "layout": layouts("x", "w", "bias", "residual"),
+    }
+
+    def admits(self, row: Row) -> bool:
+        return in_format(row, "w")
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)

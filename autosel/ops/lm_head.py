@@ -15,7 +15,32 @@ from torch import Tensor
 
 from autosel.formats import PLAIN
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Arg, Case, Inputs, Match, Mismatch, Op, Rows, TensorSpec
+from autosel.ops.contract import (
+    DTYPE_NAME,
+    TINY_NORMAL,
+    U32,
+    UNIT,
+    Arg,
+    Case,
+    Inputs,
+    Match,
+    Mismatch,
+    Op,
+    Rows,
+    TensorSpec,
+)
+from autosel.ops.domains import (
+    Level,
+    Row,
+    balanced,
+    contents,
+    counts,
+    in_format,
+    layouts,
+    trait,
+    weight_formats,
+    widths,
+)
 from autosel.ops.draw import (
     Change,
     Draw,
@@ -28,7 +53,7 @@ from autosel.ops.draw import (
     strided,
 )
 from autosel.ops.linear import checked_columns, projection_cases
-from autosel.ops.rounding import LAMBDA, stored
+from autosel.ops.rounding import LAMBDA, flushable, stored
 from autosel.ops.weight import Matrix, Weight, exact, product, product_error, quantise, rows_of
 from autosel.ops.weight_cases import weight_cases, write
 from autosel.values import DTYPE_BYTES, Workload
@@ -48,6 +73,19 @@ class LmHead(Op):
     output_names = ("logits",)  # where greedy the tokens, by the same name
     dim_names = ("M", "V", "d")
     trait_defaults = {"greedy": 0, "weight": PLAIN}
+    domains = {
+        "M": counts(),
+        "V": widths(70_001),
+        "d": widths(),
+        "x": contents("x", inf=True, more=(Level(name="balanced", edit=balanced("x", "w")),)),
+        "w": contents("w", inf=True),
+        "greedy": trait(0, 1),
+        "weight": weight_formats(),
+        "layout": layouts("x", "w"),
+    }
+
+    def admits(self, row: Row) -> bool:
+        return in_format(row, "w")
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)
@@ -152,7 +190,10 @@ def _judge(x: Tensor, w: Matrix, logits: Tensor, token: int, largest_row: float)
     size, unit = LAMBDA * x.double().norm().item() * largest_row, UNIT[DTYPE_NAME[x.dtype]]
     # A weight in a format may be rounded, and a row's product be stored twice.
     roundings, rounded = (2.1, 0.0) if isinstance(w, Tensor) else (6.3, size * unit / 2)
-    margin = roundings * unit * top.abs().item() + 4 * x.numel() ** 0.5 * U32 * size + 4 * rounded + 1e-30
+    flushed = flushable(x).norm().item() * largest_row
+    if isinstance(w, Tensor):
+        flushed += TINY_NORMAL[DTYPE_NAME[x.dtype]] * x.double().abs().sum().item()
+    margin = roundings * unit * top.abs().item() + 4 * x.numel() ** 0.5 * U32 * size + 4 * rounded + 2 * flushed + 1e-30
     near = (logits >= top - margin).nonzero()[:, 0]
     if token not in near.tolist():
         return _wrong("argmax", token, int(near[0]), logits)

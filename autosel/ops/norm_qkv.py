@@ -15,6 +15,21 @@ from torch import Tensor
 from autosel.formats import PLAIN
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, U32, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.domains import (
+    Level,
+    Row,
+    balanced,
+    contents,
+    counts,
+    divides_by_rms,
+    in_format,
+    infinite_beside,
+    layouts,
+    norm_eps,
+    trait,
+    weight_formats,
+    widths,
+)
 from autosel.ops.draw import edge_sample, resident_draw, streamed_draw
 from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.rmsnorm import normalise, normalise_flush, normalise_relative_error
@@ -50,6 +65,23 @@ class NormQkv(Op):
     output_names = ("y",)
     dim_names = ("M", "d", "N")
     trait_defaults = {"offset": 0.0, "weight": PLAIN}
+    domains = {
+        "M": counts(),
+        "d": widths(),
+        "N": widths(),
+        "x": contents("x", inf=True),
+        "norm_weight": contents(
+            "norm_weight", rows=False, more=(Level(name="balanced", edit=balanced("norm_weight", "w")),)
+        ),
+        "w": contents("w", inf=True),
+        "eps": norm_eps("x"),
+        "offset": trait(0.0, 1.0, 0.5),
+        "weight": weight_formats(),
+        "layout": layouts("x", "norm_weight", "w"),
+    }
+
+    def admits(self, row: Row) -> bool:
+        return divides_by_rms(row, "x") and in_format(row, "w") and infinite_beside(row, "w", "x", "norm_weight")
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)

@@ -6,6 +6,7 @@ anything, -1 included; what they point to must not influence the result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +16,94 @@ from torch import Tensor
 from autosel.ops import attention
 from autosel.ops.arguments import Binder, need_multiple
 from autosel.ops.attention_cases import attn_cases
+from autosel.ops.attention_domains import (
+    HEADS,
+    KEYS,
+    SEQUENCES,
+    WIDTHS,
+    admits,
+    affordable,
+    attention_domains,
+    lengths_domain,
+)
 from autosel.ops.attn import Attn, head_pairs, pick_heads, ragged_lengths
 from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.domains import Domain, Level, Row, among, follows, layouts
 from autosel.ops.draw import Change, Draw, offset_by_one, relayout, resident_draw, streamed_draw
 from autosel.values import Workload
 
 ATTN = Attn()
+FAR_POOL_BYTES = 4 << 20
+
+
+def _share_pages(inputs: dict[str, Any], _: Draw) -> None:
+    """One buffer [P, 2, page, Hkv, D], as some engines keep K and V."""
+    both = torch.stack((inputs["k_pages"], inputs["v_pages"]), 1)
+    inputs["k_pages"], inputs["v_pages"] = both[:, 0], both[:, 1]
+
+
+def _heads_outside(pages: Tensor) -> Tensor:
+    """The same [P, page, Hkv, D] over memory laid out [P, Hkv, page, D]."""
+    return pages.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+# --- tables and pages -------------------------------------------------------------------------------------------------
+
+
+def _in_order(inputs: dict[str, Any], _: Draw) -> None:
+    table = inputs["block_table"]
+    table.copy_(torch.arange(table.numel(), dtype=torch.int32).view(table.shape))
+
+
+def _shared_prefix(inputs: dict[str, Any], _: Draw) -> None:
+    """Sequences that share their first page, as a prefix cache has them."""
+    table = inputs["block_table"]
+    table[:, 0] = table[0, 0]
+
+
+def _stale_entries(inputs: dict[str, Any], draw: Draw) -> None:
+    """Beyond a row's length -1, numbers of no page, and other sequences' pages; a table wider than `max_len` needs."""
+    table, page = inputs["block_table"], inputs["k_pages"].shape[1]
+    wide = torch.cat((table, table.new_full((table.shape[0], 3), -1)), 1)
+    unused = torch.arange(wide.shape[1]) * page >= inputs["lengths"][:, None]
+    anything = torch.tensor([-1, 2**30, int(table[-1, 0]), -(2**31)], dtype=torch.int32)
+    wide[unused] = anything[draw.integers(0, len(anything), int(unused.sum()))]
+    inputs["block_table"] = wide
+
+
+def _far_pages(inputs: dict[str, Any], _: Draw) -> None:
+    """Pages whose numbers need more than 16 bits, where that takes little memory; a pool much larger than its use."""
+    table = inputs["block_table"]
+    pages = inputs["k_pages"]
+    start = 66_000 if 66_000 * pages[0].numel() * pages.itemsize <= FAR_POOL_BYTES else 300
+    if start * pages[0].numel() * pages.itemsize > FAR_POOL_BYTES:
+        return
+    for name in ("k_pages", "v_pages"):
+        inputs[name] = torch.cat((inputs[name].new_zeros(start, *pages.shape[1:]), inputs[name]))
+    table.add_(start)
+
+
+def _bury_unused(inputs: dict[str, Any], draw: Draw) -> None:
+    table, lengths, page = inputs["block_table"], inputs["lengths"], inputs["k_pages"].shape[1]
+    used = torch.zeros(len(inputs["k_pages"]), dtype=torch.int64)  # slots of each page that some sequence uses
+    for row, length in zip(table, lengths.tolist(), strict=True):
+        for at in range(-(-length // page)):
+            used[row[at]] = max(int(used[row[at]]), min(page, length - at * page))
+    unseen = torch.arange(page) >= used[:, None]
+    for name in ("k_pages", "v_pages"):
+        junk = torch.where(draw.uniform(len(used), page) < 0.5, -800.0, 800.0).masked_fill_(
+            (used == 0)[:, None], math.nan
+        )
+        inputs[name].copy_(torch.where(unseen[..., None, None], junk[..., None, None], inputs[name].float()))
+
+
+_TABLES = (
+    Level(name="shuffled"),
+    Level(name="in order", edit=_in_order),
+    Level(name="shared prefix", edit=_shared_prefix),
+    Level(name="stale entries", edit=_stale_entries),
+    Level(name="far pages", edit=_far_pages),
+)
 
 
 class PagedAttn(Op):
@@ -39,6 +122,35 @@ class PagedAttn(Op):
     output_names = ("o",)
     dim_names = ("B", "Hq", "Hkv", "S", "D", "L", "page")
     trait_defaults = {"window": 0, "softcap": 0.0}
+    domains = {
+        "B": SEQUENCES,
+        "Hq Hkv": HEADS,
+        "S": among(1, 2, 5, 17),
+        "D": WIDTHS,
+        "L": KEYS,
+        "page": among(16, 1, 64, 24, 7, 256),
+        **attention_domains("q", "k_pages", "v_pages"),
+        "lengths": lengths_domain(),
+        "max_len": follows("L"),
+        "block_table": Domain(kind="index", levels=lambda *_: _TABLES),
+        "layout": layouts(
+            "q",
+            more=(
+                Level(name="k and v share pages", edit=_share_pages),
+                Level(name="heads outside", edit=relayout(("k_pages", "v_pages"), _heads_outside)),
+            ),
+        ),
+    }
+
+    def affordable(self, w: Workload) -> bool:
+        return affordable(w.at(L=_blocks(w) * w["page"]))
+
+    def admits(self, row: Row) -> bool:
+        return admits(row, "v_pages")
+
+    def finish(self, inputs: dict[str, Any], draw: Draw) -> None:
+        """NaN in each page that no sequence uses, large finite junk in the slots beyond a length."""
+        _bury_unused(inputs, draw)
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)
@@ -185,14 +297,3 @@ def _then(found: Case, change: Change) -> Any:
         return inputs
 
     return make
-
-
-def _share_pages(inputs: dict[str, Any], _: Draw) -> None:
-    """One buffer [P, 2, page, Hkv, D], as some engines keep K and V."""
-    both = torch.stack((inputs["k_pages"], inputs["v_pages"]), 1)
-    inputs["k_pages"], inputs["v_pages"] = both[:, 0], both[:, 1]
-
-
-def _heads_outside(pages: Tensor) -> Tensor:
-    """The same [P, page, Hkv, D] over memory laid out [P, Hkv, page, D]."""
-    return pages.transpose(1, 2).contiguous().transpose(1, 2)

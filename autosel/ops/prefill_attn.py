@@ -12,11 +12,18 @@ from torch import Tensor
 from autosel.ops import attention
 from autosel.ops import attention_cases as hostile
 from autosel.ops.arguments import Binder, need_multiple
+from autosel.ops.attention_domains import HEADS, SEQUENCES, WIDTHS, admits, affordable, attention_domains
 from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.domains import Level, Row, layouts, sizes
 from autosel.ops.draw import Change, Draw, large, offset_by_one, outliers, relayout, strided, subnormal, zeros
 from autosel.values import DTYPE_BYTES, Workload
 
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 193)
+
+
+def _heads_inside(x: Tensor) -> Tensor:
+    """The same [B, H, S, D] over memory laid out [B, S, H, D]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class PrefillAttn(Op):
@@ -32,6 +39,22 @@ class PrefillAttn(Op):
     output_names = ("o",)
     dim_names = ("B", "Hq", "Hkv", "S", "D")
     trait_defaults = {"window": 0, "softcap": 0.0}
+    domains = {
+        "B": SEQUENCES,
+        "Hq Hkv": HEADS,
+        "S": sizes(66, 1, powers=(3, 7), primes=(11, 200)),
+        "D": WIDTHS,
+        **attention_domains(),
+        "layout": layouts(
+            "q", "k", "v", more=(Level(name="heads inside", edit=relayout(("q", "k", "v"), _heads_inside)),)
+        ),
+    }
+
+    def affordable(self, w: Workload) -> bool:
+        return affordable(w)
+
+    def admits(self, row: Row) -> bool:
+        return admits(row)
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)
@@ -186,8 +209,3 @@ def _scaled(inputs: dict[str, Any], _: Draw) -> None:
 def _all_equal(inputs: dict[str, Any], _: Draw) -> None:
     for name in ("q", "k", "v"):
         inputs[name].fill_(0.75)
-
-
-def _heads_inside(x: Tensor) -> Tensor:
-    """The same [B, H, S, D] over memory laid out [B, S, H, D]."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -28,6 +28,18 @@ from autosel.ops.contract import (
     Rows,
     TensorSpec,
 )
+from autosel.ops.domains import (
+    FAR_DOWN,
+    FAR_UP,
+    Row,
+    contents,
+    counts,
+    divides_by_rms,
+    layouts,
+    norm_eps,
+    trait,
+    widths,
+)
 from autosel.ops.draw import Draw, edge_sample, hostile_rows
 from autosel.ops.rounding import flushable, stored
 from autosel.values import DTYPE_BYTES, Workload
@@ -67,6 +79,18 @@ class RmsNorm(Op):
     output_names = ("y",)
     dim_names = ("M", "d")
     trait_defaults = {"offset": 0.0}
+    domains = {
+        "M": counts(),
+        "d": widths(),
+        "x": contents("x", inf=True),
+        "weight": contents("weight", up=FAR_UP, down=FAR_DOWN, rows=False, inf=True),
+        "eps": norm_eps("x"),
+        "offset": trait(0.0, 1.0, 0.5),
+        "layout": layouts("x", "weight"),
+    }
+
+    def admits(self, row: Row) -> bool:
+        return divides_by_rms(row, "x")
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)

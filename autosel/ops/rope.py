@@ -9,7 +9,8 @@ and sin, both products and the sum may each be stored in the dtype, so the error
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.domains import FAR_DOWN, FAR_UP, Domain, Edit, Level, among, contents, counts, layouts, trait
 from autosel.ops.draw import (
     HOSTILE,
     Change,
@@ -29,12 +31,82 @@ from autosel.ops.draw import (
     strided,
 )
 from autosel.ops.rounding import flushable, stored
-from autosel.values import DTYPE_BYTES, Workload
+from autosel.values import DTYPE_BYTES, DTypeName, Workload
 
 # (Hq, Hkv, D, R): head groups, widths, partial rotations, odd tails of vectors.
 SHAPES = ((1, 1, 64, 64), (4, 2, 80, 80), (3, 1, 96, 24), (8, 2, 128, 128), (2, 2, 256, 64), (5, 5, 40, 10),
           (2, 1, 34, 34), (7, 1, 66, 2), (16, 4, 64, 32))  # fmt: skip
 ANGLE_ROUNDINGS = 4  # of fp32, in the product, the range reduction and sin or cos
+
+
+def frequencies(rotated: int, base: float) -> Tensor:
+    """base^(-2i/R), fp32 [R/2]."""
+    exponent = -torch.arange(0, rotated, 2).double() / rotated
+    return (exponent * math.log(base)).exp().float()
+
+
+def _packed(inputs: dict[str, Any], _: Draw) -> None:
+    """q and k as slices of one QKV projection's output."""
+    q, k = inputs["q"], inputs["k"]
+    both = torch.cat((q, k, k), 1)
+    inputs["q"], inputs["k"] = both[:, : q.shape[1]], both[:, q.shape[1] : q.shape[1] + k.shape[1]]
+
+
+def _heads_outside(x: Tensor) -> Tensor:
+    """The same [M, H, D] over memory laid out [H, M, D]."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+# --- domains ----------------------------------------------------------------------------------------------------------
+
+
+def _position_levels(_: DTypeName, rng: Random) -> list[Level]:
+    power = 1 << rng.randint(8, 20)
+    near = [max(0, power + n) for n in (-1, 0, 1)]
+
+    def of(values: Callable[[int, Draw], Tensor]) -> Edit:
+        def change(inputs: dict[str, Any], draw: Draw) -> None:
+            positions = inputs["positions"]
+            positions.copy_(values(len(positions), draw))
+
+        return change
+
+    return [
+        Level(name="plain"),
+        Level(name="0", edit=of(lambda m, _: torch.zeros(m))),
+        Level(name="in order", edit=of(lambda m, _: torch.arange(m))),
+        Level(name="falling", edit=of(lambda m, _: torch.arange(m).flip(0) * 37)),
+        Level(name="one for all", edit=of(lambda m, draw: draw.integers(0, 131_072, 1))),
+        Level(name=f"near {power}", edit=of(lambda m, _: torch.tensor(near).repeat(m // 3 + 1)[:m])),
+        Level(name="far", edit=of(lambda m, draw: draw.integers(0, 1 << 20, m))),
+    ]
+
+
+def _frequency_levels(_: DTypeName, rng: Random) -> list[Level]:
+    def of(made: Callable[[int, Draw], Tensor]) -> Edit:
+        def change(inputs: dict[str, Any], draw: Draw) -> None:
+            inputs["inv_freq"] = made(2 * len(inputs["inv_freq"]), draw)
+
+        return change
+
+    def stretched(rotated: int, _: Draw) -> Tensor:
+        """As Llama 3.1 has them: the slow ones slower."""
+        found = frequencies(rotated, 500_000.0)
+        return torch.where(found < 1e-3, found / 8, found)
+
+    def drawn(rotated: int, draw: Draw) -> Tensor:
+        return 10.0 ** (-5 * draw.uniform(rotated // 2))
+
+    return [
+        Level(name="plain"),
+        Level(name="base 10000", edit=of(lambda r, _: frequencies(r, 10_000.0))),
+        Level(name="base 1e6", edit=of(lambda r, _: frequencies(r, 1e6))),
+        Level(name="linear-scaled", edit=of(lambda r, _: frequencies(r, 500_000.0) / 8)),
+        Level(name="stretched", edit=of(stretched)),
+        Level(name="any", edit=of(drawn)),
+        Level(name="rising", edit=of(lambda r, _: frequencies(r, 10_000.0).flip(0).contiguous())),
+        Level(name="zero", edit=of(lambda r, _: torch.zeros(r // 2))),
+    ]
 
 
 class Rope(Op):
@@ -49,6 +121,24 @@ class Rope(Op):
     output_names = ("q_out", "k_out")
     dim_names = ("M", "Hq", "Hkv", "D", "R")
     trait_defaults = {"style": 0}
+    domains = {
+        "M": counts(),
+        "Hq Hkv": among((4, 2), (1, 1), (8, 2), (5, 5), (16, 4), (33, 3)),
+        "D R": among((64, 64), (128, 128), (96, 24), (256, 64), (40, 10), (34, 34), (66, 2), (80, 80)),
+        "q": contents("q", up=FAR_UP, down=FAR_DOWN),
+        "k": contents("k", up=FAR_UP, down=FAR_DOWN),
+        "positions": Domain(kind="index", levels=_position_levels),
+        "inv_freq": Domain(kind="content", levels=_frequency_levels),
+        "style": trait(0, 1),
+        "layout": layouts(
+            "q",
+            "k",
+            more=(
+                Level(name="one storage", edit=_packed),
+                Level(name="heads outside", edit=relayout(("q", "k"), _heads_outside)),
+            ),
+        ),
+    }
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)
@@ -121,12 +211,6 @@ class Rope(Op):
         return 3 * w["M"] * (w["Hq"] + w["Hkv"]) * w["R"]
 
 
-def frequencies(rotated: int, base: float) -> Tensor:
-    """base^(-2i/R), fp32 [R/2]."""
-    exponent = -torch.arange(0, rotated, 2).double() / rotated
-    return (exponent * math.log(base)).exp().float()
-
-
 def _angle(inputs: Inputs) -> Tensor:
     """float64 [M, 1, R/2]."""
     angle: Tensor = inputs["positions"].double()[:, None] * inputs["inv_freq"].double()
@@ -192,15 +276,3 @@ def _cancelling(inputs: dict[str, Any], _: Draw) -> None:
 
 def _scaled_frequencies(inputs: dict[str, Any], _: Draw) -> None:
     inputs["inv_freq"] = inputs["inv_freq"] / 8
-
-
-def _packed(inputs: dict[str, Any], _: Draw) -> None:
-    """q and k as slices of one QKV projection's output."""
-    q, k = inputs["q"], inputs["k"]
-    both = torch.cat((q, k, k), 1)
-    inputs["q"], inputs["k"] = both[:, : q.shape[1]], both[:, q.shape[1] : q.shape[1] + k.shape[1]]
-
-
-def _heads_outside(x: Tensor) -> Tensor:
-    """The same [M, H, D] over memory laid out [H, M, D]."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1)

@@ -15,8 +15,9 @@ top_k or top_p edge, and a cumulative probability within its own error of `unifo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -24,9 +25,106 @@ from torch import Tensor
 
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import U32, Arg, Case, Inputs, Match, Mismatch, Op, Rows, TensorSpec
+from autosel.ops.domains import Domain, Edit, Level, counts, layouts, shared_prefix, sizes, some_zeros, widths
 from autosel.ops.draw import Change, Draw, case, edge_sample, offset_by_one, relayout, strided
 from autosel.ops.rounding import LAMBDA, flushable
-from autosel.values import DTYPE_BYTES, Workload
+from autosel.values import DTYPE_BYTES, DTypeName, Workload
+
+# --- domains ----------------------------------------------------------------------------------------------------------
+
+
+def _settings_of(name: str, *values: float | None) -> Domain:
+    """A setting of each row: one for all, or each row its own. None: as drawn."""
+
+    def of(chosen: tuple[float, ...]) -> Edit:
+        def change(inputs: dict[str, Any], draw: Draw) -> None:
+            setting = inputs[name]
+            setting.copy_(torch.tensor(chosen, dtype=setting.dtype)[draw.integers(0, len(chosen), len(setting))])
+            if name == "repetition_penalty":
+                _penalise_the_best(inputs)
+
+        return change
+
+    made = [Level(name="plain") if v is None else Level(name=f"{v:.6g}", edit=of((v,))) for v in values]
+    known = tuple(v for v in values if v is not None)
+    return Domain(kind="scalar", levels=lambda *_: [*made, Level(name="each row its own", edit=of(known))])
+
+
+def _penalise_the_best(inputs: dict[str, Any]) -> None:
+    """The most probable token of each row into its history, unless that is empty: then the penalty decides."""
+    first, best = inputs["history"][:, 0], inputs["logits"].float().nan_to_num(0.0).argmax(-1)
+    first.copy_(torch.where(first >= 0, best, first))
+
+
+def _on_logits(edit: Callable[[Tensor, Draw], Any]) -> Edit:
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        edit(inputs["logits"], draw)
+
+    return change
+
+
+def _logit_levels(_: DTypeName, rng: Random) -> list[Level]:
+    def masked(x: Tensor, draw: Draw) -> None:
+        """All but a few tokens, in secret places, the last among them at times."""
+        x.masked_fill_(draw.uniform(*x.shape) > 4 / x.shape[-1], float("-inf"))
+        x[:, int(draw.integers(0, x.shape[-1], 1))] = 1.0
+
+    def largest(x: Tensor, draw: Draw) -> None:
+        """The largest of each row in a secret place of the second half."""
+        at = draw.integers(x.shape[-1] // 2, x.shape[-1], x.shape[0])
+        x[torch.arange(len(at)), at] = 25.0
+
+    edits: tuple[tuple[str, Callable[[Tensor, Draw], Any]], ...] = (
+        ("large", lambda x, _: x.mul_(200)),
+        ("small", lambda x, _: x.mul_(0.01)),
+        ("negative", lambda x, _: x.abs_().neg_()),
+        ("positive", lambda x, _: x.abs_()),
+        ("ties", lambda x, _: x.copy_((x.float() / 2).round() * 2)),
+        ("all equal", lambda x, _: x.fill_(0.75)),
+        ("mostly -inf", masked),
+        ("the largest in the second half", largest),
+        ("shared prefix", shared_prefix),
+        ("zeros", some_zeros),
+    )
+    bad = tuple((str(v), float(v)) for v in ("nan", "inf"))
+
+    def one(value: float) -> Callable[[Tensor, Draw], Any]:
+        return lambda x, draw: x[::2].select(1, int(draw.integers(0, x.shape[1], 1))).fill_(value)
+
+    return [
+        Level(name="plain"),
+        *(Level(name=told, edit=_on_logits(edit)) for told, edit in edits),
+        *(Level(name=told, edit=_on_logits(one(value))) for told, value in bad),
+    ]
+
+
+def _of_history(change: Callable[[Tensor, Tensor, Draw], Any]) -> Edit:
+    return lambda inputs, draw: change(inputs["history"], inputs["logits"], draw)
+
+
+def _holes(history: Tensor, _: Tensor, draw: Draw) -> None:
+    history[draw.uniform(*history.shape) < 0.4] = -1
+
+
+def _best_tokens(history: Tensor, logits: Tensor, _: Draw) -> None:
+    """The most probable tokens, and the first again and again."""
+    order = logits.float().argsort(-1, descending=True)
+    history.copy_(order[:, :1].expand_as(history))
+    few = min(history.shape[1] // 2, order.shape[1])
+    history[:, :few] = order[:, :few]
+
+
+_HISTORIES = (
+    Level(name="plain"),
+    Level(name="empty", edit=_of_history(lambda h, x, _: h.fill_(-1))),
+    Level(name="full", edit=_of_history(lambda h, x, draw: h.copy_(draw.integers(0, x.shape[1], *h.shape)))),
+    Level(name="-1 in the middle", edit=_of_history(_holes)),
+    Level(name="the best tokens", edit=_of_history(_best_tokens)),
+    Level(
+        name="first and last token",
+        edit=_of_history(lambda h, x, _: h.copy_(torch.arange(h.shape[1]) % 2 * (x.shape[1] - 1))),
+    ),
+)
 
 
 class Sample(Op):
@@ -42,6 +140,19 @@ class Sample(Op):
     )
     output_names = ("token",)
     dim_names = ("B", "V", "L")
+    domains = {
+        "B": counts(),
+        "V": widths(66_007),
+        "L": sizes(12, 1, powers=(3, 7), primes=(5, 200)),
+        "logits": Domain(kind="content", levels=_logit_levels),
+        "history": Domain(kind="index", levels=lambda *_: _HISTORIES),
+        "temperature": _settings_of("temperature", 0.8, 0.0, 1.0, 0.05, 30.0),
+        "top_k": _settings_of("top_k", 50, 0, 1, 3, 400, 1_000_000),
+        "top_p": _settings_of("top_p", 0.95, 1.0, 0.5, 0.0, 0.999),
+        "repetition_penalty": _settings_of("repetition_penalty", 1.1, 1.0, 5.0, 0.5),
+        "uniform": _settings_of("uniform", None, 0.0, 1.0 - 2.0**-24, 0.5),
+        "layout": layouts("logits", more=(Level(name="strided history", edit=relayout(("history",), strided)),)),
+    }
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)

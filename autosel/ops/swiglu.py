@@ -12,9 +12,17 @@ from autosel.ops import activation
 from autosel.ops.activation import Activation
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import DTYPE_NAME, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.domains import UP, Level, contents, counts, layouts, one_storage, widths
 from autosel.ops.draw import Draw, case, edge_sample, hostile_rows, on, one_nan, outliers
 from autosel.ops.rounding import flushable, stored
 from autosel.values import DTYPE_BYTES, Workload
+
+
+def _infinite_up(inputs: dict[str, Any], draw: Draw) -> None:
+    """Gates of at least a half: a kernel may count the activation of a very negative one as zero."""
+    inputs["gate"].abs_().add_(0.5)
+    up = inputs["up"].view(-1)
+    up[draw.integers(0, up.numel(), 1)] = float("inf")
 
 
 class GatedUnit(Op):
@@ -22,6 +30,13 @@ class GatedUnit(Op):
 
     output_names = ("y",)
     dim_names = ("M", "I")
+    domains = {
+        "M": counts(),
+        "I": widths(),
+        "gate": contents("gate", up={**UP, "fp16": 4}),
+        "up": contents("up", more=(Level(name="inf", edit=_infinite_up, special="inf"),)),
+        "layout": layouts("gate", "up", more=(Level(name="one storage", edit=one_storage("gate", "up")),)),
+    }
 
     def activation(self, inputs: Inputs) -> Activation:
         raise NotImplementedError

@@ -14,12 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from autosel.candidates.base import support_of
 from autosel.candidates.control import CONTROL, WORKED
 from autosel.errors import WorkerError
 from autosel.ops import OPS
+from autosel.ops.array import Array
 from autosel.ops.contract import Case, Op
 from autosel.ops.one_thread import one_thread
 from autosel.parity.battery import HABITS, STATE, Battery, Tally
@@ -31,15 +33,19 @@ from autosel.values import Accepted, Failed, Fingerprint, Parity, Passed, Worklo
 from autosel.workers import Exit, RaisedError
 
 INPUTS = secrets.token_hex(8)  # one a process: candidates of one tune see the same inputs, and none can know them
+EVERY_PAIR = range(1 << 20)
 _TRUTHS = Truths()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """`inputs`: the text that all inputs are drawn from, this process's secret unless given. Deadlines of a single call
-    and of a whole proof. `device`: where candidates run."""
+    and of a whole proof. `device`: where candidates run. `pairs`: the rows of the op's array (ops/array.py) to run.
+    `traits`: vary these too, as far as the candidate supports others than the workload's."""
 
     inputs: str = INPUTS
+    pairs: range = EVERY_PAIR
+    traits: bool = False
     call_deadline_s: float = CALL_S
     proof_deadline_s: float = PROOF_S
     device: str = "cpu"
@@ -112,10 +118,20 @@ class Prover:
         self.fp, self.terms, self.threads = fp, terms, threads
         self.session: Session | None = Session(terms.call_deadline_s, threads, terms.device)
         self.known: dict[tuple[str, str], Tally | RefusedError] = {}
+        self._pairs: dict[tuple[str, Workload], list[Case]] = {}
 
     def prove(self, proof: Proof) -> Parity:
-        """All steps, up to the first that refuses."""
-        return self.take(proof, self.steps(proof))
+        """All steps, up to the first that refuses; which rows of the array were among them."""
+        found = self.take(proof, self.steps(proof))
+        if isinstance(found, Failed):
+            return found
+        rows = len(self._pairs_of(proof))
+        return replace(
+            found,
+            pairs=len(range(rows)[self.terms.pairs.start : self.terms.pairs.stop]),
+            pairs_of=rows,
+            inputs=self.terms.inputs,
+        )
 
     def take(self, proof: Proof, steps: Sequence[Step]) -> Parity:
         """Some steps of a proof."""
@@ -146,7 +162,16 @@ class Prover:
         covers = "the workload itself: sampled rows, fresh inputs, a needle"
         size = Step(name=f"at {w.shape_text}", covers=covers, workload=w, run=full.check, draw=full.draw)
         left = Step(name=STATE, covers=HABITS[STATE], workload=w, run=lambda battery, _: battery.state())
-        return [*steps, size, left]
+        rows = [_hostile(c) for c in self._pairs_of(proof)[self.terms.pairs.start : self.terms.pairs.stop]]
+        return [*steps, left, *rows, size, left]  # a process that was changed is told before it falls
+
+    def _pairs_of(self, proof: Proof) -> list[Case]:
+        """All rows of the array; workloads that differ in sizes alone share them."""
+        op = OPS[proof.candidate.op]
+        shared = (proof.candidate.name, proof.workload.at(**dict.fromkeys(op.dim_names, 1)))
+        if shared not in self._pairs:
+            self._pairs[shared] = pairs_of(op, proof, self.fp, self.terms)
+        return self._pairs[shared]
 
     def _started(self) -> Session:
         if self.session is None:
@@ -209,6 +234,25 @@ def _hostile(case: Case) -> Step:
         run=lambda battery, tally: battery.hostile(case, tally),
         key=f"{case.name} {case.workload.key}",
     )
+
+
+@lru_cache(maxsize=64)
+def _array(op: Op, like: Workload, seed: int, *, traits: bool, sizes: bool) -> Array:
+    return Array(op, like, seed, traits=traits, sizes=sizes)
+
+
+def pairs_of(op: Op, proof: Proof, fp: Fingerprint | None, terms: Terms) -> list[Case]:
+    """Rows of the op's array, the same for all workloads of a build. One that compiles for each shape meets them at a
+    single small one."""
+    static, w = proof.candidate.static_shapes, proof.workload
+
+    def accepts(at: Workload) -> bool:
+        return fp is None or isinstance(proof.candidate.supports(at, fp), Accepted)
+
+    small = cases_of(op, proof, fp)[:1]
+    like = small[0].workload if static and small else w.at(**dict.fromkeys(op.dim_names, 1))
+    array = _array(op, like, terms.seed(f"array {op.name}"), traits=terms.traits and not static, sizes=not static)
+    return array.cases(accepts)
 
 
 def _habits(proof: Proof, cases: Sequence[Case]) -> list[Step]:

@@ -23,10 +23,10 @@ Baseline = Callable[..., Any] | None
 
 
 class Truth:
-    """Inputs, and from the first judgement on the reference, its bound and the baseline's result."""
+    """Inputs, and from the first judgement on the reference, its bound and, for `averages`, the baseline's result."""
 
-    def __init__(self, op: Op, inputs: Inputs) -> None:
-        self.op, self.inputs = op, inputs
+    def __init__(self, op: Op, inputs: Inputs, *, averages: bool = True) -> None:
+        self.op, self.inputs, self.averages = op, inputs, averages
         self.size_bytes = sum(tensor.nbytes for tensor in leaves(inputs).values())
         self._known: tuple[Expected, Sequence[Tensor] | None] | None = None
         self._lock = threading.Lock()
@@ -36,7 +36,7 @@ class Truth:
         with self._lock:
             if self._known is None:
                 expected = Expected(self.op, self.inputs)
-                base: Sequence[Tensor] | None = run_baseline(self.op, self.inputs)
+                base: Sequence[Tensor] | None = run_baseline(self.op, self.inputs) if self.averages else None
                 if base is not None and not expected.own and isinstance(expected.judge(base), Mismatch):
                     base = None
                 self._known = expected, base
@@ -57,7 +57,7 @@ class Truths:
         with self._lock:
             found = self._kept.get(key)
         if found is None:
-            found = Truth(op, case.make(seed))
+            found = Truth(op, case.make(seed), averages=case.averages)
         with self._lock:
             self._keep(key, found)
         return found

@@ -113,7 +113,7 @@ class Subject:
     def prover(self) -> Prover:
         if self._prover is None:
             order = self.order
-            terms = Terms(inputs=order.inputs, call_deadline_s=order.deadline_s, device=order.device)
+            terms = Terms(inputs=order.inputs, call_deadline_s=order.deadline_s, device=order.device, traits=True)
             self._prover = Prover(self.fp, terms, threads=torch_threads(self.proofs))
         return self._prover
 

@@ -19,6 +19,7 @@ from autosel.values import Failed, NativeRecipe, Parity, Passed, Workload
 
 log = logging.getLogger(__name__)
 
+FIRST_PAIRS = range(40)  # of an op's array: every value of every domain, and most pairs of the rarer ones
 AT_ONCE = 2  # proofs; nothing is timed here, so that cores may be shared
 
 Member = tuple[Job, Way]
@@ -112,7 +113,8 @@ def _on_trial(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
     PyTorch's own ways are not journaled: the baseline, one of them, can never be held back."""
     proofs = [proof_of(way, job.workload) for job, way in members]
     way = members[0][1]
-    terms = Terms(call_deadline_s=tuning.request.call_deadline_s, device=tuning.request.device)
+    request = tuning.request
+    terms = Terms(call_deadline_s=request.call_deadline_s, device=request.device, pairs=FIRST_PAIRS)
     if way.arm.backend == "TORCH":
         return check_all(proofs, fp=tuning.fp, terms=terms)
     with tuning.ledger.trial(tuning.fp.hw_id, way.candidate.op, way.arm):
@@ -120,12 +122,12 @@ def _on_trial(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
 
 
 def _known(tuning: Tuning, job: Job, way: Way) -> Parity | None:
-    """What the ledger knows and still holds. A failure is tried again with `force`, if it was for want of memory or the
-    like, if its quarantine was ended since, or if no control was run after it: earlier versions recorded failures of
-    the environment too."""
+    """What the ledger knows and still holds. A proof of an earlier version, without pairs of values, is made again. A
+    failure is tried again with `force`, if it was for want of memory or the like, if its quarantine was ended since, or
+    if no control was run after it: earlier versions recorded failures of the environment too."""
     known = tuning.ledger.parity_known(tuning.fp.hw_id, way.arm.digest, job.workload, since=way.released_at)
     if not isinstance(known, Failed):
-        return known
+        return known if known is not None and known.pairs else None
     uncontrolled = unanswered(known) and CONTROL not in known.evidence
     return None if tuning.request.force or known.evidence.get("retryable") or uncontrolled else known
 

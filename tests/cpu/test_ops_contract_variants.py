@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autosel.formats import PLAIN
 from autosel.ops import OPS, eager
+from autosel.ops.array import Array
 from autosel.ops.contract import TINY_NORMAL, Case, Match, Mismatch, Op
 from autosel.ops.paged_attn import gather
 from autosel.parity.check import far_case
 from autosel.parity.stage import far_strides
 from autosel.values import Workload
+from tests import drawn
 
 Outputs = tuple[Tensor, ...]
 Way = Callable[[dict[str, Any]], Outputs]
@@ -261,7 +265,7 @@ def rope_complex(i: dict[str, Any]) -> Outputs:
 def turn_complex(x: Tensor, unit: Tensor, style: int) -> Tensor:
     r, y = 2 * unit.shape[-1], x.clone()
     pairs = x[..., :r].unflatten(-1, (-1, 2)) if style else x[..., :r].unflatten(-1, (2, -1)).mT
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * unit)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.clone(memory_format=torch.contiguous_format)) * unit)
     y[..., :r] = (turned if style else turned.mT).flatten(-2)
     return y
 
@@ -427,6 +431,29 @@ def test_every_correct_way_passes_every_case_and_cases_are_small_and_distinct(w:
         for name, got in results.items():
             found = judge.verify(inputs, got)
             assert isinstance(found, Match), f"{name} refused on {case.name}: {found}"
+
+
+ROWS_A_RUN = 45  # of about 200
+
+
+@pytest.mark.parametrize("op", WAYS)
+def test_every_correct_way_passes_the_array(op: str) -> None:
+    """A share of its rows, in a dtype, both of this run."""
+    turn = Random(f"{drawn.seed} {op}")
+    dtype = turn.choice(DTYPES)
+    dims, traits = SHAPES[op][0]
+    array = Array(OPS[op], OPS[op].workload(dtype, dims, **traits), drawn.seed, traits=True)
+    cases = array.cases(lambda w: w.weight_format.name == PLAIN)  # these ways take matrices
+    for case in turn.sample(cases, ROWS_A_RUN):
+        inputs = case.make(drawn.seed)
+        results = {"eager": run_eager(op, inputs, allocate=True)}
+        results |= {way.__name__: way(inputs) for way in WAYS[op]}
+        if op != "kv_append":  # a copy copies subnormals too
+            results["flushed"] = WAYS[op][0](flushed(inputs))
+        judge = judge_of(OPS[op], inputs)
+        for name, got in results.items():
+            found = judge.verify(inputs, got)
+            assert isinstance(found, Match), f"{name} refused at {case.workload.key}: {case.covers}: {found}"
 
 
 # --- wrong ways -------------------------------------------------------------------------------------------------------

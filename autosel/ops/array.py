@@ -1,0 +1,187 @@
+"""The array of an op: cases in which every pair of values of any two of its domains occurs, from a secret seed.
+
+It comes beside the op's hand-made cases (`Op.cases`), and depends on dtype and traits alone: all workloads of a kernel
+share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from random import Random
+from typing import Any
+
+from autosel.ops.contract import Case, Op
+from autosel.ops.covering import Row, covering
+from autosel.ops.domains import ABSENT, ORDER, Domain, Kind, Level, compatible
+from autosel.ops.draw import Draw
+from autosel.values import Scalar, Workload
+
+PROBES = 40
+
+Accepts = Callable[[Workload], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    """One domain of an op, its levels drawn."""
+
+    name: str  # `M`, or `Hq Hkv` where dimensions go together
+    domain: Domain
+    levels: tuple[Level, ...]
+
+
+class Array:
+    """The domains of an op at a dtype and traits, and the cases that cover them."""
+
+    def __init__(self, op: Op, w: Workload, seed: int, *, traits: bool = False, sizes: bool = True) -> None:
+        """`traits`: vary the traits too; else they are w's. `sizes`: vary the dimensions; else they are w's."""
+        self.op, self.w, self.rng = op, w, Random(seed)
+        self.factors = tuple(self._factor(name, domain, traits, sizes) for name, domain in op.domains.items())
+
+    def _factor(self, name: str, domain: Domain, traits: bool, sizes: bool) -> Factor:
+        levels = tuple(domain.levels(self.w.dtype, self.rng))
+        if domain.kind == "trait":
+            own = self.w.trait(name, self.op.trait_defaults[name])
+            mine = tuple(level for level in levels if level.value == own) or (Level(name=str(own), value=own),)
+            levels = tuple(dict.fromkeys((*mine, *levels))) if traits else mine
+        if domain.presence and not traits:
+            there = bool(self.w.trait(domain.presence, False))
+            levels = tuple(level for level in levels if (level is not ABSENT) == there)
+        if domain.kind == "count" and not sizes:
+            own_sizes = tuple(self.w[n] for n in name.split())
+            value = own_sizes if len(own_sizes) > 1 else own_sizes[0]
+            levels = (Level(name="x".join(map(str, own_sizes)), value=value),)
+        return Factor(name=name, domain=domain, levels=levels)
+
+    @cached_property
+    def _shaped(self) -> list[int]:
+        """The factors that a workload is made of."""
+        return [i for i, f in enumerate(self.factors) if f.domain.kind in ("count", "trait") or f.domain.presence]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Rows for a candidate that accepts every workload."""
+        return covering([len(f.levels) for f in self.factors], self._admits(lambda _: True), self.rng)
+
+    def cases(self, accepts: Accepts) -> list[Case]:
+        """The rows that a candidate accepts, and more where it accepts only some: of what it accepts, every pair."""
+        rng = Random(f"{self.rows}")
+        kept = [row for row in self.rows if accepts(self._workload(self.level_of(row)))]
+        if len(kept) < len(self.rows):
+            admits = self._admits(accepts, self._refused(accepts, rng))
+            kept += covering([len(f.levels) for f in self.factors], admits, rng, given=kept)
+        return [self.case(self.level_of(row)) for row in kept]
+
+    def _refused(self, accepts: Accepts, rng: Random) -> set[tuple[int, int]]:
+        """Levels (factor, level) with which a candidate accepted no workload of many: a search would take long."""
+        known = {(i, at) for i in self._shaped for at in range(len(self.factors[i].levels))}
+        for i, at in sorted(known):
+            for _ in range(PROBES):
+                row = list(rng.choice(self.rows))
+                row[i] = at
+                w = self._workload(self.level_of(tuple(row)))
+                if self.op.affordable(w) and accepts(w):
+                    known.discard((i, at))
+                    break
+        return known
+
+    def level_of(self, row: Row) -> dict[str, Level]:
+        return {f.name: f.levels[at] for f, at in zip(self.factors, row, strict=True)}
+
+    # --- what is admitted ---------------------------------------------------------------------------------------------
+
+    def _admits(
+        self, accepts: Accepts, refused: Collection[tuple[int, int]] = ()
+    ) -> Callable[[Sequence[int | None]], bool]:
+        known: dict[tuple[int | None, ...], bool] = {}
+        shaped = self._shaped
+        coarse = [self._shape_classes(f) for f in self.factors]
+
+        def shape_admitted(row: Sequence[int | None]) -> bool:
+            """Of open sizes the smallest: they may still be chosen."""
+            key = tuple(None if (at := row[i]) is None else coarse[i][at] for i in shaped)
+            if key not in known:
+                w = self._workload({self.factors[i].name: self._level_or_least(i, row[i]) for i in shaped})
+                known[key] = self.op.affordable(w) and (None in key or accepts(w))
+            return known[key]
+
+        def admits(row: Sequence[int | None]) -> bool:
+            if any((i, row[i]) in refused for i in shaped):
+                return False
+            levels = {f.name: f.levels[at] for f, at in zip(self.factors, row, strict=True) if at is not None}
+            return compatible(levels) and self._present(levels) and self.op.admits(levels) and shape_admitted(row)
+
+        return admits
+
+    @staticmethod
+    def _shape_classes(f: Factor) -> list[int]:
+        """Which levels of a factor make the same workload: all contents of an argument that may be absent do."""
+        return [int(level is not ABSENT) if f.domain.presence else i for i, level in enumerate(f.levels)]
+
+    def _present(self, levels: Mapping[str, Level]) -> bool:
+        """No contents for an argument that is absent."""
+        for f in self.factors:
+            needed = levels.get(f.domain.needs)
+            if needed is not None and not needed.value and levels.get(f.name, f.levels[0]) is not f.levels[0]:
+                return False
+        return True
+
+    def _level_or_least(self, factor: int, at: int | None) -> Level:
+        found = self.factors[factor]
+        if at is not None:
+            return found.levels[at]
+        if found.domain.kind != "count":
+            return found.levels[0]
+        return min(found.levels, key=lambda level: _product(level.value))
+
+    # --- from a row to a case -----------------------------------------------------------------------------------------
+
+    def _workload(self, levels: Mapping[str, Level]) -> Workload:
+        dims: dict[str, int] = {}
+        traits: dict[str, Scalar] = {}
+        for f in self.factors:
+            if f.domain.kind == "count":
+                value = levels[f.name].value
+                dims |= zip(f.name.split(), value if isinstance(value, tuple) else (value,), strict=True)
+            elif f.domain.kind == "trait":
+                traits[f.name] = levels[f.name].value
+            elif f.domain.presence:
+                traits[f.domain.presence] = levels[f.name] is not ABSENT
+        return self.op.workload(self.w.dtype, dims, **traits)
+
+    def case(self, levels: Mapping[str, Level]) -> Case:
+        """Its name is a digest of its levels: a row has it wherever it occurs."""
+        at = self._workload(levels)
+        told = ", ".join(f"{name} {level.name}" for name, level in levels.items() if level is not self._first(name))
+        name = hashlib.blake2b(f"{at.key} {told}".encode(), digest_size=3).hexdigest()
+        made = partial(self._made, at, levels)
+        return Case(name=f"pairs {name}", workload=at, make=made, covers=told, averages=False)
+
+    def _first(self, name: str) -> Level:
+        return next(f.levels[0] for f in self.factors if f.name == name)
+
+    def _made(self, at: Workload, levels: Mapping[str, Level], seed: int) -> dict[str, Any]:
+        inputs, draw = self.op.small_inputs(at, seed), Draw(seed + 77_003, at.dtype)
+        for f in sorted(self.factors, key=lambda f: _turn(f.domain.kind, levels[f.name])):
+            level = levels[f.name]
+            if f.domain.kind == "scalar" and level.value is not None:
+                inputs[f.name] = level.value
+            if level.edit is not None:
+                level.edit(inputs, draw)
+        self.op.finish(inputs, draw)
+        return inputs
+
+
+def _turn(kind: Kind, level: Level) -> tuple[bool, bool, int]:
+    """When a level is applied: NaN and infinity to contents that are otherwise final, the layout last."""
+    return kind == "layout", bool(level.special), ORDER.index(kind)
+
+
+def _product(value: Any) -> int:
+    product = 1
+    for size in value if isinstance(value, tuple) else (value,):
+        product *= size
+    return product

@@ -1,0 +1,202 @@
+"""The domains that the attention ops share: contents of queries and caches, lengths, scales."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any, Literal
+
+import torch
+
+from autosel.ops import draw as d
+from autosel.ops.attention_cases import bury
+from autosel.ops.domains import (
+    ABSENT,
+    FAR_DOWN,
+    FAR_UP,
+    Domain,
+    Edit,
+    Level,
+    Row,
+    among,
+    balanced,
+    contents,
+    sizes,
+    trait,
+)
+from autosel.ops.draw import Draw
+from autosel.values import DTypeName, Workload
+
+HEADS = among((2, 1), (1, 1), (4, 4), (8, 2), (6, 2), (5, 1), (16, 1), (33, 11), (40, 40))
+WIDTHS = among(64, 128, 80, 96, 256, 16, 8)
+SEQUENCES = sizes(2, 1, powers=(2, 4), primes=(3, 30))
+KEYS = sizes(130, 1, 1500, powers=(3, 9), primes=(17, 700))
+WINDOW, SOFTCAP = trait(0, 1, 3, 37), trait(0.0, 30.0, 4.0)
+QUIET = ("plain", "same rows", "shared prefix", "shared sum", "positive", "negative")  # no weight is zero in fp32
+
+
+def attention_domains(q: str = "q", k: str = "k", v: str = "v") -> dict[str, Domain]:
+    """Of query, keys, values, scale, window and softcap."""
+    return {
+        q: contents(
+            q,
+            up=SCORE_UP,
+            down=FAR_DOWN,
+            gentle=True,
+            nan=False,
+            more=(
+                seen(q, "nan"),
+                Level(name="balanced", edit=balanced(q, k)),
+                Level(name="for huge keys", edit=_traded(q, k, up=False)),
+                Level(name="for tiny keys", edit=_traded(q, k, up=True)),
+            ),
+        ),
+        k: contents(k, up=SCORE_UP, down=FAR_DOWN, gentle=True, nan=False, more=(seen(k, "nan"),)),
+        v: contents(
+            v,
+            up=FAR_UP,
+            down=FAR_DOWN,
+            nan=False,
+            more=(seen(v, "nan"), seen(v, "inf"), Level(name="every key in its channel", edit=each_key(k, v))),
+        ),
+        "scale": _scales(q),
+        "window": WINDOW,
+        "softcap": SOFTCAP,
+    }
+
+
+FEW = 40  # keys
+SCORE_UP = {"bf16": 3, "fp16": 3, "fp32": 3}  # scores of about 64: e^64 needs its maximum subtracted
+
+
+def affordable(w: Workload) -> bool:
+    """The reference sees every key, whatever the window, and has a dozen float64 operations for each score."""
+    keys = dict(w.dims).get("L", w["S"])
+    cache, scores = w["B"] * w["Hkv"] * keys * w["D"], w["B"] * w["Hq"] * w["S"] * keys
+    return cache <= 100_000 and scores <= 20_000
+
+
+def admits(row: Row, v: str = "v") -> bool:
+    """Beside scores that span more than fp32's range: no bad value whose weight is zero for some, tiny for others."""
+    return not any(level.special for name, level in row.items() if name == v) or all(
+        row[n].name in QUIET for n in ("q", "k", "k_pages") if n in row
+    )
+
+
+def _traded(q: str, k: str, *, up: bool) -> Edit:
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        power = 2.0 ** (40 if draw.name != "fp16" else 6)
+        inputs[q].mul_(power if up else 1 / power)
+        inputs[k].mul_(1 / power if up else power)
+
+    return change
+
+
+def each_key(k: str, v: str) -> Edit:
+    """All keys alike, and the values of key j zero but in channel j mod D: each key fills a share of one channel, and
+    one that is dropped, doubled or taken from elsewhere shows there."""
+
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        inputs[k].mul_(1 / 16)
+        v_, width = inputs[v], inputs[v].shape[-1]
+        heads, keys = (0, 1) if "block_table" in inputs else (1, 2)  # pages' slots in a row are keys in a row
+        slot = torch.arange(v_.shape[heads] * v_.shape[keys]).view(v_.shape[heads], v_.shape[keys])
+        value = (torch.arange(width) == (slot % width)[..., None]) * (1.0 + draw.uniform(*slot.shape, 1))
+        v_.copy_(value[:, :, None] if heads == 0 else value)
+
+    return change
+
+
+def _scales(q: str) -> Domain:
+    def given(value: float) -> Edit:
+        def change(inputs: dict[str, Any], _: Draw) -> None:
+            inputs["scale"] = value or inputs[q].shape[-1] ** -0.5
+
+        return change
+
+    def small(inputs: dict[str, Any], draw: Draw) -> None:
+        """A tiny scale, with queries as much larger."""
+        power = 2.0 ** (24 if draw.name != "fp16" else 5)
+        inputs[q].mul_(power)
+        inputs["scale"] = inputs[q].shape[-1] ** -0.5 / power
+
+    def levels(_: DTypeName, rng: Random) -> list[Level]:
+        found = [Level(name="0, the default", value=0.0), Level(name="1/sqrt D", edit=given(0.0))]
+        found += [Level(name=f"{v:.3g}", edit=given(v)) for v in (256**-0.5, rng.uniform(0.2, 0.7), 1.0)]  # Gemma's
+        return [*found, Level(name="tiny", edit=small)]
+
+    return Domain(kind="scalar", levels=levels)
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+def lengths_domain(*, presence: str = "") -> Domain:
+    """How many keys each sequence has: near and far apart, none, one, and fewer than `max_len` in all."""
+
+    def filled(pattern: Any) -> Edit:
+        def change(inputs: dict[str, Any], draw: Draw) -> None:
+            lengths, most = inputs["lengths"], inputs["max_len"]
+            if lengths is not None:
+                found = [min(most, max(0, int(n))) for n in pattern(len(lengths), most, draw)]
+                lengths.copy_(torch.tensor(found, dtype=torch.int32))
+
+        return change
+
+    made = [
+        *([ABSENT] if presence else []),
+        Level(name="plain"),
+        Level(name="near", edit=filled(lambda b, n, _: [n - i for i in range(b)])),
+        Level(name="far apart", edit=filled(lambda b, n, _: [(n, 1, n // 2, n - 1, 0)[i % 5] for i in range(b)])),
+        Level(name="shortest first", edit=filled(lambda b, n, _: [n if i == b - 1 else 1 + i for i in range(b)])),
+        Level(name="all", edit=filled(lambda b, n, _: [n] * b)),
+        Level(name="below max_len", edit=filled(lambda b, n, draw: (draw.uniform(b) * n * 0.8).tolist())),
+    ]
+    return Domain(kind="index", levels=lambda *_: made, presence=presence)
+
+
+def room_domain(*caches: str) -> Domain:
+    """Room for more keys than `max_len`, as a cache has."""
+
+    def more(count: int) -> Edit:
+        def change(inputs: dict[str, Any], _: Draw) -> None:
+            for name in caches:
+                cache = inputs[name]
+                b, h, _keys, width = cache.shape
+                inputs[name] = torch.cat([cache, cache.new_zeros(b, h, count, width)], 2)
+
+        return change
+
+    levels = [Level(name="none"), *(Level(name=f"{n} more", edit=more(n)) for n in (1, 7, 64))]
+    return Domain(kind="index", levels=lambda *_: levels)
+
+
+def bury_unseen(inputs: dict[str, Any], draw: Draw, caches: tuple[str, ...] = ("k", "v")) -> None:
+    """Large finite junk beyond the lengths."""
+    for name in caches:
+        bury(inputs[name], inputs["lengths"], inputs["max_len"], draw)
+
+
+def seen(name: str, bad: Literal["nan", "inf"]) -> Level:
+    """One bad element in batch row 0: in its last query, or in a key that each of its queries sees. What is not seen
+    has to be finite.
+
+    Not where a row has few keys: PyTorch's attention gives 0 for a NaN that its vectors do not meet. Nor in the first
+    page of a paged cache: PyTorch's way takes that in place of pages that are not used.
+    """
+
+    def edit(inputs: dict[str, Any], _: Draw) -> None:
+        x, s, window = inputs[name], inputs["q"].shape[2], inputs["window"]
+        end = int(inputs["lengths"][0]) if inputs.get("lengths") is not None else inputs.get("max_len", s)
+        at = end - s if s < end else 0
+        if min(end, window or end) < FEW or 0 < window < s or (end == s and window):
+            return
+        if bad == "inf":
+            d.away_from_zero(inputs[name.replace("v", "k")])
+        if name == "q":
+            x[0, -1, -1, x.shape[3] // 3] = float(bad)
+        elif "block_table" not in inputs:
+            x[0, -1, at, x.shape[3] // 3] = float(bad)
+        elif at >= x.shape[1]:
+            x[int(inputs["block_table"][0, at // x.shape[1]]), at % x.shape[1], -1, x.shape[3] // 3] = float(bad)
+
+    return Level(name=bad, edit=edit, special=bad)

@@ -1,0 +1,95 @@
+"""Covering arrays: few rows in which every pair of values of any two factors occurs together.
+
+Greedy, a row at a time (after AETG: Cohen, Dalal, Fredman and Patton, IEEE TSE 23(7), 1997): a row starts from a pair
+that no row has yet, and each other factor takes the value that adds most pairs. Most faults need one factor or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from random import Random
+
+Row = tuple[int, ...]  # a value's index for each factor
+Partial = list[int | None]
+Admits = Callable[[Sequence[int | None]], bool]
+Pair = tuple[int, int, int, int]  # factor, value, later factor, its value
+
+STEPS = 300  # values tried for one row before its pair counts as impossible
+
+
+def covering(sizes: Sequence[int], admits: Admits, rng: Random, *, given: Iterable[Row] = ()) -> list[Row]:
+    """Return rows that cover, with those `given`, each pair of values that an admissible row can hold.
+
+    `sizes`: how many values each factor has. `admits` judges rows with some factors still open (None); what it refuses
+    it must go on refusing, whatever the open factors become.
+    """
+    open_ = {
+        (a, i, b, j) for a, b in combinations(range(len(sizes)), 2) for i in range(sizes[a]) for j in range(sizes[b])
+    }
+    for row in given:
+        open_.difference_update(pairs_of(row))
+    rows: list[Row] = []
+    for pair in rng.sample(sorted(open_), len(open_)):
+        if pair not in open_:
+            continue
+        found = _completed(pair, sizes, admits, rng, open_)
+        open_.discard(pair)
+        if found is not None:
+            rows.append(found)
+            open_.difference_update(pairs_of(found))
+    return rows
+
+
+def pairs_of(row: Row) -> list[Pair]:
+    """Every pair that a row holds."""
+    return [(a, row[a], b, row[b]) for a, b in combinations(range(len(row)), 2)]
+
+
+def _completed(pair: Pair, sizes: Sequence[int], admits: Admits, rng: Random, open_: set[Pair]) -> Row | None:
+    """The row of a pair with the most new pairs that greed finds; None if no admissible row has the pair."""
+    a, i, b, j = pair
+    row: Partial = [None] * len(sizes)
+    row[a], row[b] = i, j
+    if not admits(row):
+        return None
+    others = [f for f in range(len(sizes)) if f not in (a, b)]
+    search = _Search(row, rng.sample(others, len(others)), sizes, admits, rng, open_)
+    return tuple(value for value in row if value is not None) if search.fill(0) else None
+
+
+class _Search:
+    """Fill a row, a factor at a time, the best value first; where no value is admitted, go back."""
+
+    def __init__(
+        self, row: Partial, order: Sequence[int], sizes: Sequence[int], admits: Admits, rng: Random, open_: set[Pair]
+    ) -> None:
+        self.row, self.order, self.sizes, self.admits, self.rng, self.open = row, order, sizes, admits, rng, open_
+        self.left = STEPS
+
+    def fill(self, at: int) -> bool:
+        if at == len(self.order):
+            return True
+        factor = self.order[at]
+        for value in self._by_gain(factor):
+            self.left -= 1
+            self.row[factor] = value
+            if self.admits(self.row) and self.fill(at + 1):
+                return True
+            if self.left <= 0:
+                break
+        self.row[factor] = None
+        return False
+
+    def _by_gain(self, factor: int) -> list[int]:
+        """Values, most new pairs first; among equals by luck."""
+        values = self.rng.sample(range(self.sizes[factor]), self.sizes[factor])
+        return sorted(values, key=lambda value: -self._gain(factor, value))
+
+    def _gain(self, factor: int, value: int) -> int:
+        gain = 0
+        for other, taken in enumerate(self.row):
+            if taken is not None and other != factor:
+                pair = (other, taken, factor, value) if other < factor else (factor, value, other, taken)
+                gain += pair in self.open
+        return gain

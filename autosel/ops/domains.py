@@ -1,0 +1,383 @@
+"""Domains: the values that each dimension of an op's contract ranges over, the ordinary one first.
+
+An op declares one for every dimension, trait and argument (`undeclared` lists what is missing; an op with a gap cannot
+be registered). `array.py` makes cases of them in which every pair of values occurs. Sizes that a level leaves open are
+drawn from a secret seed: no kernel can know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from autosel.formats import PLAIN, WEIGHT_FORMATS
+from autosel.ops import draw as d
+from autosel.ops.draw import Draw
+from autosel.values import DTypeName, Scalar
+
+if TYPE_CHECKING:
+    from autosel.ops.contract import Op
+
+Edit = Callable[[dict[str, Any], Draw], None]
+Kind = Literal["count", "trait", "content", "scalar", "index", "layout"]
+ORDER: tuple[Kind, ...] = ("count", "trait", "index", "content", "scalar", "layout")  # in which a case applies them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One value of a domain. Counts (a tuple for dimensions that go together), traits and scalars have a `value`;
+    `edit` changes the inputs in place. `special`: at most one operand of a case holds NaN or infinity. `zeros`: it has
+    zeros, or numbers that a kernel may count as zeros; beside an infinity these have no contracted result.
+    """
+
+    name: str
+    value: Any = None
+    edit: Edit | None = None
+    special: Literal["", "nan", "inf"] = ""
+    zeros: bool = False
+
+
+ABSENT = Level(name="absent")
+Levels = Callable[[DTypeName, Random], Sequence[Level]]
+Row = Mapping[str, Level]  # a level for each domain of an op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Domain:
+    """What one dimension of a contract ranges over; `levels` may draw sizes from a secret source.
+
+    `follows`: the dimension or trait that decides the value. An argument that may be absent names a trait: `presence`
+    is true exactly if it is there, and its first level is ABSENT; `needs` has values of its own, 0 without it.
+    """
+
+    kind: Kind
+    levels: Levels
+    follows: str = ""
+    presence: str = ""
+    needs: str = ""
+
+
+def dimensions(op: Op) -> list[str]:
+    """Everything an op's contract leaves open: its dimensions, traits and arguments."""
+    return list(dict.fromkeys((*op.dim_names, *op.trait_defaults, *(a.name for a in op.args))))
+
+
+def undeclared(op: Op) -> list[str]:
+    """The dimensions of a contract that have no domain, or one of fewer than two values."""
+    declared = {
+        name
+        for names, domain in op.domains.items()
+        for name in (*names.split(), domain.presence)
+        if domain.follows or all(len(domain.levels(dtype, Random(0))) > 1 for dtype in ("bf16", "fp16", "fp32"))
+    }
+    return [name for name in dimensions(op) if name not in declared]
+
+
+def compatible(row: Row) -> bool:
+    """Do these levels have a contracted result together? Of a row with open factors: may they still?"""
+    special = [level.special for level in row.values() if level.special]
+    return len(special) <= 1 and not ("inf" in special and any(level.zeros for level in row.values()))
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def _primes(low: int, high: int) -> list[int]:
+    return [n for n in range(low, high) if all(n % p for p in range(2, int(n**0.5) + 1))]
+
+
+def sizes(*fixed: int, powers: tuple[int, int], primes: tuple[int, int]) -> Domain:
+    """`fixed` sizes; a secret power of two (exponents from..to) and its neighbours; a secret prime."""
+
+    def levels(_: DTypeName, rng: Random) -> list[Level]:
+        power = 1 << rng.randint(*powers)
+        found = [*fixed, power - 1, power, power + 1, rng.choice(_primes(*primes))]
+        return [Level(name=str(n), value=n) for n in dict.fromkeys(found)]
+
+    return Domain(kind="count", levels=levels)
+
+
+def counts(*fixed: int) -> Domain:
+    """Rows: tokens or sequences."""
+    return sizes(2, 1, *fixed, powers=(2, 5), primes=(11, 72))
+
+
+def widths(*fixed: int) -> Domain:
+    """Elements of a row or of a sum."""
+    return sizes(192, 1, *fixed, powers=(3, 8), primes=(257, 1024))
+
+
+def among(*values: Any) -> Domain:
+    """Sizes with nothing between them; tuples for dimensions that go together."""
+    made = [Level(name="x".join(map(str, v)) if isinstance(v, tuple) else str(v), value=v) for v in values]
+    return Domain(kind="count", levels=lambda *_: made)
+
+
+# --- traits and scalars -----------------------------------------------------------------------------------------------
+
+
+def trait(*values: Scalar) -> Domain:
+    """A static attribute; the first is its default."""
+    return Domain(kind="trait", levels=lambda *_: [Level(name=str(v), value=v) for v in values])
+
+
+def weight_formats() -> Domain:
+    """The formats that weights come in."""
+    return trait(*WEIGHT_FORMATS)
+
+
+def in_format(row: Row, *weights: str) -> bool:
+    """A weight in a format has no contents but those it was quantised from; none is balanced, or multiplied by Inf."""
+    if "weight" not in row or row["weight"].value == PLAIN:
+        return True
+    plain = all(row[name].name == "plain" for name in weights if name in row)
+    return plain and not any(level.name == "balanced" or level.special == "inf" for level in row.values())
+
+
+def scalar(*values: float, edit: Callable[[float], Edit] | None = None) -> Domain:
+    """A number. `edit(value)` changes operands so that this value matters."""
+    made = [Level(name=f"{v:.4g}", value=v, edit=None if edit is None else edit(v)) for v in values]
+    return Domain(kind="scalar", levels=lambda *_: made)
+
+
+def follows(dimension: str) -> Domain:
+    """An argument that follows from a dimension or trait of the same case."""
+    return Domain(kind="scalar", levels=lambda *_: [Level(name=f"as {dimension}")], follows=dimension)
+
+
+NORM_EPS = (1e-6, 1e-5, 1e-3, 0.0, 0.25)  # Qwen's and Gemma's; Llama's and Mistral's; beyond
+
+
+def norm_eps(*rows: str) -> Domain:
+    """A norm's epsilon, with `rows` of about its size: their mean square is what it is added to."""
+
+    def edit(eps: float) -> Edit:
+        def change(inputs: dict[str, Any], _: Draw) -> None:
+            for name in rows:
+                x = inputs[name]
+                if 0.5 < x.float().square().mean().sqrt() < 8:  # not where they have another magnitude already
+                    x.mul_(1.2 * (eps or NORM_EPS[0]) ** 0.5)
+                if not eps:  # a row of what a kernel may count as zeros has no norm
+                    d.away_from_zero(x)
+
+        return change
+
+    return scalar(*NORM_EPS, edit=edit)
+
+
+def divides_by_rms(row: Row, *operands: str) -> bool:
+    """Without an epsilon, rows of zeros, or of what a kernel may count as zeros, have no contracted result."""
+    without = "eps" in row and row["eps"].value == 0.0
+    return not (without and any(row[n].zeros or row[n].name in SPREAD for n in operands if n in row))
+
+
+def infinite_beside(row: Row, operand: str, *others: str) -> bool:
+    """An infinity in `operand` needs others of one magnitude: what is stored between may be too small for the dtype."""
+    infinite = operand in row and row[operand].special == "inf"
+    return not (infinite and any(row[name].name in SPREAD for name in others if name in row))
+
+
+SPREAD = ("tiny", "magnitudes", "outliers", "balanced")
+
+
+# --- contents of a float operand --------------------------------------------------------------------------------------
+
+Power = Mapping[str, int]
+UP: Power = {"bf16": 40, "fp16": 5, "fp32": 40}  # 2^40 is beyond fp16
+DOWN: Power = {"bf16": -45, "fp16": -5, "fp32": -45}  # 2^-45 is below fp16's subnormals
+FAR_UP: Power = {"bf16": 60, "fp16": 8, "fp32": 60}  # of values that nothing multiplies
+FAR_DOWN: Power = {"bf16": -60, "fp16": -7, "fp32": -60}
+APART: Power = {"bf16": 18, "fp16": 3, "fp32": 18}  # magnitudes within one operand
+
+
+def _on(name: str, edit: Callable[[Tensor, Draw], Any]) -> Edit:
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        if inputs.get(name) is not None:
+            edit(inputs[name], draw)
+
+    return change
+
+
+def scaled(power: int) -> Callable[[Tensor, Draw], Any]:
+    return lambda x, _: x.mul_(2.0**power)
+
+
+def rows_apart(x: Tensor, draw: Draw, most: int = 0) -> None:
+    """Each row of another magnitude: one scale for all, or for eight of them, loses some."""
+    most = most or APART[draw.name]
+    x.view(-1, x.shape[-1]).mul_((2.0 ** draw.integers(-most, most + 1, x.numel() // x.shape[-1], 1)).to(x.dtype))
+
+
+def columns_apart(x: Tensor, draw: Draw) -> None:
+    most = APART[draw.name]
+    x.mul_((2.0 ** draw.integers(-most, most + 1, x.shape[-1])).to(x.dtype))
+
+
+def _magnitudes(*, rows: bool, gentle: bool) -> Callable[[Tensor, Draw], None]:
+    if gentle:
+        return lambda x, draw: rows_apart(x, draw, 2)
+    return rows_apart if rows else columns_apart
+
+
+def same_rows(x: Tensor, _: Draw) -> None:
+    rows = x.view(-1, x.shape[-1])
+    rows.copy_(rows[:1].clone().expand_as(rows))
+
+
+def shared_prefix(x: Tensor, _: Draw) -> None:
+    """Rows that differ in their last quarter alone."""
+    rows, most = x.view(-1, x.shape[-1]), x.shape[-1] - -(-x.shape[-1] // 4)
+    rows[:, :most] = rows[:1, :most].clone()
+
+
+def shared_sum(x: Tensor, _: Draw) -> None:
+    """Rows of the same elements in another order: sums, maxima and norms are equal."""
+    rows, width = x.view(-1, x.shape[-1]), x.shape[-1]
+    turned = (torch.arange(width) - torch.arange(rows.shape[0])[:, None]) % width
+    rows.copy_(rows[0].clone()[turned])
+
+
+def some_zeros(x: Tensor, draw: Draw) -> None:
+    """Every third element or so a zero, of either sign."""
+    hit = draw.uniform(*x.shape)
+    x.masked_fill_(hit < 0.2, 0.0).masked_fill_(hit > 0.8, -0.0)
+
+
+def positive(x: Tensor, _: Draw) -> None:
+    """Sums that grow: a running sum in a narrow dtype stops growing."""
+    x.abs_()
+
+
+def negative(x: Tensor, _: Draw) -> None:
+    x.abs_().neg_()
+
+
+def contents(
+    name: str,
+    *,
+    up: Power = UP,
+    down: Power = DOWN,
+    inf: bool = False,
+    nan: bool = True,
+    zeros: bool = True,
+    rows: bool = True,
+    gentle: bool = False,
+    presence: str = "",
+    more: Sequence[Level] = (),
+) -> Domain:
+    """What a float operand may hold. `rows`: it has rows, which may be alike or of other magnitudes. `gentle`: an
+    exponential is taken of sums of it, which are to stay meaningful."""
+
+    def levels(dtype: DTypeName, _: Random) -> list[Level]:
+        made = [
+            *([ABSENT] if presence else []),
+            Level(name="plain"),
+            Level(name="huge", edit=_on(name, scaled(up[dtype]))),
+            Level(name="tiny", edit=_on(name, scaled(down[dtype]))),
+            Level(name="positive", edit=_on(name, positive)),
+            Level(name="negative", edit=_on(name, negative)),
+            Level(name="outliers", edit=_on(name, _few_outliers if gentle or dtype == "fp16" else d.outliers)),
+            Level(name="magnitudes", edit=_on(name, _magnitudes(rows=rows, gentle=gentle))),
+            Level(name="some subnormal", edit=_on(name, d.some_subnormal), zeros=True),
+        ]
+        if zeros:
+            made.append(Level(name="zeros", edit=_on(name, some_zeros), zeros=True))
+        if rows:
+            made += [
+                Level(name="same rows", edit=_on(name, same_rows)),
+                Level(name="shared prefix", edit=_on(name, shared_prefix)),
+                Level(name="shared sum", edit=_on(name, shared_sum)),
+            ]
+        if nan:
+            made.append(Level(name="nan", edit=_on(name, _some_nan), special="nan"))
+        if inf:
+            made.append(Level(name="inf", edit=_infinite(name), special="inf"))
+        return [*made, *more]
+
+    return Domain(kind="content", levels=levels, presence=presence)
+
+
+def _few_outliers(x: Tensor, draw: Draw) -> None:
+    """Of thirty, not a thousand: products of halves must stay within their range."""
+    flat = x.view(-1)
+    flat[draw.integers(0, flat.numel(), max(1, flat.numel() // 1000))] = 30.0
+
+
+def _some_nan(x: Tensor, draw: Draw) -> None:
+    """One in some row; of a vector, one."""
+    at = draw.integers(0, x.numel(), 1)
+    x.view(-1)[at] = float("nan")
+
+
+def _infinite(name: str) -> Edit:
+    """One infinity, and no operand with numbers that a kernel may count as zeros: infinity times zero is NaN."""
+
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        if inputs.get(name) is None:
+            return
+        for value in inputs.values():
+            if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+                d.away_from_zero(value)
+        x = inputs[name]
+        x.view(-1)[draw.integers(0, x.numel(), 1)] = float("inf") if draw.uniform(1) < 0.5 else float("-inf")
+
+    return change
+
+
+def balanced(up: str, *down: str) -> Edit:
+    """Columns of `up` times powers of two, those of `down` divided by them: each product of two elements is as it was,
+    and none of the operands fits a narrower format."""
+
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        most = APART[draw.name]
+        by = 2.0 ** draw.integers(-most, most + 1, inputs[up].shape[-1])
+        inputs[up].mul_(by.to(inputs[up].dtype))
+        for name in down:
+            inputs[name].div_(by.to(inputs[name].dtype))
+
+    return change
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def layouts(*names: str, more: Sequence[Level] = ()) -> Domain:
+    """How the float operands `names` lie in memory."""
+    made = [
+        Level(name="plain"),
+        Level(name="strided rows", edit=d.relayout(names, _rows_strided)),
+        Level(name="offset by one", edit=d.relayout(names, d.offset_by_one)),
+        Level(name="wide gaps", edit=d.relayout(names, _wide_gaps)),
+        *more,
+    ]
+    return Domain(kind="layout", levels=lambda *_: made)
+
+
+def _rows_strided(x: Tensor) -> Tensor:
+    return d.strided(x) if x.dim() >= 2 else d.offset_by_one(x)
+
+
+def _wide_gaps(x: Tensor) -> Tensor:
+    """Rows as slices of a projection's that is half as wide again."""
+    return d.strided(x, gap=-(-x.shape[-1] // 2)) if x.dim() >= 2 else x
+
+
+def one_storage(*names: str) -> Edit:
+    """Operands as slices of one buffer's rows, as a fused projection leaves them: they share rows of memory."""
+
+    def change(inputs: dict[str, Any], _: Draw) -> None:
+        present = [n for n in names if isinstance(inputs.get(n), Tensor)]
+        if len({inputs[n].shape[:-1] for n in present}) != 1:
+            return
+        both, at = torch.cat([inputs[n] for n in present], -1), 0
+        for n in present:
+            width = inputs[n].shape[-1]
+            inputs[n] = both[..., at : at + width]
+            at += width
+
+    return change
