@@ -58,7 +58,7 @@ class Steps:
     moved: dict[str, int] = field(default_factory=dict)
     told: str = ""
 
-    def open(self) -> Steps:
+    def room(self) -> Steps:
         return self
 
     def seat(self, contest: Contest, arms: Sequence[str], plan: Plan | None) -> StepSeat:

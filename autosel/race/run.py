@@ -72,7 +72,7 @@ class Room(Protocol):
 class Venue(Protocol):
     """Opens a room for each stage."""
 
-    def open(self) -> Room: ...
+    def room(self) -> Room: ...
 
     def close(self) -> None: ...
 
@@ -228,7 +228,7 @@ def run(contests: Sequence[Contest], terms: Terms, venue: Venue) -> Iterator[Fin
 
 def _screen_all(attempts: Sequence[_Attempt], venue: Venue, terms: Terms) -> Iterator[Finished | Disqualified]:
     """Screen every contest in one room; those without a nominee are finished."""
-    room = venue.open()
+    room = venue.room()
     try:
         for attempt in attempts:
             if terms.over:
@@ -248,7 +248,7 @@ def _screen_all(attempts: Sequence[_Attempt], venue: Venue, terms: Terms) -> Ite
 
 def _confirm_all(pending: Sequence[_Attempt], venue: Venue, terms: Terms) -> Iterator[Finished | Disqualified]:
     """One confirming session of every pending contest, in one fresh room."""
-    room = venue.open()
+    room = venue.room()
     try:
         for attempt in pending:
             if terms.over:

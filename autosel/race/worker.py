@@ -71,7 +71,7 @@ class Workers:
     clone_share: float = CLONE_SHARE
     shelf: dict[str, Operands] = field(default_factory=dict)  # by workload: drawn once
 
-    def open(self) -> Process:
+    def room(self) -> Process:
         return Process(self)
 
     def operands(self, contest: Contest) -> Operands:

@@ -76,7 +76,7 @@ def falls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             def release(self) -> None: ...
 
         monkeypatch.setattr(worker, "WorkerSeat", Seated)
-        process = worker.Workers(threads=1, rng=Random(1)).open()
+        process = worker.Workers(threads=1, rng=Random(1)).room()
         seat: Any = SimpleNamespace(arms=[base.candidate, challenger.candidate], contest=met, plan=None)
         return list(process.find_culprit(seat))
 

@@ -75,7 +75,8 @@ def planned(
     if plan.lengths != wanted:
         _renew(plan, q, keys, wanted, settings)
     assert plan.places is not None and plan.pages is not None
-    torch.clamp(block_table[plan.places], min=0, out=plan.pages)  # -1 where an empty sequence has no page
+    # An empty sequence's entry may be anything; its result is masked below.
+    torch.clamp(block_table[plan.places], min=0, max=len(keys) - 1, out=plan.pages)
     made: Tensor = plan.wrapper.run(aligned(q[:, :, 0]).contiguous(), (keys, values))[:, :, None]
     return made if plan.empty is None else made.masked_fill_(plan.empty, 0.0)
 
@@ -154,7 +155,7 @@ def xqa(
         aligned(q[:, :, 0]).contiguous()[:, None],
         keys,
         values,
-        block_table.contiguous(),
+        block_table.clamp(0, len(keys) - 1),  # entries beyond a length may be anything, and an empty row reads one
         lengths.clamp_min(1).view(torch.uint32)[:, None],
         out,
         _workspace(str(q.device), stream),
