@@ -198,7 +198,7 @@ def _passed(op: Op, w: Workload) -> list[Arg]:
     return [
         a
         for a in op.args
-        if a.kind == "tensor" or (given.get(a.name, False) if a.kind == "optional" else a.name not in fixed)
+        if a.kind in ("tensor", "weight") or (given.get(a.name, False) if a.kind == "optional" else a.name not in fixed)
     ]
 
 
@@ -255,9 +255,9 @@ def solution(w: Workload, arm: Arm) -> dict[str, Any]:
 def _cpp_run(op: Op, w: Workload, recipe: NativeRecipe, arm: Arm) -> str:
     """Our entry takes every argument and its knobs; this one takes what the definition names and fixes the rest."""
     passed = {a.name for a in _passed(op, w)}
-    types = {"tensor": "TensorView", "optional": "TensorView", "int": "int64_t", "float": "double"}
+    types = {"int": "int64_t", "float": "double"}  # else a tensor
     names = [*(a.name for a in op.args if a.name in passed), *op.output_names]
-    kinds = {a.name: types[a.kind] for a in op.args}
+    kinds = {a.name: types.get(a.kind, "TensorView") for a in op.args}
     parameters = ", ".join(f"{kinds.get(n, 'TensorView')} {n}" for n in names)
     values = [a.name if a.name in passed else _cpp_fixed(a, w) for a in op.args]
     knobs = [str(int(arm.knobs[n])) for n in recipe.knob_args]
@@ -274,7 +274,7 @@ def _cpp_run(op: Op, w: Workload, recipe: NativeRecipe, arm: Arm) -> str:
 
 
 def _cpp_fixed(arg: Arg, w: Workload) -> str:
-    if arg.kind in ("tensor", "optional"):
+    if arg.kind in ("tensor", "weight", "optional"):
         return "Optional<TensorView>()"
     if arg.name == "max_len":
         return "k.size(2)"
@@ -293,7 +293,7 @@ def _python_run(op: Op, w: Workload, function: str = "", *, writes: bool = False
 
 
 def _python_fixed(arg: Arg, w: Workload) -> str:
-    if arg.kind in ("tensor", "optional"):
+    if arg.kind in ("tensor", "weight", "optional"):
         return "None"
     if arg.name == "max_len":
         return "k.shape[2]"

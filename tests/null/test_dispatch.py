@@ -261,7 +261,7 @@ def test_each_device_has_its_own_decisions(
             "cuda:0": "torch:rmsnorm",
             "cuda:1": "user:sevens",
         }
-        assert ", running on NVIDIA GeForce RTX 5070 Ti (" in served["cuda:0"].reason
+        assert ", running on NVIDIA GeForce RTX 5070 Ti" in served["cuda:0"].reason
         assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "user:eights"
 
 
