@@ -4,10 +4,10 @@
                                      [--arm autosel --arm eager --arm compile --arm llama.cpp ...] [--split GB/s]
                                      [--write]
 
-    autosel     the step as `autosel run --persistent` takes it: one native call, C++ kernels at their formulas' knobs,
+    autosel     the step as `autosel run --step whole` takes it: one native call, C++ kernels at their formulas' knobs,
                 weights packed without loss to 12 bits (kernels/cpu/packed.h)
     autosel, 16 bits
-                the same with the weights as they are (`--no-packed`)
+                the same with the weights as they are (`--weights-layout plain`)
     eager       Hugging Face's model class, SDPA, DynamicCache, torch.inference_mode
     compile     the same model under torch.compile, StaticCache of exactly the context
     llama.cpp   the package llama-cpp-python, built from source, on a bf16 GGUF of the same tensors, written by the

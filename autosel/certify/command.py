@@ -1,20 +1,15 @@
-"""Spell a plan as the command that measures it again."""
+"""The command of a run: spell a plan as one, and an earlier version's as one of today."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from autosel import settings
-from autosel.decode.run import AskedStep, Plan
+from autosel.decode.run import Plan
 from autosel.models import weights_of
 
-STEP_WORDS: Mapping[AskedStep, list[str]] = {
-    "auto": [],
-    "ops": ["--no-persistent", "--no-graph"],
-    "graph": ["--graph"],
-    "whole": ["--persistent"],
-}
+EARLIER = ("--no-persistent", "--no-packed", "--graph", "--no-graph")
 
 
 def command(name: str, plan: Plan) -> str:
@@ -27,10 +22,39 @@ def command(name: str, plan: Plan) -> str:
     words += ["--weights", plan.weights] if plan.weights != weights_of(name) else []
     words += ["--paged", plan.page] if plan.cache == "paged" else []
     words += ["--seed", plan.seed] if plan.seed else []
-    words += STEP_WORDS[plan.step]
-    words += ["--no-packed"] if plan.layout == "plain" else []
+    words += ["--step", plan.step] if plan.step != "auto" else []
+    words += ["--weights-layout", plan.layout] if plan.layout != "auto" else []
     words += ["--no-prealloc"] if not plan.prealloc else []
     if s.changes_greedy:
         words += ["--temperature", s.temperature, "--top-k", s.top_k, "--top-p", s.top_p]
         words += ["--repetition-penalty", s.repetition_penalty]
     return shlex.join([settings.spelling(), "run", *map(str, words)])
+
+
+def translated(words: Sequence[str], ran: str) -> list[str]:
+    """Return the words of a command with today's options for the form of the step.
+
+    Without --persistent a GPU replayed a graph where it could, and without --graph it could take the step whole: `ran`,
+    the first word of the certificate's mode, says what it did.
+    """
+    given = {word for word in words if word in (*EARLIER, "--persistent")}
+    found = [word for word in words if word not in EARLIER]
+    if step := _step(given, ran, on_gpu=_device(words) != "cpu"):
+        found += ["--step", step]
+    return [*found, "--weights-layout", "plain"] if "--no-packed" in given else found
+
+
+def _step(given: set[str], ran: str, *, on_gpu: bool) -> str:
+    if "--persistent" in given:
+        return ""  # as it is spelt today
+    if "--graph" in given:
+        return "graph"
+    if "--no-persistent" in given:
+        return "graph" if ran == "graph" else "ops"
+    if "--no-graph" in given and on_gpu:
+        return "whole" if ran == "team" else "ops"
+    return ""
+
+
+def _device(words: Sequence[str]) -> str:
+    return words[words.index("--device") + 1] if "--device" in words[:-1] else "cpu"

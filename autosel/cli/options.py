@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from autosel import settings
-from autosel.errors import UnknownName
+from autosel.errors import UnknownName, UsageError
 from autosel.values import DTYPES
 
 Decorator = Callable[[Callable[..., Any]], click.Command]
@@ -103,6 +103,16 @@ reason_option = click.option("--reason", required=True, help="why; it is kept wi
 
 def dtype_option(known: Sequence[str] = DTYPES[:3]) -> Option:
     return click.option("--dtype", type=Known("dtype", known), default=None, help="default: the model's own")
+
+
+def renamed(old: str, new: str) -> Option:
+    """An option of an earlier version: hidden, and answered with the one that took its place."""
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            raise UsageError(f"{old} is now {new}", todo=f"use {new}")
+
+    return click.option(old, is_flag=True, hidden=True, expose_value=False, callback=refuse)
 
 
 def given_options(ctx: click.Context, names: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import click
 from autosel import settings
 from autosel.cli.certificate import changes_text, plan_text, summary, where_line
 from autosel.cli.device import device_option, refuse_absent
-from autosel.cli.options import Known, batch_option, dtype_option, exact, json_option, priced, verb
+from autosel.cli.options import Known, batch_option, dtype_option, exact, json_option, priced, renamed, verb
 from autosel.cli.output import emit_json, error_json, leave, noted
 from autosel.errors import AutoselError, LedgerError, UsageError
 from autosel.values import Accepted, DTypeName, to_json
@@ -46,9 +46,9 @@ EXAMPLES = (
 PATH = click.Path(path_type=Path)
 # What a rerun needs; files to write, prices and objectives change nothing that is measured.
 MEASURED = (
-    "model", "weights", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "persistent",
-    "no_persistent", "no_packed", "graph", "no_graph", "small_batch", "no_prealloc", "paged", "advance",
-    "temperature", "top_k", "top_p", "repetition_penalty", "speculate", "device", "seed", "score",
+    "model", "weights", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "step", "persistent",
+    "weights_layout", "small_batch", "no_prealloc", "paged", "advance", "temperature", "top_k", "top_p",
+    "repetition_penalty", "speculate", "device", "seed", "score",
 )  # fmt: skip
 
 
@@ -64,11 +64,25 @@ MEASURED = (
 @click.option(
     "--layers", type=click.IntRange(1), metavar="N", help="only the first N layers: said wherever it is shown"
 )
-@click.option("--persistent", is_flag=True, help="one thread team, or one launch, takes the step  [where it wins]")
-@click.option("--no-persistent", is_flag=True, help="none does")
-@click.option("--no-packed", is_flag=True, help="a team reads weights as they are  [packed, where it wins]")
-@click.option("--graph", is_flag=True, help="a GPU replays the step as a graph  [where it wins]")
-@click.option("--no-graph", is_flag=True, help="it does not")
+@click.option(
+    "--step",
+    type=Known("step", ("auto", "ops", "graph", "whole")),
+    default="auto",
+    metavar="FORM",
+    help="ops, a GPU's graph, whole (by one thread team or launch), or auto: as decided, else raced  [default: auto]",
+)
+@click.option("--persistent", is_flag=True, help="the same as --step whole")
+@click.option(
+    "--weights-layout",
+    type=Known("weights layout", ("auto", "plain")),
+    default="auto",
+    metavar="LAYOUT",
+    help="plain: a team reads weights as they are; auto: packed, where it wins  [default: auto]",
+)
+@renamed("--no-persistent", "--step ops")
+@renamed("--no-packed", "--weights-layout plain")
+@renamed("--graph", "--step graph")
+@renamed("--no-graph", "--step ops, or --step whole")
 @click.option("--small-batch", type=click.IntRange(1, 4096), metavar="N", help="N tokens of one stream in flight")
 @click.option("--no-prealloc", is_flag=True, help="ops allocate their results")
 @click.option("--paged", type=click.IntRange(1, 4096), metavar="N", help="KV cache in pages of N tokens")
@@ -166,15 +180,9 @@ class Asked:
         model = models.load(self.model)
         if self["small_batch"] and self["batch"] != 1:
             raise UsageError("--small-batch with --batch", why="each says how many sequences share a step")
-        if self["persistent"] and self["no_persistent"]:
-            raise UsageError("--persistent with --no-persistent", why="one asks for what the other forbids")
-        if self["graph"] and self["no_graph"]:
-            raise UsageError("--graph with --no-graph", why="one asks for what the other forbids")
-        if self["graph"] and self["persistent"]:
-            raise UsageError("--graph with --persistent", why="each says how the step is taken", todo="drop one")
         if (self["layers"] or 0) > model.layers:
             raise UsageError(f"--layers {self['layers']}", why=f"{model.name} has {model.layers}")
-        plan = Plan(
+        return Plan(
             model=model,
             layers=0 if self["layers"] == model.layers else self["layers"] or 0,
             weights=self._weights(),
@@ -185,7 +193,8 @@ class Asked:
             iters=self["iters"],
             warmup=self["warmup"],
             advance=self["advance"] or bool(self["speculate"]),
-            layout="plain" if self["no_packed"] else "auto",
+            step=self._step(),
+            layout=self["weights_layout"],
             cache="paged" if self["paged"] else "contiguous",
             page=self["paged"] or 64,
             prealloc=not self["no_prealloc"],
@@ -201,19 +210,14 @@ class Asked:
             device=self["device"],
             seed=self["seed"],
         )
-        return replace(plan, step=self._step(plan))
 
-    def _step(self, plan: Plan) -> AskedStep:
-        """Return the form of the step that the flags ask for. On a CPU there are no graphs to forbid."""
-        from autosel.decode import graph
-
-        if self["persistent"] or self["graph"]:
-            return "whole" if self["persistent"] else "graph"
-        if self["no_persistent"]:
-            moves = bool(self["suite"])  # a suite's streams go on
-            replayed = not self["no_graph"] and not moves and isinstance(graph.supports(plan), Accepted)
-            return "graph" if replayed else "ops"
-        return "ops" if self["no_graph"] and plan.device != "cpu" else "auto"
+    def _step(self) -> AskedStep:
+        asked: AskedStep = self["step"]
+        if self["persistent"] and asked not in ("auto", "whole"):
+            raise UsageError(
+                f"--persistent with --step {asked}", why="--persistent is --step whole", todo="leave one of them out"
+            )
+        return "whole" if self["persistent"] else asked
 
     def _longest(self, most: int) -> int:
         """DEFAULT_SEQ, or what the model was made for less what the run adds to it."""

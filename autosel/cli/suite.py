@@ -55,8 +55,8 @@ def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
 
 # What a suite takes. Batch, context, steps and sampling are its configurations' own, the rest belongs to one run.
 TAKEN = (
-    "suite", "model", "weights", "dtype", "layers", "no_persistent", "no_packed", "no_graph", "no_prealloc", "device",
-    "seed", "certify", "report_to", "compare", "sign", "key", "as_json",
+    "suite", "model", "weights", "dtype", "layers", "step", "weights_layout", "no_prealloc", "device", "seed",
+    "certify", "report_to", "compare", "sign", "key", "as_json",
 )  # fmt: skip
 
 

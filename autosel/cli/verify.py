@@ -145,6 +145,7 @@ def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
 
 def command_of(certified: Certificate) -> Any:
     """The certificate's command line, parsed as data: only `run`'s options are looked at, nothing is executed."""
+    from autosel.certify.command import translated
     from autosel.cli.run import Asked, run_command
 
     try:
@@ -155,7 +156,7 @@ def command_of(certified: Certificate) -> Any:
         raise BadConfig(
             "this certificate's command cannot be run again by itself", why=certified.repro_cmd[:200], todo="run it"
         )
-    arguments = parts[parts.index("run") + 1 :]
+    arguments = translated(parts[parts.index("run") + 1 :], certified.mode.partition(".")[0])
     try:
         if {"-h", "--help"} & set(arguments):
             raise BadConfig("the certificate's repro_cmd asks for help instead of a run", why=certified.repro_cmd[:200])

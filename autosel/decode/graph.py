@@ -68,5 +68,5 @@ def captured(ops: Step) -> Run:
     try:
         return capture.captured(run, 1, ops.logits.device).replay
     except capture.UncapturableError as error:
-        todo = "use --no-graph: the step then runs call by call"
+        todo = "use --step ops: the step then runs call by call"
         raise UsageError("the step cannot be captured as a graph", why=str(error)[:300], todo=todo) from error

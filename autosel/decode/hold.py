@@ -59,7 +59,7 @@ def blame(ledger: Ledger | None, fp: Fingerprint, control: Step, arm: Arm, error
 
 
 def _fault(arm: Arm, error: Exception) -> DeviceFault:
-    todo = "use --no-persistent: the step then runs op by op"
+    todo = "use --step ops: the step then runs op by op"
     return DeviceFault(f"the device failed under {arm.candidate}", why=str(error)[:300], todo=todo, arm=arm, op=STEP)
 
 

@@ -143,7 +143,7 @@ class LaunchStep(Rewritten):
         return self._fault("the whole-step launch was stopped by its watchdog", where)
 
     def _fault(self, what: str, why: str) -> DeviceFault:
-        todo = "use --no-persistent: the step then runs op by op"
+        todo = "use --step ops: the step then runs op by op"
         return DeviceFault(what, why=why, todo=todo, arm=self.arm, op="step")
 
 

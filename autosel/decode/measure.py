@@ -138,7 +138,7 @@ def refuse(plan: Plan) -> None:
     frequencies(plan.shape, torch.device("cpu"))
     support = graph.supports(plan) if plan.step == "graph" else Accepted()
     if isinstance(support, Rejected):
-        raise UsageError("--graph", why=support.reason, todo="leave it out: the step then runs call by call")
+        raise UsageError("--step graph", why=support.reason, todo="leave it out: the step then runs call by call")
     if plan.step == "whole":
         refuse_unsupported(plan)
     if plan.speculate and (plan.batch > 1 or not plan.advance or plan.sampling.changes_greedy):

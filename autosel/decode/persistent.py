@@ -77,7 +77,7 @@ def refuse_unsupported(plan: Plan) -> None:
     """Raises UsageError with the reason."""
     support = supports(plan)
     if isinstance(support, Rejected):
-        raise UsageError("--persistent", why=support.reason, todo="leave it out: the step then runs op by op")
+        raise UsageError("--step whole", why=support.reason, todo="leave it out: the step then runs op by op")
 
 
 def write(
@@ -113,7 +113,7 @@ class ThreadTeam:
         return team.supports(plan)
 
     def packs(self, plan: Plan, fp: Fingerprint) -> Support:
-        return packed.supports(plan.dtype, fp) if plan.layout == "auto" else Rejected(reason="--no-packed")
+        return packed.supports(plan.dtype, fp) if plan.layout == "auto" else Rejected(reason="--weights-layout plain")
 
     def room(self, plan: Plan, weights: Weights) -> Support:
         return packed.room(weights, plan)

@@ -83,7 +83,7 @@ def _worthwhile(scene: Scene, ops: Step, forms: list[StepForm]) -> tuple[list[St
     why = kind.reluctant(ops, fused, scene.plan, scene.fp)
     if not why:
         return forms, ""
-    return [form for form in forms if form not in WHOLE], f"no {kind.name}: {why}; --persistent asks for one"
+    return [form for form in forms if form not in WHOLE], f"no {kind.name}: {why}; --step whole asks for one"
 
 
 def _proven(
@@ -124,6 +124,6 @@ def _refuse_other_logits(scene: Scene, ops: Step, other: GraphStep | WholeStep, 
         raise ParityError(
             f"the logits of {name} are not those of the step op by op",
             why=f"{error:.3g} from the reference, {bound:.3g} allowed",
-            todo="use --no-graph or --no-persistent, and report this",
+            todo="use --step ops, and report this",
         )
     return Passed(cases=1, worst=error / bound, worst_case="logits against a pass in higher precision")

@@ -41,10 +41,10 @@ def runs(scope: Scope) -> dict[str, Decode]:
 
     found = {f"batch {batch}": base("--batch", str(batch), batch=batch) for batch in scope.batches}
     found["small batch 2"] = base("--small-batch", "2", batch=2)
-    found[WHOLE] = base("--persistent")
+    found[WHOLE] = base("--step", "whole")
     if scope.on_gpu:
-        found[GRAPH] = base("--graph", "--no-persistent")
-    found[CALLS] = base("--no-graph", "--no-persistent")
+        found[GRAPH] = base("--step", "graph")
+    found[CALLS] = base("--step", "ops")
     for model in scope.models:
         for seq in dict.fromkeys((min(SHORT, scope.seq), scope.seq)):
             if model != scope.model or seq != scope.seq:

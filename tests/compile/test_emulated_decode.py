@@ -141,7 +141,7 @@ def test_a_watchdogs_stop_is_an_error_that_says_where_and_the_ops_go_on(steps: t
     one.run()
     with pytest.raises(DeviceFault, match="stopped by its watchdog") as caught:
         one.settle()
-    assert "task 4 (o)" in caught.value.why and "--no-persistent" in caught.value.todo
+    assert "task 4 (o)" in caught.value.why and "--step ops" in caught.value.todo
     assert caught.value.arm.candidate == "cuda:step" and caught.value.arm.knobs["slots"] >= 2
     ops.run()
     assert torch.isfinite(ops.logits).all()
@@ -260,7 +260,7 @@ def test_an_error_of_the_device_under_a_launch_is_blamed_on_it(
         pytest.raises(DeviceFault, match="the device failed under cuda:step") as caught,
     ):
         measure(plan_of(step="whole"), load_weights(plan_of()), ledger=ledger)
-    assert "illegal memory access" in caught.value.why and "--no-persistent" in caught.value.todo
+    assert "illegal memory access" in caught.value.why and "--step ops" in caught.value.todo
 
 
 # --- a graph of the list ---------------------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ def test_the_command_of_a_certificate_measures_the_same_plan_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", ["", "--no-prealloc --no-persistent", "--no-packed --no-graph --dtype fp32", "--model {own} --seed -2"]
+    "options", ["", "--no-prealloc --step ops", "--weights-layout plain --dtype fp32", "--model {own} --seed -2"]
 )
 def test_each_trial_of_a_suite_can_be_run_again_by_itself(options: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 4096}))
@@ -232,27 +232,69 @@ def test_each_trial_of_a_suite_can_be_run_again_by_itself(options: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("flags", "on_cpu", "on_gpu"),
+    ("options", "step", "layout"),
     [
         ("", "auto", "auto"),
-        ("--persistent", "whole", "whole"),
-        ("--persistent --no-graph", "whole", "whole"),
-        ("--no-persistent", "ops", "graph"),
-        ("--no-persistent --advance", "ops", "ops"),
-        ("--no-persistent --no-prealloc", "ops", "ops"),
-        ("--no-persistent --no-graph", "ops", "ops"),
-        ("--no-persistent --suite quick", "ops", "ops"),
-        ("--graph", "graph", "graph"),
-        ("--graph --no-persistent", "graph", "graph"),
-        ("--no-graph", "auto", "ops"),
+        ("--step ops", "ops", "auto"),
+        ("--step graph", "graph", "auto"),
+        ("--step whole", "whole", "auto"),
+        ("--persistent", "whole", "auto"),
+        ("--persistent --step whole", "whole", "auto"),
+        ("--weights-layout plain", "auto", "plain"),
     ],
 )
-def test_flags_name_the_form_of_the_step(flags: str, on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_name_the_form_of_the_step(
+    options: str, step: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autosel.cli.run.refuse_absent", lambda device: None)
+    for device in ("cpu", "cuda"):
+        first = asked(f"--model llama-1b --device {device} {options}")
+        again = asked(shlex.join(shlex.split(first.repro)[2:]))
+        assert (first.plan().step, first.plan().layout) == (step, layout)
+        assert again.plan() == dataclasses.replace(first.plan(), device=again.plan().device)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("--no-persistent", "--step ops"),
+        ("--no-packed", "--weights-layout plain"),
+        ("--graph", "--step graph"),
+        ("--no-graph", "--step ops, or --step whole"),
+    ],
+)
+def test_an_option_of_before_is_answered_with_that_of_today(old: str, new: str, said: Any) -> None:
+    code, text, trouble = said("run", "--model", "llama-1b", old, "--json")
+    assert code == 2 and f"{old} is now {new}" in trouble and f"use {new}" in trouble
+    assert json.loads(text)["error"]["todo"] == f"use {new}"
+    assert old not in said("run", "--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "ran", "on_cpu", "on_gpu"),
+    [
+        ("", "eager", "auto", "auto"),
+        ("--persistent", "team", "whole", "whole"),
+        ("--persistent --no-graph", "team", "whole", "whole"),
+        ("--no-persistent", "eager", "ops", "ops"),
+        ("--no-persistent", "graph", "graph", "graph"),
+        ("--no-persistent --no-graph", "eager", "ops", "ops"),
+        ("--graph", "graph", "graph", "graph"),
+        ("--graph --no-persistent", "graph", "graph", "graph"),
+        ("--no-graph", "eager", "auto", "ops"),
+        ("--no-graph", "team", "auto", "whole"),
+    ],
+)
+def test_a_certificates_command_of_before_asks_for_the_form_that_ran(
+    flags: str, ran: str, on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("autosel.cli.run.refuse_absent", lambda device: None)
     for device, form in (("cpu", on_cpu), ("cuda", on_gpu)):
-        plan = asked(f"--model llama-1b --device {device} {flags}").plan()
-        assert (plan.step, plan.layout) == (form, "auto")
-        assert asked(f"--model llama-1b --device {device} {flags} --no-packed").plan().layout == "plain"
+        for packed, layout in (("", "auto"), (" --no-packed", "plain")):
+            text = f"./run run --model llama-1b --device {device} {flags}{packed} --seq 9"
+            made = dataclasses.replace(certificate(), repro_cmd=text, mode=f"{ran}.t2.highest")
+            plan = command_of(made).plan()
+            assert (plan.step, plan.layout, plan.device, plan.seq) == (form, layout, device, 9)
 
 
 def test_a_suite_takes_no_option_that_its_trials_would_not_be_run_again_with() -> None:
@@ -260,8 +302,7 @@ def test_a_suite_takes_no_option_that_its_trials_would_not_be_run_again_with() -
     measured = set(MEASURED) & set(TAKEN)
     assert set(TAKEN) <= known
     assert measured == {
-        "model", "weights", "dtype", "layers", "no_persistent", "no_packed", "no_graph", "no_prealloc", "device",
-        "seed",
+        "model", "weights", "dtype", "layers", "step", "weights_layout", "no_prealloc", "device", "seed",
     }  # fmt: skip
 
 

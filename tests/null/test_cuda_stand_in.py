@@ -71,7 +71,7 @@ def test_a_list_that_cannot_be_captured_says_why_and_what_to_do(cuda: Cuda) -> N
     ops = SimpleNamespace(logits=OnGpu.of(ONE), run_chained=lambda: cuda.call(0))
     with pytest.raises(UsageError, match="cannot be captured") as caught:
         graph.captured(ops)  # type: ignore[arg-type]
-    assert "not permitted" in caught.value.why and "--no-graph" in caught.value.todo
+    assert "not permitted" in caught.value.why and "--step ops" in caught.value.todo
 
 
 def test_each_call_of_a_step_has_its_own_time_by_the_devices_clock(cuda: Cuda) -> None:
