@@ -89,7 +89,8 @@ def error_bound(e: Exact, k: Tensor, v: Tensor, scale: float, folded: Tensor | f
     floor = (TINY_SUBNORMAL[dtype] if dtype != "fp32" else 0.0) + TINY_NORMAL["fp32"]
     error = error + floor * e.p_max * (e.seen.double() @ v_abs)
     if dtype != "fp32":
-        error = error + (UNIT[dtype] + HALF_EXP) * weighted
+        # P rounded, then divided by the sum of what it was rounded to: sum p d (v - o), |d| <= u.
+        error = error + (UNIT[dtype] + HALF_EXP) * (weighted + e.o.abs())
     v_flush = flushable(v)
     if v_flush.any():
         error = error + e.p @ v_flush

@@ -294,6 +294,14 @@ template <int kNR> static void reshape(float* s, int64_t ld, int64_t n, float sc
     }
 }
 
+// x, rounded: GCC would contract a product that is subtracted from into one fused operation.
+static inline vreg rounded(vreg x) {
+#if defined(__FMA__)
+  asm("" : "+x"(x));
+#endif
+  return x;
+}
+
 // s[r][0, n) -> weights exp(scale * s - base[r]) in place, all[r] += their sum by lanes. Rounded weights are summed as
 // rounded, so that o stays a mean of V.
 template <class T, int kNR, class Between>
@@ -303,13 +311,16 @@ static inline void weigh(float* s, int64_t ld, int64_t n, float scale, const flo
   if constexpr (kDot<T>) {
     constexpr float kLog2E = 1.44269504f;
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-    const __m512 by = _mm512_set1_ps(scale * kLog2E);
+    // The product is rounded before the base is subtracted, as the base was: the largest score gives 0 however large it
+    // is. In one fmsub with scale * log2(e) the rounding of scores beyond 2^30 overflowed exp: NaN.
+    auto weight = [&](const float* x, float from) {
+      vreg below = rounded(load(x) * splat(scale)) - splat(from);
+      return exp2_nonpositive(reinterpret_cast<__m512>(below * splat(kLog2E)));
+    };
     for (int64_t i = 0; i < n; i += kPair)
       for (int r = 0; r < kNR; ++r) {
         const float* x = s + r * ld + i;
-        __m512 from = _mm512_set1_ps(base[r] * kLog2E);
-        __m512 a = exp2_nonpositive(_mm512_fmsub_ps(_mm512_loadu_ps(x), by, from));
-        __m512 b = exp2_nonpositive(_mm512_fmsub_ps(_mm512_loadu_ps(x + kLanes), by, from));
+        __m512 a = weight(x, base[r]), b = weight(x + kLanes, base[r]);
         __m512bh both = _mm512_cvtne2ps_pbh(b, a);
         _mm512_storeu_si512(reinterpret_cast<T*>(s + r * ld) + i, (__m512i)both);
         all[r] = reinterpret_cast<vreg>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(all[r]), both, ones));
@@ -320,7 +331,7 @@ static inline void weigh(float* s, int64_t ld, int64_t n, float scale, const flo
   if constexpr (!kDot<T>) {
     for (int64_t i = 0; i < n; i += kLanes)
       for (int r = 0; r < kNR; ++r) {
-        vreg p = exp_nonpositive(load(s + r * ld + i) * splat(scale) - splat(base[r]));
+        vreg p = exp_nonpositive(rounded(load(s + r * ld + i) * splat(scale)) - splat(base[r]));
         store(s + r * ld + i, p);
         between(i / kLanes * kNR + r);
         all[r] += p;

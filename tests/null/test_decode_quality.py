@@ -15,8 +15,9 @@ from autosel.certify import rerun, verify
 from autosel.certify.audit import audit
 from autosel.certify.certificate import Certificate
 from autosel.certify.issue import refuse_unjudged
+from autosel.certify.run_again import text_again
 from autosel.cli.certificate import summary
-from autosel.cli.verify import command_of, rerun_words, text_again
+from autosel.cli.verify import command_of, rerun_words
 from autosel.decode.prompt import text_to_score
 from autosel.decode.quality import MOST_TOKENS, _Scores, windows
 from autosel.decode.run import Plan, Quality, Text
@@ -212,14 +213,16 @@ def test_the_text_is_where_the_command_had_it_or_where_it_is_said_to_be(tmp_path
         scored_run(1, text_sha256=text.sha256), repro_cmd=f"./run run --model llama-1b --quality {tmp_path / 't.txt'}"
     )
     asked = command_of(made)
-    assert text_again(made, asked, asked.plan(), None) == text
+    assert text_again(made, asked.plan(), named=None, then=asked["score"]) == text
     (tmp_path / "t.txt").rename(tmp_path / "moved.txt")
     with pytest.raises(UsageError, match="no longer at"):
-        text_again(made, asked, asked.plan(), None)
-    assert text_again(made, asked, asked.plan(), tmp_path / "moved.txt") == dataclasses.replace(text, name="moved.txt")
+        text_again(made, asked.plan(), named=None, then=asked["score"])
+    assert text_again(made, asked.plan(), named=tmp_path / "moved.txt", then=asked["score"]) == dataclasses.replace(
+        text, name="moved.txt"
+    )
     silent = dataclasses.replace(made, repro_cmd="./run run --model llama-1b")
     with pytest.raises(UsageError, match="does not say where it is"):
-        text_again(silent, command_of(silent), asked.plan(), None)
+        text_again(silent, asked.plan(), named=None, then=command_of(silent)["score"])
     plain = certificate(decode_run(iters=60))
     with pytest.raises(UsageError, match="scored no text"):
-        text_again(plain, asked, asked.plan(), tmp_path / "moved.txt")
+        text_again(plain, asked.plan(), named=tmp_path / "moved.txt", then=asked["score"])
