@@ -33,6 +33,8 @@ KEYS = sizes(130, 1, 1500, powers=(3, 9), primes=(17, 700))
 WINDOW, SOFTCAP = trait(0, 1, 3, 37), trait(0.0, 30.0, 4.0)
 QUIET = ("plain", "same rows", "shared prefix", "shared sum", "positive", "negative")  # no weight is zero in fp32
 
+ALIKE = ("same rows", "shared prefix")
+
 
 def attention_domains(q: str = "q", k: str = "k", v: str = "v") -> dict[str, Domain]:
     """Of query, keys, values, scale, window and softcap."""
@@ -76,7 +78,14 @@ def affordable(w: Workload) -> bool:
 
 
 def admits(row: Row, v: str = "v") -> bool:
-    """Beside scores that span more than fp32's range: no bad value whose weight is zero for some, tiny for others."""
+    """Beside scores that span more than fp32's range: no bad value whose weight is zero for some, tiny for others. Equal
+    values beside equal scores: their sum rounds alike at each key, which no bound of independent roundings covers."""
+    if (
+        row.get(v) is not None
+        and row[v].name in ALIKE
+        and any(row[n].name not in QUIET or row[n].name in ALIKE for n in ("q", "k", "k_pages") if n in row)
+    ):
+        return False
     return not any(level.special for name, level in row.items() if name == v) or all(
         row[n].name in QUIET for n in ("q", "k", "k_pages") if n in row
     )
