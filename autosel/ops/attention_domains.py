@@ -80,11 +80,8 @@ def affordable(w: Workload) -> bool:
 def admits(row: Row, v: str = "v") -> bool:
     """Beside scores that span more than fp32's range: no bad value whose weight is zero for some, tiny for others. Equal
     values beside equal scores: their sum rounds alike at each key, which no bound of independent roundings covers."""
-    if (
-        row.get(v) is not None
-        and row[v].name in ALIKE
-        and any(row[n].name not in QUIET or row[n].name in ALIKE for n in ("q", "k", "k_pages") if n in row)
-    ):
+    scores = [row[n].name for n in ("q", "k", "k_pages") if n in row]
+    if v in row and row[v].name in ALIKE and any(name not in QUIET or name in ALIKE for name in scores):
         return False
     return not any(level.special for name, level in row.items() if name == v) or all(
         row[n].name in QUIET for n in ("q", "k", "k_pages") if n in row
