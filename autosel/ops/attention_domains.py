@@ -78,8 +78,9 @@ def affordable(w: Workload) -> bool:
 
 
 def admits(row: Row, v: str = "v") -> bool:
-    """Beside scores that span more than fp32's range: no bad value whose weight is zero for some, tiny for others. Equal
-    values beside equal scores: their sum rounds alike at each key, which no bound of independent roundings covers."""
+    """Beside scores that span more than fp32's range: no bad value whose weight is zero for some, tiny for others.
+    Nor equal values beside equal scores: their sum rounds alike at each key, beyond a bound of independent roundings.
+    """
     scores = [row[n].name for n in ("q", "k", "k_pages") if n in row]
     if v in row and row[v].name in ALIKE and any(name not in QUIET or name in ALIKE for name in scores):
         return False
