@@ -21,7 +21,8 @@ STEPS = 300  # values tried for one row before its pair counts as impossible
 def covering(sizes: Sequence[int], admits: Admits, rng: Random, *, given: Iterable[Row] = ()) -> list[Row]:
     """Return rows that cover, with those `given`, each pair of values that an admissible row can hold.
 
-    `sizes`: how many values each factor has. `admits` judges rows with some factors still open (None); what it refuses
+    The first rows are those that hold each value once: who runs a few has met every value. `sizes`: how many values
+    each factor has. `admits` judges rows with some factors still open (None); what it refuses
     it must go on refusing, whatever the open factors become.
     """
     open_ = {
@@ -38,7 +39,24 @@ def covering(sizes: Sequence[int], admits: Admits, rng: Random, *, given: Iterab
         if found is not None:
             rows.append(found)
             open_.difference_update(pairs_of(found))
-    return rows
+    return _values_first(rows)
+
+
+def _values_first(rows: Sequence[Row]) -> list[Row]:
+    """The row with most values that no earlier one has comes next, as long as there are any."""
+    left, first, seen = list(rows), list[Row](), set[tuple[int, int]]()
+
+    def fresh(row: Row) -> int:
+        return len(set(enumerate(row)) - seen)
+
+    while left:
+        best = max(left, key=fresh)
+        if not fresh(best):
+            break
+        left.remove(best)
+        first.append(best)
+        seen.update(enumerate(best))
+    return [*first, *left]
 
 
 def pairs_of(row: Row) -> list[Pair]:
