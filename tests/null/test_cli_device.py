@@ -191,7 +191,7 @@ def test_a_certificate_made_beside_a_gpu_names_the_device_it_is_of(
 ) -> None:
     repro = Asked(run_command.make_context("run", ["--model", "llama-1b", *words])).repro
     assert shlex.split(repro)[-2:] == ["--device", meant]
-    assert command_of(SimpleNamespace(repro_cmd=repro))["device"] == meant  # type: ignore[arg-type]
+    assert command_of(SimpleNamespace(repro_cmd=repro, mode="eager.t2.highest"))["device"] == meant  # type: ignore[arg-type]
 
 
 def test_a_certificate_of_a_machine_without_a_gpu_is_the_cpus_wherever_it_is_read(
@@ -201,7 +201,7 @@ def test_a_certificate_of_a_machine_without_a_gpu_is_the_cpus_wherever_it_is_rea
         elsewhere.setattr(device.cuda, "DRIVER", "libno-such-driver.so.1")
         repro = Asked(run_command.make_context("run", ["--model", "llama-1b"])).repro
     assert "--device" not in repro
-    assert command_of(SimpleNamespace(repro_cmd=repro))["device"] == "cpu"  # type: ignore[arg-type]
+    assert command_of(SimpleNamespace(repro_cmd=repro, mode="eager.t2.highest"))["device"] == "cpu"  # type: ignore[arg-type]
 
 
 # --- what else is of one device ---------------------------------------------------------------------------------------
