@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Rewrite what is generated in the documentation: from the code, from benchmarks/results/, from docs/transcripts/.
+"""Generate parts of the documentation from the code, from benchmarks/results/ and from docs/transcripts/.
 
-    python docs/generate.py              rewrite every block between markers, in docs/*.md and README.md, and whether a
-                                         GPU kernel's header says that it has not yet run
-    python docs/generate.py --check      change nothing; exit code 1 and a list if a block is out of date
-    python docs/generate.py --record     run the commands that the documentation shows, and store what they print
-    python docs/generate.py --record NAME [COMMAND ...]    only this one, with another command (a smaller scope)
+    python docs/generate.py              rewrite the blocks between markers in docs/*.md and README.md, and the line of
+                                         each GPU kernel's header that says whether it has run
+    python docs/generate.py --check      change nothing; list the blocks that are out of date and exit with 1
+    python docs/generate.py --record     run the commands that the documentation shows, and store their output
+    python docs/generate.py --record NAME [COMMAND ...]    record one of them, with another command (a smaller scope)
 
-A block stands between `<!-- generated: NAME [ARGUMENT] -->` and `<!-- end -->`. Nothing in it depends on this machine:
-formulas are shown for the devices in fingerprints/ and for one example CPU. Run it with the Python of the environment
-(.venv/bin/python); --record runs the commands in a terminal of 80 columns, with the caller's own home.
+A block is between `<!-- generated: NAME [ARGUMENT] -->` and `<!-- end -->`. No block depends on this machine: formulas
+are shown for the devices in fingerprints/ and for one example CPU. Use the environment's Python (.venv/bin/python).
+--record runs the commands in a terminal of 80 columns, with the caller's own home.
 """
 
 from __future__ import annotations
@@ -40,20 +40,24 @@ from autosel.values import Fingerprint, Knobs, Rate, Workload  # noqa: E402
 TRANSCRIPTS = ROOT / "docs" / "transcripts"
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+)(?: (?P<argument>[^ ]+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 COLUMNS = 80
-STATUS = re.compile(r"^((?:// )?status +[a-z ]+; ).*$", re.MULTILINE)  # of a kernel's header: what was checked; where
+# The status line of a kernel's header: how it was checked; where it ran.
+STATUS = re.compile(r"^((?:// )?status +[a-z ]+; ).*$", re.MULTILINE)
 NEVER_RAN, RAN = "not yet run on silicon", "run on silicon: docs/gpu.md"
 
-# What the documentation shows, by the name of its transcript.
-COMMANDS: Mapping[str, str] = {
-    "run": "./run",
-    "test": "./run test -q",
-    "explain": "./run explain gate_up",
+# The commands that the documentation shows, by the name of the transcript.
+COMMANDS: Mapping[str, str] = {"run": "./run", "explain": "./run explain gate_up"}
+# The lines of a transcript that the documentation replaces by "...", to keep it within a screen.
+CUTS: Mapping[str, Sequence[str]] = {
+    "run": (
+        r"^ +(\d+m)?\d+s  (?!fingerprint|parity \.|screening \.|confirming \d \.|gate_up|sample|attn .* L8192).*\n",
+        r"^attn .*\n +L(256|512|1024|2048|4096)\n",
+    )
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if a block is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a block is out of date")
     parser.add_argument(
         "--record", nargs=argparse.REMAINDER, help="run the documented commands: all, or NAME [COMMAND]"
     )
@@ -70,7 +74,7 @@ def main() -> int:
 
 
 def forget_caller() -> None:
-    """The documentation shows defaults and says `autosel`, whoever generates it."""
+    """Remove the caller's settings, so that the documentation shows defaults and says `autosel`."""
     for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
         del os.environ[name]
     os.environ["AUTOSEL_HOME"] = str(Path(tempfile.gettempdir()) / "autosel-no-such-home")
@@ -81,7 +85,7 @@ def pages() -> list[Path]:
 
 
 def rewrite(*, write: bool) -> Iterator[Path]:
-    """Every page whose blocks are not what they should be; rewritten if `write`."""
+    """Yield each page with an outdated block; rewrite it if `write`."""
     for path in pages():
         text = path.read_text()
         made = BLOCK.sub(_block, text)
@@ -92,8 +96,8 @@ def rewrite(*, write: bool) -> Iterator[Path]:
 
 
 def rewrite_headers(*, write: bool) -> Iterator[Path]:
-    """Every GPU kernel whose header is wrong on whether committed results of a device hold a proof of it; rewritten if
-    `write`."""
+    """Yield each GPU kernel whose header disagrees with the committed results about whether it has run on a GPU;
+    rewrite it if `write`."""
     ran = {name for _, name, _ in _outcomes()}
     for path in gpu_sources():
         text = path.read_text()
@@ -113,7 +117,7 @@ def gpu_sources() -> list[Path]:
 def _block(match: re.Match[str]) -> str:
     make = BLOCKS.get(match["name"])
     if make is None:
-        raise SystemExit(f"no block is called {match['name']!r}; known: {', '.join(BLOCKS)}")
+        raise SystemExit(f"unknown block {match['name']!r}; known: {', '.join(BLOCKS)}")
     arguments = [match["argument"]] if match["argument"] else []
     return f"{match[1]}\n{make(*arguments).strip()}\n\n{match[5]}"
 
@@ -143,7 +147,7 @@ def fence(text: str, language: str = "text") -> str:
 
 
 def prose(docstring: str | None) -> str:
-    """A docstring as paragraphs."""
+    """Return a docstring as paragraphs."""
     return textwrap.dedent(inspect.cleandoc(docstring or "")).strip()
 
 
@@ -155,7 +159,7 @@ def short(value: object) -> str:
 
 
 def cli() -> str:
-    """Every verb's --help, as it is printed."""
+    """Return the --help of every verb as printed."""
     import click
 
     from autosel.cli.main import VERBS
@@ -194,7 +198,7 @@ def settings_table() -> str:
         )
         for s in settings.SETTINGS
     ]
-    return table(("variable", "in config.toml", "type", "default", "what it does"), rows)
+    return table(("variable", "in config.toml", "type", "default", "meaning"), rows)
 
 
 def _kind(setting: settings.Setting) -> str:
@@ -209,9 +213,9 @@ def passed_names() -> str:
 
 
 def errors_table() -> str:
-    """Every error of the package: those of `autosel.errors`, then those that other modules make of them."""
+    """List every error class: first those of `autosel.errors`, then the subclasses in other modules."""
     rows = [(code(e.name), e.module, e.exit_code, code(e.base), e.words) for e in error_classes()]
-    return table(("error", "in", "exit code", "kind of", "means"), rows)
+    return table(("error", "module", "exit code", "base class", "meaning"), rows)
 
 
 class ErrorClass(NamedTuple):
@@ -223,7 +227,7 @@ class ErrorClass(NamedTuple):
 
 
 def error_classes() -> Iterator[ErrorClass]:
-    """Read from the sources, those of `errors.py` first: some modules need packages that are not installed here."""
+    """Yield the error classes, read from the sources because some modules need packages that are not installed."""
     package, codes = ROOT / "autosel", {"Exception": 1}
     for path in sorted(package.rglob("*.py"), key=lambda p: (p != package / "errors.py", p)):
         for node in ast.parse(path.read_text()).body:
@@ -241,7 +245,7 @@ def error_classes() -> Iterator[ErrorClass]:
 
 
 def packages() -> str:
-    """Each package and module below autosel/, top layer first, with the first line of its docstring."""
+    """List each package and module in autosel/, top layer first, with the first paragraph of its docstring."""
     rows = []
     for number, layer in enumerate(_layers(), 1):
         for name in layer:
@@ -249,7 +253,7 @@ def packages() -> str:
             file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
             if file.is_file():
                 rows.append((number, code(f"autosel/{name}{'/' if path.is_dir() else '.py'}"), _promise(file)))
-    return table(("layer", "where", "what"), rows)
+    return table(("layer", "path", "content"), rows)
 
 
 def _layers() -> list[list[str]]:
@@ -259,9 +263,9 @@ def _layers() -> list[list[str]]:
 
 
 def _promise(file: Path) -> str:
-    """The first paragraph of a module's docstring."""
+    """Return the first paragraph of a module's docstring."""
     words = ast.get_docstring(ast.parse(file.read_text())) or ""
-    if not words and file.name == "__init__.py":  # a package without words of its own: what is in it
+    if not words and file.name == "__init__.py":  # a package without a docstring: list its modules
         return ", ".join(code(p.stem) for p in sorted(file.parent.glob("*.py")) if p.stem != "__init__")
     return " ".join(words.split("\n\n")[0].split())
 
@@ -287,39 +291,39 @@ def ledger_tables() -> str:
 
 # --- method ----------------------------------------------------------------------------------------------------------
 
-# The numbers the method's text speaks of: (module below autosel, constant, what it is). Values come from the code.
+# The numbers in the text of method.md: (module in autosel, constant, meaning). The values come from the code.
 CONSTANTS: Sequence[tuple[str, str, str]] = (
-    ("race.plan", "SAMPLE_NS", "shortest sample of the short form, of the baseline's time, ns"),
-    ("race.plan", "LONG_CALL_NS", "a baseline call above this takes the long form, ns"),
+    ("race.plan", "SAMPLE_NS", "shortest sample of the short form, in the baseline's time, ns"),
+    ("race.plan", "LONG_CALL_NS", "baseline call above which the long form is used, ns"),
     ("race.plan", "SESSIONS", "confirming sessions, each in a fresh process"),
     ("race.plan", "AA_SESSIONS", "A/A sessions that calibrate a device and time class"),
     ("race.plan", "DELTA_CALIBRATED", "minimum effect delta once calibrated"),
-    ("race.plan", "DELTA_UNCALIBRATED", "minimum effect delta until then"),
-    ("race.plan", "MAX_TAIL_SAMPLES", "samples after which an unsettled tail is `undecided`"),
-    ("race.plan", "VOIDS_ALLOWED", "voided sessions before an attempt ends"),
+    ("race.plan", "DELTA_UNCALIBRATED", "minimum effect delta before calibration"),
+    ("race.plan", "MAX_TAIL_SAMPLES", "samples after which a tail without a verdict is `undecided`"),
+    ("race.plan", "VOIDS_ALLOWED", "void sessions before an attempt ends"),
     ("race.evidence", "ALPHA_SESSION", "alpha_s: error probability of one session"),
     ("race.evidence", "E_PAIRS", "1 / alpha_s: evidence a session needs against each rival"),
     ("race.evidence", "E_TAIL", "evidence the tail gate needs"),
     ("race.evidence", "TAIL_RATE_INVERSE", "1 / p0: allowed rate of slow samples"),
     ("race.judge", "ROLLING", "baseline samples in the rolling median of the tail gate"),
-    ("race.judge", "TAIL_SLACK", "tail threshold over the baseline's p95"),
+    ("race.judge", "TAIL_SLACK", "tail threshold, relative to the baseline's p95"),
     ("race.session", "MAX_DROPPED_SHARE", "share of disturbed pairs above which a session is void"),
     ("race.worker", "WARM_NS", "longest warm-up of a workload in a session, ns"),
-    ("race.run", "CEILING_SLACK", "faster than this times the read probe voids a session"),
-    ("race.run", "MAX_ATTEMPTS", "nominees of one attempt, each with its own debit"),
+    ("race.run", "CEILING_SLACK", "a session is void if an arm is faster than this times the read probe"),
+    ("race.run", "MAX_ATTEMPTS", "finalists of one attempt, each with its own debit"),
     ("race.worker", "CHECK_SHARE", "share of pairs whose outputs are checked"),
-    ("race.contest", "CHECKED_ROWS", "rows of such an output checked in float64"),
-    ("ledger.store", "LIFETIME_BUDGET", "error probability of all attempts at one key, for ever"),
+    ("race.contest", "CHECKED_ROWS", "rows of a checked output that are compared in float64"),
+    ("ledger.store", "LIFETIME_BUDGET", "total error probability of all attempts at one key"),
     ("parity.stage", "GUARD_BYTES", "guard on each side of every operand, bytes"),
-    ("parity.battery", "REPEATS", "runs on the same inputs, other work between"),
+    ("parity.battery", "REPEATS", "runs on the same inputs, with other work in between"),
     ("parity.battery", "FRESH_SEEDS", "fresh inputs at the same addresses"),
-    ("parity.battery", "LEAK_CALLS", "calls over which growth of memory is watched, at most"),
+    ("parity.battery", "LEAK_CALLS", "maximum number of calls over which memory growth is measured"),
     ("parity.fullsize", "ROWS", "rows checked in float64 at full size, each time"),
-    ("tuning.crossover", "BRACKET", "a crossover is known to within this ratio of lengths"),
-    ("fingerprint.drift", "DRIFT_LIMIT", "a rate has moved if it is off by more, in three looks"),
+    ("tuning.crossover", "BRACKET", "ratio of lengths to which a crossover is narrowed"),
+    ("fingerprint.drift", "DRIFT_LIMIT", "relative change, in three measurements, above which a rate has drifted"),
     ("fingerprint.noise", "SPREAD_LIMIT", "spread of the read windows above which a machine is `contended`"),
-    ("fingerprint.noise", "STEAL_LIMIT", "stolen CPU time above which it is"),
-    ("dispatch.board", "LOOK_EVERY_S", "seconds between looks at the snapshot"),
+    ("fingerprint.noise", "STEAL_LIMIT", "stolen CPU time above which a machine is `contended`"),
+    ("dispatch.board", "LOOK_EVERY_S", "seconds between checks of the snapshot"),
 )
 
 
@@ -335,17 +339,17 @@ def constants() -> str:
                 code(module),
             )
         )
-    return table(("constant", "value", "what it is", "module"), rows)
+    return table(("constant", "value", "meaning", "module"), rows)
 
 
 def gpu_rates() -> str:
     from autosel.fingerprint.gpu_rates import MEASURED
 
-    return table(("rate", "how"), [(code(name), how) for name, how in MEASURED.items()])
+    return table(("rate", "method"), [(code(name), how) for name, how in MEASURED.items()])
 
 
 def crossings() -> str:
-    """How many pairs must be won, out of how many, for E >= 20."""
+    """Return a table of the wins needed for E >= 20."""
     from autosel.race.evidence import crossed, e_pairs, futile
 
     first = next(n for n in range(1, 100) if crossed(n, n))
@@ -354,11 +358,11 @@ def crossings() -> str:
         least = next(k for k in range(n + 1) if crossed(n, k))
         most = next((k for k in range(n, -1, -1) if futile(n, k)), None)
         rows.append((n, least, f"{e_pairs(n, least):.1f}", f"{most} or fewer" if most is not None else "not yet"))
-    return table(("pairs", "wins needed", "E there", "given up at"), rows)
+    return table(("pairs", "wins needed", "E at that count", "futile at"), rows)
 
 
 def guard() -> str:
-    """What checks a served kernel, in the words of its modules."""
+    """Return the docstrings of the guard's modules."""
     folder = ROOT / "autosel" / "guard"
     names = ("rate", "spot", "call", "judge", "replay", "detector", "watch", "held")
     parts = [_whole(folder / f"{name}.py") for name in names]
@@ -366,15 +370,15 @@ def guard() -> str:
 
 
 def _whole(file: Path) -> str:
-    """A module's docstring under its name."""
+    """Return a module's docstring under a heading."""
     words = ast.get_docstring(ast.parse(file.read_text())) if file.is_file() else ""
     return f"### guard/{file.name}\n\n{words}" if words else ""
 
 
 # --- formulas --------------------------------------------------------------------------------------------------------
 
-# The CPU the documentation reckons for: two cores of a Zen 4 server part, as a cloud machine offers them. Rounded from
-# measurements of such a machine; it is an example, not a known device.
+# The example CPU of the documentation: two cores of a Zen 4 server in a cloud, with rounded measurements. It is not a
+# known device.
 EXAMPLE_CPU = Fingerprint(
     kind="cpu",
     name="example: 2 cores of Zen 4, AVX-512-BF16",
@@ -398,7 +402,7 @@ MODEL = "llama-8b"
 
 
 def cpu_formulas() -> str:
-    """Every C++ kernel's knobs at the example CPU."""
+    """Return the knobs of every C++ kernel on the example CPU."""
     from autosel.candidates.cpp.base import CppKernel
     from autosel.candidates.registry import own_candidates
 
@@ -435,11 +439,12 @@ def _knob_table(knobs: Knobs) -> str:
         )
         for k in knobs.settings
     ]
-    return table(("knob", "value", "formula", "inputs", "why"), rows)
+    return table(("knob", "value", "formula", "inputs", "reason"), rows)
 
 
 def _workloads(op: str) -> list[Workload]:
-    """The example workloads of an op: llama-8b's decode step at batch 1 (the longest context), then at batch 64."""
+    """Return the example workloads of an op: llama-8b's decode step at batch 1 (longest context first), then at batch
+    64."""
     from autosel import models
     from autosel.models.workloads import ASKED_OPS, STEP_OPS, workloads
 
@@ -451,7 +456,7 @@ def _workloads(op: str) -> list[Workload]:
 
 
 def gpu_formulas() -> str:
-    """Every kernel family's knobs at two known devices, side by side."""
+    """Return the knobs of every kernel family on two known devices, side by side."""
     from autosel import ops
     from autosel.fingerprint import known
     from autosel.knobs import gpu
@@ -473,7 +478,7 @@ def gpu_formulas() -> str:
 
 
 def _cutlass(w: Workload, f: Any) -> dict[str, Knobs]:
-    """The products on CUTLASS's headers, which race beside the route's own kernel."""
+    """Return the knobs of the CUTLASS products, which race in addition to the route's own kernel."""
     from autosel.knobs.gpu import cutlass
 
     if w.op != "linear" or w["M"] == 1:
@@ -493,7 +498,7 @@ def _side_by_side(knobs: Sequence[Knobs | None]) -> str:
 
 
 def gpu_words() -> str:
-    """The derivations, from the docstrings of the formulas' modules."""
+    """Return the derivations, from the docstrings of the formula modules."""
     from autosel.knobs import gpu
 
     parts = []
@@ -512,7 +517,7 @@ def _own_functions(module: Any) -> list[Callable[..., Any]]:
 
 
 def gpu_facts() -> str:
-    """What the three laws say of each known device."""
+    """Return the results of the three laws for each known device."""
     from autosel.fingerprint import known
     from autosel.knobs import gpu
     from autosel.knobs.gpu import gemm, gemv
@@ -586,7 +591,7 @@ def device_sources() -> str:
 
 
 def op_table() -> str:
-    """Arguments and results of every op, in calling order."""
+    """Return the arguments and results of every op, in calling order."""
     from autosel.ops import OPS
 
     rows = []
@@ -603,12 +608,12 @@ def _mark(arg: Any) -> str:
 
 
 def cases(op_name: str) -> str:
-    """The hostile battery of an op at llama-8b's shape."""
+    """Return the hostile cases of an op at llama-8b's shape."""
     from autosel.ops import OPS
 
     op, w = OPS[op_name], _workloads(op_name)[0]
     return table(
-        ("case", "at", "what would slip through without it"),
+        ("case", "shape", "mistake that it finds"),
         [(c.name, c.workload.shape_text, c.covers) for c in op.cases(w)],
     )
 
@@ -629,56 +634,56 @@ def rmsnorm_kernel() -> str:
 
 
 def figures() -> str:
-    """The table of every machine on which benchmarks/figures.py was run with --write."""
+    """Return the stored tables of `benchmarks/figures.py --write`, one per machine."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from figures import markdown, stored
 
     found = stored()
     return (
         "\n\n".join(markdown(document) for document in found)
-        or "No machine has run `benchmarks/figures.py --write` yet."
+        or "No results of `benchmarks/figures.py --write` are stored yet."
     )
 
 
 def error_rates() -> str:
-    """What benchmarks/bench_error_rates.py found when it was last run with --write."""
+    """Return the stored tables of `benchmarks/bench_error_rates.py --write`."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from bench_error_rates import markdown, stored
 
     found = stored()
-    return markdown(found) if found else "Nobody has run `benchmarks/bench_error_rates.py --write` yet."
+    return markdown(found) if found else "No results of `benchmarks/bench_error_rates.py --write` are stored yet."
 
 
 def aa() -> str:
-    """Every op that benchmarks/bench_aa.py raced against itself with --write."""
+    """Return the stored tables of `benchmarks/bench_aa.py --write`, one per op."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from bench_aa import markdown, stored
 
     found = stored()
-    return "\n\n".join(map(markdown, found)) or "Nobody has run `benchmarks/bench_aa.py --write` yet."
+    return "\n\n".join(map(markdown, found)) or "No results of `benchmarks/bench_aa.py --write` are stored yet."
 
 
 def regret() -> str:
-    """Every device on which benchmarks/bench_regret.py was run with --write, or `./run gpu` with --keep."""
+    """Return the stored tables of `benchmarks/bench_regret.py --write` and `./run gpu --keep`, one per device."""
     from benchmarks.bench_regret import kept, markdown
 
     found = kept(ROOT / "benchmarks" / "results")
-    return "\n\n".join(map(markdown, found)) or "Nobody has run `benchmarks/bench_regret.py --write` yet."
+    return "\n\n".join(map(markdown, found)) or "No results of `benchmarks/bench_regret.py --write` are stored yet."
 
 
 def peers(which: str) -> str:
-    """What a benchmark beside others found when it was last run with --write: `table=result file`."""
+    """Return a stored comparison with other software. `which` is `table=result file`."""
     from benchmarks import peers_tables
 
     kind, _, name = which.partition("=")
     found = peers_tables.stored(name)
     table_of: Callable[[Mapping[str, Any]], str] = getattr(peers_tables, kind)
-    return table_of(found) if found else f"Nobody has kept a result of the benchmark behind {name} yet."
+    return table_of(found) if found else f"No results of the benchmark {name} are stored yet."
 
 
 def ran_on() -> str:
-    """What every family of GPU sources is compiled for; every source: what it was checked by without a GPU, and what
-    became of it in `./run gpu`."""
+    """Return the compile targets of each family of GPU sources, then each source with its checks without a GPU and its
+    result in `./run gpu`."""
     right = _parities()
     met: dict[str, set[str]] = {}
     for device, name, _ in _outcomes():
@@ -690,26 +695,26 @@ def ran_on() -> str:
             passed, failed = right.get(name, set()), met.get(name, set()) - right.get(name, set())
             told = [f"{word} on {', '.join(sorted(on))}" for word, on in (("passed", passed), ("failed", failed)) if on]
             rows.append((code(f"{path.parent.name}/{path.name}"), checked, "; ".join(told) or NEVER_RAN))
-    return f"{_compiled_for()}\n\n{table(('kernel', 'without a GPU', 'parity on a device'), rows)}"
+    return f"{_compiled_for()}\n\n{table(('kernel', 'checked without a GPU', 'parity on a GPU'), rows)}"
 
 
 def _compiled_for() -> str:
-    """By the tests of tests/compile/."""
+    """Return the compile targets of the tests in tests/compile/."""
     from tests.compile import targets
 
-    known = "those of the known devices"
+    known = "known devices"
     rows = [
-        ("`cuda/*.cu`", targets.CUDA, "all that a build is made for"),
+        ("`cuda/*.cu`", targets.CUDA, "all targets of a build"),
         ("`triton/*.py`", targets.of_known_devices(), known),
     ]
     for path in (p for p in gpu_sources() if p.parent.name == "cutlass"):
-        rows.append((code(f"cutlass/{path.name}"), targets.of_cutlass(path.stem), f"{known} that it takes"))
+        rows.append((code(f"cutlass/{path.name}"), targets.of_cutlass(path.stem), f"{known} that it supports"))
     shown = [(name, ", ".join(f"{a}.{b}" for a, b in capabilities), which) for name, capabilities, which in rows]
-    return table(("kernels", "compiled for compute capability", "which are"), shown)
+    return table(("kernels", "compiled for compute capability", "selection"), shown)
 
 
 def _checked_by(folder: str, name: str) -> str:
-    """By the tests of tests/compile/ that name it; "" for a file that is no kernel by itself."""
+    """Return the checks of a source by the tests in tests/compile/; "" for a file that is not a kernel."""
     if folder == "triton":
         from autosel.candidates.registry import own_candidates
 
@@ -726,7 +731,7 @@ def _checked_by(folder: str, name: str) -> str:
 
 
 def _parities() -> dict[str, set[str]]:
-    """Candidate -> GPUs on which every unit of `./run gpu`'s parity stage passed, from the committed results."""
+    """Return, for each candidate, the GPUs on which all its units of `./run gpu` passed, from the committed results."""
     failed: dict[str, set[str]] = {}
     passed: dict[str, set[str]] = {}
     for device, name, right in _outcomes():
@@ -735,8 +740,11 @@ def _parities() -> dict[str, set[str]]:
 
 
 def _outcomes() -> Iterator[tuple[str, str, bool]]:
-    """(GPU, candidate, was it right?) of every proof. What is no op's candidate is judged elsewhere: the whole step by
-    its logits under the sanitizers, the probes by the rates they gave."""
+    """Yield (GPU, candidate, passed) of every proof.
+
+    The whole step and the probes are not candidates of an op: the step passes by its logits under the sanitizers, the
+    probes by the rates that they measured.
+    """
     for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.json")):
         if path.stem not in ("parity", "sanitizer", "fingerprint"):
             continue
@@ -755,7 +763,7 @@ def _outcomes() -> Iterator[tuple[str, str, bool]]:
 
 
 def silicon() -> str:
-    """Goal, reached and peer of every GPU whose results are committed; the goals alone where there are none."""
+    """Return goals and results of every GPU with committed results; without any, the goals."""
     from benchmarks.gpu import goals
     from benchmarks.gpu.kept import Kept
     from benchmarks.gpu.stages import NAMES
@@ -773,23 +781,23 @@ def silicon() -> str:
         parts += [f"## {device['name']}", told, table(goals.COLUMNS, list(goals.lines(records, reasons)))]
     if parts:
         return "\n\n".join(parts)
-    nothing = "No such run exists yet: no results of `./run gpu` on a GPU are committed. These are the goals."
+    nothing = "No results of `./run gpu` on a GPU are committed yet. These are the goals."
     return "\n\n".join([nothing, table(goals.COLUMNS, list(goals.lines({}, {})))])
 
 
 def gpu_stages() -> str:
-    """What each stage of `./run gpu` is there for, in its own words."""
+    """Return the description of each stage of `./run gpu`, from its docstring."""
     from benchmarks.gpu.stages import STAGES
 
     rows = []
     for name, module in STAGES.items():
         words = prose(import_module(module).__doc__).split(": ", 1)[1]
         rows.append((code(name), words.replace("\n", " ")))
-    return table(("stage", "what it does"), rows)
+    return table(("stage", "task"), rows)
 
 
 def libraries() -> str:
-    """Every installed library's candidates, by op."""
+    """Return the candidates of each library, by op."""
     from autosel.candidates.libraries.base import LibraryKernel, spelled
     from autosel.candidates.registry import own_candidates
 
@@ -802,11 +810,11 @@ def libraries() -> str:
         by_op = {k.op: [code(c.name) for c in own if c.op == k.op] for k in own}
         names = f"{code(name)}, {code(renamed)}" if renamed else code(name)
         rows.append((names, least, "; ".join(f"{op}: {', '.join(found)}" for op, found in by_op.items())))
-    return table(("pip's name", "from", "candidates, by op"), rows)
+    return table(("package", "minimum version", "candidates, by op"), rows)
 
 
 def gpu_help() -> str:
-    """`./run gpu --help` without the words before its options."""
+    """Return the options in `./run gpu --help`."""
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "__main__.py"), "--help"]
     environment = {**os.environ, "COLUMNS": str(COLUMNS)}
     said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
@@ -814,19 +822,19 @@ def gpu_help() -> str:
 
 
 def certificate_fields() -> str:
-    """The certificate's fields under the headings of its source, then those of the values inside it."""
+    """Return the certificate's fields under the headings of its source, then the types of their values."""
     from autosel.certify import certificate, slo, statistics
 
     parts = []
     for heading, rows in _commented_fields(certificate.Certificate):
-        parts += [f"**{heading.capitalize()}**", table(("field", "type", "what it says"), rows)]
+        parts += [f"**{heading.capitalize()}**", table(("field", "type", "meaning"), rows)]
     inside = (*(getattr(certificate, n) for n in _INSIDE), slo.Judged, statistics.Interval)
     rows = []
     for kind in inside:
         fields = [(name, text) for _, group in _commented_fields(kind) for name, _, text in group]
         said = "; ".join(f"{name}: {text}" if text else name for name, text in fields)
         rows.append((code(kind.__name__), " ".join(prose(kind.__doc__).split()), said))
-    return "\n\n".join([*parts, "**The values inside**", table(("type", "what it is", "its fields"), rows)])
+    return "\n\n".join([*parts, "**Types of the values**", table(("type", "meaning", "fields"), rows)])
 
 
 _INSIDE = (
@@ -836,7 +844,7 @@ _INSIDE = (
 
 
 def _commented_fields(kind: Any) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """(heading, [(field, type, comment)]) of a dataclass: a heading is a comment on a line of its own."""
+    """Return [(heading, [(field, type, comment)])] of a dataclass. A heading is a comment on a separate line."""
     found: list[tuple[str, list[tuple[str, str, str]]]] = []
     for line in inspect.getsource(kind).splitlines():
         heading = re.fullmatch(r" {4}# (.+)", line)
@@ -850,14 +858,16 @@ def _commented_fields(kind: Any) -> list[tuple[str, list[tuple[str, str, str]]]]
 
 
 def transcript(name: str) -> str:
-    """What a command printed; pytest's rows of dots are left out."""
+    """Return what a command printed, without the lines that CUTS names for it."""
     path = TRANSCRIPTS / f"{name}.txt"
     text = path.read_text() if path.is_file() else f"$ {COMMANDS[name]}\n(not recorded yet)"
-    return fence(re.sub(r"(?m)(^[.sx]+ +\[ *\d+%\]\n)+", "...\n", text))
+    for pattern in CUTS.get(name, ()):
+        text = re.sub(pattern, "...\n", text, flags=re.MULTILINE)
+    return fence(re.sub(r"(?:\.\.\.\n)+", "...\n", text))
 
 
 def record(arguments: Sequence[str]) -> None:
-    """Run documented commands on a terminal of 80 columns, and store what stays on the screen."""
+    """Run documented commands in a terminal of 80 columns, and store the final screen."""
     wanted = {arguments[0]: shlex.join(arguments[1:])} if len(arguments) > 1 else {n: COMMANDS[n] for n in arguments}
     TRANSCRIPTS.mkdir(exist_ok=True)
     for name, command in (wanted or COMMANDS).items():
@@ -867,7 +877,7 @@ def record(arguments: Sequence[str]) -> None:
 
 
 def _on_terminal(command: Sequence[str]) -> str:
-    """All that a command writes to a terminal. It works in the home a user would have."""
+    """Return all that a command writes to a terminal, run in the user's default home."""
     import pty
 
     written = bytearray()
@@ -889,7 +899,7 @@ def _on_terminal(command: Sequence[str]) -> str:
 
 
 def screen(written: str) -> str:
-    """What is left on the screen: lines that were written over are gone, so are colours; a home is `~`."""
+    """Return the final screen, without colours and overwritten lines, with `~` for the home folder."""
     lines = []
     for raw in written.replace("\r\n", "\n").split("\n"):
         wiped = "\r" in raw or "\x1b[2K" in raw

@@ -262,8 +262,8 @@ def test_exit_codes_that_a_verb_tells_of_are_its_own_in_the_documentation():
 OBJECTS = {"candidate": "candidates.base.Candidate", "ledger": "ledger.store.Ledger", "registry": "candidates.registry"}
 
 
-def test_every_function_of_the_walk_exists():
-    text = (ROOT / "docs" / "architecture.md").read_text().partition("## The walk")[2].partition("## The house")[0]
+def test_every_function_of_the_pipeline_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## The pipeline")[2].partition("## Layers")[0]
     names = re.findall(r"^\|[^|`]+\| `([\w.]+)", text, re.MULTILINE)
     assert len(names) > 9
     for name in names:
