@@ -187,9 +187,8 @@ def _op_time(calls: Sequence[Call], took_ns: Sequence[int], plan: Plan) -> OpTim
 def _glue_bytes(call: Call, plan: Plan) -> int:
     """Embedding rows or a packed copy: what is written, and as much read. Of the greedy choice, the logits."""
     if call.site == "argmax":
-        return int(call.arguments[0].numel()) * DTYPE_BYTES[plan.dtype]
-    out = call.arguments[-1] if call.site == "embed" else call.arguments[0]
-    return 2 * int(out.numel()) * DTYPE_BYTES[plan.dtype]
+        return int(call["logits"].numel()) * DTYPE_BYTES[plan.dtype]
+    return 2 * int(call["out"].numel()) * DTYPE_BYTES[plan.dtype]
 
 
 # --- what Python costs -----------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class AtOnce(_Choosing):
 
     def __init__(self, scene: Scene, chain: Chain) -> None:
         super().__init__(scene)
-        self.scene, self.chain, self.run = scene, chain, Direct()
+        self.scene, self.chain, self.run = scene, chain, Direct(scene.decoder.weights)
 
     def enqueue(self) -> None:
         self.logits = at_once(self.scene.decoder, self.scene.cache, self.scene.place, self.run, self.chain)
@@ -98,7 +98,7 @@ class Speculating:
     """Our pass over the last token and its draft (one greedy stream). `passed` holds the logits after each of them."""
 
     def __init__(self, scene: Scene) -> None:
-        self.scene, self.run = scene, Direct()
+        self.scene, self.run = scene, Direct(scene.decoder.weights)
 
     def enqueue(self) -> None:
         place, device = self.scene.place, self.scene.place.tokens.device

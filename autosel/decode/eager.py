@@ -36,6 +36,7 @@ class Eager:
 
     def __init__(self, weights: Weights, precision: torch.dtype | None = None) -> None:
         self.weights, self.shape, self.precision = weights, weights.shape, precision
+        self.layers = weights.layers
         self.inv_freq = frequencies(weights.shape, weights.device)
 
     def logits(self, tokens: Tensor, cache: Cache, held: int) -> Tensor:
@@ -55,7 +56,7 @@ class Eager:
         if s.embedding_scale != 1.0:
             x = x * torch.tensor(s.embedding_scale, dtype=x.dtype)
         turns = self._turns(held, tokens.shape[1], x.dtype)
-        for i, layer in enumerate(self.weights.layers):
+        for i, layer in enumerate(self.layers):
             (x,) = _by_parts(partial(self._after, layer), x, self._attention(i, layer, x, turns, cache, held))
         return self._norm(x[:, -1:] if last else x, self.weights.norm)
 

@@ -103,7 +103,7 @@ def _refuse(decoder: Decoder, prompts: list[list[int]], count: int, sampling: Sa
 
 def prefill(decoder: Decoder, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
     """Run the prompts; their keys and values are in the cache. Logits [B, V] after each prompt's last token."""
-    longest, run = max(map(len, prompts)), Direct()
+    longest, run = max(map(len, prompts)), Direct(decoder.weights)
     for row in range(len(prompts)):
         cache.reserve(row, longest)
     rows = rows_at_once(min(longest, CHUNK))
@@ -166,7 +166,7 @@ class _AtOnce:
 
     def __init__(self, decoder: Decoder, cache: Cache, place: Place, chain: Chain, sampler: Sampler) -> None:
         self.decoder, self.cache, self.place, self.chain, self.sampler = decoder, cache, place, chain, sampler
-        self.run = Direct()
+        self.run = Direct(decoder.weights)
 
     def __call__(self) -> tuple[Tensor, list[int]]:
         logits = at_once(self.decoder, self.cache, self.place, self.run, self.chain)
@@ -240,7 +240,7 @@ def _speculating(
 ) -> Generated:
     """Each pass is fed the last token and its draft, row by row; a draft token is kept if it is what greedy decoding
     chose in its place. All rows are fed the same number; what is filled up is never kept."""
-    run, rows, device = Direct(), len(prompts), decoder.weights.device
+    run, rows, device = Direct(decoder.weights), len(prompts), decoder.weights.device
     held = [len(p) for p in prompts]  # tokens in the cache
     done = [row[-1] in stop or len(row) >= count for row in told.tokens]
     while not all(done):

@@ -1,15 +1,13 @@
-"""The step as one launch: the written list, lowered to the tasks of the whole-step kernel (kernels/cuda/step.cu).
+"""The step as one launch: its program (program.py), encoded as tasks of the whole-step kernel (kernels/cuda/step.cu).
 
-What a thread team is to a CPU (team.py), this is to a GPU: the same list of ops is the source, its tensors are the
-tasks' addresses, and all CTAs go through it. Status: the way from list to tokens runs in tests on emulated threads; not
-yet run on silicon.
+What a thread team is to a CPU (team.py), this is to a GPU: all CTAs go through the same program. Status: the way from
+list to tokens runs in tests on emulated threads; not yet run on silicon.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +15,8 @@ from torch import Tensor
 from autosel import ops
 from autosel.candidates.arms import digest_of
 from autosel.candidates.cuda import step as kernel
-from autosel.candidates.cuda.step import Bound, Entries, Program, StepBuild
+from autosel.candidates.cuda.step import Bound, Entries, StepBuild
+from autosel.decode.program import Attend, Embed, Norm, Program, ProgramOp, Project, Rotate, lower
 from autosel.decode.step import Call, Rewritten, Step
 from autosel.errors import DeviceFault, UsageError
 from autosel.knobs.gpu import gemv, persistent
@@ -43,13 +42,6 @@ KERNELS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchTask:
-    """What all CTAs do between two waits. `calls` of the list are what it stands for, the slowest first."""
-
-    calls: tuple[Call, ...]
-
-
 @dataclass(slots=True, kw_only=True)
 class LaunchStep(Rewritten):
     """One decode step by one launch; `ops` is the list it came from, and holds place, cache and buffers.
@@ -58,8 +50,7 @@ class LaunchStep(Rewritten):
     """
 
     fp: Fingerprint
-    tasks: tuple[LaunchTask, ...]
-    rest: tuple[Call, ...]  # of the list: the choice of tokens
+    program: Program
     compiled: StepBuild
     entries: Entries
     bound: Bound
@@ -70,6 +61,15 @@ class LaunchStep(Rewritten):
     @property
     def candidate(self) -> str:
         return CANDIDATE
+
+    @property
+    def tasks(self) -> tuple[ProgramOp, ...]:
+        """What all CTAs do between two waits: each op of the program."""
+        return self.program.ops
+
+    @property
+    def rest(self) -> tuple[Call, ...]:
+        return self.program.rest
 
     @property
     def build(self) -> str:
@@ -131,10 +131,9 @@ class LaunchStep(Rewritten):
 
     def _reach(self) -> None:
         """Another length bucket: the keys are cut anew. State and counters begin again."""
-        lowering = _Lowering(self.ops, self.compiled, self.fp)
-        lowering.tasks()
-        self.reach = lowering.reach
-        self.bound = lowering.program.bound(self.entries.step, self.entries.check, self.logits)
+        self.reach = _reach(self.ops)
+        tasks = _encoded(self.program, self.compiled, self.fp, self.reach)
+        self.bound = tasks.bound(self.entries.step, self.entries.check, self.logits)
 
     def _stopped(self, task: int) -> DeviceFault:
         call = self.tasks[task].calls[0]
@@ -160,13 +159,13 @@ def supports(step: Step, fp: Fingerprint) -> Support:
     """Can one launch take this step there? Nothing is compiled for the answer."""
     if step.cache.paged:
         return Rejected(reason="--paged: the whole-step kernel reads a contiguous cache")
-    return kernel.supports(_attention(step, step.place.longest), fp)
+    return kernel.supports(_first_attention(step), fp)
 
 
 def predict(step: Step, kernels: int, bytes_read: float, flops: float, fp: Fingerprint) -> persistent.Prediction:
     """What the fused list `step` would take as one launch, against a graph of `kernels`: of dependent launches where
     all of them are our own kernels."""
-    tasks = sum(_makes_task(call) for call in step.calls)
+    tasks = len(lower(step).ops)
     dtype = step.decoder.weights.dtype
     cost = StepCost(kernels=kernels, bytes_read=bytes_read, flops=flops, dtype=dtype)
     f = facts(fp)
@@ -183,8 +182,8 @@ def write_launch(step: Step, fp: Fingerprint) -> LaunchStep:
     if isinstance(answer, Rejected):
         raise UsageError("no whole-step launch", why=answer.reason)
     build = _build(step, fp)
-    lowering = _Lowering(step, build, fp)
-    tasks = lowering.tasks()
+    program, reach = lower(step), _reach(step)
+    tasks = _encoded(program, build, fp, reach)
     entries = kernel.compiled(build)
     ctas = kernel.room(entries, build, step.logits)
     if isinstance(ctas, Rejected):
@@ -192,12 +191,11 @@ def write_launch(step: Step, fp: Fingerprint) -> LaunchStep:
     return LaunchStep(
         ops=step,
         fp=fp,
-        tasks=tasks,
-        rest=tuple(lowering.rest),
+        program=program,
         compiled=build,
         entries=entries,
-        bound=lowering.program.bound(entries.step, entries.check, step.logits),
-        reach=lowering.reach,
+        bound=tasks.bound(entries.step, entries.check, step.logits),
+        reach=reach,
         ctas=ctas,
         said=torch.zeros(1, dtype=torch.int32, pin_memory=step.logits.device.type == "cuda"),
     )
@@ -216,7 +214,7 @@ def _build(step: Step, fp: Fingerprint) -> StepBuild:
     """Raises UsageError."""
     products = [c.workload for c in step.calls if c.op in PRODUCTS and c.workload is not None]
     smallest = min(products, key=lambda w: gemv.projection(w).outputs)
-    return StepBuild.of(_attention(step, step.place.longest), smallest, fp)
+    return StepBuild.of(_first_attention(step), smallest, fp)
 
 
 def _arm(build: StepBuild, artefact: str, digest: str) -> Arm:
@@ -230,146 +228,98 @@ def _arm(build: StepBuild, artefact: str, digest: str) -> Arm:
     )
 
 
-def _attention(step: Step, length: int) -> Workload:
-    """The workload of its attention at a context of `length`; without a window, which only some layers have."""
-    call = next(c for c in step.calls if c.op == "attn")
+def _first_attention(step: Step) -> Workload:
+    return _attention(next(c for c in step.calls if c.op == "attn"), step.place.longest)
+
+
+def _attention(call: Call, length: int) -> Workload:
+    """Its workload at a context of `length`; without a window, which only some layers have."""
     assert call.workload is not None
     ragged = bool(call.workload.trait("ragged", default=False))
     dims = {**dict(call.workload.dims), "L": length}
     return ops.find("attn").workload(call.workload.dtype, dims, ragged=ragged, window=0, softcap=0.0)
 
 
-# --- from calls to tasks ---------------------------------------------------------------------------------------------
+# --- from ops to tasks -----------------------------------------------------------------------------------------------
 
 
-def _makes_task(call: Call) -> bool:
-    """Is it a task, and not something that another one does by the way? An embedding's scale is no task."""
-    if call.site == "embed":
-        return len(call.arguments) == 3
-    return call.op in (*PRODUCTS, "attn", "add_rmsnorm", "kv_append") or call.site == "norm"
+def _reach(step: Step) -> int:
+    """The longest context that one program serves: the end of the length bucket, or of the cache."""
+    longest = step.place.longest
+    return max(longest, min(length_bucket(longest)[1], step.cache.k[0].shape[2]))
 
 
-@dataclass(slots=True)
-class _Lowering:
-    """Goes through the list once and keeps what comes before rotation until that comes."""
-
-    step: Step
-    build: StepBuild
-    fp: Fingerprint
-    program: Program = field(init=False)
-    rest: list[Call] = field(default_factory=list)
-    waiting: list[Call] = field(default_factory=list)  # calls that the next task makes itself
-    reach: int = 0
-
-    def __post_init__(self) -> None:
-        self.program = Program(self.build)
-        longest = self.step.place.longest
-        top = length_bucket(longest)[1]
-        self.reach = max(longest, min(top, self.step.cache.k[0].shape[2]))
-
-    def tasks(self) -> tuple[LaunchTask, ...]:
-        return tuple(self._tasks())
-
-    def _tasks(self) -> Iterator[LaunchTask]:
-        for call in self.step.calls:
-            if _makes_task(call):
-                self._make(call)
-                yield LaunchTask(calls=(call, *self.waiting))
-                self.waiting = []
-            elif call.op == "sample" or call.site == "argmax":
-                self.rest.append(call)
-            elif call.site != "embed":
-                self.waiting.append(call)
-        assert not self.waiting, "the step ends with a projection"
-
-    def _make(self, call: Call) -> None:
-        if call.site == "embed":
-            self._embed(call)
-        elif call.op == "kv_append":
-            self._rotate(call)
-        elif call.op == "attn":
-            self._attend(call)
-        elif call.op in ("add_rmsnorm", "rmsnorm"):
-            self._norm(call)
+def _encoded(program: Program, build: StepBuild, fp: Fingerprint, reach: int) -> kernel.Program:
+    """The tasks of the program, for contexts up to `reach`."""
+    made = kernel.Program(build)
+    for op in program.ops:
+        if isinstance(op, Embed):
+            made.embed(op.tokens, program.weights[op.table], op.out, scale=op.scale)
+        elif isinstance(op, Project):
+            _project(made, program, op)
+        elif isinstance(op, Rotate):
+            _rotate(made, program, op)
+        elif isinstance(op, Attend):
+            _attend(made, op, _chunk(op, build, fp, reach), reach)
         else:
-            self._project(call)
+            _norm(made, program, op)
+    return made
 
-    def _embed(self, call: Call) -> None:
-        """With the scale of Gemma's embedding, which is a call of its own in the list, as that rounds it."""
-        table, tokens, out = call.arguments
-        scale = float(torch.tensor(self.step.decoder.shape.embedding_scale, dtype=table.dtype))
-        self.program.embed(tokens, table, out, scale=scale)
 
-    def _project(self, call: Call) -> None:
-        a = call.arguments
-        eps, offset = map(float, self.step.decoder.norm)
-        normed: dict[str, Any] = {"norm": a[1], "eps": eps, "offset": offset}
-        if call.op == "norm_qkv":
-            self.program.project(a[0], a[2], a[5], **normed)
-        elif call.op == "gate_up":
-            self.program.project(a[0], a[2], a[7], up=a[3], activation=int(a[6]), **normed)
-        elif call.op == "linear":
-            assert a[2] is None, "no projection of these models has a bias"
-            self.program.project(a[0], a[1], a[4], residual=a[3])
-        else:
-            self.program.project(a[0], a[1], a[3])
+def _project(made: kernel.Program, program: Program, op: Project) -> None:
+    made.project(
+        op.x,
+        program.weights[op.w],
+        op.y,
+        norm=program.weight(op.norm),
+        eps=program.eps if op.norm is not None else 0.0,
+        offset=program.offset if op.norm is not None else 0.0,
+        up=program.weight(op.up),
+        activation=op.activation,
+        residual=op.residual,
+    )
 
-    def _rotate(self, call: Call) -> None:
-        """Norms of q and k, rotation and append: `call` is the last of them."""
-        before = {c.site: c for c in self.waiting}
-        rope = before["rope"].arguments
-        q_norm, k_norm = (before[s].arguments[1] if s in before else None for s in ("q norm", "k norm"))
-        eps, offset = map(float, self.step.decoder.norm)
-        self.program.rotate(
-            self._qkv(),
-            self.step.place.positions,
-            rope[3],
-            _flat(rope[5]),
-            call.arguments[4],
-            call.arguments[5],
-            interleaved=rope[4] == 1,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
-            offset=offset,
-        )
 
-    def _qkv(self) -> Tensor:
-        """What each layer's projection writes: [B, (Hq + 2 Hkv) D]."""
-        made = next(c for c in self.step.calls if c.op == "norm_qkv")
-        qkv: Tensor = made.arguments[5]
-        return qkv
+def _rotate(made: kernel.Program, program: Program, op: Rotate) -> None:
+    made.rotate(
+        op.qkv,
+        op.positions,
+        op.inv_freq,
+        _flat(op.q),
+        op.k_cache,
+        op.v_cache,
+        interleaved=op.style == 1,
+        q_norm=program.weight(op.q_norm),
+        k_norm=program.weight(op.k_norm),
+        eps=program.eps,
+        offset=program.offset,
+    )
 
-    def _attend(self, call: Call) -> None:
-        q, k, v, _, _, scale, _, softcap, out = call.arguments
-        shape = self.step.decoder.shape
-        window = shape.window if shape.layer_types[call.layer] == "sliding" else 0
-        self.program.attend(
-            _flat(q),
-            k,
-            v,
-            self.step.place.lengths,
-            _flat(out),
-            max_len=self.reach,
-            scale=float(scale),
-            window=window,
-            softcap=float(softcap),
-            chunk=self._chunk(window),
-        )
 
-    def _chunk(self, window: int) -> int:
-        attn = _attention(self.step, min(self.reach, window) if window else self.reach)
-        return persistent.chunk(attn, int(self.build.knobs["slots"]), facts(self.fp))
+def _attend(made: kernel.Program, op: Attend, chunk: int, reach: int) -> None:
+    made.attend(
+        _flat(op.q),
+        op.k,
+        op.v,
+        op.lengths,
+        _flat(op.out),
+        max_len=reach,
+        scale=op.scale,
+        window=op.window,
+        softcap=op.softcap,
+        chunk=chunk,
+    )
 
-    def _norm(self, call: Call) -> None:
-        """The last norm; or a sandwich: the residual stream and the norm of what was made."""
-        eps, offset = map(float, self.step.decoder.norm)
-        if call.op == "rmsnorm":
-            x, weight, _, _, out = call.arguments
-            self.program.norm(x, weight, out, eps=eps, offset=offset)
-            return
-        made, residual, weight, _, _, _, _, joined = call.arguments
-        self.program.norm(made, weight, joined, eps=eps, offset=offset, residual=residual)
+
+def _chunk(op: Attend, build: StepBuild, fp: Fingerprint, reach: int) -> int:
+    """Keys a CTA."""
+    attn = _attention(op.call, min(reach, op.window) if op.window else reach)
+    return persistent.chunk(attn, int(build.knobs["slots"]), facts(fp))
+
+
+def _norm(made: kernel.Program, program: Program, op: Norm) -> None:
+    weight = program.weights[op.weight]
+    made.norm(op.x, weight, op.out, eps=program.eps, offset=program.offset, residual=op.residual)
 
 
 def _flat(heads: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 It is written once, as calls through a `Runner`: one runs them at once (prefill, several tokens a sequence, ops that
 allocate), one writes them down as a flat list of (callable, arguments) with every buffer made beforehand (the decode
-step). Rows are tokens, M = B * S of them: x[M, d].
+step). Rows are tokens, M = B * S of them: x[M, d]. An operand that is a string is a weight, by its name.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from torch import Tensor
 from autosel.decode.cache import Cache
 from autosel.decode.rope import frequencies
 from autosel.decode.run import FUSED, Chain
-from autosel.decode.weights import Layer, Weights
+from autosel.decode.weights import Weights
 from autosel.models.workloads import ACTIVATION_CODE
 
 
 class Runner(Protocol):
-    """Runs ops. `site` names the place in the step, and with it the buffer of the result."""
+    """Runs ops. `site` names the place in the step, and with it the buffer of the result; a string among the operands
+    names a weight."""
 
-    def __call__(self, op: str, site: str, *arguments: Any) -> Any: ...
+    def __call__(self, op: str, site: str, *operands: Any) -> Any: ...
 
-    def embed(self, table: Tensor, tokens: Tensor, scale: float) -> Tensor: ...
+    def embed(self, table: str, tokens: Tensor, scale: float) -> Tensor: ...
 
     def packed(self, site: str, heads: Tensor) -> Tensor:
         """[M, H, D] as [M * H, D]."""
@@ -62,50 +63,45 @@ class Decoder:
     def hidden(self, run: Runner, batch: Batch, cache: Cache, chain: Chain = FUSED) -> Tensor:
         """Tokens -> [M, d], normalised for the output head; their keys and values are in the cache afterwards."""
         s = self.shape
-        x, branch = run.embed(self.weights.embedding, batch.tokens, s.embedding_scale), None
-        for i, layer in enumerate(self.weights.layers):
-            qkv, x = self._project_qkv(run, x, branch, layer, chain)
-            o = self._attention(run, i, layer, qkv, batch, cache)
-            x, branch = self._leave(run, "o", o, layer.o, x, layer.attn_post_norm, later=chain.mlp == "added")
-            y, x = self._gated(run, x, branch, layer, chain)
-            later = chain.attn == "added"
-            x, branch = self._leave(run, "down", y, layer.down, x, layer.mlp_post_norm, later=later)
+        x, branch = run.embed("embedding", batch.tokens, s.embedding_scale), None
+        for i in range(s.layers):
+            qkv, x = self._project_qkv(run, i, x, branch, chain)
+            o = self._attention(run, i, qkv, batch, cache)
+            x, branch = self._leave(run, i, "o", o, x, "attn_post_norm", later=chain.mlp == "added")
+            y, x = self._gated(run, i, x, branch, chain)
+            x, branch = self._leave(run, i, "down", y, x, "mlp_post_norm", later=chain.attn == "added")
         if branch is not None:
-            return run("add_rmsnorm", "attn add", branch, x, self.weights.norm, *self.norm, 0)[0]  # type: ignore[no-any-return]
-        return run("rmsnorm", "norm", x, self.weights.norm, *self.norm)  # type: ignore[no-any-return]
+            return run("add_rmsnorm", "attn add", branch, x, "norm", *self.norm, 0)[0]  # type: ignore[no-any-return]
+        return run("rmsnorm", "norm", x, "norm", *self.norm)  # type: ignore[no-any-return]
 
     def logits(self, run: Runner, hidden: Tensor) -> Tensor:
         """[M, d] -> [M, V]."""
-        return run("lm_head", "logits", hidden, self.weights.head, 0)  # type: ignore[no-any-return]
+        return run("lm_head", "logits", hidden, self.weights.head_name, 0)  # type: ignore[no-any-return]
 
     # --- one block's way in ------------------------------------------------------------------------------------------
 
     def _project_qkv(
-        self, run: Runner, x: Tensor, branch: Tensor | None, layer: Layer, chain: Chain
+        self, run: Runner, i: int, x: Tensor, branch: Tensor | None, chain: Chain
     ) -> tuple[Tensor, Tensor]:
         """(queries, keys and values [M, (Hq + 2 Hkv) D], the residual stream)."""
         if branch is None and chain.attn == "fused":
-            return run("norm_qkv", "qkv", x, layer.attn_norm, layer.qkv, *self.norm), x
-        h, x = self._normed(run, "attn", x, branch, layer.attn_norm)
-        return run("linear", "qkv", h, layer.qkv, None, None), x
+            return run("norm_qkv", "qkv", x, f"{i}.attn_norm", f"{i}.qkv", *self.norm), x
+        h, x = self._normed(run, "attn", x, branch, f"{i}.attn_norm")
+        return run("linear", "qkv", h, f"{i}.qkv", None, None), x
 
-    def _gated(
-        self, run: Runner, x: Tensor, branch: Tensor | None, layer: Layer, chain: Chain
-    ) -> tuple[Tensor, Tensor]:
+    def _gated(self, run: Runner, i: int, x: Tensor, branch: Tensor | None, chain: Chain) -> tuple[Tensor, Tensor]:
         """(act(gate) * up [M, I], the residual stream)."""
         kind = ACTIVATION_CODE[self.shape.activation]
         if branch is None and chain.mlp == "fused":
-            return run("gate_up", "gate_up", x, layer.mlp_norm, layer.gate, layer.up, *self.norm, kind), x
-        h, x = self._normed(run, "mlp", x, branch, layer.mlp_norm)
-        gate = run("linear", "gate", h, layer.gate, None, None)
-        up = run("linear", "up", h, layer.up, None, None)
+            return run("gate_up", "gate_up", x, f"{i}.mlp_norm", f"{i}.gate", f"{i}.up", *self.norm, kind), x
+        h, x = self._normed(run, "mlp", x, branch, f"{i}.mlp_norm")
+        gate = run("linear", "gate", h, f"{i}.gate", None, None)
+        up = run("linear", "up", h, f"{i}.up", None, None)
         if kind == 0:
             return run("swiglu", "gate_up", gate, up), x
         return run("geglu", "gate_up", gate, up, int(kind == 2)), x
 
-    def _normed(
-        self, run: Runner, site: str, x: Tensor, branch: Tensor | None, weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _normed(self, run: Runner, site: str, x: Tensor, branch: Tensor | None, weight: str) -> tuple[Tensor, Tensor]:
         if branch is None:
             return run("rmsnorm", f"{site} norm", x, weight, *self.norm), x
         return run("add_rmsnorm", f"{site} add", branch, x, weight, *self.norm, 0)  # type: ignore[no-any-return]
@@ -113,25 +109,26 @@ class Decoder:
     # --- and its way out ---------------------------------------------------------------------------------------------
 
     def _leave(
-        self, run: Runner, site: str, y: Tensor, w: Tensor, x: Tensor, post_norm: Tensor | None, *, later: bool
+        self, run: Runner, i: int, site: str, y: Tensor, x: Tensor, post_norm: str, *, later: bool
     ) -> tuple[Tensor, Tensor | None]:
         """(the residual stream, what is yet to be added to it)."""
-        if post_norm is not None:
+        w = f"{i}.{site}"
+        if self.shape.sandwich:
             made = run("linear", site, y, w, None, None)
-            return run("add_rmsnorm", f"{site} sandwich", made, x, post_norm, *self.norm, 1)[1], None
+            return run("add_rmsnorm", f"{site} sandwich", made, x, f"{i}.{post_norm}", *self.norm, 1)[1], None
         if later:
             return x, run("linear", site, y, w, None, None)
         return run("linear", site, y, w, None, x), None
 
     # --- attention ---------------------------------------------------------------------------------------------------
 
-    def _attention(self, run: Runner, i: int, layer: Layer, qkv: Tensor, batch: Batch, cache: Cache) -> Tensor:
+    def _attention(self, run: Runner, i: int, qkv: Tensor, batch: Batch, cache: Cache) -> Tensor:
         """[M, (Hq + 2 Hkv) D] -> [M, Hq D]."""
         s, m = self.shape, qkv.shape[0]
         q, k, v = qkv.view(m, -1, s.D).split((s.Hq, s.Hkv, s.Hkv), 1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = run("rmsnorm", "q norm", run.packed("q", q), layer.q_norm, *self.norm).view(m, s.Hq, s.D)
-            k = run("rmsnorm", "k norm", run.packed("k", k), layer.k_norm, *self.norm).view(m, s.Hkv, s.D)
+        if s.qk_norm:
+            q = run("rmsnorm", "q norm", run.packed("q", q), f"{i}.q_norm", *self.norm).view(m, s.Hq, s.D)
+            k = run("rmsnorm", "k norm", run.packed("k", k), f"{i}.k_norm", *self.norm).view(m, s.Hkv, s.D)
         q, k = run("rope", "rope", q, k, batch.positions, self.inv_freq[i], s.rope.style)
         q, k, v = (t.view(batch.rows, batch.per_row, -1, s.D).transpose(1, 2) for t in (q, k, v))
         run("kv_append", "kv_append", k, v, batch.starts, cache.block_table, cache.k[i], cache.v[i])

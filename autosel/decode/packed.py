@@ -2,8 +2,8 @@
 
     packed = pack(decoder.weights, fp)     # UsageError: no room beside the original, or nothing gained by it;
                                            # ParityError: some unit does not unpack to the same bits
-    packed.of(layer.gate)                  # its bytes, or None: a matrix that stays as it is
-    packed.saved_bytes(layer.gate)         # what a step needs to read less
+    packed.of("0.gate")                    # its bytes, or None: a matrix that stays as it is
+    packed.saved_bytes("0.gate")           # what a step needs to read less
 
 The original stays: prefill, the baseline and every op by itself read it. What is packed is kept for as long as the
 weights are, for all steps that are written; a run that needs the room takes it back.
@@ -12,7 +12,7 @@ weights are, for all steps that are written; a run that needs the room takes it 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,18 +42,18 @@ RESERVE_BYTES = 1 << 30  # that stay free, beside what the caller is still to ta
 class Packed:
     """`bytes` are what the packed matrices take beside `plain_bytes`, the originals; `seconds` what packing took."""
 
-    matrices: Mapping[int, Tensor]  # address of the original -> uint8 [bytes]
+    matrices: Mapping[str, Tensor]  # name of the original -> uint8 [bytes]
+    saved: Mapping[str, int]  # name -> what the original takes more
     plain_bytes: int
     bytes: int
     seconds: float
 
-    def of(self, w: Tensor | None) -> Tensor | None:
-        return None if w is None else self.matrices.get(w.data_ptr())
+    def of(self, name: str) -> Tensor | None:
+        return self.matrices.get(name)
 
-    def saved_bytes(self, *matrices: Tensor | None) -> int:
+    def saved_bytes(self, *names: str) -> int:
         """What a step that reads these reads less."""
-        found = ((w, self.of(w)) for w in matrices)
-        return sum(w.nbytes - p.nbytes for w, p in found if w is not None and p is not None)
+        return sum(self.saved.get(name, 0) for name in names)
 
     @property
     def told(self) -> str:
@@ -87,7 +87,7 @@ def pack(weights: Weights, fp: Fingerprint, *, to_come_bytes: int = 0) -> Packed
 
 def room(weights: Weights, plan: Plan) -> Support:
     """Is there room beside the original and what the plan still takes? By the least that packed weights can take."""
-    need = sum(w.nbytes // 4 * 3 for w in _matrices(weights))
+    need = sum(w.nbytes // 4 * 3 for _, w in weights.matrices())
     free = free_memory("cpu") - RESERVE_BYTES - reference_bytes(plan)
     return Accepted() if weights.embedding in _KEPT or need <= free else Rejected(reason=_no_room(need, free))
 
@@ -117,22 +117,22 @@ def _pack(weights: Weights, fp: Fingerprint, reserve_bytes: int) -> Packed:
     built = compile_source(SOURCE, ISA_FLAGS[f.isa]).digest
     entry, compare = (load_entry(built, name) for name in ("pack", "compare"))
     threads = min(f.cpus, MOST_THREADS)
-    size, sizes = torch.zeros(1, dtype=torch.int64), dict[Tensor, int]()
-    for w in _matrices(weights):
+    size, sizes = torch.zeros(1, dtype=torch.int64), dict[str, int]()
+    for name, w in weights.matrices():
         if w.shape[0] % ROWS == 0 and w.shape[1] % UNIT == 0:
             entry(w, None, size, threads)
             if int(size) <= WORTH * w.nbytes:
-                sizes[w] = int(size)
+                sizes[name] = int(size)
     need, free = sum(map(padded, sizes.values())), free_memory("cpu") - reserve_bytes
     if not sizes:
         raise UsageError("packed weights", why="no matrix would be smaller by a tenth")
     if need > free:
         raise UsageError("packed weights", why=_no_room(need, free))
-    arena, made = Arena(need, torch.device("cpu")), {}
-    for w, bytes_ in sizes.items():
-        made[w.data_ptr()] = arena.bytes(bytes_)
-        entry(w, made[w.data_ptr()], size, threads)
-        compare(made[w.data_ptr()], w, size, threads)
+    arena, made = Arena(need, torch.device("cpu")), dict[str, Tensor]()
+    for name, bytes_ in sizes.items():
+        w, made[name] = weights[name], arena.bytes(bytes_)
+        entry(w, made[name], size, threads)
+        compare(made[name], w, size, threads)
         if int(size):
             units = f"{int(size)} units of {UNIT} weights"
             raise ParityError(
@@ -140,14 +140,8 @@ def _pack(weights: Weights, fp: Fingerprint, reserve_bytes: int) -> Packed:
             )
     return Packed(
         matrices=made,
-        plain_bytes=sum(w.nbytes for w in sizes),
+        saved={name: weights[name].nbytes - bytes_ for name, bytes_ in sizes.items()},
+        plain_bytes=sum(weights[name].nbytes for name in sizes),
         bytes=sum(sizes.values()),
         seconds=time.monotonic() - began,
     )
-
-
-def _matrices(weights: Weights) -> Iterator[Tensor]:
-    """What a step multiplies by. Of a tied embedding the same memory serves as the output head."""
-    for layer in weights.layers:
-        yield from (layer.qkv, layer.o, layer.gate, layer.up, layer.down)
-    yield weights.head

@@ -48,7 +48,7 @@ def quality(scene: Scene, text: Text, chosen: Chosen) -> Quality:
     place = Place.at(tokens[:, 0], [0] * len(rows))
     form = "ops" if chosen.form == "graph" else chosen.form  # a graph would be captured again at every token
     step = write(decoder, cache, place, chain, form=form, fp=scene.fp) if plan.prealloc else None
-    run, scores = Direct(), _Scores()
+    run, scores = Direct(decoder.weights), _Scores()
     for i in range(count - 1):
         listener.stage("quality", text.name, i, count - 1)
         place.tokens.copy_(tokens[:, i])

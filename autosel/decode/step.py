@@ -1,13 +1,14 @@
 """Two ways to run the decoder's ops: at once, or as a list written down beforehand.
 
-A written step is plain values: `calls` with op, workload, callable and arguments; the buffers are the arguments. To run
-it is to go through the list; Python then takes a microsecond or two a call and allocates nothing.
+A written step is plain values: `calls` with op, workload, callable and operands; the buffers are operands. To run it is
+to go through the list; Python then takes a microsecond or two a call and allocates nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from autosel.decode.cache import Cache
 from autosel.decode.model import Batch, Decoder
 from autosel.decode.run import FUSED, Chain
 from autosel.decode.sample import Sampler, largest
+from autosel.decode.weights import Weights
 from autosel.dispatch import Bound
 from autosel.ops.contract import DTYPE, Op
 from autosel.values import Workload, length_bucket
@@ -31,14 +33,15 @@ ATTENTION = ("attn", "paged_attn")
 class Direct:
     """Each op runs as it is called and allocates its result."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
         self.best = {name: dispatch.best(name) for name in ops.OPS}
 
-    def __call__(self, op: str, site: str, *arguments: Any) -> Any:
-        return self.best[op](*arguments)
+    def __call__(self, op: str, site: str, *operands: Any) -> Any:
+        return self.best[op](*(self.weights[o] if isinstance(o, str) else o for o in operands))
 
-    def embed(self, table: Tensor, tokens: Tensor, scale: float) -> Tensor:
-        x = table[tokens]
+    def embed(self, table: str, tokens: Tensor, scale: float) -> Tensor:
+        x = self.weights[table][tokens]
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
     def packed(self, site: str, heads: Tensor) -> Tensor:
@@ -50,14 +53,23 @@ class Direct:
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """One op of the step. `arguments` are complete, outputs included; those of attention change with the length."""
+    """One op of the step: `function(*arguments)`. The op's contract names the operands, arguments and outputs:
+    `call["x"]`. Those of attention change with the length."""
 
     op: str  # or "glue": embedding, copies
     site: str
     workload: Workload | None
     function: Callable[..., Any]
-    arguments: list[Any]
+    names: tuple[str, ...]
+    arguments: list[Any]  # in the order of the names
+    weights: Mapping[str, str] = field(default_factory=dict)  # operand -> the weight that it is, by its name
     layer: int = -1  # of attention
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[self.names.index(name)]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.arguments[self.names.index(name)] = value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -226,7 +238,7 @@ def write_step(
     With a sampler the step ends with the choice of the tokens; the caller draws its uniforms before each run.
     """
     rows = place.tokens.shape[0]
-    recorder = Recorder(decoder.weights.embedding)
+    recorder = Recorder(decoder.weights)
     batch = Batch(
         tokens=place.tokens,
         positions=place.positions,
@@ -260,31 +272,34 @@ class Recorder:
     alternates between the sites that write it.
     """
 
-    def __init__(self, like: Tensor) -> None:
-        self.like = like
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
         self.calls: list[Call] = []
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.bound: dict[str, Bound] = {}
 
-    def __call__(self, op: str, site: str, *arguments: Any) -> Any:
+    def __call__(self, op: str, site: str, *operands: Any) -> Any:
         contract = ops.find(op)
-        inputs = dict(zip((a.name for a in contract.args), arguments, strict=True))
+        inputs, weights = self._resolved(dict(zip((a.name for a in contract.args), operands, strict=True)))
         w = contract.workload_of(inputs)
         if w.key not in self.bound:
             self.bound[w.key] = dispatch.best(op, like=inputs)
         outputs = self._outputs(contract, w, site)
-        for out in outputs:
-            held = [t for t in arguments if isinstance(t, Tensor) and t.untyped_storage().data_ptr() == out.data_ptr()]
+        for out in outputs.values():
+            held = [t for t in inputs.values() if isinstance(t, Tensor) and _shares(t, out)]
             assert not held, f"{site}'s buffer is one of its own arguments"
-        call = Call(op=op, site=site, workload=w, function=self.bound[w.key], arguments=[*arguments, *outputs])
-        self.calls.append(call)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        self._write(op, site, w, self.bound[w.key], inputs | outputs, weights)
+        made = tuple(outputs.values())
+        return made[0] if len(made) == 1 else made
 
-    def embed(self, table: Tensor, tokens: Tensor, scale: float) -> Tensor:
-        out = self._buffer("embed", 0, (tokens.shape[0], table.shape[1]), table.dtype)
-        self._glue("embed", _embed, table, tokens, out)
+    def embed(self, table: str, tokens: Tensor, scale: float) -> Tensor:
+        inputs, weights = self._resolved({"table": table, "tokens": tokens})
+        rows, dtype = inputs["table"], inputs["table"].dtype
+        out = self._buffer("embed", 0, (tokens.shape[0], rows.shape[1]), dtype)
+        self._write("glue", "embed", None, _embed, inputs | {"out": out}, weights)
         if scale != 1.0:
-            self._glue("embed", _scale, out, torch.tensor(scale, dtype=table.dtype, device=table.device))
+            factor = torch.tensor(scale, dtype=dtype, device=rows.device)
+            self._write("glue", "embed", None, _scale, {"out": out, "scale": factor})
         return out
 
     def packed(self, site: str, heads: Tensor) -> Tensor:
@@ -292,7 +307,7 @@ class Recorder:
         if m == 1:
             return heads.view(h, d)
         out = self._buffer(f"packed {site}", 0, (m, h, d), heads.dtype)
-        self._glue(f"packed {site}", _copy, out, heads)
+        self._write("glue", f"packed {site}", None, _copy, {"out": out, "source": heads})
         return out.view(m * h, d)
 
     def chosen(self, logits: Tensor, sampler: Sampler) -> Tensor:
@@ -300,34 +315,60 @@ class Recorder:
             made: Tensor = self("sample", "token", logits, *sampler.arguments)
             return made
         out = self._buffer("token", 0, (logits.shape[0],), torch.int64)
-        self._glue("argmax", largest, logits, out)
+        self._write("glue", "argmax", None, largest, {"logits": logits, "out": out})
         return out
 
-    def _glue(self, site: str, function: Callable[..., Any], *arguments: Any) -> None:
-        self.calls.append(Call(op="glue", site=site, workload=None, function=function, arguments=[*arguments]))
+    def _resolved(self, operands: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """The operands, weights in the place of their names; and the names."""
+        weights = {operand: name for operand, name in operands.items() if isinstance(name, str)}
+        return {**operands, **{operand: self.weights[name] for operand, name in weights.items()}}, weights
 
-    def _outputs(self, contract: Op, w: Workload, site: str) -> list[Tensor]:
+    def _write(
+        self,
+        op: str,
+        site: str,
+        workload: Workload | None,
+        function: Callable[..., Any],
+        operands: Mapping[str, Any],
+        weights: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        names, arguments = tuple(operands), list(operands.values())
+        self.calls.append(
+            Call(
+                op=op,
+                site=site,
+                workload=workload,
+                function=function,
+                names=names,
+                arguments=arguments,
+                weights=weights,
+            )
+        )
+
+    def _outputs(self, contract: Op, w: Workload, site: str) -> dict[str, Tensor]:
         inout = {a.name for a in contract.args if a.role == "inout"}
         specs = [s for s in contract.outputs(w) if s.name not in inout]
         dtypes = [torch.int64 if s.dtype == "int64" else DTYPE[s.dtype] for s in specs]
-        return [self._buffer(site, n, s.shape, t) for n, (s, t) in enumerate(zip(specs, dtypes, strict=True))]
+        return {s.name: self._buffer(site, n, s.shape, t) for n, (s, t) in enumerate(zip(specs, dtypes, strict=True))}
 
     def _buffer(self, site: str, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if (site, index) not in self.buffers:
-            self.buffers[site, index] = torch.empty(shape, dtype=dtype, device=self.like.device)
+            self.buffers[site, index] = torch.empty(shape, dtype=dtype, device=self.weights.device)
         found = self.buffers[site, index]
         assert found.shape == shape and found.dtype == dtype
         return found
 
 
+def _shares(operand: Tensor, buffer: Tensor) -> bool:
+    return operand.untyped_storage().data_ptr() == buffer.data_ptr()
+
+
 def _lengthen(call: Call, length: int, window: int, *, bind: bool) -> None:
     """The same attention at another length."""
-    contract = ops.find(call.op)
-    names = [a.name for a in contract.args]
-    call.arguments[names.index("max_len")] = length
-    call.arguments[names.index("window")] = window
+    call["max_len"], call["window"] = length, window
     if bind:
-        inputs = dict(zip(names, call.arguments, strict=False))  # the output comes last
+        contract = ops.find(call.op)
+        inputs = {a.name: call[a.name] for a in contract.args}
         call.workload = contract.workload_of(inputs)
         call.function = dispatch.best(call.op, like=inputs)
 

@@ -1,18 +1,18 @@
-"""The step as one native call: the written list, lowered to tasks that one thread team walks (kernels/cpu/step.cpp).
+"""The step as one native call: its program (program.py), encoded as the tasks of a thread team (kernels/cpu/step.cpp).
 
     step = write_team(write_step(decoder, cache, place), fp)    # raises UsageError with what `supports` says
     step.run()
 
-The list of ops is the source: its tensors are the tasks' addresses, its workloads give the knobs. What the op-by-op
-step does in several calls a task does in one: q/k norms, rotation, append and attention; the norm in front of a
-projection; a sandwich of norms in front of the next one. The arithmetic is the same, and so are the bits.
+The buffers are those of the list of ops, and the workloads of its calls give the knobs. A task does what the list does
+in several calls: q/k norms, rotation, append and attention; the norm in front of a projection; a sandwich of norms in
+front of the next one. The arithmetic is the same, and so are the bits.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from autosel.candidates import registry
 from autosel.decode import packed as packing
 from autosel.decode.packed import MOST_THREADS, Packed
+from autosel.decode.program import Attend, Embed, Norm, Program, Project, Rotate, lower
 from autosel.decode.run import Plan, StepForm
 from autosel.decode.step import Call, Rewritten, Step
 from autosel.knobs.cpu.facts import ISA_FLAGS, facts
@@ -137,21 +138,22 @@ def write_team(step: Step, fp: Fingerprint, form: StepForm = "whole") -> TeamSte
     Form "packed" packs the weights on first use. Raises BuildError; UsageError and ParityError where that fails.
     """
     prepared = packing.pack(step.decoder.weights, fp) if form == "packed" else None
-    lowering = _Lowering(step, fp, prepared)
-    tasks = tuple(lowering.tasks())
+    program = lower(step)
+    encoder = _Encoder(program, fp, step.chosen, prepared)
+    tasks = tuple(encoder.tasks())
     isa = facts(fp).isa
     artefact = compile_source(SOURCE, (*ISA_FLAGS[isa], f"-DAUTOSEL_{step.decoder.weights.dtype.upper()}"))
-    program = torch.frombuffer(bytearray(b"".join(t.words for t in tasks)), dtype=torch.int64).view(len(tasks), -1)
+    words = torch.frombuffer(bytearray(b"".join(t.words for t in tasks)), dtype=torch.int64).view(len(tasks), -1)
     return TeamStep(
         ops=step,
         tasks=tasks,
-        threads=lowering.threads,
-        rest=tuple(lowering.rest),
+        threads=encoder.threads,
+        rest=tuple(call for call in program.rest if call.op == "sample"),  # the greedy choice is the last task's
         entry=load_entry(artefact.digest, ENTRY),
-        program=program,
-        times=torch.zeros(lowering.threads, len(tasks), 2, dtype=torch.int64),
+        program=words,
+        times=torch.zeros(encoder.threads, len(tasks), 2, dtype=torch.int64),
         build=artefact.digest,
-        kept=lowering.kept,
+        kept=encoder.kept,
         packed=prepared,
     )
 
@@ -182,11 +184,11 @@ def _at_longest(call: Call) -> Call:
     return replace(call, workload=w.at(L=length_bucket(w["L"])[1]))
 
 
-# --- from calls to tasks ---------------------------------------------------------------------------------------------
+# --- from ops to tasks ----------------------------------------------------------------------------------------------
 
 TASK_WORDS = 48
 EMBED, PROJECT, ATTEND = 0, 1, 2
-STORE, ADD, GATE, CHOOSE = 0, 1, 2, 3
+EPILOGUES = {"norm_qkv": 0, "linear": 1, "gate_up": 2, "lm_head": 3}  # kStore, kAdd, kGate, kChoose
 
 Word = int | float | Tensor | None
 
@@ -204,116 +206,97 @@ def _word(w: Word) -> bytes:
     return struct.pack("q", 0 if w is None else w.data_ptr() if isinstance(w, Tensor) else w)
 
 
-class _Lowering:
-    """Goes through the list once and keeps what comes before a projection or attention until that comes."""
+class _Encoder:
+    """Goes through the program once and keeps what a projection or attention does itself until that comes."""
 
-    def __init__(self, step: Step, fp: Fingerprint, packed: Packed | None = None) -> None:
-        self.step, self.fp, self.shape, self.packed = step, fp, step.decoder.shape, packed
+    def __init__(self, program: Program, fp: Fingerprint, chosen: Tensor | None, packed: Packed | None = None) -> None:
+        self.program, self.fp, self.chosen, self.packed = program, fp, chosen, packed
+        self.norm = (program.eps, program.offset)
         self.threads = 1
-        self.rest: list[Call] = []
         self.kept: list[Tensor] = []
-        self.waiting: list[Call] = []  # calls that the next task makes itself
-        self.saved_bytes = 0  # by the next task
 
     def tasks(self) -> Iterator[Task]:
-        for call in self.step.calls:
-            made = self._task(call)
-            if made is not None:
-                yield Task(calls=(call, *self.waiting), words=made, saved_bytes=self.saved_bytes)
-                self.waiting, self.saved_bytes = [], 0
-        assert not self.waiting, "the step ends with a projection"
+        waiting: list[Norm | Rotate] = []
+        for op in self.program.ops:
+            if isinstance(op, (Norm, Rotate)):
+                waiting.append(op)
+                continue
+            calls = (*op.calls, *(call for other in waiting for call in other.calls))
+            if isinstance(op, Embed):
+                yield Task(calls=calls, words=self._embed(op))
+            elif isinstance(op, Attend):
+                yield Task(calls=calls, words=self._attend(op, waiting))
+            else:
+                yield Task(calls=calls, words=self._project(op, waiting), saved_bytes=self._saved_bytes(op))
+            waiting = []
+        assert not waiting, "the step ends with a projection"
 
-    def _task(self, call: Call) -> bytes | None:
-        """The task that the call completes, or None: it waits for the next one, or comes after the team."""
-        if call.site == "embed":
-            return self._embed(call) if len(call.arguments) == 3 else None  # two: the scale of it
-        if call.op == "attn":
-            return self._attend(call)
-        if call.op in ("norm_qkv", "linear", "gate_up", "lm_head"):
-            return self._project(call)
-        if call.op == "sample":
-            self.rest.append(call)
-        elif call.site not in ("embed", "argmax"):
-            self.waiting.append(call)
-        return None
+    def _embed(self, op: Embed) -> bytes:
+        table = self.program.weights[op.table]
+        return _pack(EMBED, *op.out.shape, table.shape[0], table, table.stride(0), op.tokens, op.scale, op.out)
 
-    def _embed(self, call: Call) -> bytes:
-        """With the scale of Gemma's embedding, which is a call of its own in the list."""
-        table, tokens, out = call.arguments
-        rounded = float(torch.tensor(self.shape.embedding_scale, dtype=table.dtype))
-        return _pack(EMBED, *out.shape, table.shape[0], table, table.stride(0), tokens, rounded, out)
-
-    def _attend(self, call: Call) -> bytes:
-        q, k, v, _, _, scale, _, softcap, out = call.arguments
-        before = {c.op if c.op != "rmsnorm" else c.site: c for c in self.waiting}
-        norm = self.step.decoder.norm
-        q_norm, k_norm = (before[s].arguments[1] if s in before else None for s in ("q norm", "k norm"))
-        inv_freq, style = before["rope"].arguments[3:5]
-        knobs = knobs_of(call, self.fp)
-        batch, heads, _, d = q.shape
-        place, layer = self.step.place, self.shape.layer_types[call.layer]
+    def _attend(self, op: Attend, waiting: list[Norm | Rotate]) -> bytes:
+        (turn,) = waiting
+        assert isinstance(turn, Rotate), "in front of attention comes rotation alone"
+        weight, knobs = self.program.weight, knobs_of(op.call, self.fp)
+        batch, heads, _, d = op.q.shape
         return _pack(
             ATTEND,
-            *(batch, heads, k.shape[1], d),
-            *(self.qkv, q_norm, k_norm, *map(float, norm)),
-            *(place.positions, place.starts, place.lengths),
-            *(inv_freq, inv_freq.shape[0], style),
-            *(k, v, k.shape[2], *k.stride()[:3]),
-            *(float(scale) or 1.0 / math.sqrt(d), float(softcap)),
-            *(self.shape.window if layer == "sliding" else 0, knobs["tile"], knobs["chunk"], knobs["prefetch"]),
-            out,
+            *(batch, heads, op.k.shape[1], d),
+            *(turn.qkv, weight(turn.q_norm), weight(turn.k_norm), *self.norm),
+            *(turn.positions, turn.starts, op.lengths),
+            turn.inv_freq,
+            *(turn.inv_freq.shape[0], turn.style),
+            *(op.k, op.v),
+            *(op.k.shape[2], *op.k.stride()[:3]),
+            *(op.scale or 1.0 / math.sqrt(d), op.softcap),
+            *(op.window, knobs["tile"], knobs["chunk"], knobs["prefetch"]),
+            op.out,
         )
 
-    def _project(self, call: Call) -> bytes:
-        """What `waiting` holds goes in front: a sandwich, then a norm; or neither."""
-        sandwich = next((c for c in self.waiting if c.op == "add_rmsnorm"), None)
-        normed = next((c for c in self.waiting if c.op == "rmsnorm"), None)
-        eps, offset = map(float, self.step.decoder.norm)
-        x, (w, up, norm), (epilogue, activation, add), y = self._operands(call)
+    def _project(self, op: Project, waiting: list[Norm | Rotate]) -> bytes:
+        """What waits goes in front: a sandwich, then a norm; or neither."""
+        norms = [other for other in waiting if isinstance(other, Norm)]
+        sandwich = next((n for n in norms if n.residual is not None), None)
+        normed = next((n for n in norms if n.residual is None), None)
+        weight, x = self.program.weight, op.x if normed is None else normed.x
         post_norm = residual = joined = None
-        if normed is not None:
-            x, norm = normed.arguments[0], normed.arguments[1]
         if sandwich is not None:
-            made, residual, post_norm, _, _, _, _, joined = sandwich.arguments
-            assert x.data_ptr() == joined.data_ptr(), "a sandwich's sum is what the next projection is made of"
-            x = made
-        assert all(t is None or t.is_contiguous() for t in (x, add, y, residual, joined))
-        knobs = knobs_of(call, self.fp)
+            assert x.data_ptr() == sandwich.out.data_ptr(), "a sandwich's sum is what the next projection is made of"
+            x, post_norm, residual, joined = sandwich.x, weight(sandwich.weight), sandwich.residual, sandwich.out
+        assert all(t is None or t.is_contiguous() for t in (x, op.residual, op.y, residual, joined))
+        knobs, w, up = knobs_of(op.call, self.fp), self.program.weights[op.w], weight(op.up)
         self.threads = max(self.threads, min(MOST_THREADS, int(knobs["threads"])))
-        token = None
-        if call.op == "lm_head":
-            token = self.step.chosen if self.step.chosen is not None else torch.empty(len(y), dtype=torch.int64)
-            self.kept.append(token)
-        if call.op == "norm_qkv":
-            self.qkv = y
-        packed = self._packed_of(w, up)
         return _pack(
             PROJECT,
             *(len(x), *w.shape, knobs["rows"]),
-            *(x, post_norm, residual, joined, norm, eps, offset, int(normed is not None)),
+            *(x, post_norm, residual, joined),
+            *(weight(op.norm if normed is None else normed.weight), *self.norm, int(normed is not None)),
             *(w, up, w.stride(0), 0 if up is None else up.stride(0)),
-            *packed,
-            *(epilogue, activation, add, y, token),
+            *self._packed_of(op),
+            *(EPILOGUES[op.call.op], op.activation, op.residual, op.y, self._token(op)),
         )
 
-    def _packed_of(self, w: Tensor, up: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Of gate and up both, or neither."""
-        if self.packed is None or self.packed.of(w) is None or (up is not None and self.packed.of(up) is None):
-            return None, None
-        self.saved_bytes = self.packed.saved_bytes(w, up)
-        return self.packed.of(w), self.packed.of(up)
+    def _token(self, op: Project) -> Tensor | None:
+        """Where the output head puts the index of each row's largest logit."""
+        if op.call.op != "lm_head":
+            return None
+        token = self.chosen if self.chosen is not None else torch.empty(len(op.y), dtype=torch.int64)
+        self.kept.append(token)
+        return token
 
-    def _operands(self, call: Call) -> tuple[Tensor, Sequence[Any], Sequence[Any], Tensor]:
-        """x, (w, up, norm), (epilogue, activation, add), y."""
-        a = call.arguments
-        if call.op == "norm_qkv":
-            return a[0], (a[2], None, a[1]), (STORE, 0, None), a[5]
-        if call.op == "gate_up":
-            return a[0], (a[2], a[3], a[1]), (GATE, a[6], None), a[7]
-        if call.op == "linear":
-            assert a[2] is None, "no projection of these models has a bias"
-            return a[0], (a[1], None, None), (ADD, 0, a[3]), a[4]
-        return a[0], (a[1], None, None), (CHOOSE, 0, None), a[3]
+    def _packed_of(self, op: Project) -> tuple[Tensor | None, Tensor | None]:
+        """Of gate and up both, or neither."""
+        names = [op.w] if op.up is None else [op.w, op.up]
+        found = [self.packed.of(name) for name in names] if self.packed is not None else [None]
+        if any(tensor is None for tensor in found):
+            return None, None
+        return found[0], found[-1] if op.up is not None else None
+
+    def _saved_bytes(self, op: Project) -> int:
+        if self.packed is None or self._packed_of(op)[0] is None:
+            return 0
+        return self.packed.saved_bytes(op.w, *([op.up] if op.up is not None else []))
 
 
 def knobs_of(call: Call, fp: Fingerprint) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Read from a checkpoint folder of safetensors, or drawn at random at the preset's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -36,7 +36,7 @@ PROBE_BYTES = 1 << 30  # what a GPU's read rate is probed in, for as long as the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer. Shapes by the letters of ModelShape; None where the family has no such norm."""
+    """One layer's tensors. Shapes by the letters of ModelShape; None where the family has no such norm."""
 
     attn_norm: Tensor  # [d]
     qkv: Tensor  # [(Hq + 2 Hkv) D, d], queries first
@@ -53,15 +53,50 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """All of them. `head` is the embedding itself where the model ties the two."""
+    """All of them by name: `embedding`, `0.qkv` and the other fields of `Layer` after each layer's number, `norm`, and
+    `head`, which a model that ties it to the embedding lacks."""
 
     shape: ModelShape
     dtype: DTypeName
-    embedding: Tensor  # [V, d]
-    layers: tuple[Layer, ...]
-    norm: Tensor  # [d]
-    head: Tensor  # [V, d]
+    named: Mapping[str, Tensor]
     source: str  # "random" or the folder
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.named[name]
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, d]."""
+        return self["embedding"]
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Each layer's tensors."""
+        names = [f.name for f in fields(Layer)]
+        parts = ({n: self.named.get(f"{i}.{n}") for n in names} for i in range(self.shape.layers))
+        return tuple(Layer(**part) for part in parts)  # type: ignore[arg-type]
+
+    @property
+    def norm(self) -> Tensor:
+        """[d]."""
+        return self["norm"]
+
+    @property
+    def head_name(self) -> str:
+        return "embedding" if self.shape.tied else "head"
+
+    @property
+    def head(self) -> Tensor:
+        """[V, d]."""
+        return self[self.head_name]
+
+    def matrices(self) -> Iterator[tuple[str, Tensor]]:
+        """Return what a step multiplies by, with its names."""
+        for name, tensor in self.named.items():
+            if tensor.dim() == 2 and name != "embedding":
+                yield name, tensor
+        if self.shape.tied:
+            yield "embedding", self.embedding
 
     @property
     def bytes(self) -> int:
@@ -187,19 +222,7 @@ class _Builder:
             found[name] = self.arena.tensor(size, self.dtype)
             self.fill(name, found[name])
         self.listener.stage("weights", source, len(sizes), len(sizes))
-        names = [f.name for f in fields(Layer)]
-        return Weights(
-            shape=self.shape,
-            dtype=self.dtype,
-            embedding=found["embedding"],
-            layers=tuple(
-                Layer(**{n: found.get(f"{i}.{n}") for n in names})  # type: ignore[arg-type]
-                for i in range(self.shape.layers)
-            ),
-            norm=found["norm"],
-            head=found.get("head", found["embedding"]),
-            source=source,
-        )
+        return Weights(shape=self.shape, dtype=self.dtype, named=found, source=source)
 
 
 def _random(plan: Plan) -> Fill:

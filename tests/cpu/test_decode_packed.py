@@ -140,7 +140,7 @@ def with_strange_values(weights: Weights) -> Weights:
     """Some finite ones that have no code: zeros, subnormals, and large ones."""
     g = torch.Generator().manual_seed(9)
     with torch.inference_mode():
-        for w in packed._matrices(weights):
+        for _, w in weights.matrices():
             at = torch.randint(0, w.numel(), (40,), generator=g)
             w.view(-1)[at[:20]] = 0.0
             w.view(-1)[at[20:30]] = 1e-39
@@ -198,7 +198,7 @@ def test_a_matrix_without_whole_units_stays_as_it_is_beside_others(fp: Fingerpri
     for step in (plain, other):
         step.run()
     made = packed.pack(weights, fp)
-    assert made.of(weights.layers[0].gate) is None and made.of(weights.layers[0].qkv) is not None
+    assert made.of("0.gate") is None and made.of("0.qkv") is not None
     assert torch.equal(plain.logits, other.logits)
 
 
@@ -207,13 +207,13 @@ def test_of_gate_and_up_both_are_read_packed_or_neither(fp: Fingerprint) -> None
     plan = plan_of("llama-1b", layers=1)
     weights = load_weights(plan)
     with torch.inference_mode():
-        up = weights.layers[0].up
+        up = weights["0.up"]
         up.copy_(torch.exp2(torch.rand(up.shape) * 60 - 60))  # of so many exponents that packing does not pay
     plain, other = steps_of(plan, weights, fp, 2)
     for step in (plain, other):
         step.run()
     made = packed.pack(weights, fp)
-    assert made.of(up) is None and made.of(weights.layers[0].gate) is not None
+    assert made.of("0.up") is None and made.of("0.gate") is not None
     assert torch.equal(plain.logits, other.logits)
 
 
@@ -266,7 +266,7 @@ def test_weights_that_packing_would_not_shrink_are_not_packed(fp: Fingerprint) -
     has_kernel(fp)
     weights = load_weights(plan_of("llama-1b"))
     with torch.inference_mode():
-        for w in packed._matrices(weights):
+        for _, w in weights.matrices():
             w.view(torch.int16).random_(-(2**15), 2**15)
     with pytest.raises(UsageError, match="packed weights") as refused:
         packed.pack(weights, fp)
