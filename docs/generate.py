@@ -826,8 +826,15 @@ def certificate_fields() -> str:
     from autosel.certify import certificate, slo, statistics
 
     parts = []
-    for heading, rows in _commented_fields(certificate.Certificate):
-        parts += [f"**{heading.capitalize()}**", table(("field", "type", "meaning"), rows)]
+    kinds = (certificate.Measured, certificate.Derived, certificate.Certificate)
+    groups = [group for kind in kinds for group in _commented_fields(kind)]
+    declared = [name for _, rows in groups for name, _, _ in rows]
+    for heading, rows in groups:
+        last = []  # where a later class narrows a field's type
+        for row in rows:
+            declared.remove(row[0])
+            last += [] if row[0] in declared else [row]
+        parts += [f"**{heading[0].upper()}{heading[1:]}**", table(("field", "type", "meaning"), last)]
     inside = (*(getattr(certificate, n) for n in _INSIDE), slo.Judged, statistics.Interval)
     rows = []
     for kind in inside:
@@ -839,7 +846,7 @@ def certificate_fields() -> str:
 
 _INSIDE = (
     "Latency", "Gaps", "Layers", "Shape", "Prompt", "Proof", "RunnerUp", "OpFigures", "Way", "Samples", "Verification",
-    "Cost", "Signature",
+    "Paid", "Cost", "Signature",
 )  # fmt: skip
 
 

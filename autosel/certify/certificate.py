@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from autosel.certify.slo import Judged
+from autosel.certify.slo import Asked, Judged
 from autosel.certify.statistics import Interval
 from autosel.values import Scalar, canonical_json, from_json, parse_json, to_json
 
@@ -159,14 +159,20 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class Paid:
     """None: the energy could not be read (the notes say why), or no price was given. Energy is that of whole CPU
     packages, or of the GPU's board, over the optimised steps, neighbours on them included."""
 
-    tokens_per_watt_hour: float | None
-    tokens_per_dollar: float | None
     price_per_hour: float | None
     energy_joules: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost(Paid):
+    """What the tokens cost."""
+
+    tokens_per_watt_hour: float | None
+    tokens_per_dollar: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,17 +184,13 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Certificate:
-    """One decode run. Times in milliseconds, rates in bytes, FLOPs and tokens per second.
+class Measured:
+    """What one decode run states and measured: all that follows from nothing else. Times in milliseconds, rates in
+    bytes and FLOPs per second."""
 
-    What stands after each field is its documentation: docs/decode.md is made of it.
-    """
-
-    # which document
+    # which run
     format: str  # always `autosel.certificate`
     version: int  # of the format
-    sequence: int  # its line in the file, from 1
-    previous: str  # the checksum of the line before; empty on the first
     timestamp: str  # when the run began, UTC
     repro_cmd: str  # the command that runs it again
     git_sha: str  # of the checkout that ran, with `-dirty` if it was edited; empty for an installed wheel
@@ -209,10 +211,43 @@ class Certificate:
     mode: str  # what decisions were looked up under: execution, threads, numeric flags
     options: Mapping[str, Scalar]  # how the run was asked for
     prompt: Prompt | None = None  # digests of its tokens and its file; None: none was run, or it is before version 5
-    # how fast
-    iters: int  # timed steps of each arm
-    warmup: int  # untimed steps before them
+    # how it was timed
+    warmup: int  # untimed steps before the timed ones
     timed_by: str = "host"  # or `CUDA events`: from ahead of a step's first kernel to the choice of its tokens
+    samples: Samples  # every timed step: all times below follow from them
+    ttft_ms: float | None  # prompt to first token; None: the cache was filled without a prompt
+    baseline_ttft_ms: float | None  # the baseline's
+    cost: Paid
+    slo: tuple[Asked, ...]
+    # against the limits of the device
+    bytes_per_step: int  # that must cross the memory bus: weights and keys and values in reach, once
+    flops_per_step: int  # a multiply-add counts two
+    read_bytes_per_s: float  # the best window of all probes: the ceiling
+    read_probes: tuple[float, ...]  # what memory gave just before each pair of steps
+    peak_flops: float  # measured arithmetic rate of the dtype, all cores; 0: not measured
+    cache_bytes: int  # last-level cache: what may be read without memory
+    weights_bytes: int  # of all weights that ran
+    kv_cache_bytes: int  # allocated
+    peak_memory_bytes: int  # of the process so far (of a suite: since the run began), or of the GPU
+    python_overhead: float | None  # share of a step; None: not told apart
+    # with which decisions
+    autosel: Mapping[str, str]  # op -> backend
+    knobs: Mapping[str, Mapping[str, Scalar]]  # op -> the settings of the kernel that served it
+    per_op: Mapping[str, OpFigures]  # op -> what served it, how often, how long, proven how
+    ways: tuple[Way, ...]  # leave one out: each half of a layer in each form, and the whole step with it
+    # how right
+    verification: Verification  # tokens and logits of both arms, from the same states
+    quality: Mapping[str, Scalar] | None  # of a scored text (see Quality); None: none was given
+    notes: tuple[str, ...]  # what a reader should know
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots: a class can have those of one base alone
+class Derived:
+    """What follows from what was measured: `derive` computes it. Times in milliseconds, rates in tokens and bytes per
+    second."""
+
+    # how fast: what follows from the samples
+    iters: int  # timed steps of each arm
     latency_ms: Latency  # of an optimised step
     latency_interval_ms: Interval  # 95 % interval of its median
     baseline_ms: float  # median step of eager PyTorch with SDPA, interleaved in the same run
@@ -227,41 +262,44 @@ class Certificate:
     sustained_tokens_per_sec: float  # all tokens over the sum of all steps
     tokens_per_step: float  # of a sequence; above 1 only with speculation
     itl_ms: Gaps  # between two tokens of a sequence
-    ttft_ms: float | None  # prompt to first token; None: the cache was filled without a prompt
-    baseline_ttft_ms: float | None  # the baseline's
     cost: Cost  # of tokens, where power or a price is known
     slo: tuple[Judged, ...]  # objectives asked for, what was measured, and whether it is met
-    # against the limits of the device
-    bytes_per_step: int  # that must cross the memory bus: weights and keys and values in reach, once
-    bytes_per_token: float  # the same over the tokens of a step
-    flops_per_step: int  # a multiply-add counts two
-    read_bytes_per_s: float  # the best window of all probes: the ceiling
-    read_probes: tuple[float, ...]  # what memory gave just before each pair of steps
-    read_median_bytes_per_s: float  # their median
-    peak_flops: float  # measured arithmetic rate of the dtype, all cores; 0: not measured
-    cache_bytes: int  # last-level cache: what may be read without memory
+    # what else follows
+    bytes_per_token: float  # bytes_per_step over the tokens of a step
+    read_median_bytes_per_s: float  # median of read_probes
     roofline: float  # the share of a step that reading its bytes at the rate just before it takes
-    weights_bytes: int  # of all weights that ran
-    kv_cache_bytes: int  # allocated
-    peak_memory_bytes: int  # of the process so far (of a suite: since the run began), or of the GPU
-    python_overhead: float | None  # share of a step; None: not told apart
-    # with which decisions
-    autosel: Mapping[str, str]  # op -> backend
-    knobs: Mapping[str, Mapping[str, Scalar]]  # op -> the settings of the kernel that served it
-    per_op: Mapping[str, OpFigures]  # op -> what served it, how often, how long, proven how
-    ways: tuple[Way, ...]  # leave one out: each half of a layer in each form, and the whole step with it
     decision_ids: tuple[int, ...]  # of the ledger, all that served
-    # how right
-    verification: Verification  # tokens and logits of both arms, from the same states
     verification_ok: bool  # logits and tokens within their bound, and every arm but the baseline proven
-    quality: Mapping[str, Scalar] | None  # of a scored text (see Quality); None: none was given
-    notes: tuple[str, ...]  # what a reader should know
-    samples: Samples  # every timed step: all times above follow from them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate(Derived, Measured):
+    """One decode run: what was measured, what follows from it, and the seal.
+
+    The comment after each field documents it: docs/decode.md is made of these.
+    """
+
+    # which line of its file
+    sequence: int  # its line in the file, from 1
+    previous: str  # the checksum of the line before; empty on the first
     # how to tell that nobody touched it
     signer: str  # public key (hex); empty: unsigned
     field_digests: Mapping[str, str]  # eight hex digits a field: which one was touched
     checksum: str  # sha256 of the RFC 8785 bytes of all but itself and the signature
     signature: Signature | None  # Ed25519 over the checksum; None: unsigned
+
+    @staticmethod
+    def of(measured: Measured, derived: Derived) -> Certificate:
+        """The first line of a file, not sealed yet."""
+        fields = values(measured) | values(derived)
+        return Certificate(
+            **fields, sequence=1, previous="", signer="", field_digests={}, checksum="", signature=None
+        )  # fmt: skip
+
+
+def values(made: Measured | Derived) -> dict[str, Any]:
+    """Return its fields as they are."""
+    return {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
 
 
 FIELDS = tuple(f.name for f in dataclasses.fields(Certificate))

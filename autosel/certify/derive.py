@@ -8,10 +8,10 @@ verified. Whoever reads the document can redo the sums.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from autosel.certify import slo
-from autosel.certify.certificate import Certificate, Cost, Gaps, Latency
+from autosel.certify.certificate import Certificate, Cost, Derived, Gaps, Latency, Measured
 from autosel.certify.physics import Physics, weigh
 from autosel.certify.statistics import Interval, median, median_interval, quantile, speedup_interval
 from autosel.values import DTYPE_BYTES
@@ -20,51 +20,51 @@ NS_PER_MS = 1e6
 LENIENT = 2  # of a single step: memory may have been so much faster than the best window beside the run
 
 
-def derive(made: Certificate) -> dict[str, Any]:
-    """Field -> value, for every field that follows from the others."""
+def derive(made: Measured) -> Derived:
+    """Compute every figure that follows from what was measured."""
     s, per_step = made.samples, tokens_per_step(made)
     optimised, baseline = s.optimised_ns, s.baseline_ns
     med, base = median(optimised) / NS_PER_MS, median(baseline) / NS_PER_MS
     tokens = made.shape.batch * per_step
-    rate = 1e3 * tokens / med
-    found: dict[str, Any] = {
-        "iters": len(optimised),
-        "latency_ms": Latency(med=med, p95=quantile(optimised, 0.95) / NS_PER_MS),
-        "latency_interval_ms": _in_ms(median_interval(optimised)),
-        "baseline_ms": base,
-        "baseline_p95_ms": quantile(baseline, 0.95) / NS_PER_MS,
-        "speedup": base / med * (per_step if counts_tokens(made) else 1),
-        "speedup_interval": speedup_interval(baseline, optimised, s.kept),
-        "tokens_per_step": per_step,
-        "tokens_per_sec": rate,
-        "peak_tokens_per_sec": 1e9 * tokens / min(optimised),
-        "sustained_tokens_per_sec": 1e9 * tokens * len(optimised) / sum(optimised),
-        "itl_ms": _gaps(made),
-        "cost": _cost(made, rate),
-        "bytes_per_token": made.bytes_per_step / tokens,
-        "read_median_bytes_per_s": median(made.read_probes) if made.read_probes else 0.0,
-        "decision_ids": tuple(sorted({o.decision_id for o in made.per_op.values() if o.decision_id is not None})),
-        "verification_ok": verified(made),
-    }
-    if counts_tokens(made):
-        host, base_host = s.optimised_host_ns, s.baseline_host_ns
-        found["baseline_tokens_per_sec"] = 1e3 * made.shape.batch / base
-        found["host_ms"] = median(host) / NS_PER_MS if host else None
-        found["baseline_host_ms"] = median(base_host) / NS_PER_MS if base_host else None
-    found["roofline"] = median(rooflines(made)) if made.read_probes else 0.0
-    found["slo"] = _judged(made, found)
-    return found
+    rate, latency, gaps = 1e3 * tokens / med, _latency(optimised), _gaps(made)
+    return Derived(
+        iters=len(optimised),
+        latency_ms=latency,
+        latency_interval_ms=_in_ms(median_interval(optimised)),
+        baseline_ms=base,
+        baseline_p95_ms=quantile(baseline, 0.95) / NS_PER_MS,
+        host_ms=_median_ms(s.optimised_host_ns),
+        baseline_host_ms=_median_ms(s.baseline_host_ns),
+        speedup=base / med * (per_step if counts_tokens(made) else 1),
+        speedup_interval=speedup_interval(baseline, optimised, s.kept),
+        tokens_per_step=per_step,
+        tokens_per_sec=rate,
+        baseline_tokens_per_sec=1e3 * made.shape.batch / base,
+        peak_tokens_per_sec=1e9 * tokens / min(optimised),
+        sustained_tokens_per_sec=1e9 * tokens * len(optimised) / sum(optimised),
+        itl_ms=gaps,
+        cost=_cost(made, rate),
+        slo=_judged(made, latency, gaps, rate),
+        bytes_per_token=made.bytes_per_step / tokens,
+        read_median_bytes_per_s=median(made.read_probes) if made.read_probes else 0.0,
+        roofline=median(rooflines(made)) if made.read_probes else 0.0,
+        decision_ids=tuple(sorted({o.decision_id for o in made.per_op.values() if o.decision_id is not None})),
+        verification_ok=verified(made),
+    )
 
 
-def counts_tokens(made: Certificate) -> bool:
+def counts_tokens(made: Measured) -> bool:
     """Does its speedup count tokens? Before version 6 a speculative run's counted steps."""
     return made.version >= 6
 
 
-def tokens_per_step(made: Certificate) -> float:
-    """Of a sequence; before version 6 it is stated alone."""
+def tokens_per_step(made: Measured) -> float:
+    """Of a sequence; before version 6 a certificate states it alone."""
     kept = made.samples.kept
-    return sum(kept) / len(kept) if kept else made.tokens_per_step if not counts_tokens(made) else 1.0
+    if kept or counts_tokens(made):
+        return sum(kept) / len(kept) if kept else 1.0
+    assert isinstance(made, Certificate), "a run is issued in this version"
+    return made.tokens_per_step
 
 
 def speedup(made: Certificate) -> float:
@@ -90,7 +90,7 @@ def physics(made: Certificate) -> dict[str, Physics]:
     }
 
 
-def rooflines(made: Certificate, bytes_per_step: int | None = None) -> list[float]:
+def rooflines(made: Measured, bytes_per_step: int | None = None) -> list[float]:
     """Of each step, the share that reading its bytes, or so many, takes at the rate that memory gave just before it.
     Above 1 only where a cache helps, or where the machine got faster within the pair."""
     steps, rates = made.samples.optimised_ns, made.read_probes
@@ -99,7 +99,7 @@ def rooflines(made: Certificate, bytes_per_step: int | None = None) -> list[floa
     return [moved / rate / ns * 1e9 for rate, ns in zip(paired, steps, strict=True)]
 
 
-def verified(made: Certificate) -> bool:
+def verified(made: Measured) -> bool:
     """Was every token compared, were the logits within their bound wherever they were judged, does no token differ that
     the bound decides, and is every arm proven that is not the baseline?"""
     v = made.verification
@@ -108,12 +108,12 @@ def verified(made: Certificate) -> bool:
     return v.tokens_checked > 0 and compared and right and proven(made)
 
 
-def made_tokens(made: Certificate) -> int:
+def made_tokens(made: Measured) -> int:
     """How many tokens the timed steps gave."""
     return round(len(made.samples.optimised_ns) * tokens_per_step(made) * made.shape.batch)
 
 
-def wrong_tokens(made: Certificate) -> int:
+def wrong_tokens(made: Measured) -> int:
     """How many tokens are neither the baseline's nor left open by the bound; 0 of a version that did not judge them."""
     v = made.verification
     if made.version < 4:
@@ -121,7 +121,7 @@ def wrong_tokens(made: Certificate) -> int:
     return v.tokens_checked - v.tokens_equal - (v.tokens_open or 0)
 
 
-def proven(made: Certificate) -> bool:
+def proven(made: Measured) -> bool:
     """Has every arm that is not the baseline a proof of parity that is known here?"""
     return all(o.parity is not None for o in made.per_op.values() if o.baseline not in ("", o.candidate))
 
@@ -131,18 +131,18 @@ def lossy(dtype: str) -> bool:
     return dtype.startswith(("fp8", "fp4", "int8", "int4", "nf4"))
 
 
-def saved(made: Certificate) -> int:
+def saved(made: Measured) -> int:
     """What the optimised step reads less than the baseline's, for its weights are packed (decode.packed)."""
     stated = made.options.get("saved_bytes", 0)
     return stated if isinstance(stated, int) else -1
 
 
-def embedding_bytes(made: Certificate) -> int:
+def embedding_bytes(made: Measured) -> int:
     """Of the rows of the input embedding, which a prompt reads only in part."""
     return made.shape.V * made.shape.d * DTYPE_BYTES[made.dtype]
 
 
-def _weigh(made: Certificate, step_ms: float, moved: int) -> Physics:
+def _weigh(made: Measured, step_ms: float, moved: int) -> Physics:
     return weigh(
         bytes_per_step=moved,
         step_ms=step_ms,
@@ -151,14 +151,14 @@ def _weigh(made: Certificate, step_ms: float, moved: int) -> Physics:
     )
 
 
-def _gaps(made: Certificate) -> Gaps:
+def _gaps(made: Measured) -> Gaps:
     """A sequence waits a whole step for its next token, unless the batch is one stream's tokens in flight."""
     per_step = tokens_per_step(made) * (made.shape.batch if made.options.get("small_batch") else 1)
     steps = [ns / NS_PER_MS / per_step for ns in made.samples.optimised_ns]
     return Gaps(p50=median(steps), p90=quantile(steps, 0.9), p99=quantile(steps, 0.99))
 
 
-def _cost(made: Certificate, rate: float) -> Cost:
+def _cost(made: Measured, rate: float) -> Cost:
     c = made.cost
     tokens = made.shape.batch * tokens_per_step(made) * len(made.samples.optimised_ns)
     return Cost(
@@ -169,20 +169,27 @@ def _cost(made: Certificate, rate: float) -> Cost:
     )
 
 
-def _judged(made: Certificate, found: dict[str, Any]) -> tuple[slo.Judged, ...]:
-    itl: Gaps = found["itl_ms"]
+def _judged(made: Measured, latency: Latency, itl: Gaps, rate: float) -> tuple[slo.Judged, ...]:
     measured = {
         "itl": itl.p50,
         "p50_itl": itl.p50,
         "p90_itl": itl.p90,
         "p99_itl": itl.p99,
-        "p95": found["latency_ms"].p95,
-        "tps": found["tokens_per_sec"],
+        "p95": latency.p95,
+        "tps": rate,
     }
     if made.ttft_ms is not None:
         measured["ttft"] = made.ttft_ms
-    objectives = [objective for judged in made.slo for objective in slo.parse(judged.objective)]
+    objectives = [objective for asked in made.slo for objective in slo.parse(asked.objective)]
     return slo.judge(objectives, measured)
+
+
+def _latency(steps_ns: Sequence[int]) -> Latency:
+    return Latency(med=median(steps_ns) / NS_PER_MS, p95=quantile(steps_ns, 0.95) / NS_PER_MS)
+
+
+def _median_ms(host_ns: Sequence[int]) -> float | None:
+    return median(host_ns) / NS_PER_MS if host_ns else None
 
 
 def _in_ms(interval: Interval) -> Interval:

@@ -13,39 +13,16 @@ from typing import Any
 from autosel import resources
 from autosel.certify import certificate as c
 from autosel.certify import device
-from autosel.certify.certificate import Certificate
+from autosel.certify.certificate import Certificate, Measured
 from autosel.certify.derive import derive, lossy, physics
 from autosel.certify.evidence import Grounds
 from autosel.certify.model import architecture
 from autosel.certify.physics import refuse_impossible
-from autosel.certify.slo import Judged, Objective
-from autosel.certify.statistics import Interval
+from autosel.certify.slo import Asked, Objective
 from autosel.decode.run import Choice, DecodeRun, OpTime, PromptDigest
 from autosel.errors import UsageError
 from autosel.fingerprint.describe import remarks
 from autosel.values import Fingerprint, Scalar, to_json
-
-_BLANK = Interval(lo=0.0, hi=0.0)
-# What `derive` fills in.
-_TO_DERIVE: Mapping[str, Any] = {
-    "iters": 0,
-    "latency_ms": c.Latency(med=0.0, p95=0.0),
-    "latency_interval_ms": _BLANK,
-    "baseline_ms": 0.0,
-    "baseline_p95_ms": 0.0,
-    "speedup": 0.0,
-    "speedup_interval": _BLANK,
-    "tokens_per_sec": 0.0,
-    "tokens_per_step": 1.0,
-    "peak_tokens_per_sec": 0.0,
-    "sustained_tokens_per_sec": 0.0,
-    "itl_ms": c.Gaps(p50=0.0, p90=0.0, p99=0.0),
-    "bytes_per_token": 0.0,
-    "read_median_bytes_per_s": 0.0,
-    "roofline": 0.0,
-    "decision_ids": (),
-    "verification_ok": False,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +40,20 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
     Raises ImpossibleRun for a time that the memory cannot reach, UsageError for lossy arithmetic nobody judged.
     """
     refuse_unjudged(run.plan.dtype, judged=run.quality is not None)
+    stated = measured(run, grounds, request)
+    made = Certificate.of(stated, derive(stated))
+    for name, found in physics(made).items():
+        refuse_impossible(name, found)
+    return c.seal(made)
+
+
+def measured(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> Measured:
+    """What the run states."""
     layers = c.Layers(run=run.plan.layers_run, of=run.plan.full_layers)
     labels = _labels(run.choices)
-    blank = Certificate(
+    return Measured(
         format=c.FORMAT,
         version=c.VERSION,
-        sequence=1,
-        previous="",
         timestamp=run.started_at,
         repro_cmd=request.repro_cmd,
         git_sha=git_sha(),
@@ -85,15 +69,11 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
         prompt=prompt_of(run.prompt),
         warmup=run.plan.warmup,
         timed_by=run.timed_by,
+        samples=_samples(run),
         ttft_ms=_ms(run.ttft_ns),
         baseline_ttft_ms=_ms(run.baseline_ttft_ns),
-        cost=c.Cost(
-            tokens_per_watt_hour=None,
-            tokens_per_dollar=None,
-            price_per_hour=request.price_per_hour,
-            energy_joules=run.energy_joules,
-        ),
-        slo=tuple(Judged(objective=o.text, measured=0.0, met=False) for o in request.objectives),
+        cost=c.Paid(price_per_hour=request.price_per_hour, energy_joules=run.energy_joules),
+        slo=tuple(Asked(objective=o.text) for o in request.objectives),
         bytes_per_step=run.bytes_per_step,
         flops_per_step=run.flops_per_step,
         read_bytes_per_s=run.read_bytes_per_s,
@@ -108,26 +88,20 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
         knobs={label: dict(_known(grounds, choice).knobs) for label, choice in labels.items()},
         per_op=_per_op(labels, run.per_op, grounds),
         ways=tuple(c.Way(half=w.half, form=w.form, step_us=w.step_us, taken=w.taken) for w in run.ways),
-        verification=c.Verification(
-            tokens_checked=run.tokens_checked,
-            tokens_equal=run.tokens_equal,
-            max_logit_error=run.max_logit_error,
-            logit_bound=run.logit_bound,
-            tokens_open=run.tokens_open,
-        ),
+        verification=_verification(run),
         quality={**to_json(run.quality), "suspect": run.quality.suspect} if run.quality else None,
         notes=(*remarks(run.fingerprint), *run.notes, *_unknown_decisions(run.choices, grounds)),
-        samples=_samples(run),
-        signer="",
-        field_digests={},
-        checksum="",
-        signature=None,
-        **_TO_DERIVE,
     )
-    made = dataclasses.replace(blank, **derive(blank))
-    for name, found in physics(made).items():
-        refuse_impossible(name, found)
-    return c.seal(made)
+
+
+def _verification(run: DecodeRun) -> c.Verification:
+    return c.Verification(
+        tokens_checked=run.tokens_checked,
+        tokens_equal=run.tokens_equal,
+        max_logit_error=run.max_logit_error,
+        logit_bound=run.logit_bound,
+        tokens_open=run.tokens_open,
+    )
 
 
 def refuse_unjudged(dtype: str, *, judged: bool) -> None:

@@ -40,10 +40,16 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """An objective that was asked for, and what was measured, in its unit."""
+class Asked:
+    """An objective as it was asked for."""
 
     objective: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged(Asked):
+    """An objective that was asked for, and what was measured, in its unit."""
+
     measured: float
     met: bool
 

@@ -154,7 +154,7 @@ def test_a_speculative_runs_speedup_counts_tokens_of_both_arms() -> None:
     assert made.speedup_interval.lo < 1.25 < made.speedup_interval.hi, "how many are kept is no constant"
     assert made.latency_ms.med == pytest.approx(130.0), "a step is a step"
     earlier = dataclasses.replace(made, version=5, samples=dataclasses.replace(made.samples, kept=()))
-    earlier = dataclasses.replace(earlier, **derive(earlier))
+    earlier = dataclasses.replace(earlier, **c.values(derive(earlier)))
     assert earlier.speedup == pytest.approx(0.5), "as it was stated then"
     found = rerun.compare(earlier, made)
     assert found.speedup.certified == found.speedup.measured == pytest.approx(1.25)
@@ -278,7 +278,7 @@ def test_an_impossible_figure_is_found_in_a_certificate_whose_seal_was_computed_
     fast = dataclasses.replace(
         SMALL, samples=dataclasses.replace(SMALL.samples, optimised_ns=(6_000_000, 6_000_000, 6_000_000))
     )
-    redone = seal(dataclasses.replace(fast, **derive(fast)))
+    redone = seal(dataclasses.replace(fast, **c.values(derive(fast))))
     assert "impossible" in wrong(decode(encode(redone)))
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from autosel import models
 from autosel.certify import certificate as c
 from autosel.certify import rerun
-from autosel.certify.certificate import Certificate, decode, encode, seal
+from autosel.certify.certificate import Certificate, decode, encode, seal, values
 from autosel.certify.derive import derive
 from autosel.certify.device import ceiling
 from autosel.certify.store import BadCertificate
@@ -34,7 +34,7 @@ def rewritten(made: Certificate = HONEST, **fields: Any) -> Certificate:
     if "identity" in fields:
         changed = dataclasses.replace(changed, hw_id=digest(changed.identity))
         changed = dataclasses.replace(changed, env_id=digest({"hw_id": changed.hw_id, **changed.environment}))
-    sealed = seal(dataclasses.replace(changed, **derive(changed)))
+    sealed = seal(dataclasses.replace(changed, **values(derive(changed))))
     return decode(encode(sealed))
 
 
