@@ -303,6 +303,25 @@ class Pair:
     samples_ns: tuple[tuple[float, ...], ...]
 
 
+CONTENDED_CORES = 0.1  # that others keep busy; an idle machine's own services take a fiftieth
+CONTENDED_STEAL = 0.02  # of CPU time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What else happened on the machine while samples were taken."""
+
+    watched: bool  # the system tells when a thread waits for a core; False: no sample was taken again for it
+    again: int = 0  # samples taken again because a thread of ours waited for a core
+    busy_cores: float = 0.0  # that other processes kept busy
+    stolen: float = 0.0  # share of CPU time that the hypervisor gave to other guests
+    by: tuple[str, ...] = ()  # who kept it busy, most first: `cc1plus 0.9 cores`
+
+    @property
+    def contended(self) -> bool:
+        return self.busy_cores > CONTENDED_CORES or self.stolen > CONTENDED_STEAL
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """One fresh process. `arms[0]` is the baseline. `voided` says why its pairs do not count, or is empty."""
@@ -316,6 +335,7 @@ class Session:
     aa_crossed: bool | None = None  # did the baseline's clone cross E >= 1/alpha_s? None: no clone ran
     dropped_pairs: int = 0
     voided: str = ""
+    conditions: Conditions | None = field(default=None, metadata=LATER)  # None: nobody looked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,6 +395,7 @@ class Verdict:
     false_promotion_bound: float | None = None
     read_bytes_per_s: float = 0.0
     roofline: float | None = None  # fraction of what the read rate of this very race allows
+    conditions: Conditions | None = field(default=None, metadata=LATER)  # None: nobody looked
 
 
 State = Literal["promoted", "kept", "demoted", "quarantined", "pinned"]

@@ -30,6 +30,8 @@ from autosel.race.bench import Disturbance
 from autosel.race.contest import Contest
 from autosel.race.idle import wait_until_idle
 from autosel.race.plan import Margin, Plan, plan
+from autosel.race.session import BUSY
+from autosel.race.waits import Watch, watch
 from autosel.tuning.contend import last_level_bytes
 from autosel.values import Arm
 
@@ -89,6 +91,7 @@ class StepSeat:
         self.streams = bytes_of(steps.scene) > CACHES * last_level_bytes(steps.scene.fp)
         self.written: dict[str, Step | GraphStep | WholeStep] = {}
         self.runs = OPS  # the arm at hand
+        self.watch: Watch | None = watch() if steps.scene.plan.device == "cpu" else None
 
     def sit(self) -> None:
         """Write each step and run it once; plan from the time of the step op by op."""
@@ -98,21 +101,47 @@ class StepSeat:
             self.written[arm].run()
             self.written[arm].settle()
         if self.plan is None:
-            base_ns = statistics.median(self._sample(OPS, 1, i) for i in range(BASELINE_SAMPLES))
+            self._wake(OPS)
+            base_ns = statistics.median(self._sample(OPS, 1) for _ in range(BASELINE_SAMPLES))
             self.plan = _affordable(plan(base_ns), base_ns)
 
     def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[Mapping[str, Sequence[float]], str]:
-        before = Disturbance.read()
-        return {arm: [self._sample(arm, calls, i) for i in range(samples)] for arm in order}, before.since()
+        """Steps during which a thread waited for a core are taken again, as samples of ops are."""
+        before, busy = Disturbance.read(), ""
+        if self.watch is not None:
+            self.watch.begin()
+        times: dict[str, list[float]] = {}
+        for arm in order:
+            times[arm] = [] if busy else self._visit(arm, calls, samples)
+            busy = "" if len(times[arm]) == samples else BUSY
+        return times, busy or before.since()
 
-    def _sample(self, arm: str, calls: int, number: int) -> float:
-        """Nanoseconds a step, by the clock that certifies steps."""
+    def _visit(self, arm: str, calls: int, samples: int) -> list[float]:
+        if self.plan is None or self.plan.wakes:
+            self._wake(arm)
+        if self.watch is None:
+            return [self._sample(arm, calls) for _ in range(samples)]
+        return self.watch.samples(lambda: self._sample(arm, calls), samples, lambda: self._wake(arm))
+
+    def _wake(self, arm: str) -> None:
         step, self.runs = self.written[arm], arm
+        wait_until_idle()
+        step.run()
+        step.settle()
+
+    def _sample(self, arm: str, calls: int) -> float:
+        """Nanoseconds a step, by the clock that certifies steps."""
+        self.runs = arm
         wait_until_idle()  # threads of PyTorch's that another step left looking for work would take our cores
-        if number == 0 and (self.plan is None or self.plan.wakes):
-            step.run()
-            step.settle()
-        return self.timer.mean_ns(step, calls)
+        return self.timer.mean_ns(self.written[arm], calls)
+
+    @property
+    def again(self) -> int:
+        return self.watch.again if self.watch is not None else 0
+
+    @property
+    def watched(self) -> bool:
+        return self.watch is None or self.watch.waits.watched
 
     def probe(self) -> float:
         self.runs = OPS
@@ -132,6 +161,8 @@ class StepSeat:
 
     def release(self) -> None:
         self.written.clear()
+        if self.watch is not None:
+            self.watch.waits.close()
 
 
 def bytes_of(scene: Scene) -> int:

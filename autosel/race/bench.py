@@ -25,6 +25,8 @@ from autosel.ops.stored import mapped
 from autosel.race.contest import Entrant
 from autosel.race.device import Place, Timed, place
 from autosel.race.judge import CLONE
+from autosel.race.session import BUSY
+from autosel.race.waits import Watch, watch
 from autosel.values import Workload
 
 
@@ -50,8 +52,10 @@ class Seat:
 class Bench:
     """All arms loaded in this process, and the seats of the workload at hand."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", *, owner: int = 0) -> None:
+        """`owner` is the process that asks: what it computes does not make the machine busy."""
         self.place = place(device)
+        self.watch: Watch | None = watch(owner) if device == "cpu" else None  # a GPU is timed by its own clock
         self.arms: dict[str, LoadedArm] = {}
         self.seats: dict[str, Seat] = {}
         self.op: Op | None = None
@@ -115,17 +119,40 @@ class Bench:
     ) -> tuple[dict[str, list[float]], str]:
         """One visit to each arm in this order; (nanoseconds a call by arm, why the pair must be dropped or "").
 
-        `wake`: an untimed call comes first, which wakes the arm's own threads and loads its code.
+        `wake`: an untimed call comes first, which wakes the arm's own threads and loads its code. Samples during which
+        a thread waited for a core are taken again; if that happens too often, the pair is dropped as BUSY.
         """
         before = Disturbance.read()
+        if self.watch is not None:
+            self.watch.begin()
         times: dict[str, list[float]] = {}
+        busy = ""
         for name in order:
             seat = self.seats[name]
             self._hush(seat.arm)
             if wake:
                 seat.timed.sample(1)
-            times[name] = [seat.timed.sample(calls) for _ in range(samples)]
-        return times, before.since()
+            if busy:
+                times[name] = [seat.timed.sample(1)]  # its output may be checked
+                continue
+            times[name] = self._visit(seat.timed, calls, samples)
+            busy = "" if len(times[name]) == samples else BUSY
+        return times, busy or before.since()
+
+    def _visit(self, timed: Timed, calls: int, samples: int) -> list[float]:
+        if self.watch is None:
+            return [timed.sample(calls) for _ in range(samples)]
+        return self.watch.samples(lambda: timed.sample(calls), samples, lambda: timed.sample(1))
+
+    @property
+    def again(self) -> int:
+        """Samples that were taken again so far, because a thread waited for a core."""
+        return self.watch.again if self.watch is not None else 0
+
+    @property
+    def watched(self) -> bool:
+        """True if waits for a core are seen, or do not matter."""
+        return self.watch is None or self.watch.waits.watched
 
     def surprise(self, name: str, calls: int, resident: Mapping[str, Tensor]) -> None:
         """A burst of calls on other contents; then, at the same addresses and with no pause, one call on contents not

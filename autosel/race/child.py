@@ -20,7 +20,7 @@ _FORETOLD = cycle((False, True))  # what is checked: a call that nothing foretol
 
 def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
     """Answer one request: `do` is load, prepare, warm, pair, probe or release."""
-    bench = _bench(request.get("device", ""))
+    bench = _bench(request.get("device", ""), int(request.get("owner", 0)))
     match request["do"]:
         case "load":
             bench.load(from_json(Entrant, request["entrant"]))
@@ -41,10 +41,10 @@ def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
     return {}
 
 
-def _bench(device: str) -> Bench:
-    """The instrument: made for the device of the first request, which names it."""
+def _bench(device: str, owner: int) -> Bench:
+    """The instrument: made for the device of the first request, which names it and the process that asks."""
     if not _BENCHES:
-        _BENCHES[""] = Bench(device or "cpu")
+        _BENCHES[""] = Bench(device or "cpu", owner=owner)
     return _BENCHES[""]
 
 
@@ -61,11 +61,12 @@ def _pair(bench: Bench, request: dict[str, Any], arenas: Arenas) -> dict[str, An
             _put(bench, places, name, arenas)
     if resident:
         bench.refresh(resident)
+    before = bench.again
     times, disturbed = bench.pair(request["order"], calls, int(request["samples"]), bool(request["wake"]))
     if foretold:
         for name, places in request["outputs"].items():
             _put(bench, places, name, arenas)
-    return {"ns": times, "disturbed": disturbed}
+    return {"ns": times, "disturbed": disturbed, "again": bench.again - before, "watched": bench.watched}
 
 
 def _put(bench: Bench, places: Sequence[Mapping[str, Any]], name: str, arenas: Arenas) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autosel.race.evidence import (
     E_PAIRS,
@@ -24,7 +24,7 @@ from autosel.race.evidence import (
     tail_futile,
 )
 from autosel.race.plan import SESSIONS
-from autosel.values import Effect, Outcome, Race, Session, Timing, Verdict
+from autosel.values import Conditions, Effect, Outcome, Race, Session, Timing, Verdict
 
 CLONE = "~baseline"  # the arm name of the baseline's clone in an A/A comparison
 ROLLING = 15  # baseline samples in the rolling median that detrends the tail
@@ -130,7 +130,8 @@ def judge(race: Race) -> Verdict:
     screening = next((s for s in valid if s.kind == "screening"), None)
     confirming = [s for s in valid if s.kind == "confirming" and race.finalist in s.arms]
     if screening is None:
-        return _settle(race, "undecided", race.incumbent, _why_void(race), _Told(screening=None, confirming=[]))
+        verdict = _settle(race, "undecided", race.incumbent, _why_void(race), _Told(screening=None, confirming=[]))
+        return replace(verdict, conditions=conditions_of(race.sessions))
     if race.finalist is None:
         return _unchallenged(race, screening)
     if len(confirming) >= SESSIONS or _lost(race, confirming):
@@ -287,6 +288,22 @@ def _settle(race: Race, outcome: Outcome, winner: str, reason: str, told: _Told)
         wins=tuple(wins(s, finalist, race.baseline, race.delta) for s in confirming) if finalist else (),
         false_promotion_bound=max(race.pi, race.alpha_session) ** SESSIONS if outcome == "promote" else None,
         read_bytes_per_s=max((s.read_bytes_per_s for s in told.all), default=0.0),
+        conditions=conditions_of(told.all),
+    )
+
+
+def conditions_of(sessions: Sequence[Session]) -> Conditions | None:
+    """Return the conditions of all sessions together: the worst of each; None where nobody looked."""
+    found = [s.conditions for s in sessions if s.conditions is not None]
+    if not found:
+        return None
+    busiest = max(found, key=lambda c: c.busy_cores)
+    return Conditions(
+        watched=all(c.watched for c in found),
+        again=sum(c.again for c in found),
+        busy_cores=busiest.busy_cores,
+        stolen=max(c.stolen for c in found),
+        by=busiest.by,
     )
 
 

@@ -16,13 +16,15 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Protocol
 
+from autosel.fingerprint import neighbours
+from autosel.fingerprint.neighbours import Reading
 from autosel.ops.contract import Mismatch
 from autosel.race.contest import Contest
 from autosel.race.evidence import median
 from autosel.race.judge import CLONE, has_lost, nominees, pair_medians
 from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, Plan
-from autosel.race.session import Duel, Instrument, Kind, Trial, confirm, screen
-from autosel.values import Race, Session
+from autosel.race.session import BUSY, Duel, Instrument, Kind, Trial, confirm, screen
+from autosel.values import Conditions, Race, Session
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ class Seat(Instrument, Protocol):
 
     arms: list[str]  # the baseline first; the clone last, where the session carries the A/A comparison
     plan: Plan | None  # known once the baseline was timed
+    again: int  # samples that were taken again, because a thread waited for a core
+    watched: bool  # the system tells when a thread waits for a core
     failures: tuple[type[Exception], ...]  # by these a session ends; `blame` says whose they are
 
     def sit(self) -> None:
@@ -137,6 +141,7 @@ class Terms:
     journal: Journal = _unkept
     clock: Callable[[], float] = time.monotonic
     deadline: float = float("inf")
+    look: Callable[[], Reading] = neighbours.read
 
     @property
     def over(self) -> bool:
@@ -304,13 +309,24 @@ def _held(attempt: _Attempt, seat: Seat, take: Callable[[_Attempt, Seat, Terms],
                 seat.sit()
         finally:
             attempt.plan = seat.plan or attempt.plan
-        session = take(attempt, seat, terms)
+        before = terms.look()
+        session = _with_conditions(take(attempt, seat, terms), seat, before, terms.look())
         seat.release()
         return _below_ceiling(attempt, seat, session)
     except seat.failures as error:
         kind: Kind = "confirming" if attempt.screening else "screening"
         culprits = seat.blame(error)
         return _Held(session=_void(kind, seat.arms, str(error).splitlines()[0]), culprits=culprits)
+
+
+def _with_conditions(session: Session, seat: Seat, before: Reading, after: Reading) -> Session:
+    """Say what else happened meanwhile; of a session that it has voided, as the reason."""
+    found = neighbours.between(before, after)
+    conditions = Conditions(
+        watched=seat.watched, again=seat.again, busy_cores=found.cores, stolen=found.stolen, by=found.by
+    )
+    busy = session.voided == BUSY and found.text
+    return replace(session, conditions=conditions, voided=f"{BUSY}: {found.text}" if busy else session.voided)
 
 
 def _void(kind: Kind, arms: Sequence[str], why: str) -> Session:
@@ -345,7 +361,7 @@ def _consequences(attempt: _Attempt, held: _Held, room: Room) -> Iterator[Disqua
     session, culprits = held.session, dict(held.culprits)
     attempt.sessions.append(session)
     if session.voided:
-        attempt.voids += 1
+        attempt.voids = VOIDS_ALLOWED if session.voided.startswith(BUSY) else attempt.voids + 1
         log.info("session voided: %s", session.voided)
         room.renew()
         if attempt.voids >= VOIDS_ALLOWED:

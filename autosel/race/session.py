@@ -19,6 +19,8 @@ from autosel.values import Pair, Session
 
 Kind = Literal["screening", "confirming"]
 MAX_DROPPED_SHARE = 0.5  # a session of which more than half was disturbed measured the disturbance
+BUSY = "machine busy"  # why a pair is dropped: its samples were taken again so often that none was left
+MOST_BUSY = 4  # such pairs that are borne beyond the share, each of which costs many samples
 
 
 class Instrument(Protocol):
@@ -185,8 +187,8 @@ class _Recorder:
 
     @property
     def exhausted(self) -> bool:
-        limit = 20 + MAX_DROPPED_SHARE * len(self.pairs)
-        return len(self.dropped) > limit
+        share = MAX_DROPPED_SHARE * len(self.pairs)
+        return len(self.dropped) > 20 + share or self.dropped.count(BUSY) > MOST_BUSY + share
 
     def take(self, active: Sequence[str]) -> Session:
         """One more pair (unless it had to be dropped); the session so far."""

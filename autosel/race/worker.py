@@ -6,6 +6,7 @@ takes only its session with it; the culprit is found by running each challenger 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,10 +45,13 @@ class Warmed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A worker's reply to `pair`: the samples by arm, and why they must be dropped or ""."""
+    """A worker's reply to `pair`: the samples by arm, and why they must be dropped or "". `again`: samples that it has
+    taken again so far; `watched`: the system tells it when a thread waits for a core."""
 
     ns: Mapping[str, tuple[float, ...]]
     disturbed: str
+    again: int = 0
+    watched: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +113,8 @@ class Process:
         worker = self.get()
         if entrant.loaded_name in self.loaded:
             return
-        worker.request({"do": "load", "entrant": to_json(entrant), "device": self.device}, deadline_s=LOAD_S)
+        request = {"do": "load", "entrant": to_json(entrant), "device": self.device, "owner": os.getpid()}
+        worker.request(request, deadline_s=LOAD_S)
         self.loaded.add(entrant.loaded_name)
 
     def find_culprit(self, seat: WorkerSeat) -> dict[str, Mismatch]:
@@ -178,6 +183,7 @@ class WorkerSeat:
         self.operands: Operands | None = None
         self.pairs = 0
         self.base_ns = 0.0  # a call of the baseline
+        self.again, self.watched = 0, False
 
     def sit(self) -> None:
         """Load, copy the operands, warm up; plan from the baseline's time."""
@@ -240,8 +246,11 @@ class WorkerSeat:
         allowed_s = PREPARE_S + SLOWER * self.base_ns * 1e-9 * calls * samples * len(order)
         taken = self.process.get().told(Taken, request, allowed_s)
         wall_ns = time.perf_counter_ns() - started
-        if set(taken.ns) != set(order) or any(len(ns) != samples for ns in taken.ns.values()):
+        whole = all(len(ns) == samples for ns in taken.ns.values())
+        if set(taken.ns) != set(order) or not (whole or taken.disturbed):
             raise WorkerError("other samples came than were asked for", cause="protocol")
+        self.again += taken.again
+        self.watched = taken.watched
         self._bound_claims(taken.ns, calls, wall_ns)
         if checked:
             self._check(order, seed)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from autosel.race.judge import CLONE, has_won, judge, nominees
 from autosel.race.plan import DELTA_UNCALIBRATED, Plan, plan
-from autosel.race.session import Duel, Trial, confirm, screen
-from autosel.values import Pair, Race, Session, Verdict, Workload, from_json, to_json
+from autosel.race.session import BUSY, MOST_BUSY, Duel, Trial, confirm, screen
+from autosel.values import Conditions, Pair, Race, Session, Verdict, Workload, from_json, to_json
 from tests.null.synthetic import NOISES, Bench, Noise, iid
 
 WORK = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
@@ -174,3 +175,57 @@ def test_a_race_and_its_verdict_survive_json() -> None:
     assert from_json(Race, to_json(race)) == race
     assert from_json(Verdict, to_json(found)) == found
     assert judge(from_json(Race, to_json(race))) == found
+
+
+# --- a busy machine ---------------------------------------------------------------------------------------------------
+
+
+class Disturbed(Bench):
+    """Every pair after the first `good` ones loses its samples to other processes."""
+
+    good: int = 0
+
+    def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
+        self.good -= 1
+        taken, _ = super().pair(order, calls, samples)
+        return taken, "" if self.good >= 0 else BUSY
+
+
+def screened_beside_others(good: int) -> Session:
+    bench = Disturbed({"base": 2e6, "fast": 1e6}, iid(), Random(3))
+    bench.good = good
+    return screen(bench, ["base", "fast"], drawn(plan(2e6), 1))
+
+
+def test_a_session_without_clean_pairs_ends_soon_and_is_void() -> None:
+    session = screened_beside_others(good=0)
+    assert (session.voided, session.dropped_pairs) == (BUSY, MOST_BUSY + 1)
+
+
+def test_a_session_bears_as_many_disturbed_pairs_as_half_of_its_clean_ones() -> None:
+    session = screened_beside_others(good=10)
+    assert (session.voided, session.dropped_pairs, len(session.pairs)) == (BUSY, MOST_BUSY + 5 + 1, 10)
+
+
+def test_a_busy_machine_leaves_it_undecided_and_the_verdict_names_who_kept_it_busy() -> None:
+    conditions = Conditions(watched=True, again=99, busy_cores=1.9, by=("cc1plus 1.9 cores",))
+    void = replace(screened_beside_others(good=0), voided=f"{BUSY}: cc1plus 1.9 cores", conditions=conditions)
+    race = replace(run_race({"base": 2e6, "fast": 1e6}, iid(), 7), sessions=(void,), finalist=None)
+    found = judge(race)
+    assert (found.outcome, found.winner, found.effect) == ("undecided", "base", None)
+    assert found.reason == "machine busy: cc1plus 1.9 cores"
+    assert found.conditions == conditions
+
+
+def test_an_effect_carries_the_worst_conditions_of_its_sessions() -> None:
+    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
+    quiet = Conditions(watched=True, again=2)
+    busy = Conditions(watched=True, again=40, busy_cores=1.2, stolen=0.1, by=("make 1.2 cores",))
+    sessions = tuple(replace(s, conditions=busy if i == 1 else quiet) for i, s in enumerate(race.sessions))
+    found = judge(replace(race, sessions=sessions)).conditions
+    assert found == Conditions(watched=True, again=46, busy_cores=1.2, stolen=0.1, by=("make 1.2 cores",))
+    assert found.contended and not quiet.contended
+
+
+def test_of_a_race_that_nobody_watched_nothing_is_known() -> None:
+    assert verdict({"base": 2e6, "fast": 1e6}).conditions is None

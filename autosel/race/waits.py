@@ -1,0 +1,150 @@
+"""Samples during which no thread of this process waited for a core that another process used.
+
+A parallel call ends when its last thread does. If other processes use the cores, one of its threads may be ready to run
+and not running: the call then takes the length of their time slices, which says nothing about the kernel. The system
+counts these waits for each thread (`/proc/self/task/N/schedstat`, second field, nanoseconds). `Watch` compares the sum
+before and after a sample, and takes the sample again if it has grown.
+
+A process with more running threads than cores makes its own threads wait, and that is part of its time. Therefore
+waits count only while processes of others use CPU time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+TOLERATED = 0.01  # of a sample: a wait this long changes it by half of the smallest margin at most
+MOST_AGAIN = 32  # samples of one visit that may be taken again
+MOST_LOST_NS = 1_000_000_000  # that such samples may take together
+REST_S = 0.004  # before a sample is taken again: a thread that has slept is given a whole time slice
+WINDOW_S = 0.5  # over which CPU time of others is looked at
+OTHERS_S = 0.02  # of CPU time in a window: two ticks of /proc/stat, its resolution
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Waits:
+    """The run-queue waits of this process's threads. `watched` is False where the system does not count them."""
+
+    def __init__(self, proc: Path = PROC) -> None:
+        self._tasks = proc / "self" / "task"
+        self._descriptors: dict[str, int] = {}
+        self.renew()
+        self.watched = bool(self._descriptors)
+
+    def renew(self) -> None:
+        """Follow the threads that there are now."""
+        try:
+            threads = [task.name for task in self._tasks.iterdir()]
+        except OSError:
+            return
+        for gone in self._descriptors.keys() - set(threads):
+            os.close(self._descriptors.pop(gone))
+        for thread in threads:
+            if thread not in self._descriptors and (opened := _opened(self._tasks / thread / "schedstat")) is not None:
+                self._descriptors[thread] = opened
+
+    def total_ns(self) -> int:
+        """The sum over all followed threads. About 1.3 us a thread."""
+        return sum(_waited_ns(descriptor) for descriptor in self._descriptors.values())
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+
+def _opened(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # the thread has just ended, or the system has no such file
+        return None
+
+
+def _waited_ns(descriptor: int) -> int:
+    try:
+        return int(os.pread(descriptor, 80, 0).split()[1])
+    except (OSError, IndexError, ValueError):  # the thread has ended
+        return 0
+
+
+class Others:
+    """CPU time that other processes use. `owner` is the process that asks for our samples: its time is ours too."""
+
+    def __init__(self, owner: int = 0, proc: Path = PROC, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stat = proc / "stat"
+        self._owner = proc / str(owner) / "stat" if owner else None
+        self._clock = clock
+        self._seen: deque[tuple[float, float]] = deque()  # (when, CPU time of others until then)
+
+    def look(self) -> float:
+        """CPU time of others since the beginning of the window, in seconds."""
+        now, used = self._clock(), self._used_s()
+        self._seen.append((now, used))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW_S:
+            self._seen.popleft()
+        return used - self._seen[0][1]
+
+    def run(self) -> bool:
+        """Return True if other processes used CPU time in the window."""
+        return self.look() > OTHERS_S
+
+    def _used_s(self) -> float:
+        """Idle time is exact and busy time is sampled: what is neither idle nor ours is of others."""
+        try:
+            fields = [int(f) for f in self._stat.read_text().split("\n", 1)[0].split()[1:9]]
+        except (OSError, ValueError):
+            return 0.0
+        idle_s = (fields[3] + fields[4] + sum(fields[7:8])) / TICKS_PER_S  # steal is the hypervisor's
+        return self._clock() * (os.cpu_count() or 1) - idle_s - time.process_time() - self._owner_s()
+
+    def _owner_s(self) -> float:
+        if self._owner is None:
+            return 0.0
+        try:
+            fields = self._owner.read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+        except (OSError, IndexError, ValueError):
+            return 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """Takes samples again during which a thread waited for a core. `again` counts them."""
+
+    waits: Waits
+    others: Others
+    rest: Callable[[float], None] = time.sleep
+    clock: Callable[[], int] = time.perf_counter_ns
+    again: int = 0
+
+    def begin(self) -> None:
+        """Look at what there is, before the visits of a pair."""
+        self.waits.renew()
+        self.others.look()
+
+    def samples(self, sample: Callable[[], float], count: int, settle: Callable[[], object]) -> list[float]:
+        """Take `count` samples; fewer if too many were disturbed. `settle` is called before one is taken again."""
+        found: list[float] = []
+        again, lost_ns = 0, 0
+        while len(found) < count and again < MOST_AGAIN and lost_ns < MOST_LOST_NS:
+            began, waited = self.clock(), self.waits.total_ns()
+            taken = sample()
+            waited, spent = self.waits.total_ns() - waited, self.clock() - began
+            if waited <= TOLERATED * spent or not self.others.run():
+                found.append(taken)
+                continue
+            again, lost_ns = again + 1, lost_ns + spent
+            self.rest(REST_S)
+            settle()
+        self.again += again
+        return found
+
+
+def watch(owner: int = 0) -> Watch:
+    """Return a watch over this process."""
+    return Watch(waits=Waits(), others=Others(owner))
