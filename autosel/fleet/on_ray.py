@@ -1,7 +1,8 @@
-"""Workers on a Ray cluster: one actor a GPU, or one a host for its CPU. Each runs `pipeline.tune` in a child process.
+"""Run workers on a Ray cluster: one actor per GPU, or one per host for its CPU. Each runs `pipeline.tune` in a child
+process.
 
-The child is the daemon's (`daemon.tuner`): it ends with its actor, whatever ends that, and its decisions are in the
-ledger as they are made. What travels is JSON. A Ray cluster runs whatever code its users send: only one you trust.
+The child is the daemon's (`daemon.tuner`). It ends with its actor, and its decisions are in the ledger as soon as they
+are made. Messages are JSON. A Ray cluster runs any code that its users send: use only a cluster that you trust.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from autosel.version import __version__
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 30.0  # an actor that says nothing for so long is lost; starting one takes seconds
+ANSWER_S = 30.0  # an actor without a message for so long is lost; starting one takes seconds
 START_S = 120.0
 CONNECT_S = 5.0
-STORE_BYTES = 80 << 20  # Ray's smallest object store: nothing large travels
-LOOPBACK = "127.0.0.1"  # Ray has no password: a cluster made here is reached from here alone
+STORE_BYTES = 80 << 20  # Ray's smallest object store, because only small messages travel
+LOOPBACK = "127.0.0.1"  # Ray has no password, so a local cluster listens on this machine only
 
 
 # --- on the worker's side ----------------------------------------------------------------------------------------
 
 
 class Seat:
-    """The actor: it starts the child, and keeps what it says until it is fetched."""
+    """Run in the actor: start the child, and keep its messages until they are fetched."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -53,7 +54,7 @@ class Seat:
         self._one = threading.Lock()
 
     def about(self, device: str) -> str:
-        """Which host and device this is, and which ledger it would write to."""
+        """Return the host, the device, and the ledger that the actor would write to."""
         ledger, kind = ledger_name(), hw_id_of(device)
         unit = (settings.visible_gpus() or "") if device != "cpu" else ""
         found = {"version": __version__, "schema": HEAD, "ledger": ledger, "host": here(settings.home()).id}
@@ -61,7 +62,7 @@ class Seat:
         return json.dumps({**found, **place, "pid": os.getpid()})
 
     def run(self, task: str) -> int:
-        """Tune a part; the child's exit code."""
+        """Tune a part and return the child's exit code."""
         with self._one:
             child = self._child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "autosel.daemon.tuner"],
@@ -92,7 +93,7 @@ class Seat:
 
 
 def ledger_name() -> str:
-    """The ledger of this process: a file of this host, or a database of a server, whoever asks for it."""
+    """Return the name of this process's ledger: a file of this host, or a database of a server, without the user."""
     from autosel.ledger.engine import Database
 
     database = Database(settings.db_url())
@@ -102,7 +103,7 @@ def ledger_name() -> str:
 
 
 def hw_id_of(device: str) -> str:
-    """The kind of a device, without measuring anything."""
+    """Return the hardware id of a device, without measuring."""
     from autosel.fingerprint import machine, nvml
     from autosel.values import digest
 
@@ -116,7 +117,7 @@ def hw_id_of(device: str) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class RayWorker:
-    """An actor as `Spread` sees it."""
+    """Wrap an actor for `Spread`."""
 
     actor: Any
     node: str  # Ray's id of the host
@@ -150,10 +151,10 @@ class RayWorker:
 
 
 def tune(request: Request, address: str, ledger: Ledger, listener: Listener) -> Report:
-    """`pipeline.tune` on the workers of the cluster at `address`; `local`, or `local:N` for N workers: one made here
-    for this tune.
+    """Run `pipeline.tune` on the workers of the cluster at `address`. `local`, or `local:N` for N workers, starts a
+    cluster for this tune only.
 
-    Raises AutoselError where there is no Ray, no worker that may write this ledger, or nothing came of it.
+    Raises AutoselError if Ray is missing, if no worker may write this ledger, or if nothing was decided.
     """
     if request.device not in ("cpu", "cuda"):
         raise UsageError(
@@ -169,7 +170,7 @@ def tune(request: Request, address: str, ledger: Ledger, listener: Listener) -> 
         try:
             found = spread.run()
         except KeyboardInterrupt:
-            time.sleep(1.0)  # children end at the word; those that do not, with their actors
+            time.sleep(1.0)  # children end when told to; the others end with their actors
             raise
     if found.failed and not found.decided:
         raise error_of(found.failed[0])
@@ -179,7 +180,7 @@ def tune(request: Request, address: str, ledger: Ledger, listener: Listener) -> 
 
 
 def _count(address: str) -> int:
-    """Workers asked for of a cluster made here; 0: one a device."""
+    """Return the number of workers of a local cluster; 0 means one per device."""
     name, _, number = address.partition(":")
     if name != "local" or not number:
         return 0
@@ -190,7 +191,7 @@ def _count(address: str) -> int:
 
 @contextlib.contextmanager
 def cluster(address: str) -> Iterator[Any]:
-    """Ray, connected. One made here ends with the tune. Raises AutoselError."""
+    """Connect to Ray; a local cluster ends with the tune. Raises AutoselError."""
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     if find_spec("ray") is None:
         raise extras.missing("ray", f"--ray {address}")
@@ -198,7 +199,9 @@ def cluster(address: str) -> Iterator[Any]:
     try:
         import ray
     except ImportError as error:
-        raise AutoselError("Ray cannot be imported", why=str(error), todo="pip check says what it lacks") from error
+        raise AutoselError(
+            "Ray cannot be imported", why=str(error), todo="pip check lists missing dependencies"
+        ) from error
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     here = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "_node_ip_address": LOOPBACK}
     own: dict[str, Any] = here if address.startswith("local") else {}
@@ -216,7 +219,7 @@ def cluster(address: str) -> Iterator[Any]:
 
 
 def _refuse_silence(address: str) -> None:
-    """Raise AutoselError where nothing listens: Ray itself would go on asking for minutes."""
+    """Raise AutoselError if nothing listens at the address, because Ray itself would keep trying for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host in ("", "local") or not port.isdecimal():
         return
@@ -230,7 +233,7 @@ def _refuse_silence(address: str) -> None:
 
 @contextlib.contextmanager
 def _stdout_is_ours() -> Iterator[None]:
-    """What Ray prints of its workers goes to stderr: stdout is for the one document that --json promises."""
+    """Send Ray's output about its workers to stderr: stdout is reserved for the one document of --json."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -243,7 +246,7 @@ def _stdout_is_ours() -> Iterator[None]:
 
 
 class _Seats:
-    """Actors of the cluster, each bound to its host."""
+    """Manage the actors of the cluster, each bound to its host."""
 
     def __init__(self, ray: Any, device: str, count: int) -> None:
         self.ray, self.device, self.count = ray, device, count
@@ -251,7 +254,7 @@ class _Seats:
         self._refused: list[str] = []
 
     def take_all(self) -> list[RayWorker]:
-        """Raises AutoselError where none can be used, saying why."""
+        """Start a worker on every seat. Raises AutoselError with the reasons if none can be used."""
         asked = [node for node in self.ray.nodes() if node["Alive"] for _ in range(self._on(node))]
         made = [(self._actor(node["NodeID"]), node["NodeID"]) for node in asked]
         found = [w for actor, node in made if (w := self._worker(actor, node)) is not None]
@@ -278,10 +281,10 @@ class _Seats:
         return kind.remote()
 
     def _worker(self, actor: Any, node: str) -> RayWorker | None:
-        """None for an actor that does not come up, or is of another autosel or ledger."""
+        """Start a worker. Return None if the actor does not start, or uses another autosel or ledger."""
         try:
             about = json.loads(self.ray.get(actor.about.remote(self.device), timeout=START_S))
-        except Exception as error:  # whatever its host lacks comes back as whatever exception
+        except Exception as error:  # a missing dependency on its host can raise any exception
             self._refused.append(f"a worker did not start: {error}"[:300])
             return None
         ours = (__version__, HEAD, ledger_name())
@@ -297,7 +300,7 @@ class _Seats:
         return RayWorker(actor=actor, node=node, name=name, **place)
 
     def again(self, lost: Any) -> RayWorker | None:
-        """In place of a lost one, on its host, if that is still there."""
+        """Replace a lost worker on its host, if the host still exists."""
         if not any(node["Alive"] and node["NodeID"] == lost.node for node in self.ray.nodes()):
             return None
         return self._worker(self._actor(lost.node), lost.node)
@@ -305,13 +308,13 @@ class _Seats:
 
 @dataclass(slots=True)
 class _Told:
-    """Hears the workers, tells the listener, keeps what the report says."""
+    """Pass the workers' messages to the listener, and collect the report."""
 
     request: Request
     ledger: Ledger
     listener: Listener
     total: int
-    said: list[tuple[Decision, bool]] = field(default_factory=list)  # and whether it was settled before
+    said: list[tuple[Decision, bool]] = field(default_factory=list)  # (report line, was it settled before)
     rejected: list[Rejection] = field(default_factory=list)
 
     def hear(self, worker: Any, event: dict[str, Any]) -> None:
@@ -349,7 +352,7 @@ class _Told:
         )
 
     def _fingerprint(self, outcome: Outcome) -> Fingerprint:
-        """Of the first worker that came to its end; else of the first decision. Raises AutoselError."""
+        """Return the fingerprint of the first worker that finished, else of the first decision. Raises AutoselError."""
         if outcome.fingerprint:
             found: Fingerprint = from_json(Fingerprint, outcome.fingerprint)
             return found

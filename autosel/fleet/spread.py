@@ -1,9 +1,9 @@
-"""Spread a tune over workers: each gets a part of the workloads at a time; what a worker's end cut short goes to
-another. No Ray here.
+"""Spread a tune over workers: each gets one part of the workloads at a time, and the part of a lost worker goes to
+another. This module does not use Ray.
 
-Decisions are filed by the kind of device they were measured on: each kind gets all workloads, and the devices of a kind
-share them. Workers of one device take turns: two that measured there at once would measure each other. What a worker
-decided before its end is in the ledger, and is not measured again.
+A decision holds for the kind of device that it was measured on, so each kind gets all workloads, and the devices of a
+kind share them. Workers of one device take turns, because simultaneous measurements would disturb each other. Decisions
+of a lost worker are in the ledger and are not measured again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from autosel.models.workloads import Named
 from autosel.tuning.job import Request
 from autosel.values import to_json
 
-PARTS_A_DEVICE = 3  # a part costs some starts of Python and torch; one that is lost, all it had not decided
-ATTEMPTS = 3  # of a part
+PARTS_A_DEVICE = 3  # a part costs some starts of Python and torch; losing one costs all its undecided workloads
+ATTEMPTS = 3  # attempts for a part
 LOOK_S = 0.25
-REST_S = 3.0  # before a worker whose device was in use tries again: a killed worker's child lets it go within seconds
+REST_S = 3.0  # pause before a worker retries a busy device: the child of a killed worker releases it within seconds
 RESTS = 10
 
 
@@ -31,7 +31,7 @@ class Lost(Exception):
 
 
 class Worker(Protocol):
-    """Who tunes a part at a time. `kind` is its device's hw_id, `device` the device itself, `name` for people."""
+    """Tune one part at a time. `kind` is its device's hw_id, `device` the device, `name` a label for people."""
 
     name: str
     kind: str
@@ -40,17 +40,17 @@ class Worker(Protocol):
     def start(self, task: Mapping[str, Any]) -> None: ...
 
     def news(self) -> list[dict[str, Any]]:
-        """What it has said since the last time; of a part, `{"event": "ended", "code": ...}` last. Raises Lost."""
+        """Return the messages since the last call; a part ends with `{"event": "ended", "code": ...}`. Raises Lost."""
         ...
 
     def stop(self) -> None:
-        """Ask it to end what it is at."""
+        """Ask the worker to end its part."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """Workloads for one kind of device. `last` is the worker that had it."""
+    """Hold workloads for one kind of device. `last` is the worker that had the part before."""
 
     kind: str
     workloads: tuple[Named, ...]
@@ -62,7 +62,8 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """`decided` holds what was said of each decision, `undecided` keys of workloads; `failed` parts with the reason."""
+    """Hold the result: `decided` the reports of decisions, `undecided` keys of workloads, `failed` parts with the
+    reason."""
 
     decided: dict[int, dict[str, Any]] = field(default_factory=dict)
     undecided: list[str] = field(default_factory=list)
@@ -71,7 +72,7 @@ class Outcome:
 
 
 def parts(workloads: Sequence[Named], workers: Sequence[Worker]) -> list[Part]:
-    """Those of one op stay together as far as they can: they share builds."""
+    """Split workloads into parts. Workloads of one op stay together if possible, because they share builds."""
     found = []
     in_order = sorted(workloads, key=lambda n: n.workload.op)
     for kind in dict.fromkeys(w.kind for w in workers):
@@ -83,7 +84,8 @@ def parts(workloads: Sequence[Named], workers: Sequence[Worker]) -> list[Part]:
 
 
 class Spread:
-    """`replace` finds another worker where one was lost, or None; `hear` is told all that workers say, and by whom."""
+    """Assign parts to workers. `replace` finds a substitute for a lost worker, or None; `hear` gets every message and
+    its sender."""
 
     def __init__(
         self,
@@ -97,16 +99,16 @@ class Spread:
     ) -> None:
         self.request, self._replace, self._hear = request, replace, hear
         self._clock, self._rest = clock, rest
-        self._idle: list[Worker] = list(workers)  # whoever has waited longest first
+        self._idle: list[Worker] = list(workers)  # in order of waiting time
         self._resting: list[tuple[float, Worker]] = []
         self._running: list[tuple[Worker, Part]] = []
         self._waiting = parts(request.workloads, workers)
         self._over_at = clock() + request.budget_s if request.budget_s else float("inf")
-        self._done: set[tuple[str, str]] = set()  # (kind, workload) of what was decided
+        self._done: set[tuple[str, str]] = set()  # (kind, workload) of each decision
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
-        """Until every part has ended. KeyboardInterrupt ends what runs, keeps what is decided, and is passed on."""
+        """Run until every part has ended. KeyboardInterrupt ends running parts, keeps decisions, and is raised again."""
         try:
             while self._running or self._waiting:
                 self._hand_out()
@@ -144,7 +146,8 @@ class Spread:
                 worker.start(self._task(part))
 
     def _part_for(self, worker: Worker) -> Part | None:
-        """The next part for a worker whose device is free; one that it had before only where nobody else can."""
+        """Return the next part for a worker with a free device; a part that it had before only if no other worker can
+        take it."""
         if any(other.device == worker.device for other, _ in self._running):
             return None
         others = any(w.kind == worker.kind for w in self._workers() if w is not worker)
@@ -161,7 +164,7 @@ class Spread:
             "device": asked.device,
             "budget_s": left,
             "seed": asked.seed,
-            "force": asked.force and part.attempts == 0,  # what the lost worker has measured anew holds
+            "force": asked.force and part.attempts == 0,  # keep the lost worker's new measurements
         }
 
     def _listen(self, worker: Worker, part: Part) -> None:
@@ -181,7 +184,7 @@ class Spread:
     def _take(self, worker: Worker, part: Part, event: dict[str, Any]) -> None:
         if event["event"] == "decided":
             if event["id"] in self.outcome.decided:
-                return  # of a part that was begun before
+                return  # of a part that started earlier
             self.outcome.decided[event["id"]] = event
             self._done.add((part.kind, event["workload"]))
         elif event["event"] == "error":
@@ -209,13 +212,13 @@ class Spread:
     def _again(self, part: Part, trouble: dict[str, str]) -> None:
         part.attempts += 1
         alone = not any(w.kind == part.kind and w.name != part.last for w in self._workers())
-        if part.attempts >= ATTEMPTS or (alone and trouble.get("kind")):  # a refusal would be the same again
+        if part.attempts >= ATTEMPTS or (alone and trouble.get("kind")):  # the same part would be refused again
             self._give_up([part], trouble)
         else:
             self._waiting.insert(0, part)
 
     def _give_up(self, given: Sequence[Part], trouble: dict[str, str]) -> None:
-        """`trouble` empty: its time is over, which is no failure."""
+        """Give up a part. `trouble` is empty if its time ended, which is not a failure."""
         for part in list(given):
             if part in self._waiting:
                 self._waiting.remove(part)

@@ -1,8 +1,8 @@
 """Compile a kernel source on first use, and find it again by digest.
 
-The digest covers source, every header it includes from kernels/, flags, the compiler's own version and tvm-ffi's: what
-could change the machine code. An artefact is a folder `<home>/native/<digest>/` with kernel.so and receipt.json, made
-under another name and renamed, so that it is whole or absent.
+The digest covers everything that could change the machine code: the source, every header it includes from kernels/,
+flags, and the versions of the compiler and tvm-ffi. An artefact is a folder `<home>/native/<digest>/` with kernel.so
+and receipt.json. It is written under another name and renamed, so that it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from autosel.native import cuda, cutlass
 log = logging.getLogger(__name__)
 
 BASE_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared", "-pthread")
-MOST_RECEIPT_BYTES = 16 << 20  # what a compiler printed is in it
+MOST_RECEIPT_BYTES = 16 << 20  # the compiler's output
 MOST_LIBRARY_BYTES = 1 << 30
 MOST_SOURCE_BYTES = 16 << 20
-# nvcc takes a minute for kernels/cutlass/gemm_sm90.cu on an idle core; beside four others on two, more than five.
+# nvcc needs a minute for kernels/cutlass/gemm_sm90.cu on an idle core, and over five next to four others on two cores
 DEADLINE_S = 900.0
-EMPTY_CPP = "control/empty.cpp"  # a kernel that does nothing; control/empty.cu is the same for nvcc
-DISK_FULL = ("no space left on device", "disk quota exceeded")  # whatever is compiled next fails too
+EMPTY_CPP = "control/empty.cpp"  # a kernel that does nothing; control/empty.cu is its counterpart for nvcc
+DISK_FULL = ("no space left on device", "disk quota exceeded")  # the next compilation fails too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +44,10 @@ class Artefact:
 
     digest: str
     path: Path
-    seconds: float  # what the compilation took when it was made; 0 for one found in the cache
+    seconds: float  # duration of the compilation in seconds; 0 if found in the cache
     log: str
     command: tuple[str, ...]
-    sources: str  # `sources_digest` of what it was made from
+    sources: str  # `sources_digest` of its sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Compiler:
 
 @cache
 def find_compiler() -> Compiler | None:
-    """The user's compiler, else g++, c++, clang++; None when there is none that answers."""
+    """Return the user's compiler, else g++, c++ or clang++; None if none of them runs."""
     for name in filter(None, (settings.compiler(), "g++", "c++", "clang++")):
         path = shutil.which(name)
         if path is None:
@@ -76,7 +76,7 @@ NO_COMPILER = "no C++ compiler found; install one (Debian: apt install g++) or s
 
 
 def source_digest(source: str, flags: tuple[str, ...]) -> str:
-    """The artefact's digest, without compiling. Raises BuildError if there is no compiler or no such source."""
+    """Return the artefact's digest, without compiling. Raises BuildError if the compiler or the source is missing."""
     hasher = hashlib.sha256()
     for part in (*_compilers(source), _tvm_ffi(), *flags):
         hasher.update(part.encode() + b"\0")
@@ -85,7 +85,7 @@ def source_digest(source: str, flags: tuple[str, ...]) -> str:
 
 
 def _compilers(source: str) -> tuple[str, ...]:
-    """What compiles this source: versions, and the flags all sources get."""
+    """Return the compiler versions for this source, and the flags of all sources."""
     compiler = find_compiler()
     if compiler is None:
         raise BuildError(NO_COMPILER)
@@ -98,7 +98,7 @@ def _compilers(source: str) -> tuple[str, ...]:
 
 
 def _tvm_ffi() -> str:
-    """The version of tvm-ffi. Raises BuildError where it is not installed."""
+    """Return the version of tvm-ffi. Raises BuildError if it is not installed."""
     try:
         return metadata.version("apache-tvm-ffi")
     except metadata.PackageNotFoundError as error:
@@ -106,7 +106,7 @@ def _tvm_ffi() -> str:
 
 
 def _headers(source: str) -> tuple[str, ...]:
-    """The version of the headers from outside kernels/ that this source includes."""
+    """Return the version of the headers from outside kernels/ that this source includes."""
     if not source.startswith(f"{cutlass.FOLDER}/"):
         return ()
     found = cutlass.find_headers()
@@ -116,7 +116,7 @@ def _headers(source: str) -> tuple[str, ...]:
 
 
 def sources_digest(source: str) -> str:
-    """Of the source and its headers alone: has the kernel been edited since it was compiled? Needs no compiler."""
+    """Return the digest of the source and its headers, to detect edits since the compilation. Needs no compiler."""
     hasher = hashlib.sha256()
     for path in find_sources(resources.kernels() / source):
         hasher.update(path.name.encode() + b"\0" + files.read(path, MOST_SOURCE_BYTES) + b"\0")
@@ -124,10 +124,10 @@ def sources_digest(source: str) -> str:
 
 
 def compile_source(source: str, flags: tuple[str, ...] = (), *, deadline_s: float = DEADLINE_S) -> Artefact:
-    """Compile `source` (a path below kernels/) into a shared object, or find it compiled.
+    """Compile `source` (a path in kernels/) into a shared object, or return the cached one.
 
-    Raises BuildError with the compiler's words if it refuses, or takes longer than the deadline; EnvironmentFault if
-    what it made cannot be stored.
+    Raises BuildError with the compiler's output if it fails or exceeds its timeout; EnvironmentFault if the result
+    cannot be stored.
     """
     digest = source_digest(source, flags)
     found = find_artefact(digest)
@@ -161,7 +161,8 @@ def _make(source: str, flags: tuple[str, ...], digest: str, deadline_s: float) -
         try:
             making.rename(folder)
         except OSError:
-            if find_artefact(digest) is None:  # not merely lost a race against a twin: what lies there is damaged
+            # not a race lost against another process: the existing artefact is damaged
+            if find_artefact(digest) is None:
                 folder.rename(Path(temporary) / "damaged")
                 making.rename(folder)
     return Artefact(
@@ -170,13 +171,16 @@ def _make(source: str, flags: tuple[str, ...], digest: str, deadline_s: float) -
 
 
 def empty_source(source: str) -> str:
-    """Return the source that compiles to a kernel that does nothing, with the compiler that `source` takes."""
+    """Return an empty kernel source for the compiler of `source`."""
     return str(Path(EMPTY_CPP).with_suffix(Path(source).suffix))
 
 
 def require_compiler(source: str, failed: BuildError) -> None:
-    """Compile an empty source after `source` has failed to compile. Raises EnvironmentFault if that fails too with a
-    compiler that has worked here before (another is no compiler), or if the compiler said that a disk is full."""
+    """Compile an empty source after `source` has failed to compile.
+
+    Raises EnvironmentFault if the compiler reported a full disk, or if the empty source fails too with a compiler that
+    has worked here before. A compiler that has never worked here is treated as missing.
+    """
     said = f"{failed.why} {failed.log}".lower()
     error = failed if any(words in said for words in DISK_FULL) else compiler_trouble(empty_source(source))
     if error is not failed and (error is None or not _has_worked(source)):
@@ -189,14 +193,14 @@ def require_compiler(source: str, failed: BuildError) -> None:
 
 
 def _has_worked(source: str) -> bool:
-    """Has the compiler of this source made something that this home holds?"""
+    """Return True if this home has an artefact of this source's compiler."""
     found = cuda.find_nvcc() if source.endswith(".cu") else find_compiler()
     stored = [find_artefact(folder.name) for folder in artefacts().glob("*")]
     return found is not None and any(artefact.command[0] == found.path for artefact in stored if artefact is not None)
 
 
 def compiler_trouble(empty: str) -> BuildError | None:
-    """Compile an empty source, never a cached one. Returns why that fails, or None."""
+    """Compile an empty source, bypassing the cache. Return the reason for a failure, or None."""
     try:
         _compilers(empty)
         with tempfile.TemporaryDirectory(prefix="autosel-control-") as folder:
@@ -209,7 +213,7 @@ def compiler_trouble(empty: str) -> BuildError | None:
 
 
 def find_artefact(digest: str) -> Artefact | None:
-    """The artefact of this digest if it is on disk, whole, and its bytes are those that were compiled."""
+    """Return the artefact with this digest if it is on disk, complete, and its bytes are unchanged."""
     folder = artefacts() / digest
     try:
         receipt = json.loads(files.read(folder / "receipt.json", MOST_RECEIPT_BYTES))
@@ -236,7 +240,7 @@ def _sha(folder: Path) -> str:
 
 
 def find_sources(path: Path) -> list[Path]:
-    """The source and, transitively, the headers it includes by a quoted name beside it."""
+    """Return the source and, recursively, the headers that it includes by a quoted relative name."""
     todo, seen = [path], []
     while todo:
         current = todo.pop()
@@ -254,7 +258,7 @@ def find_sources(path: Path) -> list[Path]:
 
 
 def _compile(source: str, flags: tuple[str, ...], output: Path, deadline_s: float) -> tuple[list[str], str]:
-    """The command that made `output`, and what it printed. Raises BuildError."""
+    """Return the command that made `output`, and the compiler's output. Raises BuildError."""
     command = _command(resources.kernels() / source, flags, output)
     said = _run(command, source, deadline_s)
     if not output.is_file():
@@ -273,8 +277,8 @@ def _command(source: Path, flags: tuple[str, ...], output: Path) -> list[str]:
 
 
 def _tvm_ffi_flags() -> list[str]:
-    """Where tvm-ffi's headers and library are, by its own finder, which is run apart from its package: importing that
-    imports torch. Raises BuildError where the package is not whole."""
+    """Return the paths of tvm-ffi's headers and library. Its own finder runs outside its package, because importing the
+    package imports torch. Raises BuildError if the package is incomplete."""
     package = importlib.util.find_spec("tvm_ffi")
     places = package.submodule_search_locations if package is not None else None
     if not places:
@@ -288,7 +292,7 @@ def _tvm_ffi_flags() -> list[str]:
         folders = [f"-I{info.find_include_path()}", f"-I{info.find_dlpack_include_path()}"]
         return [*folders, f"-L{Path(info.find_libtvm_ffi()).parent}", "-ltvm_ffi", "-ldl"]
     except Exception as error:
-        raise BuildError("apache-tvm-ffi is not whole", why=f"{type(error).__name__}: {error}") from error
+        raise BuildError("apache-tvm-ffi is incomplete", why=f"{type(error).__name__}: {error}") from error
 
 
 def _run(command: list[str], source: str, deadline_s: float) -> str:

@@ -1,8 +1,8 @@
-"""nvcc: where it is, what it can compile for, and the command that makes a CUDA source one shared object.
+"""Find nvcc, list its targets, and build the command that compiles a CUDA source into a shared object.
 
 An object holds machine code for one architecture and no PTX: it is built on the machine that runs it, and its digest
-names the architecture. Compute capability 9.0 and later are compiled as `90a`, `100a`, ...: without the `a` there is no
-wgmma. CUDA's runtime is linked statically, so that the object needs the driver alone.
+names the architecture. Compute capability 9.0 and later are compiled as `90a`, `100a`, ..., because wgmma needs the
+`a`. CUDA's runtime is linked statically, so the object needs only the driver.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from autosel import settings
 
-DRIVER = "libcuda.so.1"  # what a GPU's driver installs, and a toolkit does not
+DRIVER = "libcuda.so.1"  # installed by a GPU's driver, but not by a toolkit
 LEAST_CC = (8, 0)  # cp.async, bf16 arithmetic
 BASE_FLAGS = ("-std=c++17", "-O3", "-lineinfo", "-shared", "-Xcompiler", "-fPIC")
 NO_NVCC = (
@@ -31,14 +31,14 @@ NO_NVCC = (
 class Nvcc:
     path: str
     version: str
-    home: Path  # of the toolkit: above bin, include, lib
+    home: Path  # root of the toolkit, with bin, include and lib
     architectures: tuple[int, ...]  # 80, 86, ... without the `a`
-    beside: tuple[Path, ...] = ()  # where more of the same toolkit is
+    beside: tuple[Path, ...] = ()  # another folder with parts of the same toolkit
 
 
 @cache
 def find_nvcc() -> Nvcc | None:
-    """CUDA_HOME's, the one on PATH, /usr/local/cuda's, pip's; None when there is none that answers."""
+    """Return nvcc from CUDA_HOME, PATH, /usr/local/cuda or pip; None if none of them runs."""
     for path in _places():
         try:
             said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
@@ -66,15 +66,15 @@ def _places() -> Iterator[str]:
 
 
 def pips() -> list[Path]:
-    """Where pip puts CUDA's packages: one folder in each environment that Python sees."""
-    package = importlib.util.find_spec("nvidia")  # a namespace that they share
+    """Yield pip's CUDA folders: one in each environment that Python sees."""
+    package = importlib.util.find_spec("nvidia")  # the packages' common namespace
     folders = package.submodule_search_locations if package else None
     return list(dict.fromkeys(Path(folder).resolve() for folder in folders or ()))
 
 
 def _beside(home: Path) -> tuple[Path, ...]:
-    """The rest of a toolkit of pip's: an environment that reuses another's torch installs nvcc, and finds the runtime's
-    headers there already, where nvcc does not look."""
+    """Return the folders with the rest of pip's toolkit. An environment that reuses another one's torch installs only
+    nvcc, and the runtime's headers are in the other environment, where nvcc does not look."""
     folders = pips()
     if home.parent not in folders:
         return ()
@@ -82,14 +82,14 @@ def _beside(home: Path) -> tuple[Path, ...]:
 
 
 def _home(path: str) -> Path:
-    """nvcc's own word for it: what is on PATH may be a script or a link."""
+    """Return the toolkit's root as nvcc reports it, because the nvcc on PATH may be a script or a link."""
     said = subprocess.run([path, "-dryrun", "-E", "-x", "cu", "/dev/null"], capture_output=True, text=True, timeout=20)
     top = re.search(r"^#\$ TOP=(.*)$", said.stderr, flags=re.MULTILINE)
     return Path(top.group(1)).resolve() if top else Path(path).resolve().parents[1]
 
 
 def architecture(cc: tuple[int, int]) -> str:
-    """nvcc's name for a compute capability: `80`, `89`, `90a`, `120a`."""
+    """Return nvcc's name for a compute capability: `80`, `89`, `90a`, `120a`."""
     return f"{cc[0]}{cc[1]}" + ("a" if cc >= (9, 0) else "")
 
 
@@ -99,7 +99,7 @@ def target_flags(cc: tuple[int, int]) -> tuple[str, ...]:
 
 
 def why_not(cc: tuple[int, int]) -> str:
-    """Why nothing can be compiled here for a device of this compute capability, or ""."""
+    """Return the reason why nvcc cannot compile for this compute capability here, or ""."""
     if cc < LEAST_CC:
         return f"needs compute capability {LEAST_CC[0]}.{LEAST_CC[1]}; the device has {cc[0]}.{cc[1]}"
     nvcc = find_nvcc()
@@ -112,7 +112,7 @@ def why_not(cc: tuple[int, int]) -> str:
 
 
 def command(nvcc: Nvcc, cxx: str, source: Path, flags: tuple[str, ...], output: Path) -> list[str]:
-    """Without tvm-ffi's includes and library, which every source needs."""
+    """Return the command line, without tvm-ffi's includes and library, which every source needs."""
     places = [nvcc.home / "lib64", nvcc.home / "lib", *(home / "lib" for home in nvcc.beside)]
     libraries = [f"-L{folder}" for folder in places if folder.is_dir()]
     output_and_libraries = ["-o", str(output), *libraries]
@@ -120,6 +120,6 @@ def command(nvcc: Nvcc, cxx: str, source: Path, flags: tuple[str, ...], output: 
 
 
 def headers(nvcc: Nvcc) -> list[str]:
-    """For nvcc's command line: headers of its toolkit that it would not find by itself."""
+    """Return nvcc's flags for headers of its toolkit that it does not find automatically."""
     folders = [home / "include" / part for home in nvcc.beside for part in ("", "cccl")]
     return [word for folder in folders if folder.is_dir() for word in ("-isystem", str(folder))]

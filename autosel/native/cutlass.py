@@ -1,6 +1,6 @@
-"""CUTLASS's headers: where pip put them, which version they are, and what nvcc must be told to compile with them.
+"""Find CUTLASS's headers and their version, and return nvcc's flags for them.
 
-The package nvidia-cutlass carries them inside its module cutlass_library; nothing of it is imported.
+The package nvidia-cutlass contains them inside its module cutlass_library; nothing is imported from it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-LEAST = (4, 2)  # the version whose collectives the sources were written against
+LEAST = (4, 2)  # the sources were written for the collectives of this version
 FOLDER = "cutlass"  # sources below kernels/cutlass/ get these headers
 NO_HEADERS = "no CUTLASS headers found; install them with pip: nvidia-cutlass>=4.2 (--no-deps: only headers are needed)"
 
@@ -28,7 +28,7 @@ class Headers:
 
 @cache
 def find_headers() -> Headers | None:
-    """Those of the package nvidia-cutlass, None where there are none."""
+    """Return the headers of the package nvidia-cutlass, or None if they are not installed."""
     package = importlib.util.find_spec("cutlass_library")
     for folder in package.submodule_search_locations or () if package else ():
         include = Path(folder) / "source" / "include"
@@ -46,7 +46,7 @@ def _version(file: Path) -> tuple[int, int, int] | None:
 
 
 def why_not() -> str:
-    """Why nothing of kernels/cutlass/ can be compiled here, or ""."""
+    """Return the reason why kernels/cutlass/ cannot be compiled here, or ""."""
     found = find_headers()
     if found is None:
         return NO_HEADERS
@@ -57,10 +57,10 @@ def why_not() -> str:
 
 
 def flags() -> tuple[str, ...]:
-    """For nvcc. Empty where there are no headers.
+    """Return flags for nvcc; none if there are no headers.
 
-    System headers, so that their warnings are not taken for ours; host code, which only launches, optimised little: its
-    templates take g++ as long as the kernel takes nvcc.
+    The headers count as system headers, to silence their warnings. Host code only launches, so it is barely optimised:
+    g++ otherwise takes as long for its templates as nvcc for the kernel.
     """
     found = find_headers()
     return ("--expt-relaxed-constexpr", "-Xcompiler", "-O1", "-isystem", str(found.include)) if found else ()

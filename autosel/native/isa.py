@@ -1,4 +1,4 @@
-"""Instruction sets the CPU sources compile for: what each needs from the CPU, and the compiler flags that give it."""
+"""Define the instruction sets of the CPU sources: the CPU features each needs, and its compiler flags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 Isa = Literal["avx512bf16", "avx512", "avx2", "portable"]
 
-# Compiler flags per instruction set. AVX-512 means the F+BW+VL+DQ quartet every AVX-512 server since Skylake has.
+# Compiler flags per instruction set. AVX-512 means F+BW+VL+DQ, which every AVX-512 server since Skylake has.
 ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
     "avx512bf16": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
@@ -23,7 +23,7 @@ ISA_NEEDS: dict[Isa, tuple[str, ...]] = {
 
 
 def best_isa(flags: Collection[str]) -> Isa:
-    """The first instruction set whose needs are all among the CPU's flags (Linux cpuinfo names)."""
+    """Return the first instruction set whose requirements are all among the CPU's flags (Linux cpuinfo names)."""
     for isa, needs in ISA_NEEDS.items():
         if set(needs) <= set(flags):
             return isa

@@ -9,11 +9,11 @@ from autosel.errors import BuildError
 from autosel.native import threads
 from autosel.native.compile import find_artefact
 
-_LOADED: dict[str, Any] = {}  # modules stay loaded: their thread team outlives any one caller
+_LOADED: dict[str, Any] = {}  # modules stay loaded, because their thread team outlives each caller
 
 
 def load_entry(digest: str, entry: str) -> Callable[..., Any]:
-    """The function `entry` of the artefact; its arguments are torch tensors, None, ints and floats.
+    """Return the function `entry` of the artefact; its arguments are torch tensors, None, ints and floats.
 
     Raises BuildError if the artefact is missing or damaged.
     """

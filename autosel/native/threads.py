@@ -1,4 +1,4 @@
-"""The threads of this process's C++ kernels: PyTorch's OpenMP pool where there is one (kernels/cpu/team.h)."""
+"""Control the threads of this process's C++ kernels: PyTorch's OpenMP pool if there is one (kernels/cpu/team.h)."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ ASK, PLACE, RELEASE, OPENMP, HELPERS, WAKE, WEIGH = range(7)  # commands of kern
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
     openmp: bool  # kernels run on PyTorch's threads
-    place: bool  # workers are kept on cores of their own
-    placed: int  # workers that are
-    wake: bool  # sleeping workers are woken for every job, and not only where it is worth it
+    place: bool  # each worker has its own slice of the cores
+    placed: int  # number of workers with a slice
+    wake: bool  # wake sleeping workers for every job, even if it does not pay
 
 
-_ENTRIES: list[Callable[..., Any]] = []  # `threads` of each C++ kernel loaded so far: any speaks for the process
+# `threads` of each C++ kernel loaded so far; any of them controls the whole process
+_ENTRIES: list[Callable[..., Any]] = []
 
 
 def adopt(module: Any) -> None:
-    """Take note of a loaded kernel. The first C++ one applies the setting `place_workers`."""
+    """Register a loaded kernel. The first C++ one applies the setting `place_workers`."""
     try:
         _ENTRIES.append(module.threads)
-    except AttributeError:  # a CUDA kernel, or a source from elsewhere
+    except AttributeError:  # a CUDA kernel, or a source from outside autosel
         return
     if len(_ENTRIES) == 1 and not settings.get("place_workers"):
         _command(RELEASE)
 
 
 def state() -> Threads | None:
-    """What the loaded kernels run on; None if no C++ kernel is loaded."""
+    """Return the thread state of the loaded kernels, or None if no C++ kernel is loaded."""
     return _command(ASK)
 
 
 def use(*, openmp: bool = True, place: bool | None = None, wake: bool = False) -> Threads | None:
-    """Choose the threads of all C++ kernels of this process. Returns the new state; None if no such kernel is loaded.
+    """Set the threads of all C++ kernels of this process. Return the new state, or None if no such kernel is loaded.
 
-    `openmp=False`: helpers of our own. `place=False`: workers get back the affinity that they had, each in its next
-    job; None: as the setting `place_workers` says. `wake=True`: after a rest even a short job runs on all its threads,
-    as proofs and races need it.
+    `openmp=False`: use autosel's helper threads. `place=False`: workers get their previous affinity back at their next
+    job; None: follow the setting `place_workers`. `wake=True`: after a rest even a short job uses all threads, as
+    proofs and races need.
     """
     placing = settings.get("place_workers") if place is None else place
     _command(OPENMP if openmp else HELPERS)

@@ -1,7 +1,7 @@
-"""Shared memory in which tensors travel: both sides see the same bytes, only references are sent.
+"""Share memory for tensors between parent and worker: both see the same bytes, and only references are sent.
 
 The creator makes an anonymous file of fixed size, sealed so that no holder can shrink it (which would crash the other
-side on its next read); pages exist once touched. A `Ref` says where a tensor lies; it is plain JSON.
+side on its next read); pages exist once touched. A `Ref` is the place of a tensor, in plain JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMES = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:
-    """A tensor in an arena: byte offset, shape and strides (in elements), dtype by torch's name (`bfloat16`)."""
+    """Locate a tensor in an arena: byte offset, shape and strides (in elements), dtype by torch's name (`bfloat16`)."""
 
     arena: str
     offset: int
@@ -37,18 +37,18 @@ class Ref:
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last one, gaps included."""
+        """Return the number of elements from the first to the last one, gaps included."""
         if 0 in self.shape:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
 
 class Arena:
-    """A bump allocator over shared memory. `fd` is what a worker is given."""
+    """Allocate from shared memory, upwards. `fd` is the descriptor to pass to a worker."""
 
     def __init__(self, size_bytes: int, *, touched_bytes: int | None = None) -> None:
-        """`touched_bytes`: at most that much of it will be used (default: all), and a worker's memory limit grows by
-        no more. Raises OSError where it cannot be reserved."""
+        """`touched_bytes`: the part of it that will be used at most (default: all); a worker's memory limit grows by no
+        more. Raises OSError if it cannot be reserved."""
         self.name = f"arena{next(_NAMES)}"
         self.size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.fd = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -60,7 +60,7 @@ class Arena:
 
     @classmethod
     def attached(cls, name: str, fd: int, size_bytes: int) -> Arena:
-        """The other side's view. Takes over the descriptor."""
+        """Return the other side's view, which takes over the descriptor."""
         self = cls.__new__(cls)
         self.name, self.size_bytes, self.fd, self.used_bytes = name, size_bytes, -1, 0
         self.touched_bytes = size_bytes
@@ -71,7 +71,7 @@ class Arena:
     # --- carving ----------------------------------------------------------------------------------------------------
 
     def reserve(self, count_bytes: int, *, align_bytes: int = ALIGN_BYTES) -> int:
-        """The byte offset of a fresh piece. Raises WorkerError when the arena is full."""
+        """Return the byte offset of a new block. Raises WorkerError if the arena is full."""
         offset = -(-self.used_bytes // align_bytes) * align_bytes
         if offset + count_bytes > self.size_bytes:
             raise WorkerError(
@@ -86,7 +86,7 @@ class Arena:
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None, *, shift_bytes: int = 0
     ) -> Ref:
-        """A tensor's place, `shift_bytes` past an aligned address; contents are what was there before."""
+        """Reserve a tensor, `shift_bytes` past an aligned address, without initialising it."""
         strides = tuple(strides) if strides is not None else contiguous(shape)
         name = str(dtype).removeprefix("torch.")
         span = Ref(arena=self.name, offset=0, shape=tuple(shape), strides=strides, dtype=name).span
@@ -94,7 +94,7 @@ class Arena:
         return Ref(arena=self.name, offset=offset, shape=tuple(shape), strides=strides, dtype=name)
 
     def put(self, tensor: torch.Tensor) -> Ref:
-        """A contiguous copy of a tensor."""
+        """Copy a tensor into the arena, contiguously."""
         ref = self.empty(tensor.shape, tensor.dtype)
         self.tensor(ref).copy_(tensor)
         return ref
@@ -110,7 +110,7 @@ class Arena:
     # --- seeing -----------------------------------------------------------------------------------------------------
 
     def tensor(self, ref: Ref) -> torch.Tensor:
-        """The tensor that lies there: a view, without copying. Raises ValueError where it would leave the arena."""
+        """Return a view of the tensor at this reference. Raises ValueError if it would leave the arena."""
         import torch
 
         dtype = getattr(torch, ref.dtype, None)
@@ -127,7 +127,7 @@ class Arena:
         return flat.as_strided(ref.shape, ref.strides)
 
     def bytes(self, start: int, end: int) -> torch.Tensor:
-        """Bytes [start, end) as a uint8 view."""
+        """Return bytes [start, end) as a uint8 view."""
         import torch
 
         if end <= start:
@@ -135,11 +135,11 @@ class Arena:
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=end - start, offset=start)
 
     def close(self) -> None:
-        """Forget the memory; it goes once the last tensor looking at it is gone."""
+        """Release the memory; it is freed when the last tensor that views it is gone."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        with contextlib.suppress(BufferError):  # a tensor still looks at it
+        with contextlib.suppress(BufferError):  # a tensor still views it
             self.memory.close()
 
     def __enter__(self) -> Arena:
@@ -150,10 +150,10 @@ class Arena:
 
 
 class Arenas(dict[str, Arena]):
-    """The arenas a worker was given, by name."""
+    """Hold a worker's arenas, by name."""
 
     def tensor(self, ref: Mapping[str, Any]) -> torch.Tensor:
-        """The tensor of a reference as it came in a message. Raises ValueError for one that is not right."""
+        """Return the tensor of a reference in a message. Raises ValueError if the reference is invalid."""
         found: Ref = from_json(Ref, ref)
         if found.arena not in self:
             raise ValueError(f"no arena {found.arena!r}")
@@ -161,7 +161,7 @@ class Arenas(dict[str, Arena]):
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides, in elements."""
+    """Return row-major strides, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

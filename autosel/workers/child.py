@@ -1,7 +1,7 @@
-"""The worker's side: `python -m autosel.workers.child ENTRY`, started by the guardian only.
+"""Run the worker's side: `python -m autosel.workers.child ENTRY`, started only by the guardian.
 
 ENTRY is `module:function`; the function takes one request (a dict) and the arenas and returns the reply (a dict). Any
-exception it raises becomes a reply. Nothing here knows an op.
+exception it raises becomes a reply. This module knows no op.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from autosel.workers import protocol
 from autosel.workers.arena import Arena, Arenas
 
 Serve = Callable[[dict[str, Any], Arenas], dict[str, Any]]
-MAX_TEXT = 4000  # characters of a message or traceback that travel
+MAX_TEXT = 4000  # maximum number of characters of a message or traceback
 
 
 def main(entry: str, control_fd: int, threads: int) -> None:
     os.set_inheritable(control_fd, False)  # a candidate's own children must not hold the line open
     control = socket.socket(fileno=control_fd)
-    faulthandler.enable()  # a crash leaves the Python frames it happened under in stderr
+    faulthandler.enable()  # after a crash, stderr contains the Python frames
     arenas = Arenas()
     try:
         serve = _load(entry, threads)
@@ -55,7 +55,7 @@ def _load(entry: str, threads: int) -> Serve:
 def _answer(serve: Serve, message: dict[str, Any], fds: list[int], arenas: Arenas) -> dict[str, Any]:
     try:
         if "attach" in message:
-            if len(fds) < len(message["attach"]):  # the kernel drops what finds no free descriptor, without a word
+            if len(fds) < len(message["attach"]):  # the kernel silently drops descriptors that exceed the limit
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             for (name, size_bytes), fd in zip(message["attach"], fds, strict=True):
                 arenas[name] = Arena.attached(name, fd, size_bytes)
@@ -79,7 +79,7 @@ def _reply(control: socket.socket, reply: dict[str, Any]) -> None:
 
 
 def describe(error: BaseException) -> dict[str, str]:
-    """An exception as data. A candidate's exception may itself be unable to print."""
+    """Describe an exception as data. Printing a candidate's exception may itself fail."""
     try:
         message = str(error)
     except Exception:
@@ -91,7 +91,7 @@ def describe(error: BaseException) -> dict[str, str]:
     except Exception:
         lines = ""
     found = {"type": name[:MAX_TEXT], "message": message[:MAX_TEXT], "traceback": lines[-MAX_TEXT:]}
-    return {k: v.encode(errors="replace").decode() for k, v in found.items()}  # lone surrogates do not travel
+    return {k: v.encode(errors="replace").decode() for k, v in found.items()}  # lone surrogates cannot be encoded
 
 
 if __name__ == "__main__":

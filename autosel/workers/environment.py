@@ -1,4 +1,4 @@
-"""Faults of the environment, told apart from faults of a candidate: what failed, and how to repair it.
+"""Distinguish faults of the environment from faults of a candidate, and say how to repair them.
 
 A worker process that does not start has not loaded a candidate yet. A process in which PyTorch cannot be imported
 cannot run one.
@@ -16,7 +16,7 @@ IMPORT = f'{sys.executable} -c "import torch"'
 
 
 def start_fault(entry: str, error: AutoselError) -> EnvironmentFault:
-    """Return the fault of a worker that did not start; `error` says how it ended."""
+    """Return the fault of a worker that did not start; `error` describes its end."""
     return EnvironmentFault(f"a worker process ({entry}) does not start", why=_reason(error), todo=_repair(IMPORT))
 
 
@@ -43,7 +43,7 @@ def _repair(check: str) -> str:
 
 
 def _reason(error: AutoselError) -> str:
-    """The exception that the worker raised; else how it ended, and the last line that it wrote."""
+    """Return the exception that the worker raised; else how it ended, and its last line of output."""
     if isinstance(error, WorkerError) and error.cause.startswith("raised "):
         return error.why
     last = error.why.strip().splitlines()[-1:]

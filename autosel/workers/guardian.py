@@ -1,12 +1,12 @@
-"""The small process between us and a worker: it starts the worker, bounds it, and leaves nothing of it behind.
+"""Start a worker, limit it, and remove everything that it leaves behind.
 
-Run by path (`python -I -S guardian.py CONFIG`), standard library only, single-threaded. It is the worker's parent, so
-the parent-death signal comes from a thread that lives as long as it does, and it is a subreaper, so whatever a
-candidate detaches (setsid, double fork) comes back to it and is killed: no other process of ours needs to be one. It
-ends, and takes everything below it along, when the worker ends, when told to, at a limit, or when we are gone.
+Run by path (`python -I -S guardian.py CONFIG`), standard library only, single-threaded. The guardian is the worker's
+parent and lives as long as the worker, so the parent-death signal works. It is a subreaper: processes that a candidate
+detaches (setsid, double fork) become its children and are killed, and no other process of autosel needs to be one. It
+ends, with everything below it, when the worker ends, when told to, at a limit, or when its own parent is gone.
 
-One SOCK_SEQPACKET socket leads to us. We send `kill`, `tail` or `allow N`; it sends JSON: `{"pid": ...}` at the start,
-`{"stdout": ..., "stderr": ...}` for a tail, and the report at the end.
+One SOCK_SEQPACKET socket connects it to its parent. The parent sends `kill`, `tail` or `allow N`; the guardian sends
+JSON: `{"pid": ...}` at the start, `{"stdout": ..., "stderr": ...}` for a tail, and the report at the end.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38  # linux/prctl.h
-TICK_S = 0.25  # how often limits are looked at: a fork storm makes some hundred processes in that time
-SWEEP_S = 2.0  # how long killed processes may take to disappear
-HEAD_BYTES, TAIL_BYTES = 8 << 10, 32 << 10  # what is kept of each output stream: its beginning and its end
+TICK_S = 0.25  # interval of checking limits; a fork storm makes some hundred processes in that time
+SWEEP_S = 2.0  # time that killed processes may take to disappear
+HEAD_BYTES, TAIL_BYTES = 8 << 10, 32 << 10  # bytes kept of each output stream, at its start and at its end
 
 
 def prctl(option: int, value: int) -> None:
@@ -36,7 +36,7 @@ def prctl(option: int, value: int) -> None:
 
 
 class Stream:
-    """One output of the worker, read as fast as it comes: a flood neither blocks the worker nor grows here."""
+    """Read one output of the worker as fast as it arrives, so that a flood neither blocks the worker nor fills memory."""
 
     def __init__(self) -> None:
         self.read_fd, self.write_fd = os.pipe()
@@ -44,7 +44,7 @@ class Stream:
         self.head, self.tail, self.total = b"", b"", 0
 
     def drain(self) -> bool:
-        """Take what is there, at most 1 MiB at a time; False at the end of the stream."""
+        """Read the available bytes, at most 1 MiB at a time. Return False at the end of the stream."""
         for _ in range(16):
             try:
                 data = os.read(self.read_fd, 1 << 16)
@@ -70,7 +70,7 @@ class Guardian:
         self.life = socket.socket(fileno=config["life_fd"])
         self.parent = os.getppid()
         self.out, self.err = Stream(), Stream()
-        self.allowance = 0  # bytes of shared memory that we gave the worker
+        self.allowance = 0  # bytes of shared memory that the parent has given to the worker
         self.status: int | None = None
         self.usage: Any = None
         self.pid = self._start()
@@ -83,7 +83,7 @@ class Guardian:
         if pid == 0:
             try:
                 self._become_worker(me)
-            except BaseException as error:  # after fork, nothing may return into the guardian's own code
+            except BaseException as error:  # after fork, do not return into the guardian's code
                 os.write(2, f"cannot start the worker: {error}\n".encode())
             os._exit(127)
         os.close(self.out.write_fd)
@@ -101,7 +101,8 @@ class Guardian:
         os.dup2(self.out.write_fd, 1)
         os.dup2(self.err.write_fd, 2)
         os.set_inheritable(self.config["control_fd"], True)
-        os.set_inheritable(self.config["life_fd"], False)  # or a candidate could report its own end to us
+        # otherwise a candidate could report its own end to the parent
+        os.set_inheritable(self.config["life_fd"], False)
         for name, value in self.config["rlimits"].items():
             kind = getattr(resource, name)
             hard = resource.getrlimit(kind)[1]
@@ -116,7 +117,7 @@ class Guardian:
     # --- watch ------------------------------------------------------------------------------------------------------
 
     def watch(self) -> str:
-        """Until there is a reason to end everything: returns it ("" where the worker ended by itself)."""
+        """Wait for a reason to end everything and return it ("" if the worker ended normally)."""
         poll = select.poll()
         streams = {self.out.read_fd: self.out, self.err.read_fd: self.err}
         for fd in (self.pidfd, self.life.fileno(), *streams):
@@ -137,7 +138,7 @@ class Guardian:
                     return reason
 
     def _obey(self) -> bool:
-        """One message from us; False when the worker is to end."""
+        """Handle one message from the parent. Return False if the worker must end."""
         try:
             command = self.life.recv(256)
         except OSError:
@@ -169,9 +170,9 @@ class Guardian:
     # --- end --------------------------------------------------------------------------------------------------------
 
     def end(self, why: str) -> dict[str, Any]:
-        """Kill the worker's group and whatever escaped from it; returns the report."""
+        """Kill the worker's group and its escaped processes. Return the report."""
         with contextlib.suppress(OSError):
-            os.killpg(self.pid, signal.SIGKILL)  # before it is reaped: the group's number is still its own
+            os.killpg(self.pid, signal.SIGKILL)  # before it is reaped, while the group's number is still reserved
         escaped, left = self._sweep()
         self.out.drain(), self.err.drain()
         shutil.rmtree(self.config["folder"], ignore_errors=True)
@@ -189,7 +190,7 @@ class Guardian:
         }
 
     def _sweep(self) -> tuple[int, int]:
-        """(processes found outside the group, processes that would not go)."""
+        """Return (processes found outside the group, processes that could not be killed)."""
         deadline = time.monotonic() + SWEEP_S
         seen: set[int] = set()
         while True:
@@ -216,18 +217,18 @@ class Guardian:
                 self.status, self.usage = status, usage
 
     def say(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # we are gone: nobody is left to tell
+        with contextlib.suppress(OSError):  # the parent is gone
             self.life.send(json.dumps(message).encode())
 
     def linger(self) -> None:
-        """Stay until the other end is closed: closing first, with a message unread, would destroy the report."""
+        """Wait until the other end is closed: closing first, with a message unread, would destroy the report."""
         with contextlib.suppress(OSError):
             while self.life.recv(256):
                 pass
 
 
 def descendants() -> list[int]:
-    """All processes below this one."""
+    """Return all processes below this one."""
     found, todo = [], [os.getpid()]
     while todo:
         children = children_of(todo.pop())

@@ -1,8 +1,8 @@
-"""Tensors on large pages.
+"""Allocate tensors on large pages.
 
-A stream over memory on 4 KiB pages pays an address translation every 4 KiB, and on a virtual machine each is a walk in
-two dimensions: it runs at about half the rate of the same stream on 2 MiB pages (measured: docs/method.md). Whoever
-serves weights for long asks for large pages once, when loading; races hold their operands the same way, all arms alike.
+A stream over memory on 4 KiB pages translates an address every 4 KiB. On a virtual machine each translation is a walk
+in two dimensions, and the stream runs at about half the rate of one on 2 MiB pages (measured: docs/method.md).
+Long-running servers request large pages once, when loading; races do the same for all arms.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LARGE_PAGE_BYTES = 2 << 20  # x86-64 and AArch64 with 4 KiB base pages
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor that starts on a large page where the system grants them; contents are zero.
+    """Return a contiguous tensor of zeros that starts on a large page, if the system grants one.
 
-    Advice, not a demand: where transparent huge pages are off, or the tensor is smaller than a page, it lies on
-    ordinary ones. Counts as the process's own memory, and goes with the last view of it.
+    This is only advice to the kernel: if transparent huge pages are off, or the tensor is smaller than a page, it lies
+    on ordinary ones. It counts as the process's own memory, and is freed with its last view.
     """
     import math
 
@@ -33,10 +33,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     size = count * dtype.itemsize
     if size < LARGE_PAGE_BYTES:
         return torch.zeros(tuple(shape), dtype=dtype)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory is granted large pages by another setting
-    memory = mmap.mmap(-1, size + LARGE_PAGE_BYTES, flags=flags)  # room to start on a page of that size
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory needs another setting for large pages
+    memory = mmap.mmap(-1, size + LARGE_PAGE_BYTES, flags=flags)  # room to align to a large page
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
+        with contextlib.suppress(OSError):  # a kernel without support for them
             memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % LARGE_PAGE_BYTES
@@ -44,5 +44,5 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy on large pages."""
+    """Return a contiguous copy on large pages."""
     return empty(tensor.shape, tensor.dtype).copy_(tensor)

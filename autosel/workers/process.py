@@ -1,12 +1,12 @@
-"""Our end of a worker: start it, ask it, bound it, and know how it ended.
+"""Control a worker from the parent: start it, send requests, limit it, and report how it ended.
 
     with Worker("autosel.parity.child:serve") as worker:
         reply = worker.request({"do": "call", ...}, deadline_s=10)
 
 A worker is a fresh interpreter below a guardian (guardian.py), in its own session, with an allow-listed environment and
-a private folder. Whatever the code in it does (crash, hang, fork, flood its output, send half a reply), `request`
-returns the whole reply by the deadline or raises WorkerError with the cause, and nothing of the worker is left. A
-worker that does not start has run nobody's code yet: that raises EnvironmentFault.
+a private folder. Its code may crash, hang, fork, flood its output or send half a reply. `request` returns the complete
+reply by the deadline; otherwise it raises WorkerError with the cause, and nothing of the worker is left. A worker that
+does not start has not run any candidate's code yet: that raises EnvironmentFault.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from autosel.workers.arena import Arena
 from autosel.workers.environment import start_fault
 
 T = TypeVar("T")
-START_S = 120.0  # importing torch on a cold, slow disk
-END_S = 10.0  # the guardian sweeps for 2 s at most; past this it is itself in trouble
+START_S = 120.0  # importing torch from a cold, slow disk
+END_S = 10.0  # the guardian sweeps for 2 s at most; after this it has failed
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "memoryerror")
 BUSY = ("device or resource busy", "resource temporarily unavailable", "device is busy")
-# CUDA's own words for a device or a driver that nobody could have used: of a card that serves one process at a time, of
-# one that is gone, of a driver older than the toolkit, of a switch that is not up yet, of memory that has failed.
+# CUDA's messages for a device or driver that no process could use: exclusive mode, a lost device, a driver older than
+# the toolkit, a switch that is not ready, failed memory.
 UNUSABLE = (
     "busy or unavailable", "no cuda-capable device", "driver version is insufficient", "system not yet initialized",
     "uncorrectable ecc error",
@@ -51,7 +51,7 @@ NOBODYS_FAULT = (*OUT_OF_MEMORY, *BUSY, *UNUSABLE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a worker may take. `memory_bytes` bounds its private memory (0: half of the machine's)."""
+    """Limit a worker. `memory_bytes` bounds its private memory (0: half of the machine's)."""
 
     memory_bytes: int = 0
     processes: int = 64
@@ -61,9 +61,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """How a worker ended. `why`: "" by itself, "killed" by us, "memory" or "processes" at a limit.
+    """Describe how a worker ended. `why`: "" normally, "killed" by the parent, "memory" or "processes" at a limit.
 
-    `escaped` counts processes it had detached from its group, `left` those that would not die.
+    `escaped` counts processes that it had detached from its group, `left` those that could not be killed.
     """
 
     exit_code: int | None
@@ -86,13 +86,14 @@ class Exit:
 
     @property
     def retryable(self) -> bool:
-        """Not the candidate's fault for certain: memory ran out, or the kernel's out-of-memory killer came."""
+        """Return True if the candidate may not be at fault: memory ran out, or the kernel's out-of-memory killer
+        struck."""
         killed_by_other = self.signal == signal.SIGKILL and self.why == ""
         return self.why == "memory" or killed_by_other or _names(self.stderr, NOBODYS_FAULT)
 
 
 class RaisedError(WorkerError):
-    """The worker is well; what it ran raised an exception. `kind` is the exception's type."""
+    """Raised if the worker works but its entry raised an exception; `kind` is the exception's type."""
 
     def __init__(self, what: str, *, kind: str, message: str, traceback: str) -> None:
         retryable = _names(f"{kind} {message}", NOBODYS_FAULT)
@@ -101,7 +102,7 @@ class RaisedError(WorkerError):
 
 
 class Worker:
-    """One child process running `entry` ("module:function"). Starts at once; the first request awaits its imports."""
+    """Run `entry` ("module:function") in a child process. It starts at once; the first request waits for its imports."""
 
     def __init__(
         self,
@@ -113,9 +114,10 @@ class Worker:
         paths: Sequence[str] = (),
         start_deadline_s: float = START_S,
     ) -> None:
-        """`cpus`: affinity; `threads`: torch's, 0 its default; `paths`: folders put first on the child's sys.path.
+        """`cpus`: affinity; `threads`: torch's number of threads, 0 for its default; `paths`: folders put first on the
+        child's sys.path.
 
-        Raises EnvironmentFault where no process can be created.
+        Raises EnvironmentFault if no process can be created.
         """
         self.entry, self.exit, self._cause = entry, None, ""
         self._ready, self._next_id = False, 1
@@ -145,16 +147,16 @@ class Worker:
     # --- asking -----------------------------------------------------------------------------------------------------
 
     def request(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
-        """The entry's whole reply within `deadline_s` of now (start-up not counted).
+        """Return the entry's complete reply within `deadline_s` (start-up not counted).
 
-        Raises RaisedError if the entry raised; else WorkerError with the cause, or EnvironmentFault if the worker does
-        not start, and the worker is gone. ValueError for a request that is not JSON.
+        Raises RaisedError if the entry raised. Otherwise, without a reply, the worker is gone: raises WorkerError with
+        the cause, or EnvironmentFault if the worker did not start. Raises ValueError for a request that is not JSON.
         """
         return self._ask({"request": dict(request)}, deadline_s, stage="request")
 
     def told(self, kind: type[T], request: Mapping[str, Any], deadline_s: float) -> T:
-        """The reply as a value of `kind`: a worker may say anything. Raises as `request` does; what is no such value
-        ends the worker."""
+        """Convert the reply to a value of `kind`, because a worker may send anything. Raises as `request` does; an
+        invalid value ends the worker."""
         reply = self.request(request, deadline_s)
         try:
             found: T = from_json(kind, reply)
@@ -163,17 +165,17 @@ class Worker:
         return found
 
     def attach(self, arena: Arena) -> None:
-        """Let the worker see an arena; references into it may follow in requests."""
+        """Share an arena with the worker; later requests may contain references into it."""
         self._tell_guardian(f"allow {arena.touched_bytes}")
         self._ask({"attach": [[arena.name, arena.size_bytes]]}, 10.0, stage="attach", fds=(arena.fd,))
 
     def detach(self, arena: Arena) -> None:
-        """Let the worker forget an arena."""
+        """Remove an arena from the worker."""
         self._ask({"detach": arena.name}, 10.0, stage="detach")
 
     def wait_ready(self) -> None:
-        """Wait until the entry is imported; `request` does this by itself. Raises EnvironmentFault, and the worker is
-        gone, where it does not start: no candidate has been loaded yet."""
+        """Wait until the entry is imported (`request` does this automatically). Raises EnvironmentFault if the worker
+        does not start, before any candidate is loaded; the worker is then gone."""
         if self._ready:
             return
         try:
@@ -184,7 +186,7 @@ class Worker:
         self._ready = True
 
     def output(self) -> tuple[str, str]:
-        """What the worker has written to stdout and stderr so far (the beginning and the end of much)."""
+        """Return the worker's stdout and stderr so far (only start and end of a long output)."""
         if self.exit is not None:
             return self.exit.stdout, self.exit.stderr
         self._tell_guardian("tail")
@@ -214,7 +216,7 @@ class Worker:
             return self._reply_to(number, until, stage=stage)
         except RaisedError:
             raise
-        except BaseException:  # Ctrl-C too: nothing of the worker may outlive our interest in it
+        except BaseException:  # also for Ctrl-C: nothing of the worker may survive
             self.close()
             raise
 
@@ -241,7 +243,7 @@ class Worker:
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def close(self) -> Exit:
-        """Kill the worker and everything it started; how it ended. Safe to call again."""
+        """Kill the worker and everything that it started; return how it ended. May be called repeatedly."""
         if self.exit is None:
             self._await_report()
         assert self.exit is not None
@@ -255,11 +257,11 @@ class Worker:
 
     def __del__(self) -> None:
         if getattr(self, "_guardian", None) is not None and self.exit is None:
-            with contextlib.suppress(Exception):  # the interpreter may be half gone; the guardian needs no telling then
+            with contextlib.suppress(Exception):  # at interpreter shutdown the guardian notices without a message
                 self.close()
 
     def _died(self, stage: str) -> WorkerError:
-        """The control line is closed: the worker is dead or dying, unless it only closed the line."""
+        """Handle a closed control line: the worker is dead or dying, unless it only closed the line."""
         if self.exit is None:
             self._await_report(grace_s=0.5)
         assert self.exit is not None
@@ -272,7 +274,7 @@ class Worker:
 
     def _babbled(self, stage: str, why: str) -> WorkerError:
         self.close()
-        return self._error(f"the worker sent something that is no reply ({stage}): {why}", "protocol", False)
+        return self._error(f"the worker sent an invalid reply ({stage}): {why}", "protocol", False)
 
     def _error(self, what: str, cause: str, retryable: bool) -> WorkerError:
         assert self.exit is not None
@@ -294,14 +296,14 @@ class Worker:
         if said is None:
             self._tell_guardian("kill")
             said = self._hear(END_S)
-        while said is not None and "exit_code" not in said:  # a tail that was asked for, and then not waited for
+        while said is not None and "exit_code" not in said:  # a late answer to an earlier request for a tail
             said = self._hear(END_S)
         self._take_report(said)
 
     def _take_report(self, said: dict[str, Any] | None) -> None:
         if said is not None and "exit_code" in said:
             self.exit = from_json(Exit, said)
-        else:  # the guardian itself was killed; the worker had asked the kernel to die with it
+        else:  # the guardian itself was killed; the worker has asked the kernel to die with it
             self.exit = Exit(
                 exit_code=None, signal=None, why="", stdout="", stderr="", max_rss_bytes=0, escaped=0, left=0
             )
@@ -316,7 +318,7 @@ class Worker:
             self._life.send(command.encode(), socket.MSG_NOSIGNAL)
 
     def _hear(self, patience_s: float) -> dict[str, Any] | None:
-        """The guardian's next message; None if none comes, or it is gone."""
+        """Return the guardian's next message, or None if none comes or the guardian is gone."""
         poll = select.poll()
         poll.register(self._life, select.POLLIN)
         if not poll.poll(patience_s * 1000):
@@ -331,7 +333,7 @@ class Worker:
 def start_guardian(
     config: Mapping[str, Any], environment: Mapping[str, str], fds: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start guardian.py in a session of its own, with these descriptors open."""
+    """Start guardian.py in a new session, with these descriptors open."""
     guardian = Path(__file__).with_name("guardian.py")
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(guardian), json.dumps(config)],

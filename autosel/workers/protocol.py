@@ -1,7 +1,7 @@
-"""What is said to a worker and back: frames of a 4-byte length and strict JSON, at most 1 MiB, and file descriptors.
+"""Exchange frames with a worker: a 4-byte length and strict JSON, at most 1 MiB, and file descriptors.
 
-Data only: nothing that arrives is executed, unpickled or trusted to be well formed. One deadline covers a whole frame,
-so that a peer that sends half of one is as late as a peer that sends nothing.
+Messages are data only: nothing that arrives is executed, unpickled or trusted to be well formed. One deadline covers a
+whole frame, so sending half a frame is treated like sending nothing.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _HEADER = struct.Struct("<I")
 
 
 class ProtocolError(Exception):
-    """The peer sent something that is not a frame."""
+    """Raised if the peer sent something that is not a frame."""
 
 
 class ClosedError(Exception):
-    """The peer's end is closed."""
+    """Raised if the peer's end is closed."""
 
 
 class LateError(Exception):
-    """The whole frame was not there, or not taken, by the deadline."""
+    """Raised if the frame was not completely received, or sent, by the deadline."""
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """The message as a frame. Raises ValueError if it is not JSON (NaN included) or too large."""
+    """Encode the message as a frame. Raises ValueError if it is not JSON (NaN included) or too large."""
     body = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
     if len(body) > MAX_BYTES:
         raise ValueError(f"a message of {len(body)} bytes; the limit is {MAX_BYTES}")
@@ -44,7 +44,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def send(peer: socket.socket, frame: bytes, fds: Sequence[int] = (), *, until: float | None = None) -> None:
-    """Send a whole frame by `until` (monotonic seconds; None: for ever); descriptors travel with its first bytes."""
+    """Send a whole frame by `until` (monotonic seconds; None: no deadline); descriptors travel with its first bytes."""
     view = memoryview(frame)
     while view:
         wait(peer, select.POLLOUT, until)
@@ -60,7 +60,8 @@ def send(peer: socket.socket, frame: bytes, fds: Sequence[int] = (), *, until: f
 
 
 def receive(peer: socket.socket, *, until: float | None = None) -> tuple[dict[str, Any], list[int]]:
-    """The next message, whole, and the descriptors sent with it. Raises ProtocolError, ClosedError or LateError."""
+    """Return the next complete message and the descriptors sent with it. Raises ProtocolError, ClosedError or
+    LateError."""
     fds: list[int] = []
     try:
         (length,) = _HEADER.unpack(_exactly(peer, _HEADER.size, until, fds))
