@@ -33,18 +33,18 @@ def best(op: str, like: Sequence[Any] | Mapping[str, Any]) -> Bound: ...
 
 
 def best(op: str, like: Sequence[Any] | Mapping[str, Any] | None = None) -> Selection | Bound:
-    """The op as a function that takes its arguments by name or position, then `out` (default: allocate).
+    """Return the op as a function that takes its arguments by name or position, then `out` (default: allocate).
 
-    `like` are arguments, or a mapping by name, of the shapes it will be called with. Every kernel served is right for
-    all shapes its op accepts from it; another bucket than `like`'s may merely be slower. For inference: no autograd.
-    Raises UnknownName for an op nobody knows, BadArguments for a `like` that no workload describes.
+    `like` gives the shapes of later calls, as arguments or as a mapping by name. Every served kernel is correct for all
+    shapes that its op accepts; for another bucket than `like`'s it may only be slower. For inference: no autograd.
+    Raises UnknownName for an unknown op, BadArguments if `like` matches no workload.
     """
     contract = ops.find(op)
     return board().selection(contract) if like is None else board().bind(contract, like)
 
 
 def board() -> Board:
-    """What serves now, from the snapshot of this process's home (or the one given to `use`)."""
+    """Return the board that serves now, from the snapshot of this process's home (or the one given to `use`)."""
     with _lock:
         if not _stack:
             _stack.append(_own_board())
@@ -52,8 +52,8 @@ def board() -> Board:
 
 
 def _own_board() -> Board:
-    """From the lock file that the settings name, else this home's snapshot. Raises ForeignDecision if it is frozen and
-    cannot be kept."""
+    """Read the lock file that the settings name, else this home's snapshot. Raises ForeignDecision if it is frozen and
+    does not fit this device."""
     path = settings.get("lock")
     made = Board(path or settings.home())
     if settings.get("frozen"):
@@ -66,25 +66,25 @@ def _own_board() -> Board:
 
 
 def epoch() -> int:
-    """Changes whenever something that was served no longer is: owners of captured graphs then capture again."""
+    """Return a number that changes whenever a served decision no longer holds; owners of captured graphs then capture
+    again."""
     return board().epoch
 
 
 def uses() -> list[Uses]:
-    """Proof of use: what served how many calls in this process, and by which decision, most called first."""
+    """Return the calls of this process by candidate and decision, most called first (proof of use)."""
     return sorted(board().uses(), key=lambda u: -u.calls)
 
 
 def refresh() -> None:
-    """Look at the snapshot now, instead of within half a second."""
+    """Check the snapshot now, instead of within half a second."""
     board().refresh()
 
 
 def use(place: Path | str, guard: Policy | None = None) -> Use:
-    """Serve from another home or snapshot file from now on, or, in a `with`, until it ends.
+    """Serve from another home or snapshot file from now on, or until the end of a `with` block.
 
-    Callables bound before stay with the board that bound them. `guard` says how much is checked, instead of the
-    settings.
+    Callables bound earlier stay with their board. `guard` sets the rate of checks, instead of the settings.
     """
     return Use(Board(Path(place), guard))
 
@@ -104,12 +104,12 @@ class Use:
         self.board.close()
 
 
-_stack: list[Board] = []  # the last one serves
+_stack: list[Board] = []  # the last one keeps serving
 _lock = threading.Lock()
 
 
 def _fresh_lock() -> None:
-    """A fork copies the lock as it was, held by a thread that the child does not have."""
+    """Replace the lock after a fork: it may be held by a thread that the child does not have."""
     global _lock  # noqa: PLW0603  (there is one for the module)
     _lock = threading.Lock()
 

@@ -1,7 +1,7 @@
-"""What serves in this process: the snapshot, looked at off the hot path, and the callables that were handed out.
+"""Serve in this process: hold the snapshot, checked in the background, and the callables that were handed out.
 
-A fault that the guard sees puts the baseline in the arm's place here at once, then goes into the journal beside the
-snapshot, where other processes of this home, and later ones, find it; the database is never opened.
+When the guard sees a fault, the baseline replaces the arm in this process at once. The fault is then written to the
+journal next to the snapshot, where other and later processes of this home find it. The database is never opened.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from autosel.values import SERVING, Workload
 __all__ = ["Board", "UsedFor", "Uses", "this_device"]
 
 log = logging.getLogger(__name__)
-LOOK_EVERY_S = 0.5  # a demotion must reach us within a second (design section 9)
+LOOK_EVERY_S = 0.5  # a demotion must take effect within a second (design section 9)
 
 Stamp = tuple[int, int, int, int]
-# The candidate that ran, the decision behind it, the reason, and on which device (hw_id)
+# (candidate that ran, decision, reason, device (hw_id))
 UsedFor = tuple[Workload, str, int | None, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uses:
-    """How often one resolution ran in this process."""
+    """Count how often one resolution ran in this process."""
 
     op: str
     bucket: str
@@ -59,16 +59,16 @@ class Uses:
 
 @dataclass(slots=True, kw_only=True)
 class _Bound:
-    """A callable handed out by `best(op, like=...)`, held only as long as its owner holds it."""
+    """Refer to a callable from `best(op, like=...)`, as long as its owner keeps it."""
 
     op: Op
     function: weakref.ref[Any]
     cell: Cell
     resolution: Resolution
-    place: str  # where the tensors were that it was bound for
+    place: str  # place of the tensors that it was bound for
     elsewhere: list[int]  # the function's
     watch: Watch | None = None
-    earlier: int = 0  # calls that ran what it was bound to before
+    earlier: int = 0  # calls of kernels that it was bound to earlier
 
     @property
     def calls(self) -> int:
@@ -77,7 +77,7 @@ class _Bound:
 
 @dataclass(slots=True, kw_only=True)
 class _Selected:
-    """The one selection of an op, with its table."""
+    """Hold the single selection of an op, with its table."""
 
     op: Op
     function: Selection
@@ -88,7 +88,7 @@ REFETCH = "restore it from your repository, or write it again: autosel lock"
 
 
 class Board:
-    """Serves from `place`: a home folder or a snapshot file. Threads share it. It writes nothing but faults."""
+    """Serve from `place`: a home folder or a snapshot file. Threads share it. It writes only faults."""
 
     def __init__(self, place: Path, policy: Policy | None = None) -> None:
         self.path = place if place.suffix in (".json", ".lock") or place.is_file() else place / snapshot.FILE
@@ -106,23 +106,24 @@ class Board:
         self._handover = Handover(self.home)
         self._stamp = _stamp(self.path, self.home)
         self._rows: tuple[snapshot.Row, ...] = ()
-        self._trouble = ""  # why nothing serves, wherever
-        self._serving: dict[str, Serving] = {}  # by place: what serves tensors that are there
-        self._unasked = False  # a lock has to be kept, by GPUs too that were not asked for at the start
-        self._met: set[str] = set()  # of them, those that keep it
-        self._told: set[str] = set()  # places of which it was said that nothing can serve there
+        self._trouble = ""  # reason if nothing serves on any device
+        self._serving: dict[str, Serving] = {}  # by place: the decisions for tensors there
+        self._unasked = False  # a lock must be kept, also on GPUs that were not checked at the start
+        self._met: set[str] = set()  # the places among them that keep it
+        self._told: set[str] = set()  # places already reported as unable to serve
         self._read()
         self._closed = threading.Event()
         self._watch()
         _boards.add(self)
 
     def refuse_unkept(self) -> None:
-        """Raises ForeignDecision unless everything pinned for the devices of this host serves here as pinned. GPUs that
-        nobody has used yet are left for their first tensors: asked now, CUDA would serve no child forked later."""
+        """Raise ForeignDecision unless everything pinned for this host's devices serves here as pinned. Unused GPUs are
+        checked when their first tensors arrive: checking them now would start CUDA, and then no forked child could use
+        it."""
         self._unasked = gpus_unasked()
         error = self._unkept((CPU,) if self._unasked else places_here())
         if error is not None and not self._rows and self._trouble and self.path.is_file():
-            error = ForeignDecision(f"{self.path} is no lock that can be served from", why=self._trouble, todo=REFETCH)
+            error = ForeignDecision(f"{self.path} is not a lock file that can serve", why=self._trouble, todo=REFETCH)
         if error is not None:
             self.close()
             raise error
@@ -133,7 +134,7 @@ class Board:
         problems = [p for place, rows in mine.items() for p in lock.unkept(rows, self._indexed(place).held)]
         pinned = sum(map(len, mine.values()))
         if self._rows and not pinned and self._unasked and tuple(places) == (CPU,):
-            return None  # what is pinned may be for a GPU, whose first tensor will tell
+            return None  # it may be pinned for a GPU, which is checked at its first tensor
         return lock.refusal(self.path, pinned, problems, mode)
 
     # --- handing out ------------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ class Board:
             return self._selected[op.name].function
 
     def bind(self, op: Op, like: Sequence[Any] | Mapping[str, Any]) -> Bound:
-        """Raises BadArguments."""
+        """Bind a callable to a workload. Raises BadArguments."""
         inputs = inputs_of(op, like)
         w, place = op.workload_of(inputs), place_of(op, inputs)
         with self._lock:
@@ -182,7 +183,7 @@ class Board:
         return function
 
     def _entry(self, op: Op, table: dict[Any, Entry], key: Any, inputs: dict[str, Any]) -> Entry:
-        """The miss: a microsecond's work becomes some hundred, once a shape. Raises BadArguments."""
+        """Handle a miss: a microsecond becomes some hundred, once per shape. Raises BadArguments."""
         w = op.workload_of(inputs)
         with self._lock:
             resolution = self._resolve(op, w, place_of(op, inputs))
@@ -191,25 +192,26 @@ class Board:
             entry: Entry = [resolution.run, left, resolution, left, watch]
             if len(table) >= MOST_SHAPES:
                 self._fold(table)
-            with suppress(AttributeError, TypeError):  # arguments no key can be made of are looked up each time
+            with suppress(AttributeError, TypeError):  # arguments without a key are looked up at each call
                 table[key(inputs)] = entry
             return entry
 
     def resolution(self, op: Op, w: Workload, place: str = CPU) -> Resolution:
-        """What serves this workload for tensors that are there (`cpu`, `cuda:1`), and why it."""
+        """Return the kernel that serves this workload for tensors at a place (`cpu`, `cuda:1`), and the reason."""
         with self._lock:
             return self._resolve(op, w, place)
 
     def _resolve(self, op: Op, w: Workload, place: str) -> Resolution:
         serving = self._serving_at(place)
         found = resolve(op, w, serving, lambda part: self._part(op, part), kind=kind_of(place))
-        ours = kind_of(place) == serving.device.kind and bool(serving.device.identity)  # what a daemon can tune
+        # workloads that a daemon can tune
+        ours = kind_of(place) == serving.device.kind and bool(serving.device.identity)
         if ours and found.decision is None and settings.get("mode") == "tune" and not settings.get("disable"):
             self._handover.missed(w, serving.device.hw_id)
         return found
 
     def _serving_at(self, place: str) -> Serving:
-        """What serves tensors that are there; a place is looked at when the first of its tensors comes."""
+        """Return the decisions for tensors at a place, which is examined when its first tensor arrives."""
         if place not in self._serving:
             if self._unasked and place not in self._met and kind_of(place) == "cuda":
                 error = self._unkept((CPU, place))
@@ -229,7 +231,7 @@ class Board:
     # --- guarding ---------------------------------------------------------------------------------------------------
 
     def _watch_of(self, op: Op, resolution: Resolution) -> Watch | None:
-        """The guard of what a resolution runs: one for all callables of its decision; None where nobody need watch."""
+        """Return the guard of a resolution, shared by all callables of its decision; None if no guard is needed."""
         d, instead = resolution.decision, resolution.instead
         if not self.policy.on or d is None or instead is None:
             return None
@@ -273,7 +275,7 @@ class Board:
         return failed
 
     def _report(self, fault: Fault) -> None:
-        """The baseline serves in place of this arm, everywhere in this process, when this returns."""
+        """Replace this arm by the baseline everywhere in this process, before returning."""
         with self._lock:
             before = self._served()
             self._seen[fault.id] = fault
@@ -286,7 +288,7 @@ class Board:
             faults.write(self.home, fault)
         except OSError as error:
             log.warning("the fault holds for this process only: it cannot be kept in %s: %s", self.home, error)
-            self._handover.fault(fault)  # unless a daemon can keep it
+            self._handover.fault(fault)  # unless a daemon can store it
 
     def _held(self, hw_id: str) -> Held:
         found = []
@@ -298,7 +300,7 @@ class Board:
         return Held([*found, *self._seen.values()], hw_id)
 
     def _served(self) -> dict[str, str]:
-        """Of every device whose tensors were met."""
+        """Return the served decisions of every device whose tensors were seen."""
         found: dict[str, str] = {}
         for serving in self._serving.values():
             found |= _served([row for rows in serving.rows.values() for row in rows], serving.held)
@@ -307,7 +309,7 @@ class Board:
     # --- watching ---------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Look at the snapshot; if it changed, everything handed out serves from the new one when this returns."""
+        """Check the snapshot. If it changed, all callables serve from the new one when this returns."""
         stamp = _stamp(self.path, self.home)
         with self._lock:
             if stamp == self._stamp:
@@ -318,7 +320,7 @@ class Board:
             self._renew(before)
 
     def _renew(self, before: Mapping[str, str]) -> None:
-        """Everything handed out serves what is to be served now."""
+        """Update all callables to the current decisions."""
         for selected in self._selected.values():
             self._fold(selected.table)
         for held in self._bound:
@@ -371,7 +373,7 @@ class Board:
         threading.Thread(target=look, name="autosel-snapshot", daemon=True).start()
 
     def hand_over(self, *, last: bool = False) -> None:
-        """Tell a daemon what nobody has decided, and what served; the watcher's thread does, after each look."""
+        """Report missed workloads and served calls to a daemon; the watcher's thread calls this after each check."""
 
         def missed() -> dict[str, int]:
             found: dict[str, int] = {}
@@ -391,7 +393,7 @@ class Board:
             self._handover.deliver(current_mode, missed, uses, last=last)
 
     def _after_fork(self) -> None:
-        """Threads and their locks do not survive a fork."""
+        """Replace threads and locks after a fork, which they do not survive."""
         self._lock = threading.RLock()
         self._inherited = {}
         self._inherited = self.counted()
@@ -414,7 +416,7 @@ class Board:
             self._count(entry[2], calls(entry))
 
     def _forget_dropped(self) -> None:
-        """Callables nobody holds any more."""
+        """Forget callables that are no longer referenced."""
         for held in self._bound:
             if held.function() is None:
                 self._count(held.resolution, held.calls)
@@ -425,7 +427,7 @@ class Board:
         _add(self._past, resolution, calls)
 
     def uses(self) -> list[Uses]:
-        """What ran in this process, by what decided it; a miss is one without a decision."""
+        """Return the calls of this process by decision; a miss is a call without a decision."""
         total: dict[tuple[Any, ...], int] = {}
         for (w, *why, _), count in self.counted().items():
             key = (w.op, w.bucket, *why)
@@ -435,7 +437,7 @@ class Board:
         ]
 
     def asked(self) -> dict[Workload, int]:
-        """How often each workload ran in this process; contexts of one length bucket count as the first of them."""
+        """Return the calls of each workload; contexts of one length bucket count as the first one seen."""
         total: dict[Workload, int] = {}
         for calls_there in self.asked_where().values():
             for w, count in calls_there.items():
@@ -443,7 +445,7 @@ class Board:
         return total
 
     def asked_where(self) -> dict[str, dict[Workload, int]]:
-        """The same by device (hw_id)."""
+        """Return the same by device (hw_id)."""
         found: dict[str, dict[Workload, int]] = {}
         for (w, *_, hw_id), count in self.counted().items():
             there = found.setdefault(hw_id, {})
@@ -451,7 +453,7 @@ class Board:
         return found
 
     def counted(self) -> dict[UsedFor, int]:
-        """How often each ran in this process."""
+        """Return the calls of each resolution."""
         with self._lock:
             total = dict(self._past)
             now = [(e[2], calls(e)) for s in self._selected.values() for e in list(s.table.values())]
@@ -466,14 +468,14 @@ class Board:
 
 
 def _add(total: dict[UsedFor, int], resolution: Resolution, calls: int) -> None:
-    """Of a bucket split at a crossover each part counts for itself."""
+    """Add calls; each part of a bucket split at a crossover counts separately."""
     for ran, count in resolution.ran(calls):
         key = _use_key(ran)
         total[key] = total.get(key, 0) + count
 
 
 def _add_elsewhere(total: dict[UsedFor, int], held: _Bound) -> None:
-    """Calls that an engine left to its own kernel: nothing else than the baseline serves them here."""
+    """Add calls that an engine left to its own kernel, where only the baseline would serve."""
     if held.elsewhere[0]:
         r = held.resolution
         key = r.workload, ELSEWHERE, None, r.reason, r.hw_id
@@ -487,7 +489,7 @@ def _use_key(r: Resolution) -> UsedFor:
 def _ask(
     op: Op, watch: Watch | None, resolution: Resolution, values: Sequence[Any], regrant: Callable[[], None]
 ) -> Any:
-    """A call at which a countdown ended: the guard's, or a fresh countdown where nobody watches."""
+    """Handle a call at which a countdown ended: let the guard check it, or start a new countdown without a guard."""
     try:
         if watch is None:
             return resolution.run(*values)
@@ -497,7 +499,7 @@ def _ask(
 
 
 def _replace(op: Op, watch: Watch | None, error: Exception, values: Sequence[Any]) -> Any:
-    """A call whose kernel raised."""
+    """Handle a call whose kernel raised."""
     if watch is None:
         raise error
     return watch.raised(error, values[: len(op.args)], values[len(op.args) :])
@@ -509,7 +511,7 @@ def _at_home(op: Op, hw_id: str, args: Sequence[Any]) -> bool:
 
 
 def _spot(op: Op, resolution: Resolution) -> spot.Spot | None:
-    """The native spot check of what runs on this CPU, where it was compiled."""
+    """Return the native spot check of the kernel that runs on this CPU, if it is compiled."""
     here = this_device()
     if resolution.hw_id != here.hw_id:
         return None
@@ -521,7 +523,7 @@ def _gap(watch: Watch | None) -> int:
 
 
 def _served(rows: Sequence[snapshot.Row], held: Held) -> dict[str, str]:
-    """Of the keys that something other than the baseline serves: the digest of what serves."""
+    """Return key -> digest of the arms other than the baseline that serve."""
     found = {}
     for row in rows:
         arm, baseline = (_digest_in(row.document.get(which)) for which in ("arm", "baseline"))
@@ -532,7 +534,7 @@ def _served(rows: Sequence[snapshot.Row], held: Held) -> dict[str, str]:
 
 
 def _digest_in(arm: Any) -> str:
-    """Of an arm as the snapshot has it, which nobody has looked at yet."""
+    """Return the digest of an arm in the snapshot that is not resolved yet."""
     return str(arm.get("digest")) if isinstance(arm, dict) else ""
 
 
@@ -544,7 +546,7 @@ def _is_held(row: snapshot.Row, held: Held) -> bool:
 
 
 def _stamp(path: Path, home: Path) -> Stamp:
-    """Changes when the snapshot or the journal of faults does."""
+    """Return a value that changes with the snapshot or the journal of faults."""
     try:
         info = path.stat()
     except OSError:
@@ -562,7 +564,7 @@ def _restart_watchers() -> None:
 
 
 def _tell_the_rest() -> None:
-    """What served since the last report, at the end of the process."""
+    """Report the calls since the last report, at the end of the process."""
     for board in list(_boards):
         if not board._closed.is_set():
             board.close()

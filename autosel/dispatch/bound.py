@@ -1,6 +1,6 @@
-"""The bound callable: one op at the shapes it was bound for, behind one swappable cell.
+"""Bind one op to a shape, behind one replaceable cell.
 
-Measured beside calling the kernel itself: benchmarks/bench_dispatch.py.
+benchmarks/bench_dispatch.py compares its cost with calling the kernel directly.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from autosel.guard import NEVER, Watch
 from autosel.ops.contract import Op
 from autosel.values import Decision
 
-ELSEWHERE = "engine:own"  # in counts: the kernel of an engine that asked, and ran its own instead of the baseline
+ELSEWHERE = "engine:own"  # in counts: an engine ran its own kernel instead of the baseline
 
 
 class Bound(Protocol):
-    """A function with the op's parameters. `decision` is None where nothing is decided: the baseline runs.
+    """Call the op like its function. `decision` is None if nothing is decided: the baseline runs.
 
-    An engine that runs a kernel of its own instead counts such a call in `elsewhere[0]`.
+    An engine that runs its own kernel instead counts such a call in `elsewhere[0]`.
     """
 
     decision: Decision | None
     candidate: str
     reason: str
-    chained: Callable[..., Any] | None  # the same kernel, for a chain of them (candidates.load)
+    chained: Callable[..., Any] | None  # the same kernel, for use in a chain (candidates.load)
     elsewhere: list[int]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -35,28 +35,29 @@ class Bound(Protocol):
     def explain(self) -> str: ...
 
     def beyond_baseline(self, length: int | None = None) -> bool:
-        """Does something else than the baseline run now, of a bucket split by lengths: at this one? Changes with a
-        demotion."""
+        """Return True if another arm than the baseline runs now; in a bucket split by lengths, at this length. A
+        demotion changes it."""
 
     def calls(self) -> int:
-        """How often it was called; two threads that call at once may count as one."""
+        """Return the number of calls; two threads that call at once may count as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What the board keeps of a bound callable: the way to put another kernel behind it, and to be asked again."""
+    """Let the board replace the kernel of a bound callable, and set when it is asked again."""
 
     swap: Callable[[Callable[..., Any]], None]
-    grant: Callable[[int], None]  # so many calls go straight to the kernel, the last of them not
+    grant: Callable[[int], None]  # this many calls go straight to the kernel, except the last one
     calls: Callable[[], int]
 
 
 def make_bound(
     op: Op, resolution: Resolution, checked: Callable[..., Any], failed: Callable[..., Any]
 ) -> tuple[Bound, Cell]:
-    """`checked(*values)` takes the call at which the countdown ends, `failed(error, *values)` one whose kernel raised.
+    """Make a bound callable. `checked(*values)` runs the call at which the countdown ends, `failed(error, *values)` a
+    call whose kernel raised.
 
-    Nothing is watched until `put`.
+    Nothing is checked until `put`.
     """
     s = signature(op)
     lines = [
@@ -92,7 +93,7 @@ def make_bound(
 
 
 def put(bound: Bound, cell: Cell, resolution: Resolution, watch: Watch | None) -> None:
-    """From now on the bound callable runs what `resolution` says."""
+    """Make the bound callable run `resolution` from now on."""
     cell.swap(resolution.run)
     cell.grant(watch.gap() if watch else NEVER)
     bound.decision, bound.candidate, bound.reason = resolution.decision, resolution.candidate, resolution.reason
@@ -109,7 +110,7 @@ def put(bound: Bound, cell: Cell, resolution: Resolution, watch: Watch | None) -
 def make_part(
     op: Op, run: Callable[..., Any], watch: Watch, checked: Callable[..., Any], failed: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """One arm of a split bucket behind its own countdown; `checked(grant, *values)`."""
+    """Make one arm of a split bucket with its own countdown; `checked(grant, *values)`."""
     s = signature(op)
     lines = [
         "def make(run, left, checked, failed):",

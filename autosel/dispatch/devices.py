@@ -1,7 +1,7 @@
-"""Whose decisions serve tensors of which device: `cpu` those of this host, `cuda:1` those of that GPU.
+"""Find the device whose decisions serve a tensor: `cpu` for this host, `cuda:1` for that GPU.
 
-`cuda:1` is what torch calls so in this process. Its identity is read by CUDA's own number (which already follows
-CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER) and by PCI address from NVML; two GPUs of a kind have one identity, and
+`cuda:1` is torch's name in this process. The GPU's identity is read by CUDA's number (which already follows
+CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER) and by PCI address from NVML. Two GPUs of a kind have one identity, and
 serve each other's decisions.
 """
 
@@ -18,7 +18,7 @@ CPU = "cpu"
 
 
 def place_of(tensor: Any) -> str:
-    """`cpu`, `cuda:1`, or the type of a device nobody decides for (`meta`)."""
+    """Return `cpu`, `cuda:1`, or the type of a device without decisions (`meta`)."""
     device = tensor.device
     if device.type == "cuda":
         return f"cuda:{0 if device.index is None else device.index}"
@@ -31,24 +31,25 @@ def kind_of(place: str) -> str:
 
 @cache
 def this_device() -> Fingerprint:
-    """This host's CPU. Identity alone: a few milliseconds, nothing measured."""
+    """Return this host's CPU: the identity alone, in a few milliseconds, without measuring."""
     identity = machine.identity()
     return Fingerprint(kind="cpu", name=identity["model"], identity=identity, environment={}, rates={})
 
 
 def device_at(place: str) -> tuple[Fingerprint, str]:
-    """The identity of what is at a place, and why it has none: then it is one that no decision was made for."""
+    """Return the identity of the device at a place; without one, the reason, and an identity that no decision
+    matches."""
     if place == CPU:
         return this_device(), ""
     kind, _, number = place.partition(":")
     nobody = _nobody(place)
     if kind != "cuda":
-        return nobody, f"the tensors are on {kind}, for which nothing is decided"
+        return nobody, f"the tensors are on {kind}, a device without decisions"
     try:
         return _gpu(int(number)), ""
     except AutoselError as error:
         return nobody, f"{place} cannot be identified: {'; '.join(str(error).splitlines())}"
-    except Exception as error:  # a broken library: best() has a baseline, and its caller nothing to mend
+    except Exception as error:  # a broken library: best() still has a baseline, and the caller cannot repair it
         return nobody, f"{place} cannot be identified: {type(error).__name__}: {error}"
 
 
@@ -58,7 +59,7 @@ def _nobody(place: str) -> Fingerprint:
 
 
 def is_nobody(hw_id: str) -> bool:
-    """Of a device that could not be identified."""
+    """Return True for a device that could not be identified."""
     return hw_id in {_nobody(place).hw_id for place in (CPU, "cuda")}
 
 
@@ -68,7 +69,7 @@ def _gpu(ordinal: int) -> Fingerprint:
 
 
 def places_here() -> tuple[str, ...]:
-    """The CPU and each GPU that torch sees."""
+    """Return the CPU and each GPU that torch sees."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -76,8 +77,8 @@ def places_here() -> tuple[str, ...]:
 
 
 def gpus_unasked() -> bool:
-    """Are there GPUs on which this process has not begun to work? Counted by NVML, which leaves CUDA as it was: a child
-    that is forked after CUDA was asked cannot use it."""
+    """Return True if there are GPUs that this process has not used. NVML counts them without starting CUDA, because a
+    child forked after CUDA's start cannot use it."""
     import torch
 
     return not torch.cuda.is_initialized() and torch.cuda.device_count() > 0

@@ -1,7 +1,7 @@
-"""What this process tells the daemon of its home: workloads nobody has decided, faults it could not keep itself, and
-which candidate served how many calls.
+"""Report to the daemon of this home: workloads without a decision, faults that this process could not store, and calls
+by candidate.
 
-From the thread that watches the snapshot; the calls themselves only leave a note.
+The thread that watches the snapshot sends the reports; the calls themselves only leave a note.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from autosel.values import Workload, to_json
 log = logging.getLogger(__name__)
 
 MOST_NOTED = 1024
-MOST_FAULTS = 256  # that wait: an arm seen to fail is held back here already, and says nothing new by failing again
+MOST_FAULTS = 256  # faults waiting; a failed arm is already disabled here, so further failures add nothing
 TOGETHER = 32  # misses in one message
-AGAIN_S = 5.0  # after a daemon that did not answer
+AGAIN_S = 5.0  # after a daemon did not answer
 USES_EVERY_S = 2.0
-LAST_S = 1.0  # that the end of a process waits for a delivery under way
-MOST_USES = 512  # rows of one report
+LAST_S = 1.0  # time that the end of a process waits for a running delivery
+MOST_USES = 512  # rows in one report
 
-UseKey = tuple[str, str, int | None, str]  # op, candidate, decision; without one the conditions that another one is for
+# (op, candidate, decision); without a decision, the conditions of another one
+UseKey = tuple[str, str, int | None, str]
 
 
-Missed = tuple[str, str]  # a device (hw_id), and the bucket that nobody has decided for it
+Missed = tuple[str, str]  # a device (hw_id), and a bucket without a decision there
 
 
 class Handover:
@@ -47,18 +48,18 @@ class Handover:
         self._client_name = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._serial = 0
         self._told_uses: dict[UseKey, int] = {}
-        self._unsure: list[tuple[UseKey, int]] = []  # a report whose answer was lost: told again as it was
+        self._unsure: list[tuple[UseKey, int]] = []  # a report without an answer, which is repeated unchanged
         self._next_uses = 0.0
         self._turn = threading.Lock()  # one delivery at a time: the watcher's, or the last
 
     def missed(self, w: Workload, hw_id: str) -> None:
-        """Nobody has decided this workload for this device."""
+        """Note a workload without a decision for this device."""
         with self._one:
             if len(self._missed) < MOST_NOTED:
                 self._missed.setdefault((hw_id, w.bucket), w)
 
     def fault(self, fault: Fault) -> None:
-        """One that could not be written to the journal. The same again, or one too many, is not kept."""
+        """Note a fault that could not be written to the journal. Duplicates and faults beyond the limit are dropped."""
         with self._one:
             if len(self._faults) < MOST_FAULTS:
                 self._faults.setdefault(fault.id, fault)
@@ -71,10 +72,10 @@ class Handover:
         *,
         last: bool = False,
     ) -> None:
-        """Tell the daemon what it does not know yet; nothing where there is none.
+        """Send the daemon everything new; do nothing without a daemon.
 
-        `mode`: what is measured must be measured for the same. `calls`: how often, by bucket; `uses`: all calls of
-        this process so far. `last`: the process ends.
+        `mode`: the mode to measure in. `calls`: numbers of calls by bucket; `uses`: all calls of this process so far.
+        `last`: the process ends.
         """
         try:
             info = self._client.path.stat()
@@ -97,7 +98,7 @@ class Handover:
         last: bool,
     ) -> None:
         now = time.monotonic()
-        if daemon != self._daemon:  # another daemon: what the last was told may be lost
+        if daemon != self._daemon:  # another daemon: reports to the last one may be lost
             self._daemon = daemon
             self._told.clear()
             self._not_before = 0.0
@@ -111,13 +112,13 @@ class Handover:
                 self._next_uses = now + USES_EVERY_S
                 self._tell_uses(uses())
         except Unreachable as error:
-            log.info("the daemon is told later: %s", error.why)
+            log.info("the report to the daemon is postponed: %s", error.why)
             self._not_before = time.monotonic() + AGAIN_S
         finally:
             self._client.close()
 
     def _tell_uses(self, uses: Mapping[UseKey, int]) -> None:
-        """What was called since the last report."""
+        """Report the calls since the last report."""
         if self._unsure:
             self._report(self._unsure)
         fresh = [(key, n - self._told_uses.get(key, 0)) for key, n in uses.items()]

@@ -1,7 +1,7 @@
-"""A lock file pins decisions by digest: `best()` serves those and nothing else. It has the snapshot's format.
+"""Pin decisions by digest in a lock file, which has the snapshot's format: `best()` then serves only those.
 
-AUTOSEL_LOCK=autosel.lock serves from it; AUTOSEL_FROZEN=1 refuses to start where something it pins for this device
-cannot be served as pinned, instead of falling back to the baseline. A fault seen in service still demotes.
+AUTOSEL_LOCK=autosel.lock serves from it. AUTOSEL_FROZEN=1 refuses to start if a decision that it pins for this device
+cannot be served as pinned, instead of falling back to the baseline. A fault in service still demotes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ FILE = "autosel.lock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unkept:
-    """A pinned decision that cannot serve here as it is pinned."""
+    """Name a pinned decision that cannot serve here as pinned."""
 
     key: str
     reason: str
 
 
 def pinned_here(rows: Iterable[Row], hw_id: str, mode: str, kind: str = "cpu") -> tuple[Row, ...]:
-    """Those for this device, of that kind, as this process runs it."""
+    """Return the rows pinned for this device, its kind, and the mode of this process."""
 
     def counts(row: Row) -> bool:
         bucket = str(row.document.get("bucket"))
@@ -39,7 +39,7 @@ def pinned_here(rows: Iterable[Row], hw_id: str, mode: str, kind: str = "cpu") -
 
 
 def unkept(rows: Sequence[Row], held: Held) -> tuple[Unkept, ...]:
-    """Of rows pinned here: those that would not be served, and why."""
+    """Return the pinned rows that would not be served, and why."""
     found = []
     for row in rows:
         try:
@@ -54,9 +54,11 @@ def unkept(rows: Sequence[Row], held: Held) -> tuple[Unkept, ...]:
 
 
 def refusal(path: Path, pinned: int, problems: Sequence[Unkept], mode: str) -> ForeignDecision | None:
-    """What to raise for a lock that cannot be kept; None if it can."""
+    """Return the error for a lock that does not fit this device; None if it fits."""
     if not path.is_file():
-        return ForeignDecision(f"there is no {path}", why="a frozen program serves what it pins", todo="autosel lock")
+        return ForeignDecision(
+            f"there is no {path}", why="a frozen program serves only what it pins", todo="autosel lock"
+        )
     if not pinned:
         return ForeignDecision(
             f"{path} pins nothing for this device",
@@ -67,11 +69,11 @@ def refusal(path: Path, pinned: int, problems: Sequence[Unkept], mode: str) -> F
         return ForeignDecision(
             f"{len(problems)} of {pinned} decisions that {path} pins cannot be served here",
             why="\n".join(f"{_short(p.key)}: {p.reason}" for p in problems[:8]),
-            todo="autosel lock --build makes what is missing; else tune again, then autosel lock",
+            todo="autosel lock --build makes missing builds; otherwise tune again, then run autosel lock",
         )
     return None
 
 
 def _short(key: str) -> str:
-    """Without the device's 64 digits."""
+    """Shorten the mode, without the device's 64 digits."""
     return key.partition("/")[2] or key

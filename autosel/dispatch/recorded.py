@@ -1,10 +1,10 @@
-"""Which workloads a running program asks for, and how often: noted in a file while it runs, read back by `tune`.
+"""Record the workloads of a running program, and how often it calls them, in a file that `tune` reads.
 
     {"format": "autosel.recorded", "version": 1, "device": hw_id, "mode": ..., "workloads": [{"workload", "calls"}]}
 
-With AUTOSEL_RECORD set each process keeps a file of its own for each device beside the one named (numbers appended),
-because a program may be many; `merge` adds up those of a device. The watcher's thread writes them, and the end of the
-process; never a call.
+With AUTOSEL_RECORD set, each process writes a separate file for each device next to the named one (with a number
+appended), because a program may have many processes; `merge` adds up the files of a device. The watcher's thread writes
+them, and the end of the process; a call never does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """Calls by workload, on one device in one mode."""
+    """Hold the calls by workload, on one device in one mode."""
 
     device: str
     mode: str
@@ -40,14 +40,15 @@ class Recorded:
 
 # --- while the program runs ------------------------------------------------------------------------------------------
 
-_last: dict[int, int] = {}  # what this process (by pid: it may have forked) wrote last, as the sum of its calls
+# the sum of calls in the last file written by this process (by pid, because it may have forked)
+_last: dict[int, int] = {}
 
 
 Asked = Callable[[], Mapping[str, Mapping[Workload, int]]]
 
 
 def note(asked: Asked) -> None:
-    """Write what was asked for so far, by device (hw_id), if that is wanted and has changed since."""
+    """Write the workloads so far, by device (hw_id), if recording is on and they have changed."""
     path = settings.get("record")
     if path is None:
         return
@@ -69,12 +70,12 @@ def note(asked: Asked) -> None:
 
 
 def part(path: Path, pid: int, number: int) -> Path:
-    """Of a process, and of the devices that it used."""
+    """Return the file of a process and a device."""
     return path.with_name(f"{path.name}.{pid}{number:02}")
 
 
 def write(path: Path, hw_id: str, calls: Mapping[Workload, int]) -> None:
-    """What this process asked for on a device."""
+    """Write the workloads of this process on a device."""
     from autosel.ledger.key import current_mode
 
     save(path, Recorded(device=hw_id, mode=current_mode(), calls=calls))
@@ -87,7 +88,7 @@ def save(path: Path, made: Recorded) -> None:
 
 
 def document(made: Recorded) -> dict[str, Any]:
-    """Most called first."""
+    """Return the recording as a document, most called first."""
     ordered = sorted(made.calls.items(), key=lambda item: (-item[1], item[0].key))
     rows = [{"workload": to_json(w), "calls": n} for w, n in ordered]
     return {"format": FORMAT, "version": VERSION, "device": made.device, "mode": made.mode, "workloads": rows}
@@ -97,7 +98,7 @@ def document(made: Recorded) -> dict[str, Any]:
 
 
 def read(path: Path) -> Recorded:
-    """Raises BadConfig for what is no recording."""
+    """Read a recording. Raises BadConfig if it is invalid."""
     content = read_named(path, MOST_BYTES)
     try:
         return _decoded(parse_json(content, what=str(path)))
@@ -123,7 +124,7 @@ def _decoded(data: Any) -> Recorded:
 
 
 def by_device(parts: Iterable[Recorded]) -> list[Recorded]:
-    """The processes of one program, added up for each device; the one most called first. Raises BadConfig."""
+    """Add up the processes of a program for each device, most calls first. Raises BadConfig."""
     every = list(parts)
     if not every:
         return [merge(every)]
@@ -132,9 +133,9 @@ def by_device(parts: Iterable[Recorded]) -> list[Recorded]:
 
 
 def merge(parts: Iterable[Recorded]) -> Recorded:
-    """The processes of one program, added up. Raises BadConfig if there are none, or they ran on several devices.
+    """Add up the processes of a program. Raises BadConfig if there are none, or if they ran on several devices.
 
-    Modes may differ (a data loader sets its own threads): the one most calls ran in is kept, with its calls alone.
+    Modes may differ (a data loader sets its own number of threads): only the calls in the most frequent mode are kept.
     """
     every = list(parts)
     if not every:
@@ -155,7 +156,7 @@ def merge(parts: Iterable[Recorded]) -> Recorded:
 
 
 def refuse_unknown(w: Workload, where: Path) -> None:
-    """Raises BadConfig for a workload that no op could mean."""
+    """Raise BadConfig for a workload that no op matches."""
     from autosel import ops
 
     op = ops.OPS.get(w.op)

@@ -1,6 +1,5 @@
-"""From a workload to the kernel that serves it. Anything unknown, stale, foreign, missing or broken is the baseline,
-with the reason; nothing here derives, compiles or measures.
-"""
+"""Resolve a workload to the kernel that serves it. If a decision is unknown, stale, foreign, missing or broken, the
+baseline serves, with the reason. Nothing here derives, compiles or measures."""
 
 from __future__ import annotations
 
@@ -29,26 +28,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:
-    """What runs a workload, and why it."""
+    """Describe the kernel that runs a workload, and the reason."""
 
     workload: Workload
     run: Callable[..., Any]
     candidate: str
     decision: Decision | None
     reason: str
-    hw_id: str = ""  # of the device that its tensors are on
-    instead: Callable[..., Any] | None = None  # the baseline, where what runs is another arm and may fail
+    hw_id: str = ""  # of the device that holds its tensors
+    instead: Callable[..., Any] | None = None  # the baseline, if another arm runs that may fail
     parts: tuple[Resolution, ...] = ()  # of a bucket split at a crossover; `run` then chooses by max_len
-    part_calls: Callable[[], Sequence[tuple[Resolution, int]]] | None = None  # and counts what it chose
+    part_calls: Callable[[], Sequence[tuple[Resolution, int]]] | None = None  # and counts its choices
 
     @property
     def served(self) -> bool:
-        """Does a decision's own arm run (be it the baseline, kept), and not a stand-in?"""
+        """Return True if a decision's own arm runs (which may be the baseline, kept), and not a fallback."""
         d = self.decision
         return d is not None and d.state in SERVING and self.candidate == d.arm.candidate
 
     def beyond_baseline(self, length: int | None = None) -> bool:
-        """Does something else than the baseline run, of a split bucket: at this length?"""
+        """Return True if another arm than the baseline runs; in a split bucket, at this length."""
         if not self.parts:
             return self.instead is not None
         here = self.workload["L"] if length is None else length
@@ -56,7 +55,7 @@ class Resolution:
         return part is not None and part.instead is not None
 
     def ran(self, calls: int) -> Sequence[tuple[Resolution, int]]:
-        """What `calls` of this ran, each with its own count."""
+        """Split `calls` into the parts that ran, each with its count."""
         return ((self, calls),) if self.part_calls is None else self.part_calls()
 
     def explain(self) -> str:
@@ -73,11 +72,12 @@ class Resolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What is served on this device: the snapshot's rows by (mode as far as it matters, bucket), or why none are."""
+    """Hold the decisions of this device: the snapshot's rows by (relevant part of the mode, bucket), or the reason for
+    none."""
 
     device: Fingerprint  # identity alone
     rows: dict[tuple[str, str], list[Row]]
-    foreign: Mapping[str, Collection[str]]  # bucket -> other devices (hw_id) that it is decided for
+    foreign: Mapping[str, Collection[str]]  # bucket -> other devices (hw_id) with a decision for it
     held: Held
     trouble: str = ""
 
@@ -104,13 +104,13 @@ def unguarded(resolution: Resolution) -> Callable[..., Any]:
 
 
 def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded, *, kind: str = "cpu") -> Resolution:
-    """Never raises for a decision's fault: then the baseline serves.
+    """Resolve a workload. A decision's fault never raises: the baseline serves.
 
-    `guarded` gives what runs the part of a split bucket; `kind`: of the device that the tensors are on.
+    `guarded` returns the callable for a part of a split bucket; `kind`: of the device that holds the tensors.
     """
     standin = partial(_baseline, op, w, serving.device)
     if kind != serving.device.kind:
-        return standin(None, f"the tensors are on {kind}; what is served here was decided on {serving.device.kind}")
+        return standin(None, f"the tensors are on {kind}; the decisions here are for {serving.device.kind}")
     if settings.get("disable"):
         return standin(None, "AUTOSEL_DISABLE is set")
     if settings.get("mode") == "off":
@@ -134,7 +134,7 @@ def _rows(w: Workload, serving: Serving, mode: str) -> Sequence[Row]:
 
 
 def _of_one_mode(decisions: Sequence[Decision], mode: str) -> Sequence[Decision]:
-    """Of several that a GPU was decided under: this process's own, else the last."""
+    """Choose among several modes of a GPU's decisions: this process's mode, else the last."""
     if len({d.mode for d in decisions}) < 2:
         return decisions
     own = mode if any(d.mode == mode for d in decisions) else max(decisions, key=lambda d: d.id).mode
@@ -150,7 +150,7 @@ def _serve(op: Op, w: Workload, decision: Decision, serving: Serving) -> Resolut
         return standin(decision, unfit)
     try:
         run = load(op, decision.arm.recipe, decision.arm.build, decision.arm.knobs)
-    except Exception as error:  # a module or library that no longer loads costs speed, never the caller's request
+    except Exception as error:  # a module or library that no longer loads costs speed, but never the caller's request
         log.warning("%s cannot be loaded: %s", decision.arm.candidate, error)
         return standin(decision, f"{decision.arm.candidate} cannot be loaded: {first_line(error)}")
     return Resolution(
@@ -165,9 +165,9 @@ def _serve(op: Op, w: Workload, decision: Decision, serving: Serving) -> Resolut
 
 
 def _split(op: Op, w: Workload, decisions: Sequence[Decision], serving: Serving, guarded: Guarded) -> Resolution:
-    """One callable for a bucket whose winner changes with the length; lengths no row covers get the baseline."""
+    """Make one callable for a bucket whose winner changes with the length; lengths without a row get the baseline."""
     device = serving.device
-    spans: list[tuple[int, Resolution]] = []  # (longest length, what serves up to it)
+    spans: list[tuple[int, Resolution]] = []  # (longest length, its kernel)
     covered = length_bucket(w["L"])[0] - 1
     for d in sorted(decisions, key=lambda d: d.length_range or (0, 0)):
         low, high = d.length_range or (0, 0)
@@ -193,7 +193,7 @@ def _split(op: Op, w: Workload, decisions: Sequence[Decision], serving: Serving,
 def _choose_by_length(
     op: Op, spans: Sequence[tuple[int, Callable[..., Any]]], rest: Callable[..., Any]
 ) -> tuple[Callable[..., Any], Callable[[], tuple[int, ...]]]:
-    """What runs, and how often it ran each span, the rest last."""
+    """Make the function that chooses by length, and the one that returns the count of each span, the rest last."""
     s = signature(op)
     counters = ", ".join(f"n{number}" for number in range(len(spans) + 1))
     lines = ["def make():", f"    {counters} = {(0,) * (len(spans) + 1)}", f"    def {s.name}({s.parameters}):"]

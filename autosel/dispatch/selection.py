@@ -1,6 +1,6 @@
-"""The selection: an op that looks at the shapes of each call.
+"""Select a kernel by the shapes of each call.
 
-A hit is a tuple key, a dict lookup and the call. A miss asks the board which decision serves the workload, and
+A hit is a tuple key, a dict lookup and the call. A miss asks the board for the decision that serves the workload, and
 remembers the answer until the snapshot changes.
 """
 
@@ -13,10 +13,10 @@ from autosel.dispatch.resolve import Resolution
 from autosel.dispatch.signature import generate, signature
 from autosel.ops.contract import Op
 
-MOST_SHAPES = 4096  # distinct shapes remembered; past it the table starts anew
+MOST_SHAPES = 4096  # distinct shapes remembered; beyond it the table is cleared
 
-# [the kernel, calls left until the guard is asked, why that kernel, calls granted so far, who guards it]: a list,
-# because the call itself counts in it
+# [kernel, calls left until the guard is asked, reason for the kernel, calls granted so far, guard]: a list, because the
+# call itself counts in it
 Entry = list[Any]
 
 
@@ -25,20 +25,20 @@ def calls(entry: Entry) -> int:
 
 
 def grant(entry: Entry, count: int) -> None:
-    """So many calls go straight to the kernel, the last of them not."""
+    """Let this many calls go straight to the kernel, except the last one."""
     entry[3] += count - entry[1]
     entry[1] = count
 
 
 class Selection(Protocol):
-    """A function with the op's parameters."""
+    """Call the op, selecting the kernel by shapes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def explain(self) -> str: ...
 
     def uses(self) -> list[tuple[Resolution, int]]:
-        """What ran so far in the present table, and how often."""
+        """Return the kernels that ran in the present table, with counts."""
 
 
 def make_selection(
@@ -48,9 +48,9 @@ def make_selection(
     checked: Callable[..., Any],
     failed: Callable[..., Any],
 ) -> Selection:
-    """`resolve` takes the arguments by name; it puts what it finds into `table` by the key under "key".
+    """Make a selection. `resolve` takes the arguments by name, and stores its result in `table` by the key under "key".
 
-    `checked(entry, *values)` takes the call at which an entry's countdown ends; `failed(entry, error, *values)` one
+    `checked(entry, *values)` runs the call at which an entry's countdown ends, `failed(entry, error, *values)` a call
     whose kernel raised.
     """
     s = signature(op)
@@ -93,7 +93,8 @@ def make_selection(
 
 
 def key_function(op: Op) -> Callable[[dict[str, Any]], Any]:
-    """The table's key of arguments by name. Raises what the key expression raises for arguments that have none."""
+    """Return the function that computes the table's key from arguments by name. It raises the errors of the key
+    expression for arguments without a key."""
     s = signature(op)
     lines = ["def key(inputs):", *(f"    {a.name} = inputs[{a.name!r}]" for a in op.args), f"    return {s.key}"]
     made: Callable[[dict[str, Any]], Any] = generate(lines, {}, "key")

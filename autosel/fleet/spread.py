@@ -108,7 +108,7 @@ class Spread:
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
-        """Run until every part has ended. KeyboardInterrupt ends running parts, keeps decisions, and is raised again."""
+        """Run until every part has ended. KeyboardInterrupt ends running parts, keeps decisions and is re-raised."""
         try:
             while self._running or self._waiting:
                 self._hand_out()

@@ -1,4 +1,4 @@
-"""Models by preset name, checkpoint folder or config.json, and the workloads their decode steps are made of."""
+"""Load models by preset name, checkpoint folder or config.json, and list the workloads of their decode steps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from autosel.models.workloads import Named, labels, step, workloads
 
 
 def load(name_or_path: str | Path) -> ModelShape:
-    """A preset (`llama-8b`), a Hugging Face checkpoint folder, or a config.json.
+    """Return a preset (`llama-8b`), or the model of a Hugging Face checkpoint folder or config.json.
 
-    A preset's name wins over a folder of that name: write `./llama-8b` for the folder. Raises UnknownName or BadConfig.
+    A preset's name takes precedence over a folder of that name: write `./llama-8b` for the folder. Raises UnknownName
+    or BadConfig.
     """
     text = str(name_or_path)
     if text.lower() in PRESETS:
@@ -25,7 +26,7 @@ def load(name_or_path: str | Path) -> ModelShape:
             return _no_namesake(_from_folder(path), path)
         if path.exists():
             return _no_namesake(read_config(path), path)
-    except (OSError, RuntimeError) as error:  # a name too long, a folder closed to us, a ~user nobody knows
+    except (OSError, RuntimeError) as error:  # a name that is too long, a folder without permission, an unknown ~user
         raise BadConfig(f"{text[:200]} cannot be read", why=str(error)[:200], todo="check the path") from error
     if text.endswith(".json") or text.startswith(("/", ".", "~")):
         raise BadConfig(f"no such checkpoint folder or config.json: {text}", todo="check the path")
@@ -39,15 +40,16 @@ def load(name_or_path: str | Path) -> ModelShape:
 
 
 def weights_of(name_or_path: str) -> str:
-    """Return the folder, if it holds weights or says that it should: what is wrong with them is an error, and never a
-    reason to measure random ones instead. Else "random"."""
+    """Return the folder if it holds weights or declares them, else "random". Invalid weights are an error: random
+    weights never replace them silently."""
     folder = Path(name_or_path).expanduser()
     held = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
     return str(folder) if folder.is_dir() and any(any(folder.glob(name)) for name in held) else "random"
 
 
 def _no_namesake(shape: ModelShape, path: Path) -> ModelShape:
-    """Refuse a checkpoint with the name of a preset of other sizes: tables and certificates tell models by name."""
+    """Refuse a checkpoint with the name of a preset of other sizes, because tables and certificates identify models by
+    name."""
     preset = PRESETS.get(shape.name.lower())
     other = next((size for size in SIZES if preset and getattr(shape, size) != getattr(preset, size)), None)
     if preset is None or other is None:

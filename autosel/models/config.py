@@ -1,8 +1,8 @@
-"""A Hugging Face `config.json` as a ModelShape: strict, and without transformers.
+"""Read a Hugging Face `config.json` as a ModelShape, strictly and without transformers.
 
-Both spellings are read: `torch_dtype` and `dtype`; `rope_theta` with `rope_scaling`, and `rope_parameters`, flat or by
-layer type. A field its family's configuration class gives a default may be missing, as it is in published checkpoints;
-sizes may not. Each refusal names file, field and value, and what to do.
+Both spellings are accepted: `torch_dtype` and `dtype`; `rope_theta` with `rope_scaling`, and `rope_parameters`, flat or
+by layer type. A field may be missing if the family's configuration class has a default for it, as in published
+checkpoints; sizes may not. Each refusal names file, field, value, and the fix.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FAMILY_OF_TYPE: Mapping[str, Family] = {
     "gemma3": "gemma3",
 }
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
-# What the family's configuration class in transformers (5.23) assumes of a missing field.
+# Defaults of the family's configuration class in transformers (5.23).
 DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
     "llama": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False},
     "mistral": {
@@ -86,7 +86,7 @@ LAYER_TYPES: Mapping[str, LayerType] = {"full_attention": "full", "sliding_atten
 
 
 def read_config(path: Path) -> ModelShape:
-    """The model that `path`, a config.json, describes. Raises BadConfig."""
+    """Return the model that `path`, a config.json, describes. Raises BadConfig."""
     data = _document(path)
     family = _family(path, data)
     nested = data.get("text_config")
@@ -116,7 +116,8 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _family(path: Path, data: Mapping[str, Any]) -> Family:
-    """By `architectures`, else by `model_type`; anything but a dense decoder of a known family is refused."""
+    """Find the family by `architectures`, else by `model_type`. Refuse anything except a dense decoder of a known
+    family."""
     supported = f"supported: {', '.join(FAMILIES)}"
     names, kind = data.get("architectures"), data.get("model_type")
     if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
@@ -128,19 +129,21 @@ def _family(path: Path, data: Mapping[str, Any]) -> Family:
         return FAMILY_OF_TYPE[kind]
     if not names and kind is None:
         raise BadConfig(
-            f"{path} names no architectures and no model_type", why="it is no transformers checkpoint", todo=supported
+            f"{path} names no architectures and no model_type",
+            why="it is not a transformers checkpoint",
+            todo=supported,
         )
     told = ", ".join(names) if names else f"model_type {kind!r}"
     experts = any(data.get(f) for f in EXPERT_FIELDS) or "moe" in told.lower() or "mixtral" in told.lower()
     raise BadConfig(
         f"{path}: {told} is not supported",
-        why="mixture-of-experts layers have no op yet" if experts else "its layers are not those of a known family",
+        why="mixture-of-experts layers have no op yet" if experts else "its layers do not belong to a known family",
         todo=supported,
     )
 
 
 def _refuse_unsupported(fields: _Fields, top: Mapping[str, Any]) -> None:
-    """Things that would make the layers others than the ones we would list."""
+    """Refuse settings that would change the layers from the ones listed."""
     quantised = fields.data.get("quantization_config") or top.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
@@ -169,7 +172,7 @@ def _shape(fields: _Fields, family: Family, path: Path) -> ModelShape:
     head = fields.size("head_dim", 1024, default=0)
     if not head:
         if d % heads:
-            fields.refuse("num_attention_heads", f"there is no head_dim, and it does not divide hidden_size = {d}")
+            fields.refuse("num_attention_heads", f"head_dim is missing, and it does not divide hidden_size = {d}")
         head = d // heads
     if head % 2:
         fields.refuse("head_dim", f"rope turns pairs of components, and the head has {head}")
@@ -211,7 +214,7 @@ def _shape(fields: _Fields, family: Family, path: Path) -> ModelShape:
 
 
 def _layers(fields: _Fields, family: Family, layers: int) -> tuple[tuple[LayerType, ...], int]:
-    """Which layers slide, and over how many positions (0 if none does)."""
+    """Return which layers slide, and over how many positions (0 if none does)."""
     types = _layer_types(fields, family, layers)
     if "sliding" not in types:
         return types, 0
@@ -232,14 +235,14 @@ def _layer_types(fields: _Fields, family: Family, layers: int) -> tuple[LayerTyp
     if family == "qwen3" and fields.flag("use_sliding_window", default=False):
         full = fields.size("max_window_layers", 1024, low=0)
         return tuple("full" if i < full else "sliding" for i in range(layers))
-    # A null window means none; Mistral's class assumes 4096 only where the field is missing altogether.
+    # A null window means no window; Mistral's class assumes 4096 only if the field is missing.
     slides = family == "mistral" and fields.data.get("sliding_window", 4096) is not None
     one: tuple[LayerType, ...] = ("sliding",) if slides else ("full",)
     return one * layers
 
 
 def _ropes(fields: _Fields, family: Family, head: int) -> tuple[Rope, Rope | None]:
-    """The rope of the full layers and, for Gemma, of the sliding ones."""
+    """Return the rope of the full layers and, for Gemma, of the sliding ones."""
     new, old = fields.data.get("rope_parameters"), fields.data.get("rope_scaling")
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
@@ -286,7 +289,8 @@ def _rope(fields: _Fields, head: int) -> Rope:
 
 
 def _dtype(fields: _Fields) -> DTypeName:
-    """`dtype`, or `torch_dtype` as it was called; bf16, every supported family's own, where neither is given."""
+    """Return `dtype`, or `torch_dtype` (its old name); bf16, the default of every supported family, if both are
+    missing."""
     told = {n: fields.data[n] for n in ("dtype", "torch_dtype") if fields.data.get(n) is not None}
     if len({str(v).removeprefix("torch.") for v in told.values()}) > 1:
         fields.refuse("dtype", f"torch_dtype = {_seen(told['torch_dtype'])} says another")
@@ -299,7 +303,7 @@ def _dtype(fields: _Fields) -> DTypeName:
 
 
 def _name(path: Path) -> str:
-    """The checkpoint folder's name; in a hub cache (models--owner--name/snapshots/<hash>) the model's own."""
+    """Return the checkpoint folder's name; in a hub cache (models--owner--name/snapshots/<hash>) the model's name."""
     folder = path.resolve().parent if path.name == "config.json" else path.with_suffix("")
     for parent in folder.parents:
         if parent.name.startswith("models--"):
@@ -314,12 +318,12 @@ def _seen(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fields:
-    """A config's fields, each read with its type and range; null counts as missing."""
+    """Read a config's fields, each with its type and range; null counts as missing."""
 
     path: Path
     data: Mapping[str, Any]
     defaults: Mapping[str, Any]
-    where: str = ""  # the object the fields lie in
+    where: str = ""  # the object that contains the fields
 
     def inside(self, where: str, data: Mapping[str, Any]) -> _Fields:
         return _Fields(path=self.path, data=data, defaults=self.defaults, where=f"{where}.")
@@ -333,17 +337,17 @@ class _Fields:
         )
 
     def value(self, name: str, default: Any) -> Any:
-        """The field, else the call's default, else the family's."""
+        """Return the field, else the call's default, else the family's."""
         found = self.data.get(name)
         if found is None:
             found = self.defaults.get(name) if name in self.defaults else default
         if found is None:
-            self.refuse(name, "it says what the layers are made of, and cannot be guessed")
+            self.refuse(name, "it describes the layers, and has no default")
         return found
 
     def size(self, name: str, high: int, *, low: int = 1, default: int | None = None) -> int:
         value = self.value(name, default)
-        if value == default == 0 and self.data.get(name) is None:  # absent, and the caller knows what that means
+        if value == default == 0 and self.data.get(name) is None:  # absent, and the caller handles that
             return 0
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             self.refuse(name, f"a whole number from {low} to {high} is expected")

@@ -1,6 +1,6 @@
-"""What one decode step must read and compute, and what its cache takes: closed forms of a model's shape, free of torch.
+"""Compute the bytes and FLOPs of a decode step, and the size of its cache, from a model's shape, without torch.
 
-bytes   each weight once, the keys and values in reach of each sequence, the embedding's rows
+bytes   each weight once, the visible keys and values of each sequence, the embedding's rows
 FLOPs   the projections, the output head and both products of attention; a multiply-add counts two
 """
 
@@ -11,11 +11,11 @@ import math
 from autosel.models.shape import ModelShape
 from autosel.values import DTYPE_BYTES, DTypeName
 
-ALIGN_TOKENS = 16  # a contiguous cache's room: a whole number of 32-byte groups even at the smallest heads
+ALIGN_TOKENS = 16  # granularity of a contiguous cache: a whole number of 32-byte groups even for the smallest heads
 
 
 def bytes_per_step(shape: ModelShape, dtype: DTypeName, batch: int, context: int) -> int:
-    """Return the bytes that must cross the memory bus; of the keys and values the new ones are written."""
+    """Return the bytes that must cross the memory bus, including writes of the new keys and values."""
     rows = batch * shape.d * DTYPE_BYTES[dtype]
     return shape.weight_bytes_per_step(dtype) + batch * shape.kv_bytes_read(context, dtype) + rows
 
@@ -26,13 +26,13 @@ def flops_per_step(shape: ModelShape, batch: int, context: int) -> int:
 
 
 def products_per_token(shape: ModelShape) -> int:
-    """Return the multiply-adds of one token with weights: each matrix once, whatever ops a step is made of."""
+    """Return the multiply-adds of one token with weights: each matrix counts once, independent of how ops are fused."""
     projections = shape.d * shape.qkv_rows + shape.Hq * shape.D * shape.d + 3 * shape.d * shape.I
     return shape.layers * projections + shape.V * shape.d
 
 
 def cache_size(shape: ModelShape, rows: int, room: int, page: int) -> tuple[int, ...]:
-    """Return the dimensions of one layer's keys, or values: `room` tokens a row; `page` 0 is contiguous."""
+    """Return the dimensions of one layer's keys or values: `room` tokens per row; `page` 0 means contiguous."""
     if page:
         return rows * -(-room // page), page, shape.Hkv, shape.D
     return rows, shape.Hkv, -(-room // ALIGN_TOKENS) * ALIGN_TOKENS, shape.D

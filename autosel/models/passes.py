@@ -1,20 +1,21 @@
-"""The passes in which a prompt goes through the layers: some of its rows at once, and of those some positions.
+"""Split a prompt into passes through the layers: some of its rows at a time, and some positions of these.
 
-A prompt's feed-forward tensors would otherwise outgrow weights and cache together (llama-1b: 48 KiB a token in each
-layer, 32 KiB of cache in all).
+A prompt's feed-forward tensors would otherwise need more memory than weights and cache together (llama-1b: 48 KiB per
+token in each layer, 32 KiB of cache in total).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-CHUNK = 2048  # positions of our pass; tokens of the baseline's, but for attention: products of full size all the same
-PASS = 4 * CHUNK  # tokens of all rows in a pass, unless one row alone has more
+# positions of a pass of autosel; tokens of a pass of the baseline, except attention, whose products have full size
+CHUNK = 2048
+PASS = 4 * CHUNK  # tokens of all rows in a pass, unless a single row has more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """`positions` of each of `rows` prompts at once, the first of them after `start` others."""
+    """Process `positions` of each of `rows` prompts at once; `start` positions come before them."""
 
     rows: int
     start: int
@@ -26,12 +27,12 @@ class Pass:
 
 
 def rows_at_once(positions: int) -> int:
-    """How many rows of so many positions share a pass."""
+    """Return how many rows of so many positions share a pass."""
     return max(1, PASS // positions)
 
 
 def passes(tokens: int, rows: int = 1) -> tuple[Pass, ...]:
-    """What `rows` prompts of so many tokens take, in order. Of passes alike, one."""
+    """Return the distinct passes of `rows` prompts of so many tokens, in order."""
     at_once = rows_at_once(min(tokens, CHUNK))
     parts = dict.fromkeys(min(at_once, rows - row) for row in range(0, rows, at_once))
     starts = range(0, tokens, CHUNK)

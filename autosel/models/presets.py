@@ -1,4 +1,4 @@
-"""Known models by name. Every figure is that of the publisher's config.json, named beside it."""
+"""Define known models by name. Every figure is from the publisher's config.json, which is named next to it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _llama(name: str, layers: int, d: int, heads: tuple[int, int], i: int, *, fa
 
 
 def _qwen3(name: str, layers: int, d: int, hq: int, i: int, *, tied: bool) -> ModelShape:
-    """Qwen/Qwen3-*: heads of 128 whatever hidden size / heads is, 8 KV heads, normalised queries and keys."""
+    """Qwen/Qwen3-*: heads of 128 regardless of hidden size / heads, 8 KV heads, normalised queries and keys."""
     return ModelShape(
         name=name,
         family="qwen3",

@@ -1,4 +1,4 @@
-"""What a decoder-only model is made of: enough to list its workloads, count its bytes and rebuild its layers."""
+"""Describe a decoder-only model well enough to list its workloads, count its bytes and rebuild its layers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RopeKind = Literal["default", "linear", "llama3", "dynamic", "yarn", "longrope"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary position embedding of the first `rotary_dim` components of each head.
+    """Describe the rotary position embedding of the first `rotary_dim` components of each head.
 
     Style 0 pairs component i with i + rotary_dim/2 (Hugging Face checkpoints), style 1 with its neighbour (the original
-    Llama weights). The factors belong to `kind`; `original_context` is the length before it was stretched.
+    Llama weights). The factors belong to `kind`; `original_context` is the length before scaling.
     """
 
     theta: float
@@ -33,7 +33,8 @@ class Rope:
     original_context: int = 0
 
     def inverse_frequencies(self) -> tuple[float, ...]:
-        """The `rotary_dim / 2` angles a position, radians. Raises BadConfig for a kind that also rescales attention."""
+        """Return the `rotary_dim / 2` angles per position in radians. Raises BadConfig for a kind that also rescales
+        attention."""
         plain = [self.theta ** (-2 * i / self.rotary_dim) for i in range(self.rotary_dim // 2)]
         if self.kind == "default":
             return tuple(plain)
@@ -43,12 +44,13 @@ class Rope:
             return tuple(self._llama3(f) for f in plain)
         raise BadConfig(
             f"rope type {self.kind!r} cannot be decoded yet",
-            why="default, linear and llama3 can; it can be tuned, for its shapes are those of any rope",
+            why="supported: default, linear and llama3; tuning works, because the shapes of all ropes are the same",
             todo="run the model at its original context: remove rope_scaling from a copy of config.json",
         )
 
     def _llama3(self, frequency: float) -> float:
-        """Llama 3.1 (arXiv 2407.21783): long waves stretched by `factor`, short ones kept, those between blended."""
+        """Scale as Llama 3.1 (arXiv 2407.21783): stretch long waves by `factor`, keep short ones, blend those in
+        between."""
         turns = self.original_context * frequency / (2 * math.pi)
         if turns < self.low_freq_factor:
             return frequency / self.factor
@@ -58,18 +60,18 @@ class Rope:
         return (1 - keep) * frequency / self.factor + keep * frequency
 
 
-# Fields that say how much a step reads and computes.
+# Fields that determine how much a step reads and computes.
 SIZES = ("layers", "d", "Hq", "Hkv", "D", "I", "V", "layer_types", "window", "tied", "qk_norm", "sandwich")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """One model. The capital letters are those of the workloads' dimensions.
+    """Describe one model. Capital letters are the dimensions of workloads.
 
-    `layer_types[i]` says whether layer i attends to everything or to the last `window` positions. `sandwich`: the
-    block's output is normalised before it joins the residual stream (Gemma). `qk_norm`: each query and key head is
-    normalised before rope. `norm_offset` is added to every norm weight (Gemma 1, the others 0). `attn_scale` 0 means
-    D ** -0.5. `embedding_scale` multiplies the input embedding (Gemma: sqrt(d)).
+    `layer_types[i]` says whether layer i attends to all positions or to the last `window`. `sandwich`: the block's
+    output is normalised before it is added to the residual stream (Gemma). `qk_norm`: each query and key head is
+    normalised before rope. `norm_offset` is added to every norm weight (Gemma 1, the others 0). `attn_scale` 0 means D
+    ** -0.5. `embedding_scale` multiplies the input embedding (Gemma: sqrt(d)).
     """
 
     name: str
@@ -89,7 +91,7 @@ class ModelShape:
     tied: bool
     max_context: int
     window: int = 0
-    rope_local: Rope | None = None  # of the sliding layers, where it differs (Gemma)
+    rope_local: Rope | None = None  # of the sliding layers, if different (Gemma)
     norm_offset: float = 0.0
     qk_norm: bool = False
     sandwich: bool = False
@@ -111,12 +113,12 @@ class ModelShape:
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the joined query, key and value projection."""
+        """Return the rows of the joined query, key and value projection."""
         return (self.Hq + 2 * self.Hkv) * self.D
 
     @property
     def parameters(self) -> int:
-        """All weights, a tied embedding once, norms included."""
+        """Return the number of weights, counting a tied embedding once, norms included."""
         return self._embedding * (1 if self.tied else 2) + self.layers * self._layer + self.d
 
     @property
@@ -130,19 +132,20 @@ class ModelShape:
         return projections + norms
 
     def weight_bytes(self, dtype: DTypeName | None = None) -> int:
-        """Bytes all weights occupy."""
+        """Return the bytes of all weights."""
         return self.parameters * DTYPE_BYTES[dtype or self.dtype]
 
     def weight_bytes_per_step(self, dtype: DTypeName | None = None) -> int:
-        """Weight bytes one decode step reads: every layer and the output head; of the input embedding only a row
-        (left out). The sum is b * [sum_l(d*D*(2Hq + 2Hkv) + 3*d*I) + V*d], with the norms."""
+        """Return the weight bytes that one decode step reads: every layer and the output head; the single row of the
+        input embedding is left out. The sum is b * [sum_l(d*D*(2Hq + 2Hkv) + 3*d*I) + V*d], with the norms."""
         return (self.layers * self._layer + self.d + self._embedding) * DTYPE_BYTES[dtype or self.dtype]
 
     def kv_bytes_per_token(self, dtype: DTypeName | None = None) -> int:
-        """Cache bytes one more token occupies over all layers, as long as no window has filled up."""
+        """Return the cache bytes of one more token over all layers, as long as no window has filled up."""
         return self.layers * 2 * self.Hkv * self.D * DTYPE_BYTES[dtype or self.dtype]
 
     def kv_bytes_read(self, context: int, dtype: DTypeName | None = None) -> int:
-        """Cache bytes one sequence's step reads at `context` = L tokens: b * 2 Hkv D * sum_l min(L, window_l)."""
+        """Return the cache bytes that one sequence's step reads at `context` = L tokens: b * 2 Hkv D * sum_l min(L,
+        window_l)."""
         tokens = self.full_layers * context + self.sliding_layers * min(context, self.window)
         return tokens * 2 * self.Hkv * self.D * DTYPE_BYTES[dtype or self.dtype]

@@ -1,8 +1,8 @@
-"""The workloads of one decode step, and of a prompt, by the ops' names, dimensions and traits (autosel/ops/).
+"""List the workloads of a decode step and of a prompt, by the ops' names, dimensions and traits (autosel/ops/).
 
 A step can run as a chain of fused ops (norm_qkv, gate_up, projections that add the residual) or split into their parts;
-the decoder takes whichever chain is faster as a whole, so both are listed. A window at least as long as the context
-changes nothing and is left out: one computation, one key.
+the decoder uses the chain that is faster as a whole, so both are listed. A window of at least the context has no effect
+and is left out, so that equal computations have one key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Chain = Literal["fused", "split", "both"]
 SHORTEST_CONTEXT = 128
 CONTEXT_LIMIT = 1 << 24
 BATCH_LIMIT = 1 << 16
-PAGE = 16  # tokens a page: vLLM's and SGLang's default block size for these models on CUDA
+PAGE = 16  # tokens per page: vLLM's and SGLang's default block size for these models on CUDA
 PREFILL_LENGTHS = (128, 512, 2048)
 ACTIVATION_CODE: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # gate_up's `activation`
 
@@ -29,7 +29,7 @@ STEP_OPS = (
     "attn", "norm_qkv", "rope", "kv_append", "linear", "add_rmsnorm", "gate_up", "swiglu", "geglu", "rmsnorm",
     "lm_head", "sample",
 )  # fmt: skip
-# No part of our decoder's step: listed when named. fp8 operands are a loss that nobody is given unasked.
+# Not part of autosel's decoder step, so listed only when named: fp8 operands lose precision, which requires consent.
 ASKED_OPS = ("paged_attn", "prefill_attn", "gemv_fp8", "attn_decode_fp8")
 PROMPT_OPS = (*(op for op in STEP_OPS if op not in ("lm_head", "sample")), "prefill_attn")
 ALIASES = ("gemv", "gemm")  # linear at M = 1, and above
@@ -37,9 +37,9 @@ ALIASES = ("gemv", "gemm")  # linear at M = 1, and above
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """A workload with its name in tables, and how often one decode step runs it in the chain(s) it belongs to.
+    """Name a workload for tables, with the number of times that one decode step runs it in the chains that contain it.
 
-    Attention is listed at several lengths, of which a step runs one; what only a prompt runs, a step runs 0 times.
+    Attention is listed at several lengths, of which a step runs one. Workloads of a prompt only have 0 runs per step.
     """
 
     workload: Workload
@@ -56,12 +56,12 @@ def workloads(
     dtype: DTypeName | None = None,
     ops: Sequence[str] | None = None,
 ) -> tuple[Workload, ...]:
-    """What `step` names, without the names."""
+    """Return the workloads of `step` without their names."""
     return tuple(n.workload for n in step(model, batch=batch, context=context, dtype=dtype, ops=ops))
 
 
 def labels(model: ModelShape, *, batch: int = 1, context: int = 8192, dtype: DTypeName | None = None) -> dict[str, str]:
-    """Workload key -> its name in tables (`gemv o`), for everything the model can ask for."""
+    """Return workload key -> name in tables (`gemv o`), for every workload of the model."""
     everything = STEP_OPS + ASKED_OPS
     return {n.workload.key: n.label for n in step(model, batch=batch, context=context, dtype=dtype, ops=everything)}
 
@@ -75,11 +75,12 @@ def step(
     ops: Sequence[str] | None = None,
     prompt: int = 0,
 ) -> tuple[Named, ...]:
-    """The workloads of one decode step of `batch` sequences, attention at every length bucket up to `context`.
+    """Return the workloads of one decode step of `batch` sequences, with attention at every length bucket up to
+    `context`.
 
-    With `prompt`, then those of the passes that a prompt of so many tokens, in each sequence, goes through the layers
-    in. `ops` keeps those of the named ops (gemv and gemm address linear at M = 1 and above); of the step, those of
-    ASKED_OPS are listed only when named. No workload appears twice. Raises UsageError, UnknownName.
+    With `prompt`, add the workloads of a prompt of so many tokens per sequence. `ops` keeps only the named ops (gemv
+    and gemm address linear at M = 1 and above); ASKED_OPS are listed only when named. No workload appears twice. Raises
+    UsageError, UnknownName.
     """
     _check("batch", batch, BATCH_LIMIT)
     _check("context", context, CONTEXT_LIMIT)
@@ -101,7 +102,7 @@ def step(
 def of_prompt(
     model: ModelShape, tokens: int, *, batch: int = 1, dtype: DTypeName | None = None
 ) -> tuple[Workload, ...]:
-    """What the passes of a prompt of so many tokens ask for, but for the output head. Raises UsageError."""
+    """Return the workloads of a prompt's passes, without the output head. Raises UsageError."""
     _check("batch", batch, BATCH_LIMIT)
     taken = _of_passes(model, tokens, batch, dtype or model.dtype)
     return tuple(dict.fromkeys(named.workload for _, some in taken for named in some))
@@ -117,7 +118,7 @@ def _of_passes(
 
 
 def context_lengths(context: int) -> tuple[int, ...]:
-    """The top of every length bucket from 128 up to the context, and the context itself."""
+    """Return the top of every length bucket from 128 up to the context, and the context itself."""
     lengths = []
     length = SHORTEST_CONTEXT
     while length < context:
@@ -132,7 +133,7 @@ def _check(name: str, value: int, high: int) -> None:
 
 
 def _wanted(ops: Sequence[str] | None, rows: int, default: Sequence[str]) -> frozenset[str]:
-    """The ops to list where a projection has so many rows."""
+    """Return the ops to list if a projection has so many rows."""
     if ops is None:
         return frozenset(default)
     known, alias = (*STEP_OPS, *ASKED_OPS, *ALIASES), "gemv" if rows == 1 else "gemm"
@@ -143,7 +144,7 @@ def _wanted(ops: Sequence[str] | None, rows: int, default: Sequence[str]) -> fro
 
 
 def _refuse_alias(ops: Sequence[str] | None, rows: Sequence[int]) -> None:
-    """gemv where every projection has more rows, gemm where every one has one."""
+    """Refuse gemv if every projection has more rows, and gemm if every one has one."""
     for name in ALIASES:
         if ops and name in ops and all((m == 1) != (name == "gemv") for m in rows):
             one = name == "gemm"
@@ -155,7 +156,7 @@ def _refuse_alias(ops: Sequence[str] | None, rows: Sequence[int]) -> None:
 
 
 class _Lister:
-    """One model's workloads at one batch, context and dtype, in the order a step runs them."""
+    """List one model's workloads at one batch, context and dtype, in the order in which a step runs them."""
 
     def __init__(self, model: ModelShape, batch: int, context: int, dtype: DTypeName) -> None:
         self.model, self.batch, self.context, self.dtype = model, batch, context, dtype
@@ -203,7 +204,7 @@ class _Lister:
         yield from self._attention("attn_decode_fp8")
 
     def _products(self) -> Iterator[tuple[str, int, int, int]]:
-        """(name, N, K, calls a step) of a layer's products, each by itself."""
+        """Return (name, N, K, calls per step) of each product of a layer, unfused."""
         m = self.model
         yield "qkv", m.qkv_rows, m.d, m.layers
         yield "o", m.d, m.Hq * m.D, m.layers
@@ -211,9 +212,10 @@ class _Lister:
         yield "down", m.d, m.I, m.layers
 
     def prompt(self, part: Pass) -> Iterator[Named]:
-        """One pass of a prompt, in the one chain prompts take, the fused; the output head is the step's.
+        """List one pass of a prompt. Prompts use only the fused chain; the output head belongs to the step.
 
-        The first pass has no cache to attend to; `context` is what the last position of this one sees.
+        The first pass has no cache to attend to; `context` is the number of positions visible to the last position of
+        this one.
         """
         for named in self.step():
             w = named.workload
@@ -236,7 +238,7 @@ class _Lister:
 
     def _attention(self, op: str = "attn") -> Iterator[Named]:
         m = self.model
-        # Sequences of one batch differ in length, so a batch comes with its lengths.
+        # Sequences of one batch differ in length, so a batch includes its lengths.
         ragged: dict[str, Scalar] = {"ragged": True} if self.batch > 1 else {}
         for length, window, layers in self._lengths():
             dims = {"B": self.batch, "Hq": m.Hq, "Hkv": m.Hkv, "S": 1, "D": m.D, "L": length}
@@ -244,7 +246,7 @@ class _Lister:
             yield self._named(op, dims, layers, "both", label, **ragged, **_window(window))
 
     def _lengths(self) -> Iterator[tuple[int, int, int]]:
-        """(context length, window or 0, layers that run it) of every attention; a window only where it cuts."""
+        """Return (context length, window or 0, number of layers) of every attention; a window only if it is shorter."""
         m = self.model
         for length in context_lengths(self.context):
             whole = m.full_layers + (m.sliding_layers if length <= m.window else 0)
@@ -255,7 +257,7 @@ class _Lister:
                 yield length, m.window, m.sliding_layers
 
     def _into_residual(self, name: str, k: int) -> Iterator[Named]:
-        """A projection back to the residual stream, which it can add to itself unless a norm comes first."""
+        """Return a projection back to the residual stream. It can add the residual unless a norm comes first."""
         m = self.model
         if m.sandwich:
             yield self._linear(name, m.d, k, m.layers, "both")

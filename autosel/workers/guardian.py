@@ -36,7 +36,7 @@ def prctl(option: int, value: int) -> None:
 
 
 class Stream:
-    """Read one output of the worker as fast as it arrives, so that a flood neither blocks the worker nor fills memory."""
+    """Read one output of the worker as it arrives, so that a flood neither blocks the worker nor fills memory."""
 
     def __init__(self) -> None:
         self.read_fd, self.write_fd = os.pipe()

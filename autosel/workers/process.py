@@ -102,7 +102,7 @@ class RaisedError(WorkerError):
 
 
 class Worker:
-    """Run `entry` ("module:function") in a child process. It starts at once; the first request waits for its imports."""
+    """Run `entry` ("module:function") in a child process. It starts at once; a request waits for its imports."""
 
     def __init__(
         self,

@@ -147,7 +147,7 @@ def test_locking_what_could_not_serve_says_so(lock: Path, home: Path, capsys: py
 @pytest.mark.parametrize(("content", "told"), [("not JSON", "Expecting value"), ("{}", "not a snapshot")])
 def test_a_frozen_program_names_what_is_wrong_with_its_lock(tmp_path: Path, content: str, told: str) -> None:
     (tmp_path / "autosel.lock").write_text(content)
-    with pytest.raises(ForeignDecision, match="no lock that can be served from") as error:
+    with pytest.raises(ForeignDecision, match="is not a lock file that can serve") as error:
         Board(tmp_path / "autosel.lock").refuse_unkept()
     assert told in str(error.value)
 
