@@ -1,8 +1,8 @@
-"""Who may ask for what, before any handler runs.
+"""Decide who may send which request, before any handler runs.
 
-Over the Unix socket the kernel has said who it is: us, or root. Over TCP anyone on this machine, and any web page this
-user has open, can connect: the Host must be exactly ours (a rebound name is another), an Origin must be listed, and
-whatever changes something needs the token. Without it everything can be read, nothing changed.
+Over the Unix socket the kernel identifies the peer: this user or root. Over TCP anyone on this machine, and any web
+page that this user has open, can connect. So the Host must be exactly the daemon's (a rebound name differs), an Origin
+must be listed, and changes need the token. Without the token everything can be read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def new_token() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """`hosts` and `origins` of the TCP listener; empty without one."""
+    """Hold `hosts` and `origins` of the TCP listener; empty without one."""
 
     token: str = ""
     hosts: frozenset[str] = frozenset()
@@ -41,7 +41,7 @@ class Access:
         return cls(token=token, hosts=hosts, origins=frozenset({*own, *origins}))
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Why this request is refused: HTTP's status and the reason. None: go on."""
+        """Return HTTP's status and the reason for a refusal, or None to continue."""
         if is_local(scope):
             page = any(name == b"origin" for name, _ in scope["headers"])
             return (403, "a web page has no business at the Unix socket") if page else None
@@ -58,7 +58,7 @@ class Access:
         return None
 
     def trusts(self, scope: Scope) -> bool:
-        """May whoever asks change something?"""
+        """Return True if the caller may change something."""
         if is_local(scope):
             return True
         kind, _, given = heads(scope).get("authorization", "").partition(" ")
@@ -67,13 +67,13 @@ class Access:
 
 
 def is_local(scope: Scope) -> bool:
-    """Did it come over the Unix socket, from a user the kernel vouched for?"""
+    """Return True if the request came over the Unix socket, from a user that the kernel identified."""
     client = scope.get("client") or ("", 0)
     return str(client[0]).startswith("uid:")
 
 
 def heads(scope: Scope) -> dict[str, str]:
-    """Headers by name; of one that came twice, both, so that it matches nothing."""
+    """Return headers by name. Duplicates are joined, so that they match nothing."""
     found: dict[str, str] = {}
     for raw, value in scope["headers"]:
         name, text = raw.decode("latin-1"), value.decode("latin-1")
@@ -82,7 +82,7 @@ def heads(scope: Scope) -> dict[str, str]:
 
 
 class Gate:
-    """ASGI: lets through what `Access` allows, and puts the headers on every answer that keep a browser in bounds; no
+    """Let through requests that `Access` allows (ASGI), and add security headers for browsers to every answer. No
     browser reaches the Unix socket."""
 
     def __init__(self, app: Any, access: Access) -> None:

@@ -1,4 +1,4 @@
-"""What the daemon answers with: JSON, and for a refusal what, why and what to do."""
+"""Build the daemon's answers: JSON, and for a refusal the problem, its cause and the fix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def problem(status: int, what: str, *, why: str = "", todo: str = "", kind: str 
 
 
 def refusal(hub: Hub, error: AutoselError) -> Response:
-    """What a handler raised, as the caller is to be told."""
+    """Turn a handler's exception into an answer."""
     if isinstance(error, Bad):
         return problem(error.status, error.what, why=error.why, todo=error.todo)
     if isinstance(error, Busy | Full):
@@ -48,7 +48,7 @@ def our_bug(error: Exception) -> Response:
 
 
 def problem_of(error: AutoselError) -> Response:
-    """An error of ours as HTTP: what the caller asked for is at fault, or what is there conflicts with it."""
+    """Map an error to HTTP's status: a fault of the request, or a conflict with the present state."""
     status = 404 if isinstance(error, UnknownName) else 400 if isinstance(error, UsageError) else 409
     kind = next((c.__name__ for c in type(error).__mro__ if c in _TRAVELLING), "Refused")
     return problem(status, error.what, why=error.why, todo=error.todo, kind=kind)

@@ -1,4 +1,4 @@
-"""The addresses below /v1: what is asked, what is answered. The table at the end is the whole of it."""
+"""Handle the addresses in /v1. The table at the end lists them all."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ SAMPLES = {"samples": ""}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Because:
-    """`reason` is kept with the decision."""
+    """Give a reason, which is stored with the decision."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """`candidate` must have passed parity for this decision; left out: the decision's own."""
+    """Name a `candidate` that has passed parity for this decision; by default the decision's own."""
 
     reason: str
     candidate: str | None = None
@@ -59,7 +59,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miss:
-    """`calls` of a client that no decision covered."""
+    """Report `calls` of a client without a decision."""
 
     workload: Workload
     calls: int
@@ -67,7 +67,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misses:
-    """`hw_id` and `mode` are those of the client: only what was measured under them can serve it."""
+    """Report misses, with the client's `hw_id` and `mode`: only measurements under these can serve it."""
 
     hw_id: str
     mode: str
@@ -76,7 +76,7 @@ class Misses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """Workloads to tune on a device of this machine, `force` also where they are settled."""
+    """List workloads to tune on a device of this machine; with `force`, also settled ones."""
 
     workloads: tuple[Workload, ...]
     device: str = "cpu"
@@ -114,7 +114,8 @@ async def health(hub: Hub, request: Request) -> Response:
 
 
 def device_json(hub: Hub, name: str) -> dict[str, Any]:
-    """`busy`: cores that others keep busy, of a GPU the share of the time; `held`: why it is not tuned on now."""
+    """Describe a device. `busy`: cores that other work uses, for a GPU its share of time; `held`: why no tune runs
+    now."""
     facts, meter = hub.known[name], hub.jobs.meters.get(name)
     busy = round(meter.busy, 2) if meter else None
     held = meter.why(hub.jobs.busy_limit) if meter else ""
@@ -122,13 +123,13 @@ def device_json(hub: Hub, name: str) -> dict[str, Any]:
 
 
 async def fingerprint(hub: Hub, request: Request) -> Response:
-    """`device` is that of one of this machine's, as `tune --device` calls it."""
+    """Describe a device of this machine; `device` is named as in `tune --device`."""
     asked = query(request, {"device": "cpu"})
     facts = hub.known.get(asked["device"])
     if facts is None and hub.facts.fingerprint:
-        raise Bad(404, f"there is no device {asked['device'][:60]!r} here", why=f"there is {', '.join(hub.known)}")
+        raise Bad(404, f"no such device here: {asked['device'][:60]!r}", why=f"there is {', '.join(hub.known)}")
     if facts is None or not facts.fingerprint:
-        raise Bad(503, "the device is being looked at", todo="ask again in some seconds")
+        raise Bad(503, "the device is being examined", todo="ask again in some seconds")
     return answer({"hw_id": facts.hw_id, "env_id": facts.env_id, **facts.fingerprint})
 
 
@@ -160,7 +161,7 @@ async def serving(hub: Hub, request: Request) -> Response:
 
 
 async def best(hub: Hub, request: Request) -> Response:
-    """`workload` is a workload's key, or its bucket; `device` one of this machine's."""
+    """Look up decisions. `workload` is a workload's key or its bucket; `device` one of this machine's."""
     asked = query(request, {"workload": "", "device": ""})
     found = hub.view.lookup(request.path_params["op"], asked["workload"], asked["device"])
     return Response(found, media_type="application/json")
@@ -178,7 +179,7 @@ async def decision(hub: Hub, request: Request) -> Response:
 
 
 async def evidence_of(hub: Hub, request: Request) -> Evidence:
-    """Raises Bad where there is no such decision."""
+    """Return a decision's evidence. Raises Bad if there is no such decision."""
     wanted = number(request.path_params["id"], "id", 0, 1 << 53)
     try:
         found: Evidence = await hub.read(lambda ledger: ledger.evidence(wanted))
@@ -208,7 +209,7 @@ def evidence_json(e: Evidence, stale: Mapping[str, str]) -> dict[str, Any]:
 
 
 async def race(hub: Hub, request: Request) -> Response:
-    """`samples=1`: every sample of every session."""
+    """Return a race. `samples=1`: every sample of every session."""
     asked = query(request, SAMPLES)
     found = await evidence_of(hub, request)
     if found.race is None:
@@ -245,7 +246,7 @@ async def candidates(hub: Hub, request: Request) -> Response:
 
 
 def arms(ledger: Ledger, op: str, hw_id: str) -> list[dict[str, Any]]:
-    """Everything that was ever proven here, the latest proof of each build in each bucket, and what is held."""
+    """List everything that was proven here (the latest proof of each build in each bucket), and the quarantines."""
     import sqlalchemy as sa
 
     p, c = t.parities.c, t.candidates.c
@@ -287,7 +288,7 @@ async def change(hub: Hub, request: Request) -> Response:
     candidate = getattr(asked, "candidate", None)
     if verb == "promote" and not candidate:
         raise Bad(422, "which candidate is to be promoted?", todo="name it in `candidate`")
-    await evidence_of(hub, request)  # 404 for one that is not there
+    await evidence_of(hub, request)  # 404 for an unknown decision
     command = commands.ByHand(call=verb, decision_id=wanted, reason=asked.reason, candidate=candidate)  # type: ignore[arg-type]  # a route's last word
     made: Decision = await hub.write(command.run)
     await hub.reload()
@@ -306,7 +307,7 @@ async def job_list(hub: Hub, request: Request) -> Response:
 async def job(hub: Hub, request: Request) -> Response:
     found = hub.jobs.get(number(request.path_params["id"], "id", 0, 1 << 53))
     if found is None:
-        raise Bad(404, f"there is no job {request.path_params['id']}")
+        raise Bad(404, f"no such job: {request.path_params['id']}")
     return answer(queue.document(found))
 
 
@@ -318,7 +319,7 @@ async def ask(hub: Hub, request: Request) -> Response:
     for w in asked.workloads:
         refuse_odd(w)
     if asked.device not in hub.known:
-        raise Bad(422, f"there is no device {asked.device[:60]!r} here", why=f"there is {', '.join(hub.known)}")
+        raise Bad(422, f"no such device here: {asked.device[:60]!r}", why=f"there is {', '.join(hub.known)}")
     made = [hub.jobs.add(w, "asked", asked.reason, force=asked.force, device=asked.device) for w in asked.workloads]
     return answer({"jobs": [queue.document(j) for j in made if j]}, 202)
 
@@ -326,12 +327,12 @@ async def ask(hub: Hub, request: Request) -> Response:
 async def cancel(hub: Hub, request: Request) -> Response:
     found = hub.jobs.cancel(number(request.path_params["id"], "id", 0, 1 << 53))
     if found is None:
-        raise Bad(404, f"there is no job {request.path_params['id']}")
+        raise Bad(404, f"no such job: {request.path_params['id']}")
     return answer(queue.document(found))
 
 
 async def misses(hub: Hub, request: Request) -> Response:
-    """Workloads that clients call and nobody has decided: tuned when the device is idle."""
+    """Queue workloads that clients call and that have no decision; they are tuned when the device is idle."""
     asked: Misses = typed(Misses, await read(request, Limits()))
     if len(asked.misses) > 256:
         raise Bad(422, f"{len(asked.misses)} misses", why="at most 256 at a time")
@@ -342,7 +343,7 @@ async def misses(hub: Hub, request: Request) -> Response:
     hub.metrics.misses.inc(sum(m.calls for m in asked.misses))
     refused, device = "", hub.device_of(asked.hw_id)
     if not device:
-        refused = f"this is another device ({hub.view.hw_id[:12]}): what is measured here would not serve there"
+        refused = f"this is another device ({hub.view.hw_id[:12]}): measurements here would not serve there"
     elif asked.misses and not any(_measured_alike(hub, asked.mode, m, device) for m in asked.misses):
         refused = f"measured is {hub.view.mode}; a process that runs {asked.mode} is not served by it"
     elif not hub.options.tune:
@@ -353,7 +354,7 @@ async def misses(hub: Hub, request: Request) -> Response:
 
 
 def _measured_alike(hub: Hub, mode: str, miss: Miss, device: str) -> bool:
-    """Would what is measured here serve a process of that mode?"""
+    """Return True if measurements here would serve a process in that mode."""
     kind, bucket = device.partition(":")[0], miss.workload.key
     return not hub.view.mode or matters(mode, kind, bucket) == matters(hub.view.mode, kind, bucket)
 
@@ -378,7 +379,7 @@ async def use_list(hub: Hub, request: Request) -> Response:
 
 
 async def report_uses(hub: Hub, request: Request) -> Response:
-    """How many calls each candidate served in one process since its last report: counted, nothing else."""
+    """Count how many calls each candidate served in one process since its last report."""
     asked: Report = typed(Report, await read(request, Limits()))
     for told in hub.uses.take(asked, hub.view.here):
         hub.metrics.calls.labels(told.op, told.candidate).inc(told.calls)
@@ -389,7 +390,7 @@ async def report_uses(hub: Hub, request: Request) -> Response:
 
 
 async def fault_list(hub: Hub, request: Request) -> Response:
-    """What waits to be taken in, and what is held in quarantine."""
+    """List faults that wait to be stored, and quarantines."""
 
     def look(ledger: Ledger) -> dict[str, Any]:
         waiting = [upkeep.summary(f) for _, f in faults.pending(hub.home) if isinstance(f, Fault)]
@@ -407,7 +408,7 @@ async def fault_list(hub: Hub, request: Request) -> Response:
 
 
 async def report_fault(hub: Hub, request: Request) -> Response:
-    """A served arm did wrong: on return it serves nobody any more."""
+    """Record a fault of a served arm; when this returns, it serves no process any more."""
     fault: Fault = typed(Fault, await read(request, Limits(text=4096)))
     if fault.cause == "unchecked":
         raise Bad(422, "a check that failed itself says nothing about the arm")
@@ -424,7 +425,7 @@ async def report_fault(hub: Hub, request: Request) -> Response:
         raise Bad(503, "the fault cannot be kept", why=str(error)) from error
     taken = await upkeep.take_in(hub)
     gone = not path.exists()
-    if gone and not taken:  # the look at the journal, or another process, was there first
+    if gone and not taken:  # the daemon's check of the journal, or another process, came first
         await hub.reload()
     return answer({"id": fault.id, "taken_in": gone}, 202)
 
@@ -433,7 +434,7 @@ async def report_fault(hub: Hub, request: Request) -> Response:
 
 
 async def fleet(hub: Hub, request: Request) -> Response:
-    """Who shares this ledger, what of theirs waits here, and whose devices are not what they say they are."""
+    """Describe who shares this ledger, which decisions wait for a proof here, and which devices disagree."""
     query(request, {})
     return answer(await hub.read(lambda ledger: fleet_json(ledger, hub)))
 
@@ -459,7 +460,7 @@ def fleet_json(ledger: Ledger, hub: Hub) -> dict[str, Any]:
 
 
 def _told_apart(d: compare.Disagreement) -> compare.Disagreement:
-    """Hosts of one name (virtual machines, containers) with the beginnings of their ids."""
+    """Distinguish hosts of one name (virtual machines, containers) by the beginnings of their ids."""
     if d.names[0] != d.names[1]:
         return d
     return replace(d, names=(f"{d.names[0]} {d.hosts[0][:8]}", f"{d.names[1]} {d.hosts[1][:8]}"))
@@ -479,7 +480,7 @@ def certificate_file(hub: Hub) -> Any:
 
 
 def _certificates(hub: Hub, limit: int) -> list[dict[str, Any]]:
-    """The last ones, newest first, without their samples."""
+    """Return the last certificates, newest first, without their samples."""
     path = certificate_file(hub)
     if not path.exists():
         return []
@@ -512,11 +513,11 @@ def summary_of(line: bytes) -> dict[str, Any]:
 
 
 async def certificate(hub: Hub, request: Request) -> Response:
-    """The line as it stands in the file: its bytes are what the checksum is of."""
+    """Return the line as it is in the file: the checksum covers its bytes."""
     wanted = number(request.path_params["id"], "id", 0, 1 << 53)
     line = await asyncio.to_thread(certificate_line, hub, wanted)
     if line is None:
-        raise Bad(404, f"there is no certificate {wanted}")
+        raise Bad(404, f"no such certificate: {wanted}")
     return Response(line + b"\n", media_type="application/json")
 
 
@@ -528,10 +529,10 @@ def certificate_line(hub: Hub, wanted: int) -> bytes | None:
 
 
 async def verify_certificates(hub: Hub, request: Request) -> Response:
-    """The whole file: bytes, chain, arithmetic, physics, signatures. Nothing is measured."""
+    """Verify the whole file: bytes, chain, arithmetic, physics, signatures. This measures nothing."""
     path = certificate_file(hub)
     if not path.exists():
-        raise Bad(404, "there are no certificates yet")
+        raise Bad(404, "no certificates exist yet")
     try:
         found = await asyncio.to_thread(verify, path)
     except AutoselError as error:
@@ -553,7 +554,7 @@ async def about_ledger(hub: Hub, request: Request) -> Response:
 
 
 async def write_ledger(hub: Hub, request: Request) -> Response:
-    """One change of the ledger, for the command line and tuners of this user; acknowledged when it is on disk."""
+    """Make one change of the ledger, for the command line and tuners of this user; acknowledged when it is on disk."""
     if not is_local(request.scope):
         raise Bad(403, "the ledger is written over the Unix socket only")
     return answer(await hub.write(command_of(await read(request, COMMAND))))
@@ -566,7 +567,8 @@ Handler = Callable[[Hub, Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """`body` is the type of what is sent; `query` the parameters, with what each means; `gives` names the answer."""
+    """Describe an endpoint. `body` is the type of the request; `query` the parameters, with their meaning; `gives` the
+    answer."""
 
     method: str
     path: str
@@ -591,18 +593,18 @@ def _post(path: str, handler: Handler, summary: str, body: Any, **more: Any) -> 
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
-    _get("/v1/health", health, "Is it well, what does it do now"),
+    _get("/v1/health", health, "State and current work"),
     _get(
         "/v1/fingerprint",
         fingerprint,
-        "Who a device is, and how fast it was measured to be",
+        "A device's identity and measured rates",
         query={"device": "of this machine; cpu"},
     ),
     _get("/v1/serving", serving, "Every decision that serves this device"),
     _get(
         "/v1/best/{op}",
         best,
-        "What serves an op, or one workload of it",
+        "The decisions that serve an op, or one of its workloads",
         query={"workload": "its key or bucket", "device": "of this machine; any"},
     ),
     _get(
@@ -613,26 +615,26 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     _get("/v1/decisions/{id}", decision, "One decision with its evidence"),
     _post("/v1/decisions/{id}/demote", change, "The baseline serves in its place", Because),
-    _post("/v1/decisions/{id}/promote", change, "Another arm of it serves, by hand", Choice),
-    _post("/v1/decisions/{id}/pin", change, "It serves whatever later races say", Choice),
-    _post("/v1/decisions/{id}/unpin", change, "Take the pin away", Because),
-    _get("/v1/candidates", candidates, "What was proven here, and what is held in quarantine", query=_OP),
-    _get("/v1/races", races, "What was raced, newest first, with the verdict", query={**_OP, **_LIMIT}),
+    _post("/v1/decisions/{id}/promote", change, "Promote another arm of it by hand", Choice),
+    _post("/v1/decisions/{id}/pin", change, "Pin it: it serves regardless of later races", Choice),
+    _post("/v1/decisions/{id}/unpin", change, "Remove the pin", Because),
+    _get("/v1/candidates", candidates, "Proofs made here, and quarantines", query=_OP),
+    _get("/v1/races", races, "Races, newest first, with their verdicts", query={**_OP, **_LIMIT}),
     _get("/v1/races/{id}", race, "The race behind a decision", query={"samples": "1: with every sample"}),
-    _get("/v1/jobs", job_list, "What is being tuned, waits, or was tuned"),
+    _get("/v1/jobs", job_list, "Running, waiting and finished jobs"),
     _get("/v1/jobs/{id}", job, "One job"),
     _post("/v1/jobs", ask, "Tune these workloads when the device is idle", Ask, status=202),
     Endpoint(method="DELETE", path="/v1/jobs/{id}", handler=cancel, summary="Cancel a job"),
-    _post("/v1/misses", misses, "Workloads a client calls that no decision covers", Misses, status=202),
-    _get("/v1/uses", use_list, "Which candidate served how many calls of clients"),
-    _post("/v1/uses", report_uses, "Calls that one process made since its last report", Report, status=202),
+    _post("/v1/misses", misses, "Report workloads without a decision", Misses, status=202),
+    _get("/v1/uses", use_list, "Calls of clients by candidate"),
+    _post("/v1/uses", report_uses, "Report the calls of one process since its last report", Report, status=202),
     _get("/v1/faults", fault_list, "Faults seen in service, and quarantines"),
-    _post("/v1/faults", report_fault, "A served kernel did wrong: demote it now", Fault, status=202),
-    _get("/v1/fleet", fleet, "Hosts of this ledger, what waits for a proof, devices that disagree"),
+    _post("/v1/faults", report_fault, "Report a fault of a served kernel: demote it now", Fault, status=202),
+    _get("/v1/fleet", fleet, "Hosts of this ledger, decisions that wait for a proof, devices that disagree"),
     _get("/v1/certificates", certificate_list, "The last certificates, newest first", query=_LIMIT),
     _get("/v1/certificates/verify", verify_certificates, "Check the file of certificates"),
     _get("/v1/certificates/{id}", certificate, "One certificate, byte for byte"),
-    _get("/v1/events", events, "What happens, as it happens", media="text/event-stream"),
+    _get("/v1/events", events, "Stream of events", media="text/event-stream"),
     _get("/v1/openapi.json", openapi, "This interface, described"),
     _get("/v1/ledger", about_ledger, "Which ledger this daemon writes"),
     _post("/v1/ledger", write_ledger, "One change of the ledger (Unix socket only)", dict),

@@ -1,4 +1,5 @@
-"""The daemon as an ASGI application: the gate, then lookups on the short way, then everything else by its route."""
+"""Assemble the daemon as an ASGI application: the gate, then frequent lookups on a short path, then all other
+routes."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def build(hub: Hub, access: Access) -> Any:
 
 
 class Lookups:
-    """GET /v1/best/OP[?workload=KEY] and POST /v1/ledger: what clients ask most, without the ways of a framework."""
+    """Answer the most frequent requests, GET /v1/best/OP[?workload=KEY] and POST /v1/ledger, without a framework."""
 
     def __init__(self, app: Any, hub: Hub) -> None:
         self.app, self.hub = app, hub
@@ -52,7 +53,7 @@ class Lookups:
         op, workload = scope["path"][len(LOOKUP) :], ""
         if text:
             if not text.startswith(b"workload=") or b"&" in text or len(text) > 3 * MOST_TEXT:
-                await self.app(scope, receive, send)  # says what is wrong
+                await self.app(scope, receive, send)  # names the error
                 return
             workload = unquote(text[9:].decode("latin-1").replace("+", " "))
         if len(workload) > MOST_TEXT or len(op) > MOST_TEXT or not workload.isprintable() or "/" in op:
@@ -95,7 +96,7 @@ async def _measured(hub: Hub, path: str, handler: Handler, request: Request) -> 
 
 
 async def _answered(hub: Hub, handler: Handler, request: Request) -> Response:
-    """The handler's answer; what it raises, as the caller is to be told."""
+    """Return the handler's answer, or its exception as an answer."""
     if hub.behind and request.method == "GET":
         await hub.caught_up()
     try:
@@ -108,8 +109,8 @@ async def _answered(hub: Hub, handler: Handler, request: Request) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    todo = "GET /v1/openapi.json says what there is"
-    what = {404: "there is no such address", 405: f"not with {request.method}"}.get(error.status_code, error.detail)
+    todo = "GET /v1/openapi.json lists all addresses"
+    what = {404: "no such address", 405: f"not with {request.method}"}.get(error.status_code, error.detail)
     made = problem(error.status_code, what, todo=todo)
     made.headers.update(error.headers or {})
     return made

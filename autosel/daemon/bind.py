@@ -1,4 +1,5 @@
-"""The sockets the daemon listens on: its own Unix socket in a folder only we can enter; a loopback port if asked."""
+"""Open the daemon's sockets: a Unix socket in a folder that only this user can enter, and optionally a loopback
+port."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ BACKLOG = 256
 
 
 def unix_socket(path: Path) -> socket.socket:
-    """A listening socket that only this user (and root) can reach. Whoever calls holds the daemon's lock: a socket that
-    lies there is a dead daemon's. Raises AutoselError."""
+    """Return a listening socket that only this user (and root) can reach. The caller holds the daemon's lock, so an
+    existing socket belongs to a dead daemon. Raises AutoselError."""
     private_folder(path.parent)
     with suppress(FileNotFoundError):
         path.unlink()
@@ -41,7 +42,7 @@ def unix_socket(path: Path) -> socket.socket:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder for us alone, or refuse one that others may enter. Raises AutoselError."""
+    """Create a private folder, or refuse one that others may enter. Raises AutoselError."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         info = folder.lstat()
@@ -52,24 +53,24 @@ def private_folder(folder: Path) -> None:
     mode = stat.S_IMODE(info.st_mode)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or mode & 0o077:
         raise AutoselError(
-            f"{folder} is not ours alone",
-            why=f"owner {info.st_uid}, mode {mode:04o}; whoever can enter it could answer in the daemon's place",
-            todo=f"chmod 700 {folder}, if nobody else put anything there",
+            f"{folder} is accessible to other users",
+            why=f"owner {info.st_uid}, mode {mode:04o}; a user who can enter it could impersonate the daemon",
+            todo=f"chmod 700 {folder}, if no other user has put files there",
         )
 
 
 def tcp_socket(address: str) -> tuple[socket.socket, int]:
-    """A listening socket at HOST:PORT of the loopback interface, and its port (0 asks for a free one). Raises
-    UsageError for any other address, AutoselError if the port is taken."""
+    """Return a listening socket at HOST:PORT of the loopback interface, and its port (0 requests a free one). Raises
+    UsageError for any other address, AutoselError if the port is in use."""
     host, _, port = address.rpartition(":")
     try:
         ip = ipaddress.ip_address({"localhost": "127.0.0.1"}.get(host, host).strip("[]"))
         number = int(port)
         if not 0 <= number < 1 << 16:
-            raise ValueError(f"there is no port {number}")
+            raise ValueError(f"no such port: {number}")
     except ValueError as error:
         raise UsageError(
-            f"--tcp {address!r} is no address", why=str(error), todo="write it as 127.0.0.1:8765"
+            f"--tcp {address!r} is not an address", why=str(error), todo="write it as 127.0.0.1:8765"
         ) from error
     if not ip.is_loopback:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What may stand in a request: how much, how deep, of which types. Anything else is the caller's mistake, and said."""
+"""Limit requests in size, depth and types. Anything else is an error of the caller, with a message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ READ_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one address. `text`: the longest string, in characters; `number`: the largest whole number, either way."""
+    """Set the limits of an address. `text`: the longest string, in characters; `number`: the largest absolute whole
+    number."""
 
     size: int = MOST_BYTES
     depth: int = MOST_DEPTH
@@ -31,7 +32,7 @@ class Limits:
 
 
 class Bad(AutoselError):
-    """A request that cannot be carried out as it stands. `status` is HTTP's."""
+    """Raised for an invalid request. `status` is HTTP's."""
 
     def __init__(self, status: int, what: str, *, why: str = "", todo: str = "") -> None:
         super().__init__(what, why=why, todo=todo)
@@ -39,7 +40,7 @@ class Bad(AutoselError):
 
 
 async def read(request: Request, limits: Limits) -> Any:
-    """The body as JSON. Raises Bad."""
+    """Return the body as JSON. Raises Bad."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Bad(415, "the body must be JSON", why=f"its Content-Type is {kind!r:.80}", todo="send application/json")
@@ -47,7 +48,7 @@ async def read(request: Request, limits: Limits) -> Any:
 
 
 def parsed(data: bytes, limits: Limits) -> Any:
-    """Of a body's bytes. Raises Bad."""
+    """Parse a body's bytes. Raises Bad."""
     try:
         found = parse_json(data.decode(), what="the body", depth=limits.depth)
     except ValueError as error:  # not UTF-8, not JSON, NaN, a key twice, too deep, a number of 5000 digits
@@ -84,7 +85,7 @@ def _refuse_long(data: Any, limits: Limits) -> None:
 
 
 def typed(kind: Any, data: Any) -> Any:
-    """The value of type `kind`. Raises Bad naming the field at fault."""
+    """Return the value as type `kind`. Raises Bad, naming the invalid field."""
     try:
         made = from_json(kind, data)
     except ValueError as error:
@@ -97,7 +98,7 @@ _WORD = re.compile(r"[A-Za-z0-9_.+-]{1,64}")
 
 
 def refuse_odd(w: Workload) -> None:
-    """Raise Bad for a workload that no op could mean."""
+    """Raise Bad for a workload that no op matches."""
     odd = ""
     names = [name for name, _ in w.dims]
     if not _NAME.fullmatch(w.op):
@@ -115,7 +116,7 @@ def refuse_odd(w: Workload) -> None:
 
 
 def number(text: str, name: str, default: int, most: int) -> int:
-    """A whole number of the query, from 1. Raises Bad."""
+    """Return a whole number of the query, from 1. Raises Bad."""
     if not text:
         return default
     if not text.isascii() or not text.isdecimal() or len(text) > 12 or not 1 <= int(text) <= most:
@@ -124,7 +125,7 @@ def number(text: str, name: str, default: int, most: int) -> int:
 
 
 def query(request: Request, known: Mapping[str, str]) -> dict[str, str]:
-    """The query's parameters, those not given at their default. Raises Bad for an unknown, repeated or long one."""
+    """Return the query's parameters, with defaults. Raises Bad for an unknown, repeated or long one."""
     found = dict(known)
     seen = set()
     for name, value in request.query_params.multi_items():

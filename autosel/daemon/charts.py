@@ -1,4 +1,4 @@
-"""Figures for plotly.js as plain data: series, not looks. Colours and axes are the page's own."""
+"""Build charts for plotly.js as plain data. The page sets colours and axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autosel.values import Decision, Timing, Verdict
 
 
 def candidates(decisions: Sequence[Decision]) -> list[str]:
-    """Everyone who was timed at one of them; those that serve first, the baseline last."""
+    """List all candidates that were timed, serving ones first, the baseline last."""
     serve = dict.fromkeys(d.arm.candidate for d in decisions)
     bases = dict.fromkeys(d.baseline.candidate for d in decisions)
     timed = dict.fromkeys(name for d in decisions if d.verdict for name in d.verdict.timings)
@@ -23,8 +23,8 @@ def candidates(decisions: Sequence[Decision]) -> list[str]:
 def times(
     decisions: Sequence[Decision], moved: Mapping[str, int], axis: str, stale: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Time against size for each candidate, with its interval; the roofline; where what serves changes. `stale`: by
-    decision; the baseline serves there."""
+    """Plot time against size for each candidate, with its interval, the roofline, and the changes of the serving
+    kernel. `stale`: by decision; the baseline serves there."""
     series = []
     for name in candidates(decisions):
         points = [
@@ -54,7 +54,7 @@ def _line(points: Sequence[tuple[int, Timing]]) -> dict[str, Any]:
 
 
 def _roofline(decisions: Sequence[Decision], moved: Mapping[str, int], axis: str) -> dict[str, Any] | None:
-    """The time that reading the operands takes at the read rate of each race: a line nobody can cross."""
+    """Plot the time for reading the operands at the read rate of each race, the lower limit for every kernel."""
     points = []
     for d in decisions:
         floor = floor_us(d.verdict, moved.get(str(d.id)))
@@ -70,7 +70,7 @@ def floor_us(verdict: Verdict | None, moved: int | None) -> float | None:
 
 
 def _crossovers(decisions: Sequence[Decision], axis: str, stale: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Where another candidate begins to serve: at the start of a row's range, else between two neighbours."""
+    """Mark where another candidate starts to serve: at the start of a row's range, else between two neighbours."""
 
     def serves(d: Decision) -> str:
         return d.baseline.candidate if str(d.id) in stale else d.arm.candidate
@@ -88,7 +88,7 @@ def _crossovers(decisions: Sequence[Decision], axis: str, stale: Mapping[str, st
 
 
 def forest(decision: Decision) -> dict[str, Any]:
-    """Every candidate of a race: median and its interval."""
+    """Plot every candidate of a race with median and interval."""
     v = decision.verdict
     rows = sorted(v.timings.items(), key=lambda item: item[1].median_us) if v else []
     return {
@@ -105,7 +105,7 @@ def forest(decision: Decision) -> dict[str, Any]:
 
 
 def tokens(certificates: Sequence[Certificate]) -> dict[str, Any]:
-    """Tokens per second over time, a line for each thing that was run; its baseline beside it."""
+    """Plot tokens per second over time, one line per configuration, with its baseline."""
     lines: dict[str, list[Certificate]] = {}
     for c in reversed(certificates):
         lines.setdefault(f"{c.model} {c.dtype} B{c.shape.batch} L{c.shape.seq}", []).append(c)

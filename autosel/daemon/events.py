@@ -1,4 +1,5 @@
-"""What happens, as it happens: server-sent events. A reader who falls behind loses its line, not our memory."""
+"""Stream events to readers (server-sent events). A reader that falls behind is disconnected, so memory stays
+bounded."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from typing import Any
 from autosel.ledger.faults import plain
 from autosel.values import to_json
 
-KEPT = 256  # for a reader who comes back
+KEPT = 256  # events kept for a reader that reconnects
 BEHIND = 256
 BEAT_S = 15.0
 MOST_READERS = 48
 
 
 class Events:
-    """For the event loop's thread alone."""
+    """Distribute events. Only for the event loop's thread."""
 
     def __init__(self) -> None:
         self._past: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
@@ -42,7 +43,7 @@ class Events:
                 self._end(reader)
 
     async def follow(self, after: int | None = None) -> AsyncIterator[bytes]:
-        """From now on; `after` (an event's number) first gives what came since, as far as it is kept."""
+        """Yield events from now on; `after` (an event's number) first returns the later ones that are still kept."""
         line: asyncio.Queue[bytes | None] = asyncio.Queue(BEHIND)
         self._readers.add(line)
         try:
@@ -64,7 +65,7 @@ class Events:
             self._readers.discard(line)
 
     def close(self) -> None:
-        """Every line ends: nobody is to keep us from stopping."""
+        """End every line, so that the daemon can stop."""
         self.closed = True
         for reader in list(self._readers):
             self._end(reader)

@@ -1,4 +1,5 @@
-"""What `doctor` finds, for the page Health: in a child, for it loads what the daemon does not; kept for a while."""
+"""Run `doctor` for the page Health in a child, because it loads libraries that the daemon does not; keep the result for
+a while."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ TAKES_S = 60.0
 
 @dataclass(slots=True, kw_only=True)
 class Examination:
-    """The last one, and the one under way."""
+    """Hold the last examination, and the running one."""
 
     findings: list[dict[str, Any]] | None = None
     at_s: float = 0.0
@@ -30,7 +31,7 @@ class Examination:
 
 
 def findings(hub: Hub, *, again: bool = False) -> list[dict[str, Any]] | None:
-    """What was found last; None while it is being looked for the first time."""
+    """Return the last findings; None during the first examination."""
     e = hub.examination
     old = time.monotonic() - e.at_s > KEPT_S
     if (e.findings is None or again or old) and (e.under_way is None or e.under_way.done()):

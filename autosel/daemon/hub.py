@@ -1,4 +1,4 @@
-"""The daemon's parts, held together: what handlers, pages and upkeep share."""
+"""Hold the daemon's parts, for handlers, pages and upkeep."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from autosel.values import Decision
 
 log = logging.getLogger(__name__)
 
-CATCH_UP_S = 1.0  # within which clients see a decision
+CATCH_UP_S = 1.0  # time within which clients see a decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How the daemon was started. `busy_limit`: cores that others may keep busy while we tune; `tune` False: never."""
+    """Set how the daemon was started. `busy_limit`: cores that other work may use while it tunes; `tune` False: never
+    tune."""
 
     busy_limit: float = 0.5
     tune: bool = True
@@ -40,24 +41,24 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a child found out about a device and its software; empty until it has."""
+    """Describe a device and its software, as found by a child; empty until then."""
 
     device: str = "cpu"
-    unit: str = ""  # which of several equal ones: a GPU's UUID
+    unit: str = ""  # distinguishes equal ones: a GPU's UUID
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     hw_id: str = ""
     env_id: str = ""
     mode: str = ""
     stale: Mapping[str, str] = field(default_factory=dict)
-    moved: Mapping[str, int] = field(default_factory=dict)  # bytes a call moves, by decision
+    moved: Mapping[str, int] = field(default_factory=dict)  # bytes moved per call, by decision
 
 
 class Hub:
-    """Made in the event loop's thread, by `serve` or a test; `close` ends it."""
+    """Hold everything. Created in the event loop's thread, by `serve` or a test; `close` ends it."""
 
     def __init__(self, home: Path, options: Options | None = None, *, ledger: Ledger | None = None) -> None:
         self.home, self.options = home, options or Options()
-        self.instance = secrets.token_hex(8)  # another one: what was handed to the last may be lost
+        self.instance = secrets.token_hex(8)  # of a new daemon: reports to the previous one may be lost
         self.started = datetime.now(UTC)
         self.loop = asyncio.get_running_loop()
         self.metrics, self.events, self.examination = Metrics(), Events(), Examination()
@@ -75,18 +76,18 @@ class Hub:
 
     @property
     def ledger(self) -> Ledger:
-        """For reading; writing goes through `write`."""
+        """Return the ledger for reading; writing goes through `write`."""
         return self.writer.ledger
 
     async def write(self, work: Work, *, alone: bool = False) -> Any:
-        """On disk and published on return."""
+        """Write to the ledger: on disk and published when this returns."""
         return await self.writer.submit_here(work, alone=alone)
 
     async def read(self, work: Callable[[Ledger], Any]) -> Any:
         return await asyncio.to_thread(work, self.ledger)
 
     def _committed(self, writes: int, published: bool) -> None:
-        """In the writer's thread, before anyone is told."""
+        """Note a commit. Called in the writer's thread, before any caller is notified."""
         self.metrics.writes.inc(writes)
         self.metrics.commits.inc()
         if published and not self._wanted:
@@ -96,11 +97,11 @@ class Hub:
 
     @property
     def behind(self) -> bool:
-        """Whether `view` may lack a decision whose writer has been told that it is kept."""
+        """Return True if `view` may lack an acknowledged decision."""
         return self._wanted or self._reloading.locked()
 
     async def caught_up(self) -> None:
-        """Whoever was told that a decision is kept finds it in `view`; a disk that hangs holds up no answer."""
+        """Update `view` so that it contains all acknowledged decisions; a disk that hangs delays no answer."""
         await asyncio.wait([asyncio.ensure_future(self._catch_up())], timeout=CATCH_UP_S)
 
     async def _catch_up(self) -> None:
@@ -109,14 +110,14 @@ class Hub:
                 await self._look()
 
     async def reload(self) -> None:
-        """Look at what serves; tell what has changed."""
+        """Read the current decisions, and report changes."""
         async with self._reloading:
             await self._look()
 
     async def _look(self) -> None:
         self._wanted = False
         served, waiting = await self.read(_serving)
-        here = {(f.hw_id, f.mode): name for name, f in reversed(self.known.items())}  # of equal ones the first
+        here = {(f.hw_id, f.mode): name for name, f in reversed(self.known.items())}  # the first of equal ones
         places = ((d.id, here.get((d.hw_id, d.mode))) for d in waiting)
         self.jobs.offered = {number: place for number, place in places if place}
         before, epoch = self.view, max((s.epoch for s in served), default=0)
@@ -140,21 +141,22 @@ class Hub:
         self.events.tell("facts", {"device": facts.device, "stale": stale})
 
     def device_of(self, hw_id: str) -> str:
-        """Which device here has this identity; "" if none has. Of equal ones the one least at work for others."""
+        """Return the device here with this identity; "" if there is none. Of equal ones, the one that others use
+        least."""
         found = [name for name, facts in self.known.items() if facts.hw_id == hw_id]
         meters = self.jobs.meters
         return min(found, key=lambda name: meters[name].busy if name in meters else 0.0, default="")
 
     @property
     def moved(self) -> dict[str, int]:
-        """Bytes a call moves, by decision."""
+        """Return the bytes moved per call, by decision."""
         return {number: size for f in self.known.values() for number, size in f.moved.items()}
 
     def _tuned(self, job: Job) -> None:
         self.metrics.tuned.labels(job.state).inc()
 
     def figures(self) -> bytes:
-        """For Prometheus, now."""
+        """Return the current figures for Prometheus."""
         m, view = self.metrics, self.view
         m.waiting.set(self.writer.waiting)
         m.read_only.set(self.writer.read_only)
@@ -172,7 +174,7 @@ class Hub:
         return m.text()
 
     async def close(self) -> None:
-        """What was acknowledged is on disk; the tune under way ends; nobody is kept waiting."""
+        """Close: acknowledged writes are on disk, the running tune ends, and no caller is kept waiting."""
         self.events.close()
         await self.jobs.stop()
         await asyncio.to_thread(self.writer.close)
@@ -186,14 +188,14 @@ def _open(home: Path) -> Ledger:
 
 
 def _serving(ledger: Ledger) -> tuple[tuple[Served, ...], list[Decision]]:
-    """What serves this host, and what waits for a proof of it."""
+    """Read this host's decisions, and those that wait for a proof."""
     everything = ledger.serving(everywhere=True)
     waiting = [s.decision for s in everything if not s.usable]
     return ledger.serving() if waiting else everything, waiting
 
 
 def this_device() -> str:
-    """This machine's hw_id, without measuring anything."""
+    """Return this machine's hw_id, without measuring."""
     from autosel.fingerprint import machine
     from autosel.values import digest
 

@@ -1,7 +1,8 @@
-"""Is a device idle? Of a CPU: how many of our cores others keep busy; of a GPU: which share of the time it is at work,
-as NVML says. What we ourselves run is counted out.
+"""Measure whether a device is idle. For a CPU: how many of the usable cores other work keeps busy. For a GPU: its share
+of busy time, from NVML. The daemon's own work is excluded.
 
-The load average would count our own tuning for a minute after it ended; the kernel's CPU times, read twice, do not.
+The load average would count the daemon's tuning for a minute after its end; two readings of the kernel's CPU times do
+not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """CPU time since boot, in seconds: of all work on our cores, and of the processes that are ours."""
+    """Hold CPU time since boot, in seconds: of all work on the usable cores, and of the daemon's own processes."""
 
     at_s: float
     busy_s: float
@@ -26,7 +27,7 @@ class Reading:
 
 
 def others(before: Reading, now: Reading) -> float:
-    """Cores that work of others kept busy between two readings."""
+    """Return the number of cores that other work kept busy between two readings."""
     elapsed = now.at_s - before.at_s
     if elapsed <= 0:
         return 0.0
@@ -35,7 +36,7 @@ def others(before: Reading, now: Reading) -> float:
 
 
 class Meter:
-    """`busy`: cores that others keep busy, smoothed over about `over_s` seconds. Starts as if all were."""
+    """Average the cores that other work keeps busy (`busy`) over about `over_s` seconds. Starts as if all were busy."""
 
     def __init__(self, *, over_s: float = 5.0, cores: int | None = None) -> None:
         self.over_s = over_s
@@ -50,16 +51,16 @@ class Meter:
         return self.busy
 
     def look(self, at_s: float) -> float:
-        """The same of this moment."""
+        """Take a reading now."""
         return self.take(read(at_s, [os.getpid()]))
 
     def why(self, limit: float) -> str:
-        """Why nothing is tuned now; "" where the device is idle."""
+        """Return why no tune may run now; "" if the device is idle."""
         return f"other work keeps {self.busy:.1f} cores busy (limit {limit:g})" if self.busy > limit else ""
 
 
 class GpuMeter:
-    """`busy`: the share of the time that others keep a GPU at work, smoothed alike. Starts as if all of it."""
+    """Average the share of time that others use a GPU (`busy`). Starts as if fully busy."""
 
     LIMIT = 0.05
 
@@ -76,7 +77,7 @@ class GpuMeter:
         return self.busy
 
     def why(self, limit: float) -> str:
-        """`limit` is the CPU's; this has its own."""
+        """`limit` is the CPU's; a GPU has a separate one."""
         return f"other work keeps {self.name} busy {self.busy:.0%} of the time" if self.busy > self.LIMIT else ""
 
 
@@ -86,16 +87,16 @@ def _share(before_s: float, now_s: float, over_s: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Utilisation:
-    """What NVML says of a device: the share of the time in which any kernel ran (None: it does not say), which
-    processes use it, and the share of each where it is told apart."""
+    """Hold NVML's utilisation: the share of time in which any kernel ran (None if unknown), the processes that use the
+    device, and the share of each if known."""
 
     total: float | None
     pids: frozenset[int]
     shares: dict[int, float]
 
     def others(self, own: Collection[int]) -> float:
-        """The share of processes that are not ours. Where ours cannot be told from others (a container has numbers of
-        its own) and we run there, nothing follows from the total."""
+        """Return the share of other processes. If NVML cannot tell the daemon's from others (a container has its own
+        process numbers) and the daemon's run on it, the total tells nothing."""
         foreign = self.pids - set(own)
         if self.shares:
             return min(1.0, sum(share for pid, share in self.shares.items() if pid in foreign))
@@ -105,7 +106,7 @@ class Utilisation:
 
 
 def utilisation(uuid: str, nvml: Any = None) -> Utilisation:
-    """Now. A device that NVML does not answer for is taken to be busy."""
+    """Read the utilisation now. A device for which NVML does not answer counts as busy."""
     nvml = nvml or import_module("pynvml")
     try:
         nvml.nvmlInit()
@@ -127,7 +128,7 @@ _ALL = Utilisation(total=1.0, pids=frozenset({0}), shares={})
 
 
 def _told(nvml: Any, ask: Callable[[], Any]) -> Any:
-    """None where this device or driver does not say (a MIG slice has no utilisation of its own)."""
+    """Return None if this device or driver reports no utilisation (a MIG slice has none)."""
     try:
         return ask()
     except (nvml.NVMLError_NotSupported, nvml.NVMLError_NotFound, nvml.NVMLError_NoPermission):
@@ -135,13 +136,13 @@ def _told(nvml: Any, ask: Callable[[], Any]) -> Any:
 
 
 def _latest(samples: Iterable[Any]) -> dict[int, float]:
-    """By process, the last of its samples."""
+    """Return the last sample of each process."""
     ordered = sorted(samples, key=lambda s: s.timeStamp)
     return {int(s.pid): s.smUtil / 100 for s in ordered}
 
 
 def _family(pid: int) -> frozenset[int]:
-    """A process and all it started."""
+    """Return a process and all its descendants."""
     import psutil
 
     try:
@@ -152,7 +153,7 @@ def _family(pid: int) -> frozenset[int]:
 
 
 def read(at_s: float, trees: Iterable[int], proc: Path = Path("/proc")) -> Reading:
-    """Now: `trees` are processes of ours, each with all it started."""
+    """Take a reading now; `trees` are the daemon's processes, each with all descendants."""
     return Reading(at_s=at_s, busy_s=_busy(proc), own_s=sum(_tree(pid) for pid in trees))
 
 
@@ -172,7 +173,7 @@ def _busy(proc: Path) -> float:
 
 
 def _tree(pid: int) -> float:
-    """CPU time of a process, of what it started, and of what of that has ended."""
+    """Return the CPU time of a process, its descendants, and the descendants that have ended."""
     import psutil
 
     total = 0.0

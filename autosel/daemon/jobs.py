@@ -1,7 +1,7 @@
-"""What is to be tuned, one batch at a time, in a child process, while its device is idle.
+"""Tune the queue one batch at a time, in a child process, while the device is idle.
 
-A workload is tuned once however many clients miss it. The queue is on disk before a job is acknowledged; what a killed
-daemon was at is queued again, and decided workloads cost it nothing.
+A workload is tuned once, however many clients miss it. The queue is on disk before a job is acknowledged. After a kill,
+interrupted jobs are queued again, and their decided workloads take no time.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ CPU = "cpu"
 MOST_OPEN = 256
 KEPT = 200  # ended jobs that are still shown
 BATCH = 8  # workloads that share the processes of one tune
-AGAIN_S = 3600.0  # before a miss that could not be decided is tried again
+AGAIN_S = 3600.0  # pause before a miss that could not be decided is tried again
 LOOK_S = 1.0
 ADOPT_AGAIN_S = 60.0
-BROKEN_AGAIN_S = 60.0  # before a tune looks whether a broken environment is repaired
-BUSY_LOOKS = 3  # looks in a row that find other work, before a tune is held; and as many without, before it goes on
+BROKEN_AGAIN_S = 60.0  # pause before checking whether a broken environment is repaired
+BUSY_LOOKS = 3  # consecutive readings with other work before a tune is paused, and without it before it continues
 STOP_S = 8.0
 MOST_LINE = 1 << 20
 MOST_FILE_BYTES = 16 << 20
@@ -48,7 +48,7 @@ MOST_FILE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A workload to be tuned. Times are UTC, ISO 8601."""
+    """Describe a workload to tune. Times are UTC, ISO 8601."""
 
     id: int
     workload: Workload
@@ -56,7 +56,7 @@ class Job:
     source: Source
     reason: str
     state: State = "queued"
-    calls: int = 0  # of clients, that no decision covered
+    calls: int = 0  # calls of clients without a decision
     force: bool = False
     created_at: str
     started_at: str = ""
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(slots=True, kw_only=True)
 class Live:
-    """What the tune that is under way last said."""
+    """Hold the last messages of the running tune."""
 
     stage: str = ""
     detail: str = ""
@@ -93,11 +93,12 @@ class Live:
 
 
 class Full(AutoselError):
-    """So many workloads wait already."""
+    """Raised if the queue is full."""
 
 
 class Jobs:
-    """For the event loop's thread alone. `tell(kind, value)` is called at each change, `ended(job)` when one ends."""
+    """Manage the queue. Only for the event loop's thread. `tell(kind, value)` is called at each change, `ended(job)`
+    when a job ends."""
 
     def __init__(
         self,
@@ -111,25 +112,25 @@ class Jobs:
         self.path, self.busy_limit, self.effort = path, busy_limit, effort
         self.meters: dict[str, idle.Meter | idle.GpuMeter] = {CPU: idle.Meter()}
         self.live: Live | None = None
-        self.held = ""  # why nothing is tuned now
+        self.held = ""  # why no tune runs now
         self._tell, self._ended = tell, ended
         self._jobs: dict[int, Job] = {}
-        self._child: asyncio.subprocess.Process | None = None  # the one that tunes
+        self._child: asyncio.subprocess.Process | None = None  # the device that is being tuned
         self._children: set[asyncio.subprocess.Process] = set()
         self._cancelled: set[int] = set()
         self._again_at: dict[tuple[str, str], float] = {}  # by device and bucket
         self._stopping = False
-        self.offered: dict[int, str] = {}  # decisions of other hosts that wait for a proof of this one, by device
-        self.refused: set[int] = set()  # of these, what this daemon has tried
-        self.lost: dict[int, str] = {}  # stale winners, by device: to be proven again before they are raced
-        self._broken: dict[str, tuple[float, str]] = {}  # by device: until when nothing is tuned, and why
-        self._not_before: dict[str, float] = {}  # a duty of a device, after one that broke off
+        self.offered: dict[int, str] = {}  # by device: decisions of other hosts that wait for a proof here
+        self.refused: set[int] = set()  # those that this daemon has tried
+        self.lost: dict[int, str] = {}  # by device: stale winners, which are proven again before they are raced
+        self._broken: dict[str, tuple[float, str]] = {}  # by device: time until which no tune runs, and why
+        self._not_before: dict[str, float] = {}  # pause before repeating a duty that failed on a device
         self._load()
 
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def all(self) -> list[Job]:
-        """Open ones first, in the order they will be taken, then those that ended, latest first."""
+        """Return open jobs in the order of tuning, then ended ones, latest first."""
         jobs = list(self._jobs.values())
         ended = sorted((j for j in jobs if j.state not in OPEN), key=lambda j: (j.ended_at, j.id), reverse=True)
         return [*sorted((j for j in jobs if j.state in OPEN), key=_turn), *ended]
@@ -139,13 +140,13 @@ class Jobs:
 
     @property
     def meter(self) -> idle.Meter:
-        """The CPU's."""
+        """Return the CPU's meter."""
         found = self.meters[CPU]
         assert isinstance(found, idle.Meter)
         return found
 
     def know(self, device: str, unit: str) -> None:
-        """There is this device; a GPU by its UUID."""
+        """Register a device; a GPU by its UUID."""
         if device not in self.meters:
             self.meters[device] = idle.GpuMeter(device, unit)
 
@@ -159,8 +160,8 @@ class Jobs:
         force: bool = False,
         device: str = CPU,
     ) -> Job | None:
-        """The open job of the workload's bucket on a device, a new one if there is none; on disk when this returns.
-        None: a miss that was tried not long ago. Raises Full."""
+        """Return the open job for the workload's bucket on a device, adding one if there is none; it is on disk when
+        this returns. Return None for a miss that was tried recently. Raises Full."""
         own = (device, workload.bucket)
         known = next((j for j in self._jobs.values() if j.state in OPEN and _place(j) == own), None)
         if known is not None:
@@ -187,7 +188,7 @@ class Jobs:
         return made
 
     def cancel(self, job_id: int) -> Job | None:
-        """A queued job ends at once; one that runs, with the batch it belongs to: the others wait again."""
+        """Cancel a job. A queued job ends at once; a running one with its batch, whose other jobs are queued again."""
         job = self._jobs.get(job_id)
         if job is None or job.state not in OPEN:
             return job
@@ -215,7 +216,7 @@ class Jobs:
         return made
 
     def _save(self) -> None:
-        """Replace the file. A disk that cannot take it costs the queue its memory across a restart, nothing else."""
+        """Replace the file. If the disk refuses it, the queue is lost at a restart, and nothing else."""
         making = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         text = json.dumps([to_json(j) for j in self._jobs.values()])
         try:
@@ -225,7 +226,7 @@ class Jobs:
                 os.fsync(file.fileno())
             making.replace(self.path)
         except OSError as error:
-            log.warning("the queue cannot be kept: %s", error)
+            log.warning("the queue cannot be stored: %s", error)
             with suppress(OSError):
                 making.unlink()
 
@@ -236,7 +237,7 @@ class Jobs:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            log.warning("the queue of the last time cannot be read, and starts empty: %s", error)
+            log.warning("the stored queue cannot be read, and starts empty: %s", error)
             return
         for job in jobs:
             again = job.state in ("running", "paused")
@@ -245,19 +246,20 @@ class Jobs:
     # --- tuning -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """For ever: whenever a device is idle and something waits for it, work on one batch, one device at a time."""
+        """Loop: whenever a device is idle and has work, tune one batch, one device at a time."""
         while not self._stopping:
             await self._look()
             await self._next()
             await asyncio.sleep(LOOK_S)
 
     async def _look(self) -> None:
-        """In a thread: a driver may take its time to answer, and lookups go on."""
+        """Take readings in a thread, because a driver may be slow to answer and lookups must continue."""
         for meter in list(self.meters.values()):
             await asyncio.to_thread(meter.look, time.monotonic())
 
     async def _next(self) -> None:
-        """Stale winners first, that they serve again; then the queue; then what other hosts decided."""
+        """Choose the next work: stale winners, so that they serve again; then the queue; then decisions of other
+        hosts."""
         waiting = sorted((j for j in self._jobs.values() if j.state == "queued"), key=_turn)
         free = {device for device in self.meters if not self._why_held(device)}
         turn = next((j for j in waiting if j.device in free), None)
@@ -272,7 +274,7 @@ class Jobs:
             await self._adopt(other)
 
     def _due(self, wanted: Mapping[int, str], free: Collection[str]) -> str:
-        """The device of the first of these decisions whose device is free, and was not just refused to us; or ""."""
+        """Return the device of the first of these decisions that is free and did not just refuse; or ""."""
         now = time.monotonic()
         ready = (d for d in wanted.values() if d in free and now > self._not_before.get(d, 0.0))
         return next(ready, "")
@@ -315,18 +317,18 @@ class Jobs:
             self._settle(job, decided.get(job.workload.bucket), problem, code)
 
     def _settle(self, job: Job, said: dict[str, Any] | None, problem: dict[str, Any], code: int) -> None:
-        """What became of a job of a batch that ended."""
+        """Update a job of a batch that ended."""
         if said is not None:
             undecided = said["outcome"] == "undecided"
             self._end(job, "undecided" if undecided else "done", said["outcome"] or "not raced", said["id"])
         elif job.id in self._cancelled:
             self._cancelled.discard(job.id)
-            self._end(job, "cancelled", "cancelled while it ran; what was proven is kept")
-        elif problem.get("kind") == "EnvironmentFault":  # says nothing about the workload: it waits for a repair
+            self._end(job, "cancelled", "cancelled while it ran; finished proofs are kept")
+        elif problem.get("kind") == "EnvironmentFault":  # says nothing about the workload, which waits for a repair
             self._broken[job.device] = time.monotonic() + BROKEN_AGAIN_S, str(problem["what"])
             self._put(replace(job, state="queued", note=": ".join(str(problem[n]) for n in ("what", "why"))))
         elif self._stopping or problem.get("kind") == "InUseError" or code == 130:
-            self._put(replace(job, state="queued", note=str(problem.get("why", "")) or "stopped; it goes on later"))
+            self._put(replace(job, state="queued", note=str(problem.get("why", "")) or "stopped; continues later"))
         else:
             note = ": ".join(str(problem[n]) for n in ("what", "why") if problem.get(n))
             self._end(job, "failed", note or (f"the tuning process ended with {code}" if code else "left undecided"))
@@ -350,7 +352,7 @@ class Jobs:
         self._tell("live", live.document())
 
     async def _pause_for_others(self, running: dict[str, Job], device: str) -> None:
-        """Hold the tune while other work is on its device."""
+        """Pause the tune while other work runs on its device."""
         looks, paused = 0, False
         while True:
             await asyncio.sleep(LOOK_S)
@@ -372,7 +374,7 @@ class Jobs:
                 self._child.stdin.write(f"{word}\n".encode())
 
     async def _adopt(self, device: str) -> None:
-        """Prove what other hosts have decided. What was refused is not tried again by this daemon."""
+        """Prove decisions of other hosts. A decision that was refused is not tried again by this daemon."""
 
         def hear(said: dict[str, Any]) -> None:
             if said["event"] == "adopted":
@@ -383,15 +385,16 @@ class Jobs:
         await self._proven({"do": "adopt", "device": device}, hear)
 
     async def _proven(self, task: dict[str, Any], hear: Callable[[dict[str, Any]], None]) -> bool:
-        """Did the child come to its end? Else another process has the device, or it broke off: later again."""
+        """Return True if the child finished; otherwise another process has the device or the child failed, and it is
+        repeated later."""
         done = await self._child_runs(task, hear) == 0
         if not done:
             self._not_before[task["device"]] = time.monotonic() + ADOPT_AGAIN_S
         return done
 
     async def _renew(self, device: str) -> None:
-        """Prove winners again that a change made stale: seconds, after which they serve until they are raced. One that
-        does not pass is not tried again until something else changes."""
+        """Prove winners again that a change made stale. This takes seconds; then they serve until they are raced. One
+        that fails is tried again only after the next change."""
 
         def hear(said: dict[str, Any]) -> None:
             if said["event"] == "renewed":
@@ -403,8 +406,8 @@ class Jobs:
             self.lost = {number: other for number, other in self.lost.items() if other != device}
 
     async def examine(self, *, rates: bool = False) -> list[dict[str, Any]]:
-        """What a child that loads the libraries finds out about each device and its decisions, the CPU first; with
-        `rates`, also whether it is as fast as it was. Nothing where it does not answer."""
+        """Let a child that loads the libraries examine each device and its decisions, the CPU first; with `rates`, also
+        its current rates. No effect if it does not answer."""
         found: list[dict[str, Any]] = []
         problem: dict[str, Any] = {}
 
@@ -422,7 +425,7 @@ class Jobs:
     async def _child_runs(
         self, task: dict[str, Any], hear: Callable[[dict[str, Any]], None], *, aside: bool = False
     ) -> int:
-        """Run a child to its end, telling what it says; its exit code. `aside`: not one that orders are for."""
+        """Run a child to its end, handling its messages; return its exit code. `aside`: do not send it orders."""
         try:
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -447,7 +450,7 @@ class Jobs:
                 with suppress(ValueError, KeyError):
                     hear(json.loads(line))
             return await child.wait()
-        except (OSError, ValueError) as error:  # it died as it started, or said a line without an end
+        except (OSError, ValueError) as error:  # it died at its start, or wrote a line without an end
             log.warning("the tuning process broke off: %s", error)
             return await _ended(child)
         except asyncio.CancelledError:
@@ -459,13 +462,13 @@ class Jobs:
                 self._child = None
 
     async def stop(self) -> None:
-        """The tune under way ends within seconds; its jobs wait for the next start."""
+        """End the running tune within seconds; its jobs wait for the next start."""
         self._stopping = True
         await asyncio.gather(*(_ended(child) for child in list(self._children)))
 
 
 async def _ended(child: asyncio.subprocess.Process) -> int:
-    """Ask it to stop; past its time, kill it with what it started (its workers end with it)."""
+    """Ask a child to stop; after a timeout, kill it with its descendants (its workers end with it)."""
     if child.returncode is None:
         with suppress(OSError, RuntimeError):
             assert child.stdin is not None
@@ -480,7 +483,7 @@ async def _ended(child: asyncio.subprocess.Process) -> int:
 
 
 def document(job: Job) -> dict[str, Any]:
-    """A job as JSON."""
+    """Return a job as JSON."""
     found: dict[str, Any] = to_json(job)
     w = job.workload
     return {**found, "workload": w.key, "bucket": w.bucket, "op": w.op}
@@ -491,7 +494,7 @@ def _place(job: Job) -> tuple[str, str]:
 
 
 def _turn(job: Job) -> tuple[int, int, int, int]:
-    """Running first; then what was asked for, what is stale, and misses by how often they were missed."""
+    """Sort running jobs first, then requests, stale decisions, and misses by their count."""
     return (job.state == "queued", ASKING_FIRST[job.source], -job.calls, job.id)
 
 

@@ -1,4 +1,4 @@
-"""Figures for Prometheus. Labels are few and known: no path, workload or name that a caller chose."""
+"""Collect figures for Prometheus. Labels are few and known: no path, workload or name that a caller chose."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Metrics:
         self.seconds = Histogram(
             "autosel_request_seconds", "From a request's first byte to its answer", buckets=_SECONDS, registry=r
         )
-        self.lookups = Counter("autosel_lookups", "What serves a workload? asked by clients", registry=r)
+        self.lookups = Counter("autosel_lookups", "Lookups by clients", registry=r)
         self.writes = Counter("autosel_ledger_writes", "Writes acknowledged", registry=r)
         self.commits = Counter("autosel_ledger_commits", "Transactions they were committed in", registry=r)
         self.waiting = Gauge("autosel_ledger_writes_waiting", "Writes that wait for the writer", registry=r)
         self.read_only = Gauge("autosel_ledger_read_only", "1: the ledger cannot be written", registry=r)
-        self.epoch = Gauge("autosel_epoch", "The latest epoch of what serves", registry=r)
+        self.epoch = Gauge("autosel_epoch", "The latest epoch of the snapshot", registry=r)
         self.serving = Gauge("autosel_decisions_serving", "Decisions that serve this device", ("state",), registry=r)
         self.stale = Gauge("autosel_decisions_stale", "Of these, those whose software has changed", registry=r)
         self.speedup = Gauge(
@@ -29,7 +29,7 @@ class Metrics:
         )
         self.jobs = Gauge("autosel_jobs", "Workloads to tune", ("state",), registry=r)
         self.tuned = Counter("autosel_workloads_tuned", "Workloads tuned by the daemon", ("outcome",), registry=r)
-        self.misses = Counter("autosel_misses", "Calls of clients that no decision covered", registry=r)
+        self.misses = Counter("autosel_misses", "Calls of clients without a decision", registry=r)
         self.calls = Counter(
             "autosel_calls", "Calls of clients, by the candidate that served them", ("op", "candidate"), registry=r
         )

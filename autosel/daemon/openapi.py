@@ -1,4 +1,4 @@
-"""The interface as an OpenAPI 3.1 document, made from the table of endpoints and the types of their bodies."""
+"""Describe the interface as an OpenAPI 3.1 document, made from the table of endpoints and the types of their bodies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PROBLEM = {"$ref": "#/components/schemas/Problem"}
 _REFUSALS = {
     "400": "not JSON",
     "401": "it needs the token",
-    "403": "from where nothing is allowed",
+    "403": "from a forbidden origin",
     "404": "not there",
     "405": "not with this method",
     "408": "the body did not come in time",
-    "409": "it conflicts with what is there",
+    "409": "conflict with the present state",
     "413": "too large",
     "415": "not application/json",
     "422": "not the expected fields",
@@ -41,8 +41,8 @@ def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         "info": {
             "title": "autosel",
             "version": __version__,
-            "description": "What serves each op on this device, why, and what is being tuned. Everything can be read "
-            "without a token; over TCP, what changes something needs it.",
+            "description": "The decisions that serve each op on this device, their evidence, and the tuning queue. "
+            "Reading needs no token; over TCP, changes need it.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
@@ -75,7 +75,7 @@ def _operation(e: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
         },
     }
     if e.method != "GET":
-        made["security"] = [{"token": []}, {}]  # over the Unix socket the kernel says who it is
+        made["security"] = [{"token": []}, {}]  # over the Unix socket the kernel identifies the caller
     if e.body is not None:
         content = {"application/json": {"schema": schema_of(e.body, schemas)}}
         made["requestBody"] = {"required": True, "content": content}
@@ -108,7 +108,7 @@ def _query_parameters(e: Endpoint) -> list[dict[str, Any]]:
 
 
 def schema_of(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
-    """JSON Schema of what `values.from_json` reads as `kind`; dataclasses go into `schemas`."""
+    """Return the JSON Schema of the values that `values.from_json` reads as `kind`; dataclasses go into `schemas`."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return {}
@@ -141,7 +141,7 @@ _PLAIN: Mapping[Any, dict[str, Any]] = {
 def _object(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
     name = kind.__name__
     if name not in schemas:
-        schemas[name] = {}  # a type may hold itself
+        schemas[name] = {}  # a type may contain itself
         hints = typing.get_type_hints(kind)
         fields = dataclasses.fields(kind)
         required = [

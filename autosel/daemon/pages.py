@@ -1,6 +1,6 @@
-"""The dashboard: pages rendered here, readable without JavaScript, which only redraws what changed and draws charts.
+"""Render the dashboard on the server. It is readable without JavaScript, which only updates changes and draws charts.
 
-Reading needs no token. A GET changes nothing; what changes something goes through /v1.
+Reading needs no token. A GET changes nothing; changes go through /v1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NAV = (
 
 
 def _ago(stamp: str) -> Markup:
-    """`3 min ago`, with the exact time behind it."""
+    """Return `3 min ago`, with the exact time as a tooltip."""
     then = datetime.fromisoformat(stamp)
     seconds = max(0.0, (datetime.now(UTC) - then).total_seconds())
     text = "just now"
@@ -129,7 +129,7 @@ async def op(hub: Hub, request: Request) -> Response:
     rows = hub.view.of_op(name)
     if not rows:
         raise Bad(
-            404, f"nothing is decided about {name[:60]!r} here", todo=f"{settings.spelling()} tune --op {name[:60]}"
+            404, f"nothing is decided for {name[:60]!r} here", todo=f"{settings.spelling()} tune --op {name[:60]}"
         )
     families = shown.families(rows, hub.view.device) if hub.view.others else shown.families(rows)
     chosen = next((f for f in families if f.id == asked["family"]), families[0])
@@ -193,7 +193,7 @@ async def health(hub: Hub, request: Request) -> Response:
 
 
 async def not_there(hub: Hub, error: Bad | LedgerError) -> Response:
-    """A refusal, for people."""
+    """Render a refusal as a page."""
     status = getattr(error, "status", 409)
     return await _page(hub, "trouble", "Not there", status, error=error)
 
@@ -203,14 +203,14 @@ async def not_there(hub: Hub, error: Bad | LedgerError) -> Response:
 
 STATIC = {"style.css": "text/css", "live.js": "text/javascript", "charts.js": "text/javascript"}
 PLOTLY = "plotly.min.js"
-if find_spec("plotly") is None:  # at the start, not when a page wants its script; its import takes long
+if find_spec("plotly") is None:  # imported at the start, because it takes too long when a page needs its script
     raise ModuleNotFoundError("No module named 'plotly'", name="plotly")
 
 
 async def static(hub: Hub, request: Request) -> Response:
     name = request.path_params["name"]
     if name != PLOTLY and name not in STATIC:
-        raise Bad(404, "there is no such file")
+        raise Bad(404, "no such file")
     content, kind = _static(name)
     headers = {"Cache-Control": "max-age=3600", "Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
     if "gzip" not in request.headers.get("accept-encoding", ""):
@@ -220,7 +220,7 @@ async def static(hub: Hub, request: Request) -> Response:
 
 @cache
 def _static(name: str) -> tuple[bytes, str]:
-    """Compressed once: plotly's script is 4.8 MB, and a quarter of that."""
+    """Compress once: plotly's script is 4.8 MB, compressed a quarter of that."""
     if name == PLOTLY:
         return gzip.compress(files("plotly").joinpath("package_data", PLOTLY).read_bytes(), 6), "text/javascript"
     return gzip.compress(files("autosel.daemon").joinpath("static", name).read_bytes()), STATIC[name]

@@ -1,4 +1,4 @@
-"""Whose process is at the other end of a connection, by the kernel's word."""
+"""Identify the process at the other end of a connection, through the kernel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 NETLINK_SOCK_DIAG = 4
 SOCK_DIAG_BY_FAMILY = 20
 NLM_F_REQUEST = 1
-ANY = 0xFFFFFFFF  # of states, and as a cookie
+ANY = 0xFFFFFFFF  # all states, and no cookie
 _HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, pid
-_QUESTION = struct.Struct("=BBBxI")  # inet_diag_req_v2: family, protocol, extensions, states; then which socket
+_QUESTION = struct.Struct("=BBBxI")  # inet_diag_req_v2: family, protocol, extensions, states; then the socket
 _UID = struct.Struct("=I")
-UID_AT = 64  # in inet_diag_msg
+UID_AT = 64  # offsets in inet_diag_msg
 PROC = Path("/proc/net")
 
 Address = tuple[str, int]
@@ -29,8 +29,8 @@ def of_unix(connection: socket.socket) -> tuple[int, int]:
 
 
 def of_tcp(connection: socket.socket) -> int | None:
-    """Return the uid of the process of this machine at the other end of a TCP connection; None where it has closed it,
-    or the kernel does not say."""
+    """Return the uid of the process of this machine at the other end of a TCP connection; None if it has closed the
+    connection, or the kernel does not tell."""
     try:
         there, here = connection.getpeername()[:2], connection.getsockname()[:2]
         try:
@@ -42,7 +42,7 @@ def of_tcp(connection: socket.socket) -> int | None:
 
 
 def _asked(family: int, there: Address, here: Address) -> int:
-    """By a question about this one socket. Raises OSError where nobody answers, or there is no such socket."""
+    """Ask about this one socket. Raises OSError if nothing answers, or there is no such socket."""
     hosts = b"".join(socket.inet_pton(family, host).ljust(16, b"\0") for host, _ in (there, here))
     which = struct.pack("!HH", there[1], here[1]) + hosts + struct.pack("=III", 0, ANY, ANY)  # interface, cookie
     question = _QUESTION.pack(family, socket.IPPROTO_TCP, 0, ANY) + which
@@ -57,7 +57,7 @@ def _asked(family: int, there: Address, here: Address) -> int:
 
 
 def _listed(family: int, there: Address, here: Address) -> int | None:
-    """By the list of all sockets. Raises OSError, ValueError."""
+    """Search the list of all sockets. Raises OSError, ValueError."""
     name = "tcp6" if family == socket.AF_INET6 else "tcp"
     wanted = [_as_listed(family, there), _as_listed(family, here)]
     with (PROC / name).open() as lines:

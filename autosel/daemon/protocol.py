@@ -1,5 +1,5 @@
-"""uvicorn's HTTP, with who is at the other end checked before the first byte is read, and with limits of each user's
-connections, of sizes, and of the time that a request may take to come and an answer to be taken.
+"""Extend uvicorn's HTTP: identify the peer before the first byte is read; limit each user's connections, sizes, and the
+time for a request to arrive and for an answer to be read.
 
 A peer over the Unix socket becomes the client ("uid:1000", pid); over TCP it stays (address, port).
 """
@@ -23,12 +23,13 @@ from autosel.daemon.writes import TARGET, Writes, is_straight
 log = logging.getLogger(__name__)
 
 MOST_HEAD_BYTES = 32 << 10  # request line and headers
-MOST_LINES = {"unix": 64, "tcp": 32}  # connections at a time of this user, of root, of whom the kernel does not name
+# connections at a time of this user, of root, and of users that the kernel does not name
+MOST_LINES = {"unix": 64, "tcp": 32}
 MOST_OF_ANOTHER, MOST_OF_OTHERS = 8, 32  # of another user of this machine, and of all of them together
 HEAD_S = 10.0  # for the first byte on a new connection; and from a request's first byte to the end of its headers
-SPARE_S = 2.0  # more than READ_S, after which whoever reads a body says that it is late
-SEND_S = 30.0  # in which a peer takes some of an answer that waits
-SAY_S = 10.0  # between two lines of the log about refused connections
+SPARE_S = 2.0  # more than READ_S, after which the reader of a body reports that it is late
+SEND_S = 30.0  # time in which a peer must read part of a waiting answer
+SAY_S = 10.0  # pause between two log lines about refused connections
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n"
 _LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
@@ -37,7 +38,7 @@ open_lines: Counter[str] = Counter()
 
 
 def limits(kind: str, uid: int | None) -> dict[str, int]:
-    """What a connection of a user counts for, each with how many there may be."""
+    """Return the limits that apply to a user's connection."""
     own = f"{kind} of {'unknown' if uid is None else f'uid {uid}'}"
     if uid in (None, 0, os.getuid()):
         return {own: MOST_LINES[kind]}
@@ -45,15 +46,15 @@ def limits(kind: str, uid: int | None) -> dict[str, int]:
 
 
 class Protocol(HttpToolsProtocol):
-    """`writes` takes writes of the ledger as our own clients send them: one at a time a connection. Whoever sends the
-    next request before the answer gets that answer, and no other."""
+    """Handle a connection. `writes` handles writes of the ledger from autosel's clients, one at a time per connection.
+    A client that sends the next request before the answer gets that answer and no other."""
 
     _counted: tuple[str, ...] = ()  # in `open_lines`
     _local = False  # over the Unix socket
     _head = 0
     _body: bytearray | None = None  # of a write that is being read
-    _request, _stage = 0, ""  # which is being received, and how far: "head", "body"; "" between two
-    _timed: tuple[int, str] | None = None  # what the timer is for
+    _request, _stage = 0, ""  # the part that is arriving: "head" or "body"; "" between requests
+    _timed: tuple[int, str] | None = None  # the timer's purpose
     _timer: asyncio.TimerHandle | None = None
     _answering = _deaf = _last = False
 
@@ -111,7 +112,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stage = "body"
-        self._head = -(1 << 62)  # what follows is a body, which has limits of its own
+        self._head = -(1 << 62)  # a body follows, which has separate limits
         if self._answering:
             self._deaf = self._last = True
         elif self._is_write():
@@ -136,7 +137,7 @@ class Protocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _is_write(self) -> bool:
-        """One that may take the short way: from this user, over a line on which nothing is under way."""
+        """Return True if the request may take the short path: from this user, on a line without a running request."""
         return (
             self.url == TARGET
             and self.parser.get_method() == b"POST"
@@ -157,17 +158,17 @@ class Protocol(HttpToolsProtocol):
         if self._last:
             self.transport.close()
         else:
-            self.on_response_complete()  # the next one is waited for, for a while
+            self.on_response_complete()  # wait a while for the next request
 
     def _under_way(self) -> bool:
-        """Is an answer to be sent?"""
+        """Return True if an answer is still to be sent."""
         return self._answering or not (self.cycle is None or self.cycle.response_complete)
 
     # --- time -------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Give what is being received its time, once: more bytes of the same are no reprieve. A connection that waits
-        for its next request after an answer is uvicorn's to end, until something comes over it."""
+        """Start the timeout of the part that is arriving, once: more bytes do not extend it. uvicorn ends a connection
+        that waits for its next request, until bytes arrive."""
         now = (self._request, self._stage) if self._stage or not self._under_way() else None
         if now == self._timed:
             return
@@ -183,7 +184,7 @@ class Protocol(HttpToolsProtocol):
             self._timer = None
 
     def _overdue(self) -> None:
-        """The connection ends; an answer that is under way is sent before."""
+        """End the connection, after sending an answer that is under way."""
         self._deaf = True
         if self.transport.is_closing():
             return
@@ -206,18 +207,18 @@ class Protocol(HttpToolsProtocol):
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """What is under way is answered first."""
+        """Answer running requests first."""
         if self._answering:
             self._last = True
         else:
             super().shutdown()
 
 
-_said: dict[str, float] = {}  # when, of refusals by what they were for
+_said: dict[str, float] = {}  # time of the last log line, by the kind of refusal
 
 
 def _say_full(name: str) -> None:
-    """In the log, not more often than now and then: whoever is refused may come again at once."""
+    """Log refusals, at most now and then, because a refused client may return at once."""
     now = time.monotonic()
     if now - _said.get(name, -SAY_S) >= SAY_S:
         _said[name] = now
@@ -225,9 +226,8 @@ def _say_full(name: str) -> None:
 
 
 class Whole:
-    """A transport that sends at the end of a turn of the loop what was written in it: an answer's head and body in one
-    piece. Each piece wakes whoever waits for it, and on a busy machine takes our core for that. A peer that takes
-    nothing of what waits for it is left."""
+    """Send the parts written in one turn of the event loop together: an answer's head and body in one piece. Each piece
+    wakes the reader, which may take the daemon's core on a busy machine. A peer that reads nothing is disconnected."""
 
     def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
@@ -252,7 +252,7 @@ class Whole:
         self.press()
 
     def press(self) -> None:
-        """From now until nothing waits: end the connection of a peer that takes nothing of it for SEND_S."""
+        """From now until nothing waits, end the connection of a peer that reads nothing for SEND_S."""
         waiting = self._transport.get_write_buffer_size()
         if waiting and not self._pressing:
             self._pressing = True
@@ -271,7 +271,7 @@ class Whole:
 
 
 def loop_factory() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed."""
+    """Use uvloop if it is installed."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,4 @@
-"""Run the daemon: one a home, until a signal; ready when it says so."""
+"""Run the daemon of a home until a signal arrives; it reports when it is ready."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from autosel.ledger.engine import private_folder
 from autosel.ledger.locks import InUseError, daemon_lock
 
 log = logging.getLogger(__name__)
-SWITCH_S = 0.002  # whoever holds the interpreter gives it up after this, at the latest: a lookup waits no longer
-GRACE_S = 3  # for requests under way, when we stop
+SWITCH_S = 0.002  # limit for holding the interpreter, so that a lookup waits no longer
+GRACE_S = 3  # for running requests, at the end
 TOKEN = "token"  # noqa: S105  (the name of its file)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """`tcp` is HOST:PORT or empty; `origins` may change things from a browser, with the token."""
+    """Set how to serve. `tcp` is HOST:PORT or empty; `origins` may make changes from a browser, with the token."""
 
     tcp: str = ""
     origins: tuple[str, ...] = ()
@@ -45,8 +45,8 @@ class Asked:
 
 
 def serve(asked: Asked, home: Path | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. Raises AutoselError where another daemon serves this home, or nothing can be
-    listened on."""
+    """Serve until SIGTERM or SIGINT. Raises AutoselError if another daemon serves this home, or no socket can be
+    opened."""
     home = home or settings.home()
     private_folder(home)
     sys.setswitchinterval(SWITCH_S)
@@ -75,7 +75,7 @@ def _only_one(home: Path) -> Iterator[None]:
 
 
 def write_token(path: Path, token: str) -> None:
-    """For its owner's eyes. Another one at each start."""
+    """Write the token, readable by its owner only. It is new at each start."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -87,12 +87,12 @@ async def _serve(home: Path, asked: Asked, access: Access, address: str, sockets
     hub = Hub(home, Options(busy_limit=asked.busy_limit, tune=asked.tune, address=address))
     config = uvicorn.Config(
         build(hub, access),
-        http=cast(Any, partial(Protocol, writes=Writes(hub))),  # uvicorn calls it, whatever its type says
+        http=cast(Any, partial(Protocol, writes=Writes(hub))),  # uvicorn calls it, despite its declared type
         lifespan="off",
         ws="none",
         access_log=False,
         log_config=None,
-        proxy_headers=False,  # who a caller is is not for it to say
+        proxy_headers=False,  # uvicorn must not identify the caller
         server_header=False,
         date_header=False,
         timeout_keep_alive=75,
@@ -124,18 +124,18 @@ def _duties(hub: Hub) -> Iterable[Any]:
 
 
 async def _kept_up(duty: Any, hub: Hub) -> None:
-    """A duty that fails is a bug, and is taken up again: lookups and writes go on meanwhile."""
+    """Run a duty for ever. A failure is a bug; the duty starts again, while lookups and writes continue."""
     while True:
         try:
             await duty(hub)
             return
         except Exception:
-            log.exception("a duty of the daemon failed, and is taken up again")
+            log.exception("a duty of the daemon failed, and starts again")
             await asyncio.sleep(5.0)
 
 
 class _Server(uvicorn.Server):
-    """Tells when it is ready; on the first signal open lines of events end, so that nobody is waited for."""
+    """Report when it is ready; at the first signal end all lines of events, so that none delays the stop."""
 
     def __init__(self, config: uvicorn.Config, hub: Hub) -> None:
         super().__init__(config)
@@ -148,7 +148,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's own would raise the signal again once it has served, before we have put anything away."""
+        """uvicorn's own would raise the signal again after serving, before the daemon has cleaned up."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self.hub.loop.add_signal_handler(number, self._stop)
         yield
@@ -171,7 +171,7 @@ def say(hub: Hub) -> None:
 
 
 def notify(state: str) -> None:
-    """Tell the service manager, if one waits to hear (sd_notify)."""
+    """Notify the service manager, if there is one (sd_notify)."""
     address = settings.notify_socket()
     if not address:
         return
@@ -184,7 +184,8 @@ def notify(state: str) -> None:
 
 
 def unit(command: str, home: Path) -> str:
-    """A systemd user unit. No MemoryDenyWriteExecute (compilers of kernels write code), no PrivateDevices (GPUs)."""
+    """Return a systemd user unit, without MemoryDenyWriteExecute (compilers of kernels write code) and PrivateDevices
+    (GPUs)."""
     return f"""[Unit]
 Description=autosel: measured kernel selection
 Documentation=https://www.freedesktop.org/software/systemd/man/systemd.service.html

@@ -1,4 +1,4 @@
-"""What the pages say, gathered from view, ledger and disk; no HTML here."""
+"""Collect the data of the pages from view, ledger and disk, without HTML."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def device(hub: Hub) -> Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherDevice:
-    """A GPU beside the CPU. `busy`: share of the time that others keep it at work."""
+    """Describe a GPU in addition to the CPU. `busy`: share of time that others use it."""
 
     name: str
     headline: str
@@ -81,17 +81,18 @@ def other_devices(hub: Hub) -> list[OtherDevice]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRow:
-    """One op: what serves it, over all its workloads. `speedup`: lowest and highest median; `floor`: lowest bound."""
+    """Describe one op and its decisions, over all workloads. `speedup`: lowest and highest median; `floor`: lowest
+    bound."""
 
     op: str
-    device: str  # where the machine has several
+    device: str  # if the machine has several
     workloads: int
     candidates: tuple[str, ...]
     speedup: tuple[float, float] | None
     floor: float | None
     roofline: tuple[float, float] | None
-    stale: int  # the baseline runs instead
-    again: int  # serve, proven again after a change, and wait for a race
+    stale: int  # decisions whose baseline runs instead
+    again: int  # decisions that serve after a new proof, and wait for a race
     off: int  # demoted or quarantined
     last: Decision
 
@@ -127,7 +128,7 @@ def _op_row(op: str, device: str, decisions: Sequence[Decision], view: View) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
-    """`todo` says what to do about it; it may begin with a `command`."""
+    """A message; `todo` is the fix and may begin with a `command`."""
 
     level: Literal["bad", "note"]
     text: str
@@ -137,13 +138,13 @@ class Remark:
 
 
 def quarantines(ledger: Ledger, view: View) -> list[Quarantine]:
-    """What is held in quarantine on the devices of this machine, oldest first."""
+    """List the quarantines on the devices of this machine, oldest first."""
     held = [q for hw_id in {view.hw_id, *view.others} for q in ledger.quarantined(hw_id).values()]
     return sorted(held, key=lambda q: q.id)
 
 
 def warnings(hub: Hub, held: Sequence[Quarantine]) -> list[Remark]:
-    """What is wrong, worst first; nothing where all is well. `held`: the quarantines in force."""
+    """List problems, worst first; none if all is well. `held`: the quarantines in force."""
     found = []
     if hub.writer.read_only:
         todo = f"free some space below {hub.home}; lookups go on"
@@ -181,7 +182,7 @@ def last_races(ledger: Ledger) -> list[Decision]:
 
 
 def _raced(d: Decision) -> bool:
-    """Was it decided by its race, and not by hand, by another proof, or because its time was over?"""
+    """Return True if a race decided it, not a person, another proof or a timeout."""
     return d.state in ("promoted", "kept") and not d.stale and bool(d.verdict and d.verdict.timings)
 
 
@@ -189,7 +190,7 @@ def _raced(d: Decision) -> bool:
 class SessionRow:
     kind: str
     pairs: int
-    ratios: tuple[tuple[str, float], ...]  # arm, median of the baseline's time over its own
+    ratios: tuple[tuple[str, float], ...]  # arm, median ratio of the baseline's time to its time
     read_bytes_per_s: float
     voided: str
 
@@ -217,7 +218,7 @@ def sessions(race: Race | None) -> list[SessionRow]:
 
 
 def choosable(e: Evidence) -> list[str]:
-    """Candidates that passed parity for a decision: what may be promoted or pinned by hand."""
+    """Return candidates that passed parity for a decision, which may be promoted or pinned by hand."""
     passed = {arm.candidate for arm, p in e.parities if isinstance(p, Passed)}
     return sorted(passed | {e.decision.arm.candidate, e.decision.baseline.candidate})
 
@@ -227,7 +228,7 @@ def choosable(e: Evidence) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Decisions that differ in one dimension only: a line over `axis`."""
+    """Group decisions that differ in one dimension only, for a line over `axis`."""
 
     id: str
     name: str
@@ -236,7 +237,7 @@ class Family:
 
 
 def families(decisions: Sequence[Decision], device: Callable[[Decision], str] = lambda _: "") -> list[Family]:
-    """Over the context where the op has one, else over the rows; the largest family first. `device`: which one, where
+    """Group over the context if the op has one, else over the rows; the largest family first. `device`: the device, if
     there are several."""
     found: dict[str, list[Decision]] = {}
     axes: dict[str, str] = {}
@@ -262,14 +263,14 @@ def families(decisions: Sequence[Decision], device: Callable[[Decision], str] = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A kernel that serves: its text as it is now, and how it was compiled."""
+    """Hold the source of a serving kernel as it is now, and how it was compiled."""
 
     candidate: str
     path: str
     text: str
     command: str
     log: str
-    edited: str  # why what is compiled is not what stands there
+    edited: str  # why the compiled kernel differs from this source
 
 
 def sources(decisions: Sequence[Decision]) -> list[Source]:
@@ -323,7 +324,7 @@ def certificates(hub: Hub, most: int = 200) -> Certificates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A side of a comparison: `c7`, a certificate, or `e3`, a device with its software as fingerprinted."""
+    """Select a side of a comparison: `c7`, a certificate, or `e3`, a device and its software."""
 
     id: str
     name: str
@@ -331,13 +332,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """`change` above 1: b is faster. `better`: by more than the intervals allow; None: cannot be told."""
+    """Compare one figure. `change` above 1: b is faster. `better`: beyond the intervals; None: inconclusive."""
 
     what: str
     a: str
     b: str
     change: float | None
-    told: bool = False  # the intervals are apart
+    told: bool = False  # True if the intervals do not overlap
     link: str = ""
     more: tuple[str, str] = ("faster", "slower")
 
@@ -375,7 +376,7 @@ def _torch(fp: Fingerprint) -> str:
 
 
 def fingerprints(ledger: Ledger) -> dict[int, Fingerprint]:
-    """The latest fingerprint of each device and software that decisions rest on, by its row."""
+    """Return the latest fingerprint of each device and software with decisions, by its row."""
     f, d = t.fingerprints.c, t.decisions.c
     used = sa.select(sa.func.max(f.id)).where(f.id.in_(sa.select(d.fingerprint_id))).group_by(f.env_id)
     with ledger.reading() as c:
@@ -384,7 +385,7 @@ def fingerprints(ledger: Ledger) -> dict[int, Fingerprint]:
 
 
 def compare(hub: Hub, known: Sequence[Choice], a: str, b: str) -> Compared:
-    """Those asked for; where none are, the last two of a kind, the older first."""
+    """Compare the chosen sides; by default the last two of a kind, the older first."""
     names = {choice.id: choice.name for choice in known}
     if not a and not b:
         alike = [(x.id, y.id) for x, y in pairwise(known) if x.id[0] == y.id[0]]
@@ -392,7 +393,7 @@ def compare(hub: Hub, known: Sequence[Choice], a: str, b: str) -> Compared:
             return Compared()
         b, a = alike[0]
     if a not in names or b not in names:
-        return Compared(trouble="choose two of what is listed")
+        return Compared(trouble="choose two of the listed items")
     if a[0] != b[0]:
         return Compared(a=a, b=b, trouble="a certificate is compared with a certificate, decisions with decisions")
     return _certified(hub, a, b) if a[0] == "c" else _decided(hub.ledger, a, b)
@@ -463,7 +464,7 @@ def _decided(ledger: Ledger, a: str, b: str) -> Compared:
 
 
 def _latest(ledger: Ledger, fp: Fingerprint) -> dict[str, Decision]:
-    """The latest raced decision of each bucket (and part of it) under this device and software."""
+    """Return the latest raced decision of each bucket (and part of it) on this device and software."""
     f, d = t.fingerprints.c, t.decisions.c
     same = sa.select(f.id).where(f.env_id == fp.env_id)
     wanted = rows.stored().where(d.fingerprint_id.in_(same), d.verdict_id.is_not(None)).order_by(d.id)
@@ -499,7 +500,7 @@ class Host:
     env_id: str
     decided: int
     stale: int
-    foreign: int  # decisions in the ledger that other devices made
+    foreign: int  # decisions in the ledger from other devices
     contended: bool
     version: str
 
@@ -528,18 +529,18 @@ class Store:
 
 
 def stores(hub: Hub) -> list[Store]:
-    """The database and the caches: where, how large."""
+    """List the database and the caches, with path and size."""
     found = []
     ledger = Path(hub.ledger.name)
     if ledger.is_file():
         found.append(Store(name="ledger", where=str(ledger), bytes=ledger.stat().st_size, text=_counts(hub.ledger)))
         log = ledger.with_name(f"{ledger.name}-wal")
         if log.exists():
-            text = "what is written, and not yet moved into the file"
+            text = "writes that are not yet moved into the file"
             found.append(Store(name="its log", where=str(log), bytes=log.stat().st_size, text=text))
     path = hub.home / snapshot.FILE
     if path.exists():
-        text = f"what best() reads: epoch {hub.view.epoch}, {len(hub.view.served)} rows"
+        text = f"read by best(): epoch {hub.view.epoch}, {len(hub.view.served)} rows"
         found.append(Store(name="snapshot", where=str(path), bytes=path.stat().st_size, text=text))
     for name, what in (("native", "compiled kernels"), ("cache", "caches of libraries"), ("fingerprint", "rates")):
         folder = hub.home / name

@@ -1,10 +1,10 @@
-"""The child process in which the daemon tunes, and looks at what needs a tensor library. Started by `jobs`, and by a
-worker of a fleet.
+"""Run a tune, or an examination that needs a tensor library, in a child process. `jobs` starts it, or a worker of a
+fleet.
 
-    stdin   one JSON line that says what to do, then `pause`, `resume`, `stop`; its end stops us too
-    stdout  one JSON line an event
+    stdin   one JSON line with the task, then `pause`, `resume`, `stop`; its end stops the child too
+    stdout  one JSON line per event
 
-A decision is recorded through the daemon like that of any other process: what it acknowledged survives us.
+Decisions are recorded through the daemon, as in any other process: acknowledged ones survive the child.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autosel.race.judge import CLONE, duels
 from autosel.values import WHOLE_STEP, Accepted, Decision, Fingerprint, Workload, from_json, to_json
 from autosel.workers.environment import torch_fault
 
-if TYPE_CHECKING:  # what imports torch is imported late: that it cannot be imported is said like any other error
+if TYPE_CHECKING:  # modules that import torch are imported late, so that a failure is reported like any other error
     from autosel.fingerprint import Drift
     from autosel.ledger.store import Ledger
     from autosel.race.run import Tick
@@ -33,12 +33,12 @@ if TYPE_CHECKING:  # what imports torch is imported late: that it cannot be impo
 log = logging.getLogger(__name__)
 
 SAY_EVERY_S = 0.25
-STOP_S = 5.0  # from being asked to stop until we are gone, whatever we are at
+STOP_S = 5.0  # time from the request to stop until the process is gone, in any state
 
 
 def main() -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background may have had it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background parent may have made the child ignore it
     voice = Voice(_own_stdout())
     task = json.loads(sys.stdin.readline())
     gate = Gate()
@@ -47,7 +47,7 @@ def main() -> int:
         DUTIES[task["do"]](task, voice, gate)
     except KeyboardInterrupt:
         voice.say("stopped")
-        os._exit(130)  # at once: a thread may be waiting for a proof; workers end with us
+        os._exit(130)  # at once: a thread may be waiting for a proof; workers end with this process
     except Exception as error:
         told = error if isinstance(error, AutoselError) else torch_fault()
         if told is None:
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def _own_stdout() -> TextIO:
-    """Our line to the daemon; what a library prints goes to stderr from now on."""
+    """Return the line to the daemon; libraries print to stderr from now on."""
     kept = os.dup(1)
     os.dup2(2, 1)
     return os.fdopen(kept, "w", encoding="utf-8")
@@ -75,7 +75,7 @@ class Voice:
 
 
 class Gate:
-    """What the daemon says while we work."""
+    """Hold the daemon's orders to the running task."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -96,7 +96,7 @@ class Gate:
 
 
 class Listener:
-    """Tells the daemon how it goes; between two pairs of a race, or two proofs, is where a pause begins."""
+    """Report progress to the daemon. A pause starts between two pairs of a race or two proofs."""
 
     def __init__(self, voice: Voice, gate: Gate) -> None:
         self.voice, self.gate = voice, gate
@@ -111,8 +111,8 @@ class Listener:
         self.voice.say("stage", name=name, detail=detail, done=done, total=total)
 
     def pair(self, tick: Tick) -> None:
-        """How far ahead of the baseline each arm is in the session under way: the middle of its pairs, and 80 % of
-        them. What decides is not this, but the judge's count of pairs over three sessions."""
+        """Report how far ahead of the baseline each arm is in the running session: the median of its pairs, and their
+        middle 80 %. The decision depends instead on the judge's count of pairs over three sessions."""
         now, key = time.monotonic(), tick.contest.workload.key
         if now - self._said.get(key, 0.0) < SAY_EVERY_S or not tick.pairs:
             return
@@ -156,7 +156,7 @@ def tune(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
 
 
 def adopt(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
-    """Prove what other hosts have decided, so that it may serve here."""
+    """Prove decisions of other hosts, so that they may serve here."""
     from autosel import fingerprint
     from autosel.ledger.store import open_ledger
     from autosel.tuning.adopt import adopt as work
@@ -167,7 +167,7 @@ def adopt(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
 
 
 def renew(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
-    """Prove winners again that a change has made stale, so that they may serve until they are raced."""
+    """Prove winners again that a change made stale, so that they may serve until they are raced."""
     from autosel import fingerprint
     from autosel.ledger.store import open_ledger
     from autosel.tuning.renew import renew as work
@@ -181,10 +181,10 @@ def renew(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
 
 
 def examine(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
-    """What each device and its software are now, and which decisions no longer hold. With `rates`: whether it still is
-    as fast as when it was measured; if not, it is measured anew, and what now has other knobs is named.
+    """Examine each device, its software and its decisions. With `rates`, also check the device's rates; if they have
+    moved, measure them again, and report decisions whose knobs differ now.
 
-    On a device that others use too a rate says who was running: there nothing follows from it.
+    On a device with other users, rates depend on these users, so a change has no consequences.
     """
     from autosel import fingerprint
     from autosel.ledger.store import open_ledger
@@ -193,8 +193,8 @@ def examine(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
         for device in fingerprint.present():
             try:
                 voice.say("facts", **_facts(ledger, device, rates=bool(task.get("rates"))))
-            except UsageError as error:  # a GPU that lacks what measures it, or cannot be told from its neighbours
-                log.warning("%s is left alone: %s", device, error.what)
+            except UsageError as error:  # a GPU without the packages that measure it, or with an ambiguous identity
+                log.warning("%s is skipped: %s", device, error.what)
 
 
 def _facts(ledger: Ledger, device: str, *, rates: bool) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _facts(ledger: Ledger, device: str, *, rates: bool) -> dict[str, Any]:
     if drifted:
         fp = fingerprint.take(device, refresh=True)
     stale: dict[str, str] = {}
-    lost: list[int] = []  # of these, winners that may serve again once they are proven again
+    lost: list[int] = []  # winners among these that may serve after a new proof
     other: dict[str, str] = {}
     moved: dict[str, int] = {}
     for served in ledger.serving():
@@ -232,19 +232,20 @@ def _facts(ledger: Ledger, device: str, *, rates: bool) -> dict[str, Any]:
 
 
 def _drift(fp: Fingerprint, device: str) -> Drift | None:
-    """None where nothing here can look: no compiler for a CPU's probes, no cupy for a GPU's, no memory left."""
+    """Return None if the rates cannot be checked here: no compiler for a CPU's probes, no cupy for a GPU's, no memory
+    left."""
     from autosel import fingerprint
 
     try:
         return fingerprint.drifted(fp, device)
     except (BuildError, UsageError) as error:
-        log.info("%s: its rates are not looked at: %s", device, error)
+        log.info("%s: its rates are not checked: %s", device, error)
         return None
 
 
 def has_other_knobs(d: Decision, fp: Fingerprint) -> bool:
-    """Would the decision's candidate be run otherwise by these rates? Then it is worth a race; what was proven goes on
-    serving until then."""
+    """Return True if the decision's candidate would use other knobs with these rates. It is then raced again; until
+    then the proven kernel serves."""
     from autosel.candidates import registry
     from autosel.candidates.base import support_of
     from autosel.tuning.shortlist import way_of

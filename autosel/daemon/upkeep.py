@@ -1,4 +1,5 @@
-"""What the daemon does unasked: takes in faults, notices what others wrote, finds decisions that no longer hold."""
+"""Run the daemon's periodic duties: record faults, publish other processes' writes, find decisions that no longer
+hold."""
 
 from __future__ import annotations
 
@@ -25,17 +26,17 @@ from autosel.values import WHOLE_STEP, Decision
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.2  # a fault reaches every client within a second: this, and the half second of its own look
+LOOK_S = 0.2  # with the half second of a client's own check, a fault reaches every client within a second
 SOURCES_S = 5.0
-RATES_S = 3600.0  # a look at the rates takes the device for 0.1 s, and a start of torch
-AGAIN_S = 5.0  # before faults that could not be recorded are tried again
+RATES_S = 3600.0  # checking the rates uses the device for 0.1 s, and starts torch
+AGAIN_S = 5.0  # pause before faults that could not be recorded are tried again
 LISTEN_AGAIN_S = 1.0
 FACTS = ("device", "unit", "fingerprint", "hw_id", "env_id", "mode", "stale", "moved")
 LIBRARIES = ("torch", "triton", "apache-tvm-ffi", "autosel-kernels")
 
 
 async def watch(hub: Hub) -> None:
-    """For ever: faults into the ledger; another process's snapshot into what is shown."""
+    """Loop: move faults into the ledger, and show another process's snapshot."""
     seen_faults, seen_snapshot, again_s = 0, (0, 0), 0.0
     while True:
         stamp = faults.stamp(hub.home)
@@ -52,9 +53,9 @@ async def watch(hub: Hub) -> None:
 
 
 async def listen(hub: Hub) -> None:
-    """For ever, where the ledger is on a server: what another host decides is published here at once.
+    """Loop, if the ledger is on a server: publish other hosts' decisions here at once.
 
-    Nothing is lost where the line breaks: what serves is published again as soon as there is one.
+    A broken line loses nothing: decisions are published again when it is back.
     """
     while hub.ledger.shared:
         try:
@@ -67,7 +68,7 @@ async def listen(hub: Hub) -> None:
 
 
 async def take_in(hub: Hub) -> list[Fault]:
-    """The journal of faults: quarantined and demoted on return, and told."""
+    """Record the journal of faults. When this returns they are quarantined or demoted, and reported."""
 
     def work(ledger: Ledger) -> list[Fault]:
         return intake.take_in(ledger)
@@ -78,7 +79,7 @@ async def take_in(hub: Hub) -> list[Fault]:
         log.warning("faults wait: %s", error)
         return []
     if taken:
-        await hub.reload()  # first: who hears of a fault may ask at once what serves
+        await hub.reload()  # first, because a client that hears of a fault may ask at once for the current decision
     for fault in taken:
         hub.metrics.faults.labels(fault.cause).inc()
         hub.events.tell("fault", summary(fault))
@@ -95,8 +96,8 @@ def summary(fault: Fault) -> dict[str, Any]:
 
 
 async def look_after(hub: Hub) -> None:
-    """For ever: whenever sources or libraries have changed, find out what no longer holds, and queue it; now and then,
-    while the device is idle, whether its rates still hold."""
+    """Loop: whenever sources or libraries change, find decisions that no longer hold, and queue them; now and then,
+    while the device is idle, check its rates."""
     seen, rates_at = "", time.monotonic() + RATES_S
     while True:
         now = await asyncio.to_thread(software)
@@ -116,7 +117,7 @@ async def examine(hub: Hub, *, rates: bool = False) -> None:
         hub.learn(Facts(**{name: found[name] for name in FACTS}))
     if looked_at and hub.options.tune:
         hub.jobs.lost = {number: found["device"] for found in looked_at for number in found["lost"]}
-    await hub.reload()  # what is offered to these devices, now that they are known
+    await hub.reload()  # queue for these devices, now that they are known
     for found in looked_at if hub.options.tune else ():
         for decision in hub.view.here:
             why = found["stale"].get(str(decision.id)) or found["other_knobs"].get(str(decision.id))
@@ -126,7 +127,7 @@ async def examine(hub: Hub, *, rates: bool = False) -> None:
 
 def race_again(hub: Hub, decision: Decision, why: str, device: str) -> None:
     if decision.op == WHOLE_STEP:
-        return  # the decoder races its own, by the model's weights
+        return  # the decoder races its steps itself, with the model's weights
     try:
         hub.jobs.add(decision.workload, "stale", why, device=device)
     except Full as error:
@@ -134,7 +135,7 @@ def race_again(hub: Hub, decision: Decision, why: str, device: str) -> None:
 
 
 def software() -> str:
-    """Changes when a kernel's source, one of the libraries that decisions rest on, or the GPU's driver does."""
+    """Return a value that changes with a kernel's source, a library that decisions depend on, or the GPU's driver."""
     parts = [f"{path}:{info.st_mtime_ns}:{info.st_size}" for path, info in _sources(resources.kernels())]
     for name in (*LIBRARIES, *_backends()):
         with suppress(PackageNotFoundError):
@@ -145,7 +146,7 @@ def software() -> str:
 
 @cache
 def _backends() -> tuple[str, ...]:
-    """Distributions whose kernels may be installed."""
+    """Return distributions whose kernels may be installed."""
     found = {c.library.distribution for c in registry.own_candidates() if hasattr(c, "library")}
     return tuple(sorted(found))
 

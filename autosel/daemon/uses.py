@@ -1,7 +1,7 @@
-"""Proof of use: which candidate served how many calls, as the processes of this home tell it, since this daemon began.
+"""Count served calls by candidate, as reported by the processes of this home since this daemon started (proof of use).
 
-A process tells how many calls were made since what it told last, under a serial number: told twice because an answer
-was lost, it counts once.
+A process reports the calls since its last report, with a serial number. A report that is repeated because its answer
+was lost counts once.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from autosel.errors import UnknownName
 from autosel.ledger import conditions
 from autosel.values import Decision
 
-MOST_CLIENTS = 4096  # remembered; the one silent for longest is forgotten first
+MOST_CLIENTS = 4096  # processes remembered; the one without news for longest is forgotten first
 MOST_KEYS = 8192
-MOST_TOLD = 512  # rows of one report
-SILENT_S = 60.0  # a process that told nothing for so long is not counted as one that calls
-OTHER = "other"  # the candidate of a name that neither this ledger nor this autosel knows
+MOST_TOLD = 512  # rows in a report
+SILENT_S = 60.0  # a process without reports for so long no longer counts as calling
+OTHER = "other"  # stands for a candidate that neither this ledger nor this autosel knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """`calls` more of one op, run by one candidate. `decision_id` None: no decision covered them; `conditions` says so
-    if one would under others, as `tuned with 2 threads, running with 1`."""
+    """Report `calls` more of one op by one candidate. `decision_id` None: without a decision; `conditions` then names
+    one for other conditions, as `tuned with 2 threads, running with 1`."""
 
     op: str
     candidate: str
@@ -39,7 +39,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Of one process: `client` names it, `serial` grows with each report."""
+    """Hold a process's report: `client` names it, `serial` grows with each report."""
 
     client: str
     serial: int
@@ -47,14 +47,14 @@ class Report:
 
 
 class Uses:
-    """In the event loop's thread alone."""
+    """Hold the counts. Only in the event loop's thread."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, str, int | None, str], int] = {}
         self._clients: OrderedDict[str, tuple[int, float]] = OrderedDict()  # serial and time of the last report
 
     def take(self, report: Report, served: Iterable[Decision]) -> list[Told]:
-        """Count it; what was counted, under names that are known here. Raises Bad."""
+        """Count a report; return its rows under known names. Raises Bad."""
         if len(report.uses) > MOST_TOLD:
             raise Bad(422, f"{len(report.uses)} uses", why=f"at most {MOST_TOLD} at a time")
         if any(not 0 <= u.calls <= 1 << 53 for u in report.uses):
@@ -74,7 +74,7 @@ class Uses:
         return fresh
 
     def document(self) -> dict[str, Any]:
-        """Most called first. `processes`: how many told something within the last minute."""
+        """Return the sums, most called first. `processes`: how many have reported within the last minute."""
         now = time.monotonic()
         rows = [
             {"op": op, "candidate": candidate, "decision_id": number, "conditions": other, "calls": calls}
@@ -87,11 +87,11 @@ class Uses:
 
 
 def _named(told: Told, known: set[tuple[str, str]]) -> Told:
-    """Raises Bad for an op that nobody knows."""
+    """Return a row with known names. Raises Bad for an unknown op."""
     try:
         op = registry.op_name(told.op)
     except UnknownName as error:
-        raise Bad(422, f"there is no op {told.op!r:.80}") from error
+        raise Bad(422, f"no such op: {told.op!r:.80}") from error
     ours = {(c.op, c.name) for c in registry.own_candidates()}
     candidate = told.candidate if (op, told.candidate) in known | ours else OTHER
     other = conditions.told_in(told.conditions) if told.decision_id is None else ""

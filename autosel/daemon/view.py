@@ -1,4 +1,4 @@
-"""What serves this device now, in memory: the answers to lookups are made once, and given as bytes."""
+"""Keep this device's decisions in memory. Answers to lookups are prepared once, and returned as bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _DIM = re.compile(r"([A-Za-z_]+)([0-9]{1,13})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """`stale` says, by decision, why the baseline runs instead; `mode` is that of a process with default settings."""
+    """Hold the decisions. `stale` gives the reason, by decision, why the baseline runs instead; `mode` is that of a
+    process with default settings."""
 
     epoch: int = 0
     hw_id: str = ""  # the CPU's
@@ -37,22 +38,22 @@ class View:
         return [s.decision for s in self.served if s.decision.hw_id == self.hw_id or s.decision.hw_id in self.others]
 
     def device(self, decision: Decision) -> str:
-        """Which device of this machine a decision is of."""
+        """Return the device of this machine that a decision is for."""
         return self.others.get(decision.hw_id, "cpu")
 
     @property
     def off(self) -> list[Decision]:
-        """Those in whose place the baseline runs, because something has changed since their race."""
+        """Return the decisions whose baseline runs, because something has changed since their race."""
         return [d for d in self.here if str(d.id) in self.stale]
 
     @property
     def renewed(self) -> list[Decision]:
-        """Those that serve, proven again after a change, and wait for a race."""
+        """Return the decisions that serve after a new proof, and wait for a race."""
         return [d for d in self.here if d.stale and str(d.id) not in self.stale]
 
     def lookup(self, op: str, workload: str, device: str = "") -> bytes:
-        """The JSON of what serves a workload (its key), or of all that serves the op where that is empty; on one
-        device, or on any, the CPU's first."""
+        """Return the JSON of the decision for a workload (its key), or of all decisions of the op if it is empty; on
+        one device, or on any, the CPU's first."""
         found = self._answers.get((op, workload, device))
         if found is None:
             rows = [d for d in self.of_op(op) if device in ("", self.device(d))]
@@ -82,7 +83,7 @@ class View:
         return {"op": op, "workload": workload, "state": "baseline", "reason": why[:300]}
 
     def document(self, decision: Decision) -> dict[str, Any]:
-        """As `best OP --json`: a stale decision's baseline, with the reason."""
+        """Return the document of `best OP --json`: for a stale decision the baseline, with the reason."""
         made = {**decision_json(decision), "device": self.device(decision), "epoch": self.epoch}
         why = self.stale.get(str(decision.id))
         if not why:
@@ -101,12 +102,12 @@ class View:
         return found
 
     def won(self, d: Decision) -> Verdict | None:
-        """The verdict by which another arm than the baseline serves now; None where the baseline does."""
+        """Return the verdict by which another arm than the baseline serves; None if the baseline serves."""
         serves = str(d.id) not in self.stale and d.arm.digest != d.baseline.digest
         return d.standing if serves and d.standing is not None and d.standing.outcome == "promote" else None
 
     def speedups(self) -> dict[str, float]:
-        """By op: the median, over what serves now instead of the baseline, of the speedup over it."""
+        """Return, by op, the median speedup over the baseline of the decisions in which another arm serves."""
         by_op: dict[str, list[float]] = {}
         for d in self.here:
             v = self.won(d)
@@ -116,7 +117,7 @@ class View:
 
 
 def bucket_of(key: str) -> tuple[str, int]:
-    """The bucket of a workload's key, and its context length (0 where it has none): `Workload.bucket` as text."""
+    """Return the bucket and the context length (0 if none) of a workload's key: `Workload.bucket` as text."""
     op, _, rest = key.partition("/")
     dims, slash, tail = rest.partition("/")
     made, length = [], 0

@@ -1,11 +1,10 @@
-"""The one thread that writes to the ledger. Writes that wait are committed together, then published, then acknowledged.
+"""Write to the ledger in a single thread. Waiting writes are committed together, then published, then acknowledged.
 
-A commit is one fsync, however many it holds: with many clients that wait their turn, the group grows and the wait does
-not.
+A commit is one fsync, regardless of its number of writes: with many clients, the group grows and the wait does not.
 
-The event loop and the thread that writes hold one interpreter between them: while both have work, they hand it to and
-fro at every statement, and each hand-over waits for a core. So the loop gathers a group, and hands it over at once:
-when as many wait as were at it lately, or nobody has come for `LINGER_S`. A lone write waits for nobody.
+The event loop and the writing thread share one interpreter. While both have work, they switch at every statement, and
+each switch waits for a core. So the loop gathers a group and hands it over at once: when as many writers wait as were
+active recently, or when none has arrived for `LINGER_S`. A lone write does not wait.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ log = logging.getLogger(__name__)
 MOST_TOGETHER = 256
 MOST_WAITING = 4096
 LINGER_S, MOST_LINGER_S = 0.001, 0.010
-REOPEN_S = 5.0  # after the disk failed us, before it is tried again
-WRITES_A_LOG = 4000  # before SQLite's log is moved into the file: some 30 MiB of it
-IDLE_S = 0.5  # without a write, after which it is moved, whatever it holds
+REOPEN_S = 5.0  # pause after a disk failure, before the next attempt
+WRITES_A_LOG = 4000  # commits before SQLite's log is moved into the file: some 30 MiB
+IDLE_S = 0.5  # time without a write after which the log is moved, at any size
 
 Work = Callable[[Ledger], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Item:
-    """`alone`: not in a group, because it also does what no transaction can take back."""
+    """A queued write. `alone`: not in a group, because it also does something that a transaction cannot undo."""
 
     work: Work
-    future: Any  # a concurrent one, or the event loop's: who waits for it, waits there
+    future: Any  # a concurrent future, or the event loop's, in which its caller waits
     alone: bool
 
 
 class Busy(AutoselError):
-    """So many writes wait already that one more would only wait longer."""
+    """Raised if so many writes wait already that one more would only wait longer."""
 
 
 class Writer:
-    """`open_again` opens the ledger anew once its disk has failed: a second fsync through the same file may lie.
-    `committed` hears of each group: how many writes, and whether what serves was published."""
+    """Write groups. `open_again` opens the ledger again after its disk failed, because a second fsync through the same
+    file may lie. `committed` is called for each group: how many writes, and whether the snapshot was published."""
 
     def __init__(
         self, ledger: Ledger, open_again: Callable[[], Ledger], committed: Callable[[int, bool], None]
@@ -76,14 +75,14 @@ class Writer:
         return self.ledger.failed or not self.ledger.writable
 
     def submit(self, work: Work, *, alone: bool = False) -> Future[Any]:
-        """Resolves when the work is on disk and published. Raises Busy."""
+        """Submit a write. The result arrives when it is on disk and published. Raises Busy."""
         future: Future[Any] = Future()
         self._count(1)
         self._queue.put([_Item(work=work, future=future, alone=alone)])
         return future
 
     def submit_here(self, work: Work, *, alone: bool = False) -> asyncio.Future[Any]:
-        """The same in an event loop, in one and the same always. What comes at a time is one group."""
+        """Submit from an event loop, always the same one. Writes that arrive together form one group."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._count(1)
@@ -97,7 +96,7 @@ class Writer:
             self._waiting += more
 
     def close(self) -> None:
-        """What was submitted is written; then the thread ends."""
+        """Write everything submitted, then end the thread."""
         self._gathering.hand_over()
         self._queue.put(None)
         self._thread.join()
@@ -113,11 +112,11 @@ class Writer:
                 for at in range(0, len(group), most):
                     self._write(group[at : at + most], how)
             if self._logged >= WRITES_A_LOG or (not items and self._logged):
-                self.ledger.move_log()  # after they are acknowledged: it takes as long as some commits
+                self.ledger.move_log()  # after they are acknowledged, because it takes as long as some commits
                 self._logged = 0
 
     def _next(self) -> tuple[list[_Item], bool]:
-        """All that waits, and whether nothing more will come; nothing, where nothing came for a while."""
+        """Return the waiting writes, and whether no more will come; an empty group if none came for a while."""
         found: list[_Item] = []
         wait_s = IDLE_S if self._logged else None
         while True:
@@ -140,7 +139,7 @@ class Writer:
             ledger = self._healthy()
             before = ledger.publications
             found = how(ledger, group)
-        except BaseException as error:  # whatever it was, nobody may wait for ever
+        except BaseException as error:  # for any error, because no caller may wait for ever
             if self.ledger.failed and not self._failed_at:
                 self._failed_at = time.monotonic()
             log.error("%d writes failed: %s", len(group), error)
@@ -151,7 +150,7 @@ class Writer:
         self._resolve([(item.future, value) for item, value in zip(group, found, strict=True)])
 
     def _healthy(self) -> Ledger:
-        """The ledger, opened anew if its disk failed a while ago. Raises LedgerError."""
+        """Return the ledger, opened again if its disk failed a while ago. Raises LedgerError."""
         if self.ledger.failed and time.monotonic() - self._failed_at > REOPEN_S:
             self._failed_at = time.monotonic()
             fresh = self._open_again()
@@ -163,17 +162,17 @@ class Writer:
         return self.ledger
 
     def _resolve(self, outcomes: Sequence[Outcome]) -> None:
-        """Tell everyone; the event loop is woken once."""
+        """Notify all callers, waking the event loop once."""
         own = [(future, value) for future, value in outcomes if isinstance(future, asyncio.Future)]
         for future, value in outcomes:
             if not isinstance(future, asyncio.Future):
                 _settle(future, value)
         if own:
-            with suppress(RuntimeError):  # the loop has ended, and with it all who waited
+            with suppress(RuntimeError):  # the loop has ended, and its callers with it
                 own[0][0].get_loop().call_soon_threadsafe(self._gathering.settle, own)
 
 
-Outcome = tuple[Any, Any]  # a future, and what becomes of it
+Outcome = tuple[Any, Any]  # (future, its result)
 
 
 def _settle(future: Any, value: Any) -> None:
@@ -184,14 +183,14 @@ def _settle(future: Any, value: Any) -> None:
 
 
 class _Gathering:
-    """Writes that wait in the event loop to be handed over as one group. All of it runs in the loop's thread."""
+    """Gather the writes of the event loop, to hand them over as one group. All of it runs in the loop's thread."""
 
     def __init__(self, put: Callable[[Sequence[_Item]], None]) -> None:
         self._put = put
         self._items: list[_Item] = []
         self._under_way = 0  # handed over, not settled
         self._handed = 0  # at the last time
-        self._expected = 1  # as many as were at it lately
+        self._expected = 1  # as many as were active recently
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, item: _Item, loop: asyncio.AbstractEventLoop) -> None:

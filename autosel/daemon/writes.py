@@ -1,8 +1,9 @@
-"""A write of the ledger on the short way: from the parsed request to the writer and back, in callbacks of the loop.
+"""Handle a write of the ledger on the short path: from the parsed request to the writer and back, in callbacks of the
+loop.
 
-A task, a request and an answer of a framework cost more of the loop's time than all else that a write does there, and
-beside other work it is this time that limits how many writes a second there can be. `Protocol` brings here what our
-own clients send; whatever is not exactly that takes the long way (`api.write_ledger`), to the same end.
+A framework's task, request and answer cost more of the loop's time than the rest of a write, and on a busy machine this
+time limits the write rate. `Protocol` passes the writes of autosel's clients here; all other requests take the long
+path (`api.write_ledger`), with the same result.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TARGET = commands.ADDRESS.encode()
-MOST_STRAIGHT_BYTES = 256 << 10  # of a body; larger ones are read piece by piece
+MOST_STRAIGHT_BYTES = 256 << 10  # bytes of a body; larger ones are read piece by piece
 COMMAND = Limits(size=commands.MOST_BYTES, depth=32, text=commands.MOST_BYTES, number=1 << 64)
 
 
 def command_of(body: Any) -> Work:
-    """What a body asks of the ledger. Raises Bad."""
+    """Return the command in a body. Raises Bad."""
     try:
         command, leases = commands.decode(body)
     except ValueError as error:
-        raise Bad(422, "this is no command of the ledger", why=str(error)[:300]) from error
+        raise Bad(422, "this is not a command of the ledger", why=str(error)[:300]) from error
     return lambda ledger: commands.work(ledger, command, leases)()
 
 
 def is_straight(headers: Sequence[tuple[bytes, bytes]]) -> bool:
-    """JSON of a stated length, each header once, and none of a web page's."""
+    """Return True for JSON of a stated length, with each header once and none from a web page."""
     found = dict(headers)
     length = found.get(b"content-length", b"")
     return (
@@ -58,7 +59,7 @@ def is_straight(headers: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 class Writes:
-    """`take` calls `done` with the whole answer once the write is on disk, or with the refusal."""
+    """Accept writes. `take` calls `done` with the complete answer once the write is on disk, or with the refusal."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
@@ -79,7 +80,7 @@ class Writes:
     def _settled(self, started: float, done: Callable[[bytes], None], future: asyncio.Future[Any]) -> None:
         try:
             body = encoded(future.result())
-        except Exception as error:  # whatever it was, nobody may wait for ever
+        except Exception as error:  # for any error, because no caller may wait for ever
             self._refuse(error, started, done)
             return
         self._acknowledged.inc()
@@ -96,7 +97,7 @@ class Writes:
         done(self._whole(made))
 
     def _whole(self, made: Response) -> bytes:
-        """A refusal as it is sent; counted."""
+        """Return a refusal as bytes, and count it."""
         self.hub.metrics.requests.labels(commands.ADDRESS, str(made.status_code)).inc()
         head = [f"HTTP/1.1 {made.status_code} {HTTPStatus(made.status_code).phrase}".encode()]
         head += [name + b": " + value for name, value in made.raw_headers]

@@ -1,6 +1,6 @@
-"""An op's signature as source text: what the functions that callers hold are generated from.
+"""Write an op's signature as source text, from which callers' functions are generated.
 
-Generated with a fixed number of arguments, because `*args` costs several times the lookup it would save.
+They have a fixed number of arguments, because `*args` costs several times the lookup that it would save.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autosel.dispatch import devices
 from autosel.errors import BadArguments
 from autosel.ops.contract import Op
 
-# The longest context a call may mean when it does not say: what the cache has room for.
+# The longest context of a call that does not give one: the capacity of the cache.
 _ROOM = {
     "attn": "k.shape[2]",
     "attn_decode_fp8": "k.shape[2]",
@@ -24,12 +24,12 @@ _ROOM = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """Pieces of a function's text."""
+    """Hold parts of a function's text."""
 
     name: str
     parameters: str  # q, k, v, lengths=None, max_len=None, scale=0.0, ..., out=None
     names: str  # the same without defaults: the call
-    fill: tuple[str, ...]  # lines that complete what was left out
+    fill: tuple[str, ...]  # lines that fill in missing arguments
     key: str  # a tuple that is equal for calls of one workload
 
 
@@ -55,7 +55,7 @@ def _outputs(op: Op) -> tuple[str, ...]:
 
 
 def _with_defaults(op: Op) -> list[str]:
-    """Parameters with the defaults the op's table gives; only a trailing run of them can be left out in Python."""
+    """Return parameters with the defaults of the op's table; in Python only a trailing run of them can be omitted."""
     texts: list[str] = []
     optional = True
     for arg in reversed(op.args):
@@ -66,10 +66,10 @@ def _with_defaults(op: Op) -> list[str]:
 
 
 def _key_parts(op: Op) -> list[str]:
-    """Shapes and dtypes of every tensor; the scalars that are traits; the length by its power of two.
+    """Key the shapes and dtypes of every tensor, the scalars that are traits, and the length by its power of two.
 
-    Strides are not in it: the contract leaves leading strides free, and a kernel refuses a strided last dimension. The
-    device is in it only where tensors can be on more than one.
+    Strides are not included: the contract leaves leading strides free, and a kernel refuses a strided last dimension.
+    The device is included only if tensors can be on more than one.
     """
     parts: list[str] = [f"{_first_tensor(op)}.device"] if several_devices() else []
     for arg in op.args:
@@ -88,7 +88,8 @@ def _key_parts(op: Op) -> list[str]:
 def several_devices() -> bool:
     import torch
 
-    return torch.accelerator.current_accelerator() is not None  # PyTorch's build: who asks a driver cannot fork after
+    # PyTorch's build, because a process that asks a driver cannot fork afterwards
+    return torch.accelerator.current_accelerator() is not None
 
 
 def _first_tensor(op: Op) -> str:
@@ -96,18 +97,19 @@ def _first_tensor(op: Op) -> str:
 
 
 def place_of(op: Op, inputs: Mapping[str, Any]) -> str:
-    """Where the first tensor is (autosel/dispatch/devices.py); its op has seen that all are on one device."""
+    """Return the place of the first tensor (autosel/dispatch/devices.py); its op has checked that all are on one
+    device."""
     return devices.place_of(inputs[_first_tensor(op)])
 
 
 def generate(lines: Sequence[str], scope: dict[str, Any], name: str) -> Any:
-    """Run text made from the op table alone (no outside data reaches it) and give what it defines as `name`."""
+    """Run text that is made from the op table alone (no outside data reaches it) and return `name` from it."""
     exec("\n".join(lines), scope)  # noqa: S102  (see above)
     return scope[name]
 
 
 def inputs_of(op: Op, like: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, completed by the defaults. Raises BadArguments for ones that do not fit the signature."""
+    """Return arguments by name, with defaults filled in. Raises BadArguments if they do not fit the signature."""
     s = signature(op)
     lines = [f"def {s.name}({s.parameters}):", *(f"    {line}" for line in s.fill)]
     lines.append(f"    return dict({', '.join(f'{a.name}={a.name}' for a in op.args)})")

@@ -173,4 +173,4 @@ def test_the_file_of_certificates_that_is_not_there_is_no_error(tab: Any, daemon
 
 def test_an_address_that_is_not_there_says_so_in_words(tab: Any, daemon: Daemon) -> None:
     assert tab.goto(f"{daemon.url}op/nothing").status == 404
-    assert "nothing is decided about" in tab.locator("h1").inner_text()
+    assert "nothing is decided for" in tab.locator("h1").inner_text()

@@ -574,7 +574,7 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
-    with pytest.raises(AutoselError, match="not ours alone"):
+    with pytest.raises(AutoselError, match="accessible to other users"):
         bind.private_folder(folder)
 
 
