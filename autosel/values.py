@@ -450,6 +450,14 @@ class Decision:
         return self.standing.effect if self.standing is not None else None
 
     @property
+    def next_best(self) -> tuple[str, float] | None:
+        """The fastest other candidate, and its time over that of what serves. Of the baseline it is the effect: two
+        candidates have one ratio, wherever it is shown."""
+        found = self.standing.next_best if self.standing is not None else None
+        of_baseline = found is not None and found[0] == self.baseline.candidate != self.arm.candidate
+        return (found[0], self.effect.median) if found and of_baseline and self.effect else found
+
+    @property
     def told(self) -> str:
         """Its reason; of one that no longer serves with the state, as `demoted: NaN seen`."""
         return self.reason if self.state in SERVING else f"{self.state}: {self.reason}"

@@ -327,7 +327,8 @@ CONSTANTS: Sequence[tuple[str, str, str]] = (
     ("tuning.crossover", "BRACKET", "ratio of lengths to which a crossover is narrowed"),
     ("fingerprint.drift", "DRIFT_LIMIT", "relative change, in three measurements, above which a rate has drifted"),
     ("fingerprint.noise", "SPREAD_LIMIT", "spread of the read windows above which a machine is `contended`"),
-    ("fingerprint.noise", "STEAL_LIMIT", "stolen CPU time above which a machine is `contended`"),
+    ("values", "CONTENDED_CORES", "cores that others keep busy above which a machine is `contended`"),
+    ("values", "CONTENDED_STEAL", "share of stolen CPU time above which a machine is `contended`"),
     ("dispatch.board", "LOOK_EVERY_S", "seconds between checks of the snapshot"),
 )
 

@@ -39,7 +39,7 @@ def gather(ledger: Ledger, decision_ids: Iterable[int | None]) -> dict[int, Grou
 def _grounds(stored: Stored) -> Grounds:
     d = stored.decision
     proofs = [p for arm, p in stored.parities if arm.digest == d.arm.digest and isinstance(p, Passed)]
-    second = d.standing.next_best if d.standing else None
+    second = d.next_best
     return Grounds(
         knobs=d.arm.knobs,
         baseline=d.baseline.candidate,

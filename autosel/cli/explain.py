@@ -16,7 +16,7 @@ from autosel.cli.figures import decision_json, short_shape, winner
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import bandwidth, emit_json, microseconds, paragraph, ratio, table
 from autosel.errors import LedgerError, UsageError
-from autosel.ledger.describe import release_command
+from autosel.ledger.describe import contended, release_command
 from autosel.values import WHOLE_STEP, Decision, Effect, Failed, Passed, Race, Rejected, Session, Verdict, to_json
 
 if TYPE_CHECKING:
@@ -134,6 +134,8 @@ def _effect_lines(d: Decision, v: Verdict) -> Iterator[Line]:
         if v.next_best and v.next_best[0] != d.baseline.candidate:
             text += f", {ratio(v.next_best[1])} over the next best ({v.next_best[0]})"
         yield "effect", text
+    if contended(d):
+        yield "beside", contended(d)
     if own is None:
         return
     other = base if base is not None and base is not own else None

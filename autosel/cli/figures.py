@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import click
 
-from autosel.cli.output import microseconds, ratio, state_style, table
+from autosel.cli.output import microseconds, paragraph, ratio, state_style, table
 from autosel.ledger import describe
 from autosel.ledger.describe import decision_json, served_state, shape, spread
 from autosel.values import WHOLE_STEP, Decision
@@ -25,6 +25,7 @@ __all__ = [
 
 HEADERS = ("op", "workload", "winner", "time us", "vs baseline", "next best", "roofline")
 NO_STALE: Mapping[int, str] = {}
+MARK = "*"  # of figures taken beside other work
 
 
 def decision_table(
@@ -32,7 +33,23 @@ def decision_table(
 ) -> str:
     """The verdict table. `labels`: names of workloads by key; `stale`: why a decision, by id, does not run here."""
     rows = [_row(d, labels.get(d.workload.key, d.op), bool(stale.get(d.id))) for d in decisions]
-    return table(HEADERS, rows, right=(3,), wrap=1)
+    return "\n".join(
+        [table(HEADERS, rows, right=(3,), wrap=1), *_conditions(d for d in decisions if not stale.get(d.id))]
+    )
+
+
+def _conditions(decisions: Iterable[Decision]) -> list[str]:
+    """A line for the figures marked `*`: those that were taken beside other work."""
+    marked = [(d, text) for d in decisions if (text := describe.contended(d))]
+    if not marked:
+        return []
+    busiest = max(marked, key=lambda one: _busy_cores(one[0]))
+    return [paragraph(f"{MARK} {busiest[1]}", hang="  ")]
+
+
+def _busy_cores(decision: Decision) -> float:
+    conditions = decision.standing.conditions if decision.standing is not None else None
+    return conditions.busy_cores if conditions is not None else 0.0
 
 
 def _row(decision: Decision, label: str, stale: bool) -> list[str]:
@@ -45,8 +62,8 @@ def _row(decision: Decision, label: str, stale: bool) -> list[str]:
         short_shape(decision),
         state_style(decision.state)(winner(decision)),
         f"{microseconds(timing.median_us)} {spread(timing)}" if timing else "-",
-        against_baseline(decision),
-        ratio(standing.next_best[1]) if standing and standing.next_best else "",
+        against_baseline(decision) + (MARK if describe.contended(decision) else ""),
+        ratio(decision.next_best[1]) if decision.next_best else "",
         f"{standing.roofline:.0%}" if standing and standing.roofline is not None else "",
     ]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from autosel import resources, settings
 from autosel.errors import UsageError
+from autosel.ledger.describe import contended
 from autosel.ledger.store import Evidence
 from autosel.native.compile import find_sources
 from autosel.values import SERVING, WHOLE_STEP, Arm, Decision, NativeRecipe, Workload
@@ -92,7 +93,8 @@ def _measured(evidence: Evidence) -> str:
     if v is None or v.effect is None:
         return "nothing was measured"
     since = "" if d.standing else f"; {d.told} since" if d.state not in SERVING else "; another arm by hand since"
-    return f"{v.effect.median:.3f}x ({v.effect.lo:.3f} .. {v.effect.hi:.3f}) on {d.created_at[:10]}{since}"
+    beside = f"; {contended(d)}" if contended(d) else ""
+    return f"{v.effect.median:.3f}x ({v.effect.lo:.3f} .. {v.effect.hi:.3f}) on {d.created_at[:10]}{since}{beside}"
 
 
 def _packed(text: str) -> str:

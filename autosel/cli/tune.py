@@ -249,7 +249,8 @@ def show_remarks(found: Report) -> None:
         told_rate = low if low == high else f"{low} .. {high}"
         click.echo(f"roofline: fraction of {told_rate}, read beside these races")
     if found.fingerprint.contended and found.measured and found.fingerprint.kind == "cpu":
-        click.echo("contended: other work ran on this machine; see the intervals")
+        noisy = f"contended: the device's rates were measured beside other work ({'; '.join(found.fingerprint.notes)})"
+        click.echo(paragraph(noisy, hang="  "))
     for line in note_lines(remarks(found.fingerprint)):
         click.echo(line)
     if found.measured == 0 and found.decisions:

@@ -164,7 +164,8 @@ class Hub:
         m.stale.set(len(view.off) + len(view.renewed))
         m.streams.set(self.events.readers)
         m.others.set(self.jobs.meter.busy)
-        for gauge, values in ((m.serving, view.states()), (m.speedup, view.speedups())):
+        gauges = ((m.serving, view.states()), (m.speedup, view.speedups()), (m.contended, view.contended()))
+        for gauge, values in gauges:
             gauge.clear()
             for name, value in values.items():
                 gauge.labels(name).set(value)

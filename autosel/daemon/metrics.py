@@ -27,6 +27,9 @@ class Metrics:
         self.speedup = Gauge(
             "autosel_speedup_median", "Of the decisions that serve an op: median speedup", ("op",), registry=r
         )
+        self.contended = Gauge(
+            "autosel_speedup_contended", "Of these, decisions that were timed beside other work", ("op",), registry=r
+        )
         self.jobs = Gauge("autosel_jobs", "Workloads to tune", ("state",), registry=r)
         self.tuned = Counter("autosel_workloads_tuned", "Workloads tuned by the daemon", ("outcome",), registry=r)
         self.misses = Counter("autosel_misses", "Calls of clients without a decision", registry=r)

@@ -70,6 +70,7 @@ def _environment() -> Environment:
         "shape": words.shape,
         "spread": lambda timing: words.spread(timing).strip(),
         "against": words.against_baseline,
+        "contended": words.contended,
         "percent": lambda share: f"{share:.0%}".replace("%", " %"),
         "data": lambda value: Markup(json.dumps(value).replace("<", "\\u003c").replace("&", "\\u0026")),  # noqa: S704
     }

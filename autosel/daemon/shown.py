@@ -23,7 +23,7 @@ from autosel.fingerprint.describe import headline
 from autosel.ledger import faults, rows, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.containment import Quarantine
-from autosel.ledger.describe import held_text, release_command
+from autosel.ledger.describe import contended, held_text, release_command
 from autosel.ledger.store import Evidence, Ledger
 from autosel.native.compile import find_artefact
 from autosel.values import SERVING, Decision, Fingerprint, NativeRecipe, Passed, Race, from_json
@@ -95,6 +95,7 @@ class OpRow:
     again: int  # decisions that serve after a new proof, and wait for a race
     off: int  # demoted or quarantined
     last: Decision
+    contended: int = 0  # timed beside other work
 
 
 def by_op(view: View) -> list[OpRow]:
@@ -119,6 +120,7 @@ def _op_row(op: str, device: str, decisions: Sequence[Decision], view: View) -> 
         speedup=(min(e.median for e in effects), max(e.median for e in effects)) if effects else None,
         floor=min(e.lo for e in effects) if effects else None,
         roofline=(min(roof), max(roof)) if roof else None,
+        contended=sum(bool(contended(d)) for d in decisions if view.won(d) is not None),
         stale=len(stale),
         again=len(again),
         off=sum(d.state not in SERVING for d in decisions),

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from autosel.ledger.conditions import other_mode
-from autosel.ledger.describe import decision_json, served_state
+from autosel.ledger.describe import contended, decision_json, served_state
 from autosel.ledger.faults import plain
 from autosel.ledger.store import Served
 from autosel.values import COUNT_DIMS, LENGTH_DIMS, Decision, Verdict, count_bucket, length_bucket, to_json
@@ -105,6 +105,14 @@ class View:
         """Return the verdict by which another arm than the baseline serves; None if the baseline serves."""
         serves = str(d.id) not in self.stale and d.arm.digest != d.baseline.digest
         return d.standing if serves and d.standing is not None and d.standing.outcome == "promote" else None
+
+    def contended(self) -> dict[str, int]:
+        """By op: how many of the decisions behind its speedup were timed beside other work."""
+        by_op: dict[str, int] = {}
+        for d in self.here:
+            if self.won(d) is not None:
+                by_op[d.op] = by_op.get(d.op, 0) + bool(contended(d))
+        return by_op
 
     def speedups(self) -> dict[str, float]:
         """Return, by op, the median speedup over the baseline of the decisions in which another arm serves."""

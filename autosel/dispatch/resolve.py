@@ -18,6 +18,7 @@ from autosel.errors import AutoselError
 from autosel.fingerprint.store import of_hardware
 from autosel.guard import Held
 from autosel.ledger.conditions import other_conditions
+from autosel.ledger.describe import contended
 from autosel.ledger.key import current_mode, matters
 from autosel.ledger.snapshot import Row
 from autosel.ops.contract import Op
@@ -66,6 +67,7 @@ class Resolution:
             if d.effect is not None and self.served:
                 e = d.effect
                 lines.append(f"  effect    {e.median:.2f}x ({e.lo:.2f} .. {e.hi:.2f}) over {d.baseline.candidate}")
+                lines += [f"  beside    {contended(d)}"] if contended(d) else []
         lines += [f"  lengths   to {p.workload['L']}: {p.candidate}" for p in self.parts]
         return "\n".join([*lines, f"  reason    {self.reason}"])
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 from autosel.errors import BuildError, UnknownName
-from autosel.fingerprint import gpu, machine, noise, nvml, probe, stack, store
-from autosel.values import Fingerprint
+from autosel.fingerprint import gpu, machine, neighbours, noise, nvml, probe, stack, store
+from autosel.values import CONTENDED_CORES, Fingerprint
 
 DEVICES = ("cpu", "cuda")
+LOOK_S = 0.2  # at which work of others is ten times the resolution of the counters
 
 
 def take(device: str = "cpu", *, refresh: bool = False) -> Fingerprint:
     """Identity and environment read now; rates measured once per env_id (about 2 s), then reused; `refresh` measures.
+    Rates of a CPU that were measured beside other work are measured again once the machine is quiet.
 
     `cuda`, `cuda:1`: the GPU of that number, as CUDA counts. Raises UnknownName for a kind of device nobody knows,
     UsageError for a GPU that is not here, or lacks what measures it.
@@ -24,7 +27,7 @@ def take(device: str = "cpu", *, refresh: bool = False) -> Fingerprint:
         return gpu.take(int(number or 0), refresh=refresh)
     known = _identified()
     stored = None if refresh else store.read(known.env_id)
-    return stored or _measured(known)
+    return _measured(known) if stored is None or (stored.contended and _quiet()) else stored
 
 
 def present() -> tuple[str, ...]:
@@ -43,16 +46,22 @@ def _identified() -> Fingerprint:
     return Fingerprint(kind="cpu", name=identity["model"], identity=identity, environment=stack.environment(), rates={})
 
 
+def _quiet() -> bool:
+    """Return True if others use no core now."""
+    before = neighbours.read()
+    time.sleep(LOOK_S)
+    return neighbours.between(before, neighbours.read()).cores <= CONTENDED_CORES
+
+
 def _measured(known: Fingerprint) -> Fingerprint:
-    load, before = noise.load_average(), noise.ticks()
+    before = neighbours.read()
     notes: tuple[str, ...] = ()
     try:
         rates = probe.measure()
     except (BuildError, MemoryError) as error:
         rates = probe.measure_without_compiler(known.identity)
         notes = (f"rates by numpy: {str(error).splitlines()[0]}",)
-    cores = int(known.identity["cores"])
-    noisy = noise.reasons(load=load, cores=cores, before=before, after=noise.ticks(), rates=rates)
+    noisy = noise.reasons(neighbours.between(before, neighbours.read()), rates)
     fp = dataclasses.replace(known, rates=rates, contended=bool(noisy), notes=(*notes, *noisy))
     trouble = store.write(fp)
     return dataclasses.replace(fp, notes=(*fp.notes, trouble)) if trouble else fp

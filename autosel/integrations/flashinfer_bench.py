@@ -24,6 +24,7 @@ from autosel.dispatch import recorded
 from autosel.errors import BadConfig, UsageError
 from autosel.files import read_named
 from autosel.integrations.engines import folder as folders
+from autosel.ledger.describe import contended
 from autosel.native.compile import find_sources
 from autosel.ops import eager
 from autosel.ops.contract import Arg, Op
@@ -333,7 +334,7 @@ def trace(one: Decided, solution_name: str) -> dict[str, Any]:
                 "libs": {k: str(v) for k, v in (one.device.environment if one.device else {}).items()},
             },
             "timestamp": d.created_at,
-            "log": f"autosel decision {d.id}: {d.told}",
+            "log": "; ".join(filter(None, (f"autosel decision {d.id}: {d.told}", contended(d)))),
             "correctness": {
                 "max_relative_error": "NaN",
                 "max_absolute_error": "NaN",
@@ -342,7 +343,7 @@ def trace(one: Decided, solution_name: str) -> dict[str, Any]:
             "performance": {
                 "latency_ms": own.median_us / 1e3,
                 "reference_latency_ms": base.median_us / 1e3,
-                "speedup_factor": base.median_us / own.median_us,
+                "speedup_factor": d.effect.median if d.effect else base.median_us / own.median_us,
             },
         },
     }

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autosel import settings
-from autosel.values import SERVING, WHOLE_STEP, Decision, Timing, Verdict, Workload
+from autosel.values import SERVING, WHOLE_STEP, Conditions, Decision, Timing, Verdict, Workload, to_json
 
 MOST_NAMES = 4
 
@@ -27,12 +27,13 @@ def decision_json(decision: Decision) -> dict[str, Any]:
         "candidate": decision.arm.candidate,
         "decision_id": decision.id,
         "speedup": _speedup(standing),
-        "next_best": _next_best(standing),
+        "next_best": _next_best(decision),
         "baseline_us": base.median_us if base else None,
         "time_us": timing.median_us if timing else None,
         "time_interval_us": [timing.lo_us, timing.hi_us] if timing else None,
         "roofline": standing.roofline if standing else None,
         "read_bytes_per_s": standing.read_bytes_per_s if standing else None,
+        "conditions": _conditions(standing),
         "outcome": standing.outcome if standing else None,
         "reason": decision.reason,
         "stale": decision.stale,
@@ -65,10 +66,29 @@ def _speedup(verdict: Verdict | None) -> dict[str, float] | None:
     return {"median": verdict.effect.median, "lo": verdict.effect.lo, "hi": verdict.effect.hi}
 
 
-def _next_best(verdict: Verdict | None) -> dict[str, Any] | None:
-    if verdict is None or verdict.next_best is None:
+def _next_best(decision: Decision) -> dict[str, Any] | None:
+    found = decision.next_best
+    return {"candidate": found[0], "speedup": found[1]} if found is not None else None
+
+
+def _conditions(verdict: Verdict | None) -> dict[str, Any] | None:
+    if verdict is None or verdict.conditions is None:
         return None
-    return {"candidate": verdict.next_best[0], "speedup": verdict.next_best[1]}
+    return {"contended": verdict.conditions.contended, **to_json(verdict.conditions)}
+
+
+def contended(decision: Decision) -> str:
+    """Say beside what other work the decision's figures were taken; empty for a quiet machine, or if nobody looked."""
+    found = decision.standing.conditions if decision.standing is not None else None
+    return f"timed beside other work: {conditions_text(found)}" if found is not None and found.contended else ""
+
+
+def conditions_text(found: Conditions) -> str:
+    """`cc1plus 0.9 cores, 12 % of CPU time to other guests; 160 samples taken again`."""
+    told = list(found.by) or [f"{found.busy_cores:.1f} cores"]
+    told += [f"{100 * found.stolen:.0f} % of CPU time to other guests"] if found.stolen >= 0.01 else []
+    kept = f"{found.again} samples taken again" if found.watched else "samples kept as they came"
+    return f"{', '.join(told)}; {kept}"
 
 
 def against_baseline(decision: Decision) -> str:

@@ -44,9 +44,15 @@ class Seat(Instrument, Protocol):
 
     arms: list[str]  # the baseline first; the clone last, where the session carries the A/A comparison
     plan: Plan | None  # known once the baseline was timed
-    again: int  # samples that were taken again, because a thread waited for a core
-    watched: bool  # the system tells when a thread waits for a core
     failures: tuple[type[Exception], ...]  # by these a session ends; `blame` says whose they are
+
+    @property
+    def again(self) -> int:
+        """Samples that were taken again, because a thread waited for a core."""
+
+    @property
+    def watched(self) -> bool:
+        """True if the system tells when a thread waits for a core, or it does not matter."""
 
     def sit(self) -> None:
         """Load the arms and time the baseline."""

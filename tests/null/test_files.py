@@ -211,7 +211,7 @@ OTHERS = {
     "fingerprint/gpu_cost.py",
     "fingerprint/gpu_probe.py",
     "fingerprint/machine.py",
-    "fingerprint/noise.py",
+    "fingerprint/neighbours.py",
     "fingerprint/nvml.py",
     "fingerprint/stack.py",
     "integrations/flashinfer_bench.py",
@@ -222,6 +222,7 @@ OTHERS = {
     "parity/session.py",
     "race/bench.py",
     "race/idle.py",
+    "race/waits.py",
     "testing/subject.py",
     "workers/guardian.py",
 }

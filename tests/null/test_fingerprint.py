@@ -15,7 +15,7 @@ from autosel.errors import UnknownName
 from autosel.fingerprint import device, drift, noise, probe, stack, store
 from autosel.fingerprint.describe import describe, headline, quantity, rate_label
 from autosel.fingerprint.machine import cpu_list, cpu_quota, identity, is_virtual, memory_left
-from autosel.fingerprint.noise import Ticks
+from autosel.fingerprint.neighbours import Neighbours
 from autosel.values import Fingerprint, Rate
 
 X86_FLAGS = "fpu sse4_2 avx avx2 fma f16c bmi2 avx512f avx512bw avx512dq avx512vl avx512_bf16 hypervisor"
@@ -308,46 +308,29 @@ def test_the_environment_moves_with_any_kernel_source(tmp_path: Path, monkeypatc
 
 # --- noise -----------------------------------------------------------------------------------------------------------
 
-QUIET: dict[str, Any] = {
-    "load": 0.4,
-    "cores": 2,
-    "before": Ticks(total=1000, stolen=0),
-    "after": Ticks(total=2000, stolen=5),
-    "rates": {"read_bytes_per_s@2": rate(4e10, spread=0.1)},
-}
+QUIET = Neighbours(cores=0.02, stolen=0.005)
+STEADY = {"read_bytes_per_s@2": rate(4e10, spread=0.1)}
 
 
 def test_a_quiet_machine_gives_no_reason() -> None:
-    assert noise.reasons(**QUIET) == ()
+    assert noise.reasons(QUIET, STEADY) == ()
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
+    ("found", "rates", "words"),
     [
-        ({"load": 1.1}, "load average 1.10"),
-        ({"after": Ticks(total=2000, stolen=30)}, "3.0 % of CPU time"),
-        ({"rates": {"read_bytes_per_s@2": rate(4e10, spread=0.9)}}, "spread by 90 %"),
+        (Neighbours(cores=0.9, by=("make 0.9 cores",)), STEADY, "0.9 cores busy (limit: 0.1): make 0.9 cores"),
+        (Neighbours(stolen=0.03), STEADY, "3.0 % of CPU time"),
+        (QUIET, {"read_bytes_per_s@2": rate(4e10, spread=0.9)}, "spread by 90 %"),
     ],
 )
-def test_each_kind_of_noise_is_named(change: dict[str, Any], word: str) -> None:
-    (reason,) = noise.reasons(**{**QUIET, **change})
-    assert word in reason
+def test_each_kind_of_noise_is_named(found: Neighbours, rates: dict[str, Rate], words: str) -> None:
+    (reason,) = noise.reasons(found, rates)
+    assert words in reason
 
 
 def test_spread_of_other_rates_says_nothing_about_neighbours() -> None:
-    rates = {"read_bytes_per_s@2": rate(4e10), "dram_latency_s": rate(1e-7, "s", spread=3.0)}
-    assert noise.reasons(**{**QUIET, "rates": rates}) == ()
-
-
-def test_load_and_steal_come_from_proc(tree: Tree) -> None:
-    tree.put("proc/loadavg", "1.25 0.80 0.40 2/345 6789").put("proc/stat", "cpu  100 2 30 400 5 0 7 40 9 9\ncpu0 1")
-    assert noise.load_average(tree.root) == 1.25
-    assert noise.ticks(tree.root) == Ticks(total=584, stolen=40)
-
-
-def test_without_proc_nothing_is_known_of_noise(tree: Tree) -> None:
-    assert noise.load_average(tree.root) == 0.0
-    assert noise.ticks(tree.root) == Ticks(total=0, stolen=0)
+    assert noise.reasons(QUIET, {**STEADY, "dram_latency_s": rate(1e-7, "s", spread=3.0)}) == ()
 
 
 def test_a_hypervisor_is_seen_by_flag_or_by_firmware(tree: Tree) -> None:
@@ -454,7 +437,7 @@ def measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return {"read_bytes_per_s@2": rate(4e10 + len(done))}
 
     monkeypatch.setattr(device.machine, "identity", lambda: dict(fingerprint().identity))
-    monkeypatch.setattr(device.noise, "load_average", lambda: 0.0)
+    monkeypatch.setattr(device.neighbours, "between", lambda before, now: Neighbours())
     monkeypatch.setattr(device.probe, "measure", measure)
     return done
 
@@ -463,6 +446,20 @@ def test_rates_are_measured_once_and_then_reused(measured: list[str]) -> None:
     first, second = device.take(), device.take("cpu:0")
     assert measured == ["measured"]
     assert first == second
+
+
+def test_rates_measured_beside_other_work_are_measured_again_once_the_machine_is_quiet(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = Neighbours(cores=1.5, by=("make 1.5 cores",))
+    monkeypatch.setattr(device.neighbours, "between", lambda before, now: busy)
+    assert device.take().contended
+    assert device.take().contended
+    assert len(measured) == 1
+    monkeypatch.setattr(device.neighbours, "between", lambda before, now: Neighbours())
+    assert not device.take().contended
+    assert not device.take().contended
+    assert len(measured) == 2
 
 
 def test_refresh_measures_again_and_replaces(measured: list[str]) -> None:

@@ -1,0 +1,118 @@
+"""An effect that was timed beside other work says so wherever it is shown; of a quiet machine nothing is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from autosel import dispatch, ops
+from autosel.candidates import registry
+from autosel.cli.main import run
+from autosel.dispatch.devices import this_device
+from autosel.ledger.key import current_mode
+from autosel.ledger.store import open_ledger
+from autosel.tuning.shortlist import way_of
+from autosel.values import Conditions, Decision
+from tests.cpu.test_ledger import PASSED, record, verdict
+from tests.null.daemon_app import App, over_socket
+
+BUSY = Conditions(watched=True, again=160, busy_cores=1.7, by=("cc1plus 1.2 cores", "make 0.4 cores"))
+QUIET = Conditions(watched=True, again=2, busy_cores=0.01)
+TOLD = "timed beside other work: cc1plus 1.2 cores, make 0.4 cores; 160 samples taken again"
+WORK = ops.OPS["attn"].workload("bf16", {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 64, "L": 512})
+Said = Callable[..., str]
+Record = Callable[[Conditions], Decision]
+
+
+pytestmark = pytest.mark.usefixtures("cpu_alone")
+
+
+@pytest.fixture
+def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autosel.cli.device.cuda.DRIVER", "libno-such-driver.so.1")
+
+
+@pytest.fixture
+def said(home: Path, capsys: pytest.CaptureFixture[str]) -> Said:
+    """What a command line says, its lines as one."""
+
+    def call(*arguments: str) -> str:
+        assert run(list(arguments)) == 0, capsys.readouterr()
+        out = capsys.readouterr().out
+        return out if "--json" in arguments else " ".join(click.unstyle(out).split())
+
+    return call
+
+
+@pytest.fixture
+def recorded(home: Path) -> Record:
+    def call(conditions: Conditions) -> Decision:
+        return promoted(home, conditions=conditions)
+
+    return call
+
+
+def promoted(home: Path, **changes: Any) -> Decision:
+    """Record that PyTorch's packed attention was promoted on this device."""
+    fp = this_device()
+    arm, base = (way_of(registry.find("attn", name), WORK, fp).arm for name in ("torch:packed", "torch:sdpa"))
+    found = dataclasses.replace(verdict(), winner=arm.candidate, **{"next_best": None, **changes})
+    with open_ledger(home=home) as ledger:
+        return record(
+            ledger, fp=fp, workload=WORK, mode=current_mode(), verdict=found, arm=arm, baseline=base,
+            parities=[(arm, PASSED)],
+        )  # fmt: skip
+
+
+def test_the_verbs_say_it(recorded: Record, said: Said) -> None:
+    recorded(BUSY)
+    table = said("best", "attn")
+    assert "2.0x ≥1.90*" in table and f"* {TOLD}" in table
+    found = json.loads(said("best", "attn", "--json"))["conditions"]
+    assert (found["contended"], found["busy_cores"], found["by"]) == (True, 1.7, list(BUSY.by))
+    assert f"beside {TOLD}" in said("explain", "attn")
+
+
+def test_of_a_quiet_machine_they_say_nothing(recorded: Record, said: Said) -> None:
+    recorded(QUIET)
+    for words in (("best", "attn"), ("explain", "attn")):
+        assert "other work" not in said(*words) and "*" not in said(*words)
+    assert json.loads(said("best", "attn", "--json"))["conditions"]["contended"] is False
+
+
+def test_where_no_sample_could_be_taken_again_it_says_so(recorded: Record, said: Said) -> None:
+    recorded(dataclasses.replace(BUSY, watched=False, again=0))
+    assert "samples kept as they came" in said("best", "attn")
+
+
+def test_a_selection_explains_it(recorded: Record, home: Path) -> None:
+    recorded(BUSY)
+    with dispatch.use(home) as board:
+        assert TOLD in board.resolution(ops.find("attn"), WORK).explain()
+
+
+@pytest.mark.parametrize(("conditions", "shown"), [(BUSY, True), (QUIET, False)])
+def test_the_dashboard_and_the_metrics_say_it(
+    recorded: Record, home: Path, conditions: Conditions, shown: bool
+) -> None:
+    made = recorded(conditions)
+    with over_socket(App(home)) as client:
+        pages = [client.get(page).text for page in ("/", "/op/attn", f"/decisions/{made.id}")]
+        assert [">contended<" in page for page in pages] == [shown] * 3
+        found: Any = client.get(f"/v1/decisions/{made.id}").json()
+        assert found["conditions"]["contended"] is shown
+        metrics = client.get("/metrics").text
+        assert f'autosel_speedup_contended{{op="attn"}} {float(shown)}' in metrics
+
+
+def test_two_candidates_have_one_ratio_wherever_it_is_shown(home: Path, said: Said) -> None:
+    """The effect is measured in the confirming sessions, the next best in screening: of the baseline it is one."""
+    promoted(home, next_best=("torch:sdpa", 2.7))
+    assert json.loads(said("best", "attn", "--json"))["next_best"] == {"candidate": "torch:sdpa", "speedup": 2.0}
+    assert "2.7x" not in said("best", "attn")
