@@ -142,3 +142,34 @@ def find_cache_format(name: str) -> CacheFormat:
     if name not in CACHE_FORMATS:
         raise UnknownName("cache format", name, tuple(CACHE_FORMATS))
     return CACHE_FORMATS[name]
+
+
+# --- ops that became formats -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Former:
+    """What an op of versions before 2026-11-25 is now: another op with a trait, its operands in the old order."""
+
+    op: str
+    trait: Literal["weight", "cache"]
+    format: str
+    operands: tuple[str, ...]
+
+
+FORMER_OPS: Mapping[str, Former] = {
+    "gemv_fp8": Former(
+        op="linear",
+        trait="weight",
+        format="fp8_e4m3-row",
+        operands=("x", "w.codes", "w.scales", "bias", "residual"),
+    ),
+    "attn_decode_fp8": Former(
+        op="attn",
+        trait="cache",
+        format="fp8_e4m3-head",
+        operands=(
+            "q", "k.codes", "v.codes", "k.scales", "v.scales", "lengths", "max_len", "scale", "window", "softcap",
+        ),
+    ),
+}  # fmt: skip

@@ -15,9 +15,11 @@ from autosel.candidates.torch import BASELINES, TORCH
 from autosel.candidates.user import from_target, registered
 from autosel.candidates.user_source import from_source, is_source
 from autosel.errors import UnknownName
+from autosel.formats import FORMER_OPS
 from autosel.values import WHOLE_STEP, Fingerprint, Rejected, Support, Workload
 
-ALIASES = {"gemv": "linear", "gemm": "linear"}  # as in autosel.ops, which would load torch
+# as in autosel.ops, which would load torch
+ALIASES = {"gemv": "linear", "gemm": "linear", **{name: former.op for name, former in FORMER_OPS.items()}}
 _BASELINE = {c.op: c for c in BASELINES}
 
 

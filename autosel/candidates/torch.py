@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autosel.candidates.base import Candidate
-from autosel.formats import WEIGHT_FORMATS
+from autosel.formats import CACHE_FORMATS, WEIGHT_FORMATS
 from autosel.values import Accepted, Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Rejected, Support, Workload
 
 EAGER, EAGER_STORED = "autosel.ops.eager", "autosel.ops.eager_stored"
 WEIGHTS = ("linear", "norm_qkv", "gate_up", "lm_head")  # ops that eager_stored.py has for weights in any format
+CACHES = ("attn",)  # and for keys and values
 OPS = (
     "linear", "attn", "paged_attn", "prefill_attn", "kv_append", "rmsnorm", "add_rmsnorm", "rope", "swiglu", "geglu",
-    "norm_qkv", "gate_up", "lm_head", "sample", "gemv_fp8", "attn_decode_fp8",
+    "norm_qkv", "gate_up", "lm_head", "sample",
 )  # fmt: skip
 
 
@@ -26,7 +27,7 @@ Limits = Callable[[Workload], str]
 
 
 class TorchWay(Candidate):
-    """`torch:<what>`: one function of autosel/ops/eager.py, or of eager_stored.py where a weight is in a format.
+    """`torch:<what>`: one function of autosel/ops/eager.py, or of eager_stored.py where an operand is in a format.
     `limits(w)` returns why it cannot run w, or ""."""
 
     backend: Backend = "TORCH"
@@ -35,6 +36,8 @@ class TorchWay(Candidate):
         self.op, self.name, self.function, self.limits = op, f"torch:{what}", function, limits or _no_limits
         if function in WEIGHTS:
             self.formats = frozenset(WEIGHT_FORMATS)
+        if function in CACHES:
+            self.cache_formats = frozenset(CACHE_FORMATS)
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
         if w.dtype == "fp8_e4m3":

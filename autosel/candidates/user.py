@@ -27,7 +27,7 @@ from autosel.candidates.convention import (
 from autosel.candidates.source import MOST_SOURCE_BYTES, find_source, installed
 from autosel.errors import BadConfig, UnknownName, UsageError
 from autosel.files import read_named
-from autosel.formats import PLAIN, WEIGHT_FORMATS, find_weight_format
+from autosel.formats import FORMER_OPS, PLAIN, WEIGHT_FORMATS, find_weight_format
 from autosel.values import (
     DTYPES,
     Accepted,
@@ -53,6 +53,8 @@ _REGISTERED: dict[tuple[str, str], Candidate] = {}  # (op, name)
 
 class UserCandidate(Candidate):
     """`user:<name>`: `target` is `module:function`, `path` the folder to import it from ("" where it is installed).
+    The function takes the op's arguments, or `operands` (`w.codes`, ...) in their place; of an op that became a format
+    (formats.FORMER_OPS) those that it had.
 
     `allows(w, fp)` may narrow what it runs: True or None to accept, False or a reason (text) to refuse.
     """
@@ -68,12 +70,19 @@ class UserCandidate(Candidate):
         name: str,
         dtypes: tuple[str, ...] = EVERY_DTYPE,
         formats: frozenset[str] = Candidate.formats,
+        cache_formats: frozenset[str] = Candidate.cache_formats,
+        operands: tuple[str, ...] = (),
         allows: Supports | None = None,
         deterministic: bool = True,
         writes_out: bool = True,
     ) -> None:
+        former = FORMER_OPS.get(op)
+        if former is not None:
+            op, operands, own = former.op, operands or former.operands, frozenset({former.format})
+            formats, cache_formats = (own, cache_formats) if former.trait == "weight" else (formats, own)
         self.op, self.target, self.path, self.name = op, target, path, f"user:{name}"
-        self.dtypes, self.formats, self.allows = dtypes, formats, allows
+        self.dtypes, self.formats, self.cache_formats, self.allows = dtypes, formats, cache_formats, allows
+        self.operands = operands
         self.deterministic, self.writes_out = deterministic, writes_out
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
@@ -82,7 +91,7 @@ class UserCandidate(Candidate):
         return Accepted() if self.allows is None else _answer(self.allows, w, fp)
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
-        return PythonRecipe(target=self.target, path=self.path)
+        return PythonRecipe(target=self.target, path=self.path, operands=self.operands)
 
 
 def _answer(allows: Supports, w: Workload, fp: Fingerprint) -> Support:

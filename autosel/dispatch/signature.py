@@ -17,7 +17,6 @@ from autosel.ops.contract import Op
 # The longest context of a call that does not give one: the capacity of the cache.
 _ROOM = {
     "attn": "k.shape[2]",
-    "attn_decode_fp8": "k.shape[2]",
     "paged_attn": "block_table.shape[1] * k_pages.shape[1]",
 }
 

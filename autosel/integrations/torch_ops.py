@@ -4,6 +4,9 @@
     y = torch.ops.autosel.rmsnorm(x, weight, 1e-6)             # allocates
     torch.ops.autosel.rmsnorm.out(x, weight, 1e-6, out=y)      # writes; returns nothing
     torch.ops.autosel.kv_append(k, v, positions, None, k_cache, v_cache)    # in place, as the op itself
+    torch.ops.autosel.linear_stored(x, codes, scales, None, "fp8_e4m3-row", None, None)    # a weight in a format
+
+An operator takes tensors, not a `Weight` or a `Cached`: `<op>_stored` takes their parts and the format's name.
 
 What runs is what `best()` serves for the call's shapes. By `Library.define/impl`, not `custom_op`, whose calls cost
 several times as much (benchmarks/bench_peers_dispatch.py). For inference: a backward pass raises.
@@ -20,7 +23,9 @@ from torch import Tensor
 from autosel import dispatch, ops
 from autosel.dispatch.signature import generate
 from autosel.errors import UsageError
+from autosel.ops.cached import Cached
 from autosel.ops.contract import Arg, Op
+from autosel.ops.weight import Weight
 
 NAMESPACE = "autosel"
 
@@ -113,8 +118,6 @@ _FAKE: Mapping[str, Callable[[Mapping[str, Any]], tuple[Tensor, ...]]] = {
     "geglu": _like("gate"),
     "norm_qkv": _projected("w"),
     "gate_up": _projected("w_gate"),
-    "gemv_fp8": _projected("w"),
-    "attn_decode_fp8": _like("q"),
     "lm_head": _lm_head,
     "sample": lambda given: (given["logits"].new_empty((given["logits"].shape[0],), dtype=torch.int64),),
 }
@@ -133,6 +136,41 @@ def _register(op: Op, library: torch.library.Library) -> None:
         library.define(out_schema(op))
         library.impl(f"{op.name}.out", _writing(op, names, outs), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{op.name}.out", _fake_out(op, outs), lib=library)
+
+
+def _register_stored(op: Op, library: torch.library.Library) -> None:
+    """The form for operands in a format, of an op that takes any."""
+    stored = [arg for arg in op.args if arg.kind in KINDS]
+    if not stored:
+        return
+    name, given = f"{op.name}_stored", [part for arg in op.args for part in _parts(arg)]
+    returned = "Tensor" if len(results(op)) == 1 else f"({', '.join('Tensor' for _ in results(op))})"
+    library.define(f"{name}({', '.join(f'{kind} {part}' for kind, part in given)}) -> {returned}")
+    made = ", ".join(
+        f"{KINDS[arg.kind].__name__}.of({arg.name}_format, codes={arg.name}_codes, scales={arg.name}_scales"
+        + (f", zeros={arg.name}_zeros)" if arg.kind == "weight" else ")")
+        if arg in stored
+        else arg.name
+        for arg in op.args
+    )
+    lines = [f"def {name}({', '.join(part for _, part in given)}):", f"    return chosen()({made}).contiguous()"]
+    scope = {"chosen": _chosen(op), **{kind.__name__: kind for kind in KINDS.values()}}
+    library.impl(name, _made(lines, name, scope), "CompositeExplicitAutograd")
+    shapes = ", ".join(f"{a.name!r}: {a.name}_codes" if a in stored else f"{a.name!r}: {a.name}" for a in op.args)
+    fake = [lines[0], f"    return shapes({{{shapes}}})[0]"]
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _made(fake, name, {"shapes": _FAKE[op.name]}), lib=library)
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_backward(op), lib=library)
+
+
+KINDS: Mapping[str, type] = {"weight": Weight, "cache": Cached}
+
+
+def _parts(arg: Arg) -> list[tuple[str, str]]:
+    """(kind, name) of what a stored form takes in an argument's place."""
+    if arg.kind not in KINDS:
+        return [({"optional": "Tensor?", "int": "int", "float": "float"}.get(arg.kind, "Tensor"), arg.name)]
+    zeros = [("Tensor?", f"{arg.name}_zeros")] if arg.kind == "weight" else []
+    return [("Tensor", f"{arg.name}_codes"), ("Tensor", f"{arg.name}_scales"), *zeros, ("str", f"{arg.name}_format")]
 
 
 def _functional(op: Op, names: str) -> Callable[..., Any]:
@@ -198,6 +236,7 @@ def _registered() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
     for op in ops.OPS.values():
         _register(op, library)
+        _register_stored(op, library)
     return library
 
 

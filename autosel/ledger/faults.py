@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from autosel import files
 from autosel.errors import BadConfig
+from autosel.ledger.former import modern
 from autosel.values import Arm, Decision, digest, from_json, parse_json, to_json
 
 FOLDER = "faults"
@@ -108,7 +109,7 @@ def read(path: Path) -> Fault:
     """Raises BadConfig for a file that is no fault, or that others could have written; FileNotFoundError."""
     content = files.read_own(path, MOST_BYTES, follow=False)
     try:
-        made: Fault = from_json(Fault, parse_json(content, what=str(path)))
+        made: Fault = from_json(Fault, modern(parse_json(content, what=str(path))))
     except ValueError as error:
         raise BadConfig(f"{path} is not a fault", why=str(error)) from error
     return made

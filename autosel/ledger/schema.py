@@ -21,7 +21,7 @@ from sqlalchemy.dialects.sqlite import REAL
 from sqlalchemy.schema import SchemaItem
 from sqlalchemy.types import TypeEngine
 
-HEAD = "0005"  # the Alembic revision this code reads and writes; a test holds it to db/versions/
+HEAD = "0006"  # the Alembic revision this code reads and writes; a test holds it to db/versions/
 
 METADATA = MetaData(
     naming_convention={

@@ -19,6 +19,7 @@ from typing import Any
 
 from autosel import files
 from autosel.errors import BadConfig, LedgerError
+from autosel.ledger.former import modern, modern_key
 from autosel.ledger.key import serving_key
 from autosel.values import Decision, from_json, parse_json
 
@@ -173,7 +174,9 @@ def _rows(rows: Any, where: str) -> tuple[Row, ...]:
             raise BadConfig(f"{where}: row {number} is not {{key, epoch, decision}}")
         if not isinstance(row["decision"], dict):
             raise BadConfig(f"{where}: row {number} holds no decision")
-        made.append(Row(key=row["key"], epoch=_epoch(row["epoch"], where), document=row["decision"]))
+        made.append(
+            Row(key=modern_key(row["key"]), epoch=_epoch(row["epoch"], where), document=modern(row["decision"]))
+        )
     if len({row.key for row in made}) != len(made):
         raise BadConfig(f"{where}: a key appears twice")
     return tuple(made)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autosel.errors import UnknownName, UsageError
+from autosel.formats import CACHE_FORMATS, FORMER_OPS, PLAIN, WEIGHT_FORMATS, find_cache_format, find_weight_format
 from autosel.models.passes import Pass, passes
 from autosel.models.shape import Activation, ModelShape
 from autosel.values import DTypeName, Scalar, Workload
@@ -29,10 +30,11 @@ STEP_OPS = (
     "attn", "norm_qkv", "rope", "kv_append", "linear", "add_rmsnorm", "gate_up", "swiglu", "geglu", "rmsnorm",
     "lm_head", "sample",
 )  # fmt: skip
-# Not part of autosel's decoder step, so listed only when named: fp8 operands lose precision, which requires consent.
-ASKED_OPS = ("paged_attn", "prefill_attn", "gemv_fp8", "attn_decode_fp8")
+ASKED_OPS = ("paged_attn", "prefill_attn")  # not part of autosel's decoder step, so listed only when named
+WEIGHT_OPS, CACHE_OPS = ("linear", "norm_qkv", "gate_up", "lm_head"), ("attn",)  # that have formats
 PROMPT_OPS = (*(op for op in STEP_OPS if op not in ("lm_head", "sample")), "prefill_attn")
 ALIASES = ("gemv", "gemm")  # linear at M = 1, and above
+NAMES = (*STEP_OPS, *ASKED_OPS, *ALIASES, *FORMER_OPS)  # of ops that can be asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +63,14 @@ def workloads(
 
 
 def labels(model: ModelShape, *, batch: int = 1, context: int = 8192, dtype: DTypeName | None = None) -> dict[str, str]:
-    """Return workload key -> name in tables (`gemv o`), for every workload of the model."""
-    everything = STEP_OPS + ASKED_OPS
-    return {n.workload.key: n.label for n in step(model, batch=batch, context=context, dtype=dtype, ops=everything)}
+    """Return workload key -> name in tables (`gemv o`), for every workload of the model in every format."""
+    found: dict[str, str] = {}
+    for weight, cache in ((PLAIN, PLAIN), *((w, PLAIN) for w in WEIGHT_FORMATS), *((PLAIN, c) for c in CACHE_FORMATS)):
+        asked = step(
+            model, batch=batch, context=context, dtype=dtype, ops=STEP_OPS + ASKED_OPS, weight=weight, cache=cache
+        )
+        found = {n.workload.key: n.label for n in asked} | found
+    return found
 
 
 def step(
@@ -74,21 +81,25 @@ def step(
     dtype: DTypeName | None = None,
     ops: Sequence[str] | None = None,
     prompt: int = 0,
+    weight: str = PLAIN,
+    cache: str = PLAIN,
 ) -> tuple[Named, ...]:
     """Return the workloads of one decode step of `batch` sequences, with attention at every length bucket up to
     `context`.
 
     With `prompt`, add the workloads of a prompt of so many tokens per sequence. `ops` keeps only the named ops (gemv
-    and gemm address linear at M = 1 and above); ASKED_OPS are listed only when named. No workload appears twice. Raises
-    UsageError, UnknownName.
+    and gemm address linear at M = 1 and above; a name of FORMER_OPS addresses the format that the op became); ASKED_OPS
+    are listed only when named. `weight` and `cache` name the formats of weights and of keys and values. No workload
+    appears twice. Raises UsageError, UnknownName.
     """
+    find_weight_format(weight), find_cache_format(cache)
     _check("batch", batch, BATCH_LIMIT)
     _check("context", context, CONTEXT_LIMIT)
     dtype = dtype or model.dtype
-    lister = _Lister(model, batch, context, dtype)
+    lister = _Lister(model, batch, context, dtype, weight, cache)
     parts: list[tuple[int, Sequence[str], Sequence[Named]]] = [(batch, STEP_OPS, (*lister.step(), *lister.asked()))]
     if prompt:
-        parts += [(p.tokens, PROMPT_OPS, some) for p, some in _of_passes(model, prompt, batch, dtype)]
+        parts += [(p.tokens, PROMPT_OPS, some) for p, some in _of_passes(model, prompt, batch, dtype, weight, cache)]
     _refuse_alias(ops, [rows for rows, _, _ in parts])
     found: dict[str, Named] = {}
     for rows, default, some in parts:
@@ -96,6 +107,9 @@ def step(
         for named in some:
             if named.workload.op in wanted:
                 found.setdefault(named.workload.key, named)
+    for former in (FORMER_OPS[name] for name in ops or () if name in FORMER_OPS):
+        lister = _Lister(model, batch, context, dtype, **{former.trait: former.format})
+        found |= {n.workload.key: n for n in lister.step() if n.workload.op == former.op}
     return tuple(found.values())
 
 
@@ -109,11 +123,11 @@ def of_prompt(
 
 
 def _of_passes(
-    model: ModelShape, tokens: int, batch: int, dtype: DTypeName
+    model: ModelShape, tokens: int, batch: int, dtype: DTypeName, weight: str = PLAIN, cache: str = PLAIN
 ) -> Iterator[tuple[Pass, tuple[Named, ...]]]:
     _check("prompt", tokens, CONTEXT_LIMIT)
     for part in passes(tokens, batch):
-        lister = _Lister(model, part.tokens, part.start + part.positions, dtype)
+        lister = _Lister(model, part.tokens, part.start + part.positions, dtype, weight, cache)
         yield part, tuple(lister.prompt(part))
 
 
@@ -136,11 +150,11 @@ def _wanted(ops: Sequence[str] | None, rows: int, default: Sequence[str]) -> fro
     """Return the ops to list if a projection has so many rows."""
     if ops is None:
         return frozenset(default)
-    known, alias = (*STEP_OPS, *ASKED_OPS, *ALIASES), "gemv" if rows == 1 else "gemm"
+    alias = "gemv" if rows == 1 else "gemm"
     for name in ops:
-        if name not in known:
-            raise UnknownName("op", name, known)
-    return frozenset({"linear" if name == alias else name for name in ops} - set(ALIASES))
+        if name not in NAMES:
+            raise UnknownName("op", name, NAMES)
+    return frozenset({"linear" if name == alias else name for name in ops} - {*ALIASES, *FORMER_OPS})
 
 
 def _refuse_alias(ops: Sequence[str] | None, rows: Sequence[int]) -> None:
@@ -158,8 +172,17 @@ def _refuse_alias(ops: Sequence[str] | None, rows: Sequence[int]) -> None:
 class _Lister:
     """List one model's workloads at one batch, context and dtype, in the order in which a step runs them."""
 
-    def __init__(self, model: ModelShape, batch: int, context: int, dtype: DTypeName) -> None:
+    def __init__(
+        self,
+        model: ModelShape,
+        batch: int,
+        context: int,
+        dtype: DTypeName,
+        weight: str = PLAIN,
+        cache: str = PLAIN,
+    ) -> None:
         self.model, self.batch, self.context, self.dtype = model, batch, context, dtype
+        self.formats = {"weight": weight, "cache": cache}
 
     def step(self) -> Iterator[Named]:
         m, layers, norm = self.model, self.model.layers, self._offset()
@@ -198,18 +221,6 @@ class _Lister:
                 yield self._named("prefill_attn", dims, 0, "both", "prefill_attn")
             if m.window and s > m.window:
                 yield self._named("prefill_attn", dims, 0, "both", "prefill_attn window", **_window(m.window))
-        for name, n, k, calls in self._products():
-            dims = {"M": self.batch, "N": n, "K": k}
-            yield self._named("gemv_fp8", dims, calls, "both", f"gemv_fp8 {name}")
-        yield from self._attention("attn_decode_fp8")
-
-    def _products(self) -> Iterator[tuple[str, int, int, int]]:
-        """Return (name, N, K, calls per step) of each product of a layer, unfused."""
-        m = self.model
-        yield "qkv", m.qkv_rows, m.d, m.layers
-        yield "o", m.d, m.Hq * m.D, m.layers
-        yield "gate", m.I, m.d, 2 * m.layers
-        yield "down", m.d, m.I, m.layers
 
     def prompt(self, part: Pass) -> Iterator[Named]:
         """List one pass of a prompt. Prompts use only the fused chain; the output head belongs to the step.
@@ -236,14 +247,14 @@ class _Lister:
         if cut:
             yield self._named(op, dims, 0, "both", "prompt attn window", **_window(m.window))
 
-    def _attention(self, op: str = "attn") -> Iterator[Named]:
+    def _attention(self) -> Iterator[Named]:
         m = self.model
         # Sequences of one batch differ in length, so a batch includes its lengths.
         ragged: dict[str, Scalar] = {"ragged": True} if self.batch > 1 else {}
         for length, window, layers in self._lengths():
             dims = {"B": self.batch, "Hq": m.Hq, "Hkv": m.Hkv, "S": 1, "D": m.D, "L": length}
-            label = f"{op} window" if window else op
-            yield self._named(op, dims, layers, "both", label, **ragged, **_window(window))
+            label = "attn window" if window else "attn"
+            yield self._named("attn", dims, layers, "both", label, **ragged, **_window(window))
 
     def _lengths(self) -> Iterator[tuple[int, int, int]]:
         """Return (context length, window or 0, number of layers) of every attention; a window only if it is shorter."""
@@ -286,6 +297,10 @@ class _Lister:
         return self._named("linear", {"M": self.batch, "N": n, "K": k}, calls, chain, label, **traits)
 
     def _named(self, op: str, dims: dict[str, int], calls: int, chain: Chain, label: str, /, **traits: Scalar) -> Named:
+        for trait, ops in (("weight", WEIGHT_OPS), ("cache", CACHE_OPS)):
+            if op in ops and self.formats[trait] != PLAIN:
+                traits[trait] = self.formats[trait]
+                label = f"{label} {self.formats[trait]}"
         w = Workload(op=op, dims=tuple(dims.items()), dtype=self.dtype, traits=tuple(traits.items()))
         return Named(workload=w, label=label, calls_per_step=calls, chain=chain)
 

@@ -1,18 +1,17 @@
-"""The ops, by name. `gemv` and `gemm` address `linear` at M = 1 and above."""
+"""The ops, by name. `gemv` and `gemm` address `linear` at M = 1 and above; so do names of ops that became formats."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from autosel.errors import IncompleteContract, UnknownName
+from autosel.formats import FORMER_OPS
 from autosel.ops.add_rmsnorm import AddRmsNorm
 from autosel.ops.attn import Attn
-from autosel.ops.attn_decode_fp8 import AttnDecodeFp8
 from autosel.ops.contract import Op
 from autosel.ops.domains import undeclared
 from autosel.ops.gate_up import GateUp
 from autosel.ops.geglu import GeGlu
-from autosel.ops.gemv_fp8 import GemvFp8
 from autosel.ops.kv_append import KvAppend
 from autosel.ops.linear import Linear
 from autosel.ops.lm_head import LmHead
@@ -49,10 +48,8 @@ OPS: Mapping[str, Op] = registered(
     GateUp(),
     LmHead(),
     Sample(),
-    GemvFp8(),
-    AttnDecodeFp8(),
 )
-ALIASES: Mapping[str, str] = {"gemv": "linear", "gemm": "linear"}
+ALIASES: Mapping[str, str] = {"gemv": "linear", "gemm": "linear", **{n: f.op for n, f in FORMER_OPS.items()}}
 
 
 def find(name: str) -> Op:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from autosel.errors import BadArguments
-from autosel.formats import PLAIN, Part
+from autosel.formats import PLAIN
+from autosel.ops.cached import DIMS, Cached
 from autosel.ops.codes import TORCH_DTYPE
 from autosel.ops.contract import DTYPE, DTYPE_NAME, Inputs
 from autosel.ops.weight import Weight
@@ -67,38 +68,58 @@ class Binder:
             self._bind(name, letter, size, tuple(w.shape), f"[{','.join(shape.split())}]")
         given = w.parts()
         for part in w.format.parts:
-            self._part(f"{name}.{part.name}", given.pop(part.name, None), part, w)
+            self._part(
+                f"{name}.{part.name}", given.pop(part.name, None), part.dtype, part.shape(*w.shape), w.format.name
+            )
         if given:
             raise self.fail(f"{name}.{next(iter(given))}", f"is given, which {w.format.name} has not")
         return w.format.name
 
+    def cache(self, name: str, shape: str) -> str:
+        """The name of the format of keys or values: plain for a tensor in the workload's dtype, else the `Cached`'s.
+        Raises BadArguments for parts that are not the format's."""
+        c = self.inputs.get(name)
+        if not isinstance(c, Cached):
+            self._refuse_codes(name, c, "Cached")
+            self.floats(name, shape)
+            return PLAIN
+        letters, sizes = shape.split(), tuple(c.shape)
+        if len(sizes) != len(letters):
+            raise self.fail(name, f"has shape {sizes}, expected [{','.join(letters)}]")
+        for letter, size in zip(letters, sizes, strict=True):
+            self._bind(name, letter, size, sizes, f"[{','.join(letters)}]")
+        scales = c.format.scales_shape(dict(zip(DIMS, sizes, strict=True)))
+        self._part(f"{name}.codes", c.codes, c.format.dtype, sizes, c.format.name)
+        self._part(f"{name}.scales", c.scales, c.format.scale, scales, c.format.name)
+        return c.format.name
+
     def one_format(self, *names: str) -> str:
-        """The format that matrices already taken share. Raises BadArguments where they do not."""
+        """The format that operands already taken share. Raises BadArguments where they do not."""
         found = {name: getattr(self.inputs[name], "format", None) for name in names}
         spelled = {name: f.name if f else PLAIN for name, f in found.items()}
         if len(set(spelled.values())) > 1:
             told = ", ".join(f"{name} is {format_}" for name, format_ in spelled.items())
-            raise BadArguments(f"{self.op}: {told}", why="weights that are multiplied together have one format")
+            raise BadArguments(f"{self.op}: {told}", why="operands that are used together have one format")
         return spelled[names[0]]
 
-    def _refuse_codes(self, name: str, w: Any) -> None:
+    def _refuse_codes(self, name: str, w: Any, kind: str = "Weight") -> None:
         """A tensor of codes without its scales is a common mistake."""
         if isinstance(w, Tensor) and w.itemsize == 1:
             raise self.fail(
                 name,
                 f"is {w.dtype}: codes without their scales",
-                todo=f"pass autosel.Weight.of(format, codes={name}, scales=...)",
+                todo=f"pass autosel.{kind}.of(format, codes={name}, scales=...)",
             )
 
-    def _part(self, name: str, tensor: Any, part: Part, w: Weight) -> None:
+    def _part(self, name: str, tensor: Any, dtype_name: str | None, shape: tuple[int, ...], format_: str) -> None:
         if not isinstance(tensor, Tensor):
-            raise self.fail(name, f"is {type(tensor).__name__}; {w.format.name} has {part.name}")
+            raise self.fail(name, f"is {type(tensor).__name__}; {format_} has {name.rpartition('.')[2]}")
         self._place(name, tensor)
-        dtype, shape = TORCH_DTYPE.get(str(part.dtype)) or DTYPE[str(part.dtype)], part.shape(*w.shape)
+        dtype = TORCH_DTYPE.get(str(dtype_name)) or DTYPE[str(dtype_name)]
         if tensor.dtype != dtype:
-            raise self.fail(name, f"is {tensor.dtype}, {w.format.name} has {dtype}")
+            raise self.fail(name, f"is {tensor.dtype}, {format_} has {dtype}")
         if tuple(tensor.shape) != shape:
-            raise self.fail(name, f"has shape {tuple(tensor.shape)}, expected {shape} for {w.format.name}")
+            raise self.fail(name, f"has shape {tuple(tensor.shape)}, expected {shape} for {format_}")
         self._contiguous(name, tensor)
 
     def number(self, name: str, default: float, *, low: float = float("-inf")) -> Any:

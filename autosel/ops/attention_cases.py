@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from autosel.ops import draw as d
+from autosel.ops.cached import Cache, write_key
+from autosel.ops.codes import CODES
 from autosel.ops.contract import Case, Op
 from autosel.ops.draw import Draw
-from autosel.ops.fp8 import stored_as_e4m3
 from autosel.values import DTYPE_BYTES, Workload
 
 LENGTHS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 509, 1021)
@@ -67,12 +68,13 @@ def near_lengths(b: int, longest: int) -> Tensor:
     return torch.tensor([max(1, longest - i) for i in range(b)], dtype=torch.int32)
 
 
-def bury(cache: Tensor, lengths: Tensor | None, longest: int, draw: Draw) -> None:
-    """Large finite junk beyond the lengths: reading one key too many shows."""
-    for b in range(cache.shape[0]):
+def bury(cache: Cache, lengths: Tensor | None, longest: int, draw: Draw) -> None:
+    """Large finite junk beyond the lengths, of codes the largest: reading one key too many shows."""
+    tensor, most = (cache, 800.0) if isinstance(cache, Tensor) else (cache.codes, CODES[cache.format.code].most)
+    for b in range(tensor.shape[0]):
         start = longest if lengths is None else int(lengths[b])
-        junk = cache[b, :, start:]
-        junk.copy_(torch.randint(0, 2, junk.shape, generator=draw.generator) * 1600.0 - 800.0)
+        junk = tensor[b, :, start:]
+        junk.copy_((torch.randint(0, 2, junk.shape, generator=draw.generator) * 2.0 - 1.0) * most)
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -141,14 +143,9 @@ def plant(inputs: dict[str, Any], draw: Draw, positions: Sequence[int], *, score
     k, v = inputs["k"], inputs["v"]
     for b in range(k.shape[0]):
         at = positions[b % len(positions)]
-        k[b, :, at] = _entry(key[b], k, inputs.get("k_scale"))
-        values = torch.randint(0, 2, v[b, :, at].shape, generator=draw.generator) * 6.0 - 3.0
-        v[b, :, at] = _entry(values, v, inputs.get("v_scale"))
-
-
-def _entry(numbers: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
-    """Rows [Hkv, D] as the cache holds them: in its dtype, or in fp8 as multiples of their head's scale."""
-    return numbers.to(cache.dtype) if scale is None else stored_as_e4m3(numbers / scale[:, None])
+        write_key(k, b, at, key[b])
+        values = torch.randint(0, 2, (v.shape[1], v.shape[3]), generator=draw.generator) * 6.0 - 3.0
+        write_key(v, b, at, values)
 
 
 def _needles(w: Workload, add: Any) -> None:
@@ -300,5 +297,7 @@ def _layouts(w: Workload, add: Any) -> None:
 
 
 def heads_inside(x: Tensor) -> Tensor:
-    """The same [B, H, L, D] over memory laid out [B, L, H, D], as a QKV projection leaves it."""
+    """The same [B, H, L, D] over memory laid out [B, L, H, D], as a QKV projection leaves it; scales stay."""
+    if x.dim() < 4:
+        return x
     return x.transpose(1, 2).contiguous().transpose(1, 2)

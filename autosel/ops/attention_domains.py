@@ -9,6 +9,7 @@ import torch
 
 from autosel.ops import draw as d
 from autosel.ops.attention_cases import bury
+from autosel.ops.cached import with_room
 from autosel.ops.domains import (
     ABSENT,
     FAR_DOWN,
@@ -167,9 +168,7 @@ def room_domain(*caches: str) -> Domain:
     def more(count: int) -> Edit:
         def change(inputs: dict[str, Any], _: Draw) -> None:
             for name in caches:
-                cache = inputs[name]
-                b, h, _keys, width = cache.shape
-                inputs[name] = torch.cat([cache, cache.new_zeros(b, h, count, width)], 2)
+                inputs[name] = with_room(inputs[name], count)
 
         return change
 

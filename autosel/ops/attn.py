@@ -1,4 +1,9 @@
-"""attn: decode (S = 1), speculation and chunked prefill (S > 1) over a contiguous KV cache. See attention.py."""
+"""attn: decode (S = 1), speculation and chunked prefill (S > 1) over a contiguous KV cache. See attention.py.
+
+k and v are tensors, or `Cached` in a format: code * scale. The reference is attention over these numbers. Beside attn's
+own roundings a candidate may then multiply K's scale into the query and store the product, and store a result before
+V's scale is applied. A subnormal scale may count as zero.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosel.formats import PLAIN
 from autosel.ops import attention
 from autosel.ops.arguments import Binder, need_multiple
 from autosel.ops.attention_cases import attn_cases, heads_inside
@@ -23,9 +29,14 @@ from autosel.ops.attention_domains import (
     lengths_domain,
     room_domain,
 )
+from autosel.ops.cached import Cache, exact, first_keys, numbers, quantise_cache, scales_of, some_heads
+from autosel.ops.cached_attention import cached_bound, cached_cases
 from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
-from autosel.ops.domains import Level, Row, among, follows, layouts
+from autosel.ops.domains import Level, Row, among, cache_formats, follows, in_format, layouts
 from autosel.ops.draw import Draw, relayout, resident_draw, streamed_draw
+from autosel.ops.stored_cases import KEYS as KEY_SCALES
+from autosel.ops.stored_cases import VALUES as VALUE_SCALES
+from autosel.ops.stored_cases import stored_domains
 from autosel.values import DTYPE_BYTES, Workload
 
 
@@ -33,8 +44,8 @@ class Attn(Op):
     name = "attn"
     args = (
         Arg(name="q", kind="tensor"),
-        Arg(name="k", kind="tensor", role="streamed"),
-        Arg(name="v", kind="tensor", role="streamed"),
+        Arg(name="k", kind="cache", role="streamed"),
+        Arg(name="v", kind="cache", role="streamed"),
         Arg(name="lengths", kind="optional"),
         Arg(name="max_len", kind="int"),
         Arg(name="scale", kind="float", default=0.0),
@@ -43,7 +54,7 @@ class Attn(Op):
     )
     output_names = ("o",)
     dim_names = ("B", "Hq", "Hkv", "S", "D", "L")
-    trait_defaults = {"ragged": False, "window": 0, "softcap": 0.0}
+    trait_defaults = {"ragged": False, "window": 0, "softcap": 0.0, "cache": PLAIN}
     domains = {
         "B": SEQUENCES,
         "Hq Hkv": HEADS,
@@ -54,6 +65,9 @@ class Attn(Op):
         "lengths": lengths_domain(presence="ragged"),
         "max_len": follows("L"),
         "room": room_domain("k", "v"),
+        "cache": cache_formats(),
+        **stored_domains(KEY_SCALES, "k"),
+        **stored_domains(VALUE_SCALES, "v"),
         "layout": layouts(
             "q", "k", "v", more=(Level(name="heads inside", edit=relayout(("q", "k", "v"), heads_inside)),)
         ),
@@ -63,7 +77,7 @@ class Attn(Op):
         return affordable(w)
 
     def admits(self, row: Row) -> bool:
-        return admits(row)
+        return admits(row) and in_format(row, "k", "v", trait="cache")
 
     def finish(self, inputs: dict[str, Any], draw: Draw) -> None:
         bury_unseen(inputs, draw)
@@ -71,8 +85,8 @@ class Attn(Op):
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)
         take.floats("q", "B Hq S D")
-        take.floats("k", "B Hkv Lmax D")
-        take.floats("v", "B Hkv Lmax D")
+        for name in ("k", "v"):
+            take.cache(name, "B Hkv Lmax D")
         need_multiple(take, "Hq", "Hkv")
         ragged = inputs.get("lengths") is not None
         if ragged:
@@ -88,6 +102,7 @@ class Attn(Op):
             ragged=ragged,
             window=int(take.number("window", 0, low=0)),
             softcap=float(take.number("softcap", 0.0, low=0.0)),
+            cache=take.one_format("k", "v"),
         )
 
     def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
@@ -95,7 +110,8 @@ class Attn(Op):
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
         draw, shape = streamed_draw(seed, w.dtype), (w["B"], w["Hkv"], w["L"], w["D"])
-        return self.refresh(w, {"k": draw.normal(*shape), "v": draw.normal(*shape)}, seed)
+        made = {name: quantise_cache(draw.normal(*shape), w.cache_format) for name in ("k", "v")}
+        return self.refresh(w, made, seed)
 
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         draw = resident_draw(seed, w.dtype)
@@ -112,42 +128,56 @@ class Attn(Op):
         }
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
-        return attn_cases(self, w)
+        return attn_cases(self, w) if w.cache_format.plain else cached_cases(self, w)
 
-    def _exact(self, inputs: Inputs) -> tuple[attention.Exact, Tensor, Tensor]:
-        """The definition on the keys that count, and those keys and values."""
+    def _exact(self, inputs: Inputs) -> tuple[attention.Exact, Cache, Cache]:
+        """The definition on the keys that count, and those keys and values; a scale of V is still to come."""
         keys = inputs["max_len"]
-        k, v, lengths = inputs["k"][:, :, :keys], inputs["v"][:, :, :keys], inputs["lengths"]
+        k, v, lengths = first_keys(inputs["k"], keys), first_keys(inputs["v"], keys), inputs["lengths"]
         if lengths is None:
             lengths = torch.full((k.shape[0],), keys)
         q, scale, window, softcap = (inputs[n] for n in ("q", "scale", "window", "softcap"))
-        return attention.exact(q, k, v, lengths, scale, window, softcap), k, v
+        return attention.exact(q, exact(k), numbers(v), lengths, scale, window, softcap), k, v
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        return (attention.unpack(self._exact(inputs)[0].o, inputs["q"].shape),)
+        e, _, v = self._exact(inputs)
+        by = scales_of(v)
+        return (attention.unpack(e.o if by is None else e.o * by, inputs["q"].shape),)
 
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        error = attention.error_bound(*self._exact(inputs), inputs["scale"])
+        e, k, v = self._exact(inputs)
+        if isinstance(k, Tensor):
+            error = attention.error_bound(e, k, v, inputs["scale"])
+        else:
+            error = cached_bound(e, k, v, inputs["scale"], inputs["q"].dtype)
         return (attention.unpack(error, inputs["q"].shape),)
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        pairs = head_pairs(w, count, seed)
-        group = w["Hq"] // w["Hkv"]
-        b, h = pairs // w["Hkv"], pairs % w["Hkv"]
+        """Some KV heads, and of some batch rows the same ones: a head may have a scale of its own."""
+        wanted = max(1, count // (w["Hq"] // w["Hkv"] * w["S"]))
+        order = torch.Generator().manual_seed(seed)
+        h = torch.randperm(w["Hkv"], generator=order)[:wanted]
+        b = torch.randperm(w["B"], generator=order)[: max(1, wanted // len(h))]
+
+        def heads(x: Tensor) -> Tensor:
+            picked: Tensor = x.unflatten(1, (w["Hkv"], -1))[b[:, None], h]
+            return picked.flatten(1, 2)
+
         lengths = inputs["lengths"]
         part = {
             **inputs,
-            "q": pick_heads(inputs["q"], b, h, group),
-            "k": inputs["k"][b, h][:, None],
-            "v": inputs["v"][b, h][:, None],
+            "q": heads(inputs["q"]),
+            "k": some_heads(inputs["k"], b, h),
+            "v": some_heads(inputs["v"], b, h),
             "lengths": None if lengths is None else lengths[b],
         }
-        return Rows(inputs=part, pick=lambda outs: (pick_heads(outs[0], b, h, group),))
+        return Rows(inputs=part, pick=lambda outs: (heads(outs[0]),))
 
     def bytes_moved(self, w: Workload) -> int:
         b, hq, hkv, s, d = (w[n] for n in ("B", "Hq", "Hkv", "S", "D"))
         keys = sum(attention.keys_read(s, n, int(w.trait("window", 0))) for n in lengths_of(w))
-        return DTYPE_BYTES[w.dtype] * (2 * hkv * keys * d + 2 * b * hq * s * d)
+        cache = w.cache_format.nbytes(w.dtype, hkv * keys * d, {"B": b, "H": hkv, "L": w["L"]})
+        return 2 * cache + DTYPE_BYTES[w.dtype] * 2 * b * hq * s * d
 
     def flops(self, w: Workload) -> int:
         pairs = sum(attention.pairs_seen(w["S"], n, int(w.trait("window", 0))) for n in lengths_of(w))

@@ -65,6 +65,58 @@ class Cached(Stored):
 Cache = Tensor | Cached
 
 
+# --- either -----------------------------------------------------------------------------------------------------------
+
+
+def exact(cache: Cache) -> Tensor:
+    """float64 [B, H, L, D]."""
+    return cache.double() if isinstance(cache, Tensor) else cache.exact()
+
+
+def numbers(cache: Cache) -> Tensor:
+    """What is multiplied by `scales_of`: float64 [B, H, L, D]."""
+    return cache.double() if isinstance(cache, Tensor) else cache.numbers()
+
+
+def scales_of(cache: Cache) -> Tensor | None:
+    """float64, to multiply [B, H, L, D] by; None for a plain cache."""
+    return None if isinstance(cache, Tensor) else cache.by_element()
+
+
+def first_keys(cache: Cache, keys: int) -> Any:
+    """The first keys; shares memory."""
+    if isinstance(cache, Tensor):
+        return cache[:, :, :keys]
+    assert "L" not in cache.format.scaled, f"{cache.format.name} has a scale for each key"
+    return cache.pick(lambda codes: codes[:, :, :keys], cache.scales)
+
+
+def some_heads(cache: Cache, rows: Tensor, heads: Tensor) -> Any:
+    """Some KV heads of some batch rows: [rows, heads, L, D], a copy."""
+    if isinstance(cache, Tensor):
+        return cache[rows[:, None], heads]
+    assert cache.format.scaled == ("H",), f"{cache.format.name} has other scales than one a head"
+    return cache.pick(lambda codes: codes[rows[:, None], heads], cache.scales[heads])
+
+
+def with_room(cache: Cache, keys: int) -> Any:
+    """The same with zeros for more keys behind it."""
+    if isinstance(cache, Tensor):
+        b, h, _, width = cache.shape
+        return torch.cat([cache, cache.new_zeros(b, h, keys, width)], 2)
+    codes = with_room(cache.codes.view(torch.uint8), keys).view(cache.codes.dtype)
+    return type(cache).of(cache.format, codes=codes, scales=cache.scales)
+
+
+def write_key(cache: Cache, row: int, at: int, numbers: Tensor) -> None:
+    """Key `at` of a batch row becomes these numbers [H, D], as nearly as the cache has them at its scales."""
+    if isinstance(cache, Tensor):
+        cache[row, :, at] = numbers.to(cache.dtype)
+        return
+    scales = cache.by_element()[0, :, 0]
+    cache.codes[row, :, at] = CODES[cache.format.code].nearest(numbers.double() / scales)
+
+
 def quantise_cache(x: Tensor, format: str | CacheFormat) -> Cache:
     """Keys or values rounded to nearest in a format; plain returns them. NaN stays, and chooses no scale."""
     found = formats.find_cache_format(format) if isinstance(format, str) else format
@@ -76,8 +128,3 @@ def quantise_cache(x: Tensor, format: str | CacheFormat) -> Cache:
     codes = code.nearest(x.float() / scales)
     shape = found.scales_shape(dict(zip(DIMS, x.shape, strict=True)))
     return Cached.of(found, codes=codes, scales=scales.view(shape))
-
-
-def exact(cache: Any) -> Tensor:
-    """float64 [B, H, L, D]."""
-    return cache.double() if isinstance(cache, Tensor) else cache.exact()

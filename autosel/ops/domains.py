@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from autosel.formats import PLAIN, WEIGHT_FORMATS
+from autosel.formats import CACHE_FORMATS, PLAIN, WEIGHT_FORMATS
 from autosel.ops import draw as d
 from autosel.ops.draw import Draw
 from autosel.values import DTypeName, Scalar
@@ -131,12 +131,23 @@ def weight_formats() -> Domain:
     return trait(*WEIGHT_FORMATS)
 
 
-def in_format(row: Row, *weights: str) -> bool:
-    """A weight in a format has no contents but those it was quantised from; none is balanced, or multiplied by Inf."""
-    if "weight" not in row or row["weight"].value == PLAIN:
-        return True
-    plain = all(row[name].name == "plain" for name in weights if name in row)
-    return plain and not any(level.name == "balanced" or level.special == "inf" for level in row.values())
+def cache_formats() -> Domain:
+    """The formats that keys and values come in."""
+    return trait(*CACHE_FORMATS)
+
+
+def in_format(row: Row, *operands: str, trait: str = "weight") -> bool:
+    """An operand in a format has no contents but those it was quantised from, and codes and scales; none is balanced,
+    or multiplied by Inf. A plain one has no codes and scales."""
+    stored = any(level.name != "plain" for name, level in row.items() if "." in name)
+    shaped = any(row[name].name != "plain" for name in operands if name in row)
+    shaped = shaped or any(level.name in TRADED or level.special == "inf" for level in row.values())
+    if trait not in row:
+        return not (stored and shaped)
+    return not (stored if row[trait].value == PLAIN else shaped)
+
+
+TRADED = ("balanced", "for huge keys", "for tiny keys")  # contents of one operand that change another
 
 
 def scalar(*values: float, edit: Callable[[float], Edit] | None = None) -> Domain:

@@ -29,20 +29,6 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, y
     return y if residual is None else y.add_(residual)
 
 
-def gemv_fp8(
-    x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor | None = None
-) -> Tensor:
-    """The weights unpacked, which is exact, and the scales applied to the little they give. fp16 does not hold that
-    product: 448 times a thousand activations is above its range."""
-    wide = torch.float32 if x.dtype == torch.float16 else x.dtype
-    made = F.linear(x.to(wide), w.to(wide))
-    y = (made * scale).to(x.dtype) if y is None else torch.mul(made, scale, out=y)
-    for extra in (bias, residual):
-        if extra is not None:
-            y.add_(extra)
-    return y
-
-
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -108,29 +94,6 @@ def paged_attn(
     table = torch.where(used, table, table[:, :1]).clamp(0, k_pages.shape[0] - 1)
     k, v = (pages[table].flatten(1, 2).transpose(1, 2) for pages in (k_pages, v_pages))
     return attn(q, k, v, lengths, max_len, scale, window, softcap, o)
-
-
-def attn_decode_fp8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    lengths: Tensor | None,
-    max_len: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    o: Tensor | None = None,
-) -> Tensor:
-    """The part of the cache in use unpacked, which is exact; K's scale goes into the query and V's into the result, of
-    which there is little."""
-    s, group = q.shape[2], q.shape[1] // k.shape[1]
-    first = max(0, max_len - s - window + 1) if window and lengths is None else 0
-    k, v = (cache[:, :, first:max_len].to(q.dtype) for cache in (k, v))
-    by_k, by_v = (x.repeat_interleave(group)[:, None, None] for x in (k_scale, v_scale))
-    made = _attend((q * by_k).to(q.dtype), k, v, _mask(s, k, lengths, window), scale, softcap)
-    return (made * by_v).to(q.dtype) if o is None else torch.mul(made, by_v, out=o)
 
 
 def prefill_attn(

@@ -1,4 +1,4 @@
-"""Ops on weights in a format, as eager PyTorch: the baseline, as fast as eager sensibly goes (eager.py has the rest).
+"""Ops on weights or a cache in a format, as eager PyTorch: the baseline, as fast as eager goes (eager.py: the rest).
 
 A module of its own, because a stored decision names a function of eager.py by its code: what is here changes none.
 """
@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from autosel.ops.eager import ACTIVATION, rmsnorm
+from autosel.ops.eager import ACTIVATION, _attend, _mask, rmsnorm
 
 if TYPE_CHECKING:
+    from autosel.ops.cached import Cached
     from autosel.ops.weight import Weight
 
 
@@ -58,3 +59,24 @@ def lm_head(x: Tensor, w: Weight, greedy: int, out: Tensor | None = None) -> Ten
     if not greedy:
         return product(x, w, out)
     return torch.argmax(product(x, w), dim=-1, out=out)
+
+
+def attn(
+    q: Tensor,
+    k: Cached,
+    v: Cached,
+    lengths: Tensor | None,
+    max_len: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    o: Tensor | None = None,
+) -> Tensor:
+    """The codes in use unpacked, which is exact; K's scale goes into the query and V's into the result, of which there
+    is little."""
+    s, group = q.shape[2], q.shape[1] // k.shape[1]
+    first = max(0, max_len - s - window + 1) if window and lengths is None else 0
+    keys, values = (cache.codes[:, :, first:max_len].to(q.dtype) for cache in (k, v))
+    by_k, by_v = (cache.scales.repeat_interleave(group)[:, None, None] for cache in (k, v))
+    made = _attend((q * by_k).to(q.dtype), keys, values, _mask(s, keys, lengths, window), scale, softcap)
+    return (made * by_v).to(q.dtype) if o is None else torch.mul(made, by_v, out=o)

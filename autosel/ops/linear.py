@@ -44,8 +44,8 @@ from autosel.ops.draw import (
     strided,
 )
 from autosel.ops.rounding import flushable, stored
+from autosel.ops.stored_cases import PRODUCT, clear_of_zero, stored_domains, weight_cases
 from autosel.ops.weight import product, product_error, quantise, rows_of
-from autosel.ops.weight_cases import clear_of_zero, weight_cases
 from autosel.values import DTYPE_BYTES, Workload
 
 # N and K around the edges of register tiles, vectors and cache-line groups; primes.
@@ -77,6 +77,7 @@ class Linear(Op):
         "bias": contents("bias", up=FAR_UP, down=FAR_DOWN, rows=False, inf=True, presence="bias"),
         "residual": contents("residual", up=FAR_UP, down=FAR_DOWN, inf=True, presence="residual"),
         "weight": weight_formats(),
+        **stored_domains(PRODUCT, "w"),
         "layout": layouts("x", "w", "bias", "residual"),
     }
 

@@ -54,8 +54,8 @@ from autosel.ops.draw import (
 )
 from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.rounding import LAMBDA, flushable, stored
+from autosel.ops.stored_cases import weight_cases, write
 from autosel.ops.weight import Matrix, Weight, exact, product, product_error, quantise, rows_of
-from autosel.ops.weight_cases import weight_cases, write
 from autosel.values import DTYPE_BYTES, Workload
 
 BLOCK = 4096  # vocabulary rows converted at a time: 64 MB of fp32 at d = 4096

@@ -98,7 +98,7 @@ def _race_at(tuning: Tuning, job: Job, length: int) -> Job | None:
 
 
 def _has_length(w: Workload) -> bool:
-    return w.op in ("attn", "attn_decode_fp8", "paged_attn") and any(name == "L" for name, _ in w.dims)
+    return w.op in ("attn", "paged_attn") and any(name == "L" for name, _ in w.dims)
 
 
 def _undecided(job: Job) -> bool:

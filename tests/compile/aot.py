@@ -32,8 +32,10 @@ from autosel.fingerprint import known
 from autosel.knobs.gpu.facts import GpuFacts, facts
 from autosel.ops import OPS
 from autosel.ops.contract import Op
+from autosel.ops.stored import mapped
 from autosel.values import Accepted, Workload
 from tests.compile.triton_kernels import Shape
+from tests.operands import traits_of
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -136,7 +138,7 @@ def problems(
     """
     f, found = facts(known.load(device)), []
     for (dims, traits), dtype in product(shapes, dtypes):
-        w = OPS[kernel.op].workload(dtype, dims, **traits)
+        w = OPS[kernel.op].workload(dtype, dims, **traits, **traits_of(kernel))
         if not isinstance(kernel.supports(w, known.load(device)), Accepted):
             continue
         for launch in launches(kernel, device, w):
@@ -196,7 +198,4 @@ def without_memory(op: Op, w: Workload) -> list[Any]:
     """Arguments and outputs of the workload's shapes and strides on the `meta` device."""
     with FakeTensorMode():
         values = [*op.arguments(op.inputs(w, 0)), *op.allocate(w)]
-    return [
-        torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") if isinstance(v, torch.Tensor) else v
-        for v in values
-    ]
+    return [mapped(v, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")) for v in values]

@@ -14,6 +14,7 @@ import triton
 
 from tests.compile.aot import problems
 from tests.compile.triton_kernels import KERNELS, SHAPES, TARGETS
+from tests.operands import kind_of
 
 
 def main(major: int, minor: int) -> None:
@@ -21,7 +22,7 @@ def main(major: int, minor: int) -> None:
     device = TARGETS[major, minor]
     for name, kernel in KERNELS.items():
         try:
-            found = problems(kernel, device, SHAPES[kernel.op][:1], ("bf16",), spills=False)
+            found = problems(kernel, device, SHAPES[kind_of(kernel)][:1], ("bf16",), spills=False)
         except Exception as error:  # whatever a compiler raises is what is looked for
             found = [f"{type(error).__name__}: {error}"]
         for problem in found:

@@ -13,16 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from autosel.ops import OPS, eager
+from autosel.ops import OPS
 from autosel.ops.contract import Case, Inputs, Mismatch
+from autosel.ops.stored import tensors
+from autosel.parity.truth import run_baseline
 from autosel.values import DTypeName, Workload
 from tests.compile.emulate import emulated
+from tests.operands import SCALED_HEADS, passed
 
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 KERNELS = {
     "attn_decode": "attn",
     "attn_decode_mma": "attn",
-    "attn_decode_fp8": "attn_decode_fp8",
+    "attn_decode_fp8": "attn",
     "paged_attn_decode": "paged_attn",
     "paged_attn_decode_mma": "paged_attn",
 }
@@ -46,30 +49,32 @@ CACHE = {"B": 2, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 512}
 # op -> (shape, traits) whose batteries are run
 SHAPES: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
     "attn": [(CACHE, {}), ({**CACHE, "S": 3}, {"ragged": True}), ({**CACHE, "S": 2}, {"window": 37, "softcap": 20.0})],
-    "attn_decode_fp8": [
-        (CACHE, {}),
-        ({**CACHE, "S": 3}, {"ragged": True}),
-        ({**CACHE, "S": 2}, {"window": 37, "softcap": 20.0}),
-    ],
     "paged_attn": [({**CACHE, "page": 16}, {}), ({**CACHE, "S": 3, "page": 24}, {"window": 37, "softcap": 20.0})],
 }
 # tile, stages, chunk, pdl: one CTA a head; splits of a block, of odd lengths; the shortest ring and the longest
 CUTS = ((64, 3, 1 << 20, 0), (32, 2, 32, 0), (64, 2, 77, 1), (128, 8, 128, 0), (32, 2, 9, 0))
 
 
+def workload(kernel: str, dtype: DTypeName, dims: dict[str, int], **traits: Any) -> Workload:
+    """In the format of a cache that the kernel reads."""
+    cache = {"cache": "fp8_e4m3-head"} if kernel == "attn_decode_fp8" else {}
+    return OPS[KERNELS[kernel]].workload(dtype, dims, **traits, **cache)
+
+
 def run(kernel: str, w: Workload, inputs: Inputs, cut: Sequence[int]) -> Tensor:
     op = OPS[KERNELS[kernel]]
     (out,) = op.allocate(w, fill=float("nan"))
     assert out is not None
-    emulated(kernel, kernel)(*op.arguments(inputs), out, *cut)
+    operands = SCALED_HEADS if kernel == "attn_decode_fp8" else ()
+    emulated(kernel, kernel)(*passed(op, inputs, operands), out, *cut)
     return out
 
 
 def failure(kernel: str, made: Case, cut: Sequence[int]) -> Mismatch | None:
     op = OPS[KERNELS[kernel]]
-    baseline = getattr(eager, op.name)(*op.arguments(made.make(11)))
+    baseline = run_baseline(op, made.make(11))
     got = run(kernel, made.workload, made.make(11), cut)
-    found = op.verify(made.make(11), [got], (baseline,))
+    found = op.verify(made.make(11), [got], baseline)
     return found if isinstance(found, Mismatch) else None
 
 
@@ -80,7 +85,7 @@ def test_attention_meets_its_contract_in_every_case(choice: tuple[str, DTypeName
     kernel, dtype, shape = choice
     op, wrong = OPS[KERNELS[kernel]], []
     dims, traits = SHAPES[op.name][shape]
-    for number, made in enumerate(op.cases(op.workload(dtype, dims, **traits))):
+    for number, made in enumerate(op.cases(workload(kernel, dtype, dims, **traits))):
         cut = CUTS[(number + shape) % len(CUTS)]
         found = failure(kernel, made, cut)
         if found is not None:
@@ -96,7 +101,7 @@ def test_any_head_width_is_right(width: int, choice: tuple[str, DTypeName]) -> N
         return  # refused: the next test
     op = OPS[KERNELS[kernel]]
     for group in (1, 3, 8, 24):
-        w = op.workload(dtype, {**CACHE, "Hq": 2 * group, "D": width, "L": 83})
+        w = workload(kernel, dtype, {**CACHE, "Hq": 2 * group, "D": width, "L": 83})
         inputs = op.inputs(w, 3)
         for cut in CUTS[:3]:
             found = op.verify(inputs, [run(kernel, w, inputs, cut)])
@@ -108,7 +113,7 @@ def test_any_head_width_is_right(width: int, choice: tuple[str, DTypeName]) -> N
 )
 def test_a_width_that_does_not_fit_registers_is_refused(kernel: str, width: int) -> None:
     op = OPS[KERNELS[kernel]]
-    w = op.workload("bf16", {**CACHE, "D": width, "L": 8})
+    w = workload(kernel, "bf16", {**CACHE, "D": width, "L": 8})
     with pytest.raises(ValueError, match="too wide"):
         run(kernel, w, op.inputs(w, 3), CUTS[0])
 
@@ -127,12 +132,12 @@ def test_nan_that_causality_or_a_window_hides_stays_hidden(dtype: DTypeName) -> 
 @pytest.mark.parametrize("kernel", ["attn_decode", "attn_decode_mma", "attn_decode_fp8"])
 def test_nan_beyond_the_lengths_does_not_reach_the_result(kernel: str) -> None:
     op = OPS[KERNELS[kernel]]
-    w = op.workload("bf16", {"B": 3, "Hq": 8, "Hkv": 2, "S": 2, "D": 128, "L": 200}, ragged=True)
+    w = workload(kernel, "bf16", {"B": 3, "Hq": 8, "Hkv": 2, "S": 2, "D": 128, "L": 200}, ragged=True)
     inputs = op.inputs(w, 3)
     clean = [run(kernel, w, inputs, cut) for cut in CUTS]
     for b, length in enumerate(inputs["lengths"].tolist()):
-        inputs["k"][b, :, length:] = float("nan")
-        inputs["v"][b, :, length:] = float("nan")
+        for tensor in (*tensors(inputs["k"])[:1], *tensors(inputs["v"])[:1]):
+            tensor[b, :, length:] = float("nan")
     assert all(torch.equal(run(kernel, w, inputs, cut), want) for cut, want in zip(CUTS, clean, strict=True))
 
 
@@ -149,7 +154,7 @@ def test_query_rows_in_several_tiles_split_the_keys_that_much_less(kernel: str) 
 def test_the_order_in_which_ctas_arrive_does_not_change_a_bit(kernel: str) -> None:
     """Blocks run forwards at one call and backwards at the next."""
     op = OPS[KERNELS[kernel]]
-    w = op.workload("bf16", {**CACHE, "L": 500})
+    w = workload(kernel, "bf16", {**CACHE, "L": 500})
     inputs = op.inputs(w, 3)
     for cut in CUTS:
         assert torch.equal(run(kernel, w, inputs, cut), run(kernel, w, inputs, cut))

@@ -19,11 +19,11 @@ from autosel.values import DTypeName
 from autosel.workers.arena import Arena
 from tests.compile.emulate import emulated
 from tests.compile.test_emulated_knobs import COMPILED_IN, DTYPES, KERNELS, SMALL, asked
+from tests.operands import traits_of
 
 # Of whole 16-byte vectors in every dtype: the case of parity has rows that are not.
 ALIGNED: dict[str, dict[str, int]] = {
     "linear": {"M": 5, "N": 70, "K": 1024},
-    "gemv_fp8": {"M": 5, "N": 70, "K": 1024},
     "norm_qkv": {"M": 5, "d": 1024, "N": 70},
     "gate_up": {"M": 5, "d": 1024, "I": 70},
     "lm_head": {"M": 5, "V": 70, "d": 1024},
@@ -35,9 +35,9 @@ def far(kernel: CudaKernel, dtype: DTypeName, *, aligned: bool) -> tuple[Case, M
     """A case, and the strides of its operands whose rows are to lie far apart."""
     op = OPS[kernel.op]
     if aligned:
-        w = op.workload(dtype, ALIGNED[kernel.op])
+        w = op.workload(dtype, ALIGNED[kernel.op], **traits_of(kernel))
         return Case(name="far rows", workload=w, make=lambda seed: op.inputs(w, seed)), {"x": (APART, 1)}
-    found = far_case([*op.cases(op.workload(dtype, SMALL[kernel.op]))])
+    found = far_case([*op.cases(op.workload(dtype, SMALL[kernel.op], **traits_of(kernel)))])
     assert found is not None
     return found, far_strides(found.make(1))
 
@@ -51,7 +51,9 @@ def failure(kernel: CudaKernel, case: Case, strides: Mapping[str, Sequence[int]]
         placed.fill("none")
         there = {piece.name: arena.tensor(piece.ref) for piece in placed.pieces}
         outputs = [there[piece.name] for piece in placed.pieces if piece.role == "out"]
-        entry(*(there.get(a.name, inputs[a.name]) for a in op.args), *outputs, *asked(kernel.source)[0], 0)
+        operands = kernel.operands or [a.name for a in op.args]
+        given = [there[name] if name in there else inputs[name] for name in operands]
+        entry(*given, *outputs, *asked(kernel.source)[0], 0)
         damage = placed.damage()
         found = op.verify(case.make(7), placed.results())
     if damage is not None:

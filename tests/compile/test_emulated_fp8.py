@@ -1,17 +1,17 @@
-"""What the contract of gemv_fp8 leaves open, on emulated threads."""
+"""What the contract of linear with weights in e4m3 leaves open, on emulated threads."""
 
 from __future__ import annotations
 
 import torch
 
-from autosel.ops import fp8
+from autosel.ops.codes import CODES
 from autosel.ops.draw import Draw
 from tests.compile.emulate import emulated
 
 
 def test_bytes_may_lie_anywhere() -> None:
     """Rows of odd stride from an odd address, bias and residual; the type may be called uint8."""
-    w = fp8.every_byte((9, 333), Draw(1, "bf16"))
+    w = CODES["e4m3"].every_finite((9, 333), Draw(1, "bf16"))
     room = torch.zeros(9, 340, dtype=torch.uint8)
     odd = room[:, 3:336]
     odd.copy_(w.view(torch.uint8))

@@ -19,6 +19,7 @@ from autosel.ops import OPS
 from autosel.ops.contract import Mismatch
 from autosel.values import Accepted, DTypeName
 from tests.compile.emulate import emulated
+from tests.operands import for_kernel, passed, traits_of
 
 KERNELS = {c.source: c for c in own_candidates() if isinstance(c, CudaKernel)}
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
@@ -29,10 +30,8 @@ CACHE = {"B": 2, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 300}
 # op -> a shape that has more than one of everything: rows, vectors a thread, tiles, splits
 SMALL: dict[str, dict[str, int]] = {
     "attn": CACHE,
-    "attn_decode_fp8": CACHE,
     "paged_attn": {**CACHE, "page": 16},
-    "linear": {"M": 3, "N": 70, "K": 1032},
-    "gemv_fp8": {"M": 3, "N": 70, "K": 1040},
+    "linear": {"M": 3, "N": 70, "K": 1040},
     "norm_qkv": {"M": 3, "d": 1032, "N": 70},
     "gate_up": {"M": 3, "d": 1032, "I": 70},
     "lm_head": {"M": 3, "V": 70, "d": 1032},
@@ -52,7 +51,8 @@ def asked(source: str) -> tuple[tuple[int, ...], ...]:
     kernel, found = KERNELS[source], set()
     for device, model, batch in itertools.product(known.names(), PRESETS.values(), BATCHES):
         fp = known.load(device)
-        for w in workloads(model, batch=batch, context=32_768, ops=(kernel.op,)):
+        for plain in workloads(model, batch=batch, context=32_768, ops=(kernel.op,)):
+            w = for_kernel(kernel, plain)
             if isinstance(kernel.supports(w, fp), Accepted):
                 knobs = kernel.knobs(w, fp)
                 found.add(tuple(int(knobs[name]) for name in kernel.knob_args if name != "pdl"))
@@ -74,12 +74,12 @@ def test_a_kernel_is_right_with_all_knobs_its_formula_gives(choice: tuple[str, D
     (source, dtype, first), wrong = choice, []
     kernel = KERNELS[source]
     op = OPS[kernel.op]
-    w = op.workload(dtype, SMALL[kernel.op])
+    w = op.workload(dtype, SMALL[kernel.op], **traits_of(kernel))
     entry = emulated(source, source, *(COMPILED_IN if kernel.macros else ()))
     for knobs in asked(source)[first::SHARE]:
         inputs = op.inputs(w, 7)
         outputs = [o for o in op.allocate(w, fill=float("nan")) if o is not None]
-        entry(*op.arguments(inputs), *outputs, *knobs, 0)
+        entry(*passed(op, inputs, kernel.operands), *outputs, *knobs, 0)
         found = op.verify(op.inputs(w, 7), outputs or [inputs["k_cache"], inputs["v_cache"]])
         if isinstance(found, Mismatch):
             wrong.append(f"{knobs}: {found.check}: {found.reason}")

@@ -25,6 +25,7 @@ from autosel.ops import OPS
 from autosel.values import DTypeName
 from tests.compile.machine_code import Function, functions
 from tests.compile.targets import CUDA, Capability
+from tests.operands import traits_of
 
 Macros = tuple[str, ...]
 Asked = Callable[[Capability], tuple[tuple[str, Macros], ...]]  # dtype and macros, one build each
@@ -55,7 +56,7 @@ def projections(cc: Capability, source: str = "gemv") -> tuple[Macros, ...]:
     op = OPS[kernel.op]
     for f in devices(cc):
         for dtype, m, n in itertools.product(kernel.dtypes, range(1, 65), (1024, 4096, 28_672)):
-            w = op.workload(dtype, {"M": m, "N": n, "K": 4096})
+            w = op.workload(dtype, {"M": m, "N": n, "K": 4096}, **traits_of(kernel))
             if not kernel.limits(w, f):
                 knobs = kernel.formula(w, f)
                 found.add((f"AUTOSEL_ROWS={knobs['rows_per_warp']}", f"AUTOSEL_UNROLL={knobs['unroll']}"))

@@ -7,9 +7,8 @@ One kernel a day in one dtype, for one compute capability and a share of the cas
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -44,19 +43,17 @@ def of_rows(name: str, dtype: DTypeName) -> Battery:
 
 def of_products(name: str, dtype: DTypeName) -> Battery:
     plans = itertools.cycle(linear.PLANS)
-    for made in _cases(name, dtype, linear.WORKLOADS[name]):
-        yield made, partial(linear.failure, OPS[name], made, linear.BUILDS[0], next(plans))
+    op, formats = linear.contract(name)
+    for dims, traits in linear.WORKLOADS[name]:
+        for made in op.cases(op.workload(dtype, dims, **traits, **formats)):
+            yield made, partial(linear.failure, op, made, linear.BUILDS[0], next(plans))
 
 
 def of_attention(name: str, dtype: DTypeName) -> Battery:
     op, cuts = attention.KERNELS[name], itertools.cycle(attention.CUTS)
-    for made in _cases(op, dtype, attention.SHAPES[op]):
-        yield made, partial(attention.failure, name, made, next(cuts))
-
-
-def _cases(op: str, dtype: DTypeName, shapes: Sequence[tuple[dict[str, int], dict[str, Any]]]) -> Iterator[Case]:
-    for dims, traits in shapes:
-        yield from OPS[op].cases(OPS[op].workload(dtype, dims, **traits))
+    for dims, traits in attention.SHAPES[op]:
+        for made in OPS[op].cases(attention.workload(name, dtype, dims, **traits)):
+            yield made, partial(attention.failure, name, made, next(cuts))
 
 
 BATTERIES = {"rows": of_rows, "products": of_products, "attention": of_attention}

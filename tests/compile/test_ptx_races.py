@@ -18,6 +18,7 @@ from tests import drawn
 from tests.compile.ptx_machine import built
 from tests.compile.ptx_triton import failures
 from tests.compile.triton_kernels import PLANS, Plan
+from tests.operands import SCALED_HEADS, SCALED_ROWS, passed
 
 CACHE = {"B": 1, "Hq": 8, "Hkv": 1, "S": 2, "D": 64, "L": 150}
 CUTS = ((32, 2, 32), (16, 3, 1 << 20), (64, 2, 77))  # tile, stages, chunk
@@ -36,13 +37,13 @@ KERNELS: dict[str, Case] = {
     "sample": ("sample", {"B": 2, "V": 900, "L": 20}, {}, ((2,), (1,)), ()),
     "kv_append": ("kv_append", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, {"page": 16}, ((2,),), ()),
     "gemv": ("linear", {"M": 3, "N": 30, "K": 1032}, {"residual": True}, GRIDS, COMPILED_IN),
-    "gemv_fp8": ("gemv_fp8", {"M": 3, "N": 30, "K": 1040}, {"bias": True}, GRIDS, COMPILED_IN),
+    "gemv_fp8": ("linear", {"M": 3, "N": 30, "K": 1040}, {"bias": True, "weight": "fp8_e4m3-row"}, GRIDS, COMPILED_IN),
     "norm_qkv": ("norm_qkv", {"M": 3, "d": 520, "N": 30}, {}, GRIDS, COMPILED_IN),
     "gate_up": ("gate_up", {"M": 3, "d": 520, "I": 30}, {}, GRIDS, COMPILED_IN),
     "lm_head": ("lm_head", {"M": 3, "d": 520, "V": 70}, {"greedy": 1}, GRIDS, COMPILED_IN),
     "attn_decode": ("attn", CACHE, {}, CUTS, ()),
     "attn_decode_mma": ("attn", CACHE, {}, CUTS, ()),
-    "attn_decode_fp8": ("attn_decode_fp8", CACHE, {}, CUTS, ()),
+    "attn_decode_fp8": ("attn", CACHE, {"cache": "fp8_e4m3-head"}, CUTS, ()),
     "paged_attn_decode": ("paged_attn", {**CACHE, "page": 16}, {}, CUTS, ()),
     "paged_attn_decode_mma": ("paged_attn", {**CACHE, "page": 16}, {}, CUTS, ()),
 }
@@ -85,6 +86,7 @@ class Kernel:
         op, dims, traits, self.knobs, macros = KERNELS[name]
         self.op, self.device = OPS[op], built(f"cuda/{name}", *macros, cc=cc)
         self.workload, self.entry = self.op.workload("bf16", dims, **traits), self.device.entry(name)
+        self.operands = {"gemv_fp8": SCALED_ROWS, "attn_decode_fp8": SCALED_HEADS}.get(name, ())
 
     def failures(self) -> list[str]:
         """Of all knobs, three times each: as many orders as there are."""
@@ -95,7 +97,7 @@ class Kernel:
         inputs = self.op.inputs(self.workload, 5)
         outputs = [o for o in self.op.allocate(self.workload, fill=float("nan")) if o is not None]
         try:
-            self.entry(*self.op.arguments(inputs), *outputs, *chosen, 0)
+            self.entry(*passed(self.op, inputs, self.operands), *outputs, *chosen, 0)
         except RuntimeError as error:
             return str(error)
         results = outputs or [inputs["k_cache"], inputs["v_cache"]]

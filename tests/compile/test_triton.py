@@ -25,6 +25,7 @@ from tests import drawn
 from tests.compile.aot import captured, launches, narrow, problems
 from tests.compile.triton_kernels import DTYPES, KERNELS, PLANS, SHAPES, TARGETS, workload
 from tests.drawn import todays
+from tests.operands import kind_of
 
 HERE = Path(__file__).parent
 SHARE = 23  # of the hostile cases, a day; no multiple of the dtypes, or each case would meet one alone
@@ -35,7 +36,7 @@ SHORT_PLANS = [plan for plan in PLANS if "attn" not in plan.kernel]  # attention
 def test_a_triton_kernel_compiles_for_the_targets_at_their_own_knobs(number: int) -> None:
     """Two targets and two shapes of it a day."""
     kernel = list(KERNELS.values())[number]
-    shapes, devices = SHAPES[kernel.op], list(TARGETS.values())
+    shapes, devices = SHAPES[kind_of(kernel)], list(TARGETS.values())
     found = problems(kernel, todays(devices, number), shapes[:1], ("bf16",), spills=False)
     device, shape, dtype = todays(list(itertools.product(devices, shapes, DTYPES)), number)
     found += problems(kernel, device, [shape], (dtype,), spills=False)

@@ -34,6 +34,7 @@ from autosel.values import (
     Scalar,
     Workload,
 )
+from tests.operands import traits_of
 
 HERE = Path(__file__).parent
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
@@ -59,7 +60,7 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
         ({"M": 64, "N": 1024, "K": 4096}, {"bias": True, "residual": True}),
         ({"M": 512, "N": 4096, "K": 4096}, {}),
     ),
-    "gemv_fp8": (
+    "linear fp8_e4m3-row": (
         ({"M": 1, "N": 4096, "K": 4096}, {}),
         ({"M": 2, "N": 4096, "K": 14336}, {"residual": True}),
         ({"M": 4, "N": 1024, "K": 4096}, {"bias": True}),
@@ -77,7 +78,7 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
         ({**_HEADS, "Hq": 32, "Hkv": 2, "D": 80, "L": 8192}, {}),
         ({**_HEADS, "Hq": 8, "Hkv": 1, "D": 512, "L": 8192}, {}),
     ),
-    "attn_decode_fp8": (
+    "attn fp8_e4m3-head": (
         ({**_HEADS, "L": 8192}, {}),
         ({**_HEADS, "B": 8, "L": 2048}, {"ragged": True}),
         ({**_HEADS, "S": 5, "L": 4096}, {"softcap": 30.0}),
@@ -151,6 +152,7 @@ class Interpreted(TritonKernel):
     def __init__(self, kernel: TritonKernel) -> None:
         self.op, self.name, self.source = kernel.op, kernel.name, kernel.source
         self.formula, self.limits, self.dtypes = kernel.formula, kernel.limits, kernel.dtypes
+        self.formats, self.cache_formats, self.operands = kernel.formats, kernel.cache_formats, kernel.operands
 
     def knobs(self, w: Workload, fp: Fingerprint) -> Knobs:
         """Without programmatic dependent launch, whose instructions the interpreter has not."""
@@ -158,7 +160,7 @@ class Interpreted(TritonKernel):
         return replaced(knobs, {"pdl": False} if "pdl" in knobs.values else {})
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
-        return PythonRecipe(target=f"interpreted:{self.source}", path=str(HERE))
+        return PythonRecipe(target=f"interpreted:{self.source}", path=str(HERE), operands=self.operands)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +190,7 @@ class Plan:
 
     def proof_of(self, candidate: TritonKernel, dtype: DTypeName) -> Proof:
         fp = known.load(self.device)
-        w = OPS[candidate.op].workload(dtype, self.dims, **self.traits)
+        w = OPS[candidate.op].workload(dtype, self.dims, **self.traits, **traits_of(candidate))
         assert isinstance(candidate.supports(w, fp), Accepted), f"{self.kernel} does not take {w.key}"
         knobs = replaced(candidate.knobs(w, fp), self.knobs)
         return Proof(candidate=candidate, recipe=candidate.recipe(w, fp, knobs), digest="", knobs=knobs, workload=w)
@@ -252,8 +254,8 @@ PLANS = (
     plan("kv_append triton:kv_append", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, {"page": 16}),
     plan("linear triton:gemv", {"M": 1, "N": 48, "K": 512}, {"residual": True}),
     plan("linear triton:gemv", {"M": 5, "N": 48, "K": 512}, {"bias": True}, split_k=3, grid=2, rows_per_warp=2),
-    plan("gemv_fp8 triton:gemv_fp8", {"M": 1, "N": 48, "K": 512}, {"residual": True}),
-    plan("gemv_fp8 triton:gemv_fp8", {"M": 5, "N": 48, "K": 512}, {"bias": True}, split_k=3, grid=2, rows_per_warp=2),
+    plan("linear triton:gemv_fp8", {"M": 1, "N": 48, "K": 512}, {"residual": True}),
+    plan("linear triton:gemv_fp8", {"M": 5, "N": 48, "K": 512}, {"bias": True}, split_k=3, grid=2, rows_per_warp=2),
     plan("linear triton:gemm", {"M": 12, "N": 140, "K": 512}, {"bias": True}, split_k=2),
     plan("linear triton:gemm", {"M": 300, "N": 140, "K": 128}, {"residual": True}),
     plan("norm_qkv triton:norm_qkv", {"M": 3, "d": 512, "N": 48}, {"offset": 1.0}, grid=2),
@@ -269,9 +271,9 @@ PLANS = (
     plan("attn triton:attn_decode", {**_DECODE, "S": 20}, {"ragged": True}, chunk=96),
     plan("attn triton:attn_decode@merge", {**_DECODE, "Hq": 10}, {"ragged": True}, chunk=64),
     plan("attn triton:attn_decode", {**_DECODE, "S": 2, "D": 512, "L": 300}, {"ragged": True}, chunk=96),
-    plan("attn_decode_fp8 triton:attn_decode_fp8", {**_DECODE, "S": 3}, {"ragged": True, "window": 100}, chunk=96),
-    plan("attn_decode_fp8 triton:attn_decode_fp8@merge", {**_DECODE, "Hq": 10}, {"softcap": 30.0}, chunk=64),
-    plan("attn_decode_fp8 triton:attn_decode_fp8", {**_DECODE, "D": 512, "L": 300}, {"ragged": True}, chunk=96),
+    plan("attn triton:attn_decode_fp8", {**_DECODE, "S": 3}, {"ragged": True, "window": 100}, chunk=96),
+    plan("attn triton:attn_decode_fp8@merge", {**_DECODE, "Hq": 10}, {"softcap": 30.0}, chunk=64),
+    plan("attn triton:attn_decode_fp8", {**_DECODE, "D": 512, "L": 300}, {"ragged": True}, chunk=96),
     plan("paged_attn triton:paged_attn_decode", {**_DECODE, "page": 16}, chunk=128),
     plan("paged_attn triton:paged_attn_decode@merge", {**_DECODE, "page": 24, "S": 2}, {"window": 70}, chunk=64),
     plan("paged_attn triton:paged_attn_decode", {**_DECODE, "page": 16, "S": 2}, {"softcap": 30.0}, chunk=96),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,15 @@ from torch import Tensor
 import autosel
 from autosel import ops
 from autosel.errors import UsageError
+from autosel.formats import CACHE_FORMATS, WEIGHT_FORMATS
 from autosel.integrations import torch_ops
+from autosel.ops.cached import Cached
 from autosel.ops.contract import Op
+from autosel.ops.weight import Weight
 from autosel.values import Workload
 
 DIMS = {"M": 2, "N": 24, "K": 16, "B": 2, "Hq": 4, "Hkv": 2, "D": 16, "L": 20, "page": 16, "I": 24, "V": 32, "R": 16}
+FORMATS = {"weight": WEIGHT_FORMATS, "cache": CACHE_FORMATS}
 OF = {"prefill_attn": {"S": 5}, "sample": {"L": 4}}
 OPS = list(ops.OPS.values())
 NAMES = [op.name for op in OPS]
@@ -68,10 +73,8 @@ def test_the_out_form_writes_where_it_is_told(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS, ids=NAMES)
 def test_opcheck_passes(op: Op) -> None:
-    """Schema (nothing else is written), fake kernel, autograd's registration, tracing with symbolic shapes. PyTorch's
-    check of the schema multiplies what it compares, which it cannot in fp8: parity asks for untouched inputs there."""
-    every = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    asked = every[1:] if op.name.endswith("fp8") else every
+    """Schema (nothing else is written), fake kernel, autograd's registration, tracing with symbolic shapes."""
+    asked = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(operator(op).default, op.arguments(inputs_of(op)), test_utils=asked)
     if torch_ops.results(op):
         torch.library.opcheck(operator(op).out, op.arguments(inputs_of(op)), outputs_of(op), test_utils=asked)
@@ -87,6 +90,46 @@ def test_a_graph_holds_the_operator_whole(op: Op) -> None:
     if not torch_ops.results(op):
         made, expected = op.arguments(inputs)[-2:], op.arguments(again)[-2:]
     assert all(torch.equal(a, b) for a, b in zip(as_tuple(made), as_tuple(expected), strict=True))
+
+
+STORED = {
+    "linear": "weight",
+    "norm_qkv": "weight",
+    "gate_up": "weight",
+    "lm_head": "weight",
+    "attn": "cache",
+}  # what of each op's operands has formats
+
+
+def parts_of(value: Any) -> list[Any]:
+    """An argument as a stored form takes it."""
+    if isinstance(value, Weight):
+        return [value.codes, value.scales, value.zeros, value.format.name]
+    return [value.codes, value.scales, value.format.name] if isinstance(value, Cached) else [value]
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [(op, name) for op, kind in STORED.items() for name in FORMATS[kind] if name != "plain"],
+)
+def test_a_stored_form_takes_the_parts_of_operands_in_a_format(op: str, name: str) -> None:
+    """PyTorch's check of the schema multiplies what it compares, which it cannot in fp8: parity asks for that."""
+    contract = ops.find(op)
+    w = small(contract)
+    inputs = contract.inputs(replace(w, traits=(*w.traits, (STORED[op], name))), 1)
+    given = [part for value in contract.arguments(inputs) for part in parts_of(value)]
+    operator = getattr(torch.ops.autosel, f"{op}_stored")
+    expected = autosel.best(op)(*contract.arguments(inputs))
+    assert torch.equal(operator(*given), expected)
+    graph = torch.compile(operator, fullgraph=True, backend="aot_eager")
+    assert torch.equal(graph(*given), expected)
+    asked = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(operator.default, tuple(given), test_utils=asked)
+
+
+def test_every_op_that_takes_a_format_has_a_stored_form() -> None:
+    taken = {op.name for op in OPS if any(arg.kind in ("weight", "cache") for arg in op.args)}
+    assert taken == STORED.keys()
 
 
 def test_a_growing_length_does_not_compile_anew() -> None:

@@ -1,6 +1,6 @@
 """A home that commit 462cf5c wrote: today's code opens it, lists it, serves it or says why not, and takes its files in.
 
-Ops on fp8 operands were ops of their own then; `FP8` are the rows that may move to another key. All others stay.
+Ops on fp8 operands were ops of their own then; their rows move to the keys of linear and attn. All others stay.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from autosel.dispatch.devices import this_device
 from autosel.dispatch.resolve import Resolution, index, resolve
 from autosel.guard import Held
 from autosel.ledger import open_ledger, snapshot
+from autosel.ledger.former import modern
 from autosel.ledger.key import current_mode
 from autosel.ledger.schema import HEAD
 from autosel.ops.compare import compare
@@ -30,7 +31,8 @@ from autosel.values import SERVING, WHOLE_STEP, Decision, Workload
 from tests import earlier
 from tests.verbs import verb
 
-FP8 = ("gemv_fp8", "attn_decode_fp8")
+FP8 = {"gemv_fp8": ("linear", ".weight=fp8_e4m3-row"), "attn_decode_fp8": ("attn", ".cache=fp8_e4m3-head")}
+BASELINES = {"torch:gemv_fp8": "torch:linear", "torch:attn_decode_fp8": "torch:sdpa"}
 OPS = ("linear", "attn", "rmsnorm", "swiglu", WHOLE_STEP)
 ROOT = Path(__file__).resolve().parents[2]
 SAME = ("decision_id", "state", "candidate", "backend", "reason", "created_at", "hw_id")
@@ -54,6 +56,26 @@ def rows_then() -> tuple[Mapping[str, Any], ...]:
     return tuple(json.loads((earlier.FOLDER / "home" / "decisions.json").read_text())["rows"])
 
 
+def moved(text: str) -> str:
+    """Return the key or bucket that a row has now: another one only where it is of fp8 operands."""
+    op = next((name for name in FP8 if f"{name}/" in text), "")
+    return text.replace(f"{op}/", f"{FP8[op][0]}/").replace("/bf16", f"/bf16{FP8[op][1]}") if op else text
+
+
+def names_of(op: str) -> list[str]:
+    """Return the names that an op's rows had."""
+    return [op, *(former for former, (name, _) in FP8.items() if name == op)]
+
+
+def today(told: Any) -> Any:
+    """Return what was told of a race with the names that baselines and workloads have now."""
+    if isinstance(told, dict):
+        return {BASELINES.get(name, name): today(item) for name, item in told.items()}
+    if isinstance(told, list):
+        return [today(item) for item in told]
+    return moved(BASELINES.get(told, told)) if isinstance(told, str) and " " not in told else told
+
+
 # --- listing --------------------------------------------------------------------------------------------------------
 
 
@@ -73,19 +95,22 @@ def test_the_original_is_left_alone(home: Path) -> None:
 
 def test_history_says_what_it_said(home: Path) -> None:
     then, now = earlier.said("history"), verb("history", "--json", "-n", "100", home=home)
-    assert [{name: row[name] for name in SAME} for row in now] == [{name: row[name] for name in SAME} for row in then]
+    then_today = [{**row, "candidate": BASELINES.get(row["candidate"], row["candidate"])} for row in then]
+    assert [{name: row[name] for name in SAME} for row in now] == [
+        {name: row[name] for name in SAME} for row in then_today
+    ]
     for was, row in zip(then, now, strict=True):
         if row["decision_id"] not in BY_HAND:
             assert [row[name] for name in OF_ITS_RACE] == [was[name] for name in OF_ITS_RACE]
-        if was["op"] not in FP8:
-            assert (row["op"], row["workload"], row["bucket"]) == (was["op"], was["workload"], was["bucket"])
+        assert row["op"] == FP8.get(was["op"], (was["op"],))[0]
+        assert (row["workload"], row["bucket"]) == (moved(was["workload"]), moved(was["bucket"]))
     assert {row["state"] for row in now} == {"promoted", "kept", "pinned", "demoted"}
 
 
 def test_each_decision_is_explained_by_its_number(home: Path) -> None:
     for row in earlier.said("history"):
         (found,) = verb("explain", "--id", str(row["decision_id"]), "--json", home=home)
-        assert found["candidate"] == row["candidate"]
+        assert found["candidate"] == BASELINES.get(row["candidate"], row["candidate"])
         assert found["parities"] or row["candidate"].startswith(("torch:", "ops:")), row["decision_id"]
         told = verb("explain", "--id", str(row["decision_id"]), home=home)
         assert f"decision {row['decision_id']}" in told
@@ -102,21 +127,25 @@ def test_what_failed_then_and_what_is_in_quarantine_is_still_said(home: Path) ->
 @pytest.mark.usefixtures("_there")
 @pytest.mark.parametrize("op", OPS)
 def test_best_lists_each_decision_or_why_the_baseline_serves(home: Path, op: str) -> None:
-    then, now = earlier.said(f"best-{op}")["all"], verb("best", op, "--json", home=home)["all"]
+    then = [row for name in names_of(op) for row in earlier.said(f"best-{name}")["all"]]
+    now = verb("best", op, "--json", home=home)["all"]
     assert {row["decision_id"] for row in now} == {row["decision_id"] for row in then}
     for was, row in ((a, b) for a in then for b in now if a["decision_id"] == b["decision_id"]):
-        assert row["workload"] == was["workload"]
-        assert row["candidate"] == was["candidate"] or (row["state"] == "baseline" and "is stale" in row["reason"])
+        assert row["workload"] == moved(was["workload"])
+        assert row["candidate"] == BASELINES.get(was["candidate"], was["candidate"]) or (
+            row["state"] == "baseline" and "is stale" in row["reason"]
+        )
 
 
 @pytest.mark.usefixtures("_there")
 @pytest.mark.parametrize("op", OPS)
 def test_explain_shows_the_evidence_that_it_showed(home: Path, op: str) -> None:
-    then, now = earlier.said(f"explain-{op}"), verb("explain", op, "--json", home=home)
+    then = [found for name in names_of(op) for found in earlier.said(f"explain-{name}")]
+    now = verb("explain", op, "--json", home=home)
     assert {e["decision_id"] for e in now} == {e["decision_id"] for e in then}
     for was, found in ((a, b) for a in then for b in now if a["decision_id"] == b["decision_id"]):
-        assert found["race"] == was["race"]
-        assert found["verdict"] == (None if found["decision_id"] in BY_HAND else was["verdict"])
+        assert found["race"] == today(was["race"])
+        assert found["verdict"] == (None if found["decision_id"] in BY_HAND else today(was["verdict"]))
 
 
 # --- serving --------------------------------------------------------------------------------------------------------
@@ -130,8 +159,8 @@ def test_no_key_changes_but_those_of_fp8_operands(home: Path) -> None:
     now = {int(row.document["id"]): row.key for row in found.rows}
     then = {int(row["decision"]["id"]): (row["key"], row["decision"]["op"]) for row in rows_then()}
     assert now.keys() == then.keys()
-    moved = {key for number, (key, _) in then.items() if now[number] != key}
-    assert moved <= {key for key, op in then.values() if op in FP8}
+    assert all(now[number] == moved(key) for number, (key, _) in then.items())
+    assert {op for number, (key, op) in then.items() if now[number] != key} == FP8.keys()
 
 
 def resolutions(home: Path) -> Iterator[tuple[Decision, Resolution]]:
@@ -174,16 +203,15 @@ def test_each_decision_serves_or_the_baseline_does_with_the_reason(home: Path) -
     assert states == {"promoted", "kept", "pinned", "demoted"}
 
 
-def test_an_arm_whose_code_is_there_serves_as_it_was_decided(home: Path, tmp_path: Path) -> None:
-    """In a process that may import the user's plug-in, which is stored: its arms need no build."""
+def test_arms_for_fp8_operands_wait_for_a_race_against_the_baseline_of_today(home: Path, tmp_path: Path) -> None:
+    """In a process that may import the user's plug-in: what they beat was another function of PyTorch."""
     verb("db", "upgrade", home=home)
     told = in_a_process(home)
     mine = {number: one for number, one in told.items() if one["arm"].startswith("user:")}
     assert len(mine) == 4
     for one in mine.values():
-        same_libraries = one["torch"] == earlier.device().environment["torch"]
-        assert one["served"] == (one["arm"] if same_libraries else one["baseline"]), one["reason"]
-        assert same_libraries or "are not those that were measured" in one["reason"]
+        assert one["served"] == one["baseline"]
+        assert "are not those that were measured" in one["reason"]
         assert one["right"]
 
 
@@ -247,8 +275,8 @@ def test_its_export_is_taken_in_and_nothing_is_served_unproven(tmp_path: Path) -
     home, export = tmp_path / "home", earlier.FOLDER / "home" / "decisions.json"
     verb("import", str(export), "--no-check", "--json", home=home)
     for row in rows_then():
-        w: Workload = snapshot.Row(key=row["key"], epoch=1, document=row["decision"]).decision.workload
-        if w.op in ops.OPS:
+        w: Workload = snapshot.Row(key=moved(row["key"]), epoch=1, document=modern(row["decision"])).decision.workload
+        if w.op != WHOLE_STEP:
             found = snapshot.read(home / snapshot.FILE)
             serving = index(found.rows if found else (), this_device(), Held())
             assert resolve(ops.find(w.op), w, serving).candidate == registry.baseline(w.op).name

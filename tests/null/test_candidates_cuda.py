@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from autosel import resources
+from autosel.candidates.base import support_of
 from autosel.candidates.cuda.base import CudaKernel
 from autosel.candidates.registry import own_candidates
 from autosel.fingerprint.known import load, names
@@ -22,7 +23,6 @@ H200, RTX = load("h200"), load("rtx-5070-ti")
 KERNELS = {c.name: c for c in own_candidates() if isinstance(c, CudaKernel)}
 DIMS: dict[str, dict[str, int]] = {
     "linear": {"M": 1, "N": 4096, "K": 4096},
-    "gemv_fp8": {"M": 1, "N": 4096, "K": 4096},
     "norm_qkv": {"M": 1, "d": 4096, "N": 6144},
     "gate_up": {"M": 1, "d": 4096, "I": 14336},
     "lm_head": {"M": 1, "V": 128256, "d": 4096},
@@ -33,7 +33,6 @@ DIMS: dict[str, dict[str, int]] = {
     "geglu": {"M": 1, "I": 14336},
     "kv_append": {"B": 1, "Hkv": 8, "S": 1, "D": 128},
     "attn": {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192},
-    "attn_decode_fp8": {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192},
     "paged_attn": {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192, "page": 16},
     "sample": {"B": 1, "V": 128256, "L": 64},
 }
@@ -42,6 +41,12 @@ EVERY = Nvcc(path="nvcc", version="release 13.0", home=Path("/"), architectures=
 
 def workload(op: str, dtype: Any = "bf16", **changes: int) -> Workload:
     return Workload(op=op, dims=tuple({**DIMS[op], **changes}.items()), dtype=dtype)
+
+
+def of_fp8(op: str, dtype: Any = "bf16", **changes: int) -> Workload:
+    """Weights or a cache in e4m3."""
+    traits = {"linear": ("weight", "fp8_e4m3-row"), "attn": ("cache", "fp8_e4m3-head")}
+    return dataclasses.replace(workload(op, dtype, **changes), traits=(traits[op],))
 
 
 def with_cc(fp: Fingerprint, cc: str) -> Fingerprint:
@@ -55,14 +60,14 @@ def _any_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reason(name: str, w: Workload, fp: Fingerprint) -> str:
-    answer = KERNELS[name].supports(w, fp)
+    answer = support_of(KERNELS[name], w, fp)
     return answer.reason if isinstance(answer, Rejected) else ""
 
 
 @pytest.mark.parametrize("device", names())
 def test_every_decode_op_has_a_kernel_for_every_known_device(device: str) -> None:
-    for op in DIMS:
-        answers = {k.name: k.supports(workload(op), load(device)) for k in KERNELS.values() if k.op == op}
+    for w in (*map(workload, DIMS), of_fp8("linear"), of_fp8("attn")):
+        answers = {k.name: support_of(k, w, load(device)) for k in KERNELS.values() if k.op == w.op}
         assert any(isinstance(a, Accepted) for a in answers.values()), answers
 
 
@@ -74,11 +79,11 @@ def test_every_decode_op_has_a_kernel_for_every_known_device(device: str) -> Non
         ("cuda:rmsnorm", workload("rmsnorm", "fp8_e4m3"), H200, "takes bf16, fp16, fp32"),
         ("cuda:rmsnorm", workload("rmsnorm", M=1 << 31), H200, "M = 2147483648 is above"),
         ("cuda:gemv", workload("linear", M=64), H200, "M = 64 is above"),
-        ("cuda:gemv_fp8", workload("gemv_fp8", M=17), H200, "M = 17 is above 16"),
-        ("cuda:gemv_fp8", workload("gemv_fp8", "fp32"), H200, "takes bf16, fp16; the workload is fp32"),
+        ("cuda:gemv_fp8", of_fp8("linear", M=17), H200, "M = 17 is above 16"),
+        ("cuda:gemv_fp8", of_fp8("linear", "fp32"), H200, "takes bf16, fp16; the workload is fp32"),
         ("cuda:attn_decode", workload("attn", "fp32", D=512), RTX, "needs 131072 bytes of shared memory"),
-        ("cuda:attn_decode_fp8", workload("attn_decode_fp8", D=2064), H200, "do not fit a warp's registers"),
-        ("cuda:attn_decode_fp8", workload("attn_decode_fp8", B=70_000), H200, "a grid's limit"),
+        ("cuda:attn_decode_fp8", of_fp8("attn", D=2064), H200, "do not fit a warp's registers"),
+        ("cuda:attn_decode_fp8", of_fp8("attn", B=70_000), H200, "a grid's limit"),
         ("cuda:attn_decode", workload("attn", D=2048), H200, "do not fit a warp's registers"),
         ("cuda:attn_decode", workload("attn", B=70_000), H200, "a grid's limit"),
         ("cuda:attn_decode_mma", workload("attn", "fp32"), H200, "takes bf16, fp16"),

@@ -18,6 +18,7 @@ from autosel.fingerprint import known
 from autosel.native import cuda
 from autosel.ops import OPS
 from autosel.values import Fingerprint, Rejected, Workload
+from tests.operands import for_kernel
 
 KERNELS = [c for c in own_candidates() if isinstance(c, TritonKernel)]
 H200 = known.load("h200")
@@ -42,7 +43,7 @@ def reason(kernel: TritonKernel, w: Workload, fp: Fingerprint) -> str:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.op} {k.name}")
 def test_every_kernel_refuses_what_it_cannot_run(kernel: TritonKernel) -> None:
-    w = plain(kernel.op, Hq=4, Hkv=4, M=1)
+    w = for_kernel(kernel, plain(kernel.op, Hq=4, Hkv=4, M=1))
     assert "compute capability 8.0" in reason(kernel, w, of_capability("7.5"))
     assert "the device is a CPU" in reason(kernel, w, replace(H200, kind="cpu"))
     assert "fp8_e4m3" in reason(kernel, replace(w, dtype="fp8_e4m3"), H200)
@@ -52,7 +53,7 @@ def test_every_kernel_refuses_what_it_cannot_run(kernel: TritonKernel) -> None:
 
 def test_fp8_weights_need_a_device_for_which_triton_converts_them() -> None:
     kernel = next(k for k in KERNELS if k.source == "gemv_fp8")
-    w = plain("gemv_fp8", M=1)
+    w = for_kernel(kernel, plain("linear", M=1))
     for cc in ("8.0", "8.6"):
         assert "converts e4m3 from compute capability 8.9" in reason(kernel, w, of_capability(cc))
     assert "M = 9" in reason(kernel, w.at(M=9), of_capability("8.9"))
@@ -60,7 +61,7 @@ def test_fp8_weights_need_a_device_for_which_triton_converts_them() -> None:
 
 def test_an_fp8_cache_needs_a_device_for_which_triton_converts_it() -> None:
     kernel = next(k for k in KERNELS if k.source == "attn_decode_fp8")
-    w = plain("attn_decode_fp8", D=128)
+    w = for_kernel(kernel, plain("attn", D=128))
     assert "converts e4m3 from compute capability 8.9" in reason(kernel, w, of_capability("8.6"))
     assert "takes heads up to 512 wide" in reason(kernel, w.at(D=1024), of_capability("8.9"))
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from autosel import models
 from autosel.errors import BadConfig, UnknownName, UsageError
+from autosel.formats import CACHE_FORMATS, WEIGHT_FORMATS
 from autosel.models.workloads import ALIASES, ASKED_OPS, STEP_OPS, context_lengths, step
 from autosel.values import Workload, length_bucket
 
@@ -584,10 +585,29 @@ def test_sizes_out_of_range_are_usage_errors(bad: dict[str, Any]) -> None:
 def test_no_workload_is_listed_twice_and_each_has_a_label(name: str) -> None:
     shape = models.load(name)
     for batch in (1, 3):
-        listed = models.workloads(shape, batch=batch, ops=(*STEP_OPS, *ASKED_OPS))
-        found = [w.key for w in listed]
-        assert len(found) == len(set(found))
-        assert set(models.labels(shape, batch=batch)) == set(found)
+        formats = [{}, *({"weight": w} for w in WEIGHT_FORMATS), *({"cache": c} for c in CACHE_FORMATS)]
+        found = set()
+        for format_ in formats:
+            keys = [n.workload.key for n in models.step(shape, batch=batch, ops=(*STEP_OPS, *ASKED_OPS), **format_)]
+            assert len(keys) == len(set(keys))
+            found |= set(keys)
+        assert set(models.labels(shape, batch=batch)) == found
+
+
+def test_a_format_is_in_the_key_of_each_op_that_has_it_and_of_no_other() -> None:
+    shape = models.load("llama-1b")
+    listed = models.step(shape, weight="fp8_e4m3-row", cache="fp8_e4m3-head")
+    for w in (named.workload for named in listed):
+        assert w.weight_format.plain == (w.op not in ("linear", "norm_qkv", "gate_up", "lm_head")), w.key
+        assert w.cache_format.plain == (w.op != "attn"), w.key
+    with pytest.raises(UnknownName, match="did you mean fp8_e4m3-row"):
+        models.step(shape, weight="fp8_e4m3")
+
+
+def test_an_op_that_became_a_format_is_asked_for_by_its_old_name() -> None:
+    found = [w.key for w in models.workloads(models.load("llama-1b"), context=128, ops=("gemv_fp8", "attn_decode_fp8"))]
+    assert {key.split("/")[0] for key in found} == {"linear", "attn"}
+    assert all(key.endswith(("weight=fp8_e4m3-row", "cache=fp8_e4m3-head")) for key in found)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)

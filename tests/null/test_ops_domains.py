@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autosel.errors import IncompleteContract
+from autosel.formats import CACHE_FORMATS, PLAIN, WEIGHT_FORMATS
 from autosel.models.presets import PRESETS
 from autosel.ops import OPS, registered
 from autosel.ops.array import Array
@@ -144,15 +146,28 @@ def test_traits_and_sizes_stay_where_they_are_to_stay(op: Op) -> None:
 
 @by_op
 def test_of_what_a_candidate_accepts_every_pair_is_covered(op: Op) -> None:
-    w = workload(op)
+    for w in (workload(op), *in_formats(op)):
+        covers_every_level_of_what_is_accepted(op, w)
+
+
+def in_formats(op: Op) -> list[Workload]:
+    """Return the workload in each format that its operands may have."""
+    found = (("weight", WEIGHT_FORMATS), ("cache", CACHE_FORMATS))
+    named = [(trait, name) for trait, formats in found if trait in op.trait_defaults for name in formats]
+    return [replace(workload(op), traits=((trait, name),)) for trait, name in named if name != PLAIN]
+
+
+def covers_every_level_of_what_is_accepted(op: Op, w: Workload) -> None:
     array = Array(op, w, 5)
+    stored = not (w.weight_format.plain and w.cache_format.plain)
     count = op.dim_names[0]
     accepted = sorted({case.workload[count] for case in array.cases(lambda _: True)})[:2]
     cases = array.cases(lambda at: at[count] in accepted)
     assert {case.workload[count] for case in cases} == set(accepted)
     told = " ".join(case.covers for case in cases)
     for factor in array.factors:
-        if factor.domain.kind in ("content", "scalar") and factor.levels[0] is not ABSENT:
+        parts = "." in factor.name  # codes and scales: of what is in a format, which has no other contents
+        if factor.domain.kind in ("content", "scalar") and factor.levels[0] is not ABSENT and parts == stored:
             missing = [level.name for level in factor.levels[1:] if f"{factor.name} {level.name}" not in told]
             assert not missing, factor.name
 

@@ -42,10 +42,21 @@ def _tile_limits(w: Workload, f: GpuFacts) -> str:
 
 
 ARGS = ("tile", "stages", "chunk")
+SCALED_HEADS = (
+    "q", "k.codes", "v.codes", "k.scales", "v.scales", "lengths", "max_len", "scale", "window", "softcap",
+)  # fmt: skip
 HALVES = ("bf16", "fp16")
 KERNELS = (
     CudaKernel("attn", "attn_decode", formula=attention.decode, knob_args=ARGS, limits=_limits),
-    CudaKernel("attn_decode_fp8", "attn_decode_fp8", formula=attention.decode, knob_args=ARGS, limits=_limits),
+    CudaKernel(
+        "attn",
+        "attn_decode_fp8",
+        formula=attention.decode,
+        knob_args=ARGS,
+        limits=_limits,
+        cache_formats=("fp8_e4m3-head",),
+        operands=SCALED_HEADS,
+    ),
     CudaKernel("paged_attn", "paged_attn_decode", formula=attention.decode, knob_args=ARGS, limits=_limits),
     *(
         CudaKernel(op, source, formula=attention.decode, knob_args=ARGS, limits=_tile_limits, dtypes=HALVES)

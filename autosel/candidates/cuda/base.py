@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autosel.candidates.base import Candidate
+from autosel.formats import PLAIN
 from autosel.knobs.gpu.facts import GpuFacts, facts
 from autosel.native import cuda
 from autosel.native.compile import NO_COMPILER, find_compiler
@@ -35,7 +36,8 @@ PDL = Knob(
 
 
 class CudaKernel(Candidate):
-    """A kernel `kernels/cuda/<source>.cu` whose entry takes the op's arguments, outputs and then `knob_args`.
+    """A kernel `kernels/cuda/<source>.cu` whose entry takes the op's arguments, or `operands` (`w.codes`, ...) in their
+    place, then outputs and `knob_args`.
 
     `formula` gives the knobs; those in `macros` are compiled in, as the macro named there. `limits(w, facts)` returns
     why it cannot run w there, or "".
@@ -53,9 +55,13 @@ class CudaKernel(Candidate):
         macros: Mapping[str, str] | None = None,
         limits: Limits = lambda w, f: "",
         dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32"),
+        formats: tuple[str, ...] = (PLAIN,),
+        cache_formats: tuple[str, ...] = (PLAIN,),
+        operands: tuple[str, ...] = (),
     ) -> None:
         self.op, self.source, self.formula = op, source, formula
         self.name = f"cuda:{source}"
+        self.formats, self.cache_formats, self.operands = frozenset(formats), frozenset(cache_formats), operands
         self.knob_args, self.macros = (*knob_args, "pdl"), macros or {}
         self.limits, self.dtypes = limits, dtypes
 
@@ -85,4 +91,5 @@ class CudaKernel(Candidate):
             entry=self.source,
             flags=(*cuda.target_flags(facts(fp).cc), f"-DAUTOSEL_{w.dtype.upper()}", *defined),
             knob_args=self.knob_args,
+            operands=self.operands,
         )

@@ -1,4 +1,4 @@
-"""The projections with few rows of x, on CUDA cores: linear, the fused ones, and the one with fp8 weights."""
+"""The projections with few rows of x, on CUDA cores: linear, with plain and with fp8 weights, and the fused ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from autosel.values import Workload
 
 ARGS = ("grid", "split_k")
 MOST_FP8 = 2 * gemv.M_MOST
+SCALED_ROWS = ("x", "w.codes", "w.scales", "bias", "residual")
 MACROS = {"unroll": "AUTOSEL_UNROLL", "rows_per_warp": "AUTOSEL_ROWS"}
 
 
@@ -35,12 +36,14 @@ KERNELS = (
     _projection("gate_up", "gate_up"),
     _projection("lm_head", "lm_head"),
     CudaKernel(
-        "gemv_fp8",
+        "linear",
         "gemv_fp8",
         formula=gemv.gemv,
         knob_args=ARGS,
         macros=MACROS,
         limits=_few_fp8,
         dtypes=("bf16", "fp16"),  # of x: eight rows of fp32 spill on sm_80 and sm_86
+        formats=("fp8_e4m3-row",),
+        operands=SCALED_ROWS,
     ),
 )

@@ -8,6 +8,9 @@ from autosel.knobs.gpu.facts import GpuFacts
 from autosel.values import Knob, Workload
 
 WIDEST_HEAD = 512
+SCALED_HEADS = (
+    "q", "k.codes", "v.codes", "k.scales", "v.scales", "lengths", "max_len", "scale", "window", "softcap",
+)  # fmt: skip
 LEAST_ROWS = 16  # of a program
 MOST_PARTS = 65_535  # programs along a grid's second and third dimension
 
@@ -53,8 +56,18 @@ def _wgmma(f: GpuFacts) -> Knob:
 KERNELS = (
     TritonKernel("attn", "attn_decode", formula=DECODE, limits=_limits),
     TritonKernel("attn", "attn_decode", variant="merge", formula=MERGED, limits=_limits),
-    TritonKernel("attn_decode_fp8", "attn_decode_fp8", formula=DECODE, limits=_fp8_limits),
-    TritonKernel("attn_decode_fp8", "attn_decode_fp8", variant="merge", formula=MERGED, limits=_fp8_limits),
+    *(
+        TritonKernel(
+            "attn",
+            "attn_decode_fp8",
+            variant=variant,
+            formula=formula,
+            limits=_fp8_limits,
+            cache_formats=("fp8_e4m3-head",),
+            operands=SCALED_HEADS,
+        )
+        for variant, formula in (("", DECODE), ("merge", MERGED))
+    ),
     TritonKernel("paged_attn", "paged_attn_decode", formula=DECODE, limits=_limits),
     TritonKernel("paged_attn", "paged_attn_decode", variant="merge", formula=MERGED, limits=_limits),
     TritonKernel(

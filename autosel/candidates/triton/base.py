@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from autosel import extras
 from autosel.candidates.base import Candidate
 from autosel.candidates.source import TRITON_KERNELS
+from autosel.formats import PLAIN
 from autosel.knobs.gpu.facts import GpuFacts, facts
 from autosel.values import (
     Accepted,
@@ -32,7 +33,8 @@ NO_TRITON = f"Triton is not installed; install it:  {extras.gpu_command()}"
 
 
 class TritonKernel(Candidate):
-    """A kernel `kernels/triton/<source>.py`, whose function of that name takes the op's arguments, outputs and knobs.
+    """A kernel `kernels/triton/<source>.py`, whose function of that name takes the op's arguments, or `operands`
+    (`w.codes`, ...) in their place, then outputs and knobs.
 
     `formula` gives the knobs; the function takes those it has a keyword for, and the others say where these came from.
     `limits(w, facts)` returns why it cannot run w, or "".
@@ -49,8 +51,12 @@ class TritonKernel(Candidate):
         limits: Limits = lambda w, f: "",
         variant: str = "",
         dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32"),
+        formats: tuple[str, ...] = (PLAIN,),
+        cache_formats: tuple[str, ...] = (PLAIN,),
+        operands: tuple[str, ...] = (),
     ) -> None:
         self.op, self.source, self.formula, self.limits, self.dtypes = op, source, formula, limits, dtypes
+        self.formats, self.cache_formats, self.operands = frozenset(formats), frozenset(cache_formats), operands
         self.name = f"triton:{source}" + (f"@{variant}" if variant else "")
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
@@ -75,7 +81,7 @@ class TritonKernel(Candidate):
         return self.formula(w, facts(fp))
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
-        return PythonRecipe(target=f"{TRITON_KERNELS}.{self.source}:{self.source}")
+        return PythonRecipe(target=f"{TRITON_KERNELS}.{self.source}:{self.source}", operands=self.operands)
 
 
 # --- knobs that a formula for any backend leaves out ------------------------------------------------------------------

@@ -63,7 +63,14 @@ def head(w: Workload, f: GpuFacts) -> Knobs:
 KERNELS = (
     TritonKernel("linear", "gemv", formula=also(gemv.gemv, pdl), limits=_few),
     TritonKernel("linear", "gemm", formula=also(tiled, shared)),
-    TritonKernel("gemv_fp8", "gemv_fp8", formula=also(gemv.gemv, pdl), limits=_few_fp8),
+    TritonKernel(
+        "linear",
+        "gemv_fp8",
+        formula=also(gemv.gemv, pdl),
+        limits=_few_fp8,
+        formats=("fp8_e4m3-row",),
+        operands=("x", "w.codes", "w.scales", "bias", "residual"),
+    ),
     TritonKernel("norm_qkv", "norm_qkv", formula=fused, limits=_at_most(MOST_FUSED, "above, a norm of its own pays")),
     TritonKernel("gate_up", "gate_up", formula=fused, limits=_at_most(MOST_FUSED, "above, a norm of its own pays")),
     TritonKernel("lm_head", "lm_head", formula=head, limits=_head),

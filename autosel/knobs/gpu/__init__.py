@@ -19,9 +19,7 @@ Formula = Callable[[Workload, GpuFacts], Knobs]
 PROJECTIONS = ("linear", "norm_qkv", "gate_up", "lm_head")
 ROUTES: dict[str, Formula] = {"gemv": gemv.gemv, "stream": gemm.stream, "large": gemm.large}
 FAMILIES: dict[str, tuple[str, Formula]] = {
-    "gemv_fp8": ("gemv", gemv.gemv),
     "attn": ("attn_decode", attention.decode),
-    "attn_decode_fp8": ("attn_decode", attention.decode),
     "paged_attn": ("attn_decode", attention.decode),
     "prefill_attn": ("attn_prefill", attention.prefill),
     "rmsnorm": ("rmsnorm", rows.rmsnorm),

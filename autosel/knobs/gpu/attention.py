@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autosel.formats import PART_BYTES
 from autosel.knobs.gpu.facts import WARP, GpuFacts, power_of_two
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
@@ -62,7 +63,7 @@ def cache_of(w: Workload) -> Cache:
 
 def cache_bytes(w: Workload) -> int:
     """Of an element of the cache."""
-    return DTYPE_BYTES["fp8_e4m3" if w.op == "attn_decode_fp8" else w.dtype]
+    return PART_BYTES[w.cache_format.dtype or w.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

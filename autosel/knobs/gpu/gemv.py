@@ -1,5 +1,5 @@
-"""Few rows of activations against many weights, on CUDA cores: linear at M <= M1, norm_qkv, gate_up, lm_head,
-and gemv_fp8.
+"""Few rows of activations against many weights, on CUDA cores: linear at M <= M1, norm_qkv, gate_up and
+lm_head, with plain weights or codes of fp8.
 
 One warp a weight row, 16 bytes a lane and load. The kernel is as fast as its loads if enough bytes are in flight
 (`unroll`, `split_k`) and if decoding and multiplying a weight costs fewer instructions than there is time for
@@ -45,15 +45,14 @@ class Projection:
 
 
 def projection(w: Workload) -> Projection:
-    """The matrix product inside linear, norm_qkv, gate_up (gate and up rows interleaved), lm_head or gemv_fp8."""
+    """The matrix product inside linear, norm_qkv, gate_up (gate and up rows interleaved) or lm_head."""
     outputs, depth = {
         "linear": ("N", "K"),
         "norm_qkv": ("N", "d"),
         "gate_up": ("I", "d"),
         "lm_head": ("V", "d"),
-        "gemv_fp8": ("N", "K"),
     }[w.op]
-    dtype = "fp8_e4m3" if w.op == "gemv_fp8" or w.weight_format.code == "e4m3" else w.dtype
+    dtype = "fp8_e4m3" if w.weight_format.code == "e4m3" else w.dtype
     both = 2 if w.op == "gate_up" else 1
     return Projection(rows=w["M"], outputs=both * w[outputs], depth=w[depth], dtype=dtype)
 

@@ -1,8 +1,12 @@
-"""The hostile battery of a weight in a format: every code, the ends of its range, NaN codes, scales of all sizes."""
+"""The hostile battery of an operand in a format: every code, the ends of its range, NaN codes, scales of all sizes.
+
+`weight_cases` and `cache_cases` are hand-made cases; `stored_domains` are the same values as domains for the array.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,25 +14,90 @@ from torch import Tensor
 
 from autosel.ops.codes import CODES, Code
 from autosel.ops.contract import Case, Op
+from autosel.ops.domains import Domain, Level
 from autosel.ops.draw import Change, Draw, away_from_zero, case
+from autosel.ops.stored import Stored
 from autosel.ops.weight import Matrix, Weight, quantise
 from autosel.values import DTypeName, Workload
 
-# Results stay within the dtype: a product of these cases, of codes up to 448, is below 2^17.
-HUGE: dict[DTypeName, float] = {"bf16": 1e30, "fp16": 0.25, "fp32": 1e30}
-TINY: dict[DTypeName, float] = {"bf16": 2.0**-120, "fp16": 2.0**-30, "fp32": 2.0**-120}
+Numbers = Callable[[Code, Tensor, Draw], Tensor]  # of codes [..., K]: numbers to store in their place
 
-Numbers = Callable[[Code, Tensor, Draw], Tensor]  # of codes [N, K]: numbers to store in their place
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The least and the largest scale of a case, by the workload's dtype: results stay within it. No `huge`: a scale
+    above the dtype's range has no contracted result there."""
+
+    tiny: Mapping[DTypeName, float]
+    huge: Mapping[DTypeName, float] | None
+
+
+# A product of these cases, of codes up to 448, is below 2^17.
+PRODUCT = Sizes(
+    tiny={"bf16": 2.0**-120, "fp16": 2.0**-30, "fp32": 2.0**-120}, huge={"bf16": 1e30, "fp16": 0.25, "fp32": 1e30}
+)
+_SMALL: Mapping[DTypeName, float] = {"bf16": 2.0**-110, "fp16": 2.0**-20, "fp32": 2.0**-110}
+# 448 times these is within the dtype; a score has to be finite.
+KEYS, VALUES = Sizes(tiny=_SMALL, huge=None), Sizes(tiny=_SMALL, huge={"bf16": 1e30, "fp16": 64.0, "fp32": 1e30})
 
 
 def weight_cases(op: Op, w: Workload, name: str) -> list[Case]:
     """Cases at w, a small workload, that change codes or scales of the weight `name`."""
-    code = CODES[w.weight_format.code]
-    values = [*CODE_VALUES, *(FLOAT_VALUES if code.dtype.is_floating_point else ())]
-    cases = [case(op, w, f"{what} in {name}", covers, _on_codes(name, numbers)) for what, covers, numbers in values]
+    return _cases(op, w, name, CODES[w.weight_format.code], PRODUCT, _on_nans(name))
+
+
+def cache_cases(op: Op, w: Workload, name: str, sizes: Sizes, seen: Change) -> list[Case]:
+    """The same of the cache `name`; `seen` puts a code of NaN where every query sees it."""
+    return _cases(op, w, name, CODES[w.cache_format.code], sizes, seen)
+
+
+def _cases(op: Op, w: Workload, name: str, code: Code, sizes: Sizes, nan: Change) -> list[Case]:
+    cases = [case(op, w, f"{told} in {name}", covers, _on_codes(name, made)) for told, covers, made in _values(code)]
     if len(code.nans):
-        cases.append(case(op, w, f"nan in {name}", "a code of NaN read as a number", _on_nans(name)))
-    return cases + [case(op, w, f"{what} in {name}", covers, change(name)) for what, covers, change in _scales(w.dtype)]
+        cases.append(case(op, w, f"nan in {name}", "a code of NaN read as a number", nan))
+    return cases + [
+        case(op, w, f"{told} in {name}", covers, change(name)) for told, covers, change in _scales(w.dtype, sizes)
+    ]
+
+
+def _values(code: Code) -> list[tuple[str, str, Numbers]]:
+    return [*CODE_VALUES, *(FLOAT_VALUES if code.dtype.is_floating_point else ())]
+
+
+def stored_domains(sizes: Sizes, *names: str) -> dict[str, Domain]:
+    """Of the codes and scales of operands: what they hold where the operand is in a format. NaN in hand-made cases
+    alone."""
+    found = {f"{name}.codes": _code_domain(name) for name in names}
+    return found | {f"{name}.scales": _scale_domain(name, sizes) for name in names}
+
+
+def _code_domain(name: str) -> Domain:
+    def in_format(told: str, numbers: Numbers) -> Level:
+        change = _on_codes(name, numbers)
+
+        def edit(inputs: dict[str, Any], draw: Draw) -> None:
+            if isinstance(inputs[name], Stored):
+                change(inputs, draw)
+
+        return Level(name=told, edit=edit, zeros=told in ("zeros", "every code"))
+
+    levels = [Level(name="plain"), *(in_format(told, numbers) for told, _, numbers in (*CODE_VALUES, *FLOAT_VALUES))]
+    return Domain(kind="content", levels=lambda *_: levels)
+
+
+def _scale_domain(name: str, sizes: Sizes) -> Domain:
+    def in_format(told: str, change: Change) -> Level:
+        def edit(inputs: dict[str, Any], draw: Draw) -> None:
+            if isinstance(inputs[name], Stored):
+                change(inputs, draw)
+
+        return Level(name=told, edit=edit, zeros=told in ("zero scales", "subnormal scales"))
+
+    def levels(dtype: DTypeName, _: Any) -> list[Level]:
+        made = [(told, change(name)) for told, _, change in _scales(dtype, sizes) if not told.startswith("nan")]
+        return [Level(name="plain"), *(in_format(told, change) for told, change in made)]
+
+    return Domain(kind="content", levels=levels)
 
 
 def clear_of_zero(w: Matrix) -> None:
@@ -63,7 +132,7 @@ def write(w: Matrix, where: Any, numbers: Tensor, *, scale: float | None = None)
 
 def _on_codes(name: str, numbers: Numbers) -> Change:
     def change(inputs: dict[str, Any], draw: Draw) -> None:
-        w: Weight = inputs[name]
+        w: Stored = inputs[name]
         code = CODES[w.format.code]
         made = numbers(code, w.codes, draw)
         w.codes.copy_(made if made.dtype == code.dtype else code.nearest(made))
@@ -124,8 +193,8 @@ def _on_nans(name: str) -> Change:
 # --- scales -----------------------------------------------------------------------------------------------------------
 
 
-def _scales(dtype: DTypeName) -> list[tuple[str, str, Callable[[str], Change]]]:
-    """(name, what it covers, the change of a weight's scales); `n` numbers a weight's scales from zero."""
+def _scales(dtype: DTypeName, sizes: Sizes) -> list[tuple[str, str, Callable[[str], Change]]]:
+    """(name, what it covers, the change of an operand's scales); `n` numbers the scales from zero."""
 
     def each(value: Callable[[Tensor, Draw], Tensor]) -> Callable[[str], Change]:
         def of(name: str) -> Change:
@@ -143,10 +212,15 @@ def _scales(dtype: DTypeName) -> list[tuple[str, str, Callable[[str], Change]]]:
 
         return change
 
+    huge = sizes.huge
     return [
         ("scales that are powers of two", "another group's scale", each(lambda n, _: 2.0 ** (n % 7 - 9))),
-        ("tiny scales", "a scale below the dtype's range", each(lambda n, _: TINY[dtype] * (n + 1))),
-        ("huge scales", "a scale above the dtype's range", each(lambda n, _: HUGE[dtype] * (n % 4 + 1))),
+        ("tiny scales", "a scale below the dtype's range", each(lambda n, _: sizes.tiny[dtype] * (n + 1))),
+        *(
+            [("huge scales", "a scale above the dtype's range", each(lambda n, _: huge[dtype] * (n % 4 + 1)))]
+            if huge is not None
+            else ()
+        ),
         ("subnormal scales", "garbage for subnormal inputs", each(lambda n, _: 2.0**-140 * (n + 1.0))),
         ("zero scales", "division by the scale; -0.0", each(lambda n, _: torch.where(n % 2 == 0, 0.0, -0.0))),
         ("negative scales", "a scale taken as unsigned", each(lambda n, draw: -draw.uniform(len(n)) * 0.01)),
