@@ -135,7 +135,8 @@ def _few_rows(device: str) -> Iterator[Cell]:
         for (n, k), m in itertools.product((PROJECTIONS["o"], PROJECTIONS["1b o"]), (1, 8)):
             yield _cell("decode", "triton:gemv", "linear", {"M": m, "N": n, "K": k})
             yield from (
-                _cell("decode", f"{name}:gemv_fp8", "gemv_fp8", {"M": m, "N": n, "K": k}) for name in (own, "triton")
+                _cell("decode", f"{name}:gemv_fp8", "linear", {"M": m, "N": n, "K": k}, weight="fp8_e4m3-row")
+                for name in (own, "triton")
             )
 
 
@@ -160,7 +161,7 @@ def _attention(device: str) -> Iterator[Cell]:
         yield at("cuda:attn_decode_mma", 32, 4, length)
         cache = {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": length}
         for kernel in ("cuda:attn_decode_fp8", "triton:attn_decode_fp8", "triton:attn_decode_fp8@merge"):
-            yield _cell("decode", kernel, "attn_decode_fp8", cache)
+            yield _cell("decode", kernel, "attn", cache, cache="fp8_e4m3-head")
     yield at("cuda:paged_attn_decode_mma", 32, 4, 8192, page=16)
     for merged, length in itertools.product(("", "@merge"), (512, 8192)):
         yield at(f"triton:attn_decode{merged}", 32, 8, length)

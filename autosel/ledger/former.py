@@ -40,7 +40,7 @@ def modern(document: Any, op: str = "") -> Any:
         return [modern(item, op) for item in document]
     if not isinstance(document, dict):
         return document
-    named = document.get("op")
+    named = str(document.get("op", ""))
     op = named if named in FORMER_OPS else op
     made = {BASELINES.get(name, name): modern(item, op) for name, item in document.items()}
     former = FORMER_OPS.get(op)

@@ -29,7 +29,7 @@ from autosel.ops.attention_domains import (
     lengths_domain,
     room_domain,
 )
-from autosel.ops.cached import Cache, exact, first_keys, numbers, quantise_cache, scales_of, some_heads
+from autosel.ops.cached import Cache, Cached, exact, first_keys, numbers, quantise_cache, scales_of, some_heads
 from autosel.ops.cached_attention import cached_bound, cached_cases
 from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
 from autosel.ops.domains import Level, Row, among, cache_formats, follows, in_format, layouts
@@ -146,10 +146,11 @@ class Attn(Op):
 
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         e, k, v = self._exact(inputs)
-        if isinstance(k, Tensor):
-            error = attention.error_bound(e, k, v, inputs["scale"])
-        else:
+        if isinstance(k, Cached) and isinstance(v, Cached):
             error = cached_bound(e, k, v, inputs["scale"], inputs["q"].dtype)
+        else:
+            assert isinstance(k, Tensor) and isinstance(v, Tensor)
+            error = attention.error_bound(e, k, v, inputs["scale"])
         return (attention.unpack(error, inputs["q"].shape),)
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:

@@ -73,11 +73,14 @@ class Scope:
     def workloads(self, *, batches: tuple[int, ...] | None = None, dtype: DTypeName | None = None) -> tuple[Named, ...]:
         """The workloads of a decode step and of prefill at each batch, each once."""
         from autosel import models
+        from autosel.formats import FORMER_OPS
         from autosel.models.workloads import ASKED_OPS, STEP_OPS, step
 
         model, found = models.load(self.model), {}
         for batch in batches or self.batches:
-            for named in step(model, batch=batch, context=self.seq, dtype=dtype, ops=(*STEP_OPS, *ASKED_OPS)):
+            for named in step(
+                model, batch=batch, context=self.seq, dtype=dtype, ops=(*STEP_OPS, *ASKED_OPS, *FORMER_OPS)
+            ):
                 if not self.ops or named.workload.op in self.ops:
                     found.setdefault(named.workload.key, named)
         return tuple(found.values())

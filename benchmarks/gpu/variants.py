@@ -21,11 +21,13 @@ Feature = Mapping[str, Scalar]  # traits; of attention over pages also `page`
 WINDOW: Feature = {"window": 512}  # Gemma's; at most half of the keys, so that it cuts
 SOFTCAP: Feature = {"softcap": 20.0}  # low enough that leaving it out is no rounding error
 OFFSET: Feature = {"offset": 1.0}
+ROW: Feature = {"weight": "fp8_e4m3-row"}
+HEAD: Feature = {"cache": "fp8_e4m3-head"}
+ADDED: tuple[Feature, ...] = ({"bias": True}, {"residual": True}, {"bias": True, "residual": True})
+SEEN: tuple[Feature, ...] = (WINDOW, SOFTCAP, {"ragged": True}, {"ragged": True, **WINDOW, **SOFTCAP})
 FEATURES: Mapping[str, tuple[Feature, ...]] = {
-    "linear": ({"bias": True}, {"residual": True}, {"bias": True, "residual": True}),
-    "gemv_fp8": ({"bias": True}, {"residual": True}, {"bias": True, "residual": True}),
-    "attn": (WINDOW, SOFTCAP, {"ragged": True}, {"ragged": True, **WINDOW, **SOFTCAP}),
-    "attn_decode_fp8": (WINDOW, SOFTCAP, {"ragged": True}, {"ragged": True, **WINDOW, **SOFTCAP}),
+    "linear": (*ADDED, *({**f, **ROW} for f in ADDED)),
+    "attn": (*SEEN, *({**f, **HEAD} for f in SEEN)),
     "paged_attn": (WINDOW, SOFTCAP, {**WINDOW, **SOFTCAP}, {"page": 256}),
     "prefill_attn": (WINDOW, SOFTCAP, {**WINDOW, **SOFTCAP}),
     "kv_append": ({"page": 16},),

@@ -36,5 +36,5 @@ def run_as_ptx() -> set[str]:
     """Sources of ours whose PTX the tests run."""
     from tests.compile.test_ptx_kernels import KERNELS
 
-    sources = {"linear": "gemv"}
+    sources = {"linear": "gemv", "linear fp8_e4m3-row": "gemv_fp8"}
     return {sources.get(name, name) for kernels in KERNELS.values() for name, _ in kernels} | OTHERS
