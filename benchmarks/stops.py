@@ -1,19 +1,26 @@
-"""Count the stops of a plan: how often a reader who follows `run` changes files until the step that is timed is chosen.
+"""Count the stops of a plan: how often a reader changes files who follows how the step that is timed is chosen.
 
-    AUTOSEL_HOME=$(mktemp -d) python benchmarks/stops.py      # run it twice in one home: raced, then decided
+    export AUTOSEL_HOME=$(mktemp -d)
+    python benchmarks/stops.py             # raced; again in the same home: decided
+    python benchmarks/stops.py --draw      # and the way, a file a line
+    python benchmarks/stops.py --wins ops  # where the step op by op wins the race, and not the thread team
 
-Functions of `cli` and `decode` are followed when they are called for the first time; each change of file, by a call or
-a return, is a stop. The model has one layer; all ops are served by C++ kernels, whatever is decided.
+Functions of `decode` are followed when they are called for the first time since the command began. Each change of file
+is a stop, by a call or by a return; `down` counts calls alone, for a file that is returned to is open already. The
+model has one layer; all ops are served by C++ kernels, whatever is decided. The race's times are drawn, so that the
+same form wins each time.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import tempfile
 from itertools import groupby
 from pathlib import Path
+from random import Random
 from types import FrameType
 from typing import Any
 
@@ -22,9 +29,12 @@ from bench_step import _serve_our_kernels
 
 import autosel
 from autosel import fingerprint
-from autosel.cli.run import Asked, measured, run_command
+from autosel.cli.run import Asked, certified, run_command
+from autosel.decode import race
 
 ROOT = Path(autosel.__file__).parent
+FIRST, LAST = "choose", "our_arm"  # the way begins with the one, and ends before the other
+STEP_NS, GAIN = 20e6, 1.1
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512,
@@ -36,49 +46,71 @@ class Walk:
     """Follows calls and returns; a function that was followed once is passed over, with all that it calls."""
 
     def __init__(self) -> None:
-        self.seen: set[tuple[str, str]] = set()
+        self.seen: set[tuple[str, int]] = set()  # file, line
         self.stack: list[tuple[str, str]] = []
-        self.steps: list[tuple[str, str]] = []
+        self.steps: list[tuple[str, str, bool]] = []  # file, function, by a call
         self.below = 0  # calls inside a function that is passed over
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         path = frame.f_code.co_filename
         where = os.path.relpath(path, ROOT) if path.startswith(str(ROOT)) else ""
-        if event not in ("call", "return") or not where.startswith(("cli/", "decode/")) or where == "decode/run.py":
+        if event not in ("call", "return") or not where.startswith("decode/") or where == "decode/run.py":
             return
-        here = (where, frame.f_code.co_qualname)
+        here, at = (where, frame.f_code.co_qualname), (where, frame.f_code.co_firstlineno)
         if event == "call":
-            if self.below or here in self.seen:
+            if self.below or at in self.seen:
                 self.below += 1
                 return
-            self.seen.add(here)
+            self.seen.add(at)
             self.stack.append(here)
-            self.steps.append(here)
+            self.steps.append((*here, True))
         elif self.below:
             self.below -= 1
         elif self.stack and self.stack[-1] == here:
             self.stack.pop()
-            self.steps += self.stack[-1:]
+            self.steps += [(*last, False) for last in self.stack[-1:]]
+
+
+def _draw_times(wins: str) -> None:
+    noise = Random(3)
+
+    def sample(self: race.StepSeat, arm: str, calls: int, number: int) -> float:
+        self.written[arm].run()
+        faster = arm.startswith("cpp:step") == (wins == "team")
+        return STEP_NS / (GAIN if faster else 1.0) * noise.gauss(1.0, 0.001)
+
+    race.StepSeat._sample = sample  # type: ignore[method-assign]
+    race.StepSeat.probe = lambda _: 1e12  # type: ignore[method-assign]
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--draw", action="store_true", help="print the way, a file a line")
+    parser.add_argument("--wins", choices=("team", "ops"), default="team", help="what wins the race  [default: team]")
+    options = parser.parse_args()
+    _draw_times(options.wins)
     fp = fingerprint.take("cpu")
     torch.set_num_threads(int(fp.identity["cpus"]))
     _serve_our_kernels(fp)
+    walk = Walk()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         words = ["--model", folder, "--seq", "30", "--iters", "2", "--warmup", "0"]
-        walk = Walk()
+        asked = Asked(run_command.make_context("run", words))
         sys.setprofile(walk)
         try:
-            measured(Asked(run_command.make_context("run", words)).plan())
+            made = certified(asked, asked.plan(), ())
         finally:
             sys.setprofile(None)
-    names = [name for _, name in walk.steps]
-    chosen = walk.steps[names.index("choose") : names.index("our_arm")]
-    for what, steps in (("run", walk.steps), ("choosing the step", chosen)):
-        files = [where for where, _ in groupby(where for where, _ in steps)]
-        print(f"{what}: {len(files)} stops in {len(set(files))} files")
+    names = [name for _, name, _ in walk.steps]
+    chosen = walk.steps[names.index(FIRST) : names.index(LAST)]
+    files = [(where, list(steps)) for where, steps in groupby(chosen, key=lambda step: step[0])]
+    if options.draw:
+        for where, steps in files:
+            print(f"{where:24} {', '.join(name for _, name, called in steps if called) or '(back)'}")
+    down = sum(steps[0][2] for _, steps in files)
+    taken, raced = made.mode.partition(".")[0], any(name == "decide" for name in names)
+    print(f"{'raced' if raced else 'decided'}, {taken}: {len(files)} stops, {down} down, in {len(dict(files))} files")
     return 0
 
 

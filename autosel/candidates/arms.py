@@ -16,7 +16,7 @@ from autosel.candidates.torch import EAGER, EAGER_STORED
 from autosel.fingerprint import nvml
 from autosel.values import Arm, Fingerprint, Knobs, PythonRecipe, Scalar, Workload, digest
 
-# Of the whole step, op by op and as a graph of that (decode.entrants).
+# Of the whole step, op by op and as a graph of that (decode.question).
 STEPS = ("autosel.decode.step", "autosel.decode.graph")
 
 

@@ -1,25 +1,33 @@
 """How steps are taken: made of which ops, and in which form. The story of choosing, as `pipeline.tune` is of tuning:
 
-what the plan forces -> what the ledger decided -> prove each form that can run -> race -> record -> obey
+what the device offers -> what the ledger decided -> prove each form that may be tried -> race -> record -> obey
 
-chosen = choose(scene, ledger)        # Chosen: form, chain, ways, note
+    chosen = choose(scene, ledger)        # Chosen: form, chain, ways, note
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autosel.decode.chain import LEAST_GAIN, choose_chain, step_medians
-from autosel.decode.decision import Question, ask, decide
+from autosel.decode.decision import decide
 from autosel.decode.hold import holding
-from autosel.decode.persistent import kind_of
+from autosel.decode.packed import pack
 from autosel.decode.prove import Proven, prove
+from autosel.decode.question import Question, ask, form_of
 from autosel.decode.run import FUSED, WHOLE, Chain, Chosen, StepForm, Way
 from autosel.decode.scene import Scene
+from autosel.decode.weights import reference_bytes
 from autosel.errors import DeviceFault, LedgerError, UsageError
 from autosel.ledger.store import Ledger
 from autosel.values import Decision
+
+TAKEN: Mapping[StepForm, str] = {
+    "ops": "op by op",
+    "graph": "as a graph of its ops",
+    "packed": "by one thread team, from packed weights",
+}
 
 
 def choose(scene: Scene, ledger: Ledger | None, *, decides: bool = True) -> Chosen:
@@ -29,10 +37,9 @@ def choose(scene: Scene, ledger: Ledger | None, *, decides: bool = True) -> Chos
     Raises UsageError, BuildError, ParityError, DeviceFault if the form that the plan asks for cannot be had.
     """
     question = ask(scene, ledger)
-    decided = question.form if question is not None else None
     scene.listener.stage("chain", "whole steps", 0, 1)
-    chain, ways = choose_chain(scene) if scene.plan.listed and decided not in WHOLE else (FUSED, ())
-    if question is not None and question.known is not None and decided not in WHOLE:
+    chain, ways = choose_chain(scene) if scene.plan.listed and question.form not in WHOLE else (FUSED, ())
+    if question.known is not None and question.form not in WHOLE:
         return _obeyed(scene, question, question.known, Proven(), chain, ways)
     proven = prove(scene, ledger, chain, question)
     if not proven.proofs:
@@ -40,7 +47,7 @@ def choose(scene: Scene, ledger: Ledger | None, *, decides: bool = True) -> Chos
     try:
         with holding(ledger, scene.fp, proven.steps.get("whole")):
             decision = _decision(scene, ledger, question, proven, chain, decides=decides)
-            if question is None or decision is None:
+            if decision is None:
                 return _fastest(scene, proven, chain, ways)
             return _obeyed(scene, question, decision, proven, chain, ways)
     except DeviceFault as fault:
@@ -49,7 +56,7 @@ def choose(scene: Scene, ledger: Ledger | None, *, decides: bool = True) -> Chos
         why = fault.why or fault.what
     except LedgerError as error:
         why = f"it could not be decided: {error.what}"
-    return Chosen(chain=chain, ways=ways, note=_joined(proven.note, f"no {kind_of(scene.plan.device).name}: {why}"))
+    return Chosen(chain=chain, ways=ways, note=_joined(proven.note, f"no {scene.kind.name}: {why}"))
 
 
 def again(scene: Scene, chosen: Chosen) -> Chosen:
@@ -57,17 +64,17 @@ def again(scene: Scene, chosen: Chosen) -> Chosen:
     if chosen.form != "packed":
         return chosen
     try:
-        kind_of(scene.plan.device).prepare(scene.plan, scene.decoder.weights, scene.fp)
+        pack(scene.decoder.weights, scene.fp, to_come_bytes=reference_bytes(scene.plan))
     except UsageError as error:
         return replace(chosen, form="whole", note=_joined(chosen.note, f"no {error.what}: {error.why}"))
     return chosen
 
 
 def _decision(
-    scene: Scene, ledger: Ledger | None, question: Question | None, proven: Proven, chain: Chain, *, decides: bool
+    scene: Scene, ledger: Ledger | None, question: Question, proven: Proven, chain: Chain, *, decides: bool
 ) -> Decision | None:
     """Return the decision between the proven forms, after a race if there was none yet; None where none can be had."""
-    if ledger is None or question is None:
+    if ledger is None or not question.arms:
         return None
     if question.known is not None:
         return question.known if _served(question.form, proven) else None
@@ -85,10 +92,15 @@ def _served(form: StepForm | None, proven: Proven) -> StepForm | None:
 def _obeyed(
     scene: Scene, question: Question, decision: Decision, proven: Proven, chain: Chain, ways: Sequence[Way]
 ) -> Chosen:
-    """Return what the decision says."""
-    form, raced, why = question.told(decision, kind_of(scene.plan.device).name)
+    """Return what the decision says, and what it was raced against."""
+    form = form_of(decision.arm.candidate)
+    timings = decision.verdict.timings if decision.verdict else {}
+    timed = {f: timings[arm.candidate] for f, arm in question.arms.items() if arm.candidate in timings}
+    raced = [Way.of_step(f, t.median_us, taken=f == form) for f, t in timed.items()]
+    who = TAKEN.get(form, f"by one {scene.kind.name}")
+    note = f"the step {who}, by decision {decision.id}: {decision.reason}"
     taken = _served(form, proven) or form
-    return _chosen(taken, chain, ways, raced, _joined(proven.note, why))
+    return _chosen(taken, chain, ways, raced if len(raced) > 1 else [], _joined(proven.note, note))
 
 
 def _fastest(scene: Scene, proven: Proven, chain: Chain, ways: Sequence[Way]) -> Chosen:

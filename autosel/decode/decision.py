@@ -1,12 +1,8 @@
-"""Which form of the step is decided: op `step`, mode `team`, kept with its evidence in the ledger.
+"""Race the forms of a step, and record what the samples justify: op `step`, mode `team`.
 
-    question = ask(scene, ledger)                             # Question; None: nothing to ask
-    question.form                                             # what a decision says; None: nothing is decided
-    decide(scene, ledger, question, chain, proofs)            # race, and record what the samples justify
+    decision = decide(scene, ledger, question, chain, proofs)
 
-A decision holds for the model's dimensions, the batch, the bucket of context lengths, the threads; and for as long as
-every form that could be taken (entrants.py), and what serves every op of the step they were raced against, are what
-they were. How they are raced is race.py's.
+How they are timed is race.py's.
 """
 
 from __future__ import annotations
@@ -14,119 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
-from typing import Any
+from dataclasses import replace
 
 from autosel import fingerprint
-from autosel.decode.entrants import arms_of, form_of
-from autosel.decode.persistent import kind_of
+from autosel.decode.question import Question
 from autosel.decode.race import MARGIN, Steps
-from autosel.decode.run import Chain, StepForm, Way
+from autosel.decode.run import Chain, StepForm
 from autosel.decode.scene import Scene
-from autosel.ledger.key import budget_key, current_mode
+from autosel.ledger.key import budget_key
 from autosel.ledger.store import Ledger
-from autosel.models.shape import ModelShape
 from autosel.race.contest import Contest, Entrant
 from autosel.race.judge import judge
 from autosel.race.plan import Margin
 from autosel.race.run import Disqualified, Terms, Tick, run
 from autosel.tuning.contend import TIME_CLASSES, last_level_bytes
-from autosel.values import (
-    WHOLE_STEP,
-    Accepted,
-    Arm,
-    Decision,
-    DTypeName,
-    Passed,
-    Race,
-    Rejected,
-    Verdict,
-    Workload,
-    digest,
-)
-
-PACKED_TOLD = "by one thread team, from packed weights"
-REST = timedelta(hours=1)  # for so long an undecided step is not raced again
-
-
-# --- what is known ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """Which of these arms takes the step, and the answer if there is one."""
-
-    workload: Workload
-    mode: str
-    arms: Mapping[StepForm, Arm]
-    known: Decision | None
-    crowded: bool  # no room for packed weights, for now: then nothing is decided about them
-
-    @property
-    def form(self) -> StepForm | None:
-        """The form that a decision says; None: none does."""
-        return form_of(self.known.arm.candidate) if self.known is not None else None
-
-    def told(self, decision: Decision, whole: str) -> tuple[StepForm, list[Way], str]:
-        """The form that the decision says, the forms that it was raced against, and a note of it. `whole`: what the
-        device is called that takes a step whole."""
-        taken = form_of(decision.arm.candidate)
-        timings = decision.verdict.timings if decision.verdict else {}
-        timed = {form: timings[arm.candidate] for form, arm in self.arms.items() if arm.candidate in timings}
-        ways = [Way.of_step(form, t.median_us, taken=form == taken) for form, t in timed.items()]
-        who = {"ops": "op by op", "graph": "as a graph of its ops", "packed": PACKED_TOLD}.get(taken, f"by one {whole}")
-        note = f"the step {who}, by decision {decision.id}: {decision.reason}"
-        return taken, ways if len(ways) > 1 else [], note
-
-
-def ask(scene: Scene, ledger: Ledger | None) -> Question | None:
-    """Return what is decided about the scene's step; None where there is no ledger, the plan says how the step is
-    taken, or one form alone can take it."""
-    plan, kind = scene.plan, kind_of(scene.plan.device)
-    if ledger is None or plan.step != "auto" or not plan.listed:
-        return None
-    arms = arms_of(scene)
-    forbidden = plan.layout == "plain" and isinstance(kind.packs(replace(plan, layout="auto"), scene.fp), Accepted)
-    if len(arms) == 1 or forbidden:
-        return None
-    w, hw_id = workload_of(plan.shape, plan.dtype, plan.batch, plan.seq), scene.fp.hw_id
-    mode, digests = current_mode("team"), {arm.digest for arm in arms.values()}
-    found = ledger.known(hw_id, w.bucket, mode, digests)
-    crowded = "packed" in arms and isinstance(kind.room(plan, scene.decoder.weights), Rejected)
-    if found is None and crowded:
-        digests = digests - {arms["packed"].digest}
-        found = ledger.known(hw_id, w.bucket, mode, digests)
-    found = found or _fresh_doubt(ledger, hw_id, w.bucket, mode, digests)
-    return Question(workload=w, mode=mode, arms=arms, known=found, crowded=crowded)
-
-
-def workload_of(shape: ModelShape, dtype: DTypeName, batch: int, context: int) -> Workload:
-    """The step of these layers: what differs in any dimension or trait is another computation."""
-    sizes = {"B": batch, "layers": shape.layers, "d": shape.d, "I": shape.I, "Hq": shape.Hq, "Hkv": shape.Hkv}
-    traits: dict[str, Any] = {"activation": shape.activation}
-    traits |= {"sliding": shape.sliding_layers, "window": shape.window} if shape.window else {}
-    traits |= {name: True for name in ("qk_norm", "sandwich") if getattr(shape, name)}
-    return Workload(
-        op=WHOLE_STEP,
-        dims=(*sizes.items(), ("D", shape.D), ("V", shape.V), ("L", context)),
-        dtype=dtype,
-        traits=tuple(sorted(traits.items())),
-    )
-
-
-def _fresh_doubt(ledger: Ledger, hw_id: str, bucket: str, mode: str, now: set[str]) -> Decision | None:
-    """What was left undecided less than REST ago, about these very arms: not every run of a row pays for a race."""
-    for d in ledger.serving_rows(hw_id, bucket, mode):
-        undecided = d.verdict is not None and d.verdict.outcome == "undecided"
-        fresh = datetime.now(UTC) - datetime.fromisoformat(d.created_at) < REST
-        entrants = {a.digest for a, _ in ledger.evidence(d.id).parities} | {d.arm.digest, d.baseline.digest}
-        if undecided and fresh and entrants <= now:
-            return d
-    return None
-
-
-# --- a new decision --------------------------------------------------------------------------------------------------
+from autosel.values import WHOLE_STEP, Arm, Decision, Passed, Race, Verdict, digest
 
 
 def decide(
@@ -147,7 +45,7 @@ def decide(
         verdict = judge(race)
         verdict = _with_roofline(verdict, steps.moved.get(verdict.winner, 0))
         promoted, baseline = verdict.outcome == "promote", arms["ops"]
-        digests = [arm.digest for form, arm in arms.items() if form != "packed" or not question.crowded]
+        digests = [arm.digest for arm in question.contested.values()]
         return ledger.record(
             scene.fp,
             question.workload,

@@ -5,7 +5,6 @@ As with ops, a failure counts only if the control works afterwards: the step op 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +12,7 @@ import torch
 
 from autosel import settings
 from autosel.candidates.control import CONTROL
-from autosel.decode.step import Step
+from autosel.decode.step import Step, fresh_logits
 from autosel.errors import DeviceFault, EnvironmentFault, LedgerError, UsageError
 from autosel.ledger.store import Ledger
 from autosel.values import Arm, Fingerprint
@@ -23,12 +22,14 @@ WORKED = {CONTROL: "the step op by op worked afterwards"}
 
 
 @contextmanager
-def holding(ledger: Ledger | None, fp: Fingerprint, step: object) -> Iterator[None]:
+def holding(ledger: Ledger | None, fp: Fingerprint, step: object, digests: Collection[str] = ()) -> Iterator[None]:
     """Put a whole step in quarantine if the device fails under it in here, and pass the fault on.
 
-    Raises DeviceFault, also for an error of the device's own under a launch (an illegal access, say), which is told to
-    whoever calls CUDA next; EnvironmentFault if the control fails too.
+    Raises UsageError if one of the digests is in quarantine already; DeviceFault, also for an error of the device's own
+    under a launch (an illegal access, say), which is told to whoever calls CUDA next; EnvironmentFault if the control
+    fails too.
     """
+    refuse_held(ledger, fp, getattr(step, "candidate", ""), digests)
     try:
         yield
     except (DeviceFault, torch.AcceleratorError) as error:
@@ -66,10 +67,7 @@ def _fault(arm: Arm, error: Exception) -> DeviceFault:
 def _require(control: Step, fault: DeviceFault) -> None:
     """Run the step op by op. Raises EnvironmentFault where it fails, or gives no numbers."""
     try:
-        control.logits.fill_(math.nan)
-        control.run()
-        control.settle()
-        why = "" if torch.isfinite(control.logits).all() else "its logits are not finite"
+        why = "" if torch.isfinite(fresh_logits(control)).all() else "its logits are not finite"
     except RuntimeError as error:  # also torch.AcceleratorError
         why = str(error)[:300]
     if why:
@@ -85,7 +83,7 @@ def control_fault(why: str, failed: str = "") -> EnvironmentFault:
 
 def refuse_held(ledger: Ledger | None, fp: Fingerprint, candidate: str, digests: Collection[str]) -> None:
     """Raise UsageError if one of these digests of the candidate is in quarantine."""
-    quarantined = ledger.quarantined(fp.hw_id, STEP) if ledger is not None else {}
+    quarantined = ledger.quarantined(fp.hw_id, STEP) if ledger is not None and digests else {}
     held = next((quarantined[digest] for digest in digests if digest in quarantined), None)
     if held is not None:
         raise UsageError(

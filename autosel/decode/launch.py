@@ -17,13 +17,16 @@ from autosel.candidates.arms import digest_of
 from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import Bound, Entries, StepBuild
 from autosel.decode.program import Attend, Embed, Norm, Program, ProgramOp, Project, Rotate, lower
+from autosel.decode.run import Offer, Plan, StepForm
 from autosel.decode.step import Call, Rewritten, Step
+from autosel.decode.weights import Weights
 from autosel.errors import DeviceFault, UsageError
 from autosel.knobs.gpu import gemv, persistent
 from autosel.knobs.gpu.facts import facts
 from autosel.knobs.gpu.step import StepCost
+from autosel.models.cost import bytes_per_step, flops_per_step
 from autosel.native.compile import source_digest
-from autosel.values import Arm, Fingerprint, Rejected, Support, Workload, length_bucket
+from autosel.values import Accepted, Arm, Fingerprint, Rejected, Support, Workload, length_bucket
 
 CANDIDATE = kernel.CANDIDATE
 WAITING_CC = (9, 0)  # from here on a kernel can wait for the one ahead of it: CUDA C++ Programming Guide, PDL
@@ -150,6 +153,39 @@ def _wait_for(said: Tensor, like: Tensor) -> None:
     if like.device.type == "cuda":
         torch.cuda.current_stream(like.device).synchronize()
     assert said.device.type == "cpu"
+
+
+class OneLaunch:
+    """How a GPU takes whole steps: a `Kind`."""
+
+    candidate = CANDIDATE
+    name = "whole-step launch"
+    taken = "step: one launch, by CTAs that are all resident and wait for each other"
+
+    def supports(self, plan: Plan) -> Support:
+        why = plan.not_whole or persistent.fits(plan.batch, plan.shape.D, plan.dtype)
+        return Rejected(reason=why) if why else Accepted()
+
+    def offer(self, plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
+        answer = self.supports(plan)
+        return Offer(refused={"whole": answer.reason}) if isinstance(answer, Rejected) else Offer(forms=("whole",))
+
+    def write(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> LaunchStep:
+        assert form == "whole", "no launch reads packed weights"
+        return write_launch(step, fp)
+
+    def arm(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm | None:
+        return arm_of(step, fp)
+
+    def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
+        """Where it cannot be, or the rates that were measured say that it gains too little."""
+        answer = supports(fused, fp)
+        if isinstance(answer, Rejected):
+            return answer.reason
+        moved = bytes_per_step(plan.shape, plan.dtype, plan.batch, ops.place.longest)
+        flops = flops_per_step(plan.shape, plan.batch, ops.place.longest)
+        found = predict(fused, len(ops.calls), moved, flops, fp)
+        return "" if found.wins else found.text
 
 
 # --- whether, and how ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autosel.decode.pages import Arena, padded
-from autosel.decode.run import Plan
+from autosel.decode.run import Offer, Plan
 from autosel.decode.weights import Weights, arena_bytes, free_memory, memory_need, reference_bytes
 from autosel.errors import ParityError, UsageError
 from autosel.knobs.cpu.facts import ISA_FLAGS, facts
@@ -85,11 +85,15 @@ def pack(weights: Weights, fp: Fingerprint, *, to_come_bytes: int = 0) -> Packed
     return found
 
 
-def room(weights: Weights, plan: Plan) -> Support:
-    """Is there room beside the original and what the plan still takes? By the least that packed weights can take."""
+def offer(plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
+    """Return the form that reads packed weights, where the team has a kernel for them; refused where there is no room
+    beside the original and what the plan still takes. By the least that packed weights can take."""
+    if isinstance(supports(plan.dtype, fp), Rejected):
+        return Offer()
     need = sum(w.nbytes // 4 * 3 for _, w in weights.matrices())
     free = free_memory("cpu") - RESERVE_BYTES - reference_bytes(plan)
-    return Accepted() if weights.embedding in _KEPT or need <= free else Rejected(reason=_no_room(need, free))
+    fits = weights.embedding in _KEPT or need <= free
+    return Offer(forms=("packed",), refused={} if fits else {"packed": _no_room(need, free)})
 
 
 def make_room(weights: Weights, plan: Plan) -> None:

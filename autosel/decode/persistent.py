@@ -14,22 +14,16 @@ from __future__ import annotations
 from typing import Protocol
 
 from autosel import fingerprint
-from autosel.decode import launch, packed, team
+from autosel.decode import launch, team
 from autosel.decode.cache import Cache
 from autosel.decode.graph import GraphStep
 from autosel.decode.model import Decoder
-from autosel.decode.run import FUSED, WHOLE, Chain, Plan, StepForm
+from autosel.decode.run import FUSED, WHOLE, Chain, Offer, Plan, StepForm
 from autosel.decode.sample import Sampler
 from autosel.decode.step import Place, Step, WholeStep, write_step
-from autosel.decode.weights import Weights, reference_bytes
+from autosel.decode.weights import Weights
 from autosel.errors import UsageError
-from autosel.knobs.gpu.persistent import fits
-from autosel.models.cost import bytes_per_step, flops_per_step
-from autosel.values import Accepted, Arm, Fingerprint, Rejected, Support
-
-# Nearly all bytes of a step go through these: where they are not served by the kernels that a team is made of, nothing
-# was decided for it either, and nobody waits for its compilation unasked.
-DECIDED = ("linear", "attn", "lm_head")
+from autosel.values import Arm, Fingerprint, Rejected, Support
 
 
 class Kind(Protocol):
@@ -40,16 +34,10 @@ class Kind(Protocol):
     taken: str  # the note of a run that it took
 
     def supports(self, plan: Plan) -> Support:
-        """Asked before weights are loaded; what depends on the device's limits `write` refuses."""
+        """Asked before weights are loaded; `write` refuses what depends on the device's limits."""
 
-    def packs(self, plan: Plan, fp: Fingerprint) -> Support:
-        """Can it read weights packed without loss?"""
-
-    def room(self, plan: Plan, weights: Weights) -> Support:
-        """Is there memory for them just now? Where it reads packed weights at all."""
-
-    def prepare(self, plan: Plan, weights: Weights, fp: Fingerprint) -> None:
-        """Pack them, beside all that the plan still takes. Raises UsageError, BuildError, ParityError."""
+    def offer(self, plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
+        """Return the whole forms that it has for the plan's steps, on these weights just now."""
 
     def write(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> WholeStep:
         """Return the step, written with the fused chain, as a whole step in this form.
@@ -101,78 +89,4 @@ def write(
     return GraphStep.of(step) if form == "graph" else step
 
 
-# --- a CPU: one thread team ------------------------------------------------------------------------------------------
-
-
-class ThreadTeam:
-    candidate = team.CANDIDATE
-    name = "thread team"
-    taken = "step: one native call, by one thread team"
-
-    def supports(self, plan: Plan) -> Support:
-        return team.supports(plan)
-
-    def packs(self, plan: Plan, fp: Fingerprint) -> Support:
-        return packed.supports(plan.dtype, fp) if plan.layout == "auto" else Rejected(reason="--weights-layout plain")
-
-    def room(self, plan: Plan, weights: Weights) -> Support:
-        return packed.room(weights, plan)
-
-    def prepare(self, plan: Plan, weights: Weights, fp: Fingerprint) -> None:
-        packed.pack(weights, fp, to_come_bytes=reference_bytes(plan))
-
-    def write(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> WholeStep:
-        return team.write_team(step, fp, form)
-
-    def arm(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm | None:
-        return team.arm_of(step, fp, form)
-
-    def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
-        """Where something else serves what weighs."""
-        for call in ops.calls:
-            candidate = getattr(call.function, "candidate", "")
-            if call.op in DECIDED and candidate != team.KERNELS[call.op]:
-                return f"{call.op} is served by {candidate}, not by {team.KERNELS[call.op]}"
-        return ""
-
-
-# --- a GPU: one launch -----------------------------------------------------------------------------------------------
-
-
-class OneLaunch:
-    candidate = launch.CANDIDATE
-    name = "whole-step launch"
-    taken = "step: one launch, by CTAs that are all resident and wait for each other"
-
-    def supports(self, plan: Plan) -> Support:
-        why = plan.not_whole or fits(plan.batch, plan.shape.D, plan.dtype)
-        return Rejected(reason=why) if why else Accepted()
-
-    def packs(self, plan: Plan, fp: Fingerprint) -> Support:
-        return packed.supports(plan.dtype, fp)
-
-    def room(self, plan: Plan, weights: Weights) -> Support:
-        return Rejected(reason="no launch reads them")
-
-    def prepare(self, plan: Plan, weights: Weights, fp: Fingerprint) -> None:
-        raise UsageError("packed weights", why="no launch reads them")
-
-    def write(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> WholeStep:
-        assert form == "whole", "no launch reads packed weights"
-        return launch.write_launch(step, fp)
-
-    def arm(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm | None:
-        return launch.arm_of(step, fp)
-
-    def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
-        """Where it cannot be, or the rates that were measured say that it gains too little."""
-        support = launch.supports(fused, fp)
-        if isinstance(support, Rejected):
-            return support.reason
-        moved = bytes_per_step(plan.shape, plan.dtype, plan.batch, ops.place.longest)
-        flops = flops_per_step(plan.shape, plan.batch, ops.place.longest)
-        found = launch.predict(fused, len(ops.calls), moved, flops, fp)
-        return "" if found.wins else found.text
-
-
-KINDS: dict[str, Kind] = {"cpu": ThreadTeam(), "cuda": OneLaunch()}
+KINDS: dict[str, Kind] = {"cpu": team.ThreadTeam(), "cuda": launch.OneLaunch()}

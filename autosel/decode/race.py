@@ -15,10 +15,10 @@ import torch
 
 from autosel.decode.account import saved_bytes
 from autosel.decode.device import read_windows, step_timer
-from autosel.decode.entrants import OPS, form_of
 from autosel.decode.graph import GraphStep
 from autosel.decode.hold import blame, control_fault
 from autosel.decode.persistent import write
+from autosel.decode.question import OPS, form_of
 from autosel.decode.run import Chain
 from autosel.decode.scene import Scene
 from autosel.decode.step import Step, WholeStep

@@ -280,6 +280,14 @@ FUSED = Chain()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """The whole forms that a device has for the steps of a plan. `refused`: why others cannot be taken, or not now."""
+
+    forms: tuple[StepForm, ...] = ()
+    refused: Mapping[StepForm, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
     """How steps are taken. `ways`: what was raced for it, with times; `note`: why other forms did not take part, or by
     which decision this one was chosen. A whole step is always made of the fused chain."""

@@ -17,6 +17,7 @@ from autosel.decode.device import read_windows
 from autosel.decode.eager import Eager
 from autosel.decode.generate import prefill
 from autosel.decode.model import Decoder
+from autosel.decode.persistent import Kind, kind_of
 from autosel.decode.prompt import prompts
 from autosel.decode.run import Listener, Plan, PromptDigest
 from autosel.decode.step import Place
@@ -33,6 +34,7 @@ class Scene:
 
     plan: Plan
     fp: Fingerprint  # of the device
+    kind: Kind  # how that takes whole steps
     rng: Random  # the coins, from the plan's seed
     listener: Listener
     clock: Clock
@@ -122,6 +124,7 @@ def set_scene(plan: Plan, weights: Weights, fp: Fingerprint, listener: Listener,
     scene = Scene(
         plan=plan,
         fp=fp,
+        kind=kind_of(plan.device),
         rng=Random(plan.seed),
         listener=listener,
         clock=clock,

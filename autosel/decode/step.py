@@ -6,6 +6,7 @@ to go through the list; Python then takes a microsecond or two a call and alloca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -173,6 +174,17 @@ class Rewritten:
         return self.ops.chosen
 
 
+class Runnable(Protocol):
+    """A written step in any form."""
+
+    @property
+    def logits(self) -> Tensor: ...
+
+    def run(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+
 class Task(Protocol):
     """A part of a whole step. `calls` of the list are what it stands for, the slowest first."""
 
@@ -228,6 +240,14 @@ class WholeStep(Protocol):
 
     def idle(self) -> Callable[[], None]:
         """The same call with nothing to do, for what calling costs."""
+
+
+def fresh_logits(step: Runnable) -> Tensor:
+    """Run the step and wait for its end; NaN where it writes nothing. Raises DeviceFault."""
+    step.logits.fill_(math.nan)
+    step.run()
+    step.settle()
+    return step.logits
 
 
 def write_step(

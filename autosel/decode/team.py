@@ -23,8 +23,9 @@ from autosel.candidates import registry
 from autosel.decode import packed as packing
 from autosel.decode.packed import MOST_THREADS, Packed
 from autosel.decode.program import Attend, Embed, Norm, Program, Project, Rotate, lower
-from autosel.decode.run import Plan, StepForm
+from autosel.decode.run import Offer, Plan, StepForm
 from autosel.decode.step import Call, Rewritten, Step
+from autosel.decode.weights import Weights
 from autosel.knobs.cpu.facts import ISA_FLAGS, facts
 from autosel.native.compile import NO_COMPILER, compile_source, find_compiler, source_digest
 from autosel.native.load import load_entry
@@ -41,6 +42,9 @@ from autosel.values import (
     length_bucket,
 )
 
+# Nearly all bytes of a step go through these: where they are not served by the kernels that a team is made of, nothing
+# was decided for it either, and nobody waits for its compilation unasked.
+DECIDED = ("linear", "attn", "lm_head")
 SOURCE, ENTRY = "cpu/step.cpp", "step"
 CANDIDATE, PACKED = "cpp:step", "cpp:step_packed"  # the latter reads its weights packed (packed.py)
 MOST_ROWS = 8  # dot.h has kernels for so many rows of x
@@ -71,6 +75,39 @@ def supports(plan: Plan) -> Support:
     return Accepted()
 
 
+class ThreadTeam:
+    """How a CPU takes whole steps: a `Kind`."""
+
+    candidate = CANDIDATE
+    name = "thread team"
+    taken = "step: one native call, by one thread team"
+
+    def supports(self, plan: Plan) -> Support:
+        return supports(plan)
+
+    def offer(self, plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
+        """Packed weights are one of its forms where it has a kernel for them; refused where there is no room."""
+        answer = supports(plan)
+        if isinstance(answer, Rejected):
+            return Offer(refused={"whole": answer.reason})
+        packed = packing.offer(plan, weights, fp)
+        return Offer(forms=("whole", *packed.forms), refused=packed.refused)
+
+    def write(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> TeamStep:
+        return write_team(step, fp, form)
+
+    def arm(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm | None:
+        return arm_of(step, fp, form)
+
+    def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
+        """Where something else serves what weighs."""
+        for call in ops.calls:
+            candidate = getattr(call.function, "candidate", "")
+            if call.op in DECIDED and candidate != KERNELS[call.op]:
+                return f"{call.op} is served by {candidate}, not by {KERNELS[call.op]}"
+        return ""
+
+
 # --- the step --------------------------------------------------------------------------------------------------------
 
 
@@ -91,6 +128,7 @@ class TeamStep(Rewritten):
     had (CLOCK_MONOTONIC, ns).
     """
 
+    candidate: str
     tasks: tuple[Task, ...]
     threads: int
     rest: tuple[Call, ...]  # of the list: the choice of tokens, where the step does not make it itself
@@ -100,10 +138,6 @@ class TeamStep(Rewritten):
     build: str = ""  # the digest of what was compiled
     kept: list[Tensor] = field(default_factory=list)  # what the program points to beside the list's tensors
     packed: Packed | None = None
-
-    @property
-    def candidate(self) -> str:
-        return PACKED if self.packed else CANDIDATE
 
     @property
     def weights_told(self) -> str:
@@ -146,6 +180,7 @@ def write_team(step: Step, fp: Fingerprint, form: StepForm = "whole") -> TeamSte
     words = torch.frombuffer(bytearray(b"".join(t.words for t in tasks)), dtype=torch.int64).view(len(tasks), -1)
     return TeamStep(
         ops=step,
+        candidate=PACKED if prepared is not None else CANDIDATE,
         tasks=tasks,
         threads=encoder.threads,
         rest=tuple(call for call in program.rest if call.op == "sample"),  # the greedy choice is the last task's

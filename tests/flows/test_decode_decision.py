@@ -19,8 +19,8 @@ from autosel.certify.issue import Request, issue
 from autosel.certify.verify import wrong
 from autosel.cli.main import run
 from autosel.decode import packed, race, team
-from autosel.decode.entrants import OPS
 from autosel.decode.measure import measure
+from autosel.decode.question import OPS
 from autosel.decode.run import FUSED, DecodeRun, Plan
 from autosel.decode.team import CANDIDATE, PACKED
 from autosel.decode.weights import load_weights

@@ -1,0 +1,162 @@
+"""What there is to choose from for a scene's step, and what is decided about it.
+
+    question = ask(scene, ledger)      # Question: the forms that may be tried, each form's arm, the stored decision
+
+A decision holds for the model's dimensions, the batch, the bucket of context lengths, the threads; and for as long as
+every form that could be taken, and what serves every op of the step they were raced against, are what they were.
+
+The forms of a step are arms of the ledger: op by op, the baseline; a graph of that, where the device has graphs; and
+whole, by the device itself (persistent.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from autosel.candidates.arms import python_digest
+from autosel.decode import graph
+from autosel.decode.run import FORMS, WHOLE, Chain, Offer, StepForm
+from autosel.decode.scene import Scene
+from autosel.decode.step import Step, write_step
+from autosel.decode.team import PACKED
+from autosel.ledger.key import current_mode
+from autosel.ledger.store import Ledger
+from autosel.models.shape import ModelShape
+from autosel.values import (
+    WHOLE_STEP,
+    Accepted,
+    Arm,
+    Backend,
+    Decision,
+    DTypeName,
+    PythonRecipe,
+    Scalar,
+    Workload,
+    digest,
+)
+
+OPS = "ops:step"  # in the forms of the chain that was fastest, by whatever serves each op
+GRAPH = "graph:step"
+WRITER = PythonRecipe(target="autosel.decode.step:write_step")
+CAPTURER = PythonRecipe(target="autosel.decode.graph:captured")
+_FORMS: Mapping[str, StepForm] = {OPS: "ops", GRAPH: "graph", PACKED: "packed"}
+REST = timedelta(hours=1)  # for so long an undecided step is not raced again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Which form takes the step, and the answer if there is one.
+
+    `forms` may be tried besides op by op; `refused` says why the device cannot take others. `arms` are what the ledger
+    is asked about: every form that could be taken, whether there is room for it now or not; none where the plan says
+    how the step is taken, where one form alone can take it, or without a ledger.
+    """
+
+    forms: tuple[StepForm, ...]
+    refused: Mapping[StepForm, str]
+    workload: Workload
+    mode: str
+    arms: Mapping[StepForm, Arm]
+    contested: Mapping[StepForm, Arm]  # those that a race now decides about: not packed weights that have no room
+    known: Decision | None
+    form: StepForm | None  # that it says
+
+
+def form_of(candidate: str) -> StepForm:
+    """The form that a candidate for the step stands for: the device's own kernel takes it whole."""
+    return _FORMS.get(candidate, "whole")
+
+
+def ask(scene: Scene, ledger: Ledger | None) -> Question:
+    """Return what there is to choose from, and what is decided about it."""
+    plan, hw_id = scene.plan, scene.fp.hw_id
+    graphs = plan.step != "ops" and isinstance(graph.supports(plan), Accepted)
+    offer = scene.kind.offer(plan, scene.decoder.weights, scene.fp) if plan.step in ("auto", "whole") else Offer()
+    able: tuple[StepForm, ...] = (*(("graph",) if graphs else ()), *offer.forms)
+    plain = plan.layout == "plain" and "packed" in able
+    forms = tuple(form for form in able if form not in offer.refused and not (plain and form == "packed"))
+    w, mode = workload_of(plan.shape, plan.dtype, plan.batch, plan.seq), current_mode("team")
+    asks = ledger is not None and plan.step == "auto" and plan.listed and not plain
+    arms = arms_of(scene, able) if asks else {}
+    contested = {form: arm for form, arm in arms.items() if form in ("ops", *forms)}
+    known = None
+    if ledger is not None and len(arms) > 1:
+        known = _known(ledger, hw_id, w.bucket, mode, arms) or _known(ledger, hw_id, w.bucket, mode, contested)
+        known = known or _fresh_doubt(ledger, hw_id, w.bucket, mode, contested)
+    return Question(
+        forms=forms,
+        refused={} if plain else offer.refused,
+        workload=w,
+        mode=mode,
+        arms=arms if len(arms) > 1 else {},
+        contested=contested,
+        known=known,
+        form=form_of(known.arm.candidate) if known is not None else None,
+    )
+
+
+def _known(ledger: Ledger, hw_id: str, bucket: str, mode: str, arms: Mapping[StepForm, Arm]) -> Decision | None:
+    return ledger.known(hw_id, bucket, mode, {arm.digest for arm in arms.values()})
+
+
+def workload_of(shape: ModelShape, dtype: DTypeName, batch: int, context: int) -> Workload:
+    """The step of these layers: what differs in any dimension or trait is another computation."""
+    sizes = {"B": batch, "layers": shape.layers, "d": shape.d, "I": shape.I, "Hq": shape.Hq, "Hkv": shape.Hkv}
+    traits: dict[str, Any] = {"activation": shape.activation}
+    traits |= {"sliding": shape.sliding_layers, "window": shape.window} if shape.window else {}
+    traits |= {name: True for name in ("qk_norm", "sandwich") if getattr(shape, name)}
+    return Workload(
+        op=WHOLE_STEP,
+        dims=(*sizes.items(), ("D", shape.D), ("V", shape.V), ("L", context)),
+        dtype=dtype,
+        traits=tuple(sorted(traits.items())),
+    )
+
+
+def _fresh_doubt(ledger: Ledger, hw_id: str, bucket: str, mode: str, arms: Mapping[StepForm, Arm]) -> Decision | None:
+    """What was left undecided less than REST ago, about these very arms: not every run of a row pays for a race."""
+    now = {arm.digest for arm in arms.values()}
+    for d in ledger.serving_rows(hw_id, bucket, mode):
+        undecided = d.verdict is not None and d.verdict.outcome == "undecided"
+        fresh = datetime.now(UTC) - datetime.fromisoformat(d.created_at) < REST
+        entrants = {a.digest for a, _ in ledger.evidence(d.id).parities} | {d.arm.digest, d.baseline.digest}
+        if undecided and fresh and entrants <= now:
+            return d
+    return None
+
+
+# --- the forms as arms -----------------------------------------------------------------------------------------------
+
+
+def arms_of(scene: Scene, able: Sequence[StepForm]) -> dict[StepForm, Arm]:
+    """Every form of the scene's step, as it would be written now; the baseline first."""
+    decoder = scene.decoder
+    forms = [form for form in FORMS if form != "added" or not decoder.shape.sandwich]
+    steps = {form: write_step(decoder, scene.cache, scene.place, Chain(attn=form, mlp=form)) for form in forms}
+    served = _served(list(steps.values()))
+    backend: Backend = "CPP" if scene.fp.kind == "cpu" else "CUDA_EXT"
+    found: dict[StepForm, Arm] = {"ops": _python_arm(OPS, backend, WRITER, served)}
+    if "graph" in able:
+        found["graph"] = _python_arm(GRAPH, backend, CAPTURER, served)
+    whole = {form: scene.kind.arm(steps["fused"], scene.fp, form) for form in able if form in WHOLE}
+    return found | {form: arm for form, arm in whole.items() if arm is not None}
+
+
+def _served(steps: Sequence[Step]) -> str:
+    """What serves an op in any of the chains: another decision about one of them makes another arm."""
+    served = {}
+    for call in (c for step in steps for c in step.calls if c.workload is not None):
+        decision = getattr(call.function, "decision", None)
+        candidate = getattr(call.function, "candidate", "")
+        own = decision is not None and decision.arm.candidate == candidate
+        served[call.workload.bucket] = decision.arm.digest if own else candidate  # type: ignore[union-attr]
+    return digest(served)[:12]
+
+
+def _python_arm(candidate: str, backend: Backend, recipe: PythonRecipe, served: str) -> Arm:
+    settings: dict[str, Scalar] = {"served": served}
+    made = digest({"source": python_digest(recipe), "knobs": settings})
+    return Arm(candidate=candidate, backend=backend, recipe=recipe, knobs=settings, digest=made)
