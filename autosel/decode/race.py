@@ -1,4 +1,4 @@
-"""The in-process instrument: whole steps are timed in this process, where their weights are.
+"""A race of whole steps, and its instrument: they are timed in this process, where their weights are.
 
 The rules are those of every race (race.run). What differs is where a session is held: the weights, gigabytes of them,
 are the same tensors for all arms, so that no luck of theirs favours one; what an arm has of its own (its buffers, its
@@ -7,6 +7,7 @@ program, its graph) is made anew for each session.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,22 +19,24 @@ from autosel.decode.device import read_windows, step_timer
 from autosel.decode.graph import GraphStep
 from autosel.decode.hold import blame, control_fault
 from autosel.decode.persistent import write
-from autosel.decode.question import OPS, form_of
+from autosel.decode.question import OPS, Question, form_of
 from autosel.decode.run import Chain
 from autosel.decode.scene import Scene
 from autosel.decode.step import Step, WholeStep
 from autosel.errors import DeviceFault
+from autosel.ledger.key import budget_key
 from autosel.ledger.store import Ledger
 from autosel.models.cost import bytes_per_step
 from autosel.ops.contract import Mismatch
 from autosel.race.bench import Disturbance
-from autosel.race.contest import Contest
+from autosel.race.contest import Contest, Entrant
 from autosel.race.idle import wait_until_idle
 from autosel.race.plan import Margin, Plan, plan
+from autosel.race.run import Disqualified, Terms, Tick, run
 from autosel.race.session import BUSY
 from autosel.race.waits import Watch, watch
-from autosel.tuning.contend import last_level_bytes
-from autosel.values import Arm
+from autosel.tuning.contend import TIME_CLASSES, last_level_bytes
+from autosel.values import WHOLE_STEP, Arm, Race
 
 # The smallest gain that can be promoted; below an op's own (2 %), for the arms of a step differ in little of what gives
 # a process its luck. Of 49 A/A sessions (llama-1b, 4 layers and 1, the step written twice; 24 pairs; 30 of them beside
@@ -43,6 +46,45 @@ MARGIN = Margin(delta=0.01, alpha_session=0.05, pi=0.1, calibrated=True)
 TAIL_S = 20.0
 BASELINE_SAMPLES = 3  # of which the plan is made
 CACHES = 3  # a step that moves less than so many last-level caches may find its weights in them
+
+
+def race_of(steps: Steps, question: Question, challengers: Sequence[Arm]) -> Race:
+    """Race the challengers against the step op by op, in this process. Raises EnvironmentFault."""
+    scene, ledger = steps.scene, steps.ledger
+
+    def debit(contest: Contest, candidate: str, allowed: Margin) -> bool:
+        assert ledger is not None
+        return ledger.spend(budget_key(scene.fp.hw_id, contest.workload), allowed.false_promotion_bound, candidate)
+
+    def progress(tick: Tick) -> None:
+        scene.listener.stage("step", f"{tick.stage}, {tick.pairs} pairs of whole steps", 0, 1)
+
+    baseline = _entrant(question.arms["ops"])
+    contest = Contest(
+        workload=question.workload,
+        baseline=baseline,
+        incumbent=baseline,
+        challengers=tuple(map(_entrant, challengers)),
+        margins=dict.fromkeys(TIME_CLASSES, MARGIN),
+        llc_bytes=last_level_bytes(scene.fp),
+        read_bytes_per_s=math.inf,  # a step that is faster than a probe is believed no more than the probe
+    )
+    for found in run([contest], Terms(rng=scene.rng, debit=debit, progress=progress), steps):
+        if not isinstance(found, Disqualified):
+            race = found[1]
+            return replace(race, notes=(*filter(None, [steps.told]), *race.notes))
+    raise AssertionError("a race ends with its Race")
+
+
+def _entrant(arm: Arm) -> Entrant:
+    return Entrant(
+        candidate=arm.candidate,
+        op=WHOLE_STEP,
+        recipe=arm.recipe,
+        digest=arm.digest,
+        knobs=arm.knobs,
+        writes_out=True,
+    )
 
 
 @dataclass(slots=True, kw_only=True)
