@@ -1,4 +1,4 @@
-"""The ledger: every decision with its evidence, appended and never edited; and the snapshot that `best()` serves from.
+"""Store every decision with its evidence, appended and never edited; and the snapshot from which `best()` serves.
 
 `autosel.ledger.snapshot` loads without SQLAlchemy, so these names resolve on first use.
 """

@@ -1,7 +1,7 @@
-"""What may be asked of a ledger from another process: one frozen value a change, and what it gives back.
+"""Define the commands that another process may send to a ledger: one frozen value per change, with its result.
 
-A command travels as JSON and is read back by the types of its fields: data, never code. The process that owns the
-ledger runs it; `remote.RemoteLedger` sends it.
+A command travels as JSON and is decoded by the types of its fields, so it is data, never code. The process that owns
+the ledger runs it; `remote.RemoteLedger` sends it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from autosel.ledger.store import Ledger
 
 ADDRESS = "/v1/ledger"
-MOST_BYTES = 64 << 20  # a race holds every sample
+MOST_BYTES = 64 << 20  # a race contains every sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByHand:
-    """Of one decision: demote it, promote another arm of it, pin it, take the pin away."""
+    """Change a decision by hand: demote it, promote another arm of it, pin or unpin it."""
 
     call: Literal["demote", "promote", "pin", "unpin"]
     decision_id: int
@@ -191,7 +191,7 @@ class SaveAA:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Import:
-    """`document` is an export as JSON; what comes back are the numbers of its decisions."""
+    """Import `document`, an export as JSON; the result is the numbers of its decisions."""
 
     call: Literal["import"] = "import"
     document: Mapping[str, Any]
@@ -217,7 +217,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew:
-    """`arm` and `baseline`: as they are now; `why` the decision of them is stale."""
+    """Renew a stale decision. `arm` and `baseline` are its arms now; `why` is the reason for its staleness."""
 
     call: Literal["renew"] = "renew"
     decision_id: int
@@ -267,12 +267,12 @@ _KINDS: Mapping[str, Any] = {
 
 
 def encode(command: Command, leases: Mapping[str, int]) -> dict[str, Any]:
-    """What is sent: the command, and the leases on devices that its sender holds."""
+    """Encode the command, and the sender's leases on devices."""
     return {"command": plain(to_json(command)), "leases": dict(leases)}
 
 
 def decode(body: Any) -> tuple[Command, dict[str, int]]:
-    """Raises ValueError, naming the field, for anything else."""
+    """Decode a command. Raises ValueError, naming the field, for anything else."""
     if not isinstance(body, dict) or set(body) != {"command", "leases"} or not isinstance(body["command"], dict):
         raise ValueError("expected {command, leases}")
     kind = _KINDS.get(str(body["command"].get("call")))
@@ -282,5 +282,5 @@ def decode(body: Any) -> tuple[Command, dict[str, int]]:
 
 
 def work(ledger: Ledger, command: Command, leases: Mapping[str, int]) -> Callable[[], Any]:
-    """The command as the ledger's owner runs it; what it gives is JSON."""
+    """Return the command as the ledger's owner runs it; its result is JSON."""
     return lambda: to_json(command.run(ledger.held_by(leases)))

@@ -1,7 +1,8 @@
-"""Hosts of one device kind whose measurements of one thing disagree: one of the devices is not what it says it is.
+"""Find hosts with one kind of device whose measurements disagree: one of the devices differs from its identity.
 
-Compared is the time of one arm (same build, same knobs, same libraries) at one workload in one mode, measured by two
-hosts with the same hw_id. They disagree where the intervals of their medians are apart, and by more than the margin.
+It compares the time of one arm (same build, same knobs, same libraries) at one workload in one mode, measured by two
+hosts with the same hw_id. They disagree if the intervals of their medians do not overlap, and differ by more than the
+margin.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from autosel.ledger import rows
 from autosel.ledger import schema as t
 from autosel.values import Arm, Decision, Timing
 
-MARGIN = 1.05  # the smallest effect that a race promotes before it is calibrated: less is nobody's fault
-MOST = 5000  # decisions looked at, newest first
+MARGIN = 1.05  # the smallest effect that a race promotes before calibration; smaller differences are ignored
+MOST = 5000  # decisions examined, newest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One arm's time on one host, and the decision that holds the evidence."""
+    """Hold one arm's time on one host, and the decision with the evidence."""
 
     host: str
     decision_id: int
@@ -32,7 +33,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
-    """Two measurements of one thing that cannot both be of such a device. `ratio`: the second's time over the
+    """Pair two measurements that one kind of device cannot both produce. `ratio`: the second's time over the
     first's."""
 
     workload: str
@@ -47,7 +48,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disagreement:
-    """Of two hosts (ids, then names): `apart` of `compared` measurements, the widest first."""
+    """Report a disagreement of two hosts (ids, then names): `apart` of `compared` measurements, the largest first."""
 
     hw_id: str
     hosts: tuple[str, str]
@@ -57,7 +58,7 @@ class Disagreement:
 
     @property
     def slower(self) -> str:
-        """The name of the host that is slower in most of what is apart."""
+        """Return the name of the host that is slower in most of the differing measurements."""
         second = sum(a.ratio > 1 for a in self.apart)
         return self.names[1] if 2 * second >= len(self.apart) else self.names[0]
 
@@ -67,7 +68,7 @@ _Cell = tuple[str, str, str, str]  # hw_id, mode, workload, digest of the arm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A host that has written to the ledger: what it decided, what it proved, when it came and was last heard of."""
+    """Describe a host that has written to the ledger: its decisions and proofs, and its first and last write."""
 
     id: str
     name: str
@@ -79,7 +80,7 @@ class Member:
 
 
 def hosts(connection: Connection) -> list[Member]:
-    """Every host there is, in the order they came."""
+    """Return every host, in the order of their first write."""
     d, p = t.decisions.c, t.parities.c
     decided: dict[int, list[tuple[str, int, str]]] = {}
     for owner in (d, p):
@@ -101,7 +102,7 @@ def hosts(connection: Connection) -> list[Member]:
 
 
 def disagreements(connection: Connection) -> list[Disagreement]:
-    """Every pair of hosts that measured the same device kind differently, by the latest measurement of each."""
+    """Return every pair of hosts whose latest measurements on the same kind of device differ."""
     several = sa.select(t.decisions.c.hw_id).group_by(t.decisions.c.hw_id)
     several = several.having(sa.func.count(sa.distinct(t.decisions.c.host_id)) > 1)
     query = rows.stored().where(t.decisions.c.hw_id.in_(several), t.decisions.c.verdict_id.is_not(None))
@@ -115,8 +116,8 @@ def disagreements(connection: Connection) -> list[Disagreement]:
 
 
 def _timed(d: Decision) -> Iterator[tuple[_Cell, Arm, Timing]]:
-    """What a decision says of the time of the arms it names. A proof of identity is what their digests are; those of a
-    stale decision are not what was timed."""
+    """Return the times that a decision states for its arms. Digests identify the arms, so stale decisions are left out:
+    their digests are not those of the timed arms."""
     timings = d.verdict.timings if d.verdict and not d.stale else {}
     for arm in {d.arm.digest: d.arm, d.baseline.digest: d.baseline}.values():
         if arm.candidate in timings:
@@ -149,7 +150,7 @@ def _width(pair: Apart) -> float:
 
 
 def words(found: Disagreement) -> Sequence[str]:
-    """What is apart, for people: the widest three."""
+    """Describe the three largest differences."""
     return [
         f"{a.workload} {a.candidate}: {a.first.timing.median_us:.4g} us ({a.first.timing.lo_us:.4g} .. "
         f"{a.first.timing.hi_us:.4g}) on {found.names[0]}, {a.second.timing.median_us:.4g} us "

@@ -1,8 +1,8 @@
-"""Under which other conditions something is decided, in words: `tuned with 2 threads, running with 1`.
+"""Describe for which other conditions something is decided: `tuned with 2 threads, running with 1`.
 
-A decision holds for one device and one mode (threads and torch's numeric flags). Where there is none for these
-conditions, and one for others, everybody says so in the same words: `best().explain()`, `best`, `explain`, `run`, and
-the daemon.
+A decision holds for one device and one mode (threads and torch's numeric flags). If there is none for the present
+conditions, but one for others, all parts use the same words: `best().explain()`, `best`, `explain`, `run`, and the
+daemon.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Identity = Mapping[str, Any]
 Identify = Callable[[str], Fingerprint | None]
 DETERMINISTIC = "deterministic"
 MOST_CHARACTERS = 240
-# As ledger.key spells it; of a GPU's, what does not matter is left out.
+# Spelled as in ledger.key; for a GPU, irrelevant parts are left out.
 _MODE = re.compile(
     r"(?P<kind>[a-z]+)(?:\.t(?P<threads>\d+))?(?:\.(?P<precision>(?!deterministic)[\w-]+))?"
     r"(?P<deterministic>\.deterministic)?"
 )
-# Of two identities that differ, the first of these that does is said: the rest mostly follows from it.
+# If two identities differ, the first of these differences is reported: most others follow from it.
 PARTS = {
     "name": "{}",
     "model": "{}",
@@ -37,8 +37,8 @@ PARTS = {
 def other_conditions(
     decided: Iterable[tuple[str, str]], *, mode: str, device: Fingerprint, identify: Identify = lambda _: None
 ) -> str:
-    """Return what differs between these conditions and the nearest that something is `decided` for, as (mode, hw_id);
-    "" where nothing is decided, or something is for these. `identify` gives the device of a hw_id, if it is known."""
+    """Return the difference between these conditions and the nearest ones with a decision, as (mode, hw_id); "" if
+    there is no decision, or one for these conditions. `identify` returns the device of a hw_id, if it is known."""
     found = set(decided)
     modes = {m for m, hw_id in found if hw_id == device.hw_id}
     if modes:
@@ -47,13 +47,13 @@ def other_conditions(
 
 
 def told_in(reason: str) -> str:
-    """Return the reason if `other_conditions` may have given it, else "". Safe on text of other processes."""
+    """Return the reason if `other_conditions` can have produced it, else "". Safe for text from other processes."""
     told = reason.startswith(("tuned with ", "tuned under ", "tuned on ")) and reason.isprintable()
     return reason if told and len(reason) <= MOST_CHARACTERS else ""
 
 
 def other_mode(decided: Collection[str], here: str) -> str:
-    """Of several modes the one that differs least is said."""
+    """Describe the nearest of several modes."""
     return min((_between_modes(mode, here) for mode in sorted(decided)), key=lambda told: (told.count(" and "), told))
 
 
@@ -76,7 +76,7 @@ def _between_modes(decided: str, here: str) -> str:
 
 
 def other_device(decided: Collection[str], here: Fingerprint, identify: Identify) -> str:
-    """Of several devices one of this kind is said, if its identity is known."""
+    """Describe another device, if possible one of this kind whose identity is known."""
     known = [fp for fp in map(identify, sorted(decided)) if fp is not None]
     known.sort(key=lambda fp: (fp.kind != here.kind, fp.name != here.name))
     if not known:

@@ -1,8 +1,8 @@
-"""Trials and quarantine: a candidate that took more than its worker down is remembered, and not tried again unasked.
+"""Keep trials and quarantines: a candidate that brought down more than its worker is not tried again automatically.
 
-A trial is opened before a candidate is first run and closed after it. One that was never closed was cut short: with the
-machine (or the container), which a candidate can bring down, or with the tuner alone, which is rather somebody's
-`kill -9`. So it takes two in a row of the first kind, or five of any kind, before a candidate is held.
+A trial is opened before a candidate first runs and closed afterwards. A trial that was never closed was interrupted:
+with the machine (or the container), which a candidate can bring down, or with the tuner alone, which more likely is a
+`kill -9`. So a candidate is quarantined after two in a row of the first kind, or five of any kind.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from autosel.ledger import schema as t
 from autosel.ledger.rows import insert, now, put_arm, text_of, value_of
 from autosel.values import Arm
 
-MACHINE_STRIKES = 2  # in a row: a power cut happens, hardly twice with the same candidate
+MACHINE_STRIKES = 2  # in a row: power cuts happen, but hardly twice with the same candidate
 STRIKES = 5  # in a row, of any kind: no tune gets past this candidate
 CUT_SHORT = "cut short"  # the machine or the container went down with it
-ENDED = "the tuner ended"  # alone
+ENDED = "the tuner ended"  # only the tuner ended
 FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """A build that may not run an op on a device, and why."""
+    """Forbid a build to run an op on a device, with the reason."""
 
     id: int
     arm: Arm
@@ -51,7 +51,7 @@ def put_quarantine(connection: Connection, arm: Arm, **values: Any) -> int:
 
 
 def active(connection: Connection, hw_id: str, op: str | None = None, driver: str | None = None) -> list[Quarantine]:
-    """Quarantines in force on a device, oldest first; `driver` "" was given where there is none."""
+    """Return quarantines in force on a device, oldest first; `driver` "" was stored where there is none."""
     q = t.quarantines.c
     query = (
         sa.select(t.quarantines, t.candidates.c.document)
@@ -82,7 +82,7 @@ def active(connection: Connection, hw_id: str, op: str | None = None, driver: st
 
 
 def released(connection: Connection, hw_id: str, op: str) -> dict[str, str]:
-    """When the last quarantine of a build of an op ended on a device, by the digest that was held."""
+    """Return when the last quarantine of each build of an op ended on a device, by digest."""
     q, r = t.quarantines.c, t.releases.c
     query = (
         sa.select(q.digest, sa.func.max(r.created_at).label("ended"))
@@ -96,7 +96,7 @@ def released(connection: Connection, hw_id: str, op: str) -> dict[str, str]:
 def release(connection: Connection, quarantine_id: int, reason: str) -> None:
     known = connection.execute(sa.select(t.quarantines.c.id).where(t.quarantines.c.id == quarantine_id)).scalar()
     if known is None:
-        raise LedgerError(f"there is no quarantine {quarantine_id}", todo=f"{settings.spelling()} doctor lists them")
+        raise LedgerError(f"no such quarantine: {quarantine_id}", todo=f"{settings.spelling()} doctor lists them")
     done = sa.select(t.releases.c.quarantine_id).where(t.releases.c.quarantine_id == quarantine_id)
     if connection.execute(done).scalar() is None:
         connection.execute(sa.insert(t.releases).values(quarantine_id=quarantine_id, reason=reason, created_at=now()))
@@ -106,7 +106,7 @@ def release(connection: Connection, quarantine_id: int, reason: str) -> None:
 
 
 def boot() -> str:
-    """Names this run of the machine, or of our container: the kernel's boot id, and when process 1 started."""
+    """Identify this run of the machine, or of this container: the kernel's boot id, and the start of process 1."""
     try:
         started = Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19]  # field 22, starttime
     except (OSError, IndexError):
@@ -115,7 +115,7 @@ def boot() -> str:
 
 
 def machine() -> str:
-    """Names this run of the machine: all its containers see the same."""
+    """Identify this run of the machine: equal in all its containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -133,11 +133,11 @@ def close_trial(connection: Connection, trial_id: int, outcome: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """An arm whose trial was cut short; `reason` says why it is to be held, or is empty."""
+    """Describe an arm whose trial was interrupted; `reason` says why it is to be quarantined, or is empty."""
 
     arm: Arm
     op: str
-    strikes: int  # in a row, of its build
+    strikes: int  # in a row, for this build
     reason: str
 
     @property
@@ -146,7 +146,7 @@ class Strike:
 
 
 def close_abandoned(connection: Connection, host: int, hw_id: str, unit: str = "") -> list[Strike]:
-    """Close every open trial of a host's device. Only for the one process that may hold such trials there."""
+    """Close every open trial on a host's device. Only for the one process that may have such trials there."""
     trials, ends, here = t.trials.c, t.trial_ends.c, boot()
     ours = sa.or_(trials.host_id == host, trials.host_id.is_(None))
     query = (
@@ -164,7 +164,7 @@ def close_abandoned(connection: Connection, host: int, hw_id: str, unit: str = "
 
 
 def _strike(connection: Connection, hw_id: str, op: str, arm: Arm) -> Strike:
-    """What the ends of this build's trials add up to since the last one that was finished."""
+    """Count the ends of this build's trials since the last completed one."""
     trials, ends = t.trials.c, t.trial_ends.c
     query = (
         sa.select(ends.outcome, t.candidates.c.document)

@@ -1,4 +1,4 @@
-"""A decision as people and programs read it: one JSON object, a short shape, figures as they are written everywhere."""
+"""Describe a decision for people and programs: as one JSON object, a short shape, and figures in a uniform format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_NAMES = 4
 
 
 def decision_json(decision: Decision) -> dict[str, Any]:
-    """The JSON of `best OP --json`, of each decision of `tune --json`, and of the daemon's answers."""
+    """Return the JSON of `best OP --json`, of each decision of `tune --json`, and of the daemon's answers."""
     verdict, standing = decision.verdict, decision.standing
     timing = verdict.timings.get(decision.arm.candidate) if verdict else None
     base = verdict.timings.get(decision.baseline.candidate) if verdict else None
@@ -43,7 +43,7 @@ def decision_json(decision: Decision) -> dict[str, Any]:
 
 
 def held_text(held: Mapping[int, str]) -> str:
-    """How many kernels are in quarantine, and which; `held`: candidates by the number of their quarantine."""
+    """Return how many kernels are in quarantine, and which; `held`: candidates by the number of their quarantine."""
     names = list(dict.fromkeys(held.values()))
     rest = len(names) - MOST_NAMES
     told = ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
@@ -51,12 +51,12 @@ def held_text(held: Mapping[int, str]) -> str:
 
 
 def release_command(held: Iterable[int]) -> str:
-    """The command that ends these quarantines."""
+    """Return the command that ends these quarantines."""
     return f"{settings.spelling()} db release {' '.join(map(str, sorted(held)))}"
 
 
 def served_state(decision: Decision) -> str:
-    """promoted, kept, pinned or baseline: what a caller of best() gets."""
+    """Return promoted, kept, pinned or baseline: the state that a caller of best() sees."""
     return decision.state if decision.state in SERVING else "baseline"
 
 
@@ -92,7 +92,7 @@ def conditions_text(found: Conditions) -> str:
 
 
 def against_baseline(decision: Decision) -> str:
-    """`23x ≥22`: the lower confidence bound is the only number a promotion rests on. A tie is said."""
+    """Return `23x ≥22`: the speedup and its lower confidence bound, or that it is a tie."""
     if decision.state in ("pinned", "demoted", "quarantined"):
         return decision.state
     verdict = decision.standing
@@ -108,7 +108,7 @@ def against_baseline(decision: Decision) -> str:
 
 
 def shape(w: Workload) -> str:
-    """`B1 H32/8 D128 L8192`, `M1 K4096 N28672`: the dimensions people know, nothing else."""
+    """Return `B1 H32/8 D128 L8192`, `M1 K4096 N28672`: only the well-known dimensions."""
     dims = dict(w.dims)
     if w.op == WHOLE_STEP:
         return f"B{dims['B']} layers{dims['layers']} d{dims['d']} L{dims['L']}"
@@ -124,7 +124,7 @@ def shape(w: Workload) -> str:
 
 
 def spread(timing: Timing) -> str:
-    """Half the interval of the median, right-aligned to five characters."""
+    """Return half the interval of the median, right-aligned to five characters."""
     half = max(timing.hi_us - timing.median_us, timing.median_us - timing.lo_us) / timing.median_us
     return f"{f'±{half:.1%}' if half < 0.0995 else f'±{half:.0%}' if half < 1 else 'noisy':>5}"
 
@@ -133,7 +133,7 @@ def spread(timing: Timing) -> str:
 
 
 def microseconds(value: float) -> str:
-    """`1 010`, `74.1`, `2.31`: three significant digits at least, thin groups."""
+    """Return `1 010`, `74.1`, `2.31`: at least three significant digits, with thin spaces between groups."""
     if value >= 1000:
         return f"{value:,.0f}".replace(",", " ")
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -151,5 +151,5 @@ def bytes_text(value: float) -> str:
 
 
 def bandwidth(value: float) -> str:
-    """`46.1 GB/s`."""
+    """Return `46.1 GB/s`."""
     return f"{value / 1e12:.3g} TB/s" if value >= 1e12 else f"{value / 1e9:.3g} GB/s"

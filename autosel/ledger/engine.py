@@ -1,6 +1,6 @@
-"""Connections to the ledger's database, with the durability and the transactions we want and not the driver's.
+"""Connect to the ledger's database, with the durability and transactions that the ledger needs, not the driver's.
 
-SQLite: WAL, synchronous=FULL, foreign keys, trusted_schema=OFF, and our own BEGIN: by default the driver starts no
+SQLite: WAL, synchronous=FULL, foreign keys, trusted_schema=OFF, and an explicit BEGIN: by default the driver starts no
 transaction before DDL, so that a rolled-back migration would leave its tables (research/reliability.md section 4).
 PostgreSQL: `server`.
 """
@@ -27,31 +27,31 @@ from autosel.errors import LedgerError
 from autosel.ledger import server
 from autosel.ledger.locks import InUseError, KeptLock, write_lock
 
-BUSY_S = 10.0  # a writing transaction takes milliseconds; who waits longer is told so
-OPEN_S = 0.2  # whoever only opens it, to read as a rule, does not wait for a writer
+BUSY_S = 10.0  # a writing transaction takes milliseconds; after this time a waiting writer gets an error
+OPEN_S = 0.2  # opening, usually only to read, does not wait for a writer
 OLDEST_SQLITE = (3, 37, 0)  # STRICT tables
-INDEX_BYTES = 32 << 10  # of a write-ahead log's index (-shm), at least; smaller is one that could not be made
+INDEX_BYTES = 32 << 10  # minimum size of a write-ahead log's index (-shm); a smaller one could not be created
 
 
 class Database:
-    """The ledger's database by URL. `path` is its file, or None for a server; `writable` what was found on opening."""
+    """Open the ledger's database by URL. `path` is its file, or None for a server; `writable` was found on opening."""
 
     def __init__(self, url: str) -> None:
         self.url = _parse(url)
         self.path = _file(self.url)
         self.writable = True
-        self.immutable = False  # nobody else writes it, and its log is empty
-        self.alone = False  # the log's index is kept in memory, which takes the file for this process alone
+        self.immutable = False  # no process writes it, and its log is empty
+        self.alone = False  # the log's index is in memory, which reserves the file for this process
         self._failure: LedgerError | None = None
-        self._lock: KeptLock | None = None  # where the line is kept
-        self._kept: Connection | None = None  # the connection to write through, where it is kept
+        self._lock: KeptLock | None = None  # the lock, if the connection is kept open
+        self._kept: Connection | None = None  # the writing connection, if it is kept open
         self._kept_at: tuple[int, int] | None = None
-        self._open = threading.local()  # .connection: this thread's transaction, while it is in `together`
+        self._open = threading.local()  # .connection: this thread's transaction within `together`
         self.engine = self._sqlite_engine() if self.path else server.engine(self.url)
 
     @property
     def shared(self) -> bool:
-        """Do other hosts read and write it too?"""
+        """Return True if other hosts read and write it too."""
         return self.path is None
 
     @property
@@ -59,8 +59,8 @@ class Database:
         return str(self.path) if self.path else self.url.render_as_string(hide_password=True)
 
     def find_access(self) -> None:
-        """Find out how it can be opened: a file, by taking and giving back a write transaction. On a full disk, as in
-        a folder that is read-only, it is read."""
+        """Find out how it can be opened: for a file, by starting and ending a write transaction. On a full disk, as in
+        a read-only folder, it is opened for reading."""
         if self.path is None:
             with self.reading() as connection:
                 self.writable = server.may_write(connection)
@@ -68,7 +68,7 @@ class Database:
         try:
             with self.writing(patience_s=OPEN_S):
                 pass
-        except InUseError:  # somebody writes there just now
+        except InUseError:  # another process is writing
             self.writable = os.access(self.path, os.W_OK)
         except LedgerError as error:
             code = _code(error.__cause__) if isinstance(error.__cause__, exc.DBAPIError) else 0
@@ -77,13 +77,14 @@ class Database:
                 raise
             self.writable = False
             log, index = (_size(Path(f"{self.path}{ending}")) for ending in ("-wal", "-shm"))
-            if index < INDEX_BYTES:  # nobody has the log open, and we have no room, or no right, to make its index
+            # no process has the log open, and this one has no space, or no permission, to create its index
+            if index < INDEX_BYTES:
                 self.immutable = read_only_here or not log
                 self.alone = not self.immutable
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """One consistent view. Raises LedgerError."""
+        """Open one consistent view. Raises LedgerError."""
         inside = self._inside()
         if inside is not None:
             yield inside
@@ -93,10 +94,10 @@ class Database:
 
     @contextmanager
     def writing(self, *, patience_s: float | None = None) -> Iterator[Connection]:
-        """One transaction, committed and on disk on leaving. Raises LedgerError; nothing is stored then.
+        """Run one transaction; it is committed and on disk on leaving. Raises LedgerError, and then nothing is stored.
 
-        After a failed write or fsync nothing more is written through this object: a second fsync may lie. Within
-        `together` it belongs to that transaction, and is on disk when that ends.
+        After a failed write or fsync this object writes nothing more, because a second fsync may lie. Within `together`
+        it belongs to that transaction, and is on disk when that ends.
         """
         inside = self._inside()
         if inside is not None:
@@ -115,32 +116,32 @@ class Database:
                 if connection is not self._kept:
                     self._checkpoint(connection)
         except LedgerError as error:
-            if lost(error) and self.path is not None:  # a server looks after its own disk, and comes back
+            if lost(error) and self.path is not None:  # a server handles its own disk faults, and recovers
                 self._failure = error
             raise
 
     def keep_line(self) -> None:
-        """Keep the writing connection, and its lock's file, from one transaction to the next. A file is then opened
-        once, and its log moved into it not at each commit but by `move_log`: for one thread alone."""
+        """Keep the writing connection, and its lock's file, open between transactions. A file is then opened once, and
+        its log is moved into it only by `move_log`, not at each commit. For one thread alone."""
         if self.path is not None:
             self._lock = KeptLock(self.path)
 
     def move_log(self) -> None:
-        """Where the line is kept: what was committed, from the log into the file."""
+        """Move committed writes from the log into the file, if the connection is kept open."""
         with suppress(LedgerError), self._serial(OPEN_S):
             if self._kept is not None:
                 self._checkpoint(self._kept)
 
     @contextmanager
     def _line(self) -> Iterator[Connection]:
-        """A connection to write through; under the writers' lock."""
+        """Return a connection to write through; under the writers' lock."""
         writer = self.engine.execution_options(autosel_write=True)
         place = self._place() if self._lock else None
-        if place is None:  # nothing to keep: a server's lines are in a pool, and a file may be gone
+        if place is None:  # not kept: a server's connections are in a pool, and a file may be gone
             with writer.connect() as connection:
                 yield connection
             return
-        if self._kept is None or self._kept_at != place:  # a backup was put in its place
+        if self._kept is None or self._kept_at != place:  # a backup has replaced it
             self._let_go()
             self._kept, self._kept_at = writer.connect(), place
         try:
@@ -150,7 +151,7 @@ class Database:
             raise
 
     def _place(self) -> tuple[int, int] | None:
-        """Which file it is, whatever its name."""
+        """Identify the file, whatever its name."""
         try:
             found = self.path.stat() if self.path else None
         except OSError:
@@ -165,8 +166,8 @@ class Database:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Group commit: all that this thread writes inside is one transaction. Raises LedgerError; then nothing of it
-        is stored."""
+        """Group commits: everything that this thread writes inside is one transaction. Raises LedgerError, and then
+        nothing of it is stored."""
         with self.writing() as connection:
             self._open.connection = connection
             try:
@@ -176,7 +177,7 @@ class Database:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Within `together`: all of what is written inside, or, where it raises, nothing of it."""
+        """Write all or nothing of a part within `together`: if it raises, its writes are undone."""
         inside = self._inside()
         assert inside is not None
         with self._explained(), inside.begin_nested():
@@ -188,13 +189,13 @@ class Database:
 
     @property
     def failed(self) -> bool:
-        """Did a write or an fsync fail? Then nothing more is written, and reading goes on."""
+        """Return True if a write or an fsync failed. Then nothing more is written, and reading continues."""
         return self._failure is not None
 
     @contextmanager
     def _serial(self, patience_s: float) -> Iterator[None]:
-        """SQLite: writers and checkpoints one at a time, which also removes the precondition of the WAL-reset race of
-        SQLite before 3.51.3; its own wait is no queue and starves under contention."""
+        """Serialise writers and checkpoints of SQLite. This also removes the precondition of the WAL-reset race of
+        SQLite before 3.51.3; SQLite's own wait is not a queue and starves under contention."""
         if self.path is None:
             yield
             return
@@ -203,7 +204,8 @@ class Database:
             yield
 
     def _checkpoint(self, connection: Connection) -> None:
-        """Under the writers' lock, never automatically. What it fails to move stays in the log, which is on disk."""
+        """Checkpoint under the writers' lock, never automatically. Writes that it fails to move stay in the log, which
+        is on disk."""
         driver = connection.connection.driver_connection
         if isinstance(driver, sqlite3.Connection):
             with suppress(sqlite3.Error):
@@ -217,7 +219,7 @@ class Database:
             raise explain(error, self.name) from error
 
     def close(self) -> None:
-        if self._kept is not None:  # the last to close moves the log into the file: as a writer
+        if self._kept is not None:  # closing the last connection moves the log into the file, which is a write
             with suppress(LedgerError), self._serial(BUSY_S):
                 self._let_go()
         if self._lock is not None:
@@ -233,7 +235,7 @@ class Database:
                 why="it needs STRICT tables, SQLite 3.37",
                 todo="use a newer Python build, or give a PostgreSQL URL in AUTOSEL_DB",
             )
-        # No pool: a pooled SQLite connection must not be carried across a fork, and opening one takes 0.3 ms.
+        # No pool: a pooled SQLite connection must not survive a fork, and opening one takes 0.3 ms.
         engine = sa.create_engine("sqlite://", creator=self._connect, poolclass=NullPool)
         event.listen(engine, "begin", _begin_sqlite)
         return engine
@@ -265,7 +267,7 @@ def _begin_sqlite(connection: Connection) -> None:
 def _parse(url: str) -> sa.URL:
     try:
         return sa.make_url(url)
-    except (exc.ArgumentError, ValueError) as error:  # ValueError: a port that is no number
+    except (exc.ArgumentError, ValueError) as error:  # ValueError: a port that is not a number
         raise LedgerError(
             f"not a database URL: {url!r}", why=str(error), todo="for example sqlite:////path/ledger.db"
         ) from error
@@ -283,7 +285,7 @@ def _file(url: sa.URL) -> Path | None:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder only we can enter. Raises LedgerError if it cannot be made."""
+    """Make a folder that only this user can enter. Raises LedgerError if it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -293,12 +295,12 @@ def private_folder(folder: Path) -> None:
 
 
 def refuse_shared(path: Path) -> None:
-    """Raise LedgerError if it is no regular file, or another user could have written it."""
+    """Raise LedgerError if it is not a regular file, or another user could have written it."""
     try:
         with files.opened(path) as file:
             others = files.writers(os.fstat(file.fileno()))
     except PermissionError:
-        return  # SQLite says so
+        return  # SQLite reports it
     except OSError as error:
         raise LedgerError(f"cannot read the ledger {path}", why=error.strerror or str(error)) from error
     if others:
@@ -310,7 +312,7 @@ def refuse_shared(path: Path) -> None:
 
 
 def _size(path: Path) -> int:
-    """Of a file; 0 where there is none."""
+    """Return the size of a file; 0 if there is none."""
     try:
         return path.stat().st_size
     except OSError:
@@ -327,7 +329,7 @@ def _code(error: exc.DBAPIError) -> int:
 
 
 def lost(error: BaseException) -> bool:
-    """Was it the disk or the server, so that the transaction is gone whatever its savepoints said?"""
+    """Return True if the disk or the server failed, so that the transaction is lost despite its savepoints."""
     cause = error.__cause__
     if not isinstance(cause, exc.OperationalError):
         return False
@@ -339,7 +341,7 @@ def _is_sqlite(error: exc.DBAPIError) -> bool:
 
 
 def explain(error: exc.DBAPIError, name: str) -> LedgerError:
-    """A driver's error in words a user can act on."""
+    """Turn a driver's error into a message that a user can act on."""
     if not _is_sqlite(error):
         return server.explain(error, name)
     why = str(error.orig)
@@ -383,7 +385,7 @@ def corrupt(name: str, why: str = "") -> LedgerError:
     return LedgerError(
         f"the ledger {name} is damaged",
         why=why,
-        todo=f"bring back a backup: {settings.spelling()} db restore FILE; until then the snapshot goes on serving",
+        todo=f"bring back a backup: {settings.spelling()} db restore FILE; until then the snapshot keeps serving",
     )
 
 

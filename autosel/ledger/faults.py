@@ -1,8 +1,8 @@
-"""The journal of faults seen in service: one small file each below `<home>/faults`. No SQLAlchemy, no torch here.
+"""Keep a journal of faults in service: one small file each in `<home>/faults`. Imports neither SQLAlchemy nor torch.
 
-A serving process never opens the database: it writes here what it has seen; the next process that opens the ledger for
-writing takes the file in (`Ledger`), and then removes it. Until then every process that serves from this home holds the
-arm back, also one that starts later.
+A serving process never opens the database: it writes its faults here. The next process that opens the ledger for
+writing stores the file (`Ledger`), and then removes it. Until then every process that serves from this home, also one
+that starts later, disables the arm.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from autosel.values import Arm, Decision, digest, from_json, parse_json, to_json
 
 FOLDER = "faults"
 MOST_BYTES = 1 << 20
-MOST_FILES = 1000  # read; a fault's file has the name of its arm and decision, so that repeating it makes no second one
+# bytes read; a fault's file is named after its arm and decision, so a repeated fault replaces the first
+MOST_FILES = 1000
 
-# kernel: wrong again on the same inputs. race: not wrong again. device: the baseline disagrees with itself.
-# raised: it threw. slow: it loses to the baseline. unchecked: the check itself failed (never in the journal).
+# kernel: wrong again on the same inputs. race: not wrong again. device: the baseline disagrees with itself. raised: it
+# raised an exception. slow: it is slower than the baseline. unchecked: the check itself failed (never in the journal).
 Cause = Literal["kernel", "race", "device", "raised", "slow", "unchecked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What a served arm did, with the evidence."""
+    """Describe a fault of a served arm, with the evidence."""
 
     cause: Cause
     reason: str
     decision: Decision
-    workload: str  # key of the very call
+    workload: str  # key of this call
     evidence: Mapping[str, Any]
     seen_at: str  # UTC, ISO 8601
 
@@ -56,13 +57,13 @@ def folder(home: Path) -> Path:
 
 
 def write(home: Path, fault: Fault) -> Path:
-    """Put it on disk, whole or not at all. Raises OSError."""
+    """Write it to disk, completely or not at all. Raises OSError."""
     place = folder(home)
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = place / f"{fault.id}.json"
     making = place / f".{fault.id}.{os.getpid()}"
     with suppress(FileNotFoundError):
-        making.unlink()  # left by a killed process that had our pid
+        making.unlink()  # left by a killed process with the same pid
     descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -78,7 +79,7 @@ def write(home: Path, fault: Fault) -> Path:
 
 
 def plain(value: Any) -> Any:
-    """JSON has no NaN: one that a check saw becomes its name."""
+    """Replace NaN, which JSON lacks, by its name."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -89,7 +90,7 @@ def plain(value: Any) -> Any:
 
 
 def pending(home: Path) -> list[tuple[Path, Fault | BadConfig]]:
-    """The journal, oldest name first; for a file that is not to be believed, the reason in place of the fault."""
+    """Return the journal, oldest name first; for an invalid file, the reason instead of the fault."""
     try:
         paths = sorted(p for p in folder(home).iterdir() if p.suffix == ".json")[:MOST_FILES]
     except OSError:
@@ -98,7 +99,7 @@ def pending(home: Path) -> list[tuple[Path, Fault | BadConfig]]:
     for path in paths:
         try:
             found.append((path, read(path)))
-        except FileNotFoundError:  # taken in meanwhile
+        except FileNotFoundError:  # stored in the meantime
             continue
         except BadConfig as error:
             found.append((path, error))
@@ -106,7 +107,8 @@ def pending(home: Path) -> list[tuple[Path, Fault | BadConfig]]:
 
 
 def read(path: Path) -> Fault:
-    """Raises BadConfig for a file that is no fault, or that others could have written; FileNotFoundError."""
+    """Read a fault. Raises BadConfig for a file that is not a fault, or that others could have written;
+    FileNotFoundError."""
     content = files.read_own(path, MOST_BYTES, follow=False)
     try:
         made: Fault = from_json(Fault, modern(parse_json(content, what=str(path))))
@@ -116,7 +118,7 @@ def read(path: Path) -> Fault:
 
 
 def stamp(home: Path) -> int:
-    """Changes when a fault comes or goes."""
+    """Return a value that changes when a fault is added or removed."""
     try:
         return folder(home).stat().st_mtime_ns
     except OSError:

@@ -1,4 +1,4 @@
-"""From the journal of faults into the ledger: quarantine and demotion with the evidence that a serving process saw."""
+"""Move the journal of faults into the ledger: quarantine and demote, with the evidence from the serving process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def take_in(ledger: Ledger) -> list[Fault]:
-    """Decide every fault of the journal, then remove its file; taking one in twice is taking it in once.
+    """Decide every fault of the journal, then remove its file; repeating it has no effect.
 
-    What cannot be believed is put aside, what cannot be stored stays: neither keeps the ledger from opening.
+    Invalid files are put aside, and faults that cannot be stored stay: neither keeps the ledger from opening.
     """
     if not any(path.suffix == ".json" for path in _files(ledger.home)):
         return []
@@ -36,7 +36,7 @@ def take_in(ledger: Ledger) -> list[Fault]:
                     continue
                 _decide(ledger, found)
                 taken.append(found)
-                log.warning("a fault in service was taken in: %s %s", found.arm.candidate, found.reason)
+                log.warning("a fault in service was recorded: %s %s", found.arm.candidate, found.reason)
                 with suppress(OSError):
                     path.unlink()
     except AutoselError as error:
@@ -53,10 +53,10 @@ def _files(home: Path) -> list[Path]:
 
 def _decide(ledger: Ledger, fault: Fault) -> None:
     d, arm = fault.decision, fault.arm
-    if fault.cause in ("slow", "device"):  # neither proves the build wrong
+    if fault.cause in ("slow", "device"):  # neither proves that the build is wrong
         for row in ledger.serving_rows(d.hw_id, d.bucket, d.mode):
             same = row.arm.digest == arm.digest and row.length_range == d.length_range
-            if same and row.created_at <= fault.seen_at:  # a later attempt may have brought it back
+            if same and row.created_at <= fault.seen_at:  # a later attempt may have promoted it again
                 ledger.demote(row.id, fault.reason)
         return
     held = ledger.quarantined(d.hw_id, d.op).values()

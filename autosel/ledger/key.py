@@ -1,4 +1,4 @@
-"""What a decision is filed under: device, mode, bucket, and the context lengths it serves."""
+"""Build the key of a decision: device, mode, bucket, and the context lengths that it serves."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def serving_key(hw_id: str, mode: str, bucket: str, length_range: LengthRange = 
 
 
 def budget_key(hw_id: str, workload: Workload) -> str:
-    """The key of a lifetime error budget: library versions, builds and modes are left out, so that an upgrade buys no
-    new attempts."""
+    """Return the key of a lifetime error budget, without library versions, builds and modes, so that an upgrade allows
+    no new attempts."""
     return f"{hw_id}/{workload.bucket}"
 
 
 def overlap(a: LengthRange, b: LengthRange) -> bool:
-    """Do two rows of one bucket serve a common length? None serves them all."""
+    """Return True if two rows of one bucket serve a common length. None serves all lengths."""
     return a is None or b is None or (a[0] <= b[1] and b[0] <= a[1])
 
 
 def current_mode(kind: str = "eager") -> str:
-    """How this process runs ops: `eager.t2.highest`: threads and torch's numeric flags change what is fastest, and what
-    is right. Affinity and quota belong to the device's identity."""
+    """Return the mode of this process, such as `eager.t2.highest`: threads and torch's numeric flags change speed and
+    correctness. Affinity and quota belong to the device's identity."""
     import torch
 
     from autosel.ops.precision import matmul_precision
@@ -39,9 +39,9 @@ def current_mode(kind: str = "eager") -> str:
 
 
 def matters(mode: str, kind: str, bucket: str = "") -> str:
-    """What of a mode counts for tensors of this bucket on a device of this kind. The host's threads change nothing of
-    what a GPU runs: engines set them to one in their workers, `tune` does not. Nor does the precision of fp32 products
-    change those of shorter formats, which lose nothing by it."""
+    """Return the part of a mode that matters for tensors of this bucket on a device of this kind. A GPU does not depend
+    on the host's threads, which engines set to one in their workers while `tune` does not. The precision of fp32
+    products does not affect shorter formats."""
     if kind == "cpu":
         return mode
     exact = _dtype_of(bucket) in ("bf16", "fp16", "fp8_e4m3")
@@ -53,6 +53,6 @@ _PRECISION = re.compile(r"highest|high|medium|cuda_\w+-mkldnn_\w+")  # ops/preci
 
 
 def _dtype_of(bucket: str) -> str:
-    """`bf16` of `attn/B1.Hq32.Hkv8.S1.D128.L8192/bf16.window=16`; "" of what is no bucket."""
+    """Return `bf16` of `attn/B1.Hq32.Hkv8.S1.D128.L8192/bf16.window=16`; "" for text that is not a bucket."""
     parts = bucket.split("/")
     return parts[2].partition(".")[0] if len(parts) == 3 else ""

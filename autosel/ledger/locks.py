@@ -1,6 +1,5 @@
-"""Kernel locks: they end with their holder, whatever ends it. A pid is written into the file for the error message, and
-never read to decide anything: killed processes linger as zombies that look alive.
-"""
+"""Lock with kernel locks, which end with their holder, however it ends. The file contains the holder's pid for error
+messages. No decision depends on that pid, because killed processes linger as zombies that look alive."""
 
 from __future__ import annotations
 
@@ -18,32 +17,32 @@ from pathlib import Path
 from autosel.errors import LedgerError
 
 _POLL_S = 0.002
-NAME_BYTES = 1024  # of the holder, padded: one write replaces a longer name
+NAME_BYTES = 1024  # bytes of the holder's name, padded, so that one write replaces a longer name
 
 
 class InUseError(LedgerError):
-    """Another process holds the lock, and held it until our patience ended."""
+    """Raised if another process holds the lock until the timeout."""
 
 
 @contextmanager
 def write_lock(database: Path, *, deadline_s: float) -> Iterator[None]:
-    """Exclusive right to write to a database file. Raises LedgerError past the deadline."""
+    """Lock writing to a database file. Raises LedgerError after the deadline."""
     with _locked(_write_lock(database), f"the ledger {database}", deadline_s):
         yield
 
 
 class KeptLock:
-    """The same right, taken and given back by whoever writes often: its file stays open. A forked child must not write
-    through it: to the kernel it is its parent."""
+    """Lock like `write_lock`, for a process that writes often: its file stays open. A forked child must not write
+    through it, because the kernel treats it as its parent."""
 
     def __init__(self, database: Path) -> None:
         self._path, self._what = _write_lock(database), f"the ledger {database}"
         self._descriptor = -1
-        self._one = threading.Lock()  # to the kernel, threads of one process are one holder
+        self._one = threading.Lock()  # the kernel treats threads of one process as one holder
 
     @contextmanager
     def held(self, *, deadline_s: float) -> Iterator[None]:
-        """Raises LedgerError past the deadline."""
+        """Hold the lock. Raises LedgerError after the deadline."""
         with self._one:
             if self._descriptor < 0 or not _still_there(self._path, self._descriptor):
                 self.close()
@@ -61,7 +60,7 @@ class KeptLock:
 
 
 def _still_there(path: Path, descriptor: int) -> bool:
-    """Would others who open the path meet us at this descriptor?"""
+    """Return True if other openers of the path would get this same file."""
     try:
         found = path.stat()
     except OSError:
@@ -75,31 +74,31 @@ def _write_lock(database: Path) -> Path:
 
 @contextmanager
 def publish_lock(home: Path, deadline_s: float) -> Iterator[None]:
-    """Exclusive right to replace the serving snapshot."""
+    """Lock replacing the serving snapshot."""
     with _locked(home / "locks" / "publish", "the serving snapshot", deadline_s):
         yield
 
 
 @contextmanager
 def faults_lock(home: Path) -> Iterator[None]:
-    """Exclusive right to take in the journal of faults."""
+    """Lock storing the journal of faults."""
     with _locked(home / "locks" / "faults", "the journal of faults", 10.0):
         yield
 
 
 @contextmanager
 def daemon_lock(home: Path) -> Iterator[None]:
-    """Exclusive right to be this home's daemon; at once, or InUseError that names the one there is."""
+    """Lock being this home's daemon; at once, or InUseError that names the present one."""
     with _locked(home / "locks" / "daemon", "this home", 0.0):
         yield
 
 
 @contextmanager
 def device_lock(home: Path, hw_id: str, unit: str = "") -> Iterator[None]:
-    """Exclusive right to measure on a device; at once, or LedgerError that names the holder. `unit` tells equal devices
-    of a machine apart.
+    """Lock measuring on a device; at once, or LedgerError that names the holder. `unit` distinguishes equal devices of
+    a machine.
 
-    Worker processes inherit the descriptor if they are given it: the device then stays taken while one still runs.
+    Worker processes inherit the descriptor if they are given it: the device then stays locked while one still runs.
     """
     if not re.fullmatch(r"[0-9A-Za-z_-]{1,128}", hw_id):
         raise AssertionError(f"not a device id: {hw_id!r}")
@@ -119,14 +118,14 @@ def _locked(path: Path, what: str, deadline_s: float) -> Iterator[None]:
 
 
 def _hold(descriptor: int, what: str, deadline_s: float) -> None:
-    """Take the lock, and leave our name in its file."""
+    """Take the lock, and write this process's name into its file."""
     if not _take(descriptor, deadline_s):
         raise InUseError(
             f"{what} is in use by another process",
             why=f"held by {_holder(descriptor)}",
             todo="let it finish, or end it; its lock ends with it",
         )
-    with suppress(OSError):  # a full disk costs only the name in the message
+    with suppress(OSError):  # a full disk only loses the name in the message
         os.pwrite(descriptor, whoami().encode().ljust(NAME_BYTES), 0)
 
 
@@ -151,7 +150,7 @@ def _take(descriptor: int, deadline_s: float) -> bool:
 
 
 def whoami() -> str:
-    """This process, for messages."""
+    """Describe this process, for messages."""
     return f"pid {os.getpid()} ({_command(os.getpid())[:200]})"
 
 

@@ -1,6 +1,6 @@
-"""Bring a database to this version's schema: one transaction, after a backup, and never a newer one back.
+"""Migrate a database to this version's schema: in one transaction, after a backup, and never back from a newer one.
 
-Alembic is imported only when something must be done: it takes a quarter of a second.
+Alembic is imported only if there is work to do, because that takes a quarter of a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def revision(connection: Connection) -> str:
-    """The database's schema revision, or "" for an empty one. Raises LedgerError if it is somebody else's."""
+    """Return the database's schema revision, or "" for an empty one. Raises LedgerError if it is another program's."""
     names = set(sa.inspect(connection).get_table_names())
     if not names:
         return ""
@@ -79,7 +79,7 @@ def _config() -> Config:
 
 
 def check(database: Database, *, deep: bool = False) -> None:
-    """Raises LedgerError if SQLite finds damage. `deep` also checks every index against its table."""
+    """Raise LedgerError if SQLite finds damage. `deep` also checks every index against its table."""
     if database.path is None:
         return
     with database.reading() as connection:
@@ -92,7 +92,7 @@ def check(database: Database, *, deep: bool = False) -> None:
 
 
 def backup(database: Database, target: Path) -> None:
-    """A consistent copy while others read and write. Raises LedgerError."""
+    """Make a consistent copy while others read and write. Raises LedgerError."""
     if database.path is None:
         raise LedgerError("a server's ledger is backed up with its own tools", todo=f"pg_dump {database.name}")
     making = target.with_name(target.name + ".making")
@@ -104,7 +104,7 @@ def backup(database: Database, target: Path) -> None:
             copy = sqlite3.connect(making)
             try:
                 source.backup(copy)
-                copy.execute("PRAGMA journal_mode=DELETE")  # one file, whole without a -wal beside it
+                copy.execute("PRAGMA journal_mode=DELETE")  # one file, complete without a -wal file
             finally:
                 copy.close()
         making.chmod(0o600)

@@ -1,7 +1,7 @@
-"""The ledger of a process that is not its owner: reads for itself, and has the daemon write.
+"""Use the ledger from a process that does not own it: read directly, and let the daemon write.
 
-Where the daemon ends meanwhile, it goes on alone, under the kernel's lock: what was acknowledged is on disk in both
-cases, and a lease on a device holds whoever wrote it.
+If the daemon ends, it continues alone, under the kernel's lock: acknowledged writes are on disk in both cases, and a
+lease on a device holds for whichever process writes it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from autosel.ledger.store import Imported, Ledger
 from autosel.values import Arm, Decision, Fingerprint, Parity, Race, State, Verdict, Workload, from_json
 
 log = logging.getLogger(__name__)
-ANSWER_S = 1.0  # whoever asks whether a daemon is there does not wait longer
-WRITE_S = 60.0  # a commit takes milliseconds; behind many others, and a slow disk, more
+ANSWER_S = 1.0  # a check for a daemon waits no longer
+WRITE_S = 60.0  # a commit takes milliseconds; behind many others, and on a slow disk, more
 
 
 def reach(database: Database, home: Path) -> RemoteLedger | None:
-    """The same ledger through the daemon that owns it, if one answers and means the same one."""
+    """Return the ledger through the daemon that owns it, if one answers and uses the same database."""
     ask = Client(home / "run" / "daemon.sock", timeout_s=ANSWER_S)
     if not ask.there:
         return None
@@ -46,19 +46,19 @@ def reach(database: Database, home: Path) -> RemoteLedger | None:
 
 
 class RemoteLedger(Ledger):
-    """Made by `open_ledger`."""
+    """A ledger whose writes go through the daemon. Made by `open_ledger`."""
 
     def _send(self, command: Command) -> Any:
-        """What the daemon answered, as JSON; or, where it no longer answers, what the command gives here.
+        """Return the daemon's answer as JSON or, if it no longer answers, the result of the command here.
 
-        A command that may have been carried out is carried out again: each is harmless twice, save A/A sessions, which
-        would count double and are then left out.
+        A command that may have been carried out is repeated. All are idempotent except A/A sessions, which would count
+        double and are then left out.
         """
         line = Client(self.home / "run" / "daemon.sock", timeout_s=WRITE_S)
         try:
             return line.post(commands.ADDRESS, commands.encode(command, self._leases))
         except Unreachable as error:
-            log.warning("the daemon no longer answers: going on alone (%s)", error.why)
+            log.warning("the daemon no longer answers: continuing without it (%s)", error.why)
             if error.sent and isinstance(command, commands.SaveAA):
                 return None
             return commands.work(Ledger(self._database, self.home), command, self._leases)()
@@ -72,7 +72,7 @@ class RemoteLedger(Ledger):
         return made
 
     def publish(self, *, patience_s: float = 0.0) -> None:
-        """The daemon has, before it acknowledged."""
+        """Do nothing: the daemon has published before it acknowledged."""
 
     # --- decide -----------------------------------------------------------------------------------------------------
 

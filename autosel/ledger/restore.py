@@ -1,4 +1,4 @@
-"""Put a backup in the place of a damaged ledger: checked first, and what was there is kept beside it."""
+"""Replace a damaged ledger by a backup: check the backup first, and keep the old file."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from autosel.ledger.engine import BUSY_S, private_folder
 from autosel.ledger.locks import write_lock
 from autosel.ledger.store import open_ledger
 
-BESIDE = ("", "-wal", "-shm")  # what SQLite keeps under a database's name
+BESIDE = ("", "-wal", "-shm")  # suffixes of SQLite's files for a database
 
 
 def restore(backup: Path, target: Path) -> Path | None:
-    """Replace the ledger file `target` by `backup`; where the old one lies now, if there was one.
+    """Replace the ledger file `target` by `backup`; return the new path of the old one, if there was one.
 
-    Raises LedgerError, with the ledger as it was, if the backup is not a whole ledger of a version we know.
+    Raises LedgerError, leaving the ledger unchanged, if the backup is not a complete ledger of a known version.
     """
     private_folder(target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".restoring-") as folder:
         copy = Path(folder) / "ledger.db"
         _copy(backup, copy)
-        with open_ledger(home=Path(folder)) as ledger:  # checks it, and brings it to this version's schema
+        with open_ledger(home=Path(folder)) as ledger:  # checks it, and migrates it to this version's schema
             ledger.check()
         with write_lock(target, deadline_s=BUSY_S):
             aside = _set_aside(target)
@@ -35,11 +35,11 @@ def restore(backup: Path, target: Path) -> Path | None:
 
 
 def _copy(backup: Path, copy: Path) -> None:
-    """Only the database file: a backup is whole without a log beside it."""
+    """Copy only the database file: a backup is complete without a log."""
     try:
         with files.opened(backup) as source, copy.open("xb") as target:
             if not source.read(16).startswith(b"SQLite format 3"):
-                raise LedgerError(f"{backup} is not a backup of a ledger", why="it is no SQLite database")
+                raise LedgerError(f"{backup} is not a backup of a ledger", why="it is not a SQLite database")
             copy.chmod(0o600)
             source.seek(0)
             shutil.copyfileobj(source, target)

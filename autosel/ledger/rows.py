@@ -1,6 +1,5 @@
-"""Values into rows and back. Called inside a transaction of `engine.Database`; writers are one at a time, so that
-"look, then insert" is safe.
-"""
+"""Convert values to rows and back. Called inside a transaction of `engine.Database`; writers are serialised, so "look,
+then insert" is safe."""
 
 from __future__ import annotations
 
@@ -41,14 +40,14 @@ def now() -> str:
 
 
 def text_of(value: Any) -> str:
-    """JSON that keeps 1.0 a float (RFC 8785 writes 1, and a trait would come back as another computation) and may hold
-    the NaN that a failed check saw."""
+    """Encode as JSON that keeps 1.0 a float (RFC 8785 writes 1, and a trait would come back as another computation) and
+    may contain the NaN of a failed check."""
     return json.dumps(to_json(value), sort_keys=True, separators=(",", ":"))
 
 
 @lru_cache(maxsize=4096)
 def value_of(kind: Any, text: str) -> Any:
-    """The value a stored document describes. Raises LedgerError: a document we wrote always decodes."""
+    """Decode a stored document. Raises LedgerError; documents written by autosel always decode."""
     try:
         return from_json(kind, json.loads(text))
     except ValueError as error:
@@ -57,7 +56,7 @@ def value_of(kind: Any, text: str) -> Any:
         ) from error
 
 
-# A statement is made once and given its values each time: making it takes several times as long as running it.
+# Statements are built once and given values each time: building takes several times as long as running.
 
 
 @cache
@@ -67,7 +66,7 @@ def _inserting(table: Table) -> sa.Insert:
 
 @cache
 def _finding(table: Table, columns: tuple[str, ...]) -> Select[Any]:
-    """The id of a row whose columns are what `of_<column>` says."""
+    """Return a statement for the id of the row whose columns equal `of_<column>`."""
     return sa.select(table.c.id).where(*(table.c[name] == sa.bindparam(f"of_{name}") for name in columns))
 
 
@@ -84,7 +83,7 @@ def insert(connection: Connection, table: Table, **values: Any) -> int:
 
 
 def _once(connection: Connection, table: Table, column: str, **values: Any) -> int:
-    """The id of the row with this unique column, inserted if it is new."""
+    """Return the id of the row with this unique column, inserting it if it is new."""
     found = find(connection, table, **{column: values[column]})
     return found if found is not None else insert(connection, table, **values)
 
@@ -133,7 +132,7 @@ def put_arm(connection: Connection, arm: Arm) -> int:
 
 
 def put_parity(connection: Connection, host: int, hw_id: str, w: Workload, arm: Arm, parity: Parity) -> int:
-    """The id of this proof, made on a host; one already stored is not stored again."""
+    """Store this proof of a host unless it is stored already; return its id."""
     values = {
         "candidate_id": put_arm(connection, arm),
         "workload_id": put_workload(connection, w),
@@ -193,7 +192,7 @@ _arm, _baseline = t.candidates.alias("arm"), t.candidates.alias("baseline")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A decision with the ids of its evidence."""
+    """Hold a decision with the ids of its evidence."""
 
     decision: Decision
     key: str
@@ -205,13 +204,13 @@ class Stored:
     verdict_id: int | None
     previous_id: int | None
     entrants: tuple[str, ...]
-    epoch: int | None = None  # where it serves now
-    proven: bool = True  # its arm, on the host asked for; of a decision that serves, else not looked at
-    host: str = ""  # who decided
+    epoch: int | None = None  # if it serves now
+    proven: bool = True  # its arm, on the given host; checked only for a decision that serves
+    host: str = ""  # the host that decided
 
     @property
     def usable(self) -> bool:
-        """May the host asked for serve it? The baseline needs no proof."""
+        """Return True if the given host may serve it. The baseline needs no proof."""
         return self.proven or self.decision.arm.digest == self.decision.baseline.digest
 
 
@@ -219,7 +218,7 @@ ANY_HOST = 0
 
 
 def _proven(host: int) -> sa.ColumnElement[bool]:
-    """Has the arm passed parity in the decision's bucket, on this host?"""
+    """Return True if the arm has passed parity in the decision's bucket on this host."""
     p, c, d = t.parities.c, t.candidates.alias("proven"), t.decisions.c
     same = sa.and_(p.scope == d.bucket, p.hw_id == d.hw_id, p.outcome == "passed", c.c.digest == _arm.c.digest)
     wanted = sa.select(p.id).join(c, p.candidate_id == c.c.id).where(same)
@@ -230,8 +229,8 @@ def _proven(host: int) -> sa.ColumnElement[bool]:
 
 @cache
 def stored(*, serving: bool = False, host: int = ANY_HOST, proven: bool = False) -> Select[Any]:
-    """Select decisions with what their values need; only those that serve now, or all. Whether the arm was proven on
-    `host` is looked at where it serves, or with `proven`."""
+    """Select decisions with everything that their values need: only those that serve now, or all. The arm's proof on
+    `host` is checked where the decision serves, or with `proven`."""
     source = (
         t.decisions.join(t.workloads, t.decisions.c.workload_id == t.workloads.c.id)
         .join(_arm, t.decisions.c.arm_id == _arm.c.id)
@@ -297,16 +296,17 @@ def _one(host: int | None) -> Select[Any]:
     return query.where(t.decisions.c.id == sa.bindparam("of"))
 
 
-LARGEST_ID = 2**63 - 1  # that a database's integers hold: it would refuse the question with a larger one
+LARGEST_ID = 2**63 - 1  # largest integer of databases, which refuse a query with a larger one
 
 
 def one(connection: Connection, decision_id: int, *, host: int | None = None) -> Stored:
-    """With `host`: also whether its arm was proven there. Raises LedgerError if there is no such decision."""
+    """Return one decision; with `host`, also whether its arm was proven there. Raises LedgerError if it does not
+    exist."""
     found = fetch(connection, _one(host), of=decision_id) if 0 < decision_id <= LARGEST_ID else ()
     if not found:
         last = connection.execute(sa.select(sa.func.max(t.decisions.c.id))).scalar()
         raise LedgerError(
-            f"there is no decision {decision_id}",
+            f"no such decision: {decision_id}",
             why=f"the last one is {last}" if last else "there are none yet",
             todo=f"{settings.spelling()} history",
         )
@@ -331,12 +331,12 @@ def _of_bucket(host: int) -> Select[Any]:
 
 
 def of_bucket(connection: Connection, hw_id: str, mode: str, bucket: str, host: int = ANY_HOST) -> list[Stored]:
-    """What serves a bucket now: one row, or one for each part of a split."""
+    """Return the rows that serve a bucket now: one, or one for each part of a split."""
     return fetch(connection, _of_bucket(host), of_hw_id=hw_id, of_mode=mode, of_bucket=bucket)
 
 
 def serve(connection: Connection, key: str, decision_id: int, displaced: Sequence[str] = ()) -> None:
-    """Let a decision serve its key from the next epoch on, instead of `displaced` keys."""
+    """Let a decision serve its key from the next epoch on, instead of the `displaced` keys."""
     last = connection.execute(_LAST).scalar() or 0
     for gone in displaced:
         if gone != key:

@@ -1,6 +1,7 @@
-"""The ledger's tables. History is appended; only `serving` changes. `db/versions/` creates what this describes.
+"""Define the ledger's tables. History is appended; only `serving` changes. `db/versions/` creates these tables.
 
-Documents are canonical JSON of the values in `autosel.values`; a race's is compressed, for it holds every sample.
+Documents are canonical JSON of the values in `autosel.values`; a race's document is compressed, because it contains
+every sample.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sqlalchemy.dialects.sqlite import REAL
 from sqlalchemy.schema import SchemaItem
 from sqlalchemy.types import TypeEngine
 
-HEAD = "0006"  # the Alembic revision this code reads and writes; a test holds it to db/versions/
+HEAD = "0006"  # the Alembic revision of this code; a test compares it with db/versions/
 
 METADATA = MetaData(
     naming_convention={
@@ -32,7 +33,7 @@ METADATA = MetaData(
         "ix": "ix_%(table_name)s_%(column_0_N_name)s",
     }
 )
-REAL64: TypeEngine[float] = Double().with_variant(REAL(), "sqlite")  # SQLite's STRICT tables know no other name for it
+REAL64: TypeEngine[float] = Double().with_variant(REAL(), "sqlite")  # the type's only name in SQLite's STRICT tables
 
 
 def _table(name: str, *items: SchemaItem) -> Table:
@@ -55,7 +56,7 @@ def _digest_check(column: str = "digest") -> CheckConstraint:
     return CheckConstraint(f"length({column}) > 0", name=f"{column}_given")
 
 
-# Where it was made: a home on a machine. Of what was made before there were hosts, nobody knows.
+# Origin: a home on a machine. Unknown for rows from before there were hosts.
 hosts = _table("hosts", _id(), _text("host", unique=True), _text("name"), _text("created_at"))
 
 
@@ -79,8 +80,8 @@ fingerprints = _table(
 
 workloads = _table("workloads", _id(), _text("key", unique=True), _text("op"), _text("bucket"), _text("document"))
 
-# One row for each thing that ever ran: a candidate with its build and knobs. `digest` is the arm's, `document_digest`
-# is of the whole row, for one digest may come with another recipe (a moved folder).
+# One row for each candidate with its build and knobs. `digest` is the arm's; `document_digest` covers the whole row,
+# because one digest may appear with another recipe (a moved folder).
 candidates = _table(
     "candidates",
     _id(),
@@ -145,7 +146,7 @@ decisions = _table(
     _to("races", required=False),
     _to("verdicts", required=False),
     _to("decisions", "previous_id", required=False),
-    _text("entrants"),  # JSON list: the digest of every arm that was considered, so that a new one is noticed
+    _text("entrants"),  # JSON list of the digests of all arms considered, so that a new one is noticed
     _text("reason"),
     _text("idempotency_key", unique=True),
     _text("created_at"),
@@ -164,7 +165,7 @@ decision_parities = _table(
     Column("parity_id", Integer, ForeignKey("parities.id"), primary_key=True),
 )
 
-# The only rows that change: what serves now. Each change takes the next epoch.
+# The only rows that change: the serving decisions. Each change takes the next epoch.
 serving = _table(
     "serving",
     Column("key", Text, primary_key=True),
@@ -173,8 +174,9 @@ serving = _table(
     CheckConstraint("epoch > 0", name="epoch"),
 )
 
-# Who may measure on a device. The latest of a device, machine and unit is in force; an older one cannot write any more.
-# `unit` tells equal devices of a machine apart (a GPU's UUID); empty where a machine has one, as of a CPU.
+# Who may measure on a device. The latest lease of a device, machine and unit is in force; an older one can no longer
+# write. `unit` distinguishes equal devices of a machine (a GPU's UUID); it is empty for a single device, such as the
+# CPU.
 leases = _table(
     "leases",
     _id(),
@@ -186,7 +188,7 @@ leases = _table(
 )
 Index(None, leases.c.hw_id, leases.c.machine)
 
-# A trial without an end was cut short: the tuner, or the machine, ended with the candidate in a worker.
+# A trial without an end was interrupted: the tuner, or the machine, ended with the candidate in a worker.
 trials = _table(
     "trials",
     _id(),
@@ -211,7 +213,7 @@ quarantines = _table(
     "quarantines",
     _id(),
     _to("candidates"),
-    _text("digest"),  # of the build: the same source with other knobs is held too
+    _text("digest"),  # of the build: the same source with other knobs is quarantined too
     _text("hw_id"),
     _text("op"),
     _text("driver"),
@@ -228,7 +230,7 @@ releases = _table(
     _text("created_at"),
 )
 
-# The lifetime error budget of a key: each attempt at a promotion debits the false-promotion probability it risked.
+# The lifetime error budget of a key: each attempt at a promotion debits its false-promotion probability.
 debits = _table(
     "debits",
     _id(),

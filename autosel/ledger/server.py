@@ -1,9 +1,9 @@
-"""A ledger on a PostgreSQL server: its connections and transactions, its errors in words, locks that end with their
-holder, and word of what others decide.
+"""Keep a ledger on a PostgreSQL server: connections, transactions, error messages, locks that end with their holder,
+and notifications of others' decisions.
 
-Writers are one at a time, by an advisory lock that each writing transaction takes; a lease on a device is a session's
-advisory lock, free the moment its holder's connection ends. Neither makes anything correct by itself: a stale holder is
-refused by the epoch of its lease (`store`).
+Writers are serialised by an advisory lock that each writing transaction takes. A lease on a device is a session's
+advisory lock, released when its holder's connection ends. Correctness does not depend on these locks: the epoch of its
+lease refuses a stale holder (`store`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autosel.errors import LedgerError
 from autosel.ledger.locks import InUseError
 
 DRIVER = "postgresql+psycopg"
-CHANNEL = "autosel_serving"  # told by a trigger of the migration, at each commit that changes what serves
+CHANNEL = "autosel_serving"  # sent by a trigger of the migration, at each commit that changes the serving decisions
 CONNECT_S = 5
 LOCK_S = 10
 WRITER_LOCK = 0x6175746F73656C  # "autosel": the advisory lock of writers
@@ -31,16 +31,16 @@ FORBIDDEN = ("25006", "42501", "3F000")  # a read-only transaction (a standby), 
 
 
 def engine(url: sa.URL) -> Engine:
-    """Raises LedgerError for a server that is not PostgreSQL, or where its driver is not installed."""
+    """Connect to the server. Raises LedgerError if it is not PostgreSQL, or if its driver is not installed."""
     if url.get_backend_name() != "postgresql":
         raise LedgerError(
             f"a ledger cannot live in {url.get_backend_name()}",
-            why="SQLite and PostgreSQL are what it was written for",
+            why="SQLite and PostgreSQL are supported",
             todo=f"for example {DRIVER}://user@host/autosel",
         )
     given = url.query.get("options", "")
     options = f"{given if isinstance(given, str) else ' '.join(given)} -c lock_timeout={LOCK_S}s"
-    if "synchronous_commit" not in options:  # an acknowledged decision survives a crash, whatever the server's default
+    if "synchronous_commit" not in options:  # acknowledged decisions survive a crash, whatever the server's default
         options += " -c synchronous_commit=on"
     arguments = {
         "connect_timeout": CONNECT_S,
@@ -63,7 +63,7 @@ def engine(url: sa.URL) -> Engine:
 
 
 def _begin(connection: Connection) -> None:
-    """A writer waits for its turn, and sees what the one before has committed; a reader sees one moment."""
+    """Begin a transaction. A writer waits for its turn and sees the previous commit; a reader sees one moment."""
     options = connection.get_execution_options()
     if options.get("autosel_line", False):
         return
@@ -74,7 +74,7 @@ def _begin(connection: Connection) -> None:
 
 
 def may_write(connection: Connection) -> bool:
-    """Is this role allowed to record decisions, on a server that takes writes?"""
+    """Return True if this role may record decisions, on a server that accepts writes."""
     asked = "SELECT has_table_privilege('decisions', 'INSERT') AND NOT pg_is_in_recovery()"
     return bool(connection.exec_driver_sql(asked).scalar())
 
@@ -83,12 +83,13 @@ def may_write(connection: Connection) -> bool:
 
 
 def state_of(error: exc.DBAPIError) -> str:
-    """The five characters by which PostgreSQL names an error; empty where none came back."""
+    """Return PostgreSQL's five-character error code; empty if there is none."""
     return str(getattr(error.orig, "sqlstate", None) or "")
 
 
 def gone(error: exc.DBAPIError) -> bool:
-    """Did the server, or the line to it, end? Then nobody can say whether a commit under way was carried out."""
+    """Return True if the server or the connection ended. Then it is unknown whether a running commit was carried
+    out."""
     state = state_of(error)
     return isinstance(error, exc.OperationalError) and (not state or state.startswith(GONE))
 
@@ -98,7 +99,7 @@ def full(error: exc.DBAPIError) -> bool:
 
 
 def explain(error: exc.DBAPIError, name: str) -> LedgerError:
-    """A server's error in words a user can act on."""
+    """Turn a server's error into a message that a user can act on."""
     why = " ".join(str(error.orig).split())[:300]
     state = state_of(error)
     if state in FORBIDDEN:
@@ -112,14 +113,14 @@ def explain(error: exc.DBAPIError, name: str) -> LedgerError:
         )
     if full(error):
         return LedgerError(
-            f"the ledger {name} could not be written", why=why, todo="see to the server's disk; nothing was changed"
+            f"the ledger {name} could not be written", why=why, todo="check the server's disk; nothing was changed"
         )
     if gone(error):
         return LedgerError(
             f"the server of the ledger {name} does not answer",
             why=why,
-            todo="start it, or see that it can be reached, then run the command again: what was acknowledged is safe, "
-            "and what was under way is stored once however often it is repeated; best() goes on with its snapshot",
+            todo="start it, or check the network, then run the command again: acknowledged writes are safe, and a "
+            "repeated write is stored once; best() continues with its snapshot",
         )
     return LedgerError(f"the ledger {name} refused", why=why)
 
@@ -129,10 +130,10 @@ def explain(error: exc.DBAPIError, name: str) -> LedgerError:
 
 @contextmanager
 def session_lock(connected: Engine, name: str, what: str) -> Iterator[None]:
-    """Hold `name` on the server for as long as this process, and its line to the server, live. Raises InUseError at
-    once where another holds it.
+    """Hold `name` on the server while this process and its connection live. Raises InUseError at once if another
+    process holds it.
 
-    Where the server ends meanwhile, so does the lock: the epoch of the lease then decides whose writes count.
+    If the server ends, so does the lock; the epoch of the lease then decides whose writes count.
     """
     key = int.from_bytes(sha256(name.encode()).digest()[:8], "big", signed=True)
     with connected.execution_options(isolation_level="AUTOCOMMIT", autosel_line=True).connect() as line:
@@ -146,7 +147,7 @@ def session_lock(connected: Engine, name: str, what: str) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(exc.DBAPIError):  # the server went away, and the lock with it
+            with suppress(exc.DBAPIError):  # the server is gone, and the lock with it
                 line.exec_driver_sql(f"SELECT pg_advisory_unlock({key})")
 
 
@@ -161,8 +162,8 @@ WHERE l.locktype = 'advisory' AND l.granted AND l.objid = %s AND l.classid = %s 
 
 
 async def changes(url: sa.URL) -> AsyncIterator[None]:
-    """Yields once when it listens, then at every commit, of whichever host, that changed what serves. Raises
-    LedgerError when the line to the server breaks."""
+    """Yield once when listening starts, then at every commit, of any host, that changed the serving decisions. Raises
+    LedgerError when the connection breaks."""
     import psycopg
 
     name = url.render_as_string(hide_password=True)
@@ -176,21 +177,20 @@ async def changes(url: sa.URL) -> AsyncIterator[None]:
             async for _ in line.notifies():
                 yield
     except psycopg.Error as error:
-        raise LedgerError(f"nothing is heard from {name}", why=" ".join(str(error).split())[:300]) from error
+        raise LedgerError(f"cannot listen to {name}", why=" ".join(str(error).split())[:300]) from error
 
 
 # --- roles --------------------------------------------------------------------------------------------------------
 
-BY_HAND = ("releases",)  # ending a quarantine is an administrator's
+BY_HAND = ("releases",)  # ending a quarantine is an administrator's right
 
 
 def grants(role: str, login: str, database: str, schema: str, history: tuple[str, ...]) -> list[str]:
-    """The statements that make an existing role a reader, tuner or administrator of the ledger; running them twice is
-    running them once, and each role takes back what it does not have.
+    """Return the statements that make an existing role a reader, tuner or administrator of the ledger. They are
+    idempotent, and also revoke the rights that the role should not have.
 
-    reader  sees everything. tuner  also records decisions, proofs and races: what a host that serves needs. admin
-    also ends quarantines. History can be changed by none of them: INSERT is all they have, below a trigger that
-    refuses the owner too.
+    A reader sees everything. A tuner also records decisions, proofs and races, as a serving host needs. An admin also
+    ends quarantines. None of them can change history: they have only INSERT, and a trigger refuses the owner too.
     """
     to, into = _quoted(login), _quoted(schema)
     tables = [f"{into}.{_quoted(name)}" for name in history]

@@ -1,4 +1,4 @@
-"""The serving snapshot `decisions.json`: what `best()` reads, instead of the database. No SQLAlchemy, no torch here.
+"""Read and write the serving snapshot `decisions.json` for `best()`. Imports neither SQLAlchemy nor torch.
 
     {"digest": ..., "format": "autosel.decisions", "version": 1, "epoch": 7, "rows": [...]}
 
@@ -31,7 +31,7 @@ MOST_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One served key. `document` is its decision as JSON: decoding waits until somebody asks for that op."""
+    """Hold one served key. `document` is its decision as JSON, decoded only when that op is used."""
 
     key: str
     epoch: int
@@ -39,7 +39,7 @@ class Row:
 
     @property
     def decision(self) -> Decision:
-        """Raises BadConfig if the document is no decision, or not the key's."""
+        """Decode the decision. Raises BadConfig if the document is not a decision, or not the key's."""
         try:
             made: Decision = from_json(Decision, self.document)
         except ValueError as error:
@@ -58,20 +58,20 @@ class Snapshot:
 
 
 def document(epoch: int, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The snapshot as JSON types, with its digest."""
+    """Return the snapshot as JSON types, with its digest."""
     body = {"format": FORMAT, "version": VERSION, "epoch": epoch, "rows": list(rows)}
     return {"digest": _digest(body), **body}
 
 
 def _digest(body: Mapping[str, Any]) -> str:
-    """`values.digest` of what is JSON already: a snapshot is written at each decision, and most of it is unchanged."""
+    """Return `values.digest` of data that is JSON already: a snapshot is written at each decision, mostly unchanged."""
     import rfc8785
 
     return sha256(rfc8785.dumps(body)).hexdigest()
 
 
 def publish(path: Path, made: Mapping[str, Any]) -> None:
-    """Write it unless it is there already. Raises LedgerError."""
+    """Write it unless it is unchanged. Raises LedgerError."""
     text = _text(made).encode()
     try:
         same = files.read(path, len(text)) == text
@@ -86,12 +86,12 @@ def _text(made: Mapping[str, Any]) -> str:
 
 
 def write(path: Path, made: Mapping[str, Any]) -> None:
-    """Replace the file at once and for good: its bytes and its folder are on disk on return. Raises LedgerError."""
+    """Replace the file atomically and durably: its bytes and its folder are on disk on return. Raises LedgerError."""
     making = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileNotFoundError):
-            making.unlink()  # left by a killed process that had our pid
+            making.unlink()  # left by a killed process with the same pid
         descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(_text(made))
@@ -108,7 +108,7 @@ def write(path: Path, made: Mapping[str, Any]) -> None:
 
 
 def sweep(path: Path) -> None:
-    """Remove what killed writers left half written; only for the one who may replace the file now."""
+    """Remove incomplete files of killed writers; only for the process that may replace the file now."""
     for left in path.parent.glob(f".{path.name}.*"):
         with suppress(OSError):
             left.unlink()
@@ -123,7 +123,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read(path: Path) -> Snapshot | None:
-    """The snapshot, or None where there is none. Raises BadConfig, with the reason, for one not to be believed."""
+    """Return the snapshot, or None if there is none. Raises BadConfig with the reason if it is invalid."""
     try:
         content = files.read_own(path, MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -132,7 +132,7 @@ def read(path: Path) -> Snapshot | None:
 
 
 def parse(content: bytes | str, where: str) -> Snapshot:
-    """Raises BadConfig naming `where` for anything that is not a whole snapshot of a version we know."""
+    """Parse a snapshot. Raises BadConfig, naming `where`, unless it is a complete snapshot of a known version."""
     try:
         data = parse_json(content, what=where)
     except ValueError as error:

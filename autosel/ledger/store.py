@@ -1,8 +1,8 @@
-"""The ledger: one object over the database, the device lock and the serving snapshot.
+"""Combine the database, the device lock and the serving snapshot into one ledger object.
 
-Every method that changes something is one transaction, on disk and published when it returns: what it returned is
-acknowledged and survives `kill -9` and power loss. What a killed call had not returned may or may not be there; calling
-again with the same idempotency key gives the one decision.
+Every method that changes something is one transaction, on disk and published when it returns: its result is
+acknowledged and survives `kill -9` and power loss. If a call was killed before it returned, its change may or may not
+be stored; calling again with the same idempotency key yields the one decision.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from autosel.values import (
     to_json,
 )
 
-_NOBODY = -1  # a host that has stored nothing yet
-LIFETIME_BUDGET = 0.01  # the false-promotion probability all attempts at one key may add up to (design section 7)
+_NOBODY = -1  # a host that has not stored anything yet
+LIFETIME_BUDGET = 0.01  # maximum total false-promotion probability of all attempts at one key (design section 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """A decision and all it rests on. `previous` is what served the key before."""
+    """Hold a decision and all its evidence. `previous` is the decision that served the key before."""
 
     decision: Decision
     fingerprint: Fingerprint | None
@@ -68,7 +68,8 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """`host` decided it (its id; empty where nobody knows); `usable`: its arm has passed parity on this host."""
+    """Hold a served decision. `host` decided it (its id; empty if unknown); `usable`: its arm has passed parity on this
+    host."""
 
     key: str
     epoch: int
@@ -79,8 +80,8 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """The decisions that serve now; those that wait for this host's own proof of their arm; and those only kept, each
-    with the reason."""
+    """Report an import: the decisions that serve now; those that wait for this host's own proof; and those only stored,
+    each with the reason."""
 
     served: tuple[Decision, ...]
     waiting: tuple[Decision, ...]
@@ -88,11 +89,11 @@ class Imported:
 
 
 def open_ledger(url: str | None = None, home: Path | None = None, *, alone: bool = False) -> Ledger:
-    """Create, migrate and check the ledger, take in the faults seen in service, then publish what it serves.
+    """Create, migrate and check the ledger, store the faults seen in service, then publish its decisions.
 
-    Where the daemon of this home answers, it writes for us (unless `alone`), and has done all that. One that cannot be
-    written is opened for reading. Raises LedgerError if it is corrupt, locked, of a newer version, or not there and
-    cannot be made.
+    If the daemon of this home answers, it writes (unless `alone`), and has done all of that. A ledger that cannot be
+    written is opened for reading. Raises LedgerError if it is corrupt, locked, of a newer version, or missing and
+    cannot be created.
     """
     home = home or settings.home()
     database = Database(url or (f"sqlite:///{home / 'ledger.db'}" if home != settings.home() else settings.db_url()))
@@ -112,22 +113,22 @@ def open_ledger(url: str | None = None, home: Path | None = None, *, alone: bool
     if ledger.writable:
         intake.take_in(ledger)
     if ledger.writable or (database.shared and os.access(home, os.W_OK)):
-        with suppress(InUseError):  # whoever is publishing now, or waits to, publishes what is there
+        with suppress(InUseError):  # the process that publishes now, or waits to, includes this
             ledger.publish(patience_s=OPEN_S)
     return ledger
 
 
 class Ledger:
-    """Made by `open_ledger`. Threads may share it."""
+    """Hold the ledger. Made by `open_ledger`. Threads may share it."""
 
     def __init__(self, database: Database, home: Path) -> None:
         self._database, self.home = database, home
         self._documents: dict[int, dict[str, Any]] = {}
-        self._group = threading.local()  # .publish: while this thread is in `together`, whether to publish after it
-        self._leases: dict[str, int] = {}  # of the devices we hold
+        self._group = threading.local()  # .publish: whether this thread must publish after `together`
+        self._leases: dict[str, int] = {}  # of the devices that this process holds
         self._trials: set[int] = set()  # open ones
         self._host_id = 0
-        self.publications = 0  # how often what serves was published
+        self.publications = 0  # number of publications
 
     def __enter__(self) -> Ledger:
         return self
@@ -148,7 +149,7 @@ class Ledger:
 
     @property
     def shared(self) -> bool:
-        """Do other hosts read and write it too?"""
+        """Return True if other hosts read and write it too."""
         return self._database.shared
 
     @property
@@ -157,24 +158,24 @@ class Ledger:
 
     @property
     def failed(self) -> bool:
-        """Did a write or an fsync fail? Then this object only reads; the ledger can be opened anew."""
+        """Return True if a write or an fsync failed. Then this object only reads; the ledger can be opened again."""
         return self._database.failed
 
     def keep_line(self) -> None:
-        """Keep the line to the database between writes: for one thread that writes often, in a process that starts no
-        other by fork, and that calls `move_log` now and then."""
+        """Keep the connection to the database open between writes. For one thread that writes often, in a process that
+        does not fork, and that calls `move_log` now and then."""
         self._database.keep_line()
 
     def move_log(self) -> None:
         self._database.move_log()
 
     def together(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
-        """Group commit: make the calls, all of them in one transaction, then publish once; each is acknowledged when
-        this returns. Gives what each returned, or the exception with which it changed nothing.
+        """Make several calls in one transaction, then publish once; all are acknowledged when this returns. Return each
+        call's result, or the exception with which it changed nothing.
 
-        A call may be made twice: where one of them raises, all are rolled back and made again, each with a savepoint,
-        which as a rule nobody needs and everybody would pay for. Raises LedgerError if the transaction as a whole
-        failed: then none of them changed anything.
+        A call may be made twice: if one raises, all are rolled back and repeated, each with a savepoint, which is
+        rarely needed and would cost every group. Raises LedgerError if the transaction as a whole failed, and then
+        nothing is changed.
         """
         group = list(calls)
         try:
@@ -183,12 +184,12 @@ class Ledger:
             if lost(error):
                 raise
             found, changed = self._grouped(group, apart=True)
-        if changed:  # committed by now: should this fail, nothing is to be made again
+        if changed:  # already committed: if this fails, nothing must be repeated
             self.publish()
         return found
 
     def _grouped(self, calls: Sequence[Callable[[], Any]], *, apart: bool) -> tuple[list[Any], bool]:
-        """What each gave, and whether any of it is to be published."""
+        """Return the results of the calls, and whether the snapshot must be published."""
         self._group.publish = False
         try:
             with self._database.together():
@@ -198,7 +199,7 @@ class Ledger:
             del self._group.publish
 
     def _apart(self, call: Callable[[], Any]) -> Any:
-        """What a call gives; or the exception it raised, and nothing of what it wrote."""
+        """Return a call's result, or the exception that it raised, with its writes undone."""
         try:
             with self._database.part():
                 return call()
@@ -208,7 +209,7 @@ class Ledger:
             return error
 
     def held_by(self, leases: Mapping[str, int]) -> Ledger:
-        """The same ledger for another process, which holds these devices."""
+        """Return the same ledger for another process, which holds these devices."""
         if not leases:
             return self
         other = Ledger(self._database, self.home)
@@ -235,12 +236,12 @@ class Ledger:
         length_range: LengthRange = None,
         entrants: Iterable[str] = (),
     ) -> Decision:
-        """Store a decision with its evidence, and let it serve its key, unless a pin holds the key.
+        """Store a decision with its evidence, and let it serve its key, unless the key is pinned.
 
-        `entrants` adds digests of arms that were considered and not built; those in `parities` are counted anyway. A
-        promoted arm other than the baseline must have passed parity (ParityError), and must not be in quarantine.
+        `entrants` adds digests of arms that were considered and not built; those in `parities` count anyway. A promoted
+        arm other than the baseline must have passed parity (ParityError), and must not be in quarantine.
         """
-        canonical_json([workload, verdict, arm, baseline])  # refuse NaN and the like before anything is written
+        canonical_json([workload, verdict, arm, baseline])  # refuse NaN and the like before writing
         hw_id = fp.hw_id
         considered = {a.digest for a, _ in parities} | {arm.digest, baseline.digest, *entrants}
 
@@ -275,19 +276,21 @@ class Ledger:
         return self._acknowledged(write, idempotency_key)
 
     def demote(self, decision_id: int, reason: str) -> Decision:
-        """The baseline serves this decision's key from now on. Demoting twice is demoting once."""
+        """Let the baseline serve this decision's key from now on. Repeating it has no effect."""
         return self._change(decision_id, "demoted", reason, _baseline_of, f"demote-{decision_id}")
 
     def promote(self, decision_id: int, candidate: str, reason: str) -> Decision:
-        """By hand: another arm of this decision's race serves its key. Raises ParityError if it has not passed."""
+        """Let another arm of this decision's race serve its key, by hand. Raises ParityError if it has not passed."""
         return self._by_hand(decision_id, "promoted", candidate, reason)
 
     def pin(self, decision_id: int, reason: str, candidate: str | None = None) -> Decision:
-        """This decision's arm (or another that passed parity with it) serves until unpinned, whatever races say."""
+        """Let this decision's arm (or another that passed parity with it) serve until it is unpinned, regardless of
+        races."""
         return self._by_hand(decision_id, "pinned", candidate, reason)
 
     def unpin(self, decision_id: int, reason: str) -> Decision:
-        """What the pin displaced serves again. Raises LedgerError if the decision is not a pin that serves."""
+        """Let the decision that the pin displaced serve again. Raises LedgerError if the decision is not a pin that
+        serves."""
 
         def write(c: Connection) -> int:
             found = rows.one(c, decision_id)
@@ -298,7 +301,7 @@ class Ledger:
             back = found
             while back.decision.state == "pinned" and back.previous_id is not None:
                 back = rows.one(c, back.previous_id)
-            if back.decision.state == "pinned":  # nothing else ever served
+            if back.decision.state == "pinned":  # nothing served before
                 back = replace(found, arm_id=found.baseline_id)
             state = "kept" if back.decision.state == "pinned" else back.decision.state
             arm_id = back.arm_id
@@ -325,9 +328,9 @@ class Ledger:
         return self._change(decision_id, state, reason, choose, f"{state}-{decision_id}-{candidate or ''}")
 
     def renew(self, decision_id: int, *, arm: Arm, baseline: Arm, parity: Parity, why: str) -> Decision | None:
-        """Store a new proof of a stale decision's arm. Where it passed, `arm` and `baseline`, its arms as they are now,
-        serve in its place, marked stale by `why`, until there is another race. None where they do not: it failed, or
-        something else serves by now. Raises LedgerError for an arm in quarantine."""
+        """Store a new proof of a stale decision's arm. If it passed, `arm` and `baseline` (its arms now) serve instead,
+        marked stale by `why`, until the next race. Return None if they do not serve: the proof failed, or another
+        decision serves by now. Raises LedgerError for an arm in quarantine."""
 
         def write(c: Connection) -> int | None:
             found = rows.one(c, decision_id)
@@ -387,19 +390,20 @@ class Ledger:
     # --- what serves ------------------------------------------------------------------------------------------------
 
     def publish(self, *, patience_s: float = BUSY_S) -> None:
-        """Replace the snapshot by what serves now. Raises LedgerError: stored, but not yet visible to `best()`."""
+        """Replace the snapshot by the current decisions. Raises LedgerError if they are stored but not yet visible to
+        `best()`."""
         if hasattr(self._group, "publish"):
             self._group.publish = True
             return
         path = self.home / snapshot.FILE
         self.publications += 1
-        with publish_lock(self.home, patience_s):  # read under the lock: the last to publish publishes the latest
+        with publish_lock(self.home, patience_s):  # read under the lock, so that the last publication is the latest
             snapshot.sweep(path)
             snapshot.publish(path, self.export())
 
     def serving(self, *, everywhere: bool = False) -> tuple[Served, ...]:
-        """What serves this host: of a key that another host decided, and whose arm has not passed parity here, what
-        served before it. `everywhere`: what the ledger says serves, whether we may use it or not."""
+        """Return the decisions that serve this host. If another host decided a key, and its arm has not passed parity
+        here, the previous decision serves. `everywhere`: all serving decisions of the ledger, usable here or not."""
         with self._database.reading() as c:
             found = rows.fetch(c, rows.stored(serving=True, host=self._prover(c)).order_by(t.serving.c.key))
             served = [(s, s if everywhere else self._usable(c, s)) for s in found]
@@ -410,7 +414,8 @@ class Ledger:
         )
 
     def _usable(self, c: Connection, serves: Stored) -> Stored | None:
-        """The decision itself if its arm was proven here, else the latest before it that was, and is not held."""
+        """Return the decision if its arm was proven here, else the latest earlier one that was, and is not
+        quarantined."""
         found, held = serves, None
         while not found.usable:
             if found.previous_id is None:
@@ -425,7 +430,7 @@ class Ledger:
         return found
 
     def _here(self, c: Connection) -> int:
-        """The row of this host, made at its first write."""
+        """Return the row of this host, created at its first write."""
         return self._seen_host(c) or rows.put_host(c, here(self.home))
 
     def _seen_host(self, c: Connection) -> int:
@@ -434,16 +439,18 @@ class Ledger:
         return self._host_id
 
     def _prover(self, c: Connection) -> int:
-        """Whose proofs count: those of this host; in a file, which is one host's, any. An import brings none."""
+        """Return whose proofs count: this host's, or any in a file, which belongs to one host. An import contains no
+        proofs."""
         return (self._seen_host(c) or _NOBODY) if self.shared else rows.ANY_HOST
 
     def known(
         self, hw_id: str, bucket: str, mode: str, digests: Iterable[str], *, length_range: LengthRange = None
     ) -> Decision | None:
-        """The settled decision of a bucket, if nothing it rests on has changed: then there is nothing to measure.
+        """Return the settled decision of a bucket, if nothing that it depends on has changed, so that no measurement is
+        needed.
 
-        `digests` are the arms eligible now, baseline included. A new or edited arm, another baseline, or an undecided
-        verdict means None. Of a split bucket without `length_range`: the row for the longest contexts.
+        `digests` are the arms eligible now, including the baseline. Return None for a new or edited arm, another
+        baseline, or an undecided verdict. For a split bucket without `length_range`: the row for the longest contexts.
         """
         found = self.known_rows(hw_id, bucket, mode, digests)
         if length_range is not None:
@@ -451,7 +458,7 @@ class Ledger:
         return found[-1] if found else None
 
     def known_rows(self, hw_id: str, bucket: str, mode: str, digests: Iterable[str]) -> tuple[Decision, ...]:
-        """All rows of a settled bucket, or none."""
+        """Return all rows of a settled bucket, or none."""
         now = set(digests)
         with self._database.reading() as c:
             found = rows.of_bucket(c, hw_id, mode, bucket, self._prover(c))
@@ -459,20 +466,21 @@ class Ledger:
         return tuple(s.decision for s in found) if settled else ()
 
     def serving_rows(self, hw_id: str, bucket: str, mode: str) -> tuple[Decision, ...]:
-        """What serves a bucket now: one decision, or one for each part of a split, shortest contexts first."""
+        """Return the decisions that serve a bucket now: one, or one for each part of a split, shortest contexts
+        first."""
         with self._database.reading() as c:
             return tuple(s.decision for s in rows.of_bucket(c, hw_id, mode, bucket))
 
     # --- evidence ---------------------------------------------------------------------------------------------------
 
     def save_parity(self, hw_id: str, workload: Workload, arm: Arm, parity: Parity) -> int:
-        """Store one proof at once, so that a killed tune need not prove it again. Returns its id."""
+        """Store one proof at once, so that a killed tune need not repeat it. Return its id."""
         with self._database.writing() as c:
             return rows.put_parity(c, self._here(c), hw_id, workload, arm, parity)
 
     def parity_known(self, hw_id: str, digest: str, workload: Workload, *, since: str = "") -> Parity | None:
-        """This host's latest proof about the arm of this digest in the workload's bucket, dtype and traits. A failure
-        that was recorded before `since` is not known."""
+        """Return this host's latest proof of the arm with this digest, for the workload's bucket, dtype and traits. A
+        failure from before `since` is ignored."""
         p = t.parities.c
         query = (
             sa.select(p.outcome, p.document, p.created_at)
@@ -488,7 +496,7 @@ class Ledger:
         return None if isinstance(known, Failed) and row is not None and row.created_at < since else known
 
     def decision(self, decision_id: int) -> Decision:
-        """Raises LedgerError if there is none."""
+        """Return a decision with its evidence. Raises LedgerError if it does not exist."""
         with self._database.reading() as c:
             return rows.one(c, decision_id).decision
 
@@ -507,7 +515,7 @@ class Ledger:
             )
 
     def history(self, op: str | None = None, *, limit: int | None = None, before: int | None = None) -> list[Decision]:
-        """Decisions, newest first; `before`: only those of a lower number."""
+        """Return decisions, newest first; `before`: only those with a lower number."""
         query = rows.stored().order_by(t.decisions.c.id.desc()).limit(limit)
         if op is not None:
             query = query.where(t.decisions.c.op == op)
@@ -517,7 +525,7 @@ class Ledger:
             return [s.decision for s in rows.fetch(c, query)]
 
     def fingerprint(self, env_id: str) -> Fingerprint | None:
-        """The latest stored for this device and software, whose rates were measured then."""
+        """Return the latest fingerprint stored for this device and software, measured then."""
         f = t.fingerprints.c
         query = sa.select(f.document).where(f.env_id == env_id).order_by(f.id.desc()).limit(1)
         with self._database.reading() as c:
@@ -525,18 +533,18 @@ class Ledger:
         return rows.value_of(Fingerprint, found) if found else None
 
     def reading(self) -> AbstractContextManager[Connection]:
-        """One consistent view of the tables, for a question that no method here answers."""
+        """Open a consistent view of the tables, for queries that no method here answers."""
         return self._database.reading()
 
     # --- containment ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def lock(self, hw_id: str, unit: str = "") -> Iterator[list[Strike]]:
-        """The device is ours to measure on; LedgerError at once, naming the holder, if it is another's. `unit` is which
-        of several equal devices of this machine.
+        """Lock the device for measuring; LedgerError at once, naming the holder, if it is taken. `unit` selects one of
+        several equal devices of this machine.
 
-        Gives the arms whose trial a predecessor's death cut short; those struck out are in quarantine already. Should
-        the lock get lost, and another take the device, what we measured can no longer be stored.
+        Yield the arms whose trial was interrupted by a predecessor's death; those with too many strikes are quarantined
+        already. If the lock is lost, and another process takes the device, later measurements can no longer be stored.
         """
         with device_lock(self.home, hw_id, unit), self._device_of_all(hw_id, unit):
             if not self.writable:
@@ -551,14 +559,14 @@ class Ledger:
                 self._leases.pop(hw_id, None)
 
     def _device_of_all(self, hw_id: str, unit: str) -> AbstractContextManager[None]:
-        """Other homes and containers of this machine share a device too: they meet at the server."""
+        """Lock the device at the server, because other homes and containers of this machine share it."""
         if not self.shared:
             return nullcontext()
         name = " ".join(["autosel device", hw_id, containment.machine(), *([unit] if unit else [])])
         return server.session_lock(self._database.engine, name, "this device")
 
     def take_over(self, hw_id: str, holder: str, unit: str = "") -> tuple[int, list[Strike]]:
-        """A new lease, which ends all earlier ones; what their holders left open is closed. `lock` is made of this."""
+        """Take a new lease, which ends all earlier ones; open trials of their holders are closed. `lock` uses this."""
         with self._database.writing() as c:
             values = {"hw_id": hw_id, "machine": containment.machine(), "holder": holder, "created_at": rows.now()}
             lease = rows.insert(c, t.leases, unit=unit, **values)
@@ -574,7 +582,8 @@ class Ledger:
         return lease, found
 
     def _refuse_stale(self, c: Connection, hw_id: str) -> str:
-        """The unit we hold of a device, if any. Raises LedgerError if we held one, and another has taken it since."""
+        """Return the unit that this process holds of a device, if any. Raises LedgerError if another process has taken
+        the lease since."""
         if hw_id not in self._leases:
             return ""
         lease, held = t.leases.c, self._leases[hw_id]
@@ -583,10 +592,10 @@ class Ledger:
         query = sa.select(lease.id, lease.holder, lease.created_at, lease.unit).where(mine)
         last = c.execute(query.order_by(lease.id.desc()).limit(1)).first()
         if last is None:
-            raise LedgerError(f"there is no lease {held} of this device")
+            raise LedgerError(f"no such lease: {held} of this device")
         if last.id != held:
             raise LedgerError(
-                "another process has taken this device over: what was measured here since is not stored",
+                "another process has taken over this device: later measurements of this process are not stored",
                 why=f"{last.holder} took it at {last.created_at[:19]}Z; was the folder of locks deleted?",
                 todo="let it finish, then run the command again",
             )
@@ -608,7 +617,7 @@ class Ledger:
 
     def _close_trial(self, trial_id: int, outcome: str) -> None:
         with suppress(KeyError):
-            self._trials.remove(trial_id)  # KeyError: stopped meanwhile, by another thread
+            self._trials.remove(trial_id)  # KeyError: another thread has closed it
             try:
                 self.close_trial(trial_id, outcome)
             except LedgerError:
@@ -616,7 +625,7 @@ class Ledger:
                 raise
 
     def open_trial(self, hw_id: str, op: str, arm: Arm) -> int:
-        """`trial` is made of this and `close_trial`."""
+        """Open a trial; `trial` uses this and `close_trial`."""
         with self._database.writing() as c:
             unit = self._refuse_stale(c, hw_id)
             return containment.open_trial(c, self._here(c), hw_id, unit, op, arm)
@@ -626,7 +635,7 @@ class Ledger:
             containment.close_trial(c, trial_id, outcome)
 
     def _stop_trials(self) -> None:
-        """A thread that Ctrl-C did not wait for may still be in a trial: that is no strike."""
+        """Close open trials of threads that Ctrl-C did not wait for: they do not count as strikes."""
         for trial_id in sorted(self._trials):
             self._close_trial(trial_id, "stopped")
 
@@ -642,7 +651,7 @@ class Ledger:
         driver: str = "",
         evidence: Mapping[str, Any] | None = None,
     ) -> int:
-        """Hold a build (`digest`; default the arm's) of an op on a device; where it served, the baseline does now."""
+        """Quarantine a build (`digest`; default the arm's) of an op on a device; the baseline serves in its place."""
         with self._database.writing() as c:
             held = digest or arm.digest
             made = _hold(c, self._here(c), arm, held, hw_id, op, cause, reason, evidence or {}, driver)
@@ -650,25 +659,25 @@ class Ledger:
         return made
 
     def quarantined(self, hw_id: str, op: str | None = None, driver: str | None = None) -> dict[str, Quarantine]:
-        """By build digest."""
+        """Return quarantines by build digest."""
         with self._database.reading() as c:
             return {q.digest: q for q in containment.active(c, hw_id, op, driver)}
 
     def released(self, hw_id: str, op: str) -> dict[str, str]:
-        """When the last quarantine of a build of an op ended on a device, by the digest that was held."""
+        """Return when the last quarantine of each build of an op ended on a device, by digest."""
         with self._database.reading() as c:
             return containment.released(c, hw_id, op)
 
     def release(self, quarantine_id: int, reason: str) -> None:
-        """End a quarantine. What it demoted stays demoted until it is raced again, which the next tune does."""
+        """End a quarantine. Its demotions last until the next race, which the next tune runs."""
         with self._database.writing() as c:
             containment.release(c, quarantine_id, reason)
 
     # --- error budget -----------------------------------------------------------------------------------------------
 
     def spend(self, key: str, amount: float, reason: str = "") -> bool:
-        """Debit an attempt's false-promotion bound from `budget_key(...)`'s lifetime; False, and nothing debited, when
-        it no longer fits."""
+        """Debit an attempt's false-promotion bound from the lifetime of `budget_key(...)`; return False, with nothing
+        debited, if it exceeds the rest."""
         with self._database.writing() as c:
             self._refuse_stale(c, key.partition("/")[0])
             values = {"of": key, "more": amount, "why": reason, "at": rows.now(), "most": LIFETIME_BUDGET * (1 + 1e-9)}
@@ -679,7 +688,7 @@ class Ledger:
             return _spent(c, key)
 
     def save_aa(self, hw_id: str, time_class: str, crossings: Iterable[bool]) -> None:
-        """Store A/A sessions: did a clone of the baseline cross the threshold against it?"""
+        """Store A/A sessions: whether a clone of the baseline crossed the threshold against it."""
         with self._database.writing() as c:
             self._refuse_stale(c, hw_id)
             for crossed in crossings:
@@ -687,7 +696,7 @@ class Ledger:
                 rows.insert(c, t.aa_sessions, **values)
 
     def aa(self, hw_id: str, time_class: str) -> tuple[int, int]:
-        """(A/A sessions, how many crossed) so far on this device for ops of this duration."""
+        """Return (A/A sessions, how many crossed) so far on this device for ops of this duration."""
         a = t.aa_sessions.c
         query = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(a.crossed), 0))
         with self._database.reading() as c:
@@ -697,7 +706,7 @@ class Ledger:
     # --- in and out -------------------------------------------------------------------------------------------------
 
     def export(self, path: Path | None = None) -> dict[str, Any]:
-        """What serves now, in the snapshot's format; also written to `path` if given."""
+        """Return the serving decisions in the snapshot's format; also write them to `path` if given."""
         served = self.serving()
         epoch = max((s.epoch for s in served), default=0)
         lines = [{"key": s.key, "epoch": s.epoch, "decision": self._document(s.decision)} for s in served]
@@ -707,7 +716,7 @@ class Ledger:
         return made
 
     def _document(self, decision: Decision) -> dict[str, Any]:
-        """A decision never changes: its JSON is made once."""
+        """Return a decision as JSON, which is cached because a decision never changes."""
         if decision.id not in self._documents:
             self._documents[decision.id] = to_json(decision)
         return self._documents[decision.id]
@@ -715,12 +724,12 @@ class Ledger:
     def import_(
         self, data: Mapping[str, Any] | bytes | str, hw_id: str, origin: Host | None = None, *, also: Sequence[str] = ()
     ) -> Imported:
-        """Take in an export, of another host if `origin` says whose. All rows or none; BadConfig for anything that is
-        not a whole export. `also`: this machine's other devices.
+        """Import an export, of another host if `origin` names it: all rows or none. Raises BadConfig unless it is a
+        complete export. `also`: this machine's other devices.
 
-        Rows of another device than these do not serve here; neither does one that would import a module that is not
-        autosel's: no code from data. A pin of ours stays. An arm that has not passed parity on this host waits until it
-        has (`adopt`), and what served before goes on serving.
+        Rows of other devices do not serve here, nor do rows that would import a module outside autosel, because data
+        must not introduce code. A local pin stays. An arm that has not passed parity on this host waits until it has
+        (`adopt`), and the previous decision keeps serving.
         """
         where = "the import"
         found = snapshot.validate(data, where) if isinstance(data, Mapping) else snapshot.parse(data, where)
@@ -741,12 +750,12 @@ class Ledger:
         return Imported(served=tuple(served), waiting=tuple(waiting), kept=tuple(kept))
 
     def offered(self, hw_id: str, mode: str) -> tuple[Decision, ...]:
-        """Decisions of other hosts that serve this device's kind, and wait for our own proof of their arm."""
+        """Return decisions of other hosts for this kind of device that wait for this host's proof of their arm."""
         found = self.serving(everywhere=True)
         return tuple(s.decision for s in found if not s.usable and (s.decision.hw_id, s.decision.mode) == (hw_id, mode))
 
     def adopt(self, decision_id: int, parity: Parity) -> bool:
-        """Store this host's own proof of a decision's arm; True where it serves here from now on."""
+        """Store this host's own proof of a decision's arm; return True if it serves here from now on."""
         with self._database.writing() as c:
             d = rows.one(c, decision_id).decision
             rows.put_parity(c, self._here(c), d.hw_id, d.workload, d.arm, parity)
@@ -754,11 +763,11 @@ class Ledger:
         return any(s.decision.id == decision_id for s in self.serving())
 
     def grant(self, role: str, login: str, *, only_say: bool = False) -> list[str]:
-        """Let a role of the server read, record or administer; the statements that say so. Raises LedgerError."""
+        """Let a role of the server read, record or administer; return the statements. Raises LedgerError."""
         if not self.shared:
             raise LedgerError(
                 "a ledger in a file has no roles",
-                why=f"who may read or write {self.name} is for its permissions to say",
+                why=f"who may read or write {self.name} depends on its permissions",
                 todo="AUTOSEL_DB=postgresql+psycopg://user@host/database shares one",
             )
         with self._database.reading() as c:
@@ -771,11 +780,11 @@ class Ledger:
         return made
 
     def backup(self, path: Path) -> None:
-        """A consistent copy of a SQLite ledger, made while it is in use."""
+        """Make a consistent copy of a SQLite ledger while it is in use."""
         migrate.backup(self._database, path)
 
     def check(self) -> None:
-        """Look at every page, index and reference. Raises LedgerError if something is damaged."""
+        """Check every page, index and reference. Raises LedgerError if something is damaged."""
         migrate.check(self._database, deep=True)
 
 
@@ -783,7 +792,7 @@ class Ledger:
 
 
 def _prepare_file(database: Database, path: Path) -> None:
-    """Create a new file for us alone, or find out whether the one that is there can be written."""
+    """Create a new private file, or find out whether the existing one can be written."""
     if not path.exists():
         private_folder(path.parent)
         try:
@@ -821,7 +830,7 @@ def _decide(
     serves: bool = True,
     stale: str = "",
 ) -> int:
-    """Append a decision and let it serve in place of every row of its bucket that it overlaps."""
+    """Append a decision and let it serve instead of every row of its bucket that it overlaps."""
     key = serving_key(hw_id, mode, workload.bucket, length_range)
     served = rows.of_bucket(c, hw_id, mode, workload.bucket)
     rivals = [s for s in served if overlap(s.decision.length_range, length_range)]
@@ -877,7 +886,7 @@ def _refuse_quarantined(arm: Arm, held: Sequence[Quarantine]) -> None:
 
 
 def _renewed(c: Connection, host: int, found: Stored, arms: tuple[int, int], proof: int, why: str, key: str) -> int:
-    """The decision anew, with its arms as they are now, and the proof that one of them passed."""
+    """Return the decision with its current arms, and the proof of one of them."""
     reason = f"proven again, and served until it is raced again: {why}"
     arm_id, baseline_id = arms
     state = found.decision.state
@@ -897,8 +906,8 @@ def _follow(
     proof: int | None = None,
     stale: str | None = None,
 ) -> int:
-    """Append a decision about the same key on the same evidence, and one more proof if given, and let it serve,
-    whatever served. It is as stale as what it follows, unless it is said how."""
+    """Append a decision for the same key with the same evidence, and one more proof if given, and let it serve. It
+    inherits the staleness of the decision that it follows, unless `stale` is given."""
     d = found.decision
     now = rows.at_key(c, found.key)
     known = _by_idempotency(c, key)
@@ -969,7 +978,7 @@ def _hold(
     evidence: Mapping[str, Any],
     driver: str = "",
 ) -> int:
-    """Quarantine a build; where it served, the baseline does now."""
+    """Quarantine a build; the baseline serves in its place."""
     made = containment.put_quarantine(
         c, arm, digest=digest, hw_id=hw_id, op=op, driver=driver, cause=cause, reason=reason, evidence=evidence
     )
@@ -983,7 +992,7 @@ def _hold(
 
 
 def _whole(found: Sequence[Decision]) -> bool:
-    """Do the rows of a bucket serve all its lengths? A tune may have been killed between two parts."""
+    """Return True if the rows of a bucket serve all its lengths. A tune may have been killed between two parts."""
     if any(d.length_range is None for d in found) or not found:
         return True
     free, top = length_bucket(found[0].workload["L"])
@@ -1017,7 +1026,7 @@ def _document(c: Connection, table: sa.Table, row_id: int | None) -> Any:
 
 
 _SPENT = sa.select(sa.func.coalesce(sa.func.sum(t.debits.c.amount), 0.0)).where(t.debits.c.key == sa.bindparam("of"))
-_DEBIT = sa.insert(t.debits).from_select(  # looked at and debited in one statement
+_DEBIT = sa.insert(t.debits).from_select(  # checked and debited in one statement
     ["key", "amount", "reason", "created_at"],
     sa.select(
         sa.bindparam("of", type_=sa.Text),
@@ -1036,7 +1045,7 @@ def _spent(c: Connection, key: str) -> float:
 
 
 def _refusal(c: Connection, d: Decision, hw_id: str) -> str:
-    """Why an imported decision may not serve here, or ""."""
+    """Return why an imported decision may not serve here, or ""."""
     if d.hw_id != hw_id:
         return f"measured on another device ({d.hw_id[:12]}, this is {hw_id[:12]})"
     for recipe in (d.arm.recipe, d.baseline.recipe):
@@ -1045,7 +1054,7 @@ def _refusal(c: Connection, d: Decision, hw_id: str) -> str:
         if isinstance(recipe, NativeRecipe) and (recipe.source.startswith("/") or ".." in Path(recipe.source).parts):
             return f"its source {recipe.source} is not one of autosel's"
     if any(arm.build and not re.fullmatch("[0-9a-f]{64}", arm.build) for arm in (d.arm, d.baseline)):
-        return "its build is not named by a digest"  # but, maybe, by a path
+        return "its build is not named by a digest"  # but possibly by a path
     if any(q.digest in (d.arm.digest, d.arm.build) for q in containment.active(c, d.hw_id, d.op)):
         return f"{d.arm.candidate} is in quarantine here"
     now = rows.of_bucket(c, d.hw_id, d.mode, d.bucket)

@@ -399,7 +399,7 @@ def test_equal_devices_of_a_machine_are_measured_side_by_side_each_by_one(ledger
             third.take_over(FP.hw_id, "whose lock was lost", "GPU-b")
         assert struck == []
         assert record(ledger, "by a").id == 1
-        with pytest.raises(LedgerError, match="taken this device over"):
+        with pytest.raises(LedgerError, match="taken over this device"):
             record(other, "by b")
     with ledger.reading() as c:
         assert c.execute(sa.select(t.trials.c.unit, t.trial_ends.c.outcome).join(t.trial_ends)).all() == [

@@ -221,7 +221,7 @@ def test_a_tuner_that_lost_its_lock_with_the_server_cannot_store_once_another_ha
         own_server.kill()
         own_server.start()
         with open_ledger(url, home=tmp_path / "b", alone=True) as other, other.lock(FP.hw_id):
-            with pytest.raises(LedgerError, match="another process has taken this device over"):
+            with pytest.raises(LedgerError, match="another process has taken over this device"):
                 record(stale, "stale")
             made = record(other, "fresh")
         assert [d.id for d in stale.history()] == [made.id]

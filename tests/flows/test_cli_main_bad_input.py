@@ -618,7 +618,7 @@ def test_a_decision_that_is_not_there_is_said_so_and_nothing_changes(
 ) -> None:
     made = decided(home)
     code, out, err = said(verb[0], number, *verb[1:], "--reason", "x", "--json")
-    assert (code, json.loads(out)["error"]["what"]) == (1, f"there is no decision {number}")
+    assert (code, json.loads(out)["error"]["what"]) == (1, f"no such decision: {number}")
     assert f"the last one is {made.id}" in err
     assert len(json.loads(said("history", "--json")[1])) == 1
 

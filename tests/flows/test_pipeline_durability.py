@@ -116,7 +116,7 @@ def test_a_tuner_whose_lock_was_lost_cannot_store_or_publish_what_it_measured(
     assert other.go_on() == 0
     before = (home / snapshot.FILE).read_bytes()
     assert stale.go_on() == 1
-    assert "another process has taken this device over" in stale.complaints.read_text()
+    assert "another process has taken over this device" in stale.complaints.read_text()
     assert f"pid {other.pid} " in stale.complaints.read_text()
     assert (home / snapshot.FILE).read_bytes() == before
     said = stale.said()

@@ -421,7 +421,7 @@ def test_a_stale_lease_is_refused_through_the_daemon_too(ledger: Ledger) -> None
     lease, _ = ledger.take_over(FP.hw_id, "the first")
     ledger.take_over(FP.hw_id, "the second")
     spend = commands.Spend(key=budget_key(FP.hw_id, ATTN), amount=0.001, reason="")
-    with pytest.raises(LedgerError, match="taken this device over"):
+    with pytest.raises(LedgerError, match="taken over this device"):
         commands.work(ledger, spend, {FP.hw_id: lease})()
     assert commands.work(ledger, spend, {})() is True
 

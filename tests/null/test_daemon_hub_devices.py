@@ -224,7 +224,7 @@ def test_a_tuner_of_one_device_keeps_nobody_from_another_and_each_has_its_epoch(
             record(other, "of its like", fp=there)
         record(ledger, "of the gpu", fp=there)
         ledger.take_over(H200.hw_id, "another tuner", UUID)
-        with pytest.raises(LedgerError, match="taken this device over"):
+        with pytest.raises(LedgerError, match="taken over this device"):
             record(ledger, "late", fp=there)
         record(ledger, "of the cpu", fp=this_machine())
 
