@@ -1,5 +1,5 @@
-"""The kernels autosel chose, inside what people already run: PyTorch, transformers, serving engines.
+"""Run the kernels that autosel chose inside other software: PyTorch, transformers, serving engines.
 
-Nothing here acts on import: each integration is switched on by one explicit call and off by another. Only the names of
-operators, `torch.ops.autosel`, are offered by `import autosel`.
+Nothing here acts on import: one explicit call switches an integration on, another one off. `import autosel` only offers
+the names of operators, `torch.ops.autosel`.
 """

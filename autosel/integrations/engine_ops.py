@@ -1,12 +1,14 @@
-"""What the plug-ins of serving engines share: what was decided for these tensors, or None: then the engine's own runs.
+"""Serve decided kernels in the plug-ins of serving engines; return None if nothing is decided, and the engine's own
+kernel runs.
 
-An engine's own kernels are better than autosel's baseline, which is eager PyTorch: only where something else than the
-baseline was decided for a shape, and serves, does it run: not where it was demoted, is stale or cannot be loaded.
-Calls that are left to the engine are counted, so that `record`, `status` and the daemon know of them.
-Inside torch.compile nothing is asked: there the engine's own code is compiled. Of tensors that no workload describes
-nothing was decided. What raises here is the engine's again from then on, with one warning.
+An engine's own kernels are faster than autosel's baseline, which is eager PyTorch. So autosel runs only if another arm
+than the baseline was decided for a shape and serves: not if it was demoted, is stale or cannot be loaded. Calls left to
+the engine are counted, so that `record`, `status` and the daemon see them. Inside torch.compile the engine's own code
+is compiled. Tensors that no workload describes have no decision. After an exception here the engine's kernel runs from
+then on, with one warning.
 
-In a CUDA graph serves what ran before the capture, as engines warm up: loading a kernel may not be captured.
+A CUDA graph contains the kernels that ran before the capture, in the engine's warm-up: loading a kernel may not be
+captured.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from autosel.values import count_bucket, length_bucket
 log = logging.getLogger(__name__)
 MOST_SHAPES = 1024
 MOST_TILES_BYTES = 1 << 20
-MOST_SAID = 8  # different warnings of an op
+MOST_SAID = 8  # different warnings per op
 
 
 class Decided:
-    """What was decided for an op, by the shapes of a call; asked anew when another home serves, or a shape is new."""
+    """Hold the decisions of an op by the shapes of a call; looked up again for another home or a new shape."""
 
     def __init__(self, op: str) -> None:
         self.op = op
@@ -44,8 +46,8 @@ class Decided:
         self.said: set[str] = set()
 
     def __call__(self, key: Any, *arguments: Any, length: int | None = None, out: Tensor | None = None) -> Any:
-        """The op's result, or None. `key` holds whatever of the arguments another workload would differ in, `length`
-        the longest context, by which the arm may change within a key."""
+        """Return the op's result, or None. `key` holds all other properties that distinguish workloads, `length` the
+        longest context, by which the arm may change within a key."""
         found = self._found(key, arguments)
         if found is None:
             return None
@@ -91,25 +93,24 @@ class Decided:
 
 
 class Fits:
-    """Is an engine's decode step the one that was written for? Looked at once, at the first step, and told of if not:
-    another release of the engine is left to its own attention, instead of a crash at its first token.
-    """
+    """Check once, at the first decode step, that the engine's interface is the expected one. Another release of the
+    engine then uses its own attention, with a message, instead of crashing at its first token."""
 
     def __init__(self, engine: str) -> None:
         self.engine = engine
         self.why: str | None = None
 
     def __call__(self, *looks: Callable[[], str]) -> bool:
-        """`looks`: each gives what is otherwise than expected, or ""."""
+        """Return True if it fits; each of `looks` returns a difference from the expectation, or ""."""
         if self.why is None:
             self.why = next((why for look in looks if (why := look())), "")
             if self.why:
-                log.warning("%s's own attention runs, not what was decided for paged_attn: %s", self.engine, self.why)
+                log.warning("%s's own attention runs, not the decided kernel for paged_attn: %s", self.engine, self.why)
         return not self.why
 
 
 def lacking(thing: Any, *names: str) -> str:
-    """Which of these attributes a thing has not."""
+    """Return which of these attributes an object lacks."""
     absent = [name for name in names if not hasattr(thing, name)]
     return f"{type(thing).__name__} has no {', '.join(absent)}" if absent else ""
 
@@ -122,7 +123,7 @@ PAGED = Decided("paged_attn")
 def norm(
     x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """y of x[..., d], or (y, x + residual)."""
+    """Return y of x[..., d], or (y, x + residual)."""
     if torch.compiler.is_compiling() or not x.numel() or not _inference(x, weight):
         return None
     rows = x.reshape(-1, x.shape[-1])
@@ -139,7 +140,7 @@ def norm(
 
 
 def gated(op: str, x: Tensor, *more: int) -> Tensor | None:
-    """swiglu or geglu of x[..., 2 I], gate before up."""
+    """Return swiglu or geglu of x[..., 2 I], with gate before up."""
     if torch.compiler.is_compiling() or not x.numel() or not _inference(x):
         return None
     gate, up = x.reshape(-1, x.shape[-1]).chunk(2, dim=-1)
@@ -162,10 +163,10 @@ def paged(
     out: Tensor,
     longest: int = 0,
 ) -> bool:
-    """One decode step of q[B,Hq,1,D] over k/v[pages,page,Hkv,D], written to `out`; False: nothing was decided.
+    """Run one decode step of q[B,Hq,1,D] over k/v[pages,page,Hkv,D] into `out`; return False if nothing is decided.
 
-    `longest`: for which context the engine will capture this step. It is run once for that before, which is as right,
-    because an engine's warm-up has short contexts.
+    `longest`: the context for which the engine will capture this step. The step also runs once with that context first,
+    because an engine's warm-up has short contexts; the result is equally correct.
     """
     if torch.compiler.is_compiling() or not _inference(q):
         return False
@@ -190,7 +191,7 @@ Lookup = Callable[[int, int, int, int], dict[int, Any] | None]
 
 
 def handed_over(own: Lookup, named: Callable[[int, int, int, int], str]) -> Lookup:
-    """The engine's lookup of tiles, which finds those of AUTOSEL_ENGINE_FILES before its own."""
+    """Wrap the engine's lookup of tiles, so that it finds those of AUTOSEL_ENGINE_FILES before its own."""
 
     @functools.wraps(own)
     def lookup(n: int, k: int, block_n: int, block_k: int) -> dict[int, Any] | None:

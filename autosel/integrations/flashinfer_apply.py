@@ -1,13 +1,14 @@
-"""FlashInfer's `trace_apply`: what was decided, under FlashInfer's definition names, for whatever calls FlashInfer.
+"""Serve decided kernels through FlashInfer's `trace_apply`, under its definition names, to all callers of FlashInfer.
 
     from autosel.integrations import flashinfer_apply
     print(flashinfer_apply.enable(rms_eps=1e-6))      # before the engine starts; flashinfer.trace_apply.stats() counts
     flashinfer_apply.disable()
 
 Gated activations (`silu_and_mul_h28672`, `gelu_tanh_and_mul_h..`, `gelu_and_mul_h..`) and norms (`rmsnorm_h4096`,
-`fused_add_rmsnorm_h4096`, `gemma_rmsnorm_h4608`). FlashInfer's definitions of norms fix epsilon at 1e-6 and do not pass
-the call's on: they are registered for a model of that epsilon alone. Attention is not: its definitions leave out window
-and softcap. Nor is `gemma_fused_add_rmsnorm`: its definition does not say where it writes.
+`fused_add_rmsnorm_h4096`, `gemma_rmsnorm_h4608`). FlashInfer's definitions of norms fix epsilon at 1e-6 and
+ignore the call's value, so norms are registered only for models with that epsilon. Attention is not registered, because
+its definitions leave out window and softcap, nor `gemma_fused_add_rmsnorm`, whose definition does not say where it
+writes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autosel.ledger import snapshot
 from autosel.ledger.key import current_mode, matters
 from autosel.values import SERVING, Decision
 
-EPSILON = 1e-6  # of FlashInfer 0.7's definitions rmsnorm and fused_add_rmsnorm
+EPSILON = 1e-6  # fixed in FlashInfer 0.7's definitions rmsnorm and fused_add_rmsnorm
 WRITTEN_FOR = "0.7.2"
 Function = Callable[..., Any] | None
 GELU = {0: "gelu_and_mul", 1: "gelu_tanh_and_mul"}
@@ -32,19 +33,19 @@ GELU = {0: "gelu_and_mul", 1: "gelu_tanh_and_mul"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """The definitions that FlashInfer routes here, and what was decided but is not among them, with the reason."""
+    """List the definitions that FlashInfer routes here, and the decisions that are left out, with the reason."""
 
     names: tuple[str, ...]
     left: tuple[str, ...]
 
     def __str__(self) -> str:
         lines = [f"autosel serves {len(self.names)} of FlashInfer's definitions: {', '.join(self.names)}"]
-        return "\n".join([*lines, *(f"  left as it was: {line}" for line in self.left)])
+        return "\n".join([*lines, *(f"  not routed: {line}" for line in self.left)])
 
 
 def enable(*, rms_eps: float) -> Applied:
-    """From now on, in this process. Raises UsageError: no FlashInfer or another interface, nothing to serve, or
-    somebody else's solutions in force; then nothing was changed."""
+    """Route from now on, in this process. Raises UsageError, changing nothing, if FlashInfer is missing or has another
+    interface, if there is nothing to serve, or if other solutions are in force."""
     apply = _trace_apply()
     if apply.is_enabled():
         raise UsageError(
@@ -64,7 +65,7 @@ def enable(*, rms_eps: float) -> Applied:
 
 
 def disable() -> None:
-    """FlashInfer's own kernels again."""
+    """Restore FlashInfer's own kernels."""
     _trace_apply().disable_apply()
 
 
@@ -90,7 +91,7 @@ def _installed() -> str:
 
 
 def _own(name: str) -> Function:
-    """FlashInfer's function of that name, while nothing is put in its place yet."""
+    """Return FlashInfer's function of that name, before it is replaced."""
     import flashinfer
 
     found: Function = getattr(flashinfer, name, None)
@@ -103,9 +104,10 @@ def _decisions() -> list[Decision]:
 
 
 def serving(decided: Iterable[Decision]) -> list[Decision]:
-    """Those that can serve a call of FlashInfer's here: on a GPU of this machine, or its CPU where there is none.
+    """Return decisions that can serve a call of FlashInfer here: on a GPU of this machine, or on its CPU if there is
+    none.
 
-    A definition that is routed here for another's sake only delays FlashInfer's own kernel.
+    Routing other definitions would only delay FlashInfer's own kernel.
     """
     first, *gpus = places_here()
     kinds = {device_at(place)[0].hw_id: kind_of(place) for place in gpus or (first,)}
@@ -120,7 +122,8 @@ Own = Callable[[str], Function]
 def definitions(
     decided: Iterable[Decision], rms_eps: float, own: Own = lambda name: None
 ) -> tuple[dict[str, Callable[..., Any]], list[str]]:
-    """FlashInfer's name -> a callable by keyword; and what has none, with the reason. `own` gives FlashInfer's."""
+    """Return FlashInfer's name -> a callable by keyword, and the decisions without a definition, with the reason. `own`
+    returns FlashInfer's function."""
     served: dict[str, Callable[..., Any]] = {}
     left: list[str] = []
     for d in decided:
@@ -143,9 +146,9 @@ def definitions(
     return served, left
 
 
-# A matched definition that raises is an error to FlashInfer, never a way back: where this count of rows was not decided
-# FlashInfer's own function is called from here; on a CPU, for which it has no kernel, the op's eager composition. Each
-# takes the names of the definition's inputs.
+# If a matched definition raises, FlashInfer fails and does not fall back. So for undecided numbers of rows this calls
+# FlashInfer's own function; on a CPU, where it has no kernel, the op's eager composition. Arguments have the names of
+# the definition's inputs.
 
 
 def _gated(own: Function, op: str, *more: int) -> Callable[..., Any]:
@@ -180,14 +183,14 @@ def _add_norm(own: Function) -> Callable[..., Any]:
         if made is not None:
             return made
         if own and hidden_states.is_cuda:
-            own(hidden_states, residual, weight, eps=EPSILON)  # in place, where FlashInfer puts what is returned here
+            own(hidden_states, residual, weight, eps=EPSILON)  # in place, where FlashInfer stores the returned tensor
             return hidden_states, residual
         return _eager("add_rmsnorm", hidden_states, residual, weight, EPSILON, 0.0, 0)
 
     return run
 
 
-# Op and traits -> the beginning of FlashInfer's name, and what makes what runs.
+# op and traits -> the start of FlashInfer's name, and the maker of its callable
 NORMS: Mapping[Any, tuple[str, Callable[[Function], Callable[..., Any]]]] = {
     ("rmsnorm", ()): ("rmsnorm", _norm),
     ("rmsnorm", (("offset", 1.0),)): ("gemma_rmsnorm", _gemma_norm),

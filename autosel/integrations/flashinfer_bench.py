@@ -1,11 +1,11 @@
-"""Decisions as a flashinfer-bench dataset, and its solutions as sources to race.
+"""Export decisions as a flashinfer-bench dataset, and unpack its solutions as sources to race.
 
-    definitions/<name>.json   the op at one model's sizes; what calls vary (M, B, S, L) are variable axes
-    solutions/<name>.json     what was decided, with its sources: C++ behind a generated `run`, or PyTorch
-    traces/<name>.jsonl       one line a decision: what parity and race found
+    definitions/<name>.json   the op at one model's sizes; M, B, S and L are variable axes
+    solutions/<name>.json     decided kernels with their sources: C++ behind a generated `run`, or PyTorch
+    traces/<name>.jsonl       one line per decision: results of parity and race
 
-Written from flashinfer-bench 0.1's schema (Definition, Solution, Trace) and checked by its own parser in our tests.
-Of a decision without a race (pinned by hand) there is a solution and no trace: nothing was measured.
+The format follows flashinfer-bench 0.1's schema (Definition, Solution, Trace), and tests check it with its own parser.
+A decision without a race (pinned by hand) has a solution and no trace, because nothing was measured.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TAG, OF_DTYPE, OF_TRAITS = "autosel:op=", "autosel:dtype=", "autosel:traits="
 DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 INT32, INT64 = "int32", "int64"
 
-# Axes of each tensor, outputs included; `name:dtype` where it is not the workload's.
+# Axes of each tensor, outputs included; `name:dtype` if it differs from the workload's.
 SHAPES: Mapping[str, Mapping[str, str]] = {
     "linear": {"x": "M K", "w": "N K", "bias": "N", "residual": "M N", "y": "M N"},
     "attn": {"q": "B Hq S D", "k": "B Hkv L D", "v": "B Hkv L D", "lengths:int32": "B", "o": "B Hq S D"},
@@ -74,7 +74,7 @@ OP_TYPE = {"linear": "gemm", "attn": "gqa_decode", "prefill_attn": "gqa_prefill"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """A decision and what it rests on."""
+    """Hold a decision and its evidence."""
 
     decision: Decision
     device: Fingerprint | None
@@ -86,21 +86,21 @@ class Exported:
     definitions: int
     solutions: int
     traces: int
-    left: tuple[str, ...]  # workloads that flashinfer-bench has no words for, with the reason
+    left: tuple[str, ...]  # workloads that flashinfer-bench cannot express, with the reason
 
 
 # --- export ----------------------------------------------------------------------------------------------------------
 
 
 def export(decided: Iterable[Decided], folder: Path) -> Exported:
-    """Write the dataset, all of it or nothing. Files of the same name are replaced; others in the folder stay."""
+    """Write the complete dataset or nothing. Files of the same name are replaced; others in the folder stay."""
     files, made = documents(decided)
     folders.put(folder, files)
     return made
 
 
 def documents(decided: Iterable[Decided]) -> tuple[dict[str, str], Exported]:
-    """The dataset's files by name, and what is in it."""
+    """Return the dataset's files by name, and their contents."""
     definitions: dict[str, dict[str, Any]] = {}
     solutions: dict[str, dict[str, Any]] = {}
     traces: dict[str, list[dict[str, Any]]] = {}
@@ -141,7 +141,7 @@ def unspeakable(d: Decision) -> str:
 
 
 def definition_name(w: Workload) -> str:
-    """`rmsnorm_d4096_bf16`: what calls vary is left out."""
+    """Return `rmsnorm_d4096_bf16`, without the dimensions that vary between calls."""
     sizes = [f"{n.lower()}{s}" for n, s in w.dims if n not in COUNT_DIMS | LENGTH_DIMS]
     traits = [f"{n}{value}" for n, value in w.traits]
     return re.sub(r"[^A-Za-z0-9_.]", "-", "_".join([w.op, *sizes, w.dtype, *traits]))
@@ -166,7 +166,7 @@ def definition(w: Workload) -> dict[str, Any]:
 
 
 def workload_of(definition: Mapping[str, Any], axes: Mapping[str, int]) -> Workload | None:
-    """The workload of a definition of ours at these sizes, None for one of others. Raises BadConfig."""
+    """Return the workload of an autosel definition at these sizes, None for other definitions. Raises BadConfig."""
     tags = [t for t in definition.get("tags") or () if isinstance(t, str)]
     found = {key: [t.removeprefix(key) for t in tags if t.startswith(key)] for key in (TAG, OF_DTYPE, OF_TRAITS)}
     if not found[TAG]:
@@ -192,7 +192,8 @@ def workload_of(definition: Mapping[str, Any], axes: Mapping[str, int]) -> Workl
 
 
 def _passed(op: Op, w: Workload) -> list[Arg]:
-    """The arguments a caller gives: an optional tensor this workload has not, and settings it fixes, are left out."""
+    """Return the arguments that a caller gives, without optional tensors that this workload lacks and settings that it
+    fixes."""
     fixed = {"scale", "max_len", *op.trait_defaults}
     given = {"lengths": bool(w.trait("ragged", False))}
     given |= {n: bool(w.trait(n, False)) for n in ("bias", "residual")}
@@ -227,7 +228,7 @@ def _tensor(w: Workload, name: str) -> dict[str, Any]:
 
 
 def solution(w: Workload, arm: Arm) -> dict[str, Any]:
-    """In destination-passing style: `run(inputs..., outputs...)`."""
+    """Return a solution in destination-passing style: `run(inputs..., outputs...)`."""
     op = ops.find(w.op)
     recipe = arm.recipe
     if isinstance(recipe, NativeRecipe):
@@ -254,7 +255,8 @@ def solution(w: Workload, arm: Arm) -> dict[str, Any]:
 
 
 def _cpp_run(op: Op, w: Workload, recipe: NativeRecipe, arm: Arm) -> str:
-    """Our entry takes every argument and its knobs; this one takes what the definition names and fixes the rest."""
+    """Return C++ source of `run`. autosel's entry takes every argument and the knobs; `run` takes the definition's
+    arguments and fixes the rest."""
     passed = {a.name for a in _passed(op, w)}
     types = {"int": "int64_t", "float": "double"}  # else a tensor
     names = [*(a.name for a in op.args if a.name in passed), *op.output_names]
@@ -284,7 +286,8 @@ def _cpp_fixed(arg: Arg, w: Workload) -> str:
 
 
 def _python_run(op: Op, w: Workload, function: str = "", *, writes: bool = False) -> str:
-    """`run` by the eager composition; a reference returns, a solution writes into its last arguments."""
+    """Return Python source of `run` with the eager composition; a reference returns, a solution writes into its last
+    arguments."""
     passed = {a.name for a in _passed(op, w)}
     outs = list(op.output_names) if writes else []
     names = [*(a.name for a in op.args if a.name in passed), *outs]
@@ -310,8 +313,8 @@ def _eager_source() -> str:
 
 
 def trace(one: Decided, solution_name: str) -> dict[str, Any]:
-    """What parity and the race found. Parity judges each element by its own bound, so there is no one absolute error:
-    the two fields that the schema asks for are NaN, and the largest share of a bound stands beside them."""
+    """Return the results of parity and race. Parity judges each element by its own bound, so there is no single
+    absolute error: the schema's two fields are NaN, and the largest share of a bound is given in addition."""
     d, parity = one.decision, one.parity
     verdict = d.verdict
     assert verdict is not None and parity is not None
@@ -356,14 +359,14 @@ MOST_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpacked:
-    """A solution's sources on disk, and how to name its entry to `autosel race --candidate`."""
+    """Hold a solution's sources on disk, and the name of its entry for `autosel race --candidate`."""
 
     op: str
     target: str
 
 
 def unpack(solution_file: Path, definition_file: Path, folder: Path) -> Unpacked:
-    """Write a solution's sources below `folder`. Nothing of it runs here. Raises BadConfig, UsageError."""
+    """Write a solution's sources into `folder`. Nothing of it runs here. Raises BadConfig, UsageError."""
     made, meant = _read(solution_file), _read(definition_file)
     if made.get("definition") != meant.get("name"):
         raise UsageError(
@@ -372,7 +375,7 @@ def unpack(solution_file: Path, definition_file: Path, folder: Path) -> Unpacked
     tags = [t.removeprefix(TAG) for t in meant.get("tags") or () if isinstance(t, str) and t.startswith(TAG)]
     if len(tags) != 1 or tags[0] not in ops.OPS:
         raise UsageError(
-            f"{definition_file} is none of autosel's ops",
+            f"{definition_file} is not one of autosel's ops",
             why=f"no one tag of it begins with {TAG}: argument order and bounds are not known",
             todo="race it by hand: autosel race OP --candidate FILE, with OP's arguments in order",
         )
@@ -388,13 +391,13 @@ def _unpacked(made: Mapping[str, Any], where: Path, folder: Path) -> str:
         raise BadConfig(f"{where}: entry {spec.get('entry_point')!r:.60} in {spec.get('language')!r:.20}")
     files = {_inside(s, where): s["content"] for s in sources}
     if file not in files:
-        raise BadConfig(f"{where}: its entry lies in {file!r:.60}, which it does not hold")
+        raise BadConfig(f"{where}: its entry lies in {file!r:.60}, which it does not contain")
     folders.put(folder, files)
     return f"{folder / file}:{symbol}"
 
 
 def _inside(source: Any, where: Path) -> str:
-    """A path that stays below the folder it is unpacked to."""
+    """Return a path that stays within the folder."""
     ok = isinstance(source, dict) and isinstance(source.get("path"), str) and isinstance(source.get("content"), str)
     path = Path(source["path"]) if ok else Path("/")
     if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in str(path) or "\0" in str(path):
@@ -408,10 +411,10 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise BadConfig(f"{path} is not JSON", why=str(error)) from error
     if not isinstance(data, dict):
-        raise BadConfig(f"{path} is no flashinfer-bench document")
+        raise BadConfig(f"{path} is not a flashinfer-bench document")
     return data
 
 
 def proof_of(found: Sequence[tuple[Arm, Any]], arm: Arm) -> Passed | None:
-    """The proof of this arm among a decision's."""
+    """Return the proof of this arm among a decision's proofs."""
     return next((p for a, p in found if a.digest == arm.digest and isinstance(p, Passed)), None)

@@ -1,12 +1,12 @@
-"""Traces of a flashinfer-bench dataset: what others measured elsewhere, and the workloads that they measured.
+"""Import traces of a flashinfer-bench dataset: measurements from elsewhere, and their workloads.
 
-    traces/**/*.jsonl        one line a trace: a definition, a workload, a solution, its evaluation
-    workloads/**/*.jsonl     the same without the last two: what is to be measured
-    definitions/**/*.json    what the traces mean: autosel's own by their tags, FlashInfer's by name (NAMES)
+    traces/**/*.jsonl        one line per trace: a definition, a workload, a solution, its evaluation
+    workloads/**/*.jsonl     the same without the last two: workloads to measure
+    definitions/**/*.json    the definitions of traces: autosel's by their tags, FlashInfer's by name (NAMES)
 
-Evidence from elsewhere decides nothing: it was no race of ours, on no device of ours. It is kept in `elsewhere.jsonl`
-of AUTOSEL_HOME with its origin, and `explain` shows it beside what was measured here. The workloads are recorded
-traffic for `tune --recorded`, each with as many calls as it has different inputs.
+Evidence from elsewhere decides nothing, because it is not from a race of autosel on this device. It is stored in
+`elsewhere.jsonl` of AUTOSEL_HOME with its origin, and `explain` shows it in addition to local results. The workloads
+form a recording for `tune --recorded`, each with as many calls as it has different inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPES: Mapping[str, DTypeName] = {theirs: ours for ours, theirs in flashinfer_b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elsewhere:
-    """One evaluation. `origin`: the file and line it was read from; times are None where the solution failed."""
+    """Hold one evaluation. `origin`: the file and line it was read from; times are None if the solution failed."""
 
     workload: Workload
     definition: str
@@ -54,11 +54,11 @@ class Elsewhere:
 class Traces:
     evidence: tuple[Elsewhere, ...]
     calls: Mapping[Workload, int]
-    left: tuple[str, ...]  # definitions that are none of our workloads, with the reason
+    left: tuple[str, ...]  # definitions without a workload in autosel, with the reason
 
 
 def read(dataset: Path) -> Traces:
-    """Of a dataset's folder. Nothing of it runs. Raises BadConfig, naming file and line."""
+    """Read a dataset's folder. Nothing of it runs. Raises BadConfig, naming file and line."""
     meant = {str(d.get("name")): d for d in map(_document, _files(dataset, "definitions", "json"))}
     evidence: list[Elsewhere] = []
     inputs: dict[Workload, set[str]] = {}
@@ -77,7 +77,7 @@ def read(dataset: Path) -> Traces:
     if not inputs and not left:
         raise BadConfig(
             f"{dataset} holds no traces",
-            why="there is no line in traces/**/*.jsonl, nor in workloads/**/*.jsonl",
+            why="traces/**/*.jsonl and workloads/**/*.jsonl contain no line",
             todo="name a flashinfer-bench dataset",
         )
     calls = {w: len(uuids) for w, uuids in inputs.items()}
@@ -89,7 +89,7 @@ def read(dataset: Path) -> Traces:
 def _files(dataset: Path, kind: str, ending: str) -> list[Path]:
     if kind == "definitions" and not (dataset / kind).is_dir():
         raise BadConfig(
-            f"{dataset} is no flashinfer-bench dataset", why=f"it has no folder {kind}", todo="name one that has it"
+            f"{dataset} is not a flashinfer-bench dataset", why=f"it has no folder {kind}", todo="name one that has it"
         )
     found = sorted((dataset / kind).rglob(f"*.{ending}"))
     if len(found) > MOST_FILES:
@@ -113,7 +113,7 @@ def _parsed(content: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise BadConfig(f"{where} is not JSON", why=str(error)) from error
     if not isinstance(data, dict):
-        raise BadConfig(f"{where} is no flashinfer-bench document")
+        raise BadConfig(f"{where} is not a flashinfer-bench document")
     return data
 
 
@@ -121,7 +121,7 @@ def _axes(line: Mapping[str, Any], where: str) -> dict[str, int]:
     found = line.get("workload")
     axes = found.get("axes") if isinstance(found, dict) else None
     if not isinstance(axes, dict) or not all(type(n) is int and 0 < n < 1 << 40 for n in axes.values()):
-        raise BadConfig(f"{where} is no trace", why="its workload has no axes, or one that is no size")
+        raise BadConfig(f"{where} is not a trace", why="its workload has no axes, or an invalid one")
     return axes
 
 
@@ -132,7 +132,7 @@ def _evaluated(line: Mapping[str, Any], w: Workload, where: str) -> Elsewhere:
     hardware = environment.get("hardware") if isinstance(environment, dict) else None
     named = (line.get("solution"), found.get("status"), hardware, found.get("timestamp"))
     if not all(isinstance(text, str) and text for text in named):
-        raise BadConfig(f"{where} is no trace", why="solution, status, hardware or timestamp is missing")
+        raise BadConfig(f"{where} is not a trace", why="solution, status, hardware or timestamp is missing")
     times = times if found["status"] == "PASSED" and isinstance(times, dict) else {}
     return Elsewhere(
         workload=w,
@@ -151,7 +151,7 @@ def _microseconds(ms: Any, where: str) -> float | None:
     if ms is None or ms == 0:  # the schema's default: not measured
         return None
     if type(ms) not in (int, float) or not 0 < ms < 1e9:
-        raise BadConfig(f"{where} is no trace", why=f"a time of {ms!r:.40} ms")
+        raise BadConfig(f"{where} is not a trace", why=f"a time of {ms!r:.40} ms")
     return float(ms) * 1e3
 
 
@@ -159,7 +159,7 @@ def _microseconds(ms: Any, where: str) -> float | None:
 
 
 class Unmapped(ValueError):
-    """No workload of ours, with the reason."""
+    """Raised for a trace without a workload in autosel, with the reason."""
 
 
 Sizes = Callable[[Mapping[str, int]], dict[str, int]]
@@ -167,7 +167,7 @@ Sizes = Callable[[Mapping[str, int]], dict[str, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """`tensor`: the input whose dtype is the workload's."""
+    """Map a definition to a workload. `tensor`: the input whose dtype is the workload's."""
 
     op: str
     tensor: str
@@ -188,14 +188,15 @@ def _product(a: Mapping[str, int]) -> dict[str, int]:
 
 
 def _paged(a: Mapping[str, int]) -> dict[str, int]:
-    """A trace says how many pages all sequences have together: L is their mean length, in whole pages."""
+    """Convert pages to lengths. A trace states the pages of all sequences together: L is their mean length, in whole
+    pages."""
     b = a["batch_size"]
     length = -(-a["num_kv_indices"] // b) * a["page_size"]
     sizes = {"Hq": a["num_qo_heads"], "Hkv": a["num_kv_heads"], "D": a["head_dim"], "page": a["page_size"]}
     return {"B": b, "S": 1, "L": length, **sizes}
 
 
-# The beginning of a name up to its first size, as FlashInfer 0.7 and its public dataset have them.
+# The start of a name up to its first size, as in FlashInfer 0.7 and its public dataset.
 NAMES: Mapping[str, Meaning] = {
     "rmsnorm_h": Meaning(op="rmsnorm", tensor="hidden_states", sizes=_rows, traits={}),
     "gemma_rmsnorm_h": Meaning(op="rmsnorm", tensor="hidden_states", sizes=_rows, traits={"offset": 1.0}),
@@ -210,7 +211,7 @@ NAMES: Mapping[str, Meaning] = {
 
 
 def workload(meant: Mapping[str, Mapping[str, Any]], name: str, variable: Mapping[str, int]) -> Workload:
-    """Raises Unmapped."""
+    """Return the workload. Raises Unmapped."""
     definition = meant.get(name)
     if definition is None:
         raise Unmapped("its definition is not in the dataset")
@@ -241,7 +242,7 @@ def _constants(definition: Mapping[str, Any]) -> dict[str, int]:
 
 
 def keep(home: Path, evidence: Iterable[Elsewhere]) -> int:
-    """Adds what is not there yet; how many."""
+    """Add new evaluations; return how many."""
     path = home / KEPT
     had = set(read_named(path, MOST_BYTES).decode().splitlines()) if path.is_file() else set()
     lines = dict.fromkeys(json.dumps(to_json(one), sort_keys=True) for one in evidence)
@@ -256,7 +257,7 @@ def keep(home: Path, evidence: Iterable[Elsewhere]) -> int:
 
 
 def kept(home: Path, bucket: str) -> list[Elsewhere]:
-    """What was imported of a bucket, those with the best speedup first."""
+    """Return the imported evaluations of a bucket, best speedup first."""
     path = home / KEPT
     if not path.is_file():
         return []
@@ -268,5 +269,5 @@ def kept(home: Path, bucket: str) -> list[Elsewhere]:
 
 
 def traffic(made: Traces, device: str, mode: str) -> recorded.Recorded:
-    """Their workloads as if this device had been asked for them, in this mode."""
+    """Return their workloads as a recording of this device, in this mode."""
     return recorded.Recorded(device=device, mode=mode, calls=made.calls)

@@ -1,7 +1,7 @@
 """Offer `torch.ops.autosel` once torch and autosel are both imported, in either order.
 
-Neither imports the other. The first op that is asked for makes all of them (`torch_ops`). An entry point of PyTorch's
-group `torch.backends` would do as much, but in every process of the environment, and its failure ends `import torch`.
+Neither imports the other. The first use of an op creates all of them (`torch_ops`). An entry point of PyTorch's group
+`torch.backends` would do the same, but in every process of the environment, and its failure would end `import torch`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAME = "autosel"
 
 
 def offer() -> None:
-    """Offer it now, if torch has been imported, else as soon as it is."""
+    """Offer it now if torch is imported, else as soon as it is."""
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "ops"):
         _put(torch)
@@ -25,7 +25,7 @@ def offer() -> None:
 
 
 class _Watch:
-    """A finder that finds torch as the others do, and is told when its import has ended."""
+    """Find torch through the other finders, and notice the end of its import."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch":
@@ -33,7 +33,7 @@ class _Watch:
         others = (finder for finder in list(sys.meta_path) if finder is not self and hasattr(finder, "find_spec"))
         spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            with suppress(AttributeError):  # a loader that takes no attributes: then torch is imported as ever
+            with suppress(AttributeError):  # a loader that accepts no attributes: torch is imported normally
                 _tell(spec.loader, self)
         return spec
 
@@ -57,7 +57,7 @@ def _put(torch: Any) -> None:
 
 
 def _namespace(kind: Any) -> Any:
-    """PyTorch's class of namespaces, which makes our ops when it is asked for what it does not have."""
+    """Replace PyTorch's class of namespaces, which creates the ops when a missing one is used."""
 
     class Namespace(kind):  # type: ignore[misc]
         offers = True
@@ -67,5 +67,5 @@ def _namespace(kind: Any) -> Any:
                 import_module("autosel.integrations.torch_ops")
             return super().__getattr__(name)
 
-    Namespace.__module__ = kind.__module__  # it goes into the names of ops
+    Namespace.__module__ = kind.__module__  # it becomes part of the names of ops
     return Namespace

@@ -1,10 +1,8 @@
-"""`autosel.activate()`: `scaled_dot_product_attention` runs what was decided, where something was.
+"""Make `scaled_dot_product_attention` run decided kernels: `autosel.activate()`. `autosel.deactivate()` ends it.
 
-`autosel.deactivate()` ends it.
-
-Through torch.nn.attention's registry of implementations, on the CPU, for calls that `attn` or `prefill_attn` describes:
-one query position over all keys, or a causal square; no mask, no dropout, no gradient. Every other call, and every
-shape that nobody has decided, goes to PyTorch's own kernel untouched.
+This uses torch.nn.attention's registry of implementations, on the CPU, for calls that `attn` or `prefill_attn`
+describes: one query position over all keys, or a causal square; no mask, no dropout, no gradient. All other calls and
+undecided shapes go to PyTorch's own kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +25,8 @@ MOST_SHAPES = 1024
 
 
 def activate() -> None:
-    """From now on, in this process. Does nothing if it is active. Raises UsageError if another implementation is."""
+    """Activate from now on, in this process. No effect if active. Raises UsageError if another implementation is
+    active."""
     from torch.nn import attention
 
     now = attention.current_flash_attention_impl()
@@ -44,7 +43,7 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """PyTorch's own attention again. Does nothing unless `activate` is in force."""
+    """Restore PyTorch's own attention. No effect unless `activate` is in force."""
     from torch.nn import attention
 
     if attention.current_flash_attention_impl() == NAME:
@@ -52,14 +51,14 @@ def deactivate() -> None:
 
 
 class Handle:
-    """The override, as long as the registry holds it."""
+    """Hold the override, as long as the registry contains it."""
 
     def __init__(self) -> None:
         self.own = torch.library.get_kernel(f"aten::{TARGET}", "CPU")
         self.bound: dict[tuple[Any, ...], Bound | None] = {}
-        self.inside = threading.local()  # a kernel that calls SDPA itself gets PyTorch's
+        self.inside = threading.local()  # a kernel that calls SDPA gets PyTorch's
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():  # overriding is what the registry is for
+        with warnings.catch_warnings():  # the registry exists for overriding
             warnings.simplefilter("ignore", UserWarning)
             self.library.impl(TARGET, self._call, "CPU", with_keyset=True, allow_override=True)
 
@@ -93,11 +92,12 @@ class Handle:
             o: Tensor = decided(q, k, v, *middle, scale or 0.0)
         finally:
             self.inside.now = False
-        # Only a backward pass reads the log-sum-exp, and none follows: whoever does anyway shall not take it for one.
+        # Only a backward pass reads the log-sum-exp, and none follows; NaN marks it as invalid.
         return o, q.new_full((q.shape[0], q.shape[1], q.shape[2]), torch.nan, dtype=torch.float32)
 
     def _decided(self, op: str, q: Tensor, k: Tensor, v: Tensor) -> Bound | None:
-        """What was decided for these shapes, or None where that is nothing, the baseline, or no longer serves."""
+        """Return the decided kernel for these shapes, or None if there is none, if it is the baseline, or no longer
+        serves."""
         key = (op, q.shape, k.shape[:2], length_bucket(k.shape[2]), v.shape[3], q.dtype, k.dtype, v.dtype)
         if key not in self.bound:
             if len(self.bound) >= MOST_SHAPES:
@@ -111,7 +111,7 @@ class Handle:
 
 
 def _op(q: Tensor, k: Tensor, is_causal: bool) -> str | None:
-    """SDPA's causal mask is aligned to the first key: with one query it would hide all keys but that."""
+    """Choose the op. SDPA's causal mask is aligned to the first key: with one query it would hide all other keys."""
     if q.shape[2] == 1 and not is_causal:
         return "attn"
     return "prefill_attn" if is_causal and q.shape[2] == k.shape[2] else None

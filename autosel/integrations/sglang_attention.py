@@ -1,9 +1,10 @@
-"""`--attention-backend autosel`: SGLang's own backend; its plain decode steps run what was decided for `paged_attn`.
+"""Provide `--attention-backend autosel`: SGLang's own backend, whose plain decode steps run decided kernels for
+`paged_attn`.
 
-SGLang's own is its Triton backend on a GPU and its PyTorch one on a CPU. Prompts, speculation, quantised or divided
-caches, sinks, encoders and all that was not decided run it. Pages are those of `--page-size` (1 unless set; more is
-fewer table entries to read). It has served on no GPU yet: tested is that it attends to what SGLang's cache holds.
-Importing this needs SGLang.
+SGLang's own backend is Triton's on a GPU and PyTorch's on a CPU. It runs prompts, speculation, quantised or divided
+caches, sinks, encoders and everything undecided. Pages have the size of `--page-size` (default 1; larger pages mean
+fewer table entries to read). It has not served on a GPU yet; tests check that it attends to the contents of SGLang's
+cache. Importing this needs SGLang.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ LAYER = (
 
 
 def create(runner: Any) -> Any:
-    """A backend for SGLang's registry. Raises ValueError for models with latent attention, as SGLang's own do."""
+    """Return a backend for SGLang's registry. Raises ValueError for models with latent attention, as SGLang's own
+    do."""
     if runner.use_mla_backend:
         raise ValueError("autosel's attention serves no latent attention (MLA): --attention-backend triton")
     if torch.device(runner.device).type == "cpu":
@@ -45,7 +47,7 @@ def create(runner: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What all layers of one decode step share. `max_len` is at least every length, known on the host."""
+    """Hold the data that all layers of a decode step share. `max_len` is at least every length, known on the host."""
 
     batch: Any
     table: Tensor  # [B, pages] int32
@@ -54,7 +56,7 @@ class Step:
 
 
 class DecodeSteps:
-    """Before one of SGLang's backends, whose attributes it reads."""
+    """Run before one of SGLang's backends, whose attributes it reads."""
 
     needs_cpu_seq_lens = True  # the longest of a batch, without a synchronisation
     step: Step | None = None
@@ -65,7 +67,8 @@ class DecodeSteps:
         self.step = self._step(forward_batch, None if known is None else int(known.max()))
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Recorded: replays read the tables of their own batch. How long it will be is not known: the longest."""
+        """Prepare a captured step: replays read the tables of their own batch. Its future length is unknown, so the
+        maximum is used."""
         super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
         self.step = self._step(forward_batch, None)
 
@@ -84,14 +87,15 @@ class DecodeSteps:
         ):
             return None
         slots = self.req_to_token_pool.req_to_token  # type: ignore[attr-defined]  # [requests, context]: a slot a token
-        if longest is None:  # the table is a little wider than the context: room for speculation, which is not ours
+        # the table is a little wider than the context, for speculation, which autosel does not serve
+        if longest is None:
             longest = min(slots.shape[1], getattr(self, "max_context_len", slots.shape[1]))
-        first = slots[:, : longest : pool.page_size].index_select(0, batch.req_pool_indices)  # of each page
+        first = slots[:, : longest : pool.page_size].index_select(0, batch.req_pool_indices)  # first entry of each page
         table = first if pool.page_size == 1 else first // pool.page_size
         return Step(batch=batch, table=table, lengths=batch.seq_lens.to(torch.int32), max_len=longest)
 
     def _other(self, batch: Any, pool: Any) -> str:
-        """What of this SGLang is not what a step is read from here."""
+        """Return how this SGLang differs from the interface that a step is read from here."""
         lacking = engine_ops.lacking
         return (
             lacking(self, "token_to_kv_pool", "req_to_token_pool") or lacking(pool, *POOL) or lacking(batch, *BATCH)
@@ -121,7 +125,7 @@ class DecodeSteps:
         return known and self._plain(q, k, layer, named) and CACHES(lambda: self._unpaged(layer))
 
     def _unpaged(self, layer: Any) -> str:
-        """Why a layer's cache cannot be read as pages, or ""."""
+        """Return why a layer's cache cannot be read as pages, or ""."""
         pool = self.token_to_kv_pool  # type: ignore[attr-defined]
         for held in (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)):
             wanted = (layer.tp_k_head_num, layer.qk_head_dim)
@@ -154,7 +158,7 @@ class DecodeSteps:
             step.lengths,
             step.max_len,
             scale=layer.scaling,
-            window=layer.sliding_window_size + 1,  # SGLang counts keys before the token's own; -1: no window
+            window=layer.sliding_window_size + 1,  # SGLang counts keys before the token itself; -1: no window
             softcap=float(layer.logit_cap or 0.0),
             out=out,
         )

@@ -1,12 +1,12 @@
-"""SGLang's plug-in: what was decided serves in SGLang, and exported tiles are found.
+"""Plug into SGLang: serve decided kernels, and provide exported tiles.
 
-Loaded by each SGLang process by itself (`sglang.srt.plugins`). It registers
+Each SGLang process loads this (`sglang.srt.plugins`). It registers
 
-- `--attention-backend autosel`: SGLang's own backend, whose decode steps run what was decided for `paged_attn`;
+- `--attention-backend autosel`: SGLang's own backend, whose decode steps run decided kernels for `paged_attn`;
 - SGLang's own hooks around RMSNorm, GemmaRMSNorm, SiluAndMul and GeluAndMul;
 - a hook around its lookup of tiles, where AUTOSEL_ENGINE_FILES names a folder.
 
-Where nothing was decided SGLang's own code runs.
+SGLang's own code runs in all other cases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ METHODS = ("forward_cuda", "forward_cpu")
 
 
 def register() -> None:
-    """Does nothing the second time, nor under AUTOSEL_DISABLE. Never raises: a server shall start without us."""
+    """Register once; no effect under AUTOSEL_DISABLE. Never raises, because a server must start without autosel too."""
     if settings.get("disable"):
         return
     try:
@@ -42,7 +42,7 @@ def register() -> None:
 
 
 def _hooks() -> tuple[Any, Any, dict[str, Callable[..., Any]]]:
-    """What to register where. All that could be missing is looked up before anything is changed."""
+    """Return what to register. All imports that may fail happen before anything is changed."""
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled as alike
     from sglang.srt.layers import activation, layernorm
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -83,8 +83,8 @@ def _attention() -> Callable[[], None]:
     return register
 
 
-# `alike`: does SGLang promise that a row comes out the same in any batch? What was decided for one batch may round
-# otherwise than for another.
+# `alike`: SGLang promises equal results for a row in any batch. A kernel decided for one batch may round differently
+# from another's.
 
 
 def _norm(offset: float, alike: Callable[[], bool]) -> Callable[..., Any]:

@@ -1,15 +1,15 @@
-"""Every op as `torch.ops.autosel.<op>`: for torch.compile, and for code that takes an operator, not a function.
+"""Provide every op as `torch.ops.autosel.<op>`, for torch.compile, and for code that needs an operator.
 
     import autosel, torch                                      # in either order (`namespace`)
     y = torch.ops.autosel.rmsnorm(x, weight, 1e-6)             # allocates
     torch.ops.autosel.rmsnorm.out(x, weight, 1e-6, out=y)      # writes; returns nothing
-    torch.ops.autosel.kv_append(k, v, positions, None, k_cache, v_cache)    # in place, as the op itself
+    torch.ops.autosel.kv_append(k, v, positions, None, k_cache, v_cache)    # in place, like the op
     torch.ops.autosel.linear_stored(x, codes, scales, None, "fp8_e4m3-row", None, None)    # a weight in a format
 
 An operator takes tensors, not a `Weight` or a `Cached`: `<op>_stored` takes their parts and the format's name.
 
-What runs is what `best()` serves for the call's shapes. By `Library.define/impl`, not `custom_op`, whose calls cost
-several times as much (benchmarks/bench_peers_dispatch.py). For inference: a backward pass raises.
+An operator runs the kernel that `best()` serves for the call's shapes. It uses `Library.define/impl`, because calls of
+`custom_op` cost several times as much (benchmarks/bench_peers_dispatch.py). For inference: a backward pass raises.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ NAMESPACE = "autosel"
 
 
 def results(op: Op) -> tuple[str, ...]:
-    """Names of the outputs that are not arguments already: out, or out0, out1, ..."""
+    """Return names of the outputs that are not arguments already: out, or out0, out1, ..."""
     inout = {a.name for a in op.args if a.role == "inout"}
     count = sum(name not in inout for name in op.output_names)
     return ("out",) if count == 1 else tuple(f"out{i}" for i in range(count))
 
 
 def schema(op: Op) -> str:
-    """Of the functional form; of the in-place form for an op that writes its arguments alone."""
+    """Return the schema of the functional form; for an op that only writes its arguments, of the in-place form."""
     returned = ", ".join("Tensor" for _ in results(op))
     return f"{op.name}({_parameters(op)}) -> {returned if len(results(op)) == 1 else f'({returned})'}"
 
 
 def out_schema(op: Op) -> str:
-    """Of the form that writes; it returns nothing, because a graph may not hold two names for one tensor."""
+    """Return the schema of the form that writes; it returns nothing, because a graph may not have two names for one
+    tensor."""
     written = ", ".join(f"Tensor({_alias(len(op.args) + i)}!) {name}" for i, name in enumerate(results(op)))
     return f"{op.name}.out({_parameters(op)}, *, {written}) -> ()"
 
@@ -58,7 +59,7 @@ def _parameters(op: Op) -> str:
 
 
 def _named(op: Op) -> list[str]:
-    """`name` or `name=default`; a default is possible only where all that follow have one."""
+    """Return `name` or `name=default`; a default is possible only if all following arguments have one."""
     texts: list[str] = []
     optional = True
     for arg in reversed(op.args):
@@ -71,7 +72,7 @@ def _named(op: Op) -> list[str]:
 def _kind(arg: Arg, position: int) -> str:
     if arg.role == "inout":
         return f"Tensor({_alias(position)}!)"
-    if arg.name == "max_len":  # it grows by one a token: a graph must not be compiled anew for each
+    if arg.name == "max_len":  # it grows by one per token: a graph must not be compiled again for each
         return "SymInt?"
     return {"optional": "Tensor?", "int": "int", "float": "float"}.get(arg.kind, "Tensor")
 
@@ -104,7 +105,7 @@ def _lm_head(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
     return (given["x"].new_empty((rows, given["w"].shape[0])),)
 
 
-# Written out rather than asked of `Op.outputs`, which takes numbers: these also take a graph's symbols for sizes.
+# Not taken from `Op.outputs`, which needs numbers: these also accept a graph's symbols for sizes.
 _FAKE: Mapping[str, Callable[[Mapping[str, Any]], tuple[Tensor, ...]]] = {
     "linear": _projected("w"),
     "attn": _like("q"),
@@ -139,7 +140,7 @@ def _register(op: Op, library: torch.library.Library) -> None:
 
 
 def _register_stored(op: Op, library: torch.library.Library) -> None:
-    """The form for operands in a format, of an op that takes any."""
+    """Register the form for operands in a format, for an op that takes any."""
     stored = [arg for arg in op.args if arg.kind in KINDS]
     if not stored:
         return
@@ -166,7 +167,7 @@ KINDS: Mapping[str, type] = {"weight": Weight, "cache": Cached}
 
 
 def _parts(arg: Arg) -> list[tuple[str, str]]:
-    """(kind, name) of what a stored form takes in an argument's place."""
+    """Return (kind, name) of the parts that a stored form takes for an argument."""
     if arg.kind not in KINDS:
         return [({"optional": "Tensor?", "int": "int", "float": "float"}.get(arg.kind, "Tensor"), arg.name)]
     zeros = [("Tensor?", f"{arg.name}_zeros")] if arg.kind == "weight" else []
@@ -174,7 +175,7 @@ def _parts(arg: Arg) -> list[tuple[str, str]]:
 
 
 def _functional(op: Op, names: str) -> Callable[..., Any]:
-    """Results are contiguous, whatever served them: the graph was told so."""
+    """Make results contiguous, whichever kernel ran: the graph expects it."""
     made = {0: "chosen()({})", 1: "return chosen()({}).contiguous()"}.get(
         len(results(op)), "return tuple([t.contiguous() for t in chosen()({})])"
     )
@@ -183,7 +184,7 @@ def _functional(op: Op, names: str) -> Callable[..., Any]:
 
 
 def _chosen(op: Op) -> Callable[[], Callable[..., Any]]:
-    """What `best(op)` gives, looked up anew only when another home serves (`use`)."""
+    """Return a function that returns `best(op)`, looked up again only when another home serves (`use`)."""
     held: list[Any] = [None, None]
 
     def chosen() -> Callable[..., Any]:

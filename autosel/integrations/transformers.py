@@ -1,11 +1,11 @@
-"""`autosel.patch(model)`: a Hugging Face model whose attention, norms, rotary, gated MLPs and projections run what was
-decided. `autosel.unpatch(model)` puts everything back.
+"""Patch a Hugging Face model with `autosel.patch(model)`: its attention, norms, rotary embeddings, gated MLPs and
+projections run decided kernels. `autosel.unpatch(model)` restores it.
 
-Modules are rebound one by one, so another model of the same class is left alone, and so are the model's configuration,
-its masks and transformers' registries. A module is replaced only after it was seen to compute the op it is replaced by,
-and the replacement to be right, on the module's own weights and the device that they lie on, against the op's float64
-reference. Calls that need a gradient, that come from another device, and all else the ops do not describe, run the
-module's own code: attention falls back to the implementation that the model was loaded with.
+Modules are replaced one by one. Other models of the same class do not change, nor do the model's configuration, its
+masks and transformers' registries. Before a module is replaced, checks against the op's float64 reference show that the
+module computes the op, and that the replacement is correct, on the module's own weights and device. Calls that need a
+gradient, that come from another device, or that the ops do not describe, run the module's own code: attention falls
+back to the implementation that the model was loaded with.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autosel.ops.stored import mapped
 log = logging.getLogger(__name__)
 
 NEEDED = "transformers 5"
-CACHE_NAMES = ("cache", "past_key_values")  # of the cache among attention's arguments: since 5.24, and before
+CACHE_NAMES = ("cache", "past_key_values")  # names of the cache among attention's arguments: since 5.24, and before
 KINDS = ("attention", "RMSNorm", "rotary", "MLP", "linear")
 STATIC_ROPE = ("default", "linear", "llama3")  # kinds whose frequencies do not change with the position
 FAMILIES = "Llama, Mistral, Qwen3 and Gemma3"
@@ -42,7 +42,7 @@ CHECKED = 16  # rows of a projection that are checked in float64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """A module that was left as it was."""
+    """Describe a module that was not replaced."""
 
     module: str
     kind: str
@@ -51,7 +51,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patched:
-    """What was replaced, of how many, by kind; and why the rest was not."""
+    """Count replaced modules, and their total, by kind; with the reasons for the others."""
 
     replaced: Mapping[str, int]
     found: Mapping[str, int]
@@ -59,19 +59,19 @@ class Patched:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{k} {self.replaced[k]}/{self.found[k]}" for k in KINDS if self.found[k])
-        reasons = sorted({f"{left.kind} left as it was: {left.reason}" for left in self.left})
+        reasons = sorted({f"{left.kind} not replaced: {left.reason}" for left in self.left})
         return "\n".join([f"autosel: {counts}", *(f"  {reason}" for reason in reasons)])
 
 
 Forward = Callable[..., Any]  # of (module, ...)
-Names = dict[str, Any]  # globals that a module's own forward is to read instead of its module's
-DEVICES = ("cpu", "cuda")  # where something can be decided
-PROVEN_ON = "_autosel_on"  # a patched module's attribute, so that a deep copy has it too: the device it was proven on
+Names = dict[str, Any]  # globals that a module's own forward reads instead of its module's
+DEVICES = ("cpu", "cuda")  # the device for which kernels can be decided
+PROVEN_ON = "_autosel_on"  # attribute of a patched module, so that a deep copy has it too: the device of the proof
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
-    """One module's replacement, proven and not yet made. `kind` is one of KINDS, or "frequencies"."""
+    """Hold one module's replacement, proven and not yet made. `kind` is one of KINDS, or "frequencies"."""
 
     name: str
     kind: str
@@ -83,10 +83,11 @@ class _Change:
 
 
 def patch(model: Any) -> Patched:
-    """Replace what can be; print and return the counts. The model is changed in place, all of it or nothing.
+    """Replace all supported modules; print and return the counts. The model is changed in place, completely or not at
+    all.
 
-    Raises UsageError for what is no transformers model, is patched already, mixes devices or dtypes, or has nothing
-    that can be replaced.
+    Raises UsageError if it is not a transformers model, is patched already, mixes devices or dtypes, or has nothing to
+    replace.
     """
     _refuse(model)
     changes, left = _plan(model)
@@ -99,7 +100,7 @@ def patch(model: Any) -> Patched:
         raise UsageError(
             f"nothing in {type(model).__name__} can be replaced",
             why=f"{_versions()}; {'; '.join(sorted({x.reason for x in left})) or 'no module of a kind autosel knows'}",
-            todo=f"autosel knows the modules of {FAMILIES}; the model is as it was",
+            todo=f"autosel knows the modules of {FAMILIES}; the model is unchanged",
         )
     try:
         device = next(model.parameters()).device
@@ -156,7 +157,7 @@ def _refuse(model: Any) -> None:
     if not isinstance(model, _pretrained()):
         raise UsageError(
             f"cannot patch {type(model).__module__}.{type(model).__name__}",
-            why=f"it is no transformers.PreTrainedModel ({_versions()})",
+            why=f"it is not a transformers.PreTrainedModel ({_versions()})",
             todo="patch the model itself, not a wrapper around it; elsewhere use torch.ops.autosel or autosel.best",
         )
     if is_patched(model):
@@ -165,7 +166,7 @@ def _refuse(model: Any) -> None:
     if len(devices) != 1 or next(iter(devices)).type not in DEVICES:
         raise UsageError(
             f"the model's parameters are on {', '.join(sorted(map(str, devices))) or 'no device'}",
-            why="patch proves every module where it lies, which has to be one CPU or one GPU for all",
+            why="patch proves every module on its device, which must be one CPU or one GPU for all",
             todo="model.to('cpu') or model.to('cuda:0') first; elsewhere autosel.best and torch.ops.autosel serve",
         )
     dtypes = {p.dtype for p in model.parameters()}
@@ -178,7 +179,8 @@ def _refuse(model: Any) -> None:
 
 
 def _pretrained() -> Any:
-    """Their base class. Raises UsageError, naming both versions, where what patching takes hold of is not there."""
+    """Return transformers' base class. Raises UsageError, naming both versions, if the parts that patching needs are
+    missing."""
     try:
         import transformers
     except ImportError as error:
@@ -191,7 +193,7 @@ def _pretrained() -> Any:
         raise UsageError(
             f"transformers {transformers.__version__} has another interface than {NEEDED}, for which patch was written",
             why=str(error),
-            todo=f"install a release of it:  {extras.command('hf')}; the model is as it was",
+            todo=f"install a release of it:  {extras.command('hf')}; the model is unchanged",
         ) from error
     return PreTrainedModel
 
@@ -210,7 +212,7 @@ def _versions() -> str:
 def _plan(model: Any) -> tuple[list[_Change], list[Left]]:
     changes: list[_Change] = []
     left: list[Left] = []
-    # The proofs' operands belong beside the weights, whatever the process makes its tensors on.
+    # The proofs' operands belong on the weights' device, whatever the process's default device.
     with torch.inference_mode(), next(model.parameters()).device:
         for name, module in model.named_modules():
             for kind, prove in _kinds(module):
@@ -218,7 +220,7 @@ def _plan(model: Any) -> tuple[list[_Change], list[Left]]:
                     changes.append(_Change(name=name, kind=kind, module=module, what=prove(module)))
                 except _NotThis as reason:
                     left.append(Left(module=name, kind=kind, reason=str(reason)))
-                except Exception as error:  # a class that only looks like one we know
+                except Exception as error:  # a class that only resembles a known one
                     log.info("%s cannot be tried", name, exc_info=True)
                     why = f"{type(module).__name__} cannot be tried: {type(error).__name__}: {error}"
                     left.append(Left(module=name, kind=kind, reason=why))
@@ -226,7 +228,7 @@ def _plan(model: Any) -> tuple[list[_Change], list[Left]]:
 
 
 def _rotary_or_nothing(changes: list[_Change], left: list[Left]) -> tuple[list[_Change], list[Left]]:
-    """A rotation needs to be told positions and frequencies; who tells them has no use without one."""
+    """Refuse rotary embeddings without known frequencies: the op needs positions and frequencies."""
     told = any(c.kind == "frequencies" for c in changes)
     used = any(c.kind == "rotary" for c in changes)
     if told and used:
@@ -237,11 +239,11 @@ def _rotary_or_nothing(changes: list[_Change], left: list[Left]) -> tuple[list[_
 
 
 class _NotThis(Exception):
-    """Why a module cannot be replaced."""
+    """Raised with the reason why a module cannot be replaced."""
 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str, Callable[[Any], Forward | Names]]]:
-    """What a module looks like it is; to be proven."""
+    """Return the kinds that a module resembles, still to be proven."""
     kind = type(module).__name__
     if type(module) is nn.Linear:
         yield "linear", _prove_linear
@@ -258,7 +260,7 @@ def _kinds(module: nn.Module) -> Iterator[tuple[str, Callable[[Any], Forward | N
 
 
 def _names_used(module: nn.Module) -> dict[str, Any]:
-    """Return the globals that its class's forward names, decorators around it left aside."""
+    """Return the globals that its class's forward names, without decorators around it."""
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, types.FunctionType):
         return {}
@@ -266,19 +268,19 @@ def _names_used(module: nn.Module) -> dict[str, Any]:
 
 
 def _own(module: nn.Module) -> None:
-    """Its forward is its class's own: neither ours nor that of `kernels`, accelerate or anyone else."""
+    """Check that its forward is its class's own, not replaced by autosel, `kernels`, accelerate or other code."""
     if "forward" in module.__dict__:
-        raise _NotThis("its forward was replaced by somebody else, and stays")
+        raise _NotThis("its forward was replaced by other code, and is kept")
 
 
 def _drawn(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
-    """Without touching the user's random state; on the device of the moment."""
+    """Draw without touching the user's random state, on the present device."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     return drawn.to(torch.get_default_device(), dtype)
 
 
 def _wrong(op: str, inputs: Mapping[str, Any], *got: Tensor) -> str:
-    """Why this is not the op's result for these inputs; "" if it is. The CPU's float64 judges, whatever computed it."""
+    """Return why this is not the op's result for these inputs; "" if it is. The CPU's float64 reference decides."""
     with torch.device("cpu"):
         there = {name: mapped(value, Tensor.cpu) for name, value in inputs.items()}
         found = ops.find(op).verify(there, [t.cpu() for t in got])
@@ -292,19 +294,19 @@ def _serves(op: str, inputs: Mapping[str, Any], *got: Tensor) -> None:
 
 
 def _dynamic(module: nn.Module, *tensors: Tensor) -> bool:
-    """Has the call to go the module's own way: as no op describes it, or because the model was moved since? Where
-    nobody proved it our baseline would serve, which is slower than the module's own code."""
+    """Return True if the call must run the module's own code: no op describes it, or the model was moved since. Without
+    a proof the baseline would serve, which is slower than the module's own code."""
     proven_on = getattr(module, PROVEN_ON, None)
     return any(t.device != proven_on for t in tensors) or _undescribed(*tensors)
 
 
 def _undescribed(*tensors: Tensor) -> bool:
-    """Is there nothing to compute, or a gradient to be had?"""
+    """Return True for an empty computation, or one that needs a gradient."""
     return tensors[0].numel() == 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
 def _ask(op: str) -> Callable[..., Any]:
-    """What serves an op; in a graph that is being compiled, the operator."""
+    """Return the callable that serves an op; in a graph that is being compiled, the operator."""
     served, operator = dispatch.best(op), _operator(op)
 
     def ask(*values: Any) -> Any:
@@ -342,12 +344,13 @@ def _prove_linear(module: nn.Linear) -> Forward:
 
 
 def _prove_norm(module: Any) -> Forward:
-    """Its class's name says little: Gemma's multiplies by 1 + weight and names its epsilon differently."""
+    """Prove a norm. Its class's name is not enough: Gemma's multiplies by 1 + weight and names its epsilon
+    differently."""
     _own(module)
     names = [n for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)]
     weight = module.weight
     if not names or weight.dim() != 1:
-        raise _NotThis("it names no epsilon, or its weight is no vector")
+        raise _NotThis("it has no epsilon, or its weight is not a vector")
     x = _drawn(3, weight.shape[0], dtype=weight.dtype)
     own = type(module).forward(module, x)
     inputs = {"x": x, "weight": weight, "eps": getattr(module, names[0])}
@@ -377,7 +380,7 @@ _GATED = (("swiglu", ()), ("geglu", (1,)), ("geglu", (0,)))
 
 
 def _prove_mlp(module: Any) -> Forward:
-    """The product in the middle is replaced; the projections are modules of their own."""
+    """Replace the product in the middle; the projections are separate modules."""
     _own(module)
     _refuse_other_mlp(module)
     dtype = next(module.parameters()).dtype
@@ -409,7 +412,8 @@ def _gated(op: str, gate: Tensor, up: Tensor, more: tuple[int, ...]) -> dict[str
 
 
 def _refuse_other_mlp(module: Any) -> None:
-    """Its class computes down(act(gate(x)) * up(x)) and nothing more: tried in float64 on a small one of that class."""
+    """Check that its class computes down(act(gate(x)) * up(x)) and nothing more, in float64 on a small module of that
+    class."""
     probe = copy.copy(module)
     probe._modules = {**module._modules}
     for seed, (name, sizes) in enumerate({"gate_proj": (8, 6), "up_proj": (8, 6), "down_proj": (6, 8)}.items()):
@@ -422,7 +426,7 @@ def _refuse_other_mlp(module: Any) -> None:
         got = type(module).forward(probe, x)
     except Exception as error:
         raise _NotThis(f"{type(module).__name__} takes more than its projections: {error}") from error
-    # The same sums of eight products in float64, in whatever order: apart by roundings of 2^-53 alone.
+    # The same sums of eight products in float64, in any order: they differ by roundings of 2^-53 alone.
     if not isinstance(got, Tensor) or not torch.allclose(got, expected, rtol=1e-12, atol=1e-12):
         raise _NotThis(f"{type(module).__name__} computes something else than down(act(gate(x)) * up(x))")
 
@@ -431,7 +435,7 @@ def _refuse_other_mlp(module: Any) -> None:
 
 
 def _prove_frequencies(module: Any) -> Forward:
-    """cos and sin stay what they are; beside them travel the positions and frequencies that they were made of."""
+    """Keep cos and sin unchanged, and attach the positions and frequencies that they were made from."""
     _own(module)
     kinds = module.rope_type if isinstance(module.rope_type, dict) else {"": module.rope_type}
     usable = {}
@@ -488,7 +492,7 @@ def _prove_rotation(module: Any) -> Names:
 def _rotated(
     served: Callable[..., Any], q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q [B,Hq,S,D] and k, as views of [B,S,H,D] where that is what they are."""
+    """Return q [B,Hq,S,D] and k, as views of [B,S,H,D] if that is their layout."""
     b, hq, s, d = q.shape
     rows = positions.expand(b, s).reshape(-1)
     tokens = (t.transpose(1, 2).reshape(b * s, t.shape[1], d) for t in (q, k))
@@ -515,14 +519,15 @@ def _around_attention(original: Forward, names: Names) -> Forward:
 
 
 def _with_globals(function: Any, names: Names) -> Forward:
-    """Return a copy of `function` that reads `names` instead of its module's; its module and other models keep theirs.
+    """Return a copy of `function` that reads `names` instead of its module's globals; its module and other models keep
+    theirs.
 
     Decorators of transformers around it are copied too, each around the copy. Raises _NotThis for other decorators.
     """
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         there = {**function.__globals__, **names}
-        there.pop("__name__")  # or torch.compile reads the globals of the module that has this name
+        there.pop("__name__")  # otherwise torch.compile would read the globals of the module with this name
         return _copied(function, there, function.__closure__)
     written_in = getattr(function, "__globals__", {}).get("__name__", "another kind")  # `wraps` hides it in __module__
     if not isinstance(function, types.FunctionType) or not written_in.startswith("transformers."):
@@ -555,7 +560,7 @@ def _copied(
 
 
 def _make_room(cache: Any, index: int | None) -> None:
-    """A plain dynamic layer of the cache becomes one that grows in place; others stay what they are."""
+    """Turn a plain dynamic layer of the cache into one that grows in place; others stay unchanged."""
     from transformers.cache_utils import DynamicLayer
 
     layers = getattr(cache, "layers", ())
@@ -565,9 +570,9 @@ def _make_room(cache: Any, index: int | None) -> None:
 
 @functools.cache
 def _growing() -> type:
-    """DynamicLayer copies every key and value it holds at each step. This one writes the new ones behind the old, in
-    room for an eighth more, as long as what it holds is what it returned last: after a crop, a reordering or any other
-    change it copies as its base does. Whoever holds older keys keeps them as they were."""
+    """Return a layer class that grows in place. DynamicLayer copies all its keys and values at each step. This one
+    appends, with room for an eighth more, as long as its contents are what it returned last: after a crop, a reordering
+    or any other change it copies like its base class. References to older keys remain valid."""
     from transformers.cache_utils import DynamicLayer
 
     class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -621,11 +626,11 @@ def _with_room(held: Tensor, needed: int) -> Tensor:
 # Arguments that no form of transformers' attention reads, or that a mask of one query already expresses.
 UNREAD = {"position_ids", "cache_position", "use_cache", "return_dict", "labels", "num_items_in_batch", "seq_idx"}
 UNREAD |= {"output_hidden_states", "output_router_logits", "logits_to_keep"}
-PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # FlashAttention alone reads them
+PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # only FlashAttention reads them
 
 
 def _prove_attention(module: Any) -> Names:
-    """Check that the module's own eager form computes the op, and that what serves the op is right."""
+    """Check that the module's own eager form computes the op, and that the kernel that serves the op is correct."""
     _own(module)
     if not getattr(module, "is_causal", False):
         raise _NotThis("it is not causal")
@@ -657,7 +662,7 @@ def _heads_of(module: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
 
 
 def _asking(registry: Any) -> Any:
-    """Return a copy of a registry of attention functions in which those that compute the op ask for the decision."""
+    """Return a copy of a registry of attention functions in which those that compute the op use the decision."""
     made = copy.copy(registry)
     kind: Any = type(registry)
     made.__class__ = _asking_kind(kind)
@@ -717,7 +722,8 @@ def _served_attention(
     sliding_window: int | None = None,
     **named: Any,
 ) -> Tensor | None:
-    """None for what the ops do not describe. Eager and sdpa have their windows in the mask, flash as an argument."""
+    """Return None for calls that the ops do not describe. Eager and sdpa have their windows in the mask, flash as an
+    argument."""
     s, keys, scale, cap = q.shape[2], k.shape[2], scaling or 0.0, softcap or 0.0
     known = UNREAD if form == "flash" else UNREAD | PACKED
     if dropout or any(named[n] is not None and named[n] is not False for n in named if n not in known):
@@ -727,7 +733,8 @@ def _served_attention(
     if s == 1 and mask is None:
         made: Tensor = _asked("attn")(q, k, v, None, keys, scale, 0, cap)
         return made
-    readable = form == "eager" or (form == "sdpa" and s == 1)  # sdpa's prompts have no mask where a causal one would do
+    # for prompts, sdpa has no mask where a causal one would do
+    readable = form == "eager" or (form == "sdpa" and s == 1)
     seen = _look(mask, module) if readable and mask is not None and mask.shape[-1] == keys else None
     if s == 1:
         return _by_spans(q, k, v, seen.spans, scale, cap) if seen and seen.spans else None
@@ -745,7 +752,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """What a mask lets through: (first, last + 1) of the keys each row's one query sees, or a prompt's causal half."""
+    """Describe a mask's visible keys: (first, last + 1) for each row's single query, or a prompt's causal half."""
 
     spans: Spans | None
     causal: bool
@@ -753,10 +760,11 @@ class _Seen:
 
 
 def _look(mask: Tensor, module: Any) -> _Seen | None:
-    """Read a mask [B,1,S,L], boolean or added to the scores, once for all modules of a step: one that asks again begins
-    another step, before which the caller may have written into its mask. None: not read, or it fades single scores."""
+    """Read a mask [B,1,S,L], boolean or added to the scores, once for all modules of a step. A module that reads it
+    twice starts another step, before which the caller may have changed its mask. None: not read, or it weakens single
+    scores."""
     if mask.dim() != 4 or mask.shape[1] != 1 or mask.device.type != "cpu" or torch.compiler.is_compiling():
-        return None  # to look into it a GPU would have to be waited for, which breaks a capture
+        return None  # reading it on a GPU would have to wait, which breaks a capture
     found: _Seen | None = getattr(mask, "_autosel", None)
     if found is None or id(module) in found.asked_by:
         lets = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
@@ -771,7 +779,8 @@ def _look(mask: Tensor, module: Any) -> _Seen | None:
 
 
 def _spans(seen: Tensor) -> Spans | None:
-    """(first, last + 1) of the keys each row sees, bool [B, L]; None unless each row sees one unbroken run."""
+    """Return (first, last + 1) of the keys that each row sees, from bool [B, L]; None unless each row sees one unbroken
+    run."""
     first, count = seen.int().argmax(-1), seen.sum(-1)
     end = seen.shape[1] - seen.flip(-1).int().argmax(-1)
     if not bool(((end - first == count) & (count > 0)).all()):
@@ -780,7 +789,7 @@ def _spans(seen: Tensor) -> Spans | None:
 
 
 def _by_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, cap: float) -> Tensor | None:
-    """Rows that see other keys than the rest are separate calls, unless they all begin at the first."""
+    """Split rows that see different keys into separate calls, unless all begin at the first key."""
     attn = _asked("attn")
     if len(set(spans)) == 1:
         first, end = spans[0]
@@ -800,7 +809,7 @@ def _by_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, cap: 
 
 
 def _asked(op: str) -> Callable[..., Any]:
-    """The board of the moment: models share one attention function."""
+    """Return the present board: models share one attention function."""
     return _operator(op) if torch.compiler.is_compiling() else dispatch.best(op)
 
 

@@ -1,8 +1,9 @@
-"""`--attention-backend CUSTOM`: vLLM's Triton backend; its plain decode steps run what was decided for `paged_attn`.
+"""Provide `--attention-backend CUSTOM`: vLLM's Triton backend, whose plain decode steps run decided kernels for
+`paged_attn`.
 
-Prompts, mixed batches, quantised caches, sinks, ALiBi, batch invariance and all that was not decided run vLLM's own
-kernel. Importing this needs vLLM and Triton. It has served on no GPU yet: tested is that it attends to what vLLM's
-cache holds.
+Prompts, mixed batches, quantised caches, sinks, ALiBi, batch invariance and everything undecided run vLLM's own kernel.
+Importing this needs vLLM and Triton. It has not served on a GPU yet; tests check that it attends to the contents of
+vLLM's cache.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class AutoselAttentionImpl(TritonAttentionImpl):  # type: ignore[misc]
         return made
 
     def _decode(self, query: Tensor, kv_cache: Tensor, m: Any, output: Tensor) -> bool:
-        """One token a sequence. kv_cache [blocks, Hkv, block, 2 D]: keys, then values."""
+        """Run one token per sequence. kv_cache [blocks, Hkv, block, 2 D]: keys, then values."""
         if m is None or not FITS(lambda: self._other(kv_cache, m)):
             return False
         if m.max_query_len != 1 or not self._plain(m) or kv_cache.dtype != query.dtype:
@@ -76,11 +77,11 @@ class AutoselAttentionImpl(TritonAttentionImpl):  # type: ignore[misc]
             window=self.sliding_window[0] + 1,  # vLLM's (w - 1, 0); (-1, -1) without one
             softcap=float(self.logits_soft_cap),
             out=output[:n].view(n, self.num_heads, 1, self.head_size),
-            longest=self.model.max_model_len if self.model is not None else 0,  # for which vLLM captures
+            longest=self.model.max_model_len if self.model is not None else 0,  # the maximum for which vLLM captures
         )
 
     def _other(self, kv_cache: Tensor, m: Any) -> str:
-        """What of this vLLM is not what a step is read from here."""
+        """Return how this vLLM differs from the interface that a step is read from here."""
         absent = engine_ops.lacking(m, *METADATA) or engine_ops.lacking(self, *IMPLEMENTATION)
         if not absent and (kv_cache.dim() != 4 or kv_cache.shape[-1] != 2 * self.head_size):
             return f"its cache is {list(kv_cache.shape)}, where [blocks, heads, block, {2 * self.head_size}] is read"
@@ -95,7 +96,7 @@ class AutoselAttentionImpl(TritonAttentionImpl):  # type: ignore[misc]
             and self.chunk_lookback == -1
             and m.mm_prefix_range is None
             and m.rswa_prefix_lens is None
-            and not envs.VLLM_BATCH_INVARIANT  # what was decided for one batch may round otherwise than for another
+            and not envs.VLLM_BATCH_INVARIANT  # a kernel decided for one batch may round differently from another's
         )
 
 

@@ -1,4 +1,4 @@
-"""vLLM's norms and gated activations with decided kernels. Importing this needs vLLM."""
+"""Serve vLLM's norms and gated activations with decided kernels. Importing this needs vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from autosel.integrations import engine_ops
 
 
 def _normed(layer: Any, x: Tensor, residual: Tensor | None, offset: float) -> Any:
-    """Half of a row's elements for its mean, no weight: not the op. One rounding for all batches: vLLM's own."""
+    """Leave to vLLM what is not the op: half of a row's elements for its mean, no weight, or one rounding for all
+    batches."""
     if envs.VLLM_BATCH_INVARIANT:
         return None
     if getattr(layer, "variance_size_override", None) is not None or not getattr(layer, "has_weight", True):

@@ -1,13 +1,13 @@
-"""vLLM's plug-in: what was decided serves in vLLM, and files exported for it are found. Entry point of autosel.
+"""Plug into vLLM (an entry point): serve decided kernels, and provide exported files.
 
-Loaded by each vLLM process by itself (`vllm.general_plugins`). It registers
+Each vLLM process loads this (`vllm.general_plugins`). It registers
 
-- `--attention-backend CUSTOM`: vLLM's Triton backend, whose decode steps run what was decided for `paged_attn`;
-- RMSNorm, GemmaRMSNorm, SiluAndMul and GeluAndMul with decided kernels, where vLLM does not compile the model
-  (`--enforce-eager`, or `--compilation-config '{"mode": 0}'`): what it compiles is its own, whatever `custom_ops` says;
-- the folder AUTOSEL_ENGINE_FILES names, before vLLM's own tiles.
+- `--attention-backend CUSTOM`: vLLM's Triton backend, whose decode steps run decided kernels for `paged_attn`;
+- RMSNorm, GemmaRMSNorm, SiluAndMul and GeluAndMul with decided kernels, unless vLLM compiles the model
+  (set `--enforce-eager`, or `--compilation-config '{"mode": 0}'`, regardless of `custom_ops`);
+- the folder of AUTOSEL_ENGINE_FILES, before vLLM's own tiles.
 
-Where nothing was decided vLLM's own code runs. A vLLM whose interface is another is left as it is, with a warning.
+vLLM's own code runs in all other cases. A vLLM with another interface is not changed, and a warning is printed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BACKEND = "autosel.integrations.vllm_attention.AutoselAttentionBackend"
 
 
 def register() -> None:
-    """Does nothing the second time, nor under AUTOSEL_DISABLE. Never raises: a server shall start without us."""
+    """Register once; no effect under AUTOSEL_DISABLE. Never raises, because a server must start without autosel too."""
     if settings.get("disable"):
         return
     try:
@@ -37,7 +37,7 @@ def register() -> None:
 
 
 def _parts() -> tuple[Any, ...]:
-    """What there is to register. All that could be missing is looked up before anything is changed."""
+    """Return what to register. All imports that may fail happen before anything is changed."""
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.quantization.utils import fp8_utils
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -56,10 +56,10 @@ def _parts() -> tuple[Any, ...]:
     def operators() -> None:
         for replaced, ours in REPLACED.items():
             if replaced.__name__ in op_registry_oot:
-                continue  # ours, or another plug-in's, which stays
+                continue  # autosel's, or another plug-in's, which stays
             flag = replaced.name
             replaced.register_oot(ours)
-            ours.name = flag  # what custom_ops calls it: vLLM would have it under the class's name
+            ours.name = flag  # the name for custom_ops; vLLM would use the class's name
 
     def files() -> None:
         from autosel.integrations.engine_ops import handed_over

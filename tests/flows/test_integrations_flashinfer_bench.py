@@ -288,7 +288,7 @@ def test_imported_traces_decide_nothing_and_can_be_tuned(
     ],
 )
 def test_a_trace_that_cannot_be_is_refused_by_its_line(changed: dict[str, Any], why: str, tmp_path: Path) -> None:
-    with pytest.raises(BadConfig, match=r"t\.jsonl:1 is no trace") as error:
+    with pytest.raises(BadConfig, match=r"t\.jsonl:1 is not a trace") as error:
         flashinfer_traces.read(foreign(tmp_path, "rmsnorm_h4096", **changed))
     assert why in str(error.value)
 

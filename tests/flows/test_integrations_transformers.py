@@ -293,7 +293,7 @@ def test_an_unknown_model_is_refused_with_the_versions_and_left_as_it_was() -> N
         autosel.patch(model)
     assert f"transformers {transformers.__version__}" in caught.value.why
     assert torch.equal(logits_of_gpt2(model), before)
-    with pytest.raises(UsageError, match=r"no transformers\.PreTrainedModel"):
+    with pytest.raises(UsageError, match=r"not a transformers\.PreTrainedModel"):
         autosel.patch(nn.Linear(2, 2))
 
 

@@ -40,7 +40,7 @@ def test_a_mask_elsewhere_is_not_read() -> None:
 def test_a_model_elsewhere_is_refused_for_the_reason_that_holds() -> None:
     with torch.device("meta"):
         hollow = llama()
-    with pytest.raises(UsageError, match="proves every module where it lies, which has to be one CPU or one GPU"):
+    with pytest.raises(UsageError, match="proves every module on its device, which must be one CPU or one GPU"):
         autosel.patch(hollow)
     spread = llama()
     spread.lm_head.to("meta")

@@ -103,7 +103,7 @@ def test_another_engines_export_is_not_overwritten(tmp_path: Path) -> None:
 )
 def test_what_is_no_manifest_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
     (tmp_path / folders.MANIFEST).write_bytes(text.encode())
-    with pytest.raises(BadConfig, match=r"autosel\.json is no manifest"):
+    with pytest.raises(BadConfig, match=r"autosel\.json is not the manifest"):
         folders.read(tmp_path)
 
 
@@ -178,4 +178,4 @@ def test_an_engine_starts_whatever_a_plug_in_raises(
     """vLLM calls its plug-ins without catching what they raise."""
     monkeypatch.setattr(plugin, begins, lambda: (_ for _ in ()).throw(RuntimeError("operator registered twice")))
     plugin.register()
-    assert caplog.messages == [f"autosel leaves {engine} as it is: RuntimeError: operator registered twice"]
+    assert caplog.messages == [f"autosel does not change {engine}: RuntimeError: operator registered twice"]

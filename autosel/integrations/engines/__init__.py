@@ -1,9 +1,9 @@
-"""Files that serving engines read: what autosel knows of a device, in each engine's own format, and whether it is read.
+"""Write files for serving engines: decisions and derived tiles in each engine's format, and check that they are read.
 
-    rows      what each row of a file says, and from where: measured, carried over, derived, or the engine's default
-    folder    the files and their manifest on disk, replaced as a whole file each
-    ask       the engine's own lookup, in a process of its own, answering for each row
-    <engine>  its format: vllm, sglang, inductor, hf_kernels (flashinfer's is the dataset of flashinfer_bench)
+    rows      the content and source of each row: measured, carried over, derived, or the engine's default
+    folder    the files and their manifest on disk, each replaced atomically
+    ask       the engine's own lookup of each row, in a separate process
+    <engine>  a format: vllm, sglang, inductor, hf_kernels (flashinfer's is the dataset of flashinfer_bench)
 
-No engine is a dependency: they pin torch, and ours must fit beside theirs.
+No engine is a dependency, because engines pin torch.
 """

@@ -1,7 +1,7 @@
-"""Ask the installed engine's own lookup, in a process of its own, which rows of an export it would really take.
+"""Run the installed engine's own lookup in a separate process, to find out which rows of an export it would use.
 
-A probe (`probes/<engine>.py`) needs the engine and the standard library, so that any Python that serves can be asked,
-with or without autosel in it. Nothing of the engine is started, and its settings are those of this environment.
+A probe (`probes/<engine>.py`) needs only the engine and the standard library, so it runs in any Python that serves,
+with or without autosel. It starts nothing of the engine, and uses the settings of this environment.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from autosel.integrations.engines.folder import Manifest
 from autosel.values import from_json, parse_json, to_json
 
 PROBES = Path(__file__).with_name("probes")
-PATIENCE_S = 300.0  # importing a serving engine takes a minute on a cold disk
+PATIENCE_S = 300.0  # importing a serving engine from a cold disk takes a minute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """Of one row: does the engine find it, as it is here; would it, on the device and with the setting it is for; and
-    where neither, why. `same`: is a default still this version's default?"""
+    """Report one row: whether the engine finds it here, whether it would with the right device and setting, and if
+    neither, why. `same`: whether a default is still this version's default."""
 
     here: bool
     there: bool
@@ -35,7 +35,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """`setting` is what must be in force for the rows to be found, in words to be typed; empty if it is in force."""
+    """Hold the reply. `setting` is the setting that the rows need, as text to type; empty if it is in force."""
 
     version: str
     device: str
@@ -52,11 +52,11 @@ class Reply:
 
 
 class NotInstalled(AutoselError):
-    """The engine is not in the Python that was asked."""
+    """Raised if the engine is not installed in that Python."""
 
 
 def ask(engine: str, folder: Path, made: Manifest, python: str = sys.executable) -> Reply:
-    """Raises NotInstalled, AutoselError with the engine's own last words, UsageError."""
+    """Ask the engine. Raises NotInstalled, AutoselError with the engine's last output, UsageError."""
     question = {"folder": str(folder.resolve()), "device": made.device, "rows": to_json(made.rows)}
     words = [python, str(PROBES / f"{engine.replace('-', '_')}_probe.py")]
     try:

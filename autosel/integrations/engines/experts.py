@@ -1,6 +1,6 @@
-"""The experts of a mixture-of-experts checkpoint, from its config.json: what a fused-MoE file is named after.
+"""Read the experts of a mixture-of-experts checkpoint from its config.json, to name fused-MoE files.
 
-autosel has no op for them yet and tunes none; engines' files for their kernel can still be derived, or pinned.
+autosel has no op for experts yet and tunes none; engines' files for their kernel can still be derived or pinned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ INNER = ("moe_intermediate_size", "intermediate_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """`chosen` of `count` experts a token; each is [2 inner, hidden] and [hidden, inner]. `block`: fp8's scales."""
+    """Describe the experts: `chosen` of `count` per token; each is [2 inner, hidden] and [hidden, inner]. `block`:
+    fp8's scales."""
 
     name: str
     count: int
@@ -34,7 +35,8 @@ class Experts:
 
 
 def read(model: str) -> Experts | None:
-    """None for a preset, and for a checkpoint without experts. Raises BadConfig for experts with a size missing."""
+    """Return None for a preset, and for a checkpoint without experts. Raises BadConfig for experts with a missing
+    size."""
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():

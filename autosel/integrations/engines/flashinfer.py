@@ -1,4 +1,4 @@
-"""FlashInfer's dataset (flashinfer_bench writes it) with a manifest, so that `doctor` can ask whether it is read."""
+"""Write FlashInfer's dataset (through flashinfer_bench) with a manifest, so that `doctor` can check that it is read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from autosel.integrations import flashinfer_bench
 from autosel.integrations.engines import folder as folders
 from autosel.integrations.engines.rows import Row
 
-VERSION = "0.1.2"  # of flashinfer-bench, whose schema it is
+VERSION = "0.1.2"  # of flashinfer-bench, which defines the schema
 
 
 def export(decided: Sequence[flashinfer_bench.Decided], folder: Path) -> flashinfer_bench.Exported:
-    """A row is a solution: the decision that it is, measured where a race stands behind it, else the user's word."""
+    """Export solutions, one per row: measured if the decision comes from a race, else by hand."""
     files, made = flashinfer_bench.documents(decided)
     rows = []
     for one in decided:

@@ -1,9 +1,9 @@
-"""An engine's files and their manifest in a folder.
+"""Keep an engine's files and their manifest in a folder.
 
-`autosel.json` is the manifest: what each row says, from which decision or formula, and a digest of each file. All files
-are written aside first and then moved into place, the manifest last; what cannot be written, or moved, leaves the
-folder as it was. What an earlier export wrote and this one does not is removed, if it is still as it was written;
-nothing else in the folder is touched.
+`autosel.json` is the manifest: the content of each row, its decision or formula, and a digest of each file. All files
+are first written elsewhere and then moved into place, the manifest last. If one cannot be written or moved, the folder
+is restored. Files of an earlier export that are not in this one are removed if unchanged; nothing else in the folder is
+touched.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`engine_version`: the release whose formats and defaults these are. `triton` and `device` are part of some
-    engines' file names."""
+    """Describe the files. `engine_version`: the release of these formats and defaults. `triton` and `device` are part
+    of some engines' file names."""
 
     engine: str
     engine_version: str
@@ -60,7 +60,7 @@ def write(
     rows: Sequence[Row],
     files: Mapping[str, str],
 ) -> Manifest:
-    """Put the files and their manifest there. Raises BadConfig; then the folder is as it was."""
+    """Write the files and their manifest. Raises BadConfig, leaving the folder unchanged."""
     before = _earlier(folder, engine)
     made = Manifest(
         engine=engine,
@@ -82,7 +82,7 @@ def write(
 def write_for(
     target: Target, folder: Path, *, engine: str, engine_version: str, rows: Sequence[Row], files: Mapping[str, str]
 ) -> Manifest:
-    """`write`, for a model's rows on a device."""
+    """Call `write` for a model's rows on a device."""
     return write(
         folder,
         engine=engine,
@@ -96,7 +96,7 @@ def write_for(
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of an export. Raises BadConfig, naming what is wrong."""
+    """Return the manifest of an export. Raises BadConfig, naming the error."""
     path = folder / MANIFEST
     try:
         content = files.read(path, MOST_BYTES)
@@ -110,10 +110,10 @@ def read(folder: Path) -> Manifest:
         data = parse_json(content, what=str(path))
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise ValueError(f"schema {data.get('schema') if isinstance(data, dict) else '?'!r}, known: {SCHEMA}")
-        data.pop("sources", None)  # for who reads the file
+        data.pop("sources", None)  # for human readers
         made: Manifest = from_json(Manifest, data)
     except ValueError as error:
-        raise BadConfig(f"{path} is no manifest of an export", why=str(error), todo="export again") from error
+        raise BadConfig(f"{path} is not the manifest of an export", why=str(error), todo="export again") from error
     for name in made.digests:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise BadConfig(f"{path}: {name!r:.80} leads elsewhere")
@@ -121,12 +121,12 @@ def read(folder: Path) -> Manifest:
 
 
 def changed(folder: Path, made: Manifest) -> tuple[str, ...]:
-    """Files that are no longer as they were written, or gone."""
+    """Return files that were changed or removed since they were written."""
     return tuple(name for name, digest in made.digests.items() if _digest_of(folder / name) != digest)
 
 
 def _earlier(folder: Path, engine: str) -> Mapping[str, str]:
-    """What the export that lies there wrote. One for another engine is not ours to replace."""
+    """Return the manifest of the earlier export in the folder. An export for another engine is not replaced."""
     if not (folder / MANIFEST).exists():
         return {}
     found = read(folder)
@@ -141,8 +141,8 @@ def _earlier(folder: Path, engine: str) -> Mapping[str, str]:
 
 
 def put(folder: Path, files: Mapping[str, str]) -> None:
-    """Each whole and in this order, or none of them: raises BadConfig, and the folder is as it was. A machine that dies
-    among the moves leaves some of them new; what they replaced lies in `.autosel-*` then."""
+    """Move all files into place in this order, or none: raises BadConfig, with the folder unchanged. If the machine
+    dies during the moves, some files are new, and the replaced ones are in `.autosel-*`."""
     with _aside(folder) as aside:
         for name, text in files.items():
             path = aside / "new" / name
@@ -163,7 +163,7 @@ def put(folder: Path, files: Mapping[str, str]) -> None:
 
 @contextmanager
 def _aside(folder: Path) -> Iterator[Path]:
-    """A folder on the same disk, gone afterwards."""
+    """Yield a temporary folder on the same disk."""
     with _naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=".autosel-", dir=folder))
@@ -182,7 +182,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _move(path: Path, old: Path, new: Path) -> None:
-    """`new` to `path`; what was there, to `old`."""
+    """Move `new` to `path`, and the present file to `old`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(0, "a folder of this name is there")
@@ -198,7 +198,7 @@ def _move(path: Path, old: Path, new: Path) -> None:
 
 
 def _move_back(folder: Path, name: str, old: Path) -> None:
-    """What was there, or nothing and no folder that is empty now."""
+    """Restore the previous files, and remove folders that are empty now."""
     path = folder / name
     with suppress(OSError):
         if old.exists():
@@ -223,5 +223,5 @@ def _digest_of(path: Path) -> str:
 
 
 def document(value: Any) -> str:
-    """JSON as an engine's file has it."""
+    """Return JSON as an engine's file has it."""
     return json.dumps(value, indent=4) + "\n"

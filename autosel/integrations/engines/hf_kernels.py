@@ -1,11 +1,11 @@
-"""A kernel package for Hugging Face `kernels`: layers that run what was decided, and the mapping that uses them.
+"""Write a kernel package for Hugging Face `kernels`: layers that run decided kernels, and the mapping to them.
 
-    build/torch-cpu/{__init__.py,layers.py,metadata.json}   what LocalLayerRepository loads (0.17)
+    build/torch-cpu/{__init__.py,layers.py,metadata.json}   loaded by LocalLayerRepository (0.17)
     mapping.json                                            layer of a model -> layer of the package
 
-A row is one layer name of Hugging Face's models, with the decisions behind it; a layer nobody decided is not in the
-mapping, so that the model's own forward stays: that is its default. The layers call `autosel.best`, which needs
-autosel and the decisions of the machine that serves.
+A row is one layer name of Hugging Face's models, with its decisions. A layer without a decision is not in the mapping,
+so the model's own forward, its default, is kept. The layers call `autosel.best`, which needs autosel and the decisions
+of the serving machine.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from autosel.values import SERVING, Decision, Fingerprint
 
 VERSION = "0.17.2"
 DEVICES = {"cpu": "cpu", "cuda": "cuda"}
-# Layer names under which Hugging Face's models ask (use_kernel_forward_from_hub) -> ops that each needs.
+# Layer names of Hugging Face's models (use_kernel_forward_from_hub) -> ops that each needs.
 LAYERS: Mapping[str, tuple[str, ...]] = {"RMSNorm": ("rmsnorm",), "SiLUAndMul": ("swiglu",)}
 OWN = {"RMSNorm": "RMSNorm", "SiLUAndMul": "SiluAndMul"}
-SOURCE = '''"""Written by autosel {version}: layers of Hugging Face models that run what was decided on this machine."""
+SOURCE = '''"""Written by autosel {version}: layers of Hugging Face models that run this machine's decided kernels."""
 
 import torch
 
@@ -53,7 +53,7 @@ class SiluAndMul(torch.nn.Module):
 
 
 def export(fp: Fingerprint, decisions: Sequence[Decision], folder: Path) -> folders.Manifest:
-    """Raises UsageError where no layer has a decision; nothing is written then."""
+    """Export the package. Raises UsageError if no layer has a decision, and then writes nothing."""
     device = DEVICES[fp.kind]
     rows = [_row(layer, ops, decisions, device) for layer, ops in LAYERS.items()]
     mapped = {row.key: row.value for row in rows if row.value}
@@ -104,7 +104,7 @@ def _row(layer: str, ops: Sequence[str], decisions: Sequence[Decision], device: 
 
 
 def mapping(folder: Path | str) -> dict[str, dict[str, object]]:
-    """For `kernels.use_kernel_mapping`. Raises BadConfig; ImportError without `kernels`."""
+    """Return the mapping for `kernels.use_kernel_mapping`. Raises BadConfig; ImportError without `kernels`."""
     from kernels import LocalLayerRepository
 
     folders.read(Path(folder))

@@ -1,8 +1,8 @@
-"""Inductor's lookup table: which template, with which tiles, for each matrix product of a model.
+"""Write Inductor's lookup table: the template and tiles for each matrix product of a model.
 
-`lookup_table.json` is what `torch._inductor.config.lookup_table.table` holds: key -> [{template_id, template_hash,
-BLOCK_M, ...}]. The key is the device's name, then dtype, sizes and strides of each operand, then the operator
-(torch 2.13: _inductor/lookup_table/choices.py). Inductor reads it where CUDA is available, and on no CPU.
+`lookup_table.json` is the content of `torch._inductor.config.lookup_table.table`: key -> [{template_id, template_hash,
+BLOCK_M, ...}]. The key is the device's name, then dtype, sizes and strides of each operand, then the operator (torch
+2.13: _inductor/lookup_table/choices.py). Inductor reads it only where CUDA is available, never on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autosel.models.shape import ModelShape
 FILE = "lookup_table.json"
 ATEN, TRITON = "aten::mm", "triton::mm"
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-GROUP = 8  # Inductor's own: neighbours in M that share a tile of w
+GROUP = 8  # Inductor's default: number of neighbours in M that share a tile of w
 
 
 def export(target: Target, folder: Path) -> folders.Manifest:
@@ -55,7 +55,7 @@ def _rows(target: Target, model: ModelShape) -> Iterator[Row]:
 
 
 def _key(target: Target, m: int, p: Product) -> str:
-    """`x[M, K] @ w.t()`: w is [N, K], so that the second operand's strides are (1, K)."""
+    """Return the key of `x[M, K] @ w.t()`: w is [N, K], so the second operand's strides are (1, K)."""
     dtype = TORCH_DTYPE[target.dtype]
     operands = ((dtype, [m, p.k], [p.k, 1]), (dtype, [p.k, p.n], [1, p.k]))
     return f"{target.fp.name}+{operands}+mm"
@@ -96,7 +96,7 @@ def _triton(t: Tile, p: Product, hash_: str | None) -> dict[str, Any]:
 
 
 def template_hash() -> str | None:
-    """Of Inductor's own template: with another, Inductor leaves the row out rather than use stale tiles."""
+    """Return the hash of Inductor's template. If it differs, Inductor ignores the row instead of using stale tiles."""
     from torch._inductor.kernel.mm import mm_template
 
     found: str | None = mm_template.src_hash
@@ -107,7 +107,7 @@ def template_hash() -> str | None:
 
 
 def use(folder: Path | str) -> int:
-    """Have Inductor read the table of this folder from now on, in this thread's compilations. Returns its rows.
+    """Make Inductor read the table of this folder from now on, in this thread's compilations. Return its rows.
 
     Triton's templates are considered only under `max_autotune_gemm`, which this sets. Raises BadConfig.
     """

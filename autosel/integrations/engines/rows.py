@@ -1,10 +1,10 @@
-"""What a row of an engine's file says, and how far that is known.
+"""Describe the rows of an engine's file, each with its source.
 
-measured   a decision raced this very thing: the library call or backend that the row makes the engine run
-carried    a decision chose autosel's kernel of these tiles; the engine's own kernel with them was not timed
+measured   a decision raced exactly this: the library call or backend that the row makes the engine run
+carried    a decision chose autosel's kernel with these tiles; the engine's own kernel was not timed with them
 derived    the closed forms gave it for the device; nothing was timed
-default    nobody decided: what the engine does without a file, written out, because engines that look for the
-           nearest row would else take a neighbour's
+default    undecided: the engine's default, written out because engines that select the nearest row would otherwise
+           use a neighbour's
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ WORDS: Mapping[Source, str] = {
     "derived": "derived by formula, not measured",
     "default": "the engine's own default",
 }
-# Rows of x: every decode batch whose bucket is its own, then the tops of the buckets up to a large prefill chunk.
+# Rows of x: every decode batch with a separate bucket, then the tops of the buckets up to a large prefill chunk.
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """`value` is what the file holds under `key`; `ask`: what the engine's own lookup is asked to find it again."""
+    """Hold a row. `value` is the content of the file under `key`; `ask` makes the engine's own lookup find it again."""
 
     file: str
     key: str
@@ -51,9 +51,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A device, what was decided on it, and a model to be served there, by `tp` devices together.
+    """Describe a device, its decisions, and a model to serve there, on `tp` devices together.
 
-    `model` is None for one with experts, which autosel has no op for. `derives`: the closed forms may answer.
+    `model` is None for a model with experts, for which autosel has no op. `derives`: the closed forms may answer.
     """
 
     fp: Fingerprint
@@ -74,7 +74,8 @@ class Target:
         return facts(self.fp)
 
     def decided(self, w: Workload) -> Decision | None:
-        """What serves w's bucket. One that also adds a bias or a residual is the same product, and second choice."""
+        """Return the decision for w's bucket. A decision that also adds a bias or a residual is for the same product,
+        and is the second choice."""
         bare = w.bucket
         found = [d for d in self.serving(w.op) if _bare(d.workload) == bare]
         return min(found, key=lambda d: (len(d.workload.traits), -d.id), default=None)
@@ -89,7 +90,7 @@ def _bare(w: Workload) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """One projection of the model as engines run it: q, k and v joined, gate and up joined."""
+    """Describe one projection as engines run it: q, k and v joined, gate and up joined."""
 
     label: str
     n: int
@@ -97,7 +98,8 @@ class Product:
 
 
 def products(m: ModelShape, tp: int = 1) -> tuple[Product, ...]:
-    """What each of `tp` devices holds: rows of qkv and gate_up, columns of o and down. KV heads are never cut."""
+    """Return the part of each of `tp` devices: rows of qkv and gate_up, columns of o and down. KV heads are never
+    divided."""
     if m.Hq % tp or m.I % tp:
         raise UsageError(f"--tp {tp} does not divide {m.name}", why=f"it has {m.Hq} heads, and is {m.I} wide inside")
     heads = m.Hq // tp
@@ -115,7 +117,7 @@ def linear(m: int, n: int, k: int, dtype: DTypeName) -> Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What a Triton matrix product is launched with. `m` rows of x, `n` rows of w, `k` deep."""
+    """Describe a launch of a Triton matrix product: `m` rows of x, `n` rows of w, depth `k`."""
 
     m: int
     n: int
@@ -126,7 +128,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is known of one product: the backend that won, and its tile where it has one."""
+    """Hold the result for one product: the winning backend, and its tile if it has one."""
 
     source: Source
     reason: str
@@ -152,13 +154,13 @@ def answer(target: Target, w: Workload) -> Answer:
 
 
 EIGHT_WARPS_FROM = 128 * 64  # accumulators, as kernels/triton/gemm.py has it
-LEAST_ROWS = 16  # the matrix instruction's
+LEAST_ROWS = 16  # dimensions of the matrix instruction
 
 
 def tile(knobs: Mapping[str, Scalar], w: Workload, f: GpuFacts) -> Tile | None:
-    """The tile of the streaming or the large-tile knobs; None for knobs of another kernel.
+    """Return the tile of the streaming or the large-tile knobs; None for knobs of another kernel.
 
-    A stage holds (m + n) * k weights, k = 128 bytes of them; fewer stages where the knobs' would not fit.
+    A stage holds (m + n) * k weights, k = 128 bytes of them; there are fewer stages if those of the knobs do not fit.
     """
     if {"tile_rows", "columns", "stages"} <= set(knobs):
         m, n = max(LEAST_ROWS, power_of_two(int(knobs["columns"]))), int(knobs["tile_rows"])
@@ -172,6 +174,6 @@ def tile(knobs: Mapping[str, Scalar], w: Workload, f: GpuFacts) -> Tile | None:
 
 
 def counted(rows: Sequence[Row]) -> dict[Source, int]:
-    """How many rows come from where, in the order of `SOURCES`, those of none left out."""
+    """Count rows by source, in the order of `SOURCES`, without sources that have none."""
     counts = Counter(row.source for row in rows)
     return {source: counts[source] for source in SOURCES if counts[source]}

@@ -1,12 +1,12 @@
-"""SGLang's files: tiles of its Triton products in blocked fp8, tiles of its fused experts, and its attention flag.
+"""Write SGLang's files: tiles of its Triton products in blocked fp8, tiles of its fused experts, its attention flag.
 
     gemm/configs/N=..,K=..,device_name=..,dtype=fp8_w8a8,block_shape=[128, 128].json   rows of x -> tiles
     moe/configs/triton_3_5_1/E=..,N=..,device_name=...json                              tokens -> tiles
     serve.yaml                                                 python -m sglang.launch_server --config it
 
-SGLang 0.5.23 names files as vLLM does, but for a space in the block's shape, and keeps those of experts by Triton's
-version, taking the nearest older where its own has none. It looks for the first kind in its own package alone
-(autosel's plug-in hands it this folder: AUTOSEL_ENGINE_FILES), for the second in SGLANG_MOE_CONFIG_DIR.
+SGLang 0.5.23 names files as vLLM does, except for a space in the block's shape. Files of experts are stored by Triton's
+version; without one for its version it uses the nearest older one. It searches the first kind only in its own package
+(autosel's plug-in adds this folder: AUTOSEL_ENGINE_FILES), the second in SGLANG_MOE_CONFIG_DIR.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from autosel.integrations.engines.experts import Experts
 from autosel.integrations.engines.rows import Target
 from autosel.integrations.engines.vllm import BLOCK, DEFAULT_GEMM, flagged, gemm_rows, moe_rows
 
-VERSION = "0.5.23"  # whose formats and defaults these are
-TRITON = "3.5.1"  # where Triton is not installed here: the folder of the last version SGLang ships files for
-# Backends of autosel's decisions -> --attention-backend. `autosel` is our own, registered by our plug-in.
+VERSION = "0.5.23"  # the release of these formats and defaults
+TRITON = "3.5.1"  # if Triton is not installed here: the folder of the last version for which SGLang ships files
+# Backends of autosel's decisions -> --attention-backend. autosel's plug-in registers `autosel`.
 ATTENTION = {
     "FLASHINFER": "flashinfer",
     "FLASH_ATTN": "fa3",
@@ -29,7 +29,7 @@ ATTENTION = {
     "CUDA_EXT": "autosel",
     "CUTLASS": "autosel",
 }
-LOW_SHARED_BYTES = 128 << 10  # below, it cuts experts in fp8 smaller
+LOW_SHARED_BYTES = 128 << 10  # below this it divides experts in fp8 into smaller tiles
 
 
 def export(target: Target, folder: Path) -> folders.Manifest:
@@ -61,7 +61,7 @@ def triton_version() -> str:
 
 
 def default_moe(m: int, e: Experts, shared_bytes: int) -> dict[str, int]:
-    """SGLang 0.5.23's get_default_config on NVIDIA: what it runs without a file."""
+    """Return the default of SGLang 0.5.23's get_default_config on NVIDIA, which it uses without a file."""
     few = m <= e.count
     if e.dtype != "fp8_e4m3":
         return _sizes(16, 32, 64, 1) if few else _sizes(64, 64, 32, 8)

@@ -1,12 +1,11 @@
-"""vLLM's files: tiles of its Triton products in blocked fp8, tiles of its fused experts, and its attention flag.
+"""Write vLLM's files: tiles of its Triton products in blocked fp8, tiles of its fused experts, its attention flag.
 
     gemm/configs/N=..,K=..,device_name=..,dtype=fp8_w8a8,block_shape=[128,128].json   rows of x -> tiles
     moe/E=..,N=..,device_name=...json                                                  tokens -> tiles
     serve.yaml                                                                         vllm serve MODEL --config it
 
-vLLM 0.33 takes the row of the nearest number of tokens, so every row is written. It looks for the first kind in its own
-package alone: autosel's plug-in hands it this folder (AUTOSEL_ENGINE_FILES), and for the second in
-VLLM_TUNED_CONFIG_FOLDER.
+vLLM 0.33 selects the row of the nearest number of tokens, so every row is written. It searches the first kind only in
+its own package (autosel's plug-in adds this folder: AUTOSEL_ENGINE_FILES), the second in VLLM_TUNED_CONFIG_FOLDER.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from autosel.integrations.engines.rows import (
 )
 from autosel.values import Decision
 
-VERSION = "0.33.0"  # whose formats and defaults these are
-BLOCK = (128, 128)  # of the scales of published blocked-fp8 checkpoints
+VERSION = "0.33.0"  # the release of these formats and defaults
+BLOCK = (128, 128)  # of the scales in published blocked-fp8 checkpoints
 FLAG_FILE = "serve.yaml"
-# Backends of autosel's decisions -> AttentionBackendEnum. CUSTOM is autosel's own, registered by its plug-in.
+# Backends of autosel's decisions -> AttentionBackendEnum. autosel's plug-in registers CUSTOM.
 ATTENTION = {
     "FLASHINFER": "FLASHINFER",
     "FLASH_ATTN": "FLASH_ATTN",
@@ -55,14 +54,15 @@ def export(target: Target, folder: Path) -> folders.Manifest:
 def flagged(
     target: Target, folder: Path, rows: list[Row], names: Mapping[str, str], use: str, **engine: str
 ) -> folders.Manifest:
-    """The files of these rows, and that of the attention flag. `names`: what the engine calls our backends."""
+    """Return the files of these rows, and the file of the attention flag. `names`: the engine's names of autosel's
+    backends."""
     flag = flag_row(target, FLAG_FILE, "attention-backend", names)
     files = {**grouped(rows), FLAG_FILE: flag_text(flag, use)}
     return folders.write_for(target, folder, rows=[*rows, flag], files=files, **engine)
 
 
 def grouped(rows: list[Row]) -> dict[str, str]:
-    """The text of each file: the rows' values by key."""
+    """Return the text of each file: the rows' values by key."""
     files: dict[str, dict[str, Any]] = {}
     for row in rows:
         files.setdefault(row.file, {})[row.key] = row.value
@@ -71,7 +71,7 @@ def grouped(rows: list[Row]) -> dict[str, str]:
 
 # --- products in blocked fp8 -----------------------------------------------------------------------------------------
 
-# vLLM 0.33's and SGLang's, but for the stages: fp8_utils.w8a8_triton_block_scaled_mm
+# for vLLM 0.33 and SGLang, except the stages: fp8_utils.w8a8_triton_block_scaled_mm
 DEFAULT_GEMM = {
     "BLOCK_SIZE_M": 64,
     "BLOCK_SIZE_N": BLOCK[0],
@@ -132,7 +132,7 @@ def block_sizes(t: Tile, *, group: int) -> dict[str, int]:
 
 def moe_file(device: str, e: Experts, inner: int) -> str:
     name = re.sub(r"[\s/]+", "_", device)
-    name = "NVIDIA_H200" if "H200" in name.split("_") else name  # vLLM's one name for the family
+    name = "NVIDIA_H200" if "H200" in name.split("_") else name  # vLLM's single name for the family
     dtype = ",dtype=fp8_w8a8" if e.dtype == "fp8_e4m3" else ""
     block = f",block_shape=[{e.block[0]},{e.block[1]}]" if e.block else ""
     return f"moe/E={e.count},N={inner},device_name={name}{dtype}{block}.json"
@@ -170,9 +170,10 @@ def moe_rows(target: Target, named: Any, default: Any) -> Iterator[Row]:
 
 
 def derive_moe(target: Target, e: Experts, m: int, inner: int) -> dict[str, int]:
-    """A mean expert of those in use has ceil(m chosen / used) rows; all in use together fill the chip.
+    """Derive tiles for experts. A mean expert of those in use has ceil(m chosen / used) rows; all in use together fill
+    the chip.
 
-    Tokens are padded to BLOCK_SIZE_M an expert, so the tile follows the rows and not the whole batch.
+    Tokens are padded to BLOCK_SIZE_M per expert, so the tile follows these rows, not the whole batch.
     """
     used = min(e.count, m * e.chosen)
     rows = -(-m * e.chosen // used)
@@ -183,7 +184,7 @@ def derive_moe(target: Target, e: Experts, m: int, inner: int) -> dict[str, int]
 
 
 def default_moe(m: int, e: Experts) -> dict[str, int]:
-    """vLLM 0.33's get_default_config on NVIDIA: what it runs without a file."""
+    """Return the default of vLLM 0.33's get_default_config on NVIDIA, which it uses without a file."""
     if e.dtype == "fp8_e4m3" and e.block:
         small = m <= 8 and e.block[0] % 64 == 0
         return {
@@ -210,9 +211,10 @@ def default_moe(m: int, e: Experts) -> dict[str, int]:
 
 
 def flag_row(target: Target, file: str, key: str, names: Mapping[str, str]) -> Row:
-    """One backend for the whole server: that of every attention bucket decided, or the engine's own where they differ.
+    """Return one backend for the whole server: the one that all attention decisions chose, or the engine's own if they
+    differ.
 
-    Decisions on paged caches count before those on contiguous ones: engines page theirs.
+    Decisions for paged caches have precedence over those for contiguous ones, because engines use pages.
     """
     decided = _attention(target)
     told = {names.get(d.arm.backend) for d in decided}

@@ -1,1 +1,2 @@
-"""One script an engine: the standard library and the engine, never autosel. Question on stdin, reply on stdout."""
+"""Hold one script per engine, which uses the standard library and the engine, never autosel. The question comes on
+stdin, the reply goes to stdout."""

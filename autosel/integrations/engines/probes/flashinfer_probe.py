@@ -1,4 +1,4 @@
-"""flashinfer-bench, or FlashInfer itself: its own parser of the dataset; a row is found if its solution is."""
+"""Probe flashinfer-bench, or FlashInfer, with its own parser of the dataset: a row is found if its solution is."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def main(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parsed(folder: Path) -> tuple[dict[str, str], str]:
-    """Names of the solutions read; under "" why none was."""
+    """Return the names of the solutions read; under "" the reason if there are none."""
     try:
         from flashinfer_bench.data import TraceSet
     except ImportError:
@@ -30,7 +30,7 @@ def parsed(folder: Path) -> tuple[dict[str, str], str]:
 
         try:
             return {name: "" for _, name in load_config(folder).solutions}, "flashinfer-python"
-        except Exception as error:  # whatever its parser raises is the answer
+        except Exception as error:  # any error of its parser is the answer
             return {"": f"{type(error).__name__}: {error}".splitlines()[0][:200]}, "flashinfer-python"
     try:
         found = TraceSet.from_path(str(folder))

@@ -1,4 +1,4 @@
-"""Hugging Face kernels: kernelize a module of each layer name with the exported mapping, and see what became of it."""
+"""Probe Hugging Face kernels: kernelize a module of each layer name with the exported mapping, and check the result."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ def heard(kernels: Any, torch: Any, folder: Path, found: Any, row: Mapping[str, 
         wanted = found[ask["layer"]][ask["device"]]
         loaded = kernels.LocalLayerRepository(folder, layer_name=wanted).load()
         there = loaded.__name__ == row["value"]
-    except Exception as error:  # whatever the package raises is the answer
+    except Exception as error:  # any error of the package is the answer
         there, why = False, f"{type(error).__name__}: {error}".splitlines()[0][:200]
     if there and ask["device"] != device:
         return {

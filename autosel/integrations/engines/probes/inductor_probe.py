@@ -1,6 +1,6 @@
-"""Inductor: lower the product of each row as torch.compile does, and see what its lookup finds.
+"""Probe Inductor: lower the product of each row as torch.compile does, and check what its lookup finds.
 
-Stopped at the lookup: nothing is compiled or timed.
+The lowering stops at the lookup: nothing is compiled or timed.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Found(Exception):
-    """Ends a lowering."""
+    """Raised to end a lowering."""
 
 
 def main() -> dict[str, Any]:
@@ -42,7 +42,7 @@ def main() -> dict[str, Any]:
 
 
 def lookup(table: dict[str, Any], cuda: bool, device_name: str) -> Callable[[Mapping[str, Any]], tuple[bool, str]]:
-    """ask -> (is it found, by the template it names; the key Inductor made)."""
+    """Return ask -> (whether the named template is found, the key that Inductor made)."""
     import torch
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
@@ -55,7 +55,7 @@ def lookup(table: dict[str, Any], cuda: bool, device_name: str) -> Callable[[Map
     heard: dict[str, Any] = {}
 
     class Choices(LookupTableChoices):
-        """The device's name is given, so that a machine without it can be asked."""
+        """The device's name is given, so that a machine without the device can be probed."""
 
         def _get_lookup_table(self) -> dict[str, Any]:
             return table

@@ -1,7 +1,7 @@
-"""SGLang: its own lookups of tiles for each row's sizes, its own parser of the configuration file.
+"""Probe SGLang with its own lookups of tiles for each row's sizes, and its own parser of the configuration file.
 
-Its plug-ins are loaded first, as in each of its processes. Nothing is served, and no GPU is needed: what the lookup
-answers on the device the rows are for is asked under that device's name.
+Its plug-ins are loaded first, as in each of its processes. Nothing is served, and no GPU is needed: the lookup gets the
+name of the device that the rows are for.
 """
 
 import json
@@ -13,7 +13,7 @@ from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
-from tiles import Flag, environment, heard, set_to, taken  # beside this script, which any Python may run
+from tiles import Flag, environment, heard, set_to, taken  # next to this script, which any Python may run
 
 
 def main(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,13 +48,14 @@ class Gemm:
         return taken(self.module.get_w8a8_block_fp8_configs(ask["n"], ask["k"], *ask["block"]), row)
 
     def there(self, row: Mapping[str, Any]) -> bool:
-        """The function itself, as if its package lay in our folder, on the device that is wanted."""
+        """Call the function with the exported folder as its package, and the wanted device."""
         ask, module = row["ask"], self.module
         with set_to(module, __file__=str(self.folder / "gemm" / "x"), get_device_name=lambda: self.wanted):
             return taken(unwrap(module.get_w8a8_block_fp8_configs)(ask["n"], ask["k"], *ask["block"]), row)
 
     def default(self, _ask: Mapping[str, Any]) -> Any:
-        """Written inside the function that launches the kernel, which a machine without a GPU cannot call."""
+        """Find the default inside the function that launches the kernel, because a machine without a GPU cannot call
+        that."""
         return None
 
 
@@ -82,7 +83,7 @@ class Moe:
                 return False
 
     def default(self, ask: Mapping[str, Any]) -> Any:
-        """None for experts in plain fp8, whose defaults follow the shared memory of the device at hand."""
+        """Return None for experts in plain fp8, whose defaults follow the shared memory of the present device."""
         if ask["dtype"] and not ask["block"]:
             return None
         with serving(self.module):
@@ -93,7 +94,8 @@ class Moe:
 
 
 def serving(module: Any) -> AbstractContextManager[None]:
-    """Its lookups ask the server's settings for deterministic inference; with no server there is none."""
+    """Provide the server settings for deterministic inference that its lookups read; without a server there are
+    none."""
 
     class Plain:
         enable_deterministic_inference = False
@@ -105,7 +107,7 @@ def serving(module: Any) -> AbstractContextManager[None]:
 
 class EngineFlag(Flag):
     def there(self, row: Mapping[str, Any]) -> bool:
-        """As `launch_server --config` reads it; a backend must be one that SGLang has registered."""
+        """Read the file as `launch_server --config` does; a backend must be one that SGLang has registered."""
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
@@ -116,6 +118,6 @@ class EngineFlag(Flag):
 
 
 if __name__ == "__main__":
-    stdout, sys.stdout = sys.stdout, sys.stderr  # engines print as they are imported
+    stdout, sys.stdout = sys.stdout, sys.stderr  # engines print while they are imported
     reply = main(json.load(sys.stdin))
     stdout.write(json.dumps(reply) + "\n")

@@ -1,4 +1,5 @@
-"""What the probes of vLLM and SGLang share, whose lookups of tiles have one origin. The standard library alone."""
+"""Share code between the probes of vLLM and SGLang, whose lookups of tiles have a common origin. Uses only the standard
+library."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,8 @@ from typing import Any
 def heard(
     engine: str, kinds: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], device: str, wanted: str
 ) -> dict[str, Any]:
-    """Every row put to its kind's lookup. `device`: the engine's name for the one here, empty where it knows none."""
+    """Look up every row with its kind's lookup. `device`: the engine's name for the present device, empty if it has
+    none."""
     named = device or f"none that {engine} knows"
     found = [_heard(engine, kinds[row["ask"]["kind"]], row, device, named, wanted) for row in rows]
     missing = {row["ask"]["kind"] for row, said in zip(rows, found, strict=True) if not said["here"]}
@@ -34,7 +36,7 @@ def _heard(engine: str, kind: Any, row: Mapping[str, Any], device: str, named: s
 
 
 class Flag:
-    """The attention flag: read from its file alone, whatever the device. `there` is the engine's."""
+    """Check the attention flag, which is read from its file alone, on any device. `there` is the engine's flag."""
 
     elsewhere = setting = ""
 
@@ -52,14 +54,14 @@ class Flag:
 
 
 def taken(configs: Any, row: Mapping[str, Any]) -> bool:
-    """As the engine takes the row of the nearest count."""
+    """Return the row of the nearest count, as the engine selects it."""
     m = row["ask"]["m"]
     return bool(configs) and configs[min(configs, key=lambda rows: abs(rows - m))] == row["value"]
 
 
 @contextmanager
 def set_to(module: Any, **values: Any) -> Iterator[None]:
-    """Some of a module's names, for a while."""
+    """Set some of a module's names temporarily."""
     kept = {name: getattr(module, name) for name in values}
     for name, value in values.items():
         setattr(module, name, value)
@@ -72,7 +74,7 @@ def set_to(module: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def environment(name: str, value: Path) -> Iterator[None]:
-    """One variable, for a while."""
+    """Set an environment variable temporarily."""
     before = os.environ.get(name)
     os.environ[name] = str(value)
     try:

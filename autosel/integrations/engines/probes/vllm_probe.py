@@ -1,7 +1,7 @@
-"""vLLM: its own lookups of tiles for each row's sizes, its own parser of the configuration file.
+"""Probe vLLM with its own lookups of tiles for each row's sizes, and its own parser of the configuration file.
 
-Its plug-ins are loaded first, as in each of its processes. Nothing is served, and no GPU is needed: what the lookup
-answers on the device the rows are for is asked under that device's name.
+Its plug-ins are loaded first, as in each of its processes. Nothing is served, and no GPU is needed: the lookup gets the
+name of the device that the rows are for.
 """
 
 import json
@@ -13,7 +13,7 @@ from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
-from tiles import Flag, environment, heard, set_to, taken  # beside this script, which any Python may run
+from tiles import Flag, environment, heard, set_to, taken  # next to this script, which any Python may run
 
 
 def main(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,13 +51,14 @@ class Gemm:
         return taken(self.module.get_w8a8_block_fp8_configs(ask["n"], ask["k"], *ask["block"]), row)
 
     def there(self, row: Mapping[str, Any]) -> bool:
-        """The function itself, as if its package lay in our folder, on the device that is wanted."""
+        """Call the function with the exported folder as its package, and the wanted device."""
         ask, module = row["ask"], self.module
         with set_to(module, __file__=str(self.folder / "gemm" / "x"), get_device_name_as_file_name=lambda: self.wanted):
             return taken(unwrap(module.get_w8a8_block_fp8_configs)(ask["n"], ask["k"], *ask["block"]), row)
 
     def default(self, ask: Mapping[str, Any]) -> Any:
-        """What it would launch without a file: its product is called with a kernel that only notes its tiles."""
+        """Return the tiles that it would use without a file: call its product with a kernel that only records its
+        tiles."""
         import torch
 
         class Noted:
@@ -104,7 +105,7 @@ class Moe:
 
 class EngineFlag(Flag):
     def there(self, row: Mapping[str, Any]) -> bool:
-        """As `vllm serve --config` reads it; a backend must be one that vLLM can name a class of."""
+        """Read the file as `vllm serve --config` does; a backend must have a class in vLLM."""
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -118,6 +119,6 @@ class EngineFlag(Flag):
 
 
 if __name__ == "__main__":
-    stdout, sys.stdout = sys.stdout, sys.stderr  # engines print as they are imported
+    stdout, sys.stdout = sys.stdout, sys.stderr  # engines print while they are imported
     reply = main(json.load(sys.stdin))
     stdout.write(json.dumps(reply) + "\n")
