@@ -85,10 +85,11 @@ class Asking(Direct):
 
     asked: set[str]
 
-    def __call__(self, op: str, site: str, *arguments: Any) -> Any:
+    def __call__(self, op: str, site: str, *operands: Any) -> Any:
+        arguments = [self.weights[o] if isinstance(o, str) else o for o in operands]
         inputs = dict(zip((a.name for a in ops.find(op).args), arguments, strict=True))
         self.asked.add(ops.find(op).workload_of(inputs).key)
-        return super().__call__(op, site, *arguments)
+        return super().__call__(op, site, *operands)
 
 
 FAMILIES = {
