@@ -151,6 +151,12 @@ def prose(docstring: str | None) -> str:
     return textwrap.dedent(inspect.cleandoc(docstring or "")).strip()
 
 
+def promise(docstring: str | None) -> str:
+    """Return a function's docstring as a noun phrase, without its "Return"."""
+    words = prose(docstring).removeprefix("Return ")
+    return words[:1].upper() + words[1:]
+
+
 def short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -422,7 +428,7 @@ def cpu_formulas() -> str:
             f"### {kernel.name}",
             f"Knobs of `{kernel.op}` at {w.shape_text}, {w.dtype}; kernels/cpu/{kernel.source}.cpp.",
         ]
-        words = prose(kernel.formula.__doc__)
+        words = promise(kernel.formula.__doc__)
         parts += [words] if words else []
         parts.append(_knob_table(kernel.knobs(w, EXAMPLE_CPU)))
     return "\n\n".join(parts)
@@ -512,7 +518,7 @@ def gpu_words() -> str:
         module = import_module(f"{gpu.__name__}.{name}")
         parts += [f"### knobs/gpu/{name}.py", prose(module.__doc__)]
         for function in _own_functions(module):
-            words = prose(function.__doc__)
+            words = promise(function.__doc__)
             if words and not function.__name__.startswith("_"):
                 parts.append(f"- `{function.__name__}`: " + " ".join(words.split()))
     return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""Who this device is and how fast it was found to be. `take()` is the door; identity and rates are kept apart."""
+"""Identify a device and measure its rates. `take()` is the entry point; identity and rates are kept separate."""
 
 from __future__ import annotations
 

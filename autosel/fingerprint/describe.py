@@ -1,4 +1,4 @@
-"""A fingerprint in words: rows for a table and one line for a headline. Any kind, measured or from a datasheet."""
+"""Describe a fingerprint: rows for a table and one line for a headline. Any kind, measured or from a datasheet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = tuple[str, str, str, str]  # field, value, spread, source
 
 ISA_WORDS = {"avx512bf16": "AVX-512-BF16", "avx512": "AVX-512", "avx2": "AVX2", "portable": "no AVX2"}
 
-# Fields of a CPU's identity, in the order people ask: label, key.
+# Fields of a CPU's identity, in the order of display: label, key.
 CPU_FIELDS = (
     ("model", "model"),
     ("vendor", "vendor"),
@@ -34,7 +34,7 @@ CPU_FIELDS = (
 
 
 def describe(fp: Fingerprint) -> list[Row]:
-    """Identity, environment, then rates: (field, value, spread, source). Only a measured rate has a spread."""
+    """Return identity, environment, then rates: (field, value, spread, source). Only a measured rate has a spread."""
     rows = [_fact(label, key, fp.identity[key], _origin(fp)) for label, key in _fields(fp) if key in fp.identity]
     rows += [(name, _plain(value), "", "") for name, value in fp.environment.items()]
     rows += [(name.replace("_", " "), f"{value:g}", "", "rates hold for this") for name, value in fp.validity.items()]
@@ -42,7 +42,7 @@ def describe(fp: Fingerprint) -> list[Row]:
 
 
 def headline(fp: Fingerprint) -> str:
-    """`AMD EPYC 9R45 2 cores AVX-512-BF16   read 46.1 GB/s  L3 32 MiB`"""
+    """Return `AMD EPYC 9R45 2 cores AVX-512-BF16 read 46.1 GB/s L3 32 MiB`."""
     if fp.kind != "cpu":
         read = next((r for n, r in fp.rates.items() if n.startswith(("read_bytes_per_s", "bw_read"))), None)
         return fp.name + (f"   read {quantity(read)}" if read else "")
@@ -56,8 +56,8 @@ def headline(fp: Fingerprint) -> str:
 
 
 def remarks(fp: Fingerprint) -> tuple[str, ...]:
-    """What was noted as a GPU's rates were measured, that it was slowed among it: for whoever reads knobs, decisions or
-    figures that follow from them. None of a CPU, which `contended` says all of."""
+    """Return notes from the measurement of a GPU's rates about throttling, for readers of knobs, decisions or figures
+    that follow from the rates. A CPU has none; `contended` describes it."""
     return fp.notes if fp.kind == "cuda" else ()
 
 
@@ -69,7 +69,7 @@ def isa_word(fp: Fingerprint) -> str:
 
 
 def quantity(rate: Rate) -> str:
-    """Three significant digits with the prefix that suits: `46.1 GB/s`, `118 GFLOP/s`, `0.40 us`."""
+    """Return three significant digits with a fitting prefix: `46.1 GB/s`, `118 GFLOP/s`, `0.40 us`."""
     if rate.unit == "s":
         steps = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
         scale, unit = next((s for s in steps if rate.value >= s[0]), steps[-1])
@@ -81,7 +81,7 @@ def quantity(rate: Rate) -> str:
 
 
 def rate_label(name: str) -> str:
-    """`read_bytes_per_s@2` as `read, 2 threads`."""
+    """Return `read_bytes_per_s@2` as `read, 2 threads`."""
     base, _, threads = name.partition("@")
     for ending in ("_bytes_per_s", "_per_s", "_s"):
         base = base.removesuffix(ending)
@@ -90,7 +90,7 @@ def rate_label(name: str) -> str:
 
 
 def binary(size: int) -> str:
-    """Bytes with a binary prefix: `32 MiB`, `23.5 GiB`."""
+    """Return bytes with a binary prefix: `32 MiB`, `23.5 GiB`."""
     for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >= 1 << shift:
             return f"{size / (1 << shift):.4g} {unit}"

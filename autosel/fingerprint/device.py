@@ -10,15 +10,16 @@ from autosel.fingerprint import gpu, machine, neighbours, noise, nvml, probe, st
 from autosel.values import CONTENDED_CORES, Fingerprint
 
 DEVICES = ("cpu", "cuda")
-LOOK_S = 0.2  # at which work of others is ten times the resolution of the counters
+LOOK_S = 0.2  # duration at which other work is ten times the resolution of the counters
 
 
 def take(device: str = "cpu", *, refresh: bool = False) -> Fingerprint:
-    """Identity and environment read now; rates measured once per env_id (about 2 s), then reused; `refresh` measures.
-    Rates of a CPU that were measured beside other work are measured again once the machine is quiet.
+    """Return the fingerprint: identity and environment read now; rates measured once per env_id (about 2 s), then
+    reused; `refresh` measures again. Rates of a CPU that were measured next to other work are measured again once the
+    machine is quiet.
 
-    `cuda`, `cuda:1`: the GPU of that number, as CUDA counts. Raises UnknownName for a kind of device nobody knows,
-    UsageError for a GPU that is not here, or lacks what measures it.
+    `cuda`, `cuda:1`: the GPU of that number, as CUDA counts. Raises UnknownName for an unknown kind of device,
+    UsageError for a GPU that is missing, or lacks the packages that measure it.
     """
     kind, _, number = device.partition(":")
     if kind not in DEVICES or not (number or "0").isdecimal() or (kind == "cpu" and int(number or 0) > 0):
@@ -31,12 +32,12 @@ def take(device: str = "cpu", *, refresh: bool = False) -> Fingerprint:
 
 
 def present() -> tuple[str, ...]:
-    """The CPU, and every GPU that CUDA sees here, as `take` calls them."""
+    """Return the CPU and every GPU that CUDA sees here, by `take`'s names."""
     return ("cpu", *(f"cuda:{number}" for number in range(nvml.count())))
 
 
 def unit(device: str) -> str:
-    """Which of several equal devices of this machine: a GPU's UUID; empty for the CPU, of which there is one."""
+    """Distinguish equal devices of this machine: a GPU's UUID; empty for the single CPU."""
     kind, _, number = device.partition(":")
     return nvml.read(int(number or 0)).uuid if kind == "cuda" else ""
 
@@ -47,7 +48,7 @@ def _identified() -> Fingerprint:
 
 
 def _quiet() -> bool:
-    """Return True if others use no core now."""
+    """Return True if no other process uses a core now."""
     before = neighbours.read()
     time.sleep(LOOK_S)
     return neighbours.between(before, neighbours.read()).cores <= CONTENDED_CORES

@@ -1,7 +1,7 @@
-"""Do a device's stored rates still hold? Two of them are looked at again, three times, in a tenth of a second.
+"""Check whether a device's stored rates still hold, by measuring two of them three times in a tenth of a second.
 
-What starts work and what reads memory stand for all rates: a neighbour, another clock or another driver moves them. A
-rate has moved if it is off by more than 7 % in every look.
+The start of a kernel and the read rate stand in for all rates: a neighbour, another clock or another driver changes
+them. A rate has moved if all three measurements are off by more than 7 %.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from dataclasses import dataclass
 from autosel.fingerprint import machine, nvml, probe
 from autosel.values import Fingerprint, Rate
 
-DRIFT_LIMIT = 0.07  # of a rate, three looks in a row
+DRIFT_LIMIT = 0.07  # of a rate, in three measurements in a row
 LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """Today's rates against those stored: ratios above 1 are better than stored."""
+    """Compare today's rates with the stored ones: ratios above 1 are better than stored."""
 
     read: float
     start: float
-    what: str  # `start` is the speed of, in words
-    moved: bool  # one of them off by more than the limit in every look
-    shared: bool  # others use the device too, or it is slowed: then a drift says who was running, not what it is
+    what: str  # what `start` measures, in words
+    moved: bool  # one of them off by more than the limit in every measurement
+    shared: bool  # others use the device too, or it is throttled: then a drift depends on them, not on the device
     seconds: float
 
     @property
     def reason(self) -> str:
-        return f"read rate {self.read:.2f}x and {self.what} speed {self.start:.2f}x of what is stored"
+        return f"read rate {self.read:.2f}x and {self.what} speed {self.start:.2f}x of the stored rate"
 
 
 def drifted(fp: Fingerprint, device: str = "cpu", *, seconds: float = 0.1) -> Drift:
-    """A probe of the device `fp` is of, which `take` calls `device`. `seconds`: how long to look at a CPU; a GPU takes
-    about as long, and the time before that its clocks need (0.3 s), and cupy.
+    """Check the rates of the device with fingerprint `fp`, which `take` calls `device`. `seconds`: duration for a CPU;
+    a GPU takes about as long, plus 0.3 s for its clocks, and needs cupy.
 
-    Raises BuildError: no compiler for a CPU's probes; UsageError as `take` does.
+    Raises BuildError without a compiler for a CPU's probes; UsageError as `take` does.
     """
     return _gpu(fp, device) if fp.kind == "cuda" else _cpu(fp, seconds)
 
@@ -52,8 +52,8 @@ def _cpu(fp: Fingerprint, seconds: float) -> Drift:
     for _ in range(LOOKS):
         reads.append(_look_read(read, cpus, 0.7 * seconds / LOOKS))
         joins.append(_look_join(join, cpus, 0.3 * seconds / LOOKS))
-    # The fork-join's windows are short and its floor is sharp, but a helper that fell asleep costs 50 us: only times
-    # twice as long in every look count.
+    # The fork-join's windows are short and its minimum is sharp, but a helper that fell asleep costs 50 us, so only
+    # times twice as long in every measurement count.
     moved = _off(reads) or all(j < 0.5 for j in joins)
     return Drift(
         read=max(reads),
@@ -84,7 +84,7 @@ def _quantile(figures: list[float], unit: str) -> float:
 
 
 def is_shared(fp: Fingerprint) -> bool:
-    """A virtual machine, a quota, or an affinity that leaves cores to others."""
+    """Return True for a virtual machine, a quota, or an affinity that leaves cores to others."""
     identity = fp.identity
     whole = identity["cpus"] + identity.get("slow_cores", 0) >= identity["cores"]
     return machine.is_virtual() or identity["quota_cpus"] is not None or not whole
@@ -94,8 +94,9 @@ def is_shared(fp: Fingerprint) -> bool:
 
 
 def _gpu(fp: Fingerprint, device: str) -> Drift:
-    """Stored rates are the best of many windows, those of a look the best of a few: that costs well below the limit. A
-    device that others use is not looked at: it would say nothing, and cost them half a second."""
+    """Check a GPU. Stored rates are the best of many windows, these the best of a few, which differs by well below the
+    limit. A device with other users is not measured: the result would be useless, and the measurement costs them half a
+    second."""
     started, ordinal = time.monotonic(), int(device.partition(":")[2] or 0)
     uuid, what = nvml.read(ordinal).uuid, "graph node"
     if nvml.is_shared(uuid):

@@ -1,4 +1,4 @@
-"""A GPU's fingerprint: identity from the runtime and NVML, rates from the probes, stored like a CPU's.
+"""Take a GPU's fingerprint: identity from the runtime and NVML, rates from the probes, stored like a CPU's.
 
 Status: compiled and tested on recorded readings; not yet run on silicon.
 """
@@ -18,32 +18,34 @@ from autosel.values import Fingerprint
 if TYPE_CHECKING:
     from autosel.fingerprint import gpu_probe
 
-GPU_PACKS = ("cuda", "cutlass", "triton")  # folders of kernels/ whose sources run on a GPU
-OF_THE_HOST = ("host_launch_s",)  # timed by the host's clock: what disturbs it is no work on the device
-# What a user waits for at most before the second attempt. Idle clocks are low within a second; a die cools in some, a
-# heat sink in minutes, which is too long to wait for: not measured on a GPU.
+GPU_PACKS = ("cuda", "cutlass", "triton")  # folders in kernels/ whose sources run on a GPU
+OF_THE_HOST = ("host_launch_s",)  # timed by the host's clock: disturbances of it are not work on the device
+# Maximum wait before the second attempt. Idle clocks are low within a second; a die cools in some seconds, a heat sink
+# in minutes, which is too long to wait: not measured on a GPU.
 COOLING_LEAST_S, COOLING_MOST_S, COOLING_STEP_S = 2.0, 10.0, 0.5
 SLOWED = (
-    "the device was slowed in both of two measurements: {}; its rates are not kept and its knobs follow from slowed "
+    "the device was slowed in both of two measurements: {}; its rates are not stored and its knobs follow from slowed "
     "rates: look to its cooling and power supply (nvidia-smi -q -d PERFORMANCE), then measure again"
 )
-VOID = 0.05  # of a power limit or a share of SMs: another one allows other rates, and the device is the same one
-NOISY_SPREAD = 0.10  # between the best and the worst of five windows of 20 ms: somebody else is on the device
+# relative change of a power limit or a share of SMs above which rates no longer hold; the device is the same
+VOID = 0.05
+NOISY_SPREAD = 0.10  # between the best and the worst of five windows of 20 ms: another process uses the device
 
 
 def identified(ordinal: int = 0) -> Fingerprint:
-    """Who CUDA's device `ordinal` is: nothing measured, versions left out. Raises UsageError as `take` does."""
+    """Return the identity of CUDA's device `ordinal`, without measuring and without versions. Raises UsageError as
+    `take` does."""
     readings = nvml.read(ordinal)
     return Fingerprint(kind="cuda", name=readings.name, identity=nvml.identity_of(readings), environment={}, rates={})
 
 
 def take(ordinal: int = 0, *, refresh: bool = False) -> Fingerprint:
-    """The fingerprint of CUDA's device `ordinal`; rates measured once per env_id (about 3 s), then reused until its
-    power limit or its share of SMs changes by more than 5 %.
+    """Return the fingerprint of CUDA's device `ordinal`; rates measured once per env_id (about 3 s), then reused until
+    its power limit or its share of SMs changes by more than 5 %.
 
-    Rates of a device that heat or a power brake slowed are measured again after 2 to 10 s; slowed still, they are
-    marked (`contended`, a note with the reasons) and not stored.
-    Raises UsageError: no driver, no cupy, no such device, or a MIG slice that cannot be told from its neighbours.
+    If heat or a power brake slowed the device, rates are measured again after 2 to 10 s; if it is still slowed, they
+    are marked (`contended`, a note with the reasons) and not stored. Raises UsageError: no driver, no cupy, no such
+    device, or a MIG slice that cannot be told from its neighbours.
     """
     readings = nvml.read(ordinal)
     known = Fingerprint(
@@ -65,19 +67,19 @@ def take(ordinal: int = 0, *, refresh: bool = False) -> Fingerprint:
 
 
 def validity(readings: nvml.Readings) -> dict[str, float]:
-    """What measured rates hold for, beside who the device is; what NVML does not say is left out."""
+    """Return the conditions of measured rates, in addition to the identity; unknown to NVML means left out."""
     limit = {} if readings.power_limit_w is None else {"power_limit_w": readings.power_limit_w}
     return {**limit, "mps_share": settings.mps_share()}
 
 
 def changed(stored: Mapping[str, float], now: Mapping[str, float]) -> str:
-    """Which of these is no longer what it was, or "". Of what only one of both knows nothing follows."""
+    """Return which condition has changed, or "". Conditions known on one side only are ignored."""
     moved = [n for n in now if n in stored and abs(now[n] - stored[n]) > VOID * stored[n]]
     return ", ".join(f"{name} was {stored[name]:g} and is {now[name]:g}" for name in moved)
 
 
 def environment(driver: str) -> dict[str, Any]:
-    """Versions that decide how fast a kernel runs; the CPU part of the kernel pack is not among them."""
+    """Return the versions that determine how fast a kernel runs, without the CPU part of the kernel pack."""
     host = stack.environment()
     return {
         **{key: host[key] for key in ("autosel", "torch", "tvm_ffi", "compiler", "python", "libc")},
@@ -100,13 +102,13 @@ def _measured(known: Fingerprint, ordinal: int, readings: nvml.Readings) -> Fing
     noisy = [f"a rate spread by {spread:.0%} over its windows"] if spread > NOISY_SPREAD else []
     noisy += [SLOWED.format(found.slowed)] if found.slowed else []
     fp = dataclasses.replace(known, rates=found.rates, contended=bool(noisy), notes=(*found.notes, *noisy))
-    # A slowed device's rates hold for this call alone: kept, they would pass for what the device can do.
+    # A slowed device's rates hold for this call only: stored, they would count as the device's capability.
     trouble = "" if found.slowed else store.write(fp)
     return dataclasses.replace(fp, notes=(*fp.notes, trouble)) if trouble else fp
 
 
 def _unslowed(ordinal: int, readings: nvml.Readings) -> gpu_probe.Found:
-    """What was measured; once more after a pause where heat or a power brake slowed the device meanwhile."""
+    """Measure; repeat once after a pause if heat or a power brake slowed the device."""
     from autosel.fingerprint import gpu_probe
 
     found = gpu_probe.measure(ordinal, readings)
@@ -117,7 +119,7 @@ def _unslowed(ordinal: int, readings: nvml.Readings) -> gpu_probe.Found:
 
 
 def _cool(uuid: str) -> None:
-    """Leave the device alone for a while: longer, up to a limit, if it is slowed even when idle."""
+    """Leave the device idle for a while: longer, up to a limit, if it is slowed even when idle."""
     began = time.monotonic()
     time.sleep(COOLING_LEAST_S)
     while nvml.slowdown(uuid) and time.monotonic() - began < COOLING_MOST_S:

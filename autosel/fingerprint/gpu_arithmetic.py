@@ -1,7 +1,8 @@
-"""What a GPU computes: special functions, products and conversions an SM a clock, shared memory, matrix products.
+"""Measure a GPU's arithmetic: special functions, products and conversions per SM and clock, shared memory, matrix
+products.
 
-Each figure by the rules of gpu_probe.py. A kernel of kernels/cuda/probes.cu counts its own clock ticks beside what
-events say: a rate a clock needs no clock rate to be judged by.
+Each figure follows the rules of gpu_probe.py. A kernel of kernels/cuda/probes.cu counts its clock ticks in addition to
+the time by events, so a rate per clock can be checked without a clock rate.
 
 Status: compiled and emulated; not yet run on silicon.
 """
@@ -17,20 +18,20 @@ from autosel.errors import UsageError
 if TYPE_CHECKING:
     from autosel.fingerprint.gpu_probe import Bench
 
-THREADS = 512  # of one block an SM: 16 warps
+THREADS = 512  # of one block per SM: 16 warps
 CHAINS = 8
 STEPS = 4096
 SHARED_BYTES = 16 << 10  # of a block of probe_shared
-PRODUCT_STEPS = 65536  # some 5 ms: the clock settles where products hold it
+PRODUCT_STEPS = 65536  # some 5 ms: the clock settles at the rate that products allow
 MATRIX_SIDE = 8192
-# kernel, rate a second, its unit, results of a step, rate a clock and SM, that unit
+# kernel, rate per second, its unit, results per step, rate per clock and SM, that unit
 PROBES = (
     ("probe_exp2", "exp_per_s", "1/s", 1, "exp_per_clock_sm", "1/clk"),
     ("probe_fma", "fma_flops", "FLOP/s", 2, "fma_flop_per_clock_sm", "FLOP/clk"),
     ("probe_shared", "shared_bytes_per_s", "B/s", 16, "shared_bytes_per_clock_sm", "B/clk"),
 )
 FROM_FP8 = ("probe_from_fp8", "from_fp8_per_s", "1/s", 2, "from_fp8_per_clock_sm", "1/clk")
-# FLOP of one warp's instruction, m16n8k16 and m16n8k32. sm_90 and sm_100 have none for fp8 (ptxas makes fp16's of it).
+# FLOP of one warp's instruction, m16n8k16 and m16n8k32. sm_90 and sm_100 have none for fp8 (ptxas uses fp16's).
 MMA = (("probe_mma_bf16", "mma_bf16_flops", 4096),)
 MMA_FP8 = (("probe_mma_fp8", "mma_fp8_flops", 8192),)
 
@@ -45,7 +46,7 @@ def measure(bench: Bench) -> None:
 
 
 def _chains(bench: Bench, kernel: str, name: str, unit: str, each: int, by_clock: str, clock_unit: str) -> None:
-    """8 dependent chains x 16 warps an SM: by events, and by the ticks that the kernel counts."""
+    """Measure 8 dependent chains x 16 warps per SM, by events and by the ticks that the kernel counts."""
     cp, of_one_sm = bench.cupy, THREADS * CHAINS * STEPS * each
 
     def work() -> None:
@@ -61,7 +62,7 @@ def _chains(bench: Bench, kernel: str, name: str, unit: str, each: int, by_clock
 
 
 def _products_in_registers(bench: Bench, kernel: str, name: str, flop: int) -> None:
-    """8 accumulators a warp, 16 warps an SM; and the clock that such work leaves the device."""
+    """Measure 8 accumulators per warp, 16 warps per SM, and the clock of the device under this load."""
     cp, steps = bench.cupy, PRODUCT_STEPS
     total = bench.sms * THREADS // 32 * CHAINS * steps * flop
 
@@ -78,7 +79,7 @@ def _products_in_registers(bench: Bench, kernel: str, name: str, flop: int) -> N
 
 
 def matrix(bench: Bench) -> None:
-    """The library's GEMM, 8192^3 on random data: what a kernel can hope for, not what the datasheet adds up to."""
+    """Measure the library's GEMM, 8192^3 on random data: the attainable rate, not the datasheet's."""
     try:
         import torch
     except ImportError:
@@ -112,7 +113,7 @@ def _products(bench: Bench, device: Any) -> None:
             _matmul(bench, "fp8_matrix_flops", fp8)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # a library without that product for this device: formulas do without
+        except RuntimeError as error:  # a library without that product for this device: formulas work without
             bench.notes.append(f"no fp8 matrix rate: {str(error).splitlines()[0][:200]}")
 
 
@@ -134,7 +135,7 @@ def _matmul(bench: Bench, name: str, work: Callable[[], Any]) -> None:
 
 
 def torch_device(cupy: Any) -> Any:
-    """The device that cupy is on: PyTorch keeps one of its own."""
+    """Return PyTorch's device for the present device of cupy; PyTorch has a separate current device."""
     import torch
 
     return torch.device("cuda", cupy.cuda.Device().id)

@@ -1,6 +1,6 @@
-"""What a kernel costs beside its work: starting it, meeting in it, the host's part, and moving data to the host.
+"""Measure the overheads of a kernel: starting it, barriers, the host's part, and copies to and from the host.
 
-Each figure by the rules of gpu_probe.py; those of the host by its own clock.
+Each figure follows the rules of gpu_probe.py; the host's times use the host's clock.
 
 Status: compiled and emulated; not yet run on silicon.
 """
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from autosel.fingerprint.gpu_probe import Bench
 
 GRID_SYNC = "cuda/grid_sync.cu"
-CHAIN = (100, 1000)  # nodes of two graphs: what both cost beside them cancels
-READS = 200  # nodes of a graph that each read a piece of memory of their own
+CHAIN = (100, 1000)  # nodes of two graphs: their common cost cancels
+READS = 200  # nodes of a graph that each read a separate piece of memory
 PIECES = tuple(kib << 10 for kib in (64, 256, 512, 1024, 2048, 3072))  # bytes; RRZE-HPC's gpu-benches, small kernels
 COPIED_BYTES = 64 << 20
 ANSWERS = 50  # of four bytes each, in one of the host's windows
 
 
 def measure(bench: Bench) -> None:
-    """A kernel on a stream, in a graph, behind a dependent launch; barriers; the host's launch; the way to the host."""
+    """Measure a kernel on a stream, in a graph, behind a dependent launch; barriers; the host's launch; copies to and
+    from the host."""
     bench.keep("stream_launch_s", "s", each(bench, partial(_tiny, bench), 50, 500))
     chain = graph_chain(bench)
     bench.keep("graph_node_s", "s", each(bench, chain, *CHAIN))
@@ -41,7 +42,8 @@ def measure(bench: Bench) -> None:
     pdl = _dependent(bench)
     if pdl is not None:
         bench.keep("pdl_node_s", "s", each(bench, pdl, 50, 500))
-    # A barrier that costs no less than a dependent launch saves nothing: a nanosecond, since no stored rate is 0.
+    # A barrier that costs as much as a dependent launch saves nothing: stored as a nanosecond, because no stored rate
+    # is 0.
     pdl_s = bench.rates["pdl_node_s"].value if pdl is not None else 0.0
     bench.keep("persistent_saving_s", "s", [max(pdl_s - bench.rates["flag_barrier_s"].value, 1e-9)])
     floor = list(_small_reads(bench))
@@ -52,7 +54,7 @@ def measure(bench: Bench) -> None:
 
 
 def each(bench: Bench, run: Callable[[int], None], few: int, many: int, *, windows: int = 0) -> list[float]:
-    """Seconds an item in each window: from two counts, so that what both cost beside the items cancels."""
+    """Return seconds per item in each window, from two counts, so that the common cost cancels."""
     counted = range(windows or bench.windows)
     times = [(bench.seconds(lambda: run(few)), bench.seconds(lambda: run(many))) for _ in counted]
     return [max(gpu_rates.per_item_s((few, a), (many, b)), 1e-9) for a, b in times]
@@ -67,7 +69,7 @@ def _tiny(bench: Bench, count: int) -> None:
 
 
 def graph_chain(bench: Bench) -> Callable[[int], None]:
-    """Launches a chain of so many nodes (one of CHAIN), captured beforehand."""
+    """Launch a chain of so many nodes (one of CHAIN), captured beforehand."""
 
     def tiny(count: int, stream: Any) -> None:
         for _ in range(count):
@@ -78,7 +80,8 @@ def graph_chain(bench: Bench) -> Callable[[int], None]:
 
 
 def _captured(bench: Bench, work: Callable[[Any], None]) -> Any:
-    """A graph of what `work` enqueues on the stream it is given, launched once: the first launch uploads it."""
+    """Return a graph of the work that `work` enqueues on a stream, launched once, because the first launch uploads
+    it."""
     side = bench.cupy.cuda.Stream(non_blocking=True)
     side.begin_capture()
     work(side)
@@ -89,9 +92,9 @@ def _captured(bench: Bench, work: Callable[[Any], None]) -> Any:
 
 
 def _small_reads(bench: Bench) -> Iterator[Point]:
-    """(bytes, seconds) of a kernel that reads so much from DRAM: nodes of a graph, each with a piece of its own.
+    """Return (bytes, seconds) of a kernel that reads so much from DRAM, as nodes of a graph with a separate piece each.
 
-    Between windows the whole buffer is read, from end to end: what a window begins with has then left L2.
+    Between windows the whole buffer is read from end to end, so that the pieces at the start have left L2.
     """
     vector, whole = 16, bench.data.nbytes
     for size in [s for s in PIECES if 2 * s <= whole]:
@@ -118,13 +121,13 @@ def barriers(bench: Bench, rounds: int) -> None:
 
 
 def _grid_sync(bench: Bench) -> Callable[[int], None] | None:
-    """The barrier of cooperative groups; None where this toolkit, or cupy, lacks what compiles it."""
+    """Measure the barrier of cooperative groups; None if this toolkit, or cupy, lacks what compiles it."""
     try:
         source = (resources.kernels() / GRID_SYNC).read_text()
         module = bench.cupy.RawModule(code=source, options=("-std=c++17",), enable_cooperative_groups=True)
         kernel = module.get_function("probe_grid_sync")
         _ = kernel.num_regs
-    except Exception as error:  # a header, a device library, a linker: no formula reads the figure, and none is lost
+    except Exception as error:  # a header, a device library, a linker: no formula reads the figure, so nothing is lost
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
         bench.notes.append(f"no grid_sync_s: {why}")
         return None
@@ -132,7 +135,8 @@ def _grid_sync(bench: Bench) -> Callable[[int], None] | None:
 
 
 def _dependent(bench: Bench) -> Callable[[int], None] | None:
-    """A chain of programmatic dependent launches, by the driver's own call; None before compute capability 9.0."""
+    """Measure a chain of programmatic dependent launches, by the driver's own call; None before compute capability
+    9.0."""
     if float(bench.identity["cc"]) < 9.0:
         return None
     function = bench.kernels.get_function("probe_tiny_dependent").kernel.ptr
@@ -143,7 +147,7 @@ def _dependent(bench: Bench) -> Callable[[int], None] | None:
 
 
 def _host_launch(bench: Bench) -> float:
-    """Host seconds of one launch through cupy, the queue never full."""
+    """Return the host's seconds for one launch through cupy, with the queue never full."""
     bench.stream.synchronize()
     started = time.perf_counter()
     _tiny(bench, 200)
@@ -153,12 +157,13 @@ def _host_launch(bench: Bench) -> float:
 
 
 def _to_the_host(bench: Bench) -> None:
-    """Rates of pinned copies either way; and the host's time for an answer of four bytes, such as a token."""
+    """Measure rates of pinned copies in both directions, and the host's time for an answer of four bytes, such as a
+    token."""
     runtime = bench.cupy.cuda.runtime
     size = min(COPIED_BYTES, bench.data.nbytes)
     pinned, device = bench.cupy.cuda.alloc_pinned_memory(size), bench.data.data.ptr
     out = (pinned.ptr, device, size, runtime.memcpyDeviceToHost, bench.stream.ptr)
-    back = (device, pinned.ptr, size, runtime.memcpyHostToDevice, bench.stream.ptr)  # what came out: still random
+    back = (device, pinned.ptr, size, runtime.memcpyHostToDevice, bench.stream.ptr)  # the copied data: still random
     for name, copy in (("from_device_bytes_per_s", out), ("to_device_bytes_per_s", back)):
         bench.keep(name, "B/s", [size / s for s in bench.repeated(partial(runtime.memcpyAsync, *copy))])
 
@@ -179,13 +184,13 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID, cuda.h
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: id, padding to 8, a union of 64 bytes."""
+    """Match CUlaunchAttribute: id, padding to 8, a union of 64 bytes."""
 
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
 
 
 class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
+    """Match CUlaunchConfig."""
 
     _fields_ = [
         *((f"{kind}_{axis}", ctypes.c_uint) for kind in ("grid", "block") for axis in "xyz"),
@@ -197,7 +202,7 @@ class _Config(ctypes.Structure):
 
 
 def launch_dependent(function: int, stream: int, pointer: int, count: int) -> None:
-    """Enqueue `count` launches, each allowed to start before the one ahead has ended. Raises OSError."""
+    """Enqueue `count` launches, each allowed to start before the previous one has ended. Raises OSError."""
     driver = ctypes.CDLL(DRIVER)
     attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
     attribute.value[0] = 1

@@ -30,38 +30,39 @@ SOURCE = "cuda/probes.cu"
 WINDOWS = 5
 WINDOW_S = 0.02
 WARM_UP_S = 0.3
-LOOK_WINDOWS, LOOK_WINDOW_S = 2, 0.006  # of each of two grids
-SWEEP_WINDOWS, SWEEP_WINDOW_S = 3, 0.008  # of a sweep's points: five full ones of each would take four seconds
+LOOK_WINDOWS, LOOK_WINDOW_S = 2, 0.006  # blocks of each of two grids
+SWEEP_WINDOWS, SWEEP_WINDOW_S = 3, 0.008  # of a sweep's points: five full windows for each would take four seconds
 THREADS = 256
 VECTOR_BYTES = 16
 LINE_BYTES = 128
 BLOCK_BYTES = 8 << 20  # of random data
-READ_BYTES = 1 << 30  # what rates of memory are measured on, where L2 is not as large as to want more
-CHUNKED_BYTES = 256 << 20  # read again and again at a point of the sweep over L2
-MOST_QUEUED = 500  # launches that a stream takes while it is held: beyond about 1,000 the host would wait for the gate
-GATE_TICKS = 2_000_000_000  # about a second: a host that died must not hold a device
+READ_BYTES = 1 << 30  # set for measuring memory rates, if L2 is not so large as to need more
+CHUNKED_BYTES = 256 << 20  # read repeatedly at a point of the sweep over L2
+MOST_QUEUED = 500  # launches that a held stream accepts: beyond about 1,000 the host would wait for the gate
+GATE_TICKS = 2_000_000_000  # about a second: a host that died must not block a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Rates by name, and what is odd about them, in words."""
+    """Hold rates by name, and notes about oddities."""
 
     rates: Mapping[str, Rate]
     notes: tuple[str, ...]
-    slowed: str  # why the device ran slower than it can at the end of any stage, or ""
+    slowed: str  # why the device ran slower than possible at the end of any stage, or ""
 
 
 def measure(ordinal: int, readings: nvml.Readings) -> Found:
-    """Every rate of CUDA's device `ordinal`, which nobody else should be using. Needs cupy; the matrix rates, torch."""
+    """Measure every rate of CUDA's device `ordinal`, which should have no other users. Needs cupy; the matrix rates
+    need torch."""
     import cupy
 
     with cupy.cuda.Device(ordinal):
         bench = Bench(cupy=cupy, identity=nvml.identity_of(readings))
-        slowed: dict[str, None] = {}  # in the order they were met
+        slowed: dict[str, None] = {}  # in the order in which they occurred
         stages = (Bench.warm_up, Bench.memory, Bench.cache, Bench.latency, gpu_cost.measure, gpu_arithmetic.measure)
         for stage in stages:
             stage(bench)
-            # Asked while the device is still hot: what slows it under load may be gone a second later.
+            # Read while the device is still hot: a cause of throttling under load may be gone a second later.
             slowed |= dict.fromkeys(filter(None, [nvml.slowdown(readings.uuid)]))
         bench.release()
     figures = {name: rate.value for name, rate in bench.rates.items()}
@@ -71,16 +72,17 @@ def measure(ordinal: int, readings: nvml.Readings) -> Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """A short look at two rates that say whether the others still hold."""
+    """Measure two rates shortly, to check whether the others still hold."""
 
     read_bytes_per_s: float
     graph_node_s: float
 
 
 def looks(ordinal: int, count: int) -> list[Look]:
-    """So many looks one after the other, some 30 ms each, clocks warmed up before the first.
+    """Measure so many times in a row, some 30 ms each, with clocks warmed up first.
 
-    Raises UsageError: no cupy, or no memory left."""
+    Raises UsageError: no cupy, or no memory left.
+    """
     nvml.counted()
     import cupy
 
@@ -100,7 +102,8 @@ def _look(bench: Bench, chain: Callable[[int], None]) -> Look:
 
 
 def reader(ordinal: int) -> Callable[[], float]:
-    """Bytes/s of a read of a gigabyte, the best of five windows: what no kernel that reads memory can exceed.
+    """Return the bytes/s of reading a gigabyte, the best of five windows: the upper limit of every kernel that reads
+    memory.
 
     Holds that buffer for as long as it lives. Needs cupy.
     """
@@ -119,7 +122,7 @@ def reader(ordinal: int) -> Callable[[], float]:
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """One device being measured: its kernels, buffers and what was found so far. `cupy` is the module."""
+    """Measure one device: its kernels, buffers and results so far. `cupy` is the module."""
 
     cupy: Any
     identity: Mapping[str, Any]
@@ -145,10 +148,11 @@ class Bench:
             raise UsageError(
                 "the device is out of memory",
                 why=f"{free / 2**20:.0f} MiB are free; its rates need {4 * BLOCK_BYTES / 2**20:.0f} at least",
-                todo="end what runs there (nvidia-smi shows it)",
+                todo="end other programs there (nvidia-smi shows them)",
             )
         self.data = cp.empty(size // 4, dtype=cp.uint32)
-        # Drawn by the host: cupy's generator overflows at 32 bits. What repeats after 8 MiB is random to a data bus.
+        # Drawn by the host: cupy's generator overflows at 32 bits. For a data bus, data that repeats after 8 MiB is
+        # random.
         drawn = numpy.random.default_rng(1).integers(0, 1 << 32, BLOCK_BYTES // 4, dtype=numpy.uint32)
         self.data.reshape(-1, drawn.size)[:] = cp.asarray(drawn)
         self.word = cp.zeros(1024, dtype=cp.uint32)
@@ -156,8 +160,8 @@ class Bench:
         # Host memory that the device polls: the host opens the gate without the device's help.
         self.gate = cp.cuda.alloc_pinned_memory(64)
         for name in re.findall(r"__global__ void (\w+)", source):
-            # CUDA loads a kernel when it is first asked for, and may wait for the device to be idle: never while the
-            # gate is shut, which then stays shut until it gives up.
+            # CUDA loads a kernel at its first use, and may wait for the device to be idle. Never load while the gate is
+            # shut: it would stay shut until its timeout.
             _ = self.kernels.get_function(name).num_regs
         cp.cuda.Device().synchronize()
 
@@ -171,9 +175,10 @@ class Bench:
         self.kernels.get_function(name)((blocks,), (threads,), args, shared_mem=shared_bytes, stream=self.stream)
 
     def seconds(self, work: Callable[[], None], before: Callable[[], None] | None = None) -> float:
-        """Device seconds of what `work` enqueues, all of it enqueued before the first of it starts.
+        """Return the device's seconds for the work that `work` enqueues, all of it enqueued before the first of it
+        starts.
 
-        `before` enqueues what is done ahead of it and not timed.
+        `before` enqueues untimed work that runs first.
         """
         cp = self.cupy
         begin, end = cp.cuda.Event(), cp.cuda.Event()
@@ -190,7 +195,7 @@ class Bench:
         return float(cp.cuda.get_elapsed_time(begin, end)) * 1e-3
 
     def repeated(self, work: Callable[[], None], windows: int = 0, window_s: float = 0.0) -> list[float]:
-        """Seconds of one `work` in each of five windows of at least 20 ms, or of so many as are asked for."""
+        """Return seconds of one `work` in each of five windows (or the given number) of at least 20 ms."""
         once = max(self.seconds(work), 1e-7)
         count = min(max(1, math.ceil((window_s or WINDOW_S) / once)), MOST_QUEUED)
 
@@ -201,7 +206,7 @@ class Bench:
         return [self.seconds(often) / count for _ in range(windows or WINDOWS)]
 
     def swept(self, work: Callable[[], None]) -> float:
-        """Seconds of one `work` at a point of a sweep: the best of a few short windows."""
+        """Return seconds of one `work` at a point of a sweep: the best of a few short windows."""
         return min(self.repeated(work, SWEEP_WINDOWS, SWEEP_WINDOW_S))
 
     def keep(self, name: str, unit: str, figures: list[float], source: str = SOURCE) -> float:
@@ -213,7 +218,7 @@ class Bench:
         return best
 
     def warm_up(self) -> None:
-        """Idle clocks are low: 0.3 s of work first."""
+        """Warm up for 0.3 s, because idle clocks are low."""
         until = time.perf_counter() + WARM_UP_S
         while time.perf_counter() < until:
             self.read_all()
@@ -230,7 +235,7 @@ class Bench:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def memory(self) -> None:
-        """Read and copy rate, the loaded latency from the ramp, how many SMs it takes."""
+        """Measure read and copy rate, the loaded latency from the ramp, and the SMs needed to saturate memory."""
         size = self.data.nbytes
         if size < 2 * int(self.identity["l2_bytes"]):
             self.notes.append(f"little of the device's memory was free: read in {size >> 20} MiB, much of it out of L2")
@@ -244,9 +249,10 @@ class Bench:
         ramp = list(self._ramp())
         try:
             latency = gpu_rates.loaded_latency_s(ramp, best)
-        except ValueError as error:  # memory too fast for one load a thread, say; every formula needs the figure
+        # for example, memory too fast for one load per thread; every formula needs the figure
+        except ValueError as error:
             latency = gpu_rates.latency_beside_s(ramp, best)
-            self.notes.append(f"the loaded latency is that of the ramp's nearest point: {error}")
+            self.notes.append(f"the loaded latency is taken from the ramp's nearest point: {error}")
         self.keep("dram_latency_s", "s", [latency])
         by_count = [Point(size=n, value=self._read_rate_of(n)) for n in self._sm_counts()]
         self.keep("saturating_sms", "count", [float(gpu_rates.sms_to_saturate(by_count))])
@@ -267,12 +273,13 @@ class Bench:
         self.launch("probe_copy", 8 * self.sms, THREADS, self.other, self.data, count)
 
     def _ramp(self) -> Iterator[Point]:
-        """(bytes in flight, bytes/s): one load a thread; resident threads set by the number of blocks an SM gets."""
+        """Return (bytes in flight, bytes/s): one load per thread; resident threads set by the number of blocks per
+        SM."""
         most = min(int(self.identity["threads_per_sm"]) // 64, int(self.identity["ctas_per_sm"]))
         from_memory = 4 * int(self.identity["l2_bytes"])  # a smaller set would come out of L2 the second time
         for per_sm in [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32) if n <= most]:
             blocks = per_sm * self.sms
-            # Shared memory that no one uses keeps the scheduler from putting more than per_sm blocks on one SM.
+            # Unused shared memory keeps the scheduler from placing more than per_sm blocks on one SM.
             room = min(int(self.identity["smem_per_sm_bytes"]) // per_sm - 2048, 48 << 10)
             size = min(self.data.nbytes, max(blocks * 64 * VECTOR_BYTES * 512, from_memory))
             count = self.cupy.uint64(size // VECTOR_BYTES)
@@ -286,13 +293,13 @@ class Bench:
         return sorted({max(1, round(self.sms * k / 8)) for k in range(1, 9)})
 
     def _read_rate_of(self, blocks: int) -> float:
-        """bytes/s of one block an SM reading DRAM, on `blocks` SMs."""
+        """Return bytes/s of one block per SM reading DRAM, on `blocks` SMs."""
         return float(self.data.nbytes) / self.swept(partial(self._read, blocks))
 
     # --- caches -----------------------------------------------------------------------------------------------------
 
     def cache(self) -> None:
-        """L2: rate on the plateau, how much of it is usable, and how much of its rate one SM can draw."""
+        """Measure L2: rate on the plateau, its usable size, and the share of its rate that one SM can draw."""
         l2 = int(self.identity["l2_bytes"])
         sizes = [int(l2 * f) for f in (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1, 1.5, 2, 4)]
         blocks = 2 * self.sms
@@ -308,7 +315,8 @@ class Bench:
         self.keep("sm_bytes_per_s", "B/s", [max(drawn)])
 
     def _chunk_rate(self, size: int, *, blocks: int, chunks: int) -> float:
-        """bytes/s of so many blocks reading a set of `size` bytes again and again, cut into chunks that they share."""
+        """Return bytes/s of so many blocks that repeatedly read a set of `size` bytes, cut into chunks that they
+        share."""
         cp = self.cupy
         count = max(1, size // chunks // VECTOR_BYTES)
         passes = max(2, CHUNKED_BYTES // (count * VECTOR_BYTES * blocks))
@@ -320,7 +328,7 @@ class Bench:
         return count * VECTOR_BYTES * passes * blocks / self.swept(work)
 
     def latency(self) -> None:
-        """Unloaded latencies by pointer chase, and the clock under load they are converted with."""
+        """Measure unloaded latencies by pointer chase, and the clock under load for their conversion."""
         clock = self._clock_hz()
         self.keep("sm_clock_hz", "Hz", [clock])
         l2 = int(self.identity["l2_bytes"])
@@ -330,7 +338,7 @@ class Bench:
                 self.keep(f"{level}_latency_s", "s", [self._chase(size) / clock])
 
     def _clock_hz(self) -> float:
-        """Ticks over the time that events give, while all SMs are busy."""
+        """Return ticks over the time by events, while all SMs are busy."""
         cp, wanted = self.cupy, 20_000_000
 
         def work() -> None:
@@ -340,10 +348,10 @@ class Bench:
         return wanted / min(seconds)
 
     def _chase(self, size: int) -> float:
-        """Ticks a load: one thread on a random cycle over the 128-byte lines of `size` bytes.
+        """Return ticks per load: one thread on a random cycle over the 128-byte lines of `size` bytes.
 
-        The second walk goes on where the first has ended: where the set is long, over lines not met before; where it is
-        short, around it so often that the first round, with L1 empty as every kernel finds it, does not count.
+        The second walk continues where the first has ended: in a long set, over new lines; in a short one, around it so
+        often that the first round, with L1 empty as in every kernel, does not count.
         """
         cp, lines = self.cupy, size // LINE_BYTES
         order = numpy.random.default_rng(2).permutation(lines).astype(numpy.uint32)  # cupy's generator has none
@@ -351,7 +359,7 @@ class Bench:
         following[order] = numpy.roll(order, -1)
         self.data[: lines * 32 : 32] = cp.asarray(following)
         self.word[:] = 0  # where the walk begins
-        cp.cuda.Device().synchronize()  # what was written is on another stream than the walk
+        cp.cuda.Device().synchronize()  # the data was written on another stream
         steps = 4096 if lines > 4096 else 64 * 32 * math.ceil(lines / 32)
 
         def work() -> None:

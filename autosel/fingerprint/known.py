@@ -1,7 +1,7 @@
-"""Known devices: fingerprints/<name>.json, so that a formula can be asked about a device that is not there.
+"""Load known devices from fingerprints/<name>.json, so that formulas work for devices that are not present.
 
-A file keeps apart what a vendor printed (`datasheet`: limits and peaks), what somebody reckoned (`estimated`) and what
-this project's probes found (`measured`; null until one has run there). Every figure is {value, unit, source}.
+A file separates the vendor's figures (`datasheet`: limits and peaks), estimates (`estimated`) and the measurements of
+this project's probes (`measured`; null until one has run there). Every figure is {value, unit, source}.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ SECTIONS = {"schema", "kind", "vendor", "name", "cc", "datasheet", "estimated", 
 
 
 def names() -> tuple[str, ...]:
-    """The known devices, as `load` takes them: `h200`, `rtx-5070-ti` ..."""
+    """Return the known devices, by `load`'s names: `h200`, `rtx-5070-ti` ..."""
     return tuple(sorted(path.stem for path in resources.fingerprints().glob("*.json")))
 
 
 @cache
 def load(name: str) -> Fingerprint:
-    """The fingerprint of a known device: rates are measured where they were, else estimated; peaks the datasheet's.
+    """Return the fingerprint of a known device: rates are measured if available, else estimated; peaks are the
+    datasheet's.
 
     Raises UnknownName with the nearest names, BadConfig naming the file and field.
     """
@@ -38,7 +39,7 @@ def load(name: str) -> Fingerprint:
 
 
 def read(path: Path) -> Fingerprint:
-    """A device file anywhere. Raises BadConfig naming the file and field."""
+    """Read a device file at any path. Raises BadConfig naming the file and field."""
     try:
         return _fingerprint(parse_json(files.read(path, MOST_BYTES), what=path.name), path)
     except OSError as error:
@@ -74,7 +75,7 @@ def _figures(data: Any, where: str) -> dict[str, Rate]:
 
 
 def _figure(data: Any, where: str) -> Rate:
-    """{value, unit, source} and, for a measured one, the spread over its windows."""
+    """Return {value, unit, source} and, for a measured figure, the spread over its windows."""
     fields = {"value", "unit", "source"}
     _object(data, where, fields | (set(data) & {"spread"} if isinstance(data, dict) else set()))
     value, spread = data["value"], data.get("spread", 0.0)

@@ -1,6 +1,6 @@
-"""What CUDA's driver says of a device, by the names that cupy's runtime has.
+"""Read a device's properties from CUDA's driver, under the names of cupy's runtime.
 
-Rates need cupy; who a device is, its driver knows: what serves decisions on a GPU need not install cupy.
+Rates need cupy, but the driver suffices for the identity, so serving decisions on a GPU does not require cupy.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ ATTRIBUTES = {
     "cudaDevAttrMaxBlocksPerMultiprocessor": 106,
 }
 MAJOR, MINOR = 75, 76  # of the compute capability
-PCI_CHARACTERS = 64  # `0000:0a:00.0`, with room for a longer domain
+PCI_CHARACTERS = 64  # `0000:0a:00.0`, with space for a longer domain
 
 
 class CUDARuntimeError(Exception):
-    """What the driver answers in place of a value; cupy's name for it."""
+    """Raised if the driver returns an error; cupy's name for it."""
 
 
 def runtime() -> Any:
-    """As much of cupy's runtime as an identity is read with. Raises OSError without a driver, CUDARuntimeError."""
+    """Provide the part of cupy's runtime that reads an identity. Raises OSError without a driver, CUDARuntimeError."""
     library = ctypes.CDLL(DRIVER)
     _ask(library, "cuInit", ctypes.c_uint(0))
     return SimpleNamespace(
@@ -57,7 +57,7 @@ def _properties(library: ctypes.CDLL, ordinal: int) -> dict[str, Any]:
     device, uuid, total = _device(library, ordinal), (ctypes.c_ubyte * 16)(), ctypes.c_size_t()
     _ask(
         library, "cuDeviceGetUuid_v2", uuid, device
-    )  # of a slice where MIG cuts the board; the first version: the board's
+    )  # of a slice if MIG divides the board; the first version: the board's
     _ask(library, "cuDeviceTotalMem_v2", ctypes.byref(total), device)
     return {
         "major": _attribute(library, MAJOR, ordinal),

@@ -1,7 +1,7 @@
-"""Which CPU this is, read from procfs, sysfs and the cgroups: what goes into hw_id, and nothing that moves.
+"""Identify the CPU from procfs, sysfs and the cgroups, for hw_id: only properties that do not change.
 
-No library in between: py-cpuinfo needs a second and reports the L3 of another level. Every reader takes the root of a
-file tree, so that tests walk machines that are not here; a file that is missing gives a documented fallback.
+It uses no library: py-cpuinfo needs a second and reports the L3 of another level. Every reader takes the root of a file
+tree, so that tests can read trees of other machines; a missing file has a documented fallback.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path("/")
 MEMORY_GRAIN = 256 << 20  # the kernel reserves a little more or less at each boot
 
-# The flags a kernel choice can depend on, by their Linux names (x86 `flags`, Arm `Features`).
+# The flags that a choice of kernel can depend on, by their Linux names (x86 `flags`, Arm `Features`).
 X86_FLAGS = """avx avx2 fma f16c bmi2 avx512f avx512bw avx512dq avx512vl avx512cd avx512vbmi avx512_vnni avx512_bf16
 avx512_fp16 avx_vnni avx10 amx_tile amx_bf16 amx_int8 amx_fp16"""
 ARM_FLAGS = "asimd asimdhp asimddp fphp bf16 i8mm sve sve2 svebf16 svei8mm sme sme2"
@@ -47,16 +47,17 @@ ARM_PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """One cache as one CPU sees it, and the CPUs it is shared by."""
+    """Describe one cache as one CPU sees it, and the CPUs that share it."""
 
     bytes: int
     cpus: frozenset[int]
 
 
 def identity(root: Path = ROOT, affinity: frozenset[int] | None = None) -> dict[str, Any]:
-    """Identity of the CPU under `root`, for a process that may run on `affinity` (default: this one's, or all online).
+    """Return the identity of the CPU under `root`, for a process that may run on `affinity` (default: this one's, or
+    all online).
 
-    `cpus` is the number of threads worth starting: physical cores of the fastest kind that affinity leaves, one thread
+    `cpus` is the number of threads worth starting: physical cores of the fastest kind within the affinity, one thread
     each, and no more than the quota's whole CPUs (a second thread on half a CPU would be stopped half of the time).
     """
     info = _cpuinfo(root)
@@ -94,7 +95,7 @@ def _text(path: Path) -> str:
 
 
 def cpu_list(text: str) -> frozenset[int]:
-    """`0-3,8` as a set; anything unreadable in it is skipped."""
+    """Return `0-3,8` as a set; unreadable parts are skipped."""
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -110,7 +111,7 @@ def _size(text: str) -> int:
 
 
 def _cpuinfo(root: Path) -> list[dict[str, str]]:
-    """One mapping a processor; facts stated once for all (Arm, one-processor listings) are in every one."""
+    """Return one mapping per processor; facts stated once for all (Arm, one-processor listings) are in every one."""
     blocks = []
     for block in re.split(r"\n\s*\n", _text(root / "proc/cpuinfo")):
         pairs = (line.split(":", 1) for line in block.splitlines() if ":" in line)
@@ -127,7 +128,7 @@ def _online(root: Path, info: list[dict[str, str]]) -> frozenset[int]:
 
 
 def _affinity(root: Path) -> frozenset[int]:
-    """CPUs this process may run on; of a made-up tree, those its /proc/self/status lists."""
+    """Return the CPUs that this process may run on; for a test's tree, those that its /proc/self/status lists."""
     if root == ROOT and hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     match = re.search(r"^Cpus_allowed_list:\s*(.+)$", _text(root / "proc/self/status"), flags=re.MULTILINE)
@@ -138,7 +139,8 @@ def _affinity(root: Path) -> frozenset[int]:
 
 
 def _siblings(root: Path, cpu: int, info: list[dict[str, str]]) -> frozenset[int]:
-    """Threads of the core that holds `cpu`; without topology files by cpuinfo's core ids; else the CPU alone."""
+    """Return the threads of the core that holds `cpu`; without topology files by cpuinfo's core ids; else the CPU
+    alone."""
     folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     found = cpu_list(_text(folder / "core_cpus_list") or _text(folder / "thread_siblings_list"))
     if found:
@@ -149,9 +151,9 @@ def _siblings(root: Path, cpu: int, info: list[dict[str, str]]) -> frozenset[int
 
 
 def _fastest(root: Path, usable: list[int]) -> list[int]:
-    """On a hybrid CPU the cores of the fastest kind: equal shares finish when the slowest core does.
+    """Return the cores of the fastest kind on a hybrid CPU, because equal shares finish when the slowest core does.
 
-    Arm says `cpu_capacity` a core; x86 lists the performance cores of a hybrid part in `cpu_core`.
+    Arm states `cpu_capacity` per core; x86 lists the performance cores of a hybrid part in `cpu_core`.
     """
     performance = cpu_list(_text(root / "sys/devices/cpu_core/cpus")) & set(usable)
     if performance:
@@ -166,7 +168,7 @@ def _vendor(info: list[dict[str, str]]) -> str:
 
 
 def _model(root: Path, info: list[dict[str, str]]) -> str:
-    """The marketing name without its ornaments; on Arm the core's name, or the part number."""
+    """Return the marketing name without decorations; on Arm the core's name, or the part number."""
     first = info[0] if info else {}
     part = first.get("CPU part", "").lower()
     name = first.get("model name") or ARM_PARTS.get(part) or (f"part {part}" if part else "")
@@ -176,7 +178,7 @@ def _model(root: Path, info: list[dict[str, str]]) -> str:
 
 
 def _family(info: list[dict[str, str]]) -> str:
-    """Family.model.stepping: a hypervisor may hide the name ("AMD EPYC") but not the generation."""
+    """Return family.model.stepping: a hypervisor may hide the name ("AMD EPYC") but not the generation."""
     first = info[0] if info else {}
     x86 = [first.get(k, "") for k in ("cpu family", "model", "stepping")]
     arm = [first.get(k, "") for k in ("CPU part", "CPU variant", "CPU revision")]
@@ -184,7 +186,7 @@ def _family(info: list[dict[str, str]]) -> str:
 
 
 def _isa(info: list[dict[str, str]], cpus: Iterable[int]) -> list[str]:
-    """Relevant flags that every usable core has."""
+    """Return the relevant flags that every usable core has."""
     wanted = {str(c) for c in cpus}
     flags = [set((b.get("flags") or b.get("Features") or "").split()) for b in info if b["processor"] in wanted]
     return sorted(set.intersection(*flags) & RELEVANT_FLAGS) if flags else []
@@ -194,7 +196,7 @@ def _isa(info: list[dict[str, str]], cpus: Iterable[int]) -> list[str]:
 
 
 def _caches(root: Path, cpus: list[int]) -> dict[str, int]:
-    """Sizes as one core sees them; how many usable cores share one L3 (at most), and how many L3s they have.
+    """Return the sizes as one core sees them, how many usable cores share one L3 (at most), and how many L3s they have.
 
     Without cache files: 32 KiB and 512 KiB, the smallest L1d and L2 of a core since 2013 that has AVX2; no L3.
     """
@@ -226,13 +228,13 @@ def _numa_nodes(root: Path, cpus: list[int]) -> int:
 
 
 def _memory_bytes(root: Path) -> int:
-    """The machine's memory, not the container's limit: two containers of one machine are one device."""
+    """Return the machine's memory, not the container's limit, because two containers of one machine are one device."""
     total = meminfo(root).get("MemTotal", 0)
     return round(total / MEMORY_GRAIN) * MEMORY_GRAIN
 
 
 def meminfo(root: Path = ROOT) -> Mapping[str, int]:
-    """/proc/meminfo in bytes."""
+    """Return /proc/meminfo in bytes."""
     lines = re.findall(r"^(\w+):\s+(\d+) kB", _text(root / "proc/meminfo"), flags=re.MULTILINE)
     return {name: int(kib) << 10 for name, kib in lines}
 
@@ -241,7 +243,8 @@ def meminfo(root: Path = ROOT) -> Mapping[str, int]:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """CPUs the cgroups grant this process (the least along its path to the root, v1 and v2), None where unlimited."""
+    """Return the CPUs that the cgroups grant this process (the least along its path to the root, v1 and v2), None if
+    unlimited."""
     found = [quota for folder in _cgroup_folders(root) if (quota := _quota_of(folder)) is not None]
     return round(min(found), 3) if found else None
 
@@ -256,8 +259,8 @@ def _quota_of(folder: Path) -> float | None:
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Bytes the cgroups still grant this process (the least along its path), the cache of files it can do without
-    counted as free; None where unlimited."""
+    """Return the bytes that the cgroups still grant this process (the least along its path), counting reclaimable file
+    cache as free; None if unlimited."""
     found = [left for folder in _cgroup_folders(root, "memory") if (left := _left_of(folder)) is not None]
     return min(found) if found else None
 
@@ -268,7 +271,7 @@ def _left_of(folder: Path) -> int | None:
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         most, used = _text(folder / limit), _text(folder / usage)
-        if most.isdigit() and used.isdigit() and int(most) < 1 << 60:  # version 1 says "none" by a number near 2^63
+        if most.isdigit() and used.isdigit() and int(most) < 1 << 60:  # version 1 encodes "none" as a number near 2^63
             stat = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
             spare = stat.get(cache, "")
             return max(0, int(most) - int(used) + (int(spare) if spare.isdigit() else 0))
@@ -276,7 +279,7 @@ def _left_of(folder: Path) -> int | None:
 
 
 def _cgroup_folders(root: Path, controller: str = "cpu") -> list[Path]:
-    """This process's cgroup of the controller and its ancestors, in each hierarchy that can have it."""
+    """Return this process's cgroup of the controller and its ancestors, in each hierarchy that can have it."""
     memberships = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -305,7 +308,8 @@ def _cgroup_mounts(root: Path, controller: str) -> list[tuple[str, str, str]]:
 
 
 def _below(path: str, inner: str) -> str:
-    """`path` as seen from a mount of the hierarchy's `inner`; in a container the two may not meet: then its root."""
+    """Return `path` as seen from a mount of the hierarchy's `inner`, or its root if the two do not meet, as in some
+    containers."""
     base = inner.rstrip("/")
     return path[len(base) :] if path == base or path.startswith(base + "/") else ""
 
@@ -317,7 +321,7 @@ def _upwards(root: Path, point: str, relative: str) -> list[Path]:
 
 
 def is_virtual(root: Path = ROOT) -> bool:
-    """Does a hypervisor share this CPU out? By its own flag on x86, by the firmware's name elsewhere."""
+    """Return True if a hypervisor shares this CPU: by its flag on x86, by the firmware's name elsewhere."""
     info = _cpuinfo(root)
     if info and "hypervisor" in info[0].get("flags", "").split():
         return True

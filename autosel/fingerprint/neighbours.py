@@ -1,10 +1,10 @@
-"""What other processes and other guests take from this machine between two readings of /proc.
+"""Measure the CPU time that other processes and other guests take between two readings of /proc.
 
     before = read()
     ...
     found = between(before, read())      # Neighbours: cores kept busy, share stolen, who
 
-The load average would count our own work for a minute after it ended; CPU times, read twice, do not.
+The load average would count autosel's own work for a minute after its end; two readings of CPU times do not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST_NAMED = 0.05  # cores that a process must have kept busy to be named
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """CPU time in seconds; `ended_s` is that of its children that have ended."""
+    """Hold CPU time in seconds; `ended_s` is the time of its children that have ended."""
 
     parent: int
     name: str
@@ -34,7 +34,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """CPU time since boot, summed over CPUs, in seconds. Without /proc there are no CPUs and no processes."""
+    """Hold CPU time since boot, summed over CPUs, in seconds. Without /proc there are no CPUs and no processes."""
 
     at_s: float
     cpus: int
@@ -68,7 +68,7 @@ def read(root: Path = ROOT, clock: Callable[[], float] = time.monotonic) -> Read
 
 
 def between(before: Reading, now: Reading, own: int = 0) -> Neighbours:
-    """Return what others took; `own` (default: this process) and all that it started are ours."""
+    """Return what others took; `own` (default: this process) and all its descendants do not count."""
     elapsed = now.at_s - before.at_s
     if elapsed <= 0 or not now.cpus:
         return Neighbours()
@@ -84,7 +84,7 @@ def between(before: Reading, now: Reading, own: int = 0) -> Neighbours:
 
 
 def _named(before: Reading, now: Reading, ours: frozenset[int], elapsed: float) -> tuple[str, ...]:
-    """Processes of one name together."""
+    """Group processes of one name."""
     cores: dict[str, float] = {}
     for pid, process in now.processes.items():
         if pid not in ours:
@@ -96,26 +96,26 @@ def _named(before: Reading, now: Reading, ours: frozenset[int], elapsed: float) 
 
 
 def _used(before: Reading, now: Reading, pid: int) -> float:
-    """CPU time of a process between the readings, and of its children that ended meanwhile."""
+    """Return the CPU time of a process between the readings, and of its children that ended in between."""
     process, earlier = now.processes.get(pid), _earlier(before, now, pid)
     if process is None:
         return 0.0  # it has ended: its parent's count has grown by all it used
     total = process.used_s + process.ended_s
     if earlier is not None:
         total -= earlier.used_s + earlier.ended_s
-    # What an ended child had used before the first reading is in our count now, and was in its own then.
+    # Time that an ended child used before the first reading is in this count now, and was in the child's then.
     gone = [p for n, p in before.processes.items() if p.parent == pid and n not in now.processes]
     return max(0.0, total - sum(p.used_s + p.ended_s for p in gone))
 
 
 def _earlier(before: Reading, now: Reading, pid: int) -> Process | None:
-    """The same process at the first reading; None if it is new, or another one had its number."""
+    """Return the same process at the first reading; None if it is new, or if another process had its number."""
     found, process = before.processes.get(pid), now.processes.get(pid)
     return found if found is not None and process is not None and found.used_s <= process.used_s else None
 
 
 def _family(before: Reading, now: Reading, root: int) -> frozenset[int]:
-    """A process and all it started, ended ones too."""
+    """Return a process and all its descendants, ended ones too."""
     parents = {pid: process.parent for r in (before, now) for pid, process in r.processes.items()}
     found, grown = {root}, True
     while grown:
@@ -128,7 +128,7 @@ def _family(before: Reading, now: Reading, root: int) -> frozenset[int]:
 
 
 def _cpu_times(root: Path) -> tuple[int, float, float]:
-    """(CPUs, idle and iowait seconds, stolen seconds) of /proc/stat; no CPUs where there is none."""
+    """Return (CPUs, idle and iowait seconds, stolen seconds) of /proc/stat; no CPUs without that file."""
     try:
         lines = (root / "proc/stat").read_text().splitlines()
         fields = [int(f) for f in lines[0].split()[1:9]]  # user nice system idle iowait irq softirq steal
@@ -150,7 +150,7 @@ def _processes(root: Path) -> Iterator[tuple[int, Process]]:
 
 
 def _process(path: Path) -> Process | None:
-    """None of one that has just ended. Its name, in parentheses, may hold anything."""
+    """Return None for a process that has just ended. Its name, in parentheses, may contain anything."""
     try:
         head, _, rest = path.read_text(errors="replace").rpartition(")")
         fields = rest.split()

@@ -1,6 +1,6 @@
-"""Did other work run while the rates were measured? The reasons, in words; an empty tuple is a quiet machine.
+"""Return the reasons why rates were measured next to other work; an empty tuple means a quiet machine.
 
-The load average does not tell: on an idle machine it is above one core for a minute after a command has ended.
+The load average does not show it: on an idle machine it is above one core for a minute after a command has ended.
 """
 
 from __future__ import annotations

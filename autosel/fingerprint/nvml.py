@@ -1,7 +1,7 @@
-"""What a GPU says of itself: limits from the CUDA runtime's attributes, identity and state from NVML.
+"""Read a GPU's properties: limits from the CUDA runtime's attributes, identity and state from NVML.
 
-Which device CUDA calls 0 depends on CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; NVML's numbering knows neither. The two
-are matched by PCI address, and within a MIG-partitioned device by UUID, never by number.
+CUDA's device 0 depends on CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; NVML's numbering ignores both. The two are
+matched by PCI address, and within a MIG-partitioned device by UUID, never by number.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from autosel.errors import UsageError
 from autosel.fingerprint import libcuda
 
 DRIVER = Path("/sys/module/nvidia/version")
-MEMORY_STEP_BYTES = 256 << 20  # driver versions reserve differing amounts: identity rounds them away
-# FLOP a clock and SM of dense bf16 with fp32 accumulation: NVIDIA's architecture whitepapers (A100, Ada, Hopper,
+MEMORY_STEP_BYTES = 256 << 20  # driver versions reserve different amounts: identity rounds them away
+# FLOP per clock and SM of dense bf16 with fp32 accumulation: NVIDIA's architecture whitepapers (A100, Ada, Hopper,
 # Blackwell); consumer Blackwell by its rated figure over SMs and clock.
 MATRIX_FLOP_PER_CLOCK = {
     (8, 0): 2048,
@@ -29,14 +29,14 @@ MATRIX_FLOP_PER_CLOCK = {
     (10, 3): 8192,
     (12, 0): 512,
 }
-GEFORCE_MATRIX_FLOP_PER_CLOCK = {(8, 9): 512}  # full-rate accumulation in fp32 is the professional parts'
-# CUDA C++ Programming Guide, arithmetic throughput: the same for all but Blackwell Ultra, which has twice as many.
+GEFORCE_MATRIX_FLOP_PER_CLOCK = {(8, 9): 512}  # only professional parts accumulate in fp32 at full rate
+# CUDA C++ Programming Guide, arithmetic throughput: the same for all except Blackwell Ultra, which has twice as many.
 SFU_PER_CLOCK, MORE_SFU_PER_CLOCK = 16, {(10, 3): 32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readings:
-    """What was read, before anything is made of it. `limits` by CUDA attribute; None where NVML does not say."""
+    """Hold raw readings. `limits` by CUDA attribute; None if NVML does not report a value."""
 
     name: str
     cc: tuple[int, int]
@@ -53,7 +53,7 @@ class Readings:
 
 
 def identity_of(r: Readings) -> dict[str, Any]:
-    """Who this device is: nothing in it changes with temperature, load, driver or slot."""
+    """Return the identity, which does not change with temperature, load, driver or slot."""
     per_clock = MATRIX_FLOP_PER_CLOCK.get(r.cc, 0)
     if "GeForce" in r.name:
         per_clock = GEFORCE_MATRIX_FLOP_PER_CLOCK.get(r.cc, per_clock)
@@ -74,14 +74,15 @@ def identity_of(r: Readings) -> dict[str, Any]:
 
 
 def peak_read_bytes_per_s(r: Readings) -> float:
-    """2 x memory clock x bus: two transfers a clock. 0 for a slice of a device, whose share NVML does not say."""
+    """Return 2 x memory clock x bus: two transfers per clock. 0 for a slice of a device, whose share NVML does not
+    report."""
     return 0.0 if r.mig_profile else 2 * r.memory_clock_max_hz * r.memory_bus_bits / 8
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 NO_NVML = "check nvidia-smi and the driver; a container gets NVML with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-# What to do about why NVML does not begin, by its name in nvml.h.
+# Fixes for failures of NVML's start, by their names in nvml.h.
 TODO = {
     "NVML_ERROR_LIBRARY_NOT_FOUND": "install the driver; a container gets its library with "
     "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
@@ -104,30 +105,30 @@ LIMITS = {
 
 
 def read(ordinal: int) -> Readings:
-    """Read CUDA's device `ordinal`. Raises UsageError saying what is missing: driver, cupy, or the device."""
+    """Read CUDA's device `ordinal`. Raises UsageError, naming the missing part: driver, cupy, or the device."""
     runtime = _runtime_or_driver()
     count = _count(runtime)
     if not 0 <= ordinal < count:
         raise UsageError(
-            f"there is no device cuda:{ordinal}",
+            f"no such device: cuda:{ordinal}",
             why=f"CUDA sees {count} device{'' if count == 1 else 's'}{_shown()}",
             todo="check CUDA_VISIBLE_DEVICES" if count else "check nvidia-smi and CUDA_VISIBLE_DEVICES",
         )
     limits = {name: int(runtime.deviceGetAttribute(getattr(runtime, a), ordinal)) for name, a in LIMITS.items()}
     told = runtime.getDeviceProperties(ordinal)  # cupy has no attribute for the compute capability
     cc = int(told["major"]), int(told["minor"])
-    # Sixteen bytes, which cupy reads as a C string (the driver gives all): up to the first zero, were it beyond them.
+    # Sixteen bytes, which cupy reads as a C string (the driver returns all): up to the first zero if it is beyond them.
     return _from_nvml(runtime.deviceGetPCIBusId(ordinal), told["uuid"][:16], cc, limits, told)
 
 
 def _shown() -> str:
-    """A name there that is not known hides itself and all that follow it."""
+    """Return the visible devices. An unknown name hides itself and all that follow it."""
     shown = settings.visible_gpus()
     return "" if shown is None else f", with CUDA_VISIBLE_DEVICES={shown!r}"
 
 
 def count() -> int:
-    """How many devices CUDA sees; 0 where there is no driver, or no cupy to ask it."""
+    """Return how many devices CUDA sees; 0 without a driver or cupy."""
     try:
         return counted()
     except UsageError:
@@ -135,14 +136,14 @@ def count() -> int:
 
 
 def counted() -> int:
-    """How many devices CUDA sees. Raises UsageError where it cannot be asked."""
+    """Return how many devices CUDA sees. Raises UsageError if it cannot be asked."""
     return _count(_runtime())
 
 
 def _runtime() -> Any:
     try:
         from cupy.cuda import runtime
-    except Exception as error:  # a cupy of another CUDA may raise anything
+    except Exception as error:  # a cupy for another CUDA may raise anything
         raise UsageError(
             "a GPU's fingerprint needs cupy", why=str(error), todo=f"install it:  {extras.gpu_command()}"
         ) from error
@@ -150,7 +151,7 @@ def _runtime() -> Any:
 
 
 def _runtime_or_driver() -> Any:
-    """Without cupy the driver is asked: it knows who a device is, if not how fast."""
+    """Return cupy's runtime, or the driver without cupy: it knows a device's identity, but not its rates."""
     try:
         return _runtime()
     except UsageError as error:
@@ -171,7 +172,7 @@ def _count(runtime: Any) -> int:
 def _from_nvml(
     pci: str, uuid: bytes, cc: tuple[int, int], limits: Mapping[str, int], told: Mapping[str, Any]
 ) -> Readings:
-    """`told`: what CUDA says of the device. NVML knows no memory of a chip that shares its host's."""
+    """Read NVML. `told`: CUDA's description of the device. NVML reports no memory for a chip that shares its host's."""
     import pynvml as nvml
 
     try:
@@ -207,7 +208,7 @@ def _from_nvml(
 
 
 def _mig_slice(nvml: Any, board: Any, uuid: bytes) -> Any | None:
-    """The MIG device that CUDA was given, by UUID (cupy cuts it at its first zero); None where the board is whole."""
+    """Return the MIG device of CUDA, by UUID (cupy cuts it at its first zero); None if the board is whole."""
     mode = _maybe(nvml, lambda: nvml.nvmlDeviceGetMigMode(board)[0])
     if mode != nvml.NVML_DEVICE_MIG_ENABLE:
         return None
@@ -222,24 +223,24 @@ def _mig_slice(nvml: Any, board: Any, uuid: bytes) -> Any | None:
     if len(slices) == 1:  # older drivers give CUDA the board's UUID
         return slices[0]
     raise UsageError(
-        "this device is cut by MIG, and which slice is ours cannot be told",
+        "this device is divided by MIG, and this process's slice cannot be identified",
         why=f"{len(slices)} slices, {len(alike)} with CUDA's UUID {uuid.hex()}",
         todo="name one slice in CUDA_VISIBLE_DEVICES (nvidia-smi -L)",
     )
 
 
 def plain_uuid(text: str) -> str:
-    """`MIG-5a2b...`, `GPU-5a2b-...` -> hexadecimal digits alone."""
+    """Return the hexadecimal digits of `MIG-5a2b...`, `GPU-5a2b-...`."""
     return text.partition("-")[2].replace("-", "").lower()
 
 
 def _profile(name: str) -> str:
-    """`NVIDIA H200 MIG 1g.18gb` -> `1g.18gb`."""
+    """Return `1g.18gb` of `NVIDIA H200 MIG 1g.18gb`."""
     return name.rpartition("MIG ")[2]
 
 
 def _maybe(nvml: Any, ask: Any) -> Any:
-    """None where this device or driver does not support the question, or does not let us ask it."""
+    """Return None if this device or driver does not support the query, or does not permit it."""
     try:
         return ask()
     except (
@@ -256,8 +257,8 @@ def _text(value: bytes | str) -> str:
 
 
 def driver() -> str:
-    """The version of the GPU's driver; "" where there is none. Read from what the kernel module says of itself: a
-    library that was upgraded beneath a loaded module answers no question at all."""
+    """Return the version of the GPU's driver; "" without one. Read from the kernel module's file, because a library
+    that was upgraded under a loaded module answers no query."""
     try:
         return DRIVER.read_text(encoding="utf-8").strip()
     except OSError:
@@ -268,8 +269,8 @@ def driver() -> str:
 
 
 def slowdown(uuid: str) -> str:
-    """Why the device runs slower than it could right now (heat, power brake), or "". Asked around a measurement, which
-    is not lost where NVML has no answer."""
+    """Return why the device now runs slower than it could (heat, power brake), or "". Read around a measurement, which
+    stays valid if NVML has no answer."""
     import pynvml as nvml
 
     try:
@@ -278,7 +279,7 @@ def slowdown(uuid: str) -> str:
         return ""
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
-        if uuid.startswith("MIG-"):  # a slice has no clock of its own
+        if uuid.startswith("MIG-"):  # a slice has no clock
             handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
         return reasons_of(_clock_events(nvml, handle))
     except nvml.NVMLError:
@@ -288,7 +289,7 @@ def slowdown(uuid: str) -> str:
 
 
 def _clock_events(nvml: Any, handle: Any) -> int:
-    """Drivers before 535 know the question by its older name."""
+    """Read the clock events; drivers before 535 have an older name for the query."""
     try:
         return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
     except nvml.NVMLError_FunctionNotFound:
@@ -296,7 +297,8 @@ def _clock_events(nvml: Any, handle: Any) -> int:
 
 
 def is_shared(uuid: str) -> bool:
-    """Does another process compute on the device, or is it a slice beside others? False where NVML does not say."""
+    """Return True if another process computes on the device, or if it is a slice next to others. False if NVML does not
+    tell."""
     import pynvml as nvml
 
     if uuid.startswith("MIG-"):
@@ -315,7 +317,7 @@ def is_shared(uuid: str) -> bool:
 
 
 def free_bytes(ordinal: int) -> int | None:
-    """What is free of a device's memory, no context of CUDA's made to ask; None where NVML does not know."""
+    """Return a device's free memory without creating a CUDA context; None if NVML does not know it."""
     import pynvml as nvml
 
     uuid = read(ordinal).uuid
@@ -332,8 +334,8 @@ def free_bytes(ordinal: int) -> int | None:
 
 
 def energy_counter(uuid: str) -> Callable[[], int]:
-    """Reads what the board has taken since its driver was loaded, in millijoules. Raises OSError where NVML does not
-    say, now or when it is read: boards before Volta and slices have no counter."""
+    """Return a reader of the board's energy since its driver was loaded, in millijoules. Raises OSError if NVML does
+    not report it, now or later: boards before Volta and slices have no counter."""
     import pynvml as nvml
 
     def read() -> int:
@@ -343,17 +345,17 @@ def energy_counter(uuid: str) -> Callable[[], int]:
             raise OSError(f"NVML's energy counter of {uuid}: {error}") from error
 
     if uuid.startswith("MIG-"):
-        raise OSError("a slice of a GPU has no energy counter of its own")
+        raise OSError("a slice of a GPU has no energy counter")
     try:
-        nvml.nvmlInit()  # for as long as the process lives: who reads often should not pay for it
+        nvml.nvmlInit()  # kept for the life of the process, because frequent readers should not pay for it
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
     except nvml.NVMLError as error:
         raise OSError(f"NVML does not answer: {error}") from error
     return read
 
 
-# NVML's clock event reasons that spoil a measurement (nvml.h, nvmlClocksEventReasons): power capping is a device's
-# normal state under load and is not among them.
+# NVML's clock event reasons that spoil a measurement (nvml.h, nvmlClocksEventReasons). Power capping is a device's
+# normal state under load and is not included.
 SPOILING = {
     0x8: "hardware slowdown",
     0x20: "thermal slowdown",
@@ -363,5 +365,5 @@ SPOILING = {
 
 
 def reasons_of(bits: int) -> str:
-    """`thermal slowdown (0x20)`: each reason that spoils a measurement, with its bit; "" where there is none."""
+    """Return each reason that spoils a measurement, with its bit: `thermal slowdown (0x20)`; "" without one."""
     return ", ".join(f"{text} (0x{bit:x})" for bit, text in SPOILING.items() if bits & bit)

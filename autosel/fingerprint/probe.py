@@ -1,8 +1,8 @@
-"""How fast this CPU is: kernels/cpu/probes.cpp driven through ctypes, or numpy where there is no compiler.
+"""Measure this CPU's rates with kernels/cpu/probes.cpp through ctypes, or with numpy without a compiler.
 
-Every rate is the 90th percentile of many short windows, best side up (the 10th for a time): on a shared machine the
-undisturbed windows say what the hardware can, an average says what the neighbours did. The spread, (p90 - p10) /
-median, says how disturbed the rest was. Neither torch nor tvm-ffi is imported: two seconds, not four.
+Every rate is the 90th percentile of many short windows (the 10th for a time): on a shared machine the undisturbed
+windows show the hardware's capability, while an average depends on the neighbours. The spread, (p90 - p10) / median,
+shows how disturbed the rest was. Neither torch nor tvm-ffi is imported, which takes two seconds instead of four.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autosel.native.isa import ISA_FLAGS, best_isa
 from autosel.values import Rate
 
 SOURCE = "cpu/probes.cpp"
-BUFFER_OVER_LLC = 4  # what is read was last touched four last-level caches ago
+BUFFER_OVER_LLC = 4  # data is read again only after four last-level caches of other data
 BUFFER_MIN = 128 << 20
 MOST_WINDOWS = 4096
 ROUNDS = 4
@@ -31,7 +31,7 @@ ROUNDS = 4
 
 @dataclass(slots=True)
 class Probes:
-    """The loaded probes, and the two buffers they share for as long as the process lives."""
+    """Hold the loaded probes, and the two buffers that they share for the life of the process."""
 
     library: ctypes.CDLL
     identity: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Probes:
 
     @property
     def window_bytes(self) -> int:
-        """A quarter of the buffer, at most 32 MiB: about a millisecond."""
+        """Return a quarter of the buffer, at most 32 MiB: about a millisecond."""
         return min(self.buffer_bytes // 4, 32 << 20)
 
     def buffer(self, index: int) -> ctypes.c_void_p:
@@ -56,7 +56,7 @@ class Probes:
         return ctypes.c_void_p(self.buffers[index])
 
     def windows(self, name: str, *arguments: ctypes.c_void_p | int, seconds: float) -> list[float]:
-        """One figure a window, in the probe's unit; empty where this CPU lacks the instruction."""
+        """Return one figure per window, in the probe's unit; empty if this CPU lacks the instruction."""
         out = (ctypes.c_double * MOST_WINDOWS)()
         passed = [ctypes.c_int64(a) if isinstance(a, int) else a for a in arguments]
         function = getattr(self.library, f"autosel_probe_{name}")
@@ -67,7 +67,7 @@ class Probes:
 
 
 def buffer_bytes(identity: Mapping[str, Any]) -> int:
-    """Four times the last-level caches the usable cores reach, at most an eighth of memory; a multiple of 2 MiB."""
+    """Return four times the last-level caches of the usable cores, at most an eighth of memory; a multiple of 2 MiB."""
     wanted = max(BUFFER_MIN, BUFFER_OVER_LLC * identity["l3_bytes"] * identity["l3_domains"])
     limit = max(BUFFER_MIN // 4, identity["memory_bytes"] // 8)
     return int(min(wanted, limit)) >> 21 << 21
@@ -75,9 +75,9 @@ def buffer_bytes(identity: Mapping[str, Any]) -> int:
 
 @cache
 def load(digest: str = "") -> Probes:
-    """The probes for this CPU, compiled on first use, or by the digest of an earlier build.
+    """Load the probes for this CPU, compiled on first use, or by the digest of an earlier build.
 
-    Raises BuildError where there is no compiler (or no such build).
+    Raises BuildError without a compiler (or without that build).
     """
     identity = machine.identity()
     artefact = find_artefact(digest) if digest else compile_source(SOURCE, flags(identity))
@@ -94,7 +94,7 @@ def load(digest: str = "") -> Probes:
 
 
 def flags(identity: Mapping[str, Any]) -> tuple[str, ...]:
-    # The probes use nothing of tvm-ffi: unless it is dropped from the link, the loader would want it beside them.
+    # The probes use nothing of tvm-ffi: unless it is removed from the link, the loader would need it next to them.
     return ("-Wl,--as-needed", *ISA_FLAGS[best_isa(identity["isa"])])
 
 
@@ -102,7 +102,8 @@ def flags(identity: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_rate(threads: int, seconds: float = 0.01, *, digest: str = "") -> float:
-    """Bytes/s: the best window of a read probe of `seconds`. What no kernel that reads memory can exceed.
+    """Return the bytes/s of the best window of a read probe of `seconds`: the upper limit of every kernel that reads
+    memory.
 
     Cheap after a process's first call, which maps a buffer (about 0.1 s). Without a compiler by numpy: a lower bound.
     """
@@ -116,18 +117,19 @@ def read_rate(threads: int, seconds: float = 0.01, *, digest: str = "") -> float
 
 
 def thread_counts(cpus: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and all."""
+    """Return 1, 2, 4, ... and the number of all threads."""
     return tuple(sorted({1 << k for k in range(cpus.bit_length()) if 1 << k <= cpus} | {cpus}))
 
 
 def measure(*, budget_s: float = 1.6) -> dict[str, Rate]:
-    """Every rate of this CPU in about `budget_s`, after the compilation. Raises BuildError without a compiler.
+    """Measure every rate of this CPU in about `budget_s`, after the compilation. Raises BuildError without a compiler.
 
-    Taken in rounds: a neighbour's burst, or two threads put on one CPU, spoils a part of each rate and none whole.
+    It measures in rounds: a neighbour's burst, or two threads on one CPU, spoils a part of each rate and none
+    completely.
     """
     probes = load()
     cpus = int(probes.identity["cpus"])
-    probes.read(cpus, 0.03)  # clocks and helpers awake
+    probes.read(cpus, 0.03)  # wake clocks and helpers
     figures: dict[str, list[float]] = {}
     for last in (False,) * (ROUNDS - 1) + (True,):
         for name, found in _round(probes, thread_counts(cpus), budget_s / ROUNDS):
@@ -152,14 +154,14 @@ def _round(probes: Probes, counts: Sequence[int], budget_s: float) -> Iterator[t
 
 
 def unit_of(name: str) -> str:
-    """The SI unit a rate's name says it has."""
+    """Return the SI unit that is part of a rate's name."""
     base = name.partition("@")[0]
     endings = (("_bytes_per_s", "B/s"), ("_flops", "FLOP/s"), ("_per_s", "1/s"), ("_s", "s"))
     return next(unit for ending, unit in endings if base.endswith(ending))
 
 
 def summary(figures: Sequence[float], unit: str, source: str) -> Rate:
-    """The best decile's edge, by linear interpolation: p90 of rates, p10 of times (unit "s")."""
+    """Return the edge of the best decile, by linear interpolation: p90 of rates, p10 of times (unit "s")."""
     if len(figures) < 2:
         return Rate(value=figures[0], unit=unit, spread=0.0, source=source.format(100, 1))
     cuts = statistics.quantiles(figures, n=10, method="inclusive")
@@ -175,12 +177,13 @@ def _copy(probes: Probes, threads: int, seconds: float) -> list[float]:
 
 
 def _latency(probes: Probes, seconds: float) -> list[float]:
-    size = min(probes.buffer_bytes, 256 << 20)  # building a longer cycle costs more than it tells
+    size = min(probes.buffer_bytes, 256 << 20)  # building a longer cycle costs more than it gains
     return probes.windows("latency", probes.buffer(1), size, probes.buffer(0), probes.buffer_bytes, seconds=seconds)
 
 
 def _last_level(probes: Probes, threads: int, seconds: float) -> list[float]:
-    """Over four private caches a thread, hence never in them, if that fits the L3s of this many threads."""
+    """Return a size over four private caches per thread, so never in them, if that fits the L3s of this many
+    threads."""
     identity = probes.identity
     each = 4 * identity["l2_bytes"]
     if each * min(threads, identity["l3_cpus"]) > identity["l3_bytes"] // 2 or each * threads > probes.buffer_bytes:
@@ -192,7 +195,7 @@ def _last_level(probes: Probes, threads: int, seconds: float) -> list[float]:
 
 
 def measure_without_compiler(identity: Mapping[str, Any], *, budget_s: float = 0.8) -> dict[str, Rate]:
-    """Read and copy rates by numpy: lower bounds, and named so. The rest needs native code."""
+    """Measure read and copy rates by numpy: lower bounds, and named so. The other rates need native code."""
     counts = thread_counts(int(identity["cpus"]))
     rates: dict[str, Rate] = {}
     for threads in counts:
@@ -226,7 +229,8 @@ def _numpy_copy(start: int, stop: int) -> int:
 
 
 def _numpy_windows(work: Callable[[int, int], int], threads: int, seconds: float) -> list[float]:
-    """Bytes/s a window; numpy releases the interpreter lock in both operations, so Python's threads do."""
+    """Return bytes/s per window; numpy releases the interpreter lock in both operations, so Python's threads run in
+    parallel."""
     total = len(_numpy_buffers()[0])
     window = total // 4
     bounds = [window * i // threads for i in range(threads + 1)]

@@ -1,8 +1,8 @@
-"""The software that decides how fast and how right a kernel runs here: with hw_id it makes env_id.
+"""Describe the software that determines speed and correctness of a kernel here; with hw_id it forms env_id.
 
-Not in it: the operating system's kernel release. A kernel update changes what a page fault or a futex costs, which the
-rates show and `drifted` catches, but no machine code; unattended security updates would otherwise make a whole fleet
-measure again for nothing. Its huge-page policy is in it, for that changes the bandwidth of every tensor.
+The operating system's kernel release is not included. A kernel update changes the cost of a page fault or a futex,
+which `drifted` detects by the rates, but no machine code; unattended security updates would otherwise make a whole
+fleet measure again. Its huge-page policy is included, because that changes the bandwidth of every tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autosel.version import __version__
 
 
 def environment(root: Path = ROOT) -> dict[str, Any]:
-    """Versions, read from package metadata: nothing is imported for it."""
+    """Return versions, read from package metadata without importing anything."""
     compiler = find_compiler()
     return {
         "autosel": __version__,
@@ -37,7 +37,7 @@ def environment(root: Path = ROOT) -> dict[str, Any]:
 
 
 def pack_digest(kind: str) -> str:
-    """sha256 over names and bytes of every source in kernels/<kind>/."""
+    """Return the sha256 over names and bytes of every source in kernels/<kind>/."""
     hasher = hashlib.sha256()
     folder = resources.kernels() / kind
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
@@ -60,7 +60,7 @@ def _libc() -> str | None:
 
 
 def _huge_pages(root: Path) -> str | None:
-    """The transparent-huge-page policy in force: always, madvise or never."""
+    """Return the transparent-huge-page policy in force: always, madvise or never."""
     try:
         text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:

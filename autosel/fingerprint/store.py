@@ -1,4 +1,4 @@
-"""Measured fingerprints on disk, one file an env_id: rates are measured once and reused until they drift."""
+"""Store measured fingerprints on disk, one file per env_id: rates are measured once and reused until they drift."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def path_of(env_id: str) -> Path:
 
 
 def read(env_id: str) -> Fingerprint | None:
-    """The stored fingerprint of this env_id; None if there is none or its file is not what was written."""
+    """Return the stored fingerprint of this env_id; None if there is none or its file was changed."""
     try:
         fp: Fingerprint = from_json(
             Fingerprint, parse_json(files.read(path_of(env_id), MOST_BYTES), what="fingerprint")
         )
-        if fp.env_id != env_id:  # ValueError where its identity has no canonical form
+        if fp.env_id != env_id:  # ValueError if its identity has no canonical form
             return None
     except (OSError, ValueError):
         return None
@@ -34,7 +34,7 @@ def read(env_id: str) -> Fingerprint | None:
 
 @lru_cache(maxsize=64)
 def of_hardware(hw_id: str) -> Fingerprint | None:
-    """Return a stored fingerprint of this hardware, whatever its software; None where none is stored."""
+    """Return a stored fingerprint of this hardware, with any software; None if there is none."""
     for path in sorted(path_of("").parent.glob("*.json")):
         found = read(path.stem)
         if found is not None and found.hw_id == hw_id:
@@ -43,7 +43,7 @@ def of_hardware(hw_id: str) -> Fingerprint | None:
 
 
 def write(fp: Fingerprint) -> str:
-    """Store it whole or not at all; the reason in words where that cannot be, else the empty string."""
+    """Store it completely or not at all; return the reason for a failure, else the empty string."""
     path = path_of(fp.env_id)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

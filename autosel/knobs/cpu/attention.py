@@ -11,20 +11,20 @@ import math
 from autosel.knobs.cpu.facts import CpuFacts, bandwidth_threads
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
-# Below the least, softmax and loop ends weigh; above the most, scores leave L1 and nothing is gained.
+# Below the minimum, softmax and loop ends dominate; above the maximum, scores leave L1 without a gain.
 LEAST_TILE, ENOUGH_TILE, MOST_TILE = 16, 64, 128
-# Of the multiplier's peak, reached by scores, softmax and P V together: on Zen 4 50 cycles a key at D=128, of which the
-# dots alone 32; at D=64 28 and 16.
+# Share of the multiplier's peak that scores, softmax and P V together reach: on Zen 4 50 cycles per key at D=128, of
+# which the dots alone take 32; at D=64 28 and 16.
 PEAK_SHARE = 0.6
 
 
 def decode(w: Workload, f: CpuFacts) -> Knobs:
-    """threads, tile, chunk and prefetch."""
+    """Return threads, tile, chunk and prefetch."""
     return Knobs(settings=(_threads(w, f), _tile(w, f), _chunk(w, f), _prefetch(w, f)))
 
 
 def prefill(w: Workload, f: CpuFacts) -> Knobs:
-    """threads: all cores, compute-bound from a few dozen positions on."""
+    """Return threads: all cores, because arithmetic limits it from a few dozen positions on."""
     flops = 2 * w["B"] * w["Hq"] * w["S"] * w["S"] * w["D"]
     serial_s = flops / (PEAK_SHARE * _multiply_rate(w, f))
     threads = f.cpus if serial_s * (1 - 1 / f.cpus) > 2 * f.fork_join_s else 1
@@ -41,7 +41,7 @@ def prefill(w: Workload, f: CpuFacts) -> Knobs:
 
 
 def append(w: Workload, f: CpuFacts) -> Knobs:
-    """threads: one until the copy outlasts two fork-joins."""
+    """Return threads: one, until the copy takes longer than two fork-joins."""
     copied = 4 * w["B"] * w["Hkv"] * w["S"] * w["D"] * DTYPE_BYTES[w.dtype]
     serial_s = copied / f.read_1
     threads = bandwidth_threads(f) if serial_s * (1 - 1 / f.cpus) > 2 * f.fork_join_s else 1
@@ -61,7 +61,8 @@ def append(w: Workload, f: CpuFacts) -> Knobs:
 
 
 def _threads(w: Workload, f: CpuFacts) -> Knob:
-    """What saturates memory, or more where arithmetic would not keep pace; `chunk` lowers it for a short cache."""
+    """Return the number of threads that saturates memory, or more if arithmetic would not keep pace; `chunk` lowers it
+    for a short cache."""
     keys = _keys(w) * w["B"] * w["Hkv"]
     bytes_read, saturating, rate = keys * _key_bytes(w), bandwidth_threads(f), PEAK_SHARE * _multiply_rate(w, f)
     flops = 4 * keys * w["Hq"] // w["Hkv"] * w["S"] * w["D"]
@@ -84,12 +85,13 @@ def _threads(w: Workload, f: CpuFacts) -> Knob:
 
 
 def _tile(w: Workload, f: CpuFacts) -> Knob:
-    """Keys worked on together: K's and V's rows of a tile fill L1, where further blocks of query rows find them.
+    """Return the number of keys worked on together: a tile's rows of K and V fill L1, where further blocks of query
+    rows find them.
 
     On two Zen 5 cores, D = 128: twice as many, which leave V no room, take up to 6 % longer (1 % less over pages), on
     Zen 3 up to 5 %; half as many take 1 to 5 % longer. D = 256, where 32 would fill L1: 64, of which K alone leaves a
-    third of Zen 5's 48 KB free, take 3 % less; on Zen 3, where K alone takes all 32 KB, 6 % longer.
-    Not taken up: with one query row a KV head, twice as many take up to 11 % less on Zen 4, and longer on the others.
+    third of Zen 5's 48 KB free, take 3 % less; on Zen 3, where K alone takes all 32 KB, 6 % longer. Not used: with one
+    query row per KV head, twice as many take up to 11 % less on Zen 4, and longer on the others.
     """
     row_bytes = w["D"] * DTYPE_BYTES[w.dtype]
     fits = max(LEAST_TILE, min(MOST_TILE, 1 << (max(1, f.l1d_bytes // (2 * row_bytes)).bit_length() - 1)))
@@ -105,7 +107,7 @@ def _tile(w: Workload, f: CpuFacts) -> Knob:
 
 
 def _chunk(w: Workload, f: CpuFacts) -> Knob:
-    """Fewest keys a thread's share is worth: their time is that of two fork-joins."""
+    """Return the minimum number of keys in a thread's share: their time equals two fork-joins."""
     flops = 4 * w["Hq"] // w["Hkv"] * w["S"] * w["D"]
     key_s = max(_key_bytes(w) / f.read_1, flops / (PEAK_SHARE * _multiply_rate(w, f)))
     return Knob(
@@ -118,7 +120,8 @@ def _chunk(w: Workload, f: CpuFacts) -> Knob:
 
 
 def _prefetch(w: Workload, f: CpuFacts) -> Knob:
-    """Keys by which the second request for a row precedes its use: twice what memory delivers within its latency."""
+    """Return how many keys the second request for a row precedes its use: twice what memory delivers within its
+    latency."""
     ahead = 2 * f.read_1 * f.dram_latency_s / _key_bytes(w)
     return Knob(
         name="prefetch",
@@ -133,7 +136,7 @@ def _prefetch(w: Workload, f: CpuFacts) -> Knob:
 
 
 def _keys(w: Workload) -> int:
-    """Keys that some query sees."""
+    """Return the number of keys that some query sees."""
     window = int(w.trait("window", 0))
     return min(w["L"], window + w["S"] - 1) if window else w["L"]
 
@@ -143,5 +146,5 @@ def _key_bytes(w: Workload) -> int:
 
 
 def _multiply_rate(w: Workload, f: CpuFacts) -> float:
-    """FLOP/s of one core: the bf16 dot where there is one, else fp32 FMA after widening."""
+    """Return the FLOP/s of one core: of the bf16 dot if there is one, else of fp32 FMA after widening."""
     return f.dot_flops_1 if w.dtype == "bf16" and f.isa == "avx512bf16" else f.flops_1

@@ -20,12 +20,12 @@ __all__ = [
 ]
 
 
-FORK_JOIN_S = 2e-6  # of a team that spins: 0.3 us a cache line back and forth, a few of them, and a margin
+FORK_JOIN_S = 2e-6  # of a spinning team: 0.3 us per transfer of a cache line, a few of them, and a margin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuFacts:
-    """What a CPU formula may know. Rates in SI units; `read_bytes_per_s[t-1]` is the rate of t threads."""
+    """Hold the inputs of CPU formulas. Rates in SI units; `read_bytes_per_s[t-1]` is the rate of t threads."""
 
     isa: Isa
     cpus: int  # usable: affinity and quota applied, one a physical core
@@ -41,11 +41,11 @@ class CpuFacts:
     exp_per_s_1: float
     dram_latency_s: float
     fork_join_s: float  # one empty parallel region of all cpus
-    contended: bool = False  # other work disturbed the rates: their ratios say little
+    contended: bool = False  # other work disturbed the rates, so their ratios are unreliable
 
 
 def facts(fp: Fingerprint) -> CpuFacts:
-    """Facts of a CPU fingerprint; a missing rate takes a documented conservative default."""
+    """Return the facts of a CPU fingerprint; a missing rate gets a documented conservative default."""
     identity, cpus = fp.identity, int(fp.identity["cpus"])
 
     def rate(name: str, default: float) -> float:
@@ -56,7 +56,7 @@ def facts(fp: Fingerprint) -> CpuFacts:
     read_all = rate(f"read_bytes_per_s@{cpus}", read_1 * min(cpus, 4))
     domains = int(identity.get("l3_domains", 1))
     fork_join_s = rate(f"fork_join_s@{cpus}", FORK_JOIN_S)
-    if fp.contended:  # then it is the wait for a core that somebody else had: no better than a rate that is missing
+    if fp.contended:  # then it measured a wait for a busy core, and is no better than a missing rate
         fork_join_s = min(fork_join_s, FORK_JOIN_S)
     return CpuFacts(
         isa=best_isa(tuple(identity["isa"])),
@@ -78,10 +78,12 @@ def facts(fp: Fingerprint) -> CpuFacts:
 
 
 def bandwidth_threads(f: CpuFacts) -> int:
-    """Fewest threads that saturate the node's memory: min(cpus, max(n_L3 * ceil(b_L3 / b_1), ceil(b / b_1))).
+    """Return the minimum number of threads that saturates the node's memory: min(cpus, max(n_L3 * ceil(b_L3 / b_1),
+    ceil(b / b_1))).
 
-    Spread over L3 domains first (research/knobs.md section 4; McCalpin 2025-02). All of them where the rates were
-    disturbed, or contradict each other: a thread too many costs a little fork-join, one too few half the bandwidth.
+    Threads are spread over L3 domains first (research/knobs.md section 4; McCalpin 2025-02). All threads are used if
+    the rates were disturbed or contradict each other: one thread too many costs a little fork-join, one too few half
+    the bandwidth.
     """
     if f.contended or f.read_all < f.read_1:
         return f.cpus
@@ -90,6 +92,7 @@ def bandwidth_threads(f: CpuFacts) -> int:
 
 
 def worthwhile_threads(f: CpuFacts, serial_s: float) -> int:
-    """Threads for a job of `serial_s` on one core: all of them once the time saved exceeds the fork-join it costs."""
+    """Return the number of threads for a job of `serial_s` on one core: all of them once the saved time exceeds the
+    fork-join."""
     saved = serial_s * (1 - 1 / f.cpus)
     return f.cpus if f.cpus > 1 and saved > 2 * f.fork_join_s else 1

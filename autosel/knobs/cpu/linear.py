@@ -1,11 +1,12 @@
-"""Knobs of the projections: linear (gemv, gemm), norm_qkv, gate_up, lm_head.
+"""Compute knobs of the projections: linear (gemv, gemm), norm_qkv, gate_up, lm_head.
 
-Few rows of x (M <= 8) stream the weights through dot.h; more of them turn the weights for block.h. Both ask L2 ahead of
-use, so L2 bounds what goes together; L1 holds what is turned. Figures behind the constants: kernels/cpu/{dot,block}.h.
+For few rows of x (M <= 8) the weights stream through dot.h; for more rows block.h turns the weights. Both prefetch into
+L2, so L2 limits what is read together; L1 holds the turned block. Figures behind the constants:
+kernels/cpu/{dot,block}.h.
 
-The crossover: per row of x both ways cost the same multiplies, provided that registers hold sums for two rows of
-weights a load of x at least (8 rows of x on 32 registers; 6 on 16, and two groups share a walk: rows_together). Turning
-is then what gemm pays more, and a second walk over the weights, from the ninth row of x on, what dot.h does.
+The crossover: per row of x both need the same multiplies, provided that registers hold sums for two rows of weights per
+load of x (8 rows of x on 32 registers; 6 on 16, and two groups share a walk: rows_together). gemm additionally pays for
+turning; dot.h additionally needs a second walk over the weights from the ninth row of x on.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import math
 from autosel.knobs.cpu.facts import CpuFacts, bandwidth_threads, worthwhile_threads
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
-MAX_ROWS = 8  # of x that one walk of dot.h takes
-# Shares of L1 between which rows of x are better off with one row of weights after another. Zen 5, 48 KB in 12 ways,
-# which loads two vectors a cycle: up to 20 KB (figures: dot.h). Zen 4, 32 KB in 8 ways, which loads one: from where
-# several rows of weights, each in a page of its own, would push x out, to where the one does. There, on two cores at 18
-# to 36 GB/s, the speed of one against that of the most that registers hold, 8 or 4, by medians:
+MAX_ROWS = 8  # rows of x in one walk of dot.h
+# Sizes of x, as shares of L1, for which reading one row of weights after another is faster. Zen 5, 48 KB in 12 ways,
+# two vector loads per cycle: up to 20 KB (figures: dot.h). Zen 4, 32 KB in 8 ways, one load per cycle: from the size at
+# which several rows of weights, each in a separate page, would evict x, to the size at which one does. Speedup of one
+# row over the most that registers hold, 8 or 4, on two cores of Zen 4 at 18 to 36 GB/s, medians:
 #   x of 16 to 25 KB   bf16 M=4 1.02-1.25, M=5 1.09-1.28, M=6 1.05-1.15; fp32 M=4 1.01, M=6 1.05
 #                      against 8: bf16 M=2 0.93, M=3 0.92; fp32 M=2 0.87; fp16 M=2 1.0
 #   8 or 12 KB         bf16 M=2 0.63-1.03, M=3 0.83; fp32 M=2 0.82
@@ -39,22 +40,23 @@ _SHAPE = {
 
 
 def by_dots(rows: int) -> bool:
-    """The route: few rows of x as dot products (gemv; dot.h), more of them in turned blocks (gemm; block.h)."""
+    """Choose the route: few rows of x as dot products (gemv; dot.h), more of them in turned blocks (gemm; block.h)."""
     return rows <= MAX_ROWS
 
 
 def gemv(w: Workload, f: CpuFacts) -> Knobs:
-    """threads and rows."""
+    """Return threads and rows."""
     return Knobs(settings=(_threads(w, f), _rows(w, f)))
 
 
 def gemm(w: Workload, f: CpuFacts) -> Knobs:
-    """threads, k_block, k_ahead and m_block."""
+    """Return threads, k_block, k_ahead and m_block."""
     return Knobs(settings=(_threads(w, f), *_walk(w, f)))
 
 
 def fused(w: Workload, f: CpuFacts) -> Knobs:
-    """threads; rows up to M = 8, 0 above: then gemm's walk. All are given: the way not taken ignores its own."""
+    """Return threads; rows up to M = 8, 0 above it, where gemm's walk runs. All are given: the unused route ignores its
+    own."""
     if by_dots(w["M"]):
         rows = _rows(w, f)
     else:
@@ -66,7 +68,8 @@ def fused(w: Workload, f: CpuFacts) -> Knobs:
 
 
 def _threads(w: Workload, f: CpuFacts) -> Knob:
-    """One while a fork-join costs more than it saves; else what saturates memory; all cores where arithmetic binds."""
+    """Return one thread while a fork-join costs more than it saves; else the threads that saturate memory; all cores if
+    arithmetic is the limit."""
     m, n, k = _dims(w)
     bytes_read, flops, rate = n * k * DTYPE_BYTES[w.dtype], 2 * m * n * k, _multiply_rate(w, f)
     serial_s = max(bytes_read / f.read_1, flops / rate)
@@ -100,7 +103,7 @@ def _threads(w: Workload, f: CpuFacts) -> Knob:
 
 
 def _multiply_rate(w: Workload, f: CpuFacts) -> float:
-    """FLOP/s of one core at this dtype: the bf16 dot, or fp32 FMA after widening."""
+    """Return the FLOP/s of one core at this dtype: of the bf16 dot, or of fp32 FMA after widening."""
     return f.dot_flops_1 if _paired(w, f) else f.flops_1
 
 
@@ -108,12 +111,13 @@ def _multiply_rate(w: Workload, f: CpuFacts) -> float:
 
 
 def _rows(w: Workload, f: CpuFacts) -> Knob:
-    """Rows of weights that share one load of x: as many as registers hold sums for, while two lots fit half of L2.
+    """Return the rows of weights that share one load of x: as many as registers hold sums for, while two lots fit half
+    of L2.
 
-    Where registers are many and x lies in L1, a load of it costs nothing, and one row of weights after another is the
-    better stream: 1.02 to 1.2 times as fast on two Zen 5 cores. On two of Zen 4 it is the worse one (rows of less than
-    a page up to 1.4, two rows of x up to 1.6 times as slow), unless it alone leaves x in L1, against four at a time:
-    then 1.02 to 1.28 times as fast.
+    With many registers and x in L1, loading x costs nothing, and reading one row of weights after another is the better
+    stream: 1.02 to 1.2 times as fast on two Zen 5 cores. On two Zen 4 cores it is the worse one (rows shorter than a
+    page up to 1.4, two rows of x up to 1.6 times as slow), unless it alone keeps x in L1, against four at a time: then
+    1.02 to 1.28 times as fast.
     """
     (m, _, k), registers = _dims(w), _registers(f)
     row_bytes, group = k * DTYPE_BYTES[w.dtype], rows_together(m, f)
@@ -142,15 +146,15 @@ def _rows(w: Workload, f: CpuFacts) -> Knob:
             "K*b": row_bytes,
             "L2": f.l2_bytes,
         },
-        reason="x lies in L1 beside the weights: one stream of them"
+        reason="x fits into L1 with the weights: one stream of them"
         if in_l1
         else "x is loaded once for R rows; the next R rows are fetched into L2 meanwhile",
     )
 
 
 def rows_together(m: int, f: CpuFacts) -> int:
-    """The largest of the equal groups that one walk's rows of x are multiplied in: sums for two rows of weights must
-    fit the registers beside each other, for with one x comes from L2 more often than L2 can give it."""
+    """Return the largest of the equal groups in which one walk's rows of x are multiplied. Registers must hold sums for
+    two rows of weights together, because with only one, x is loaded from L2 more often than L2 can deliver."""
     m = min(m, MAX_ROWS)
     groups = math.ceil(m / (_registers(f) // 2))
     return math.ceil(m / groups)
@@ -165,7 +169,7 @@ def _walk(w: Workload, f: CpuFacts) -> tuple[Knob, Knob, Knob]:
 
 
 def _k_block(w: Workload, f: CpuFacts) -> Knob:
-    """Elements of K turned at a time: the turned block, strip x lanes x 4 bytes, takes half of L1."""
+    """Return the elements of K turned at a time: the turned block, strip x lanes x 4 bytes, takes half of L1."""
     vector, per_lane = _lanes(f), 2 if _paired(w, f) else 1
     lanes = max(vector, f.l1d_bytes // 2 // (4 * 2 * vector) // vector * vector)
     return Knob(
@@ -178,10 +182,11 @@ def _k_block(w: Workload, f: CpuFacts) -> Knob:
 
 
 def _k_ahead(w: Workload, f: CpuFacts, k_block: int) -> Knob:
-    """Elements of each row of a strip that are fetched together: all of the row where L2 has room, else equal parts.
+    """Return the elements of each row of a strip that are fetched together: all of the row if L2 has room, else equal
+    parts.
 
-    While one part is multiplied the next is asked for, by as much a block: after a short part the next one is missing.
-    As much arrives as is used up, so what lies in L2 is one part. Two Zen 5 cores, bf16, blocks of 384, against parts
+    While one part is multiplied the next is prefetched, by as much per block; after a short part the next one would not
+    be complete. As much arrives as is used, so L2 holds one part. Two Zen 5 cores, bf16, blocks of 384, against parts
     of a quarter of L2, the last one shorter: N=K=4096 1.05 (M=128) to 1.19 (M=32), N=2048, K=8192 up to 1.16; against
     two equal parts, N=4096, K=14336: 1.02 (M=64) to 1.10 (M=16).
     """
@@ -198,7 +203,8 @@ def _k_ahead(w: Workload, f: CpuFacts, k_block: int) -> Knob:
 
 
 def _m_block(w: Workload, f: CpuFacts) -> Knob:
-    """Rows of x multiplied by a strip once turned: as half of L3 holds them packed, an eighth of L2 their sums."""
+    """Return the rows of x multiplied by a strip once it is turned: half of L3 holds them packed, an eighth of L2 their
+    sums."""
     (m, _, k), lanes = _dims(w), _lanes(f)
     tile, strip = _registers(f) // 2, 2 * lanes
     row_bytes = math.ceil(k / (2 if _paired(w, f) else 1)) * 4
@@ -217,7 +223,7 @@ def _m_block(w: Workload, f: CpuFacts) -> Knob:
             "strip": strip,
             "tile": tile,
         },
-        reason="weights are turned anew for every such chunk; each thread packs x for itself",
+        reason="weights are turned again for every such chunk; each thread packs x separately",
     )
 
 
@@ -229,7 +235,7 @@ def _lanes(f: CpuFacts) -> int:
 
 
 def _registers(f: CpuFacts) -> int:
-    """Of 32 (AVX-512) or 16, those that hold sums."""
+    """Return how many of 32 (AVX-512) or 16 registers hold sums."""
     return 24 if f.isa.startswith("avx512") else 12
 
 

@@ -1,6 +1,6 @@
-"""Knobs of the row ops (rmsnorm, add_rmsnorm, rope, swiglu, geglu, sample): only how many threads a call is worth.
+"""Compute knobs of the row ops (rmsnorm, add_rmsnorm, rope, swiglu, geglu, sample): only the number of threads.
 
-At M = 1 their operands lie in the caller's L1 and L2: a call takes bytes over L2 rate, or exponentials over theirs.
+At M = 1 the operands lie in the caller's L1 and L2: a call takes bytes over the L2 rate, or exponentials over theirs.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from autosel.values import DTYPE_BYTES, Knob, Knobs, Scalar, Workload
 
 FORMULA = "min(shares, cpus if serial_s > 8 * fork_join_s else 1)"
 
-# Exponentials (at the exp rate) an element's activation, product and store are worth: division and polynomial included.
-# Best of 60 windows, one Zen 4 core, bf16: swiglu I=14336 5.4 us, geglu I=6912 3.1 us (tanh), 4.9 us (erf), at 5.6 G/s:
-# 2.1, 2.5 and 4.0. One Zen 5 core, medians: 3.5, 2.15 and 3.2 us at 12 G/s: 2.9, 3.7 and 5.6, for its exponentials are
-# twice as fast and its divisions are not. Between the two:
+# Cost of an element's activation, product and store in exponentials (at the exp rate), division and polynomial
+# included. Best of 60 windows, one Zen 4 core, bf16: swiglu I=14336 5.4 us, geglu I=6912 3.1 us (tanh), 4.9 us (erf),
+# at 5.6 G/s: 2.1, 2.5 and 4.0. One Zen 5 core, medians: 3.5, 2.15 and 3.2 us at 12 G/s: 2.9, 3.7 and 5.6, because its
+# exponentials are twice as fast and its divisions are not. Between the two:
 SWIGLU_EXPS, GEGLU_TANH_EXPS, GEGLU_ERF_EXPS = 2.5, 3.1, 4.8
-# FLOPs (at the FMA rate) an element of a norm is worth: widening, square, sum, once more widening, scaling, rounding.
-# One Zen 4 core, bf16, M=64 d=4096, quiet: 57.7 us on one thread, 33.0 on two, at 116 GFLOP/s.
+# Cost of an element of a norm in FLOPs (at the FMA rate): widening, square, sum, widening again, scaling, rounding. One
+# Zen 4 core, bf16, M=64 d=4096, quiet: 57.7 us on one thread, 33.0 on two, at 116 GFLOP/s.
 NORM_FLOPS = 25
-# Fork-joins a call must outlast. A fork-join is cheap only while the workers spin (rest.h): waking one that sleeps
-# costs a hundred of them, so a call that could win only a few stays alone. Measured, two Zen 4 cores, fork-join
-# 0.43 us: swiglu I=14336 7.0 us alone, 5.4 on both; where nobody measured it is 2 us, thus 16.
+# Minimum duration of a call in fork-joins. A fork-join is cheap only while the workers spin (rest.h): waking a sleeping
+# one costs a hundred of them, so a call that could gain only a few uses one thread. Measured, two Zen 4 cores,
+# fork-join 0.43 us: swiglu I=14336 7.0 us on one, 5.4 on both; without a measurement a fork-join counts as 2 us, thus
+# 16.
 WORTH_JOINS = 8
-SHARE_ELEMENTS = 2048  # of a gated unit: less than this a thread, and its share is over before the others have woken
+SHARE_ELEMENTS = 2048  # of a gated unit: with less per thread, its share ends before the others have woken
 
 
 def rmsnorm(w: Workload, f: CpuFacts) -> Knobs:
@@ -61,9 +62,10 @@ def sample(w: Workload, f: CpuFacts) -> Knobs:
 
 
 def l2_rate(f: CpuFacts) -> float:
-    """Bytes/s one core streams through its private caches; four times its memory rate, at least 32 GB/s.
+    """Return the bytes/s that one core streams through its private caches; four times its memory rate, at least 32
+    GB/s.
 
-    A vector load and store a cycle would be more; one L2 line in about a nanosecond is what short rows get.
+    A vector load and store per cycle would be more; short rows get one L2 line in about a nanosecond.
     """
     return max(4 * f.read_1, 32e9)
 

@@ -1,4 +1,4 @@
-"""GPU closed forms; pure arithmetic on a fingerprint, so that they answer for devices that are not there.
+"""Compute GPU closed forms: pure arithmetic on a fingerprint, also for devices that are not present.
 
 A formula takes (Workload, GpuFacts) and returns Knobs with its text, its inputs and its reason. Every time in them is a
 prediction from the device's figures until a race has measured the kernel.
@@ -33,7 +33,8 @@ FAMILIES: dict[str, tuple[str, Formula]] = {
 
 
 def derive(w: Workload, f: GpuFacts) -> dict[str, Knobs]:
-    """The knobs of each kernel family that would serve w; of a projection, its route first. Empty: no form for it."""
+    """Return the knobs of each kernel family that could serve w; for a projection, the route first. Empty if there is
+    no formula."""
     if w.op in PROJECTIONS:
         route = gemm.route(w, f)
         return {"route": route, route["route"]: ROUTES[route["route"]](w, f)}

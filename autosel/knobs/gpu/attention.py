@@ -1,4 +1,4 @@
-"""Decode attention: how to cut the KV cache so that few sequences still fill the chip, and no more than that.
+"""Compute knobs of decode attention: split the KV cache just enough that few sequences fill the chip.
 
 Grouped heads are always packed: a CTA serves all g = Hq / Hkv query heads (times S query rows) of one KV head, so the
 cache is read once and n0 = B * Hkv CTAs exist before splitting.
@@ -15,9 +15,9 @@ from autosel.knobs.gpu.facts import WARP, GpuFacts, power_of_two
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
 WARPS = 4
-REGISTERS = 128  # a thread: a KV fragment, g accumulators and the running maximum and sum
-TILE_LEAST = 32  # tokens: one a lane when scores are reduced
-CHUNK_LEAST = 128  # tokens a split: below, its fixed costs outweigh its reading
+REGISTERS = 128  # per thread: a KV fragment, g accumulators and the running maximum and sum
+TILE_LEAST = 32  # tokens: one per lane when scores are reduced
+CHUNK_LEAST = 128  # tokens per split: with fewer, fixed costs exceed reading
 CTA_S = 1e-6  # o: prologue and epilogue of a CTA. Estimate, to be measured with the kernel
 COMBINE_S = 1e-6  # m0: the pass that adds the splits. Estimate, to be measured with the kernel
 CUDA_CORE_LANES = 64  # of an SM's 128 lanes: half for scores and values, half for the rest
@@ -25,7 +25,7 @@ CUDA_CORE_LANES = 64  # of an SM's 128 lanes: half for scores and values, half f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """What decode attention reads."""
+    """Hold the sizes of the cache that decode attention reads."""
 
     heads: int  # n0 = B * Hkv
     query_heads: int  # B * Hq * S
@@ -38,7 +38,7 @@ class Cache:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token and KV head."""
+        """Return the bytes of keys and values of one token and KV head."""
         return 2 * self.head_dim * self.dtype_bytes
 
     @property
@@ -62,25 +62,25 @@ def cache_of(w: Workload) -> Cache:
 
 
 def cache_bytes(w: Workload) -> int:
-    """Of an element of the cache."""
+    """Return the bytes of an element of the cache."""
     return PART_BYTES[w.cache_format.dtype or w.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The kernel's shape on one device."""
+    """Hold the kernel's shape on one device."""
 
     tile: int  # T, tokens
     stages: int
     ctas_per_sm: int  # c
 
     def in_flight(self, c: Cache) -> int:
-        """X_cta: bytes one CTA has under way."""
+        """Return X_cta: bytes that one CTA has in flight."""
         return self.tile * c.token_bytes * (self.stages - 1)
 
 
 def decode(w: Workload, f: GpuFacts) -> Knobs:
-    """tile, stages, warps, ctas_per_sm, split, chunk, matrix, schedule."""
+    """Return tile, stages, warps, ctas_per_sm, split, chunk, matrix, schedule."""
     c = cache_of(w)
     k = shape(c, f)
     s = 1 if c.ragged else split(c, k, f)
@@ -144,7 +144,8 @@ def decode(w: Workload, f: GpuFacts) -> Knobs:
 
 
 def shape(c: Cache, f: GpuFacts) -> Shape:
-    """T, stages, c. H200, bf16, D=128: 64 tokens (32 KiB), 3 stages; RTX 5070 Ti: 32 tokens (16 KiB), 2 stages."""
+    """Return T, stages, c. H200, bf16, D=128: 64 tokens (32 KiB), 3 stages; RTX 5070 Ti: 32 tokens (16 KiB), 2
+    stages."""
     tile = max(TILE_LEAST, power_of_two(f.in_flight / f.sms / c.token_bytes))
     while tile > 1 and 2 * tile * c.token_bytes > f.smem_per_cta:
         tile //= 2
@@ -156,7 +157,8 @@ def shape(c: Cache, f: GpuFacts) -> Shape:
 
 
 def split(c: Cache, k: Shape, f: GpuFacts) -> int:
-    """Enough sequences for every SM DRAM needs: 1. Else, of the splits that save a tile, the smallest within 3 %."""
+    """Return 1 if there are enough sequences for every SM that DRAM needs; else the smallest within 3 % of the best
+    among the splits that save a tile."""
     if c.heads >= 1.25 * f.sms_needed:
         return 1
     timed = {s: time_s(c, k, f, s) for s in useful_splits(c, k, f)}
@@ -165,7 +167,7 @@ def split(c: Cache, k: Shape, f: GpuFacts) -> int:
 
 
 def useful_splits(c: Cache, k: Shape, f: GpuFacts) -> Iterator[int]:
-    """1, and each s up to min(c S / n0, L / chunk_min) that lowers the tiles a split reads."""
+    """Return 1, and each s up to min(c S / n0, L / chunk_min) that lowers the tiles read by a split."""
     most = min(k.ctas_per_sm * f.sms // c.heads, c.length // max(CHUNK_LEAST, c.page))
     tiles = math.inf
     for s in range(1, max(1, most) + 1):
@@ -175,10 +177,10 @@ def useful_splits(c: Cache, k: Shape, f: GpuFacts) -> Iterator[int]:
 
 
 def time_s(c: Cache, k: Shape, f: GpuFacts, s: int) -> float:
-    """T(s) = waves (o + lambda + tiles * tile bytes / r) + [s > 1] (m0 + 8 B Hq s (D + 2) / beta2).
+    """Predict T(s) = waves (o + lambda + tiles * tile bytes / r) + [s > 1] (m0 + 8 B Hq s (D + 2) / beta2).
 
-    r is what one CTA gets: its share of the read rate, at most what its SM can draw and what it has in flight; waves =
-    ceil(n0 s / (c S)); partial outputs are D values, a maximum and a sum in fp32, written and read.
+    r is the rate of one CTA: its share of the read rate, at most what its SM can draw and what it has in flight; waves
+    = ceil(n0 s / (c S)); partial outputs are D values, a maximum and a sum in fp32, written and read.
     """
     slots = k.ctas_per_sm * f.sms
     resident = min(c.heads * s, slots)
@@ -196,14 +198,16 @@ def chunk_tokens(c: Cache, k: Shape, f: GpuFacts, s: int) -> int:
 
 
 def lanes_needed(c: Cache, f: GpuFacts) -> float:
-    """Multiply-adds a clock and SM at the full read rate: g * w. CUDA cores suffice to 64: g <= 6 on an H200."""
+    """Return multiply-adds per clock and SM at the full read rate: g * w. CUDA cores suffice up to 64: g <= 6 on an
+    H200."""
     return c.group * f.weights_per_clock(c.dtype_bytes)
 
 
 def prefill(w: Workload, f: GpuFacts) -> Knobs:
-    """tile_q, tile_k, stages: a query tile of 128 rows, and the longest key tile of which shared memory holds two.
+    """Return tile_q, tile_k, stages: a query tile of 128 rows, and the longest key tile of which shared memory holds
+    two.
 
-    Where heads are so wide that it does not hold two of 16 keys, fewer rows; then one stage.
+    If heads are so wide that it does not hold two of 16 keys: fewer rows, then one stage.
     """
     b, d = DTYPE_BYTES[w.dtype], w["D"]
 

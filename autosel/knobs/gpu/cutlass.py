@@ -1,15 +1,16 @@
-"""CUTLASS's matrix products: `hopper` for wgmma and TMA (sm_90), `ampere` for mma and cp.async (sm_80, 86, 89, 120).
+"""Compute knobs of CUTLASS's matrix products: `hopper` for wgmma and TMA (sm_90), `ampere` for mma and cp.async (sm_80,
+86, 89, 120).
 
 Both follow gemm.py's routes. Up to M2 rows the weights stream: they lie along the tile's long side, x along its short
-one (`columns`), so that sixteen rows of x fill no tile of 64. Above, the tile is chosen for reuse.
+one (`columns`), because sixteen rows of x do not fill a tile of 64. Above, the tile is chosen for reuse.
 
-A tile of weights has 64 rows or 128. Each x is read from L2 once a tile: M / rows bytes for a byte of weights, and
-L2 carries both while 1 + M / rows <= beta2 / beta. So up to 64 (beta2 / beta - 1) rows of x (`narrow_most`) can do with
-64: H200 80, RTX 5070 Ti 137. More and narrower tiles are more readers, and readers are what few outputs lack.
+A tile of weights has 64 rows or 128. Each x is read from L2 once per tile: M / rows bytes for a byte of weights, and L2
+carries both while 1 + M / rows <= beta2 / beta. So up to 64 (beta2 / beta - 1) rows of x (`narrow_most`) can use 64:
+H200 80, RTX 5070 Ti 137. More and narrower tiles are more readers, which small outputs lack.
 
-There is no decode attention on CUTLASS. It would bring wgmma and TMA, and decode lacks neither multiply-adds nor bytes
-under way: up to 6 query rows a KV head CUDA cores keep up with an H200's memory, and mma's tiles of 16 rows do beyond
-(cuda/attn_decode.cu, cuda/attn_decode_mma.cu). From about 64 packed rows on, which chunked prefill has, it would pay;
+There is no decode attention on CUTLASS. It would add wgmma and TMA, but decode lacks neither multiply-adds nor bytes in
+flight: up to 6 query rows per KV head CUDA cores keep up with an H200's memory, and mma's tiles of 16 rows do beyond
+(cuda/attn_decode.cu, cuda/attn_decode_mma.cu). From about 64 packed rows on, as in chunked prefill, it would pay;
 docs/gpu.md has the figures.
 """
 
@@ -24,15 +25,15 @@ from autosel.knobs.gpu.facts import GpuFacts, power_of_two
 from autosel.knobs.gpu.gemv import Projection, projection
 from autosel.values import Knob, Knobs, Workload
 
-STEP_BYTES = gemm.TILE_ROW_BYTES  # of a row, a stage: one row of the 128-byte swizzle
-NARROW, WIDE = 64, 128  # weight rows a tile
+STEP_BYTES = gemm.TILE_ROW_BYTES  # of a row per stage: one row of the 128-byte swizzle
+NARROW, WIDE = 64, 128  # weight rows per tile
 SPLIT_MOST = 64
-FILLED = 0.85  # of the last wave; below, a tile is worth splitting (knobs of `gemm.large`)
+FILLED = 0.85  # of the last wave; below this, splitting a tile pays (knobs of `gemm.large`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming:
-    """A tile of weights that streams past x, and how many CTAs share its K."""
+    """Hold a tile of weights that streams past x, and the number of CTAs that share its K."""
 
     rows: int  # of w
     columns: int  # of x, padded
@@ -44,20 +45,20 @@ class Streaming:
 # --- Hopper -----------------------------------------------------------------------------------------------------------
 
 EPILOGUE_COLUMNS, EPILOGUE_STAGES = 32, 4  # CUTLASS's epilogue: sub-tiles of 64 or 128 rows by 32 columns, up to four
-COLUMNS_LEAST = 16  # with 8, CUTLASS compiles no number of stages but powers of two
+COLUMNS_LEAST = 16  # with 8, CUTLASS compiles only numbers of stages that are powers of two
 BARRIER_BYTES = 1024  # mbarriers of the stages and of the scheduler, rounded up
 
 
 def hopper(w: Workload, f: GpuFacts) -> Knobs:
-    """swap, tile_m, tile_n, stages, cluster, stream_k, split_k, sms.
+    """Return swap, tile_m, tile_n, stages, cluster, stream_k, split_k, sms.
 
-    Up to M2: y^T = w x^T (`swap`), tiles of 64 rows of w up to `narrow_most` if N / 64 tiles are S_min or more, else
-    of 128, split along K as gemm.stream splits; CUTLASS shares a tile's K only between CTAs of 128 rows. Stages: what
-    an SM can draw, rho * lambda, is under way. H200, M = 16: N = 4096 takes 64 tiles of 64 rows and 8 stages; N = 1024
+    Up to M2: y^T = w x^T (`swap`), tiles of 64 rows of w up to `narrow_most` if N / 64 tiles are S_min or more, else of
+    128, split along K as gemm.stream splits; CUTLASS shares a tile's K only between CTAs of 128 rows. Stages: rho *
+    lambda, what an SM can draw, is in flight. H200, M = 16: N = 4096 takes 64 tiles of 64 rows and 8 stages; N = 1024
     takes 8 of 128, 5 stages, split 8.
 
-    Above: gemm.large's tile, cluster and Stream-K; CUTLASS's epilogue keeps sub-tiles of its own beside the stages.
-    H200: 128 x 256, 4 stages.
+    Above: gemm.large's tile, cluster and Stream-K; CUTLASS's epilogue needs sub-tiles in addition to the stages. H200:
+    128 x 256, 4 stages.
     """
     p = projection(w)
     if p.rows > gemm.large_from(p.dtype, f):
@@ -125,8 +126,9 @@ def _hopper_large(w: Workload, p: Projection, f: GpuFacts) -> Knobs:
 
 
 def end_bytes(m: int, n: int) -> int:
-    """Shared memory beside the stages: the epilogue's sub-tiles of y or the residual (2 bytes an element), one row of
-    bias, and barriers. A tile of at least 128 rows has two warp groups and sub-tiles of 128 rows."""
+    """Return the shared memory in addition to the stages: the epilogue's sub-tiles of y or the residual (2 bytes per
+    element), one row of bias, and barriers. A tile of at least 128 rows has two warp groups and sub-tiles of 128
+    rows."""
     tall, wide = min(m, WIDE), min(n, EPILOGUE_COLUMNS)
     pieces = (m // tall) * math.ceil(n / wide)
     kept = max(min(pieces, EPILOGUE_STAGES), min(pieces, 2) + 1)
@@ -136,21 +138,21 @@ def end_bytes(m: int, n: int) -> int:
 # --- Ampere and its kin -----------------------------------------------------------------------------------------------
 
 COLUMNS_MOST = 128
-PITCH_GAP = 4  # floats between the columns of a tile laid down for its epilogue
+PITCH_GAP = 4  # floats between the columns of a tile in its epilogue
 SIDES = tuple((rows, columns) for rows in (NARROW, WIDE) for columns in (64, 128))
 
 
 def ampere(w: Workload, f: GpuFacts) -> Knobs:
-    """rows, columns, stages, split_k: y^T = w x^T at every M, a CTA a tile or a part of its K.
+    """Return rows, columns, stages, split_k: y^T = w x^T at every M, with a CTA per tile or part of its K.
 
-    Up to M2: as `hopper`, tiles of 64 rows up to `narrow_most` if 128 would leave SMs without one; the CTAs of a
-    tile leave their sums in a workspace and the last adds them in order: no second kernel, nothing to clear. RTX 5070
-    Ti, M = 16: N = 4096 takes 64 x 16 and 4 stages, unsplit; N = 1024 splits in 2.
+    Up to M2: as `hopper`, tiles of 64 rows up to `narrow_most` if 128 would leave SMs without one. The CTAs of a tile
+    leave their sums in a workspace and the last one adds them in order, without a second kernel and without clearing.
+    RTX 5070 Ti, M = 16: N = 4096 takes 64 x 16 and 4 stages, unsplit; N = 1024 splits in 2.
 
-    Above: tiles of 64 or 128 on either side, those that feed the tensor cores from L2 first, then the least waves times
-    area, the fullest last wave, the least waste. Where the last wave stays under 85 % and K > 3N, K is split into as
-    many parts, up to 8, as make it shortest: ceil(s G / S) / s waves, and 8 s M N bytes through L2. RTX 5070 Ti,
-    M = 4096: 128 x 128, 3 stages.
+    Above: tiles of 64 or 128 on either side, first those that feed the tensor cores from L2, then the least waves times
+    area, the fullest last wave, the least waste. If the last wave stays under 85 % and K > 3N, K is split into up to 8
+    parts, as many as make it shortest: ceil(s G / S) / s waves, and 8 s M N bytes through L2. RTX 5070 Ti, M = 4096:
+    128 x 128, 3 stages.
     """
     p = projection(w)
     if p.rows > gemm.large_from(p.dtype, f):
@@ -163,7 +165,7 @@ def ampere(w: Workload, f: GpuFacts) -> Knobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Covering:
-    """One tile of the large product."""
+    """Hold one tile of the large product."""
 
     rows: int
     columns: int
@@ -241,7 +243,7 @@ def _fit(rows: int, columns: int, f: GpuFacts) -> int:
 
 
 def laid_bytes(rows: int, columns: int) -> int:
-    """A tile of fp32 sums on its way to y: in the stages' place, when they are done."""
+    """Return the bytes of a tile of fp32 sums on its way to y, in the memory of the finished stages."""
     return 4 * (rows + PITCH_GAP) * columns + 16
 
 
@@ -249,22 +251,22 @@ def laid_bytes(rows: int, columns: int) -> int:
 
 
 def narrow_most(f: GpuFacts) -> int:
-    """Most rows of x that tiles of 64 weight rows may meet: 64 (beta2 / beta - 1)."""
+    """Return the maximum rows of x for tiles of 64 weight rows: 64 (beta2 / beta - 1)."""
     return math.floor(NARROW * (f.l2 / f.read - 1))
 
 
 def columns_of(p: Projection, least: int, most: int) -> int:
-    """Columns of a streaming tile: M as a power of two, so that a bucket of M shares one build."""
+    """Return the columns of a streaming tile: M as a power of two, so that a bucket of M shares one build."""
     return max(least, min(most, power_of_two(p.rows)))
 
 
 def tiles_of(p: Projection, rows: int, columns: int) -> int:
-    """G: tiles of the product."""
+    """Return G: tiles of the product."""
     return math.ceil(p.outputs / rows) * math.ceil(p.rows / columns)
 
 
 def streaming(p: Projection, f: GpuFacts, *, rows: int, columns: int, beside: int) -> Streaming:
-    """Stages and split of a streaming tile; `beside`: bytes of shared memory that are not the stages'."""
+    """Return stages and split of a streaming tile; `beside`: bytes of shared memory in addition to the stages."""
     weights = rows * STEP_BYTES
     fit = (f.smem_per_cta - beside) // (weights + columns * STEP_BYTES)
     stages = max(2, min(fit, 1 + math.ceil(f.rho * f.latency_s / weights)))

@@ -1,13 +1,13 @@
-"""The figures GPU formulas read, taken out of a fingerprint once, and the three laws every formula rests on.
+"""Extract the inputs of GPU formulas from a fingerprint, once, and define the three laws behind every formula.
 
 1. Little: `read * latency` bytes must be in flight to reach the read rate (`in_flight`).
 2. Enough SMs: one SM draws at most `rho` bytes a second, so at least `sms_needed` of them must read.
 3. Time: `overhead + max(DRAM bytes / read, L2 bytes / l2, FLOP / matrix rate)`; the overhead is a graph node, and one
    latency each to ramp up and to drain.
 
-Symbols of the formulas: S SMs, beta read rate, beta2 L2 rate, rho what one SM draws out of L2 where fewer than all read
-(measured; beta2 / S where it is not known), lambda loaded latency, f clock under load, pi matrix rate, n_t cost of a
-graph node, c CTAs an SM, b bytes a weight. KiB are binary; rates are SI.
+Symbols of the formulas: S SMs, beta read rate, beta2 L2 rate, rho the rate of one SM from L2 when fewer than all SMs
+read (measured; beta2 / S if unknown), lambda loaded latency, f clock under load, pi matrix rate, n_t cost of a graph
+node, c CTAs per SM, b bytes per weight. KiB are binary; rates are SI.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from autosel.values import Fingerprint
 
 WARP = 32
 VECTOR_BYTES = 16  # one load instruction of a lane: LDG.128
-ISSUE_LANES = 128  # lane-instructions an SM issues a clock: four schedulers, a warp each
+ISSUE_LANES = 128  # lane-instructions that an SM issues per clock: four schedulers, a warp each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """What a GPU formula may know. Counts, bytes, and rates in SI units."""
+    """Hold the inputs of GPU formulas. Counts, bytes, and rates in SI units."""
 
     cc: tuple[int, int]
     sms: int
@@ -35,10 +35,10 @@ class GpuFacts:
     smem_per_cta: int
     threads_per_sm: int
     ctas_per_sm: int
-    sfu_per_clock: float  # exponentials an SM a clock
+    sfu_per_clock: float  # exponentials per SM and clock
     read: float  # beta: bytes/s from DRAM
     l2: float  # beta2: bytes/s from L2
-    rho: float  # most bytes/s one SM can draw
+    rho: float  # maximum bytes/s of one SM
     latency_s: float  # lambda, loaded
     clock_hz: float  # f, under load
     bf16_flops: float  # pi, dense, fp32 accumulation
@@ -46,48 +46,50 @@ class GpuFacts:
     node_s: float  # n_t: one node of a graph
     stream_s: float  # one kernel of a stream, queued ahead
     flag_s: float  # t_flag: a barrier of all SMs by a counter in memory
-    persistent_saving_s: float  # what one dependence costs less inside a persistent kernel than between two PDL nodes
+    # how much cheaper one dependence is inside a persistent kernel than between two PDL nodes
+    persistent_saving_s: float
 
     @property
     def in_flight(self) -> float:
-        """X: bytes that must be under way to reach the read rate (Little)."""
+        """Return X: bytes in flight that reach the read rate (Little)."""
         return self.read * self.latency_s
 
     @property
     def sms_needed(self) -> float:
-        """S_min: fewest SMs that saturate DRAM."""
+        """Return S_min: the fewest SMs that saturate DRAM."""
         return self.read / self.rho
 
     @property
     def overhead_s(self) -> float:
-        """a: what any kernel costs beside its work."""
+        """Return a: the cost of any kernel in addition to its work."""
         return self.node_s + 2 * self.latency_s
 
     def matrix_flops(self, dtype: str) -> float:
-        """pi of a dtype; fp32 has no exact matrix path and runs on the FMA pipes."""
+        """Return pi of a dtype; fp32 has no exact matrix path and runs on the FMA pipes."""
         if dtype == "fp32":
             lanes = 64 if self.cc == (8, 0) else 128  # CUDA C++ Programming Guide, arithmetic throughput
             return 2 * lanes * self.sms * self.clock_hz
         return self.fp8_flops if dtype == "fp8_e4m3" else self.bf16_flops
 
     def weights_per_clock(self, weight_bytes: int) -> float:
-        """w: weights that arrive an SM a clock at the full read rate."""
+        """Return w: weights that arrive per SM and clock at the full read rate."""
         return self.read / (weight_bytes * self.sms * self.clock_hz)
 
     def occupancy(self, *, threads: int, regs: int, smem: int) -> int:
-        """c: CTAs of `threads` x `regs` registers and `smem` bytes that fit an SM; 0 if not even one does."""
-        by_smem = self.smem_per_sm // (smem + 1024) if smem else self.ctas_per_sm  # the driver keeps 1 KiB a CTA
+        """Return c: CTAs of `threads` x `regs` registers and `smem` bytes that fit an SM; 0 if none fits."""
+        by_smem = self.smem_per_sm // (smem + 1024) if smem else self.ctas_per_sm  # the driver keeps 1 KiB per CTA
         if smem > self.smem_per_cta:
             return 0
         return min(self.regs_per_sm // (regs * threads), by_smem, self.threads_per_sm // threads, self.ctas_per_sm)
 
     def inputs(self) -> dict[str, float]:
-        """The rates a formula's text names, for the record beside its value."""
+        """Return the rates that a formula's text names, to be stored with its value."""
         return {"S": self.sms, "beta": self.read, "beta2": self.l2, "lambda": self.latency_s}
 
 
 def facts(fp: Fingerprint) -> GpuFacts:
-    """Facts of a GPU fingerprint, real or from fingerprints/. Raises BadConfig if it is not one, or lacks a rate."""
+    """Return the facts of a GPU fingerprint, real or from fingerprints/. Raises BadConfig if it is not a GPU's, or
+    lacks a rate."""
     if fp.kind != "cuda":
         raise BadConfig(f"{fp.name} is not a GPU", why=f"its kind is {fp.kind}")
     try:
@@ -127,7 +129,7 @@ def _facts(identity: Mapping[str, object], rate: Mapping[str, float]) -> GpuFact
 
 
 def power_of_two(n: float) -> int:
-    """The smallest power of two that is at least n (and 1)."""
+    """Return the smallest power of two that is at least n (and 1)."""
     power = 1
     while power < n:
         power *= 2

@@ -1,4 +1,5 @@
-"""Matrix products on tensor cores: up to M2 rows weights stream past them (`stream`), above a tile is reused (`large`).
+"""Compute knobs of matrix products on tensor cores: up to M2 rows weights stream past them (`stream`), above a tile is
+reused (`large`).
 
 The route of `linear` by M: CUDA cores below M*, streaming tensor cores to M2, large tiles beyond.
 """
@@ -14,18 +15,18 @@ from autosel.knobs.gpu.facts import GpuFacts
 from autosel.knobs.gpu.gemv import Projection, projection
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
-STREAM_ROWS = 128  # BN: weight rows a CTA, the matrix instruction's long side
+STREAM_ROWS = 128  # BN: weight rows per CTA, the matrix instruction's long side
 TILE_ROW_BYTES = 128  # BK in bytes: one 128-byte swizzle row
 SIDES = (64, 128, 256)
 ACCUMULATORS_MOST = 128 * 256  # half of an SM's registers
-STAGES_LEAST = 3  # one consumed, two under way
+STAGES_LEAST = 3  # one consumed, two in flight
 
 
 # --- which route ------------------------------------------------------------------------------------------------------
 
 
 def route(w: Workload, f: GpuFacts) -> Knobs:
-    """route (`gemv`, `stream`, `large`), with the two crossovers that decide it."""
+    """Return route (`gemv`, `stream`, `large`), with the two crossovers that decide it."""
     p = projection(w)
     first, second = crossover(p, f), large_from(p.dtype, f)
     return Knobs(
@@ -54,7 +55,7 @@ def route(w: Workload, f: GpuFacts) -> Knobs:
 
 
 def crossover(p: Projection, f: GpuFacts) -> int:
-    """M*: the first M that CUDA cores no longer serve best; they hold accumulators for eight rows."""
+    """Return M*: the first M at which CUDA cores are no longer fastest; they hold accumulators for eight rows."""
     for rows in range(1, gemv.M_MOST + 1):
         at = Projection(rows=rows, outputs=p.outputs, depth=p.depth, dtype=p.dtype)
         if gemv.time_s(at, f) > stream_time_s(at, f):
@@ -63,7 +64,7 @@ def crossover(p: Projection, f: GpuFacts) -> int:
 
 
 def large_from(dtype: str, f: GpuFacts) -> int:
-    """M2 = clamp(b pi / 2 beta, 64, 256): H200 181, RTX 5070 Ti 120 (bf16)."""
+    """Return M2 = clamp(b pi / 2 beta, 64, 256): H200 181, RTX 5070 Ti 120 (bf16)."""
     return min(256, max(64, math.floor(DTYPE_BYTES[dtype] * f.matrix_flops(dtype) / (2 * f.read))))
 
 
@@ -72,7 +73,7 @@ def large_from(dtype: str, f: GpuFacts) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The streaming kernel's shape for one projection."""
+    """Hold the streaming kernel's shape for one projection."""
 
     columns: int  # activation rows padded to the instruction's n = 8, 16 .. 256
     stages: int
@@ -81,10 +82,10 @@ class Stream:
 
 
 def stream(w: Workload, f: GpuFacts) -> Knobs:
-    """tile_rows, tile_depth, columns, stages, split_k.
+    """Return tile_rows, tile_depth, columns, stages, split_k.
 
-    Stages: what a CTA has in flight, (stages - 1) weight tiles, lets it draw all that its SM can (rho lambda), as far
-    as shared memory holds it. Split: s = ceil(max(S_min / G, X / (G X_cta))), at most K / (4 BK): as many CTAs as DRAM
+    Stages: a CTA has (stages - 1) weight tiles in flight, which lets it draw all that its SM can (rho lambda), as far
+    as shared memory allows. Split: s = ceil(max(S_min / G, X / (G X_cta))), at most K / (4 BK): as many CTAs as DRAM
     needs readers and bytes in flight. H200: N=4096 -> 2, N=1024 -> 8; RTX 5070 Ti: 1 and 3.
     """
     p = projection(w)
@@ -125,12 +126,13 @@ def stream_shape(p: Projection, f: GpuFacts) -> Stream:
 
 
 def _in_flight(s: Stream) -> int:
-    """X_cta: bytes of weights one CTA has under way."""
+    """Return X_cta: bytes of weights that one CTA has in flight."""
     return (s.stages - 1) * STREAM_ROWS * TILE_ROW_BYTES
 
 
 def stream_time_s(p: Projection, f: GpuFacts) -> float:
-    """a + max(bNK / beta_eff, 2MNK / pi) + [s > 1] 8sMN / beta2: partial sums are written and read once in fp32."""
+    """Predict a + max(bNK / beta_eff, 2MNK / pi) + [s > 1] 8sMN / beta2: partial sums are written and read once in
+    fp32."""
     s = stream_shape(p, f)
     readers = s.ctas * s.split
     rate = min(f.read, readers * f.rho, readers * _in_flight(s) / f.latency_s)
@@ -144,7 +146,7 @@ def stream_time_s(p: Projection, f: GpuFacts) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """One legal tile of the large kernel, and how it covers the product."""
+    """Hold one legal tile of the large kernel, and how it covers the product."""
 
     m: int
     n: int
@@ -154,18 +156,18 @@ class Tile:
 
     @property
     def intensity(self) -> float:
-        """Multiply-adds an operand element taken from L2: BM BN / (BM + BN)."""
+        """Return multiply-adds per operand element read from L2: BM BN / (BM + BN)."""
         return self.m * self.n / (self.m + self.n)
 
 
 def large(w: Workload, f: GpuFacts) -> Knobs:
-    """tile_m, tile_n, stages, sms, cluster, schedule.
+    """Return tile_m, tile_n, stages, sms, cluster, schedule.
 
-    Legal tiles fit registers and, with three stages, shared memory. Of those whose intensity BM BN / (BM + BN) feeds
-    the tensor cores from L2 (>= pi / beta2, for b = 2) take the fewest waves, then the fullest last wave, then the
-    least waste (DeepGEMM's order). If the largest is too thin, a cluster of two shares one operand. Then as few SMs
-    as these waves need; Stream-K if the last wave leaves more than 15 % idle and K > 3N. H200: 128 x 256 with 4
-    stages; RTX 5070 Ti: 128 x 64 with 3.
+    Legal tiles fit registers and, with three stages, shared memory. Among the tiles whose intensity BM BN / (BM + BN)
+    feeds the tensor cores from L2 (>= pi / beta2, for b = 2), choose the fewest waves, then the fullest last wave, then
+    the least waste (DeepGEMM's order). If the largest is too thin, a cluster of two shares one operand. Then as few SMs
+    as these waves need; Stream-K if the last wave leaves more than 15 % idle and K > 3N. H200: 128 x 256 with 4 stages;
+    RTX 5070 Ti: 128 x 64 with 3.
     """
     p = projection(w)
     needed = f.matrix_flops(p.dtype) * p.weight_bytes / (2 * f.l2)
@@ -212,7 +214,8 @@ def large(w: Workload, f: GpuFacts) -> Knobs:
 
 
 def best_tile(p: Projection, f: GpuFacts, needed: float) -> Tile:
-    """Few tiles leave SMs idle rather than L2 short: the intensity counts once the product fills the chip."""
+    """Choose the best tile. For few tiles, idle SMs matter more than L2: the intensity counts once the product fills
+    the chip."""
     legal = list(tiles(p, f))
     fed = [t for t in legal if t.intensity >= needed and t.count >= f.sms]
     if not fed and max(t.intensity for t in legal) < needed:
@@ -237,6 +240,6 @@ def tiles(p: Projection, f: GpuFacts) -> Iterator[Tile]:
 
 
 def epilogue_bytes(m: int, n: int, p: Projection, f: GpuFacts) -> int:
-    """Hopper's and B200's kernels store through the stages that the main loop has done with; others keep a tile of
-    their own, because the next tile's loads already run."""
+    """Return the epilogue's bytes. Hopper's and B200's kernels store through finished stages of the main loop; others
+    need a separate tile, because the next tile's loads already run."""
     return 0 if f.cc[0] in (9, 10) else m * n * max(2, p.weight_bytes)

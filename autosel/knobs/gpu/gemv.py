@@ -1,8 +1,8 @@
-"""Few rows of activations against many weights, on CUDA cores: linear at M <= M1, norm_qkv, gate_up and
-lm_head, with plain weights or codes of fp8.
+"""Compute knobs for few rows of activations against many weights, on CUDA cores: linear at M <= M1, norm_qkv, gate_up
+and lm_head, with plain weights or codes of fp8.
 
-One warp a weight row, 16 bytes a lane and load. The kernel is as fast as its loads if enough bytes are in flight
-(`unroll`, `split_k`) and if decoding and multiplying a weight costs fewer instructions than there is time for
+One warp per weight row, 16 bytes per lane and load. The kernel is as fast as its loads if enough bytes are in flight
+(`unroll`, `split_k`) and if decoding and multiplying a weight needs fewer instructions than there is time for
 (`cc_limit`).
 """
 
@@ -15,20 +15,20 @@ from autosel.knobs.gpu.facts import ISSUE_LANES, VECTOR_BYTES, WARP, GpuFacts, p
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
 THREADS = 256
-UNROLL_MOST = 4  # loads a lane holds: 4 x 4 registers, twice for the double buffer; more spills the accumulators
+UNROLL_MOST = 4  # loads that a lane holds: 4 x 4 registers, twice for the double buffer; more spills the accumulators
 ROWS_MOST = 4
-M_MOST = 8  # accumulators: M x rows a lane
+M_MOST = 8  # accumulators: M x rows per lane
 
-# Instructions a lane spends on a weight beside the M multiply-adds: unpack bf16 by shift or mask, fp8 by the packed
-# conversion to half2, plus its share of loads and loop; fp32 needs no unpacking. Estimates, until machine code exists.
+# Instructions of a lane per weight in addition to the M multiply-adds: unpack bf16 by shift or mask, fp8 by the packed
+# conversion to half2, plus the share of loads and loop; fp32 needs no unpacking. Estimates, until machine code exists.
 DECODE = {"bf16": 1.3, "fp16": 1.3, "fp8_e4m3": 1.8, "fp32": 0.3}
-# The share of issue slots these instructions get. Estimate, to be fitted on five values of M an architecture.
+# The share of issue slots for these instructions. Estimate, to be fitted on five values of M per architecture.
 ISSUE_EFFICIENCY = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """y[M,N] = x[M,K] @ w[N,K]^T, whichever op it belongs to."""
+    """Hold y[M,N] = x[M,K] @ w[N,K]^T, for any op that contains it."""
 
     rows: int  # M
     outputs: int  # N
@@ -45,7 +45,7 @@ class Projection:
 
 
 def projection(w: Workload) -> Projection:
-    """The matrix product inside linear, norm_qkv, gate_up (gate and up rows interleaved) or lm_head."""
+    """Return the matrix product inside linear, norm_qkv, gate_up (gate and up rows interleaved) or lm_head."""
     outputs, depth = {
         "linear": ("N", "K"),
         "norm_qkv": ("N", "d"),
@@ -58,11 +58,11 @@ def projection(w: Workload) -> Projection:
 
 
 def gemv(w: Workload, f: GpuFacts) -> Knobs:
-    """threads, ctas_per_sm, unroll, rows_per_warp, split_k, grid.
+    """Return threads, ctas_per_sm, unroll, rows_per_warp, split_k, grid.
 
-    Bytes in flight an SM: c * threads * 16 * U >= X / S; c grows before U passes what registers hold. A warp holds
-    512 U bytes, so N warps hold 512 U N: fewer than X, and K is split. The grid is persistent (c S CTAs) unless plain
-    rows make four waves anyway. H200: 2 x 256 x U=4 = 32 KiB an SM; RTX 5070 Ti: 1 x 256 x U=2 = 8 KiB.
+    Bytes in flight per SM: c * threads * 16 * U >= X / S; c grows before U exceeds the registers. A warp holds 512 U
+    bytes, so N warps hold 512 U N; if that is less than X, K is split. The grid is persistent (c S CTAs) unless plain
+    rows make four waves anyway. H200: 2 x 256 x U=4 = 32 KiB per SM; RTX 5070 Ti: 1 x 256 x U=2 = 8 KiB.
     """
     p = projection(w)
     need = f.in_flight / f.sms
@@ -115,23 +115,24 @@ def gemv(w: Workload, f: GpuFacts) -> Knobs:
 
 
 def split_k(outputs: int, unroll: int, f: GpuFacts) -> int:
-    """Warps that share a row; all of one CTA, which holds eight."""
+    """Return the warps that share a row, all in one CTA, which holds eight."""
     return min(THREADS // WARP, power_of_two(f.in_flight / (WARP * VECTOR_BYTES * unroll * outputs)))
 
 
 def rows_per_warp(p: Projection, f: GpuFacts) -> int:
-    """By the rows of x that meet a weight at once: those beyond the eighth come in another pass over the weights."""
+    """Choose by the rows of x that meet a weight at once: rows beyond the eighth need another pass over the weights."""
     together = min(p.rows, M_MOST)
     return min(ROWS_MOST, power_of_two(together / ISSUE_EFFICIENCY * f.weights_per_clock(p.weight_bytes) / 64))
 
 
 def issue_budget(weight_bytes: int, f: GpuFacts) -> float:
-    """I: instructions a lane may spend on each weight while the weights arrive at the full read rate."""
+    """Return I: instructions that a lane may spend per weight while weights arrive at the full read rate."""
     return ISSUE_LANES * f.sms * f.clock_hz * weight_bytes / f.read
 
 
 def cc_limit(dtype: str, f: GpuFacts, rows: int = 2) -> int:
-    """M1 = min(8, (min(I - delta, 64 R / w)) / 2): the most activation rows CUDA cores serve at the full read rate.
+    """Return M1 = min(8, (min(I - delta, 64 R / w)) / 2): the most activation rows that CUDA cores serve at the full
+    read rate.
 
     H200: bf16 6, fp8 2; RTX 5070 Ti: 8 and 8.
     """
@@ -142,9 +143,9 @@ def cc_limit(dtype: str, f: GpuFacts, rows: int = 2) -> int:
 
 
 def time_s(p: Projection, f: GpuFacts) -> float:
-    """Predicted time on CUDA cores: the slowest of loads, instructions and shared memory, plus the overhead.
+    """Predict the time on CUDA cores: the slowest of loads, instructions and shared memory, plus the overhead.
 
-    Each eight rows of x are a pass over the weights, which reads and decodes them anew.
+    Each eight rows of x need one pass over the weights, which reads and decodes them again.
     """
     weights, passes = p.outputs * p.depth, math.ceil(p.rows / M_MOST)
     issued = p.rows / ISSUE_EFFICIENCY
@@ -155,5 +156,6 @@ def time_s(p: Projection, f: GpuFacts) -> float:
 
 
 def efficiency(p: Projection, f: GpuFacts) -> float:
-    """The read rate's share that is left after the overhead. Consequence on fast parts: fuse q/k/v, and gate/up."""
+    """Return the share of the read rate that remains after the overhead. Consequence on fast parts: fuse q/k/v, and
+    gate/up."""
     return p.bytes_read / f.read / time_s(p, f)

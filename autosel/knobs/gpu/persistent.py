@@ -1,16 +1,16 @@
-"""The whole-step kernel (kernels/cuda/step.cu): what is compiled in, and whether it is worth a try.
+"""Compute knobs of the whole-step kernel (kernels/cuda/step.cu), and predict whether it may win.
 
-Both ways to take a step read the same bytes, F = max(bytes / beta, FLOP / pi); they differ in what lies between two
-kernels, or tasks. All of it is measured by the fingerprint: n_t a node of a graph, t_flag a barrier of all SMs by a
-counter in memory, lambda the loaded latency, Delta what a dependent launch (PDL) costs more than such a barrier.
+Both forms of a step read the same bytes, F = max(bytes / beta, FLOP / pi). They differ in the cost between two kernels,
+or tasks, which the fingerprint measures: n_t a node of a graph, t_flag a barrier of all SMs by a counter in memory,
+lambda the loaded latency, Delta the additional cost of a dependent launch (PDL) over such a barrier.
 
 - A graph of n kernels: each starts when the one before has ended (n_t), ramps up (lambda) and drains (lambda):
   T = F + n (n_t + 2 lambda). A chain of dependent launches issues its weights before it waits, and so ramps up during
   the other's end: T = F + n (t_flag + Delta + lambda).
-- One launch of m tasks: a task's weights are under way before it waits as well, and the wait is a flag's:
+- One launch of m tasks: a task's weights are in flight before it waits, too, and it waits for a flag:
   T = F + n_t + m (t_flag + lambda).
 
-Checked against figures of others for Llama-3.2-1B, bf16, at a short context on an H200 (2.47 GB; about 100 kernels, or
+Checked against published figures for Llama-3.2-1B, bf16, at a short context on an H200 (2.47 GB; about 100 kernels, or
 tasks), with the estimates of fingerprints/h200.json: 757 us for one launch (760 seen), 790 us for a graph with
 dependent launches (795 seen; msaroufim/megakernels-vs-cuda-graphs).
 """
@@ -24,18 +24,18 @@ from autosel.knobs.gpu.facts import VECTOR_BYTES, WARP, GpuFacts, power_of_two
 from autosel.knobs.gpu.step import StepCost, floor_s
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
-# A predicted gain below this is none: the rates behind it are good to a few per cent, and so are the races.
+# A smaller predicted gain is ignored: the rates behind it, and the races, are accurate to a few per cent.
 LEAST_GAIN = 0.05
 THREADS = 128
-ROWS_MOST = 8  # of x: accumulators of all of them are in registers
-LANES = (8, 16, 32)  # that share a key, 16 bytes each
+ROWS_MOST = 8  # rows of x: accumulators of all of them are in registers
+LANES = (8, 16, 32)  # loads that share a key, 16 bytes each
 HEAD_ROWS_MOST = 8
-SLOT_BYTES = {False: 4 * 2 * WARP * VECTOR_BYTES, True: 2 * 2 * WARP * VECTOR_BYTES}  # of a warp; fewer keys at 8 rows
+SLOT_BYTES = {False: 4 * 2 * WARP * VECTOR_BYTES, True: 2 * 2 * WARP * VECTOR_BYTES}  # keys per warp; fewer at 8 rows
 SLOTS_MOST = 8
 
 
 def fits(rows: int, head_dim: int, dtype: str) -> str:
-    """Why no build of the kernel takes such a step, or ""."""
+    """Return why no build of the kernel supports such a step, or ""."""
     if rows > ROWS_MOST:
         return f"batch {rows}: one launch multiplies at most {ROWS_MOST} rows"
     vector = VECTOR_BYTES // DTYPE_BYTES[dtype]
@@ -47,9 +47,10 @@ def fits(rows: int, head_dim: int, dtype: str) -> str:
 
 
 def crowded(attn: Workload, f: GpuFacts) -> str:
-    """Why an SM cannot hold even one CTA of the build, or "". Its CTAs wait for each other: all must be resident."""
+    """Return why an SM cannot hold even one CTA of the build, or "". Its CTAs wait for each other, so all must be
+    resident."""
     head_rows = _head_rows(attn)
-    ring = 2 * _slot_bytes(head_rows)  # the least
+    ring = 2 * _slot_bytes(head_rows)  # the minimum
     joined = THREADS // WARP * head_rows * (LANES[-1] * VECTOR_BYTES // DTYPE_BYTES[attn.dtype] + 2) * 4
     need = max(ring, joined)
     if need > f.smem_per_cta:
@@ -62,17 +63,17 @@ def _head_rows(attn: Workload) -> int:
 
 
 def _slot_bytes(head_rows: int) -> int:
-    """Of a CTA's ring: one slot of each warp."""
+    """Return the bytes of a CTA's ring: one slot per warp."""
     return THREADS // WARP * SLOT_BYTES[head_rows == HEAD_ROWS_MOST]
 
 
 def _ctas_per_sm(head_rows: int) -> int:
-    """step.cu's launch bounds."""
+    """Return step.cu's launch bounds."""
     return 3 if head_rows < 4 else 2
 
 
 def persistent(attn: Workload, projection: Workload, f: GpuFacts) -> Knobs:
-    """rows, head_rows, lanes, unroll, rows_per_warp, split_k, slots, for the step that has this attention.
+    """Return rows, head_rows, lanes, unroll, rows_per_warp, split_k, slots, for the step with this attention.
 
     `projection`: the smallest of its products, which decides how warps share a row.
     """
@@ -118,7 +119,7 @@ def persistent(attn: Workload, projection: Workload, f: GpuFacts) -> Knobs:
 
 
 def chunk(attn: Workload, slots: int, f: GpuFacts) -> int:
-    """Keys of one KV head that a CTA takes: decode attention's own rule (attention.py), with this kernel's ring.
+    """Return the keys of one KV head per CTA: decode attention's rule (attention.py), with this kernel's ring.
 
     H200, llama-8b at 8192: 264 CTAs for 8 KV heads.
     """
@@ -130,14 +131,14 @@ def chunk(attn: Workload, slots: int, f: GpuFacts) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a step is expected to take as a graph of its kernels and as one launch of its tasks."""
+    """Predict the time of a step as a graph of its kernels and as one launch of its tasks."""
 
     graph_s: float
     launch_s: float
 
     @property
     def gain(self) -> float:
-        """The share of the graph's time that one launch saves."""
+        """Return the share of the graph's time that one launch saves."""
         return 1 - self.launch_s / self.graph_s
 
     @property
@@ -151,7 +152,8 @@ class Prediction:
 
 
 def predict(cost: StepCost, tasks: int, f: GpuFacts, *, dependent: bool = False) -> Prediction:
-    """`cost.kernels` nodes of a graph against `tasks` of one launch; `dependent`: the nodes are dependent launches."""
+    """Compare `cost.kernels` nodes of a graph with `tasks` of one launch; `dependent`: the nodes are dependent
+    launches."""
     floor = floor_s(cost, f)
     edge = f.flag_s + f.persistent_saving_s + f.latency_s if dependent else f.node_s + 2 * f.latency_s
     one = f.node_s + tasks * (f.flag_s + f.latency_s)

@@ -1,7 +1,8 @@
-"""Ops that treat each row on its own: their data is nothing, their launch everything, so first: is it worth a launch?
+"""Compute knobs of ops that treat each row separately. Their launch costs more than their data, so first: is a launch
+worth it?
 
-At M = 1 a standalone row op takes its overhead (2-3 us) for some nanoseconds of data. `fuse` says up to how many rows
-its neighbour should do it in passing.
+At M = 1 a standalone row op takes its overhead (2-3 us) for some nanoseconds of data. `fuse` gives the number of rows
+up to which the neighbouring kernel should do it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ THREADS_MOST = 1024
 
 
 def rmsnorm(w: Workload, f: GpuFacts) -> Knobs:
-    """fuse, fuse_below, threads, grid: one CTA a row, the row kept in registers, 8 values a thread.
+    """Return fuse, fuse_below, threads, grid: one CTA per row, the row kept in registers, 8 values per thread.
 
     As a prologue every consumer CTA reads the row again from L2: c S d 2 M bytes. That is cheaper than a node and a
     latency while M < (n_t + lambda) beta2 / (c S d 2), c = 1. d = 4096: H200 18, RTX 5070 Ti 7.
@@ -47,7 +48,7 @@ def _fuse(rows: int, below: float, inputs: dict[str, float]) -> Knob:
 
 
 def rope(w: Workload, f: GpuFacts) -> Knobs:
-    """fuse, threads, grid: a warp a head; fused with the QK-norm and KV write wherever the chain has them."""
+    """Return fuse, threads, grid: a warp per head; fused with the QK-norm and KV write wherever the chain has them."""
     heads = w["Hq"] + w["Hkv"]
     warps = min(8, heads)
     return Knobs(
@@ -71,10 +72,10 @@ def rope(w: Workload, f: GpuFacts) -> Knobs:
 
 
 def gated(w: Workload, f: GpuFacts) -> Knobs:
-    """swiglu, geglu. fuse, threads, grid: one 16-byte vector a thread.
+    """Return fuse, threads, grid of swiglu and geglu: one 16-byte vector per thread.
 
-    As the epilogue of gate_up, whose rows are interleaved so that a warp holds both, it is free and saves a node and
-    4 M I b bytes. As the prologue of down it is not: every CTA reads 2 I b bytes again (H200, I = 14336: 0.8 us).
+    As the epilogue of gate_up, whose rows are interleaved so that a warp holds both, it is free and saves a node and 4
+    M I b bytes. As the prologue of down it is not free: every CTA reads 2 I b bytes again (H200, I = 14336: 0.8 us).
     """
     m, width, b = w["M"], w["I"], DTYPE_BYTES[w.dtype]
     vectors = math.ceil(m * width * b / VECTOR_BYTES)
@@ -95,12 +96,12 @@ def gated(w: Workload, f: GpuFacts) -> Knobs:
 
 
 def prologue_s(width: int, b: int, f: GpuFacts) -> float:
-    """What re-reading gate and up costs each CTA of the next product."""
+    """Return the time that each CTA of the next product needs to read gate and up again."""
     return 2 * width * b / f.rho
 
 
 def kv_append(w: Workload, f: GpuFacts) -> Knobs:
-    """fuse, threads, grid: a warp a token and KV head; written by RoPE's kernel where there is one."""
+    """Return fuse, threads, grid: a warp per token and KV head; written by RoPE's kernel if there is one."""
     tokens = w["B"] * w["S"] * w["Hkv"]
     return Knobs(
         settings=(

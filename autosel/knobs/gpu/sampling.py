@@ -1,4 +1,4 @@
-"""Sampling: how many CTAs share a row of logits."""
+"""Compute knobs of sampling: how many CTAs share a row of logits."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import math
 from autosel.knobs.gpu.facts import GpuFacts
 from autosel.values import Knob, Knobs, Workload
 
-MERGE_S = 0.05e-6  # what one more partial result costs the merge: an L2 read in its serial part. Estimate
+MERGE_S = 0.05e-6  # cost of one more partial result in the merge: an L2 read in its serial part. Estimate
 REGISTER_TOP_K = 64
 
 
 def sample(w: Workload, f: GpuFacts) -> Knobs:
-    """ctas_per_row, register_top_k. Ties go to the lowest index, so every merge is ordered.
+    """Return ctas_per_row, register_top_k. Ties go to the lowest index, so every merge is ordered.
 
-    A row of V fp32 logits read by c CTAs takes 4 V / (c rho), merging c partial results c * 0.05 us: least at
-    c = sqrt(4 V / (rho * 0.05 us)), at most S / B. V = 128256: H200 12, RTX 5070 Ti 17.
+    A row of V fp32 logits read by c CTAs takes 4 V / (c rho), merging c partial results c * 0.05 us: least at c =
+    sqrt(4 V / (rho * 0.05 us)), at most S / B. V = 128256: H200 12, RTX 5070 Ti 17.
     """
     best = math.sqrt(4 * w["V"] / (f.rho * MERGE_S))
     return Knobs(

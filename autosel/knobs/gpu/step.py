@@ -1,4 +1,4 @@
-"""The whole decode step: graph or stream, persistent kernel or not, what L2 persistence would give, the floor."""
+"""Predict the whole decode step: graph or stream, persistent kernel or not, the gain of L2 persistence, the floor."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class StepCost:
     bytes_read: float
     flops: float
     dtype: str = "bf16"
-    host_s: float = 0.0  # sampling, detokenising, scheduling: work of the host a step
-    host_launch_s: float = 0.0  # what the host spends to launch one kernel
+    host_s: float = 0.0  # sampling, detokenising, scheduling: the host's work per step
+    host_launch_s: float = 0.0  # the host's time to launch one kernel
 
 
 def step(cost: StepCost, f: GpuFacts) -> Knobs:
@@ -68,7 +68,7 @@ def step(cost: StepCost, f: GpuFacts) -> Knobs:
 
 
 def floor_s(cost: StepCost, f: GpuFacts) -> float:
-    """max(bytes / beta, FLOP / pi): the step at the attainable rates, before any overhead."""
+    """Return max(bytes / beta, FLOP / pi): the step at the attainable rates, before any overhead."""
     return max(cost.bytes_read / f.read, cost.flops / f.matrix_flops(cost.dtype))
 
 
@@ -78,10 +78,11 @@ def graph_saving_s(cost: StepCost, f: GpuFacts) -> float:
 
 
 def pdl_ring_bytes(f: GpuFacts) -> float:
-    """H200 67 KB, RTX 5070 Ti 19 KB an SM."""
+    """Return the bytes per SM: H200 67 KB, RTX 5070 Ti 19 KB."""
     return f.read * (f.node_s + f.latency_s) / f.sms
 
 
 def l2_persistence_s(f: GpuFacts) -> float:
-    """Three quarters of L2, the largest set-aside, served from there and not from DRAM. H200 5 us, RTX 5080 40 us."""
+    """Return the time saved if three quarters of L2, the largest set-aside, are read from there instead of DRAM. H200 5
+    us, RTX 5080 40 us."""
     return 0.75 * f.l2_bytes * (1 / f.read - 1 / f.l2)
