@@ -163,7 +163,7 @@ class StepSeat:
             self._wake(arm)
         if self.watch is None:
             return [self._sample(arm, calls) for _ in range(samples)]
-        return self.watch.samples(lambda: self._sample(arm, calls), samples, lambda: self._wake(arm))
+        return self.watch.samples(lambda: self._sample(arm, calls), samples, lambda: None)
 
     def _wake(self, arm: str) -> None:
         step, self.runs = self.written[arm], arm

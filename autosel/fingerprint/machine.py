@@ -61,11 +61,7 @@ def identity(root: Path = ROOT, affinity: frozenset[int] | None = None) -> dict[
     each, and no more than the quota's whole CPUs (a second thread on half a CPU would be stopped half of the time).
     """
     info = _cpuinfo(root)
-    online = _online(root, info)
-    allowed = (_affinity(root) if affinity is None else affinity) & online or online
-    siblings = {cpu: _siblings(root, cpu, info) & online | {cpu} for cpu in online}
-    cores = {min(s): s for s in siblings.values()}
-    usable = sorted(min(s & allowed) for s in cores.values() if s & allowed)
+    cores, usable = _cores(root, info, affinity)
     fast = _fastest(root, usable)
     quota = cpu_quota(root)
     return {
@@ -82,6 +78,22 @@ def identity(root: Path = ROOT, affinity: frozenset[int] | None = None) -> dict[
         "numa_nodes": _numa_nodes(root, fast),
         "memory_bytes": _memory_bytes(root),
     }
+
+
+def usable_cpus(root: Path = ROOT, affinity: frozenset[int] | None = None) -> list[int]:
+    """Return one CPU of each core of the fastest kind that affinity leaves."""
+    return _fastest(root, _cores(root, _cpuinfo(root), affinity)[1])
+
+
+def _cores(
+    root: Path, info: list[dict[str, str]], affinity: frozenset[int] | None
+) -> tuple[dict[int, frozenset[int]], list[int]]:
+    """(each core's CPUs by the first, the first CPU that may be used of each core)."""
+    online = _online(root, info)
+    allowed = (_affinity(root) if affinity is None else affinity) & online or online
+    siblings = {cpu: _siblings(root, cpu, info) & online | {cpu} for cpu in online}
+    cores = {min(s): s for s in siblings.values()}
+    return cores, sorted(min(s & allowed) for s in cores.values() if s & allowed)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -142,7 +142,8 @@ class Bench:
     def _visit(self, timed: Timed, calls: int, samples: int) -> list[float]:
         if self.watch is None:
             return [timed.sample(calls) for _ in range(samples)]
-        return self.watch.samples(lambda: timed.sample(calls), samples, lambda: timed.sample(1))
+        settle = (lambda: timed.sample(1)) if calls > 1 else (lambda: None)  # a long call has few operands to warm
+        return self.watch.samples(lambda: timed.sample(calls), samples, settle)
 
     @property
     def again(self) -> int:

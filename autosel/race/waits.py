@@ -15,14 +15,16 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from autosel.fingerprint import machine
+from autosel.race.spread import Spread
 
 PROC = Path("/proc")
 TOLERATED = 0.01  # of a sample: a wait this long changes it by half of the smallest margin at most
-MOST_AGAIN = 32  # samples of one visit that may be taken again
-MOST_LOST_NS = 1_000_000_000  # that such samples may take together
-REST_S = 0.004  # before a sample is taken again: a thread that has slept is given a whole time slice
+MOST_LOST_NS = 2_000_000_000  # that samples of one visit may take that are taken again
+RUNS = 0.2  # of the CPU time of the thread that runs most: a thread that runs less is not of the pool
 WINDOW_S = 0.5  # over which CPU time of others is looked at
 OTHERS_S = 0.02  # of CPU time in a window: two ticks of /proc/stat, its resolution
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -51,7 +53,11 @@ class Waits:
 
     def total_ns(self) -> int:
         """The sum over all followed threads. About 1.3 us a thread."""
-        return sum(_waited_ns(descriptor) for descriptor in self._descriptors.values())
+        return sum(_counter(descriptor, 1) for descriptor in self._descriptors.values())
+
+    def ran_ns(self) -> dict[int, int]:
+        """CPU time of each thread."""
+        return {int(thread): _counter(descriptor, 0) for thread, descriptor in self._descriptors.items()}
 
     def close(self) -> None:
         while self._descriptors:
@@ -65,9 +71,9 @@ def _opened(path: Path) -> int | None:
         return None
 
 
-def _waited_ns(descriptor: int) -> int:
+def _counter(descriptor: int, column: int) -> int:
     try:
-        return int(os.pread(descriptor, 80, 0).split()[1])
+        return int(os.pread(descriptor, 80, 0).split()[column])
     except (OSError, IndexError, ValueError):  # the thread has ended
         return 0
 
@@ -118,33 +124,42 @@ class Watch:
 
     waits: Waits
     others: Others
-    rest: Callable[[float], None] = time.sleep
+    spread: Spread
     clock: Callable[[], int] = time.perf_counter_ns
     again: int = 0
+    _ran: dict[int, int] = field(default_factory=dict)  # CPU time of each thread before the visits
 
     def begin(self) -> None:
         """Look at what there is, before the visits of a pair."""
         self.waits.renew()
+        self._ran = self.waits.ran_ns()
         self.others.look()
 
     def samples(self, sample: Callable[[], float], count: int, settle: Callable[[], object]) -> list[float]:
-        """Take `count` samples; fewer if too many were disturbed. `settle` is called before one is taken again."""
+        """Take `count` samples; fewer if too much time was lost. `settle` is called before one is taken again: at once,
+        because the threads that have just run may go on for what is left of their time slices."""
         found: list[float] = []
-        again, lost_ns = 0, 0
-        while len(found) < count and again < MOST_AGAIN and lost_ns < MOST_LOST_NS:
+        lost_ns = 0
+        while len(found) < count and lost_ns < MOST_LOST_NS:
             began, waited = self.clock(), self.waits.total_ns()
             taken = sample()
             waited, spent = self.waits.total_ns() - waited, self.clock() - began
             if waited <= TOLERATED * spent or not self.others.run():
                 found.append(taken)
                 continue
-            again, lost_ns = again + 1, lost_ns + spent
-            self.rest(REST_S)
+            self.again += 1
+            lost_ns += spent
+            self.spread.place(self._pool())
             settle()
-        self.again += again
+        self.spread.release()
         return found
+
+    def _pool(self) -> list[int]:
+        """The threads that have run since the visits began."""
+        ran = {thread: ns - self._ran.get(thread, ns) for thread, ns in self.waits.ran_ns().items()}
+        return [thread for thread, ns in ran.items() if ns > RUNS * max(ran.values())]
 
 
 def watch(owner: int = 0) -> Watch:
     """Return a watch over this process."""
-    return Watch(waits=Waits(), others=Others(owner))
+    return Watch(waits=Waits(), others=Others(owner), spread=Spread(machine.usable_cpus()))

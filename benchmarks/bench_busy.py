@@ -1,0 +1,218 @@
+"""What other work on the machine does to decisions: a model's workloads tuned beside competing processes.
+
+    python benchmarks/bench_busy.py --load reference            a quiet machine, with which the others are compared
+    python benchmarks/bench_busy.py --load 0 --load 2 --load 8 --load 20 [--only sample] [--copy] [--write]
+
+Every load is tuned in a home of its own, with the proofs of the reference and none of its decisions, beside so many
+processes that this script starts, each in a session of its own: endless loops, or with --copy copies of 64 MiB. Loads
+may be run one at a time; what was found is kept in --home and printed together. A decision misses if the interval of
+its effect does not hold the reference's median; it misses by more than 10 % if the nearer end does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import command_line
+
+if TYPE_CHECKING:
+    from autosel.pipeline import Report
+    from autosel.values import Decision
+
+REFERENCE = "reference"
+MODEL, CONTEXT = "llama-1b", 8192
+FAR = 1.1  # a miss by more than this factor is counted by itself
+SPIN = "while True: pass"
+COPY = "a = bytearray(64 << 20)\nwhile True: b = bytes(a)"
+KEPT = Path(__file__).parent / "results" / "cpu" / "busy.json"
+
+Row = Mapping[str, Any]
+Rows = Mapping[str, Row]  # by workload
+
+
+def main() -> int:
+    parser = command_line.parser(__doc__, write=f"keep the table in {command_line.KEPT}busy.json")
+    parser.add_argument("--load", action="append", default=[], help="competing processes, or `reference`; repeatable")
+    parser.add_argument("--only", action="append", default=[], help="an op; repeatable  [all]")
+    parser.add_argument("--copy", action="store_true", help="competing processes copy memory")
+    parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "autosel-busy", help="where results lie")
+    options = parser.parse_args()
+    for load in options.load:
+        path = options.home / f"{load}.json"
+        found = run(options.home, load, options.only, COPY if options.copy else SPIN)
+        _keep(path, _joined(json.loads(path.read_text()), found) if options.only and path.exists() else found)
+    kept = _kept(options.home)
+    if REFERENCE not in kept:
+        sys.exit("no reference: run --load reference on a quiet machine first")
+    if options.write:
+        _keep(KEPT, kept)
+    print(json.dumps(summaries(kept)) if options.json else text(kept))
+    return 0
+
+
+# --- one load --------------------------------------------------------------------------------------------------------
+
+
+def run(home: Path, load: str, ops: Sequence[str], work: str) -> dict[str, Any]:
+    """Tune in a fresh process, whose home is made for this load, beside `load` competing processes."""
+    place = home / f"load-{load}"
+    _furnish(place, home / f"load-{REFERENCE}")
+    count = 0 if load == REFERENCE else int(load)
+    environment = {**os.environ, "AUTOSEL_HOME": str(place)}
+    words = [sys.executable, "-c", f"import bench_busy; bench_busy.tuned({list(ops)!r})"]
+    began = time.monotonic()
+    with competing(count, work):
+        done = subprocess.run(words, env=environment, cwd=Path(__file__).parent, stdout=-1, check=True, text=True)
+    return {**json.loads(done.stdout.splitlines()[-1]), "seconds": time.monotonic() - began, "load": load}
+
+
+def _furnish(place: Path, reference: Path) -> None:
+    """Begin with the builds, rates and proofs of the reference; nothing serves yet."""
+    if place != reference:
+        shutil.rmtree(place, ignore_errors=True)
+        left_out = shutil.ignore_patterns("run", "locks", "decisions.json")
+        shutil.copytree(reference, place, symlinks=True, ignore=left_out)
+    if (place / "ledger.db").exists():
+        with sqlite3.connect(place / "ledger.db") as ledger:
+            ledger.execute("DELETE FROM serving")
+
+
+@contextmanager
+def competing(count: int, work: str) -> Iterator[None]:
+    """So many processes, each in a session of its own, as those of other users are."""
+    started = [subprocess.Popen([sys.executable, "-S", "-c", work], start_new_session=True) for _ in range(count)]
+    try:
+        time.sleep(1.0 if started else 0.0)
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def tuned(ops: Sequence[str]) -> None:
+    """Tune in this process; print one line of JSON."""
+    from autosel import models
+    from autosel.ledger.store import open_ledger
+    from autosel.models.workloads import step
+    from autosel.pipeline import Request, tune
+
+    named = step(models.load(MODEL), batch=1, context=CONTEXT, ops=list(ops) or None)
+    with open_ledger() as ledger:
+        report = tune(Request(workloads=named, force=True), ledger, _Progress())
+    print(json.dumps({"load_average": os.getloadavg()[0], "rows": _rows(report)}))
+
+
+class _Progress:
+    """A line of stderr for each decision."""
+
+    def stage(self, *_: object) -> None: ...
+
+    def rejected(self, *_: object) -> None: ...
+
+    def decided(self, decision: Decision, settled_before: bool) -> None:
+        v = decision.verdict
+        effect = f"{v.effect.median:.3g} ({v.effect.lo:.3g} .. {v.effect.hi:.3g})" if v and v.effect else "-"
+        print(f"  {decision.workload.key}  {v.outcome if v else ''}  {effect}  {decision.reason}", file=sys.stderr)
+
+
+def _rows(report: Report) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for d in report.decisions:
+        v = d.verdict
+        assert v is not None
+        conditions = v.conditions
+        rows[d.workload.key] = {
+            "outcome": v.outcome,
+            "winner": d.arm.candidate,
+            "baseline_us": v.timings[d.baseline.candidate].median_us if d.baseline.candidate in v.timings else None,
+            "effect": [v.effect.median, v.effect.lo, v.effect.hi] if v.effect else None,
+            "reason": v.reason,
+            "again": conditions.again if conditions else None,
+            "busy_cores": conditions.busy_cores if conditions else None,
+        }
+    return rows
+
+
+# --- all loads -------------------------------------------------------------------------------------------------------
+
+
+def _keep(path: Path, found: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _joined(before: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """With the workloads that were tuned beside this load before."""
+    return {**found, "rows": {**before["rows"], **found["rows"]}, "seconds": before["seconds"] + found["seconds"]}
+
+
+def _kept(home: Path) -> dict[str, Any]:
+    found = [json.loads(path.read_text()) for path in home.glob("*.json")]
+    return {
+        one["load"]: one for one in sorted(found, key=lambda one: -1 if one["load"] == REFERENCE else int(one["load"]))
+    }
+
+
+def summaries(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each load but the reference."""
+    reference: Rows = kept[REFERENCE]["rows"]
+    return [
+        {"load": load, "seconds": one["seconds"], **summary(one["rows"], reference)}
+        for load, one in kept.items()
+        if load != REFERENCE
+    ]
+
+
+def summary(rows: Rows, reference: Rows) -> dict[str, Any]:
+    """Count what was decided, whose interval holds the reference's ratio, and whose winner is another. A workload that
+    the reference left undecided says nothing."""
+    known = {key: row for key, row in rows.items() if key in reference and reference[key]["outcome"] != "undecided"}
+    decided = {key: row for key, row in known.items() if row["outcome"] != "undecided"}
+    differ = [key for key, row in decided.items() if row["winner"] != reference[key]["winner"]]
+    same = {key: row for key, row in decided.items() if key not in differ}
+    misses = {key: off for key, row in same.items() if (off := miss(row, reference[key])) > 1}
+    return {
+        "workloads": len(known),
+        "decided": len(decided),
+        "cover": len(same) - len(misses),
+        "far": sorted(key for key, off in misses.items() if off > FAR),
+        "differ": differ,
+        "worst": max(misses.values(), default=1.0),
+    }
+
+
+def miss(row: Row, reference: Row) -> float:
+    """The factor between the reference's median and the nearer end of the interval; 1 where the interval holds it."""
+    if row["effect"] is None or reference["effect"] is None:
+        return 1.0
+    _, lo, hi = row["effect"]
+    quiet = reference["effect"][0]
+    return max(1.0, quiet / hi, lo / quiet)
+
+
+def text(kept: Mapping[str, Any]) -> str:
+    lines = ["load  decided  intervals that cover  worst miss  misses > 10 %  other winner  minutes"]
+    for s in summaries(kept):
+        lines.append(
+            f"{s['load']:>4}  {s['decided']:>2} of {s['workloads']}"
+            f"  {s['cover']:>15} of {s['decided'] - len(s['differ']):>2}"
+            f"  {s['worst'] - 1:>13.1%}  {len(s['far']):>13}  {len(s['differ']):>12}  {s['seconds'] / 60:>7.1f}"
+        )
+        lines += [f"      {key} is far off" for key in s["far"]]
+        lines += [f"      {key} has another winner" for key in s["differ"]]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
