@@ -664,6 +664,23 @@ def error_rates() -> str:
     return markdown(found) if found else "No results of `benchmarks/bench_error_rates.py --write` are stored yet."
 
 
+def mutants() -> str:
+    """What `python -m autosel.testing.mutants --json` printed last."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "mutants.json").read_text())
+    rows = []
+    for op in found["ops"]:
+        checks = ", ".join(f"{check} {n}" for check, n in op["killed"].items())
+        killed = sum(op["killed"].values())
+        rows.append((op["op"], op["mutants"], killed, len(op["equivalent"]), len(op["survived"]), checks))
+    totals = [sum(int(row[i]) for row in rows) for i in range(1, 5)]
+    rows.append(("**all**", *totals, ""))
+    reasons = [f"- `{op['op']}`, {name}: {why}" for op in found["ops"] for name, why in op["equivalent"].items()]
+    points = found["ops"][0]["points"]
+    told = f"Seed {found['seed']}. An equivalent mutant agreed with the reference at {points:,} points of the domains:"
+    head = ("op", "mutants", "killed", "equivalent", "survived", "by which check")
+    return "\n".join([table(head, rows), "", told, "", *reasons])
+
+
 def aa() -> str:
     """Return the stored tables of `benchmarks/bench_aa.py --write`, one per op."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -951,6 +968,7 @@ BLOCKS: Mapping[str, Callable[..., str]] = {
     "kernel": rmsnorm_kernel,
     "figures": figures,
     "error-rates": error_rates,
+    "mutants": mutants,
     "aa": aa,
     "regret": regret,
     "ran-on": ran_on,

@@ -15,6 +15,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_erf", "gelu_tanh")  # gate_
 
 # sup |f''| is 1/2 for SiLU (at 0) and 2 phi(0) = 0.798 for GELU (at 0).
 CURVATURE = 0.8
+STEEPEST = 1.13  # sup |f'| is 1.0998 for SiLU (at 2.4) and 1.1290 for GELU (at sqrt 2)
 TANH_SCALE, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
@@ -42,15 +43,15 @@ def slope(kind: Activation, g: Tensor) -> Tensor:
 def evaluation_error(kind: Activation, g: Tensor, a: Tensor) -> Tensor:
     """What computing f(g) in fp32 loses, float64.
 
-    silu: exp(-g) carries |g| u32 from its argument, relative; a sigmoid below fp32's range counts as zero. gelu:
-    1 + erf and 1 + tanh cancel for negative g, so the error is absolute, a few u32 of |g|.
+    silu: exp(-g) carries |g| u32 from its argument, relative, of which the sigmoid takes over 1 - s; one below fp32's
+    range counts as zero. gelu: 1 + erf and 1 + tanh cancel for negative g, so the error is absolute, a few u32 of |g|.
     """
     if kind == "silu":
-        return (8 + 2 * g.abs()) * U32 * a.abs() + 4 * g.abs() * TINY_NORMAL["fp32"]
+        return (8 + 2 * g.abs() * torch.sigmoid(-g)) * U32 * a.abs() + 4 * g.abs() * TINY_NORMAL["fp32"]
     return 8 * U32 * g.abs()
 
 
 def propagate(kind: Activation, g: Tensor, error: Tensor) -> Tensor:
     """Bound on f(g'), |g' - g| <= error, evaluated in fp32."""
-    a = value(kind, g)
-    return slope(kind, g) * error + CURVATURE / 2 * error.square() + evaluation_error(kind, g, a)
+    near = slope(kind, g) * error + CURVATURE / 2 * error.square()
+    return torch.minimum(near, STEEPEST * error) + evaluation_error(kind, g, value(kind, g))

@@ -54,7 +54,7 @@ class AddRmsNorm(Op):
         "residual": contents("residual", inf=True),
         "weight": contents("weight", up=FAR_UP, down=FAR_DOWN, rows=False),
         "eps": norm_eps("x", "residual"),
-        "offset": trait(0.0, 1.0, 0.5),
+        "offset": trait(0.0, 1.0, 0.3),
         "sandwich": trait(0, 1),
         "layout": layouts(
             "x", "residual", "weight", more=(Level(name="one storage", edit=one_storage("x", "residual")),)

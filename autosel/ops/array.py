@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from autosel.ops.contract import Case, Op
-from autosel.ops.covering import Row, covering
+from autosel.ops.covering import Row, covering, one_at_a_time, values_first
 from autosel.ops.domains import ABSENT, ORDER, Domain, Kind, Level, compatible
 from autosel.ops.draw import Draw
 from autosel.values import Scalar, Workload
@@ -62,9 +62,16 @@ class Array:
         return [i for i, f in enumerate(self.factors) if f.domain.kind in ("count", "trait") or f.domain.presence]
 
     @cached_property
+    def admits(self) -> Callable[[Sequence[int | None]], bool]:
+        """Has a row a contracted result, for a candidate that accepts every workload?"""
+        return self._admits(lambda _: True)
+
+    @cached_property
     def rows(self) -> list[Row]:
         """Rows for a candidate that accepts every workload."""
-        return covering([len(f.levels) for f in self.factors], self._admits(lambda _: True), self.rng)
+        sizes = [len(f.levels) for f in self.factors]
+        alone = [row for row in one_at_a_time(sizes) if self.admits(row)]
+        return values_first([*alone, *covering(sizes, self.admits, self.rng, given=alone)])
 
     def cases(self, accepts: Accepts) -> list[Case]:
         """The rows that a candidate accepts, and more where it accepts only some: of what it accepts, every pair."""
@@ -156,7 +163,7 @@ class Array:
         """Its name is a digest of its levels: a row has it wherever it occurs."""
         at = self._workload(levels)
         told = ", ".join(f"{name} {level.name}" for name, level in levels.items() if level is not self._first(name))
-        name = hashlib.blake2b(f"{at.key} {told}".encode(), digest_size=3).hexdigest()
+        name = hashlib.blake2b(f"{at.key} {told}".encode(), digest_size=4).hexdigest()
         made = partial(self._made, at, levels)
         return Case(name=f"pairs {name}", workload=at, make=made, covers=told, averages=False)
 

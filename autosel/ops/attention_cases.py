@@ -165,13 +165,16 @@ def _needles(w: Workload, add: Any) -> None:
     for keys in (33, 64, 65, 128, 129, 200):
         at = _at(w, b=8, heads=(2 * g, 2), keys=keys)
         add(f"needle at the last of {keys}", "the last key skipped", at, last, room=2, short=False)
+    many = _at(w, b=1, heads=(40, 40), keys=33, width=64)
+    add("needle at the last of 40 heads", "a head number of few bits", many, last, short=False)
     if window:
         keys = window + 40
         at = _at(w, b=2, heads=(g, 1), keys=keys)
         s = at["S"]
         add("needle just outside the window", "window off by one", at, _edge_planter(-s - window), short=False)
         add("needle first in the window", "window off by one", at, _edge_planter(-window), short=False)
-        add("needle second in the window", "window off by one", at, _edge_planter(1 - window), short=False)
+        if window > 1:
+            add("needle second in the window", "window off by one", at, _edge_planter(1 - window), short=False)
 
 
 def _planter(positions: Sequence[int]) -> Edit:

@@ -69,7 +69,7 @@ class Attn(Op):
         **stored_domains(KEY_SCALES, "k"),
         **stored_domains(VALUE_SCALES, "v"),
         "layout": layouts(
-            "q", "k", "v", more=(Level(name="heads inside", edit=relayout(("q", "k", "v"), heads_inside)),)
+            "q", "k", "v", "lengths", more=(Level(name="heads inside", edit=relayout(("q", "k", "v"), heads_inside)),)
         ),
     }
 

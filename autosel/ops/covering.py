@@ -21,8 +21,7 @@ STEPS = 300  # values tried for one row before its pair counts as impossible
 def covering(sizes: Sequence[int], admits: Admits, rng: Random, *, given: Iterable[Row] = ()) -> list[Row]:
     """Return rows that cover, with those `given`, each pair of values that an admissible row can hold.
 
-    The first rows are those that hold each value once: who runs a few has met every value. `sizes`: how many values
-    each factor has. `admits` judges rows with some factors still open (None); what it refuses
+    `sizes`: how many values each factor has. `admits` judges rows with some factors still open (None); what it refuses
     it must go on refusing, whatever the open factors become.
     """
     open_ = {
@@ -39,11 +38,19 @@ def covering(sizes: Sequence[int], admits: Admits, rng: Random, *, given: Iterab
         if found is not None:
             rows.append(found)
             open_.difference_update(pairs_of(found))
-    return _values_first(rows)
+    return rows
 
 
-def _values_first(rows: Sequence[Row]) -> list[Row]:
-    """The row with most values that no earlier one has comes next, as long as there are any."""
+def one_at_a_time(sizes: Sequence[int]) -> list[Row]:
+    """Return the row of first values, and for each other value the row that has it alone: beside another unusual one
+    it may make no difference."""
+    plain = (0,) * len(sizes)
+    return [plain, *((*plain[:f], value, *plain[f + 1 :]) for f, n in enumerate(sizes) for value in range(1, n))]
+
+
+def values_first(rows: Sequence[Row]) -> list[Row]:
+    """The row with most values that no earlier one has comes next, as long as there are any: who runs a few has met
+    every value."""
     left, first, seen = list(rows), list[Row](), set[tuple[int, int]]()
 
     def fresh(row: Row) -> int:

@@ -190,7 +190,7 @@ HOSTILE: tuple[tuple[str, str, Callable[[Tensor, Draw], None]], ...] = (
 
 def offset_by_one(x: Tensor) -> Tensor:
     """The same values one element off an aligned address: 16-byte loads must not assume alignment."""
-    room = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    room = torch.full((x.numel() + 1,), _junk(x), dtype=x.dtype)[1:].view(x.shape)
     return room.copy_(x)
 
 

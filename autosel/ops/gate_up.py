@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autosel.formats import PLAIN
@@ -30,17 +31,28 @@ from autosel.ops.domains import (
     weight_formats,
     widths,
 )
-from autosel.ops.draw import edge_sample, resident_draw, streamed_draw
+from autosel.ops.draw import Draw, case, edge_sample, resident_draw, streamed_draw
 from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.norm_qkv import normed_matmul_error
 from autosel.ops.rmsnorm import normalise
 from autosel.ops.rounding import stored
 from autosel.ops.weight import exact, quantise, rows_of
+from autosel.ops.weight_cases import write
 from autosel.values import DTYPE_BYTES, Workload
 
 # Two products are multiplied: powers of two that keep the result within the dtype.
 MODEST_UP = {"bf16": 24, "fp16": 2, "fp32": 24}
 MODEST_DOWN = {"bf16": -24, "fp16": -2, "fp32": -24}
+
+
+def _overflow(inputs: dict[str, Any], draw: Draw) -> None:
+    """Gate and up are finite, their product is not: positive in some columns, negative in others."""
+    big = 2.0 ** (9 if draw.name == "fp16" else 70)
+    for name in ("x", "norm_weight"):
+        inputs[name].fill_(1.0)
+    write(inputs["w_gate"], slice(None), torch.full(inputs["w_gate"].shape, big / 64))
+    signs = torch.where(torch.arange(inputs["w_up"].shape[0]) % 2 == 0, 1.0, -1.0)[:, None]
+    write(inputs["w_up"], slice(None), (signs * big / 64).expand(inputs["w_up"].shape))
 
 
 class GateUp(Op):
@@ -72,7 +84,7 @@ class GateUp(Op):
         "w_gate": contents("w_gate", up=MODEST_UP, down=MODEST_DOWN),
         "w_up": contents("w_up", up=MODEST_UP, down=MODEST_DOWN),
         "eps": norm_eps("x"),
-        "offset": trait(0.0, 1.0, 0.5),
+        "offset": trait(0.0, 1.0, 0.3),
         "activation": trait(0, 1, 2),
         "weight": weight_formats(),
         "layout": layouts("x", "norm_weight", "w_gate", "w_up"),
@@ -114,7 +126,9 @@ class GateUp(Op):
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
         # An infinite weight makes an infinite gate, without a contracted result (swiglu). An infinite x gives NaN.
-        return projection_cases(self, w, weights=("w_gate", "w_up"), width="d", out="I", skip=("inf in weights",))
+        cases = projection_cases(self, w, weights=("w_gate", "w_up"), width="d", out="I", skip=("inf in weights",))
+        over = case(self, w.at(M=2, d=64, I=24), "overflow", "the largest number in place of infinity", _overflow)
+        return *cases, over
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
         gate, up = self._products(inputs)

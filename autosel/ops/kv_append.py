@@ -171,6 +171,8 @@ class KvAppend(Op):
             "v",
             "k_cache",
             "v_cache",
+            "positions",
+            "block_table",
             more=(
                 Level(name="one storage", edit=one_storage("k", "v")),
                 Level(name="axes swapped", edit=relayout(("k", "v", "k_cache", "v_cache"), _tokens_outside)),
@@ -230,6 +232,9 @@ class KvAppend(Op):
         for b, hkv, s, d in SHAPES:
             at = w.at(B=b, Hkv=hkv, S=s, D=d)
             cases.append(case(small, at, f"random {at.shape_text}", "heads, widths and counts"))
+        long, far = w.at(B=2, Hkv=1, S=1, D=2), 70_000
+        positions = _positions(far - 1, 65_537)
+        cases.append(case(_Small(self, far), long, "a long cache", "a slot of 16 bits", positions))
         at = w.at(B=3, Hkv=2, S=w["S"] if w["S"] <= 8 else 5, D=min(w["D"], 256))
         two = at.at(S=2)
         end = SMALL_CAPACITY
@@ -382,13 +387,13 @@ def bits(x: Tensor) -> Tensor:
 
 
 class _Small:
-    """KvAppend with a small cache, for `case`."""
+    """KvAppend with a cache of a given size, for `case`."""
 
-    def __init__(self, op: KvAppend) -> None:
-        self.op = op
+    def __init__(self, op: KvAppend, capacity: int = SMALL_CAPACITY) -> None:
+        self.op, self.capacity = op, capacity
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        return self.op.sized(w, seed, SMALL_CAPACITY)
+        return self.op.sized(w, seed, self.capacity)
 
 
 def _positions(*where: int) -> Change:

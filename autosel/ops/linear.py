@@ -171,6 +171,8 @@ def projection_cases(
     for i, (n, k) in enumerate(SIZES):
         shape = at(COUNTS[i % len(COUNTS)], n, k)
         cases.append(case(op, shape, f"random {shape.shape_text}", "tails of vectors, tiles and teams"))
+    many = at(2, 330, 40)
+    cases.append(case(op, many, f"random {many.shape_text}", "a row number of 8 bits"))
     # The workload's own K, rows of w as far as 2 MiB go.
     k = min(w[width], 16384)
     for m in {1, min(w["M"], 17)}:
@@ -214,7 +216,7 @@ def _values(op: Op, at: Any, weights: tuple[str, ...], skip: tuple[str, ...]) ->
         if plain and name not in ("large", "-inf") and not (infinite and "inf in weights" in skip):
             shape = at(3, 37, 321)
             cases.append(case(op, shape, f"{name} in {weights[-1]}", covers, on(weights[-1], edit, *clear)))
-    return cases if plain else cases + weight_cases(op, at(3, 37, 321), weights[-1])
+    return cases if plain else cases + [c for name in weights for c in weight_cases(op, at(3, 37, 321), name)]
 
 
 def modest(edit: Any) -> Any:

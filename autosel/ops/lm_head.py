@@ -109,7 +109,8 @@ class LmHead(Op):
     def cases(self, w: Workload) -> tuple[Case, ...]:
         if w.trait("greedy", 0):
             return _greedy_cases(self, w)
-        return projection_cases(self, w, weights=("w",), width="d", out="V")
+        far = case(self, w.at(M=1, V=70_001, d=8), "rows beyond 2^16", "a row number of 16 bits")
+        return *projection_cases(self, w, weights=("w",), width="d", out="V"), far
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
         if not inputs["greedy"]:
@@ -276,6 +277,8 @@ def _greedy_cases(op: Op, w: Workload) -> tuple[Case, ...]:
         case(op, many, "strided rows", "row strides ignored", relayout(("x", "w"), strided)),
         case(op, one, "offset by one element", "alignment assumed", relayout(("x", "w"), offset_by_one)),
     ]
+    far = w.at(M=1, V=70_001, d=8)
+    cases.append(case(op, far, "largest beyond 2^16", "a row number of 16 bits", _largest_at((70_000,))))
     if w.weight_format.plain:
         return *cases, case(op, one, "inf in w", "an infinity that loses", _inf_in_w)
     return *cases, *weight_cases(op, w.at(M=9, V=130, d=96), "w")

@@ -75,7 +75,7 @@ class NormQkv(Op):
         ),
         "w": contents("w", inf=True),
         "eps": norm_eps("x"),
-        "offset": trait(0.0, 1.0, 0.5),
+        "offset": trait(0.0, 1.0, 0.3),
         "weight": weight_formats(),
         "layout": layouts("x", "norm_weight", "w"),
     }

@@ -29,8 +29,8 @@ from autosel.ops.attention_domains import (
 from autosel.ops.attn import Attn, head_pairs, pick_heads, ragged_lengths
 from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
 from autosel.ops.domains import Domain, Level, Row, among, follows, layouts
-from autosel.ops.draw import Change, Draw, offset_by_one, relayout, resident_draw, streamed_draw
-from autosel.values import Workload
+from autosel.ops.draw import Change, Draw, case, offset_by_one, relayout, resident_draw, streamed_draw
+from autosel.values import DTYPE_BYTES, Workload
 
 ATTN = Attn()
 FAR_POOL_BYTES = 4 << 20
@@ -81,6 +81,16 @@ def _far_pages(inputs: dict[str, Any], _: Draw) -> None:
     for name in ("k_pages", "v_pages"):
         inputs[name] = torch.cat((inputs[name].new_zeros(start, *pages.shape[1:]), inputs[name]))
     table.add_(start)
+
+
+def _far_needle(inputs: dict[str, Any], draw: Draw) -> None:
+    """Page numbers of 17 bits, and nearly all the weight on the last key: it stands at the end of a long table."""
+    _far_pages(inputs, draw)
+    last, q = int(inputs["block_table"][0, -1]), inputs["q"].flatten()
+    inputs["lengths"].fill_(inputs["max_len"])
+    inputs["window"] = min(inputs["window"], inputs["max_len"])
+    q.copy_(draw.normal(len(q)).sign())
+    inputs["q"], inputs["k_pages"][last], inputs["v_pages"][last] = q.view(inputs["q"].shape), 8 * q, 3.0
 
 
 def _bury_unused(inputs: dict[str, Any], draw: Draw) -> None:
@@ -135,6 +145,8 @@ class PagedAttn(Op):
         "block_table": Domain(kind="index", levels=lambda *_: _TABLES),
         "layout": layouts(
             "q",
+            "block_table",
+            "lengths",
             more=(
                 Level(name="k and v share pages", edit=_share_pages),
                 Level(name="heads outside", edit=relayout(("k_pages", "v_pages"), _heads_outside)),
@@ -208,6 +220,8 @@ class PagedAttn(Op):
             ("heads outside slots", "head strides ignored", relayout(floats[1:], _heads_outside)),
         ):
             cases.append(Case(name=name, workload=small.workload, make=_then(small, change), covers=covers))
+        many = w.at(B=1, Hq=1, Hkv=1, S=1, D=16 // DTYPE_BYTES[w.dtype], L=4099, page=1)
+        cases.append(case(self, many, "pages beyond 2^16", "page numbers or tables of few bits", _far_needle))
         return tuple(cases)
 
     def _exact(self, inputs: Inputs) -> tuple[attention.Exact, Tensor, Tensor]:

@@ -42,7 +42,7 @@ class PrefillAttn(Op):
     domains = {
         "B": SEQUENCES,
         "Hq Hkv": HEADS,
-        "S": sizes(66, 1, powers=(3, 7), primes=(11, 200)),
+        "S": sizes(66, 1, 5, powers=(3, 7), primes=(11, 200)),
         "D": WIDTHS,
         **attention_domains(),
         "layout": layouts(

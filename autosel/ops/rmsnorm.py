@@ -85,7 +85,7 @@ class RmsNorm(Op):
         "x": contents("x", inf=True),
         "weight": contents("weight", up=FAR_UP, down=FAR_DOWN, rows=False, inf=True),
         "eps": norm_eps("x"),
-        "offset": trait(0.0, 1.0, 0.5),
+        "offset": trait(0.0, 1.0, 0.3),
         "layout": layouts("x", "weight"),
     }
 

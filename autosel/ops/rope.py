@@ -95,7 +95,9 @@ def _frequency_levels(_: DTypeName, rng: Random) -> list[Level]:
         return torch.where(found < 1e-3, found / 8, found)
 
     def drawn(rotated: int, draw: Draw) -> Tensor:
-        return 10.0 ** (-5 * draw.uniform(rotated // 2))
+        """Of either sign."""
+        found = 10.0 ** (-5 * draw.uniform(rotated // 2))
+        return torch.where(draw.uniform(rotated // 2) < 0.5, -found, found)
 
     return [
         Level(name="plain"),
@@ -133,6 +135,8 @@ class Rope(Op):
         "layout": layouts(
             "q",
             "k",
+            "positions",
+            "inv_freq",
             more=(
                 Level(name="one storage", edit=_packed),
                 Level(name="heads outside", edit=relayout(("q", "k"), _heads_outside)),

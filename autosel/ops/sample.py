@@ -25,7 +25,7 @@ from torch import Tensor
 
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import U32, Arg, Case, Inputs, Match, Mismatch, Op, Rows, TensorSpec
-from autosel.ops.domains import Domain, Edit, Level, counts, layouts, shared_prefix, sizes, some_zeros, widths
+from autosel.ops.domains import Domain, Edit, Level, layouts, shared_prefix, sizes, some_zeros, widths
 from autosel.ops.draw import Change, Draw, case, edge_sample, offset_by_one, relayout, strided
 from autosel.ops.rounding import LAMBDA, flushable
 from autosel.values import DTYPE_BYTES, DTypeName, Workload
@@ -33,7 +33,7 @@ from autosel.values import DTYPE_BYTES, DTypeName, Workload
 # --- domains ----------------------------------------------------------------------------------------------------------
 
 
-def _settings_of(name: str, *values: float | None) -> Domain:
+def _settings_of(name: str, *values: float | None, more: Sequence[Level] = ()) -> Domain:
     """A setting of each row: one for all, or each row its own. None: as drawn."""
 
     def of(chosen: tuple[float, ...]) -> Edit:
@@ -47,13 +47,15 @@ def _settings_of(name: str, *values: float | None) -> Domain:
 
     made = [Level(name="plain") if v is None else Level(name=f"{v:.6g}", edit=of((v,))) for v in values]
     known = tuple(v for v in values if v is not None)
-    return Domain(kind="scalar", levels=lambda *_: [*made, Level(name="each row its own", edit=of(known))])
+    return Domain(kind="scalar", levels=lambda *_: [*made, Level(name="each row its own", edit=of(known)), *more])
 
 
 def _penalise_the_best(inputs: dict[str, Any]) -> None:
-    """The most probable token of each row into its history, unless that is empty: then the penalty decides."""
-    first, best = inputs["history"][:, 0], inputs["logits"].float().nan_to_num(0.0).argmax(-1)
-    first.copy_(torch.where(first >= 0, best, first))
+    """The most probable token of each row into its history, unless it is there or that is empty: then it decides."""
+    history, best = inputs["history"], inputs["logits"].float().nan_to_num(0.0).argmax(-1)
+    first = history[:, 0]
+    missing = (first >= 0) & (history != best[:, None]).all(-1)
+    first.copy_(torch.where(missing, best, first))
 
 
 def _on_logits(edit: Callable[[Tensor, Draw], Any]) -> Edit:
@@ -74,15 +76,20 @@ def _logit_levels(_: DTypeName, rng: Random) -> list[Level]:
         at = draw.integers(x.shape[-1] // 2, x.shape[-1], x.shape[0])
         x[torch.arange(len(at)), at] = 25.0
 
+    def near_the_end(x: Tensor, draw: Draw) -> None:
+        x[:, -200:].abs_().add_(8.0)
+
     edits: tuple[tuple[str, Callable[[Tensor, Draw], Any]], ...] = (
         ("large", lambda x, _: x.mul_(200)),
         ("small", lambda x, _: x.mul_(0.01)),
+        ("tiny", lambda x, _: x.mul_(2.0**-20)),
         ("negative", lambda x, _: x.abs_().neg_()),
         ("positive", lambda x, _: x.abs_()),
         ("ties", lambda x, _: x.copy_((x.float() / 2).round() * 2)),
         ("all equal", lambda x, _: x.fill_(0.75)),
         ("mostly -inf", masked),
         ("the largest in the second half", largest),
+        ("the largest near the end", near_the_end),
         ("shared prefix", shared_prefix),
         ("zeros", some_zeros),
     )
@@ -114,7 +121,24 @@ def _best_tokens(history: Tensor, logits: Tensor, _: Draw) -> None:
     history[:, :few] = order[:, :few]
 
 
+def _best_last(history: Tensor, logits: Tensor, _: Draw) -> None:
+    """The most probable tokens, the best of all at the end: whoever reads only a part of the history misses those."""
+    order, length = logits.float().argsort(-1, descending=True), history.shape[1]
+    few = min(length, order.shape[1])
+    history[:, length - few :] = order[:, :few].flip(-1)
+
+
+def _at_an_edge(inputs: dict[str, Any], draw: Draw) -> None:
+    """`uniform` just inside the interval of a token, at times of the least likely one that is kept: whoever keeps one
+    more or one less, or weighs tokens otherwise, draws another."""
+    for b in range(len(inputs["uniform"])):
+        row = _Row.of(inputs, b)
+        if not row.greedy and not row.undefined:
+            inputs["uniform"][b] = row.edge(draw)
+
+
 _HISTORIES = (
+    Level(name="the best tokens last", edit=_of_history(_best_last)),
     Level(name="plain"),
     Level(name="empty", edit=_of_history(lambda h, x, _: h.fill_(-1))),
     Level(name="full", edit=_of_history(lambda h, x, draw: h.copy_(draw.integers(0, x.shape[1], *h.shape)))),
@@ -125,6 +149,9 @@ _HISTORIES = (
         edit=_of_history(lambda h, x, _: h.copy_(torch.arange(h.shape[1]) % 2 * (x.shape[1] - 1))),
     ),
 )
+
+
+_AT_AN_EDGE = Level(name="at an edge", edit=_at_an_edge)
 
 
 class Sample(Op):
@@ -141,17 +168,17 @@ class Sample(Op):
     output_names = ("token",)
     dim_names = ("B", "V", "L")
     domains = {
-        "B": counts(),
+        "B": sizes(9, 1, 2, powers=(2, 5), primes=(11, 72)),
         "V": widths(66_007),
-        "L": sizes(12, 1, powers=(3, 7), primes=(5, 200)),
+        "L": sizes(40, 1, 12, powers=(3, 7), primes=(5, 200)),
         "logits": Domain(kind="content", levels=_logit_levels),
         "history": Domain(kind="index", levels=lambda *_: _HISTORIES),
-        "temperature": _settings_of("temperature", 0.8, 0.0, 1.0, 0.05, 30.0),
-        "top_k": _settings_of("top_k", 50, 0, 1, 3, 400, 1_000_000),
+        "temperature": _settings_of("temperature", 0.50024, 0.8, 0.0, 1.0, 0.05, 30.0),
+        "top_k": _settings_of("top_k", 50, 0, 1, 3, 405, 4099, 1_000_000),
         "top_p": _settings_of("top_p", 0.95, 1.0, 0.5, 0.0, 0.999),
-        "repetition_penalty": _settings_of("repetition_penalty", 1.1, 1.0, 5.0, 0.5),
-        "uniform": _settings_of("uniform", None, 0.0, 1.0 - 2.0**-24, 0.5),
-        "layout": layouts("logits", more=(Level(name="strided history", edit=relayout(("history",), strided)),)),
+        "repetition_penalty": _settings_of("repetition_penalty", 1.2993, 1.0, 5.0, 0.5),
+        "uniform": _settings_of("uniform", None, 0.0, 1.0 - 2.0**-24, 0.5, more=(_AT_AN_EDGE,)),
+        "layout": layouts("logits", "history", "temperature", "top_k", "top_p", "repetition_penalty", "uniform"),
     }
 
     def workload_of(self, inputs: Inputs) -> Workload:
@@ -277,6 +304,20 @@ class _Row:
             return 0.0
         return self._judge_greedy(token) if self.greedy else self._judge_sampled(token)
 
+    def edge(self, draw: Draw) -> float:
+        """A cumulative probability just inside the interval of one of the tokens kept."""
+        kept = self._kept()
+        weights = torch.where(kept.nominal, kept.weights, 0.0)
+        p = weights / weights.sum()
+        tokens = p.nonzero()[:, 0]
+        least = bool(draw.uniform(1) < 0.25)
+        token = int(tokens[p[tokens].argmin()] if least else tokens[draw.integers(0, len(tokens), 1)])
+        end = float(p[: token + 1].sum())
+        start = end - float(p[token])
+        order = self.value.sort(descending=True, stable=True).indices
+        inside = min(2 * self._cumulative_error(p[order], order), (end - start) / 2)
+        return min(1.0 - 2.0**-24, start + inside if draw.uniform(1) < 0.5 else end - inside)
+
     # --- greedy
 
     def _judge_greedy(self, token: int) -> Mismatch | float:
@@ -391,11 +432,17 @@ def _cases(op: Op, w: Workload) -> tuple[Case, ...]:
         cases.append(case(op, at, f"random {at.shape_text}", "tails of vectors and tiles"))
         cases.append(case(op, at, f"plain {at.shape_text}", "everything off", _settings(k=0, p=1.0, penalty=1.0)))
         cases.append(case(op, at, f"greedy {at.shape_text}", "temperature 0", _settings(temperature=0.0)))
+    flat = w.at(B=2, V=66_007, L=2)
+    cases.append(case(op, flat, "top_k of 16 bits and more", "a count of 16 bits", _flat))
+    cases.append(case(op, flat.at(L=40), "history beyond 2^16", "a token of 16 bits", _far_history))
+    cases.append(case(op, w.at(B=64, V=787, L=40), "64 draws at edges", "settings narrowed", _at_edges))
     wide = w.at(B=1, V=min(w["V"], 200_000), L=min(w["L"], 64))
     cases.append(case(op, wide, f"random {wide.shape_text}", "the workload's own vocabulary"))
     cases.append(case(op, wide, f"plain {wide.shape_text}", "a long cumulative sum", _settings(k=0, p=1.0)))
     s = w.at(B=9, V=517, L=12)
     for name, covers, change in (
+        ("a rare first token", "a uniform that is flushed or narrowed", _rare_first),
+        ("top_k of nine bits", "a count narrowed to bf16", _odd_count),
         ("top_k 1", "greedy by another name", _settings(k=1)),
         ("top_k of all", "k = V", _settings(k=517)),
         ("top_k beyond all", "k > V", _settings(k=100_000)),
@@ -421,9 +468,61 @@ def _cases(op: Op, w: Workload) -> tuple[Case, ...]:
         ("nan", "a token out of range", _nan),
         ("strided rows", "row strides ignored", relayout(("logits", "history"), strided)),
         ("offset by one element", "alignment assumed", relayout(("logits",), offset_by_one)),
+        ("a history off an aligned address", "alignment assumed", _best_at_the_end),
     ):
         cases.append(case(op, s, name, covers, change))
     return tuple(cases)
+
+
+def _flat(inputs: dict[str, Any], draw: Draw) -> None:
+    """All tokens are kept, the last ones a little less likely: who keeps fewer than 2^16 leaves those out."""
+    inputs["logits"].fill_(1.0)[:, -600:] = 0.5
+    inputs["uniform"].copy_(torch.tensor([0.9, 0.999]))
+    _settings(k=inputs["logits"].shape[1], p=1.0, penalty=1.0)(inputs, draw)
+
+
+def _odd_count(inputs: dict[str, Any], draw: Draw) -> None:
+    """All tokens alike, 405 of them kept, and the last of those drawn."""
+    inputs["logits"].fill_(0.75)
+    _settings(k=405, p=1.0, penalty=1.0)(inputs, draw)
+    inputs["uniform"].fill_(0.999)
+
+
+def _at_edges(inputs: dict[str, Any], draw: Draw) -> None:
+    """Each row with other settings; among them a temperature and a penalty that no format of 16 bits has."""
+    rows = torch.arange(len(inputs["uniform"]))
+    for name, values in (
+        ("temperature", (0.50024, 0.50024, 0.9)),
+        ("repetition_penalty", (1.2993, 1.2993, 1.2993, 1.2993, 5.0)),
+        ("top_k", (405, 0, 405, 7, 50, 405, 120)),
+        ("top_p", (0.95, 1.0, 1.0, 1.0, 0.95, 0.5, 1.0, 0.7, 1.0, 0.8, 0.95)),
+    ):
+        inputs[name].copy_(torch.tensor(values)[rows % len(values)])
+    _best_last(inputs["history"], inputs["logits"], draw)
+    _at_an_edge(inputs, draw)
+
+
+def _far_history(inputs: dict[str, Any], _: Draw) -> None:
+    """Tokens whose numbers have more than 16 bits are the most likely ones, and the history names them."""
+    logits, length = inputs["logits"], inputs["history"].shape[1]
+    logits[:, -length:] = logits.abs().amax(-1, keepdim=True) + 1
+    inputs["history"].copy_(torch.arange(logits.shape[1] - length, logits.shape[1]))
+    inputs["repetition_penalty"].fill_(5.0)
+
+
+def _best_at_the_end(inputs: dict[str, Any], draw: Draw) -> None:
+    """Greedy; the largest logit of each row is penalised by the last entry of its history alone."""
+    history = inputs["history"].fill_(-1)
+    history[:, -1] = inputs["logits"].float().argmax(-1)
+    inputs["history"] = offset_by_one(history)
+    _settings(temperature=0.0, penalty=5.0)(inputs, draw)
+
+
+def _rare_first(inputs: dict[str, Any], draw: Draw) -> None:
+    """The first token has a probability of 2e-5, and `uniform` lies a little beyond it."""
+    inputs["logits"].zero_()[:, 0] = math.log(2e-5 * inputs["logits"].shape[1])
+    inputs["uniform"].fill_(5e-5)
+    _settings(k=0, p=1.0, penalty=1.0, temperature=1.0)(inputs, draw)
 
 
 def _settings(**values: float) -> Change:

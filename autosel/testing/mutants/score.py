@@ -1,0 +1,77 @@
+"""The mutation score of an op: how many of its mutants the checks kill, and which they do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from autosel.ops.contract import Op
+from autosel.ops.one_thread import one_thread
+from autosel.testing.mutants.equivalent import reason
+from autosel.testing.mutants.mutant import Mutant
+from autosel.testing.mutants.trial import Killed, Trial
+from autosel.values import DTypeName
+
+DTYPES: Sequence[DTypeName] = ("bf16", "fp32", "fp16")  # a mutant is tried in the next one only if it survives
+POINTS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """`killed`: how many mutants each check killed. `equivalent`: those that are right kernels, and why. `points`: on
+    how many points of the domains each of these agrees with the reference. `survived`: gaps in the checks."""
+
+    op: str
+    mutants: int
+    killed: Mapping[str, int]
+    equivalent: Mapping[str, str]
+    points: int
+    survived: Sequence[str]
+
+
+def score(op: Op, seed: int, *, share: float = 1.0, points: int = POINTS) -> Score:
+    """Try an op's mutants, or a share of them drawn from `seed`, in each dtype until they are killed."""
+    killed: dict[str, Killed] = {}
+    left: dict[str, Mutant] = {}
+    with one_thread():
+        for dtype in DTYPES:
+            if killed and not left:
+                break
+            trial = Trial(op, dtype, seed)
+            wrong = trial.refuses_the_reference()
+            assert not wrong, f"{op.name} in {dtype}: the reference is refused by {wrong}"
+            tried = _chosen(trial, seed, share) if dtype == DTYPES[0] else _left(trial, left)
+            for mutant in tried:
+                found = trial.killer(mutant)
+                if found is not None:
+                    killed[mutant.name] = found
+                    left.pop(mutant.name, None)
+                elif not trial.is_void(mutant):
+                    left[mutant.name] = mutant
+        return _score(op, killed, left, seed, points)
+
+
+def _chosen(trial: Trial, seed: int, share: float) -> Sequence[Mutant]:
+    found = trial.mutants
+    return Random(seed).sample(found, max(1, round(share * len(found))))
+
+
+def _left(trial: Trial, left: Mapping[str, Mutant]) -> Sequence[Mutant]:
+    """The survivors as mutants of another dtype; those that this dtype does not have stay survivors."""
+    return [m for m in trial.mutants if m.name in left]
+
+
+def _score(op: Op, killed: Mapping[str, Killed], left: Mapping[str, Mutant], seed: int, points: int) -> Score:
+    told = {name: why for name in left if (why := reason(op.name, name))}
+    trial = Trial(op, DTYPES[0], seed)
+    agrees = [name for name in told if trial.agrees(left[name], points, seed)]
+    return Score(
+        op=op.name,
+        mutants=len(killed) + len(left),
+        killed=dict(Counter(k.check for k in killed.values()).most_common()),
+        equivalent={name: told[name] for name in agrees},
+        points=points,
+        survived=[name for name in left if name not in agrees],
+    )

@@ -1,0 +1,134 @@
+"""Try mutants on the cases of an op: the hand-made ones and its array, judged as parity judges them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from random import Random
+
+from autosel.ops.array import Array
+from autosel.ops.contract import Case, Mismatch, Op
+from autosel.parity.truth import Truth
+from autosel.testing.mutants.derive import derive, reach_of
+from autosel.testing.mutants.mutant import Mutant, Results, exact
+from autosel.values import DTypeName, Workload
+
+REFUSED = (RuntimeError, IndexError, ValueError, ArithmeticError)
+MOST_RESULTS = 60  # looked at to know an output's shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Killed:
+    """The check that refused a mutant, and the case."""
+
+    check: str
+    case: str
+
+
+class Point:
+    """One call: inputs, what is right of them, and the exact results that mutants start from."""
+
+    def __init__(self, op: Op, case: Case, seed: int) -> None:
+        self.op, self.case, self.seed = op, case, seed
+
+    @cached_property
+    def truth(self) -> Truth:
+        return Truth(self.op, self.case.make(self.seed), averages=self.case.averages)
+
+    @cached_property
+    def right(self) -> Results:
+        return exact(self.op, self.case.workload, dict(self.truth.inputs))
+
+    def results(self, mutant: Mutant) -> Results | None:
+        """The mutant's results; None if its fault does not show here, or leads to operands that the op refuses."""
+        try:
+            return mutant.run(self.op, self.case.workload, dict(self.truth.inputs), self.right)
+        except REFUSED:
+            return None
+
+    def refuses(self, mutant: Mutant) -> bool:
+        """Return True if the reference raises on the mutant's operands."""
+        try:
+            mutant.run(self.op, self.case.workload, dict(self.truth.inputs), self.right)
+        except REFUSED:
+            return True
+        return False
+
+    def try_on(self, mutant: Mutant) -> Killed | None:
+        """What refuses the mutant here; None if it is right here."""
+        got = self.results(mutant)
+        if got is None:
+            return None
+        if [(y.shape, y.dtype) for y in got] != [(y.shape, y.dtype) for y in self.right]:
+            return Killed(check="result", case=self.case.name)
+        found = self.truth.judge(got)
+        return Killed(check=found.check, case=self.case.name) if isinstance(found, Mismatch) else None
+
+
+class Trial:
+    """The battery of an op at a dtype, with every trait, and the mutants derived from what it reaches."""
+
+    def __init__(self, op: Op, dtype: DTypeName, seed: int) -> None:
+        self.op, self.dtype, self.seed = op, dtype, seed
+        self.plain = plain_workload(op, dtype, seed)
+        self.array = Array(op, self.plain, seed, traits=True)
+        cases = [c for w in self._workloads() for c in op.cases(w)] + self.array.cases(lambda _: True)
+        self.points = [Point(op, case, seed + i) for i, case in enumerate(cases)]
+        self.kills = [0] * len(self.points)
+
+    def _workloads(self) -> Iterator[Workload]:
+        """The plain one, and one with each other value of each trait: a kernel that takes it meets its cases."""
+        yield self.plain
+        for f in self.array.factors:
+            values = [level.value for level in f.levels] if f.domain.kind == "trait" else [False, True]
+            name = f.name if f.domain.kind == "trait" else f.domain.presence
+            yield from (replace(self.plain, traits=((name, v),)) for v in values[1:] if name)
+
+    @cached_property
+    def mutants(self) -> Sequence[Mutant]:
+        """Derived from what the points reach."""
+        some = self.points[:: max(1, len(self.points) // MOST_RESULTS)]
+        return derive(self.op, self.dtype, reach_of(p.truth.inputs for p in self.points), [p.right for p in some])
+
+    def killer(self, mutant: Mutant) -> Killed | None:
+        """The first check that refuses the mutant; points that refused most so far are tried first."""
+        for at in sorted(range(len(self.points)), key=lambda at: -self.kills[at]):
+            found = self.points[at].try_on(mutant)
+            if found is not None:
+                self.kills[at] += 1
+                return found
+        return None
+
+    def is_void(self, mutant: Mutant) -> bool:
+        """Return True if the fault leads to operands that the op refuses, wherever it shows: nothing to judge."""
+        return any(p.refuses(mutant) for p in self.points) and all(p.results(mutant) is None for p in self.points)
+
+    def agrees(self, mutant: Mutant, points: int, seed: int) -> bool:
+        """Return True if the mutant is right at random points of the domains."""
+        return all(p.try_on(mutant) is None for p in islice(self.random_points(seed), points))
+
+    def refuses_the_reference(self) -> Sequence[str]:
+        """The cases that refuse the reference itself: none, or kills mean nothing."""
+        itself = Mutant(name="itself", subject="", after=lambda results: results)
+        return [p.case.name for p in self.points if p.try_on(itself) is not None]
+
+    def random_points(self, seed: int) -> Iterator[Point]:
+        """Points of the domains that have a contracted result: of each domain a value by chance."""
+        rng, sizes = Random(seed), [len(f.levels) for f in self.array.factors]
+        admits: Callable[[Sequence[int | None]], bool] = self.array.admits
+        while True:
+            row = tuple(rng.randrange(n) for n in sizes)
+            if admits(row):
+                yield Point(self.op, self.array.case(self.array.level_of(row)), rng.getrandbits(30))
+
+
+def plain_workload(op: Op, dtype: DTypeName, seed: int) -> Workload:
+    """The ordinary size of each dimension, traits at their defaults."""
+    dims: dict[str, int] = {}
+    for names, domain in op.domains.items():
+        if domain.kind == "count":
+            value = domain.levels(dtype, Random(seed))[0].value
+            dims |= zip(names.split(), value if isinstance(value, tuple) else (value,), strict=True)
+    return op.workload(dtype, dims)
