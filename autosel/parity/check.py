@@ -247,7 +247,11 @@ def pairs_of(op: Op, proof: Proof, fp: Fingerprint | None, terms: Terms) -> list
     static, w = proof.candidate.static_shapes, proof.workload
 
     def accepts(at: Workload) -> bool:
-        return fp is None or isinstance(proof.candidate.supports(at, fp), Accepted)
+        """Does the candidate take it, by this very build?"""
+        if fp is None:
+            return True
+        accepted = isinstance(support_of(proof.candidate, at, fp), Accepted)
+        return accepted and proof.candidate.recipe(at, fp, proof.knobs) == proof.recipe
 
     small = cases_of(op, proof, fp)[:1]
     like = small[0].workload if static and small else w.at(**dict.fromkeys(op.dim_names, 1))
