@@ -165,6 +165,8 @@ def _needles(w: Workload, add: Any) -> None:
     for keys in (33, 64, 65, 128, 129, 200):
         at = _at(w, b=8, heads=(2 * g, 2), keys=keys)
         add(f"needle at the last of {keys}", "the last key skipped", at, last, room=2, short=False)
+    far = _at(w, b=1, heads=(1, 1), keys=4099, width=16)
+    add("needle at the last of 4099", "a key number of 12 bits", far, last, room=2, short=False)
     many = _at(w, b=1, heads=(40, 40), keys=33, width=64)
     add("needle at the last of 40 heads", "a head number of few bits", many, last, short=False)
     if window:

@@ -36,8 +36,8 @@ from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.norm_qkv import normed_matmul_error
 from autosel.ops.rmsnorm import normalise
 from autosel.ops.rounding import stored
+from autosel.ops.stored_cases import write
 from autosel.ops.weight import exact, quantise, rows_of
-from autosel.ops.weight_cases import write
 from autosel.values import DTYPE_BYTES, Workload
 
 # Two products are multiplied: powers of two that keep the result within the dtype.
