@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +46,12 @@ def main() -> int:
     parser.add_argument("--load", action="append", default=[], help="competing processes, or `reference`; repeatable")
     parser.add_argument("--only", action="append", default=[], help="an op; repeatable  [all]")
     parser.add_argument("--copy", action="store_true", help="competing processes copy memory")
+    parser.add_argument("--realtime", action="store_true", help="as tune --realtime does")
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "autosel-busy", help="where results lie")
     options = parser.parse_args()
     for load in options.load:
         path = options.home / f"{load}.json"
-        found = run(options.home, load, options.only, COPY if options.copy else SPIN)
+        found = run(options.home, load, Asked(options.only, options.realtime), COPY if options.copy else SPIN)
         _keep(path, _joined(json.loads(path.read_text()), found) if options.only and path.exists() else found)
     kept = _kept(options.home)
     if REFERENCE not in kept:
@@ -63,13 +65,21 @@ def main() -> int:
 # --- one load --------------------------------------------------------------------------------------------------------
 
 
-def run(home: Path, load: str, ops: Sequence[str], work: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which ops are tuned (none: all), and whether at real-time priority."""
+
+    ops: Sequence[str]
+    realtime: bool
+
+
+def run(home: Path, load: str, asked: Asked, work: str) -> dict[str, Any]:
     """Tune in a fresh process, whose home is made for this load, beside `load` competing processes."""
     place = home / f"load-{load}"
     _furnish(place, home / f"load-{REFERENCE}")
     count = 0 if load == REFERENCE else int(load)
     environment = {**os.environ, "AUTOSEL_HOME": str(place)}
-    words = [sys.executable, "-c", f"import bench_busy; bench_busy.tuned({list(ops)!r})"]
+    words = [sys.executable, "-c", f"import bench_busy; bench_busy.tuned({list(asked.ops)!r}, {asked.realtime})"]
     began = time.monotonic()
     with competing(count, work):
         done = subprocess.run(words, env=environment, cwd=Path(__file__).parent, stdout=-1, check=True, text=True)
@@ -100,7 +110,7 @@ def competing(count: int, work: str) -> Iterator[None]:
             process.wait()
 
 
-def tuned(ops: Sequence[str]) -> None:
+def tuned(ops: Sequence[str], realtime: bool) -> None:
     """Tune in this process; print one line of JSON."""
     from autosel import models
     from autosel.ledger.store import open_ledger
@@ -109,7 +119,7 @@ def tuned(ops: Sequence[str]) -> None:
 
     named = step(models.load(MODEL), batch=1, context=CONTEXT, ops=list(ops) or None)
     with open_ledger() as ledger:
-        report = tune(Request(workloads=named, force=True), ledger, _Progress())
+        report = tune(Request(workloads=named, force=True, realtime=realtime), ledger, _Progress())
     print(json.dumps({"load_average": os.getloadavg()[0], "rows": _rows(report)}))
 
 

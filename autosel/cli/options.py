@@ -122,5 +122,5 @@ def given_options(ctx: click.Context, names: Sequence[str]) -> list[str]:
         value = ctx.params.get(str(parameter.name))
         if parameter.name in names and value and value != parameter.get_default(ctx):
             for one in value if isinstance(value, (tuple, list)) else (value,):
-                words += [parameter.opts[0], shlex.quote(str(one))]
+                words += [parameter.opts[0]] if one is True else [parameter.opts[0], shlex.quote(str(one))]
     return words

@@ -66,6 +66,8 @@ EXAMPLES = (
 @click.option("--budget", default="", metavar="TIME", help="as 90s or 5m; what is unfinished then stays undecided")
 @click.option("--effort", type=Known("effort", ("quick", "full")), help="full also races torch.compile")
 @click.option("--resume/--force", "resume", default=True, help="--force measures again what is settled")
+@click.option("--wait", is_flag=True, help="wait until other processes leave the machine alone")
+@click.option("--realtime", is_flag=True, help="on a busy machine, take samples at real-time priority")
 @device_option()
 @click.option(
     "--ray", default="", metavar="ADDRESS", help="on the workers of a Ray cluster; `local` makes one of this machine"
@@ -83,6 +85,8 @@ def tune_command(
     budget: str,
     effort: str | None,
     resume: bool,
+    wait: bool,
+    realtime: bool,
     device: str,
     ray: str,
     seed: int | None,
@@ -104,6 +108,8 @@ def tune_command(
         device = tuned_on(recorded, device)
     if not ray:
         refuse_absent(device)
+    if realtime:
+        refuse_ordinary()
     seconds = parse_budget(budget) if budget else float(settings.get("budget"))
     if recorded is None:
         asked = list(ops) or None
@@ -117,8 +123,22 @@ def tune_command(
         budget_s=seconds,
         seed=seed,
         force=not resume,
+        wait=wait,
+        realtime=realtime,
     )
     report_on(request, named, again_command(ctx), as_json, weighted=recorded is not None, ray=ray)
+
+
+def refuse_ordinary() -> None:
+    """Raises UsageError where this process may not raise its priority."""
+    from autosel.race.realtime import allowed
+
+    if not allowed():
+        raise UsageError(
+            "--realtime: the system does not allow real-time priority",
+            why="the process lacks the capability CAP_SYS_NICE",
+            todo="leave it out, and tune on a quiet machine; or run as root",
+        )
 
 
 def recorded_workloads(ctx: click.Context, path: Path) -> tuple[Named, ...]:
@@ -202,13 +222,12 @@ def run_to_end(request: Any, workloads: int, again: str, *, ray: str = "") -> Re
 
 def again_command(ctx: click.Context) -> str:
     """The command that goes on with this one: the same model and what else decides which workloads there are."""
+    how = ("effort", "wait", "realtime", "device", "ray")
     if ctx.params.get("recorded"):
         words = [settings.spelling(), "tune", "--recorded", shlex.quote(str(ctx.params["recorded"]))]
-        return " ".join([*words, *given_options(ctx, ("effort", "device", "ray"))])
+        return " ".join([*words, *given_options(ctx, how)])
     words = [settings.spelling(), "tune", "--model", shlex.quote(str(ctx.params["model"]))]
-    return " ".join(
-        [*words, *given_options(ctx, ("ops", "dtype", "batch", "seq", "prompt", "effort", "device", "ray"))]
-    )
+    return " ".join([*words, *given_options(ctx, ("ops", "dtype", "batch", "seq", "prompt", *how))])
 
 
 def report_json(found: Report) -> dict[str, Any]:

@@ -52,10 +52,12 @@ class Seat:
 class Bench:
     """All arms loaded in this process, and the seats of the workload at hand."""
 
-    def __init__(self, device: str = "cpu", *, owner: int = 0) -> None:
-        """`owner` is the process that asks: what it computes does not make the machine busy."""
+    def __init__(self, device: str = "cpu", *, owner: int = 0, realtime: bool = False) -> None:
+        """`owner` is the process that asks: what it computes does not make the machine busy. `realtime`: samples are
+        taken again at real-time priority."""
         self.place = place(device)
-        self.watch: Watch | None = watch(owner) if device == "cpu" else None  # a GPU is timed by its own clock
+        # A GPU is timed by its own clock.
+        self.watch: Watch | None = watch(owner, realtime=realtime) if device == "cpu" else None
         self.arms: dict[str, LoadedArm] = {}
         self.seats: dict[str, Seat] = {}
         self.op: Op | None = None

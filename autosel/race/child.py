@@ -20,7 +20,7 @@ _FORETOLD = cycle((False, True))  # what is checked: a call that nothing foretol
 
 def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
     """Answer one request: `do` is load, prepare, warm, pair, probe or release."""
-    bench = _bench(request.get("device", ""), int(request.get("owner", 0)))
+    bench = _bench(request)
     match request["do"]:
         case "load":
             bench.load(from_json(Entrant, request["entrant"]))
@@ -41,10 +41,11 @@ def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
     return {}
 
 
-def _bench(device: str, owner: int) -> Bench:
+def _bench(request: Mapping[str, Any]) -> Bench:
     """The instrument: made for the device of the first request, which names it and the process that asks."""
     if not _BENCHES:
-        _BENCHES[""] = Bench(device or "cpu", owner=owner)
+        owner, realtime = int(request.get("owner", 0)), bool(request.get("realtime"))
+        _BENCHES[""] = Bench(request.get("device") or "cpu", owner=owner, realtime=realtime)
     return _BENCHES[""]
 
 

@@ -137,6 +137,7 @@ class Terms:
     """What every race of a run shares. At `deadline` (on `clock`) no new work starts.
 
     `debit` takes an attempt's error probability from its key's lifetime budget; False: the budget is spent.
+    `quiet` waits until the machine is; with it, a session that other work has voided is held again.
     `journal` is entered while arms run for the first time in a process, with their names: should the machine not
     survive it, they are known. Not while a race is paused or goes on: who pulls the plug then says nothing about them.
     """
@@ -148,6 +149,7 @@ class Terms:
     clock: Callable[[], float] = time.monotonic
     deadline: float = float("inf")
     look: Callable[[], Reading] = neighbours.read
+    quiet: Callable[[], None] | None = None
 
     @property
     def over(self) -> bool:
@@ -224,10 +226,7 @@ def run(contests: Sequence[Contest], terms: Terms, venue: Venue) -> Iterator[Fin
     attempts = [_Attempt(contest=c, debit=terms.debit) for c in contests]
     try:
         yield from _screen_all(attempts, venue, terms)
-        for _ in range(SESSIONS * MAX_ATTEMPTS + VOIDS_ALLOWED):
-            pending = [a for a in attempts if not a.done]
-            if not pending or terms.over:
-                break
+        while (pending := [a for a in attempts if not a.done]) and not terms.over:
             yield from _confirm_all(pending, venue, terms)
         for attempt in attempts:
             if not attempt.done:
@@ -244,10 +243,10 @@ def _screen_all(attempts: Sequence[_Attempt], venue: Venue, terms: Terms) -> Ite
         for attempt in attempts:
             if terms.over:
                 return
-            while attempt.screening is None and attempt.voids < VOIDS_ALLOWED:
+            while attempt.screening is None and attempt.voids < VOIDS_ALLOWED and not terms.over:
                 seat = room.seat(attempt.contest, attempt.arms(), attempt.plan)
                 held = _held(attempt, seat, _screen, terms)
-                yield from _consequences(attempt, held, room)
+                yield from _consequences(attempt, held, room, terms)
                 if not held.session.voided:
                     attempt.screening = held.session
             _nominate(attempt)
@@ -267,7 +266,7 @@ def _confirm_all(pending: Sequence[_Attempt], venue: Venue, terms: Terms) -> Ite
             assert attempt.finalist is not None
             seat = room.seat(attempt.contest, [*attempt.rivals(), attempt.finalist], attempt.plan)
             held = _held(attempt, seat, _confirm, terms)
-            yield from _consequences(attempt, held, room)
+            yield from _consequences(attempt, held, room, terms)
             _advance(attempt, held.session)
             if attempt.done:
                 yield attempt.contest, attempt.race()
@@ -309,6 +308,8 @@ class _Held:
 
 def _held(attempt: _Attempt, seat: Seat, take: Callable[[_Attempt, Seat, Terms], Session], terms: Terms) -> _Held:
     """Hold the session; one that fell is void, and says what ended it."""
+    if terms.quiet is not None:
+        terms.quiet()
     try:
         try:
             with terms.journal(attempt.contest, tuple(seat.arms)):
@@ -362,12 +363,15 @@ def _below_ceiling(attempt: _Attempt, seat: Seat, session: Session) -> _Held:
 # --- what follows from a session -------------------------------------------------------------------------------------
 
 
-def _consequences(attempt: _Attempt, held: _Held, room: Room) -> Iterator[Disqualified]:
+def _consequences(attempt: _Attempt, held: _Held, room: Room, terms: Terms) -> Iterator[Disqualified]:
     """Keep the session; renew the room of a voided one; send off whoever is to blame."""
     session, culprits = held.session, dict(held.culprits)
     attempt.sessions.append(session)
     if session.voided:
-        attempt.voids = VOIDS_ALLOWED if session.voided.startswith(BUSY) else attempt.voids + 1
+        if not session.voided.startswith(BUSY):
+            attempt.voids += 1
+        elif terms.quiet is None:
+            attempt.voids = VOIDS_ALLOWED
         log.info("session voided: %s", session.voided)
         room.renew()
         if attempt.voids >= VOIDS_ALLOWED:

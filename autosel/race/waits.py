@@ -14,11 +14,12 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from autosel.fingerprint import machine
+from autosel.race.realtime import RealTime
 from autosel.race.spread import Spread
 
 PROC = Path("/proc")
@@ -125,6 +126,7 @@ class Watch:
     waits: Waits
     others: Others
     spread: Spread
+    realtime: RealTime | None = None  # None: nobody asked for it
     clock: Callable[[], int] = time.perf_counter_ns
     again: int = 0
     _ran: dict[int, int] = field(default_factory=dict)  # CPU time of each thread before the visits
@@ -149,10 +151,20 @@ class Watch:
                 continue
             self.again += 1
             lost_ns += spent
-            self.spread.place(self._pool())
+            self._favour(self._pool())
             settle()
-        self.spread.release()
+        self._let_go()
         return found
+
+    def _favour(self, threads: Sequence[int]) -> None:
+        self.spread.place(threads)
+        if self.realtime is not None:
+            self.realtime.place(threads)
+
+    def _let_go(self) -> None:
+        if self.realtime is not None:
+            self.realtime.release()
+        self.spread.release()
 
     def _pool(self) -> list[int]:
         """The threads that have run since the visits began."""
@@ -160,6 +172,7 @@ class Watch:
         return [thread for thread, ns in ran.items() if ns > RUNS * max(ran.values())]
 
 
-def watch(owner: int = 0) -> Watch:
-    """Return a watch over this process."""
-    return Watch(waits=Waits(), others=Others(owner), spread=Spread(machine.usable_cpus()))
+def watch(owner: int = 0, *, realtime: bool = False) -> Watch:
+    """Return a watch over this process. `realtime`: samples are taken again at real-time priority."""
+    raised = RealTime() if realtime else None
+    return Watch(waits=Waits(), others=Others(owner), spread=Spread(machine.usable_cpus()), realtime=raised)

@@ -73,6 +73,7 @@ class Workers:
     rng: Random
     device: str = "cpu"
     clone_share: float = CLONE_SHARE
+    realtime: bool = False  # samples are taken again at real-time priority
     shelf: dict[str, Operands] = field(default_factory=dict)  # by workload: drawn once
 
     def room(self) -> Process:
@@ -114,6 +115,7 @@ class Process:
         if entrant.loaded_name in self.loaded:
             return
         request = {"do": "load", "entrant": to_json(entrant), "device": self.device, "owner": os.getpid()}
+        request["realtime"] = self.workers.realtime
         worker.request(request, deadline_s=LOAD_S)
         self.loaded.add(entrant.loaded_name)
 

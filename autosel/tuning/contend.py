@@ -14,6 +14,7 @@ from autosel.ledger.key import budget_key
 from autosel.race.contest import Contest, Entrant
 from autosel.race.judge import judge
 from autosel.race.plan import SAMPLE_NS, Margin, TimeClass, margin
+from autosel.race.quiet import Quiet
 from autosel.race.run import Disqualified, Terms, run
 from autosel.race.worker import Workers
 from autosel.tuning.job import Job, Tuning, Way
@@ -29,7 +30,8 @@ def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
     contested = {job.workload.key: job for job in jobs if job.ways}
     found_contests = contests(tuning, jobs)
     tuning.tally.races += len(found_contests)
-    workers = Workers(threads=tuning.threads, rng=tuning.rng, device=tuning.request.device)
+    request = tuning.request
+    workers = Workers(threads=tuning.threads, rng=tuning.rng, device=request.device, realtime=request.realtime)
     for found in run(found_contests, _terms(tuning, contested), workers):
         if isinstance(found, Disqualified):
             _disqualify(tuning, contested[found.contest.workload.key], found)
@@ -65,8 +67,13 @@ def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> Terms:
                     open_trials.enter_context(tuning.ledger.trial(tuning.fp.hw_id, contest.workload.op, way.arm))
             yield
 
+    def tell(who: str) -> None:
+        tuning.tally.stage("waiting", f"for a quiet machine: {who}", 0, 1)
+
+    quiet = Quiet(tell=tell, deadline=tuning.deadline, clock=tuning.clock).wait if tuning.request.wait else None
     return Terms(
         rng=tuning.rng,
+        quiet=quiet,
         debit=debit,
         progress=tuning.tally.tick,
         journal=journal,

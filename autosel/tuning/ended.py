@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from autosel.errors import Stopped, TooNoisy
+from autosel.race.session import BUSY
 from autosel.tuning.job import Listener, Rejection, Report
 from autosel.values import Decision
 
@@ -48,8 +49,14 @@ def unfinished(found: Report, again: str) -> TooNoisy | None:
     return TooNoisy(
         f"{sum(map(len, by_reason.values()))} of {len(found.labels)}; what served before goes on serving",
         why="\n".join(f"{_few(keys)}: {reason}" for reason, keys in by_reason.items()),
-        todo=f"go on:  {again}",
+        todo="\n".join([f"go on:  {again}", *_if_busy(by_reason, again)]),
     )
+
+
+def _if_busy(reasons: Iterable[str], again: str) -> list[str]:
+    if "--wait" in again or not any(reason.startswith(BUSY) for reason in reasons):
+        return []
+    return [f"once the machine is quiet:  {again} --wait"]
 
 
 def _few(keys: Sequence[str]) -> str:

@@ -27,6 +27,8 @@ class Request:
     budget_s: float = 0.0
     seed: int | None = None
     force: bool = False  # measure again what is settled
+    wait: bool = False  # for a quiet machine, before each session
+    realtime: bool = False  # samples are taken again at real-time priority
     call_deadline_s: float = CALL_S
 
 

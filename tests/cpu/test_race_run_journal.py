@@ -39,7 +39,7 @@ def journal(ledger: Ledger) -> Any:
         rng=Random(1),
         clock=None,
         deadline=0.0,
-        request=SimpleNamespace(device="cpu"),
+        request=SimpleNamespace(device="cpu", wait=False),
         tally=SimpleNamespace(tick=None),
     )
     job: Any = SimpleNamespace(ways=[way(CPP), way(PACKED)])

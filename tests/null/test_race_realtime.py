@@ -1,0 +1,45 @@
+"""Threads are raised to real-time priority and given back what they had, where the system allows it."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from autosel.race import realtime
+from autosel.race.realtime import RealTime
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="a system without scheduling policies")
+
+
+def policy() -> int:
+    return os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK
+
+
+def test_a_thread_is_raised_and_given_back_its_priority() -> None:
+    if not realtime.allowed():
+        pytest.skip("real-time priority is not allowed here")
+    before, raised = policy(), RealTime()
+    raised.place([threading.get_native_id()])
+    assert policy() == os.SCHED_RR
+    raised.place([threading.get_native_id()])
+    raised.release()
+    assert policy() == before
+
+
+def test_where_it_is_not_allowed_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    before, raised = policy(), RealTime()
+    raised.place([threading.get_native_id()])
+    raised.release()
+    assert policy() == before and not realtime.allowed()
+
+
+def test_to_ask_leaves_the_priority_as_it_is() -> None:
+    before = policy()
+    realtime.allowed()
+    assert policy() == before
