@@ -88,7 +88,12 @@ def _scaled_rows(name: str, code: str, dtype: PartDType) -> WeightFormat:
 
 PLAIN_WEIGHT = WeightFormat(name=PLAIN, code=PLAIN, bits=0, group=0, parts=(Part(name="codes"),), exact=True)
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
-    found.name: found for found in (PLAIN_WEIGHT, _scaled_rows("fp8_e4m3-row", "e4m3", "fp8_e4m3"))
+    found.name: found
+    for found in (
+        PLAIN_WEIGHT,
+        _scaled_rows("fp8_e4m3-row", "e4m3", "fp8_e4m3"),
+        _scaled_rows("int8-row", "int8", "int8"),
+    )
 }
 
 

@@ -58,5 +58,6 @@ class Code:
 
 CODES: Mapping[str, Code] = {
     "e4m3": Code(dtype=torch.float8_e4m3fn, most=448.0, least=2.0**-9),
+    "int8": Code(dtype=torch.int8, most=127.0, least=1.0),
 }
 TORCH_DTYPE: Mapping[str, torch.dtype] = {"uint8": torch.uint8, "int8": torch.int8}  # of parts that are no floats

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autosel.candidates.base import Candidate
+from autosel.formats import PLAIN
 from autosel.knobs.cpu.facts import ISA_FLAGS, CpuFacts, Isa, facts
 from autosel.native.compile import NO_COMPILER, find_compiler
 from autosel.values import (
@@ -25,7 +26,8 @@ Limits = Callable[[Workload], str]
 
 
 class CppKernel(Candidate):
-    """A kernel `kernels/cpu/<source>.cpp` whose entry takes the op's arguments, outputs and then `knob_args`.
+    """A kernel `kernels/cpu/<source>.cpp` whose entry takes the op's arguments, or `operands` (`w.codes`, ...) in their
+    place, then outputs and `knob_args`.
 
     `formula` gives the knobs (at least those in `knob_args`); `limits(w)` returns why it cannot run w, or "".
     """
@@ -42,13 +44,15 @@ class CppKernel(Candidate):
         limits: Limits = lambda w: "",
         dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32"),
         entry: str = "",
+        formats: tuple[str, ...] = (PLAIN,),
+        operands: tuple[str, ...] = (),
         isa: Isa | None = None,
         extra_flags: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.op, self.source, self.formula, self.knob_args = op, source, formula, knob_args
         self.name = f"cpp:{source}" + (f"@{isa}" if isa else "")
         self.limits, self.dtypes, self.entry, self.isa = limits, dtypes, entry or source, isa
-        self.extra_flags = extra_flags or {}
+        self.formats, self.operands, self.extra_flags = frozenset(formats), operands, extra_flags or {}
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
         if fp.kind != "cpu":
@@ -73,4 +77,5 @@ class CppKernel(Candidate):
             entry=self.entry,
             flags=(*ISA_FLAGS[isa], f"-DAUTOSEL_{w.dtype.upper()}", *self.extra_flags.get(isa, ())),
             knob_args=self.knob_args,
+            operands=self.operands,
         )

@@ -1,4 +1,5 @@
-"""The projections: linear by two kernels (few rows of x, many), and the fused ones, which hold both ways."""
+"""The projections: linear by two kernels (few rows of x, many), and the fused ones, which hold both ways; and each of
+them for weights in int8, few rows of x alone."""
 
 from __future__ import annotations
 
@@ -7,6 +8,10 @@ from autosel.knobs.cpu import linear
 from autosel.values import Workload
 
 WALK = ("k_block", "k_ahead", "m_block")
+GATE_UP = (
+    "x", "norm_weight", "w_gate.codes", "w_gate.scales", "w_up.codes", "w_up.scales", "eps", "offset", "activation",
+)  # fmt: skip
+MOST_INT8 = 4 * linear.MAX_ROWS  # walks over the weights
 FEWEST_FOR_GEMM = 5  # below, turning the weights costs more than the multiplies: never seen to win
 
 
@@ -20,11 +25,35 @@ def _many(w: Workload) -> str:
     return "" if w["M"] >= FEWEST_FOR_GEMM else f"M = {w['M']} is below {FEWEST_FOR_GEMM}: cpp:gemv's range"
 
 
+def _few_int8(w: Workload) -> str:
+    """PyTorch's way widens the weights once and multiplies them blocked: at so many rows it is about level."""
+    return (
+        "" if w["M"] <= MOST_INT8 else f"M = {w['M']} is above {MOST_INT8}, where widening weights once is faster"
+    )
+
+
 KERNELS = (
     CppKernel("linear", "gemv", formula=linear.gemv, knob_args=("threads", "rows"), limits=_few),
     CppKernel("linear", "gemm", formula=linear.gemm, knob_args=("threads", *WALK), limits=_many),
     *(
         CppKernel(op, op, formula=linear.fused, knob_args=("threads", "rows", *WALK))
         for op in ("norm_qkv", "gate_up", "lm_head")
+    ),
+    *(
+        CppKernel(
+            op,
+            f"{source}_int8",
+            formula=linear.gemv,
+            knob_args=("threads", "rows"),
+            limits=_few_int8,
+            formats=("int8-row",),
+            operands=operands,
+        )
+        for op, source, operands in (
+            ("linear", "gemv", ("x", "w.codes", "w.scales", "bias", "residual")),
+            ("norm_qkv", "norm_qkv", ("x", "norm_weight", "w.codes", "w.scales", "eps", "offset")),
+            ("gate_up", "gate_up", GATE_UP),
+            ("lm_head", "lm_head", ("x", "w.codes", "w.scales", "greedy")),
+        )
     ),
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 
+from autosel.formats import PART_BYTES
 from autosel.knobs.cpu.facts import CpuFacts, bandwidth_threads, worthwhile_threads
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
@@ -71,7 +72,7 @@ def _threads(w: Workload, f: CpuFacts) -> Knob:
     """Return one thread while a fork-join costs more than it saves; else the threads that saturate memory; all cores if
     arithmetic is the limit."""
     m, n, k = _dims(w)
-    bytes_read, flops, rate = n * k * DTYPE_BYTES[w.dtype], 2 * m * n * k, _multiply_rate(w, f)
+    bytes_read, flops, rate = n * k * _weight_bytes(w), 2 * m * n * k, _multiply_rate(w, f)
     serial_s = max(bytes_read / f.read_1, flops / rate)
     saturating = bandwidth_threads(f)
     compute_bound = flops / (saturating * rate) > bytes_read / f.read_all
@@ -102,6 +103,11 @@ def _threads(w: Workload, f: CpuFacts) -> Knob:
     )
 
 
+def _weight_bytes(w: Workload) -> int:
+    """Of a code: what streams from memory, but for the scale of a row."""
+    return PART_BYTES[w.weight_format.parts[0].dtype or w.dtype]
+
+
 def _multiply_rate(w: Workload, f: CpuFacts) -> float:
     """Return the FLOP/s of one core at this dtype: of the bf16 dot, or of fp32 FMA after widening."""
     return f.dot_flops_1 if _paired(w, f) else f.flops_1
@@ -120,7 +126,7 @@ def _rows(w: Workload, f: CpuFacts) -> Knob:
     1.02 to 1.28 times as fast.
     """
     (m, _, k), registers = _dims(w), _registers(f)
-    row_bytes, group = k * DTYPE_BYTES[w.dtype], rows_together(m, f)
+    row_bytes, group = k * _weight_bytes(w), rows_together(m, f)
     most = next(r for r in (8, 4, 3, 2, 1) if r * group <= registers)
     fits = f.l2_bytes // 4 // row_bytes
     value = most if most <= fits else 4 if most == 8 and fits >= 4 else 1
