@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autosel import settings
 from autosel.decode.run import Plan
+from autosel.formats import PLAIN
 from autosel.models import weights_of
 
 EARLIER = ("--no-persistent", "--no-packed", "--graph", "--no-graph")
@@ -17,6 +18,7 @@ def command(name: str, plan: Plan) -> str:
     s = plan.sampling
     words: list[object] = ["--model", name, "--dtype", plan.dtype, "--seq", plan.seq, "--iters", plan.iters]
     words += ["--warmup", 0, "--advance"]
+    words += ["--format", plan.model.weight] if plan.model.weight != PLAIN else []
     words += ["--layers", plan.layers] if plan.layers else []
     words += ["--device", plan.device] if plan.device != "cpu" else []
     words += ["--weights", plan.weights] if plan.weights != weights_of(name) else []

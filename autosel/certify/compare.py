@@ -10,6 +10,7 @@ from typing import Any
 from autosel.certify import report, suite, verify
 from autosel.certify.certificate import FORMAT as CERTIFICATE
 from autosel.certify.certificate import Certificate, Prompt, another_prompt, decode
+from autosel.certify.derive import arithmetic
 from autosel.certify.suite import Suite
 from autosel.errors import BadConfig
 from autosel.files import read_named
@@ -73,7 +74,7 @@ def name(made: Certificate) -> str:
     plain = {"advance": False, "speculate": 0, "small_batch": False, "temperature": 0, "prompt": "random"}
     sampled = asked.get("temperature", 0) != 0
     moved = [f"{k}={v}" for k, v in sorted(asked.items()) if plain.get(k, v) != v or (sampled and k not in plain)]
-    where = f"{made.model} {made.dtype} batch {made.shape.batch} context {made.shape.seq}"
+    where = f"{made.model} {arithmetic(made)} batch {made.shape.batch} context {made.shape.seq}"
     return " ".join([where, *moved])
 
 

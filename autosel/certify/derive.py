@@ -14,7 +14,7 @@ from autosel.certify import slo
 from autosel.certify.certificate import Certificate, Cost, Derived, Gaps, Latency, Measured
 from autosel.certify.physics import Physics, weigh
 from autosel.certify.statistics import Interval, median, median_interval, quantile, speedup_interval
-from autosel.values import DTYPE_BYTES
+from autosel.formats import PLAIN, find_weight_format
 
 NS_PER_MS = 1e6
 LENIENT = 2  # of a single step: memory may have been so much faster than the best window beside the run
@@ -126,9 +126,12 @@ def proven(made: Measured) -> bool:
     return all(o.parity is not None for o in made.per_op.values() if o.baseline not in ("", o.candidate))
 
 
-def lossy(dtype: str) -> bool:
-    """Fewer than 16 bits: fp8, int8 and below."""
-    return dtype.startswith(("fp8", "fp4", "int8", "int4", "nf4"))
+def lossy(dtype: str, weight: str = PLAIN, weights: str = "random") -> str:
+    """Name what loses something that a text could show, or return "": arithmetic in fewer than 16 bits, and weights
+    rounded to a format. Random weights have no text to lose."""
+    if dtype.startswith(("fp8", "fp4", "int8", "int4", "nf4")):
+        return dtype
+    return weight if weights != "random" and not find_weight_format(weight).exact else ""
 
 
 def saved(made: Measured) -> int:
@@ -139,7 +142,18 @@ def saved(made: Measured) -> int:
 
 def embedding_bytes(made: Measured) -> int:
     """Of the rows of the input embedding, which a prompt reads only in part."""
-    return made.shape.V * made.shape.d * DTYPE_BYTES[made.dtype]
+    return find_weight_format(weight_format(made)).nbytes(made.dtype, made.shape.V, made.shape.d)
+
+
+def arithmetic(made: Measured) -> str:
+    """Name the dtype, with the format of the weights where they have one: `bf16`, `bf16 with int8-row weights`."""
+    weight = weight_format(made)
+    return made.dtype if weight == PLAIN else f"{made.dtype} with {weight} weights"
+
+
+def weight_format(made: Measured) -> str:
+    """Return the name of the format of the weights' matrices; plain where the certificate does not say."""
+    return str((made.architecture or {}).get("weight", PLAIN))
 
 
 def _weigh(made: Measured, step_ms: float, moved: int) -> Physics:

@@ -39,7 +39,8 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
 
     Raises ImpossibleRun for a time that the memory cannot reach, UsageError for lossy arithmetic nobody judged.
     """
-    refuse_unjudged(run.plan.dtype, judged=run.quality is not None)
+    plan = run.plan
+    refuse_unjudged(lossy(plan.dtype, plan.shape.weight, plan.weights), judged=run.quality is not None)
     stated = measured(run, grounds, request)
     made = Certificate.of(stated, derive(stated))
     for name, found in physics(made).items():
@@ -104,11 +105,11 @@ def _verification(run: DecodeRun) -> c.Verification:
     )
 
 
-def refuse_unjudged(dtype: str, *, judged: bool) -> None:
-    """Fewer bits than any model is trained for are certified only with what they did to a text."""
-    if lossy(dtype) and not judged:
+def refuse_unjudged(lost: str, *, judged: bool) -> None:
+    """What loses something (`derive.lossy` names it) is certified only with what became of a text."""
+    if lost and not judged:
         raise UsageError(
-            f"{dtype} without --quality",
+            f"{lost} without --quality",
             why="a lossy run says nothing as long as nobody knows what became of its text",
             todo="add --quality TEXT_FILE",
         )

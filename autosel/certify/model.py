@@ -290,8 +290,9 @@ def _other_figures(label: str, o: OpFigures, w: Workload) -> str:
     products = _products(w)
     if not products or o.bytes is None or o.flops is None:
         return ""
-    size = DTYPE_BYTES[w.dtype]
-    weights, rows = size * products // w["M"], size * w["M"] * sum(n for d, n in w.dims if d != "M")
+    size, k = DTYPE_BYTES[w.dtype], w["K"] if w.op == "linear" else w["d"]
+    weights = int(w.weight_format.bytes_per_weight(w.dtype, k) * products // w["M"])
+    rows = size * w["M"] * sum(n for d, n in w.dims if d != "M")
     if not (1 - MOST_SAVED) * weights <= o.bytes <= weights + MOST_MOVED * rows + size * sum(n for _, n in w.dims):
         return f"per_op: {label!r:.60} bytes: {o.bytes} of a call whose weights are {weights}"
     if not 2 * products <= o.flops <= 3 * products:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from autosel.certify.audit import Audit, Row, audit, proof_of_use
 from autosel.certify.certificate import Certificate
+from autosel.certify.derive import arithmetic
 from autosel.certify.plots import pictures, png, svg
 from autosel.certify.words import compared, figure, percent, prompted, scored, speculated, suspected
 from autosel.errors import AutoselError
@@ -92,7 +93,7 @@ def _headline(made: Certificate) -> str:
         if part
         else ""
     )
-    where = f"{made.dtype}, batch {made.shape.batch}, context {made.shape.seq}, {escape(made.weights)} weights"
+    where = f"{arithmetic(made)}, batch {made.shape.batch}, context {made.shape.seq}, {escape(made.weights)} weights"
     below = f"{where} · {escape(made.device)} · {escape(made.timestamp)}"
     return f"<h1>{escape(made.model)}</h1><p class=sub>{below}</p>{warning}"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from autosel.certify.audit import Audit, Row, audit
 from autosel.certify.certificate import Certificate
+from autosel.certify.derive import arithmetic
 
 PROCESS = 1
 OPTIMISED, BASELINE, OPS = 1, 2, 3  # threads: one lane each
@@ -19,7 +20,7 @@ LANES = {OPTIMISED: "optimised steps", BASELINE: "baseline steps", OPS: "median 
 
 def trace(made: Certificate) -> dict[str, Any]:
     """The trace as one JSON object; timestamps in microseconds."""
-    name = f"{made.model} {made.dtype}, batch {made.shape.batch}, context {made.shape.seq}, {made.device}"
+    name = f"{made.model} {arithmetic(made)}, batch {made.shape.batch}, context {made.shape.seq}, {made.device}"
     events = [_named("process_name", 0, name)]
     events += [_named("thread_name", lane, text) for lane, text in LANES.items()]
     events += [*_steps(made), *_ops(audit(made))]

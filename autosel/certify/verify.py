@@ -24,7 +24,7 @@ from typing import Any
 from autosel.certify import device, model, sign
 from autosel.certify.audit import FUSED_OPS, INSTEAD
 from autosel.certify.certificate import MOST_STEPS, SINCE, Certificate, decode, is_checksum, model_name, values
-from autosel.certify.derive import NS_PER_MS, derive, lossy, physics, saved
+from autosel.certify.derive import NS_PER_MS, derive, lossy, physics, saved, weight_format
 from autosel.certify.store import BadCertificate, lines
 from autosel.decode.run import Quality
 from autosel.errors import AutoselError
@@ -251,7 +251,8 @@ def _unserved(made: Certificate) -> str:
 def _unjudged(made: Certificate) -> str:
     """Of the text that was scored: figures that no scoring gives, or none where there must be some."""
     if made.quality is None:
-        return f"quality: {made.dtype} is lossy, and no text was scored" if lossy(made.dtype) else ""
+        lost = lossy(made.dtype, weight_format(made), made.weights)
+        return f"quality: {lost} is lossy, and no text was scored" if lost else ""
     stated = dict(made.quality)
     flagged = stated.pop("suspect", None)
     try:

@@ -10,6 +10,7 @@ import click
 
 from autosel import settings
 from autosel.cli.output import WIDTH, bandwidth, bytes_text, note_lines, paragraph, table
+from autosel.formats import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
 def summary(made: Certificate, found: Audit) -> str:
     """The certificate for people: what ran, how fast, how sure, where the time goes."""
     from autosel.certify.audit import proof_of_use
+    from autosel.certify.derive import arithmetic
     from autosel.certify.words import compared
 
     part = f"{made.layers.run} of {made.layers.of} layers"
     if made.layers.run != made.layers.of:
         part = click.style(f"{part} only", fg="yellow")
-    head = f"{made.model} {made.dtype}, {part}, {_batch(made)}, context {made.shape.seq}, {_weights(made)}"
+    head = f"{made.model} {arithmetic(made)}, {part}, {_batch(made)}, context {made.shape.seq}, {_weights(made)}"
     lines = [paragraph(head, hang="  "), *_arms(made), *_speculation(made), *_tokens(made)]
     if found.rows:
         lines += [*shares(found), *fusions(found)]
@@ -52,12 +54,17 @@ def _undecided(made: Certificate) -> list[str]:
     """A user who has not tuned should not take PyTorch's time for the best there is."""
     if any(o.decision_id is not None or o.candidate.partition(":")[0] != "torch" for o in made.per_op.values()):
         return []
+    from autosel.certify.derive import weight_format
+
     words = shlex.split(made.repro_cmd)
     model = words[words.index("--model") + 1] if "--model" in words[:-1] else made.model.partition("[")[0]
     elsewhere = sorted({o.reason for o in made.per_op.values() if o.reason.startswith("tuned ")})
     told = "; ".join(elsewhere) or "nothing is decided for these ops"
     text = paragraph(f"{told}: PyTorch serves them all", hang="  ")
-    return [click.style(text, fg="yellow"), f"tune first:  {settings.spelling()} tune --model {shlex.quote(model)}"]
+    weight = weight_format(made)
+    stored = "" if weight == PLAIN else f" --format {weight}"
+    first = f"tune first:  {settings.spelling()} tune --model {shlex.quote(model)}{stored}"
+    return [click.style(text, fg="yellow"), first]
 
 
 def _quality(made: Certificate) -> list[str]:

@@ -10,6 +10,7 @@ import click
 
 from autosel import settings
 from autosel.errors import UnknownName, UsageError
+from autosel.formats import PLAIN, WEIGHT_FORMATS
 from autosel.values import DTYPES
 
 Decorator = Callable[[Callable[..., Any]], click.Command]
@@ -103,6 +104,17 @@ reason_option = click.option("--reason", required=True, help="why; it is kept wi
 
 def dtype_option(known: Sequence[str] = DTYPES[:3]) -> Option:
     return click.option("--dtype", type=Known("dtype", known), default=None, help="default: the model's own")
+
+
+def format_option() -> Option:
+    return click.option(
+        "--format",
+        "weight_format",
+        type=Known("weight format", tuple(WEIGHT_FORMATS)),
+        default=PLAIN,
+        metavar="FORMAT",
+        help=f"store matrices of weights as {', '.join(WEIGHT_FORMATS)}  [default: plain]",
+    )
 
 
 def renamed(old: str, new: str) -> Option:

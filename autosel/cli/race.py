@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,6 +20,7 @@ from autosel.cli.figures import shape
 from autosel.cli.options import (
     batch_option,
     dtype_option,
+    format_option,
     given_options,
     json_option,
     model_option,
@@ -28,6 +30,7 @@ from autosel.cli.options import (
 )
 from autosel.cli.output import bandwidth, bytes_text, emit_json, error_json, microseconds, ratio, report, table
 from autosel.errors import AutoselError, ParityError, TooNoisy, UnknownName, UsageError
+from autosel.formats import PLAIN
 from autosel.values import Accepted, DTypeName, Failed, Fingerprint, NativeRecipe, Workload, to_json
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ EXAMPLES = (
 @dtype_option()
 @batch_option
 @seq_option
+@format_option()
 @click.option("--shape", "shapes", multiple=True, metavar="DIMS", help="this shape, as M1.d2048; repeatable")
 @device_option()
 @click.option(
@@ -88,6 +92,7 @@ def race_command(
     dtype: DTypeName | None,
     batch: int,
     seq: int,
+    weight_format: str,
     shapes: Sequence[str],
     device: str,
     target_device: str,
@@ -110,9 +115,9 @@ def race_command(
     from autosel.models.workloads import step
     from autosel.pipeline import try_candidate
 
-    shape_ = models.load(model)
+    shape_ = replace(models.load(model), weight=weight_format)
     named = (
-        _shaped(op, shapes, dtype or shape_.dtype)
+        _shaped(op, shapes, dtype or shape_.dtype, weight_format)
         if shapes
         else step(shape_, batch=batch, context=seq, dtype=dtype, ops=[op])
     )
@@ -180,12 +185,15 @@ def _defaulted(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) in (None, ParameterSource.DEFAULT)
 
 
-def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName) -> tuple[Named, ...]:
+def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName, weight: str) -> tuple[Named, ...]:
     """The workloads of `--shape M1.d2048`. Raises UsageError naming the op's dimensions."""
     from autosel import ops
     from autosel.models.workloads import Named
 
     contract, found = ops.find(op), []
+    if weight != PLAIN and "weight" not in contract.trait_defaults:
+        raise UsageError(f"--format {weight}", why=f"{contract.name} takes no weights")
+    traits = {"weight": weight} if weight != PLAIN else {}
     for text in shapes:
         told = re.findall(r"([A-Za-z]+)(\d{1,12})", text)
         sizes = {name: int(size) for name, size in told if int(size)}
@@ -196,7 +204,7 @@ def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName) -> tuple[Named, ..
                 why=f"{contract.name} has the dimensions {', '.join(contract.dim_names)}",
                 todo=f"--shape {'.'.join(f'{n}64' for n in contract.dim_names)}",
             )
-        w = contract.workload(dtype, sizes)
+        w = contract.workload(dtype, sizes, **traits)
         found.append(Named(workload=w, label=contract.label(w), calls_per_step=1))
     return tuple(found)
 

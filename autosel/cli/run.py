@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,17 @@ import click
 from autosel import settings
 from autosel.cli.certificate import changes_text, plan_text, summary, where_line
 from autosel.cli.device import device_option, refuse_absent
-from autosel.cli.options import Known, batch_option, dtype_option, exact, json_option, priced, renamed, verb
+from autosel.cli.options import (
+    Known,
+    batch_option,
+    dtype_option,
+    exact,
+    format_option,
+    json_option,
+    priced,
+    renamed,
+    verb,
+)
 from autosel.cli.output import emit_json, error_json, leave, noted
 from autosel.errors import AutoselError, LedgerError, UsageError
 from autosel.values import Accepted, DTypeName, to_json
@@ -46,8 +56,8 @@ EXAMPLES = (
 PATH = click.Path(path_type=Path)
 # What a rerun needs; files to write, prices and objectives change nothing that is measured.
 MEASURED = (
-    "model", "weights", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "step", "persistent",
-    "weights_layout", "small_batch", "no_prealloc", "paged", "advance", "temperature", "top_k", "top_p",
+    "model", "weights", "weight_format", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "step",
+    "persistent", "weights_layout", "small_batch", "no_prealloc", "paged", "advance", "temperature", "top_k", "top_p",
     "repetition_penalty", "speculate", "device", "seed", "score",
 )  # fmt: skip
 
@@ -57,6 +67,7 @@ MEASURED = (
 @click.option("--weights", default="", metavar="DIR|random", help="default: the folder's own, else random")
 @click.option("--prompt", default="random", metavar="FILE", help="text, token ids (.json), random or synthetic")
 @dtype_option()
+@format_option()
 @batch_option
 @click.option("--seq", type=click.IntRange(2, 1 << 24), metavar="N", help="context  [8192, or what the model can]")
 @click.option("--iters", type=click.IntRange(1, MOST_ITERS), default=100, metavar="N", help="timed steps  [100]")
@@ -177,7 +188,7 @@ class Asked:
         from autosel.decode.run import Plan, Sampling
 
         refuse_absent(self["device"])
-        model = models.load(self.model)
+        model = replace(models.load(self.model), weight=self["weight_format"])
         if self["small_batch"] and self["batch"] != 1:
             raise UsageError("--small-batch with --batch", why="each says how many sequences share a step")
         if (self["layers"] or 0) > model.layers:
@@ -418,7 +429,7 @@ def show_plan(asked: Asked, as_json: bool) -> None:
         memory_bytes=free_memory(plan.device),
         read_bytes_per_s=read_rate(fp),
         peak_flops=peak_flops(fp, plan.dtype),
-        packs=isinstance(supports(plan.dtype, fp), Accepted),
+        packs=isinstance(supports(plan.dtype, fp, plan.shape.weight), Accepted),
     )
     if as_json:
         emit_json(found)

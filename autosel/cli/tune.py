@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from autosel.cli.options import (
     Known,
     batch_option,
     dtype_option,
+    format_option,
     given_options,
     json_option,
     model_option,
@@ -49,6 +51,7 @@ EXAMPLES = (
 @model_option
 @ops_option
 @dtype_option()
+@format_option()
 @batch_option
 @seq_option
 @click.option(
@@ -78,6 +81,7 @@ def tune_command(
     model: str,
     ops: Sequence[str],
     dtype: DTypeName | None,
+    weight_format: str,
     batch: int,
     seq: int,
     prompt: int | None,
@@ -113,7 +117,8 @@ def tune_command(
     seconds = parse_budget(budget) if budget else float(settings.get("budget"))
     if recorded is None:
         asked = list(ops) or None
-        named = step(models.load(model), batch=batch, context=seq, dtype=dtype, ops=asked, prompt=prompt or 0)
+        shape = replace(models.load(model), weight=weight_format)
+        named = step(shape, batch=batch, context=seq, dtype=dtype, ops=asked, prompt=prompt or 0)
     else:
         named = recorded_workloads(ctx, recorded)
     request = Request(
@@ -145,7 +150,7 @@ def recorded_workloads(ctx: click.Context, path: Path) -> tuple[Named, ...]:
     """Raises UsageError for options that say which workloads a model has."""
     from autosel.cli.record import mode_note, named_workloads
 
-    asked = [n for n in ("model", "ops", "dtype", "batch", "seq", "prompt") if _given(ctx, n)]
+    asked = [n for n in ("model", "ops", "dtype", "weight_format", "batch", "seq", "prompt") if _given(ctx, n)]
     if asked:
         raise UsageError(
             f"--recorded and --{asked[0].rstrip('s')}",

@@ -44,9 +44,9 @@ class _Choosing:
     """Greedy, or sampled; each arm has the same stream of uniforms for itself."""
 
     def __init__(self, scene: Scene, *, plain: bool = False) -> None:
-        plan, table = scene.plan, scene.decoder.weights.embedding
+        plan, weights = scene.plan, scene.decoder.weights
         self.out = torch.empty_like(scene.place.tokens)
-        logits = torch.empty(plan.batch, plan.shape.V, dtype=table.dtype, device=table.device)
+        logits = torch.empty(plan.batch, plan.shape.V, dtype=weights.torch_dtype, device=weights.device)
         self.sampler = Sampler(plan.sampling, scene.text, plan.longest, logits, plain=plain)
 
     def choose(self, logits: Tensor) -> None:

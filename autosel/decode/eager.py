@@ -20,6 +20,8 @@ from autosel.decode.weights import Layer, Weights
 from autosel.models.passes import CHUNK, rows_at_once
 from autosel.models.shape import ModelShape
 from autosel.ops.eager import sdpa
+from autosel.ops.eager_stored import product
+from autosel.ops.weight import Matrix, split
 
 Made = TypeVar("Made", bound=tuple[Tensor, ...])
 
@@ -41,7 +43,7 @@ class Eager:
 
     def logits(self, tokens: Tensor, cache: Cache, held: int) -> Tensor:
         """[B, V] after the last of the tokens, whose keys and values are appended (a reference leaves no trace)."""
-        return F.linear(self.hidden(tokens, cache, held, last=True)[:, -1], self._wide(self.weights.head))
+        return self.times(self.hidden(tokens, cache, held, last=True)[:, -1], self.weights.head)
 
     def prefill(self, tokens: Tensor, cache: Cache) -> Tensor:
         """The same of whole prompts into an empty cache, some rows at a time."""
@@ -52,7 +54,7 @@ class Eager:
     def hidden(self, tokens: Tensor, cache: Cache, held: int, *, last: bool = False) -> Tensor:
         """[B, S, d], normalised for the output head; with `last` only of the last token."""
         s = self.shape
-        x = self._wide(self.weights.embedding[tokens])
+        x = self._wide(self.weights.look_up("embedding", tokens))
         if s.embedding_scale != 1.0:
             x = x * torch.tensor(s.embedding_scale, dtype=x.dtype)
         turns = self._turns(held, tokens.shape[1], x.dtype)
@@ -62,12 +64,24 @@ class Eager:
 
     def _after(self, layer: Layer, x: Tensor, o: Tensor) -> tuple[Tensor]:
         """The residual stream behind a layer, from that before it and the layer's attention."""
-        h = F.linear(o, self._wide(layer.o))
+        h = self.times(o, layer.o)
         x = x + (h if layer.attn_post_norm is None else self._norm(h, layer.attn_post_norm))
         h = self._norm(x, layer.mlp_norm)
-        gated = ACTIVATION[self.shape.activation](F.linear(h, self._wide(layer.gate)))
-        h = F.linear(gated * F.linear(h, self._wide(layer.up)), self._wide(layer.down))
+        gated = ACTIVATION[self.shape.activation](self.times(h, layer.gate))
+        h = self.times(gated * self.times(h, layer.up), layer.down)
         return (x + (h if layer.mlp_post_norm is None else self._norm(h, layer.mlp_post_norm)),)
+
+    def times(self, x: Tensor, w: Matrix, precision: torch.dtype | None = None) -> Tensor:
+        """x @ w^T; of a weight in a format by PyTorch's way with its codes, or, in a higher precision, by its exact
+        values."""
+        precision = precision or self.precision
+        if isinstance(w, Tensor):
+            return F.linear(x, w if precision is None else w.to(precision))
+        return (
+            product(x.flatten(0, -2), w).unflatten(0, x.shape[:-1])
+            if precision is None
+            else F.linear(x, w.dequantised(precision))
+        )
 
     def _wide(self, t: Tensor) -> Tensor:
         return t if self.precision is None else t.to(self.precision)
@@ -109,8 +123,8 @@ class Eager:
     def _projected(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, heads, S, D], turned."""
         s, (b, n, _), h = self.shape, x.shape, self._norm(x, layer.attn_norm)
-        w_q, w_k, w_v = layer.qkv.split((s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D))
-        q, k, v = (F.linear(h, self._wide(w)).view(b, n, -1, s.D) for w in (w_q, w_k, w_v))
+        parts = split(layer.qkv, (s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D))
+        q, k, v = (self.times(h, w).view(b, n, -1, s.D) for w in parts)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

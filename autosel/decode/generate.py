@@ -117,7 +117,7 @@ def _last(decoder: Decoder, run: Direct, cache: Cache, prompts: Sequence[Sequenc
     device, longest = decoder.weights.device, max(map(len, prompts))
     filled = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
     last = torch.tensor([len(p) - 1 for p in prompts], device=device)
-    hidden = torch.empty(len(prompts), decoder.shape.d, dtype=decoder.weights.embedding.dtype, device=device)
+    hidden = torch.empty(len(prompts), decoder.shape.d, dtype=decoder.weights.torch_dtype, device=device)
     for start in range(0, longest, CHUNK):
         part = filled[:, start : start + CHUNK]
         made = decoder.hidden(run, batch_of(part, start), cache).view(*part.shape, -1)

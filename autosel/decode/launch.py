@@ -21,6 +21,7 @@ from autosel.decode.run import Offer, Plan, StepForm
 from autosel.decode.step import Call, Rewritten, Step
 from autosel.decode.weights import Weights
 from autosel.errors import DeviceFault, UsageError
+from autosel.formats import PLAIN
 from autosel.knobs.gpu import gemv, persistent
 from autosel.knobs.gpu.facts import facts
 from autosel.knobs.gpu.step import StepCost
@@ -164,6 +165,8 @@ class OneLaunch:
 
     def supports(self, plan: Plan) -> Support:
         why = plan.not_whole or persistent.fits(plan.batch, plan.shape.D, plan.dtype)
+        if plan.shape.weight != PLAIN:
+            why = why or f"a launch reads plain weights; these are {plan.shape.weight}"
         return Rejected(reason=why) if why else Accepted()
 
     def offer(self, plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:

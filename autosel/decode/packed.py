@@ -23,9 +23,11 @@ from autosel.decode.pages import Arena, padded
 from autosel.decode.run import Offer, Plan
 from autosel.decode.weights import Weights, arena_bytes, free_memory, memory_need, reference_bytes
 from autosel.errors import ParityError, UsageError
+from autosel.formats import PLAIN
 from autosel.knobs.cpu.facts import ISA_FLAGS, facts
 from autosel.native.compile import compile_source
 from autosel.native.load import load_entry
+from autosel.ops.stored import tensors
 from autosel.values import Accepted, DTypeName, Fingerprint, Rejected, Support
 
 SOURCE = "cpu/pack.cpp"
@@ -64,10 +66,17 @@ class Packed:
 _KEPT = WeakTensorKeyDictionary()  # by the embedding of the weights: Packed
 
 
-def supports(dtype: DTypeName, fp: Fingerprint) -> Support:
+def _key(weights: Weights) -> Tensor:
+    """What lives as long as they do."""
+    return tensors(weights.embedding)[0]
+
+
+def supports(dtype: DTypeName, fp: Fingerprint, weight: str = PLAIN) -> Support:
     """Has the device's team a kernel for them? Said without a look at the weights."""
     if fp.kind != "cpu":
         return Rejected(reason="packed weights are a thread team's, on a CPU")
+    if weight != PLAIN:
+        return Rejected(reason=f"only plain weights are packed, and these are {weight}")
     if dtype != "bf16":
         return Rejected(reason=f"only bf16 is packed, and this is {dtype}")
     isa = facts(fp).isa
@@ -79,33 +88,33 @@ def pack(weights: Weights, fp: Fingerprint, *, to_come_bytes: int = 0) -> Packed
 
     Raises UsageError, BuildError, ParityError.
     """
-    if weights.embedding not in _KEPT:
-        _KEPT[weights.embedding] = _pack(weights, fp, to_come_bytes + RESERVE_BYTES)
-    found: Packed = _KEPT[weights.embedding]
+    if _key(weights) not in _KEPT:
+        _KEPT[_key(weights)] = _pack(weights, fp, to_come_bytes + RESERVE_BYTES)
+    found: Packed = _KEPT[_key(weights)]
     return found
 
 
 def offer(plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
     """Return the form that reads packed weights, where the team has a kernel for them; refused where there is no room
     beside the original and what the plan still takes. By the least that packed weights can take."""
-    if isinstance(supports(plan.dtype, fp), Rejected):
+    if isinstance(supports(plan.dtype, fp, plan.shape.weight), Rejected):
         return Offer()
     need = sum(w.nbytes // 4 * 3 for _, w in weights.matrices())
     free = free_memory("cpu") - RESERVE_BYTES - reference_bytes(plan)
-    fits = weights.embedding in _KEPT or need <= free
+    fits = _key(weights) in _KEPT or need <= free
     return Offer(forms=("packed",), refused={} if fits else {"packed": _no_room(need, free)})
 
 
 def make_room(weights: Weights, plan: Plan) -> None:
     """For a run on these weights that needs what an earlier one packed."""
-    if weights.embedding in _KEPT and free_memory("cpu") < memory_need(plan) - arena_bytes(plan.shape, plan.dtype):
+    if _key(weights) in _KEPT and free_memory("cpu") < memory_need(plan) - arena_bytes(plan.shape, plan.dtype):
         forget(weights)
 
 
 def forget(weights: Weights) -> None:
     """Nobody reads them packed. Steps that do keep their bytes until they are gone."""
-    if weights.embedding in _KEPT:
-        del _KEPT[weights.embedding]
+    if _key(weights) in _KEPT:
+        del _KEPT[_key(weights)]
 
 
 def _no_room(need: int, free: int) -> str:
@@ -115,7 +124,7 @@ def _no_room(need: int, free: int) -> str:
 
 def _pack(weights: Weights, fp: Fingerprint, reserve_bytes: int) -> Packed:
     began, f = time.monotonic(), facts(fp)
-    support = supports(weights.dtype, fp)
+    support = supports(weights.dtype, fp, weights.shape.weight)
     if isinstance(support, Rejected):
         raise UsageError("packed weights", why=support.reason)
     built = compile_source(SOURCE, ISA_FLAGS[f.isa]).digest

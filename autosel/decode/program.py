@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ class Program:
     offset: float
     weights: Weights
 
-    def weight(self, name: str | None) -> Tensor | None:
+    def weight(self, name: str | None) -> Any:
         return None if name is None else self.weights[name]
 
 
@@ -140,7 +141,7 @@ HEADS = ("packed q", "q norm", "packed k", "k norm")
 
 
 def _embed(step: Step, call: Call) -> Embed:
-    rounded = float(torch.tensor(step.decoder.shape.embedding_scale, dtype=call["table"].dtype))
+    rounded = float(torch.tensor(step.decoder.shape.embedding_scale, dtype=step.decoder.weights.torch_dtype))
     return Embed(
         calls=(call,), table=call.weights["table"], tokens=call["tokens"], scale=rounded, out=call["out"]
     )  # fmt: skip

@@ -15,7 +15,6 @@ import statistics
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from autosel.decode.cache import make_cache
@@ -80,8 +79,8 @@ def _reference(decoder: Decoder, tokens: Tensor) -> Tensor:
     reference = Eager(decoder.weights, torch.float32)
     nothing = make_cache(decoder.shape, decoder.weights.dtype, rows=len(tokens), room=1, device=tokens.device)
     hidden = reference.hidden(tokens, nothing, 0)
-    head = decoder.weights.head.to(torch.float32)
-    parts = [F.linear(hidden[:, i : i + CHUNK], head) for i in range(0, hidden.shape[1], CHUNK)]
+    head = decoder.weights.head
+    parts = [reference.times(hidden[:, i : i + CHUNK], head) for i in range(0, hidden.shape[1], CHUNK)]
     return torch.cat(parts, 1)
 
 

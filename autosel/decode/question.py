@@ -22,6 +22,7 @@ from autosel.decode.run import FORMS, WHOLE, Chain, Offer, StepForm
 from autosel.decode.scene import Scene
 from autosel.decode.step import Step, write_step
 from autosel.decode.team import PACKED
+from autosel.formats import PLAIN
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.models.shape import ModelShape
@@ -108,6 +109,7 @@ def workload_of(shape: ModelShape, dtype: DTypeName, batch: int, context: int) -
     traits: dict[str, Any] = {"activation": shape.activation}
     traits |= {"sliding": shape.sliding_layers, "window": shape.window} if shape.window else {}
     traits |= {name: True for name in ("qk_norm", "sandwich") if getattr(shape, name)}
+    traits |= {"weight": shape.weight} if shape.weight != PLAIN else {}
     return Workload(
         op=WHOLE_STEP,
         dims=(*sizes.items(), ("D", shape.D), ("V", shape.V), ("L", context)),

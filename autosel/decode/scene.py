@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from random import Random
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from autosel.decode.cache import Cache, make_cache
@@ -73,11 +72,11 @@ class Scene:
     def after(self, tokens: Tensor, *, wider: bool = False) -> Tensor:
         """Logits [B * S, V] after each of the tokens [B, S] fed here, by the baseline or in higher precision;
         the cache stays as it is."""
-        own = self.decoder.weights.embedding.dtype
+        own = self.decoder.weights.torch_dtype
         precision = own if not wider else torch.float64 if own == torch.float32 else torch.float32
         pass_ = Eager(self.decoder.weights, precision)
         hidden = pass_.hidden(tokens, self.eager_cache, self.place.longest - 1)
-        return F.linear(hidden.flatten(0, 1), self.decoder.weights.head.to(precision))
+        return pass_.times(hidden.flatten(0, 1), self.decoder.weights.head, precision)
 
     def advance(self, kept: list[list[int]]) -> None:
         """The stream goes on by these tokens of each row, equally many."""

@@ -20,9 +20,10 @@ from autosel.decode.cache import Cache
 from autosel.decode.model import Batch, Decoder
 from autosel.decode.run import FUSED, Chain
 from autosel.decode.sample import Sampler, largest
-from autosel.decode.weights import Weights
+from autosel.decode.weights import Weights, looked_up
 from autosel.dispatch import Bound
 from autosel.ops.contract import DTYPE, Op
+from autosel.ops.weight import Matrix
 from autosel.values import Workload, length_bucket
 
 ATTENTION = ("attn", "paged_attn")
@@ -42,7 +43,7 @@ class Direct:
         return self.best[op](*(self.weights[o] if isinstance(o, str) else o for o in operands))
 
     def embed(self, table: str, tokens: Tensor, scale: float) -> Tensor:
-        x = self.weights[table][tokens]
+        x = self.weights.look_up(table, tokens)
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
     def packed(self, site: str, heads: Tensor) -> Tensor:
@@ -314,7 +315,7 @@ class Recorder:
 
     def embed(self, table: str, tokens: Tensor, scale: float) -> Tensor:
         inputs, weights = self._resolved({"table": table, "tokens": tokens})
-        rows, dtype = inputs["table"], inputs["table"].dtype
+        rows, dtype = inputs["table"], self.weights.torch_dtype
         out = self._buffer("embed", 0, (tokens.shape[0], rows.shape[1]), dtype)
         self._write("glue", "embed", None, _embed, inputs | {"out": out}, weights)
         if scale != 1.0:
@@ -393,8 +394,11 @@ def _lengthen(call: Call, length: int, window: int, *, bind: bool) -> None:
         call.function = dispatch.best(call.op, like=inputs)
 
 
-def _embed(table: Tensor, tokens: Tensor, out: Tensor) -> None:
-    torch.index_select(table, 0, tokens, out=out)
+def _embed(table: Matrix, tokens: Tensor, out: Tensor) -> None:
+    if isinstance(table, Tensor):
+        torch.index_select(table, 0, tokens, out=out)
+    else:
+        out.copy_(looked_up(table, tokens, out.dtype))
 
 
 def _scale(x: Tensor, scale: Tensor) -> None:

@@ -26,9 +26,11 @@ from autosel.decode.program import Attend, Embed, Norm, Program, Project, Rotate
 from autosel.decode.run import Offer, Plan, StepForm
 from autosel.decode.step import Call, Rewritten, Step
 from autosel.decode.weights import Weights
+from autosel.formats import PLAIN
 from autosel.knobs.cpu.facts import ISA_FLAGS, facts
 from autosel.native.compile import NO_COMPILER, compile_source, find_compiler, source_digest
 from autosel.native.load import load_entry
+from autosel.ops.weight import Weight
 from autosel.values import (
     LENGTH_DIMS,
     Accepted,
@@ -48,6 +50,7 @@ DECIDED = ("linear", "attn", "lm_head")
 SOURCE, ENTRY = "cpu/step.cpp", "step"
 CANDIDATE, PACKED = "cpp:step", "cpp:step_packed"  # the latter reads its weights packed (packed.py)
 MOST_ROWS = 8  # dot.h has kernels for so many rows of x
+WEIGHTS = (PLAIN, "int8-row")  # formats that its projections read
 # The op of the list -> the single-op kernel whose arithmetic and knobs the task has.
 KERNELS = {
     "norm_qkv": "cpp:norm_qkv",
@@ -62,12 +65,20 @@ KERNELS = {
 }
 
 
+def kernel_of(call: Call) -> str:
+    """The single-op kernel whose arithmetic and knobs an op's task has: that of its weights' format."""
+    plain = call.workload is None or call.workload.weight_format.plain
+    return KERNELS[call.op] if plain else f"{KERNELS[call.op]}_int8"
+
+
 def supports(plan: Plan) -> Support:
     """Can a team take the plan's step? Asked before weights are loaded."""
     if plan.device != "cpu":
         return Rejected(reason="a thread team runs on a CPU")
     if plan.not_whole:
         return Rejected(reason=plan.not_whole)
+    if plan.shape.weight not in WEIGHTS:
+        return Rejected(reason=f"the team reads weights in {', '.join(WEIGHTS)}; these are {plan.shape.weight}")
     if plan.batch > MOST_ROWS:
         return Rejected(reason=f"batch {plan.batch}: the team multiplies at most {MOST_ROWS} rows")
     if find_compiler() is None:
@@ -103,8 +114,8 @@ class ThreadTeam:
         """Where something else serves what weighs."""
         for call in ops.calls:
             candidate = getattr(call.function, "candidate", "")
-            if call.op in DECIDED and candidate != KERNELS[call.op]:
-                return f"{call.op} is served by {candidate}, not by {KERNELS[call.op]}"
+            if call.op in DECIDED and candidate != kernel_of(call):
+                return f"{call.op} is served by {candidate}, not by {kernel_of(call)}"
         return ""
 
 
@@ -145,7 +156,7 @@ class TeamStep(Rewritten):
 
     @property
     def kernels(self) -> Mapping[str, str]:
-        return KERNELS
+        return {call.op: kernel_of(call) for call in self.ops.calls if call.op in KERNELS}
 
     def run(self) -> None:
         self.entry(self.program, self.ops.logits, self.times, self.threads)
@@ -268,7 +279,9 @@ class _Encoder:
 
     def _embed(self, op: Embed) -> bytes:
         table = self.program.weights[op.table]
-        return _pack(EMBED, *op.out.shape, table.shape[0], table, table.stride(0), op.tokens, op.scale, op.out)
+        codes, scales = _parts(table)
+        size = (*op.out.shape, table.shape[0])
+        return _pack(EMBED, *size, codes, codes.stride(0), op.tokens, op.scale, op.out, scales)
 
     def _attend(self, op: Attend, waiting: list[Norm | Rotate]) -> bytes:
         (turn,) = waiting
@@ -300,16 +313,18 @@ class _Encoder:
             assert x.data_ptr() == sandwich.out.data_ptr(), "a sandwich's sum is what the next projection is made of"
             x, post_norm, residual, joined = sandwich.x, weight(sandwich.weight), sandwich.residual, sandwich.out
         assert all(t is None or t.is_contiguous() for t in (x, op.residual, op.y, residual, joined))
-        knobs, w, up = knobs_of(op.call, self.fp), self.program.weights[op.w], weight(op.up)
+        knobs, w = knobs_of(op.call, self.fp), self.program.weights[op.w]
+        (codes, scales), (up, up_scales) = _parts(w), _parts(weight(op.up))
         self.threads = max(self.threads, min(MOST_THREADS, int(knobs["threads"])))
         return _pack(
             PROJECT,
             *(len(x), *w.shape, knobs["rows"]),
             *(x, post_norm, residual, joined),
             *(weight(op.norm if normed is None else normed.weight), *self.norm, int(normed is not None)),
-            *(w, up, w.stride(0), 0 if up is None else up.stride(0)),
+            *(codes, up, codes.stride(0), 0 if up is None else up.stride(0)),
             *self._packed_of(op),
             *(EPILOGUES[op.call.op], op.activation, op.residual, op.y, self._token(op)),
+            *(scales, up_scales),
         )
 
     def _token(self, op: Project) -> Tensor | None:
@@ -334,10 +349,15 @@ class _Encoder:
         return self.packed.saved_bytes(op.w, *([op.up] if op.up is not None else []))
 
 
+def _parts(w: Any) -> tuple[Any, Any]:
+    """The codes and scales of a weight; of a plain one itself and nothing."""
+    return (w.codes, w.scales) if isinstance(w, Weight) else (w, None)
+
+
 def knobs_of(call: Call, fp: Fingerprint) -> dict[str, Any]:
     """Of the decision that serves the op, where that is the kernel the task is made of; else derived."""
     decision = getattr(call.function, "decision", None)
-    if decision is not None and decision.arm.candidate == KERNELS[call.op]:
+    if decision is not None and decision.arm.candidate == kernel_of(call):
         return dict(decision.arm.knobs)
     assert call.workload is not None
-    return registry.find(call.op, KERNELS[call.op]).knobs(call.workload, fp).values
+    return registry.find(call.op, kernel_of(call)).knobs(call.workload, fp).values

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,10 @@ from autosel.decode.run import Listener, Plan, Silent
 from autosel.decode.safetensors import Tensors, open_folder
 from autosel.errors import BadConfig, UsageError
 from autosel.fingerprint import machine
+from autosel.formats import find_weight_format
 from autosel.models.shape import ModelShape
 from autosel.ops.contract import DTYPE
+from autosel.ops.weight import Matrix, Weight, quantise
 from autosel.values import DTYPE_BYTES, DTypeName
 
 # Where the decoder's tensors may begin: plain checkpoints; Gemma 3 with its vision tower, newer and older spelling;
@@ -39,15 +42,15 @@ class Layer:
     """One layer's tensors. Shapes by the letters of ModelShape; None where the family has no such norm."""
 
     attn_norm: Tensor  # [d]
-    qkv: Tensor  # [(Hq + 2 Hkv) D, d], queries first
+    qkv: Matrix  # [(Hq + 2 Hkv) D, d], queries first
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None  # [D]
-    o: Tensor  # [d, Hq D]
+    o: Matrix  # [d, Hq D]
     attn_post_norm: Tensor | None  # [d]
     mlp_norm: Tensor  # [d]
-    gate: Tensor  # [I, d]
-    up: Tensor  # [I, d]
-    down: Tensor  # [d, I]
+    gate: Matrix  # [I, d]
+    up: Matrix  # [I, d]
+    down: Matrix  # [d, I]
     mlp_post_norm: Tensor | None  # [d]
 
 
@@ -58,16 +61,22 @@ class Weights:
 
     shape: ModelShape
     dtype: DTypeName
-    named: Mapping[str, Tensor]
+    named: Mapping[str, Matrix]  # a matrix in the shape's format, a norm as it is
     source: str  # "random" or the folder
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Any:
         return self.named[name]
 
     @property
-    def embedding(self) -> Tensor:
+    def torch_dtype(self) -> torch.dtype:
+        """Of activations, norms, keys and values."""
+        return DTYPE[self.dtype]
+
+    @property
+    def embedding(self) -> Matrix:
         """[V, d]."""
-        return self["embedding"]
+        found: Matrix = self["embedding"]
+        return found
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -79,24 +88,30 @@ class Weights:
     @property
     def norm(self) -> Tensor:
         """[d]."""
-        return self["norm"]
+        found: Tensor = self["norm"]
+        return found
 
     @property
     def head_name(self) -> str:
         return "embedding" if self.shape.tied else "head"
 
     @property
-    def head(self) -> Tensor:
+    def head(self) -> Matrix:
         """[V, d]."""
-        return self[self.head_name]
+        found: Matrix = self[self.head_name]
+        return found
 
-    def matrices(self) -> Iterator[tuple[str, Tensor]]:
+    def matrices(self) -> Iterator[tuple[str, Matrix]]:
         """Return what a step multiplies by, with its names."""
-        for name, tensor in self.named.items():
-            if tensor.dim() == 2 and name != "embedding":
-                yield name, tensor
+        for name, matrix in self.named.items():
+            if len(matrix.shape) == 2 and name != "embedding":
+                yield name, matrix
         if self.shape.tied:
             yield "embedding", self.embedding
+
+    def look_up(self, name: str, tokens: Tensor) -> Tensor:
+        """Return rows of a table [V, d] in the dtype of activations."""
+        return looked_up(self[name], tokens, self.torch_dtype)
 
     @property
     def bytes(self) -> int:
@@ -105,6 +120,14 @@ class Weights:
     @property
     def device(self) -> torch.device:
         return self.embedding.device
+
+
+def looked_up(table: Matrix, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows of a table; those of a format are rounded to the dtype once."""
+    if isinstance(table, Tensor):
+        return table[tokens]
+    rows: Tensor = table.rows(tokens.flatten()).dequantised(dtype).unflatten(0, tokens.shape)
+    return rows
 
 
 def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
@@ -129,7 +152,15 @@ def refuse_unloadable(plan: Plan) -> _Checkpoint | None:
 
 
 def arena_bytes(shape: ModelShape, dtype: DTypeName) -> int:
-    return sum(padded(math.prod(size) * DTYPE_BYTES[dtype]) for _, size in _tensors(shape))
+    return sum(padded(part) for _, size in _tensors(shape) for part in _part_bytes(shape, dtype, size))
+
+
+def _part_bytes(shape: ModelShape, dtype: DTypeName, size: tuple[int, ...]) -> list[int]:
+    """Return what each tensor of a weight takes: the codes and the scales of a matrix in a format."""
+    if len(size) < 2:
+        return [math.prod(size) * DTYPE_BYTES[dtype]]
+    n, k = size
+    return [part.nbytes(dtype, n, k) for part in find_weight_format(shape.weight).parts]
 
 
 def memory_need(plan: Plan) -> int:
@@ -216,13 +247,29 @@ class _Builder:
 
     def build(self, source: str) -> Weights:
         sizes = list(_tensors(self.shape))
-        found: dict[str, Tensor] = {}
+        found: dict[str, Matrix] = {}
         for i, (name, size) in enumerate(sizes):
             self.listener.stage("weights", name, i, len(sizes))
-            found[name] = self.arena.tensor(size, self.dtype)
-            self.fill(name, found[name])
+            found[name] = self._made(name, size)
         self.listener.stage("weights", source, len(sizes), len(sizes))
         return Weights(shape=self.shape, dtype=self.dtype, named=found, source=source)
+
+    def _made(self, name: str, size: tuple[int, ...]) -> Matrix:
+        """A matrix of a format is rounded to nearest from one of the dtype, which is dropped then."""
+        format_ = find_weight_format(self.shape.weight)
+        if format_.plain or len(size) < 2:
+            out = self.arena.tensor(size, self.dtype)
+            self.fill(name, out)
+            return out
+        drawn = torch.empty(size, dtype=DTYPE[self.dtype], device=self.arena.memory.device)
+        self.fill(name, drawn)
+        made = quantise(drawn, format_)
+        assert isinstance(made, Weight)
+        return made.map(self._kept)
+
+    def _kept(self, part: Tensor) -> Tensor:
+        """The same in the arena."""
+        return self.arena.bytes(part.nbytes).view(part.dtype).view(part.shape).copy_(part)
 
 
 def _random(plan: Plan) -> Fill:

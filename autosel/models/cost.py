@@ -16,7 +16,7 @@ ALIGN_TOKENS = 16  # granularity of a contiguous cache: a whole number of 32-byt
 
 def bytes_per_step(shape: ModelShape, dtype: DTypeName, batch: int, context: int) -> int:
     """Return the bytes that must cross the memory bus, including writes of the new keys and values."""
-    rows = batch * shape.d * DTYPE_BYTES[dtype]
+    rows = shape.embedded_bytes(batch, dtype)
     return shape.weight_bytes_per_step(dtype) + batch * shape.kv_bytes_read(context, dtype) + rows
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from autosel.errors import BadConfig
-from autosel.values import DTYPE_BYTES, DTypeName
+from autosel.formats import PLAIN, find_weight_format
+from autosel.values import DTYPE_BYTES, LATER, DTypeName
 
 Family = Literal["llama", "mistral", "qwen3", "gemma3"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -97,6 +98,7 @@ class ModelShape:
     sandwich: bool = False
     attn_scale: float = 0.0
     embedding_scale: float = 1.0
+    weight: str = field(default=PLAIN, metadata=LATER)  # the format that its matrices are stored in
 
     def __post_init__(self) -> None:
         assert self.Hq % self.Hkv == 0
@@ -132,13 +134,33 @@ class ModelShape:
         return projections + norms
 
     def weight_bytes(self, dtype: DTypeName | None = None) -> int:
-        """Return the bytes of all weights."""
-        return self.parameters * DTYPE_BYTES[dtype or self.dtype]
+        """Return the bytes of all weights: matrices in their format, norms in the dtype."""
+        embeddings = self._embedding_bytes(dtype) * (1 if self.tied else 2)
+        return embeddings + self.layers * self._layer_bytes(dtype) + self.d * DTYPE_BYTES[dtype or self.dtype]
 
     def weight_bytes_per_step(self, dtype: DTypeName | None = None) -> int:
         """Return the weight bytes that one decode step reads: every layer and the output head; the single row of the
         input embedding is left out. The sum is b * [sum_l(d*D*(2Hq + 2Hkv) + 3*d*I) + V*d], with the norms."""
-        return (self.layers * self._layer + self.d + self._embedding) * DTYPE_BYTES[dtype or self.dtype]
+        norm = self.d * DTYPE_BYTES[dtype or self.dtype]
+        return self.layers * self._layer_bytes(dtype) + norm + self._embedding_bytes(dtype)
+
+    def embedded_bytes(self, rows: int, dtype: DTypeName | None = None) -> int:
+        """Return the bytes of so many rows of the embedding."""
+        return find_weight_format(self.weight).nbytes(dtype or self.dtype, rows, self.d)
+
+    def _embedding_bytes(self, dtype: DTypeName | None) -> int:
+        return self.embedded_bytes(self.V, dtype)
+
+    def _layer_bytes(self, dtype: DTypeName | None) -> int:
+        format_, known = find_weight_format(self.weight), dtype or self.dtype
+        matrices = sum(format_.nbytes(known, n, k) for n, k in self._matrices)
+        return matrices + (self._layer - sum(n * k for n, k in self._matrices)) * DTYPE_BYTES[known]
+
+    @property
+    def _matrices(self) -> tuple[tuple[int, int], ...]:
+        """Return (rows, columns) of each matrix of a layer."""
+        up = (self.I, self.d)
+        return (self.qkv_rows, self.d), (self.d, self.Hq * self.D), up, up, (self.d, self.I)
 
     def kv_bytes_per_token(self, dtype: DTypeName | None = None) -> int:
         """Return the cache bytes of one more token over all layers, as long as no window has filled up."""

@@ -92,6 +92,7 @@ def step(
     are listed only when named. `weight` and `cache` name the formats of weights and of keys and values. No workload
     appears twice. Raises UsageError, UnknownName.
     """
+    weight = weight if weight != PLAIN else model.weight
     find_weight_format(weight), find_cache_format(cache)
     _check("batch", batch, BATCH_LIMIT)
     _check("context", context, CONTEXT_LIMIT)
@@ -118,7 +119,7 @@ def of_prompt(
 ) -> tuple[Workload, ...]:
     """Return the workloads of a prompt's passes, without the output head. Raises UsageError."""
     _check("batch", batch, BATCH_LIMIT)
-    taken = _of_passes(model, tokens, batch, dtype or model.dtype)
+    taken = _of_passes(model, tokens, batch, dtype or model.dtype, model.weight)
     return tuple(dict.fromkeys(named.workload for _, some in taken for named in some))
 
 

@@ -20,6 +20,7 @@
 #include "add_rmsnorm.h"
 #include "attention.h"
 #include "best.h"
+#include "int8.h"
 #include "packed.h"
 #include "rotate.h"
 
@@ -43,6 +44,7 @@ template <class T> struct Embed {
   const int64_t* tokens;
   double scale;
   T* out;  // [rows, d]
+  const float* scales;  // where the table holds codes of eight bits: one a row
 };
 
 // y = epilogue(prologue(x) @ w^T) for rows <= kMaxRows rows of x.
@@ -59,13 +61,14 @@ template <class T> struct Project {
   const T* norm;
   double eps, offset;
   int64_t rounded;
-  const T *w, *up;  // [n, k]
+  const T *w, *up;  // [n, k]; where scales are given, codes of eight bits
   int64_t w_stride, up_stride;
   const void *packed, *packed_up;  // the same matrices as pack.cpp makes them, or null
   int64_t epilogue, activation;
   const T* add;    // [rows, n]: kAdd's residual, or null
   T* y;            // [rows, n]
   int64_t* token;  // [rows]: kChoose
+  const float *scales, *up_scales;  // [n], or null
 };
 
 template <class T> struct Attend {
@@ -201,6 +204,7 @@ template <class T> class Walker {
       if (as<Head>(run_.task(i)).kind == kProject) {
         const Project<T>& p = as<Project<T>>(run_.task(i));
         int64_t first = units_of<T>(run_.task(i)) * rank_ / size_ * 8;
+        if (p.scales) return reinterpret_cast<const Int8<T>*>(p.w) + first * p.w_stride;
         return p.packed ? static_cast<const void*>(PackedMatrix(p.packed).row(first)) : p.w + first * p.w_stride;
       }
     return nullptr;
@@ -227,6 +231,14 @@ template <class T> class Walker {
     for (int64_t i = rank_; i < p.rows; i += size_) {
       const T* from = p.table + p.tokens[i] * p.stride;
       T* to = p.out + i * p.d;
+      if (p.scales) {  // a row is rounded once, then scaled as any row is
+        auto codes = reinterpret_cast<const Int8<T>*>(p.table) + p.tokens[i] * p.stride;
+        for (int64_t c = 0; c < p.d; ++c) {
+          to[c] = narrow<T>(float(codes[c].code) * p.scales[p.tokens[i]]);
+          if (p.scale != 1.0) to[c] = narrow<T>(widen(to[c]) * float(p.scale));
+        }
+        continue;
+      }
       if (p.scale == 1.0) memcpy(to, from, size_t(p.d) * sizeof(T));
       else
         for (int64_t c = 0; c < p.d; ++c) to[c] = narrow<T>(widen(from[c]) * float(p.scale));
@@ -289,6 +301,16 @@ template <class T> class Walker {
       }
     }
 #endif
+    if (p.scales) {
+      auto codes = [&p](const T* w, int64_t stride) {
+        return Matrix<const Int8<T>>{reinterpret_cast<const Int8<T>*>(w), p.n, p.k, stride};
+      };
+      Int8Matrix<T> at[2] = {{codes(p.w, p.w_stride), p.scales}, {codes(p.up, p.up_stride), p.up_scales}};
+      PlainColumns<Int8<T>> w[2];
+      for (int part = 0; part < Parts; ++part) w[part] = {&at[part].codes, panel, p.rows, p.together};
+      return share_columns<Parts>(p, w, Parts > 1 && p.rows == 1 ? w->run() / 8 : 1,
+                                  Scaled<T, Parts, Done>{at, done});
+    }
     Matrix<const T> at[2] = {{p.w, p.n, p.k, p.w_stride}, {p.up, p.n, p.k, p.up_stride}};
     PlainColumns<T> w[2];
     for (int part = 0; part < Parts; ++part) w[part] = {at + part, panel, p.rows, p.together};
@@ -301,7 +323,8 @@ template <class T> class Walker {
     const void* after = coming();
     if (!after) after = p.w;
     Left* left = run_.left + (next_ - 1) * size_;
-    int64_t most = std::max(kTakenBytes / (8 * Parts * p.k * int64_t(sizeof(T))) + 1, least), begin, end;
+    int64_t row = p.k * (p.scales ? 1 : int64_t(sizeof(T)));
+    int64_t most = std::max(kTakenBytes / (8 * Parts * row) + 1, least), begin, end;
     while (take(left, most, begin, end)) {
       int64_t last = 8 * end < p.n ? 8 * end : p.n;
       stream_runs<Parts>(w, p.rows, 8 * begin, last, left[rank_].count() > 0 ? w->at(8 * end) : after, done);
@@ -335,19 +358,24 @@ template <class T> class Walker {
       if (rank_ == 0) memcpy(p.joined, joined, size_t(elements) * sizeof(T));
       x.at = joined;
     }
-    Wide<T>* panel = packed.get<Wide<T>>(dot_panel_elements<T>(p.rows, p.k));
+    int64_t room = std::max(dot_panel_elements<T>(p.rows, p.k), dot_panel_elements<Int8<T>>(p.rows, p.k));
+    Wide<T>* panel = packed.get<Wide<T>>(room);
+    auto pack = [&p, panel](const auto& rows) {
+      if (p.scales) pack_for_int8<T>(rows, panel);
+      else pack_for_dot<T>(rows, panel);
+    };
     if (!p.norm) {
-      pack_for_dot<T>(x, panel);
+      pack(x);
     } else if (p.rounded) {
       T* rows = normed.get<T>(elements);
       for (int64_t i = 0; i < p.rows; ++i)
         normalise_row(x.row(i), p.norm, rows + i * p.k, p.k, float(p.eps), float(p.offset));
-      pack_for_dot<T>(Matrix<const T>{rows, p.rows, p.k, p.k}, panel);
+      pack(Matrix<const T>{rows, p.rows, p.k, p.k});
     } else {
       Wide<T>* rows = normed.get<Wide<T>>(elements);
       for (int64_t i = 0; i < p.rows; ++i)
         normalise_row(x.row(i), p.norm, rows + i * p.k, p.k, float(p.eps), float(p.offset));
-      pack_for_dot<T>(Matrix<const Wide<T>>{rows, p.rows, p.k, p.k}, panel);
+      pack(Matrix<const Wide<T>>{rows, p.rows, p.k, p.k});
     }
     return panel;
   }

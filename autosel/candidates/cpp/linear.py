@@ -27,9 +27,7 @@ def _many(w: Workload) -> str:
 
 def _few_int8(w: Workload) -> str:
     """PyTorch's way widens the weights once and multiplies them blocked: at so many rows it is about level."""
-    return (
-        "" if w["M"] <= MOST_INT8 else f"M = {w['M']} is above {MOST_INT8}, where widening weights once is faster"
-    )
+    return "" if w["M"] <= MOST_INT8 else f"M = {w['M']} is above {MOST_INT8}, where widening weights once is faster"
 
 
 KERNELS = (
