@@ -28,6 +28,7 @@ from autosel.ops.contract import DTYPE, Inputs, Match, Op
 from autosel.values import Accepted, DTypeName, Fingerprint, NativeRecipe, Rate, Rejected, Workload
 from tests import drawn
 from tests.cpu.side_by_side import mismatches
+from tests.operands import traits_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
@@ -82,14 +83,24 @@ def device(isa: tuple[str, ...] = tuple(sorted(HAVE)), cpus: int = 2, **sizes: i
 def variant(name: str, isa: Isa) -> CppKernel:
     """The kernel of that name, built for one instruction set."""
     k = next(k for k in KERNELS if k.source == name)
-    return CppKernel(k.op, k.source, formula=k.formula, knob_args=k.knob_args, limits=k.limits, isa=isa)
+    return CppKernel(
+        k.op,
+        k.source,
+        formula=k.formula,
+        knob_args=k.knob_args,
+        limits=k.limits,
+        formats=tuple(k.formats),
+        operands=k.operands,
+        isa=isa,
+    )
 
 
 @cache
 def digest(name: str, isa: Isa) -> tuple[NativeRecipe, str]:
     kernel = variant(name, isa)
     dims, traits = WORKLOADS[kernel.op][0]
-    recipe = kernel.recipe(OPS[kernel.op].workload("bf16", dims, **traits), device(), kernel_knobs(kernel, "bf16"))
+    w = OPS[kernel.op].workload("bf16", dims, **traits, **traits_of(kernel))
+    recipe = kernel.recipe(w, device(), kernel_knobs(kernel, "bf16"))
     assert isinstance(recipe, NativeRecipe)
     every_dtype = tuple(flag for flag in recipe.flags if not flag.startswith("-DAUTOSEL_"))  # one build for all three
     return recipe, compile_source(recipe.source, every_dtype).digest
@@ -97,7 +108,7 @@ def digest(name: str, isa: Isa) -> tuple[NativeRecipe, str]:
 
 def kernel_knobs(kernel: CppKernel, dtype: DTypeName) -> Any:
     dims, traits = WORKLOADS[kernel.op][0]
-    return kernel.knobs(OPS[kernel.op].workload(dtype, dims, **traits), device())
+    return kernel.knobs(OPS[kernel.op].workload(dtype, dims, **traits, **traits_of(kernel)), device())
 
 
 def bound(kernel: CppKernel, w: Workload) -> Callable[..., Any]:
@@ -134,7 +145,7 @@ def test_kernel_meets_the_bound_on_every_hostile_case(
     kernels = {isa: variant(name, isa) for isa in instruction_sets(name, every)}
     op, ran, wrong = OPS[kernels[NATIVE].op], dict.fromkeys(kernels, 0), []
     for dims, traits in WORKLOADS[op.name]:
-        for case in op.cases(op.workload(dtype, dims, **traits)):
+        for case in op.cases(op.workload(dtype, dims, **traits, **traits_of(kernels[NATIVE]))):
             runs = {}
             for isa, kernel in kernels.items():
                 if isinstance(kernel.supports(case.workload, device()), Accepted):
@@ -250,7 +261,7 @@ def test_same_inputs_give_the_same_bits(name: str) -> None:
     kernel = variant(name, NATIVE)
     op = OPS[kernel.op]
     dims, traits = WORKLOADS[kernel.op][0]
-    w = op.workload("bf16", {**dims, "M": 6}, **traits)
+    w = op.workload("bf16", {**dims, "M": 6}, **traits, **traits_of(kernel))
     inputs, function = op.inputs(w, 3), bound(kernel, w)
     first, again = op.allocate(w), op.allocate(w)
     function(*op.arguments(inputs), *first)
@@ -287,6 +298,20 @@ def test_greedy_compares_logits_as_they_would_be_stored() -> None:
     assert token.item() == 0
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_code_is_multiplied_exactly_in_every_instruction_set(isa: Isa, dtype: DTypeName) -> None:
+    """All 256 codes against powers of two: each product, and the scale of two, is exact."""
+    codes = torch.arange(-128, 128, dtype=torch.int8).view(256, 1).expand(256, 70).contiguous()
+    scales = torch.full((256,), 2.0)
+    for m in (1, 3, 8, 9):
+        x = torch.zeros(m, 70, dtype=DTYPE[dtype])
+        x[:, 69] = 0.5
+        y = torch.empty(m, 256, dtype=x.dtype)
+        entry("gemv_int8", isa)(x, codes, scales, None, None, y, 2, 4)
+        assert torch.equal(y.float(), codes[:, 0].float().to(x.dtype).float().expand(m, 256)), m
+
+
 # --- the caller's mistakes -------------------------------------------------------------------------------------------
 
 
@@ -308,6 +333,22 @@ def test_wrong_arguments_are_refused_by_name(
     given |= change
     with pytest.raises(ValueError, match=problem):
         entry(name)(given["x"], given["w"], given["bias"], None, given["y"], *settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"codes": torch.zeros(8, 5, dtype=torch.int8)}, "w.codes is 8 x 5"),
+        ({"codes": torch.zeros(8, 4)}, "w.codes must be int8"),
+        ({"scales": torch.zeros(7)}, "w.scales must be float32"),
+        ({"scales": torch.zeros(8, dtype=torch.bfloat16)}, "w.scales must be float32"),
+        ({"scales": torch.zeros(16)[::2]}, "w.scales: not contiguous"),
+    ],
+)
+def test_parts_of_a_weight_that_do_not_fit_are_refused_by_name(change: dict[str, torch.Tensor], problem: str) -> None:
+    given = {"codes": torch.zeros(8, 4, dtype=torch.int8), "scales": torch.zeros(8), **change}
+    with pytest.raises(ValueError, match=problem):
+        entry("gemv_int8")(torch.zeros(2, 4), given["codes"], given["scales"], None, None, torch.zeros(2, 8), 1, 1)
 
 
 # --- knobs -----------------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_lossy_arithmetic_is_certified_only_with_a_text() -> None:
     with pytest.raises(UsageError, match="without --quality"):
         refuse_unjudged("fp8_e4m3", judged=False)
     refuse_unjudged("fp8_e4m3", judged=True)
-    refuse_unjudged("bf16", judged=False)
+    refuse_unjudged("", judged=False)
     lossy = dataclasses.replace(certificate(decode_run()), dtype="fp8_e4m3")
     assert verify.wrong(lossy) == "quality: fp8_e4m3 is lossy, and no text was scored"
 

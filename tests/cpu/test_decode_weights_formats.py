@@ -1,0 +1,104 @@
+"""Decoding on weights in a format: the same tokens as PyTorch's on the same codes, op by op and as a whole step, and a
+certificate whose bytes are the format's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autosel import fingerprint
+from autosel.certify.certificate import decode
+from autosel.certify.model import trouble
+from autosel.decode.cache import make_cache
+from autosel.decode.eager import Eager
+from autosel.decode.generate import prefill
+from autosel.decode.model import Decoder
+from autosel.decode.run import Plan
+from autosel.decode.scene import judged
+from autosel.decode.step import Place, write_step
+from autosel.decode.team import write_team
+from autosel.decode.weights import Weights, arena_bytes, load_weights
+from autosel.formats import WEIGHT_FORMATS
+from autosel.models.config import read_config
+from autosel.models.shape import ModelShape
+from autosel.ops.weight import Weight
+from tests.verbs import verb
+
+FORMATS = [name for name in WEIGHT_FORMATS if name != "plain"]
+TINY = Path(__file__).resolve().parents[1] / "stored" / "462cf5c" / "tiny" / "config.json"
+HELD = 40
+
+
+def model(name: str, **changes: Any) -> ModelShape:
+    return dataclasses.replace(read_config(TINY), weight=name, **changes)
+
+
+def weights(name: str, **changes: Any) -> Weights:
+    return load_weights(Plan(model=model(name, **changes), seq=64))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_are_stored_in_the_format_and_norms_as_they_are(name: str, tied: bool) -> None:
+    found = weights(name, tied=tied)
+    assert all(isinstance(w, Weight) == (len(w.shape) == 2) for w in found.named.values())
+    held = sum(w.nbytes for w in found.named.values())
+    assert held == found.bytes == found.shape.weight_bytes("bf16")
+    assert held <= arena_bytes(found.shape, "bf16")
+    plain = weights("plain", tied=tied)
+    assert held < 0.6 * plain.bytes
+    embedding = found.look_up("embedding", torch.tensor([3, 1]))
+    assert torch.allclose(embedding.float(), plain["embedding"][[3, 1]].float(), atol=0.05)
+
+
+@pytest.mark.parametrize("form", ["ops", "whole"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("scale", [1.0, 3.5])
+def test_logits_are_within_the_bound_of_the_exact_weights(form: str, rows: int, scale: float) -> None:
+    found = weights("int8-row", embedding_scale=scale)
+    decoder, fp = Decoder(found), fingerprint.take("cpu")
+    prompts = [[(7 * i + r) % found.shape.V for i in range(HELD)] for r in range(rows)]
+    with torch.inference_mode():
+        caches = [make_cache(found.shape, "bf16", rows=rows, room=HELD + 8) for _ in range(2)]
+        for cache in caches:
+            prefill(decoder, cache, prompts)
+        place = Place.at(torch.arange(rows), [HELD] * rows)
+        listed = write_step(decoder, caches[0], place)
+        step = write_team(listed, fp) if form == "whole" else listed
+        step.run()
+        tokens = place.tokens[:, None]
+        theirs = Eager(found).logits(tokens, caches[1], HELD)
+        exact = Eager(found, torch.float32).logits(tokens, caches[0], HELD)
+    error, bound = judged(step.logits, theirs, exact, "bf16")
+    assert error <= bound
+
+
+def test_a_run_is_certified_with_the_bytes_of_its_format(tmp_path: Path) -> None:
+    home, file = tmp_path / "home", tmp_path / "mine.jsonl"
+    common = ("--seq", "32", "--iters", "10", "--warmup", "2", "--certify", str(file))
+    for name in ("plain", "int8-row"):
+        verb("run", "--model", str(TINY), "--format", name, *common, home=home)
+    plain, made = (json.loads(line) for line in file.read_text().splitlines())
+    assert "weight" not in plain["architecture"] and made["architecture"]["weight"] == "int8-row"
+    assert made["weights_bytes"] < 0.6 * plain["weights_bytes"]
+    assert made["bytes_per_step"] < 0.6 * plain["bytes_per_step"]
+    assert all("weight=int8-row" in o["workload"] for o in made["per_op"].values() if o["op"] in ("linear", "lm_head"))
+    assert "--format int8-row" in made["repro_cmd"]
+    assert verb("verify", str(file), home=home)
+    stated = decode(made)
+    assert trouble(stated) == ""
+    assert "bytes_per_step" in trouble(dataclasses.replace(stated, architecture=plain["architecture"]))
+
+
+def test_a_checkpoint_rounded_to_a_format_asks_for_a_text(tmp_path: Path) -> None:
+    from autosel.certify.derive import lossy
+
+    assert lossy("bf16", "int8-row", "random") == ""
+    assert lossy("bf16", "int8-row", "/some/checkpoint") == "int8-row"
+    assert lossy("bf16", "plain", "/some/checkpoint") == ""
+    assert lossy("fp8_e4m3") == "fp8_e4m3"
