@@ -90,7 +90,7 @@ def test_a_run_is_certified_with_the_bytes_of_its_format(tmp_path: Path) -> None
     assert all("weight=int8-row" in o["workload"] for o in made["per_op"].values() if o["op"] in ("linear", "lm_head"))
     assert "--format int8-row" in made["repro_cmd"]
     assert verb("verify", str(file), home=home)
-    stated = decode(made)
+    stated = decode(file.read_bytes().splitlines()[1])
     assert trouble(stated) == ""
     assert "bytes_per_step" in trouble(dataclasses.replace(stated, architecture=plain["architecture"]))
 
