@@ -142,6 +142,9 @@ def in_format(row: Row, *operands: str, trait: str = "weight") -> bool:
     stored = any(level.name != "plain" for name, level in row.items() if "." in name)
     shaped = any(row[name].name != "plain" for name in operands if name in row)
     shaped = shaped or any(level.name in TRADED or level.special == "inf" for level in row.values())
+    names = {level.name for level in row.values()}
+    if "huge scales" in names and names & {"huge", "outliers", "magnitudes"}:
+        return False  # products beyond the dtype's range have no contracted result
     if trait not in row:
         return not (stored and shaped)
     return not (stored if row[trait].value == PLAIN else shaped)
