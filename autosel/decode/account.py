@@ -179,9 +179,17 @@ def _op_time(calls: Sequence[Call], took_ns: Sequence[int], plan: Plan) -> OpTim
         workload_key=w.key if w is not None else "",
         count_per_step=len(calls),
         median_us=statistics.median(took_ns) / 1000,
-        bytes_moved=contract.bytes_moved(w) if w is not None and contract is not None else _glue_bytes(calls[0], plan),
+        bytes_moved=_bytes_moved(calls[0], plan),
         flops=contract.flops(w) if w is not None and contract is not None else 0,
     )
+
+
+def _bytes_moved(call: Call, plan: Plan) -> int:
+    """What one call moves, by the operands that it has now: sequences of a batch differ in length."""
+    if call.workload is None:
+        return _glue_bytes(call, plan)
+    contract = ops.find(call.op)
+    return contract.bytes_moved(call.workload, {a.name: call[a.name] for a in contract.args})
 
 
 def _glue_bytes(call: Call, plan: Plan) -> int:

@@ -132,7 +132,7 @@ class AddRmsNorm(Op):
         part = {**inputs, "x": inputs["x"][picked], "residual": inputs["residual"][picked]}
         return Rows(inputs=part, pick=lambda outs: (outs[0][picked], outs[1][picked]))
 
-    def bytes_moved(self, w: Workload) -> int:
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         return DTYPE_BYTES[w.dtype] * (4 * w["M"] * w["d"] + w["d"])
 
     def flops(self, w: Workload) -> int:

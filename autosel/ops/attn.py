@@ -174,9 +174,9 @@ class Attn(Op):
         }
         return Rows(inputs=part, pick=lambda outs: (heads(outs[0]),))
 
-    def bytes_moved(self, w: Workload) -> int:
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         b, hq, hkv, s, d = (w[n] for n in ("B", "Hq", "Hkv", "S", "D"))
-        keys = sum(attention.keys_read(s, n, int(w.trait("window", 0))) for n in lengths_of(w))
+        keys = sum(attention.keys_read(s, n, int(w.trait("window", 0))) for n in held(w, inputs))
         cache = w.cache_format.nbytes(w.dtype, hkv * keys * d, {"B": b, "H": hkv, "L": w["L"]})
         return 2 * cache + DTYPE_BYTES[w.dtype] * 2 * b * hq * s * d
 
@@ -188,6 +188,12 @@ class Attn(Op):
 def ragged_lengths(b: int, longest: int) -> Tensor:
     """Evenly spread from the longest down to half of it, so that bytes are known from the workload alone; int32 [B]."""
     return torch.tensor([longest - i * (longest // 2) // b for i in range(b)], dtype=torch.int32)
+
+
+def held(w: Workload, inputs: Inputs | None) -> list[int]:
+    """Return how many keys each sequence of these inputs has, or of the inputs that the workload draws."""
+    lengths = None if inputs is None else inputs["lengths"]
+    return lengths_of(w) if lengths is None else [int(n) for n in lengths]
 
 
 def lengths_of(w: Workload) -> list[int]:

@@ -209,8 +209,11 @@ class Op(ABC):
     # --- cost -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def bytes_moved(self, w: Workload) -> int:
-        """Bytes that must cross the memory bus once: each operand read once, each output written once."""
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
+        """Bytes that must cross the memory bus once: each operand read once, each output written once.
+
+        Where they depend on data (the lengths of sequences, the experts that tokens choose), `inputs` decide; without
+        them the bytes are those of the inputs that `inputs(w, seed)` draws."""
 
     @abstractmethod
     def flops(self, w: Workload) -> int:

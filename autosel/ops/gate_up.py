@@ -158,7 +158,7 @@ class GateUp(Op):
         part = {**inputs, "x": inputs["x"][m], **weights}
         return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 
-    def bytes_moved(self, w: Workload) -> int:
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         m, d, i = w["M"], w["d"], w["I"]
         return 2 * w.weight_format.nbytes(w.dtype, i, d) + DTYPE_BYTES[w.dtype] * (m * d + d + m * i)
 

@@ -314,7 +314,7 @@ class KvAppend(Op):
             restore=restore,
         )
 
-    def bytes_moved(self, w: Workload) -> int:
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         return 4 * DTYPE_BYTES[w.dtype] * w["B"] * w["Hkv"] * w["S"] * w["D"] + 4 * w["B"]
 
     def flops(self, w: Workload) -> int:

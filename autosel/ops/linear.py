@@ -138,7 +138,7 @@ class Linear(Op):
         }
         return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 
-    def bytes_moved(self, w: Workload) -> int:
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         m, n, k = w["M"], w["N"], w["K"]
         extra = n * bool(w.trait("bias", False)) + m * n * bool(w.trait("residual", False))
         return w.weight_format.nbytes(w.dtype, n, k) + DTYPE_BYTES[w.dtype] * (m * k + m * n + extra)

@@ -150,7 +150,7 @@ class LmHead(Op):
         part = {**inputs, "x": inputs["x"][m], "w": rows_of(inputs["w"], n)}
         return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 
-    def bytes_moved(self, w: Workload) -> int:
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         m, v, d = w["M"], w["V"], w["d"]
         out = 8 * m if w.trait("greedy", 0) else DTYPE_BYTES[w.dtype] * m * v
         return w.weight_format.nbytes(w.dtype, v, d) + DTYPE_BYTES[w.dtype] * m * d + out

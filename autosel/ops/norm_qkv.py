@@ -126,7 +126,7 @@ class NormQkv(Op):
         part = {**inputs, "x": inputs["x"][m], "w": rows_of(inputs["w"], n)}
         return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 
-    def bytes_moved(self, w: Workload) -> int:
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         m, d, n = w["M"], w["d"], w["N"]
         return w.weight_format.nbytes(w.dtype, n, d) + DTYPE_BYTES[w.dtype] * (m * d + d + m * n)
 

@@ -250,8 +250,8 @@ class PagedAttn(Op):
         part["block_table"] = places.view(len(pairs), -1).masked_fill(table[b.to(table.device)] < 0, -1)
         return Rows(inputs=part, pick=lambda outs: (pick_heads(outs[0], b, h, group),))
 
-    def bytes_moved(self, w: Workload) -> int:
-        return ATTN.bytes_moved(contiguous(w)) + 4 * w["B"] * _blocks(w)
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
+        return ATTN.bytes_moved(contiguous(w), inputs) + 4 * w["B"] * _blocks(w)
 
     def flops(self, w: Workload) -> int:
         return ATTN.flops(contiguous(w))

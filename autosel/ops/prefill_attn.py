@@ -107,7 +107,7 @@ class PrefillAttn(Op):
         part |= {n: inputs[n][b : b + 1, h : h + 1, :end] for n in ("k", "v")}
         return Rows(inputs=part, pick=lambda outs: (outs[0][b : b + 1, heads, rows],))
 
-    def bytes_moved(self, w: Workload) -> int:
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         return DTYPE_BYTES[w.dtype] * 2 * w["B"] * (w["Hq"] + w["Hkv"]) * w["S"] * w["D"]
 
     def flops(self, w: Workload) -> int:

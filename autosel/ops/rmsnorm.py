@@ -130,7 +130,7 @@ class RmsNorm(Op):
         picked = edge_sample(w["M"], count, seed)
         return Rows(inputs={**inputs, "x": inputs["x"][picked]}, pick=lambda outs: (outs[0][picked],))
 
-    def bytes_moved(self, w: Workload) -> int:
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         return DTYPE_BYTES[w.dtype] * (2 * w["M"] * w["d"] + w["d"])
 
     def flops(self, w: Workload) -> int:

@@ -207,7 +207,7 @@ class Rope(Op):
         part = {**inputs, **{n: inputs[n][picked] for n in ("q", "k", "positions")}}
         return Rows(inputs=part, pick=lambda outs: (outs[0][picked], outs[1][picked]))
 
-    def bytes_moved(self, w: Workload) -> int:
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         heads = w["Hq"] + w["Hkv"]
         return 2 * DTYPE_BYTES[w.dtype] * w["M"] * heads * w["D"] + 8 * w["M"] + 2 * w["R"]
 

@@ -234,7 +234,7 @@ class Sample(Op):
         picked = edge_sample(w["B"], count, seed)
         return Rows(inputs={n: t[picked] for n, t in inputs.items()}, pick=lambda outs: (outs[0][picked],))
 
-    def bytes_moved(self, w: Workload) -> int:
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         b = w["B"]
         return DTYPE_BYTES[w.dtype] * b * w["V"] + 8 * b * w["L"] + 28 * b
 

@@ -76,7 +76,7 @@ class GatedUnit(Op):
         part = {**inputs, "gate": inputs["gate"][picked], "up": inputs["up"][picked]}
         return Rows(inputs=part, pick=lambda outs: (outs[0][picked],))
 
-    def bytes_moved(self, w: Workload) -> int:
+    def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         return 3 * DTYPE_BYTES[w.dtype] * w["M"] * w["I"]
 
     def flops(self, w: Workload) -> int:

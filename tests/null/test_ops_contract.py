@@ -170,6 +170,18 @@ def test_bytes_moved_are_each_operand_and_result_once(w: Workload) -> None:
     assert op.bytes_moved(w) == sum(t.numel() * t.element_size() for t in (*operands, *results) if t is not None)
 
 
+@pytest.mark.parametrize("op", ["attn", "paged_attn"])
+def test_bytes_follow_from_the_inputs_where_they_depend_on_data(op: str) -> None:
+    contract, (dims, _) = OPS[op], SHAPES[op]
+    w = contract.workload("bf16", {**dims, "S": 1}, **({"ragged": True} if op == "attn" else {}))
+    inputs = contract.inputs(w, 1)
+    assert contract.bytes_moved(w, inputs) == contract.bytes_moved(w)
+    whole = {**inputs, "lengths": torch.full_like(inputs["lengths"], w["L"])}
+    one = {**inputs, "lengths": torch.ones_like(inputs["lengths"])}
+    token = 2 * 2 * w["Hkv"] * w["D"]
+    assert contract.bytes_moved(w, whole) - contract.bytes_moved(w, one) == token * w["B"] * (w["L"] - 1)
+
+
 @by_op
 def test_costs_grow_with_the_work(w: Workload) -> None:
     op, count = OPS[w.op], w.dims[0][0]
