@@ -1,4 +1,4 @@
-"""Tests build kernels and measure rates in a home of their own, kept between runs; never in the user's.
+"""Give tests a separate home for kernels and rates, kept between runs, never the user's.
 
     @pytest.mark.in_turns(choices)                                        what gives a list of them
     @pytest.mark.in_turns({"gemv": choices_of_gemv, ...}, label=named)    a list a group
@@ -137,7 +137,8 @@ def preforked(nursery: Nursery) -> Iterator[Nursery]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _leaves_the_process_as_found() -> Iterator[None]:
-    """What a file of tests sets for the whole process would fail another file, and only where both happen to meet."""
+    """Undo changes to the process: a file of tests that changes it would fail another file, and only if both run in one
+    process."""
     before = _of_the_process()
     yield
     after = _of_the_process()

@@ -1,8 +1,8 @@
-"""What a test run draws: the day whose share of the rotating tests it takes, and the seed of its random inputs.
+"""Select the cases of a test run: the day of the rotating tests, and the seed of the random inputs.
 
-    pytest --on-day 2026-11-24 --seed 7      repeat a run; without them it is today, and another seed each time
+    pytest --on-day 2026-11-24 --seed 7      repeat a run; defaults: today, and a new seed
 
-tests/conftest.py sets both, and prints them if a test fails. .ci/run gives both, so that neither decides.
+tests/conftest.py sets both, and prints them if a test fails. .ci/run gives both, so that CI is deterministic.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def turn() -> int:
 
 
 def todays(choices: Sequence[Choice], shift: int = 0) -> Choice:
-    """One of them, each in as many days as there are; from one day to the next about three fifths of the list further.
+    """Choose one of them, each on as many days as the others; from day to day about three fifths of the list further.
 
-    For two things that vary, pass their product: turns of their own would meet in few of the combinations.
+    For two varying things, pass their product: separate turns would meet in few combinations.
     """
     count = len(choices)
     step = next(s for s in itertools.count(max(1, round(0.6 * count))) if math.gcd(s, count) == 1)

@@ -18,7 +18,7 @@ import pytest
 from autosel.values import Fingerprint, from_json
 
 FOLDER = Path(__file__).parent / "stored" / "462cf5c"
-KEPT = ("ledger.db", "decisions.json")  # of the home itself; what lies beside it came out of it
+KEPT = ("ledger.db", "decisions.json")  # of the home itself; the other entries come from it
 CERTIFICATES = FOLDER / "certificates.jsonl"
 BUNDLE, LOCK = FOLDER / "bundle.json", FOLDER / "autosel.lock"
 TINY = FOLDER / "tiny"
@@ -34,7 +34,7 @@ def copied(home: Path) -> Path:
 
 
 def said(name: str) -> Any:
-    """Return what a command of that version printed with --json."""
+    """Return the --json output of a command of that version."""
     return json.loads((FOLDER / "json" / f"{name}.json").read_text())
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ROOT / ".venv" / "engines"
 LOCK = ROOT / "locks" / "engines.txt"
 DEPENDENCIES = ROOT / "locks" / "engines-imports.txt"
-FETCHED = ENGINES / "dependencies" / DEPENDENCIES.name  # the list as it was then
+FETCHED = ENGINES / "dependencies" / DEPENDENCIES.name  # the list at that time
 SHORT = {"flashinfer-python": "flashinfer", "nvidia-cuda-nvrtc": "nvrtc"}  # the others go by their package's name
 # Engine -> its line of the lock: `NAME==VERSION --hash=...`
 WHEELS = {
@@ -61,7 +61,8 @@ def _current() -> bool:
 
 
 def paths(*engines: str) -> str:
-    """For PYTHONPATH: autosel's checkout, the engines, what they import; PyTorch's package stays the one installed."""
+    """Return paths for PYTHONPATH: autosel's checkout, the engines, their imports; PyTorch's package is the installed
+    one."""
     found = [ENGINES / e for e in engines]
     return os.pathsep.join(map(str, [ROOT, *found, ENGINES / "shim", ENGINES / "dependencies"]))
 
@@ -99,7 +100,8 @@ def _unpack(engine: str) -> None:
 
 
 def _shim() -> None:
-    """SGLang imports torchvision for image models, of which nothing is asked; its wheel needs CUDA's libraries."""
+    """Replace torchvision, which SGLang imports for image models that tests do not use; its wheel needs CUDA's
+    libraries."""
     folder = ENGINES / "shim" / "torchvision"
     names = "NEAREST NEAREST_EXACT BOX BILINEAR HAMMING BICUBIC LANCZOS"
     mode = f"import enum\nInterpolationMode = enum.Enum('InterpolationMode', '{names}')\n"

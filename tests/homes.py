@@ -1,7 +1,7 @@
-"""The home and the environment that tests share, and homes of a test's own that begin with what the shared one has.
+"""Provide the home and the environment that tests share, and homes of a single test that start with its contents.
 
-Compiled kernels lie under digests of all that they are made from, rates under the device's, and answers of libraries
-under their versions: what another test has left there is what a test would make itself.
+Compiled kernels are stored under digests of all their inputs, rates under the device's, and answers of libraries under
+their versions: entries of another test equal what a test would make itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def shared(*names: str) -> Path:
 
 
 def measure() -> None:
-    """Measure this device in the shared home, if nobody has yet."""
+    """Measure this device in the shared home, once."""
     import pytest
 
     from autosel import fingerprint, settings

@@ -1,4 +1,4 @@
-"""What a kernel is called with: the op's arguments, or the parts of operands in a format that it names."""
+"""Build a kernel's call: the op's arguments, or the parts of operands in a format that it names."""
 
 from __future__ import annotations
 

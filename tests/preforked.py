@@ -38,7 +38,7 @@ ANSWER_S = 120.0  # importing torch on a slow disk
 
 
 class Forked:
-    """A guardian that is no child of this process, with what `Worker` needs of a `Popen`."""
+    """Act like a `Popen` for `Worker`, for a guardian that is not a child of this process."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid, self.pidfd = pid, pidfd
@@ -69,7 +69,7 @@ class Nursery:
             )
 
     def start_guardian(self, config: Mapping[str, Any], environment: Mapping[str, str], fds: Sequence[int]) -> Forked:
-        """Stands in for the function of this name in autosel/workers/process.py."""
+        """Replace the function of this name in autosel/workers/process.py."""
         told = {"config": dict(config), "environment": dict(environment)}
         with self.lock:
             socket.send_fds(self.line, [json.dumps(told).encode()], fds)
@@ -92,7 +92,7 @@ class Nursery:
 
 
 def lives(pid: int) -> bool:
-    """False for one that has ended and has not been waited for."""
+    """Return False for a process that has ended and has not been waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -108,8 +108,8 @@ def serve(line: socket.socket) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is imported stays shared with the children
-    guardian.prctl(guardian.PR_SET_CHILD_SUBREAPER, 1)  # what a guardian could not sweep up is found here
+    gc.freeze()  # imported modules stay shared with the children
+    guardian.prctl(guardian.PR_SET_CHILD_SUBREAPER, 1)  # processes that a guardian could not end are found here
     while True:
         message, fds, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 2)
         with contextlib.suppress(ChildProcessError):
@@ -137,7 +137,7 @@ def load_guardian() -> Any:
 
 
 def be_guardian(guardian: Any, told: dict[str, Any], fds: Sequence[int], line: socket.socket) -> NoReturn:
-    """What `python -I -S guardian.py CONFIG` does in the environment of a worker, with these descriptors open."""
+    """Do the work of `python -I -S guardian.py CONFIG` in a worker's environment, with these descriptors open."""
     try:
         line.close()
         os.setsid()
@@ -169,7 +169,7 @@ def take_environment(given: Mapping[str, str]) -> None:
 
 
 def become_worker(_: str, argv: Sequence[str]) -> NoReturn:
-    """In place of a fresh interpreter: `python -P -m autosel.workers.child ENTRY FD THREADS`."""
+    """Replace a fresh interpreter: `python -P -m autosel.workers.child ENTRY FD THREADS`."""
     for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
         with contextlib.suppress(OSError):
             if not os.get_inheritable(fd):

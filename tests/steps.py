@@ -1,6 +1,6 @@
-"""Decode steps of tiny models, and what is kept of them: digests of logits and cache, by instruction set and libraries.
+"""Run decode steps of tiny models, and store digests of logits and cache, by instruction set and libraries.
 
-    python -m tests.steps         record those of this machine in tests/stored/steps/<instruction set>.json
+    python -m tests.steps         record them for this machine in tests/stored/steps/<instruction set>.json
 
 Weights and tokens come from a closed form in integers, so that every machine has the same ones. Digests are compared
 where instruction set, PyTorch and compiler are those of a record; logits are held against it by value everywhere.
@@ -55,7 +55,7 @@ ARCHITECTURE = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one arm gave: logits after the prompt and after each step, and the cache at the end."""
+    """Hold one arm's results: logits after the prompt and after each step, and the cache at the end."""
 
     logits: tuple[Tensor, ...]  # [B, V]
     cache: str  # digest
@@ -240,7 +240,7 @@ def held(cache: Cache, counts: Sequence[int]) -> list[Tensor]:
 
 
 def reference(name: str, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the baseline's logits of the last step, and those of a pass in higher precision: each [B, V]."""
+    """Return the baseline's logits of the last step, and logits of a pass in higher precision: each [B, V]."""
     _, dtype, _, rows = name.split()
     model = models.load(folder / "model")
     weights = load_weights(Plan(model=model, weights=str(folder / "model"), dtype=dtype))  # type: ignore[arg-type]

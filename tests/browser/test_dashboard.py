@@ -58,7 +58,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def troubles() -> list[str]:
-    """What the browser complained of: errors of scripts, of the content policy, of files that are not there."""
+    """Return the browser's complaints: errors of scripts, of the content policy, of missing files."""
     return []
 
 
@@ -154,7 +154,7 @@ def test_demoting_needs_the_token_a_reason_and_a_yes(tab: Any, daemon: Daemon) -
     form = tab.locator("form.act")
     form.locator("select[name=verb]").select_option("demote")
     form.locator("button").click()
-    assert form.locator("output").inner_text() == ""  # the browser asks for what is missing
+    assert form.locator("output").inner_text() == ""  # the browser requests missing files
     form.locator("input[name=reason]").fill("seen to be wrong")
     form.locator("input[name=sure]").check()
     form.locator("button").click()

@@ -1,7 +1,7 @@
-"""Run a Triton kernel's own host code for a device that is not there: every launch becomes a compilation.
+"""Run a Triton kernel's host code for a device that is not present: every launch becomes a compilation.
 
-Operands are `meta` tensors of the real shapes (no memory), and the driver is one that only names the target, so what is
-compiled is exactly what the host code would launch with these knobs: same specialisation, options and grid.
+Operands are `meta` tensors of the real shapes (no memory), and the driver only names the target, so the compilation is
+exactly the one that the host code would launch with these knobs: same specialisation, options and grid.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Launch:
 
 
 class NamedTarget:
-    """As much of a driver as compiling needs."""
+    """Provide the part of a driver that compiling needs."""
 
     def __init__(self, cc: tuple[int, int]) -> None:
         self.arch = cc[0] * 10 + cc[1]
@@ -80,7 +80,7 @@ class NamedTarget:
 
 @contextmanager
 def instead(cc: tuple[int, int], then: Callable[[Any, Any, list[Any]], None]) -> Iterator[None]:
-    """Launches inside the block are compiled for `cc`; `then` gets what was made of each, its grid, its arguments."""
+    """Compile the launches inside the block for `cc`; `then` gets the result of each, its grid and its arguments."""
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -132,9 +132,9 @@ def _tool(name: str, cubin: bytes, *options: str) -> str:
 def problems(
     kernel: TritonKernel, device: str, shapes: Iterable[Shape], dtypes: Iterable[str], *, spills: bool
 ) -> list[str]:
-    """Compile what the host code would launch at these shapes on a known device; what is wrong with it, in words.
+    """Compile the launches of the host code at these shapes on a known device; return the faults.
 
-    `spills`: registers spilled to local memory count as wrong too, beyond `may_spill`.
+    `spills`: registers spilled to local memory count as faults too, beyond `may_spill`.
     """
     f, found = facts(known.load(device)), []
     for (dims, traits), dtype in product(shapes, dtypes):

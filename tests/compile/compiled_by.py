@@ -1,7 +1,7 @@
 """`python tests/compile/compiled_by.py CC`: compile every Triton kernel for one known device of that compute
-capability, with whichever Triton is first on the path; print its version, then what is wrong, a line each.
+capability, with the first Triton on the path; print its version, then one fault per line.
 
-The first shape of each op, in bf16, with the knobs that the device would be given.
+It uses the first shape of each op, in bf16, with the device's knobs.
 """
 
 # ruff: noqa: T201  (it prints what it found)
@@ -23,7 +23,7 @@ def main(major: int, minor: int) -> None:
     for name, kernel in KERNELS.items():
         try:
             found = problems(kernel, device, SHAPES[kind_of(kernel)][:1], ("bf16",), spills=False)
-        except Exception as error:  # whatever a compiler raises is what is looked for
+        except Exception as error:  # any error of a compiler is the result
             found = [f"{type(error).__name__}: {error}"]
         for problem in found:
             print(f"{name}: {problem}", flush=True)

@@ -1,4 +1,4 @@
-"""What tests of CUDA sources need, without which they skip, and in CI fail: nvcc, a C++ compiler."""
+"""Provide the tools for tests of CUDA sources, nvcc and a C++ compiler. Without them tests skip, and in CI fail."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What autosel's probes ask of cupy, on this CPU: NumPy's arrays, and kernels that run on emulated threads.
+"""Provide the part of cupy that autosel's probes use, on this CPU: NumPy's arrays, and kernels on emulated threads.
 
-It has the names that cupy 14 has, and no others: `Generator.permutation`, or an attribute for the compute capability,
-cupy has not, so a call of one fails here as it would there.
+It has exactly the names that cupy 14 has. cupy lacks `Generator.permutation`, and an attribute for the compute
+capability, so a call of one fails here as it would there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class _Default:
 
 
 class Array(numpy.ndarray):
-    """As cupy's: elements are arrays of no dimension, `data.ptr` the address, `get()` a copy on the host."""
+    """Act like cupy's array: elements are arrays of no dimension, `data.ptr` is the address, `get()` a copy on the
+    host."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
         _Default.busy = True
@@ -66,7 +67,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Kernel:
-    """As cupy.RawKernel: `(grid, block, args, shared_mem=, stream=)`."""
+    """Act like cupy.RawKernel: `(grid, block, args, shared_mem=, stream=)`."""
 
     def __init__(self, library: ctypes.CDLL, name: str, loaded: set[str]) -> None:
         self.library, self.name, self.loaded = library, name, loaded
@@ -158,7 +159,8 @@ def _copy(to: int, start: int, count: int, kind: int, stream: int) -> None:
 
 
 def _module(library: ctypes.CDLL, loaded: set[str], code: str, cooperative: bool) -> Any:
-    """As cupy.RawModule: kernels of this source alone. One that waits for the whole grid is launched cooperatively."""
+    """Act like cupy.RawModule: kernels of this source only. A kernel that waits for the whole grid is launched
+    cooperatively."""
     assert ("cooperative_groups" in code) == cooperative
     names = re.findall(r"__global__ void (\w+)", code)
 
@@ -177,8 +179,8 @@ BOARDS = tuple(UUIDS)
 def modules(
     library: Path, *, devices: int = 1, boards: tuple[str, ...] = BOARDS[:1], uuid: bytes = b""
 ) -> dict[str, ModuleType]:
-    """`cupy`, `cupy.cuda` and `cupy.cuda.runtime`, for sys.modules. `boards`: where CUDA's devices are, in its order;
-    `uuid` in place of each one's own."""
+    """Return `cupy`, `cupy.cuda` and `cupy.cuda.runtime`, for sys.modules. `boards`: PCI addresses of CUDA's devices,
+    in its order; `uuid` replaces each device's own."""
     devices = max(devices, len(boards)) if boards else 0
     library_ = ctypes.CDLL(str(library))
     cupy, cuda, runtime = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.runtime")

@@ -1,4 +1,4 @@
-"""Every CUTLASS build that the formulas ask for on a known device, with a shape at which they do."""
+"""List every CUTLASS build that the formulas give on a known device, with a shape for each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BY_NAME: dict[str, CutlassKernel] = {k.source: k for k in KERNELS if k.op == "li
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """What the formula asks for on one device at one shape: the build that is going to be raced there."""
+    """Hold the formula's build for one device at one shape: the build that will be raced there."""
 
     source: str
     device: str
@@ -38,7 +38,7 @@ class Build:
         return f"{self.source} {self.device} M{self.m} N{self.n} K{self.k} {self.dtype}"
 
 
-# Shapes that bring out whatever a formula can answer: every bucket of M, few tiles and many, even and ragged waves.
+# Shapes that produce all answers of a formula: every bucket of M, few tiles and many, even and ragged waves.
 ROWS = (4, 6, 17, 48, 96, 128, 160, 256, 320, 384, 2048)
 OUTPUTS = (256, 1024, 1152, 2048, 3072, 4096, 5120, 6144, 8192, 10_240, 28_672, 53_248)
 DEPTHS = (4096, 8192, 14_336, 28_672)

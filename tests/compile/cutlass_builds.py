@@ -46,7 +46,7 @@ class Compiled:
 
 
 def compiled(recipe: NativeRecipe) -> Compiled:
-    """What compile_source makes of a recipe, by the same command: device code, host code, link."""
+    """Compile a recipe with the command of compile_source: device code, host code, link."""
     parts = (Path(__file__).read_text(), source_digest(recipe.source, recipe.flags))
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     kept = settings.home() / "machine-code" / f"{recipe.entry}-{digest}.json"
@@ -69,7 +69,7 @@ def _compiled(recipe: NativeRecipe) -> Compiled:
 
 
 def assembled(ptx: bytes, cc: tuple[int, int]) -> Compiled:
-    """What nvcc's assembler makes of this PTX, as it does in a whole build."""
+    """Assemble this PTX with nvcc's assembler, as in a whole build."""
     nvcc = find_nvcc()
     assert nvcc is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +122,7 @@ def emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
 
 @contextmanager
 def overlapped(source: str, *macros: str) -> Iterator[None]:
-    """As emulate.py's."""
+    """Same as in emulate.py."""
     with held_back(_emulated(source, macros)):
         yield
 

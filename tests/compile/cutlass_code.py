@@ -1,4 +1,4 @@
-"""What the machine code of a CUTLASS product is meant to be."""
+"""State the expected properties of a CUTLASS product's machine code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def recipe_of(build: Build) -> NativeRecipe:
 
 
 def faults(build: Build, made: Compiled) -> list[str]:
-    """Why the machine code is not what it is meant to be."""
+    """Return the differences of the machine code from the expectation."""
     main, plain = _parted(made.kernels)
     found = [f"ptxas: {words}" for words in made.advice]  # wgmma put in line: half the rate
     if main.registers > REGISTERS[build.source]:

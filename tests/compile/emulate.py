@@ -33,7 +33,7 @@ FLAGS = (
 
 
 def keep(file: Path, text: str) -> None:
-    """Whoever reads it meanwhile, in another process, sees all of it or nothing."""
+    """Write atomically: a reader in another process sees all of it or nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / file.name
@@ -70,9 +70,9 @@ def _emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
 
 @contextmanager
 def overlapped(source: str, *macros: str) -> Iterator[None]:
-    """What this build launches meanwhile runs at the end, and each dependent launch begins before the ones ahead of it.
+    """Run this build's launches inside the block at its end; each dependent launch begins before the previous ones end.
 
-    Raises RuntimeError with what went wrong. Tensors must live that long.
+    Raises RuntimeError with the fault. Tensors must live that long.
     """
     if as_ptx:  # one after the other: the interpreted device has one launch at a time
         yield
@@ -83,7 +83,7 @@ def overlapped(source: str, *macros: str) -> Iterator[None]:
 
 @contextmanager
 def held_back(build: Path) -> Iterator[None]:
-    library = ctypes.CDLL(str(build))  # the one that is loaded already
+    library = ctypes.CDLL(str(build))  # the one that is already loaded
     library.simt_release.restype = ctypes.c_char_p
     library.simt_hold()
     said = b""

@@ -1,11 +1,12 @@
-"""Our Triton kernels in Triton's interpreter, as candidates: `interpreted:gemv` is kernels/triton/gemv.py on a CPU.
+"""Run autosel's Triton kernels in Triton's interpreter, as candidates: `interpreted:gemv` is kernels/triton/gemv.py on
+a CPU.
 
-Imported first in a worker: whether `triton.jit` compiles or interprets is settled when Triton is imported.
+Imported first in a worker, because `triton.jit` compiles or interprets depending on the time of Triton's import.
 
-The interpreter (3.6 to 3.9) keeps bf16 as uint16 and e4m3 as uint8, and treats them so: `dot` multiplies the bit
-patterns, a conversion to bf16 drops the low half instead of rounding it and loses subnormals. Three functions are
-replaced by what a GPU does. The others replaced are for speed: operands need no copying, and what is the same for
-every operation is done once.
+The interpreter (3.6 to 3.9) keeps bf16 as uint16 and e4m3 as uint8, and calculates with these: `dot` multiplies the bit
+patterns, a conversion to bf16 truncates the low half and loses subnormals. Three functions are replaced by a GPU's
+behaviour. The other replacements are for speed: operands are not copied, and work that is equal for every operation is
+done once.
 """
 
 from __future__ import annotations

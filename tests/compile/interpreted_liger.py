@@ -1,8 +1,8 @@
-"""liger-kernel's own Triton kernels in Triton's interpreter, behind autosel's wrappers of them.
+"""Run liger-kernel's Triton kernels in Triton's interpreter, behind autosel's wrappers.
 
-Loaded in a worker as `tests.compile.interpreted_liger:rope`. What a compiler does and the interpreter does not: a
-float argument becomes an fp32 scalar; bf16 is added and multiplied in fp32 and rounded; a function of the device's
-library is there.
+Loaded in a worker as `tests.compile.interpreted_liger:rope`. This module adds what a compiler does and the interpreter
+does not: a float argument becomes an fp32 scalar; bf16 is added and multiplied in fp32 and rounded; a function of the
+device's library is provided.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ for _name in ("create_fadd", "create_fsub", "create_fmul"):
 
 
 def _elementwise(function: Any) -> Any:
-    """Of the device's library: what the interpreter has no code for."""
+    """Provide a function of the device's library for which the interpreter has no code."""
 
     def apply(x: Any) -> Any:
         return tl.tensor(TensorHandle(function(x.handle.data), x.handle.dtype), x.type)

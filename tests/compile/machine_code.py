@@ -26,7 +26,7 @@ class Function:
 
     name: str  # demangled, without return type and arguments
     registers: int
-    stack_bytes: int  # with those of the functions it calls
+    stack_bytes: int  # including the functions that it calls
     spill_bytes: int
     shared_bytes: int  # static
     instructions: Mapping[str, int]  # opcode up to its first modifiers that matter -> count

@@ -1,8 +1,8 @@
-"""The PTX that nvcc makes of a CUDA source, run on this CPU (ptx/): what a device's assembler would get, with inline
-assembly, where emulate.py compiles the source for the CPU and takes the other branch.
+"""Run the PTX that nvcc makes of a CUDA source on this CPU (ptx/): the input of a device's assembler, with inline
+assembly. (emulate.py instead compiles the source for the CPU, which selects the other branch.)
 
-The shared object is built as a worker builds it, but with PTX in place of machine code, for tensors of the CPU, and
-linked with a CUDA runtime whose device is the interpreter.
+The shared object is built as in a worker, but with PTX instead of machine code, for tensors of the CPU, and linked with
+a CUDA runtime whose device is the interpreter.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Built:
     calls: Iterator[int]
 
     def entry(self, name: str) -> Callable[..., None]:
-        """The entry; whatever it touches must lie in the tensors it is called with, but for a step's: its program holds
-        addresses."""
+        """Return the entry. All memory that it touches must lie in its tensors, except for a step's, whose program
+        holds addresses."""
         import tvm_ffi
 
         function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(self.path)), name)
@@ -82,13 +82,13 @@ class Built:
         return max(re.findall(rb"\.version [^\0]+", self.path.read_bytes()), key=len)
 
     def order(self, order: Order, *, backwards: bool = False, seed: int = 0) -> None:
-        """When what is asynchronous happens: at once, as late as a device may, or by a draw each."""
+        """Set when asynchronous work happens: at once, as late as a device may, or at a random time each."""
         self.library.ptx_order(ORDERS.index(order), int(backwards), seed)
 
     @contextmanager
     def races(self, *, same_allowed: bool = False, must_look: bool = True) -> Iterator[None]:
-        """Of small launches meanwhile, two accesses that nothing orders are an error; `same_allowed`: but for stores of
-        what is there already, which Triton has several threads do."""
+        """Make unordered accesses in small launches an error; `same_allowed`: except stores of the present value, which
+        Triton makes from several threads."""
         self.library.ptx_races(2 if same_allowed else 1)
         before = int(self.library.ptx_raced())
         try:
@@ -105,7 +105,7 @@ class Built:
 
     @contextmanager
     def without(self, line: int) -> Iterator[None]:
-        """As if one of those were not there."""
+        """Remove one of these instructions."""
         self.library.ptx_omit(line)
         try:
             yield

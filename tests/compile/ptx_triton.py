@@ -18,7 +18,7 @@ from tests.compile.aot import instead
 from tests.compile.ptx_machine import ORDERS, bare, launch
 from tests.compile.triton_kernels import KERNELS, Plan, failures_of
 
-# What a parameter of each of Triton's types is passed as; a pointer is the tensor itself.
+# The C type of each of Triton's parameter types; a pointer is the tensor.
 NUMBERS = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
     "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
@@ -50,7 +50,7 @@ def _play(made: Any, grid: Any, values: list[Any], turn: int) -> None:
         made.asm["ptx"],
         made.metadata.name,
         *passed,
-        *(ctypes.c_uint64(0) for _ in range(2)),  # room that it does not ask for
+        *(ctypes.c_uint64(0) for _ in range(2)),  # memory that it does not request
         grid=(sizes[0], sizes[1], sizes[2]),
         threads=32 * made.metadata.num_warps,
         shared_bytes=made.metadata.shared,
@@ -61,7 +61,7 @@ def _play(made: Any, grid: Any, values: list[Any], turn: int) -> None:
 
 
 def failures(plan: Plan, dtype: DTypeName, share: int, turn: int, *, races: bool = False) -> Iterator[str]:
-    """What is wrong in every `share`-th hostile case of the plan from the `turn`-th, in words; races too, if asked."""
+    """Return the faults in every `share`-th hostile case of the plan, from the `turn`-th; with races if requested."""
     fp = known.load(plan.device)
 
     @contextmanager

@@ -1,7 +1,7 @@
 """`python tests/compile/some_cases.py TURN SHARE [WORD ...]`: run part of every kernel's battery in the interpreter.
 
-In a process of its own, for one that has imported Triton to compile cannot interpret. Prints what failed, a line each;
-on stderr what each plan took. WORDs pick the plans whose label has them all.
+It needs a separate process, because a process that imported Triton to compile cannot interpret. It prints one failure
+per line, and on stderr the time of each plan. WORDs select the plans whose label has them all.
 """
 
 # ruff: noqa: E402, T201  (the path first; it prints what it found)

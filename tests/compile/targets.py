@@ -1,7 +1,8 @@
-"""The compute capabilities that tests compile each family of kernels for.
+"""List the compute capabilities for which tests compile each family of kernels.
 
-What a CUDA kernel compiles in is given for every capability (test_machine_code.py takes all known devices' where none
-has it). What a Triton or CUTLASS kernel compiles in comes from a device, so that it takes the known ones.
+The compile-time parameters of a CUDA kernel exist for every capability (test_machine_code.py takes those of all known
+devices for a capability without one). For a Triton or CUTLASS kernel they come from a device, so only known devices are
+used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def of_known_devices() -> tuple[Capability, ...]:
 
 
 def of_cutlass(source: str) -> tuple[Capability, ...]:
-    """Those of the known devices on which the product takes some number of rows."""
+    """Return the capabilities of known devices on which the product supports some number of rows."""
     fits = {
         f.cc
         for f in (facts(known.load(name)) for name in known.names())

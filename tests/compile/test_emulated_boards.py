@@ -27,7 +27,7 @@ __all__ = ["nvml_library", "played", "probes"]  # fixtures
 
 @pytest.fixture
 def initially() -> Iterator[object]:
-    """What nvmlInit answers: for the C library, which reads the environment of the process itself."""
+    """Set the result of nvmlInit for the C library, which reads the environment of the process."""
     libc = ctypes.CDLL(None)
     yield lambda code: libc.setenv(b"INIT", str(code).encode(), 1)
     libc.unsetenv(b"INIT")

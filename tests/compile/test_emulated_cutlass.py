@@ -49,8 +49,8 @@ class WholeVectors:
 
 @cache
 def choices() -> list[tuple[DTypeName, Tile]]:
-    """Rows, columns, stages of all tiles that the formula asks for: one column tile or several, two warps across, the
-    fewest and the most stages. In turns of bf16 and fp16."""
+    """Return rows, columns and stages of all tiles that the formula gives: one column tile or several, two warps
+    across, the fewest and the most stages. bf16 and fp16 alternate."""
     asked = {(b.knobs["rows"], b.knobs["columns"], b.knobs["stages"]) for b in builds() if b.source == "gemm_sm80"}
     return list(zip(itertools.cycle(DTYPES), sorted(asked), strict=False))
 

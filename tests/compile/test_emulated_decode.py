@@ -1,6 +1,6 @@
-"""Whole steps on emulated threads, by the very way a GPU would take: list of ops -> tasks -> launch -> tokens.
+"""Test whole steps on emulated threads, on the same path as on a GPU: list of ops -> tasks -> launch -> tokens.
 
-Only the library is another one: the kernel compiled for this CPU in the place of the one that nvcc would make.
+Only the library differs: the kernel is compiled for this CPU instead of by nvcc.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PRESETS = {"llama": "llama-1b", "qwen3": "qwen3-1.7b", "gemma3": "gemma3-1b"}
 SIZES = {"d": 32, "I": 48, "V": 97, "Hq": 4, "Hkv": 2, "D": 16, "max_context": 256}
 WINDOW = 11
 PROMPTS = [[5, 60, 3, 96, 41, 8, 22, 9, 77, 13, 2, 50, 31], [90, 4, 17, 33, 61]]  # one past the window
-COUNT = 8  # past the end of a bucket of lengths: the tasks are written anew on the way
+COUNT = 8  # beyond the end of a bucket of lengths, so the tasks are written again during the run
 
 
 def tiny(family: str) -> ModelShape:
@@ -249,7 +249,7 @@ def test_what_faulted_is_in_quarantine_and_not_tried_again(
 def test_an_error_of_the_device_under_a_launch_is_blamed_on_it(
     on_h200: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an illegal access shows: at whatever is asked of CUDA next."""
+    """As an illegal access shows: at the next CUDA call of any kind."""
 
     def lost(step: LaunchStep) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -268,7 +268,7 @@ def test_an_error_of_the_device_under_a_launch_is_blamed_on_it(
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Where there are no graphs, running the list is a replay of it. The lengths that were captured."""
+    """Replay by running the list, because there are no graphs. Return the captured lengths."""
     seen: list[int] = []
 
     def captured(ops: Step) -> Any:
@@ -492,7 +492,7 @@ def test_a_step_that_cannot_be_captured_is_run_another_way_unless_it_was_asked_f
 
 
 class ToThisCpu(TorchFunctionMode):
-    """Tensors that are asked of a GPU lie in this machine's memory."""
+    """Place tensors of the GPU in this machine's memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def here(value: Any) -> Any:
@@ -519,7 +519,7 @@ class HostEvent:
 
 @pytest.fixture
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A ledger of its own; what is compiled is shared."""
+    """Provide a new ledger; compiled kernels are shared."""
     made, shared = tmp_path / "home", settings.home()
     made.mkdir(mode=0o700)
     for name in ("native", "emulated"):
@@ -535,8 +535,8 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch, fp: Fingerprint) -> Iterator[None]:
-    """An H200 by all that is asked of PyTorch, NVML and the probes; its memory and its threads are this CPU's."""
-    arms.torch_identity()  # is asked once a process, and must not be asked of this
+    """Pretend to be an H200 to PyTorch, NVML and the probes; memory and threads are this CPU's."""
+    arms.torch_identity()  # queried once per process, and must not be queried of this one
     monkeypatch.setattr(graph, "captured", lambda ops: ops.run)
     monkeypatch.setattr(fingerprint, "take", lambda device, **_: fp)
     monkeypatch.setattr(fingerprint, "unit", lambda device: "GPU-1f0c")

@@ -1,6 +1,6 @@
-"""The CUDA kernels on emulated threads where rows, or a cache's pages, lie more than 2^31 elements apart.
+"""Test CUDA kernels on emulated threads with rows, or a cache's pages, more than 2^31 elements apart.
 
-Parity asks it of every candidate (battery.FAR_ROWS); here it is asked of every kernel before it has met a device.
+Parity requires it of every candidate (battery.FAR_ROWS); here every kernel is tested without a device.
 """
 
 from __future__ import annotations

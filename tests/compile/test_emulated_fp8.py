@@ -1,4 +1,4 @@
-"""What the contract of linear with weights in e4m3 leaves open, on emulated threads."""
+"""Test the freedoms in the contract of linear with weights in e4m3, on emulated threads."""
 
 from __future__ import annotations
 

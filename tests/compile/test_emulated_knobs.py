@@ -1,6 +1,7 @@
-"""Whatever the formulas answer for the models' own shapes on the known devices, on emulated threads at a small shape.
+"""Test all answers of the formulas for the models' shapes on the known devices, on emulated threads at a small shape.
 
-The settings of a call: grids, threads, splits, rings, chunks. What is compiled in, test_emulated_linear.py has.
+These are the settings of a call: grids, threads, splits, rings, chunks. test_emulated_linear.py covers compile-time
+parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.operands import for_kernel, passed, traits_of
 KERNELS = {c.source: c for c in own_candidates() if isinstance(c, CudaKernel)}
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 COMPILED_IN = ("AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4")
-SHARE = 12  # of what a formula answers, a day
+SHARE = 12  # of a formula's answers, per day
 BATCHES = (1, 2, 3, 8, 32, 256)
 CACHE = {"B": 2, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 300}
 # op -> a shape that has more than one of everything: rows, vectors a thread, tiles, splits

@@ -1,7 +1,7 @@
-"""Chains of dependent launches on emulated threads, each begun before the ones ahead of it have done anything.
+"""Test chains of dependent launches on emulated threads, where each begins before the previous ones have done anything.
 
-Of each kernel three calls follow each other: each reads what the one before it wrote, the third writes where the first
-one read, and all use the workspace that the kernel keeps. The bits must be those of one call after the other.
+Three calls of each kernel follow each other: each reads the previous one's result, the third writes where the first one
+read, and all use the kernel's workspace. The bits must equal those of sequential calls.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A GPU's fingerprint, taken here: the probes on emulated threads, cupy's, NVML's and the driver's interfaces played.
+"""Test a GPU's fingerprint here: the probes run on emulated threads, with stand-ins for the interfaces of cupy, NVML
+and the driver.
 
-What is played stands at the libraries' own borders: nvidia-ml-py and ctypes make their real calls. Times mean nothing.
+The stand-ins are at the borders of the libraries: nvidia-ml-py and ctypes make their real calls. Times mean nothing.
 """
 
 from __future__ import annotations
@@ -249,7 +250,7 @@ def test_a_slice_that_cannot_be_told_from_others_is_refused(played: Played) -> N
 
 
 def test_a_uuid_without_a_zero_is_cut_where_it_ends(played: Played) -> None:
-    """What follows it in CUDA's structure belongs to it as a C string."""
+    """The bytes after it in CUDA's structure belong to it, as in a C string."""
     played(slices=3, uuid=SLICE_2 + b"\x07\x08")
     assert nvml.read(0).uuid.startswith("MIG-01020204")
 
@@ -283,7 +284,7 @@ def test_a_chip_that_shares_its_hosts_memory_is_described_by_cuda(played: Played
     finally:
         libc.unsetenv(b"SHARED")
     assert found.memory_bytes == 128 << 30 and found.ecc is None and free is None
-    assert nvml.peak_read_bytes_per_s(found) == 0.0  # nobody says
+    assert nvml.peak_read_bytes_per_s(found) == 0.0  # not reported
 
 
 def test_what_is_free_is_asked_of_the_device_or_its_slice(played: Played) -> None:
@@ -304,7 +305,7 @@ def test_a_device_that_cuda_does_not_show_is_refused(played: Played) -> None:
 def test_without_cupy_the_driver_says_who_a_device_is(
     cupy: str, played: Played, driver_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The very readings, so that what was tuned with cupy serves where there is none."""
+    """With equal readings, so that decisions made with cupy serve without it."""
     played()
     told = nvml.read(0)
     library = PLAIN_CDLL(str(driver_library))
@@ -451,7 +452,8 @@ def test_all_blocks_meet_at_the_barrier_each_time(bench: gpu_probe.Bench) -> Non
 
 
 def test_all_blocks_meet_at_the_toolkits_barrier(bench: gpu_probe.Bench) -> None:
-    """Of kernels/cuda/grid_sync.cu: a block that did not wait would end this process, whose threads all must meet."""
+    """Test kernels/cuda/grid_sync.cu: a block that did not wait would end this process, in which all threads must
+    meet."""
     synced = gpu_cost._grid_sync(bench)
     assert synced is not None
     synced(5)
@@ -506,7 +508,8 @@ def test_a_gate_holds_until_it_is_opened_or_too_long(bench: gpu_probe.Bench) -> 
 
 @pytest.mark.parametrize("name", ["probe_read", "probe_read_one"])
 def test_what_never_happens_is_the_only_thing_written(bench: gpu_probe.Bench, name: str) -> None:
-    """Of a set whose vectors all are the word that consumes the result, the sink gets one; of random data, nothing."""
+    """A set in which every vector is the word that consumes the result writes one value to the sink; random data writes
+    none."""
     cp = bench.cupy
     bench.launch(name, 2, 64, bench.data, cp.uint64(4096), bench.word)
     assert not bench.word.any()

@@ -82,7 +82,7 @@ class Scene:
         self.tokens = torch.randint(VOCABULARY, (m.rows,), generator=draw)
         self.positions = torch.tensor([[20, 46, 3, 0][i] for i in range(m.rows)])
         self.inv_freq = 1.0 / (10000.0 ** (torch.arange(m.width // 2) / (m.width // 2)))
-        for layer in self.layers:  # junk behind the ends reaches nobody
+        for layer in self.layers:  # junk beyond the ends must not be read
             for row, position in enumerate(self.positions.tolist()):
                 layer["k"][row, :, position + 1 :] = float("nan")
                 layer["v"][row, :, position + 1 :] = float("inf")
@@ -217,7 +217,7 @@ def test_a_step_gives_the_bits_of_its_ops_one_by_one(choice: tuple[str, DTypeNam
 
 
 def test_steps_follow_each_other_and_counters_may_wrap_around() -> None:
-    """Nothing is cleared between steps: each waits for its own multiple, also beyond 2^32."""
+    """Counters are not cleared between steps: each waits for its own multiple, also beyond 2^32."""
     scene = Scene(MODELS["llama"], "bf16")
     step = scene.bound(grid=3)
     step.run()

@@ -1,6 +1,6 @@
-"""liger-kernel's published kernels, run by Triton's interpreter: autosel's wrappers call them as they are.
+"""Test liger-kernel's published kernels in Triton's interpreter: autosel's wrappers call them unchanged.
 
-Two a day: a whole proof takes the interpreter half a minute.
+Two per day, because the interpreter needs half a minute for a whole proof.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def devices(cc: Capability) -> list[GpuFacts]:
 
 @cache
 def projections(cc: Capability, source: str = "gemv") -> tuple[Macros, ...]:
-    """What the formula compiles in."""
+    """Return the formula's compile-time parameters."""
     kernel, found = next(k for k in linear.KERNELS if k.source == source), set()
     op = OPS[kernel.op]
     for f in devices(cc):
@@ -65,8 +65,8 @@ def projections(cc: Capability, source: str = "gemv") -> tuple[Macros, ...]:
 
 @cache
 def whole_steps(cc: Capability) -> tuple[tuple[str, Macros], ...]:
-    """What the formula compiles in for the models that have a name, each in one of the dtypes it is asked for in, in
-    turns: they share all code but the unpacking of a vector."""
+    """Return the formula's compile-time parameters for the named models, each in one of its dtypes, in turns: the
+    builds share all code except the unpacking of a vector."""
     found: dict[Macros, list[str]] = {}
     for dtype, f, model, rows in itertools.product(WIDTHS, devices(cc), PRESETS.values(), range(1, 9)):
         attn = OPS["attn"].workload(
@@ -84,19 +84,19 @@ def whole_steps(cc: Capability) -> tuple[tuple[str, Macros], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a kernel's own code may use. `registers` = 65536 / (threads * CTAs an SM is to hold).
+    """Limit a kernel's own code. `registers` = 65536 / (threads * CTAs that an SM must hold).
 
-    Nothing spills, but `stack_bytes`. Variants for rows that are not aligned may use `slow_registers`, and spill: no
-    speed is claimed for them.
+    Nothing spills, except `stack_bytes`. Variants for unaligned rows may use `slow_registers`, and spill: no speed is
+    claimed for them.
     """
 
     registers: int
     slow_registers: int = 0
-    stack_bytes: int = 0  # of what is looked at outside all loops over memory
+    stack_bytes: int = 0  # of the code outside all loops over memory
     more_stack_bytes: Mapping[tuple[Capability, str], int] = field(default_factory=dict)  # in single functions
     builds: Asked = ONE
     wide: tuple[str, ...] = ("LDG.E.128",)  # how aligned variants read memory, and compute
-    alone: bool = False  # nothing else runs beside it: no programmatic dependent launch
+    alone: bool = False  # it runs alone: no programmatic dependent launch
 
 
 def aligned(f: Function) -> bool:

@@ -8,7 +8,7 @@ from benchmarks.gpu import containment
 
 
 def test_the_faults_of_the_containment_stage_compile_for_a_gpu() -> None:
-    """All three in one build; the stage asks for them by the names of its table."""
+    """All three are in one build; the stage uses the names of its table."""
     proofs = [containment.faulty(entry, known.load("h200")) for entry in containment.FAULTS]
     assert [proof.recipe.entry for proof in proofs] == list(containment.FAULTS)
     (digest,) = {proof.digest for proof in proofs}

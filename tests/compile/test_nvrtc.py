@@ -1,5 +1,5 @@
-"""The probes as a fingerprint has them compiled: by NVRTC, in memory, one file with no header beside it. nvcc, with
-which the other tests compile them, brings headers of its own."""
+"""Compile the probes like a fingerprint does: by NVRTC, in memory, one file without other headers. (The other tests use
+nvcc, which brings its headers.)"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Triton's oldest release that the extras admit, the one that the oldest torch comes with: who serves a model pins his
-own, and a kernel that the newest compiles another may refuse."""
+"""Test the oldest Triton that the extras admit, which comes with the oldest torch: users pin their own release, and an
+older one may refuse a kernel that the newest compiles."""
 
 from __future__ import annotations
 

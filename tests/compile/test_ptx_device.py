@@ -66,7 +66,7 @@ def ended(on):
 
 def run(text: str, *, late: bool = True, mib: int = 16) -> str:
     environment = device.environment(mib << 20, late=late, tells=False)
-    environment["PYTHONPATH"] = ""  # neither PyTorch nor cupy is to be had
+    environment["PYTHONPATH"] = ""  # neither PyTorch nor cupy is available
     done = subprocess.run(
         [sys.executable, "-c", BEGIN + textwrap.dedent(text)],
         env=environment,
@@ -250,7 +250,7 @@ def test_a_copy_beyond_an_allocation_is_refused() -> None:
 
 
 def test_a_function_of_a_runtime_that_was_linked_in_jumps_to_the_devices(tmp_path: Path) -> None:
-    """As cupy's is."""
+    """Like cupy's."""
     nvcc = find_nvcc()
     assert nvcc is not None
     source, made = tmp_path / "own.cu", tmp_path / "own.so"

@@ -20,7 +20,7 @@ from tests.compile import test_emulated_attention as attention
 from tests.compile import test_emulated_linear as linear
 from tests.compile import test_emulated_rows as rows
 
-CAPABILITIES = ((9, 0), (8, 0), (8, 9), (12, 0))  # what a kernel is compiled to differs between them
+CAPABILITIES = ((9, 0), (8, 0), (8, 9), (12, 0))  # the compiled code differs between them
 SHARES = {"rows": 1, "products": 2, "attention": 4}
 
 Kernel = tuple[str, DTypeName]

@@ -1,4 +1,4 @@
-"""The interpreted device itself: what it computes, and that it finds the errors it is there to find."""
+"""Test the interpreted device: its computations, and that it detects errors."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_accesses_in_shared_memory_that_nothing_orders_are_an_error(first: str, 
         launch(text, "k", y, threads=64, shared_bytes=256)
 
 
-# Of two blocks the one that comes second reads what the other one wrote.
+# The second of two blocks reads what the first one wrote.
 HANDED_OVER = """
 mov.u32 %r1, %ctaid.x; mul.wide.u32 %q1, %r1, 4; add.u64 %q1, %a0, %q1; setp.ne.u32 %p1, %t, 0; @%p1 bra OVER;
 st.global.u32 [%q1], 7; {release} atom{how}.global.gpu.add.u32 %r2, [%a0+8], 1; {acquire}

@@ -41,7 +41,7 @@ def text_of(source: str) -> str:
 
 
 def launch(self: Kernel, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared: int) -> None:
-    """In place of the stand-in's own: the PTX in place of the source on emulated threads."""
+    """Replace the stand-in's launch: run PTX instead of the source on emulated threads."""
     assert self.name in self.loaded
     source = next(s for s in SOURCES if f".entry {self.name}(" in text_of(s))
     held = [numpy.uint64(a.data.ptr) if isinstance(a, Array) else a for a in args]
@@ -92,7 +92,7 @@ def test_blocks_that_meet_all_wait_for_each_other() -> None:
 
 
 def test_products_of_fp8_take_their_ticks() -> None:
-    """Ticks are those of the interpreted clock."""
+    """Ticks are read from the interpreted clock."""
     ticks, sink = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
     ptx_machine.launch(
         text_of("probes"), "probe_mma_fp8", ctypes.c_uint32(3), ctypes.c_float(0), ticks, sink, threads=128

@@ -25,7 +25,7 @@ CUTS = ((32, 2, 32), (16, 3, 1 << 20), (64, 2, 77))  # tile, stages, chunk
 GRIDS = ((3, 1), (2, 4), (1, 2))  # grid, split_k
 ROWS = ((96, 3), (32, 2))  # threads, grid
 
-# kernel: op, shape, traits, knobs of a call but for pdl, what is compiled in
+# kernel: op, shape, traits, knobs of a call except pdl, compile-time parameters
 Case = tuple[str, dict[str, int], dict[str, Any], tuple[tuple[int, ...], ...], tuple[str, ...]]
 COMPILED_IN = ("AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4")
 KERNELS: dict[str, Case] = {
@@ -71,7 +71,7 @@ def test_a_compiled_triton_kernel_has_no_races(choice: Plan) -> None:
 
 
 def test_each_barrier_and_fence_that_is_left_out_is_missed() -> None:
-    """Of a kernel whose blocks meet in a workspace. Its results show only half of them."""
+    """Test a kernel whose blocks meet in a workspace. Its results reveal only half of the omissions."""
     kernel = Kernel("lm_head", (9, 0))
     assert kernel.failures() == []
     sites = kernel.device.sites()
@@ -89,7 +89,7 @@ class Kernel:
         self.operands = {"gemv_fp8": SCALED_ROWS, "attn_decode_fp8": SCALED_HEADS}.get(name, ())
 
     def failures(self) -> list[str]:
-        """Of all knobs, three times each: as many orders as there are."""
+        """Return the failures over all knobs, three times each, for as many orders as there are."""
         calls = [(chosen, self.failure(chosen)) for chosen in self.knobs for _ in range(3)]
         return [f"{chosen}: {found}" for chosen, found in calls if found]
 

@@ -82,7 +82,7 @@ def test_triton_kernels_meet_their_contracts_in_the_interpreter() -> None:
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout == ""
-    assert ran.stderr.count(" s  ") == len(PLANS)  # each plan says what it took
+    assert ran.stderr.count(" s  ") == len(PLANS)  # each plan reports its time
 
 
 def test_fp32_rows_meet_their_contracts_with_a_gpus_own_exponentials_roots_and_quotients() -> None:

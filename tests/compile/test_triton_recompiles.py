@@ -1,4 +1,4 @@
-"""What changes from one step of serving to the next compiles no Triton kernel again."""
+"""Check that differences between serving steps do not compile a Triton kernel again."""
 
 from __future__ import annotations
 

@@ -168,9 +168,9 @@ SPOILT: dict[str, Callable[[Tensor], Tensor]] = {
     "a row more": lambda t: torch.cat([t, t[:1]]),
     "a dimension less": lambda t: t[0],
 }
-# What says how many rows, heads and columns there are; a dimension less of it and Python says so.
+# Operands that define the number of rows, heads and columns; with a dimension less, Python raises.
 LEADING = {"q", "k", "v", "k_cache", "v_cache", "x", "w", "w_gate", "logits", "gate"}
-# Any dtype of logits is read for what it is, and any number of words is a vocabulary.
+# Logits of any dtype are read correctly, and any number of words is a vocabulary.
 LEGAL = {("sample", "logits", "of another dtype")} | {
     (f"lm_head, tokens of {rows} rows", "w", "a row more") for rows in ("few", "many")
 }
@@ -222,7 +222,7 @@ def test_a_refusal_names_the_operand_and_what_it_should_be() -> None:
 
 @pytest.mark.parametrize("call", ["attn_decode", "rope"])
 def test_one_row_has_no_stride(call: str, launched: list[JITFunction[Any]]) -> None:
-    """A value taken from every so many of a tensor says a stride that nobody walks."""
+    """A value sliced from every n-th element of a tensor has a stride that is never used."""
     function, arguments = CALLS[call]
     name = "lengths" if call == "attn_decode" else "positions"
     one = {n: v[:1] if isinstance(v, Tensor) and n != "inv_freq" else v for n, v in arguments.items()}

@@ -1,4 +1,4 @@
-"""What a Triton kernel keeps from call to call: one room a stream, and one a capture."""
+"""Test the workspace that a Triton kernel keeps between calls: one per stream and one per capture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIKE = torch.empty(1)
 
 
 class Place:
-    """Where calls are made: the driver's answer, which needs a GPU."""
+    """Replace the driver's answer about the stream of a call, which needs a GPU."""
 
     def __init__(self) -> None:
         self.stream, self.capture = 1, 0

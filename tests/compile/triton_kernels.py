@@ -1,4 +1,4 @@
-"""What the Triton kernels are compiled for and proven on: shared by the short tests here and their long form in soak.
+"""List the targets and cases of the Triton kernels, shared by the short tests here and their long form in soak.
 
 A kernel is its candidate: its knobs come from the closed forms, for the devices of fingerprints/.
 """
@@ -208,7 +208,7 @@ def failures_of(
     turn: int,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[str]:
-    """What is wrong in every `share`-th hostile case from the `turn`-th, in words; `around` each call."""
+    """Return the faults in every `share`-th hostile case from the `turn`-th; `around` wraps each call."""
     op = OPS[proof.candidate.op]
     function = load(op, proof.recipe, "", proof.knobs.values)
     for case in cases_of(op, proof, fp)[turn % share :: share]:

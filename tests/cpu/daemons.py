@@ -1,4 +1,4 @@
-"""A daemon as a process of its own, for tests: started for real, ready when it says so, ended as the test likes."""
+"""Run a real daemon in a separate process for tests: it reports when it is ready, and ends as the test requires."""
 
 from __future__ import annotations
 

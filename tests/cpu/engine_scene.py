@@ -1,4 +1,4 @@
-"""A serving engine's own process with autosel's plug-in in it: what was decided, the tiles exported, what it found."""
+"""Run a serving engine's process with autosel's plug-in: its decisions, its exported tiles, and the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autosel.values import Workload
 from tests import engines
 from tests.cpu.serving import serve
 
-# Every script begins with it: what was decided serves.
+# The start of every script: the decisions serve.
 BEGIN = """
 import json, os, torch
 from autosel import dispatch
@@ -64,8 +64,8 @@ def heard(
     plug: Path | None = None,
     **environment: str,
 ) -> dict[str, Any]:
-    """What the script noted in `said`, in one process of the engine, since starting one takes seconds. `tiles`: the
-    file under which the engine shall find TILES; `plug`: one more folder for its path."""
+    """Return the script's notes in `said`, from one process of the engine, since starting one takes seconds. `tiles`:
+    the file in which the engine must find TILES; `plug`: an additional folder for its path."""
     home, files = folder / "home", folder / "files"
     serve(home, chosen)
     path = files / "gemm" / "configs" / tiles

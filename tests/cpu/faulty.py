@@ -1,4 +1,4 @@
-"""A worker entry that does what it is asked to do wrong."""
+"""Provide worker entries that fail in a requested way."""
 
 import ctypes
 import os
@@ -104,7 +104,7 @@ def _hang_up(request, arenas):
 
 
 def _escape(request, arenas):
-    """Leave a grandchild behind in a session of its own, whose parent is gone."""
+    """Leave a grandchild in a new session, whose parent is gone."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:

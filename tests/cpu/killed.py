@@ -1,12 +1,13 @@
-"""A tuning process that is killed, and what must hold after each kill.
+"""Kill a tuning process, and check the state after each kill.
 
 The process forks from one that has imported everything, and runs `pipeline.tune` on real candidates, with the real
 ledger, locks, journal, rules of race and judge, crossover and snapshot. Only the two things that take seconds and store
 nothing are replaced: a proof passes at once, and the samples of a race come from `tests.null.synthetic.Bench`, whose
-truth is known. So a whole tune takes half a second, and hundreds of kills are affordable; `tests/soak` also kills
-tunes in which nothing is replaced.
+true speeds are known. So a whole tune takes half a second, and hundreds of kills are affordable; `tests/soak` also
+kills tunes in which nothing is replaced.
 
-What the tuner has been told is stored (a decision, a debit, a proof) it repeats into a pipe: to that it is held.
+The tuner writes into a pipe what it was told is stored (a decision, a debit, a proof). The checks compare this with the
+ledger.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Bomb:
 
 
 class Pipe:
-    """Where the tuner repeats what it was told. One write a line: whole, or not there."""
+    """Collect the tuner's reports. One write per line, so each is complete or missing."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -112,7 +113,7 @@ class Pipe:
     # As a listener of `tune`:
 
     def stage(self, *_: Any) -> None:
-        """Where it is does not matter here."""
+        """The stage does not matter here."""
 
     def rejected(self, _: Any) -> None:
         """Nor who cannot run."""
@@ -141,7 +142,7 @@ def watched(ledger: Ledger, pipe: Pipe) -> Ledger:
 
 
 def replace_what_takes_seconds(pipe: Pipe) -> None:
-    """Proofs that pass at once, and races on a clock of their own."""
+    """Replace proofs by ones that pass at once, and races by ones on a simulated clock."""
 
     def check_all(proofs: Sequence[Proof], **_: Any) -> list[Parity]:
         for proof in proofs:
@@ -191,7 +192,7 @@ def race_of(contest: Contest, terms: Terms) -> Race:
 
 
 def tune(home: Path, named: Sequence[Named], pipe: Pipe, fuse: int | None = None, *, real: bool = False) -> None:
-    """What the child does; with `fuse`, until that step; `real`: with nothing replaced."""
+    """Run the child's tune; with `fuse`, until that step; `real`: with nothing replaced."""
     if not real:
         replace_what_takes_seconds(pipe)
     if fuse is not None:
@@ -211,7 +212,7 @@ def real_tune(home: str, model: str, fd: int) -> None:
 
 @dataclass(slots=True)
 class Told:
-    """What the tuners of one home have been told is stored, and what they did."""
+    """Collect what the tuners of one home were told is stored, and what they did."""
 
     decided: dict[int, str] = field(default_factory=dict)  # id -> digest
     debits: Counter[str] = field(default_factory=Counter)
@@ -273,7 +274,7 @@ def until_killed(told: Told, work: Callable[[Pipe], None], after_s: float | None
 
 
 def until_real_killed(told: Told, home: Path, model: Path, after_s: float | None) -> bool:
-    """As `until_killed`, for a whole tune in an interpreter of its own; none of its workers outlives it."""
+    """Like `until_killed`, for a whole tune in a separate interpreter; none of its workers survives it."""
     read, write = os.pipe()
     code = f"from tests.cpu.killed import real_tune; real_tune({str(home)!r}, {str(model)!r}, {write})"
     mark = f"AUTOSEL_TEST_HOME={home}"
@@ -364,7 +365,7 @@ def _nothing_is_half_there(told: Told, ledger: Ledger) -> None:
 
 @dataclass(slots=True)
 class Continuity:
-    """What a home's tuners must not do twice: prove what was proven, race what was decided."""
+    """Check that a home's tuners do not repeat stored proofs and decided races."""
 
     proven: set[str] = field(default_factory=set)
     settled: set[str] = field(default_factory=set)  # keys of workloads whose bucket was decided as a whole
@@ -401,7 +402,7 @@ class Graveyard:
         return lambda pipe: tune(home, self.named, pipe, fuse)
 
     def whole(self) -> float:
-        """A tune nobody disturbs: the seconds it takes. What it decides is what every other must come to."""
+        """Run an undisturbed tune; return its seconds. Every other tune must come to the same decisions."""
         home, told, started = self.home(), Told(), time.monotonic()
         assert until_killed(told, self.tune(home))
         seconds = time.monotonic() - started
@@ -437,7 +438,7 @@ def kill_at_moments(graveyard: Graveyard, kills: int, rng: Random, longest_s: fl
 
 
 def kill_real(graveyard: Graveyard, kills: int, rng: Random) -> int:
-    """Kill tunes in which nothing is replaced, at random moments; how many kills."""
+    """Kill tunes in which nothing is replaced at random moments; return the number of kills."""
     home, told, started = graveyard.home(), Told(), time.monotonic()
     assert until_real_killed(told, home, graveyard.folder / "model", None)
     longest, done = time.monotonic() - started, 0

@@ -1,6 +1,7 @@
-"""Kernels that are wrong, each in one way, and kernels that are right in unusual ways; for parity workers only.
+"""Provide kernels that are wrong in one way each, and correct kernels that work in unusual ways; for parity workers
+only.
 
-Those called native_* are planted.cpp's, which planting.py builds beside a copy of this file.
+The native_* ones are in planted.cpp, which planting.py builds next to a copy of this file.
 """
 
 import ctypes
@@ -102,7 +103,7 @@ _TURNS = itertools.count()
 
 
 def fault_descriptor_leak_at_times(x, weight, eps, offset, y):
-    """Slowly enough that the check sees it before the process has no descriptor left, whatever its limit."""
+    """Slowly enough that the check sees it before the process runs out of descriptors, for any limit."""
     if next(_TURNS) % 16 == 0:
         library().descriptor_leak()
     return right(x, weight, eps, offset, y)
@@ -168,7 +169,7 @@ def changes_its_weight(x, weight, eps, offset, y):
 
 
 def zeroes_everything(x, weight, eps, offset, y):
-    """Whoever computes the reference from these tensors afterwards finds it right."""
+    """A reference computed from these tensors afterwards agrees."""
     x.zero_()
     return y.zero_()
 
@@ -334,7 +335,7 @@ def sums_products_in_bf16(x, w, bias, residual, y):
 
 
 def leaves_eps_out(x, weight, eps, offset, y):
-    """It hardly matters beside a mean of squares; where all of x is subnormal, it is all that matters."""
+    """It hardly matters next to a mean of squares; for a subnormal x it is all that matters."""
     wide = x.float()
     rms = wide.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-38)
     return y.copy_((wide / rms * (weight.float() + offset)).to(x.dtype))
@@ -394,7 +395,7 @@ def attends_rightly(q, k, v, lengths, max_len, scale, window, softcap, o):
 
 
 def forgets_the_last_key(q, k, v, lengths, max_len, scale, window, softcap, o):
-    """Of long caches only: of short ones anybody would see it."""
+    """Only for long caches, because for short ones it is obvious."""
     drop = int(max_len > 4096)
     return o.copy_(attention(q, k, v, lengths, max_len, scale, window, softcap, drop=drop))
 
@@ -582,7 +583,7 @@ def in_a_race():
 
 
 def calls_the_baseline(x, weight, eps, offset, y):
-    """Nothing of its own: PyTorch's, passed off as new."""
+    """Return PyTorch's result as its own."""
     return y.copy_(torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight.float() + offset, eps))
 
 
@@ -638,7 +639,7 @@ def computes_in_double(x, weight, eps, offset, y):
 
 
 def rounds_twice(x, weight, eps, offset, y):
-    """As transformers does: the normalised value in the dtype, then times the weight."""
+    """As in transformers: round the normalised value to the dtype, then multiply by the weight."""
     unit = norm(x, torch.ones_like(weight), eps, 0.0)
     return y.copy_(unit * (weight.float() + offset).to(x.dtype)) if offset == 0 else right(x, weight, eps, offset, y)
 

@@ -24,7 +24,7 @@ ATTN = OPS["attn"].workload("bf16", {"B": 1, "Hq": 4, "Hkv": 2, "S": 1, "D": 64,
 
 @cache
 def built(module: str) -> str:
-    """A folder with `module`.py and the library built of `module`.cpp beside it; built once, kept between runs."""
+    """Return a folder with `module`.py and the library built from `module`.cpp; built once, kept between runs."""
     sources = [HERE / f"{module}.py", HERE / f"{module}.cpp", *sorted(HERE.glob("faults.*"))]
     digest = hashlib.sha256(b"\0".join(s.read_bytes() for s in sources)).hexdigest()[:16]
     folder = settings.home() / "planted" / digest
@@ -72,5 +72,5 @@ def proof(
 
 
 def functional(function: str, workload: Workload = RMSNORM) -> Proof:
-    """One that allocates its result."""
+    """Wrap a kernel so that it allocates its result."""
     return proof(function, workload, writes_out=False)

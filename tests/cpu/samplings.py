@@ -1,4 +1,4 @@
-"""Ways to sample a real vocabulary: what every kernel of `sample` is asked, whatever it runs on."""
+"""Provide settings that sample a real vocabulary: the cases for every kernel of `sample`, on any device."""
 
 from __future__ import annotations
 

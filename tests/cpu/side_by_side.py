@@ -1,4 +1,5 @@
-"""One case for several builds of a kernel. What is right is computed once: it takes longer than the kernels."""
+"""Test one case with several builds of a kernel. The reference is computed once, because it takes longer than the
+kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from autosel.ops.compare import compare
 from autosel.ops.contract import Case, Inputs, Mismatch, Op
 
-Run = Callable[[Inputs], Sequence[Tensor]]  # of inputs of its own, which it may write to
+Run = Callable[[Inputs], Sequence[Tensor]]  # of separate inputs, which it may write to
 
 
 def mismatches(
@@ -27,7 +28,7 @@ def mismatches(
 def judge_of(
     op: Op, inputs: Inputs, baseline: Sequence[Tensor] | None
 ) -> Callable[[Sequence[Tensor]], Mismatch | None]:
-    """Return `op.verify` for these inputs; an op with a judgement of its own (ties, supports) is asked each time."""
+    """Return `op.verify` for these inputs; an op with its own judgement (ties, supports) is called each time."""
     if type(op).verify is not Op.verify:
         return lambda got: _wrong(op.verify(inputs, got, baseline))
     reference = op.reference(inputs)

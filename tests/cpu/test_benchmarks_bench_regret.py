@@ -1,4 +1,4 @@
-"""A sweep of settings on real kernels: a setting that is fast because wrong is no rival."""
+"""Test sweeps of settings on real kernels: a setting that is fast because it is wrong does not compete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def timer() -> Iterator[Timer]:
 
 
 def seated(timer: Timer, **spoilt: Callable[..., Any]) -> list[str]:
-    """The kernel as it is, and once for each of `spoilt`, which wraps its call; their names."""
+    """Seat the kernel unchanged, and once for each of `spoilt`, which wraps its call; return their names."""
     plain = entrant(find("rmsnorm", "cpp:rmsnorm"), W, timer.fp)
     arms = {"plain": plain, **{name: replace(plain, candidate=name) for name in spoilt}}
     for name, wrap in spoilt.items():
@@ -45,7 +45,7 @@ def idle(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def once(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Right until the contents change: it keeps what it gave at first."""
+    """Return the first result for ever: correct until the contents change."""
     kept: list[Any] = []
 
     def made(*arguments: Any) -> Any:
@@ -64,7 +64,7 @@ def test_settings_that_compute_nothing_or_an_earlier_result_are_found(timer: Tim
 
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No times are taken: a machine with other work has none to give."""
+    """Measure no times, because a machine with other work gives none."""
     swept = Sweep(settings=2)
     monkeypatch.setattr(
         regret, "nominate", lambda bench, closed, rivals, *_, **__: replace(swept, nominees=[*rivals][:1])

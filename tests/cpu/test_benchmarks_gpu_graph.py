@@ -1,5 +1,5 @@
-"""What the graph stage makes of a replay. CUDA's graphs are played: what was called while one was captured is called
-again, into the same results; kernels and contents are real, on this CPU."""
+"""Test how the graph stage judges a replay. CUDA's graphs are simulated: the calls of a capture are repeated into the
+same results; kernels and contents are real, on this CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Arguments = tuple[Any, ...]
 
 
 class Graph:
-    """The calls made while it was captured, each with what it returned."""
+    """Record the calls of a capture, each with its result."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Callable[..., Any], Arguments, Any]] = []
@@ -42,7 +42,7 @@ class Graph:
 
 
 class Cuda(Host):
-    """Samples are taken as on a GPU."""
+    """Take samples as on a GPU."""
 
     timing = "graph"
 
@@ -105,7 +105,7 @@ def outcome(
     spoil: Callable[..., Any] | None = None,
     refuses: bool = False,
 ) -> str:
-    """Of the stage, for a candidate of rmsnorm; `spoil` wraps its call."""
+    """Return the stage's result for a candidate of rmsnorm; `spoil` wraps its call."""
     fp = fingerprint.take("cpu")
     w = OPS["rmsnorm"].workload("bf16", {"M": 3, "d": 512})
     entry, timer = Entry(candidate=find("rmsnorm", name), workload=w), Timer(fp, "cpu")
@@ -126,7 +126,7 @@ def outcome(
 def test_a_replay_on_other_contents_is_judged_and_compared_with_a_call(
     monkeypatch: pytest.MonkeyPatch, name: str, *, allocates: bool
 ) -> None:
-    """Whether it allocates its result or writes into what it is given."""
+    """For a candidate that allocates its result, and one that writes into an output."""
     assert outcome(monkeypatch, name, allocates=allocates) == "right as graph"
 
 

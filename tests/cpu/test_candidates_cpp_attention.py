@@ -1,7 +1,7 @@
-"""attn, paged_attn, prefill_attn and kv_append in every instruction set this CPU has.
+"""Test attn, paged_attn, prefill_attn and kv_append in every instruction set of this CPU.
 
-The op's own battery under several cuts of the work, and what it does not reach: reads past the end, masked NaN,
-repeatability, refusals.
+The op's own battery with several divisions of the work, and cases that it does not reach: reads past the end, masked
+NaN, repeatability, refusals.
 """
 
 from __future__ import annotations
@@ -97,9 +97,7 @@ def failures(op: Op, made: Case, cuts: Mapping[Isa, tuple[int, ...]]) -> list[st
 def test_a_kernel_meets_its_contract_in_every_case(name: str, dtype: DTypeName) -> None:
     op, cuts, wrong, number = OPS[name], CUTS[name], [], 0
     for dims, traits in SHAPES[name]:
-        most = (dims, traits) == SHAPES[name][
-            -1
-        ]  # instruction sets that this CPU would not take, by what has most in it
+        most = (dims, traits) == SHAPES[name][-1]  # instruction sets beyond this CPU's choice, largest first
         for made in op.cases(op.workload(dtype, dims, **traits)):
             asked = [isa for isa in HAVE if most or isa == NATIVE]
             wrong += failures(op, made, {isa: cuts[(number + at) % len(cuts)] for at, isa in enumerate(asked)})

@@ -62,7 +62,7 @@ WORKLOADS: dict[str, tuple[tuple[dict[str, int], dict[str, Any]], ...]] = {
 
 
 def device(isa: tuple[str, ...] = tuple(sorted(HAVE)), cpus: int = 2, **sizes: int) -> Fingerprint:
-    """A small two-core machine, whatever runs the tests: the knobs under test are the same anywhere."""
+    """Describe a small two-core machine, so that knobs are the same on every test machine."""
     caches = {"l1d_bytes": 32 << 10, "l2_bytes": 1 << 20, "l3_bytes": 32 << 20, "l3_domains": 1}
     rates = {
         "read_bytes_per_s@1": 20e9,
@@ -220,8 +220,8 @@ def test_every_number_of_rows_is_right_with_the_closed_forms_knobs(name: str, dt
 @pytest.mark.parametrize("k", [70, 1029, 2100])
 @pytest.mark.parametrize("isa", ISAS)
 def test_how_columns_are_shared_and_blocked_changes_no_bit_of_few_rows(isa: Isa, k: int) -> None:
-    """Blocks of three rows of weights leave other columns over in other shares; a step shares them out as it goes, and
-    a packed weight has blocks of its own. One row of x has as many chains of sums as its blocks leave room for."""
+    """Blocks of three rows of weights leave other columns over in other shares; a step distributes them dynamically,
+    and a packed weight has separate blocks. One row of x has as many chains of sums as its blocks allow."""
     op, f = OPS["linear"], facts(device(ISA_NEEDS[isa]))
     for m in range(1, 9):
         w = linear(m, 107, k, "fp32")  # rounding would hide it

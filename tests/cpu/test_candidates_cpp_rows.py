@@ -47,7 +47,7 @@ SHAPES: dict[str, tuple[dict[str, int], dict[str, tuple[Any, ...]]]] = {
 
 @cache
 def entry(op: str, isa: Isa) -> Callable[..., None]:
-    """The kernel as it is built for this machine; other instruction sets from one source with all of them."""
+    """Return the kernel built for this machine; other instruction sets from one source with all of them."""
     own = isa == best_isa(FLAGS)
     source = f"cpu/{op}.cpp" if own else str(HERE / "row_kernels.cpp")
     return load_entry(compile_source(source, ISA_FLAGS[isa]).digest, op)

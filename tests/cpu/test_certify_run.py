@@ -1,4 +1,4 @@
-"""What the command line measures, called as a library: no click, no terminal, a listener of one's own."""
+"""Call the measurements of the command line as a library: no click, no terminal, a separate listener."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL = models.load(earlier.TINY)
 
 
 class Heard:
-    """A listener that keeps what it is told."""
+    """Keep the events of a run."""
 
     def __init__(self) -> None:
         self.stages: list[str] = []

@@ -1,4 +1,4 @@
-"""`race --candidate FILE`: a kernel author's own source, proven and timed; and what is said when it cannot be."""
+"""Test `race --candidate FILE`: a kernel author's source, proven and timed, and the messages if that is impossible."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Editor:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, editor: Editor, candidate: Candidate) -> list[str]:
-    """What was raced: the file's text each time."""
+    """Return the texts of the file that were raced."""
     raced: list[str] = []
 
     def once() -> AutoselError | None:

@@ -85,7 +85,8 @@ def hugging_face(family: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oracle:
-    """What Hugging Face says: greedy tokens of each prompt, logits [COUNT, V] in fp32 and, fed the same, in float64."""
+    """Hold Hugging Face's results: greedy tokens of each prompt, logits [COUNT, V] in fp32 and, for the same input, in
+    float64."""
 
     model: Any
     folder: Path
@@ -275,7 +276,7 @@ def test_bf16_errs_no_more_than_transformers_does(oracle: Oracle) -> None:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[set[str]]:
-    """As if every op's C++ kernel had been promoted; the names of those that were bound."""
+    """Serve every op's C++ kernel as if it had been promoted; return the names of the bound ones."""
     served: set[str] = set()
     board = import_module("autosel.dispatch.board")  # the package has a function of that name
     standing_in = board.resolve

@@ -1,4 +1,4 @@
-"""The most memory that a run held is its own, not that of the run before it."""
+"""Check that the peak memory of a run excludes the run before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in 12 bits: the same bits back, whatever they are, and the same bits of a step that reads them."""
+"""Test weights in 12 bits: any bit pattern is restored, and a step that reads them gives the same bits."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def plan_of(name: str, batch: int = 1, **sizes: int) -> Plan:
 
 
 def steps_of(plan: Plan, weights: Weights, fp: Fingerprint, threads: int) -> tuple[TeamStep, TeamStep]:
-    """The team's step on the weights as they are, and packed, each from the same place in a cache of its own."""
+    """Return the team's steps on unpacked and packed weights, each from the same position in a separate cache."""
     made = []
     for packs in (False, True):
         cache = make_cache(plan.shape, "bf16", rows=plan.batch, room=plan.seq)
@@ -181,7 +181,7 @@ def test_every_instruction_set_leaves_the_bits_of_its_own_team(fp: Fingerprint, 
 
 @pytest.mark.parametrize("d", [1920, 2048, 2176])
 def test_short_rows_and_long_ones_are_added_up_as_they_are_unpacked(fp: Fingerprint, d: int) -> None:
-    """Rows below 4 KB have an order of their own."""
+    """Rows below 4 KB are added up in another order."""
     has_kernel(fp)
     plan = plan_of("llama-1b", layers=1, d=d, V=128)
     plain, other = steps_of(plan, load_weights(plan), fp, 2)
@@ -275,7 +275,7 @@ def test_weights_that_packing_would_not_shrink_are_not_packed(fp: Fingerprint) -
 
 def test_a_single_other_bit_is_seen_before_a_step_reads_it(entry: Any) -> None:
     w = torch.randn(16, 256, generator=torch.Generator().manual_seed(1)).mul(0.02).bfloat16()
-    w[3, 7] = 1e-30  # one has no code; one in 10,000 drawn at random has none either, and its code says nothing
+    w[3, 7] = 1e-30  # one has no code; one in 10,000 random ones has none either, and its code is meaningless
     made, _ = there_and_back(entry, w, 2)
     different = torch.zeros(1, dtype=torch.int64)
     entry("compare")(made, w, different, 2)

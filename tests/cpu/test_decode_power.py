@@ -59,7 +59,7 @@ def test_what_cannot_be_read_is_unknown_and_named(tmp_path: Path) -> None:
 
 
 class Board:
-    """A counter that advances every 70 ms of its own clock, by 500 W of them; a step takes 3 ms."""
+    """Count energy: advances every 70 ms of a simulated clock, at 500 W; a step takes 3 ms."""
 
     def __init__(self, advances: bool = True) -> None:
         self.ns, self.advances, self.steps = 12_345_678, advances, 0

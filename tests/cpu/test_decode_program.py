@@ -1,4 +1,4 @@
-"""The one lowering of a step's calls: nothing is left out, nothing is named twice."""
+"""Test the single lowering of a step's calls: no call is missing, no name is used twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of tiny models give what they gave before: the same bits on a recorded machine, the same values on any."""
+"""Check that steps of tiny models give stored results: equal bits on a recorded machine, equal values on any."""
 
 from __future__ import annotations
 

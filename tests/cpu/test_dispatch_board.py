@@ -53,7 +53,7 @@ def home(tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def forget() -> None:
-    """What a new process would not know."""
+    """Clear the state that a new process would not have."""
     validity.forget()
 
 
@@ -144,7 +144,7 @@ def test_editing_a_kernel_voids_its_own_decisions_and_no_others(home: Path, monk
 
 
 def test_tensors_of_another_device_get_the_baseline(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's meta device stands for it: the C++ kernel must not be given pointers it cannot read."""
+    """PyTorch's meta device plays the other device: the C++ kernel must not get pointers that it cannot read."""
     promote(open_ledger(), native_arm())
     away = (X.to("meta"), WEIGHT.to("meta"))
     monkeypatch.setattr(signature, "several_devices", lambda: True)

@@ -23,7 +23,7 @@ def rates() -> dict[str, Rate]:
 
 
 def run(code: str, home: Path, **environment: str) -> str:
-    """Python in a fresh process with its own home; returns what it printed."""
+    """Run Python in a fresh process with a new home; return its output."""
     env = {**os.environ, "AUTOSEL_HOME": str(home), **environment}
     env["PYTHONPATH"] = str(Path(__file__).parents[2])
     done = subprocess.run(

@@ -46,7 +46,7 @@ WRONG = ("float rstd = 1.0f /", "float rstd = 1.01f /")
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home with artefacts of the kernel as it is and of two wrong ones, compiled once, and their sources."""
+    """Return a home with artefacts of the present kernel and of two wrong ones, compiled once, and their sources."""
     folder = tmp_path_factory.mktemp("builds")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOSEL_HOME", str(folder))
@@ -82,7 +82,7 @@ def home(tmp_path: Path, builds: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def forget() -> None:
-    """What a new process would not know."""
+    """Clear the state that a new process would not have."""
     validity.forget()
 
 
@@ -157,7 +157,7 @@ print(json.dumps([before, bound.candidate, bound.reason, right, autosel.epoch()]
 
 
 def serve(home: Path) -> list[Any]:
-    """What a fresh process binds, gives, and says."""
+    """Bind in a fresh process and return its result and log."""
     environment = {**os.environ, "AUTOSEL_HOME": str(home), "PYTHONPATH": str(ROOT)}
     code = SERVE.format(threads=torch.get_num_threads())
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)

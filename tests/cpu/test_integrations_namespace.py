@@ -23,7 +23,7 @@ ORDERS = {
 
 
 def python(home: Path, code: str) -> str:
-    """What a fresh process prints that runs this."""
+    """Return the output of a fresh process that runs this."""
     own = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
     variables = {**own, "PYTHONPATH": str(ROOT), "AUTOSEL_HOME": str(home)}
     done = subprocess.run([sys.executable, "-c", code], cwd=home, env=variables, capture_output=True, text=True)

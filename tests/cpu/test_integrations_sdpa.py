@@ -1,4 +1,4 @@
-"""PyTorch's scaled_dot_product_attention served by what was decided, between activate and deactivate."""
+"""Test decided kernels under PyTorch's scaled_dot_product_attention, between activate and deactivate."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def parts_of(value: Any) -> list[Any]:
     [(op, name) for op, kind in STORED.items() for name in FORMATS[kind] if name != "plain"],
 )
 def test_a_stored_form_takes_the_parts_of_operands_in_a_format(op: str, name: str) -> None:
-    """PyTorch's check of the schema multiplies what it compares, which it cannot in fp8: parity asks for that."""
+    """PyTorch's schema check multiplies values to compare them, which fails in fp8; parity covers that."""
     contract = ops.find(op)
     w = small(contract)
     inputs = contract.inputs(replace(w, traits=(*w.traits, (STORED[op], name))), 1)

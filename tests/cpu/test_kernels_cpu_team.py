@@ -134,7 +134,7 @@ def test_an_exception_of_any_rank_reaches_the_caller_and_the_next_job_is_whole(r
 def test_after_a_rest_short_jobs_stay_with_the_caller_and_long_ones_do_not(run: Run) -> None:
     short, long = (line.split(": ")[1].split() for line in run("rested", 2))
     assert short[0] == "1"
-    assert short[-1] == "2"  # by then they have lost what a wake-up costs
+    assert short[-1] == "2"  # by then they have lost the cost of a wake-up
     assert long[0] == "2"
 
 

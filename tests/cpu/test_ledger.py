@@ -1,4 +1,4 @@
-"""The ledger on real SQLite files: what is acknowledged is there, what is refused changed nothing."""
+"""Test the ledger on real SQLite files: acknowledged writes are there, refused ones changed nothing."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ DIE_IN_A_TRIAL = "with ledger.lock(FP.hw_id), ledger.trial(FP.hw_id, 'attn', CPP
 
 
 def struck(home: Path) -> list[tuple[str, int, bool]]:
-    """What the next tuner is told: (candidate, strikes, held from now on?)."""
+    """Return what the next tuner is told: (candidate, strikes, quarantined from now on?)."""
     with open_ledger(home=home) as ledger, ledger.lock(FP.hw_id) as found:
         return [(s.arm.candidate, s.strikes, s.out) for s in found]
 

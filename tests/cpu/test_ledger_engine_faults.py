@@ -66,7 +66,7 @@ def test_killed_at_every_step_of_a_record_nothing_acknowledged_is_lost_and_nothi
             record(ledger, key)
 
         finished = in_child(die_recording)
-        published = read_snapshot(home)  # whole, whatever happened
+        published = read_snapshot(home)  # complete, whatever happened
         with ledger._database.reading() as c:
             stored = c.execute(sa.select(t.decisions.c.id).where(t.decisions.c.idempotency_key == key)).scalar()
         if stored is not None:
@@ -107,7 +107,7 @@ def test_killed_at_any_step_of_its_creation_a_ledger_opens_the_next_time(home: P
 
 
 def old_ledger(home: Path) -> None:
-    """As the first version left it, with a candidate on trial."""
+    """Restore the ledger of the first version, with a candidate on trial."""
     from alembic import command
 
     database = engine.Database(f"sqlite:///{home / 'ledger.db'}")

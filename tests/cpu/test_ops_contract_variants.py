@@ -194,7 +194,7 @@ def rmsnorm_32(i: dict[str, Any]) -> Outputs:
 
 
 def rmsnorm_stored_between(i: dict[str, Any]) -> Outputs:
-    """As transformers has it: the normalised value is stored, then multiplied."""
+    """Store the normalised value, then multiply it, as transformers does."""
     x, weight = i["x"], i["weight"].float() + i["offset"]
     normed = norm_32(x, torch.ones(x.shape[1]), i["eps"], 0.0).to(x.dtype)
     return ((normed.float() * weight).to(x.dtype),)

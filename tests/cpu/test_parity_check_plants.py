@@ -268,7 +268,7 @@ def name_of(p: Proof) -> str:
 
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, Parity]:
-    """All of them in two rows of workers: one goes on until a kernel kills it or leaves it changed."""
+    """Return all verdicts, from two rows of workers; each continues until a kernel kills it or leaves it changed."""
     proofs = [k.proof for k in KERNELS] + list(RIGHT)
 
     def prove(some: list[Proof]) -> list[Parity]:

@@ -15,7 +15,7 @@ from tests.cpu.planting import proof
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
-MIRRORED = Terms(device="cpu:0")  # any device but `cpu` gets operands of its own
+MIRRORED = Terms(device="cpu:0")  # any device except `cpu` gets separate operands
 
 KV_APPEND = OPS["kv_append"].workload("bf16", {"B": 2, "Hkv": 2, "S": 1, "D": 64})
 ATTN = OPS["attn"].workload("bf16", {"B": 1, "Hq": 4, "Hkv": 2, "S": 1, "D": 64, "L": 300})
@@ -23,7 +23,7 @@ ATTN = OPS["attn"].workload("bf16", {"B": 1, "Hq": 4, "Hkv": 2, "S": 1, "D": 64,
 
 @pytest.mark.parametrize("w", [KV_APPEND, ATTN], ids=lambda w: w.op)
 def test_what_is_right_passes_on_mirrored_operands(w: Workload) -> None:
-    """One op that writes its own outputs, one that writes into what it is given."""
+    """With one op that writes its outputs, and one that writes into its arguments."""
     fp = fingerprint.take("cpu")
     way = way_of(find(w.op, f"torch:{'sdpa' if w.op == 'attn' else w.op}"), w, fp)
     (found,) = check_all([proof_of(way, w)], fp=fp, terms=MIRRORED)

@@ -1,7 +1,7 @@
-"""Twenty-four ways in which a kernel takes its process down, or lies, raced beside a good one in one real tune: each is
-contained and its cause stored, nothing of it is left, and the good one is promoted.
+"""Race twenty-four kernels that crash their process or lie, and a good one, in one real tune: each is contained, its
+cause stored, nothing of it is left, and the good one is promoted.
 
-The worker's own side of the same faults, message by message, is in test_workers.py.
+test_workers.py tests the worker's side of the same faults, message by message.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ ALL = FAULTS | IN_THE_RACE
 
 
 class Silent:
-    """Keeps what was told."""
+    """Keep the events."""
 
     def __init__(self) -> None:
         self.rejections: list[Rejection] = []

@@ -1,4 +1,4 @@
-"""What parity cannot see, because the result is right: kernels that fool a clock, and how the race is not fooled."""
+"""Test kernels with correct results that fool a clock, which parity cannot see, and the race's defence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whoever is first run in a race is in the journal while it is: a machine that does not survive it is remembered."""
+"""Check that the candidate that runs first in a race is in the journal, so that it is known if the machine goes
+down."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The conformance suite as its users run it: a pytest of its own in an otherwise empty folder, on a right kernel, a
-wrong one and one that crashes."""
+"""Run the conformance suite as its users do, with a separate pytest in an empty folder, on a correct kernel, a wrong
+one and one that crashes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.cpu.planting import built
 
 HERE = Path(__file__).parent
 LIMITS = Limits(memory_bytes=400 << 20, processes=16)
-LONG_S, SHORT_S = 60.0, 0.3  # a deadline that is not to be met on purpose, and one that is to be missed
+LONG_S, SHORT_S = 60.0, 0.3  # a deadline that must not be met, and one that must
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What the tests of a fleet need, and the reason where it is not there."""
+"""Provide a server for the tests of a fleet, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def server() -> Iterator[postgres.Server]:
 
 @pytest.fixture
 def own_server(server: postgres.Server) -> Iterator[postgres.Server]:
-    """One that a test may kill."""
+    """Provide a separate server, which a test may kill."""
     with postgres.server() as made:
         yield made
 

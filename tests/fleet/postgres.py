@@ -53,7 +53,7 @@ class Server:
         assert done.returncode == 0, done.stderr
 
     def start(self) -> None:
-        """Returns when it takes connections. What it wrote last is looked at, so that nobody waits by the clock."""
+        """Return when it accepts connections, as its latest log line says, so that tests do not wait by the clock."""
         settings = {"listen_addresses": "", "unix_socket_directories": self.folder, "max_connections": 60}
         settings["recovery_init_sync_method"] = "syncfs"  # after a kill: not each of a thousand files
         words = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
@@ -70,7 +70,7 @@ class Server:
             said.append(line)
             if "ready to accept connections" in line:
                 self._reader = threading.Thread(target=deque, args=(self.process.stderr, 50), daemon=True)
-                self._reader.start()  # or it would wait for somebody to read what it says
+                self._reader.start()  # or it would wait for its output to be read
                 return
         raise AssertionError(f"the server does not start: {''.join(said)}")
 
@@ -79,7 +79,7 @@ class Server:
         assert self.process is not None
         own = psutil.Process(self.process.pid)
         children = own.children(recursive=True)
-        own.suspend()  # it starts nobody anew meanwhile
+        own.suspend()  # it starts no process in the meantime
         ends = [os.pidfd_open(process.pid) for process in children]
         for process in [*children, own]:
             process.send_signal(signal.SIGKILL)
@@ -111,7 +111,7 @@ class Server:
         return psycopg.connect(host=str(self.folder), dbname="postgres", user=login, options=options, autocommit=True)
 
     def schema(self) -> str:
-        """A new, empty one: where a ledger lives. It takes no files of its own, as a database would by the hundred."""
+        """Create an empty schema for a ledger. Unlike a database, it does not need hundreds of files."""
         self._count += 1
         name = f"ledger{self._count}"
         with self.connect() as line:
@@ -130,7 +130,7 @@ def _someone() -> dict[str, int]:
 
 @contextmanager
 def server() -> Iterator[Server]:
-    """A server of its own, under a short name: a Unix socket's has at most 107 characters."""
+    """Start a separate server under a short name, because a Unix socket's path has at most 107 characters."""
     bin_folder = programs()
     assert bin_folder is not None
     with tempfile.TemporaryDirectory(prefix="pg-") as folder:

@@ -83,7 +83,7 @@ def test_each_host_has_a_name_of_its_own_that_it_keeps(ledger: Ledger, other: Le
 
 
 def test_leases_of_two_hosts_do_not_meet(ledger: Ledger, other: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two machines of one kind tune at once: each has a device of its own."""
+    """Two machines of one kind tune at once: each has a separate device."""
     with ledger.lock(FP.hw_id):
         monkeypatch.setattr(containment, "machine", lambda: "another machine's boot")
         with other.lock(FP.hw_id):

@@ -1,4 +1,4 @@
-"""The ledger on a real PostgreSQL: as on SQLite, and what a server adds."""
+"""Test the ledger on a real PostgreSQL: the same as on SQLite, and a server's additions."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_tuner_records_and_an_admin_also_ends_quarantines(
             node.release(held, "I know better")
         ledger.grant("admin", login)
         node.release(held, "I know better")
-        ledger.grant("reader", login)  # what it had is taken back
+        ledger.grant("reader", login)  # its changes are undone
         with pytest.raises(LedgerError, match="does not let this role"):
             record(node, "two")
     assert ledger.quarantined(FP.hw_id) == {}

@@ -26,7 +26,7 @@ from tests.cpu.daemons import ROOT, cli, environment
 
 pytestmark = [
     pytest.mark.fleet,
-    # no importorskip: a file of which nothing is collected would be an error of its own run
+    # no importorskip: a file without collected tests would be an error when run alone
     pytest.mark.skipif(find_spec("ray") is None, reason="no Ray: install the extra `ray`"),
 ]
 END_S = 400.0  # a tune that takes longer hangs
@@ -80,7 +80,7 @@ def test_what_a_killed_worker_had_is_tuned_by_the_other(tmp_path: Path) -> None:
     assert len(said["spoke"]) == 2
     with open_ledger(home=home, alone=True) as ledger:
         stored = {d.id: d for d in ledger.history()}
-    # a machine too noisy to decide says so, with a decision of its own: each workload has come to its end
+    # a machine too noisy to decide reports this as a decision: each workload has come to its end
     assert {stored[number].workload["d"] for number in said["decisions"]} == {512, 2048}
     assert {stored[number].hw_id for number in said["decisions"]} == {said["hw_id"]}
     assert said["undecided"] == [
@@ -88,7 +88,7 @@ def test_what_a_killed_worker_had_is_tuned_by_the_other(tmp_path: Path) -> None:
     ]
 
 
-# The command as it is, but for this: after the first decision is told, it hears nothing more until its input ends.
+# The unchanged command, except that after the first decision it hears nothing more until its input ends.
 HOLDS = """
 import sys
 from autosel.cli.main import main
@@ -108,7 +108,7 @@ main()
 
 @contextmanager
 def tuning(home: Path, *words: str, held: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """`tune --ray local:2` in a process group of its own, as a terminal starts it; what hangs is killed. `held`: it
+    """Run `tune --ray local:2` in a separate process group, as a terminal does, and kill it if it hangs. `held`: it
     stops after its first decision."""
     start = ["-c", HOLDS] if held else ["-m", "autosel.cli.main"]
     child = subprocess.Popen(
@@ -147,7 +147,7 @@ def of(home: Path) -> list[psutil.Process]:
 
 
 def runs(process: psutil.Process) -> str:
-    """Its command; "" for one that has ended, also where nobody has asked for its exit code yet."""
+    """Return its command; "" if it has ended, also before its exit code is read."""
     try:
         return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline()) or process.name()
     except psutil.NoSuchProcess:

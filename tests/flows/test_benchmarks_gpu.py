@@ -165,7 +165,7 @@ def begun(folder: Path, out: str, *, stage: str = "graph", unit: int = 2, home: 
 
 
 def resumed(folder: Path, out: str) -> None:
-    """The same command goes on where the other one was stopped."""
+    """The same command continues where the first one was stopped."""
     before = json.loads((folder / out / "graph.json").read_text())
     assert 0 < len(before["units"]) < len(before["listed"])
     words = ["--device", "cpu", "--out", str(folder / out), "--model", str(folder / "model"), "--seq", "128"]

@@ -1,4 +1,4 @@
-"""A broken environment is nobody's fault: real workers in environments that are really broken, then mended."""
+"""Check that a broken environment blames no candidate: real workers in really broken environments, then repaired."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from autosel.tuning.shortlist import way_of
 from autosel.values import Decision, Failed, to_json
 
 WORKLOAD = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 512})
-BLAME = (schema.quarantines, schema.decisions, schema.verdicts)  # what a broken environment must not write to
+BLAME = (schema.quarantines, schema.decisions, schema.verdicts)  # tables that a broken environment must not change
 
 
 class Watching:
-    """Keeps what was told, and calls `at_stage` at each stage."""
+    """Keep the events, and call `at_stage` at each stage."""
 
     def __init__(self, at_stage: Callable[[str, int, int], None] = lambda *_: None) -> None:
         self.at_stage, self.rejections = at_stage, list[Rejection]()
@@ -157,8 +157,8 @@ def test_where_no_native_kernel_can_be_loaded_no_native_candidate_has_failed(
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
-    """A compiler that has worked in a home of its own, whose rates are known. The function given makes it refuse every
-    command with some words in it, saying why."""
+    """Provide a compiler that has worked in a separate home, whose rates are known. The returned function makes it
+    refuse every command, with this message."""
     script, home = tmp_path / "c++", tmp_path / "home"
 
     def breaks(words: str, why: str) -> None:

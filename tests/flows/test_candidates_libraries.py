@@ -80,7 +80,7 @@ def named(plan: Plan) -> str:
 
 @pytest.fixture(autouse=True)
 def _no_stand_in_stays() -> Iterator[None]:
-    """Who asks afterwards whether a library is installed must not find one of these."""
+    """Remove the stand-ins afterwards, so that later checks do not find them installed."""
     yield
     for name in [n for n, m in sys.modules.items() if STAND_INS in Path(getattr(m, "__file__", None) or "").parents]:
         del sys.modules[name]
@@ -116,7 +116,7 @@ def test_a_library_called_as_its_signature_says_meets_the_contract(plan: Plan, p
 
 
 def test_planned_attention_plans_when_a_length_has_changed_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of other pages, and of an empty sequence, it takes note without."""
+    """For other pages, and for an empty sequence, it needs no new plan."""
     monkeypatch.syspath_prepend(STAND_INS)
     for name in [n for n in sys.modules if n.partition(".")[0] in ("arithmetic", *STOOD)]:
         monkeypatch.delitem(sys.modules, name)
@@ -199,7 +199,7 @@ def test_a_stand_in_has_the_published_signature(
         pytest.skip(engines.missing(engine))
     theirs = published(engines.ENGINES / engine / file, function)
     ours = stood(file, function, monkeypatch)
-    if function in PARTS:  # what is passed by name, wherever it stands
+    if function in PARTS:  # arguments passed by name, in any position
         theirs = {n.removeprefix("*"): d for n, d in theirs.items()}
         ours = {n.removeprefix("*"): d for n, d in ours.items() if n != "unused"}
         theirs = {name: theirs[name] for name in ours if name in theirs}

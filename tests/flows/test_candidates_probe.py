@@ -1,4 +1,4 @@
-"""Libraries, SDPA's kernels and torch.compile are tried in a child with a deadline: whatever happens is an answer."""
+"""Test trials of libraries, SDPA's kernels and torch.compile in a child with a timeout: every outcome is an answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = replace(known.load("h200"), kind="cpu", identity={"cpus": 2})
 ATTN = OPS["attn"].workload("bf16", {"B": 1, "Hq": 8, "Hkv": 8, "S": 1, "D": 64, "L": 512})
 NORM = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 512})
 SDPA, COMPILED = f"{sdpa.__name__}:called", f"{inductor.__name__}:called"
-# What is planted in PyTorch before the child's first line: as sitecustomize, in place of what is tried.
+# Code that replaces a part of PyTorch before the child's first line, as sitecustomize.
 WHAT = {"sdpa": "import torch.nn.functional as it\nit.scaled_dot_product_attention = planted\n",
         "compile": "import torch as it\nit.compile = planted\n"}  # fmt: skip
 HOW = {
@@ -85,7 +85,7 @@ def test_a_kernel_for_a_device_that_is_not_there_is_rejected() -> None:
     assert isinstance(found, Rejected) and "no GPU of compute capability 9.0" in found.reason
 
 
-# PyTorch's own package stands in for a library: it is installed, and has a version.
+# PyTorch's own package plays a library: it is installed, and has a version.
 TORCH = Library(distribution="torch", module="json", least_version=(1, 0), needs=("dumps",))
 
 
@@ -123,7 +123,7 @@ def test_torch_compile_is_accepted_where_it_works_and_rejected_where_not(
     assert norm.supports(NORM, CPU) == Accepted()
     planted(tmp_path, monkeypatch, "compile", HOW["raises"][0])
     probe.forget()
-    assert norm.supports(NORM, CPU) == Accepted()  # what was found out is kept
+    assert norm.supports(NORM, CPU) == Accepted()  # the result is cached
     found = norm.supports(NORM, replace(CPU, identity={"cpus": 3}))
     assert isinstance(found, Rejected)
     assert found.reason == "torch.compile does not work here: RuntimeError: no such kernel"

@@ -30,7 +30,7 @@ W = Workload(op="rmsnorm", dims=(("M", 1), ("d", 64)), dtype="fp32", traits=())
 
 
 class Quiet:
-    """A listener that tells nobody."""
+    """Ignore all events."""
 
     def stage(self, *_: Any) -> None: ...
 

@@ -26,7 +26,7 @@ __all__ = ["built", "home"]  # fixtures
 
 @pytest.fixture
 def lock(home: Path, tmp_path: Path) -> Path:
-    """Of a home in which one C++ kernel serves."""
+    """Write the lock of a home in which one C++ kernel serves."""
     promote(open_ledger(), native_arm())
     path = tmp_path / "autosel.lock"
     assert run(["lock", "--file", str(path)]) == 0

@@ -1,5 +1,5 @@
-"""What users get wrong and what machines do to them, at the command line: a clear error or a recorded rejection, the
-right exit code, and nothing lost that was stored."""
+"""Test mistakes of users and faults of machines at the command line: a clear error or a recorded rejection, the right
+exit code, and no loss of stored data."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def use(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
 
 
 def forget() -> None:
-    """What a new process would not know."""
+    """Clear the state that a new process would not have."""
     settings.read.cache_clear()
     find_compiler.cache_clear()
     probe.load.cache_clear()
@@ -577,7 +577,7 @@ def as_nobody(home: Path, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_a_home_that_is_a_file_is_said_so_by_every_verb_that_needs_it(tmp_path: Path) -> None:
-    """In processes of their own: what this one has read of another home is remembered."""
+    """In separate processes, because this one remembers another home."""
     file = tmp_path / "file"
     file.touch()
     env = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")} | {"AUTOSEL_HOME": str(file)}

@@ -1,4 +1,4 @@
-"""What a running program asks for is noted, by all its processes, and tuned."""
+"""Check that the workloads of a running program, with all its processes, are recorded and tuned."""
 
 from __future__ import annotations
 

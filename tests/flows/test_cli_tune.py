@@ -70,7 +70,7 @@ def test_tune_decides_every_workload_with_its_evidence(tuned: dict[str, Any]) ->
 
 
 def test_a_second_tune_measures_nothing(home: Path, tuned: dict[str, Any]) -> None:
-    """Nothing that is settled: what this machine was too noisy to decide is raced again."""
+    """Nothing settled is measured; workloads that this machine was too noisy to decide are raced again."""
     again = verb(home, "tune", "--model", str(home / "model"), "--seq", "200", *OPS, "--json")
     settled = {d["decision_id"] for d in settled_in(tuned)}
     assert settled <= {d["decision_id"] for d in again["decisions"]}
@@ -167,7 +167,7 @@ def test_two_tuners_of_one_device_the_second_is_told_who_holds_it(
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_tune_says_what_was_kept_and_how_to_go_on(home: Path, tmp_path: Path, sent: signal.Signals) -> None:
-    """A process of its own, with real workers."""
+    """In a separate process, with real workers."""
     words = ["tune", "--model", str(home / "model"), "--op", "rmsnorm"]
     child = subprocess.Popen(
         [sys.executable, "-m", "autosel.cli.main", *words],

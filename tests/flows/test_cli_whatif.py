@@ -1,4 +1,4 @@
-"""An upgrade rehearsed: another interpreter tunes in a home that is thrown away, and what differs is told."""
+"""Rehearse an upgrade: another interpreter tunes in a temporary home, and the differences are reported."""
 
 from __future__ import annotations
 

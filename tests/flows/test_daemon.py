@@ -368,7 +368,7 @@ def test_what_a_serving_process_misses_is_queued_and_told_to_the_next_daemon_too
     board = Board(home)
     try:
         board.selection(op)(x, weight)
-        board.hand_over()  # nobody there: nothing happens
+        board.hand_over()  # without a reader, nothing happens
         for _ in range(2):
             with running(home, "--busy", "0") as daemon, daemon.client() as ask:
                 board.hand_over()
@@ -389,7 +389,7 @@ for _ in range(7):
 
 
 def test_what_served_how_many_calls_is_told_to_the_daemon_and_shown(daemon: Daemon) -> None:
-    """By a process that lives on, as it goes; by one that ends, at its end. One for other conditions is named."""
+    """By a process that continues, periodically; by one that ends, at its end. Calls for other conditions are named."""
     from autosel.ops import find
 
     threads = torch.get_num_threads()

@@ -1,6 +1,7 @@
-"""Who takes the whole step stands in the ledger: raced once, served without a race until something it rests on changes.
+"""Test decisions about the whole step: raced once, then served without a race until something that they depend on
+changes.
 
-The steps are real, their times are not: whether a race is won must not depend on this machine's mood.
+The steps are real and their times are not: the result of a race must not depend on this machine.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A ledger of its own; what is compiled and measured of this machine is shared."""
+    """Provide a new ledger; compiled kernels and measured rates are shared."""
     made, shared = tmp_path / "home", settings.home()
     made.mkdir(mode=0o700)
     for name in ("native", "fingerprint"):

@@ -1,4 +1,4 @@
-"""What becomes of a run whose optimised arm chooses other tokens than the baseline, on a tiny model."""
+"""Test a run whose optimised arm chooses other tokens than the baseline, on a tiny model."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def says(monkeypatch: pytest.MonkeyPatch, arm: Any, step: int, change: Callable[
 
 
 def certified(run: DecodeRun) -> Any:
-    """As a certificate states it, all else in order."""
+    """Return the verification of a certificate in which everything else is correct."""
     fields = ("tokens_checked", "tokens_equal", "tokens_open", "max_logit_error", "logit_bound")
     steps = {"batch": run.plan.batch, "iters": run.tokens_checked // run.plan.batch, "step_ms": 90.0}
     return certificate(decode_run(**{name: getattr(run, name) for name in fields}, **steps))

@@ -1,4 +1,5 @@
-"""The guides do what they say: their Python and their brief commands run in the order of the page; all are accepted."""
+"""Run the guides: their Python code and short commands run in the order of the page; all other commands are
+accepted."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def ran(command: str) -> str:
 
 
 def split(command: str) -> tuple[dict[str, str], list[str]]:
-    """What is set for a command alone, and its words."""
+    """Split a command into its variables and its words."""
     words = shlex.split(command)
     given = [w for w in words if re.match(r"[A-Z_]+=", w)]
     return dict(w.split("=", 1) for w in given), words[len(given) :]
@@ -121,7 +122,7 @@ def changes(diff: str) -> str:
 def environment(home: Path) -> dict[str, str]:
     kept = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    one = {"OMP_NUM_THREADS": "1"}  # other tests run beside this one
+    one = {"OMP_NUM_THREADS": "1"}  # other tests run at the same time
     return kept | one | {"AUTOSEL_HOME": str(home), "PYTHONPATH": str(ROOT), "PATH": path}
 
 
@@ -142,7 +143,7 @@ def read_as_tensorrt_llm(options: dict[str, Any]) -> None:
 
 
 def copied(folder: Path) -> None:
-    """What a checkout needs to run."""
+    """Copy the parts that a checkout needs to run."""
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
     for part in ("autosel", "kernels", "fingerprints", "db"):
         shutil.copytree(ROOT / part, folder / part, ignore=ignored)

@@ -26,7 +26,7 @@ def target(*decisions: Decision, derives: bool = True, dtype: str = "bf16") -> T
 
 
 def decision(number: int, m: int, candidate: str, backend: str, knobs: dict[str, int], **traits: bool) -> Decision:
-    """Of llama-1b's qkv product on the device of `target`."""
+    """Return a decision for llama-1b's qkv product on the device of `target`."""
     qkv = products(MODEL)[0]
     w = ops.find("linear").workload("bf16", {"M": m, "N": qkv.n, "K": qkv.k}, **traits)
     recipe = NativeRecipe(source="x.cu", entry="x") if backend == "CUDA_EXT" else PythonRecipe(target="x:x")

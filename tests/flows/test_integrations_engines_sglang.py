@@ -21,7 +21,7 @@ def _sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sglangs_own_lookups_find_every_row(tmp_path: Path) -> None:
-    """Products and experts, in bf16 and in blocked fp8, derived and pinned; pinned ones are what it runs without."""
+    """Products and experts, in bf16 and in blocked fp8, derived and pinned; pinned ones are the engine's defaults."""
     asked = [target(tp=2), target(derives=False)]
     for name, extra in (("plain", {}), ("fp8", FP8)):
         model = str(checkpoint(tmp_path / name, **extra))

@@ -66,7 +66,7 @@ def spoiled(scratch: Path, folder: Path) -> list[Row]:
 
 @asks_vllm
 def test_vllms_own_lookups_find_every_row(tmp_path: Path) -> None:
-    """Products and experts, in bf16 and in blocked fp8, derived and pinned; pinned ones are what it runs without."""
+    """Products and experts, in bf16 and in blocked fp8, derived and pinned; pinned ones are the engine's defaults."""
     asked = [target(tp=2), target(derives=False)]
     for name, extra in (("plain", {}), ("fp8", FP8)):
         model = str(checkpoint(tmp_path / name, **extra))

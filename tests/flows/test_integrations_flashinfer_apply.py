@@ -1,4 +1,4 @@
-"""What was decided, behind FlashInfer's own functions, by its own trace_apply; the published wheel, on the CPU."""
+"""Serve decided kernels behind FlashInfer's functions, by its own trace_apply; with the published wheel, on the CPU."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ print(json.dumps(said))
 
 
 def heard(script: str, home: Path, *engines_: str, **environment: str) -> dict[str, Any]:
-    """What a script noted in `said`, in a process of its own that serves from this home."""
+    """Return a script's notes in `said`, from a separate process that serves from this home."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
     given = {"PYTHONPATH": engines.paths(*engines_), "AUTOSEL_HOME": str(home), **environment}
     (home / "native").symlink_to(settings.home() / "native")
@@ -174,7 +174,7 @@ def small(op: str, **dims: int) -> Decision:
 
 
 def test_only_what_can_serve_flashinfers_calls_here_is_put_under_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a GPU here that is what was decided on it: FlashInfer has no call on a CPU."""
+    """With a GPU, these are the decisions for it: FlashInfer has no calls on a CPU."""
     d, gpu = small("rmsnorm", M=1, d=64), known.load("h200")
     assert flashinfer_apply.serving([d]) == [d]
     unfit: list[Any] = [

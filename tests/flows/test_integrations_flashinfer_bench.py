@@ -222,7 +222,8 @@ FOREIGN: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
 
 
 def foreign(folder: Path, name: str, **changed: Any) -> Path:
-    """A dataset of somebody's, with one workload that was evaluated twice and once failed, and one nobody solved."""
+    """Write a foreign dataset, with one workload that was evaluated twice and failed once, and one without a
+    solution."""
     axes, variable, _ = FOREIGN[name]
     first = {"rmsnorm_h4096": "hidden_states", "gemm_n_28672_k_4096": "A", "silu_and_mul_h512": "input"}.get(name, "q")
     meant = {

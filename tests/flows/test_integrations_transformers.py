@@ -70,7 +70,7 @@ def made(family: Callable[[], Any]) -> Any:
 
 
 def served_workloads() -> list[tuple[Workload, str]]:
-    """Of a decode step, one row and two, as far as our C++ kernels take them."""
+    """Return the workloads of a decode step, with one row and two, that autosel's C++ kernels support."""
     find = ops.find
     chosen: list[tuple[Workload, str]] = []
     for m in (1, 2):
@@ -354,14 +354,14 @@ def test_low_precision_logits_stay_within_the_roundings_of_the_format() -> None:
     own = (logits(model).double() - exact).square().mean().sqrt()
     autosel.patch(model)
     ours = (logits(model).double() - exact).square().mean().sqrt()
-    assert ours <= 2 * own  # parity's rule for an RMS error beside the baseline's
+    assert ours <= 2 * own  # parity's rule for an RMS error relative to the baseline's
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
 def caches() -> tuple[Any, Any]:
-    """The same three tokens in a plain cache, and in one that patching has made room in."""
+    """Return the same three tokens in a plain cache, and in one that grows in place."""
     config = llama().config
     plain, roomy = transformers.DynamicCache(config=config), transformers.DynamicCache(config=config)
     _make_room(roomy, 0)

@@ -1,5 +1,5 @@
-"""A patched model computes the attention that it computed before: served where the op is what it asks for, else its
-own."""
+"""Check that a patched model computes unchanged attention: served if the op describes the call, else by its own
+code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gemma2() -> Any:
 
 @pytest.fixture
 def board(tmp_path: Path) -> Iterator[dispatch.Board]:
-    """Nothing is decided: PyTorch's baseline of each op serves, and its calls are counted."""
+    """Serve and count PyTorch's baseline of each op, without decisions."""
     with dispatch.use(tmp_path) as board:
         yield board
 
@@ -69,7 +69,7 @@ def test_a_model_loaded_with_eager_attention_computes_what_it_did(
     own = distance(model, exact)
     patched = autosel.patch(model)
     assert model.config._attn_implementation == "eager"
-    assert distance(model, exact) <= 2 * own  # parity's rule for an RMS error beside the baseline's
+    assert distance(model, exact) <= 2 * own  # parity's rule for an RMS error relative to the baseline's
     assert [tokens(model, **way) for way in WAYS] == before
     served = family is not gpt_oss
     assert patched.replaced["attention"] == (patched.found["attention"] if served else 0)
@@ -87,7 +87,7 @@ def test_attention_with_sinks_is_left_and_the_reason_is_said(board: dispatch.Boa
 
 
 def test_an_argument_that_the_op_does_not_have_sends_the_call_to_the_models_own(board: dispatch.Board) -> None:
-    """Sinks of no weight pass the proof; what they weigh later arrives as an argument of each call."""
+    """Sinks of no weight pass the proof; their later weight arrives as an argument of each call."""
     model = made(gpt_oss)
     sinks = [layer.self_attn.sinks for layer in model.model.layers]
     weights = [sink.clone() for sink in sinks]

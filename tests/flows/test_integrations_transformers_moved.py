@@ -18,7 +18,7 @@ from tests.flows.test_integrations_transformers import LAYERS, V, llama, made
 def test_a_model_moved_off_the_device_it_was_proven_on_runs_its_own_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What would serve it there is our baseline, slower than its own; and a mask there is not looked into."""
+    """The baseline would serve it there, slower than its own code; and masks are not read there."""
     with dispatch.use(tmp_path) as board:
         model = made(llama)
         autosel.patch(model)

@@ -50,7 +50,7 @@ LLAMA = {
     "max_position_embeddings": 256,
     "torch_dtype": "float32",
 }
-# One process, since starting vLLM takes seconds: what it notes is what the tests read.
+# One process, because starting vLLM takes seconds: the tests read its notes.
 SCRIPT = """
 # Triton with a device that is none: kernels are interpreted. vLLM asks these two things of it.
 import triton.backends
@@ -161,7 +161,7 @@ def test_each_op_is_registered_once_under_the_flag_vllm_knows(said: dict[str, ob
 
 def test_vllms_modules_run_what_was_decided_and_are_right(said: dict[str, object]) -> None:
     assert said["norm"] == ["AutoselRMSNorm", True, True, True] and said["act"] is True
-    assert said["own"] is True  # a width nobody decided: vLLM's own
+    assert said["own"] is True  # an undecided width: vLLM's own
     assert said["uses"] == ["add_rmsnorm", "paged_attn", "rmsnorm", "swiglu"]
 
 

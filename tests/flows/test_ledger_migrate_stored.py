@@ -1,6 +1,7 @@
-"""A home that commit 462cf5c wrote: today's code opens it, lists it, serves it or says why not, and takes its files in.
+"""Test a home that commit 462cf5c wrote: today's code opens it, lists it, serves it or explains why not, and imports
+its files.
 
-Ops on fp8 operands were ops of their own then; their rows move to the keys of linear and attn. All others stay.
+Ops on fp8 operands were separate ops then; their rows move to the keys of linear and attn. All others stay.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _there() -> Iterator[None]:
 
 
 def rows_then() -> tuple[Mapping[str, Any], ...]:
-    """Return the rows of the stored snapshot as they stand in the file."""
+    """Return the rows of the stored snapshot as written in the file."""
     return tuple(json.loads((earlier.FOLDER / "home" / "decisions.json").read_text())["rows"])
 
 
@@ -68,7 +69,7 @@ def names_of(op: str) -> list[str]:
 
 
 def today(told: Any) -> Any:
-    """Return what was told of a race with the names that baselines and workloads have now."""
+    """Return the output about a race with today's names of baselines and workloads."""
     if isinstance(told, dict):
         return {BASELINES.get(name, name): today(item) for name, item in told.items()}
     if isinstance(told, list):
@@ -204,7 +205,7 @@ def test_each_decision_serves_or_the_baseline_does_with_the_reason(home: Path) -
 
 
 def test_arms_for_fp8_operands_wait_for_a_race_against_the_baseline_of_today(home: Path, tmp_path: Path) -> None:
-    """In a process that may import the user's plug-in: what they beat was another function of PyTorch."""
+    """In a process that may import the user's plug-in: these arms beat another function of PyTorch."""
     verb("db", "upgrade", home=home)
     told = in_a_process(home)
     mine = {number: one for number, one in told.items() if one["arm"].startswith("user:")}

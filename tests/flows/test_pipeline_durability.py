@@ -1,4 +1,5 @@
-"""A tune under kill -9, several tuners of one device, and readers beside a writer. `tests/soak` has the long form."""
+"""Test a tune under kill -9, several tuners of one device, and readers during a write. `tests/soak` has the long
+form."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def test_a_tune_killed_at_a_failpoint_loses_nothing_and_comes_to_the_same_end(gr
 
 
 class Tuner:
-    """A tuner in a process of its own, which stops itself (SIGSTOP) when its first race is over."""
+    """Run a tuner in a separate process, which stops itself (SIGSTOP) after its first race."""
 
     def __init__(self, graveyard: Graveyard, home: Path, complaints: Path) -> None:
         def work(pipe: Pipe) -> None:
@@ -66,7 +67,7 @@ class Tuner:
         self.pid, self.pipe = fork(work)
 
     def wait(self) -> int | None:
-        """Until it has stopped (None) or ended: its exit status."""
+        """Wait until it has stopped (None) or ended: return its exit status."""
         _, status = os.waitpid(self.pid, os.WUNTRACED)
         return None if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status)
 
@@ -91,7 +92,7 @@ def test_of_several_tuners_of_a_device_one_measures_and_the_others_are_told_at_o
 ) -> None:
     home = graveyard.home()
     tuners = [Tuner(graveyard, home, tmp_path / str(number)) for number in range(4)]
-    ends = {tuner: tuner.wait() for tuner in tuners}  # the others end while the one stands still
+    ends = {tuner: tuner.wait() for tuner in tuners}  # the others end while this one is stopped
     (one,) = [tuner for tuner, end in ends.items() if end is None]
     for other in set(tuners) - {one}:
         assert ends[other] == 1
@@ -183,7 +184,7 @@ def test_many_readers_beside_a_writer_see_no_error_and_wait_no_longer_than_a_wri
 
 @pytest.fixture
 def stopped_writer(home: Path) -> Iterator[int]:
-    """A process that stands still in the middle of a transaction, and of publishing."""
+    """Stop a process in the middle of a transaction, and of publishing."""
     made = record(open_ledger(home=home))
 
     def work(_: Pipe) -> None:

@@ -1,4 +1,4 @@
-"""What README.md and docs/kernels.md show is run: code blocks, the example kernels, the cheap commands."""
+"""Run the contents of README.md and docs/kernels.md: code blocks, the example kernels, the cheap commands."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nothing compiled, nothing decided."""
+    """Provide an empty home."""
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where a kernel author works: the example kernels lie in it."""
+    """Provide a kernel author's folder with the example kernels."""
     example, narrowed = blocks(KERNELS, "python")
     (tmp_path / "mykernels.py").write_text(example)
     (tmp_path / "narrowed.py").write_text(narrowed)

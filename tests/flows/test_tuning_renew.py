@@ -166,7 +166,7 @@ def test_after_an_edit_the_build_that_was_raced_serves_once_it_is_proven_again(
 def test_a_build_that_fails_now_gives_way_to_the_baseline_with_the_evidence_kept(
     home: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It was promoted by a proof that did not see what is wrong with it."""
+    """It was promoted by a proof that missed its fault."""
     with monkeypatch.context() as once:
         with_source(tmp_path / "kernels", once, ("float(d) + eps)", "float(d) + 0.3f)"))
         arm = native_arm()
@@ -277,7 +277,7 @@ def heard(daemon: Daemon, kind: str) -> dict[str, Any]:
 
 
 def until(look: Callable[[], Any], right: Callable[[Any], bool]) -> Any:
-    """What is seen once it is right: a commit is acknowledged before the daemon's own view has it."""
+    """Return the result once it is correct: a commit is acknowledged before the daemon's own view has it."""
     end = time.monotonic() + 120.0
     while not right(found := look()):
         assert time.monotonic() < end, found

@@ -31,7 +31,7 @@ SHAPES = ((16, 4096, 4096), (8, 1024, 4096), (128, 28672, 4096), (4096, 4096, 40
 
 
 def device() -> Fingerprint:
-    """A known device of this compute capability, with the SMs and the shared memory of the one that is here."""
+    """Return a known device of this compute capability, with the SMs and the shared memory of the present one."""
     here = torch.cuda.get_device_properties(0)
     cc = f"{here.major}.{here.minor}"
     alike = [fp for fp in map(load, names()) if str(fp.identity["cc"]) == cc]

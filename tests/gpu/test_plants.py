@@ -37,7 +37,7 @@ def honest(x: Tensor, out: Tensor) -> Tensor:
 
 
 def on_a_side_stream(side: torch.cuda.Stream) -> Kernel:
-    """Does its work on a stream of its own that nobody waits for; a timer on the caller's stream sees nothing."""
+    """Work on another stream without waiting for it; a timer on the caller's stream sees nothing."""
 
     def kernel(x: Tensor, out: Tensor) -> Tensor:
         with torch.cuda.stream(side):
@@ -103,7 +103,7 @@ def test_a_call_that_waits_cannot_be_captured_and_the_next_one_can() -> None:
         right_when_replayed(waits)
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert right_when_replayed(honest)
-    torch.cuda.empty_cache()  # which PyTorch refuses while it believes that a capture goes on
+    torch.cuda.empty_cache()  # which PyTorch refuses while it assumes an active capture
 
 
 # --- 32: lines pinned in the L2 ------------------------------------------------------------------------------

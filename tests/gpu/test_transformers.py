@@ -1,4 +1,4 @@
-"""autosel.patch on a model that lies on the GPU: proven there, served by what was decided for it, and nowhere else."""
+"""Test autosel.patch on a model on the GPU: proven there, served by the decisions for it, and nowhere else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model_on_gpu() -> Any:
 
 
 def of_a_step() -> list[tuple[Workload, str]]:
-    """What a decode step of one sequence asks for, and a kernel of ours for it."""
+    """Return the workloads of a decode step of one sequence, with a kernel for each."""
     find, heads = ops.find, {"Hq": HQ, "Hkv": HKV, "D": HEAD}
     chosen = [
         (find("linear").workload("fp32", {"M": 1, "N": n, "K": k}), "cuda:gemv")

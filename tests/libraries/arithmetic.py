@@ -1,4 +1,4 @@
-"""What the stand-ins of this folder compute with: PyTorch in fp32, one rounding at the end."""
+"""Compute for the stand-ins in this folder: PyTorch in fp32, one rounding at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def straight(*operands: Tensor) -> None:
-    """Refuses what a load of 16 bytes would fault on."""
+    """Refuse operands on which a load of 16 bytes would fault."""
     for t in operands:
         vector = min(16, t.shape[-1] * t.element_size() & -(t.shape[-1] * t.element_size()))
         assert t.stride(-1) == 1 or t.shape[-1] == 1, "the last dimension has gaps"

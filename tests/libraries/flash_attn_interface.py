@@ -1,4 +1,4 @@
-"""Stands in for flash-attn 3.0.0: its signature; PyTorch's arithmetic."""
+"""Replace flash-attn 3.0.0: its signature; PyTorch's arithmetic."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Stands in for flashinfer-python 0.7.2.post1: its signatures, refusals and in-place results; PyTorch's arithmetic.
+"""Replace flashinfer-python 0.7.2.post1: its signatures, refusals and in-place results; PyTorch's arithmetic.
 
-An address or a stride that its kernels would fault on is refused here.
+An address or a stride on which its kernels would fault is refused here.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def single_decode_with_kv_cache(
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
-    """Its plan holds lengths; `run` reads what was planned, and the list of pages where the plan was given it."""
+    """Plan with lengths; `run` uses the plan, and the list of pages if the plan was given it."""
 
     def __init__(
         self,

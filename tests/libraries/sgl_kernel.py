@@ -1,4 +1,4 @@
-"""Stands in for sgl-kernel 0.3 and sglang-kernel 0.4.10 (but for the rotation, which is 0.3's alone)."""
+"""Replace sgl-kernel 0.3 and sglang-kernel 0.4.10 (except the rotation, which only 0.3 has)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A made-up decode run whose figures follow from a few numbers, for tests of what is made of a run."""
+"""Build a synthetic decode run whose figures follow from a few numbers, for tests of certificates and reports."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def decode_run(
 
 
 def prompt_digest(plan: Plan) -> PromptDigest | None:
-    """Of the made-up tokens that such a plan would be fed."""
+    """Return the digest of the synthetic tokens for such a plan."""
     if plan.prompt == "synthetic":
         return None
     tokens = sha256(f"{plan.prompt} {plan.seed} {plan.seq}".encode()).hexdigest()
@@ -93,7 +93,7 @@ def prompt_digest(plan: Plan) -> PromptDigest | None:
 
 
 def ops_of(plan: Plan) -> tuple[models.Named, ...]:
-    """What a step in fused form runs at the plan's context."""
+    """Return the ops of a fused step at the plan's context."""
     listed = models.step(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
     taken = [n for n in listed if n.chain != "split" and n.workload.op != "sample"]
     return tuple(n for n in taken if n.workload.op != "attn" or n.workload["L"] == plan.seq)

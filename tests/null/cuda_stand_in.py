@@ -1,4 +1,4 @@
-"""A stand-in for CUDA's streams, events and graphs: what is enqueued is done when somebody waits for it."""
+"""Replace CUDA's streams, events and graphs: enqueued work is done when a caller waits for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-TICK_MS = 0.5  # what a call takes, by the stand-in's clock
+TICK_MS = 0.5  # duration of a call, by the stand-in's clock
 
 
 class Cuda:
@@ -70,7 +70,7 @@ class Cuda:
 
         @contextmanager
         def graph(into: Graph, pool: object, stream: Stream) -> Iterator[None]:
-            """As PyTorch's: where a call has broken the capture, neither stream nor allocator are as before."""
+            """Act like PyTorch's graph: if a call breaks the capture, stream and allocator stay changed."""
             if cuda.pools:
                 raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
             cuda.captured_on.append(stream.device)

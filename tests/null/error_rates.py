@@ -1,8 +1,8 @@
-"""What the rules of `autosel.race` do on arms of known speed, counted: the cells of the tables in docs/method.md.
+"""Count the errors of `autosel.race`'s rules on arms of known speed: the cells of the tables in docs/method.md.
 
-Each `Cell` counts how often something happens in many simulated races and says how often it may. The rules are the very
-ones that judge real kernels (`session.screen`, `session.confirm`, `judge`); only the instrument is synthetic. The usual
-rules run in the same simulator, where they must fail: if they did not, it could not show anything.
+Each `Cell` counts how often something happens in many simulated races and states how often it may. The rules are the
+same as for real kernels (`session.screen`, `session.confirm`, `judge`); only the timing is synthetic. The common rules
+run in the same simulator, where they must fail; otherwise it would show nothing.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def binomial_interval(n: int, x: int, confidence: float = 0.95) -> tuple[float, 
 
 
 def broken(rates: Sequence[Rate]) -> list[str]:
-    """What does not hold. A control must fail under one noise at least; everything else must hold under each."""
+    """Return the violations. A control must fail under at least one noise; everything else must hold under each."""
     found = [f"{r.study}: {r.what}, {r.noise}: {r.rate:.4g}, {r.must} {r.limit:.4g}" for r in rates if not _fine(r)]
     controls = dict.fromkeys((r.study, r.what) for r in rates if r.must == "fail")
     for study, what in controls:
@@ -246,8 +246,8 @@ def boundary() -> Iterator[Cell]:
 
 # (truly so much faster, margin): 5 % at the calibrated margin, and 5 % beyond the uncalibrated one.
 FASTER = ((1.05, DELTA_CALIBRATED), (1.05 * 1.05, DELTA_UNCALIBRATED))
-# Where coming second costs 3 %, half of the pairs of a candidate that leads by no more than 3 % beyond the margin are
-# lost whoever is faster: no rule that compares within pairs can tell. Reported; promised from 5 % beyond both.
+# If coming second costs 3 %, a candidate ahead by no more than 3 % beyond the margin loses half of its pairs, and so
+# would any rival: no rule that compares within pairs can tell. Reported; guaranteed from 5 % beyond both.
 OUT_OF_REACH = {("position_effect", 1.05)}
 BEYOND_THE_SLOT = 1.05 * 1.03
 
@@ -310,7 +310,7 @@ SPREADS = (0.01, 0.014, 0.02, 0.03)
 
 
 def session_bias() -> Iterator[Cell]:
-    """Each session draws luck of its own for each arm: no number of pairs averages it away, only sessions do."""
+    """Give each arm a constant bias per session: no number of pairs averages it away, only sessions do."""
     steady = [("iid", form, spread) for form in (SHORT, LONG) for spread in SPREADS]
     for noise, form, spread in (*steady, *((noise, SHORT, 0.02) for noise in NOISES if noise != "iid")):
         s = setting(1.0, noise, form, DELTA_CALIBRATED, session_spread=spread)
@@ -322,7 +322,8 @@ def session_bias() -> Iterator[Cell]:
 
 
 def aa(s: Setting, races: int, random: Random) -> Count:
-    """A/A sessions as they calibrate a device: the baseline's clone with luck of its own, alone with the baseline."""
+    """Simulate A/A sessions that calibrate a device: the baseline's clone with a separate bias, alone with the
+    baseline."""
     twins = Setting(
         true_ns={"base": s.true_ns["base"], CLONE: s.true_ns["base"]},
         noise=s.noise,
@@ -501,7 +502,7 @@ SLOWER = 1.05
 
 
 def demotion() -> Iterator[Cell]:
-    """A served kernel as fast as the baseline is rarely demoted; one that has become slower, soon."""
+    """A served kernel as fast as the baseline is rarely demoted; one that becomes slower is demoted soon."""
     for noise in NOISES:
         share = partial(Cell, study="demotion", noise=noise)
         alarms = partial(demoted, noise, 1.0, SHADOW)

@@ -1,8 +1,9 @@
-"""Every parser of what comes from outside, with what to feed it: a case takes data, and must answer or refuse in words.
+"""List every parser of outside data, with generated inputs: a case takes data, and must answer or refuse with a
+message.
 
-Each case is a strategy and a function of what it draws. The function raises nothing but AutoselError (checked here for
-clear text); any other exception is a bug. Documents are mostly valid ones with something changed, so that the far side
-of the checks is reached too; digests are made right again, as whoever forges a file would make them.
+Each case is a strategy and a function of its value. The function raises nothing but AutoselError (checked here for
+clear text); any other exception is a bug. Most documents are valid ones with one change, so that later checks are
+reached too; digests are corrected, as a forger would do.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ MOST_TEXT = 3 * MOST_CHARACTERS + 2
 
 @dataclass(frozen=True, slots=True)
 class Parser:
-    """What to draw, and what to do with it in a folder of its own."""
+    """Hold the values to draw, and the function to run on them in a separate folder."""
 
     drawn: st.SearchStrategy[Any]
     parse: Callable[[Any, Path], None]
@@ -115,7 +116,7 @@ BYTES = st.binary(max_size=200) | st.sampled_from(
 
 
 def paths_of(data: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where in a document something can be changed."""
+    """Return the places in a document that can be changed."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     return [here] * bool(here) + [found for name, item in items for found in paths_of(item, (*here, name))]
 
@@ -143,7 +144,7 @@ def changed(draw: Any, document: Callable[[], Any]) -> Any:
 
 
 def as_json(data: Any) -> bytes:
-    """As Python would write it: NaN, lone surrogates and all."""
+    """Encode as Python does: with NaN, lone surrogates and all."""
     return json.dumps(data).encode()
 
 
@@ -173,7 +174,7 @@ CONFIG = {
 
 @cache
 def decision() -> Decision:
-    """As this device would serve it: its arm is ours, and up to date."""
+    """Return a decision that this device would serve, with a known and current arm."""
     w, device = ops.find("rmsnorm").workload("bf16", {"M": 1, "d": 512}), this_device()
     base = arms.arm(registry.baseline("rmsnorm"), w, device, "", Knobs())
     kernel = Arm(
@@ -206,7 +207,7 @@ def rows() -> list[dict[str, Any]]:
 
 @st.composite
 def bundles(draw: Any) -> bytes:
-    """A snapshot or export. Its digest is right wherever there is one of what it holds; mostly its keys are too."""
+    """Draw a snapshot or export. Its digest is correct if its contents have one; usually its keys are too."""
     made = {"format": snapshot.FORMAT, "version": snapshot.VERSION, "epoch": 7, "rows": draw(changed(rows))}
     if draw(st.integers(0, 4)) == 0:
         made = draw(changed(lambda: made))
@@ -215,12 +216,12 @@ def bundles(draw: Any) -> bytes:
     try:
         body = {name: made.get(name) for name in ("format", "version", "epoch", "rows")}
         return as_json({"digest": snapshot._digest(body), **made})
-    except (ValueError, TypeError, RecursionError):  # holds what has no canonical spelling
+    except (ValueError, TypeError, RecursionError):  # contains something without a canonical spelling
         return as_json({"digest": "0" * 64, **made})
 
 
 def rekey(made: Any) -> None:
-    """Give each row the key, op and bucket of what it says it is, so that it gets past that check."""
+    """Give each row the key, op and bucket of its own contents, so that it passes that check."""
     for row in made["rows"] if isinstance(made.get("rows"), list) else ():
         try:
             d: Decision = from_json(Decision, row["decision"])
@@ -298,7 +299,7 @@ def frames(data: bytes, _: Path) -> None:
 
 
 class Peer(Worker):
-    """Our end of a worker that says what it likes: the line is real, there is no process behind it."""
+    """Hold the parent's end of a worker that sends anything: the line is real, there is no process behind it."""
 
     def __init__(self, said: bytes) -> None:
         self.entry, self.exit, self._cause = "tests:none", None, ""
@@ -340,7 +341,7 @@ KINDS = (Warmed, Taken, Probed, Called)
 
 
 def told(data: Any, _: Path) -> None:
-    """What a worker answers in a race or a proof, which its candidate may have forged."""
+    """Draw a worker's answer in a race or a proof, which its candidate may have forged."""
     body = json.dumps({"id": 1, "ok": data}).encode()
     for kind in KINDS:
         if len(body) < protocol.MAX_BYTES:
@@ -553,7 +554,7 @@ PARSERS: Mapping[str, Parser] = {
 
 @contextmanager
 def empty_home(folder: Path) -> Iterator[Path]:
-    """A home in which nothing is set, for as long as this lasts."""
+    """Provide an empty home temporarily."""
     patch = pytest.MonkeyPatch()
     for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
         patch.delenv(name)

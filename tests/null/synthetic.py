@@ -69,7 +69,7 @@ def period_two() -> Noise:
 
 
 def position_effect() -> Noise:
-    """Whoever comes second in a pair is 3 % slower."""
+    """The arm that comes second in a pair is 3 % slower."""
     return Lognormal(spread=0.01, later_slots=1.03)
 
 
@@ -96,7 +96,7 @@ class Quantised:
 
 @dataclass(slots=True)
 class Autoregressive:
-    """AR(1) with coefficient 0.95: what a neighbour on the machine looks like."""
+    """AR(1) with coefficient 0.95, like a neighbour on the machine."""
 
     level: float = 0.0
     later_slots: float = 1.0
@@ -242,10 +242,10 @@ def confirmed(
 
 
 def attempt(setting: Setting, random: Random, *, nominate: str = "") -> Race:
-    """Screening, then the finalist's confirming sessions until it has lost or there are three.
+    """Run screening, then the finalist's confirming sessions until it has lost or there are three.
 
-    `nominate` names the finalist whatever screening found: the most that luck in screening could do for it. What can no
-    longer be promoted is not raced to the end.
+    `nominate` names the finalist regardless of screening, the maximum effect of luck in screening. A finalist that can
+    no longer be promoted is not raced to the end.
     """
     screening = screened(setting, random)
     found = [nominate] if nominate else nominees(screening, setting.incumbent, setting.delta)

@@ -250,7 +250,7 @@ NO_FORMULAS = {"__init__", "facts"}
 
 
 def test_every_kernel_of_ours_on_a_gpu_has_its_cells() -> None:
-    """A kernel that is new has none, and fails here."""
+    """A new kernel has none, and fails here."""
     met = {(c.workload.op, name) for c in cells("cuda") if c.kind != "route" for name in c.kernels}
     assert met == {(c.op, c.name) for c in OURS}
 
@@ -267,13 +267,13 @@ def test_every_closed_form_of_a_gpu_has_its_cells() -> None:
 
 
 def _formulas() -> list[Any]:
-    """Of the kernels that have cells; Triton's are made of the same as these."""
+    """Return the formulas of the kernels that have cells; Triton's kernels have the same ones."""
     return [c.formula for c in OURS if c.backend != "TRITON"] + list(WAYS.values())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("cell", cells("cuda"), ids=lambda c: c.name)
 def test_a_gpus_sweep_holds_the_closed_form_and_is_bounded(cell: Cell) -> None:
-    """What a compiler is asked for each time is fewer."""
+    """The compiler is used less often each time."""
     fp = known.load("h200")
     if cell.kind == "route":
         assert routed(cell.workload, fp, cell.kernels) in cell.kernels

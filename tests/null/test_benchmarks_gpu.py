@@ -1,5 +1,5 @@
-"""What `./run gpu` makes of what its stages found: goals, files to keep, counters, engines; and what a device's fault
-costs. Without a device: records, tables and processes as they would be."""
+"""Test what `./run gpu` derives from its stages' results: goals, files to keep, counters, engines; and the cost of a
+device's fault. Without a device: records, tables and processes are synthetic."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_results_of_a_device_become_files_of_the_checkout(tmp_path: Path, checko
     now = known.read(checkout / "fingerprints" / "h200.json")
     assert now.rates["read_bytes_per_s"].value == 4.2e12
     assert now.rates["l2_bytes_per_s"].value == known.load("h200").rates["l2_bytes_per_s"].value  # still estimated
-    keeping.keep(kept, checkout)  # again, over what was measured before
+    keeping.keep(kept, checkout)  # repeated, replacing earlier results
     assert known.read(checkout / "fingerprints" / "h200.json").rates == now.rates
 
 
@@ -195,7 +195,7 @@ def test_the_documentation_says_on_which_devices_a_kernel_was_right(pages: Any) 
 def test_a_kernel_says_that_it_never_ran_until_results_of_a_device_say_otherwise(
     pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that failed there has run as well; and without its results none has."""
+    """A kernel that failed there has run as well; without results none has."""
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
     shutil.copytree(ROOT / "tests" / "compile", tmp_path / "tests" / "compile")
     changed = {path.stem for path in pages.rewrite_headers(write=True)}
@@ -363,7 +363,7 @@ def test_the_next_must_get_the_very_proof_it_gets_alone() -> None:
 def test_after_a_fault_of_the_device_the_next_unit_gets_a_new_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child that says so is let go; the parent asks another."""
+    """A child that reports a fault is released; the parent starts another."""
 
     def serve(self: Child) -> None:
         code = 'print("{}", flush=True)\ninput()\nwhile input(): print(\'{"ok": false, "leaving": true}\', flush=True)'
@@ -423,7 +423,7 @@ def test_an_engine_with_the_plug_in_is_compared_with_itself(ours: dict[str, Any]
 
 
 class Asked:
-    """An engine's front: what it is asked with is kept; it answers with tokens."""
+    """Replace an engine's front end: it keeps its requests and answers with tokens."""
 
     given: dict[str, Any]
 
@@ -454,7 +454,7 @@ def test_engines_are_asked_in_their_own_words(tmp_path: Path, monkeypatch: pytes
 def test_flashinfers_results_are_judged_by_our_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A right gate and a wrong one, in its place."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    monkeypatch.setenv("AUTOSEL_DISABLE", "1")  # as it is: nothing is applied
+    monkeypatch.setenv("AUTOSEL_DISABLE", "1")  # unchanged: nothing is applied
     settings_of.read.cache_clear()
     asked = scope_of(parsed(["--device", "cpu", "--model", str(tmp_path), "--seq", "64"]))
     shares = []

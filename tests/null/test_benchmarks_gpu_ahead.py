@@ -1,4 +1,4 @@
-"""Pieces of work begun before they are asked for: in order, some way ahead and no further, an error its own piece's."""
+"""Test work that starts before it is needed: in order, limited in advance, with each error in its own piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage's results hold for: anything that could have made them others makes another key."""
+"""Test the key of a stage's results: anything that could change them makes another key."""
 
 from __future__ import annotations
 

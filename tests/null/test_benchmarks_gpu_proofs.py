@@ -1,4 +1,4 @@
-"""The parity stage's proofs ahead of what is asked: which share a worker, and whom an error costs what."""
+"""Test the parity stage's proofs in advance: which share a worker, and the effects of an error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.gpu.scope import scope_of
 
 
 class Worker:
-    """In place of a prover and its process: says which of them answered."""
+    """Replace a prover and its process; report which one answered."""
 
     made = 0
 

@@ -1,5 +1,5 @@
-"""How `./run gpu` goes through a stage: deadlines, budgets, deaths, what is done again and what is not. The stage's
-process is a script that does what it is told; nothing is measured."""
+"""Test how `./run gpu` runs a stage: deadlines, budgets, deaths, and repeated units. The stage's process is a script;
+nothing is measured."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_after_a_unit_that_broke_the_device_comes_a_new_process(stage: Stage) ->
 
 
 def test_a_reason_for_which_many_units_fail_is_told_once(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    """At the first of them, while the stage goes on; and in the summary, which names a few."""
+    """It is told at the first of them, while the stage continues, and in the summary, which names a few."""
     record = stage.run("fails", *(f"fails {number}" for number in range(5)), "a")
     assert len(record.failed) == 6
     assert capsys.readouterr().err.count("[parity] failed: a reason") == 1
@@ -163,7 +163,7 @@ def test_a_reason_for_which_many_units_fail_is_told_once(stage: Stage, capsys: p
 
 
 def test_a_budget_leaves_what_it_cannot_pay(stage: Stage) -> None:
-    """What its stage cut short has not failed."""
+    """Units that the budget cut short have not failed."""
     found = stage.run("a", "hangs", "b", budget_s=6.0)
     assert found.undone == ["hangs", "b"] and not found.failed
     assert stage.kept.read("parity") == found

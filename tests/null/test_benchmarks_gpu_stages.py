@@ -1,4 +1,4 @@
-"""What `./run gpu` keeps and shows: results that hold are read again, broken ones are not, tables have every stage."""
+"""Test the stored results of `./run gpu`: valid ones are read again, broken ones are not, tables have every stage."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def on_gpu() -> Scope:
 
 
 def for_gpus() -> list[Candidate]:
-    """What is not PyTorch's own and not for CPUs."""
+    """Return the candidates that are neither PyTorch's own nor for CPUs."""
     return [c for c in own_candidates() if c.backend not in ("TORCH", "INDUCTOR", "CPP")]
 
 
@@ -351,7 +351,8 @@ def test_every_build_of_a_kernel_is_proven_not_only_its_first() -> None:
 
 
 def values_named(op: str, trait: str) -> set[Scalar]:
-    """The values beside its default that a contract names; none where it takes any number, or is no argument."""
+    """Return the values other than its default that a contract names; none if it takes any number, or is not an
+    argument."""
     of = OPS[op]
     if trait not in {a.name for a in of.args if a.kind in ("int", "float")}:
         return set()
@@ -361,7 +362,7 @@ def values_named(op: str, trait: str) -> set[Scalar]:
     return set() if len(taken) == 10 else taken - {of.trait_defaults[trait]}
 
 
-FORMATS = {"weight": "formats", "cache": "cache_formats"}  # trait -> what a candidate reads
+FORMATS = {"weight": "formats", "cache": "cache_formats"}  # trait -> argument of a candidate
 
 
 def takes(op: str, inputs: dict[str, object]) -> bool:
@@ -396,7 +397,7 @@ def test_a_contract_says_which_values_it_knows() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.usefixtures("everything_installed")
 def test_every_candidate_is_proven_once_at_each_feature_it_takes(device: str) -> None:
-    """One that no workload of the model has costs a unit a candidate, not one a dtype and shape."""
+    """A candidate without a workload in the model costs one unit, not one per dtype and shape."""
     fp, there = known.load(device), accepted(device)
     usual = {(n.workload.op, feature_of(n.workload)) for n in on_gpu().everything()}
     units: dict[tuple[str, str, object], int] = {}

@@ -120,7 +120,7 @@ def tool(home: Path, says: str) -> str:
 
 @pytest.fixture
 def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where pip puts NVIDIA's packages, on a host that has none beside them."""
+    """Return pip's folder of NVIDIA's packages, on a host without other ones."""
     monkeypatch.setattr(cuda, "find_nvcc", lambda: None)
     monkeypatch.setattr(sanitizer, "USUAL_HOME", tmp_path / "none")
     monkeypatch.setenv("PATH", str(tmp_path / "path" / "bin"))
@@ -135,7 +135,7 @@ def test_the_sanitizer_is_found_where_pip_puts_it(pip: Path) -> None:
 
 
 def test_a_sanitizer_that_can_start_no_program_is_passed_over(pip: Path, tmp_path: Path) -> None:
-    """As pip's own up to 13.4.57, whose launcher is missing."""
+    """Like pip's own up to 13.4.57, whose launcher is missing."""
     tool(tmp_path / "path", "echo '========= Error: Target application terminated before first instrumented API call'")
     assert sanitizer.find_sanitizer() is None
     works = tool(pip / "cu13", "echo started; echo '========= ERROR SUMMARY: 0 errors'")

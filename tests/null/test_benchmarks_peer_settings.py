@@ -1,4 +1,4 @@
-"""The peers' rules as they are published, on worked cases; and where the harness gives them to our kernels."""
+"""Test the peers' published rules on worked cases, and where the harness applies them to autosel's kernels."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ PRODUCT = OPS["linear"].workload("bf16", {"M": 64, "N": 4096, "K": 4096})
 
 @pytest.fixture
 def preferred(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What PyTorch was told to prefer, from the first to the last; at first its own default."""
+    """Return the preferences that PyTorch was given, first to last; the first is its default."""
     told = ["default"]
 
     def prefer(library: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The imitated rules do what their names say; a control that fails for want of care would prove nothing."""
+"""Test that the imitated rules do what their names say; a control that fails for lack of care would prove nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of the benchmarks beside others: sums by hand, and what was not measured is said, never shown as a number."""
+"""Test the comparison tables: sums computed by hand; missing measurements are named, never shown as a number."""
 
 from __future__ import annotations
 

@@ -495,7 +495,7 @@ def test_a_digest_covers_a_kernels_own_modules_and_of_installed_libraries_the_ve
     assert found() == first  # the version tells
     installed_in(site, "library", "1.1", library)
     second = found()
-    (folder / "_fast.py").write_text("a = 2\n")  # of the same distribution, under a name of its own
+    (folder / "_fast.py").write_text("a = 2\n")  # of the same distribution, under another name
     assert len({first, second, found()}) == 3
 
 

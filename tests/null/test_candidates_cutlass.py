@@ -133,7 +133,7 @@ def test_a_product_takes_the_knobs_its_formula_gives(name: str) -> None:
 
 
 def test_a_bucket_of_rows_shares_one_build() -> None:
-    """Compiling takes half a minute: what a caller varies from step to step must not ask for another."""
+    """Compiling takes half a minute, so parameters that vary from step to step must not need another build."""
     for name, fp in (("cutlass:gemm_sm90", H200), ("cutlass:gemm_sm80", RTX)):
         kernel = BY_NAME[name]
         flags = {kernel.recipe(linear(m), fp, kernel.knobs(linear(m), fp)).flags for m in (33, 40, 63, 64)}  # type: ignore[union-attr]

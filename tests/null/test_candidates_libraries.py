@@ -1,4 +1,5 @@
-"""Libraries that may be installed: what keeps one out is said in words, and finding out costs nobody their process."""
+"""Test libraries that may be installed: the reason for leaving one out is given, and finding out never crashes a
+process."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def test_a_wrapper_can_be_called_as_its_op(kernel: LibraryKernel) -> None:
     assert takes_outputs(OPS[kernel.op], parameters_of(function), name) == kernel.writes_out
 
 
-# PyTorch's own package stands in for a library: it is installed, and has a version.
+# PyTorch's own package plays a library: it is installed, and has a version.
 HERE = Library(distribution="torch", module="json", least_version=(1, 0), needs=("dumps",))
 
 

@@ -1,5 +1,5 @@
-"""What the GPU formulas can ask a compiler for, on every known device and model: each is a build that some test of
-tests/compile makes, on one day or another."""
+"""Check that each build of the GPU formulas, on every known device and model, is made by some test of tests/compile on
+some day."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _any_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def workloads() -> tuple[Workload, ...]:
-    """Of every preset's step at these batches; one context, for none is compiled in."""
+    """Return every preset's step at these batches; one context, because none is compiled in."""
     found: dict[str, Workload] = {}
     for preset in PRESETS:
         for batch in BATCHES:

@@ -1,4 +1,4 @@
-"""What keeps a Triton kernel from a device or a shape is said before anything is compiled."""
+"""Check that refusals of a device or a shape by a Triton kernel come before compilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certificates without a device: sums, limits, bytes, chain, signatures, what a reader is told about a touched file."""
+"""Test certificates without a device: sums, limits, bytes, chain, signatures, messages about a changed file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def document(made: Certificate = SMALL) -> dict[str, Any]:
 
 
 def resealed(changed: dict[str, Any]) -> bytes:
-    """What somebody writes who edits a certificate and computes its seal again."""
+    """Return an edited certificate with a recomputed seal."""
     changed = {**changed, "field_digests": c.field_digests(changed)}
     return canonical_json({**changed, "checksum": c.checksum(changed)})
 
@@ -323,7 +323,7 @@ def test_an_earlier_certificate_says_nothing_of_its_prompt_and_is_read(version: 
 
 def test_a_prompt_that_is_not_the_certified_one_is_refused() -> None:
     first = prompted()
-    for same in (prompted(), prompted(file="c")):  # of another file with the same tokens nothing is to be said
+    for same in (prompted(), prompted(file="c")):  # the tokens are equal, so another file needs no message
         assert rerun.compare(first, same).notes == ()
     with pytest.raises(UsageError, match=r"p/text\.txt is not the prompt") as refused:
         rerun.compare(first, prompted(tokens="d", file="c"))
@@ -648,7 +648,8 @@ def test_a_file_is_held_to_the_key_that_is_asked_for(key: Any, tmp_path: Path) -
 def test_a_key_is_whole_or_not_there_and_never_another(
     key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full, or the process ends, at any write: no half of a key at its place, nothing left beside it."""
+    """With a full disk, or the process killed, at any write: no partial key in its place, and nothing left next to
+    it."""
     own = tmp_path / "keys" / "own.pem"
     kept = own.read_bytes()
     for _ in range(2):
@@ -869,7 +870,7 @@ def test_a_figure_that_does_not_come_out_again_is_said(change: dict[str, float],
 
 
 def test_a_rerun_that_reads_more_bytes_in_as_much_more_time_is_slower() -> None:
-    """Packed weights when certified, as they are now: each at the same share of the read rate."""
+    """Packed weights when certified, unpacked now: each at the same share of the read rate."""
     first = decode_run(iters=60)
     packed = dataclasses.replace(
         first,

@@ -1,4 +1,4 @@
-"""Sweeps: what is asked, where winners change, what the user's traffic makes of it."""
+"""Test sweeps: arguments, changes of winners, the verdict for the user's traffic."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_a_cell_says_the_bucket_that_who_serves_was_decided_for() -> None:
     buckets = [s.bucket for s in run_sweep.figures_of(run).serving]
     assert buckets[:-1] == [n.workload.bucket for n in named]
     assert any("M9-16" in b for b in buckets) and any("L129-256" in b for b in buckets)
-    assert buckets[-1] == decode_run().choices[0].workload_key  # nobody's in a step of this model: as it was told
+    assert buckets[-1] == decode_run().choices[0].workload_key  # no field of a step of this model: unchanged
 
 
 def test_a_folder_that_cannot_be_is_refused_first_and_a_page_that_fails_costs_no_figure(

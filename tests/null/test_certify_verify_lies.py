@@ -168,7 +168,7 @@ def test_the_form_of_the_step_that_was_asked_for_is_the_one_that_ran() -> None:
 
 
 def test_a_batch_that_the_arithmetic_cannot_have_computed_is_refused() -> None:
-    """Of many sequences the weights are read once: the memory would not object."""
+    """The weights of many sequences are read once, so memory does not limit them."""
     honest = certificate(decode_run(iters=3, batch=64, seq=128, step_ms=2000.0))
     assert wrong(honest) == ""
     assert "FLOP/s of at most" in wrong(rewritten(honest, samples=times(honest, 24)["samples"]))
@@ -184,7 +184,7 @@ def test_a_step_keeps_no_more_than_it_drafted_and_one() -> None:
 
 
 def test_a_single_step_in_no_time_is_refused() -> None:
-    """Peak tokens per second are those of the fastest step."""
+    """Peak tokens per second are computed from the fastest step."""
     samples = HONEST.samples
     times = (samples.optimised_ns[0] // 4, *samples.optimised_ns[1:])
     found = wrong(rewritten(samples=dataclasses.replace(samples, optimised_ns=times)))
@@ -219,7 +219,7 @@ SILENT: dict[str, Any] = {"version": 5, "architecture": None, "identity": None}
 
 
 def of_mine(**changes: Any) -> Certificate:
-    """Of a model that is no preset, and of a version that does not say what it is made of."""
+    """Of a model that is not a preset, and of a version that does not describe its model."""
     return rewritten(certificate(decode_run(model=MINE, iters=3, layers=4)), **SILENT, **changes)
 
 

@@ -1,4 +1,4 @@
-"""What a certificate says of a run for people, on the terminal and on its page."""
+"""Test the text of a certificate for people, on the terminal and on its page."""
 
 from __future__ import annotations
 

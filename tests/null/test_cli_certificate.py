@@ -666,7 +666,7 @@ def test_the_time_left_is_said_from_the_first_stage_on_and_follows_the_pace(
     slow = listener.eta.left_s(0, 2) if listener.eta else 0.0
     assert 130 < slow < 190
     now[0] = 60.0
-    listener.stage("step", "confirming 1", 0, 1)  # nobody foresaw it: its time says nothing of the rest
+    listener.stage("step", "confirming 1", 0, 1)  # unforeseen: its time does not predict the rest
     before = listener.eta.left_s(0, 1) if listener.eta else 0.0
     now[0] = 600.0
     listener.stage("decode", "", 0, 100)  # the chain was left out

@@ -1,4 +1,4 @@
-"""Which device a verb is about, on a machine with a GPU beside its CPU: identities are given, nothing is measured."""
+"""Test the device of a verb, on a machine with a GPU and a CPU: identities are given, nothing is measured."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver, a torch that can use it, and one H200, as its identity and rates would be read."""
-    arms.torch_identity()  # is asked once a process, and must not be asked of this
+    arms.torch_identity()  # queried once per process, and must not be queried of this one
     monkeypatch.setattr(device.cuda, "DRIVER", "libc.so.6")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -84,7 +84,7 @@ def decided(fp: Fingerprint, time_us: float, **changes: Any) -> Decision:
 
 @pytest.fixture
 def on_both() -> tuple[Decision, Decision]:
-    """What is decided for the same workload on this CPU, and on the GPU."""
+    """Return decisions for the same workload on this CPU, and on the GPU."""
     return decided(devices.this_device(), 50.0), decided(H200, 5.0)
 
 

@@ -1,4 +1,4 @@
-"""Of which device the decisions are that `export --to` writes."""
+"""Test which device's decisions `export --to` writes."""
 
 from __future__ import annotations
 

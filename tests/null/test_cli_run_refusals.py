@@ -1,4 +1,4 @@
-"""What `run` cannot do it says before it loads weights, which takes minutes."""
+"""Check that `run` refuses before it loads weights, which takes minutes."""
 
 from __future__ import annotations
 

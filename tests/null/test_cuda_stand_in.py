@@ -1,4 +1,4 @@
-"""The lines that only a process with a GPU runs, on stand-ins for what PyTorch asks of CUDA."""
+"""Test the lines that only a process with a GPU runs, on stand-ins for PyTorch's interface to CUDA."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_a_captured_list_does_nothing_until_it_is_replayed_and_then_what_it_did(
 
 
 def test_a_list_is_captured_on_a_stream_of_its_own_device(cuda: Cuda) -> None:
-    """Whatever device is current: on another one's stream its calls would run at once, and the graph would be empty."""
+    """Independent of the current device: on another device's stream its calls would run at once, and the graph would be
+    empty."""
     there = torch.device("cuda", 1)
     graph.captured(SimpleNamespace(logits=SimpleNamespace(device=there), run_chained=lambda: cuda.call(0)))  # type: ignore[arg-type]
     assert cuda.captured_on == [there]
@@ -199,7 +200,7 @@ def test_a_time_is_of_work_that_has_been_done(cuda: Cuda) -> None:
 
 
 class Breakable:
-    """A device that answers nothing any more once a kernel has broken it: whoever asks or waits is told so."""
+    """A device that answers nothing after a kernel has broken it: every query and wait raises."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.broken = False
@@ -215,7 +216,7 @@ class Breakable:
         return made
 
     def breaks(self, *values: Any) -> torch.Tensor:
-        """What is launched has no error yet."""
+        """A launched kernel has no error yet."""
         made = guards.good(*values)
         self.broken = True
         return made
@@ -346,7 +347,7 @@ def test_a_profiler_runs_between_the_two_marks_and_at_no_other_time(
 
 
 def test_a_race_times_a_gpus_steps_by_events(cuda: Cuda, readers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's clock stands still; each step is worth so many calls of the device."""
+    """The host's clock stands still; each step takes a number of the device's calls."""
     monkeypatch.setattr(race, "bytes_of", lambda scene: 0)
     monkeypatch.setattr(race, "last_level_bytes", lambda fp: 1)
     plan: Any = SimpleNamespace(device="cuda:1")
@@ -365,7 +366,7 @@ def test_a_race_times_a_gpus_steps_by_events(cuda: Cuda, readers: None, monkeypa
 def test_a_token_is_sampled_while_a_graph_is_captured_without_asking_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What no row asks for is left undone by who may look; who may not does it, to the same end."""
+    """If asking is allowed, unused work is skipped; otherwise it is done, with the same result."""
 
     class Unasked(torch.Tensor):
         def __bool__(self) -> bool:

@@ -282,7 +282,7 @@ def test_whatever_breaks_nobody_waits_for_ever(ledger: Ledger) -> None:
 
 
 class Later:
-    """An event loop's clock, which goes when the test says so."""
+    """An event loop's clock, which advances when the test says so."""
 
     def __init__(self) -> None:
         self.now, self.calls = 0.0, []
@@ -305,7 +305,7 @@ class Later:
 
 
 class Gathered:
-    """Writes as an event loop gathers them; `groups` is what was handed over."""
+    """Writes gathered as in an event loop; `groups` lists the groups handed over."""
 
     def __init__(self) -> None:
         self.groups: list[int] = []

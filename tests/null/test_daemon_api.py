@@ -50,12 +50,12 @@ def local(app: App) -> Iterator[TestClient]:
 
 @pytest.fixture(scope="module")
 def remote(app: App, local: TestClient) -> TestClient:
-    """Without a life of its own: the application lives as long as `local`."""
+    """It does not run the application, which lives as long as `local`."""
     return over_tcp(app)
 
 
 def _fingerprint() -> Fingerprint:
-    """This very machine, so that what is recorded serves here."""
+    """Describe this machine, so that recorded decisions serve here."""
     from autosel.fingerprint import machine
 
     return Fingerprint(kind="cpu", name="here", identity=machine.identity(), environment={"torch": "2"}, rates={})
@@ -384,7 +384,7 @@ def test_figures_for_prometheus_are_plain_text_with_known_labels(local: TestClie
     answer = local.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert 'autosel_decisions_serving{state="' in answer.text
-    assert "nothing" not in answer.text  # the path of a caller's mistake is no label
+    assert "nothing" not in answer.text  # a wrong path must not become a label
 
 
 # --- the interface, described -----------------------------------------------------------------------------------------

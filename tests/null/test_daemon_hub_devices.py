@@ -58,7 +58,7 @@ def cpu() -> Facts:
         (Utilisation(total=0.9, pids=frozenset({1}), shares={}), 0.0),
         (Utilisation(total=None, pids=frozenset({8}), shares={}), 1.0),
         (Utilisation(total=None, pids=frozenset(), shares={}), 0.0),
-        (Utilisation(total=0.9, pids=frozenset({8}), shares={5: 0.9}), 0.0),  # one that is gone, and one that rests
+        (Utilisation(total=0.9, pids=frozenset({8}), shares={5: 0.9}), 0.0),  # one missing, and one idle
     ],
 )
 def test_a_gpu_is_busy_with_what_others_run_on_it(said: Utilisation, share: float) -> None:
@@ -88,7 +88,7 @@ def test_a_gpu_comes_to_rest_and_is_taken_again() -> None:
 
 
 class Nvml:
-    """NVML's answers as recorded; what a device does not support, it raises."""
+    """Replay NVML's answers; queries that a device does not support raise."""
 
     class NVMLError(Exception):
         pass
@@ -274,7 +274,7 @@ def test_each_device_has_its_identity_decisions_and_misses(app: App) -> None:
         assert [len(rows) for rows in on.values()] == [1, 1]
         assert on["cpu"] != on["cuda:0"]
         miss = {"hw_id": H200.hw_id, "mode": MODE, "misses": [{"workload": to_json(ATTN.at(B=7)), "calls": 3}]}
-        app.hub.jobs.meters["cuda:1"].busy = 0.0  # of equal ones the idle one is taken
+        app.hub.jobs.meters["cuda:1"].busy = 0.0  # of equal ones, the idle one is chosen
         assert client.post("/v1/misses", json=miss).json()["refused"] == ""
         (job,) = client.get("/v1/jobs").json()["jobs"]
         assert (job["device"], job["calls"]) == ("cuda:1", 3)

@@ -25,8 +25,8 @@ GET = b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n"
 
 
 async def trickled(line: Line, first: bytes, more: bytes) -> bytes:
-    """What comes back over another connection to the same hub: `first` is sent at once, then `more` again and again
-    until the other end is closed."""
+    """Return the answer over another connection to the same hub: `first` is sent at once, then `more` repeatedly until
+    the other end is closed."""
     loop = asyncio.get_running_loop()
     theirs, ours = socket.socketpair()
     theirs.setblocking(False)
@@ -164,7 +164,7 @@ class Slow:
         self.later.append(lambda: function(*arguments))
 
     def looks(self) -> int:
-        """How many there were until nobody looks any more."""
+        """Return their number when no more checks happen."""
         count = 0
         while self.later:
             self.waiting = max(0, self.waiting - self.rate)
@@ -209,7 +209,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
 def test_the_kernel_says_whose_process_is_at_the_other_end_of_a_loopback_connection(family: int, host: str) -> None:
-    """Of root's tests another user's. Asked for one socket, and found in the list of all, it is the same."""
+    """For root's tests, another user's. Asking for one socket and searching the list of all give the same result."""
     listening = socket.socket(family)
     try:
         listening.bind((host, 0))

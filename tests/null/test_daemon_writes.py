@@ -30,7 +30,7 @@ PATIENCE_S = 60.0  # for an answer that never comes
 
 
 class Line:
-    """A connection to a hub of its own, as the daemon serves it."""
+    """Open a connection to a new hub, as the daemon serves it."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub, self.writes, self.state = hub, Writes(hub), ServerState()

@@ -1,4 +1,5 @@
-"""A fused op is taken only if the whole step gets faster, and what leaving it out costs is kept and said."""
+"""Test that a fused op is used only if the whole step gets faster, and that the cost of each choice is stored and
+shown."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.null.certificates import certificate, decode_run
 def chosen(
     cost: dict[tuple[str, str], float], monkeypatch: pytest.MonkeyPatch, *, sandwich: bool = False
 ) -> tuple[Chain, tuple[Way, ...]]:
-    """What is chosen where a step takes 100 us and each form of a half so much more."""
+    """Return the choice for a step of 100 us, to which each form of a half adds so much."""
 
     def medians(scene: Any, chains: list[Chain]) -> list[float]:
         return [1e5 + 1e3 * (cost.get(("attn", c.attn), 0) + cost.get(("mlp", c.mlp), 0)) for c in chains]

@@ -1,4 +1,4 @@
-"""What is scored of a text, what a certificate says of it, and what it may not leave out."""
+"""Test the scored tokens of a text, their fields in a certificate, and the required ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_path_better_than_the_reference_beyond_noise_is_suspect_and_noise_is_n
     knowing[range(200), following] += 0.05  # it has seen the text
     assert not scored(rounded, reference, following).suspect
     assert scored(knowing, reference, following).suspect
-    assert not scored(2 * reference, reference, following).suspect  # worse is no secret knowledge
+    assert not scored(2 * reference, reference, following).suspect  # worse results are not suspect
 
 
 def test_rows_read_parts_of_the_text_one_after_the_other() -> None:

@@ -244,7 +244,7 @@ def test_a_candidate_that_no_longer_imports_costs_speed_and_not_the_call(home: P
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[Fingerprint, Fingerprint]:
-    """Who cuda:0 and cuda:1 are, as their identities would be read."""
+    """Return the identities of cuda:0 and cuda:1."""
     found = (known.load("rtx-5070-ti"), known.load("h200"))
     monkeypatch.setattr(devices, "_gpu", lambda ordinal: found[ordinal])
     return found
@@ -299,7 +299,8 @@ def test_a_fault_on_one_device_is_not_held_against_another(
 def test_a_gpus_decisions_serve_whatever_the_number_of_the_hosts_threads(
     home: Path, user: Callable[[str], Arm], two_gpus: tuple[Fingerprint, Fingerprint]
 ) -> None:
-    """Engines set one thread in their workers; who tuned had all. On the CPU threads are what a decision is for."""
+    """Engines set one thread in their workers, while the tuner had all. On the CPU a decision depends on the number of
+    threads."""
     other = current_mode().replace(f".t{torch.get_num_threads()}.", ".t999.")
     gpu = decision(W, user("sevens"), id=42, hw_id=two_gpus[1].hw_id, mode=other)
     publish(home, [gpu, decision(W, user("sevens"), mode=other)])

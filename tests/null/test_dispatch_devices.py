@@ -1,4 +1,4 @@
-"""What serves the tensors of a GPU: who it is, what is said where nobody can tell, and when it is asked."""
+"""Test the decisions for tensors of a GPU: its identity, the messages without one, and the time of the query."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ EXECUTABLE = {"autosel", "./run"}
 
 
 def module(path):
-    """A script that is no part of the package, imported by its file."""
+    """Import a script outside the package by its file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     made = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = made
@@ -212,7 +212,7 @@ def test_every_variable_the_documentation_names_is_one_that_is_read():
 
 
 def exit_rows():
-    """Exit code -> the rows about it: (what it means, who returns it)."""
+    """Return exit code -> its rows: (meaning, verbs)."""
     found, code = {}, ""
     for line in (ROOT / "docs" / "errors.md").read_text().split("<!-- generated")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -139,7 +139,7 @@ READERS = {
     ),
     "a flashinfer-bench file": ("it.json", "from autosel.integrations import flashinfer_bench as f; f._read(path)"),
 }
-# Each in a fork of one process, with 1 GiB: one that reads on fails for want of memory, and one that waits is ended.
+# Each in a fork of one process, with 1 GiB: endless reads run out of memory, and waits are ended.
 ATTEMPTS = """
 import json, os, resource, signal, sys, torch
 from pathlib import Path
@@ -199,7 +199,7 @@ def test_no_reader_follows_a_link_to_a_device_or_waits_at_a_pipe(reader: str, ou
     assert outcomes[reader] == 0
 
 
-# Of these modules what they read is the kernel's, or came with autosel or another package.
+# These modules read files of the kernel, of autosel or of another package.
 OTHERS = {
     "cli/repro.py",
     "daemon/idle.py",

@@ -1,4 +1,4 @@
-"""What a GPU's fingerprint makes of its readings; the reading itself needs a GPU (tests/gpu)."""
+"""Test a GPU's fingerprint from given readings; taking the readings needs a GPU (tests/gpu)."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_blackwell_ultra_has_twice_the_special_function_units() -> None:
 
 
 def test_an_l2_not_much_faster_than_the_fastest_memory_is_plausible() -> None:
-    """HBM3e reads at half of what a last-level cache of its generation gives, and more."""
+    """HBM3e reads at half the rate of a last-level cache of its generation, or more."""
     found = gpu_rates.complaints({**GOOD, "l2_bytes_per_s": 5.5e12}, nvml.identity_of(H200), 4.9e12)
     assert found == []
 

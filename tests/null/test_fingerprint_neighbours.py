@@ -1,4 +1,4 @@
-"""What other processes use between two readings of /proc, and who they are."""
+"""Test the CPU time of other processes between two readings of /proc, and their names."""
 
 from __future__ import annotations
 

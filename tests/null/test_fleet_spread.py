@@ -22,7 +22,8 @@ def named(count: int) -> tuple[Named, ...]:
 
 
 class World:
-    """Workers and their ledger: a workload takes one look; who is told to die does so in the middle of a part."""
+    """Simulate workers and their ledger: a workload takes one call of `news`; a worker told to die does so in the
+    middle of a part."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -20,7 +20,7 @@ from autosel.formats import (
 from autosel.values import Workload
 
 ROW = "linear/M1.N4096.K4096/bf16.weight=fp8_e4m3-row"
-# Formats that are to come: what a part has to be able to say.
+# Future formats: what a part must be able to express.
 INT4 = WeightFormat(
     name="int4-g128",
     code="int4",

@@ -195,7 +195,7 @@ def test_an_arm_that_wins_is_never_given_up() -> None:
 
 
 class Clock:
-    """Nanoseconds that pass only where a kernel says so; wall time beside it."""
+    """Count nanoseconds that pass only when a kernel says so; wall time is separate."""
 
     def __init__(self) -> None:
         self.ns, self.wall = 0, datetime(2026, 1, 1, 12, tzinfo=UTC)

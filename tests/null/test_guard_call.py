@@ -1,4 +1,4 @@
-"""What the guard asks is the same wherever the operands are, and wherever the process makes its tensors."""
+"""Check that the guard works equally wherever the operands are, and for any default device of the process."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_what_is_kept_of_a_write_in_place_is_checked_once(monkeypatch: pytest.Mo
 
 
 class Device:
-    """Its time passes behind the host's: what an arm takes of each is said apart."""
+    """A device whose time passes behind the host's; each arm states its time on both."""
 
     def __init__(self, clock: guards.Clock) -> None:
         self.clock, self.took_ns, self.end, self.stream = clock, 0, self, None

@@ -1,4 +1,5 @@
-"""What a user installs: the wheel holds all it needs and no more; wheel and editable install find their resources."""
+"""Test a user's installation: the wheel contains all it needs and no more; wheel and editable install find their
+resources."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def wheel(checkout, tmp_path_factory):
 
 
 def make_venv(folder: Path) -> Path:
-    """An empty environment that sees our dependencies, but not how autosel itself is installed beside them."""
+    """Make an empty environment that sees the dependencies, but not the present installation of autosel."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     (site,) = folder.glob("lib/python3.*/site-packages")
     shared = [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")]

@@ -20,7 +20,7 @@ D, H = 16, 2
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What was asked of `paged`, which here serves everything."""
+    """Return the calls of `paged`, which here serves everything."""
     found: list[dict[str, Any]] = []
 
     def paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, max_len: int, **named: Any) -> bool:

@@ -1,4 +1,5 @@
-"""What an engine's plug-in runs of what was decided, and when it leaves a call to the engine. Arms are Python's."""
+"""Test which decided kernels an engine's plug-in runs, and which calls it leaves to the engine. Arms are Python
+functions."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def fault(d: Any) -> Fault:
 
 
 def test_a_demoted_arm_leaves_the_call_to_the_engine(home: Path, arm: Callable[[str], Arm]) -> None:
-    """Not to autosel's baseline, which is eager PyTorch."""
+    """And not to autosel's baseline, which is eager PyTorch."""
     d = decision(W, arm("sevens"))
     publish(home, [d])
     with dispatch.use(home) as board:
@@ -148,4 +149,4 @@ def test_a_step_is_run_for_the_context_of_the_capture_before_it(
         monkeypatch.setattr(engine_ops, "captured", lambda values: True)
         assert step(128, 128) is True
     with dispatch.use(home):
-        assert step(1, 128) is False and step(128, 128) is False  # nothing is tried while a graph is captured
+        assert step(1, 128) is False and step(128, 128) is False  # no trial during a capture

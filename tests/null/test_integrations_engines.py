@@ -1,4 +1,4 @@
-"""What every export to an engine has in common: its manifest, its writes, what it refuses."""
+"""Test the common parts of all exports to engines: manifest, writes, refusals."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_an_engine_of_another_interface_is_left_alone_with_both_versions(
 def test_an_engine_starts_whatever_a_plug_in_raises(
     engine: str, plugin: Any, begins: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM calls its plug-ins without catching what they raise."""
+    """vLLM calls its plug-ins without catching exceptions."""
     monkeypatch.setattr(plugin, begins, lambda: (_ for _ in ()).throw(RuntimeError("operator registered twice")))
     plugin.register()
     assert caplog.messages == [f"autosel does not change {engine}: RuntimeError: operator registered twice"]

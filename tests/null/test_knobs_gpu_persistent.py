@@ -1,4 +1,4 @@
-"""The whole-step kernel's knobs on every known device: what is compiled in fits it, what it cannot do is refused."""
+"""Test the whole-step kernel's knobs on every known device: the build fits, and impossible steps are refused."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_model_of_both_ways_gives_what_others_saw_of_llama_1b_on_an_h200() -
     seen = predict(StepCost(kernels=100, bytes_read=2.47e9, flops=2.5e9), 100, facts(load("h200")), dependent=True)
     assert seen.launch_s == pytest.approx(760 * US, rel=0.01)
     assert seen.graph_s == pytest.approx(795 * US, rel=0.01)
-    assert not seen.wins  # 4.3 %: below what is worth a try
+    assert not seen.wins  # 4.3 %: too little for a try
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A file of tests is named after what it tests: whoever changes a module finds its tests by name."""
+"""Check that a file of tests is named after what it tests, so that developers find the tests of a module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TIERS = ("null", "cpu", "flows")
 
-# Files about more than one module, and about files that are no modules.
+# Files about more than one module, and about files that are not modules.
 TOPICS = {
     "cuda_stand_in": "lines of many modules that only a process with a GPU runs, on a stand-in for PyTorch's CUDA",
     "integrations_attention": "vllm_attention and sglang_attention, which share one contract",
@@ -21,7 +21,7 @@ TOPICS = {
 
 
 def modules() -> set[str]:
-    """Return what may stand in a file's name, words joined by underscores: ledger_store, kernels_cpu_team, locks."""
+    """Return the allowed names of test files, words joined by underscores: ledger_store, kernels_cpu_team, locks."""
     files = [path.relative_to(ROOT / "autosel") for path in (ROOT / "autosel").rglob("*.py")]
     files += [path.relative_to(ROOT) for path in (ROOT / "benchmarks").rglob("*.py")]
     files += [path.relative_to(ROOT) for path in (ROOT / "kernels").rglob("*.*")]

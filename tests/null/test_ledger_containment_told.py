@@ -1,4 +1,4 @@
-"""Who is in quarantine is told wherever a user looks, with the command that ends it; and that command works."""
+"""Check that quarantines are shown everywhere, with the command that ends them, and that this command works."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 
 @pytest.fixture
 def held(home: Path) -> list[int]:
-    """Two quarantines of this machine, beside a decision that serves the baseline."""
+    """Return two quarantines of this machine, in addition to a decision that serves the baseline."""
     fp = here()
     base = arms.arm(registry.baseline(W.op), W, fp, "", Knobs())
     with open_ledger() as ledger:

@@ -1,4 +1,5 @@
-"""An effect that was timed beside other work says so wherever it is shown; of a quiet machine nothing is said."""
+"""Check that an effect timed next to other work is marked wherever it is shown, and that one from a quiet machine is
+not."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def said(home: Path, capsys: pytest.CaptureFixture[str]) -> Said:
-    """What a command line says, its lines as one."""
+    """Return the output of a command line as one line."""
 
     def call(*arguments: str) -> str:
         assert run(list(arguments)) == 0, capsys.readouterr()

@@ -1,4 +1,4 @@
-"""A demoted decision is shown as demoted, with the reason; what its race found is history, and nobody's effect."""
+"""Check that a demoted decision is shown as demoted, with the reason, and its race as history, without its effect."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def said(home: Path, capsys: pytest.CaptureFixture[str]) -> Said:
-    """What a command line says, its lines as one."""
+    """Return the output of a command line as one line."""
 
     def call(*arguments: str) -> str:
         assert run(list(arguments)) == 0, capsys.readouterr()
@@ -44,7 +44,7 @@ def said(home: Path, capsys: pytest.CaptureFixture[str]) -> Said:
 
 @pytest.fixture
 def decisions(home: Path) -> tuple[Decision, Decision]:
-    """One that was promoted, and what its demotion left."""
+    """Return a promoted decision, and its demotion."""
     fp = dataclasses.replace(this_device(), environment={"torch": "2"})
     with open_ledger(home=home) as ledger:
         found = dataclasses.replace(verdict(), roofline=0.72, read_bytes_per_s=4e10)
@@ -53,7 +53,7 @@ def decisions(home: Path) -> tuple[Decision, Decision]:
 
 
 def numbers(made: Decision) -> list[str]:
-    """What the promotion showed of its effect."""
+    """Return the numbers of the promotion's effect."""
     v = made.verdict
     assert v is not None and v.effect is not None and v.next_best is not None and v.roofline is not None
     return [f"{v.effect.median:.2g}x", f"{v.next_best[1]:.2g}x", f"{v.roofline:.0%}"]

@@ -1,4 +1,4 @@
-"""locks/: what they hold is what pyproject.toml asks for, and CI installs nothing else."""
+"""Test locks/: they contain the requirements of pyproject.toml, and CI installs nothing else."""
 
 from __future__ import annotations
 

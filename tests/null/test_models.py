@@ -236,7 +236,7 @@ def test_the_new_spelling_says_the_same_as_the_old(folder: Path, name: str) -> N
 
 
 def respelled(old: dict[str, Any]) -> dict[str, Any]:
-    """As transformers 5 writes it: dtype, rope_parameters (by layer type for Gemma 3), layer_types."""
+    """Spell fields as transformers 5 does: dtype, rope_parameters (by layer type for Gemma 3), layer_types."""
     new = {k: respelled(v) if k == "text_config" else v for k, v in old.items()}
     if "torch_dtype" in new:
         new["dtype"] = new.pop("torch_dtype")

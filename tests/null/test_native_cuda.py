@@ -1,4 +1,4 @@
-"""Which nvcc is taken, and what it is told of a toolkit that lies in two environments."""
+"""Test which nvcc is used, and its flags for a toolkit in two environments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from autosel import settings
 from autosel.native import cuda
 
-# As much of nvcc as is asked: its version, what it compiles for, and where it thinks it is.
+# The part of nvcc that is called: its version, its targets, and its own path.
 NVCC = """#!/bin/sh
 case "$1" in
 --version) echo "Cuda compilation tools, release 13.0, V13.0.88" ;;

@@ -1,4 +1,4 @@
-"""What every op promises, whatever it computes: names, shapes, seeds, refusals, sampled rows, bytes."""
+"""Test the common contract of all ops: names, shapes, seeds, refusals, sampled rows, bytes."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_the_reference_itself_is_right_and_its_bound_covers_every_element(w: Wor
         assert bool((tolerance >= 0).all()) and bool(tolerance.isfinite().all())
 
 
-COUNTED = ("attn", "paged_attn", "kv_append", "sample")  # by what is read of their operands
+COUNTED = ("attn", "paged_attn", "kv_append", "sample")  # by the properties of their operands
 
 
 @pytest.mark.parametrize("w", [w for w in WORKLOADS if w.op not in COUNTED], ids=lambda w: w.op)
@@ -191,7 +191,8 @@ def test_costs_grow_with_the_work(w: Workload) -> None:
 
 
 def test_paged_attention_keeps_a_nan_within_its_sequence() -> None:
-    """Reference, sampled rows and baseline: the first page is a neighbour's, and a table's -1 must not stand for it."""
+    """For reference, sampled rows and baseline: the first page belongs to a neighbour, and a table's -1 must not read
+    it."""
     op = OPS["paged_attn"]
     inputs = op.inputs(op.workload("fp32", {"B": 3, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 32, "page": 16}), 1)
     inputs["block_table"] = torch.tensor([[0, 1], [2, -1], [-1, -1]], dtype=torch.int32)

@@ -100,7 +100,7 @@ def test_the_array_holds_every_pair_that_has_a_contracted_result(op: Op) -> None
         for j in range(sizes[b])
         if (a, i, b, j) not in covered
     }
-    for a, i, b, j in sorted(missing):  # each excluded by itself: no completion was given up on
+    for a, i, b, j in sorted(missing):  # each excluded alone: no completion was given up
         row: list[int | None] = [None] * len(sizes)
         row[a], row[b] = i, j
         assert not admits(row), (array.factors[a].levels[i].name, array.factors[b].levels[j].name)
@@ -166,7 +166,7 @@ def covers_every_level_of_what_is_accepted(op: Op, w: Workload) -> None:
     assert {case.workload[count] for case in cases} == set(accepted)
     told = " ".join(case.covers for case in cases)
     for factor in array.factors:
-        parts = "." in factor.name  # codes and scales: of what is in a format, which has no other contents
+        parts = "." in factor.name  # codes and scales, because an operand in a format has no other contents
         if factor.domain.kind in ("content", "scalar") and factor.levels[0] is not ABSENT and parts == stored:
             missing = [level.name for level in factor.levels[1:] if f"{factor.name} {level.name}" not in told]
             assert not missing, factor.name

@@ -43,7 +43,7 @@ WORKLOADS: tuple[tuple[str, str, dict[str, int], dict[str, Scalar]], ...] = (
 def test_a_baseline_stays_on_the_device_of_its_operands(
     op: str, function: str, dims: dict[str, int], traits: dict[str, Scalar], prealloc: bool
 ) -> None:
-    """What is made without a word about the device comes out on another one, as it would beside operands on a GPU."""
+    """Tensors created without a device would be on another one, as next to operands on a GPU."""
     contract = OPS[op]
     w = contract.workload("bf16", dims, **traits)
     arguments = contract.arguments(contract.inputs(w, 1))
@@ -123,7 +123,7 @@ def test_what_a_mask_hides_stays_hidden_however_large_scores_are(
 def test_heads_that_share_keys_never_fall_back_to_products_of_matrices(
     dtype: torch.dtype, queries: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where PyTorch has no kernel for a group under a mask, it is not asked for one, and the result is the same."""
+    """If PyTorch has no kernel for a group with a mask, it is not called for one, and the result is the same."""
     q, k, v = drawn(dtype, queries, group=4)
     mask = (torch.arange(24) < torch.arange(18, 18 + queries)[:, None]).expand(rows, 1, queries, 24)
     wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -146,6 +146,6 @@ def test_heads_that_share_keys_never_fall_back_to_products_of_matrices(
 
 def test_a_group_that_flash_takes_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = drawn(torch.bfloat16, 3, group=4)
-    monkeypatch.delattr(eager, "_multiplies_matrices")  # nobody asks: a call would pay for it
+    monkeypatch.delattr(eager, "_multiplies_matrices")  # undecided: checking would cost a call
     wanted = F.scaled_dot_product_attention(q, k[:, :, :3], v[:, :, :3], is_causal=True, enable_gqa=True)
     torch.testing.assert_close(eager._on_gpu(q, k[:, :, :3], v[:, :, :3], None, True, 0.0), wanted)

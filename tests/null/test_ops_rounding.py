@@ -1,4 +1,4 @@
-"""The error formulas hold for what they describe, and the comparison that uses them fails closed."""
+"""Test that the error formulas hold, and that the comparison that uses them fails closed."""
 
 from __future__ import annotations
 

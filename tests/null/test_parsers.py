@@ -1,4 +1,4 @@
-"""Whatever comes in from outside is understood or refused in words: short runs of every parser under Hypothesis."""
+"""Check that outside data is understood or refused with a message: short runs of every parser under Hypothesis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples on a GPU, on a stand-in for CUDA's streams, events and graphs: which calls are made, and what is divided."""
+"""Test samples on a GPU, on a stand-in for CUDA's streams, events and graphs: the calls, and the division of times."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_graph_is_captured_once_a_length(cuda: Cuda) -> None:
 
 
 def test_the_result_is_that_of_the_graph_replayed_last(cuda: Cuda) -> None:
-    """Each graph writes what its calls return to memory of its own: that of another holds an older call's."""
+    """Each graph writes its results to separate memory: another graph's memory holds an older call's."""
     timed, found = Replayed(lambda copy: object(), [(0,)], GPU), []
     for calls in (1, 3, 1, 3):
         timed.sample(calls)
@@ -110,7 +110,8 @@ def test_a_copy_keeps_strides_and_alignment(offset: int) -> None:
 
 
 def test_no_arm_begins_where_another_has_just_been() -> None:
-    """Two arms over six copies: each sample goes on where the last of either ended: none finds warm ones."""
+    """Two arms over six copies: each sample continues where the last sample of either ended, so none finds warm
+    copies."""
     place, made = Host(), []
     arms = [place.timed(lambda copy, arm=arm: made.append((arm, copy)), [(i,) for i in range(6)]) for arm in "ab"]
     for arm in (0, 1, 1, 0):

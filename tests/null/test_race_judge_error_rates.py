@@ -96,7 +96,7 @@ def test_the_binomial_interval_leaves_a_fortieth_on_either_side(n: int, x: int) 
 
 @pytest.mark.parametrize("kind", sorted(NOISES))
 def test_a_session_ends_at_the_first_pair_at_which_the_judge_would_end_it(kind: str) -> None:
-    """The counts kept pair by pair are those that the judge counts anew from the samples."""
+    """The counts kept pair by pair equal the judge's counts from all samples."""
     for form, ratio, seed in ((SHORT, 1.05, 1), (LONG, 1.03, 2), (LONG, 1.0, 3)):
         s, random = setting(ratio, kind, form, DELTA_CALIBRATED), Random(seed)
         session = confirmed(s, "same", random, screened(s, random))
@@ -155,7 +155,7 @@ def test_a_hiccup_of_the_baseline_does_not_become_the_measure_of_the_tail() -> N
 
 
 def test_a_clock_that_changes_its_speed_does_not_hide_the_fastest() -> None:
-    """Whole sessions' medians misrank arms 5 % apart under two clock states; within pairs they are told apart."""
+    """Whole sessions' medians misrank arms 5 % apart under two clock states; comparisons within pairs do not."""
     s, random = setting(1.05, "two_clock_states", SHORT, DELTA_CALIBRATED), Random(6)
     assert all(nominees(screened(s, random), "base", s.delta) == ["same"] for _ in range(60))
 
@@ -185,7 +185,7 @@ def test_luck_fixed_in_a_session_is_seen_by_calibration_before_it_promotes() -> 
 
 
 def test_a_candidate_at_the_margin_is_nominated_by_luck_and_still_not_promoted() -> None:
-    """What the attempts count: the nomination is given away, so that only the confirming sessions stand."""
+    """The nomination is given for free, so that only the confirming sessions decide."""
     s = setting(1.05, "iid", LONG, 0.05)
     found = attempts(s, 400, Random(8), nominate="same")
     assert found.events <= 400 * NOMINAL + 3 * (400 * NOMINAL) ** 0.5
@@ -210,7 +210,7 @@ def test_evidence_of_quiet_sessions_is_not_expected_to_grow_where_they_cross(n: 
 
 
 def evidence(sessions: int, crossings: int) -> float:
-    """What `calibrated` compares with 20, by numerical integration over the rates in (0, .05)."""
+    """Compute the value that `calibrated` compares with 20, by numerical integration over the rates in (0, .05)."""
     rates = (np.arange(2_000) + 0.5) * 0.05 / 2_000
     logs = crossings * np.log(rates / 0.05) + (sessions - crossings) * np.log((1 - rates) / 0.95)
     never = 0.95**-sessions if crossings == 0 else 0.0

@@ -19,7 +19,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Ledger:
 
 @pytest.fixture(scope="module")
 def raced(ledger: Ledger) -> list[Evidence]:
-    """Return the decisions that a race was run for; one by hand shows the race of what it follows."""
+    """Return the decisions with a race; one made by hand shows the race of its predecessor."""
     found = [ledger.evidence(decision.id) for decision in ledger.history()]
     return [e for e in found if e.race is not None and e.decision.verdict is not None]
 
@@ -43,7 +43,7 @@ def test_the_recorded_races_show_each_way_that_a_race_ends(raced: list[Evidence]
 
 @pytest.mark.parametrize("op", ["attn", "linear", "rmsnorm", "swiglu"])
 def test_the_recorded_verdicts_are_those_that_were_shown_then(ledger: Ledger, op: str) -> None:
-    """`explain --json` of that version printed them: what a migration rewrites would differ."""
+    """`explain --json` of that version printed them: a change by a migration would differ."""
     from autosel.values import to_json
 
     shown = earlier.said(f"explain-{op}")

@@ -1,4 +1,4 @@
-"""Samples during which a thread waited for a core are taken again, if others used it."""
+"""Test that samples during which a thread waited for a core are repeated, if other processes used the core."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_wait_of_a_hundredth_of_the_sample_is_borne(proc: Proc) -> None:
 
 
 def test_a_wait_that_our_own_threads_cause_is_part_of_the_sample(proc: Proc) -> None:
-    """More threads than cores: nobody else uses CPU time."""
+    """More threads than cores, while no other process uses CPU time."""
     made, taken = watch(proc, busy=False), samples(proc, [5_000_000, 5_000_000])
     assert made.samples(lambda: next(taken), 2, lambda: None) == [0.0, 1.0]
     assert made.again == 0

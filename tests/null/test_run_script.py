@@ -22,8 +22,8 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPT = CHECKOUT / "run"
 
-# A project small enough to set up in seconds: no dependencies, a build backend of its own, and a command line that only
-# says what it was handed.
+# A project small enough to set up in seconds: no dependencies, a separate build backend, and a command line that only
+# prints its arguments.
 PYPROJECT = """\
 [build-system]
 requires = []
@@ -73,7 +73,7 @@ def make_checkout(folder: Path) -> Path:
 
 
 def offline(**more: str) -> dict[str, str]:
-    """An environment in which pip reaches nothing, whatever this machine has configured."""
+    """Provide an environment in which pip reaches nothing, whatever the machine's configuration."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
     return {**kept, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", **more}
 
@@ -336,7 +336,7 @@ def torch_wheel(folder: Path, version: str = "2.13.0", *needs: str) -> Path:
     return wheel(folder, "torch", version, files, *needs)
 
 
-BARE = (sys._base_executable, "-S")  # -S: a Python that sees no torch of its own
+BARE = (sys._base_executable, "-S")  # -S: a Python that sees no torch
 
 
 # --- exact releases, from a folder of wheels instead of the network ---------------------------------------------------
@@ -690,7 +690,7 @@ def test_an_environment_in_use_is_no_reason_to_do_without_the_gpu(script, monkey
 
 @pytest.fixture
 def pip_that(script, monkeypatch):
-    """Replace pip, which has no network here, by one that records what it is asked for and answers by a rule."""
+    """Replace pip, which has no network here, by a script that records its requests and answers by a rule."""
 
     def install(succeeds, words="ERROR: No matching distribution found"):
         asked: list[str] = []
@@ -757,7 +757,7 @@ def test_cutlass_comes_as_headers_alone_where_kernels_are_compiled(script, pip_t
     assert asked == [f"--no-deps {script.CUTLASS}"]
     pip_that(lambda what: False)
     script.cutlass_headers("", ["cuda13"], OPTIONS)
-    assert "left out" in capsys.readouterr().err  # and the set-up goes on
+    assert "left out" in capsys.readouterr().err  # and the set-up continues
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere plain torch is the CPU build")
@@ -888,7 +888,7 @@ def test_help_needs_no_environment_and_touches_none(tmp_path, words, says):
 
 
 def test_help_of_gpu_needs_no_environment(tmp_path):
-    """In a copy of what it reads: nothing is made beside it."""
+    """In a copy of the files that it reads, to show that it creates nothing."""
     for folder in ("autosel", "benchmarks/gpu"):
         shutil.copytree(CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(SCRIPT, tmp_path / "run")
@@ -1090,7 +1090,7 @@ def test_every_folder_of_tests_is_a_tier(script, tier):
 
 
 def test_the_long_forms_are_installed_with_what_they_skip_without(script):
-    """But for Ray, which nobody who runs them has to have."""
+    """Except Ray, which is optional for these tests."""
     sources = [path.read_text() for path in (CHECKOUT / "tests" / "soak").glob("test_*.py")]
     said = re.findall(r"the extra `(\w+)`|the `(\w+)` extra", "".join(sources))
     asked = {one or other for one, other in said}
@@ -1172,7 +1172,7 @@ def test_where_that_cannot_be_had_it_says_so_and_works_with_the_cpu(script, obta
 
 @pytest.mark.parametrize("words", [["gpu", "--stage", "parity"], ["tune"]], ids=["gpu", "first contact"])
 def test_pips_toolkit_is_done_without_where_it_cannot_be_had(script, obtainable, words, capsys):
-    """A wheelhouse without these 120 MB: what needs no compiler runs, and what does says what it misses."""
+    """A wheelhouse without these 120 MB: parts that need no compiler run, and the others report what is missing."""
     tried = obtainable([13, 0], ("cuda13-system",), ())
     script.main(words)
     said = "".join(capsys.readouterr())

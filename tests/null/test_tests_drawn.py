@@ -1,4 +1,4 @@
-"""What a run draws can be drawn again: with the options that a failure prints."""
+"""Check that the options that a failure prints repeat a run's selection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests/engines.py fetches: the version that is wanted now, and nothing older in its place."""
+"""Test the downloads of tests/engines.py: the wanted version, and no older one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import engines
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A package index of one engine; returns what was asked of it."""
+    """Serve a package index of one engine; return its requests."""
     asked: list[str] = []
 
     def pip(verb: str, *words: str) -> None:

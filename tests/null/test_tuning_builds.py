@@ -1,4 +1,4 @@
-"""Builds made ahead: each once, not after the time is over, and none that nobody waits for any more."""
+"""Test builds in advance: each once, none after the time is over, and none without a waiting job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ A, B, C, BROKEN = (NativeRecipe(source=f"cpu/{name}.cpp", entry=name) for name i
 
 
 class Compiler:
-    """Notes what it is asked for; holds each source until it may go on."""
+    """Record requests; hold each source until the test releases it."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -1,4 +1,4 @@
-"""Memory that does not suffice, of the host or of a GPU: a race says so beforehand, and nobody is blamed for it."""
+"""Test memory that does not suffice, of the host or of a GPU: a race reports it beforehand, and blames no arm."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_operands_that_a_small_card_cannot_hold_are_refused(free: dict[str, int 
     refuse_without_memory([contest(4 * GIB)], "cuda:1")
     with pytest.raises(UsageError, match=r"takes 9\.2 GiB of cuda:1's memory; 8\.0 GiB are free"):
         refuse_without_memory([contest(8 * GIB)], "cuda:1")
-    free["cuda:1"] = None  # nobody says: then the race finds out
+    free["cuda:1"] = None  # unknown: then the race finds out
     refuse_without_memory([contest(8 * GIB)], "cuda:1")
 
 
@@ -56,7 +56,7 @@ def entrant(candidate: str) -> Entrant:
 
 @pytest.fixture
 def falls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Who is blamed where a worker falls with any of some arms in it."""
+    """Return the arms blamed if a worker fails with any of these arms."""
     base, challenger = entrant("torch:rmsnorm"), entrant("cuda:rmsnorm")
     w = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 64})
     met = Contest(workload=w, baseline=base, incumbent=base, challengers=(challenger,), margins={}, llc_bytes=0)

@@ -1,4 +1,4 @@
-"""Keys and buckets: one workload has one key, every size lies in exactly one bucket, nothing is lost on disk."""
+"""Test keys and buckets: one workload has one key, every size is in exactly one bucket, nothing is lost on disk."""
 
 from __future__ import annotations
 

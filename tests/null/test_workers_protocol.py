@@ -1,4 +1,4 @@
-"""Frames and references: what is well formed passes whole, everything else is refused as data."""
+"""Test frames and references: well-formed ones pass completely, all others are refused as data."""
 
 import json
 import os

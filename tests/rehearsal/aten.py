@@ -1,7 +1,7 @@
-"""PyTorch's own operators on a device that runs PTX alone: their CUDA kernels are machine code, so the CPU's take their
-place, on the same memory, in the order of the stream.
+"""Run PyTorch's operators on a device that runs only PTX: their CUDA kernels are machine code, so the CPU's run
+instead, on the same memory, in the order of the stream.
 
-Under a capture an operator is kept for the graph's replays: what it returns has its shape then, and its values after a
+During a capture an operator is recorded for the graph's replays: its result has its shape then, and its values after a
 replay, as on a GPU.
 """
 
@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-# What a device's runtime does by itself: memory, copies without conversion, views; and what is decided on the host.
+# Work of a device's runtime: memory, copies without conversion, views; and decisions of the host.
 NATIVE = {
     "empty.memory_format", "empty_strided", "as_strided", "view", "view_as_real", "view_as_complex", "unfold",
     "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "set_", "resize_",
     "_local_scalar_dense", "record_stream", "is_pinned", "_pin_memory", "_reshape_alias",
     "_fused_sdp_choice",  # which attention a GPU of this kind is given
 }  # fmt: skip
-# Attention that the CPU has by another name: its first result is all that serving asks for.
+# Attention under another name on the CPU: serving needs only its first result.
 ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 
-FAILED = 70  # sysexits.h, as for what fails in site/sitecustomize.py: a fault of ours, not of what is rehearsed
+FAILED = 70  # sysexits.h, as for failures in site/sitecustomize.py: a fault of the rehearsal, not of the tested program
 
 _host = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _kept: list[Any] = []  # work of graphs, for as long as the process lives
@@ -125,7 +125,7 @@ def _keep(operator: Any, args: Any, named: Any, device: ctypes.CDLL, stream: cty
 
 
 def _written(operator: Any, args: Any, named: Any) -> Any:
-    """What an operator that writes into its arguments returns: those."""
+    """Return the arguments that an operator writes, which are its result."""
     found = _written_to(operator, args, named)
     returns = len(operator._schema.returns)
     return None if returns == 0 else found[0] if returns == 1 else tuple(found[:returns])
@@ -177,7 +177,7 @@ def _on_cpu(operator: Any, args: Any, named: Any, how: Any) -> tuple[Any, list[t
         return value
 
     cpu_args, cpu_named = tree_map(across, args), tree_map(across, named)
-    # By the types it is given: what has a number where this form has a tensor is another form of the operator.
+    # Select by types: an operator with a number where this form has a tensor is another form.
     form = partial(how, operator) if how else operator.overloadpacket
     made = form(*cpu_args, **cpu_named)
     for twin, original in originals:  # an `out` that it has given a size

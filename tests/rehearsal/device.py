@@ -1,4 +1,4 @@
-"""The libraries that stand for CUDA's, and what a process's environment names so that it finds them."""
+"""Build the libraries that replace CUDA's, and the environment in which a process finds them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 BESIDE = [MACHINE / "ptx" / f"{name}.cpp" for name in ("driver", "nvml")]  # the runtime, which tests/compile has
 LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1")  # all is in the first
-# Of these alone a process takes notice; versioned, because PyTorch asks for a version.
+# A process notices only these; versioned, because PyTorch asks for a version.
 EXPORTS = "libcudart.so.13 { global: cuda*; __cuda*; cu*; nvml*; ptx_*; local: *; };\n"
 # Its C++ is its own: NVRTC, which has one too, fails where another is ahead of it.
 LINK = ("-shared", "-static-libstdc++", "-static-libgcc")
@@ -87,7 +87,7 @@ def environment(device_bytes: int, *, late: bool, tells: bool) -> dict[str, str]
         "CUDA_REHEARSAL_ROOT": str(ROOT),
         "CUDA_REHEARSAL_NVCC": nvcc.path,
         "CUDA_REHEARSAL_PTXAS": str(tools / "ptxas"),
-        "AUTOSEL_HOME": str(settings.home() / "rehearsal" / "home"),  # what it decides is nobody's decision
+        "AUTOSEL_HOME": str(settings.home() / "rehearsal" / "home"),  # its decisions hold for no real device
         "CUDA_HOME": str(folder),
         "CUDA_PATH": str(folder),
         "LD_LIBRARY_PATH": str(folder),

@@ -1,5 +1,5 @@
-"""A CUDA runtime beside the device's, put out of service, for it speaks to the driver in ways that are not documented:
-cupy is linked with one, and PyTorch loads one by its path. Each of its functions that the device has jumps there."""
+"""Disable a second CUDA runtime, which uses undocumented interfaces of the driver: cupy is linked with one, and PyTorch
+loads one by its path. Each of its functions that the device provides jumps there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def beside(device: ctypes.CDLL) -> list[str]:
 
 
 def _base(library: str) -> int:
-    """Where the library begins in this process."""
+    """Return the library's base address in this process."""
     there = str(Path(library).resolve())  # as the system names it
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith(there):

@@ -1,7 +1,6 @@
-"""The long form of tests/flows/test_pipeline_durability.py: more than 1,000 kills of a tuning process, at every
+"""Run the long form of tests/flows/test_pipeline_durability.py: more than 1,000 kills of a tuning process, at every
 failpoint, at random moments, and of tunes in which nothing is replaced. In parts of a few minutes; `-s` shows the kills
-of each.
-"""
+of each."""
 
 from __future__ import annotations
 

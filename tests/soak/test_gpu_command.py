@@ -1,6 +1,6 @@
-"""`./run gpu --device cpu` through every unit of every stage, on a tiny model, all its ops.
+"""Run `./run gpu --device cpu` through every unit of every stage, on a tiny model, with all its ops.
 
-The regret stage takes most of the time: its cells have the sizes of real models, whatever the model.
+The regret stage takes most of the time: its cells have the sizes of real models, for any model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ATTENTION = {"attn", "paged_attn"}
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Stage -> what it kept."""
+    """Return stage -> its record."""
     folder = tmp_path_factory.mktemp("gpu")
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(CONFIG))

@@ -18,7 +18,7 @@ EXAMPLES = {"import": 1_000, "fault": 1_000, "command line": 2_000}
 MANY = 5_000
 KEPT, TURNS = 200, 20
 GROWTH_BYTES = 8 << 20
-STORES = {"import"}  # what was imported stays in the ledger, and its newest decisions in memory
+STORES = {"import"}  # imports stay in the ledger, and its newest decisions in memory
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Stands in for flash-attn 2.8: its signature and refusals; PyTorch's arithmetic."""
+"""Replace flash-attn 2.8: its signature and refusals; PyTorch's arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stands in for flash-attn-4 4.0.0b36: its signature as far as it is called; PyTorch's arithmetic."""
+"""Replace flash-attn-4 4.0.0b36: the used part of its signature; PyTorch's arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stands in for quack-kernels 0.6.5: its signatures and refusals; PyTorch's arithmetic."""
+"""Replace quack-kernels 0.6.5: its signatures and refusals; PyTorch's arithmetic."""
 
 from __future__ import annotations
 

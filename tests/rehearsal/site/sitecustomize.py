@@ -1,6 +1,6 @@
-"""What a Python under rehearsal does as it starts: CUDA's libraries are the device's for whoever names them.
+"""Start a Python under rehearsal: names of CUDA's libraries lead to the device's.
 
-And after imports that bring CUDA kernels, or a runtime of their own.
+The same happens after imports that bring CUDA kernels, or a second runtime.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 if os.environ.get("CUDA_REHEARSAL_DEVICE"):
     folder = os.environ["CUDA_HOME"]
-    # For all: an object that nvcc made without a runtime of its own finds this one.
+    # For all: an object that nvcc made without a runtime finds this one.
     device, *_ = [
         ctypes.CDLL(f"{folder}/{name}", mode=ctypes.RTLD_GLOBAL)
         for name in os.environ["CUDA_REHEARSAL_LIBRARIES"].split(":")
@@ -80,7 +80,7 @@ if os.environ.get("CUDA_REHEARSAL_DEVICE"):
                 load(module)
                 try:
                     then(module)
-                except Exception:  # which whoever imports may take for a module that is not there
+                except Exception:  # which an importer may interpret as a missing module
                     traceback.print_exc()
                     os._exit(70)
 
