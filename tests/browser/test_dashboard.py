@@ -166,11 +166,11 @@ def test_demoting_needs_the_token_a_reason_and_a_yes(tab: Any, daemon: Daemon) -
     assert "seen to be wrong" in cli(daemon.home, "history", "-n", "1").stdout
 
 
-def test_the_file_of_certificates_that_is_not_there_is_no_error(tab: Any, daemon: Daemon) -> None:
+def test_a_missing_file_of_certificates_is_not_an_error(tab: Any, daemon: Daemon) -> None:
     tab.goto(f"{daemon.url}certificates")
     assert "No certificate yet" in tab.locator("main").inner_text()
 
 
-def test_an_address_that_is_not_there_says_so_in_words(tab: Any, daemon: Daemon) -> None:
+def test_an_unknown_address_shows_a_message(tab: Any, daemon: Daemon) -> None:
     assert tab.goto(f"{daemon.url}op/nothing").status == 404
     assert "nothing is decided for" in tab.locator("h1").inner_text()

@@ -34,7 +34,7 @@ def initially() -> Iterator[object]:
 
 
 @pytest.mark.parametrize("order", [BOARDS, BOARDS[::-1]], ids=["by PCI address", "fastest first"])
-def test_each_of_two_boards_is_itself_whatever_cuda_calls_it(played: Played, order: tuple[str, ...]) -> None:
+def test_each_of_two_boards_is_identified_under_any_cuda_number(played: Played, order: tuple[str, ...]) -> None:
     played(boards=order)
     h200, l4 = order.index(BOARDS[0]), order.index(BOARDS[1])
     assert nvml.read(h200).name == "NVIDIA H200" and nvml.read(h200).uuid.startswith("GPU-0102")

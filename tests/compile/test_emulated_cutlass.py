@@ -111,7 +111,7 @@ def test_logits_are_the_bits_of_the_projection(choice: tuple[DTypeName, Tile]) -
 
 
 @in_turns
-def test_what_does_not_fit_is_refused_before_the_launch(choice: tuple[DTypeName, Tile]) -> None:
+def test_oversized_operands_are_refused_before_the_launch(choice: tuple[DTypeName, Tile]) -> None:
     dtype, build = choice
     entry, kind = product(dtype, build), {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     x, w, y = (torch.zeros(shape, dtype=kind) for shape in ((4, 64), (32, 64), (4, 32)))

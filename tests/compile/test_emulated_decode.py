@@ -156,7 +156,7 @@ def test_a_launch_that_the_device_refuses_is_a_fault_and_no_crash(steps: tuple[S
     assert "of which 4 can be resident" in caught.value.why
 
 
-def test_where_no_cta_can_be_resident_there_is_no_launch(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_launch_if_no_cta_can_be_resident(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of("llama")
     cache = make_cache(decoder.shape, "fp32", rows=1, room=16)
 
@@ -224,7 +224,7 @@ def test_unasked_it_is_tried_where_the_rates_predict_a_gain(on_h200: None, monke
     assert any("no whole-step launch: by this device's measured rates" in note for note in made.notes)
 
 
-def test_what_faulted_is_in_quarantine_and_not_tried_again(
+def test_a_faulty_launch_is_quarantined_and_not_tried_again(
     on_h200: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(step="whole")
@@ -331,7 +331,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         ({"ops": 20.0, "graph": 20.1, "cuda": 20.2}, "ops:step", "eager."),
     ],
 )
-def test_of_three_ways_the_winner_stands_in_the_ledger_and_the_next_run_takes_it_without_a_race(
+def test_the_winner_of_three_forms_is_stored_and_the_next_run_uses_it_without_a_race(
     on_h200: None,
     captures: list[int],
     timed: Callable[..., list[str]],
@@ -358,7 +358,7 @@ def test_of_three_ways_the_winner_stands_in_the_ledger_and_the_next_run_takes_it
         assert {"ops": "eager.", "graph": "graph.", "team": "team."}[taken] == mode
 
 
-def test_where_a_launch_promises_too_little_the_decision_between_the_others_stands(
+def test_a_launch_with_too_little_predicted_gain_leaves_the_decision_between_the_others(
     on_h200: None,
     captures: list[int],
     timed: Callable[..., list[str]],
@@ -393,7 +393,7 @@ def faults(timed: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(race.StepSeat, "_sample", fault)
 
 
-def test_a_launch_that_faults_in_its_race_is_in_quarantine_and_the_race_goes_on_without_it(
+def test_a_launch_that_faults_in_its_race_is_quarantined_and_the_race_continues(
     on_h200: None, captures: list[int], faults: None, tmp_path: Path, fp: Fingerprint
 ) -> None:
     with open_ledger(home=tmp_path, alone=True) as ledger:
@@ -448,7 +448,7 @@ def test_a_graph_that_gives_other_logits_is_not_taken(
 
 
 @pytest.mark.parametrize(("asked", "mode"), [("graph", "graph."), ("whole", "team.")])
-def test_what_is_asked_for_is_taken_and_the_others_times_stand_beside_it(
+def test_the_requested_form_is_used_and_the_others_times_are_stored(
     on_h200: None, captures: list[int], asked: Any, mode: str
 ) -> None:
     made = measure(plan_of(step=asked), load_weights(plan_of()))

@@ -26,7 +26,7 @@ def run(which: int, barriers: bool) -> list[torch.Tensor]:
     return made
 
 
-def test_memory_that_nobody_has_written_yet_is_nan() -> None:
+def test_unwritten_memory_is_nan() -> None:
     assert all(torch.equal(y, X.flip(0)) for y in run(0, barriers=True))
     assert any(y.isnan().any() for y in run(0, barriers=False))
 
@@ -67,11 +67,11 @@ def test_launches_that_wait_may_overlap() -> None:
         assert torch.equal(followed(*[1] * count), X + count)
 
 
-def test_what_is_read_before_the_wait_is_not_there_yet() -> None:
+def test_data_read_before_the_wait_is_not_there_yet() -> None:
     assert followed(1, 0).isnan().all()
 
 
-def test_what_is_written_before_the_wait_spoils_what_the_kernel_ahead_reads() -> None:
+def test_writes_before_the_wait_spoil_the_reads_of_the_previous_kernel() -> None:
     assert not torch.equal(followed(1, 2), X + 2)
 
 

@@ -156,7 +156,7 @@ def test_healthy_rates_outlive_a_refresh_on_a_slowed_device(played: Played) -> N
     assert fingerprint.take("cuda").rates == healthy.rates
 
 
-def test_a_device_whose_memory_is_full_is_told_of(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_with_full_memory_is_reported(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     played()
     monkeypatch.setattr(cupy_stand_in, "FREE_BYTES", 3 << 18)
     with pytest.raises(UsageError, match="out of memory"):
@@ -242,7 +242,7 @@ def test_a_uuid_that_ends_at_its_first_zero_still_names_its_slice(played: Played
     assert nvml.read(0).uuid.startswith("MIG-01020004")
 
 
-def test_a_slice_that_cannot_be_told_from_others_is_refused(played: Played) -> None:
+def test_an_ambiguous_slice_is_refused(played: Played) -> None:
     played(slices=3, uuid=b"\x99" * 16)
     with pytest.raises(UsageError) as error:
         nvml.read(0)
@@ -287,7 +287,7 @@ def test_a_chip_that_shares_its_hosts_memory_is_described_by_cuda(played: Played
     assert nvml.peak_read_bytes_per_s(found) == 0.0  # not reported
 
 
-def test_what_is_free_is_asked_of_the_device_or_its_slice(played: Played) -> None:
+def test_free_memory_is_read_from_the_device_or_its_slice(played: Played) -> None:
     played()
     assert nvml.free_bytes(0) == 140 << 30
     played(slices=3, uuid=SLICE_2)
@@ -326,7 +326,7 @@ class Broken(ModuleType):
         raise RuntimeError("CuPy failed to load libnvrtc.so.12")
 
 
-def test_what_the_driver_refuses_is_told(driver_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_of_the_driver_are_reported(driver_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = PLAIN_CDLL(str(driver_library))
     monkeypatch.setattr(libcuda.ctypes, "CDLL", lambda name: library)
     with pytest.raises(libcuda.CUDARuntimeError, match="cuDeviceGet: invalid device ordinal"):
@@ -356,7 +356,7 @@ def looked(monkeypatch: pytest.MonkeyPatch, reads: list[float], nodes: list[floa
         ([0.5, 0.95, 0.5], [0.5, 1.05, 0.5], False),
     ],
 )
-def test_a_rate_of_a_gpu_has_moved_if_every_look_says_so(
+def test_a_rate_of_a_gpu_has_moved_if_every_measurement_is_off(
     played: Played, monkeypatch: pytest.MonkeyPatch, reads: list[float], nodes: list[float], moved: bool
 ) -> None:
     played()
@@ -388,7 +388,7 @@ def test_a_gpu_that_others_compute_on_is_not_looked_at(played: Played, monkeypat
         process.value = 0
 
 
-def test_heat_is_no_drift(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heat_is_not_drift(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     played()
     fingerprint.take("cuda")
     slow(1)
@@ -459,7 +459,7 @@ def test_all_blocks_meet_at_the_toolkits_barrier(bench: gpu_probe.Bench) -> None
     synced(5)
 
 
-def test_what_synchronises_a_grid_costs_that_figure_alone_where_it_does_not_compile(
+def test_only_the_barriers_figure_is_missing_if_it_does_not_compile(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played()
@@ -507,7 +507,7 @@ def test_a_gate_holds_until_it_is_opened_or_too_long(bench: gpu_probe.Bench) -> 
 
 
 @pytest.mark.parametrize("name", ["probe_read", "probe_read_one"])
-def test_what_never_happens_is_the_only_thing_written(bench: gpu_probe.Bench, name: str) -> None:
+def test_the_sink_is_written_only_for_the_impossible_value(bench: gpu_probe.Bench, name: str) -> None:
     """A set in which every vector is the word that consumes the result writes one value to the sink; random data writes
     none."""
     cp = bench.cupy

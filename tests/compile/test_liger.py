@@ -57,7 +57,9 @@ def named(plan: Plan) -> str:
     {"norms": lambda: [p for p in PLANS if "norm" in p[0]], "others": lambda: [p for p in PLANS if "norm" not in p[0]]},
     label=named,
 )
-def test_ligers_own_kernel_meets_the_contract_as_it_is_called(choice: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ligers_own_kernel_meets_the_contract_through_its_wrapper(
+    choice: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     op, dtype, dims, traits = choice
     if engines.missing("liger-kernel"):
         pytest.skip(engines.missing("liger-kernel"))

@@ -33,7 +33,7 @@ def test_nvrtc_compiles_the_probes(nvrtc: ctypes.CDLL, cc: tuple[int, int]) -> N
     assert b"probe_gate" in code
 
 
-def test_what_nvrtc_refuses_is_told(nvrtc: ctypes.CDLL) -> None:
+def test_errors_of_nvrtc_are_reported(nvrtc: ctypes.CDLL) -> None:
     with pytest.raises(AssertionError, match="could not open source file"):
         compiled(nvrtc, b"#include <nowhere.h>\n", (9, 0))
 

@@ -186,7 +186,7 @@ def test_a_forked_stream_must_be_joined() -> None:
         ("add(at, 1, None)", IMPLICIT),
     ],
 )
-def test_what_a_capture_does_not_allow_ends_it(call: str, code: int) -> None:
+def test_forbidden_calls_end_a_capture(call: str, code: int) -> None:
     run(f"""
         at, s, before = word(), stream(0), event()
         cuda.cudaEventRecord(before, None)
@@ -219,7 +219,7 @@ def test_memory_may_be_allocated_during_a_relaxed_capture() -> None:
     """)
 
 
-def test_a_fault_is_told_by_the_next_wait_and_by_every_call_after_it() -> None:
+def test_a_fault_is_reported_by_the_next_wait_and_every_later_call() -> None:
     run(f"""
         at, s = word(), stream()
         assert add(at.value + 4096 * 4096, 1, s) == 0

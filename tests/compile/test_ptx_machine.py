@@ -153,7 +153,7 @@ def test_a_copy_that_is_waited_for_has_come(order: Order) -> None:
     assert torch.equal(x, y)
 
 
-def test_a_copy_that_nobody_waits_for_has_not_come_when_it_may_be_late() -> None:
+def test_a_copy_without_a_wait_may_be_late() -> None:
     x, y = words(1), torch.zeros(32, dtype=torch.int32)
     launch(kernel(COPY.format(wait="")), "k", y, x, shared_bytes=128, order="late")
     assert (y == -1).all()
@@ -304,9 +304,7 @@ OVER:
         ("", ".release", "", True),
     ],
 )
-def test_what_blocks_hand_over_takes_a_release_and_an_acquire(
-    release: str, how: str, acquire: str, races: bool
-) -> None:
+def test_data_between_blocks_needs_a_release_and_an_acquire(release: str, how: str, acquire: str, races: bool) -> None:
     text, y = kernel(HANDED_OVER.format(release=release, how=how, acquire=acquire), 1), torch.zeros(4).int()
     with bare().races(), pytest.raises(RuntimeError, match="race") if races else nullcontext():
         launch(text, "k", y, grid=(2, 1, 1))

@@ -73,7 +73,7 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("untimed")
-def test_a_wrong_rival_is_told_and_not_timed(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rival_is_reported_and_not_timed(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regret, "mistaken", lambda timer, names: {n: "elements" for n in names[1:] if n != regret.TWIN})
     found = regret.measure(CELL, timer, 0.5, Random(1))
     assert regret.CONSTANT in found["wrong"] and len(found["wrong"]) >= 2

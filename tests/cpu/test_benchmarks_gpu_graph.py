@@ -130,7 +130,7 @@ def test_a_replay_on_other_contents_is_judged_and_compared_with_a_call(
     assert outcome(monkeypatch, name, allocates=allocates) == "right as graph"
 
 
-def test_what_cannot_be_captured_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_that_cannot_be_captured_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome(monkeypatch, "cpp:rmsnorm", refuses=True) == "not captured as queue"
 
 

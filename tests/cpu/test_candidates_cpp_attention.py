@@ -144,7 +144,7 @@ def test_any_number_of_query_heads_a_kv_head_is_right(group: int) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_past_the_end_of_a_cache_is_read(dtype: DTypeName, isa: Isa) -> None:
+def test_no_read_goes_past_the_end_of_a_cache(dtype: DTypeName, isa: Isa) -> None:
     """K and V end at a page that may not be touched; a read of one byte more ends the process."""
     for width, keys, window in ((128, 67, 0), (80, 33, 0), (20, 5, 0), (7, 1, 0), (96, 70, 9)):
         for name in ("attn", "prefill_attn"):

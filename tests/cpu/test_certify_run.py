@@ -81,7 +81,7 @@ def test_a_run_is_certified_written_compared_and_run_again(home: Path, tmp_path:
     assert change.speedup == 1.0
 
 
-def test_a_request_that_cannot_be_run_is_refused_as_it_is_made(tmp_path: Path) -> None:
+def test_an_impossible_request_is_refused_on_construction(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"absent\.json"):
         Request(plan=plan(prompt=str(tmp_path / "absent.json")), repro_cmd="")
     with pytest.raises(UsageError, match="at most 400"):

@@ -200,7 +200,7 @@ def test_a_save_in_two_steps_is_raced_once(tmp_path: Path, monkeypatch: pytest.M
     assert watch(monkeypatch, Editor(file, steps), made) == [PYTHON, PYTHON * 2]
 
 
-def test_what_a_kernel_includes_or_imports_is_watched_too(tmp_path: Path) -> None:
+def test_included_and_imported_files_are_watched_too(tmp_path: Path) -> None:
     for name in ("one.cc", "tile.hpp", "mine.py", "help.py", "notes.txt"):
         (tmp_path / name).write_text(KERNEL if name == "one.cc" else PYTHON)
     watched = race_verb.sources(registry.named("rmsnorm", "one.cc"))
@@ -247,7 +247,7 @@ def test_without_a_gpu_a_cuda_source_is_compiled_and_its_resources_are_said(
     assert code == 1 and "does not compile" in err and "expected an expression" in err
 
 
-def test_what_ptxas_says_is_summed_up() -> None:
+def test_the_output_of_ptxas_is_summarised() -> None:
     log = """
 ptxas info    : 0 bytes gmem
 ptxas info    : Function properties for k

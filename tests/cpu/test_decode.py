@@ -188,7 +188,7 @@ def test_a_prompt_in_chunks_says_the_same(oracle: Oracle, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("page", [0, 16], ids=["contiguous", "paged"])
-def test_speculation_says_the_same_whatever_is_drafted(
+def test_speculation_gives_equal_tokens_for_any_draft(
     oracle: Oracle, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = oracle.decoder()

@@ -93,7 +93,7 @@ def test_trained_weights_take_three_quarters(entry: Any) -> None:
         (torch.zeros(8, 128), "bfloat16"),
     ],
 )
-def test_what_has_no_whole_units_is_refused(entry: Any, w: Tensor, why: str) -> None:
+def test_a_matrix_without_whole_units_is_refused(entry: Any, w: Tensor, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         entry("pack")(w, None, torch.zeros(1, dtype=torch.int64), 1)
 
@@ -180,7 +180,7 @@ def test_every_instruction_set_leaves_the_bits_of_its_own_team(fp: Fingerprint, 
 
 
 @pytest.mark.parametrize("d", [1920, 2048, 2176])
-def test_short_rows_and_long_ones_are_added_up_as_they_are_unpacked(fp: Fingerprint, d: int) -> None:
+def test_packed_rows_short_and_long_are_added_up_like_unpacked_ones(fp: Fingerprint, d: int) -> None:
     """Rows below 4 KB are added up in another order."""
     has_kernel(fp)
     plan = plan_of("llama-1b", layers=1, d=d, V=128)
@@ -190,7 +190,7 @@ def test_short_rows_and_long_ones_are_added_up_as_they_are_unpacked(fp: Fingerpr
     assert torch.equal(plain.logits, other.logits)
 
 
-def test_a_matrix_without_whole_units_stays_as_it_is_beside_others(fp: Fingerprint) -> None:
+def test_a_matrix_without_whole_units_stays_unpacked_among_packed_ones(fp: Fingerprint) -> None:
     has_kernel(fp)
     plan = plan_of("llama-1b", I=324)  # gate and up have 324 rows, down 324 columns
     weights = load_weights(plan)
@@ -202,7 +202,7 @@ def test_a_matrix_without_whole_units_stays_as_it_is_beside_others(fp: Fingerpri
     assert torch.equal(plain.logits, other.logits)
 
 
-def test_of_gate_and_up_both_are_read_packed_or_neither(fp: Fingerprint) -> None:
+def test_gate_and_up_are_both_packed_or_both_unpacked(fp: Fingerprint) -> None:
     has_kernel(fp)
     plan = plan_of("llama-1b", layers=1)
     weights = load_weights(plan)
@@ -240,7 +240,9 @@ def test_packing_needs_room_beside_the_original(fp: Fingerprint, monkeypatch: py
     assert "beside the original; 0.0 GiB are to be had" in refused.value.why
 
 
-def test_what_is_packed_makes_room_for_a_run_that_needs_it(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_weights_are_freed_for_a_run_that_needs_the_memory(
+    fp: Fingerprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     has_kernel(fp)
     plan = plan_of("llama-1b")
     weights = load_weights(plan)
@@ -253,7 +255,9 @@ def test_what_is_packed_makes_room_for_a_run_that_needs_it(fp: Fingerprint, monk
         packed.pack(weights, fp)
 
 
-def test_what_the_run_still_takes_is_not_to_be_had(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_run_still_needs_does_not_count_as_free(
+    fp: Fingerprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     has_kernel(fp)
     monkeypatch.setattr(packed, "free_memory", lambda _: packed.RESERVE_BYTES + (1 << 30))
     weights = load_weights(plan_of("llama-1b"))

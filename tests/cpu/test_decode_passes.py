@@ -110,7 +110,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 5), (1, 40), (5, 24), (3, 1)])
 @torch.inference_mode()
-def test_what_is_listed_for_a_prompt_is_what_it_asks_for(
+def test_the_workloads_listed_for_a_prompt_are_the_called_ones(
     family: str, rows: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passes, "PASS", 48)

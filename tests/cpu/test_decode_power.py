@@ -47,7 +47,7 @@ def test_a_counter_that_begins_again_has_gone_on(tmp_path: Path) -> None:
     assert found.joules == pytest.approx(2.0)
 
 
-def test_what_cannot_be_read_is_unknown_and_named(tmp_path: Path) -> None:
+def test_an_unreadable_counter_is_unknown_and_named(tmp_path: Path) -> None:
     assert str(tmp_path) in meter("cpu", tmp_path).why
     file = domain(tmp_path, "intel-rapl:0", "package-0")
     found = meter("cpu", tmp_path)
@@ -87,7 +87,7 @@ def test_a_boards_energy_is_that_of_steps_in_a_row_between_two_advances_of_its_c
     assert 600 < board.steps < 800 and "more steps in a row" in found.told
 
 
-def test_a_boards_counter_that_stands_still_is_unknown() -> None:
+def test_a_counter_that_does_not_advance_is_unknown() -> None:
     board = Board(advances=False)
     found = BoardMeter(board.read, board.clock)
     found.after(board.step, 40)

@@ -36,7 +36,7 @@ def weights_of(program: Program) -> Counter[str]:
 
 
 @pytest.mark.parametrize("family", steps.FAMILIES)
-def test_a_program_stands_for_every_call_and_names_every_weight_once(family: str, tmp_path: Path) -> None:
+def test_a_program_contains_every_call_and_names_every_weight_once(family: str, tmp_path: Path) -> None:
     step = listed(family, tmp_path)
     program = lower(step)
     told = Counter(id(call) for op in program.ops for call in op.calls)

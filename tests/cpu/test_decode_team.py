@@ -134,7 +134,7 @@ def test_a_step_that_would_leave_its_tensors_is_refused_and_the_next_one_runs(ti
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["at the first barrier", "at the last task"])
-def test_a_thread_that_fails_fails_the_step_and_hangs_nobody(tiny: TeamStep, last: bool) -> None:
+def test_a_failed_thread_fails_the_step_without_a_hang(tiny: TeamStep, last: bool) -> None:
     """Its rows are too long for any memory: that shows in the threads, not beforehand."""
     with torch.inference_mode():
         tiny.run()
@@ -195,7 +195,7 @@ def test_a_team_that_nothing_was_decided_for_is_not_tried_unasked(oracle: Oracle
 
 @one_family
 @pytest.mark.parametrize(("gain", "taken"), [(1.5, True), (1.001, False)])
-def test_where_its_kernels_serve_a_team_is_taken_if_it_wins(
+def test_a_team_is_used_if_its_kernels_serve_and_it_wins(
     oracle: Oracle, compiled: set[str], monkeypatch: pytest.MonkeyPatch, gain: float, taken: bool
 ) -> None:
     monkeypatch.setattr(choose, "step_medians", lambda *_: [1e6 * gain, 1e6])
@@ -207,7 +207,7 @@ def test_where_its_kernels_serve_a_team_is_taken_if_it_wins(
 
 
 @one_family
-def test_a_teams_certificate_says_so_and_is_believed(oracle: Oracle, tmp_path: Path) -> None:
+def test_a_certificate_of_a_team_names_it_and_verifies(oracle: Oracle, tmp_path: Path) -> None:
     to = ("--certify", str(tmp_path / "c.jsonl"), "--audit", str(tmp_path / "audit.json"))
     asked = ("--seq", "30", "--iters", "5", "--warmup", "1", "--dtype", "fp32", "--persistent", *to)
     assert run(["run", "--model", str(oracle.folder), *asked, "--json"]) == 0

@@ -86,7 +86,7 @@ def close(result: torch.Tensor) -> bool:
     return isinstance(RMS.verify(inputs, (result,)), ops.contract.Match)
 
 
-def test_what_the_ledger_promotes_runs_natively_and_what_it_demotes_does_not(home: Path) -> None:
+def test_promoted_kernels_run_natively_and_demoted_ones_do_not(home: Path) -> None:
     ledger = open_ledger()
     made = promote(ledger, native_arm())
     with dispatch.use(home):

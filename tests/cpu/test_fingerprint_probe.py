@@ -93,7 +93,7 @@ def test_the_read_probe_maps_its_buffer_once() -> None:
     assert probe.load().buffers == before
 
 
-def test_numpy_stands_in_where_there_is_no_compiler() -> None:
+def test_numpy_measures_without_a_compiler() -> None:
     facts = machine.identity()
     found = probe.measure_without_compiler(facts, budget_s=0.1)
     assert set(found) == {f"{w}_bytes_per_s@{t}" for w in ("read", "copy") for t in probe.thread_counts(facts["cpus"])}

@@ -333,7 +333,7 @@ def test_a_fault_of_an_older_build_leaves_the_new_one_alone(home: Path, edited: 
         assert old.arm.build in ledger.quarantined(this_device().hw_id)
 
 
-def test_what_is_no_fault_is_put_aside_and_the_ledger_opens(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_fault_file_is_put_aside_and_the_ledger_opens(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open_ledger() as ledger:
         made = promote(ledger, native_arm())
     good = faults.write(home, fault("kernel", made))

@@ -108,7 +108,7 @@ def test_arguments_outside_the_contract_are_refused_before_they_are_read(args: t
         check_of("linear", "fp32")(args, (torch.empty(1, 32),), 1)
 
 
-def test_what_was_not_compiled_has_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiled_check_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spot.find("step", "bf16", ISA) is None
     monkeypatch.setattr(spot, "find_artefact", lambda _: None)  # as in a home where nothing was tuned
     assert spot.find("linear", "bf16", ISA) is None

@@ -53,7 +53,7 @@ def test_decode_and_causal_prompts_are_served_by_the_decision(served: dispatch.B
     torch.testing.assert_close(prompt, expected(*PROMPT, True))
 
 
-def test_what_the_ops_do_not_describe_goes_to_pytorch(served: dispatch.Board) -> None:
+def test_calls_that_no_op_describes_go_to_pytorch(served: dispatch.Board) -> None:
     q, k, v = PROMPT
     mask = torch.rand(7, 7) > 0.3
     mask[:, 0] = True

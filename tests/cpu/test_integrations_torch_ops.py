@@ -64,7 +64,7 @@ def test_an_operator_returns_what_best_returns(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", [o for o in OPS if torch_ops.results(o)], ids=lambda o: o.name)
-def test_the_out_form_writes_where_it_is_told(op: Op) -> None:
+def test_the_out_form_writes_into_out(op: Op) -> None:
     inputs, outs = inputs_of(op), outputs_of(op)
     assert operator(op).out(*op.arguments(inputs), **outs) is None
     expected = as_tuple(operator(op)(*op.arguments(inputs)))
@@ -132,7 +132,7 @@ def test_every_op_that_takes_a_format_has_a_stored_form() -> None:
     assert taken == STORED.keys()
 
 
-def test_a_growing_length_does_not_compile_anew() -> None:
+def test_a_growing_length_does_not_recompile() -> None:
     op = ops.find("attn")
     q, k, v, *_ = op.arguments(inputs_of(op))
     seen = []

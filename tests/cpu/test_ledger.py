@@ -323,7 +323,7 @@ def test_quarantine_takes_the_arm_out_everywhere_and_keeps_it_out(ledger: Ledger
     assert record(ledger, "d").state == "promoted"
 
 
-def test_a_failure_from_before_a_release_is_no_longer_known(ledger: Ledger) -> None:
+def test_a_failure_from_before_a_release_is_forgotten(ledger: Ledger) -> None:
     failed = Failed(check="crash", case="while racing", evidence={}, reason="it fell")
     ledger.save_parity(FP.hw_id, ATTN, CPP, failed)
     held = ledger.quarantine(CPP, hw_id=FP.hw_id, op="attn", cause="crash", reason="it fell")
@@ -376,7 +376,7 @@ def test_a_candidate_that_five_killed_tunes_in_a_row_could_not_get_past_is_held(
     assert CPP.digest in ledger.quarantined(FP.hw_id, "attn")
 
 
-def test_a_trial_that_ctrl_c_leaves_running_in_a_thread_is_no_strike(ledger: Ledger, home: Path) -> None:
+def test_a_trial_left_running_by_ctrl_c_is_not_a_strike(ledger: Ledger, home: Path) -> None:
     with ExitStack() as thread:
         with ledger.lock(FP.hw_id):
             thread.enter_context(ledger.trial(FP.hw_id, "attn", CPP))
@@ -384,7 +384,7 @@ def test_a_trial_that_ctrl_c_leaves_running_in_a_thread_is_no_strike(ledger: Led
     assert struck(home) == []
 
 
-def test_a_trial_that_raises_is_closed_and_is_no_strike(ledger: Ledger) -> None:
+def test_a_trial_that_raises_is_closed_and_is_not_a_strike(ledger: Ledger) -> None:
     with pytest.raises(KeyboardInterrupt), ledger.trial(FP.hw_id, "attn", CPP):
         raise KeyboardInterrupt
     with ledger.lock(FP.hw_id) as found:
@@ -567,7 +567,7 @@ def test_a_kept_line_is_killed_without_losing_what_was_acknowledged(home: Path) 
         ledger.check()
 
 
-def test_a_kept_line_moves_its_log_when_told_and_gives_its_lock_back_after_each_write(home: Path) -> None:
+def test_a_kept_connection_moves_its_log_on_request_and_releases_its_lock_after_each_write(home: Path) -> None:
     with open_ledger(home=home) as ledger, open_ledger(home=home) as other:
         ledger.keep_line()
         before = (home / "ledger.db").read_bytes()

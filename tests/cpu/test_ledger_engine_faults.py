@@ -179,7 +179,7 @@ def test_killed_at_random_moments_a_writer_loses_no_acknowledged_decision(home: 
 # --- a disk that does not take it ---------------------------------------------------------------------------------
 
 
-def test_a_full_disk_loses_nothing_acknowledged_and_reading_goes_on(home: Path) -> None:
+def test_a_full_disk_loses_nothing_acknowledged_and_reading_continues(home: Path) -> None:
     ledger = open_ledger(home=home)
     record(ledger, "before")
     room = (home / "ledger.db").stat().st_size + 60_000
@@ -207,7 +207,7 @@ print(json.dumps([acks, trouble, [d.id for d in ledger.history()]]))
     assert record(again, "after").id > max(acks)
 
 
-def test_a_snapshot_that_cannot_be_written_is_no_acknowledgement_and_comes_with_the_next_open(home: Path) -> None:
+def test_a_failed_snapshot_is_not_acknowledged_and_is_written_at_the_next_open(home: Path) -> None:
     ledger = open_ledger(home=home)
     for n in range(24):
         w = ATTN.at(B=n % 8 + 1, L=2048 << n // 8)
@@ -279,7 +279,7 @@ def reads_and_is_refused(home: Path, made: Decision) -> bool:
     return False
 
 
-def test_a_home_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LedgerError, match="cannot make"):
         open_ledger(home=tmp_path / "file" / "home")
@@ -305,7 +305,7 @@ def cut(data: bytearray) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_header, damage_a_page, damage_the_schema, cut])
-def test_a_damaged_ledger_is_refused_left_as_it_is_and_the_snapshot_goes_on(
+def test_a_damaged_ledger_is_refused_and_unchanged_and_the_snapshot_serves(
     home: Path, damage: Callable[[bytearray], None]
 ) -> None:
     record(open_ledger(home=home))

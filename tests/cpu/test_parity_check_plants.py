@@ -322,7 +322,7 @@ def test_the_reason_names_the_element_and_the_bound(verdicts: dict[str, Parity])
         ("slows_the_clock", "clocks"),
     ],
 )
-def test_a_process_left_changed_is_told_and_not_blamed_on_the_next(
+def test_a_changed_process_is_reported_and_not_blamed_on_the_next_candidate(
     verdicts: dict[str, Parity], function: str, what: str
 ) -> None:
     found = verdicts[f"{function} bf16"]

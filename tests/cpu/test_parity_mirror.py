@@ -22,7 +22,7 @@ ATTN = OPS["attn"].workload("bf16", {"B": 1, "Hq": 4, "Hkv": 2, "S": 1, "D": 64,
 
 
 @pytest.mark.parametrize("w", [KV_APPEND, ATTN], ids=lambda w: w.op)
-def test_what_is_right_passes_on_mirrored_operands(w: Workload) -> None:
+def test_correct_candidates_pass_on_mirrored_operands(w: Workload) -> None:
     """With one op that writes its outputs, and one that writes into its arguments."""
     fp = fingerprint.take("cpu")
     way = way_of(find(w.op, f"torch:{'sdpa' if w.op == 'attn' else w.op}"), w, fp)

@@ -131,7 +131,7 @@ def test_every_fault_is_contained_and_its_cause_stored(tuned: Tuned, what: str) 
 
 
 @pytest.mark.parametrize("what", IN_THE_RACE)
-def test_who_falls_while_racing_is_found_and_put_in_quarantine(tuned: Tuned, what: str) -> None:
+def test_a_candidate_that_fails_in_a_race_is_found_and_quarantined(tuned: Tuned, what: str) -> None:
     fault, fp = IN_THE_RACE[what], tuned.report.fingerprint
     held = {q.arm.candidate: q for q in tuned.ledger.quarantined(fp.hw_id, "rmsnorm").values()}
     quarantine = held[f"user:{fault.function}"]
@@ -145,7 +145,7 @@ def test_the_good_candidate_is_promoted_beside_them_all(tuned: Tuned) -> None:
     assert served.arm.candidate == "cpp:rmsnorm"
 
 
-def test_nothing_of_them_is_left_and_the_tuner_is_the_same_process(tuned: Tuned, preforked: Nursery) -> None:
+def test_no_process_is_left_and_the_tuner_is_the_same_process(tuned: Tuned, preforked: Nursery) -> None:
     assert os.getpid() == tuned.pid
     assert preforked.descendants() == []
 

@@ -69,7 +69,7 @@ def test_a_challenger_is_journaled_while_it_sits_down_and_pytorchs_own_is_not(le
         assert open_and_ended(ledger)[0] == []
 
 
-def test_a_race_that_goes_on_is_not_journaled() -> None:
+def test_a_continued_race_is_not_journaled() -> None:
     """It may be paused for hours: who pulls the plug then says nothing about the arms."""
     said: list[str] = []
 

@@ -83,7 +83,7 @@ def test_a_right_kernel_passes_every_item(runs: dict[str, subprocess.CompletedPr
     assert "skipped" not in done.stdout
 
 
-def test_a_wrong_kernel_is_told_element_value_bound_case_and_how_to_reproduce(
+def test_a_wrong_kernel_gets_element_value_bound_case_and_a_command_to_reproduce(
     runs: dict[str, subprocess.CompletedProcess[str]], folder: Path
 ) -> None:
     done = runs["careless"]
@@ -111,7 +111,7 @@ def test_a_kernel_that_crashes_fails_its_item_and_not_the_run(
     assert "threekernels.py" in done.stdout  # the Python frame it died under
 
 
-def test_what_cannot_be_found_is_a_usage_error(runs: dict[str, subprocess.CompletedProcess[str]], folder: Path) -> None:
+def test_a_missing_candidate_is_a_usage_error(runs: dict[str, subprocess.CompletedProcess[str]], folder: Path) -> None:
     assert runs["nobody"].returncode == pytest.ExitCode.USAGE_ERROR
     assert "nobody" in runs["nobody"].stderr + runs["nobody"].stdout
     missing = suite(folder, f"{SUITE} --op rmsnorm")

@@ -86,7 +86,7 @@ def test_tensors_travel_through_shared_memory(torch_worker):
         assert arena.tensor(ref).tolist() == [[0, 2, 4], [6, 8, 10]]
 
 
-def test_a_closed_worker_says_so(worker):
+def test_a_request_to_a_closed_worker_raises(worker):
     worker.close()
     assert failure(worker, "none").cause == "closed"
 
@@ -188,7 +188,7 @@ def test_a_spin_that_holds_the_interpreter_ends_at_the_deadline(worker, library,
     assert worker.exit.signal == signal.SIGKILL
 
 
-def test_half_a_reply_is_no_reply(worker):
+def test_half_a_reply_is_refused(worker):
     assert failure(worker, "half_reply", SHORT_S).cause == "timeout in request"
 
 
@@ -201,7 +201,7 @@ def test_a_reply_that_drips_is_cut_off_at_the_deadline_of_the_whole(worker):
 
 
 @pytest.mark.parametrize("fault", ["garbage_reply", "huge_reply", "forged_reply"])
-def test_what_is_not_a_reply_is_refused_as_data(worker, fault):
+def test_an_invalid_reply_is_refused_as_data(worker, fault):
     assert failure(worker, fault).cause == "protocol"
 
 
@@ -267,7 +267,7 @@ def test_a_worker_that_does_not_start_is_a_fault_of_the_environment_and_gone():
     assert survivors(started) == []
 
 
-def test_a_worker_for_which_there_is_no_room_is_a_fault_of_the_environment(tmp_path, monkeypatch):
+def test_a_worker_that_does_not_fit_is_a_fault_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no" / "such" / "folder"))
     with pytest.raises(EnvironmentFault, match="cannot be created"):
         Worker("faulty:serve")

@@ -44,9 +44,7 @@ def test_a_host_serves_what_another_decided_only_after_its_own_proof(ledger: Led
     assert other.offered(FP.hw_id, MODE) == ()
 
 
-def test_what_a_host_has_proven_goes_on_serving_until_the_better_one_is_proven_too(
-    ledger: Ledger, other: Ledger
-) -> None:
+def test_a_proven_kernel_serves_until_the_better_one_is_proven_too(ledger: Ledger, other: Ledger) -> None:
     first = record(other, arm=PACKED, parities=[(PACKED, PASSED)])
     second = record(ledger, "two")
     assert published(ledger) == [second.id]

@@ -311,7 +311,7 @@ def test_killed_under_load_the_server_loses_no_acknowledged_decision_and_writers
 # --- news -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_decision_of_another_host_reaches_a_daemon_and_those_who_serve_beside_it(
+def test_a_decision_of_another_host_reaches_a_daemon_and_its_serving_processes(
     ledger: Ledger, shared_home: Path
 ) -> None:
     """The baseline needs no proof, so that it serves at once where a daemon listens."""

@@ -68,7 +68,7 @@ json.dump(said, sys.stdout)
 """
 
 
-def test_what_a_killed_worker_had_is_tuned_by_the_other(tmp_path: Path) -> None:
+def test_the_part_of_a_killed_worker_is_tuned_by_the_other(tmp_path: Path) -> None:
     home = tmp_path / "home"
     done = subprocess.run(
         [sys.executable, "-c", STORY], env=environment(home), cwd=ROOT, capture_output=True, text=True, timeout=END_S

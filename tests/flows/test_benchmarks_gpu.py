@@ -132,7 +132,7 @@ def test_the_summary_has_every_stage(dry: dict[str, Any], folder: Path) -> None:
         assert "cpp:rmsnorm" in text
 
 
-def test_what_is_done_is_not_done_again(dry: dict[str, Any], folder: Path) -> None:
+def test_finished_units_are_not_repeated(dry: dict[str, Any], folder: Path) -> None:
     """A unit that is missing is all that the same command measures."""
     path = folder / "out" / "parity.json"
     shown = sorted(p.name for p in (folder / "out").iterdir())
@@ -187,7 +187,7 @@ def test_an_interrupt_ends_it_and_the_same_command_continues(folder: Path) -> No
     resumed(folder, "interrupted")
 
 
-def test_what_a_kill_leaves_is_whole_and_nobody_measures_on(folder: Path) -> None:
+def test_after_a_kill_results_are_complete_and_no_process_measures(folder: Path) -> None:
     running = begun(folder, "killed")
     (child,) = psutil.Process(running.pid).children()
     running.kill()
@@ -221,7 +221,7 @@ def verbs_below(pid: int) -> list[psutil.Process]:
     raise AssertionError("no verb was started")
 
 
-def test_without_a_gpu_it_says_so_and_what_to_do(folder: Path) -> None:
+def test_without_a_gpu_it_prints_the_fix(folder: Path) -> None:
     import torch
 
     if torch.cuda.is_available():

@@ -116,7 +116,7 @@ def assert_the_next_tune_decides(ledger: Ledger) -> None:
 # --- tune -------------------------------------------------------------------------------------------------------------
 
 
-def test_workers_that_cannot_import_torch_blame_nobody_and_the_next_tune_decides(
+def test_workers_without_torch_blame_no_candidate_and_the_next_tune_decides(
     packages: Breakable, ledger: Ledger
 ) -> None:
     packages.break_package("torch")
@@ -128,9 +128,7 @@ def test_workers_that_cannot_import_torch_blame_nobody_and_the_next_tune_decides
     assert_the_next_tune_decides(ledger)
 
 
-def test_an_environment_that_breaks_between_proofs_and_races_quarantines_nobody(
-    packages: Breakable, ledger: Ledger
-) -> None:
+def test_an_environment_that_breaks_before_races_quarantines_no_candidate(packages: Breakable, ledger: Ledger) -> None:
     def once_all_is_proven(stage: str, done: int, total: int) -> None:
         if stage == "parity" and done == total > 0:
             packages.break_package("torch")
@@ -141,9 +139,7 @@ def test_an_environment_that_breaks_between_proofs_and_races_quarantines_nobody(
     assert_nobody_is_blamed(ledger, listener)
 
 
-def test_where_no_native_kernel_can_be_loaded_no_native_candidate_has_failed(
-    packages: Breakable, ledger: Ledger
-) -> None:
+def test_native_candidates_do_not_fail_if_no_native_kernel_can_be_loaded(packages: Breakable, ledger: Ledger) -> None:
     """Workers start and PyTorch works: only an empty candidate of the same kind tells."""
     packages.break_package("tvm_ffi")
     listener = Watching()
@@ -257,7 +253,7 @@ def test_a_kernel_that_an_earlier_version_blamed_races_again_once_it_is_released
         pytest.param({"cause": "raised ImportError", CONTROL: WORKED}, True, False, id="a control, and --force"),
     ],
 )
-def test_a_stored_failure_holds_if_a_control_stands_behind_it(
+def test_a_stored_failure_holds_if_it_has_a_control(
     evidence: dict[str, str], force: bool, known: bool, ledger: Ledger
 ) -> None:
     fp = fingerprint.take("cpu")
@@ -272,7 +268,7 @@ def test_a_stored_failure_holds_if_a_control_stands_behind_it(
 # --- processes that need PyTorch themselves ---------------------------------------------------------------------------
 
 
-def test_a_verb_that_cannot_import_torch_says_so_with_an_exit_code_of_its_own(packages: Breakable, home: Path) -> None:
+def test_a_verb_that_cannot_import_torch_has_its_own_exit_code(packages: Breakable, home: Path) -> None:
     packages.break_package("torch")
     done = subprocess.run(
         [sys.executable, "-P", "-m", "autosel.cli.main", "tune", "--op", "rmsnorm", "--json"],

@@ -48,9 +48,7 @@ def planted(folder: Path, monkeypatch: pytest.MonkeyPatch, what: str, body: str)
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_what_goes_wrong_in_the_child_is_a_reason_here(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_of_the_child_become_reasons(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body, reason = HOW[how]
     planted(tmp_path, monkeypatch, "sdpa", body)
     assert reason in probe.fault(SDPA, "flash", "cpu", "", deadline_s=2.0 if how == "hangs" else 60.0)

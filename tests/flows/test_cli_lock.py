@@ -39,7 +39,7 @@ def setting(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
     settings.read.cache_clear()
 
 
-def test_the_lock_serves_what_it_pins_whatever_the_home_says_later(lock: Path, home: Path) -> None:
+def test_the_lock_serves_its_pins_regardless_of_later_decisions(lock: Path, home: Path) -> None:
     ledger = open_ledger()
     (served,) = ledger.serving()
     ledger.demote(served.decision.id, "another opinion")
@@ -112,7 +112,7 @@ def test_frozen_needs_a_lock_that_pins_something_for_this_device(
         dispatch.board()
 
 
-def test_what_is_pinned_for_other_devices_stays(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pins_for_other_devices_are_kept(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(lock.read_text())
     theirs: dict[str, Any] = json.loads(json.dumps(document["rows"][0]))
     theirs["decision"]["hw_id"] = "f" * 64
@@ -133,7 +133,9 @@ def test_an_edited_lock_is_not_believed(lock: Path, capsys: pytest.CaptureFixtur
     assert "damaged or edited" in capsys.readouterr().err
 
 
-def test_locking_what_could_not_serve_says_so(lock: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_locking_a_decision_that_cannot_serve_is_reported(
+    lock: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
     assert run(["lock", "--file", str(lock)]) == 0
     assert "would not serve" not in capsys.readouterr().err
@@ -191,7 +193,7 @@ def test_mode_off_is_the_baseline_and_replay_tells_no_daemon(
     board.close()
 
 
-def test_nothing_to_pin_is_an_error(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lock_without_decisions_is_an_error(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert W.op == "rmsnorm"
     assert run(["lock", "--file", str(tmp_path / "autosel.lock")]) == 1
     assert "nothing serves on this device yet" in capsys.readouterr().err

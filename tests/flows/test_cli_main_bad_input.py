@@ -198,7 +198,7 @@ def test_a_model_that_cannot_be_understood_is_refused_by_file_and_field_before_a
 
 
 @pytest.mark.parametrize("name", ["nonexistent/folder", ".", "llama-9b", "meta-llama/Llama-3.1-8B", "\0", "x" * 5000])
-def test_a_model_that_is_not_there_is_said_so(name: str, home: Path, said: Said) -> None:
+def test_a_missing_model_is_reported(name: str, home: Path, said: Said) -> None:
     code, _, err = said("tune", "--model", name)
     assert code == 2
     assert err.startswith("error: ")
@@ -284,7 +284,7 @@ def test_one_case_can_be_seen_alone_and_a_misspelt_one_lists_the_cases(home: Pat
     assert "worst error" in json.loads(out)["passed"]
 
 
-def test_a_candidate_that_takes_none_of_the_shapes_is_told_why(home: Path, said: Said) -> None:
+def test_a_candidate_without_supported_shapes_gets_the_reason(home: Path, said: Said) -> None:
     head = "import autosel\n@autosel.candidate('rmsnorm', dtypes=('fp32',))\n"
     (home.parent / "single.py").write_text(f"{head}def single(x, weight, eps, offset): return x\n")
     code, out, err = said(*race("single:single"))
@@ -352,7 +352,7 @@ def test_a_compiler_that_is_none_costs_its_kernels_and_nothing_else(
 # --- limits -------------------------------------------------------------------------------------------------------
 
 
-def test_a_budget_too_small_leaves_everything_undecided_says_so_and_exits_5(home: Path, said: Said) -> None:
+def test_a_budget_too_small_leaves_everything_undecided_and_exits_5(home: Path, said: Said) -> None:
     before = decided(home, w=RMS.at(d=1024))
     code, out, err = said("tune", "--model", "model", "--op", "rmsnorm", "--op", "rope", "--budget", "0.001s", "--json")
     found = json.loads(out)
@@ -376,7 +376,7 @@ def test_more_memory_than_there_is_is_refused_before_anything_is_drawn(
 # --- the ledger ---------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_ledger_is_refused_kept_as_it_is_and_a_backup_brings_it_back(home: Path, said: Said) -> None:
+def test_a_damaged_ledger_is_refused_and_kept_and_a_backup_restores_it(home: Path, said: Said) -> None:
     made = decided(home)
     assert said("db", "backup", str(home / "backup.db"))[0] == 0
     damaged = bytearray((home / "ledger.db").read_bytes())
@@ -438,7 +438,7 @@ def test_a_locked_ledger_is_said_to_be_locked(home: Path, said: Said, monkeypatc
     assert said("best", "rmsnorm")[0] == 0
 
 
-def test_a_full_disk_loses_nothing_stored_and_the_verb_says_so(home: Path) -> None:
+def test_a_full_disk_loses_nothing_stored_and_is_reported(home: Path) -> None:
     made = decided(home)
     room = (home / "ledger.db").stat().st_size // 4
 
@@ -576,7 +576,7 @@ def as_nobody(home: Path, *arguments: str) -> tuple[int, str, str]:
         return code, out.read(), err.read()
 
 
-def test_a_home_that_is_a_file_is_said_so_by_every_verb_that_needs_it(tmp_path: Path) -> None:
+def test_every_verb_that_needs_a_home_reports_one_that_is_a_file(tmp_path: Path) -> None:
     """In separate processes, because this one remembers another home."""
     file = tmp_path / "file"
     file.touch()
@@ -613,7 +613,7 @@ def test_a_name_that_is_too_long_for_a_file_is_refused_in_words(words: list[str]
 
 @pytest.mark.parametrize("number", ["7", "0", "9" * 30], ids=["7", "0", "more than a database's integers hold"])
 @pytest.mark.parametrize("verb", [["demote"], ["promote", "x"], ["pin"], ["pin", "--off"]], ids=" ".join)
-def test_a_decision_that_is_not_there_is_said_so_and_nothing_changes(
+def test_a_missing_decision_is_reported_and_nothing_changes(
     verb: list[str], number: str, home: Path, said: Said
 ) -> None:
     made = decided(home)
@@ -660,7 +660,7 @@ def test_an_import_that_is_not_a_whole_export_changes_nothing(content: str, told
     assert [d["decision_id"] for d in json.loads(said("history", "--json")[1])] == [made.id]
 
 
-def test_an_export_to_nowhere_is_said_so_and_makes_no_folders(home: Path, said: Said) -> None:
+def test_an_export_to_a_missing_folder_is_reported_and_makes_no_folders(home: Path, said: Said) -> None:
     made = decided(home)
     for folder in (home / "none", home / "decisions.json"):
         for arguments in (["x.json"], ["--repro", str(made.id), "x.py"]):

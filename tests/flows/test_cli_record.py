@@ -93,7 +93,7 @@ def test_a_program_that_fails_before_it_asks_keeps_its_exit_code(
     assert f"ended with exit code {code} before it asked" in " ".join(capfd.readouterr().err.split())
 
 
-def test_one_is_no_plural() -> None:
+def test_one_workload_is_singular() -> None:
     assert record_verb._summary(Path("r.json"), {ONE: 1}) == "1 workload, 1 call, in r.json"
     assert "2 workloads, 1,002 calls" in record_verb._summary(Path("r.json"), {ONE: 2, ONE.at(d=64): 1000})
 
@@ -113,7 +113,7 @@ def test_workloads_of_one_bucket_are_tuned_once_with_the_calls_of_all(tmp_path: 
     assert (named.workload, named.calls_per_step) == (ten, 7)
 
 
-def test_what_tuning_is_worth_is_weighted_by_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gain_of_tuning_is_weighted_by_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {
         "a": {"baseline_us": 10.0, "time_us": 5.0},
         "b": {"baseline_us": 1.0, "time_us": 1.0},
@@ -153,7 +153,7 @@ def test_a_workload_no_op_could_mean_is_refused(tmp_path: Path) -> None:
             record_verb.named_workloads(tmp_path / "r.json")
 
 
-def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_recording_is_refused(tmp_path: Path) -> None:
     good = recorded.document(recording())
     row = good["workloads"][0]
     bad: list[Any] = [

@@ -154,7 +154,7 @@ def test_a_reproduction_script_needs_only_torch(home: Path, tuned: dict[str, Any
     )[0].replace("autosel-repro", "")
 
 
-def test_two_tuners_of_one_device_the_second_is_told_who_holds_it(
+def test_the_second_of_two_tuners_of_a_device_names_the_first(
     home: Path,
 ) -> None:
     from autosel.cli.device import identity

@@ -33,7 +33,7 @@ def test_winners_that_flip_come_first_and_what_it_gains_is_weighted_by_calls() -
     assert changes[3].here == "(undecided)"
 
 
-def test_what_the_budget_left_undecided_there_is_no_flip() -> None:
+def test_workloads_left_undecided_by_the_budget_are_not_flips() -> None:
     norms = [ops.find("rmsnorm").workload("bf16", {"M": 1, "d": d}) for d in (64, 96)]
     decisions = [{"bucket": w.bucket, **row("torch:rmsnorm", 9.0)} for w in norms]
     there = whatif.decided_there(decisions, [norms[0].key], norms)
@@ -43,7 +43,7 @@ def test_what_the_budget_left_undecided_there_is_no_flip() -> None:
     assert changes[norms[1].bucket].flips and not changes[norms[0].bucket].flips
 
 
-def test_an_environment_that_cannot_run_autosel_is_told_what_it_lacks(tmp_path: Path) -> None:
+def test_an_environment_that_cannot_run_autosel_is_reported_with_missing_packages(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
     bare.chmod(0o755)
@@ -54,6 +54,6 @@ def test_an_environment_that_cannot_run_autosel_is_told_what_it_lacks(tmp_path: 
         whatif.ask(tmp_path / "absent")
 
 
-def test_nothing_decided_and_nothing_recorded_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_decisions_and_no_recording_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["whatif", "--python", sys.executable]) == 1
     assert "nothing to try there" in capsys.readouterr().err

@@ -64,7 +64,7 @@ def here() -> Fingerprint:
 # --- a process --------------------------------------------------------------------------------------------------------
 
 
-def test_it_is_ready_when_it_says_so_private_alone_and_gone_when_told(daemon: Daemon) -> None:
+def test_the_daemon_reports_ready_is_private_and_single_and_stops_on_request(daemon: Daemon) -> None:
     path = socket_path(daemon.home)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -255,7 +255,7 @@ def test_no_acknowledged_decision_is_lost_to_kill_9(home: Path) -> None:
     assert total >= KILLS * 20
 
 
-def test_whoever_wrote_through_a_daemon_that_was_killed_goes_on_alone(home: Path) -> None:
+def test_a_writer_continues_alone_after_the_daemon_is_killed(home: Path) -> None:
     with running(home, "--no-tune") as daemon, open_ledger(home=home) as ledger:
         assert isinstance(ledger, RemoteLedger)
         with ledger.lock(FP.hw_id):
@@ -360,7 +360,7 @@ def _events(line: Client) -> Iterator[tuple[str, Any]]:
     return following()
 
 
-def test_what_a_serving_process_misses_is_queued_and_told_to_the_next_daemon_too(home: Path) -> None:
+def test_misses_of_a_serving_process_are_queued_and_reported_to_the_next_daemon_too(home: Path) -> None:
     from autosel.ops import find
 
     op, x, weight = find("rmsnorm"), torch.zeros(1, 256, dtype=torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
@@ -388,7 +388,7 @@ for _ in range(7):
 """
 
 
-def test_what_served_how_many_calls_is_told_to_the_daemon_and_shown(daemon: Daemon) -> None:
+def test_counts_of_served_calls_are_reported_to_the_daemon_and_shown(daemon: Daemon) -> None:
     """By a process that continues, periodically; by one that ends, at its end. Calls for other conditions are named."""
     from autosel.ops import find
 
@@ -483,7 +483,7 @@ def test_a_full_disk_stops_writing_not_reading(home: Path) -> None:
 # --- tuning -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_asked_for_is_tuned_in_a_child_and_serves(home: Path) -> None:
+def test_a_requested_workload_is_tuned_in_a_child_and_serves(home: Path) -> None:
     from autosel.values import Workload
 
     w = Workload(op="rmsnorm", dims=(("M", 1), ("d", 256)), dtype="fp32")
@@ -582,9 +582,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(sent=_requests())
-def test_whatever_comes_through_the_socket_is_answered_and_never_our_mistake(
-    target: Daemon, sent: tuple[str, str, bytes, str]
-) -> None:
+def test_any_input_on_the_socket_is_answered_and_never_a_bug(target: Daemon, sent: tuple[str, str, bytes, str]) -> None:
     method, address, body, kind = sent
     line = http.client.HTTPConnection("localhost", timeout=30)
     line.sock = connect(socket_path(target.home), 30.0)

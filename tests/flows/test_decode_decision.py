@@ -139,7 +139,7 @@ def test_a_race_that_is_not_won_is_kept_and_the_next_run_does_not_ask_again(
     assert any("op by op" in note and f"decision {decision.id}" in note for note in second.notes)
 
 
-def test_what_a_user_demotes_is_obeyed_and_another_kernel_is_raced_anew(
+def test_a_demotion_is_obeyed_and_another_kernel_is_raced_again(
     plan: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = timed(1.1)
@@ -182,7 +182,7 @@ def test_packed_weights_are_a_way_of_their_own_that_the_ledger_tells_of(
         assert len(ledger.history("step")) == 1
 
 
-def test_what_there_was_no_room_for_is_raced_once_there_is(
+def test_packed_weights_are_raced_once_memory_suffices(
     packable: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, plan = timed(1.1), packable
@@ -197,7 +197,7 @@ def test_what_there_was_no_room_for_is_raced_once_there_is(
         assert [d.arm.candidate for d in ledger.history("step")] == [PACKED, CANDIDATE]
 
 
-def test_a_decision_for_the_weights_as_they_are_packs_none(
+def test_a_decision_for_unpacked_weights_packs_none(
     plan: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(0.98)  # op by op

@@ -195,7 +195,7 @@ def test_a_certificate_of_version_3_is_read_and_its_tokens_are_not_judged() -> N
     assert read.verification.tokens_open is None and wrong(read) == ""
 
 
-def test_a_text_is_scored_no_further_than_the_models_context_and_the_run_says_so(folder: Path) -> None:
+def test_a_text_is_scored_up_to_the_models_context_with_a_note(folder: Path) -> None:
     model = replace(models.load(folder), max_context=32)
     plan = Plan(model=model, dtype="fp32", seq=20, iters=2, warmup=0, step="ops", batch=2)
     text = Text(name="t.json", sha256="0" * 64, tokenizer="ids", tokens=tuple(range(100)))

@@ -156,7 +156,7 @@ def test_split_products_are_those_a_device_holds(tmp_path: Path) -> None:
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
     ],
 )
-def test_experts_whose_sizes_are_not_told_are_refused(changed: dict[str, object], tmp_path: Path) -> None:
+def test_experts_without_sizes_are_refused(changed: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match=r"config\.json"):
         experts.read(str(checkpoint(tmp_path / "m", **changed)))
 

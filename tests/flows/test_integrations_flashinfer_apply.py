@@ -190,7 +190,7 @@ def test_only_what_can_serve_flashinfers_calls_here_is_put_under_them(monkeypatc
     assert flashinfer_apply.serving([d, on_gpu]) == [on_gpu]
 
 
-def test_a_gpus_call_that_nobody_decided_is_flashinfers_own_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_undecided_call_on_a_gpu_runs_flashinfers_own_kernel(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its own convention: a fused addition in place, the others by value."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     called: list[str] = []

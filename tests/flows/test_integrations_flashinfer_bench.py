@@ -135,7 +135,7 @@ def test_a_pinned_decision_claims_no_measurement(tmp_path: Path) -> None:
     assert not (tmp_path / "traces").exists()
 
 
-def test_what_has_no_words_there_is_left_out_with_the_reason(tmp_path: Path) -> None:
+def test_workloads_without_a_definition_are_left_out_with_the_reason(tmp_path: Path) -> None:
     w = ops.find("kv_append").workload("fp32", {"B": 1, "Hkv": 2, "S": 1, "D": 16})
     made = fib.export([decided(w, _baseline_of(ops.find("kv_append")))], tmp_path)
     assert made.definitions == 0
@@ -178,7 +178,9 @@ def test_the_verbs_write_and_unpack(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run(["export", "--to", "flashinfer"]) == 2
 
 
-def test_an_arm_that_was_demoted_is_no_solution(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_demoted_arm_is_not_exported_as_a_solution(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     d = pinned(small(ops.OPS["rmsnorm"]), "cpp:rmsnorm")
     with open_ledger(home=home) as ledger:
         device = dataclasses.replace(this_device(), environment={"torch": "2"})
@@ -294,7 +296,7 @@ def test_a_trace_that_cannot_be_is_refused_by_its_line(changed: dict[str, Any], 
     assert why in str(error.value)
 
 
-def test_a_folder_that_is_no_dataset_is_refused(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_dataset_is_refused(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["import", str(tmp_path)]) == 2
     assert "it has no folder definitions" in capsys.readouterr().err
     dataset = foreign(tmp_path / "theirs", "rmsnorm_h4096")

@@ -232,7 +232,7 @@ def test_a_module_that_computes_something_else_is_left_as_it_was() -> None:
     assert tokens(model) == before
 
 
-def test_what_others_replaced_stays_theirs() -> None:
+def test_modules_replaced_by_other_code_are_kept() -> None:
     model = made(llama)
     theirs = model.model.norm.forward
     model.model.norm.forward = theirs
@@ -242,7 +242,7 @@ def test_what_others_replaced_stays_theirs() -> None:
     assert model.model.norm.__dict__["forward"] == theirs
 
 
-def test_a_decorator_of_transformers_goes_on_working_around_the_replaced_rotation(
+def test_a_decorator_of_transformers_still_wraps_the_replaced_rotation(
     board: dispatch.Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.utils.deprecation import deprecate_kwarg
@@ -338,7 +338,7 @@ def test_the_random_state_is_the_users() -> None:
     assert torch.equal(torch.randn(3), expected)
 
 
-def test_what_a_process_makes_its_tensors_on_is_no_reason_to_leave_a_model_as_it_is() -> None:
+def test_the_default_device_of_the_process_does_not_prevent_patching() -> None:
     model = made(llama)
     elsewhere = copy.deepcopy(model)
     replaced = autosel.patch(model).replaced
@@ -392,7 +392,7 @@ def test_a_patched_models_cache_grows_in_place_and_holds_what_it_should() -> Non
     assert isinstance(roomy.layers[0], type(plain.layers[0]))
 
 
-def test_older_keys_stay_as_they_were_whatever_the_cache_does_next() -> None:
+def test_older_keys_stay_unchanged_after_changes_of_the_cache() -> None:
     plain, roomy = caches()
     for _ in range(3):
         both(plain, roomy)

@@ -48,7 +48,7 @@ def test_a_model_elsewhere_is_refused_for_the_reason_that_holds() -> None:
         autosel.patch(spread)
 
 
-def test_what_a_module_was_proven_on_goes_with_it_and_ends_with_the_patch() -> None:
+def test_the_device_of_the_proof_is_stored_with_the_module_until_the_patch_ends() -> None:
     from autosel.integrations.transformers import PROVEN_ON
 
     model = made(llama)

@@ -117,7 +117,7 @@ def test_each_decision_is_explained_by_its_number(home: Path) -> None:
         assert f"decision {row['decision_id']}" in told
 
 
-def test_what_failed_then_and_what_is_in_quarantine_is_still_said(home: Path) -> None:
+def test_old_failures_and_quarantines_are_still_shown(home: Path) -> None:
     with open_ledger(home=home) as ledger:
         (held,) = ledger.quarantined(earlier.device().hw_id).values()
     assert (held.arm.candidate, held.op, held.cause) == ("user:crashes", "swiglu", "crash")

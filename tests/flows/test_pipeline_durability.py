@@ -87,7 +87,7 @@ def heard(output: bytes) -> Told:
     return made
 
 
-def test_of_several_tuners_of_a_device_one_measures_and_the_others_are_told_at_once_who(
+def test_one_of_several_tuners_measures_and_the_others_fail_at_once_naming_it(
     graveyard: Graveyard, tmp_path: Path
 ) -> None:
     home = graveyard.home()
@@ -202,15 +202,13 @@ def stopped_writer(home: Path) -> Iterator[int]:
     os.close(pipe)
 
 
-def test_a_writer_that_stands_still_keeps_nobody_from_reading(home: Path, stopped_writer: int) -> None:
+def test_a_stuck_writer_does_not_block_readers(home: Path, stopped_writer: int) -> None:
     with open_ledger(home=home) as ledger:
         assert [d.state for d in ledger.history()] == ["demoted", "promoted"]
         assert snapshot.read(home / snapshot.FILE) is not None
 
 
-def test_whoever_would_write_beside_a_writer_that_stands_still_is_told_who_it_is(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_behind_a_stuck_one_fails_naming_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = open_ledger(home=home)
     record(ledger)
 

@@ -163,7 +163,7 @@ def test_after_an_edit_the_build_that_was_raced_serves_once_it_is_proven_again(
     assert torch.allclose(bound(X, WEIGHT), torch.nn.functional.rms_norm(X, (256,), WEIGHT, 1e-6), atol=1e-5)
 
 
-def test_a_build_that_fails_now_gives_way_to_the_baseline_with_the_evidence_kept(
+def test_the_baseline_replaces_a_build_that_fails_now_and_the_evidence_is_kept(
     home: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It was promoted by a proof that missed its fault."""
@@ -211,7 +211,7 @@ def test_a_renewed_decision_keeps_its_state_race_and_figures(ledger: Ledger) -> 
     assert (back.state, back.arm.candidate) == ("kept", "torch:rmsnorm")
 
 
-def test_what_was_superseded_meanwhile_is_not_served_again(ledger: Ledger) -> None:
+def test_a_superseded_decision_is_not_served_again(ledger: Ledger) -> None:
     old = promote(ledger, ARM)
     newer = promote(ledger, ARM, idempotency_key="two")
     assert again(ledger, old) is None
@@ -225,7 +225,7 @@ def test_a_failed_proof_changes_nothing_but_the_evidence(ledger: Ledger) -> None
     assert ledger.parity_known(this_device().hw_id, ARM.digest, W) == FAILED
 
 
-def test_what_is_in_quarantine_is_not_served_again(ledger: Ledger) -> None:
+def test_a_quarantined_build_is_not_served_again(ledger: Ledger) -> None:
     old = promote(ledger, ARM)
     ledger.quarantine(ARM, hw_id=this_device().hw_id, op=W.op, cause="kernel", reason="crashed", digest="e" * 64)
     moved = dataclasses.replace(ARM, digest="e" * 64)
@@ -284,7 +284,7 @@ def until(look: Callable[[], Any], right: Callable[[Any], bool]) -> Any:
     return found
 
 
-def test_the_daemon_proves_stale_winners_again_and_says_so(home: Path, ledger: Ledger) -> None:
+def test_the_daemon_proves_stale_winners_again_and_reports_it(home: Path, ledger: Ledger) -> None:
     then = dataclasses.replace(baseline(), digest="b" * 64)
     old = promote(ledger, native_arm(), baseline=then, mode=f"eager.t{torch.get_num_threads()}.highest")
     ledger.close()

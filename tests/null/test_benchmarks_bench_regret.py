@@ -57,7 +57,7 @@ def rounds(rng: Random, count: int = 24, noise: float = 0.03, **truth: float) ->
     return {r: [truth.get(r, 100.0) * level * rng.gauss(1, noise) for level in levels] for r in RIVALS}
 
 
-def test_equal_settings_have_no_regret_though_the_least_reading_says_so() -> None:
+def test_equal_settings_have_no_regret_despite_the_minimum() -> None:
     """The winner's curse: the best of six medians is too fast, judged on the rounds that chose it."""
     rng = Random(1)
     drawn = [rounds(rng) for _ in range(200)]
@@ -82,7 +82,7 @@ def test_the_interval_covers_the_truth() -> None:
     assert covered >= 34
 
 
-def test_where_the_closed_form_is_best_the_regret_is_nothing() -> None:
+def test_the_regret_is_zero_if_the_closed_form_is_best() -> None:
     assert held_out(rounds(Random(4), closed=50.0), "closed", RIVALS) == 0.0
 
 
@@ -176,7 +176,7 @@ def test_slow_settings_do_not_make_a_cell_endless() -> None:
     assert any(name.startswith("211") for name in swept.nominees)
 
 
-def test_what_was_read_while_others_worked_does_not_count() -> None:
+def test_readings_next_to_other_work_do_not_count() -> None:
     regret, _, _ = judged(Machine(equal(2), 1, noise=0.005, busy_s=1.7))
     assert regret == pytest.approx(0.0, abs=0.01)
 
@@ -387,6 +387,6 @@ def test_a_fork_join_measured_beside_other_work_is_not_believed() -> None:
     assert worthwhile_threads(facts(quiet), 160e-6) == 1
 
 
-def test_what_others_took_is_what_this_process_did_not() -> None:
+def test_time_of_others_excludes_this_process() -> None:
     """Two cores for ten seconds: 14 s of work, 9 of them ours, leave half a core to others."""
     assert others_share((0.0, 100.0, 3.0), (10.0, 114.0, 12.0)) == pytest.approx(0.5, abs=0.01)

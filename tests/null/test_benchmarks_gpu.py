@@ -108,7 +108,7 @@ def test_a_missed_goal_asks_for_its_reason() -> None:
     assert told["llama-8b over eager PyTorch, B=1, L=8192"][3] == "reached"
 
 
-def test_what_is_left_undone_misses_its_goal() -> None:
+def test_unfinished_units_miss_their_goal() -> None:
     row = reached("parity: units that failed or are left", parity=record("parity", {"a": {"ok": True}}, ["a", "b"]))
     assert row[3] == "missed"
 
@@ -212,7 +212,7 @@ def test_a_kernel_says_that_it_never_ran_until_results_of_a_device_say_otherwise
         assert path.read_text() == (ROOT / path.relative_to(tmp_path)).read_text()
 
 
-def test_what_has_never_met_a_device_says_so_and_nothing_else_does() -> None:
+def test_only_sources_that_never_ran_on_a_device_state_it() -> None:
     """Kernels: docs/generate.py --check. Here what runs them, and the first page."""
     ran = any(record["device"]["kind"] == "cuda" for record in map(_record, ROOT.glob("benchmarks/results/*/*.json")))
     modules = [
@@ -292,7 +292,7 @@ def test_counters_of_a_call_of_two_launches_are_added_up() -> None:
     assert shown.rows[0][2] == "10.2"
 
 
-def test_what_the_profiler_prints_after_its_table_is_no_counter() -> None:
+def test_text_after_the_profilers_table_is_not_a_counter() -> None:
     told = list(profiles.counters(NCU + '\n\n==WARNING== Found outstanding GPU clock reset\n"==PROF== Disconnected"\n'))
     assert told == list(profiles.counters(NCU))
 
@@ -324,7 +324,7 @@ def test_without_the_profiler_it_says_how_to_get_it(tmp_path: Path, monkeypatch:
     ("said", "code", "outcome"),
     [(NCU, 0, "profiled"), ("==ERROR== ERR_NVGPUCTRPERM", 1, "not profiled"), ("no such thing", 1, "failed")],
 )
-def test_what_the_profiler_says_is_read(
+def test_the_profilers_output_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, code: int, outcome: str
 ) -> None:
     """A tool that says it, in the profiler's place; its command line is the profiler's."""

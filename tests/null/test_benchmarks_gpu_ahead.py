@@ -17,7 +17,7 @@ def test_no_more_is_begun_than_a_kill_may_cost() -> None:
     assert done == list(range(1 + WINDOW * 2))
 
 
-def test_what_is_asked_for_out_of_turn_is_begun_with_all_before_it() -> None:
+def test_a_piece_requested_early_starts_with_all_before_it() -> None:
     made = Ahead(range(20), lambda n: n * n, threads=2)
     assert [made.of(n) for n in (15, 3, 19)] == [225, 9, 361]
 

@@ -40,7 +40,7 @@ def test_results_of_other_sources_are_not_taken_for_these(checkout: Path, name: 
     assert held.sources_digest(checkout, checkout / "kernels") != before
 
 
-def test_what_a_run_writes_itself_changes_no_key(checkout: Path) -> None:
+def test_files_written_by_a_run_do_not_change_the_key(checkout: Path) -> None:
     before = held.sources_digest(checkout, checkout / "kernels")
     for name in ("benchmarks/results/nvidia-h200/parity.json", "autosel/knobs/__pycache__/gemv.cpython-311.pyc"):
         (checkout / name).parent.mkdir(parents=True)

@@ -96,7 +96,7 @@ def test_an_error_costs_its_own_unit() -> None:
     assert str(made.of("a:1")).startswith("a:1 by") and str(made.of("a:2")).startswith("a:2 by")
 
 
-def test_where_no_worker_can_be_started_each_unit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_unit_reports_that_no_worker_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     class Nobody(Worker):
         def __init__(self, *_: Any, **__: Any) -> None:
             raise WorkerError("no worker can be started", cause="spawn")

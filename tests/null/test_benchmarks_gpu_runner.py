@@ -106,7 +106,7 @@ def test_a_process_that_hangs_where_it_imports_is_ended_with_the_budget_and_keep
     assert again.units == first.units
 
 
-def test_a_process_that_dies_where_it_imports_is_no_end_of_the_run(stage: Stage) -> None:
+def test_a_process_that_dies_during_imports_does_not_end_the_run(stage: Stage) -> None:
     found = stage.run("a", program=("-c", "import no_such_module"))
     assert "its process ended: exit code 1" in found.units[BEGINNING]["error"]
     assert "no_such_module" in stage.kept.path("parity.log").read_text()
@@ -153,7 +153,7 @@ def test_after_a_unit_that_broke_the_device_comes_a_new_process(stage: Stage) ->
     assert "leaving" not in found.units["breaks"]
 
 
-def test_a_reason_for_which_many_units_fail_is_told_once(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_common_reason_of_failures_is_reported_once(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     """It is told at the first of them, while the stage continues, and in the summary, which names a few."""
     record = stage.run("fails", *(f"fails {number}" for number in range(5)), "a")
     assert len(record.failed) == 6
@@ -171,7 +171,7 @@ def test_a_budget_leaves_what_it_cannot_pay(stage: Stage) -> None:
     assert "2 left: the same command continues" in text and not clean
 
 
-def test_what_is_done_is_not_done_again_and_what_failed_only_when_asked(stage: Stage) -> None:
+def test_finished_units_are_not_repeated_and_failed_ones_only_on_request(stage: Stage) -> None:
     first = stage.run("a", "fails")
     assert first.failed == ["fails"]
     second = stage.run("a", "fails")
@@ -186,7 +186,7 @@ def test_results_for_something_else_are_not_taken_for_these(stage: Stage) -> Non
     assert stage.run("a", key="another scope", fresh=True).units["a"]["pid"] != other.units["a"]["pid"]
 
 
-def test_a_process_is_told_what_is_to_come_and_a_new_one_what_is_left(stage: Stage) -> None:
+def test_a_process_gets_the_list_of_units_and_a_new_one_the_rest(stage: Stage) -> None:
     record = stage.run("a", "b", "dies", "c", "d", wanted=lambda unit: unit != "b")
     assert record.units["a"]["coming"] == ["a", "dies", "c", "d"]
     assert record.units["c"]["coming"] == record.units["d"]["coming"] == ["c", "d"]
@@ -202,9 +202,7 @@ def test_a_process_is_told_what_is_to_come_and_a_new_one_what_is_left(stage: Sta
         (3600.0, 100, 800, "   about 7 h left"),
     ],
 )
-def test_how_long_the_rest_takes_is_told_where_it_is_known_and_long(
-    seconds: float, done: int, count: int, text: str
-) -> None:
+def test_a_long_remaining_time_is_reported_if_known(seconds: float, done: int, count: int, text: str) -> None:
     assert left_text(seconds, done, count) == text
 
 

@@ -46,7 +46,7 @@ PASSED = {"ok": True, "outcome": "passed", "cases": 42, "worst": 0.5, "seconds":
 
 
 @pytest.mark.parametrize("words", [("--device", "cuda"), ("--device", "cpu"), ("--device", "cuda", "--op", "attn")])
-def test_what_is_decoded_was_tuned_before(words: tuple[str, ...]) -> None:
+def test_every_decode_was_tuned_before(words: tuple[str, ...]) -> None:
     """Every workload of every run, of the ops that the scope tunes, once; and nothing else."""
     scope = scope_of(parsed([*words]))
 
@@ -60,7 +60,7 @@ def test_what_is_decoded_was_tuned_before(words: tuple[str, ...]) -> None:
     assert len(set(jobs)) == len(jobs)
 
 
-def test_what_is_decoded_is_said_to_the_command_as_it_was_tuned() -> None:
+def test_decodes_have_the_options_with_which_they_were_tuned() -> None:
     scope = scope_of(parsed(["--device", "cuda"]))
     for unit, asked in decode.runs(scope).items():
         said = [word for word in asked.words if word in ("--batch", "--small-batch")]
@@ -68,7 +68,7 @@ def test_what_is_decoded_is_said_to_the_command_as_it_was_tuned() -> None:
         assert not {"--model", "--seq"} & set(asked.words)
 
 
-def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+def test_written_results_are_read_again(tmp_path: Path) -> None:
     kept = Kept(tmp_path / "out")
     kept.write(record(units={"rmsnorm cpp:rmsnorm bf16": PASSED}))
     again = kept.read("parity")
@@ -132,7 +132,7 @@ def test_times_are_read(text: str, found: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "m", "-1s", "0", "nan", "inf", "5 m x"])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_an_invalid_time_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         seconds(text)
 
@@ -224,7 +224,7 @@ HAZARDS = """========= COMPUTE-SANITIZER
         (1, CLEAN.replace("8 cases", "wrong: odd rows"), {"ok": False, "outcome": "found"}),
     ],
 )
-def test_what_the_sanitizer_prints_is_read(
+def test_the_sanitizers_output_is_read(
     code: int, printed: str, expected: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checker = tmp_path / "compute-sanitizer"
@@ -253,11 +253,11 @@ BUILDS = tuple("abcdefghijk")
 
 
 @pytest.mark.parametrize("guilty", [("a",), ("k",), ("c", "h"), ("a", "b", "k"), BUILDS])
-def test_of_builds_that_are_checked_together_the_guilty_are_told(guilty: tuple[str, ...]) -> None:
+def test_the_faulty_builds_among_several_checked_together_are_found(guilty: tuple[str, ...]) -> None:
     assert tuple(sanitizer.narrowed(BUILDS, checker_of(*guilty))) == guilty
 
 
-def test_what_is_found_of_builds_only_together_is_nobodys_and_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_several_builds_only_together_is_kept_without_blame(monkeypatch: pytest.MonkeyPatch) -> None:
     scope, fp = on_gpu(), known.load("h200")
     names = [e.name for e in entries_of("rmsnorm torch:rmsnorm bf16", scope, fp) if not e.refused]
     assert len(names) > 1
@@ -280,7 +280,7 @@ def test_an_entry_is_found_by_its_name_as_it_was_listed() -> None:
         assert sorted(entries_of(words, scope, fp), key=lambda e: e.name) == sorted(same, key=lambda e: e.name)
 
 
-def test_a_no_of_cudas_that_a_library_takes_for_an_answer_is_no_error_of_a_kernel() -> None:
+def test_a_cuda_error_that_a_library_handles_is_not_a_kernels_error() -> None:
     assert sanitizer.checked_by("compute-sanitizer", "memcheck")[3:5] == ["--report-api-errors", "no"]
     assert "--report-api-errors" not in sanitizer.checked_by("compute-sanitizer", "racecheck")  # memcheck's alone
 

@@ -96,7 +96,7 @@ def test_an_nvcc_that_is_too_old_for_the_device_is_a_tool_that_is_missing(all_th
     assert "cannot compile for compute capability 12.0" in told and "install a newer CUDA toolkit" in told
 
 
-def test_a_library_that_is_not_installed_and_a_dry_run_without_compiler_are_no_failures(
+def test_a_missing_library_and_a_dry_run_without_compiler_are_not_failures(
     all_there: pytest.MonkeyPatch,
 ) -> None:
     found = refusals(H200, "attn")
@@ -147,7 +147,7 @@ def test_without_a_sanitizer_each_unit_says_what_to_install(pip: Path) -> None:
     assert not found["ok"] and "nvidia-cuda-sanitizer-api>=13.4.92" in found["error"]
 
 
-def test_what_a_gpus_environment_gets_brings_a_sanitizer_that_starts_programs() -> None:
+def test_the_environment_of_a_gpu_has_a_sanitizer_that_starts_programs() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     asked = [need for need in extras["cuda13"] if need.startswith("nvidia-cuda-sanitizer-api")]
     assert len(asked) == 1

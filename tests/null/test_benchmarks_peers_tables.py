@@ -74,7 +74,7 @@ def test_each_tuner_is_held_against_its_own_candidates_and_against_all() -> None
     assert f"| {tables.KERNEL_TUNER} | 1 | 1 | 1 | 0 of 1 |" in text
 
 
-def test_what_was_not_measured_is_not_covered() -> None:
+def test_missing_measurements_are_not_covered() -> None:
     found = document(planted={**PLANTED, tables.KERNEL_TUNER: {}})
     found["runs"][tables.KERNEL_TUNER] = []
     text = tables.tune(found)

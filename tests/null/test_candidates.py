@@ -181,7 +181,7 @@ def lambda_free_linear(x: Any, w: Any, bias: Any, residual: Any, out: Any) -> An
         (lambda w: True, "its supports() raised TypeError"),
     ],
 )
-def test_what_supports_answers_is_obeyed_and_what_it_raises_is_told(allows: Any, expected: str | None) -> None:
+def test_the_answer_of_supports_is_obeyed_and_its_errors_are_reported(allows: Any, expected: str | None) -> None:
     autosel.candidate("rmsnorm", supports=allows)(norm)
     answer = {c.name: a for c, a in registry.eligible(NORM, CPU)}["user:norm"]
     if expected is None:
@@ -279,14 +279,14 @@ def test_a_targets_decorator_is_obeyed_as_far_as_it_states_constants(folder: Pat
     assert (found.name, found.dtypes, found.deterministic) == ("user:mine", ("fp32",), False)
 
 
-def test_a_target_bound_by_assignment_or_import_is_taken_as_it_is(folder: Path) -> None:
+def test_a_target_bound_by_assignment_or_import_is_accepted(folder: Path) -> None:
     module(folder, "bound", "from torch.nn.functional import rms_norm as borrowed\nfast = borrowed\n")
     for name in ("fast", "borrowed"):
         assert user.from_target(f"bound:{name}", "rmsnorm", folder=folder).target == f"bound:{name}"
 
 
 @pytest.mark.parametrize("target", ["fast.py:norm", "fast", ":norm", "fast:", "../fast:norm", "fast:norm()", "a b:c"])
-def test_what_is_no_target_is_told_how_one_is_written(target: str) -> None:
+def test_an_invalid_target_gets_an_example(target: str) -> None:
     with pytest.raises(UsageError, match="module:function"):
         user.from_target(target, "rmsnorm")
 
@@ -320,9 +320,7 @@ def test_a_target_that_is_not_there_suggests_what_is(folder: Path) -> None:
         ("x, weight, eps, offset, /, *, block=128", False),
     ],
 )
-def test_whether_a_function_takes_outputs_reads_the_same_from_object_and_source(
-    parameters: str, expected: bool
-) -> None:
+def test_output_parameters_are_read_equally_from_object_and_source(parameters: str, expected: bool) -> None:
     import ast
 
     text = f"def f({parameters}): ..."
@@ -409,7 +407,7 @@ def test_a_module_of_the_same_name_from_elsewhere_is_refused(folder: Path) -> No
         load_python(PythonRecipe(target="twin:f", path=str(folder / "two")))
 
 
-def test_a_target_that_is_missing_or_no_function_is_told(folder: Path) -> None:
+def test_a_missing_or_non_function_target_is_reported(folder: Path) -> None:
     module(folder, "values", "number = 3\n")
     with pytest.raises(BuildError, match="cannot import"):
         load_python(PythonRecipe(target="absent_module:f", path=str(folder)))
@@ -444,7 +442,7 @@ def test_a_users_digest_does_not_depend_on_where_the_folder_lies(folder: Path) -
     assert module_digest("kernel", str(folder / "here")) == module_digest("kernel", str(folder / "there"))
 
 
-def test_a_digest_of_a_module_that_is_gone_says_so(folder: Path) -> None:
+def test_a_digest_of_a_missing_module_raises(folder: Path) -> None:
     with pytest.raises(BuildError, match="no module gone_module"):
         module_digest("gone_module", str(folder))
     with pytest.raises(BuildError, match=r"autosel\.ops\.eager does not define gone"):
@@ -664,7 +662,7 @@ def test_a_plugin_may_be_allowed_by_distribution_and_name(folder: Path, allow: C
         ("import sys\nsys.exit(3)\n", "", "SystemExit: 3"),
     ],
 )
-def test_a_broken_plugin_is_reported_and_stops_nobody(
+def test_a_broken_plugin_is_reported_and_stops_no_other(
     folder: Path, allow: Callable[[str], None], text: str, value: str, problem: str
 ) -> None:
     package(folder, "plugbad", text, value.format(m="plugbad_module"))

@@ -92,9 +92,7 @@ def test_every_decode_op_has_a_kernel_for_every_known_device(device: str) -> Non
         ("cuda:sample", workload("sample", V=1 << 20), RTX, "shared memory"),
     ],
 )
-def test_what_a_kernel_cannot_do_is_said_before_anything_is_built(
-    name: str, w: Workload, fp: Fingerprint, words: str
-) -> None:
+def test_unsupported_workloads_are_refused_before_a_build(name: str, w: Workload, fp: Fingerprint, words: str) -> None:
     assert words in reason(name, w, fp)
 
 

@@ -69,9 +69,7 @@ def test_every_known_device_has_a_product_for_many_rows(device: str, m: int) -> 
         ("cutlass:gemm_sm80", linear(1 << 31), RTX, "M = 2147483648 is above"),
     ],
 )
-def test_what_a_product_cannot_do_is_said_before_anything_is_built(
-    name: str, w: Workload, fp: Fingerprint, words: str
-) -> None:
+def test_unsupported_products_are_refused_before_a_build(name: str, w: Workload, fp: Fingerprint, words: str) -> None:
     assert words in reason(name, w, fp)
 
 

@@ -111,12 +111,14 @@ def test_a_library_that_can_be_called_is_accepted(home: Path) -> None:
         ({"needs": ("no_such_function",)}, "cannot be imported: AttributeError"),
     ],
 )
-def test_what_keeps_an_installed_library_out_is_said(home: Path, change: dict[str, object], reason: str) -> None:
+def test_the_reason_for_leaving_out_an_installed_library_is_given(
+    home: Path, change: dict[str, object], reason: str
+) -> None:
     kernel = LibraryKernel("rmsnorm", "liger:rmsnorm", replace(HERE, **change), backend="LIGER")  # type: ignore[arg-type]
     assert reason in why_not(kernel, known.load("h200"))
 
 
-def test_what_was_nobodys_fault_is_not_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_the_environment_are_not_cached(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = replace(HERE, module="no_such_module")
     monkeypatch.setattr(probe, "_tried", lambda *_: ("out of memory", False))
     assert "out of memory" in base.unimportable(gone, "2")
@@ -197,7 +199,7 @@ def test_flashinfer_gets_no_gaps_where_it_takes_none(monkeypatch: pytest.MonkeyP
     assert asked == [False, True, True, True]
 
 
-def test_what_lies_between_vectors_is_copied_and_nothing_else() -> None:
+def test_only_operands_between_vectors_are_copied() -> None:
     """A library's load of 16 bytes from an address between them would end the process."""
     import torch
 
@@ -230,7 +232,7 @@ def test_versions_compare_as_numbers() -> None:
     assert parsed("4.0.0b36") == (4, 0, 0)
 
 
-def test_what_a_library_compiles_stays_within_a_workers_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilations_of_a_library_stay_within_a_workers_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """ninja starts a job a core unless told, and each job of nvcc's is some processes."""
     monkeypatch.setenv("MAX_JOBS", "96")
     assert 8 * int(settings.passed_to_workers()["MAX_JOBS"]) <= Limits().processes

@@ -106,7 +106,7 @@ def test_an_interval_is_the_same_bits_each_time_and_everywhere() -> None:
     assert told.strip() == str(median_interval(times))
 
 
-def test_of_a_handful_of_steps_the_interval_is_their_whole_range() -> None:
+def test_the_interval_of_a_few_steps_is_their_whole_range() -> None:
     assert (median_interval([3, 1, 2]).lo, median_interval([3, 1, 2]).hi) == (1, 3)
     found = speedup_interval([4, 6], [2, 3])
     assert (found.lo, found.hi) == (4 / 3, 3)
@@ -160,7 +160,7 @@ def test_a_speculative_runs_speedup_counts_tokens_of_both_arms() -> None:
     assert found.speedup.certified == found.speedup.measured == pytest.approx(1.25)
 
 
-def test_beside_a_gpus_own_time_stands_the_hosts() -> None:
+def test_the_hosts_time_is_stated_with_a_gpus_time() -> None:
     run = decode_run(iters=40)
     host = {"optimised_host_ns": tuple(2 * ns for ns in run.optimised_ns)}
     host |= {"baseline_host_ns": tuple(ns + 10**6 for ns in run.baseline_ns)}
@@ -268,7 +268,7 @@ def test_without_a_read_probe_nothing_is_certified() -> None:
         certificate(decode_run(read_probes=(), read_bytes_per_s=0.0))
 
 
-def test_what_fits_into_the_cache_may_be_read_faster_than_memory() -> None:
+def test_data_in_the_cache_may_be_read_faster_than_memory() -> None:
     asked = {"bytes_per_step": 1000, "step_ms": 1e-6, "read_bytes_per_s": 1.0}
     assert weigh(**asked, cache_bytes=1000).possible and not weigh(**asked, cache_bytes=0).possible
 
@@ -333,7 +333,7 @@ def test_a_prompt_that_is_not_the_certified_one_is_refused() -> None:
     assert "the tokenizer is another one" in refused.value.why
 
 
-def test_where_the_prompt_may_be_another_a_rerun_says_so() -> None:
+def test_a_rerun_with_a_possibly_different_prompt_is_marked() -> None:
     drawn = certificate(decode_run(iters=20))
     other = dataclasses.replace(drawn, prompt=c.Prompt(tokens_sha256="d" * 64, file_sha256=""))
     assert rerun.compare(drawn, drawn).notes == ()
@@ -421,14 +421,14 @@ def test_a_figure_that_does_not_follow_is_named_though_the_seal_was_computed_aga
         ({"cpp:attn": 16, "torch:sdpa": 32}, ""),  # demoted within the run: both ran
     ],
 )
-def test_calls_that_were_not_counted_are_no_proof_of_use(served: dict[str, int], why: str) -> None:
+def test_uncounted_calls_are_not_proof_of_use(served: dict[str, int], why: str) -> None:
     stated = document()
     stated["per_op"]["attn"]["served"] = served
     found = wrong(decode(resealed(stated)))
     assert why in found and bool(found) == bool(why)
 
 
-def test_a_stream_that_goes_on_may_leave_its_last_bucket_fewer_calls() -> None:
+def test_an_advancing_stream_may_have_fewer_calls_in_its_last_bucket() -> None:
     stated = document(certificate(decode_run(iters=3, advance=True)))
     stated["per_op"]["attn"]["served"] = {"cpp:attn": 16}
     assert wrong(decode(resealed(stated))) == ""
@@ -463,7 +463,7 @@ def test_a_stream_that_goes_on_may_leave_its_last_bucket_fewer_calls() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_certificate_is_refused_with_the_reason(line: bytes, why: str) -> None:
+def test_an_invalid_certificate_is_refused_with_the_reason(line: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         decode(line)
 
@@ -540,7 +540,7 @@ def test_a_line_replaced_by_another_true_certificate_breaks_the_chain_behind_it(
     assert f"{file}:2" in refused.value.what
 
 
-def test_nothing_is_appended_behind_half_a_line_or_a_strangers(tmp_path: Path) -> None:
+def test_no_line_is_appended_after_a_partial_or_foreign_line(tmp_path: Path) -> None:
     for content in (LINE[:50], b"{}\n", LINE + b"\n" + LINE + b"\n", b"\n"):
         path = tmp_path / "f.jsonl"
         path.write_bytes(content)
@@ -589,7 +589,7 @@ sys.exit(2)
     assert os.listdir(file.parent) == [file.name]
 
 
-def test_what_is_no_file_is_a_usage_error(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     for name in ("folder", "pipe", "absent"):
@@ -674,7 +674,7 @@ def test_a_key_is_whole_or_not_there_and_never_another(
     assert not (tmp_path / "elsewhere.pem").exists()
 
 
-def test_of_processes_that_make_one_key_at_once_one_makes_it(key: Any, tmp_path: Path) -> None:
+def test_one_of_several_processes_creates_the_key(key: Any, tmp_path: Path) -> None:
     path, count = tmp_path / "keys" / "shared.pem", 8
     together = threading.Barrier(count)
 
@@ -770,7 +770,7 @@ def test_an_objective_says_the_same_when_its_own_words_are_read_again(
         ("ttft<5ms;itl<5ms", UsageError, "is no objective"),
     ],
 )
-def test_what_is_no_objective_is_said(text: str, error: type[AutoselError], said: str) -> None:
+def test_an_invalid_objective_is_reported(text: str, error: type[AutoselError], said: str) -> None:
     with pytest.raises(error, match=said):
         slo.parse(text)
 
@@ -930,7 +930,7 @@ def test_speedups_against_an_earlier_report_compare_like_with_like(tmp_path: Pat
     assert "Other" in compare.compare(compare.of_certificates([new]), compare.of_certificates([moved]))[0].note
 
 
-def test_what_run_says_as_json_is_a_report_to_compare_with(tmp_path: Path) -> None:
+def test_the_json_of_run_can_be_compared_with(tmp_path: Path) -> None:
     said = {"certificate": document(), "file": "c.jsonl", "audit": {}, "compare": [], "error": None}
     (tmp_path / "r.json").write_text(json.dumps(said, indent=2))
     assert compare.read(tmp_path / "r.json") == compare.of_certificates([SMALL])
@@ -944,7 +944,7 @@ NO_REPORTS = [
 
 
 @pytest.mark.parametrize("content", NO_REPORTS)
-def test_what_is_no_report_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_an_invalid_report_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_bytes(content)
     with pytest.raises(BadConfig):

@@ -142,12 +142,12 @@ def test_a_change_along_the_context_is_found_at_every_batch() -> None:
     assert [(c.last, c.first) for c in changes_of(points)] == [(128, 256)]  # the same of both, said once
 
 
-def test_what_no_decision_served_is_not_called_decided() -> None:
+def test_cells_without_a_decision_are_not_called_decided() -> None:
     points = [Served(batch=1, context=c, serving=(serving("attn", n, None),)) for c, n in ((64, "a"), (128, "b"))]
     assert not changes_of(points)[0].decided
 
 
-def test_what_no_race_decided_is_no_crossover_and_nothing_is_tuned_between() -> None:
+def test_undecided_changes_are_not_crossovers_and_are_not_tuned() -> None:
     cells = [cell(1, 64, 1.0, candidate="cpp:a"), cell(8, 64, 1.0, candidate="torch:b")]
     assert changes_of(served(cells))[0].decided and middles(changes_of(served(cells))) == [4]
     marked = sweep.with_doubts(cells, {1})
@@ -156,7 +156,7 @@ def test_what_no_race_decided_is_no_crossover_and_nothing_is_tuned_between() -> 
     assert "(not decided)" in verb.text(replace(swept(*marked), changes=(found,)))
 
 
-def test_what_is_left_undecided_is_gone_on_with_by_the_same_options() -> None:
+def test_undecided_cells_continue_with_the_same_options() -> None:
     words = ["--model", "llama-1b", "--layers", "1", "--batch", "1:2", "--budget", "9s", "--context", "64"]
     with verb.sweep_command.make_context("sweep", words):
         assert verb._again() == "--model llama-1b --context 64 --batch 1:2 --layers 1"
@@ -208,7 +208,7 @@ def test_traffic_is_weighed_by_its_own_tokens_and_names_the_best_batch() -> None
     assert all(w.covered == 1 for w in found.by_batch)
 
 
-def test_what_lies_beyond_the_measured_contexts_is_left_out_and_said() -> None:
+def test_tokens_beyond_the_measured_contexts_are_left_out_with_a_note() -> None:
     found = weigh([Request(prompt=20, output=11), Request(prompt=1000, output=31)], [cell(1, 128, 10.0)], "f")
     assert found.by_batch[0].covered == pytest.approx(10 / 40)
     assert "25% of its tokens lie within what was measured" in verb.text(swept(cell(1, 128, 10.0), traffic=found))
@@ -221,7 +221,7 @@ def test_what_lies_beyond_the_measured_contexts_is_left_out_and_said() -> None:
 # --- what is said ----------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_cells_that_do_not_fit_are_reported() -> None:
     without = Cell(batch=64, context=8192, need_bytes=1 << 40, figures=None, why="takes 1 TB of memory; 1 GB are free")
     said = verb.text(swept(cell(1, 128, 10.0), without))
     assert "batch 64, context 8192: not measured, takes 1 TB of memory" in said
@@ -361,7 +361,7 @@ def test_a_cell_that_fails_or_for_which_memory_runs_out_costs_itself_alone(
     assert ("1 of 3 cells failed" in found["error"]["what"]) if code else found["error"] is None
 
 
-def test_what_is_a_bug_or_wrong_with_the_weights_is_not_said_of_one_cell(
+def test_bugs_and_faults_of_the_weights_end_the_sweep(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(*_: Any, **__: Any) -> DecodeRun:

@@ -282,7 +282,7 @@ LIMITED: dict[str, tuple[Callable[[Certificate], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("lie", LIMITED)
-def test_of_an_unknown_model_the_limits_hold_that_follow_from_its_sizes(lie: str) -> None:
+def test_limits_from_its_sizes_apply_to_an_unknown_model(lie: str) -> None:
     fields, why = LIMITED[lie]
     honest = of_mine()
     assert wrong(honest) == ""
@@ -290,7 +290,7 @@ def test_of_an_unknown_model_the_limits_hold_that_follow_from_its_sizes(lie: str
     assert found.startswith(why), found
 
 
-def test_a_rerun_derives_what_the_certificate_leaves_open_from_the_model_at_hand() -> None:
+def test_a_rerun_derives_missing_fields_from_the_local_model() -> None:
     made = of_mine()
     plan = decode_run(model=MINE, layers=4).plan
     rerun.refuse_other_model(made, plan)
@@ -312,7 +312,7 @@ def test_every_workload_of_a_step_is_read_back_from_its_key(name: str, data: st.
 @pytest.mark.parametrize(
     "key", ["", "attn", "attn/B1/bf15", "attn/B0/bf16", "a/B1/bf16/x", "attn/B1.C/bf16", "attn//bf16"]
 )
-def test_what_is_no_key_is_refused(key: str) -> None:
+def test_an_invalid_key_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match="is no workload's key"):
         Workload.parse(key)
 

@@ -37,7 +37,7 @@ def test_the_hosts_time_is_said_beside_a_gpus_own() -> None:
     assert told in said(made) and "CUDA events" not in said(certificate(run))
 
 
-def test_tokens_that_differ_are_counted_and_those_that_may_not_are_told_apart() -> None:
+def test_differing_tokens_are_counted_and_wrong_ones_listed_separately() -> None:
     words = said(certificate(decode_run(tokens_equal=47, tokens_open=2)))
     told = "47 of 50 tokens as the baseline's, 2 that the bound leaves open, 1 that it does not allow, logits at 0.20"
     assert "NOT verified" in words and told in words
@@ -58,7 +58,7 @@ def test_the_page_says_what_became_of_the_text_of_a_suspect_run_and_of_speculati
 
 
 @pytest.mark.parametrize("changes", [{"prealloc": False}, {"speculate": 3, "advance": True}])
-def test_a_run_whose_ops_cannot_be_timed_says_so_in_its_audit_and_summary(changes: dict[str, Any]) -> None:
+def test_audit_and_summary_report_ops_that_cannot_be_timed(changes: dict[str, Any]) -> None:
     run = decode_run(per_op=(), **changes)
     notes = _notes(run.plan, Chosen())
     made = certificate(dataclasses.replace(run, notes=notes))

@@ -175,9 +175,7 @@ def test_no_verb_at_all_shows_the_overview_and_is_a_usage_error(said: Any) -> No
     assert "Verbs:" in out + err
 
 
-def test_a_bug_of_ours_says_so_and_where_the_details_are(
-    said: Any, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_is_reported_with_the_file_of_details(said: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise ZeroDivisionError("seven")
 
@@ -191,9 +189,7 @@ def test_a_bug_of_ours_says_so_and_where_the_details_are(
     assert "ZeroDivisionError: seven" in (home / "crash.log").read_text()
 
 
-def test_memory_that_ran_out_is_no_bug_of_ours_whatever_type_says_it(
-    said: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_out_of_memory_is_not_a_bug_for_any_type_of_error(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"
     for error in (MemoryError("99 bytes"), RuntimeError(f"{allocator}\nException raised from alloc_cpu")):
 
@@ -206,7 +202,7 @@ def test_memory_that_ran_out_is_no_bug_of_ours_whatever_type_says_it(
         assert "bug" not in err and "Exception raised" not in err
 
 
-def test_ctrl_c_anywhere_is_no_error_and_130(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_anywhere_exits_with_130_and_no_error(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -472,7 +468,7 @@ def test_a_tie_is_said_and_not_hidden() -> None:
     assert "23x kept" in row(decision("tie", CPP, "kept")), "a tie with an incumbent that is not the baseline keeps it"
 
 
-def test_what_is_undecided_pinned_demoted_or_stale_is_named_so() -> None:
+def test_undecided_pinned_demoted_and_stale_decisions_are_labelled() -> None:
     assert "undecided" in row(decision("undecided", TORCH, "kept"))
     assert "pinned" in row(decision(state="pinned"))
     assert "demoted" in row(decision(arm=TORCH, state="demoted"))
@@ -561,7 +557,7 @@ def test_the_line_moves_with_the_clock_fits_and_says_what_is_under_way(
     assert "13 pairs" in shown.line()
 
 
-def test_the_eta_falls_as_work_is_done_is_no_wild_guess_and_keeps_to_the_budget(
+def test_the_eta_falls_with_work_done_is_plausible_and_within_the_budget(
     clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = progress(Screen(), clock, monkeypatch, budget_s=70.0)
@@ -645,7 +641,7 @@ def test_a_budget_is_read_as_people_write_it(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", " ", "0", "0s", "-5", "5x", "m", "1e3", "nan", "5m 3"])
-def test_what_is_no_budget_is_refused(text: str) -> None:
+def test_an_invalid_budget_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is no time"):
         parse_budget(text)
 

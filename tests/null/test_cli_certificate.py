@@ -188,7 +188,7 @@ def test_a_rerun_is_said_with_both_figures_and_the_interval() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_run_is_refused_before_anything_is_loaded(
+def test_an_impossible_run_is_refused_before_loading(
     options: tuple[str, ...], todo: str, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -220,7 +220,7 @@ def test_the_command_of_a_certificate_measures_the_same_plan_again() -> None:
 @pytest.mark.parametrize(
     "options", ["", "--no-prealloc --step ops", "--weights-layout plain --dtype fp32", "--model {own} --seed -2"]
 )
-def test_each_trial_of_a_suite_can_be_run_again_by_itself(options: str, tmp_path: Path) -> None:
+def test_each_trial_of_a_suite_can_be_repeated_alone(options: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 4096}))
     (tmp_path / "model.safetensors").touch()
     for weights in ("", "--weights random") if "own" in options else ("",):
@@ -369,7 +369,7 @@ def test_a_rerun_reads_the_prompt_before_it_measures(tmp_path: Path, monkeypatch
         run_again(made)
 
 
-def test_a_run_that_nothing_was_decided_for_says_so_and_how_to_decide() -> None:
+def test_a_run_without_decisions_prints_the_command_to_tune() -> None:
     undecided = tuple(
         dataclasses.replace(
             c, candidate=f"torch:{c.op}", backend="TORCH", decision_id=None, state="baseline", served=()
@@ -436,7 +436,7 @@ def test_the_memory_table_says_where_the_batch_collapses(said: Any) -> None:
     assert part["model"] == "llama-70b[2/80 layers]" and part["fits"][0]["batch"] > 0
 
 
-def test_speculation_is_said_by_itself_and_a_measured_objective_has_its_unit() -> None:
+def test_speculation_has_a_separate_line_and_a_measured_objective_has_its_unit() -> None:
     made = certificate(decode_run(**DRAFTED), objectives=slo.parse("ttft<1ms,tps>1"))
     said = " ".join(summary(made, audit(made)).split())
     assert "speculation: 4 tokens drafted from the text so far, 2.50 kept a step" in said
@@ -578,7 +578,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["afile"]
 
 
-def test_a_new_folder_for_a_report_is_no_trouble_and_is_not_made_before_there_is_one(tmp_path: Path) -> None:
+def test_a_new_folder_for_a_report_is_created_only_with_the_report(tmp_path: Path) -> None:
     refuse_folder(tmp_path / "a" / "b")
     refuse_file(tmp_path / "f.json")
     assert not list(tmp_path.iterdir())
@@ -589,7 +589,7 @@ def test_a_new_folder_for_a_report_is_no_trouble_and_is_not_made_before_there_is
 
 @pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize("trouble", ["compare", "report", "certify"])
-def test_what_was_measured_is_said_whatever_goes_wrong_afterwards(
+def test_measurements_are_printed_despite_later_errors(
     trouble: str, as_json: bool, file: Path, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib", reason="a report needs the extra `plots`")

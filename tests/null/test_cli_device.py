@@ -104,7 +104,7 @@ def test_the_gpu_is_meant_where_one_can_be_used_and_the_cpu_can_be_asked_for(
     assert "5.00" in said("best", "rmsnorm")[1] and "50.0" in said("best", "rmsnorm", "--device", "cpu")[1]
 
 
-def test_where_there_is_no_gpu_the_cpu_is_meant_and_a_gpu_is_refused_with_the_reason(
+def test_without_a_gpu_the_cpu_is_used_and_a_gpu_is_refused_with_the_reason(
     on_both: tuple[Decision, Decision], cpu_alone: None, said: Said
 ) -> None:
     assert json.loads(said("best", "rmsnorm", "--json")[1])["decision_id"] == on_both[0].id
@@ -114,9 +114,7 @@ def test_where_there_is_no_gpu_the_cpu_is_meant_and_a_gpu_is_refused_with_the_re
         assert "error: cuda is not here" in err and "--device cpu" in err
 
 
-def test_what_the_gpu_lacks_a_decision_for_is_said_with_the_command_that_measures_there(
-    with_gpu: None, said: Said
-) -> None:
+def test_missing_decisions_of_the_gpu_are_reported_with_the_command_to_measure(with_gpu: None, said: Said) -> None:
     decided(devices.this_device(), 50.0)
     _, out, err = said("best", "rmsnorm")
     assert "nothing is decided on cuda" in out and err.rstrip().endswith("tune --op rmsnorm")
@@ -164,7 +162,7 @@ def test_first_contact_tunes_the_gpu(with_gpu: None, said: Said, monkeypatch: py
     assert "H200" in err and "left aside" not in err
 
 
-def test_a_gpu_that_cannot_be_measured_is_left_aside_and_the_reason_is_told(
+def test_a_gpu_that_cannot_be_measured_is_skipped_with_the_reason(
     with_gpu: None, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
@@ -216,7 +214,7 @@ def test_history_says_on_which_device_where_there_are_several(
     assert f"{W.bucket} on " not in said("history", "-n", "1")[1]
 
 
-def test_who_failed_and_who_may_not_race_is_told_of_one_device(with_gpu: None, said: Said) -> None:
+def test_failures_and_quarantines_are_shown_for_one_device(with_gpu: None, said: Said) -> None:
     cpu = devices.this_device()
     for fp, name in ((cpu, "torch:compiled"), (H200, "cuda:rmsnorm")):
         arm = arms.arm(registry.baseline(W.op), W, fp, "", Knobs())
@@ -231,7 +229,7 @@ def test_who_failed_and_who_may_not_race_is_told_of_one_device(with_gpu: None, s
         assert ("GPU" in refused or "cuda" in refused or "CPU" in refused) == (not words), refused
 
 
-def test_what_would_change_a_decision_is_another_device_of_its_kind(
+def test_a_change_of_device_of_the_same_kind_is_named(
     on_both: tuple[Decision, Decision], with_gpu: None, said: Said
 ) -> None:
     assert "another torch, another GPU" in said("explain", "rmsnorm")[1]

@@ -75,7 +75,7 @@ def test_a_run_that_cannot_be_is_refused_first(
         ({"step": "graph", "prealloc": False}, "a graph writes into buffers made beforehand"),
     ],
 )
-def test_what_a_gpu_cannot_take_whole_or_replay_is_refused_first(changes: dict[str, Any], said: str) -> None:
+def test_a_step_that_a_gpu_cannot_launch_or_replay_is_refused_first(changes: dict[str, Any], said: str) -> None:
     from autosel import models
     from autosel.decode.measure import refuse
     from autosel.decode.run import Plan
@@ -143,7 +143,7 @@ def test_a_prompts_activations_are_part_of_what_a_run_takes_and_a_synthetic_one_
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("verb", [("run",), ("sweep",)])
-def test_a_checkpoint_that_lacks_its_weights_is_no_reason_to_measure_random_ones(
+def test_a_checkpoint_without_its_weights_is_refused_not_measured_with_random_ones(
     held: dict[str, str], said: str, verb: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

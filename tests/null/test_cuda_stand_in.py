@@ -92,7 +92,7 @@ def test_a_step_has_ended_when_it_is_settled(cuda: Cuda) -> None:
     assert done == ["op by op"]
 
 
-def test_a_launch_that_its_watchdog_stopped_is_told_of_once_the_device_has_said_so(cuda: Cuda) -> None:
+def test_a_launch_stopped_by_its_watchdog_raises_after_the_device_reports_it(cuda: Cuda) -> None:
     said = torch.zeros(1, dtype=torch.int32)
     stopped = SimpleNamespace(said=said, logits=OnGpu.of(ONE), _stopped=lambda task: UsageError(f"task {task}"))
     launch.LaunchStep.settle(stopped)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def test_a_gpus_operands_are_copies_and_its_samples_replays(cuda: Cuda) -> None:
 # --- proofs and the guard ---------------------------------------------------------------------------------------------
 
 
-def test_what_the_device_raises_is_raised_where_its_results_are_waited_for(
+def test_errors_of_the_device_are_raised_where_its_results_are_awaited(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror, done = Mirror("cuda:1"), []
@@ -175,7 +175,7 @@ def test_an_arena_is_mirrored_once_in_the_devices_own_memory() -> None:
     assert (buffer.device.type, buffer.numel(), mirror._buffer(arena) is buffer) == ("meta", arena.size_bytes, True)
 
 
-def test_nothing_is_checked_while_a_graph_is_captured_and_everything_afterwards(
+def test_no_call_is_checked_during_a_capture_and_every_call_afterwards(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong kernel's own result goes into the graph: a comparison would have to wait, which a capture forbids."""
@@ -277,7 +277,7 @@ def test_a_device_that_was_broken_before_is_nobodys_fault(breakable: Breakable) 
 # --- who is there -----------------------------------------------------------------------------------------------------
 
 
-def test_what_serves_a_gpus_tensors_is_looked_up_by_the_identity_that_tuning_files_it_under(
+def test_decisions_for_a_gpus_tensors_are_found_by_the_identity_of_its_tune(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nvml, "read", lambda ordinal: H200)

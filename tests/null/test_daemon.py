@@ -67,7 +67,7 @@ def test_a_workload_is_queued_once_however_many_miss_it(queue: Jobs) -> None:
     assert other.id != first.id
 
 
-def test_what_was_asked_for_goes_first_then_stale_then_the_most_missed(queue: Jobs) -> None:
+def test_requests_go_first_then_stale_then_the_most_missed(queue: Jobs) -> None:
     rare = queue.add(ATTN.at(L=64), "miss", "", calls=1)
     often = queue.add(ATTN, "miss", "", calls=9)
     stale = queue.add(RMSNORM, "stale", "torch changed")
@@ -100,7 +100,7 @@ def test_a_queue_that_cannot_be_read_starts_empty(tmp_path: Path) -> None:
     assert queue.add(ATTN, "asked", "") is not None
 
 
-def test_a_full_queue_says_so(queue: Jobs) -> None:
+def test_a_full_queue_refuses(queue: Jobs) -> None:
     for number in range(jobs.MOST_OPEN):
         queue.add(RMSNORM.at(d=number + 1), "miss", "")
     with pytest.raises(Full):
@@ -188,7 +188,7 @@ def test_a_rate_that_moved_far_enough_changes_knobs_and_a_little_does_not() -> N
     assert tuner.has_other_knobs(decision, device(1.0))
 
 
-def test_what_has_other_knobs_since_the_device_drifted_is_raced_again_and_serves_meanwhile(ledger: Ledger) -> None:
+def test_decisions_with_other_knobs_after_drift_are_raced_again_and_keep_serving(ledger: Ledger) -> None:
     made = [record(ledger, f"{b}", workload=ATTN.at(B=b)) for b in (1, 2, 4)]
     found = {"device": "cpu", "unit": "", "fingerprint": {}, "hw_id": FP.hw_id, "env_id": "", "mode": made[0].mode}
     found |= {
@@ -271,7 +271,7 @@ def test_a_write_is_published_before_it_is_acknowledged(ledger: Ledger) -> None:
     writer.close()
 
 
-def test_whatever_breaks_nobody_waits_for_ever(ledger: Ledger) -> None:
+def test_no_caller_waits_for_ever_after_any_failure(ledger: Ledger) -> None:
     writer = Writer(ledger, lambda: ledger, lambda *_: None)
     broken = writer.submit(lambda led: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -321,7 +321,7 @@ class Gathered:
         self._gathering.settle([(future, None)] * self.groups[-1])
 
 
-def test_a_lone_write_waits_for_nobody() -> None:
+def test_a_lone_write_does_not_wait() -> None:
     it = Gathered()
     for _ in range(3):
         it.come(1)
@@ -345,7 +345,7 @@ def test_writers_who_come_back_are_one_group() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.floats(0.0, 0.002)), min_size=1, max_size=40))
-def test_nobody_waits_longer_than_they_may_for_others(steps: list[tuple[int, float]]) -> None:
+def test_a_write_waits_for_others_up_to_the_limit(steps: list[tuple[int, float]]) -> None:
     it = Gathered()
     it.come(30)
     it.settle()
@@ -363,7 +363,7 @@ def test_nobody_waits_longer_than_they_may_for_others(steps: list[tuple[int, flo
     assert it.loop.now - began <= MOST_LINGER_S + 0.004
 
 
-def test_more_than_can_wait_are_told_so(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_beyond_the_limit_are_refused(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autosel.daemon.writer.MOST_WAITING", 3)
     writer = Writer(ledger, lambda: ledger, lambda *_: None)
     held, go = threading.Event(), threading.Event()
@@ -494,7 +494,7 @@ def test_any_text_has_some_bucket(text: str) -> None:
     assert isinstance(bucket, str) and length >= 0
 
 
-def test_a_crossover_stands_where_the_winner_changes(ledger: Ledger) -> None:
+def test_a_crossover_is_drawn_where_the_winner_changes(ledger: Ledger) -> None:
     low = record(ledger, "low", workload=ATTN.at(L=4097), length_range=(4097, 5999))
     high = record(ledger, "high", workload=ATTN, length_range=(6000, 8192), arm=dataclasses.replace(CPP, candidate="x"),
                   parities=[(dataclasses.replace(CPP, candidate="x"), _passed())])  # fmt: skip
@@ -520,7 +520,7 @@ def test_a_comparison_says_faster_or_slower_and_never_faster_by_less_than_one(ch
     assert shown.Line(what="", a="", b="", change=change).words == words
 
 
-def test_what_ended_before_anything_was_timed_is_no_race(ledger: Ledger) -> None:
+def test_a_race_that_ended_before_timing_is_not_shown(ledger: Ledger) -> None:
     raced = record(ledger, "raced")
     nothing = dataclasses.replace(verdict(), outcome="undecided", timings={}, effect=None)
     record(ledger, "not", workload=ATTN.at(B=2), verdict=nothing, state="kept", arm=BASELINE)

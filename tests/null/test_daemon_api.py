@@ -76,7 +76,7 @@ def test_everything_can_be_read_over_tcp_without_a_token(remote: TestClient) -> 
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic " + "t" * 43}])
-def test_nothing_is_changed_over_tcp_without_the_token(remote: TestClient, headers: dict[str, str]) -> None:
+def test_no_change_over_tcp_without_the_token(remote: TestClient, headers: dict[str, str]) -> None:
     answer = remote.post("/v1/decisions/1/demote", json={"reason": "no"}, headers=headers)
     assert answer.status_code == 401
     assert "token" in problem(answer)["why"]
@@ -94,7 +94,7 @@ def test_a_rebound_host_is_refused_even_for_reading(remote: TestClient, host: st
     assert remote.get("/v1/serving", headers={"Host": host}).status_code == 403
 
 
-def test_two_hosts_are_no_host() -> None:
+def test_two_host_headers_are_refused() -> None:
     from autosel.daemon.access import heads
 
     scope = {"headers": [(b"host", b"127.0.0.1:8765"), (b"host", b"evil.example")]}
@@ -253,7 +253,7 @@ def test_a_lookup_finds_the_decision_of_the_bucket(local: TestClient) -> None:
     assert (found["candidate"], found["state"], found["decision_id"]) == ("cpp:attn", "promoted", 1)
 
 
-def test_a_lookup_of_what_nobody_decided_gives_the_baseline_and_the_reason(local: TestClient) -> None:
+def test_a_lookup_without_a_decision_gives_the_baseline_and_the_reason(local: TestClient) -> None:
     found = local.get("/v1/best/attn", params={"workload": ATTN.at(L=64).key}).json()
     assert found["state"] == "baseline"
     assert "no decision" in found["reason"]
@@ -280,7 +280,7 @@ def test_a_decision_is_changed_by_hand_and_the_change_serves_at_once(local: Test
     assert unpinned["recorded"] in ("demoted", "promoted")
 
 
-def test_what_the_ledger_refuses_is_a_conflict_with_its_reason(local: TestClient) -> None:
+def test_a_refusal_of_the_ledger_is_a_conflict_with_its_reason(local: TestClient) -> None:
     answer = local.post("/v1/decisions/1/promote", json={"reason": "now", "candidate": "torch:packed"})
     assert answer.status_code == 409
     assert "parity" in problem(answer)["what"]
@@ -301,7 +301,7 @@ def test_misses_of_another_device_or_mode_are_not_tuned_here(local: TestClient) 
     assert local.delete(f"/v1/jobs/{job['id']}").json()["state"] == "cancelled"
 
 
-def test_a_report_of_uses_told_twice_counts_once_and_a_callers_names_reach_no_label(local: TestClient) -> None:
+def test_a_repeated_report_of_uses_counts_once_and_callers_names_are_not_labels(local: TestClient) -> None:
     def use(
         candidate: str, calls: int, op: str = "rmsnorm", number: int | None = None, conditions: str = ""
     ) -> dict[str, Any]:
@@ -376,7 +376,7 @@ def test_another_process_writes_through_the_daemon(local: TestClient) -> None:
         {"command": {"call": "release", "quarantine_id": 1, "reason": "r"}, "leases": {"hw": "x"}},
     ],
 )
-def test_what_is_no_command_is_refused(local: TestClient, body: dict[str, Any]) -> None:
+def test_an_invalid_command_is_refused(local: TestClient, body: dict[str, Any]) -> None:
     assert local.post("/v1/ledger", json=body).status_code == 422
 
 
@@ -436,7 +436,7 @@ def test_a_fault_that_was_taken_in_before_its_report_looked_is_taken_in(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(_POSTS), body=_JSON)
-def test_whatever_is_sent_is_the_callers_mistake_never_ours(local: TestClient, path: str, body: Any) -> None:
+def test_any_invalid_request_is_the_callers_error_never_a_bug(local: TestClient, path: str, body: Any) -> None:
     content = json.dumps(body).encode()
     answer = local.post(path, content=content, headers={"Content-Type": "application/json"})
     assert 400 <= answer.status_code < 500

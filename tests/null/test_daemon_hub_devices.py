@@ -139,7 +139,7 @@ def test_nvml_says_who_uses_a_device_and_how_much() -> None:
 
 
 @pytest.mark.parametrize("nvml", [Nvml(there=False), Nvml()], ids=["no driver", "no such device"])
-def test_a_gpu_that_nobody_answers_for_is_not_tuned_on(nvml: Nvml) -> None:
+def test_a_gpu_without_nvml_answers_is_not_tuned(nvml: Nvml) -> None:
     assert idle.utilisation("GPU-other" if nvml.there else UUID, nvml).others({7, 8}) == 1.0
 
 
@@ -166,7 +166,7 @@ def test_a_workload_waits_once_for_each_device_and_keeps_its_own_over_a_restart(
     assert sorted(j.device for j in again.all()) == ["cpu", "cuda:0"]
 
 
-def test_whoever_waits_for_an_idle_device_is_not_held_up_by_a_busy_one(queue: Jobs) -> None:
+def test_a_busy_device_does_not_delay_work_on_an_idle_one(queue: Jobs) -> None:
     tasks: list[dict[str, Any]] = []
 
     async def child(task: dict[str, Any], _: Any, *, aside: bool = False) -> int:
@@ -214,7 +214,7 @@ def test_stale_winners_and_what_others_decided_are_proven_on_their_own_device(qu
 # --- one tuner a device -----------------------------------------------------------------------------------------------
 
 
-def test_a_tuner_of_one_device_keeps_nobody_from_another_and_each_has_its_epoch(tmp_path: Path) -> None:
+def test_a_tuner_of_one_device_does_not_block_another_and_each_has_its_epoch(tmp_path: Path) -> None:
     there = dataclasses.replace(H200, rates={})
     ledger = ledgers.open_ledger(home=tmp_path / "home", alone=True)
     with ledger, ledger.lock(this_device()), ledger.lock(H200.hw_id, UUID):

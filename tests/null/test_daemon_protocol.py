@@ -81,7 +81,7 @@ def test_empty_lines_keep_no_connection_open(tmp_path: Path, monkeypatch: pytest
     over(tmp_path, story)
 
 
-def test_a_body_that_nobody_reads_keeps_none_open_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_body_does_not_keep_a_connection_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "READ_S", 0.05)
     monkeypatch.setattr(protocol, "SPARE_S", 0.0)
 
@@ -174,9 +174,7 @@ class Slow:
 
 
 @pytest.mark.parametrize(("rate", "ended", "looks"), [(0, "aborted", 1), (1, "", 100), (1000, "", 1)])
-def test_only_a_peer_that_takes_nothing_is_left_and_nobody_looks_twice_at_a_time(
-    rate: int, ended: str, looks: int
-) -> None:
+def test_only_a_peer_that_reads_nothing_is_disconnected_by_a_single_check(rate: int, ended: str, looks: int) -> None:
     slow = Slow(100, rate)
     line = Whole(slow.transport, slow.loop)  # type: ignore[arg-type]
     line.press()

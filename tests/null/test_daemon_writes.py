@@ -129,7 +129,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_told_as_on_the_long_way_and_the_line_goes_on(tmp_path: Path, name: str) -> None:
+def test_errors_are_equal_on_the_short_and_the_long_path_and_the_line_stays_open(tmp_path: Path, name: str) -> None:
     body, status = WRONG[name]
 
     async def story(line: Line) -> None:
@@ -149,7 +149,7 @@ def test_what_is_wrong_is_told_as_on_the_long_way_and_the_line_goes_on(tmp_path:
 
 
 @pytest.mark.parametrize("header", ["Origin: https://elsewhere.example", "Expect: 100-continue", "Host: two"])
-def test_whatever_our_clients_do_not_send_takes_the_long_way(tmp_path: Path, header: str) -> None:
+def test_other_requests_take_the_long_path(tmp_path: Path, header: str) -> None:
     async def story(line: Line) -> None:
         line.send(request(spend("a"), header))
         if header.startswith("Expect"):
@@ -164,7 +164,7 @@ def test_whatever_our_clients_do_not_send_takes_the_long_way(tmp_path: Path, hea
     over(tmp_path, story)
 
 
-def test_of_two_sent_at_once_one_is_carried_out_and_answered_and_the_line_ends(tmp_path: Path) -> None:
+def test_the_first_of_two_pipelined_writes_is_answered_and_the_line_ends(tmp_path: Path) -> None:
     async def story(line: Line) -> None:
         line.send(request(spend("first")) + request(spend("second")))
         assert await line.answer() == (200, True)

@@ -119,7 +119,7 @@ def with_quality(**changed: Any) -> Certificate:
     return dataclasses.replace(made, quality={**made.quality, **changed})
 
 
-def test_a_certificate_states_what_became_of_the_text_and_says_so() -> None:
+def test_a_certificate_contains_the_scores_of_the_text() -> None:
     made = with_quality()
     assert made.quality == {**to_json(QUALITY), "suspect": False}
     assert verify.wrong(made) == ""

@@ -180,7 +180,7 @@ def test_tensors_that_are_missing_superfluous_or_of_another_shape_are_named(tmp_
     refused("no tensors", lambda f: f.clear())
 
 
-def test_other_formats_are_told_apart(tmp_path: Path) -> None:
+def test_other_formats_are_distinguished(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match=r"has no model\.safetensors"):
         open_folder(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
@@ -275,7 +275,7 @@ def test_a_prompt_is_drawn_or_read(tmp_path: Path) -> None:
     assert prompts(plan(tmp_path, prompt=str(path), seq=4, batch=3)).rows == [[1, 2, 3], [4, 5, 6], [1, 2, 3]]
 
 
-def test_a_prompt_is_told_by_what_sha256sum_says_of_its_tokens_and_of_its_file(tmp_path: Path) -> None:
+def test_a_prompt_is_identified_by_sha256_of_its_tokens_and_its_file(tmp_path: Path) -> None:
     def digest(text: str, **changes: Any) -> PromptDigest | None:
         (tmp_path / "prompt.json").write_bytes(text.encode())
         return prompts(plan(tmp_path, **{"prompt": str(tmp_path / "prompt.json"), "seq": 4, **changes})).digest

@@ -200,7 +200,7 @@ CHANGES: list[tuple[str, Change, str]] = [
 
 
 @pytest.mark.parametrize(("change", "why"), [c[1:] for c in CHANGES], ids=[c[0] for c in CHANGES])
-def test_what_is_foreign_stale_or_demoted_does_not_serve(
+def test_foreign_stale_and_demoted_decisions_do_not_serve(
     home: Path, user: Callable[[str], Arm], change: Change, why: str
 ) -> None:
     publish(home, [change(decision(W, user("sevens")))])
@@ -296,7 +296,7 @@ def test_a_fault_on_one_device_is_not_held_against_another(
         assert board.resolution(RMS, W, "cpu").candidate == "user:sevens"
 
 
-def test_a_gpus_decisions_serve_whatever_the_number_of_the_hosts_threads(
+def test_a_gpus_decisions_serve_for_any_number_of_host_threads(
     home: Path, user: Callable[[str], Arm], two_gpus: tuple[Fingerprint, Fingerprint]
 ) -> None:
     """Engines set one thread in their workers, while the tuner had all. On the CPU a decision depends on the number of
@@ -449,7 +449,7 @@ def test_a_split_bucket_chooses_by_length_also_when_bound(home: Path, user: Call
         assert "lengths   to 96: user:lengths_short" in dispatch.best("attn", like=(q, k, v)).explain()
 
 
-def test_of_a_split_bucket_each_part_counts_its_own_calls(home: Path, user: Callable[[str], Arm]) -> None:
+def test_each_part_of_a_split_bucket_counts_its_own_calls(home: Path, user: Callable[[str], Arm]) -> None:
     w = attn_workload(96)
     rows = [
         decision(w, user("lengths_short"), length_range=(65, 96), id=1),
@@ -681,7 +681,7 @@ def test_best_never_opens_the_database(home: Path, user: Callable[[str], Arm]) -
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment)
 
 
-def test_a_forked_child_goes_on_serving_and_watching(board: Board, user: Callable[[str], Arm]) -> None:
+def test_a_forked_child_keeps_serving_and_watching(board: Board, user: Callable[[str], Arm]) -> None:
     publish(board.path.parent, [decision(W, user("sevens"))])
     board.refresh()
     bound = dispatch.best("rmsnorm", like=(X, WEIGHT))

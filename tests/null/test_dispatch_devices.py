@@ -17,7 +17,7 @@ from autosel.ops import OPS
     "trouble",
     [UsageError("NVML does not answer", why="version", todo="install it"), AttributeError("no deviceGetAttribute")],
 )
-def test_a_gpu_nobody_can_identify_is_served_by_the_baseline_and_told_of_once(
+def test_an_unidentified_gpu_is_served_by_the_baseline_and_reported_once(
     trouble: Exception, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def read(ordinal: int) -> nvml.Readings:

@@ -86,13 +86,13 @@ def test_a_block_that_differs_from_the_code_is_found_and_mended(generate, page):
     assert text.endswith("\nafter\n")
 
 
-def test_a_block_nobody_can_make_is_an_error(generate, page):
+def test_an_unknown_block_is_an_error(generate, page):
     page.write_text("<!-- generated: no-such-block -->\n<!-- end -->\n")
     with pytest.raises(SystemExit, match="no-such-block"):
         list(generate.rewrite(write=False))
 
 
-def test_what_the_generator_can_make_is_used_somewhere(generate):
+def test_every_block_of_the_generator_is_used(generate):
     used = {m["name"] for page in PAGES for m in generate.BLOCK.finditer(page.read_text())}
     assert used == set(generate.BLOCKS)
 
@@ -142,7 +142,7 @@ def test_written_lines_fit_the_line_length(page):
     assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
 
 
-def test_nobody_is_told_to_install_the_other_project_called_autosel():
+def test_no_text_tells_to_install_the_other_project_called_autosel():
     """That name on PyPI is another project's."""
     bad = re.compile(r"(pip|uv|pipx)[ \w-]* " + "install" + r"( -{1,2}[\w-]+)* ['\"]?autosel(?![\w-])")
     assert bad.search("pip " + "install autosel")
@@ -369,7 +369,7 @@ def test_a_result_in_a_hurry_or_in_part_is_not_kept():
         assert "whole results only" in done.stderr
 
 
-def test_every_entry_of_the_changelog_stands_in_a_group():
+def test_every_entry_of_the_changelog_is_in_a_group():
     """Keep a Changelog's groups, each once a version, in its order."""
     known = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
     _, *versions = re.split(r"^## .*$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)

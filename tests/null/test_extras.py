@@ -80,7 +80,7 @@ def test_so_does_a_prompt_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert caught.value.todo == f"install it:  {extras.command('hf')}"
 
 
-def test_what_a_gpu_needs_is_named_for_both_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packages_for_a_gpu_are_named_for_both_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     with pytest.raises(UsageError, match="needs cupy") as caught:

@@ -38,7 +38,9 @@ def unix_socket(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [device, pipe, folder, unix_socket], ids=lambda make: make.__name__)
-def test_what_is_no_regular_file_is_refused_at_once_and_said(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_file_that_is_not_regular_is_refused_at_once_with_a_message(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
     make(tmp_path / "it")
     with pytest.raises(OSError) as caught:
         files.read(tmp_path / "it", 10)

@@ -231,7 +231,7 @@ def test_in_a_container_the_mount_is_the_own_group(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("limit", ["max 100000", "-1", "junk", "0 100000", "100000 0", ""])
-def test_no_limit_or_nonsense_is_no_quota(tree: Tree, limit: str) -> None:
+def test_an_unlimited_or_invalid_quota_is_none(tree: Tree, limit: str) -> None:
     tree.put("proc/self/cgroup", "0::/").put("sys/fs/cgroup/cpu.max", limit)
     assert cpu_quota(tree.root) is None
 
@@ -256,7 +256,7 @@ def test_a_version_1_limit_on_memory_is_found_and_its_none_is_none(tree: Tree) -
     assert memory_left(tree.root) == 900
 
 
-def test_without_cgroups_there_is_no_quota(tree: Tree) -> None:
+def test_without_cgroups_the_quota_is_none(tree: Tree) -> None:
     assert cpu_quota(tree.root) is None
 
 
@@ -284,7 +284,7 @@ def rate(value: float, unit: str = "B/s", spread: float = 0.05) -> Rate:
     return Rate(value=value, unit=unit, spread=spread, source=f"p90 of 9 windows, {probe.SOURCE}")
 
 
-def test_rates_are_no_part_of_any_key() -> None:
+def test_rates_are_not_part_of_any_key() -> None:
     slow, fast = fingerprint({"read_bytes_per_s@2": rate(1e9)}), fingerprint({"read_bytes_per_s@2": rate(9e9)})
     assert (slow.hw_id, slow.env_id) == (fast.hw_id, fast.env_id)
 
@@ -388,7 +388,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_was_stored_is_read_back_equal(home: Path) -> None:
+def test_a_stored_fingerprint_is_read_back_equal(home: Path) -> None:
     fp = dataclasses.replace(fingerprint({"read_bytes_per_s@2": rate(4e10)}), contended=True, notes=("busy",))
     assert store.write(fp) == ""
     assert store.read(fp.env_id) == fp
@@ -422,7 +422,7 @@ def test_a_torn_file_is_not_believed(home: Path, text: str) -> None:
     assert store.read("f" * 64) is None
 
 
-def test_where_nothing_can_be_written_it_says_so(home: Path) -> None:
+def test_a_read_only_folder_gives_the_reason(home: Path) -> None:
     (home / "fingerprint").write_text("a file where the folder should be")
     assert "rates are not kept" in store.write(fingerprint())
 
@@ -482,14 +482,14 @@ def with_looks(monkeypatch: pytest.MonkeyPatch, reads: list[float], *, virtual: 
     return device.take()
 
 
-def test_one_good_look_in_three_is_no_drift(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_good_measurement_in_three_means_no_drift(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     fp = with_looks(monkeypatch, [0.4, 0.98, 0.5], virtual=False)
     assert not drift.drifted(fp).moved
 
 
 @pytest.mark.parametrize(("reads", "ratio"), [([0.8, 0.8, 0.8], "0.80x"), ([1.8, 1.7, 1.8], "1.80x")])
 @pytest.mark.parametrize(("virtual", "why"), [(False, "no longer what was measured"), (True, "other work runs here")])
-def test_rates_that_no_longer_hold_are_told_by_doctor_and_change_nothing_unasked(
+def test_doctor_reports_rates_that_no_longer_hold_and_changes_nothing(
     measured: list[str], monkeypatch: pytest.MonkeyPatch, reads: list[float], ratio: str, virtual: bool, why: str
 ) -> None:
     fp = with_looks(monkeypatch, [*reads, *reads], virtual=virtual)

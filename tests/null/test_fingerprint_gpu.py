@@ -66,7 +66,7 @@ def test_a_driver_that_reserves_a_little_more_memory_is_the_same_device() -> Non
 
 
 @pytest.mark.parametrize("change", [{"driver": "999"}, {"uuid": "GPU-1"}, {"power_limit_w": 350.0}])
-def test_driver_slot_and_power_limit_are_no_part_of_the_identity(change: dict[str, object]) -> None:
+def test_driver_slot_and_power_limit_are_not_part_of_the_identity(change: dict[str, object]) -> None:
     assert nvml.identity_of(replace(H200, **change)) == nvml.identity_of(H200)
 
 
@@ -110,7 +110,7 @@ def test_a_share_that_is_none_is_the_whole(said: str, monkeypatch: pytest.Monkey
     assert settings.mps_share() == 1.0
 
 
-def test_what_was_stored_before_these_were_kept_still_holds() -> None:
+def test_fingerprints_stored_without_these_conditions_still_hold() -> None:
     assert gpu.changed({}, {"power_limit_w": 700.0, "mps_share": 1.0}) == ""
     assert gpu.changed({"power_limit_w": 700.0, "mps_share": 1.0}, {"mps_share": 1.0}) == ""
 
@@ -308,7 +308,7 @@ def test_programs_read_of_a_slowed_device_too(
     assert certificate(decode_run(fingerprint=slowed())).notes[0] == SLOWED
 
 
-def test_what_was_noted_of_a_cpu_is_no_remark() -> None:
+def test_notes_about_a_cpu_are_not_remarks() -> None:
     noisy = replace(fingerprint_of_a_cpu(), contended=True, notes=("busy",))
     assert remarks(noisy) == () and "busy" not in certificate(decode_run(fingerprint=noisy)).notes
     assert remarks(known.load("h200")) == (OF_ANOTHER,)

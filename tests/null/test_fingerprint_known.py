@@ -116,7 +116,7 @@ def test_a_malformed_file_is_refused_by_field(tmp_path, spoil, says):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": NaN}', '{"schema": 1, "schema": 1}', "\xff"])
-def test_what_is_not_json_is_refused(tmp_path, text):
+def test_invalid_json_is_refused(tmp_path, text):
     path = tmp_path / "mine.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(BadConfig):

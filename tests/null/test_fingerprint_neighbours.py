@@ -31,7 +31,7 @@ def reading(
     return read(root, clock=lambda: at_s)
 
 
-def test_what_is_neither_idle_nor_ours_is_of_others(tmp_path: Path) -> None:
+def test_time_neither_idle_nor_own_belongs_to_others(tmp_path: Path) -> None:
     before = reading(tmp_path, 10, 5, tune=(50, 1, 3.0), worker=(51, 50, 1.0), cc1plus=(9, 1, 0.0))
     now = reading(tmp_path, 20, 6, tune=(50, 1, 5.0), worker=(51, 50, 9.0), cc1plus=(9, 1, 9.0))
     found = between(before, now, own=50)
@@ -56,7 +56,7 @@ def test_a_worker_that_ended_meanwhile_is_ours(tmp_path: Path) -> None:
     assert between(before, now, own=50).cores == pytest.approx(0.0)  # 8 seconds busy, all the worker's
 
 
-def test_stolen_time_is_told_apart(tmp_path: Path) -> None:
+def test_stolen_time_is_separate(tmp_path: Path) -> None:
     found = between(reading(tmp_path, 10, 5), reading(tmp_path, 20, 21, stolen_s=4.0), own=50)
     assert (found.cores, found.stolen) == (pytest.approx(0.0), pytest.approx(0.2))
     assert found.text == "other guests 20 % of CPU time"
@@ -71,7 +71,7 @@ def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="no /proc")
-def test_a_process_of_ours_is_no_neighbour_and_one_of_another_is() -> None:
+def test_own_processes_are_not_neighbours_and_others_are() -> None:
     before = read()
     child = subprocess.Popen([sys.executable, "-S", "-c", "for _ in range(3 * 10 ** 6): pass"])
     child.wait()

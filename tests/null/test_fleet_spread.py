@@ -116,7 +116,7 @@ def test_workloads_of_an_op_stay_together() -> None:
     assert sum(len(part.workloads) for part in made) == 12
 
 
-def test_what_a_killed_worker_had_goes_to_another_and_what_it_decided_is_kept() -> None:
+def test_the_part_of_a_killed_worker_goes_to_another_and_its_decisions_are_kept() -> None:
     world = World()
     dying, other = Fake(world, "a", device="cpu", dies_after=5), Fake(world, "b", device="cpu")
     found = spread(world, [dying, other]).run()
@@ -164,7 +164,7 @@ def test_a_device_in_use_is_waited_for_a_while() -> None:
     assert found.failed[0].trouble["what"] == "in use"
 
 
-def test_what_one_worker_refuses_another_takes() -> None:
+def test_a_part_that_one_worker_refuses_goes_to_another() -> None:
     world = World()
     poor, rich = Fake(world, "a"), Fake(world, "b")
     poor.fails = True
@@ -206,7 +206,7 @@ def test_ctrl_c_stops_who_works_and_is_passed_on() -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 3), st.integers(1, 30))
-def test_whoever_dies_whenever_each_workload_is_decided_once_or_told_undecided(
+def test_each_workload_is_decided_once_or_reported_undecided_for_any_deaths(
     seed: int, workers: int, devices: int, count: int
 ) -> None:
     rng, world = Random(seed), World()

@@ -44,7 +44,7 @@ def test_a_plain_matrix_takes_what_its_dtype_takes(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_row_scale_is_shared_by_its_row_whatever_the_workloads_dtype(dtype: str) -> None:
+def test_a_row_scale_is_shared_by_its_row_for_any_dtype(dtype: str) -> None:
     row = find_weight_format("fp8_e4m3-row")
     assert row.nbytes(dtype, 48, 100) == 4800 + 4 * 48
     assert row.bytes_per_weight(dtype, 100) == Fraction(104, 100)

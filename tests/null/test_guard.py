@@ -92,7 +92,7 @@ def test_a_fault_of_any_rate_is_found_within_the_promised_calls(f: float) -> Non
     assert abs(statistics.fmean(found) * p * f - 1) < 4 / math.sqrt(runs)
 
 
-def test_a_call_is_as_long_as_it_is_in_service_not_as_it_is_behind_a_check() -> None:
+def test_the_duration_of_a_call_excludes_checks() -> None:
     rate = Rate(policy=Policy())
     for _ in range(CANARY):
         rate.checked(own_ns=50_000, extra_ns=1_000_000, natural=False)
@@ -149,7 +149,7 @@ def test_three_of_the_first_checks_compute_float64_and_all_later_ones() -> None:
 
 
 @pytest.mark.parametrize("wanted", [LEAST, 10, 31, CANARY])
-def test_of_long_calls_as_many_are_the_first_as_a_second_pays_for(wanted: int) -> None:
+def test_a_second_limits_the_number_of_long_first_calls(wanted: int) -> None:
     rate = Rate(policy=Policy(shadow_rate=0.0))
     while rate.canary:
         rate.checked(own_ns=1e6, extra_ns=1.01 * FIRST_NS / wanted if wanted < CANARY else 1e6)
@@ -301,7 +301,7 @@ def test_a_slowdown_of_30_percent_is_demoted_and_before_it_nothing_is() -> None:
     assert "lost 23 of" in told[0].reason
 
 
-def test_what_was_just_promoted_stays_for_an_hour() -> None:
+def test_a_new_promotion_stays_for_an_hour() -> None:
     clock = Clock()
     clock.wall = datetime(2026, 1, 1, 0, 30, tzinfo=UTC)
     watch, told = watched(clock.taking(910, good), baseline=clock.taking(700, good), clock=clock)
@@ -475,7 +475,7 @@ def nothing(*values: Any) -> None:
     [(nan_in_one, "nonfinite"), (narrow, "result"), (in_halves, "result"), (nothing, "result")],
     ids=lambda p: getattr(p, "__name__", p),
 )
-def test_what_is_no_result_at_all_says_so(kernel: Kernel, check: str) -> None:
+def test_a_missing_result_is_reported(kernel: Kernel, check: str) -> None:
     watch, told = watched(kernel)
     assert torch.equal(call(watch), right(X))
     assert told[0].evidence["check"] == check
@@ -490,7 +490,7 @@ def test_nan_in_the_inputs_is_nobodys_fault() -> None:
     assert not told
 
 
-def test_a_kernel_that_writes_into_its_inputs_spoils_them_for_nobody() -> None:
+def test_a_kernel_that_writes_into_its_inputs_does_not_affect_the_baseline() -> None:
     def spoils(x: Tensor, *values: Any) -> Tensor:
         made = good(x, *values)
         x.zero_()
@@ -576,7 +576,7 @@ def test_a_baseline_that_disagrees_with_itself_makes_the_device_suspect() -> Non
     assert "2 of 4 runs" in told[0].reason
 
 
-def test_where_the_baseline_fails_too_nobody_is_blamed(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_arm_is_blamed_if_the_baseline_fails_too(caplog: pytest.LogCaptureFixture) -> None:
     def other(*values: Any) -> Tensor:
         return scaled(*values).mul_(1.01)
 
@@ -635,7 +635,7 @@ def writes_nothing(k: Tensor, v: Tensor, positions: Tensor, table: Tensor | None
 
 @pytest.mark.parametrize("kernel", [append, writes_beside, writes_nothing])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_cache_holds_what_the_baseline_writes_whoever_ran_last(kernel: Kernel, seed: int) -> None:
+def test_a_cache_contains_the_baselines_values_in_either_order(kernel: Kernel, seed: int) -> None:
     w = KV.workload("fp32", {"B": 2, "Hkv": 2, "S": 3, "D": 8})
     inputs = KV.inputs(w, seed)
     wanted = KV.reference(inputs)
@@ -841,7 +841,7 @@ def test_a_suspect_device_runs_baselines_only_and_a_slow_arm_elsewhere_still_ser
     [b"", b"{", b'{"cause": "kernel"}', b"\xff" * 50, b"[" * 10_000],
     ids=["empty", "cut", "part", "bytes", "deep"],
 )
-def test_a_journal_file_that_is_no_fault_holds_nothing(
+def test_an_invalid_journal_file_disables_nothing(
     home: Path, user: Callable[[str], Arm], content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(home, decision(W, user("good")))
@@ -1002,7 +1002,7 @@ def test_each_part_of_a_split_bucket_has_its_own_guard(home: Path, user: Callabl
         assert dispatch.best("attn", like=(q, k, v)).candidate == registry.baseline("attn").name
 
 
-def test_a_forked_child_checks_and_reports_by_itself(home: Path, user: Callable[[str], Arm]) -> None:
+def test_a_forked_child_checks_and_reports_independently(home: Path, user: Callable[[str], Arm]) -> None:
     publish(home, decision(W, user("sevens")))
     with dispatch.use(home) as board:
         bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
@@ -1018,7 +1018,7 @@ def test_a_forked_child_checks_and_reports_by_itself(home: Path, user: Callable[
     assert len(journal(home)) == 1
 
 
-def test_what_is_bound_before_the_guard_is_needed_costs_one_log_line(
+def test_binding_before_the_guard_costs_one_log_line(
     home: Path, user: Callable[[str], Arm], caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(home, decision(W, user("sevens")))

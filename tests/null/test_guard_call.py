@@ -129,7 +129,7 @@ def test_a_pool_of_pages_is_not_copied_to_the_host_for_the_few_that_a_call_reads
     assert all(check((made,)) is None for check in found)
 
 
-def test_what_is_kept_of_a_write_in_place_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_values_of_a_write_in_place_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     op = guards.KV
     w = op.workload("fp32", {"B": 2, "Hkv": 2, "S": 3, "D": 8})
     monkeypatch.setattr(judge, "WHOLE_BYTES", 0)
@@ -167,7 +167,7 @@ class Device:
     ],
     ids=["dear to launch", "dear to run"],
 )
-def test_who_is_slower_on_a_gpu_is_told_by_the_clock_that_the_race_went_by(
+def test_speeds_on_a_gpu_are_compared_by_the_clock_of_the_race(
     candidate: dict[str, int], baseline: dict[str, int], slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A race on a GPU replays graphs; an arm promoted by it would lose each pair by what its launch costs the host."""

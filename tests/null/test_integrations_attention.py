@@ -101,7 +101,7 @@ def test_a_decode_step_of_the_vllm_it_was_written_for_is_served(vllm: Any, asked
 
 
 @pytest.mark.parametrize("other", ["metadata", "cache"])
-def test_another_vllms_decode_step_is_its_own_and_told_of_once(
+def test_another_vllms_decode_step_runs_its_own_kernel_with_one_message(
     other: str, vllm: Any, asked: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     full = vars(Metadata())
@@ -193,7 +193,7 @@ def test_a_decode_step_of_the_sglang_it_was_written_for_is_served(sglang: Any, a
 
 
 @pytest.mark.parametrize("other", ["batch", "layer", "rank", "layout", "pages"])
-def test_another_sglangs_decode_step_is_its_own_and_told_of_once(
+def test_another_sglangs_decode_step_runs_its_own_kernel_with_one_message(
     other: str, sglang: Any, asked: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     there, layer = batch(), Layer()
@@ -212,7 +212,7 @@ def test_another_sglangs_decode_step_is_its_own_and_told_of_once(
     assert told.get(other, "its cache is") in said and not asked
 
 
-def test_what_a_layer_asks_that_no_op_has_is_not_what_another_release_is(
+def test_an_unsupported_layer_is_not_mistaken_for_another_release(
     sglang: Any, asked: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert sglang_step(sglang, Pool(96, H, D), batch(), replace(Layer(), is_cross_attention=True)) == 1.0

@@ -89,7 +89,7 @@ def test_calls_left_to_the_engine_are_counted_as_its_own_and_asked_for(home: Pat
         assert sum(use.calls for use in board.uses()) == 4
 
 
-def test_what_raises_is_the_engines_from_then_on_and_said_once(
+def test_after_an_exception_the_engines_kernel_runs_with_one_warning(
     home: Path, arm: Callable[[str], Arm], caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(home, [decision(W, arm("raises"))])
@@ -100,7 +100,7 @@ def test_what_raises_is_the_engines_from_then_on_and_said_once(
     assert caplog.text.count("no such kernel image") == 1
 
 
-def test_nothing_is_loaded_while_a_graph_is_captured(
+def test_no_kernel_is_loaded_during_a_capture(
     home: Path, arm: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Shapes that ran before are served in it; new ones are the engine's, and not for ever."""
@@ -115,7 +115,7 @@ def test_nothing_is_loaded_while_a_graph_is_captured(
     assert caplog.text.count("was captured before") == 1
 
 
-def test_of_a_split_bucket_the_lengths_nobody_decided_are_the_engines(home: Path, arm: Callable[[str], Arm]) -> None:
+def test_undecided_lengths_of_a_split_bucket_run_the_engines_kernel(home: Path, arm: Callable[[str], Arm]) -> None:
     dims = {"B": 1, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 80, "page": 16}
     w = ops.find("paged_attn").workload("fp32", dims)
     publish(home, [decision(w, arm("nines"), length_range=(70, 96))])

@@ -101,7 +101,7 @@ def test_another_engines_export_is_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1, "engine": 5}', "{" * 2000, '{"schema": 1}', "\x00\xff"]
 )
-def test_what_is_no_manifest_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+def test_an_invalid_manifest_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
     (tmp_path / folders.MANIFEST).write_bytes(text.encode())
     with pytest.raises(BadConfig, match=r"autosel\.json is not the manifest"):
         folders.read(tmp_path)
@@ -172,7 +172,7 @@ def test_an_engine_of_another_interface_is_left_alone_with_both_versions(
 @pytest.mark.parametrize(
     ("engine", "plugin", "begins"), [("vLLM", vllm_plugin, "_parts"), ("SGLang", sglang_plugin, "_hooks")]
 )
-def test_an_engine_starts_whatever_a_plug_in_raises(
+def test_an_engine_starts_despite_errors_of_a_plug_in(
     engine: str, plugin: Any, begins: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM calls its plug-ins without catching exceptions."""

@@ -58,7 +58,7 @@ def test_a_build_fits_its_device(device: str, model: str, batch: int) -> None:
         (attn(32, 8, 128, S=4), "one position a sequence"),
     ],
 )
-def test_what_it_cannot_do_is_refused_before_anything_is_compiled(workload: Workload, why: str) -> None:
+def test_an_unsupported_step_is_refused_before_compilation(workload: Workload, why: str) -> None:
     answer = supports(workload, load("h200"))
     assert isinstance(answer, Rejected)
     assert why in answer.reason
@@ -88,7 +88,7 @@ def test_heads_that_lanes_cannot_hold_in_fp32_are_refused_with_the_reason() -> N
     assert "32 lanes hold 128 elements of fp32" in answer.reason
 
 
-def test_where_no_cta_could_be_resident_it_is_refused() -> None:
+def test_it_is_refused_if_no_cta_can_be_resident() -> None:
     small = replace(facts(load("h200")), smem_per_cta=16 << 10)
     why = crowded(attn(*PRESETS["llama-8b"]), small)
     assert "all must be resident" in why and "16384" in why
@@ -137,7 +137,7 @@ def test_against_a_graph_of_plain_nodes(
     assert f"{found.launch_s * 1e6:.0f} us against" in found.text
 
 
-def test_a_slow_barrier_is_no_gain() -> None:
+def test_a_slow_barrier_gives_no_gain() -> None:
     f = facts(load("h200"))
     cost = StepCost(kernels=100, bytes_read=2.5e9, flops=2.5e9)
     assert predict(cost, 100, f).wins

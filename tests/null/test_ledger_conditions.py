@@ -44,7 +44,7 @@ def cpu(**changes: Any) -> Fingerprint:
         (["eager.deterministic"], "eager", "tuned with deterministic algorithms, running with any"),
     ],
 )
-def test_what_differs_between_two_modes_is_said(decided: list[str], here: str, told: str) -> None:
+def test_the_difference_between_two_modes_is_named(decided: list[str], here: str, told: str) -> None:
     assert other_mode(decided, here) == told
     assert told_in(told) == told
 
@@ -60,7 +60,7 @@ def test_what_differs_between_two_modes_is_said(decided: list[str], here: str, t
         (known.load("h200"), "tuned on NVIDIA H200, running on A CPU"),
     ],
 )
-def test_what_differs_between_two_devices_is_said(there: Fingerprint, told: str) -> None:
+def test_the_difference_between_two_devices_is_named(there: Fingerprint, told: str) -> None:
     by_id = {there.hw_id: there}
     asked = {"mode": "eager.t1.highest", "device": cpu(), "identify": by_id.get}
     assert other_conditions([("eager.t2.highest", there.hw_id)], **asked) == told
@@ -73,7 +73,7 @@ def test_another_reason_is_not_taken_for_conditions(reason: str) -> None:
     assert told_in("tuned with " + "x" * 500) == ""
 
 
-def test_the_nearest_of_several_is_said_and_one_that_nobody_knows_by_its_id() -> None:
+def test_the_nearest_of_several_is_named_and_an_unknown_one_by_its_id() -> None:
     here, near, far = cpu(), cpu(cpus=2), known.load("h200")
     by_id = {fp.hw_id: fp for fp in (near, far)}
     decided = [("eager.t1.highest", hw_id) for hw_id in by_id]
@@ -85,7 +85,7 @@ def test_the_nearest_of_several_is_said_and_one_that_nobody_knows_by_its_id() ->
     assert other_conditions([*decided, mine], **asked) == "tuned with 2 threads, running with 1"
 
 
-def test_where_nothing_is_decided_or_something_for_these_conditions_nothing_is_said() -> None:
+def test_no_reason_without_decisions_or_with_one_for_these_conditions() -> None:
     asked: dict[str, Any] = {"mode": "eager.t1.highest", "device": cpu()}
     assert other_conditions([], **asked) == ""
     assert other_conditions([("eager.t1.highest", cpu().hw_id)], **asked) == ""

@@ -80,14 +80,14 @@ def test_the_verbs_say_it(recorded: Record, said: Said) -> None:
     assert f"beside {TOLD}" in said("explain", "attn")
 
 
-def test_of_a_quiet_machine_they_say_nothing(recorded: Record, said: Said) -> None:
+def test_results_of_a_quiet_machine_have_no_mark(recorded: Record, said: Said) -> None:
     recorded(QUIET)
     for words in (("best", "attn"), ("explain", "attn")):
         assert "other work" not in said(*words) and "*" not in said(*words)
     assert json.loads(said("best", "attn", "--json"))["conditions"]["contended"] is False
 
 
-def test_where_no_sample_could_be_taken_again_it_says_so(recorded: Record, said: Said) -> None:
+def test_systems_that_cannot_repeat_samples_are_marked(recorded: Record, said: Said) -> None:
     recorded(dataclasses.replace(BUSY, watched=False, again=0))
     assert "samples kept as they came" in said("best", "attn")
 

@@ -281,7 +281,7 @@ def test_kv_heads_of_a_first_generation_llama_are_its_query_heads(folder: Path) 
     assert shape.rope == models.Rope(theta=10000.0, rotary_dim=128)
 
 
-def test_mistral_slides_where_its_class_says_so_and_not_where_null_forbids_it(folder: Path) -> None:
+def test_mistral_slides_by_its_class_default_unless_null_forbids_it(folder: Path) -> None:
     write(folder, {**MISTRAL_7B, "sliding_window": 4096})
     assert (models.load(folder).window, models.load(folder).sliding_layers) == (4096, 32)
     write(folder, {k: v for k, v in MISTRAL_7B.items() if k != "sliding_window"})
@@ -367,7 +367,7 @@ def test_a_config_that_cannot_be_right_is_refused_by_file_field_and_value(folder
     ["", "{", "[]", "null", '{"a": 1, "a": 2}', '{"hidden_size": NaN}', "{" + '"a":{' * 90000, "\x00", '"' * 3],
     ids=["empty", "cut", "list", "null", "twice", "nan", "deep", "nul", "quotes"],
 )
-def test_what_is_not_a_json_object_is_refused_with_the_file_named(folder: Path, text: str) -> None:
+def test_an_invalid_json_object_is_refused_with_the_file_named(folder: Path, text: str) -> None:
     path = write(folder, text)
     with pytest.raises(BadConfig, match=r"not JSON|an object") as caught:
         models.load(folder)

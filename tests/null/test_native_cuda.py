@@ -53,7 +53,7 @@ def test_the_rest_of_pips_toolkit_is_found_in_the_environment_that_is_reused(pip
     assert f"-L{theirs / 'lib'}" in words
 
 
-def test_a_toolkit_that_is_not_pips_has_nothing_beside_it(pips: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_toolkit_not_from_pip_has_no_other_folder(pips: tuple[Path, Path], tmp_path: Path) -> None:
     system = tmp_path / "cuda-13" / "bin"
     system.mkdir(parents=True)
     (system / "nvcc").write_text(NVCC)

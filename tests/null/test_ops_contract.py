@@ -74,7 +74,7 @@ def test_an_unknown_op_is_refused_with_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize("w", [*WORKLOADS, *(OPS[w.op].workload("bf16", dict(w.dims)) for w in WORKLOADS)], ids=str)
-def test_outputs_have_the_names_of_the_op_whatever_the_traits(w: Workload) -> None:
+def test_outputs_have_the_ops_names_for_all_traits(w: Workload) -> None:
     assert tuple(spec.name for spec in OPS[w.op].outputs(w)) == OPS[w.op].output_names
 
 
@@ -209,7 +209,7 @@ def test_paged_attention_keeps_a_nan_within_its_sequence() -> None:
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 10**6], ids=["none", "a neighbour's", "no page"])
-def test_what_a_block_table_says_beyond_a_rows_length_is_never_looked_up(beyond: int) -> None:
+def test_block_table_entries_beyond_a_rows_length_are_never_read(beyond: int) -> None:
     """Engines leave there what an earlier request had, in a pool that was larger or is another's now."""
     op = OPS["paged_attn"]
     w = op.workload("fp32", {"B": 3, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 32, "page": 16})
@@ -227,7 +227,7 @@ def test_what_a_block_table_says_beyond_a_rows_length_is_never_looked_up(beyond:
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 3, 10**6], ids=["none", "a neighbour's", "the last", "no page"])
-def test_what_is_kept_of_a_paged_cache_is_right_whatever_stands_beside_its_pages(beyond: int) -> None:
+def test_the_kept_part_of_a_paged_cache_is_correct_for_any_neighbouring_pages(beyond: int) -> None:
     op = OPS["kv_append"]
     w = op.workload("fp32", {"B": 2, "Hkv": 1, "S": 2, "D": 8}, page=16)
     inputs = op.inputs(w, 1)
@@ -244,7 +244,7 @@ def test_what_is_kept_of_a_paged_cache_is_right_whatever_stands_beside_its_pages
 
 @pytest.mark.parametrize("beyond", [-1, 0, 3, 10**6], ids=["none", "a neighbour's", "its next one", "no page"])
 @pytest.mark.parametrize("count", [2, 4, 6])
-def test_some_rows_of_a_paged_cache_are_right_whatever_stands_beside_their_pages(beyond: int, count: int) -> None:
+def test_sampled_rows_of_a_paged_cache_are_correct_for_any_neighbouring_pages(beyond: int, count: int) -> None:
     op = OPS["kv_append"]
     w = op.workload("fp32", {"B": 3, "Hkv": 1, "S": 2, "D": 8}, page=16)
     inputs = op.inputs(w, 1)

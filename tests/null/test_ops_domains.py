@@ -145,7 +145,7 @@ def test_traits_and_sizes_stay_where_they_are_to_stay(op: Op) -> None:
 
 
 @by_op
-def test_of_what_a_candidate_accepts_every_pair_is_covered(op: Op) -> None:
+def test_every_pair_that_a_candidate_accepts_is_covered(op: Op) -> None:
     for w in (workload(op), *in_formats(op)):
         covers_every_level_of_what_is_accepted(op, w)
 

@@ -57,7 +57,7 @@ def test_a_baseline_stays_on_the_device_of_its_operands(
 
 
 @pytest.mark.parametrize("page", [0, 16])
-def test_what_a_call_writes_in_place_is_kept_on_the_device_of_its_cache(page: int) -> None:
+def test_writes_in_place_stay_on_the_device_of_the_cache(page: int) -> None:
     """A call on a GPU is checked too: an index made on another device would end each check before it began."""
     op = OPS["kv_append"]
     w = op.workload("bf16", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, page=page)
@@ -96,9 +96,7 @@ def drawn(dtype: torch.dtype, queries: int = 1, group: int = 1) -> tuple[torch.T
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_a_mask_hides_stays_hidden_however_large_scores_are(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masked_positions_stay_hidden_for_any_scores(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper PyTorch takes cuDNN's attention, and gives it a boolean mask as a bias of -65504."""
     q, k, v = drawn(dtype)
     mask = (torch.arange(24) < 20)[None, None, None]

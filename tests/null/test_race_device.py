@@ -56,7 +56,7 @@ def test_the_result_is_that_of_the_graph_replayed_last(cuda: Cuda) -> None:
     assert found[0] is not found[1]
 
 
-def test_what_cannot_be_captured_is_timed_as_a_queue(cuda: Cuda) -> None:
+def test_an_arm_that_cannot_be_captured_is_timed_as_a_queue(cuda: Cuda) -> None:
     cuda.refuses = True
     timed = replayed(cuda, 4)
     assert timed.sample(20) == TICK_MS * 1e6
@@ -64,7 +64,7 @@ def test_what_cannot_be_captured_is_timed_as_a_queue(cuda: Cuda) -> None:
     assert timed.result == "result of 3"
 
 
-def test_what_cannot_be_captured_spoils_nobody_elses_capture(cuda: Cuda) -> None:
+def test_an_arm_that_cannot_be_captured_does_not_spoil_other_captures(cuda: Cuda) -> None:
     """PyTorch leaves its stream and its allocator as if the capture went on, and refuses all that come after."""
     cuda.refuses, before = True, cuda.on
     replayed(cuda, 4).sample(4)
@@ -75,7 +75,7 @@ def test_what_cannot_be_captured_spoils_nobody_elses_capture(cuda: Cuda) -> None
     assert timed.graphs[4] is not None
 
 
-def test_what_fails_by_itself_is_not_taken_for_what_cannot_be_captured(cuda: Cuda) -> None:
+def test_a_failing_arm_is_not_mistaken_for_one_that_cannot_be_captured(cuda: Cuda) -> None:
     def broken(copy: int) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 

@@ -46,7 +46,7 @@ def test_more_wins_are_more_evidence(n: int, data: st.DataObject) -> None:
 
 
 @given(st.integers(1, 120), st.data())
-def test_nobody_is_both_promoted_and_hopeless(n: int, data: st.DataObject) -> None:
+def test_no_candidate_is_both_promoted_and_futile(n: int, data: st.DataObject) -> None:
     k = data.draw(st.integers(0, n))
     assert not (crossed(n, k) and futile(n, k))
 

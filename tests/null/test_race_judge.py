@@ -227,5 +227,5 @@ def test_an_effect_carries_the_worst_conditions_of_its_sessions() -> None:
     assert found.contended and not quiet.contended
 
 
-def test_of_a_race_that_nobody_watched_nothing_is_known() -> None:
+def test_conditions_of_an_unwatched_race_are_unknown() -> None:
     assert verdict({"base": 2e6, "fast": 1e6}).conditions is None

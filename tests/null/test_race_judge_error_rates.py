@@ -110,7 +110,7 @@ def test_a_session_ends_at_the_first_pair_at_which_the_judge_would_end_it(kind: 
         assert [over(n) for n in range(1, len(session.pairs) + 1)] == [False] * (len(session.pairs) - 1) + [True]
 
 
-def test_the_last_session_goes_on_for_the_tail_until_the_judge_would_settle_it() -> None:
+def test_the_last_session_continues_for_the_tail_until_the_judge_would_decide() -> None:
     s = setting(1.2, "iid", LONG, DELTA_CALIBRATED, stutters={"base": 0.0, "same": 0.06})
     race = attempt(s, Random(4))
     assert len(race.sessions) == 1 + SESSIONS
@@ -244,7 +244,7 @@ def test_the_ledger_pays_for_as_many_attempts_as_the_study_assumes(tmp_path, pi:
 # --- demotion ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_kernel_that_is_no_slower_runs_ten_thousand_pairs_before_a_false_alarm() -> None:
+def test_a_kernel_as_fast_as_the_baseline_runs_ten_thousand_pairs_before_a_false_alarm() -> None:
     even = error_rates.length(0.5, 150, Random(9))
     assert even.holds
     assert even.mean > ALARM / 2

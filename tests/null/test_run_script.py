@@ -158,7 +158,7 @@ def test_a_torch_of_the_active_environment_is_reused_if_asked_for(made):
     assert subprocess.run(using, capture_output=True, text=True, check=True).stdout == "6\n"
 
 
-def test_of_the_active_environment_nothing_comes_but_torch_and_its_dependencies(made):
+def test_only_torch_and_its_dependencies_come_from_the_active_environment(made):
     checkout, _ = made
     ours = ("sympy", "jinja2", "markupsafe", "networkx", "filelock")
     assert all(Path(found).is_relative_to(checkout / ".venv") for found in imported(checkout, *ours))
@@ -167,7 +167,7 @@ def test_of_the_active_environment_nothing_comes_but_torch_and_its_dependencies(
     assert imported(checkout, *others) == [""] * len(others)
 
 
-def test_who_asks_site_for_the_folders_of_packages_is_told_where_the_reused_torch_is(made):
+def test_site_returns_the_folder_of_the_reused_torch(made):
     checkout, _ = made
     python = str(checkout / ".venv" / "bin" / "python")
     asked = [python, "-P", "-c", "import json, site; print(json.dumps(site.getsitepackages()))"]
@@ -193,7 +193,7 @@ def test_no_verb_starts_and_says_what_it_runs_on(made):
     assert all(len(line) <= 80 for line in started.stderr.splitlines())
 
 
-def test_without_a_compiler_it_warns_and_goes_on(made):
+def test_without_a_compiler_it_warns_and_continues(made):
     checkout, _ = made
     started = run(checkout, PATH="/nowhere", CXX="", AUTOSEL_CXX="")
     assert started.returncode == 0
@@ -236,7 +236,7 @@ def test_a_reused_torch_stays_when_another_environment_is_active(made):
     assert stamp_of(checkout)["options"]["reuse_torch"] and all(imported(checkout, "torch", "sympy"))
 
 
-def test_an_environment_in_pieces_is_made_anew(made):
+def test_a_damaged_environment_is_made_again(made):
     checkout, _ = made
     (checkout / ".venv" / "autosel-installing").write_text("a ./run was killed here")
     debris = checkout / ".venv" / "debris"
@@ -259,7 +259,7 @@ def test_an_environment_behind_a_link_is_never_deleted(tmp_path):
     assert (elsewhere / "kept").exists() and (checkout / ".venv").is_symlink()
 
 
-def test_where_pip_cannot_build_but_nothing_is_missing_it_runs_from_the_checkout(made):
+def test_it_runs_from_the_checkout_if_pip_cannot_build_and_nothing_is_missing(made):
     checkout, _ = made
     (checkout / "pyproject.toml").write_text(PYPROJECT.replace("requires = []", 'requires = ["autosel-none"]'))
     again = run(checkout, "status")
@@ -289,7 +289,7 @@ def test_a_dependency_that_cannot_be_had_is_an_error_with_pips_words_and_no_stam
 # --- killed ----------------------------------------------------------------------------------------------------------
 
 
-def test_after_a_kill_the_next_start_waits_for_the_orphaned_pip_and_begins_anew(tmp_path):
+def test_after_a_kill_the_next_start_waits_for_the_orphaned_pip_and_starts_again(tmp_path):
     checkout = make_checkout(tmp_path / "checkout")
     gate = tmp_path / "gate"  # pip's build reads it to the end
     os.mkfifo(gate)
@@ -452,7 +452,7 @@ def test_the_tests_of_todays_releases_are_there(script):
 
 
 @ON_X86
-def test_todays_releases_are_tried_in_an_environment_of_their_own_and_told_apart(index, script):
+def test_todays_releases_are_tried_in_a_separate_environment_and_listed(index, script):
     checkout, wheels, lines = index
     write_lock(checkout, *lines)
     gadget(wheels, "3.0")
@@ -474,7 +474,7 @@ def test_todays_releases_are_tried_in_an_environment_of_their_own_and_told_apart
     assert contents(checkout) == before, ".venv is as it was"
 
 
-def test_of_a_lock_only_what_the_extras_need_is_installed(script):
+def test_only_the_requirements_of_the_extras_are_installed_from_a_lock(script):
     text = (
         "# header\n"
         "alembic==1 --hash=sha256:0  # all\n"
@@ -632,7 +632,7 @@ def contents(checkout: Path) -> dict[str, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are not looked at")
 @pytest.mark.parametrize("how", ["by its path", "by a relative path", "activated"])
-def test_an_environment_that_a_process_runs_from_is_left_as_it_is(used, how):
+def test_an_environment_in_use_is_not_changed(used, how):
     checkout, start_one = used
     binaries = checkout / ".venv" / "bin"
     if how == "activated":
@@ -676,7 +676,7 @@ def test_a_verb_holds_its_environment_wherever_it_is_looked_at_from(used, monkey
     os.close(lock.fd)
 
 
-def test_an_environment_in_use_is_no_reason_to_do_without_the_gpu(script, monkeypatch):
+def test_the_gpu_is_used_even_if_the_environment_is_in_use(script, monkeypatch):
     def prepare(extras, options, announce=False):
         raise script.in_use([(1, "serve")], "so")
 
@@ -768,7 +768,7 @@ def test_a_cpu_build_that_pip_can_see_is_taken_at_once(script, pip_that):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere plain torch is the CPU build")
-def test_without_network_it_says_so_and_how_to_do_without(script, pip_that):
+def test_without_network_it_prints_the_alternative(script, pip_that):
     pip_that(lambda what: False, words="WARNING: Retrying after NewConnectionError: [Errno 101] Network is unreachable")
     with pytest.raises(script.Stop) as stopped:
         script.install_torch(None, OPTIONS)
@@ -940,7 +940,7 @@ def test_a_python_that_is_too_old_can_read_the_script():
     ast.parse(SCRIPT.read_text(), feature_version=(3, 9))
 
 
-def test_a_python_that_is_too_old_is_told_so(tmp_path):
+def test_a_python_that_is_too_old_gets_a_message(tmp_path):
     pretend = (
         "import runpy, sys; sys.version_info = (3, 9, 2, 'final', 0); sys.argv = ['run', 'tune'];"
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
@@ -1006,7 +1006,7 @@ def test_the_last_lines_of_a_run_name_the_tiers_that_were_left_out(script, machi
     assert "--remaining=flows: ./run test --tier flows" in ran[0]
 
 
-def test_in_ci_no_tier_is_skipped_but_for_want_of_a_gpu(script, machine, tmp_path):
+def test_in_ci_a_tier_is_skipped_only_without_a_gpu(script, machine, tmp_path):
     """A machine image that lost its compiler would otherwise pass with a tier less."""
     ran = []
     machine.setattr(script, "prepare", lambda *given: None)
@@ -1033,9 +1033,7 @@ def test_in_ci_no_tier_is_skipped_but_for_want_of_a_gpu(script, machine, tmp_pat
         (None, ["test"], ["test"]),
     ],
 )
-def test_what_compiles_for_other_machines_gets_pips_nvcc_where_there_is_none(
-    script, monkeypatch, found, asked, installed
-):
+def test_cross_compilation_gets_pips_nvcc_if_there_is_none(script, monkeypatch, found, asked, installed):
     seen = []
     monkeypatch.setattr(script, "nvcc", lambda: found)
     monkeypatch.setattr(script, "prepare", lambda extras, options, announce: seen.append(extras))
@@ -1162,7 +1160,7 @@ def obtainable(script, monkeypatch):
     return host
 
 
-def test_where_that_cannot_be_had_it_says_so_and_works_with_the_cpu(script, obtainable, capsys):
+def test_without_those_packages_it_uses_the_cpu_with_a_message(script, obtainable, capsys):
     tried = obtainable([12, 8], ())
     script.main(["best", "attn"])
     said = "".join(capsys.readouterr())

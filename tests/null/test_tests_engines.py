@@ -51,6 +51,6 @@ def test_an_engine_is_fetched_once_and_again_when_another_version_is_wanted(
     assert not list((tmp_path / "engines" / "engine").glob("*-1.0.dist-info"))
 
 
-def test_of_an_engine_only_what_is_read_is_kept(index: list[str], tmp_path: Path) -> None:
+def test_only_the_used_files_of_an_engine_are_kept(index: list[str], tmp_path: Path) -> None:
     engines.fetch()
     assert not (tmp_path / "engines" / "engine" / "engine" / "kernels.so").exists()

@@ -59,7 +59,7 @@ def test_each_is_compiled_once_in_order_and_what_was_not_foreseen_when_it_is_ask
     assert compiler.asked == ["cpu/a.cpp", "cpu/b.cpp", "cpu/c.cpp"]
 
 
-def test_what_does_not_compile_says_so_to_each_that_waits_for_it(compiler: Compiler) -> None:
+def test_a_compile_error_reaches_each_waiting_job(compiler: Compiler) -> None:
     compiler.free.set()
     with Builds([BROKEN, A]) as made:
         for _ in range(2):
@@ -79,7 +79,7 @@ def test_after_the_time_is_over_none_begins(compiler: Compiler) -> None:
     assert compiler.asked == ["cpu/a.cpp"]
 
 
-def test_what_was_begun_is_at_its_end_when_times_are_taken_next(compiler: Compiler) -> None:
+def test_running_compilers_end_before_the_next_timing(compiler: Compiler) -> None:
     with Builds([A, B, C]) as made:
         assert compiler.begun.wait(timeout=60)
         Timer(0.2, compiler.free.set).start()
@@ -96,7 +96,7 @@ def test_an_interrupt_waits_for_no_compiler(compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize(("cpus", "free_gib", "expected"), [(16, 100, 16), (16, 17, 4), (8, 1, 1), (1, 100, 1)])
-def test_there_are_no_more_compilers_than_cores_and_memory_for_them(
+def test_cores_and_memory_limit_the_number_of_compilers(
     monkeypatch: pytest.MonkeyPatch, cpus: int, free_gib: int, expected: int
 ) -> None:
     monkeypatch.setattr(builds.machine, "identity", lambda: {"cpus": cpus})

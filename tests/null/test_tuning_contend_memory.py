@@ -83,14 +83,12 @@ def falls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return blamed
 
 
-def test_who_finds_no_memory_is_not_blamed_for_it(falls: Callable[..., list[str]]) -> None:
+def test_an_arm_that_finds_no_memory_is_not_blamed(falls: Callable[..., list[str]]) -> None:
     assert falls("cuda:rmsnorm", retryable=True) == []
     assert falls("cuda:rmsnorm", retryable=False) == ["cuda:rmsnorm"]
 
 
 @pytest.mark.parametrize("control", ["torch:rmsnorm", "control:empty.py"])
-def test_who_falls_where_the_control_falls_too_is_not_blamed_for_it(
-    control: str, falls: Callable[..., list[str]]
-) -> None:
+def test_an_arm_that_fails_with_the_control_is_not_blamed(control: str, falls: Callable[..., list[str]]) -> None:
     with pytest.raises(EnvironmentFault, match="as cuda:rmsnorm did"):
         falls("cuda:rmsnorm", control, retryable=False)

@@ -109,6 +109,6 @@ def test_lengths_share_a_bucket_text_exactly_when_they_share_a_bucket(a: int, b:
     assert (one.bucket == one.at(L=b).bucket) == (length_bucket(a) == length_bucket(b))
 
 
-def test_what_a_value_lacks_is_named() -> None:
+def test_missing_fields_are_named() -> None:
     with pytest.raises(ValueError, match=r"^\S+: missing op, dims$"):
         from_json(Workload, {"dtype": "bf16"})

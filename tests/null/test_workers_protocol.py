@@ -89,7 +89,7 @@ def test_arbitrary_bytes_are_a_message_or_an_error_never_more(noise):
         b"",
     ],
 )
-def test_what_is_not_strict_json_is_refused(line, body):
+def test_json_that_is_not_strict_is_refused(line, body):
     near, far = line
     near.sendall(struct.pack("<I", len(body)) + body)
     with pytest.raises(protocol.ProtocolError):
@@ -175,6 +175,6 @@ def test_the_cause_of_an_end_and_whether_to_try_again(changes, cause, retryable)
         ("CUDA error: no kernel image is available for execution on the device", False),
     ],
 )
-def test_a_device_that_nobody_could_have_used_is_no_candidates_fault(message: str, retryable: bool) -> None:
+def test_an_unusable_device_is_not_a_candidates_fault(message: str, retryable: bool) -> None:
     error = RaisedError("it raised", kind="AcceleratorError", message=message, traceback="")
     assert error.retryable is retryable

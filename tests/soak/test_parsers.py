@@ -28,9 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_nothing_that_comes_in_gets_past_as_anything_but_an_answer_or_a_refusal_in_words(
-    name: str, folder: Path
-) -> None:
+def test_outside_data_is_answered_or_refused_with_a_message(name: str, folder: Path) -> None:
     feed(PARSERS[name], folder, EXAMPLES.get(name, MANY))
 
 
