@@ -92,7 +92,7 @@ def main() -> int:
 
 def row(label: str, w: Workload, calls: int) -> dict[str, Any]:
     op = ops.find(w.op)
-    check = spot.find(w.op, w.dtype, best_isa(tuple(this_device().identity["isa"])))
+    check = spot.find(w, best_isa(tuple(this_device().identity["isa"])))
     assert check is not None
     inputs = op.inputs(w, 1)
     if w.op == "sample":

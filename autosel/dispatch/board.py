@@ -243,7 +243,7 @@ class Board:
                 candidate=resolution.run,
                 baseline=instead,
                 at_home=partial(_at_home, op, d.hw_id),
-                spot=_spot(op, resolution) if self.policy.spot_rate else None,
+                spot=_spot(resolution) if self.policy.spot_rate else None,
             )
             watch = Watch(subject=subject, policy=self.policy, report=self._report, allowance=self._allowance)
             self._watches[key] = watch
@@ -510,12 +510,12 @@ def _at_home(op: Op, hw_id: str, args: Sequence[Any]) -> bool:
     return device_at(place)[0].hw_id == hw_id
 
 
-def _spot(op: Op, resolution: Resolution) -> spot.Spot | None:
+def _spot(resolution: Resolution) -> spot.Spot | None:
     """Return the native spot check of the kernel that runs on this CPU, if it is compiled."""
     here = this_device()
     if resolution.hw_id != here.hw_id:
         return None
-    return spot.find(op.name, resolution.workload.dtype, best_isa(tuple(here.identity["isa"])))
+    return spot.find(resolution.workload, best_isa(tuple(here.identity["isa"])))
 
 
 def _gap(watch: Watch | None) -> int:

@@ -1,6 +1,6 @@
 """Spot checks: recompute a few elements of a served result natively, without running the baseline.
 
-    check = find("linear", "bf16", isa)      # None where it was not compiled (kernels/cpu/spot.cpp; `tune` does)
+    check = find(workload, isa)              # None where it was not compiled (kernels/cpu/spot.cpp; `tune` does)
     check(args, outs, seed)                  # largest |got - expected| / tolerance
 
 A spot check takes microseconds where a shadow check takes milliseconds, so that one call in 25 can have one. What looks
@@ -37,11 +37,13 @@ def builds(workloads: Iterable[Workload], fp: Fingerprint) -> tuple[NativeRecipe
     if fp.kind != "cpu" or find_compiler() is None:
         return ()
     isa = best_isa(tuple(fp.identity["isa"]))
-    return tuple(recipe(dtype, isa) for dtype in sorted({w.dtype for w in workloads if _covers(w.op, w.dtype)}))
+    return tuple(recipe(dtype, isa) for dtype in sorted({w.dtype for w in workloads if _covers(w)}))
 
 
-def _covers(op: str, dtype: str) -> bool:
-    return op in OPS and dtype in ("bf16", "fp16", "fp32")
+def _covers(w: Workload) -> bool:
+    """Plain operands alone: results of weights or a cache in a format have their shadow checks."""
+    plain = w.weight_format.plain and w.cache_format.plain
+    return w.op in OPS and w.dtype in ("bf16", "fp16", "fp32") and plain
 
 
 def recipe(dtype: DTypeName, isa: Isa) -> NativeRecipe:
@@ -49,15 +51,15 @@ def recipe(dtype: DTypeName, isa: Isa) -> NativeRecipe:
     return NativeRecipe(source=SOURCE, entry="spot_linear", flags=(*ISA_FLAGS[isa], f"-DAUTOSEL_{dtype.upper()}"))
 
 
-def find(op: str, dtype: DTypeName, isa: Isa) -> Spot | None:
-    """Return the compiled check of an op on a CPU, or None. Compiles nothing."""
-    if not _covers(op, dtype):
+def find(w: Workload, isa: Isa) -> Spot | None:
+    """Return the compiled check of a workload on a CPU, or None. Compiles nothing."""
+    if not _covers(w):
         return None
     try:
-        digest = source_digest(SOURCE, recipe(dtype, isa).flags)
+        digest = source_digest(SOURCE, recipe(w.dtype, isa).flags)
         if find_artefact(digest) is None:
             return None
-        entry = load_entry(digest, f"spot_{op}")
+        entry = load_entry(digest, f"spot_{w.op}")
     except BuildError:  # no compiler: the digest names one
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import ops
+from autosel import fingerprint, ops
 from autosel.candidates import arms, registry
 from autosel.dispatch.board import Board, this_device
 from autosel.guard import Allowance, Policy, spot
@@ -44,7 +45,7 @@ def workload(op: str, dtype: DTypeName) -> Workload:
 
 
 def check_of(op: str, dtype: DTypeName) -> spot.Spot:
-    found = spot.find(op, dtype, ISA)
+    found = spot.find(workload(op, dtype), ISA)
     assert found is not None
     return found
 
@@ -109,9 +110,16 @@ def test_arguments_outside_the_contract_are_refused_before_they_are_read(args: t
 
 
 def test_without_a_compiled_check_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert spot.find("step", "bf16", ISA) is None
     monkeypatch.setattr(spot, "find_artefact", lambda _: None)  # as in a home where nothing was tuned
-    assert spot.find("linear", "bf16", ISA) is None
+    assert spot.find(workload("linear", "bf16"), ISA) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "trait"), [("linear", ("weight", "int8-row")), ("attn", ("cache", "fp8_e4m3-head"))], ids=str
+)
+def test_operands_in_a_format_are_left_to_the_shadow_checks(op: str, trait: tuple[str, str]) -> None:
+    w = dataclasses.replace(workload(op, "bf16"), traits=(trait,))
+    assert spot.find(w, ISA) is None and spot.builds([w], fingerprint.take("cpu")) == ()
 
 
 # --- in service ------------------------------------------------------------------------------------------------------
