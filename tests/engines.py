@@ -47,7 +47,7 @@ def missing(*engines: str) -> str:
     absent = [e for e in engines if not _there(e)]
     absent += [folder for folder in ("dependencies", "shim") if not (ENGINES / folder).is_dir()]
     if not absent and not _current():
-        absent = ["what they import now"]
+        absent = ["their present imports"]
     return f"{', '.join(absent)} not fetched: python tests/engines.py" if absent else ""
 
 

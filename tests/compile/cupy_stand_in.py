@@ -88,7 +88,7 @@ class Kernel:
 
     def launch(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared: int) -> None:
         assert self.name in self.loaded, f"{self.name}: what CUDA loads at a launch may wait for a gate that is shut"
-        assert not _Default.busy, f"{self.name}: nobody has waited for what the default stream writes"
+        assert not _Default.busy, f"{self.name}: missing wait for writes of the default stream"
         held = [numpy.uint64(a.data.ptr) if isinstance(a, Array) else a for a in args]
         assert all(isinstance(a, numpy.generic) for a in held), f"{self.name}: cupy makes 8 bytes of a plain number"
         places = [numpy.array(a) for a in held]

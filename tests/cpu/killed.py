@@ -212,7 +212,7 @@ def real_tune(home: str, model: str, fd: int) -> None:
 
 @dataclass(slots=True)
 class Told:
-    """Collect what the tuners of one home were told is stored, and what they did."""
+    """Collect the acknowledged decisions of one home's tuners, and their actions."""
 
     decided: dict[int, str] = field(default_factory=dict)  # id -> digest
     debits: Counter[str] = field(default_factory=Counter)

@@ -457,7 +457,7 @@ def test_an_imported_decision_serves_once_this_host_has_proven_its_arm(ledger: L
     imported = other.import_(content, FP.hw_id)
     (waiting,) = imported.waiting
     assert (waiting.arm, waiting.verdict, imported.served, imported.kept) == (CPP, made.verdict, (), ())
-    assert [s.decision for s in other.serving()] == [own], "what served before goes on serving"
+    assert [s.decision for s in other.serving()] == [own], "the previous decision keeps serving"
     assert [r.decision for r in read_snapshot(tmp_path / "other").rows] == [own]
     assert other.known(FP.hw_id, ATTN.bucket, MODE, [CPP.digest, BASELINE.digest]) is None
     assert other.offered(FP.hw_id, MODE) == (waiting,)

@@ -66,7 +66,7 @@ def test_killed_at_every_step_of_a_record_nothing_acknowledged_is_lost_and_nothi
             record(ledger, key)
 
         finished = in_child(die_recording)
-        published = read_snapshot(home)  # complete, whatever happened
+        published = read_snapshot(home)  # complete in any case
         with ledger._database.reading() as c:
             stored = c.execute(sa.select(t.decisions.c.id).where(t.decisions.c.idempotency_key == key)).scalar()
         if stored is not None:
@@ -141,7 +141,7 @@ def test_killed_at_any_step_of_its_migration_a_ledger_is_the_old_one_or_the_new_
         raw.close()
         assert ("boot" in columns) == (revision == t.HEAD)
         with open_ledger(home=home) as ledger, ledger.lock(FP.hw_id) as struck:
-            assert [(s.arm, s.strikes) for s in struck] == [(CPP, 1)], "what it held is there"
+            assert [(s.arm, s.strikes) for s in struck] == [(CPP, 1)], "its contents are there"
         assert (home / f"ledger.db.before-{t.HEAD}").exists()
         shutil.rmtree(home)
         if finished:

@@ -229,7 +229,7 @@ PLANTS: Mapping[int, Plant] = {
     39: Plant(
         "a forged reply",
         (wrong("forges_its_reply", "unwritten"),),
-        ("cpu/test_workers.py::test_what_is_not_a_reply_is_refused_as_data",),
+        ("cpu/test_workers.py::test_an_invalid_reply_is_refused_as_data",),
     ),
 }
 # Beyond the list: forms of a result, and exceptions.

@@ -20,7 +20,7 @@ from tests.cpu.planting import built
 
 HERE = Path(__file__).parent
 LIMITS = Limits(memory_bytes=400 << 20, processes=16)
-LONG_S, SHORT_S = 60.0, 0.3  # a deadline that must not be met, and one that must
+LONG_S, SHORT_S = 60.0, 0.3  # a deadline that must be missed, and another that must be met
 
 
 @pytest.fixture(scope="session")

@@ -298,7 +298,7 @@ def kill_under_load(folder: Path, server: Server, kills: int) -> int:
         told = {getattr(error, "what", repr(error)) for error in writer.errors}
         assert all("does not answer" in what for what in told), told
         own = [d.reason for d in stored if d.workload["B"] == writer.number + 1]
-        assert len(own) == len(set(own)), "what was tried again after an error is stored once"
+        assert len(own) == len(set(own)), "a repeated write is stored once"
     return sum(len(writer.acknowledged) for writer in writers)
 
 
@@ -324,7 +324,7 @@ def test_a_decision_of_another_host_reaches_a_daemon_and_its_serving_processes(
         made = record(ledger, fp=here(), arm=BASELINE, state="kept", mode=current_mode())
         until = time.monotonic() + NEWS_S
         while [made.id] != [d["decision_id"] for d in ask.get("/v1/serving")["serving"]] or published() != [made]:
-            assert time.monotonic() < until, "nobody told the daemon"
+            assert time.monotonic() < until, "the daemon was not notified"
 
 
 NEWS_S = 30.0  # the goal of a second is the benchmark's to hold; a test only tells never from soon

@@ -390,7 +390,7 @@ def test_a_damaged_ledger_is_refused_and_kept_and_a_backup_restores_it(home: Pat
     assert (home / "ledger.db").read_bytes() == damaged
     served = snapshot.read(home / snapshot.FILE)
     assert served is not None
-    assert [row.decision.id for row in served.rows] == [made.id], "what serves goes on serving"
+    assert [row.decision.id for row in served.rows] == [made.id], "the serving decision is unchanged"
     code, out, _ = said("doctor")
     assert code == 1
     assert "BAD   ledger" in out

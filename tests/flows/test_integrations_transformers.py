@@ -154,7 +154,7 @@ def test_unpatched_is_as_it_was_to_the_bit() -> None:
     model = made(llama)
     before, implementation = logits(model), model.config._attn_implementation
     autosel.patch(model)
-    assert model.config._attn_implementation == implementation, "what is saved with it says nothing of us"
+    assert model.config._attn_implementation == implementation, "the saved files do not mention autosel"
     autosel.unpatch(model)
     assert torch.equal(logits(model), before)
     assert model.config._attn_implementation == implementation

@@ -191,7 +191,7 @@ def stopped_writer(home: Path) -> Iterator[int]:
         with open_ledger(home=home) as ledger:
             snapshot.publish = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
             ledger._database._checkpoint = lambda _: None  # type: ignore[method-assign]
-            ledger.demote(made.id, "stopped before it could say so")
+            ledger.demote(made.id, "stopped before it could report it")
 
     pid, pipe = fork(work)
     _, status = os.waitpid(pid, os.WUNTRACED)

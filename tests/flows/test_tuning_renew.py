@@ -205,7 +205,7 @@ def test_a_renewed_decision_keeps_its_state_race_and_figures(ledger: Ledger) -> 
     assert (new.state, new.verdict, new.arm) == ("pinned", old.verdict, ARM)
     assert (new.stale, new.reason.endswith("raced again: torch is another")) == ("torch is another", True)
     assert ledger.evidence(new.id).previous == old
-    assert again(ledger, old) == new, "once, however often it is asked"
+    assert again(ledger, old) == new, "once, however often it is called"
     assert [s.decision for s in ledger.serving()] == [new]
     back = ledger.unpin(new.id, "enough")
     assert (back.state, back.arm.candidate) == ("kept", "torch:rmsnorm")

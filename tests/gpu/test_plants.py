@@ -117,7 +117,7 @@ def runtime() -> ctypes.CDLL:
     maps = Path("/proc/self/maps").read_text().split()
     found = next((word for word in maps if "libcudart" in word), None)
     if found is None:
-        pytest.skip("torch has loaded no libcudart of its own")
+        pytest.skip("torch has not loaded a separate libcudart")
     return ctypes.CDLL(found)
 
 

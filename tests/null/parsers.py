@@ -86,7 +86,7 @@ def refused_in_words(parse: Callable[[], Any]) -> Any:
     assert "Traceback" not in text
     text.encode()
     odd = [c for c in text if not c.isprintable() and c != "\n"]
-    assert odd == [], f"what a terminal would obey: {odd!r}"
+    assert odd == [], f"control characters: {odd!r}"
     return None
 
 
@@ -364,7 +364,7 @@ def served(data: bytes, folder: Path) -> None:
         refused_in_words(lambda row=row: row.decision)
     op = ops.find("rmsnorm")
     what = resolve.resolve(op, decision().workload, serving)
-    assert what.candidate == "torch:rmsnorm", "there is no such build here: the baseline"
+    assert what.candidate == "torch:rmsnorm", "unknown build here: the baseline"
     assert what.explain()
 
 

@@ -1,4 +1,4 @@
-"""What other work did to decisions, counted by hand."""
+"""Count the effects of other work on decisions, by hand."""
 
 from __future__ import annotations
 

@@ -434,7 +434,7 @@ def test_an_advancing_stream_may_have_fewer_calls_in_its_last_bucket() -> None:
     assert wrong(decode(resealed(stated))) == ""
     stated = document()
     stated["per_op"]["attn"]["served"], stated["mode"] = {"cpp:attn": 16}, "team.t2.highest"
-    assert wrong(decode(resealed(stated))) == "", "whose calls nobody counts one by one"
+    assert wrong(decode(resealed(stated))) == "", "whose calls are not counted separately"
 
 
 @pytest.mark.parametrize(

@@ -363,7 +363,7 @@ def test_another_process_writes_through_the_daemon(local: TestClient) -> None:
     assert first.status_code == again.status_code == 200
     assert first.json()["id"] == again.json()["id"]
     found = local.get("/v1/best/attn", params={"workload": w.key}).json()
-    assert found["reason"] == "by command", "whoever was told that it is kept finds it"
+    assert found["reason"] == "by command", "an acknowledged decision is visible"
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_a_busy_device_does_not_delay_work_on_an_idle_one(queue: Jobs) -> None:
     rest(queue, "cpu", "cuda:0")
     asyncio.run(queue._next())
     asyncio.run(queue._next())
-    assert [t["device"] for t in tasks] == ["cuda:0", "cpu"], "of a device that is gone nothing is taken"
+    assert [t["device"] for t in tasks] == ["cuda:0", "cpu"], "no jobs for a missing device"
     assert "cuda:1 is not here" in queue.held
 
 
@@ -281,7 +281,9 @@ def test_each_device_has_its_identity_decisions_and_misses(app: App) -> None:
         otherwise = miss | {"mode": MODE.replace("highest", "high"), "misses": miss["misses"] * 2}
         otherwise["misses"][1] = {"workload": to_json(dataclasses.replace(ATTN, dtype="fp32")), "calls": 1}
         told = client.post("/v1/misses", json=otherwise).json()
-        assert told["refused"] == "" and len(told["queued"]) == 1, "how fp32 products are made is no affair of bf16's"
+        assert told["refused"] == "" and len(told["queued"]) == 1, (
+            "bf16 does not depend on the precision of fp32 products"
+        )
         told = client.post("/v1/misses", json=otherwise | {"misses": otherwise["misses"][1:]}).json()
         assert "is not served by it" in told["refused"]
         elsewhere = client.post("/v1/misses", json=miss | {"hw_id": "0" * 64}).json()

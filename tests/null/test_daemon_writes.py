@@ -123,7 +123,7 @@ WRONG = {
     "nothing": (b"", 400),
     "no command": (b'{"command": {"call": "drop"}, "leases": {}}', 422),
     "a field of another type": (spend("a").replace(b'"a"', b"5"), 422),
-    "a number nobody can store": (b'{"command": 36893488147419103232000, "leases": {}}', 422),
+    "a number too large to store": (b'{"command": 36893488147419103232000, "leases": {}}', 422),
     "more than there is": (spend("a", 2.0), 409),
 }
 

@@ -162,7 +162,7 @@ def test_out_is_written_and_returned(home: Path, user: Callable[[str], Arm]) -> 
         assert out.eq(7).all()
         small = torch.zeros(1, 64)
         best(X[:1], WEIGHT, out=small)
-        assert small.eq(8).all(), "also where the candidate returns a result of its own"
+        assert small.eq(8).all(), "also if the candidate allocates its result"
 
 
 def test_another_bucket_than_the_decided_one_gets_the_baseline(home: Path, user: Callable[[str], Arm]) -> None:
@@ -467,7 +467,7 @@ def test_each_part_of_a_split_bucket_counts_its_own_calls(home: Path, user: Call
         publish(home, rows[:1], epoch=2)
         board.refresh()
         bound(q, k, v, max_len=65)
-        assert _counted(board) == expected | {("user:lengths_short", 1): 3}, "what ran before is kept as what it was"
+        assert _counted(board) == expected | {("user:lengths_short", 1): 3}, "earlier calls keep their candidate"
         assert sum(board.asked().values()) == 13
 
 
@@ -639,7 +639,7 @@ def test_threads_call_while_decisions_change_and_always_get_one_of_the_arms(
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert last.eq(8).all(), "after a refresh nobody serves the old arm"
+    assert last.eq(8).all(), "after a refresh the old arm does not serve"
 
 
 def test_uses_count_hits_and_misses_by_decision(board: Board, user: Callable[[str], Arm]) -> None:
@@ -655,7 +655,7 @@ def test_uses_count_hits_and_misses_by_decision(board: Board, user: Callable[[st
     bound(X, WEIGHT)
     del bound
     assert _counted(board) == {("user:sevens", 41): 6, ("torch:rmsnorm", None): 2}, (
-        "what ran then is counted as what it was"
+        "those calls count for their candidate"
     )
 
 

@@ -131,7 +131,7 @@ def test_a_rate_of_zero_checks_the_first_calls_only() -> None:
 
 def test_a_call_without_a_shadow_check_has_a_spot_check_with_a_chance_of_its_own() -> None:
     rate = settled(1 / 100)
-    assert rate.probability == 1 / 100 and rate.draws_shadow(), "no spot check is at hand"
+    assert rate.probability == 1 / 100 and rate.draws_shadow(), "no spot check is available"
     rate.spots = True
     assert rate.probability == pytest.approx(1 / 100 + (1 - 1 / 100) / 25)
     n = 20_000
@@ -385,7 +385,7 @@ def test_a_wrong_kernel_is_found_at_its_first_call_and_the_caller_does_not_notic
     assert fault.reason.endswith("wrong in 3 of 3 replays: the kernel")
     assert fault.evidence["canary"] is True
     assert watch.gap() == NEVER
-    assert torch.equal(call(watch), right(X)), "whoever still holds the watch gets the baseline"
+    assert torch.equal(call(watch), right(X)), "holders of the watch get the baseline"
 
 
 def test_one_wrong_element_outside_the_sampled_rows_is_found_by_the_baselines_dissent() -> None:

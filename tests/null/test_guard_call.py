@@ -180,4 +180,4 @@ def test_speeds_on_a_gpu_are_compared_by_the_clock_of_the_race(
         guards.call(watch)
     assert [fault.cause for fault in told] == (["slow"] if slow else [])
     assert watch.detector.pairs and watch.detector.lost == (watch.detector.pairs if slow else 0)
-    assert watch.rate.own_ns == max(candidate.values()), "checks are allotted a share of what a call costs its caller"
+    assert watch.rate.own_ns == max(candidate.values()), "checks get a share of a call's duration"

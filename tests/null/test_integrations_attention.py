@@ -182,7 +182,7 @@ def sglang_step(sglang: Any, pool: Pool, there: Any, layer: Any) -> float:
     backend = type("Backend", (sglang.DecodeSteps, Own), {})(pool)
     backend.init_forward_metadata(there)
     made = backend.forward_decode(torch.randn(2, H * D), torch.randn(2, H, D), torch.randn(2, H, D), layer, there)
-    assert pool.saved == 1, "each token's key and value are kept once, whoever attends"
+    assert pool.saved == 1, "each token's key and value are stored once, for all layers"
     return float(made.flatten()[0])
 
 

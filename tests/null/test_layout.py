@@ -17,6 +17,7 @@ TOPICS = {
     "parsers": "every parser of outside data, on random input",
     "readme": "README.md",
     "run_script": "./run",
+    "style": "the language of pages and docstrings",
 }
 
 

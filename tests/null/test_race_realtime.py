@@ -1,4 +1,4 @@
-"""Threads are raised to real-time priority and given back what they had, where the system allows it."""
+"""Check that threads get real-time priority, and their previous one back, if the system allows it."""
 
 from __future__ import annotations
 

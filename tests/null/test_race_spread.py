@@ -1,4 +1,4 @@
-"""Threads are bound to cores of their own, and get back the affinities that they had."""
+"""Check that each thread is bound to a separate core, and gets its previous affinity back."""
 
 from __future__ import annotations
 

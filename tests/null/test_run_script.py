@@ -471,7 +471,7 @@ def test_todays_releases_are_tried_in_a_separate_environment_and_listed(index, s
     again = run(checkout, "--wheelhouse", str(wheels), "test", "--tier", "newest", python=BARE)
     assert again.returncode == 0, again.stderr
     assert "gadget 1.0 -> 4.0" in again.stderr, "a release that has come since is looked for"
-    assert contents(checkout) == before, ".venv is as it was"
+    assert contents(checkout) == before, ".venv is unchanged"
 
 
 def test_only_the_requirements_of_the_extras_are_installed_from_a_lock(script):

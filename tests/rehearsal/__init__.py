@@ -1,4 +1,4 @@
-"""A CUDA device that is not there, for a whole process: PyTorch's CUDA build, cupy, Triton and autosel as they are on a
+"""A simulated CUDA device for a whole process: PyTorch's CUDA build, cupy, Triton and autosel as they are on a
 GPU's machine, over a runtime, a driver and an NVML whose kernels are PTX that a CPU runs (tests/compile/ptx/).
 
     python -m tests.rehearsal ./run gpu --device cuda --stage parity --unit rmsnorm

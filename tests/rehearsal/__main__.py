@@ -18,7 +18,7 @@ def main() -> None:
     )
     parser.add_argument("--mib", type=int, default=8192, help="memory of the device [default: 8192]")
     parser.add_argument(
-        "--at-once", action="store_true", help="do work when it is asked for, not when it is waited for"
+        "--at-once", action="store_true", help="do work when it is enqueued, not when a caller waits for it"
     )
     parser.add_argument("--tell", action="store_true", help="write each error of the device to stderr, in words")
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -26,7 +26,7 @@ def main() -> None:
     if not asked.command:
         parser.error("a command is wanted, e.g. ./run gpu --device cuda --stage graph")
     if "--keep" in asked.command:
-        parser.error("--keep: what this device measures is nobody's result")
+        parser.error("--keep: measurements of this device are not stored")
     found = environment(asked.mib << 20, late=not asked.at_once, tells=asked.tell)
     sys.stdout.flush()
     os.execvpe(asked.command[0], asked.command, found)
