@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from random import Random
 from typing import Any
@@ -72,8 +73,11 @@ def derive(op: Op, dtype: DTypeName, reach: Mapping[str, Reach], results: Sequen
 def _of_operand(name: str, seen: Reach, special: Set[str]) -> Iterator[Mutant]:
     """`special`: what of NaN and infinity the contract admits in it."""
     floats = seen.dtype.is_floating_point
-    numbers = {"least": seen.least, "largest": seen.largest, "negative": seen.negative}
-    families = [edits.of_floats(seen.dtype, **numbers) if floats else edits.of_integers(seen.largest)]
+    families = [
+        edits.of_floats(seen.dtype, least=seen.least, largest=seen.largest, negative=seen.negative)
+        if floats
+        else edits.of_integers(seen.largest)
+    ]
     families[0] = {what: e for what, e in families[0].items() if edits.SPECIAL.get(what, "") in {"", *special}}
     if "." not in name:
         families.append(edits.of_layouts(len(seen.axes)))
@@ -98,7 +102,7 @@ def _on(leaf: str, edit: Edit) -> Any:
         now = None if was is None else edit(was)
         if was is None or now is None or same(was, now):
             return None
-        changed = replace(value, **{part: now}) if isinstance(value, Stored) else now
+        changed = replace(value, **{part: now}) if isinstance(value, Stored) else now  # type: ignore[arg-type]
         return {**inputs, argument: changed}
 
     return before
@@ -133,15 +137,23 @@ def _of_scalar(op: Op, arg: Arg, dtype: DTypeName) -> Iterator[Mutant]:
     levels = [] if domain is None or domain.follows else [v.value for v in domain.levels(dtype, Random(1))]
     number = int if arg.kind == "int" else float
     constants = dict.fromkeys(number(v) for v in (arg.default, *levels) if v is not None)
-    changes = {f"taken for {v:g}": (lambda x, v=v: v) for v in constants}
+    changes: dict[str, Callable[[Any], Any]] = {f"taken for {v:g}": partial(_constant, v) for v in constants}
     if arg.kind == "int":
         changes |= {"off by +1": lambda x: x + 1, "off by -1": lambda x: max(0, x - 1)}
     else:
         for name, to in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
-            changes[f"narrowed to {name}"] = lambda x, to=to: float(torch.tensor(x).to(to))
+            changes[f"narrowed to {name}"] = partial(_narrowed, to)
         changes |= {"doubled": lambda x: 2 * x, "halved": lambda x: x / 2}
     for what, change in changes.items():
         yield Mutant(name=f"{arg.name} {what}", subject=arg.name, before=_on_scalar(arg.name, change))
+
+
+def _constant(value: float, _: Any) -> float:
+    return value
+
+
+def _narrowed(to: torch.dtype, x: float) -> float:
+    return float(torch.tensor(x).to(to))
 
 
 def _on_scalar(name: str, change: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,6 +66,14 @@ def of_floats(dtype: torch.dtype, *, least: float, largest: float, negative: boo
     }
 
 
+def _wrapped(n: int, x: Tensor) -> Tensor:
+    return torch.where(x > 0, x % n, x)
+
+
+def _clipped(most: int, x: Tensor) -> Tensor:
+    return x.clamp(max=most)
+
+
 def of_integers(largest: float) -> Mapping[str, Edit]:
     """Faults in indices and counts up to `largest`."""
     powers = [n for n in (16, 256, 4096, 65536) if n <= largest]
@@ -72,8 +81,8 @@ def of_integers(largest: float) -> Mapping[str, Edit]:
         "taken for 0": torch.zeros_like,
         "off by +1": lambda x: x + 1,
         "off by -1": lambda x: x - 1,
-        **{f"wrapped at {n}": (lambda x, n=n: torch.where(x > 0, x % n, x)) for n in powers},
-        **{f"clipped to {n - 1}": (lambda x, n=n: x.clamp(max=n - 1)) for n in powers},
+        **{f"wrapped at {n}": partial(_wrapped, n) for n in powers},
+        **{f"clipped to {n - 1}": partial(_clipped, n - 1) for n in powers},
         "narrowed to fp16": lambda x: x.half().clamp(-65504, 65504).to(x.dtype),
         "narrowed to bf16": lambda x: x.bfloat16().to(x.dtype) if x.abs().max() < 2**30 else None,
     }

@@ -90,7 +90,7 @@ class Trial:
     def mutants(self) -> Sequence[Mutant]:
         """Derived from what the points reach."""
         some = self.points[:: max(1, len(self.points) // MOST_RESULTS)]
-        return derive(self.op, self.dtype, reach_of(p.truth.inputs for p in self.points), [p.right for p in some])
+        return derive(self.op, self.dtype, reach_of(dict(p.truth.inputs) for p in self.points), [p.right for p in some])
 
     def killer(self, mutant: Mutant) -> Killed | None:
         """The first check that refuses the mutant; points that refused most so far are tried first."""
