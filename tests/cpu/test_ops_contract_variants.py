@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autosel.formats import PLAIN
 from autosel.ops import OPS, eager
 from autosel.ops.array import Array
 from autosel.ops.contract import TINY_NORMAL, Case, Match, Mismatch, Op
@@ -439,7 +438,7 @@ def test_every_correct_way_passes_the_array(op: str) -> None:
     dtype = turn.choice(DTYPES)
     dims, traits = SHAPES[op][0]
     array = Array(OPS[op], OPS[op].workload(dtype, dims, **traits), drawn.seed, traits=True)
-    cases = array.cases(lambda w: w.weight_format.name == PLAIN)  # these ways take matrices
+    cases = array.cases(lambda w: w.weight_format.plain and w.cache_format.plain)  # these ways take tensors
     for case in turn.sample(cases, ROWS_A_RUN):
         inputs = case.make(drawn.seed)
         results = {"eager": run_eager(op, inputs, allocate=True)}

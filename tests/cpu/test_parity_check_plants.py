@@ -73,7 +73,7 @@ PLANTS: Mapping[int, Plant] = {
         "the last K or key skipped",
         (
             linear("forgets_the_last_k", "elements", case="needle"),
-            attn("forgets_the_last_key", "elements", "rmse", case="at B1"),
+            attn("forgets_the_last_key", "elements", "rmse", case="needle at the last"),
         ),
     ),
     5: Plant(
