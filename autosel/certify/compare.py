@@ -11,6 +11,7 @@ from autosel.certify import report, suite, verify
 from autosel.certify.certificate import FORMAT as CERTIFICATE
 from autosel.certify.certificate import Certificate, Prompt, another_prompt, decode
 from autosel.certify.derive import arithmetic
+from autosel.certify.statistics import Interval, median, ratio_interval
 from autosel.certify.suite import Suite
 from autosel.errors import BadConfig
 from autosel.files import read_named
@@ -30,16 +31,19 @@ class Figure:
     device: str
     env_id: str
     prompt: Prompt | None = None
+    samples: Sequence[float] = ()  # of what the figure is the median: tokens per second of each step, or of each trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """`speedup` above 1: faster than before. `note` says what else changed."""
+    """`speedup` above 1: faster than before. `note` says what else changed; `interval` is None where one of the two has
+    fewer than eight steps, or trials."""
 
     what: str
     before: float
     now: float
     note: str
+    interval: Interval | None = None
 
     @property
     def speedup(self) -> float:
@@ -48,7 +52,14 @@ class Change:
 
 def of_certificates(made: Iterable[Certificate]) -> list[Figure]:
     return [
-        Figure(what=name(one), tokens_per_s=one.tokens_per_sec, device=one.device, env_id=one.env_id, prompt=one.prompt)
+        Figure(
+            what=name(one),
+            tokens_per_s=one.tokens_per_sec,
+            device=one.device,
+            env_id=one.env_id,
+            prompt=one.prompt,
+            samples=tuple(1e9 / ns for ns in one.samples.optimised_ns),
+        )
         for one in made
     ]
 
@@ -60,6 +71,7 @@ def of_suite(found: Suite) -> list[Figure]:
             tokens_per_s=r.e2e_tokens_per_s,
             device=found.device,
             env_id=found.env_id,
+            samples=r.e2e_trials,
         )
         for r in found.rows
     ]
@@ -148,7 +160,22 @@ def _change(now: Figure, before: Figure) -> Change:
     if another_prompt(now.prompt, before.prompt):
         other.append("on another prompt")
     note = f"then {', '.join(other)}" if other else ""
-    return Change(what=now.what, before=before.tokens_per_s, now=now.tokens_per_s, note=note)
+    return Change(
+        what=now.what,
+        before=before.tokens_per_s,
+        now=now.tokens_per_s,
+        note=note,
+        interval=_interval(now, before),
+    )
+
+
+def _interval(now: Figure, before: Figure) -> Interval | None:
+    """Of the ratio; samples may be of another unit than the figure, equally so in both."""
+    found = ratio_interval(now.samples, before.samples)
+    if found is None:
+        return None
+    scale = now.tokens_per_s / before.tokens_per_s / (median(now.samples) / median(before.samples))
+    return Interval(lo=found.lo * scale, hi=found.hi * scale)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from autosel.certify import slo
 from autosel.certify.certificate import Certificate, Cost, Derived, Gaps, Latency, Measured
 from autosel.certify.physics import Physics, weigh
-from autosel.certify.statistics import Interval, median, median_interval, quantile, speedup_interval
+from autosel.certify.statistics import FEWEST_TO_RESAMPLE, Interval, median, median_interval, quantile, speedup_interval
 from autosel.formats import PLAIN, find_weight_format
 
 NS_PER_MS = 1e6
@@ -70,6 +70,19 @@ def tokens_per_step(made: Measured) -> float:
 def speedup(made: Certificate) -> float:
     """Tokens per second over the baseline's, whatever the version's own speedup counts."""
     return made.speedup if counts_tokens(made) else made.speedup * made.tokens_per_step
+
+
+def claimed_interval(made: Certificate) -> Interval | None:
+    """Return the interval of the speedup; None of fewer than eight pairs of steps, whose range covers nothing."""
+    return made.speedup_interval if made.iters >= FEWEST_TO_RESAMPLE else None
+
+
+def headline_roofline(made: Certificate) -> float:
+    """Return the share of a step that reading its bytes takes at the best rate that this run measured; 0 if none was.
+    The stored `roofline` takes the rate just before each step, which a neighbour may have slowed."""
+    if not made.read_bytes_per_s:
+        return 0.0
+    return made.bytes_per_step / made.read_bytes_per_s / (made.latency_ms.med / 1e3)
 
 
 def physics(made: Certificate) -> dict[str, Physics]:

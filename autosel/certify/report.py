@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autosel.certify.audit import Audit, Row, audit, proof_of_use
 from autosel.certify.certificate import Certificate
-from autosel.certify.derive import arithmetic
+from autosel.certify.derive import arithmetic, claimed_interval, headline_roofline
 from autosel.certify.plots import pictures, png, svg
 from autosel.certify.words import compared, figure, percent, prompted, scored, speculated, suspected
 from autosel.errors import AutoselError
@@ -99,19 +99,23 @@ def _headline(made: Certificate) -> str:
 
 
 def _tiles(made: Certificate) -> str:
-    speedup, step = made.speedup_interval, made.latency_interval_ms
+    speedup, step = claimed_interval(made), made.latency_interval_ms
     tiles = [
         (figure(made.tokens_per_sec), "tokens/s", f"sustained {figure(made.sustained_tokens_per_sec)}"),
-        (f"{made.speedup:.2f}×", "over the baseline", f"{speedup.lo:.2f} … {speedup.hi:.2f}"),
+        (
+            f"{made.speedup:.2f}×",
+            "over the baseline",
+            f"{speedup.lo:.2f} … {speedup.hi:.2f}" if speedup else "no interval: too few steps",
+        ),
         (
             f"{figure(made.latency_ms.med)} ms",
             "a step, median",
             f"{figure(step.lo)} … {figure(step.hi)}, p95 {figure(made.latency_ms.p95)}",
         ),
         (
-            percent(made.roofline),
+            percent(headline_roofline(made)),
             "of the roofline",
-            f"{figure(made.read_median_bytes_per_s / 1e9, 3)} GB/s read beside it",
+            f"{figure(made.read_bytes_per_s / 1e9, 3)} GB/s at best beside it",
         ),
     ]
     if made.ttft_ms is not None and made.baseline_ttft_ms is not None:

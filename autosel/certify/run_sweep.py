@@ -15,6 +15,7 @@ from typing import Protocol
 from autosel import dispatch, fingerprint, pipeline
 from autosel.certify import issue, run, sweep
 from autosel.certify.certificate import Layers, model_name
+from autosel.certify.derive import claimed_interval, headline_roofline
 from autosel.certify.run import Stage, Within, foreseen
 from autosel.certify.sweep import MOST_CELLS, Cell, Change, Figures, Served, Serving, Sweep
 from autosel.decode.measure import measure, refuse
@@ -265,9 +266,9 @@ def figures_of(run_: DecodeRun) -> Figures:
         tokens_per_s=made.tokens_per_sec,
         baseline_ms=made.baseline_ms,
         speedup=made.speedup,
-        speedup_interval=made.speedup_interval,
-        roofline=made.roofline,
-        read_bytes_per_s=made.read_median_bytes_per_s,
+        speedup_interval=claimed_interval(made),
+        roofline=headline_roofline(made),
+        read_bytes_per_s=made.read_bytes_per_s,
         verified=v.max_logit_error <= v.logit_bound,
         chain=next((note for note in run_.notes if note.startswith("chain:")), ""),
         serving=tuple(

@@ -61,6 +61,19 @@ def speedup_interval(baseline: Sequence[float], optimised: Sequence[float], kept
     return middle(resampled_speedups(baseline, optimised, kept))
 
 
+def trials_interval(values: Sequence[float]) -> Interval | None:
+    """Return where the median of independent trials lies; None of fewer than eight."""
+    return median_interval(values) if len(values) >= FEWEST_TO_RESAMPLE else None
+
+
+def ratio_interval(now: Sequence[float], before: Sequence[float]) -> Interval | None:
+    """Return where the ratio of two runs' medians lies, which were taken apart; None if one has fewer than eight."""
+    if min(len(now), len(before)) < FEWEST_TO_RESAMPLE:
+        return None
+    above, below = resampled_medians(now)[0], resampled_medians(before)[0]
+    return middle(above / below[::-1])  # reversed: equal picks of two runs have nothing in common
+
+
 def resampled_speedups(baseline: Sequence[float], optimised: Sequence[float], kept: Sequence[float] = ()) -> Figures:
     slow, fast = resampled_medians(baseline, optimised)
     return slow / fast * (resampled(np.mean, kept)[0] if kept else 1.0)

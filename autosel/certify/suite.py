@@ -1,8 +1,8 @@
 """The suites: seven prompt/generation configurations of three small models, whole answers timed.
 
-Each figure is the median of three trials after two warm-ups; of the quick suite it is that of one trial after one
-warm-up, and answers are shorter. A trial is an ordinary run whose stream goes on: prompt in, so many tokens out,
-baseline and optimised steps in turn.
+Each figure is the median of eight trials after a warm-up; answers of the quick suite are shorter. The trials are the
+blocks of a speedup's interval. A trial is an ordinary run whose stream goes on: prompt in, so many tokens out, baseline
+and optimised steps in turn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autosel.certify.certificate import Certificate
-from autosel.certify.statistics import median
+from autosel.certify.statistics import Interval, median, trials_interval
 from autosel.decode.run import GREEDY, Plan, Sampling
 from autosel.errors import BadConfig
 from autosel.values import from_json, to_json
@@ -33,13 +33,13 @@ class Extent:
     models: tuple[str, ...] = MODELS[:1]
     layers: int = 0  # unless others are asked for; 0: all
     shorter: int = 1
-    warm_ups: int = 2
-    trials: int = 3
+    warm_ups: int = 1
+    trials: int = 8  # the fewest that give an interval
     decides: bool = True
 
 
 LEVELS: Mapping[Level, Extent] = {
-    "quick": Extent(layers=4, shorter=8, warm_ups=1, trials=1, decides=False),
+    "quick": Extent(layers=4, shorter=16, decides=False),
     "standard": Extent(),
     "full": Extent(models=MODELS),
 }
@@ -87,6 +87,8 @@ class Row:
     speedup: float
     cache_bytes: int
     peak_memory_bytes: int
+    speedup_interval: Interval | None = None  # trials are its blocks; None of fewer than eight
+    e2e_trials: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +178,8 @@ def row(c: Configuration, made: Sequence[Certificate]) -> Row:
         speedup=middle(lambda one: one.speedup),
         cache_bytes=made[0].kv_cache_bytes,
         peak_memory_bytes=max(one.peak_memory_bytes for one in made),
+        speedup_interval=trials_interval([one.speedup for one in made]),
+        e2e_trials=tuple(end_to_end(one, c.tokens) for one in made),
     )
 
 

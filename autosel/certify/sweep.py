@@ -132,7 +132,7 @@ class Figures:
     tokens_per_s: float
     baseline_ms: float
     speedup: float
-    speedup_interval: Interval
+    speedup_interval: Interval | None  # None of fewer than eight steps
     roofline: float
     read_bytes_per_s: float
     verified: bool

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autosel.certify.derive import wrong_tokens
+from autosel.certify.statistics import FEWEST_TO_RESAMPLE, Interval
 
 if TYPE_CHECKING:
     from autosel.certify.certificate import Certificate
@@ -19,6 +20,13 @@ def figure(value: float, digits: int = 4) -> str:
     places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{places}f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def interval_text(found: Interval | None) -> str:
+    """`1.82 .. 1.91`, or why there is none."""
+    if found is None:
+        return f"no interval: fewer than {FEWEST_TO_RESAMPLE}"
+    return f"{found.lo:.2f} .. {found.hi:.2f}"
 
 
 def percent(share: float) -> str:

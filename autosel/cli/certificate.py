@@ -93,12 +93,15 @@ def _weights(made: Certificate) -> str:
 
 
 def _arms(made: Certificate) -> list[str]:
-    ms, interval = made.latency_ms, made.speedup_interval
+    from autosel.certify.derive import claimed_interval, headline_roofline
+    from autosel.certify.words import interval_text
+
+    ms = made.latency_ms
     base_tps = made.shape.batch * 1e3 / made.baseline_ms
-    roof = f"{made.roofline:.0%} of what {bandwidth(made.read_median_bytes_per_s)} allows"
+    roof = f"{headline_roofline(made):.0%} of what {bandwidth(made.read_bytes_per_s)} allows"
     optimised = f"{ms.med:>8.4g} ms  p95 {ms.p95:>7.4g} {made.tokens_per_sec:>8.4g} tok/s"
     baseline = f"{made.baseline_ms:>8.4g} ms  p95 {made.baseline_p95_ms:>7.4g} {base_tps:>8.4g} tok/s"
-    faster = f"{f'{made.speedup:.2f}x':>8} ({interval.lo:.2f} .. {interval.hi:.2f})"
+    faster = f"{f'{made.speedup:.2f}x':>8} ({interval_text(claimed_interval(made))})"
     return [
         f"  optimised {optimised}   {roof}",
         f"  baseline  {baseline}   eager PyTorch, SDPA",
@@ -184,9 +187,14 @@ def where_line(made: Certificate, where: Path) -> str:
 
 def changes_text(changes: Sequence[Change]) -> str:
     """A row for each thing that both reports ran; nothing where nothing was to be compared."""
+    from autosel.certify.words import interval_text
+
     if not changes:
         return ""
-    rows = [[c.what, f"{c.before:.4g}", f"{c.now:.4g}", f"{c.speedup:.3g}x", c.note] for c in changes]
+    rows = [
+        [c.what, f"{c.before:.4g}", f"{c.now:.4g}", f"{c.speedup:.3g}x ({interval_text(c.interval)})", c.note]
+        for c in changes
+    ]
     noted = any(c.note for c in changes)
     heads = ["against the earlier report", "tok/s then", "now", "speedup", "but"][: 5 if noted else 4]
     shown = [row[: len(heads)] for row in rows]
@@ -230,7 +238,7 @@ def suite_text(found: Suite) -> str:
     models = list(dict.fromkeys(r.model for r in found.rows))
     alone = f" of {models[0]}" if len(models) == 1 else ""
     head = f"{found.level} suite{alone} on {found.device}, {dtypes}: {each} each{shorter}{part}"
-    heads = ["model", "run", "in/out", "e2e", "tok/s", "p50 ms", "p95", "TTFT", "KV", "peak", "x"]
+    heads = ["model", "run", "in/out", "e2e", "tok/s", "p50 ms", "p95", "TTFT", "KV", "peak", "x", "95 %"]
     rows = [
         [
             r.model,
@@ -244,6 +252,7 @@ def suite_text(found: Suite) -> str:
             f"{r.cache_bytes / 2**20:.3g}M",
             f"{r.peak_memory_bytes / 2**30:.3g}G",
             f"{r.speedup:.2f}",
+            f"{r.speedup_interval.lo:.2f} .. {r.speedup_interval.hi:.2f}" if r.speedup_interval else "none",
         ]
         for r in found.rows
     ]
@@ -252,5 +261,5 @@ def suite_text(found: Suite) -> str:
         "e2e: tokens per second from the prompt on; tok/s: of decoding alone; TTFT: ms to the first token; x: over the "
         "eager baseline's steps"
     )
-    shown = table(heads[skip:], [r[skip:] for r in rows], right=tuple(range(3 - skip, 11 - skip)), wrap=0)
+    shown = table(heads[skip:], [r[skip:] for r in rows], right=tuple(range(3 - skip, 12 - skip)), wrap=0)
     return "\n".join((paragraph(head, hang="  "), "", shown, paragraph(below), *note_lines(found.notes)))

@@ -147,6 +147,8 @@ def _write(folder: Path, found: Sweep) -> None:
 
 def text(found: Sweep) -> str:
     """The grid, what did not fit, where winners change, and what it means for the traffic."""
+    from autosel.certify.words import interval_text
+
     lines = [f"{found.model} {found.dtype} on {found.device}: {found.iters} steps each, baseline in turn", ""]
     done = [(c, c.figures) for c in found.cells if c.figures is not None]
     rows = [
@@ -156,7 +158,7 @@ def text(found: Sweep) -> str:
             f"{f.tokens_per_s:.4g}",
             f"{f.p50_ms:.4g}",
             f"{f.p95_ms:.4g}",
-            f"{f.speedup:.2f}x ({f.speedup_interval.lo:.2f} .. {f.speedup_interval.hi:.2f})",
+            f"{f.speedup:.2f}x ({interval_text(f.speedup_interval)})",
             f"{f.roofline:.0%}",
         ]
         for c, f in done

@@ -13,6 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from autosel.certify import store as certificates
 from autosel.certify.certificate import decode as decode_certificate
+from autosel.certify.derive import claimed_interval, headline_roofline
 from autosel.certify.verify import not_checkable, verify
 from autosel.daemon import jobs as queue
 from autosel.daemon import metrics, upkeep
@@ -502,8 +503,8 @@ def summary_of(line: bytes) -> dict[str, Any]:
         "latency_ms": to_json(made.latency_ms),
         "baseline_ms": made.baseline_ms,
         "speedup": made.speedup,
-        "speedup_interval": to_json(made.speedup_interval),
-        "roofline": made.roofline,
+        "speedup_interval": to_json(claimed_interval(made)),
+        "roofline": headline_roofline(made),
         "verification_ok": made.verification_ok,
         "contended": made.contended,
         "env_id": made.env_id,

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from autosel import settings
+from autosel.certify.derive import claimed_interval, headline_roofline
 from autosel.daemon import api, charts, examination, shown
 from autosel.daemon.bodies import Bad, number, query
 from autosel.daemon.hub import Hub
@@ -71,6 +72,8 @@ def _environment() -> Environment:
         "spread": lambda timing: words.spread(timing).strip(),
         "against": words.against_baseline,
         "contended": words.contended,
+        "headline": headline_roofline,
+        "interval": claimed_interval,
         "percent": lambda share: f"{share:.0%}".replace("%", " %"),
         "data": lambda value: Markup(json.dumps(value).replace("<", "\\u003c").replace("&", "\\u0026")),  # noqa: S704
     }

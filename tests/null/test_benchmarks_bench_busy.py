@@ -31,9 +31,17 @@ def test_decisions_are_compared_with_the_references() -> None:
         "f": row(2.0, 1.9, 2.1),
     }
     found = bench_busy.summary(rows, REFERENCE)
-    assert (found["workloads"], found["decided"], found["cover"]) == (5, 4, 1)
+    assert (found["workloads"], found["decided"], found["compared"], found["cover"]) == (5, 4, 3, 1)
     assert (found["far"], found["differ"]) == (["c"], ["e"])
     assert found["worst"] == pytest.approx(1.25)
+
+
+def test_ratios_at_another_read_rate_are_not_compared() -> None:
+    fast, slow = ({**row(3.0, 2.9, 3.1), "read_gb_per_s": reads} for reads in ([90.0, 110.0], [55.0, 60.0]))
+    assert not bench_busy.alike(fast, slow) and not bench_busy.alike(slow, fast)
+    assert bench_busy.alike(fast, {"read_gb_per_s": [60.0, 100.0]}) and bench_busy.alike(row(2, 1, 3), row(2, 1, 3))
+    found = bench_busy.summary({"a": fast}, {"a": slow})
+    assert (found["decided"], found["compared"], found["far"]) == (1, 0, [])
 
 
 def test_a_miss_is_the_factor_to_the_nearer_end() -> None:

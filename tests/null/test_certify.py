@@ -25,11 +25,11 @@ from autosel.certify import audit, capacity, compare, rerun, sign, slo, store, s
 from autosel.certify import certificate as c
 from autosel.certify import verify as verifying
 from autosel.certify.certificate import Certificate, decode, encode, seal
-from autosel.certify.derive import derive, physics
+from autosel.certify.derive import claimed_interval, derive, headline_roofline, physics
 from autosel.certify.issue import Request, chained, issue, peak_flops
 from autosel.certify.physics import ImpossibleRun, weigh
 from autosel.certify.slo import MissedObjective
-from autosel.certify.statistics import median, median_interval, quantile, speedup_interval
+from autosel.certify.statistics import median, median_interval, quantile, ratio_interval, speedup_interval
 from autosel.certify.store import BadCertificate, append, lines
 from autosel.certify.verify import verify, wrong
 from autosel.decode.run import Plan, PromptDigest
@@ -968,26 +968,54 @@ def test_a_report_of_a_rate_that_no_run_has_is_refused(rate: float, tmp_path: Pa
         compare.read(tmp_path / "r.json")
 
 
+def test_the_ratio_of_two_runs_has_an_interval_from_eight_steps_on() -> None:
+    rng = Random(1)
+    old, new = ([x * (1 + 0.05 * rng.gauss()) for _ in range(40)] for x in (10.0, 20.0))
+    found = ratio_interval(new, old)
+    assert found is not None and found.lo < 2 < found.hi
+    assert ratio_interval(new[:7], old) is None and ratio_interval(new, old[:7]) is None
+    made = [certificate(decode_run(seed=i, step_ms=60.0, iters=24)) for i in range(2)]
+    now, before = (compare.of_certificates([one]) for one in made)
+    (change,) = compare.compare(now, before)
+    assert change.interval is not None and change.interval.lo <= change.speedup <= change.interval.hi
+
+
+def test_fewer_than_eight_pairs_of_steps_claim_no_interval() -> None:
+    assert claimed_interval(certificate(decode_run(iters=7))) is None
+    enough = certificate(decode_run(iters=8))
+    assert claimed_interval(enough) == enough.speedup_interval
+
+
+def test_the_headline_takes_the_best_read_rate_of_the_run() -> None:
+    made = certificate(decode_run())
+    share = made.bytes_per_step / made.read_bytes_per_s / (made.latency_ms.med / 1e3)
+    assert headline_roofline(made) == pytest.approx(share)
+    assert headline_roofline(dataclasses.replace(made, read_bytes_per_s=0.0)) == 0.0
+
+
 # --- suites and the memory table ----------------------------------------------------------------------------------
 
 
-def test_a_suite_is_the_median_of_three_trials_after_two_warm_ups() -> None:
+def test_a_suite_is_the_median_of_eight_trials_after_a_warm_up() -> None:
     base = Plan(model=models.load("llama-1b"))
     for config in suite.CONFIGURATIONS:
         plan = suite.plan_of(base, config)
         assert (plan.seq - 1, plan.iters + 1, plan.advance) == (config.prompt, config.tokens, True)
     medium = suite.CONFIGURATIONS[1]
     runs = suite.runs(medium, suite.plan_of(base, medium), suite.LEVELS["standard"])
-    assert [(r.plan.iters, r.counts) for r in runs] == [(8, False)] * 2 + [(255, True)] * 3
-    assert runs[0].title == "llama-1b medium 256/256, warm-up 1 of 2" and len({r.title for r in runs}) == 5
+    assert [(r.plan.iters, r.counts) for r in runs] == [(8, False)] + [(255, True)] * 8
+    assert runs[0].title == "llama-1b medium 256/256, warm-up" and len({r.title for r in runs}) == 9
     made = [
         certificate(decode_run(seed=i, step_ms=60.0 + i, iters=r.plan.iters, seq=r.plan.seq, advance=True))
         for i, r in enumerate(runs)
         if r.counts
     ]
     row = suite.row(medium, made)
-    assert row.decode_tokens_per_s == made[1].sustained_tokens_per_sec
-    assert row.e2e_tokens_per_s == pytest.approx(256 / (0.9 + sum(made[1].samples.optimised_ns) / 1e9))
+    middle = [one.sustained_tokens_per_sec for one in made[3:5]]
+    assert row.decode_tokens_per_s == pytest.approx(sum(middle) / 2)
+    assert min(row.e2e_trials) < row.e2e_tokens_per_s < max(row.e2e_trials) and len(row.e2e_trials) == 8
+    assert row.speedup_interval is not None and row.speedup_interval.lo <= row.speedup <= row.speedup_interval.hi
+    assert suite.row(medium, made[:7]).speedup_interval is None, "fewer than eight blocks give no interval"
 
 
 def test_the_levels_are_seven_configurations_of_three_models_and_parts_of_it() -> None:
@@ -999,9 +1027,9 @@ def test_the_levels_are_seven_configurations_of_three_models_and_parts_of_it() -
     assert suite.models("full", "llama-3b") == ("llama-3b",) and suite.models("quick", None) == ("llama-1b",)
 
 
-def test_the_quick_suite_takes_an_eighth_of_the_steps_once_and_its_rows_are_not_compared_with_whole_answers() -> None:
+def test_the_quick_suite_takes_a_sixteenth_of_the_steps_and_its_rows_are_not_compared_with_whole_answers() -> None:
     whole, short = suite.configurations("standard"), suite.configurations("quick")
-    assert [c.tokens for c in short] == [16, 32, 16, 128, 128, 32, 32]
+    assert [c.tokens for c in short] == [16, 16, 16, 64, 64, 16, 16]
     assert all(
         (a.prompt, a.sampling, a.paged) == (b.prompt, b.sampling, b.paged) for a, b in zip(whole, short, strict=True)
     )
@@ -1009,8 +1037,8 @@ def test_the_quick_suite_takes_an_eighth_of_the_steps_once_and_its_rows_are_not_
     assert (suite.layers("quick", None, 3), suite.layers("full", None, 16), suite.layers("full", 20, 16)) == (0, 0, 0)
     plan = suite.plan_of(Plan(model=models.load("llama-1b")), short[0])
     runs = suite.runs(short[0], plan, suite.LEVELS["quick"])
-    assert [(r.title, r.plan.iters) for r in runs] == [
-        ("llama-1b short 64/16, warm-up", 8), ("llama-1b short 64/16, trial", 15),
+    assert [(r.title, r.plan.iters) for r in runs[:2]] == [
+        ("llama-1b short 64/16, warm-up", 8), ("llama-1b short 64/16, trial 1 of 8", 15),
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The full suite on this machine's cores: three families, two warm-ups and three trials of each configuration.
+"""The full suite on this machine's cores: three families, a warm-up and eight trials of each configuration.
 
 Answers are an eighth as long, as the quick suite's are: between two steps lies a probe of memory, and whole answers of
 nothing but tiny steps would be an hour of probes."""
@@ -32,7 +32,7 @@ def test_a_full_suite_runs_to_its_end_and_every_row_of_it_verifies(
     assert [(Path(r["model"]).name, r["configuration"], r["tokens"]) for r in rows] == [
         (family, c.name, c.tokens) for family in FAMILIES for c in suite.configurations("full")
     ]
-    assert found["error"] is None and found["suite"]["left"] == 0 and found["suite"]["trials"] == 3
+    assert found["error"] is None and found["suite"]["left"] == 0 and found["suite"]["trials"] == 8
     assert all(r["ttft_ms"] > 0 and r["p95_step_ms"] >= r["p50_step_ms"] > 0 and r["cache_bytes"] > 0 for r in rows)
     assert verb("verify", str(made))["certificates"] == len(rows) == 21
     before = compare.read(report)
