@@ -1,13 +1,14 @@
-"""What other work on the machine does to decisions: a model's workloads tuned beside competing processes.
+"""Measure what other work on the machine does to decisions: a model's workloads tuned beside competing processes.
 
     python benchmarks/bench_busy.py --load reference            a quiet machine, with which the others are compared
     python benchmarks/bench_busy.py --load 0 --load 2 --load 8 --load 20 [--only sample] [--copy] [--write]
+    python benchmarks/bench_busy.py --load 20 --resume --slice-s 200        the workloads that load 20 still lacks
 
 Every load is tuned in a home of its own, with the proofs of the reference and none of its decisions, beside so many
-processes that this script starts, each in a session of its own: endless loops, or with --copy copies of 64 MiB. Loads
-may be run one at a time; what was found is kept in --home and printed together. A decision misses if the interval of
-its effect does not hold the reference's median; it misses by more than 10 % if the nearer end does. Decisions are
-compared where memory was read at the reference's rate.
+processes that this script starts, each in a session of its own: endless loops, or with --copy copies of 64 MiB. They
+end with this script. Each workload is kept in --home as soon as it is decided; all that is kept is printed together. A
+decision misses if the interval of its effect does not hold the reference's median; it misses by more than 10 % if the
+nearer end does. Decisions are compared where memory was read at the reference's rate.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,9 @@ ALIKE = 1.3  # read rates that differ by more are two states of the machine
 FAR = 1.1  # a miss by more than this factor is counted by itself
 SPIN = "while True: pass"
 COPY = "a = bytearray(64 << 20)\nwhile True: b = bytes(a)"
+# The system kills the process when its parent ends (PR_SET_PDEATHSIG); the parent may have ended before it is asked to.
+TOGETHER = "import ctypes, os; ctypes.CDLL(None).prctl(1, 9); os.getppid() == {} or os._exit(1)\n"
+NO_END_S = 1e9
 KEPT = Path(__file__).parent / "results" / "cpu" / "busy.json"
 
 Row = Mapping[str, Any]
@@ -47,15 +51,21 @@ Rows = Mapping[str, Row]  # by workload
 def main() -> int:
     parser = command_line.parser(__doc__, write=f"keep the table in {command_line.KEPT}busy.json")
     parser.add_argument("--load", action="append", default=[], help="competing processes, or `reference`; repeatable")
-    parser.add_argument("--only", action="append", default=[], help="an op; repeatable  [all]")
+    parser.add_argument("--only", action="append", default=[], help="an op or a workload's key; repeatable  [all]")
     parser.add_argument("--copy", action="store_true", help="competing processes copy memory")
     parser.add_argument("--realtime", action="store_true", help="as tune --realtime does")
+    parser.add_argument("--resume", action="store_true", help="leave out the workloads that --home has of this load")
+    parser.add_argument("--slice-s", type=float, default=NO_END_S, help="begin no workload after so many seconds")
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "autosel-busy", help="where results lie")
     options = parser.parse_args()
     for load in options.load:
-        path = options.home / f"{load}.json"
-        found = run(options.home, load, Asked(options.only, options.realtime), COPY if options.copy else SPIN)
-        _keep(path, _joined(json.loads(path.read_text()), found) if options.only and path.exists() else found)
+        asked = Asked(
+            only=tuple(options.only),
+            realtime=options.realtime,
+            without=tuple(_kept(options.home).get(load, {}).get("rows", ())) if options.resume else (),
+            slice_s=options.slice_s,
+        )
+        run(options.home, load, asked, COPY if options.copy else SPIN)
     kept = _kept(options.home)
     if REFERENCE not in kept:
         sys.exit("no reference: run --load reference on a quiet machine first")
@@ -68,25 +78,35 @@ def main() -> int:
 # --- one load --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Which ops are tuned (none: all), and whether at real-time priority."""
+    """Which workloads are tuned: all, or those of these ops and keys; and whether at real-time priority."""
 
-    ops: Sequence[str]
-    realtime: bool
+    only: Collection[str] = ()
+    without: Collection[str] = ()  # keys
+    realtime: bool = False
+    slice_s: float = NO_END_S  # no workload begins later
 
 
-def run(home: Path, load: str, asked: Asked, work: str) -> dict[str, Any]:
-    """Tune in a fresh process, whose home is made for this load, beside `load` competing processes."""
-    place = home / f"load-{load}"
+def run(home: Path, load: str, asked: Asked, work: str) -> None:
+    """Tune in a fresh process, whose home is made for this load, beside `load` competing processes. Each workload is
+    kept when it is decided."""
+    place, path = home / f"load-{load}", home / f"{load}.json"
     _furnish(place, home / f"load-{REFERENCE}")
-    count = 0 if load == REFERENCE else int(load)
     environment = {**os.environ, "AUTOSEL_HOME": str(place)}
-    words = [sys.executable, "-c", f"import bench_busy; bench_busy.tuned({list(asked.ops)!r}, {asked.realtime})"]
-    began = time.monotonic()
-    with competing(count, work):
-        done = subprocess.run(words, env=environment, cwd=Path(__file__).parent, stdout=-1, check=True, text=True)
-    return {**json.loads(done.stdout.splitlines()[-1]), "seconds": time.monotonic() - began, "load": load}
+    code = f"import bench_busy; bench_busy.tuned(bench_busy.{asked!r})"
+    count, folder = 0 if load == REFERENCE else int(load), Path(__file__).parent
+    with competing(count, work), ours(code, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True) as tuner:
+        assert tuner.stdout is not None
+        for line in tuner.stdout:
+            _keep(path, _joined(_stored(path), {**json.loads(line), "load": load}))
+    if tuner.returncode:
+        sys.exit(f"tune beside load {load} ended with {tuner.returncode}")
+
+
+def ours(code: str, *flags: str, **options: Any) -> subprocess.Popen[str]:
+    """Run Python code in a process that ends with this one, however this one ends."""
+    return subprocess.Popen([sys.executable, *flags, "-c", TOGETHER.format(os.getpid()) + code], **options)
 
 
 def _furnish(place: Path, reference: Path) -> None:
@@ -101,30 +121,40 @@ def _furnish(place: Path, reference: Path) -> None:
 
 
 @contextmanager
-def competing(count: int, work: str) -> Iterator[None]:
-    """So many processes, each in a session of its own, as those of other users are."""
-    started = [subprocess.Popen([sys.executable, "-S", "-c", work], start_new_session=True) for _ in range(count)]
+def competing(count: int, work: str) -> Iterator[list[int]]:
+    """Start so many processes, each in a session of its own, as those of other users are; give their numbers."""
+    started = [ours(work, "-S", start_new_session=True) for _ in range(count)]
     try:
         time.sleep(1.0 if started else 0.0)
-        yield
+        yield [process.pid for process in started]
     finally:
         for process in started:
             process.kill()
             process.wait()
 
 
-def tuned(ops: Sequence[str], realtime: bool) -> None:
-    """Tune in this process; print one line of JSON."""
+def tuned(asked: Asked) -> None:
+    """Tune in this process; print a line of JSON for each workload."""
     from autosel import models
     from autosel.ledger.store import open_ledger
     from autosel.models.workloads import step
     from autosel.pipeline import Request, tune
 
-    named = step(models.load(MODEL), batch=1, context=CONTEXT, ops=list(ops) or None)
+    began = time.monotonic()
+    named = [
+        n
+        for n in step(models.load(MODEL), batch=1, context=CONTEXT)
+        if (not asked.only or {n.workload.op, n.workload.key} & set(asked.only)) and n.workload.key not in asked.without
+    ]
     with open_ledger() as ledger:
-        report = tune(Request(workloads=named, force=True, realtime=realtime), ledger, _Progress())
-        reads = {d.workload.key: _reads(ledger.evidence(d.id)) for d in report.decisions}
-    print(json.dumps({"load_average": os.getloadavg()[0], "rows": _rows(report, reads)}))
+        for one in named:
+            start = time.monotonic()
+            if start - began > asked.slice_s:
+                return
+            report = tune(Request(workloads=[one], force=True, realtime=asked.realtime), ledger, _Progress())
+            reads = {d.workload.key: _reads(ledger.evidence(d.id)) for d in report.decisions}
+            found = {"seconds": time.monotonic() - start, "load_average": os.getloadavg()[0]}
+            print(json.dumps({**found, "rows": _rows(report, reads)}), flush=True)
 
 
 def _reads(evidence: Evidence) -> list[float]:
@@ -172,6 +202,11 @@ def _rows(report: Report, reads: Mapping[str, list[float]]) -> dict[str, Any]:
 def _keep(path: Path, found: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": {}, "seconds": 0.0}
+    return found
 
 
 def _joined(before: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +63,47 @@ def test_the_table_has_a_line_for_each_load_and_each_workload_that_is_off() -> N
     _, line, off = bench_busy.text(kept).splitlines()
     assert line.split() == ["8", "2", "of", "2", "1", "of", "2", "25.0%", "1", "0", "2.0"]
     assert off.strip() == "c is far off"
+
+
+KILLED = """
+import sys, time
+sys.path.insert(0, {folder!r})
+import bench_busy
+with bench_busy.competing(2, "import time; time.sleep(60)") as started:
+    print(*started, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process that its parent has ended")
+def test_competing_processes_end_when_the_benchmark_is_killed() -> None:
+    folder = str(Path(bench_busy.__file__).parent)
+    with subprocess.Popen([sys.executable, "-c", KILLED.format(folder=folder)], stdout=-1, text=True) as benchmark:
+        assert benchmark.stdout is not None
+        started = [int(pid) for pid in benchmark.stdout.readline().split()]
+        assert len(started) == 2 and all(runs(pid) for pid in started)
+        benchmark.kill()
+    deadline = time.monotonic() + 30
+    while any(runs(pid) for pid in started) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = [pid for pid in started if runs(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def runs(pid: int) -> bool:
+    """A zombie that nobody waits for has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_workload_is_added_to_those_that_were_tuned_beside_the_load_before(tmp_path: Path) -> None:
+    path = tmp_path / "8.json"
+    for name, seconds in (("a", 2.0), ("b", 3.0), ("a", 4.0)):
+        found = {"load": "8", "rows": {name: row(seconds, 1.0, 9.0)}, "seconds": seconds}
+        bench_busy._keep(path, bench_busy._joined(bench_busy._stored(path), found))
+    stored = json.loads(path.read_text())
+    assert stored["seconds"] == 9.0 and {n: r["effect"][0] for n, r in stored["rows"].items()} == {"a": 4.0, "b": 3.0}
