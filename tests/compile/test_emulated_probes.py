@@ -143,7 +143,7 @@ def test_rates_of_a_device_that_stays_slowed_are_marked_and_not_kept(played: Pla
     slow(1_000_000)
     taken = fingerprint.take("cuda")
     assert taken.contended and set(taken.rates) >= RATES
-    assert any("thermal slowdown (0x20)" in note and "not kept" in note for note in taken.notes)
+    assert any("thermal slowdown (0x20)" in note and "not stored" in note for note in taken.notes)
     assert store.read(taken.env_id) is None
 
 
@@ -312,7 +312,7 @@ def test_without_cupy_the_driver_says_who_a_device_is(
     monkeypatch.setattr(libcuda.ctypes, "CDLL", lambda name: library)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None if cupy == "none" else Broken("cupy.cuda"))
     assert nvml.read(0) == told
-    with pytest.raises(UsageError, match="no device cuda:2") as error:
+    with pytest.raises(UsageError, match="no such device: cuda:2") as error:
         nvml.read(2)
     assert "CUDA sees 2 devices" in error.value.why
     with pytest.raises(UsageError, match="needs cupy"):
