@@ -20,6 +20,7 @@ from autosel.cli import race as race_verb
 from autosel.cli.main import run
 from autosel.dispatch.board import this_device
 from autosel.errors import AutoselError, BadConfig, UsageError
+from autosel.formats import PLAIN
 from autosel.native import cuda
 from autosel.native.compile import find_compiler
 from autosel.values import NativeRecipe, Rejected, Workload
@@ -122,11 +123,11 @@ def test_a_python_file_is_named_by_its_path(tmp_path: Path) -> None:
 
 
 def test_a_shape_is_given_by_the_ops_own_dimensions(capsys: pytest.CaptureFixture[str]) -> None:
-    (w,) = [n.workload for n in race_verb._shaped("attn", ["B1.Hq4.Hkv2.S1.D64.L128"], "bf16")]
+    (w,) = [n.workload for n in race_verb._shaped("attn", ["B1.Hq4.Hkv2.S1.D64.L128"], "bf16", PLAIN)]
     assert w.key == "attn/B1.Hq4.Hkv2.S1.D64.L128/bf16"
     for wrong in ("M1", "M1.d64.x3", "d64,M1", "M.d64", "M1.d64.M2"):
         with pytest.raises(UsageError, match="--shape"):
-            race_verb._shaped("rmsnorm", [wrong], "bf16")
+            race_verb._shaped("rmsnorm", [wrong], "bf16", PLAIN)
 
 
 class Editor:

@@ -79,8 +79,8 @@ def test_one_case_can_be_run_alone(device):
 )
 def test_the_baseline_and_our_kernel_pass(device, op, dims, traits):
     workloads = [OPS[op].workload(dtype, dims, **traits) for dtype in ("bf16", "fp32")]
-    for candidate in registry.all_candidates(op):
-        if candidate.backend == "INDUCTOR" or not isinstance(candidate.supports(workloads[0], device), Accepted):
+    for candidate, support in registry.eligible(workloads[0], device, "full"):
+        if candidate.backend == "INDUCTOR" or not isinstance(support, Accepted):
             continue  # nor what needs a compiler or a device that is not here
         for found in check_all([built(candidate, w, device) for w in workloads], fp=device):
             assert isinstance(found, Passed), (candidate.name, found)

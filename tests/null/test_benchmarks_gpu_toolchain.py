@@ -72,10 +72,10 @@ def lose_triton(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("lose", "reason", "unbuilt"),
     [
-        (lose_nvcc, NO_NVCC, {"cuda:gemv", "cutlass:gemm_sm80", "cutlass:gemm_sm90"}),
+        (lose_nvcc, NO_NVCC, {"cuda:gemv", "cuda:gemv_fp8", "cutlass:gemm_sm80", "cutlass:gemm_sm90"}),
         (lose_headers, NO_HEADERS, {"cutlass:gemm_sm80", "cutlass:gemm_sm90"}),
-        (lose_compiler, NO_COMPILER, {"cuda:gemv", "cutlass:gemm_sm80", "cutlass:gemm_sm90"}),
-        (lose_triton, NO_TRITON, {"triton:gemv", "triton:gemm"}),
+        (lose_compiler, NO_COMPILER, {"cuda:gemv", "cuda:gemv_fp8", "cutlass:gemm_sm80", "cutlass:gemm_sm90"}),
+        (lose_triton, NO_TRITON, {"triton:gemv", "triton:gemv_fp8", "triton:gemm"}),
     ],
     ids=["nvcc", "CUTLASS's headers", "a C++ compiler", "Triton"],
 )
