@@ -2,7 +2,7 @@
 its checks cost a decode step of llama-1b.
 
     python benchmarks/bench_guard_faults.py [--model llama-1b] [--context 2048] [--json]
-    python benchmarks/bench_guard_faults.py --right 1000000        # calls of right kernels: none may be demoted
+    python benchmarks/bench_guard_faults.py --right 1000000 [--op attn] [--load 20] [--most-s 60]
 
 For each op of a decode step the chance that one spot check sees a fault is measured on real results (PyTorch's, at the
 model's shapes) that were made wrong in the whole output (times 1.5, plus 0.5) or in one row (one output feature of a
@@ -11,15 +11,17 @@ call shows a fault with the given rate, a shadow check sees it where it is in th
 chance that was measured. `tests/cpu/test_guard_spot.py` does the same with real calls.
 
 Cost: the median time of a spot check, Python's part included, times the checks of a step; the process's allowance (0.25
-% of the time) caps it. The step is taken to last as long as reading its bytes at the rate measured here, so that the
-share is not flattered by a slow step.
+% of the time) caps it, and where it does, checks are rarer in proportion. The step is taken to last as long as reading
+its bytes at the rate measured here, so that the share is not flattered by a slow step.
 
-`--right N`: N calls of our C++ kernels, promoted for the benchmark, with the guard's default settings: how many checks
-of each kind were made, and whether a kernel was given up (wrong, or slower than the baseline), at whatever load is.
+`--right N`: N calls of the C++ kernel of each op, promoted for the benchmark, with the guard's default settings, beside
+`--load` processes in endless loops: how many checks of each kind were made, and whether the kernel was given up (wrong,
+or slower than the baseline). No op takes longer than `--most-s`; the calls that were made are printed.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -33,6 +35,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import bench_busy
 import bench_guard
 import command_line
 import torch
@@ -48,7 +51,6 @@ from autosel.native.isa import best_isa
 from autosel.values import Workload
 
 RATES = (1.0, 0.1, 0.01)
-OPS_SERVED = ("linear", "norm_qkv", "gate_up", "rmsnorm", "add_rmsnorm", "swiglu", "rope", "kv_append", "attn")
 LOOKS = 2000  # spot checks of one faulty result
 TIMED = 300
 eager = import_module("autosel.ops.eager")
@@ -59,9 +61,12 @@ def main() -> int:
     parser.add_argument("--model", default="llama-1b", help="whose decode step")
     parser.add_argument("--context", type=int, default=2048, help="tokens in the cache")
     parser.add_argument("--right", type=int, default=0, metavar="N", help="only call right kernels N times")
+    parser.add_argument("--op", action="append", default=[], help="of those; repeatable  [all]")
+    parser.add_argument("--load", type=int, default=0, help="competing processes beside them")
+    parser.add_argument("--most-s", type=float, default=60.0, help="seconds for an op")
     options = parser.parse_args()
     if options.right:
-        return right_kernels(options.right, as_json=options.json)
+        return right_kernels(options)
     model = models.load(options.model)
     here = this_device()
     made = spot.recipe(model.dtype, best_isa(tuple(here.identity["isa"])))
@@ -75,12 +80,14 @@ def main() -> int:
     rows = [row(n.label, n.workload, n.calls_per_step) for n in longest]
     step_us = bytes_per_step(model, model.dtype, 1, options.context) / max(read_windows()) * 1e6
     asked_us = sum(r["calls a step"] * Policy().spot_rate * r["check_us"] for r in rows)
+    spot_rate = Policy().spot_rate * min(1.0, spot.SHARE * step_us / asked_us)
     found = {
-        "rows": rows,
+        "rows": [{**r, "calls until demotion": until_demotion(r["chance"], spot_rate)} for r in rows],
         "step_us": step_us,
         "checks asked for, us a step": asked_us,
         "allowed, us a step": spot.SHARE * step_us,
         "share of the step": min(asked_us, spot.SHARE * step_us) / step_us,
+        "share of calls that are spot-checked": spot_rate,
     }
     if options.json:
         json.dump(found, sys.stdout, indent=1)
@@ -110,11 +117,6 @@ def row(label: str, w: Workload, calls: int) -> dict[str, Any]:
         "calls a step": calls,
         "check_us": check_us,
         "chance": chances,
-        "calls until demotion": {
-            f"{size} {rate:g}": calls_until(rate, chance, size == "whole")
-            for size, chance in chances.items()
-            for rate in RATES
-        },
     }
 
 
@@ -159,11 +161,19 @@ def seen(
     return found
 
 
-def calls_until(fault: float, chance: float, shadow_sees: bool) -> dict[str, int] | None:
+def until_demotion(chances: dict[str, float], spot_rate: float) -> dict[str, Any]:
+    return {
+        f"{size} {rate:g}": calls_until(rate, chance, size == "whole", spot_rate)
+        for size, chance in chances.items()
+        for rate in RATES
+    }
+
+
+def calls_until(fault: float, chance: float, shadow_sees: bool, spot_rate: float) -> dict[str, int] | None:
     """Median and 95th percentile of the calls until a check meets a faulty call and sees it: a geometric law, for calls
     are checked independently of each other."""
-    p = Policy()
-    sees = p.shadow_rate * shadow_sees + (1 - p.shadow_rate) * p.spot_rate * chance
+    shadow_rate = Policy().shadow_rate
+    sees = shadow_rate * shadow_sees + (1 - shadow_rate) * spot_rate * chance
     if not sees:
         return None
     each = -math.log1p(-fault * sees)
@@ -173,41 +183,60 @@ def calls_until(fault: float, chance: float, shadow_sees: bool) -> dict[str, int
 # --- right kernels ----------------------------------------------------------------------------------------------------
 
 
-def right_kernels(calls: int, *, as_json: bool) -> int:
-    """Call each op's kernel in turn, on fresh inputs now and then. Return 1 if one was given up."""
-    sizes = {"M": 1, "B": 1, "S": 1, "K": 256, "N": 256, "d": 256, "I": 512, "V": 1024, "Hq": 8, "Hkv": 2, "D": 64,
-             "R": 64, "L": 128, "page": 16}  # fmt: skip
+SIZES = {"M": 1, "B": 1, "S": 1, "K": 256, "N": 256, "d": 256, "I": 512, "V": 1024, "Hq": 8, "Hkv": 2, "D": 64,
+         "R": 64, "L": 128, "page": 16}  # fmt: skip
+
+
+def right_kernels(options: argparse.Namespace) -> int:
+    """Call each op's kernel, on fresh inputs now and then. Return 1 if one was given up."""
+    made = spot.recipe("bf16", best_isa(tuple(this_device().identity["isa"])))
+    compile_source(made.source, made.flags)
+    names = options.op or spot.OPS
+    with bench_busy.competing(options.load, bench_busy.SPIN):
+        found = [one for name in names if (one := right_kernel(name, options.right, options.most_s)) is not None]
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print("| op | calls | load | shadow checks | spot checks | pairs lost | given up |")
+        print("| --- | --- | --- | --- | --- | --- | --- |")
+        for f in found:
+            lost = f"{f['lost']} of {f['pairs']}"
+            print(f"| {f['op']} | {f['calls']:,} | {f['load']:.1f} | {f['shadow']} | {f['spot']} | {lost}", end=" ")
+            print(f"| {f['given up'] or 'no'} |")
+    return 1 if any(one["given up"] for one in found) else 0
+
+
+def right_kernel(name: str, calls: int, most_s: float) -> dict[str, Any] | None:
+    """None for an op without a C++ kernel here."""
+    op = ops.find(name)
+    sizes = SIZES | {"S": 16} if name == "prefill_attn" else SIZES
+    w = op.workload("bf16", {n: sizes[n] for n in op.dim_names})
+    arm = bench_guard.native(op, w)
+    if arm is None:
+        return None
     with tempfile.TemporaryDirectory() as folder:
-        home, served = Path(folder), []
-        for name in OPS_SERVED:
-            op = ops.find(name)
-            w = op.workload("bf16", {n: sizes[n] for n in op.dim_names})
-            arm = bench_guard.native(op, w)
-            if arm is not None:
-                served.append((op, w, arm))
-        made = spot.recipe("bf16", best_isa(tuple(this_device().identity["isa"])))
-        compile_source(made.source, made.flags)
-        bench_guard.publish(home, [bench_guard.decision(w, arm) for _, w, arm in served])
-        board = Board(home)
-        bound = [(op, w, board.bind(op, op.inputs(w, 1)), op.inputs(w, 1)) for op, w, _ in served]
-        for number in range(calls // len(bound)):
-            if number % 1000 == 0:
-                bound = [(op, w, run, op.refresh(w, inputs, number)) for op, w, run, inputs in bound]
-            for op, _, run, inputs in bound:
-                run(*op.arguments(inputs))
-        watches = list(board._watches.values())
-        found = {
-            "calls": calls // len(bound) * len(bound),
-            "load": os.getloadavg()[0],
-            "given up": [w.subject.decision.arm.candidate for w in watches if w.fault is not None],
-            "checks": {
-                w.subject.op.name: {"shadow": w.rate.checks, "spot": w.spot_checks, "limit": w.spot_limit}
-                for w in watches
-            },
-        }
+        bench_guard.publish(Path(folder), [bench_guard.decision(w, arm)])
+        board = Board(Path(folder))
+        inputs = op.inputs(w, 1)
+        run, number, begin = board.bind(op, inputs), 0, time.monotonic()
+        while number < calls and time.monotonic() - begin < most_s:
+            arguments = op.arguments(op.refresh(w, inputs, number))
+            for _ in range(min(1000, calls - number)):
+                run(*arguments)
+            number += min(1000, calls - number)
+        (watch,) = board._watches.values()
         board.close()
-    print(json.dumps(found, indent=1) if as_json else f"{found['calls']} calls at load {found['load']:.1f}: {found}")
-    return 1 if found["given up"] else 0
+    return {
+        "op": name,
+        "calls": number,
+        "load": os.getloadavg()[0],
+        "shadow": watch.rate.checks,
+        "spot": watch.spot_checks,
+        "limit": watch.spot_limit,
+        "lost": watch.detector.lost,
+        "pairs": watch.detector.pairs,
+        "given up": watch.fault.reason if watch.fault is not None else "",
+    }
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -224,7 +253,11 @@ def show(found: dict[str, Any]) -> None:
     print()
     print(f"calls until demotion: median (p95). Step {found['step_us'] / 1e3:.1f} ms by its bytes;", end=" ")
     print(f"checks take {found['share of the step']:.2%} of it", end=" ")
-    print(f"({found['checks asked for, us a step']:.0f} us asked for, {found['allowed, us a step']:.0f} allowed)")
+    print(
+        f"({found['checks asked for, us a step']:.0f} us asked for, {found['allowed, us a step']:.0f} allowed);",
+        end=" ",
+    )
+    print(f"1 call in {1 / found['share of calls that are spot-checked']:.0f} is spot-checked")
 
 
 if __name__ == "__main__":

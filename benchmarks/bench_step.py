@@ -39,7 +39,7 @@ from autosel.certify.statistics import median, speedup_interval
 from autosel.decode import packed
 from autosel.decode.account import overhead_ns, saved_bytes
 from autosel.decode.arms import Arm, Baseline, Written, step
-from autosel.decode.run import FUSED, Plan, Silent
+from autosel.decode.run import Chosen, Plan, Silent
 from autosel.decode.scene import set_scene
 from autosel.decode.team import TeamStep
 from autosel.decode.weights import load_weights
@@ -97,10 +97,10 @@ def _serve_our_kernels(fp: Fingerprint) -> None:
 def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namespace) -> dict[str, Any]:
     """All arms at one context: medians in milliseconds, ratios with their intervals."""
     scene = set_scene(plan, weights, fp, Silent(), time.perf_counter_ns)
-    ops, team, eager = Written(scene, FUSED), Written(scene, FUSED, "whole"), Baseline(scene)
+    ops, team, eager = Written(scene, Chosen()), Written(scene, Chosen(form="whole")), Baseline(scene)
     arms: dict[str, Arm] = {"ops": ops, "team": team, "eager": eager}
     if isinstance(packed.supports(plan.dtype, fp), Accepted):
-        arms["packed"] = Written(scene, FUSED, "packed")
+        arms["packed"] = Written(scene, Chosen(form="packed"))
     times: dict[str, list[float]] = {name: [] for name in arms}
     waits, rng = [], Random(options.seed)
     for arm in arms.values():

@@ -319,6 +319,7 @@ CONSTANTS: Sequence[tuple[str, str, str]] = (
     ("race.waits", "MOST_LOST_NS", "time that samples of a visit may take that are taken again for such waits, ns"),
     ("race.worker", "WARM_NS", "longest warm-up of a workload in a session, ns"),
     ("race.run", "CEILING_SLACK", "a session is void if an arm is faster than this times the read probe"),
+    ("race.run", "FAR_ABOVE_FLOOR", "a session is void if it slowed one arm by this much more than another"),
     ("race.run", "MAX_ATTEMPTS", "finalists of one attempt, each with its own debit"),
     ("race.worker", "CHECK_SHARE", "share of pairs whose outputs are checked"),
     ("race.contest", "CHECKED_ROWS", "rows of a checked output that are compared in float64"),

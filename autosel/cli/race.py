@@ -400,13 +400,14 @@ def _row(tried: Tried, name: str) -> list[str]:
     own, cases = verdict.timings.get(name), f"{tried.parity.cases} cases"
     if own is None:
         return [*start, "fell while racing", "", "", cases, ""]
-    base = next(t for c, t in verdict.timings.items() if c != name)
-    roofline = f"{verdict.roofline:.0%}" if verdict.roofline and verdict.winner == name else ""
+    base, won = next(t for c, t in verdict.timings.items() if c != name), verdict.winner == name
+    faster = verdict.effect.median if won and verdict.effect is not None else base.median_us / own.median_us
+    roofline = f"{verdict.roofline:.0%}" if verdict.roofline and won else ""
     return [
         *start,
         verdict.outcome,
         microseconds(own.median_us),
-        ratio(base.median_us / own.median_us),
+        ratio(faster),
         cases,
         roofline,
     ]

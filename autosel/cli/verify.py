@@ -179,14 +179,16 @@ def _judged(again: Rerun | None) -> AutoselError | None:
 
 
 def rerun_words(certified: Certificate, again: Rerun) -> str:
+    from autosel.certify.derive import claimed_interval
+    from autosel.certify.words import interval_text
+
     what = {"reproduced": "it comes out again", "faster": "it comes out again, and faster"}
     lines = [f"certificate {certified.sequence} run again: {what.get(again.outcome, again.outcome)}"]
-    interval = certified.speedup_interval
-    within = "within" if interval.lo <= again.speedup.measured <= interval.hi else "outside"
-    lines.append(
-        f"  speedup   {again.speedup.measured:.3g}x; certified {certified.speedup:.3g}x "
-        f"({interval.lo:.3g} .. {interval.hi:.3g}): {within} its interval"
-    )
+    interval = claimed_interval(certified)
+    told = f"{interval.lo:.3g} .. {interval.hi:.3g}" if interval else interval_text(interval)
+    within = interval and interval.lo <= again.speedup.measured <= interval.hi
+    verdict = f": {'within' if within else 'outside'} its interval" if interval else ""
+    lines.append(f"  speedup   {again.speedup.measured:.3g}x; certified {certified.speedup:.3g}x ({told}){verdict}")
     lines += [_compared_words(one) for one in (again.speedup, again.time)]
     if again.quality is not None:
         q = again.quality

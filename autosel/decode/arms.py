@@ -14,8 +14,8 @@ from torch import Tensor
 
 from autosel.decode.generate import accepted, at_once, draft
 from autosel.decode.model import Batch
-from autosel.decode.persistent import write
-from autosel.decode.run import Chain, Chosen, StepForm
+from autosel.decode.persistent import serve
+from autosel.decode.run import Chain, Chosen
 from autosel.decode.sample import Sampler, largest
 from autosel.decode.scene import Scene
 from autosel.decode.step import Direct
@@ -66,9 +66,14 @@ def _rows(tokens: Tensor) -> list[list[int]]:
 class Written(_Choosing):
     """Our step in one form, with buffers made beforehand."""
 
-    def __init__(self, scene: Scene, chain: Chain, form: StepForm = "ops") -> None:
+    def __init__(self, scene: Scene, chosen: Chosen) -> None:
         super().__init__(scene)
-        self.list = write(scene.decoder, scene.cache, scene.place, chain, self.sampler, form=form, fp=scene.fp)
+        self.list = serve(
+            *(scene.decoder, scene.cache, scene.place, chosen.chain, self.sampler),
+            form=chosen.form,
+            fp=scene.fp,
+            decision=chosen.decision,
+        )
         self.logits = self.list.logits
 
     def enqueue(self) -> None:
@@ -145,4 +150,4 @@ def our_arm(scene: Scene, chosen: Chosen) -> Ours:
     """Return our step: speculating or allocating if the plan asks for that, else written in the chosen form."""
     if scene.plan.speculate:
         return Speculating(scene)
-    return Written(scene, chosen.chain, chosen.form) if scene.plan.prealloc else AtOnce(scene, chosen.chain)
+    return Written(scene, chosen) if scene.plan.prealloc else AtOnce(scene, chosen.chain)

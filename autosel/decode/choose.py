@@ -66,7 +66,7 @@ def again(scene: Scene, chosen: Chosen) -> Chosen:
     try:
         pack(scene.decoder.weights, scene.fp, to_come_bytes=reference_bytes(scene.plan))
     except UsageError as error:
-        return replace(chosen, form="whole", note=_joined(chosen.note, f"no {error.what}: {error.why}"))
+        return replace(chosen, form="whole", decision=None, note=_joined(chosen.note, f"no {error.what}: {error.why}"))
     return chosen
 
 
@@ -100,7 +100,8 @@ def _obeyed(
     who = TAKEN.get(form, f"by one {scene.kind.name}")
     note = f"the step {who}, by decision {decision.id}: {decision.reason}"
     taken = _served(form, proven) or form
-    return _chosen(taken, chain, ways, raced if len(raced) > 1 else [], _joined(proven.note, note))
+    chosen = _chosen(taken, chain, ways, raced if len(raced) > 1 else [], _joined(proven.note, note))
+    return replace(chosen, decision=decision) if taken == form else chosen
 
 
 def _fastest(scene: Scene, proven: Proven, chain: Chain, ways: Sequence[Way]) -> Chosen:

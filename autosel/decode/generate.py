@@ -15,7 +15,7 @@ from torch import Tensor
 from autosel.decode.cache import Cache, make_cache
 from autosel.decode.graph import GraphStep
 from autosel.decode.model import Batch, Decoder
-from autosel.decode.persistent import write
+from autosel.decode.persistent import serve
 from autosel.decode.run import FUSED, GREEDY, Chain, Sampling, StepForm
 from autosel.decode.sample import Sampler
 from autosel.decode.step import Direct, Place, Step, WholeStep
@@ -75,7 +75,7 @@ def generate(
         if speculate:
             return _speculating(decoder, cache, asked, told, count, speculate, stop)
         place = Place.at(token, [len(p) for p in asked])
-        made = write(decoder, cache, place, chain, sampler, form=form, fp=fp) if prealloc else None
+        made = serve(decoder, cache, place, chain, sampler, form=form, fp=fp) if prealloc else None
         one = _Written(made, sampler) if made else _AtOnce(decoder, cache, place, chain, sampler)
         return _decoding(one, sampler, told, count, stop, keep_logits, heard)
 

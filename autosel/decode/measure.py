@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ from autosel.decode.run import EXECUTION, WHOLE, Chosen, DecodeRun, Listener, Pl
 from autosel.decode.scene import Clock, Scene, set_scene
 from autosel.decode.verdict import Verdict, verdict
 from autosel.decode.weights import Weights
-from autosel.errors import UsageError
+from autosel.errors import ParityError, UsageError
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.models.cost import bytes_per_step, flops_per_step
@@ -79,6 +80,7 @@ def measure(
             _warm_up(scene, ours, theirs)
             uses, power, timer = Uses(), meter(plan.device), step_timer(plan.device, clock)
             pairs = list(_pairs(scene, ours, theirs, timer, power))
+            refuse_wrong(getattr(ours, "list", None))
             served = uses.served()
             power.after(lambda: step(ours), len(pairs))
         written = ours.list if isinstance(ours, Written) else None
@@ -147,6 +149,14 @@ def refuse(plan: Plan) -> None:
             why="it is measured on one greedy stream that goes on",
             todo="use --batch 1 and greedy decoding",
         )
+
+
+def refuse_wrong(step: Any) -> None:
+    """Raises ParityError if the guard found a whole step wrong: its times are those of two ways to take it."""
+    watch = getattr(step, "watch", None)
+    if watch is not None and watch.fault:
+        todo = "run it again: the step then runs op by op" if watch.decision is not None else "use --step ops"
+        raise ParityError(f"{step.candidate} no longer takes the step", why=watch.fault, todo=todo)
 
 
 EARLIER = "how a step is taken was chosen by an earlier run of the same suite"

@@ -3,6 +3,7 @@
     kind = kind_of(plan.device)          # a thread team on a CPU (team.py), one launch on a GPU (launch.py)
     kind.supports(plan)                  # Accepted, or Rejected(reason): before weights are loaded
     step = kind.write(written, fp)       # the list of ops, lowered; compiles on first use
+    step = serve(decoder, cache, place)  # the same under the guard: what generates, or is measured as it serves
     step.run(); step.settle()            # begin; wait for its end
 
 Both are made from the list that runs op by op, hold its buffers, and give its tokens. Whether one should take the step
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from autosel import fingerprint
+from autosel import dispatch, fingerprint
 from autosel.decode import launch, team
 from autosel.decode.cache import Cache
 from autosel.decode.graph import GraphStep
@@ -21,9 +22,11 @@ from autosel.decode.model import Decoder
 from autosel.decode.run import FUSED, WHOLE, Chain, Offer, Plan, StepForm
 from autosel.decode.sample import Sampler
 from autosel.decode.step import Place, Step, WholeStep, write_step
+from autosel.decode.team import TeamStep
+from autosel.decode.watch import StepWatch
 from autosel.decode.weights import Weights
 from autosel.errors import UsageError
-from autosel.values import Arm, Fingerprint, Rejected, Support
+from autosel.values import Arm, Decision, Fingerprint, Rejected, Support
 
 
 class Kind(Protocol):
@@ -87,6 +90,27 @@ def write(
         return KINDS[found.kind].write(write_step(decoder, cache, place, FUSED, sampler), found, form)
     step = write_step(decoder, cache, place, chain, sampler)
     return GraphStep.of(step) if form == "graph" else step
+
+
+def serve(
+    decoder: Decoder,
+    cache: Cache,
+    place: Place,
+    chain: Chain = FUSED,
+    sampler: Sampler | None = None,
+    *,
+    form: StepForm = "ops",
+    fp: Fingerprint | None = None,
+    decision: Decision | None = None,
+) -> Step | GraphStep | WholeStep:
+    """Write the step as `write` does, under the guard: a thread team's is checked while it serves (watch.py), the ops
+    of a list are in any case. `decision`: the one by which the form serves, which a fault demotes."""
+    found = fp or fingerprint.take(str(decoder.weights.device))
+    step, board = write(decoder, cache, place, chain, sampler, form=form, fp=found), dispatch.board()
+    if not isinstance(step, TeamStep) or not board.policy.on or not board.policy.spot_rate:
+        return step
+    watch = StepWatch(policy=board.policy, allowance=board.allowance, decision=decision, report=board.report)
+    return step.guarded(watch, found)
 
 
 KINDS: dict[str, Kind] = {"cpu": team.ThreadTeam(), "cuda": launch.OneLaunch()}

@@ -11,7 +11,7 @@ has it: as it is, or packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -130,7 +130,9 @@ def lower(step: Step) -> Program:
         elif call.op == "kv_append":
             ops.append(_rotate(ops[-1], before, call))
             before = []
-        elif "scale" not in call.names or call.op != "glue":  # the scale of an embedding is an operand of it
+        elif call.op == "glue" and "scale" in call.names:  # the scale of an embedding is an operand of it
+            ops[-1] = replace(ops[-1], calls=(*ops[-1].calls, call))
+        else:
             ops.append(LOWERED[call.site if call.op == "glue" else call.op](step, call))
     assert not before, "what is rotated is appended"
     eps, offset = map(float, step.decoder.norm)

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from autosel.errors import UsageError
 from autosel.models.shape import ModelShape
-from autosel.values import Backend, DTypeName, Fingerprint, State
+from autosel.values import Backend, Decision, DTypeName, Fingerprint, State
 
 Layout = Literal["contiguous", "paged"]
 # How a step is run: op by op; the same list of calls replayed as a CUDA graph; by one native call or launch of the
@@ -290,12 +290,13 @@ class Offer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
     """How steps are taken. `ways`: what was raced for it, with times; `note`: why other forms did not take part, or by
-    which decision this one was chosen. A whole step is always made of the fused chain."""
+    which decision this one was chosen; `decision`: that one. A whole step is always made of the fused chain."""
 
     form: StepForm = "ops"
     chain: Chain = FUSED
     ways: tuple[Way, ...] = ()
     note: str = ""
+    decision: Decision | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

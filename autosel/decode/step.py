@@ -127,6 +127,13 @@ class Step:
         for function, arguments in self.flat:
             function(*arguments)
 
+    def run_to(self, end: int) -> None:
+        """Run the first calls alone, up to `end`."""
+        if self.place.longest != self.length:
+            self._set_length(self.place.longest)
+        for function, arguments in self.flat[:end]:
+            function(*arguments)
+
     def run_chained(self) -> None:
         """The same on a GPU, for a capture: our kernels as programmatic dependents. Each loads its weights while the
         kernel ahead is ending, which nobody writes here, and waits for that before it reads anything else."""

@@ -24,7 +24,9 @@ from autosel.decode import packed as packing
 from autosel.decode.packed import MOST_THREADS, Packed
 from autosel.decode.program import Attend, Embed, Norm, Program, Project, Rotate, lower
 from autosel.decode.run import Offer, Plan, StepForm
+from autosel.decode.spot import checks_of
 from autosel.decode.step import Call, Rewritten, Step
+from autosel.decode.watch import Check, StepWatch
 from autosel.decode.weights import Weights
 from autosel.formats import PLAIN
 from autosel.knobs.cpu.facts import ISA_FLAGS, facts
@@ -149,6 +151,8 @@ class TeamStep(Rewritten):
     build: str = ""  # the digest of what was compiled
     kept: list[Tensor] = field(default_factory=list)  # what the program points to beside the list's tensors
     packed: Packed | None = None
+    watch: StepWatch | None = None  # of the step that serves
+    checks: tuple[Check | None, ...] = ()  # for it
 
     @property
     def weights_told(self) -> str:
@@ -159,22 +163,46 @@ class TeamStep(Rewritten):
         return {call.op: kernel_of(call) for call in self.ops.calls if call.op in KERNELS}
 
     def run(self) -> None:
-        self.entry(self.program, self.ops.logits, self.times, self.threads)
+        if self.watch is None:
+            self.through()
+        elif not self.watch.run(self):  # it was run op by op, to the choice of the tokens
+            return
         for call in self.rest:
             call.function(*call.arguments)
+
+    def guarded(self, watch: StepWatch, fp: Fingerprint) -> TeamStep:
+        """Return the same step under a watch. Compiles its checks on first use."""
+        return replace(self, watch=watch, checks=checks_of(self.ops, self.tasks, self.kept[-1], fp))
+
+    def through(self) -> None:
+        """Run all tasks."""
+        self.entry(self.program, self.ops.logits, self.times, self.threads)
+
+    def part(self, begin: int, end: int) -> None:
+        """Run these tasks alone."""
+        if begin < end:
+            self.entry(self.program[begin:end], self.ops.logits, None, self.threads)
+
+    def list_through(self, task: int) -> None:
+        """Run the step op by op, up to what a task stands for; after the last one, choose the largest logits."""
+        wanted = {id(call) for call in self.tasks[task].calls}
+        last = max(i for i, call in enumerate(self.ops.calls) if id(call) in wanted)
+        self.ops.run_to(last + 1)
+        if task + 1 == len(self.tasks):
+            torch.argmax(self.ops.logits, -1, out=self.kept[-1])
 
     def settle(self) -> None:
         """The call returns when the step has ended."""
 
     def task_ns(self) -> list[int]:
         """One step: when the last thread was done with each task."""
-        self.run()
+        self.through()
         ends: list[int] = self.times[0, :, 1].tolist()
         return ends
 
     def idle(self) -> Callable[[], None]:
         """The same call with no task."""
-        return replace(self, program=self.program[:0], times=self.times[:, :0], rest=()).run
+        return replace(self, program=self.program[:0], times=self.times[:, :0], rest=(), watch=None).run
 
 
 def write_team(step: Step, fp: Fingerprint, form: StepForm = "whole") -> TeamStep:

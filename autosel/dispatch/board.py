@@ -96,7 +96,7 @@ class Board:
         self.policy = policy or Policy.from_settings()
         self.epoch = 0
         self._watches: dict[tuple[Any, ...], Watch] = {}
-        self._allowance = Allowance()
+        self.allowance = Allowance()
         self._seen: dict[str, Fault] = {}  # by this process
         self._lock = threading.RLock()
         self._bound: list[_Bound] = []
@@ -245,7 +245,7 @@ class Board:
                 at_home=partial(_at_home, op, d.hw_id),
                 spot=_spot(resolution) if self.policy.spot_rate else None,
             )
-            watch = Watch(subject=subject, policy=self.policy, report=self._report, allowance=self._allowance)
+            watch = Watch(subject=subject, policy=self.policy, report=self.report, allowance=self.allowance)
             self._watches[key] = watch
         return self._watches[key]
 
@@ -274,7 +274,7 @@ class Board:
 
         return failed
 
-    def _report(self, fault: Fault) -> None:
+    def report(self, fault: Fault) -> None:
         """Replace this arm by the baseline everywhere in this process, before returning."""
         with self._lock:
             before = self._served()

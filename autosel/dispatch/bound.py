@@ -101,10 +101,14 @@ def put(bound: Bound, cell: Cell, resolution: Resolution, watch: Watch | None) -
     bound.beyond_baseline = resolution.beyond_baseline  # type: ignore[method-assign]  # a function's attribute
 
     def explain() -> str:
-        guard = f"\n  guard     {watch.describe()}" if watch else ""
-        return f"{resolution.explain()}{guard}\n  calls     {cell.calls()}"
+        return f"{explained(resolution, watch)}\n  calls     {cell.calls()}"
 
     bound.explain = explain  # type: ignore[method-assign]  # a function's attribute
+
+
+def explained(resolution: Resolution, watch: Watch | None) -> str:
+    """Return what runs and why, and how the guard checks it; the baseline needs none."""
+    return f"{resolution.explain()}\n  guard     {watch.describe()}" if watch else resolution.explain()
 
 
 def make_part(

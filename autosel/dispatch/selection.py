@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from autosel.dispatch.bound import explained
 from autosel.dispatch.resolve import Resolution
 from autosel.dispatch.signature import generate, signature
 from autosel.ops.contract import Op
@@ -79,13 +80,13 @@ def make_selection(
         return [(entry[2], calls(entry)) for entry in list(table.values())]
 
     def explain() -> str:
-        found: dict[str, tuple[Resolution, int]] = {}
-        for resolution, count in uses():
-            key = resolution.explain()
-            found[key] = (resolution, count + (found[key][1] if key in found else 0))
+        found: dict[str, int] = {}
+        for entry in list(table.values()):
+            key = explained(entry[2], entry[4])
+            found[key] = calls(entry) + found.get(key, 0)
         if not found:
             return f"{op.name}: not called yet"
-        return "\n".join(f"{text}\n  calls     {count}" for text, (_, count) in found.items())
+        return "\n".join(f"{text}\n  calls     {count}" for text, count in found.items())
 
     function.uses, function.explain = uses, explain
     selection: Selection = function

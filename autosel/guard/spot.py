@@ -53,13 +53,16 @@ def recipe(dtype: DTypeName, isa: Isa) -> NativeRecipe:
 
 def find(w: Workload, isa: Isa) -> Spot | None:
     """Return the compiled check of a workload on a CPU, or None. Compiles nothing."""
-    if not _covers(w):
-        return None
+    return find_named(w.op, w.dtype, isa) if _covers(w) else None
+
+
+def find_named(name: str, dtype: DTypeName, isa: Isa) -> Spot | None:
+    """Return the compiled check `spot_<name>` for plain operands of a dtype, or None. Compiles nothing."""
     try:
-        digest = source_digest(SOURCE, recipe(w.dtype, isa).flags)
+        digest = source_digest(SOURCE, recipe(dtype, isa).flags)
         if find_artefact(digest) is None:
             return None
-        entry = load_entry(digest, f"spot_{w.op}")
+        entry = load_entry(digest, f"spot_{name}")
     except BuildError:  # no compiler: the digest names one
         return None
 

@@ -91,7 +91,17 @@ class Watch:
         told = f"{checks} of the first {first} calls checked" if self.rate.canary else f"{checks} calls checked"
         if self.rate.spots:
             told += f", a few elements recomputed of {self.spot_checks} more"
-        return f"{told}; slower than the baseline in {d.lost} of {d.pairs}" if d.pairs else told
+        told += f"; slower than the baseline in {d.lost} of {d.pairs}" if d.pairs else ""
+        return told if self.rate.canary else f"{told}; {self._now()}"
+
+    def _now(self) -> str:
+        """Say which calls are checked from now on."""
+        if self.fault is not None:
+            return "given up"
+        shadow, spots = self.rate.shadow, self.policy.spot_rate if self.rate.spots else 0.0
+        compared = f"1 call in {1 / shadow:,.0f} is compared with the baseline" if shadow else ""
+        recomputed = f"1 call in {1 / spots:,.0f} is recomputed in part" if spots else ""
+        return f"now {', '.join(filter(None, (compared, recomputed))) or 'no call is checked'}"
 
     # --- a call that is checked -------------------------------------------------------------------------------------
 

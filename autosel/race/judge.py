@@ -282,7 +282,7 @@ def _settle(race: Race, outcome: Outcome, winner: str, reason: str, told: _Told)
         reason=reason,
         effect=_effect(quoted, winner, race.baseline) if quoted else None,
         over_incumbent=_over_incumbent(race, winner, told),
-        next_best=_next_best(winner, told.screening, timings),
+        next_best=_next_best(winner, told),
         timings=timings,
         e_values=tuple(_e_value(s, finalist, race) for s in confirming) if finalist else (),
         wins=tuple(wins(s, finalist, race.baseline, race.delta) for s in confirming) if finalist else (),
@@ -316,16 +316,10 @@ def _e_value(session: Session, finalist: str, race: Race) -> float:
     return min(e_pairs(n, k) for k, n in (wins(session, finalist, r, race.delta) for r in _rivals(race)))
 
 
-def _next_best(winner: str, screening: Session | None, timings: dict[str, Timing]) -> tuple[str, float] | None:
-    """The fastest other candidate and its time over the winner's, both from the same sessions where possible."""
-    others = [a for a in timings if a != winner]
-    if not others or winner not in timings:
-        return None
-    if screening is not None and winner in screening.arms:
-        own = median(pair_medians(screening, winner))
-        rated = {a: median(pair_medians(screening, a)) / own for a in others if a in screening.arms}
-        if rated:
-            best = min(rated, key=lambda a: rated[a])
-            return best, rated[best]
-    best = min(others, key=lambda a: timings[a].median_us)
-    return best, timings[best].median_us / timings[winner].median_us
+def _next_best(winner: str, told: _Told) -> tuple[str, float] | None:
+    """The fastest other candidate and its time over the winner's: as for the effect, from the confirming sessions where
+    it ran in them, so that two candidates have one ratio."""
+    others = {arm for s in told.all for arm in s.arms} - {winner, CLONE}
+    ratios = {a: _effect(sessions, winner, a).median for a in sorted(others) if (sessions := told.of(winner, a))}
+    best = min(ratios, key=lambda a: ratios[a], default=None)
+    return (best, ratios[best]) if best is not None else None

@@ -29,6 +29,7 @@ from autosel.values import Conditions, Race, Session
 log = logging.getLogger(__name__)
 
 CEILING_SLACK = 1.1
+FAR_ABOVE_FLOOR = 2.0  # how much more than another an arm may be slowed; the arms of real sessions: 1.5 at most
 MAX_ATTEMPTS = 3  # nominees that may follow one another, each with its own debit
 
 Progress = Callable[["Tick"], None]
@@ -319,7 +320,7 @@ def _held(attempt: _Attempt, seat: Seat, take: Callable[[_Attempt, Seat, Terms],
         before = terms.look()
         session = _with_conditions(take(attempt, seat, terms), seat, before, terms.look())
         seat.release()
-        return _below_ceiling(attempt, seat, session)
+        return _below_ceiling(attempt, seat, near_floor(attempt.sessions, session))
     except seat.failures as error:
         kind: Kind = "confirming" if attempt.screening else "screening"
         culprits = seat.blame(error)
@@ -338,6 +339,30 @@ def _with_conditions(session: Session, seat: Seat, before: Reading, after: Readi
 
 def _void(kind: Kind, arms: Sequence[str], why: str) -> Session:
     return Session(kind=kind, seed=0, arms=tuple(arms), pairs=(), calls_per_sample=(), voided=why)
+
+
+def near_floor(earlier: Sequence[Session], session: Session) -> Session:
+    """Void a session in which one arm was slowed far more than another: its ratio would say what slowed that one.
+
+    An arm's floor is the best pair of this session and of those before it. What slows all arms alike (a clock, memory
+    that others use) leaves their ratio as it is.
+    """
+    if session.voided:
+        return session
+    slowed = {arm: s for arm in session.arms if (s := _slowed([*earlier, session], arm)) is not None}
+    if not slowed or max(slowed.values()) <= FAR_ABOVE_FLOOR * min(slowed.values()):
+        return session
+    arm = max(slowed, key=lambda name: slowed[name])
+    told = (
+        f"{arm} took {slowed[arm]:.1f} times as long as in its best pair, another arm {min(slowed.values()):.1f} times"
+    )
+    return replace(session, voided=f"{told}: something slowed one of them alone")
+
+
+def _slowed(sessions: Sequence[Session], arm: str) -> float | None:
+    """Return an arm's median in the last session over its best pair in any; None if it was not timed there."""
+    taken = [pair_medians(s, arm) for s in sessions if not s.voided and arm in s.arms]
+    return median(taken[-1]) / min(map(min, filter(None, taken))) if taken and taken[-1] else None
 
 
 def _below_ceiling(attempt: _Attempt, seat: Seat, session: Session) -> _Held:

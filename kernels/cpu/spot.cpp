@@ -11,11 +11,13 @@
 // shadow checks' subject. A result that is not finite where a finite value is expected gives infinity.
 //
 // bytes   linear, norm_qkv, gate_up, lm_head: kElements rows of each weight   attn: one head's keys and values
+// A thread team's attention (step.cpp) has no op of its own: step_attend looks at norm, rotation, append and attention.
 // time (Zen 4, bf16, llama-1b): linear 2048x2048 2 us, gate_up 8192x2048 5 us, attn L 2048 20 us, the others below 1 us
 #include <algorithm>
 #include <vector>
 
-#include "tensor.h"
+#include "project.h"
+#include "rotate.h"
 
 namespace autosel {
 namespace {
@@ -244,10 +246,12 @@ void rmsnorm(TensorView x, TensorView weight, double eps, double offset, TensorV
   });
 }
 
+// A thread team does not store y.
 void add_rmsnorm(TensorView x, TensorView residual, TensorView weight, double eps, double offset, int64_t sandwich,
-                 TensorView y, TensorView joined, int64_t seed) {
+                 Optional<TensorView> y, TensorView joined, int64_t seed) {
   need(x.ndim() == 2);
-  for (const TensorView* t : {&x, &residual, &y, &joined}) shaped(*t, x, {x.size(0), x.size(1)});
+  for (const TensorView* t : {&x, &residual, &joined}) shaped(*t, x, {x.size(0), x.size(1)});
+  if (y.has_value()) shaped(y.value(), x, {x.size(0), x.size(1)});
   shaped(weight, x, {x.size(1)});
   by_dtype(x, [&](auto tag) {
     using T = decltype(tag);
@@ -266,7 +270,7 @@ void add_rmsnorm(TensorView x, TensorView residual, TensorView weight, double ep
       double scale = widen(w[at]) + offset, r = double(widen(a[at])) + widen(b[at]);
       double value = (sandwich ? widen(a[at]) : r) * rstd * scale, sum = sandwich ? widen(b[at]) + value : r;
       double tiny = kTiny<T> * (2 + (2 + 2 * rstd) * std::fabs(scale));
-      compare(widen(row<T>(y, m)[at]), value, relative * std::fabs(value) + tiny);
+      if (y.has_value()) compare(widen(row<T>(y.value(), m)[at]), value, relative * std::fabs(value) + tiny);
       double error = sandwich ? relative * std::fabs(value) : 2 * kU32 * std::fabs(r);
       compare(widen(row<T>(joined, m)[at]), sum, error + 2 * kUnit<T> * std::fabs(sum) + tiny);
     }
@@ -480,6 +484,80 @@ void paged_attn(TensorView q, TensorView k_pages, TensorView v_pages, TensorView
   });
 }
 
+// A head of a thread team's qkv, normed where a weight is given and rotated: `to` with the team's own arithmetic, of
+// which a few elements are compared with float64, and with `stored` where that is given.
+template <class T>
+void turned_head(Draw& draw, const T* from, const Optional<TensorView>& norm, double eps, double offset, const Turn& turn,
+                 int64_t position, const TensorView& inv_freq, int64_t style, int64_t d, T* to, const T* stored) {
+  static thread_local std::vector<T> rounded;
+  const T* source = from;
+  double rstd = 1, unit = 0;
+  if (norm.has_value()) {
+    rounded.resize(size_t(d) + kLanes);
+    normalise_row(from, data<T>(norm.value()), rounded.data(), d, float(eps), float(offset));
+    source = rounded.data();
+    double squares = 0;
+    for (int64_t i = 0; i < d; ++i) squares += double(widen(from[i])) * widen(from[i]);
+    rstd = 1 / std::sqrt(squares / double(d) + eps), unit = 2 * kUnit<T> + (2 * std::sqrt(double(d)) + 8) * kU32;
+  }
+  int64_t pairs = inv_freq.size(0);
+  rotate(source, to, turn, pairs, style);
+  memcpy(to + 2 * pairs, source + 2 * pairs, size_t(d - 2 * pairs) * sizeof(T));
+  auto at = [&](int64_t i) {
+    return norm.has_value() ? widen(from[i]) * rstd * (widen(data<T>(norm.value())[i]) + offset) : double(widen(from[i]));
+  };
+  const T* got = stored ? stored : to;
+  for (int i = 0; i < kElements; ++i) {
+    int64_t p = draw.below(pairs), first = style ? 2 * p : p, second = style ? 2 * p + 1 : p + pairs;
+    double angle = double(position) * data<float>(inv_freq)[p * inv_freq.stride(0)];
+    double a = at(first), b = at(second), c = std::cos(angle), s = std::sin(angle);
+    double turned = (12 * kU32 * (std::fabs(angle) + 1) + unit) * (std::fabs(a) + std::fabs(b));
+    double one = std::fabs(a * c) + std::fabs(b * s), other = std::fabs(b * c) + std::fabs(a * s);
+    compare(widen(got[first]), a * c - b * s, turned + 4 * kUnit<T> * one + 4 * kTiny<T>);
+    compare(widen(got[second]), b * c + a * s, turned + 4 * kUnit<T> * other + 4 * kTiny<T>);
+  }
+  if (d > 2 * pairs) {
+    int64_t i = 2 * pairs + draw.below(d - 2 * pairs);
+    compare(widen(got[i]), at(i), unit * std::fabs(at(i)) + 2 * kTiny<T>);
+  }
+}
+
+// One query head of one sequence from qkv [B, (Hq + 2 Hkv) D] to out [B, Hq, 1, D], and the new slot of its KV head.
+void step_attend(TensorView qkv, Optional<TensorView> q_norm, Optional<TensorView> k_norm, double eps, double offset,
+                 TensorView positions, TensorView inv_freq, int64_t style, TensorView starts, TensorView lengths,
+                 TensorView k_cache, TensorView v_cache, double scale, int64_t window, double softcap, TensorView out,
+                 int64_t seed) {
+  need(out.ndim() == 4 && k_cache.ndim() == 4 && qkv.ndim() == 2 && inv_freq.ndim() == 1);
+  int64_t batch = out.size(0), heads = out.size(1), d = out.size(3), kv_heads = k_cache.size(1);
+  need(heads % kv_heads == 0 && inv_freq.dtype().bits == 32 && 2 * inv_freq.size(0) <= d && inv_freq.size(0) <= kMostPairs);
+  shaped(qkv, qkv, {batch, (heads + 2 * kv_heads) * d}), shaped(out, qkv, {batch, heads, 1, d});
+  for (const TensorView* t : {&k_cache, &v_cache}) shaped(*t, qkv, {batch, kv_heads, k_cache.size(2), d});
+  for (const Optional<TensorView>* t : {&q_norm, &k_norm})
+    if (t->has_value()) shaped(t->value(), qkv, {d});
+  need(is_int(positions, 64, 1) && is_int(starts, 32, 1) && is_int(lengths, 32, 1));
+  need(positions.size(0) == batch && starts.size(0) == batch && lengths.size(0) == batch && inv_freq.stride(0) == 1);
+  by_dtype(qkv, [&](auto tag) {
+    using T = decltype(tag);
+    static thread_local std::vector<T> q, k;
+    static thread_local Turn angles;
+    q.resize(size_t(d) + kLanes), k.resize(size_t(d) + kLanes);
+    Draw draw{uint64_t(seed)};
+    int64_t b = draw.below(batch), h = draw.below(heads), kv = h / (heads / kv_heads);
+    int64_t position = data<int64_t>(positions)[b * positions.stride(0)], slot = int32_at(starts, b);
+    int64_t end = int32_at(lengths, b), first = window > 0 ? std::max<int64_t>(0, end - window) : 0;
+    need(slot >= 0 && slot < k_cache.size(2) && end <= k_cache.size(2));
+    const T *of_q = row<T>(qkv, b) + h * d, *of_k = row<T>(qkv, b) + (heads + kv) * d, *of_v = of_k + kv_heads * d;
+    turn(angles, position, data<float>(inv_freq), inv_freq.size(0), style != 0);
+    turned_head(draw, of_q, q_norm, eps, offset, angles, position, inv_freq, style, d, q.data(), static_cast<T*>(nullptr));
+    turned_head(draw, of_k, k_norm, eps, offset, angles, position, inv_freq, style, d, k.data(),
+                at4<T>(k_cache, b, kv, slot));
+    if (memcmp(of_v, at4<T>(v_cache, b, kv, slot), size_t(d) * sizeof(T))) worst = INFINITY;
+    attend(draw, q.data(), d, first, end, scale_of(scale, d), softcap,
+           [&](int64_t j) { return at4<T>(k_cache, b, kv, j); }, [&](int64_t j) { return at4<T>(v_cache, b, kv, j); },
+           at4<T>(out, b, h, 0));
+  });
+}
+
 // --- tokens ----------------------------------------------------------------------------------------------------------
 
 // A greedy row's token is an index of its largest logit; any other's lies in the vocabulary, and is possible.
@@ -532,3 +610,4 @@ SPOT(attn)
 SPOT(prefill_attn)
 SPOT(paged_attn)
 SPOT(sample)
+SPOT(step_attend)

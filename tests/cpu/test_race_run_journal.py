@@ -94,7 +94,7 @@ def test_a_continued_race_is_not_journaled() -> None:
         sit=lambda: said.append("sit"),
         release=lambda: said.append("release"),
     )
-    attempt: Any = SimpleNamespace(contest=None, plan=None)
+    attempt: Any = SimpleNamespace(contest=None, plan=None, sessions=[])
     held = _held(attempt, seat, take, Terms(rng=Random(1), journal=kept)).session
     assert replace(held, conditions=None) == session
     assert said == ["in base cpp", "sit", "out", "race", "release"]

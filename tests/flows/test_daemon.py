@@ -433,7 +433,7 @@ def test_a_fault_that_cannot_be_kept_beside_the_snapshot_goes_to_the_daemon(
     monkeypatch.setattr(faults, "write", full)
     board = Board(daemon.home)
     try:
-        board._report(_fault(made))
+        board.report(_fault(made))
         board.hand_over()
     finally:
         board.close()

@@ -291,7 +291,7 @@ def test_a_fault_on_one_device_is_not_held_against_another(
     publish(home, [gpu, cpu])
     with dispatch.use(home) as board:
         assert board.resolution(RMS, W, "cuda:1").candidate == "user:sevens"
-        board._report(fault_of(gpu))
+        board.report(fault_of(gpu))
         assert board.resolution(RMS, W, "cuda:1").candidate == "torch:rmsnorm"
         assert board.resolution(RMS, W, "cpu").candidate == "user:sevens"
 

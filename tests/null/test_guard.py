@@ -966,7 +966,20 @@ def test_all_callables_of_a_bucket_share_its_first_calls(home: Path, user: Calla
     late(X, WEIGHT)
     board.selection(RMS)(X, WEIGHT)
     assert watch.rate.checks == CANARY
-    assert f"guard     {CANARY} calls checked" in late.explain()
+    for told in (late.explain(), board.selection(RMS).explain()):
+        assert f"guard     {CANARY} calls checked; now no call is checked" in told
+    board.close()
+
+
+def test_a_kernel_says_which_of_its_calls_are_checked(home: Path, user: Callable[[str], Arm]) -> None:
+    publish(home, decision(W, user("good")))
+    board = Board(home, Policy(shadow_rate=1 / 2000, max_share=math.inf))
+    bound = board.bind(RMS, (X, WEIGHT))
+    bound(X, WEIGHT)
+    assert f"guard     1 of the first {CANARY} calls checked\n" in bound.explain()
+    while "now" not in bound.explain():
+        bound(X, WEIGHT)
+    assert "; now 1 call in 200 is compared with the baseline" in bound.explain(), "ten times as often at first"
     board.close()
 
 

@@ -66,7 +66,7 @@ def test_a_demoted_arm_leaves_the_call_to_the_engine(home: Path, arm: Callable[[
     publish(home, [d])
     with dispatch.use(home) as board:
         assert norm().eq(7).all()
-        board._report(fault(d))
+        board.report(fault(d))
         assert norm() is None
 
 

@@ -1,0 +1,141 @@
+"""The guard of a thread team's steps: now and then a step stops after a task, and what that task made is looked at.
+
+    watch = StepWatch(policy=..., allowance=..., decision=decision, report=board.report)
+    watch.run(step)          # in the place of step.through()
+
+The task is drawn anew for each step, so that every layer has its turn. A check that suspects it (spot.py) is judged by
+the step op by op up to the same task, on the same inputs: if that passes, the team runs again three times, gives way,
+and the step is served op by op, now and from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from random import Random, SystemRandom
+from typing import Protocol
+
+from autosel.decode.step import Step
+from autosel.guard import Allowance, Policy
+from autosel.ledger.faults import Cause, Fault
+from autosel.values import Decision
+
+log = logging.getLogger(__name__)
+Check = Callable[[int], float]  # seed -> largest |got - expected| / tolerance
+SUSPECT = 2.0  # a check's tolerance is an estimate of the first order
+REPLAYS = 3
+# What stopping costs: a second wake-up of the team, and weights that nobody asked for ahead (bench_guard_faults.py).
+STOP_NS = 20_000
+
+
+class Stopping(Protocol):
+    """A whole step that can stop after any of its tasks."""
+
+    ops: Step
+    candidate: str
+
+    @property
+    def checks(self) -> Sequence[Check | None]:
+        """One for each task."""
+
+    def part(self, begin: int, end: int) -> None:
+        """Run these tasks alone."""
+
+    def through(self) -> None:
+        """Run all tasks."""
+
+    def list_through(self, task: int) -> None:
+        """Run the step op by op, up to what a task stands for."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepWatch:
+    """`decision` is the one by which the team serves, if there is one: without it nothing can be recorded. `report`
+    takes the fault."""
+
+    policy: Policy
+    allowance: Allowance
+    decision: Decision | None
+    report: Callable[[Fault], None]
+    random: Random = field(default_factory=SystemRandom)
+    clock: Callable[[], int] = time.perf_counter_ns
+    checks: int = 0
+    limit: float = SUSPECT  # grows with each suspicion that was not confirmed
+    fault: str = ""  # why the step is run op by op
+
+    def run(self, step: Stopping) -> bool:
+        """Run the step. Return False if it was run op by op, from its first call to its last."""
+        if self.fault:
+            step.ops.run()
+            return False
+        task = self._drawn(step)
+        if task is None:
+            step.through()
+            return True
+        step.part(0, task + 1)
+        if not self._right(step, task):
+            step.ops.run()
+            return False
+        step.part(task + 1, len(step.checks))
+        return True
+
+    def _drawn(self, step: Stopping) -> int | None:
+        """Return the task after which this step stops. Each task of each step is checked at the guard's spot rate, but
+        one a step at most, and as long as the allowance lasts."""
+        count = len(step.checks)
+        if self.random.random() >= self.policy.spot_rate * count or not self.allowance.may():
+            return None
+        task = self.random.randrange(count)
+        return task if step.checks[task] is not None else None
+
+    def _right(self, step: Stopping, task: int) -> bool:
+        """Return False if what the task has made is wrong."""
+        check, seed, start = step.checks[task], self.random.getrandbits(60), self.clock()
+        assert check is not None
+        ratio = check(seed)
+        right = ratio <= self.limit or self._cleared(step, task, check, seed, ratio)
+        self.checks += 1
+        self.allowance.spend(self.clock() - start + STOP_NS)
+        return right
+
+    def _cleared(self, step: Stopping, task: int, check: Check, seed: int, ratio: float) -> bool:
+        """Judge a suspected task by the step op by op. If that fails as well, the tolerance does not fit the inputs."""
+        step.list_through(task)
+        control = check(seed)
+        again = [self._again(step, task, check, seed) for _ in range(REPLAYS)]
+        if control <= self.limit / 2:
+            self._blame(step, task, ratio, control, again)
+            return False
+        if math.isfinite(ratio) and math.isfinite(control):
+            self.limit = max(self.limit, 2 * ratio, 2 * control)
+        return True
+
+    def _again(self, step: Stopping, task: int, check: Check, seed: int) -> float:
+        """The team's once more, which leaves its results where they were."""
+        step.part(0, task + 1)
+        return check(seed)
+
+    def _blame(self, step: Stopping, task: int, ratio: float, control: float, again: Sequence[float]) -> None:
+        wrong = sum(other > self.limit for other in again)
+        cause: Cause = "kernel" if wrong == REPLAYS else "race"
+        what = f"task {task} of {len(step.checks)} is {ratio:.3g} times as far off as it may be"
+        told = f"the step op by op {control:.2g} times; wrong in {wrong} of {REPLAYS} replays"
+        self.fault = f"wrong in service: {what}, {told}"
+        if self.decision is None:
+            log.error("%s no longer takes the step: %s", step.candidate, self.fault)
+            return
+        evidence = {"task": task, "tasks": len(step.checks), "ratio": ratio, "control": control, "replays": list(again)}
+        self.report(
+            Fault(
+                cause=cause,
+                reason=self.fault,
+                decision=self.decision,
+                workload=self.decision.workload.key,
+                evidence={**evidence, "checks_before": self.checks},
+                seen_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+            )
+        )

@@ -1,0 +1,217 @@
+"""Measure the guard of a thread team's steps: what a check costs, and how many steps a fault survives.
+
+    python benchmarks/bench_guard_step.py [--model llama-1b] [--context 2048] [--rounds 60] [--json]
+    python benchmarks/bench_guard_step.py --model smollm2-135m --right 100000      # right steps: none may be given up
+
+Weights and cache are random; every op is served as this home decides. Steps with and without a stop after a random task
+take turns: the difference of their medians is what stopping costs, the check is timed by itself. Checks a step follow
+from the guard's allowance (0.25 % of the time).
+
+For each kind of task a fault is planted in the program that the native step runs, in all layers or in the last one, and
+the chance that a check of a random task sees it is measured. Steps until the team is given up follow by the geometric
+law, for faults that show in every step, in one of 10 and in one of 100.
+
+`--right N`: N steps under the guard's default settings, at whatever load is: the checks that were made, the largest
+ratio of an error to its tolerance, and whether the team was given up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import command_line
+import torch
+
+from autosel import dispatch, fingerprint, models
+from autosel.decode.arms import Written
+from autosel.decode.run import Chosen, Plan, Silent
+from autosel.decode.scene import Scene, set_scene
+from autosel.decode.team import ATTEND, EMBED, PROJECT, TeamStep
+from autosel.decode.watch import STOP_NS, StepWatch
+from autosel.decode.weights import load_weights
+from autosel.guard import Allowance, Policy, spot
+
+RATES = (1.0, 0.1, 0.01)
+LOOKS = 60  # checks of each task with a planted fault
+DOUBLED = struct.unpack("q", struct.pack("d", 2.0))[0]
+
+
+def main() -> int:
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--model", default="llama-1b", help="whose decode step")
+    parser.add_argument("--layers", type=int, default=0, help="only the first so many")
+    parser.add_argument("--context", type=int, default=2048, help="tokens in the cache")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--right", type=int, default=0, metavar="N", help="only run N right steps")
+    options = parser.parse_args()
+    model = models.load(options.model)
+    plan = Plan(model=model, layers=options.layers, seq=options.context, prompt="synthetic")
+    with torch.inference_mode():
+        scene = set_scene(plan, load_weights(plan), fingerprint.take("cpu"), Silent(), time.perf_counter_ns)
+        step = Written(scene, Chosen(form="whole")).list
+        assert isinstance(step, TeamStep) and step.watch is not None
+        found = right_steps(step, options.right) if options.right else measured(scene, step, options)
+    print(json.dumps(found, indent=1) if options.json else told(found))
+    return 1 if found.get("given up") else 0
+
+
+# --- cost ------------------------------------------------------------------------------------------------------------
+
+
+def measured(scene: Scene, step: TeamStep, options: argparse.Namespace) -> dict[str, Any]:
+    rng = Random(1)
+    through_us, stopped_us, check_us = [], [], []
+    for _ in range(options.rounds):
+        for stops in rng.sample([False, True], 2):
+            task = rng.randrange(len(step.tasks))
+            begin = time.perf_counter_ns()
+            if stops:
+                step.part(0, task + 1)
+                pause = time.perf_counter_ns()
+                check = step.checks[task]
+                assert check is not None
+                check(rng.getrandbits(60))
+                check_us.append((time.perf_counter_ns() - pause) / 1e3)
+                step.part(task + 1, len(step.tasks))
+                stopped_us.append((time.perf_counter_ns() - begin) / 1e3 - check_us[-1])
+            else:
+                step.through()
+                through_us.append((time.perf_counter_ns() - begin) / 1e3)
+    step_us, a_check_us = statistics.median(through_us), statistics.fmean(check_us)
+    charged_us = a_check_us + STOP_NS / 1e3
+    checks = min(1.0, Policy().spot_rate * len(step.tasks), spot.SHARE * step_us / charged_us)
+    return {
+        "step_us": step_us,
+        "tasks": len(step.tasks),
+        "check_us": {"mean": a_check_us, "median": statistics.median(check_us), "largest": max(check_us)},
+        "stop_us": statistics.median(stopped_us) - step_us,
+        "checks a step": checks,
+        "share of the step": checks * (a_check_us + max(0.0, statistics.median(stopped_us) - step_us)) / step_us,
+        "faults": [fault(step, name, everywhere, checks) for name in FAULTS for everywhere in (True, False)],
+    }
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+# kind of a task, its place among those of a layer, a word of it (kernels/cpu/step.cpp), what stands there instead
+FAULTS: dict[str, tuple[int, int, int, Callable[[list[int]], int]]] = {
+    "embedding: another row": (EMBED, 0, 5, lambda words: words[5] + 2 * words[6]),
+    "qkv: weights one row off": (PROJECT, 0, 14, lambda words: words[14] + 2 * words[16]),
+    "attention: scores doubled": (ATTEND, 0, 23, lambda words: DOUBLED),
+    "attention: keys of one head": (ATTEND, 0, 21, lambda words: 0),
+    "o: weights one row off": (PROJECT, 1, 14, lambda words: words[14] + 2 * words[16]),
+    "gate_up: weights one row off": (PROJECT, 2, 14, lambda words: words[14] + 2 * words[16]),
+    "down: weights one row off": (PROJECT, 3, 14, lambda words: words[14] + 2 * words[16]),
+    "lm_head: eps a million times": (PROJECT, 4, 11, lambda words: struct.unpack("q", struct.pack("d", 10.0))[0]),
+}
+
+
+def fault(step: TeamStep, name: str, everywhere: bool, checks: float) -> dict[str, Any]:
+    kind, place, word, other = FAULTS[name]
+    kept, chance = step.program.clone(), 0.0
+    tasks = tasks_of(kept.tolist(), kind, place)
+    tasks = tasks if everywhere else tasks[-1:]
+    for task in tasks:
+        step.program[task, word] = other(kept[task].tolist())
+    rng = Random(2)
+    for task in tasks:
+        check = step.checks[task]
+        assert check is not None
+        step.part(0, task + 1)
+        looks = max(1, LOOKS // len(tasks))
+        chance += sum(check(rng.getrandbits(60)) > 2.0 for _ in range(looks)) / looks
+    step.program.copy_(kept)
+    return {
+        "fault": name,
+        "layers": len(tasks),
+        "seen by a check of its tasks": chance / len(tasks),
+        "steps": {f"{rate:g}": steps_until(rate, checks * chance / len(step.tasks)) for rate in RATES},
+    }
+
+
+def tasks_of(program: list[list[int]], kind: int, place: int) -> list[int]:
+    """The tasks of a kind; of projections those at a place of their layer, the output head apart."""
+    found = [i for i, words in enumerate(program) if words[0] == kind]
+    if kind != PROJECT:
+        return found
+    return found[-1:] if place == 4 else found[:-1][place::4]
+
+
+def steps_until(rate: float, seen: float) -> dict[str, int] | None:
+    if not seen:
+        return None
+    each = -math.log1p(-min(rate * seen, 1 - 1e-12))
+    return {"median": math.ceil(math.log(2) / each), "p95": math.ceil(math.log(20) / each)}
+
+
+# --- right steps -----------------------------------------------------------------------------------------------------
+
+
+def right_steps(step: TeamStep, count: int) -> dict[str, Any]:
+    """Run right steps; the ratios of all checks are kept."""
+    ratios: list[float] = []
+
+    def heard(check: Callable[[int], float]) -> Callable[[int], float]:
+        def looked(seed: int) -> float:
+            ratios.append(check(seed))
+            return ratios[-1]
+
+        return looked
+
+    step.checks = tuple(heard(check) if check is not None else None for check in step.checks)
+    step.watch = StepWatch(
+        policy=dispatch.board().policy, allowance=Allowance(), decision=None, report=lambda fault: None
+    )
+    begin = time.monotonic()
+    for _ in range(count):
+        step.run()
+    return {
+        "steps": count,
+        "tasks": count * len(step.tasks),
+        "load": os.getloadavg()[0],
+        "seconds": time.monotonic() - begin,
+        "checks": step.watch.checks,
+        "largest ratio": max(ratios, default=0.0),
+        "given up": step.watch.fault,
+    }
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def told(found: dict[str, Any]) -> str:
+    if "faults" not in found:
+        return ", ".join(f"{name} {value}" for name, value in found.items())
+    check = found["check_us"]
+    lines = [
+        (
+            f"step {found['step_us'] / 1e3:.2f} ms, {found['tasks']} tasks; a check {check['mean']:.1f} us"
+            f" (median {check['median']:.1f}, largest {check['largest']:.1f}), a stop {found['stop_us']:.1f} us;"
+            f" {found['checks a step']:.2f} checks a step, {found['share of the step']:.2%} of it"
+        ),
+        "",
+        "| fault | layers | seen by a check of its tasks | every step | 1 step in 10 | 1 in 100 |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [_line(row) for row in found["faults"]]
+    return "\n".join(lines)
+
+
+def _line(row: dict[str, Any]) -> str:
+    cells: Sequence[Any] = [row["steps"][f"{rate:g}"] for rate in RATES]
+    steps = [f"{c['median']} ({c['p95']})" if c else "not seen" for c in cells]
+    return f"| {row['fault']} | {row['layers']} | {row['seen by a check of its tasks']:.0%} | {' | '.join(steps)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

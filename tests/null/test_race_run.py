@@ -1,0 +1,48 @@
+"""Sessions that a race voids, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autosel.race.run import FAR_ABOVE_FLOOR, near_floor
+from autosel.values import Pair, Session
+
+
+def session(voided: str = "", **medians: list[float]) -> Session:
+    """A session of pairs in which each arm has these medians."""
+    pairs = tuple(Pair(order=tuple(range(len(medians))), samples_ns=tuple((x,) for x in one)) for one in rows(medians))
+    return Session(
+        kind="confirming", seed=0, arms=tuple(medians), pairs=pairs, calls_per_sample=(1,) * len(medians), voided=voided
+    )
+
+
+def rows(medians: dict[str, list[float]]) -> list[tuple[Any, ...]]:
+    return list(zip(*medians.values(), strict=True))
+
+
+QUIET = session(base=[10.0, 10.0, 10.0], fast=[5.0, 5.0, 5.0])
+
+
+def test_a_session_in_which_one_arm_alone_is_slowed_is_void() -> None:
+    stalled = session(base=[30.0, 30.0, 30.0], fast=[5.0, 6.0, 5.0])
+    found = near_floor([QUIET], stalled)
+    assert "base took 3.0 times as long as in its best pair, another arm 1.0 times" in found.voided
+
+
+def test_a_session_that_was_slow_from_its_middle_on_is_void_by_its_own_best_pair() -> None:
+    assert near_floor([], session(base=[10.0, 40.0, 40.0], fast=[5.0, 5.0, 5.0])).voided
+
+
+def test_what_slows_all_arms_alike_voids_nothing() -> None:
+    assert near_floor([QUIET], session(base=[30.0, 30.0, 30.0], fast=[14.0, 15.0, 16.0])).voided == ""
+
+
+def test_a_slowdown_within_the_limit_voids_nothing() -> None:
+    slow = 10.0 * FAR_ABOVE_FLOOR
+    assert near_floor([QUIET], session(base=[slow] * 3, fast=[5.0] * 3)).voided == ""
+
+
+def test_sessions_that_are_void_and_arms_that_were_not_timed_do_not_count() -> None:
+    void = session(voided="throttled", base=[1.0], fast=[5.0])
+    other = session(base=[10.0, 10.0], slow=[90.0, 95.0])
+    assert near_floor([void, other], QUIET) is QUIET
