@@ -19,7 +19,7 @@ from autosel.values import DTYPE_BYTES, Workload
 LENGTHS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 509, 1021)
 NEEDLES = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 254, 255, 256)
 HEADS = ((1, 1), (4, 4), (8, 2), (8, 1), (6, 2), (5, 1), (16, 1), (14, 2))
-WIDTHS = (64, 80, 96, 128, 256)
+WIDTHS = (64, 80, 96, 128, 256, 66)  # the last: 8 does not divide it
 BUDGET = 3 << 19
 NEEDLE_SCORE = 12.0  # e^12 outweighs a quarter of a thousand keys by 500 to 1
 
