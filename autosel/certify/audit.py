@@ -48,6 +48,7 @@ INSTEAD = {
     "packed": "one call for all of it, from packed weights",
     "graph": "a graph of its ops",
     "ops": "a call an op",
+    "torch": "PyTorch alone",
 }
 
 
@@ -117,6 +118,8 @@ def audit(made: Certificate) -> Audit:
 
 
 def _untimed(made: Certificate) -> str:
+    if made.mode.startswith("torch."):
+        return "no op was timed by itself: PyTorch takes the step"
     return untimed(prealloc=made.options.get("prealloc") is not False, drafts=bool(made.options.get("speculate")))
 
 

@@ -206,9 +206,16 @@ def _other_form(made: Certificate, plan: Plan) -> str:
         why = "layout plain packs no weights" if plan.layout == "plain" else "only a team reads packed weights"
         return f"options: saved_bytes of a step in mode {made.mode!r:.40}: {why}"
     execution = made.mode.partition(".")[0]
+    if execution == "torch" and (claimed := [label for label, o in made.per_op.items() if _decided(o)]):
+        return f"per_op: {claimed[0]!r:.60} is decided, and PyTorch alone takes the steps of mode {made.mode!r:.40}"
     if plan.step != "auto" and execution != EXECUTION[plan.step]:
         return f"options: step {plan.step!r} was asked for, and mode is {made.mode!r:.40}"
     return ""
+
+
+def _decided(o: OpFigures) -> bool:
+    """Does a decision stand behind an op that is part of PyTorch's step? It chooses no tokens."""
+    return o.op != "sample" and (o.decision_id is not None or o.candidate.partition(":")[0] != "torch")
 
 
 def _other_limits(made: Certificate, plan: Plan) -> str:

@@ -158,7 +158,7 @@ def shares(found: Audit) -> list[str]:
     return lines
 
 
-TOLD = {"fused", "graph", "team", "packed"}  # which forms make something of one call that were several
+TOLD = {"fused", "torch", "graph", "team", "packed"}  # which forms make something of one call that were several
 
 
 def fusions(found: Audit) -> list[str]:

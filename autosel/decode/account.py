@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autosel import dispatch, ops
 from autosel.candidates import registry
 from autosel.decode.device import time_calls
 from autosel.decode.graph import GraphStep
+from autosel.decode.persistent import AnyStep
 from autosel.decode.run import Choice, OpTime, Plan
 from autosel.decode.step import Call, Step, WholeStep
+from autosel.decode.torch_step import TorchStep
 from autosel.dispatch.bound import make_bound
 from autosel.dispatch.resolve import Resolution
 from autosel.models import labels
@@ -19,6 +21,7 @@ from autosel.values import DTYPE_BYTES, SERVING, Decision, Workload
 
 OP_ROUNDS = 11
 OVERHEAD_ROUNDS = 51
+AS_IT_WAS = "PyTorch takes the whole step"  # the reason of a baseline that no decision chose
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -42,12 +45,25 @@ def names(plan: Plan) -> Mapping[str, str]:
     return labels(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
 
 
-def choices_of(step: Step | GraphStep | WholeStep, plan: Plan) -> tuple[Choice, ...]:
-    """From the callables that the step is bound to, in the order a step runs them; of a whole step, from its tasks."""
+def choices_of(step: AnyStep, plan: Plan) -> tuple[Choice, ...]:
+    """From the callables that the step is bound to, in the order a step runs them; of a whole step, from its tasks; the
+    baselines of PyTorch's step."""
+    if isinstance(step, TorchStep):
+        replaced = _by_workload(step.replaced).values()
+        return (*_choices_of_torch(replaced, plan), *_choices_of_list(step.last, plan))
     step = step.ops if isinstance(step, GraphStep) else step
-    if not isinstance(step, Step):
-        return _choices_of_whole(step, plan)
-    return tuple(_choice_of(c, plan) for c in _by_workload(step.calls).values() if c[0].workload is not None)
+    return _choices_of_list(step.calls, plan) if isinstance(step, Step) else _choices_of_whole(step, plan)
+
+
+def _choices_of_list(calls: Sequence[Call], plan: Plan) -> tuple[Choice, ...]:
+    return tuple(_choice_of(c, plan) for c in _by_workload(calls).values() if c[0].workload is not None)
+
+
+def _choices_of_torch(groups: Iterable[Sequence[Call]], plan: Plan) -> Iterator[Choice]:
+    for calls in groups:
+        w = calls[0].workload
+        if w is not None:
+            yield _choice(w, len(calls), plan, registry.baseline(w.op).name, None, AS_IT_WAS)
 
 
 def _choice_of(calls: Sequence[Call], plan: Plan) -> Choice:
@@ -137,8 +153,10 @@ def _choice(w: Workload, count: int, plan: Plan, candidate: str, decision: Decis
 # --- how long each took ----------------------------------------------------------------------------------------------
 
 
-def time_ops(step: Step | GraphStep | WholeStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTime, ...]:
-    """Medians over every call of each op in whole steps with a clock around each op."""
+def time_ops(step: AnyStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTime, ...]:
+    """Medians over every call of each op in whole steps with a clock around each op; none of PyTorch's step."""
+    if isinstance(step, TorchStep):
+        return ()
     step = step.ops if isinstance(step, GraphStep) else step
     if not isinstance(step, Step):
         return _time_tasks(step, plan)
@@ -213,9 +231,11 @@ class _Nothing:
             function(*arguments)
 
 
-def overhead_ns(step: Step | GraphStep | WholeStep, clock: Callable[[], int]) -> float:
+def overhead_ns(step: AnyStep, clock: Callable[[], int]) -> float | None:
     """Median time to go through the step's list, through the cell behind every op, with no work done; of a whole step,
-    to call it with nothing to do; of a graph, until the call that replays it has returned."""
+    to call it with nothing to do; of a graph, until the call that replays it has returned. None of PyTorch's step."""
+    if isinstance(step, TorchStep):
+        return None
     if isinstance(step, Step):
         idle = _Nothing(flat=[(_idle(call), call.arguments) for call in step.calls]).run
     elif isinstance(step, GraphStep):

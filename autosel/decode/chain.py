@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autosel.decode.device import step_timer
-from autosel.decode.graph import GraphStep
 from autosel.decode.run import FORMS, HALVES, Chain, Form, Half, Way
 from autosel.decode.scene import Scene
-from autosel.decode.step import Step, WholeStep, write_step
+from autosel.decode.step import Runnable, write_step
 from autosel.race.idle import wait_until_idle
 
 ROUNDS = 9
@@ -52,7 +51,7 @@ def _medians(scene: Scene, chains: list[Chain]) -> list[float]:
     return step_medians(scene, steps)
 
 
-def step_medians(scene: Scene, steps: Sequence[Step | GraphStep | WholeStep]) -> list[float]:
+def step_medians(scene: Scene, steps: Sequence[Runnable]) -> list[float]:
     """Median ns of each step by the clock that certifies steps; each round takes all of them in an order drawn anew."""
     timer = step_timer(scene.plan.device, scene.clock)
     times: list[list[float]] = [[] for _ in steps]

@@ -18,6 +18,7 @@ from autosel.decode.prove import Proven, prove
 from autosel.decode.question import Question, ask, form_of
 from autosel.decode.run import FUSED, WHOLE, Chain, Chosen, StepForm, Way
 from autosel.decode.scene import Scene
+from autosel.decode.torch_step import AS_PYTORCH
 from autosel.decode.weights import reference_bytes
 from autosel.errors import DeviceFault, LedgerError, UsageError
 from autosel.ledger.store import Ledger
@@ -25,9 +26,13 @@ from autosel.values import Decision
 
 TAKEN: Mapping[StepForm, str] = {
     "ops": "op by op",
+    "torch": "by PyTorch alone, as before autosel",
     "graph": "as a graph of its ops",
     "packed": "by one thread team, from packed weights",
 }
+
+
+UNCHAINED = (*WHOLE, "torch")  # forms to which the race of chains says nothing
 
 
 def choose(scene: Scene, ledger: Ledger | None, *, decides: bool = True) -> Chosen:
@@ -38,7 +43,8 @@ def choose(scene: Scene, ledger: Ledger | None, *, decides: bool = True) -> Chos
     """
     question = ask(scene, ledger)
     scene.listener.stage("chain", "whole steps", 0, 1)
-    chain, ways = choose_chain(scene) if scene.plan.listed and question.form not in WHOLE else (FUSED, ())
+    chained = scene.plan.listed and question.form not in UNCHAINED
+    chain, ways = choose_chain(scene) if chained else (FUSED, ())
     if question.known is not None and question.form not in WHOLE:
         return _obeyed(scene, question, question.known, Proven(), chain, ways)
     proven = prove(scene, ledger, chain, question)
@@ -116,9 +122,9 @@ def _fastest(scene: Scene, proven: Proven, chain: Chain, ways: Sequence[Way]) ->
 
 
 def _chosen(form: StepForm, chain: Chain, ways: Sequence[Way], raced: Sequence[Way], note: str) -> Chosen:
-    """Leave the race of chains out where the step is taken whole: it is made of the fused one."""
-    if form in WHOLE:
-        return Chosen(form=form, ways=tuple(raced), note=note)
+    """Leave the race of chains out where the step is taken whole, which is always fused, or by PyTorch."""
+    if form in UNCHAINED:
+        return Chosen(form=form, chain=AS_PYTORCH if form == "torch" else FUSED, ways=tuple(raced), note=note)
     return Chosen(form=form, chain=chain, ways=(*ways, *raced), note=note)
 
 

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from autosel.decode.cache import Cache, make_cache
-from autosel.decode.graph import GraphStep
 from autosel.decode.model import Batch, Decoder
-from autosel.decode.persistent import serve
+from autosel.decode.persistent import AnyStep, serve
 from autosel.decode.run import FUSED, GREEDY, Chain, Sampling, StepForm
 from autosel.decode.sample import Sampler
-from autosel.decode.step import Direct, Place, Step, WholeStep
+from autosel.decode.step import Direct, Place
 from autosel.decode.weights import refuse_other_tokens
 from autosel.errors import UsageError
 from autosel.models.passes import CHUNK, rows_at_once
@@ -147,7 +146,7 @@ def batch_of(tokens: Tensor, start: int) -> Batch:
 class _Written:
     """Steps by the written list."""
 
-    def __init__(self, step: Step | GraphStep | WholeStep, sampler: Sampler) -> None:
+    def __init__(self, step: AnyStep, sampler: Sampler) -> None:
         self.step, self.cache, self.place, self.sampler = step, step.cache, step.place, sampler
 
     def __call__(self) -> tuple[Tensor, list[int]]:

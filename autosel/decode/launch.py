@@ -18,7 +18,7 @@ from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import Bound, Entries, StepBuild
 from autosel.decode.program import Attend, Embed, Norm, Program, ProgramOp, Project, Rotate, lower
 from autosel.decode.run import Offer, Plan, StepForm
-from autosel.decode.step import Call, Rewritten, Step
+from autosel.decode.step import Call, Raced, Rewritten, Step
 from autosel.decode.weights import Weights
 from autosel.errors import DeviceFault, UsageError
 from autosel.formats import PLAIN
@@ -180,7 +180,7 @@ class OneLaunch:
     def arm(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm | None:
         return arm_of(step, fp)
 
-    def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
+    def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint, raced: Raced) -> str:
         """Where it cannot be, or the rates that were measured say that it gains too little."""
         answer = supports(fused, fp)
         if isinstance(answer, Rejected):

@@ -166,6 +166,8 @@ def _notes(plan: Plan, chosen: Chosen, text: Text | None = None) -> tuple[str, .
     notes = [f"chain: attention {chosen.chain.attn}, feed-forward {chosen.chain.mlp}"]
     if chosen.form in WHOLE:
         notes = [kind_of(plan.device).taken]
+    if chosen.form == "torch":
+        notes = ["step: PyTorch's own, as before autosel"]
     if chosen.form == "graph":
         notes.append("step: a graph of its ops, replayed")
     if chosen.note:

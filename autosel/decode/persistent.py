@@ -21,12 +21,15 @@ from autosel.decode.graph import GraphStep
 from autosel.decode.model import Decoder
 from autosel.decode.run import FUSED, WHOLE, Chain, Offer, Plan, StepForm
 from autosel.decode.sample import Sampler
-from autosel.decode.step import Place, Step, WholeStep, write_step
+from autosel.decode.step import Place, Raced, Step, WholeStep, write_step
 from autosel.decode.team import TeamStep
+from autosel.decode.torch_step import AS_PYTORCH, TorchStep
 from autosel.decode.watch import StepWatch
 from autosel.decode.weights import Weights
 from autosel.errors import UsageError
 from autosel.values import Arm, Decision, Fingerprint, Rejected, Support
+
+AnyStep = Step | TorchStep | GraphStep | WholeStep
 
 
 class Kind(Protocol):
@@ -51,8 +54,8 @@ class Kind(Protocol):
     def arm(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm | None:
         """Return what `write` would make of the step, as it would be compiled; None where it would refuse."""
 
-    def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
-        """Why nobody should wait for its compilation unasked, or ""; `ops` is the step that serves now."""
+    def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint, raced: Raced) -> str:
+        """Return why it should not be compiled unasked, or ""; `ops` is the step that serves now."""
 
 
 def kind_of(device: str) -> Kind:
@@ -80,14 +83,17 @@ def write(
     *,
     form: StepForm = "ops",
     fp: Fingerprint | None = None,
-) -> Step | GraphStep | WholeStep:
-    """Write the step in one form: op by op or as a graph with the ops of the chain, or whole, which is always fused.
+) -> AnyStep:
+    """Write the step in one form: op by op or as a graph with the ops of the chain; by PyTorch alone; or whole, which
+    is always fused.
 
     `fp` is the device that takes it whole; None: that of the weights.
     """
     if form in WHOLE:
         found = fp or fingerprint.take(str(decoder.weights.device))
         return KINDS[found.kind].write(write_step(decoder, cache, place, FUSED, sampler), found, form)
+    if form == "torch":
+        return TorchStep.of(write_step(decoder, cache, place, AS_PYTORCH, sampler))
     step = write_step(decoder, cache, place, chain, sampler)
     return GraphStep.of(step) if form == "graph" else step
 
@@ -102,7 +108,7 @@ def serve(
     form: StepForm = "ops",
     fp: Fingerprint | None = None,
     decision: Decision | None = None,
-) -> Step | GraphStep | WholeStep:
+) -> AnyStep:
     """Write the step as `write` does, under the guard: a thread team's is checked while it serves (watch.py), the ops
     of a list are in any case. `decision`: the one by which the form serves, which a fault demotes."""
     found = fp or fingerprint.take(str(decoder.weights.device))

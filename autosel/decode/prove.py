@@ -13,21 +13,23 @@ import torch
 from autosel.decode.graph import GraphStep
 from autosel.decode.hold import holding, refuse_held
 from autosel.decode.packed import pack
+from autosel.decode.persistent import AnyStep
 from autosel.decode.question import Question
 from autosel.decode.run import WHOLE, Chain, StepForm
 from autosel.decode.scene import Scene, judged
-from autosel.decode.step import Step, WholeStep, fresh_logits, write_step
+from autosel.decode.step import Step, fresh_logits, write_step
+from autosel.decode.torch_step import AS_PYTORCH, TorchStep
 from autosel.decode.weights import reference_bytes
 from autosel.errors import BuildError, DeviceFault, ParityError, UsageError
 from autosel.ledger.store import Ledger
-from autosel.values import Passed
+from autosel.values import Decision, Passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proven:
     """The forms that may take the step: op by op first, then those that passed. `note`: why others did not."""
 
-    steps: Mapping[StepForm, Step | GraphStep | WholeStep] = field(default_factory=dict)
+    steps: Mapping[StepForm, AnyStep] = field(default_factory=dict)
     proofs: Mapping[StepForm, Passed] = field(default_factory=dict)
     note: str = ""
 
@@ -44,10 +46,10 @@ def prove(scene: Scene, ledger: Ledger | None, chain: Chain, question: Question)
     if not forms:
         return Proven(note="; ".join(notes))
     ops = write_step(scene.decoder, scene.cache, scene.place, chain)
-    if "whole" in forms and question.form not in WHOLE and (why := _reluctance(scene, ops)):
+    if "whole" in forms and question.form not in WHOLE and (why := _reluctance(scene, ledger, ops)):
         forms = [form for form in forms if form not in WHOLE]
         notes.append(f"no {scene.kind.name}: {why}; --step whole asks for one")
-    steps: dict[StepForm, Step | GraphStep | WholeStep] = {"ops": ops}
+    steps: dict[StepForm, AnyStep] = {"ops": ops}
     proofs: dict[StepForm, Passed] = {}
     for form in forms:
         try:
@@ -59,12 +61,19 @@ def prove(scene: Scene, ledger: Ledger | None, chain: Chain, question: Question)
     return Proven(steps=steps, proofs=proofs, note="; ".join(notes))
 
 
-def _reluctance(scene: Scene, ops: Step) -> str:
+def _reluctance(scene: Scene, ledger: Ledger | None, ops: Step) -> str:
     """Why a whole step that nothing was decided about promises too little to be compiled unasked, or ""."""
+
+    def raced(decision: Decision | None) -> frozenset[str]:
+        if ledger is None or decision is None or decision.state != "kept":
+            return frozenset()
+        found = ledger.evidence(decision.id).parities
+        return frozenset(arm.candidate for arm, parity in found if isinstance(parity, Passed))
+
     if scene.plan.step == "whole":
         return ""
     fused = write_step(scene.decoder, scene.cache, scene.place)
-    return scene.kind.reluctant(ops, fused, scene.plan, scene.fp)
+    return scene.kind.reluctant(ops, fused, scene.plan, scene.fp, raced)
 
 
 def _refusal(scene: Scene, form: StepForm, why: str) -> str:
@@ -74,10 +83,12 @@ def _refusal(scene: Scene, form: StepForm, why: str) -> str:
 
 def _proven(
     scene: Scene, ledger: Ledger | None, ops: Step, form: StepForm, question: Question
-) -> tuple[GraphStep | WholeStep, Passed]:
+) -> tuple[AnyStep, Passed]:
     """The step in this form, and its proof."""
     arm = question.arms.get(form)
     digests = {arm.digest, arm.build} if arm is not None else set()
+    if form == "torch":
+        return _as_it_was(scene)
     if form == "graph":
         refuse_held(ledger, scene.fp, "the graph", digests)
         captured = GraphStep.of(ops)
@@ -89,7 +100,15 @@ def _proven(
         return whole, _refuse_other_logits(scene, ops, whole, whole.candidate)
 
 
-def _refuse_other_logits(scene: Scene, ops: Step, other: GraphStep | WholeStep, name: str) -> Passed:
+def _as_it_was(scene: Scene) -> tuple[TorchStep, Passed]:
+    """PyTorch's step is the baseline that the others are judged by: its own distance from the reference is recorded."""
+    step = TorchStep.of(write_step(scene.decoder, scene.cache, scene.place, AS_PYTORCH))
+    logits = fresh_logits(step)
+    error, bound = judged(logits, logits, scene.reference(), scene.plan.dtype)
+    return step, Passed(cases=1, worst=error / bound, worst_case="logits against a pass in higher precision")
+
+
+def _refuse_other_logits(scene: Scene, ops: Step, other: AnyStep, name: str) -> Passed:
     """Raises ParityError, DeviceFault."""
     expected = fresh_logits(ops).clone()  # a graph of the list writes where the list does
     found = fresh_logits(other)

@@ -5,20 +5,20 @@
 A decision holds for the model's dimensions, the batch, the bucket of context lengths, the threads; and for as long as
 every form that could be taken, and what serves every op of the step they were raced against, are what they were.
 
-The forms of a step are arms of the ledger: op by op, the baseline; a graph of that, where the device has graphs; and
-whole, by the device itself (persistent.py).
+The forms of a step are arms of the ledger: op by op, the baseline; PyTorch's own step, as it was before autosel; a
+graph of the ops, where the device has graphs; and whole, by the device itself (persistent.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from autosel.candidates.arms import python_digest
-from autosel.decode import graph
-from autosel.decode.run import FORMS, WHOLE, Chain, Offer, StepForm
+from autosel.decode import graph, torch_step
+from autosel.decode.run import FORMS, WHOLE, Chain, Form, Offer, StepForm
 from autosel.decode.scene import Scene
 from autosel.decode.step import Step, write_step
 from autosel.decode.team import PACKED
@@ -40,10 +40,12 @@ from autosel.values import (
 )
 
 OPS = "ops:step"  # in the forms of the chain that was fastest, by whatever serves each op
+TORCH = "torch:step"  # PyTorch alone
 GRAPH = "graph:step"
 WRITER = PythonRecipe(target="autosel.decode.step:write_step")
 CAPTURER = PythonRecipe(target="autosel.decode.graph:captured")
-_FORMS: Mapping[str, StepForm] = {OPS: "ops", GRAPH: "graph", PACKED: "packed"}
+EAGER = PythonRecipe(target="autosel.decode.torch_step:TorchStep")
+_FORMS: Mapping[str, StepForm] = {OPS: "ops", TORCH: "torch", GRAPH: "graph", PACKED: "packed"}
 REST = timedelta(hours=1)  # for so long an undecided step is not raced again
 
 
@@ -74,14 +76,16 @@ def form_of(candidate: str) -> StepForm:
 def ask(scene: Scene, ledger: Ledger | None) -> Question:
     """Return what there is to choose from, and what is decided about it."""
     plan, hw_id = scene.plan, scene.fp.hw_id
+    chains = _chains(scene) if plan.step == "auto" and plan.listed else {}
+    pytorch = isinstance(torch_step.supports(plan), Accepted) and _ours(chains.values())
     graphs = plan.step != "ops" and isinstance(graph.supports(plan), Accepted)
     offer = scene.kind.offer(plan, scene.decoder.weights, scene.fp) if plan.step in ("auto", "whole") else Offer()
-    able: tuple[StepForm, ...] = (*(("graph",) if graphs else ()), *offer.forms)
+    able: tuple[StepForm, ...] = (*(("torch",) if pytorch else ()), *(("graph",) if graphs else ()), *offer.forms)
     plain = plan.layout == "plain" and "packed" in able
     forms = tuple(form for form in able if form not in offer.refused and not (plain and form == "packed"))
     w, mode = workload_of(plan.shape, plan.dtype, plan.batch, plan.seq), current_mode("team")
     asks = ledger is not None and plan.step == "auto" and plan.listed and not plain
-    arms = arms_of(scene, able) if asks else {}
+    arms = arms_of(scene, able, chains) if asks else {}
     contested = {form: arm for form, arm in arms.items() if form in ("ops", *forms)}
     known = None
     if ledger is not None and len(arms) > 1:
@@ -133,14 +137,26 @@ def _fresh_doubt(ledger: Ledger, hw_id: str, bucket: str, mode: str, arms: Mappi
 # --- the forms as arms -----------------------------------------------------------------------------------------------
 
 
-def arms_of(scene: Scene, able: Sequence[StepForm]) -> dict[StepForm, Arm]:
-    """Every form of the scene's step, as it would be written now; the baseline first."""
+def _chains(scene: Scene) -> dict[Form, Step]:
+    """Write the step op by op, once with each form of a half layer."""
     decoder = scene.decoder
     forms = [form for form in FORMS if form != "added" or not decoder.shape.sandwich]
-    steps = {form: write_step(decoder, scene.cache, scene.place, Chain(attn=form, mlp=form)) for form in forms}
+    return {form: write_step(decoder, scene.cache, scene.place, Chain(attn=form, mlp=form)) for form in forms}
+
+
+def _ours(steps: Iterable[Step]) -> bool:
+    """Return True if a decision of ours serves an op in any of the chains; else PyTorch runs every op anyway."""
+    candidates = {getattr(call.function, "candidate", "") for step in steps for call in step.calls}
+    return any(candidate.partition(":")[0] not in ("", "torch") for candidate in candidates)
+
+
+def arms_of(scene: Scene, able: Sequence[StepForm], steps: Mapping[Form, Step]) -> dict[StepForm, Arm]:
+    """Return every form of the scene's step, as it would be written now; the baseline first. `steps`: its chains."""
     served = _served(list(steps.values()))
     backend: Backend = "CPP" if scene.fp.kind == "cpu" else "CUDA_EXT"
     found: dict[StepForm, Arm] = {"ops": _python_arm(OPS, backend, WRITER, served)}
+    if "torch" in able:
+        found["torch"] = _python_arm(TORCH, "TORCH", EAGER, "")
     if "graph" in able:
         found["graph"] = _python_arm(GRAPH, backend, CAPTURER, served)
     whole = {form: scene.kind.arm(steps["fused"], scene.fp, form) for form in able if form in WHOLE}

@@ -16,13 +16,12 @@ import torch
 
 from autosel.decode.account import saved_bytes
 from autosel.decode.device import read_windows, step_timer
-from autosel.decode.graph import GraphStep
 from autosel.decode.hold import blame, control_fault
-from autosel.decode.persistent import write
+from autosel.decode.persistent import AnyStep, write
 from autosel.decode.question import OPS, Question, form_of
 from autosel.decode.run import Chain
 from autosel.decode.scene import Scene
-from autosel.decode.step import Step, WholeStep
+from autosel.decode.step import Step
 from autosel.errors import DeviceFault
 from autosel.ledger.key import budget_key
 from autosel.ledger.store import Ledger
@@ -114,7 +113,7 @@ class Steps:
     def close(self) -> None:
         """Nothing is held between sessions."""
 
-    def written(self, candidate: str) -> Step | GraphStep | WholeStep:
+    def written(self, candidate: str) -> AnyStep:
         scene, form = self.scene, form_of(candidate)
         step = write(scene.decoder, scene.cache, scene.place, self.chain, form=form, fp=scene.fp)
         self.moved[candidate] = bytes_of(scene) - saved_bytes(step)
@@ -131,7 +130,7 @@ class StepSeat:
         self.steps, self.arms, self.plan = steps, list(arms), plan
         self.timer = step_timer(steps.scene.plan.device, steps.scene.clock)
         self.streams = bytes_of(steps.scene) > CACHES * last_level_bytes(steps.scene.fp)
-        self.written: dict[str, Step | GraphStep | WholeStep] = {}
+        self.written: dict[str, AnyStep] = {}
         self.runs = OPS  # the arm at hand
         self.watch: Watch | None = watch() if steps.scene.plan.device == "cpu" else None
 

@@ -17,12 +17,13 @@ from autosel.models.shape import ModelShape
 from autosel.values import Backend, Decision, DTypeName, Fingerprint, State
 
 Layout = Literal["contiguous", "paged"]
-# How a step is run: op by op; the same list of calls replayed as a CUDA graph; by one native call or launch of the
-# device; by that, from weights packed without loss.
-StepForm = Literal["ops", "graph", "whole", "packed"]
+# How a step is run: op by op; by PyTorch alone, as the baseline is; the list of ops replayed as a CUDA graph; by one
+# native call or launch of the device; by that, from weights packed without loss.
+StepForm = Literal["ops", "torch", "graph", "whole", "packed"]
 WHOLE: tuple[StepForm, ...] = ("whole", "packed")
-EXECUTION: Mapping[StepForm, Literal["eager", "graph", "team"]] = {
+EXECUTION: Mapping[StepForm, Literal["eager", "torch", "graph", "team"]] = {
     "ops": "eager",
+    "torch": "torch",
     "graph": "graph",
     "whole": "team",
     "packed": "team",
@@ -252,13 +253,14 @@ class Way:
     or, of the step itself, one way to run it.
 
     `fused`: one op from the block's input through its first projection. `normed`: norm and projection apart. `added`:
-    residual and norm in one op, then the projection. `ops`: op by op, in the chosen forms. `graph`: replayed. `team`:
-    the device takes it whole, by one native call or launch. `packed`: the same, its weights packed without loss.
+    residual and norm in one op, then the projection. `ops`: op by op, in the chosen forms. `torch`: by PyTorch alone,
+    as the baseline is. `graph`: replayed. `team`: the device takes it whole, by one native call or launch. `packed`:
+    the same, its weights packed without loss.
     A certificate has these words; `Way.of_step` gives them for a form of the step.
     """
 
     half: Half | Literal["step"]
-    form: Literal["fused", "normed", "added", "ops", "graph", "team", "packed"]
+    form: Literal["fused", "normed", "added", "ops", "torch", "graph", "team", "packed"]
     step_us: float  # median of a few whole steps, in turn with the other forms
     taken: bool
 

@@ -7,7 +7,7 @@ to go through the list; Python then takes a microsecond or two a call and alloca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -24,9 +24,11 @@ from autosel.decode.weights import Weights, looked_up
 from autosel.dispatch import Bound
 from autosel.ops.contract import DTYPE, Op
 from autosel.ops.weight import Matrix
-from autosel.values import Workload, length_bucket
+from autosel.values import Decision, Workload, length_bucket
 
 ATTENTION = ("attn", "paged_attn")
+# The candidates that passed parity before the race behind a decision that kept the baseline.
+Raced = Callable[[Decision | None], Collection[str]]
 
 
 # --- at once ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from autosel.decode.packed import MOST_THREADS, Packed
 from autosel.decode.program import Attend, Embed, Norm, Program, Project, Rotate, lower
 from autosel.decode.run import Offer, Plan, StepForm
 from autosel.decode.spot import checks_of
-from autosel.decode.step import Call, Rewritten, Step
+from autosel.decode.step import Call, Raced, Rewritten, Step
 from autosel.decode.watch import Check, StepWatch
 from autosel.decode.weights import Weights
 from autosel.formats import PLAIN
@@ -112,12 +112,13 @@ class ThreadTeam:
     def arm(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm | None:
         return arm_of(step, fp, form)
 
-    def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint) -> str:
-        """Where something else serves what weighs."""
-        for call in ops.calls:
-            candidate = getattr(call.function, "candidate", "")
-            if call.op in DECIDED and candidate != kernel_of(call):
-                return f"{call.op} is served by {candidate}, not by {kernel_of(call)}"
+    def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint, raced: Raced) -> str:
+        """Return an op that moves most of the bytes, and whose kernel here is neither served nor proven: a kernel that
+        lost its own race, or was left undecided, may win as a part of the whole."""
+        for call in (c for c in ops.calls if c.op in DECIDED):
+            candidate, kernel = getattr(call.function, "candidate", ""), kernel_of(call)
+            if kernel not in (candidate, *raced(getattr(call.function, "decision", None))):
+                return f"{call.op} is served by {candidate}, not by {kernel}"
         return ""
 
 

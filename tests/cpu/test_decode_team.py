@@ -21,7 +21,7 @@ from autosel.decode.measure import measure
 from autosel.decode.model import Decoder
 from autosel.decode.run import Plan
 from autosel.decode.step import Place, write_step
-from autosel.decode.team import TASK_WORDS, TeamStep, write_team
+from autosel.decode.team import TASK_WORDS, TeamStep, ThreadTeam, write_team
 from autosel.decode.weights import load_weights
 from autosel.values import Fingerprint
 from tests.cpu.test_decode import COUNT, PROMPTS, WINDOW, Oracle, assert_same, compiled, one_thread, oracle
@@ -194,15 +194,29 @@ def test_a_team_that_nothing_was_decided_for_is_not_tried_unasked(oracle: Oracle
 
 
 @one_family
+def test_a_team_is_tried_if_its_kernels_were_proven_here_and_did_not_win_alone(oracle: Oracle, fp: Fingerprint) -> None:
+    plan, weights = plan_of(oracle), load_weights(plan_of(oracle))
+    cache = make_cache(plan.shape, "fp32", rows=1, room=40, page=0, device=weights.device)
+    ops = write_step(Decoder(weights), cache, Place.at(torch.tensor([1]), [29]))
+
+    def why(*proven: str) -> str:
+        return ThreadTeam().reluctant(ops, ops, plan, fp, lambda _: proven)
+
+    assert why() == "attn is served by torch:sdpa, not by cpp:attn_decode"
+    assert why("cpp:attn_decode", "cpp:lm_head") == "linear is served by torch:linear, not by cpp:gemv"
+    assert why("cpp:gemv", "cpp:lm_head", "cpp:attn_decode") == ""
+
+
+@one_family
 @pytest.mark.parametrize(("gain", "taken"), [(1.5, True), (1.001, False)])
 def test_a_team_is_used_if_its_kernels_serve_and_it_wins(
     oracle: Oracle, compiled: set[str], monkeypatch: pytest.MonkeyPatch, gain: float, taken: bool
 ) -> None:
-    monkeypatch.setattr(choose, "step_medians", lambda *_: [1e6 * gain, 1e6])
+    monkeypatch.setattr(choose, "step_medians", lambda *_: [1e6 * gain, 2e6, 1e6])  # of ops, PyTorch and the team
     plan = plan_of(oracle)
     made = measure(plan, load_weights(plan))
     assert made.mode_key.startswith("team." if taken else "eager.")
-    assert [w.taken for w in made.ways if w.half == "step"] == [not taken, taken]
+    assert [w.taken for w in made.ways if w.half == "step"] == [not taken, False, taken]
     assert measure(dataclasses.replace(plan, step="ops"), load_weights(plan)).mode_key.startswith("eager.")
 
 

@@ -16,13 +16,16 @@ from typing import Any
 import pytest
 
 from autosel import fingerprint, models, settings
+from autosel.candidates import registry
+from autosel.certify.certificate import seal
 from autosel.certify.issue import Request, issue
 from autosel.certify.verify import wrong
 from autosel.cli.main import run
 from autosel.decode import packed, race, team
+from autosel.decode.account import AS_IT_WAS
 from autosel.decode.measure import measure
-from autosel.decode.question import OPS
-from autosel.decode.run import FUSED, DecodeRun, Plan
+from autosel.decode.question import OPS, TORCH
+from autosel.decode.run import FUSED, DecodeRun, Plan, Sampling
 from autosel.decode.team import CANDIDATE, PACKED
 from autosel.decode.weights import load_weights
 from autosel.ledger.store import Ledger, open_ledger
@@ -37,17 +40,18 @@ STEP_NS = 20e6
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
-    """Makes the team so many times as fast as op by op, on packed weights once more; the arms that were asked for a
-    sample."""
+    """Make the team so many times as fast as op by op, on packed weights once more, and PyTorch half as fast; return
+    the arms that were asked for a sample."""
 
-    def set_ratio(ratio: float) -> list[str]:
+    def set_ratio(ratio: float, pytorch: float = 0.5) -> list[str]:
         asked: list[str] = []
         noise = Random(3)
 
         def sample(self: Any, arm: str, calls: int) -> float:
             asked.append(arm)
             self.written[arm].run()
-            return STEP_NS / {CANDIDATE: ratio, PACKED: ratio * ratio}.get(arm, 1.0) * noise.gauss(1.0, 0.001)
+            faster = {TORCH: pytorch, CANDIDATE: ratio, PACKED: ratio * ratio}.get(arm, 1.0)
+            return STEP_NS / faster * noise.gauss(1.0, 0.001)
 
         monkeypatch.setattr(race.StepSeat, "_sample", sample)
         monkeypatch.setattr(race.StepSeat, "probe", lambda _: 1e12)
@@ -101,7 +105,7 @@ def test_a_race_that_is_won_is_a_decision_and_the_next_run_takes_it_without_one(
     asked = timed(1.1)
     with open_ledger() as ledger:
         first = measured(plan, ledger)
-        assert first.mode_key.startswith("team.") and set(asked) == {OPS, CANDIDATE}
+        assert first.mode_key.startswith("team.") and set(asked) == {OPS, TORCH, CANDIDATE}
         (decision,) = ledger.history("step")
         evidence = ledger.evidence(decision.id)
         asked.clear()
@@ -114,7 +118,7 @@ def test_a_race_that_is_won_is_a_decision_and_the_next_run_takes_it_without_one(
     assert decision.verdict.effect.median == pytest.approx(1.1, rel=0.01)
     assert asked == [] and second.mode_key == first.mode_key
     assert any(f"decision {decision.id}: " in note for note in second.notes)
-    assert [(w.form, w.taken) for w in second.ways] == [("ops", False), ("team", True)]
+    assert [(w.form, w.taken) for w in second.ways] == [("ops", False), ("torch", False), ("team", True)]
     for verb in ("best", "explain", "history"):
         assert run([verb, "step"]) == 0
         said = capsys.readouterr().out
@@ -137,6 +141,31 @@ def test_a_race_that_is_not_won_is_kept_and_the_next_run_does_not_ask_again(
     assert (decision.state, decision.arm.candidate) == ("kept", OPS)
     assert asked == [] and {first.mode_key[:6], second.mode_key[:6]} == {"eager."}
     assert any("op by op" in note and f"decision {decision.id}" in note for note in second.notes)
+
+
+def test_pytorch_takes_the_step_where_nothing_of_ours_is_faster(
+    plan: Plan, home: Path, timed: Callable[..., list[str]]
+) -> None:
+    asked = timed(0.98, pytorch=1.1)
+    with open_ledger() as ledger:
+        first = measured(plan, ledger)
+        (decision,) = ledger.history("step")
+        asked.clear()
+        second = measured(plan, ledger)
+        sampled = measured(replace(plan, sampling=Sampling(temperature=0.8)), ledger)
+    assert (decision.state, decision.arm.candidate, decision.arm.backend) == ("promoted", TORCH, "TORCH")
+    assert asked == [] and second.mode_key.startswith("torch.")
+    replaced = [c for c in second.choices if c.op != "sample"]
+    assert replaced and all(c.candidate == registry.baseline(c.op).name for c in replaced)
+    assert {c.reason for c in replaced} == {AS_IT_WAS} and second.per_op == ()
+    assert second.tokens_equal == second.tokens_checked > 0
+    assert "sample" in {c.op for c in sampled.choices}
+    for made in (first, second, sampled):
+        certificate = issue(made, {}, Request(repro_cmd="autosel run"))
+        assert wrong(certificate) == ""
+        claimed = {label: replace(o, decision_id=7) for label, o in certificate.per_op.items() if o.op != "sample"}
+        forged = replace(certificate, per_op={**certificate.per_op, **claimed}, decision_ids=(7,))
+        assert "PyTorch alone" in wrong(seal(forged))
 
 
 def test_a_demotion_is_obeyed_and_another_kernel_is_raced_again(
@@ -163,10 +192,11 @@ def test_packed_weights_are_a_way_of_their_own_that_the_ledger_tells_of(
         first = measured(plan, ledger)
         (decision,) = ledger.history("step")
         raced = ledger.evidence(decision.id).race
-        assert {OPS, CANDIDATE, PACKED} == set(asked) and decision.arm.candidate == PACKED
+        assert {OPS, TORCH, CANDIDATE, PACKED} == set(asked) and decision.arm.candidate == PACKED
         assert decision.arm.knobs["weights"] == packed.FORMAT
         assert raced is not None and any("weights in 12 bits, without loss" in note for note in raced.notes)
-        assert [(w.form, w.taken) for w in first.ways] == [("ops", False), ("team", False), ("packed", True)]
+        assert [w.form for w in first.ways] == ["ops", "torch", "team", "packed"]
+        assert [w.form for w in first.ways if w.taken] == ["packed"]
         assert first.bytes_per_step < bytes_per_step(plan.shape, "bf16", 1, plan.seq)
         assert wrong(issue(first, {}, Request(repro_cmd="autosel run"))) == ""
         asked.clear()

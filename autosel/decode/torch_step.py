@@ -1,0 +1,52 @@
+"""The step by PyTorch alone: what served before autosel, as one of the forms that a step may have.
+
+Whole steps race against it, so that a run never serves something slower than the baseline. `ops`, the list of the
+same step, holds place, cache and buffers, and names what a step multiplies; of its calls, only the choice of the tokens
+runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autosel.decode.eager import Eager
+from autosel.decode.run import Chain, Plan
+from autosel.decode.step import Call, Rewritten, Step
+from autosel.values import Accepted, Rejected, Support
+
+AS_PYTORCH = Chain(attn="normed", mlp="normed")  # the ops that PyTorch's step is made of
+
+
+def supports(plan: Plan) -> Support:
+    """Return Accepted if PyTorch's step can stand for the plan's own; asked before weights are loaded."""
+    if plan.cache == "paged":
+        return Rejected(reason="--paged: PyTorch's step reads a contiguous cache")
+    return Accepted() if plan.listed else Rejected(reason=plan.untimed)
+
+
+@dataclass(slots=True, kw_only=True)
+class TorchStep(Rewritten):
+    """One decode step of equally long sequences by the baseline's own lines (eager.py)."""
+
+    eager: Eager
+    last: list[Call]  # of the list, behind the logits: the choice of the tokens
+
+    @staticmethod
+    def of(ops: Step) -> TorchStep:
+        calls = ops.calls
+        head = max(i for i, call in enumerate(calls) if call.op == "lm_head")
+        return TorchStep(ops=ops, eager=Eager(ops.decoder.weights), last=calls[head + 1 :])
+
+    def run(self) -> None:
+        place = self.place
+        self.logits.copy_(self.eager.logits(place.tokens[:, None], self.cache, place.longest - 1))
+        for call in self.last:
+            call.function(*call.arguments)
+
+    def settle(self) -> None:
+        self.ops.settle()
+
+    @property
+    def replaced(self) -> list[Call]:
+        """Return the calls of the list that PyTorch's lines stand for."""
+        return self.ops.calls[: len(self.ops.calls) - len(self.last)]
