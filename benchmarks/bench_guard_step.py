@@ -4,8 +4,8 @@
     python benchmarks/bench_guard_step.py --model smollm2-135m --right 100000      # right steps: none may be given up
 
 Weights and cache are random; every op is served as this home decides. Steps with and without a stop after a random task
-take turns: the difference of their medians is what stopping costs, the check is timed by itself. Checks a step follow
-from the guard's allowance (0.25 % of the time).
+take turns: the difference of their medians is what stopping costs, the check is timed by itself. Steps during which a
+thread waited for a core do not count. Checks a step follow from the guard's allowance (0.25 % of the time).
 
 For each kind of task a fault is planted in the program that the native step runs, in all layers or in the last one, and
 the chance that a check of a random task sees it is measured. Steps until the team is given up follow by the geometric
@@ -26,6 +26,8 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -40,6 +42,7 @@ from autosel.decode.team import ATTEND, EMBED, PROJECT, TeamStep
 from autosel.decode.watch import STOP_NS, StepWatch
 from autosel.decode.weights import load_weights
 from autosel.guard import Allowance, Policy, spot
+from autosel.race.waits import TOLERATED, Waits
 
 RATES = (1.0, 0.1, 0.01)
 LOOKS = 60  # checks of each task with a planted fault
@@ -69,36 +72,60 @@ def main() -> int:
 
 
 def measured(scene: Scene, step: TeamStep, options: argparse.Namespace) -> dict[str, Any]:
-    rng = Random(1)
-    through_us, stopped_us, check_us = [], [], []
+    rng, waits = Random(1), Waits()
+    through, stopped = Samples(waits), Samples(waits)
     for _ in range(options.rounds):
         for stops in rng.sample([False, True], 2):
             task = rng.randrange(len(step.tasks))
-            begin = time.perf_counter_ns()
             if stops:
-                step.part(0, task + 1)
-                pause = time.perf_counter_ns()
-                check = step.checks[task]
-                assert check is not None
-                check(rng.getrandbits(60))
-                check_us.append((time.perf_counter_ns() - pause) / 1e3)
-                step.part(task + 1, len(step.tasks))
-                stopped_us.append((time.perf_counter_ns() - begin) / 1e3 - check_us[-1])
+                stopped.take(partial(in_two, step, task))
             else:
-                step.through()
-                through_us.append((time.perf_counter_ns() - begin) / 1e3)
-    step_us, a_check_us = statistics.median(through_us), statistics.fmean(check_us)
-    charged_us = a_check_us + STOP_NS / 1e3
-    checks = min(1.0, Policy().spot_rate * len(step.tasks), spot.SHARE * step_us / charged_us)
+                through.take(step.through)
+    checks_us = [check_us(step, task, rng, waits) for task in range(len(step.tasks))]
+    step_us, stop_us = statistics.median(through.us), statistics.median(stopped.us) - statistics.median(through.us)
+    a_check_us = statistics.fmean(checks_us)
+    checks = min(1.0, Policy().spot_rate * len(step.tasks), spot.SHARE * step_us / (a_check_us + STOP_NS / 1e3))
     return {
         "step_us": step_us,
+        "steps": {"clean": len(through.us), "stopped and clean": len(stopped.us), "of": options.rounds},
         "tasks": len(step.tasks),
-        "check_us": {"mean": a_check_us, "median": statistics.median(check_us), "largest": max(check_us)},
-        "stop_us": statistics.median(stopped_us) - step_us,
+        "check_us": {"mean": a_check_us, "median": statistics.median(checks_us), "largest": max(checks_us)},
+        "stop_us": stop_us,
         "checks a step": checks,
-        "share of the step": checks * (a_check_us + max(0.0, statistics.median(stopped_us) - step_us)) / step_us,
+        "share of the step": checks * (a_check_us + max(0.0, stop_us)) / step_us,
         "faults": [fault(step, name, everywhere, checks) for name in FAULTS for everywhere in (True, False)],
     }
+
+
+def in_two(step: TeamStep, task: int) -> None:
+    step.part(0, task + 1)
+    step.part(task + 1, len(step.tasks))
+
+
+@dataclass(slots=True)
+class Samples:
+    """Times of calls during which no thread waited for a core."""
+
+    waits: Waits
+    us: list[float] = field(default_factory=list)
+
+    def take(self, call: Callable[[], object]) -> None:
+        self.waits.renew()
+        waited, begin = self.waits.total_ns(), time.perf_counter_ns()
+        call()
+        took = time.perf_counter_ns() - begin
+        if self.waits.total_ns() - waited <= TOLERATED * took:
+            self.us.append(took / 1e3)
+
+
+def check_us(step: TeamStep, task: int, rng: Random, waits: Waits) -> float:
+    """The median time of one task's check, each after the task."""
+    found, check = Samples(waits), step.checks[task]
+    assert check is not None
+    while len(found.us) < LOOKS // 10:
+        step.part(0, task + 1)
+        found.take(lambda: check(rng.getrandbits(60)))
+    return statistics.median(found.us)
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def _row(decision: Decision, label: str, stale: bool) -> list[str]:
         short_shape(decision),
         state_style(decision.state)(winner(decision)),
         f"{microseconds(timing.median_us)} {spread(timing)}" if timing else "-",
-        against_baseline(decision) + (MARK if describe.contended(decision) else ""),
+        against_baseline(decision),
         ratio(decision.next_best[1]) if decision.next_best else "",
         f"{standing.roofline:.0%}" if standing and standing.roofline is not None else "",
     ]
@@ -84,5 +84,8 @@ def short_shape(decision: Decision) -> str:
 
 
 def against_baseline(decision: Decision) -> str:
+    """As `describe.against_baseline`, marked if it was timed beside other work."""
     text = describe.against_baseline(decision)
-    return click.style(text, fg="yellow") if text == "undecided" or text.endswith("stale") else text
+    if text == "undecided" or text.endswith("stale"):
+        text = click.style(text, fg="yellow")
+    return text + (MARK if describe.contended(decision) else "")

@@ -13,6 +13,7 @@ from autosel.cli.device import default_device
 from autosel.cli.figures import against_baseline, decision_json
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph, state_style, table
+from autosel.ledger.describe import contended
 from autosel.values import Decision
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def history_command(op: str | None, limit: int, as_json: bool) -> None:
     click.echo(text[0])
     for line, decision in zip(text[1:], found, strict=True):
         about = f"{decision.bucket}{_lengths(decision)}{where[decision.hw_id]}"
-        click.echo(f"{line}\n      {about}\n{paragraph(decision.reason, indent='      ')}")
+        told = "; ".join(filter(None, (decision.reason, contended(decision))))
+        click.echo(f"{line}\n      {about}\n{paragraph(told, indent='      ')}")
 
 
 def _devices(ledger: Ledger, found: Sequence[Decision]) -> dict[str, str]:

@@ -17,6 +17,7 @@ import click
 from autosel import settings
 from autosel.cli.figures import against_baseline, shape
 from autosel.cli.output import WIDTH, paragraph
+from autosel.ledger.describe import contended
 from autosel.race.plan import SESSIONS
 from autosel.tuning.job import Rejection
 from autosel.values import Decision
@@ -76,7 +77,8 @@ class Progress:
         self.decided_now += 1
         if not self.live:
             what = f"{decision.op} {shape(decision.workload)}: {decision.state} {decision.arm.candidate}"
-            self._say(f"{self._elapsed():>7}  {what}, {click.unstyle(against_baseline(decision))}")
+            found = "; ".join(filter(None, (click.unstyle(against_baseline(decision)), contended(decision))))
+            self._say(f"{self._elapsed():>7}  {what}, {found}")
 
     def rejected(self, rejection: Rejection) -> None:
         if rejection.stage in ("parity", "race", "build"):

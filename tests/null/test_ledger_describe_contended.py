@@ -78,11 +78,13 @@ def test_the_verbs_say_it(recorded: Record, said: Said) -> None:
     found = json.loads(said("best", "attn", "--json"))["conditions"]
     assert (found["contended"], found["busy_cores"], found["by"]) == (True, 1.7, list(BUSY.by))
     assert f"beside {TOLD}" in said("explain", "attn")
+    history = said("history", "attn")
+    assert "2.0x ≥1.90*" in history and TOLD in history
 
 
 def test_results_of_a_quiet_machine_have_no_mark(recorded: Record, said: Said) -> None:
     recorded(QUIET)
-    for words in (("best", "attn"), ("explain", "attn")):
+    for words in (("best", "attn"), ("explain", "attn"), ("history", "attn")):
         assert "other work" not in said(*words) and "*" not in said(*words)
     assert json.loads(said("best", "attn", "--json"))["conditions"]["contended"] is False
 
