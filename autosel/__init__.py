@@ -14,13 +14,15 @@ from autosel.version import __version__
 
 if TYPE_CHECKING:
     from autosel.candidates.user import candidate
-    from autosel.dispatch import best, epoch, use, uses
+    from autosel.dispatch import agree, best, coverage, epoch, use, uses
     from autosel.integrations.sdpa import activate, deactivate
     from autosel.integrations.transformers import patch, unpatch
     from autosel.ops.weight import Weight, quantise
 
 _HOME = {
+    "agree": "autosel.dispatch",
     "best": "autosel.dispatch",
+    "coverage": "autosel.dispatch",
     "epoch": "autosel.dispatch",
     "use": "autosel.dispatch",
     "uses": "autosel.dispatch",
@@ -34,8 +36,8 @@ _HOME = {
 }
 
 __all__ = [
-    "Weight", "__version__", "activate", "best", "candidate", "deactivate", "epoch", "patch", "quantise", "unpatch",
-    "use", "uses",
+    "Weight", "__version__", "activate", "agree", "best", "candidate", "coverage", "deactivate", "epoch", "patch",
+    "quantise", "unpatch", "use", "uses",
 ]  # fmt: skip
 
 namespace.offer()

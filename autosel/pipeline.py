@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from random import Random
+
+import torch
 
 from autosel import fingerprint
 from autosel.ledger.store import Ledger
@@ -24,7 +28,7 @@ from autosel.tuning.trial import Tried, try_candidate
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Listener", "Rejection", "Report", "Request", "Tried", "try_candidate", "tune"]
+__all__ = ["Listener", "Rejection", "Report", "Request", "Tried", "try_candidate", "tune", "tune_at"]
 
 
 def tune(
@@ -36,7 +40,7 @@ def tune(
     """
     started = clock()
     listener.stage("fingerprint", request.device, 0, 1)
-    fp = fingerprint.take(request.device)
+    fp = fingerprint.at(fingerprint.take(request.device), torch.get_num_threads())
     tuning = Tuning(
         fp=fp,
         ledger=ledger,
@@ -67,6 +71,43 @@ def tune(
         for job, lengths, workload in split_buckets(tuning, [*jobs, *ready]):
             tuning.tally.decided(job, decide(tuning, job, lengths=lengths, workload=workload))
     return _report(tuning, clock() - started)
+
+
+def tune_at(
+    request: Request,
+    counts: Sequence[int],
+    ledger: Ledger,
+    listener: Listener,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Report:
+    """Decide the workloads for processes with each of these numbers of threads; 0: as many as this process has. The
+    budget is for all of them together."""
+    started = clock()
+    found: list[Report] = []
+    for count in counts:
+        left = max(1e-3, request.budget_s - (clock() - started)) if request.budget_s else 0.0
+        with _torch_threads(count):
+            found.append(tune(replace(request, budget_s=left), ledger, listener, clock=clock))
+    return Report(
+        fingerprint=found[-1].fingerprint,
+        decisions=tuple(d for r in found for d in r.decisions),
+        measured=sum(r.measured for r in found),
+        rejected=tuple(dict.fromkeys(one for r in found for one in r.rejected)),
+        undecided=tuple(n for r in found for n in r.undecided),
+        seconds=clock() - started,
+        labels=found[-1].labels,
+    )
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _report(tuning: Tuning, seconds: float) -> Report:

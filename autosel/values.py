@@ -30,6 +30,7 @@ Backend = Literal[
     "USER",
 ]  # fmt: skip
 DeviceKind = Literal["cpu", "cuda"]
+ELSEWHERE = "engine:own"  # candidate in counts of calls: an engine ran its own kernel
 WHOLE_STEP = "step"  # op of a decision about one whole decode step: it has no contract of its own, only the decoder's
 
 
@@ -158,7 +159,8 @@ class Fingerprint:
 
     `identity` digests to `hw_id`, `environment` (driver, torch, compiler, kernel pack) with it to `env_id`; `rates` are
     never part of a key. `contended` says that other work disturbed the measurement: the best windows are reported, not
-    an average. `source` is "measured" or the file the values came from.
+    an average. `source` is "measured" or the file the values came from. `threads` is the number that this process may
+    use where the CPU has more, else 0; it is not part of a key either.
     """
 
     kind: DeviceKind
@@ -170,6 +172,12 @@ class Fingerprint:
     notes: tuple[str, ...] = ()
     source: str = "measured"
     validity: Mapping[str, float] = field(default_factory=dict)
+    threads: int = field(default=0, metadata={"later": True})
+
+    @property
+    def cpus(self) -> int:
+        """The threads worth starting: one a usable core; 0 on a GPU."""
+        return self.threads or int(self.identity.get("cpus", 0))
 
     @property
     def hw_id(self) -> str:

@@ -41,7 +41,7 @@ def said(name: str) -> Any:
 def device() -> Fingerprint:
     """Return the fingerprint of the device that wrote the home."""
     stated = said("fingerprint")
-    made: Fingerprint = from_json(Fingerprint, {name: stated[name] for name in Fingerprint.__dataclass_fields__})
+    made: Fingerprint = from_json(Fingerprint, {n: stated[n] for n in Fingerprint.__dataclass_fields__ if n in stated})
     return made
 
 
@@ -50,12 +50,14 @@ def there(threads: int = 2) -> Iterator[None]:
     """Let this machine have the identity of that device, and as many threads as it ran."""
     import torch
 
-    from autosel.dispatch.devices import this_device
+    from autosel.dispatch.devices import _former_id, this_device
     from autosel.fingerprint import machine
 
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "identity", lambda: dict(device().identity))
+        for name in ("identity", "hardware"):
+            patch.setattr(machine, name, lambda: dict(device().identity))
+        _former_id.cache_clear()
         this_device.cache_clear()
         torch.set_num_threads(threads)
         try:
@@ -63,3 +65,4 @@ def there(threads: int = 2) -> Iterator[None]:
         finally:
             torch.set_num_threads(before)
             this_device.cache_clear()
+            _former_id.cache_clear()

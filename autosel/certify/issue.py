@@ -147,7 +147,7 @@ def cache_bytes(fp: Fingerprint) -> int:
 
 def read_rate(fp: Fingerprint) -> float | None:
     """Bytes/s that all cores, or the GPU, read as it was fingerprinted; None where that was not measured."""
-    found = fp.rates.get(f"read_bytes_per_s@{fp.identity['cpus']}" if fp.kind == "cpu" else "read_bytes_per_s")
+    found = fp.rates.get(f"read_bytes_per_s@{fp.cpus}" if fp.kind == "cpu" else "read_bytes_per_s")
     return found.value if found else None
 
 

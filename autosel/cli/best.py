@@ -135,25 +135,26 @@ def serving(op: str | None, device: str) -> list[Now]:
     """What serves there now, in the ledger's order. Raises UsageError."""
     from autosel.candidates.registry import ledger_name
     from autosel.candidates.validity import staleness
+    from autosel.dispatch.devices import ids_of
     from autosel.ledger.store import open_ledger
 
     if op:
         ledger_name(op)  # or it is none
-    hw_id = identity(device).hw_id
+    ids = ids_of(identity(device))
     with open_ledger() as ledger:
-        rows = [s.decision for s in ledger.serving() if s.decision.hw_id == hw_id and is_of(s.decision, op or None)]
+        rows = [s.decision for s in ledger.serving() if s.decision.hw_id in ids and is_of(s.decision, op or None)]
     return [Now(decision=d, stale=_elsewhere(d) or (staleness(d) if d.state in SERVING else "")) for d in rows]
 
 
 def _elsewhere(decision: Decision) -> str:
     """A decision holds for one number of threads and torch's numeric flags, unless nothing is to be served at all."""
-    from autosel.dispatch.devices import this_device
+    from autosel.dispatch.devices import ids_of, this_device
     from autosel.ledger.conditions import other_mode
     from autosel.ledger.key import current_mode, matters
 
     if settings.get("disable"):
         return "AUTOSEL_DISABLE is set"
     mode = current_mode("team" if decision.op == WHOLE_STEP else "eager")
-    kind = "cpu" if decision.hw_id == this_device().hw_id else "cuda"
+    kind = "cpu" if decision.hw_id in ids_of(this_device()) else "cuda"
     then, now = (matters(m, kind, decision.bucket) for m in (decision.mode, mode))
     return "" if then == now else other_mode([then], now)

@@ -36,16 +36,18 @@ class Finding:
     todo: str = ""
 
 
-@verb("doctor", "doctor", "doctor --json", "doctor --engine vllm configs/")
+@verb("doctor", "doctor", "doctor --json", "doctor --engine vllm configs/", "doctor --ranks")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), required=False)
 @click.option("--engine", type=Known("engine", ENGINES), help="would it read the files that were exported to FOLDER?")
 @click.option("--python", metavar="FILE", help="with --engine: the Python that serves, if it is another")
+@click.option("--ranks", is_flag=True, help="on every rank of a job (torchrun): do all serve the same decisions?")
 @json_option
-def doctor_command(folder: Path | None, engine: str | None, python: str | None, as_json: bool) -> None:
+def doctor_command(folder: Path | None, engine: str | None, python: str | None, ranks: bool, as_json: bool) -> None:
     """Check settings, compiler, libraries, worker processes, noise, ledger, snapshot, plug-ins, quarantine; say what to
     do.
 
-    With --engine: ask that engine's own lookup for every exported row. Exit code 1 if something is broken.
+    With --engine: ask that engine's own lookup for every exported row. With --ranks: compare the ranks of a job. Exit
+    code 1 if something is broken.
     """
     if engine is None and (folder or python):
         raise UsageError("FOLDER and --python belong to --engine", todo=f"known engines: {', '.join(ENGINES)}")
@@ -54,6 +56,12 @@ def doctor_command(folder: Path | None, engine: str | None, python: str | None, 
             f"{settings.spelling()} export --to {engine} DIR, then {settings.spelling()} doctor --engine {engine} DIR"
         )
         raise UsageError("--engine needs the folder of an export", todo=todo)
+    if ranks:
+        if engine is not None:
+            raise UsageError("--ranks and --engine are mutually exclusive")
+        from autosel.cli.ranks import show_ranks
+
+        raise click.exceptions.Exit(show_ranks(as_json))
     findings = list(examine() if engine is None or folder is None else _engine(engine, folder, python))
     if as_json:
         emit_json(findings)

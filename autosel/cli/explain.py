@@ -261,10 +261,11 @@ def _held_json(held: Sequence[Quarantine]) -> list[dict[str, object]]:
 def _show_failed(ledger: Ledger, op: str | None, device: str, as_json: bool) -> None:
     """Everything that failed or may not race on the device, newest first."""
     from autosel.candidates.registry import ledger_name
+    from autosel.dispatch.devices import ids_of
 
-    name, hw_id = ledger_name(op) if op else None, identity(device).hw_id
-    decisions = [d for d in ledger.history(name) if d.hw_id == hw_id]
-    held = _held_json(list(ledger.quarantined(hw_id, name).values()))
+    name, ids = ledger_name(op) if op else None, ids_of(identity(device))
+    decisions = [d for d in ledger.history(name) if d.hw_id in ids]
+    held = _held_json([q for hw_id in ids for q in ledger.quarantined(hw_id, name).values()])
     found = [*held, *_failures(ledger, decisions), *_ineligible(decisions, device)]
     if as_json:
         emit_json(found)

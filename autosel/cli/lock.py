@@ -142,9 +142,9 @@ def _pinned_here(path: Path) -> tuple[Row, ...]:
 
 def _devices() -> dict[str, str]:
     """The identities of this machine's devices, with the kind of each: of equal ones, one."""
-    from autosel.dispatch.devices import device_at, places_here
+    from autosel.dispatch.devices import device_at, ids_of, places_here
 
-    return {fp.hw_id: fp.kind for fp, unknown in map(device_at, places_here()) if not unknown}
+    return {hw_id: fp.kind for fp, unknown in map(device_at, places_here()) if not unknown for hw_id in ids_of(fp)}
 
 
 def _of_this_machine(rows: Sequence[Row]) -> tuple[Row, ...]:

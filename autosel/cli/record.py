@@ -130,7 +130,7 @@ def place_of(path: Path) -> str:
     from autosel.dispatch import devices, recorded
 
     wanted = recorded.read(path).device
-    if wanted == devices.this_device().hw_id:
+    if wanted in devices.ids_of(devices.this_device()):
         return devices.CPU
     return next((p for p in devices.places_here() if devices.device_at(p)[0].hw_id == wanted), "")
 

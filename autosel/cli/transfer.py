@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import click
 from autosel import settings
 from autosel.cli.engines import ENGINES, Asked, export_to
 from autosel.cli.options import Known, dtype_option, json_option, verb
-from autosel.cli.output import emit_json
+from autosel.cli.output import emit_json, paragraph
 from autosel.cli.writable import is_folder
 from autosel.errors import BadConfig, UsageError
 from autosel.files import read_named
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     "export decisions.json",
     "export --sign bundle.json",
     "export --repro 41 race41.py",
+    "export --bake image/autosel",
     "export --to flashinfer dataset/",
     "export --to vllm --model qwen3-8b --fingerprint h200 configs/",
 )
@@ -34,6 +36,13 @@ if TYPE_CHECKING:
 @click.option("--sign", is_flag=True, help="a bundle that names this host, signed (Ed25519)")
 @click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="with this key, not the one of this home")
 @click.option("--repro", "decision_id", type=int, help="write a script that reproduces this decision's race")
+@click.option(
+    "--bake",
+    "baked",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="decisions, builds and a lock as a read-only home for an image",
+)
 @click.option("--to", "engine", type=Known("engine", ENGINES), help="as files that this engine reads, in folder PATH")
 @click.option("--model", default=None, metavar="NAME|DIR", help="with --to: whose products  [default: llama-8b]")
 @dtype_option()
@@ -44,6 +53,7 @@ def export_command(
     sign: bool,
     key: Path | None,
     decision_id: int | None,
+    baked: Path | None,
     engine: str | None,
     model: str | None,
     dtype: DTypeName | None,
@@ -53,6 +63,11 @@ def export_command(
     """What serves now, as one file in the snapshot's format (PATH, default stdout), or as an engine's own files."""
     from autosel.ledger.store import open_ledger
 
+    if baked is not None:
+        if sign or decision_id is not None or engine is not None or str(path) != "-":
+            raise UsageError("--bake stands alone", why="it writes a folder", todo=f"export --bake {baked}")
+        _export_baked(baked)
+        return
     if engine is not None:
         if sign or decision_id is not None:
             raise UsageError(f"--to with --{'sign' if sign else 'repro'}", todo="one of them at a time")
@@ -86,6 +101,17 @@ def export_command(
         else:
             made = ledger.export(path)
             click.echo(f"{len(made['rows'])} decisions written to {path}", err=True)
+
+
+def _export_baked(folder: Path) -> None:
+    from autosel.cli.bake import bake
+
+    made = bake(folder)
+    for key, reason in made.left:
+        click.echo(paragraph(f"left out: {key}: {reason}", hang="  "), err=True)
+    click.echo(f"{made.decisions} decisions and {made.builds} builds in {made.folder}")
+    click.echo(f"serve from it, read-only: AUTOSEL_HOME={shlex.quote(made.folder)}")
+    click.echo(f"and refuse to start otherwise: AUTOSEL_LOCK={shlex.quote(made.folder)}/autosel.lock AUTOSEL_FROZEN=1")
 
 
 def _export_signed(decisions: dict[str, Any], path: Path, key: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from autosel.cli.options import (
 from autosel.cli.output import bandwidth, emit_json, error_json, note_lines, paragraph, report
 from autosel.errors import UsageError
 from autosel.ledger.describe import held_text, release_command
+from autosel.ledger.key import threads_of
 from autosel.values import DTypeName, to_json
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ EXAMPLES = (
     "tune --model llama-1b --prompt 1024",
     "tune --model ~/checkpoints/my-llama --budget 5m --json",
     "tune --recorded recorded.json",
+    "tune --model llama-1b --threads 1,2",
     "tune --ray 10.0.0.1:6379 --device cuda",
 )
 
@@ -66,6 +69,9 @@ EXAMPLES = (
     metavar="FILE",
     help="the workloads of a recording (autosel record), instead of a model's",
 )
+@click.option(
+    "--threads", default="", metavar="N,N", help="for processes with 1,2 or 1-4 threads  [default: as this one]"
+)
 @click.option("--budget", default="", metavar="TIME", help="as 90s or 5m; what is unfinished then stays undecided")
 @click.option("--effort", type=Known("effort", ("quick", "full")), help="full also races torch.compile")
 @click.option("--resume/--force", "resume", default=True, help="--force measures again what is settled")
@@ -86,6 +92,7 @@ def tune_command(
     seq: int,
     prompt: int | None,
     recorded: Path | None,
+    threads: str,
     budget: str,
     effort: str | None,
     resume: bool,
@@ -114,6 +121,7 @@ def tune_command(
         refuse_absent(device)
     if realtime:
         refuse_ordinary()
+    counts = parse_threads(threads, device, ray) if threads else (0,)
     seconds = parse_budget(budget) if budget else float(settings.get("budget"))
     if recorded is None:
         asked = list(ops) or None
@@ -131,7 +139,7 @@ def tune_command(
         wait=wait,
         realtime=realtime,
     )
-    report_on(request, named, again_command(ctx), as_json, weighted=recorded is not None, ray=ray)
+    report_on(request, named, again_command(ctx), as_json, weighted=recorded is not None, ray=ray, counts=counts)
 
 
 def refuse_ordinary() -> None:
@@ -168,24 +176,41 @@ def _given(ctx: click.Context, name: str) -> bool:
 
 
 def report_on(
-    request: Any, named: Sequence[Named], again: str, as_json: bool, *, weighted: bool = False, ray: str = ""
+    request: Any,
+    named: Sequence[Named],
+    again: str,
+    as_json: bool,
+    *,
+    weighted: bool = False,
+    ray: str = "",
+    counts: Sequence[int] = (0,),
 ) -> None:
     """Tune, and say what came of it; `weighted`, also what it is worth to the calls that were counted."""
     from autosel.tuning.ended import unfinished
 
-    found = run_to_end(request, len(named), again, ray=ray)
+    found = run_to_end(request, len(named), again, ray=ray, counts=counts)
     undecided = unfinished(found, again)
     if as_json:
         emit_json({**report_json(found), "error": error_json(undecided) if undecided else None})
     else:
-        if found.decisions:
-            click.echo(decision_table(found.decisions, {n.workload.key: n.label for n in named}))
+        labels, calls = {n.workload.key: n.label for n in named}, {n.workload.bucket: n.calls_per_step for n in named}
+        for mode, decided in by_mode(found.decisions).items():
+            if len(counts) > 1:
+                click.echo(f"for processes with {threads_of(mode)} thread{'s' if threads_of(mode) > 1 else ''}")
+            click.echo(decision_table(decided, labels))
             if weighted:
-                click.echo(weighted_line(found.decisions, {n.workload.bucket: n.calls_per_step for n in named}))
+                click.echo(weighted_line(decided, calls))
         show_remarks(found)
     if undecided is not None:
         report(undecided)
         raise click.exceptions.Exit(undecided.exit_code)
+
+
+def by_mode(decisions: Sequence[Decision]) -> dict[str, list[Decision]]:
+    found: dict[str, list[Decision]] = {}
+    for decision in decisions:
+        found.setdefault(decision.mode, []).append(decision)
+    return found
 
 
 def weighted_line(decisions: Sequence[Decision], calls: Mapping[str, int]) -> str:
@@ -206,12 +231,12 @@ def weighted_line(decisions: Sequence[Decision], calls: Mapping[str, int]) -> st
     )
 
 
-def run_to_end(request: Any, workloads: int, again: str, *, ray: str = "") -> Report:
+def run_to_end(request: Any, workloads: int, again: str, *, ray: str = "", counts: Sequence[int] = (0,)) -> Report:
     """The pipeline, here or on the workers of a cluster, with its progress. Raises Stopped on Ctrl-C, with what was
     kept."""
     from autosel.cli.progress import Progress
     from autosel.ledger.store import open_ledger
-    from autosel.pipeline import tune
+    from autosel.pipeline import tune_at
     from autosel.tuning.ended import stoppable
 
     if ray:
@@ -220,14 +245,14 @@ def run_to_end(request: Any, workloads: int, again: str, *, ray: str = "") -> Re
     with (
         open_ledger() as ledger,
         Progress(request.budget_s) as progress,
-        stoppable(progress, workloads, again) as counted,
+        stoppable(progress, workloads * len(counts), again) as counted,
     ):
-        return on_ray.tune(request, ray, ledger, counted) if ray else tune(request, ledger, counted)
+        return on_ray.tune(request, ray, ledger, counted) if ray else tune_at(request, counts, ledger, counted)
 
 
 def again_command(ctx: click.Context) -> str:
     """The command that goes on with this one: the same model and what else decides which workloads there are."""
-    how = ("effort", "wait", "realtime", "device", "ray")
+    how = ("threads", "effort", "wait", "realtime", "device", "ray")
     if ctx.params.get("recorded"):
         words = [settings.spelling(), "tune", "--recorded", shlex.quote(str(ctx.params["recorded"]))]
         return " ".join([*words, *given_options(ctx, how)])
@@ -281,10 +306,27 @@ def show_remarks(found: Report) -> None:
         click.echo(f"nothing measured: all {len(found.decisions)} decisions hold ({found.seconds:.1f} s)")
 
 
+def parse_threads(text: str, device: str, ray: str) -> tuple[int, ...]:
+    """Return the numbers of `1,2` or `1-4`, ascending. Raises UsageError for more threads than cores."""
+    import torch
+
+    from autosel.dispatch.devices import this_device
+
+    if device != "cpu" or ray:
+        raise UsageError(
+            f"--threads and --{'ray' if ray else f'device {device}'} are mutually exclusive",
+            why="a GPU's decisions do not depend on the host's threads" if not ray else "each worker has its own cores",
+        )
+    parts = [re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part.strip()) for part in text.split(",")]
+    counts = {n for m in parts if m for n in range(int(m[1]), int(m[2] or m[1]) + 1)}
+    most = max(this_device().cpus, torch.get_num_threads())
+    if not all(parts) or not counts or min(counts) < 1 or max(counts) > most:
+        raise UsageError(f"--threads {text!r}: numbers from 1 to {most} are expected", todo="--threads 1,2 or 1-4")
+    return tuple(sorted(counts))
+
+
 def parse_budget(text: str) -> float:
     """Seconds of `90s`, `5m`, `1h30m` or a plain number. Raises UsageError."""
-    import re
-
     match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
     found = [float(group or 0) for group in match.groups()] if match and text.strip() else []
     if not sum(found):

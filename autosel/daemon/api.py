@@ -20,8 +20,10 @@ from autosel.daemon import metrics, upkeep
 from autosel.daemon.access import is_local
 from autosel.daemon.answers import answer
 from autosel.daemon.bodies import Bad, Limits, number, query, read, refuse_odd, typed
+from autosel.daemon.coverage import Covered
 from autosel.daemon.events import MOST_READERS
 from autosel.daemon.hub import Hub
+from autosel.daemon.jobs import CPU
 from autosel.daemon.uses import Report
 from autosel.daemon.view import bucket_of
 from autosel.daemon.writes import COMMAND, command_of
@@ -31,7 +33,7 @@ from autosel.ledger import schema as t
 from autosel.ledger.describe import decision_json
 from autosel.ledger.faults import Fault
 from autosel.ledger.host import here as this_host
-from autosel.ledger.key import matters
+from autosel.ledger.key import at_threads, matters, threads_of
 from autosel.ledger.store import Evidence, Ledger
 from autosel.values import Decision, Race, Workload, to_json
 from autosel.version import __version__
@@ -350,23 +352,27 @@ async def misses(hub: Hub, request: Request) -> Response:
     elif not hub.options.tune:
         refused = "this daemon does not tune (serve --no-tune)"
     fit = [] if refused else [m for m in asked.misses if _measured_alike(hub, asked.mode, m, device)]
-    queued = [q for m in fit if (q := _queue(hub, m, device)) is not None]
+    queued = [q for m in fit if (q := _queue(hub, asked.mode, m, device)) is not None]
     return answer({"instance": hub.instance, "queued": queued, "refused": refused}, 202)
 
 
 def _measured_alike(hub: Hub, mode: str, miss: Miss, device: str) -> bool:
-    """Return True if measurements here would serve a process in that mode."""
+    """Return True if measurements here would serve a process in that mode: a tune takes the process's number of
+    threads, as long as this CPU has as many cores."""
     kind, bucket = device.partition(":")[0], miss.workload.key
-    return not hub.view.mode or matters(mode, kind, bucket) == matters(hub.view.mode, kind, bucket)
+    threads = threads_of(mode) if threads_of(mode) <= hub.cores else 0
+    return not hub.view.mode or matters(mode, kind, bucket) == matters(at_threads(hub.view.mode, threads), kind, bucket)
 
 
-def _queue(hub: Hub, miss: Miss, device: str) -> int | None:
+def _queue(hub: Hub, mode: str, miss: Miss, device: str) -> int | None:
     bucket, _ = bucket_of(miss.workload.key)
     stale, here = hub.view.stale, hub.known[device].hw_id
-    same = [d for d in hub.view.here if d.bucket == bucket and (d.hw_id, d.mode) == (here, hub.view.mode)]
+    threads = hub.threads_for(mode) if device == CPU else 0
+    own = at_threads(hub.view.mode, threads)
+    same = [d for d in hub.view.here if d.bucket == bucket and (d.hw_id, d.mode) == (here, own)]
     if any(str(d.id) not in stale for d in same):
         return None  # decided meanwhile
-    made = hub.jobs.add(miss.workload, "miss", "a client calls it", calls=miss.calls, device=device)
+    made = hub.jobs.add(miss.workload, "miss", "a client calls it", calls=miss.calls, device=device, threads=threads)
     return made.id if made else None
 
 
@@ -384,6 +390,16 @@ async def report_uses(hub: Hub, request: Request) -> Response:
     asked: Report = typed(Report, await read(request, Limits()))
     for told in hub.uses.take(asked, hub.view.here):
         hub.metrics.calls.labels(told.op, told.candidate).inc(told.calls)
+    return answer({"instance": hub.instance}, 202)
+
+
+async def coverage_list(hub: Hub, request: Request) -> Response:
+    return answer(hub.coverages.document())
+
+
+async def report_coverage(hub: Hub, request: Request) -> Response:
+    """Keep a process's report of all its calls so far: who served them, and why the rest missed."""
+    hub.coverages.take(typed(Covered, await read(request, Limits())))
     return answer({"instance": hub.instance}, 202)
 
 
@@ -629,6 +645,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _post("/v1/misses", misses, "Report workloads without a decision", Misses, status=202),
     _get("/v1/uses", use_list, "Calls of clients by candidate"),
     _post("/v1/uses", report_uses, "Report the calls of one process since its last report", Report, status=202),
+    _get("/v1/coverage", coverage_list, "The share of each process's time that decisions serve"),
+    _post("/v1/coverage", report_coverage, "Report all calls of one process so far", Covered, status=202),
     _get("/v1/faults", fault_list, "Faults seen in service, and quarantines"),
     _post("/v1/faults", report_fault, "Report a fault of a served kernel: demote it now", Fault, status=202),
     _get("/v1/fleet", fleet, "Hosts of this ledger, decisions that wait for a proof, devices that disagree"),

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from autosel.daemon.coverage import Coverages
 from autosel.daemon.events import Events
 from autosel.daemon.examination import Examination
 from autosel.daemon.jobs import CPU, Job, Jobs
@@ -21,6 +22,7 @@ from autosel.daemon.uses import Uses
 from autosel.daemon.view import View
 from autosel.daemon.writer import Work, Writer
 from autosel.ledger.describe import decision_json
+from autosel.ledger.key import threads_of
 from autosel.ledger.store import Ledger, Served, open_ledger
 from autosel.values import Decision
 
@@ -63,7 +65,7 @@ class Hub:
         self.loop = asyncio.get_running_loop()
         self.metrics, self.events, self.examination = Metrics(), Events(), Examination()
         self.metrics.started.set(time.time())
-        self.uses = Uses()
+        self.uses, self.coverages = Uses(), Coverages()
         self.facts = Facts(hw_id=this_device())
         self.known = {self.facts.device: self.facts}  # of every device here
         self.view = View(hw_id=self.facts.hw_id)
@@ -140,6 +142,16 @@ class Hub:
         self.view = replace(self.view, hw_id=own.hw_id, others=others, mode=own.mode, stale=stale, _answers={})
         self.events.tell("facts", {"device": facts.device, "stale": stale})
 
+    @property
+    def cores(self) -> int:
+        """Return the usable cores of this CPU; 0 until it has been examined."""
+        fp = self.facts.fingerprint
+        return int(fp.get("threads", 0) or fp["identity"].get("cpus", 0)) if fp else 0
+
+    def threads_for(self, mode: str) -> int:
+        """Return the threads to tune with for a process in that mode; 0 if they are this daemon's own."""
+        return 0 if mode == self.view.mode else threads_of(mode)
+
     def device_of(self, hw_id: str) -> str:
         """Return the device here with this identity; "" if there is none. Of equal ones, the one that others use
         least."""
@@ -200,4 +212,4 @@ def this_device() -> str:
     from autosel.fingerprint import machine
     from autosel.values import digest
 
-    return digest({"kind": "cpu", **machine.identity()})
+    return digest({"kind": "cpu", **machine.hardware()})

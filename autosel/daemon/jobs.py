@@ -53,6 +53,7 @@ class Job:
     id: int
     workload: Workload
     device: str = "cpu"  # as `tune --device` calls it
+    threads: int = 0  # of the processes that it is for; 0: as many as the daemon's tuner has
     source: Source
     reason: str
     state: State = "queued"
@@ -118,7 +119,7 @@ class Jobs:
         self._child: asyncio.subprocess.Process | None = None  # the device that is being tuned
         self._children: set[asyncio.subprocess.Process] = set()
         self._cancelled: set[int] = set()
-        self._again_at: dict[tuple[str, str], float] = {}  # by device and bucket
+        self._again_at: dict[tuple[str, str, int], float] = {}  # by device, bucket and threads
         self._stopping = False
         self.offered: dict[int, str] = {}  # by device: decisions of other hosts that wait for a proof here
         self.refused: set[int] = set()  # those that this daemon has tried
@@ -159,10 +160,11 @@ class Jobs:
         calls: int = 0,
         force: bool = False,
         device: str = CPU,
+        threads: int = 0,
     ) -> Job | None:
-        """Return the open job for the workload's bucket on a device, adding one if there is none; it is on disk when
-        this returns. Return None for a miss that was tried recently. Raises Full."""
-        own = (device, workload.bucket)
+        """Return the open job for the workload's bucket on a device with so many threads, adding one if there is none;
+        it is on disk when this returns. Return None for a miss that was tried recently. Raises Full."""
+        own = (device, workload.bucket, threads)
         known = next((j for j in self._jobs.values() if j.state in OPEN and _place(j) == own), None)
         if known is not None:
             made = replace(known, calls=known.calls + calls, force=known.force or force)
@@ -178,6 +180,7 @@ class Jobs:
                 id=number,
                 workload=workload,
                 device=device,
+                threads=threads,
                 source=source,
                 reason=reason,
                 calls=calls,
@@ -268,7 +271,7 @@ class Jobs:
         if lost := self._due(self.lost, free):
             await self._renew(lost)
         elif turn is not None:
-            same = [j for j in waiting if (j.device, j.force) == (turn.device, turn.force)]
+            same = [j for j in waiting if (j.device, j.threads, j.force) == (turn.device, turn.threads, turn.force)]
             await self._tune(same[:BATCH])
         elif other := self._due(offered, free):
             await self._adopt(other)
@@ -295,6 +298,7 @@ class Jobs:
             "effort": self.effort,
             "force": batch[0].force,
             "device": batch[0].device,
+            "threads": batch[0].threads,
         }
         problem: dict[str, Any] = {}
         decided: dict[str, dict[str, Any]] = {}
@@ -489,8 +493,8 @@ def document(job: Job) -> dict[str, Any]:
     return {**found, "workload": w.key, "bucket": w.bucket, "op": w.op}
 
 
-def _place(job: Job) -> tuple[str, str]:
-    return job.device, job.workload.bucket
+def _place(job: Job) -> tuple[str, str, int]:
+    return job.device, job.workload.bucket, job.threads
 
 
 def _turn(job: Job) -> tuple[int, int, int, int]:

@@ -141,7 +141,7 @@ def tune(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
     from autosel.ledger.store import open_ledger
     from autosel.models.workloads import Named
     from autosel.pipeline import Request
-    from autosel.pipeline import tune as work
+    from autosel.pipeline import tune_at as work
 
     workloads = [from_json(Workload, w) for w in task["workloads"]]
     for w in workloads:
@@ -150,7 +150,7 @@ def tune(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
     asked = {n: task[n] for n in ("effort", "force", "seed", "device", "budget_s") if n in task}
     request = Request(workloads=named, **asked)
     with open_ledger() as ledger:
-        found = work(request, ledger, Listener(voice, gate))
+        found = work(request, (int(task.get("threads", 0)),), ledger, Listener(voice, gate))
     undecided = [n.workload.key for n in found.undecided]
     voice.say("done", undecided=undecided, seconds=found.seconds, fingerprint=found.fingerprint)
 
@@ -200,7 +200,7 @@ def examine(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
 def _facts(ledger: Ledger, device: str, *, rates: bool) -> dict[str, Any]:
     from autosel import fingerprint, ops
     from autosel.candidates.validity import staleness
-    from autosel.ledger.key import current_mode
+    from autosel.ledger.key import at_threads, current_mode, threads_of
     from autosel.tuning.renew import outdated
 
     fp, mode = fingerprint.take(device), current_mode()
@@ -208,13 +208,17 @@ def _facts(ledger: Ledger, device: str, *, rates: bool) -> dict[str, Any]:
     drifted = drift is not None and drift.moved and not drift.shared
     if drifted:
         fp = fingerprint.take(device, refresh=True)
+
+    def at(fp: Fingerprint, d: Decision) -> Fingerprint:
+        return fingerprint.at(fp, threads_of(d.mode))
+
     stale: dict[str, str] = {}
     lost: list[int] = []  # winners among these that may serve after a new proof
     other: dict[str, str] = {}
     moved: dict[str, int] = {}
     for served in ledger.serving():
         d = served.decision
-        if d.hw_id != fp.hw_id or d.mode != mode:
+        if d.hw_id != fp.hw_id or d.mode != at_threads(mode, threads_of(d.mode)):
             continue
         why = staleness(d)
         if why:
@@ -223,7 +227,7 @@ def _facts(ledger: Ledger, device: str, *, rates: bool) -> dict[str, Any]:
                 lost.append(d.id)
         elif d.stale:
             other[str(d.id)] = f"proven again, not yet raced: {d.stale}"
-        elif drift is not None and drifted and d.op != WHOLE_STEP and has_other_knobs(d, fp):
+        elif drift is not None and drifted and d.op != WHOLE_STEP and has_other_knobs(d, at(fp, d)):
             other[str(d.id)] = f"the device drifted ({drift.reason}): {d.arm.candidate} has other knobs now"
         if d.op != WHOLE_STEP:
             moved[str(d.id)] = ops.find(d.op).bytes_moved(d.workload)

@@ -21,6 +21,7 @@ from autosel.errors import AutoselError
 from autosel.fingerprint import nvml
 from autosel.ledger import faults, intake, server, snapshot
 from autosel.ledger.faults import Fault
+from autosel.ledger.key import at_threads, threads_of
 from autosel.ledger.store import Ledger
 from autosel.values import WHOLE_STEP, Decision
 
@@ -121,15 +122,16 @@ async def examine(hub: Hub, *, rates: bool = False) -> None:
     for found in looked_at if hub.options.tune else ():
         for decision in hub.view.here:
             why = found["stale"].get(str(decision.id)) or found["other_knobs"].get(str(decision.id))
-            if why and decision.mode == found["mode"]:
-                race_again(hub, decision, why, found["device"])
+            if why and decision.mode == at_threads(found["mode"], threads_of(decision.mode)):
+                threads = 0 if decision.mode == found["mode"] else threads_of(decision.mode)
+                race_again(hub, decision, why, found["device"], threads)
 
 
-def race_again(hub: Hub, decision: Decision, why: str, device: str) -> None:
+def race_again(hub: Hub, decision: Decision, why: str, device: str, threads: int = 0) -> None:
     if decision.op == WHOLE_STEP:
         return  # the decoder races its steps itself, with the model's weights
     try:
-        hub.jobs.add(decision.workload, "stale", why, device=device)
+        hub.jobs.add(decision.workload, "stale", why, device=device, threads=threads)
     except Full as error:
         log.warning("%s is not raced again: %s", decision.bucket, error)
 

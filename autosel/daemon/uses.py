@@ -16,7 +16,7 @@ from autosel.candidates import registry
 from autosel.daemon.bodies import Bad
 from autosel.errors import UnknownName
 from autosel.ledger import conditions
-from autosel.values import Decision
+from autosel.values import ELSEWHERE, Decision
 
 MOST_CLIENTS = 4096  # processes remembered; the one without news for longest is forgotten first
 MOST_KEYS = 8192
@@ -93,6 +93,6 @@ def _named(told: Told, known: set[tuple[str, str]]) -> Told:
     except UnknownName as error:
         raise Bad(422, f"no such op: {told.op!r:.80}") from error
     ours = {(c.op, c.name) for c in registry.own_candidates()}
-    candidate = told.candidate if (op, told.candidate) in known | ours else OTHER
+    candidate = told.candidate if told.candidate == ELSEWHERE or (op, told.candidate) in known | ours else OTHER
     other = conditions.told_in(told.conditions) if told.decision_id is None else ""
     return Told(op=op, candidate=candidate, decision_id=told.decision_id, calls=told.calls, conditions=other)

@@ -105,7 +105,7 @@ class Uses:
         for key, count in dispatch.board().counted().items():
             w, candidate, *_ = key
             calls = count - self.counted.get(key, 0)
-            if calls:
+            if calls and not isinstance(w, str):
                 of = found.setdefault(w.key, {})
                 of[candidate] = of.get(candidate, 0) + calls
         return found

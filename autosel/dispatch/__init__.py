@@ -12,16 +12,23 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from autosel import ops, settings
 from autosel.dispatch.board import Board, Uses
 from autosel.dispatch.bound import Bound
 from autosel.dispatch.selection import Selection
+from autosel.dispatch.served import Coverage
 from autosel.errors import UsageError
 from autosel.guard import Policy
 
-__all__ = ["Board", "Bound", "Selection", "Use", "Uses", "best", "board", "epoch", "refresh", "use", "uses"]
+if TYPE_CHECKING:
+    from autosel.dispatch.agreement import Agreement
+
+__all__ = [
+    "Board", "Bound", "Coverage", "Selection", "Use", "Uses", "agree", "best", "board", "coverage", "epoch", "refresh",
+    "use", "uses",
+]  # fmt: skip
 
 
 @overload
@@ -74,6 +81,22 @@ def epoch() -> int:
 def uses() -> list[Uses]:
     """Return the calls of this process by candidate and decision, most called first (proof of use)."""
     return sorted(board().uses(), key=lambda u: -u.calls)
+
+
+def coverage() -> Coverage:
+    """Return the share of this process's time in ops that decisions serve, and why the other calls miss."""
+    return board().coverage()
+
+
+def agree(group: Any = None) -> Agreement:
+    """Check that all ranks of a torch.distributed job serve the same decisions, and keep serving them until the end.
+
+    Call it on every rank before the first call. Raises Disagreement on every rank, naming what differs, or UsageError
+    without a process group.
+    """
+    from autosel.dispatch import agreement
+
+    return agreement.agree(board(), group)
 
 
 def refresh() -> None:

@@ -19,21 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from autosel import settings
-from autosel.dispatch import lock, recorded
-from autosel.dispatch.bound import ELSEWHERE, Bound, Cell, make_bound, make_part, put
-from autosel.dispatch.devices import CPU, device_at, gpus_unasked, kind_of, places_here, this_device
+from autosel.dispatch import lock, recorded, served
+from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
+from autosel.dispatch.devices import CPU, device_at, gpus_unasked, ids_of, kind_of, places_here, this_device
 from autosel.dispatch.handover import Handover, UseKey
+from autosel.dispatch.left import MOST_LEFT, Left
 from autosel.dispatch.resolve import Resolution, Serving, index, resolve
 from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
 from autosel.dispatch.signature import inputs_of, place_of
-from autosel.errors import BadConfig, ForeignDecision
+from autosel.errors import AutoselError, BadConfig, ForeignDecision
 from autosel.guard import NEVER, Allowance, Held, Policy, Subject, Watch, spot
 from autosel.ledger import conditions, faults, snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import current_mode
 from autosel.native.isa import best_isa
 from autosel.ops.contract import Op
-from autosel.values import SERVING, Workload
+from autosel.values import ELSEWHERE, SERVING, Fingerprint, Workload
 
 __all__ = ["Board", "UsedFor", "Uses", "this_device"]
 
@@ -41,8 +42,8 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5  # a demotion must take effect within a second (design section 9)
 
 Stamp = tuple[int, int, int, int]
-# (candidate that ran, decision, reason, device (hw_id))
-UsedFor = tuple[Workload, str, int | None, str, str]
+# (workload or op alone, candidate that ran, decision, reason, device (hw_id))
+UsedFor = tuple[Workload | str, str, int | None, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +102,14 @@ class Board:
         self._lock = threading.RLock()
         self._bound: list[_Bound] = []
         self._selected: dict[str, _Selected] = {}
+        self._left: dict[tuple[Workload | str, str], Left] = {}
         self._past: dict[UsedFor, int] = {}
         self._inherited: dict[UsedFor, int] = {}  # counted before this process was forked
         self._handover = Handover(self.home)
         self._stamp = _stamp(self.path, self.home)
         self._rows: tuple[snapshot.Row, ...] = ()
+        self.digest = ""  # of the snapshot that serves
+        self._held_still = False
         self._trouble = ""  # reason if nothing serves on any device
         self._serving: dict[str, Serving] = {}  # by place: the decisions for tensors there
         self._unasked = False  # a lock must be kept, also on GPUs that were not checked at the start
@@ -129,7 +133,8 @@ class Board:
             raise error
 
     def _unkept(self, places: Sequence[str]) -> ForeignDecision | None:
-        mode, here = current_mode(), {device_at(place)[0].hw_id: place for place in places}
+        mode, devices = current_mode(), {device_at(place)[0].hw_id: place for place in places}
+        here = {hw_id: place for place in devices.values() for hw_id in ids_of(device_at(place)[0])}
         mine = {place: lock.pinned_here(self._rows, hw_id, mode, kind_of(place)) for hw_id, place in here.items()}
         problems = [p for place, rows in mine.items() for p in lock.unkept(rows, self._indexed(place).held)]
         pinned = sum(map(len, mine.values()))
@@ -196,6 +201,19 @@ class Board:
                 table[key(inputs)] = entry
             return entry
 
+    def leave(self, op: Op, reason: str, values: Sequence[Any] | None = None) -> Left:
+        """Return the counter of calls that an engine runs itself for this reason; `values`: the call's arguments."""
+        what: Workload | str = op.name
+        place = CPU
+        with suppress(AutoselError):
+            inputs = inputs_of(op, values or ())
+            what, place = op.workload_of(inputs), place_of(op, inputs)
+        with self._lock:
+            key = (what, reason) if len(self._left) < MOST_LEFT else (op.name, "other reasons")
+            if key not in self._left:
+                self._left[key] = Left(what=key[0], reason=key[1], hw_id=device_at(place)[0].hw_id)
+            return self._left[key]
+
     def resolution(self, op: Op, w: Workload, place: str = CPU) -> Resolution:
         """Return the kernel that serves this workload for tensors at a place (`cpu`, `cuda:1`), and the reason."""
         with self._lock:
@@ -226,7 +244,7 @@ class Board:
         if unknown and device.kind == "cuda" and place not in self._told:
             self._told.add(place)
             log.warning("%s. No decision can serve there: PyTorch's own kernels do", unknown)
-        return index(self._rows, device, self._held(device.hw_id), trouble=unknown or self._trouble)
+        return index(self._rows, device, self._held(device), trouble=unknown or self._trouble)
 
     # --- guarding ---------------------------------------------------------------------------------------------------
 
@@ -279,7 +297,7 @@ class Board:
         with self._lock:
             before = self._served()
             self._seen[fault.id] = fault
-            self._serving = {p: replace(s, held=self._held(s.device.hw_id)) for p, s in self._serving.items()}
+            self._serving = {p: replace(s, held=self._held(s.device)) for p, s in self._serving.items()}
             self._renew(before)
         log.error("%s for %s no longer serves: %s", fault.arm.candidate, fault.decision.bucket, fault.reason)
         if fault.cause == "unchecked":  # says nothing about the arm
@@ -290,14 +308,14 @@ class Board:
             log.warning("the fault holds for this process only: it cannot be kept in %s: %s", self.home, error)
             self._handover.fault(fault)  # unless a daemon can store it
 
-    def _held(self, hw_id: str) -> Held:
+    def _held(self, device: Fingerprint) -> Held:
         found = []
         for _, fault in faults.pending(self.home):
             if isinstance(fault, BadConfig):
                 log.warning("%s", fault)
             else:
                 found.append(fault)
-        return Held([*found, *self._seen.values()], hw_id)
+        return Held([*found, *self._seen.values()], *ids_of(device))
 
     def _served(self) -> dict[str, str]:
         """Return the served decisions of every device whose tensors were seen."""
@@ -341,17 +359,26 @@ class Board:
         put(function, held.cell, held.resolution, held.watch)
 
     def _read(self) -> None:
+        if not self._held_still:
+            self._read_rows()
+        places, self._serving = {CPU, *self._serving}, {}
+        for place in sorted(places):
+            self._serving_at(place)
+
+    def _read_rows(self) -> None:
+        self.digest = ""
         try:
             found = snapshot.read(self.path)
         except BadConfig as error:
             log.warning("%s", error)
             self._rows, self._trouble = (), str(error).replace("\n", ": ")
         else:
-            self._rows = found.rows if found else ()
+            self._rows, self.digest = (found.rows, found.digest) if found else ((), "")
             self._trouble = "" if found else f"nothing is decided here yet ({self.path})"
-        places, self._serving = {CPU, *self._serving}, {}
-        for place in sorted(places):
-            self._serving_at(place)
+
+    def hold(self) -> None:
+        """Serve the snapshot as it is now until this board is closed; faults still demote."""
+        self._held_still = True
 
     def _watch(self) -> None:
         closed, this = self._closed, weakref.ref(self)
@@ -390,7 +417,7 @@ class Board:
             return found
 
         if not settings.get("disable"):
-            self._handover.deliver(current_mode, missed, uses, last=last)
+            self._handover.deliver(current_mode, missed, uses, self.coverage, last=last)
 
     def _after_fork(self) -> None:
         """Replace threads and locks after a fork, which they do not survive."""
@@ -429,8 +456,8 @@ class Board:
     def uses(self) -> list[Uses]:
         """Return the calls of this process by decision; a miss is a call without a decision."""
         total: dict[tuple[Any, ...], int] = {}
-        for (w, *why, _), count in self.counted().items():
-            key = (w.op, w.bucket, *why)
+        for (what, *why, _), count in self.counted().items():
+            key = (what, "", *why) if isinstance(what, str) else (what.op, what.bucket, *why)
             total[key] = total.get(key, 0) + count
         return [
             Uses(op=o, bucket=b, candidate=c, decision_id=d, reason=r, calls=n) for (o, b, c, d, r), n in total.items()
@@ -447,10 +474,15 @@ class Board:
     def asked_where(self) -> dict[str, dict[Workload, int]]:
         """Return the same by device (hw_id)."""
         found: dict[str, dict[Workload, int]] = {}
-        for (w, *_, hw_id), count in self.counted().items():
-            there = found.setdefault(hw_id, {})
-            there[w] = there.get(w, 0) + count
+        for (what, *_, hw_id), count in self.counted().items():
+            if not isinstance(what, str):
+                there = found.setdefault(hw_id, {})
+                there[what] = there.get(what, 0) + count
         return found
+
+    def coverage(self) -> served.Coverage:
+        """Return the share of time in ops that decisions serve in this process, and why the rest misses."""
+        return served.measure(self.counted(), self._rows, engine=served.engine(), mode=current_mode())
 
     def counted(self) -> dict[UsedFor, int]:
         """Return the calls of each resolution."""
@@ -460,10 +492,13 @@ class Board:
             now += [(b.resolution, b.calls) for b in self._bound]
             for held in self._bound:
                 _add_elsewhere(total, held)
+            for x in self._left.values():
+                key = x.what, ELSEWHERE, None, x.reason, x.hw_id
+                total[key] = total.get(key, 0) + x.elsewhere[0]
         for resolution, count in now:
             _add(total, resolution, count)
-        for key, count in self._inherited.items():
-            total[key] = total.get(key, 0) - count
+        for used, count in self._inherited.items():
+            total[used] = total.get(used, 0) - count
         return total
 
 
@@ -478,7 +513,7 @@ def _add_elsewhere(total: dict[UsedFor, int], held: _Bound) -> None:
     """Add calls that an engine left to its own kernel, where only the baseline would serve."""
     if held.elsewhere[0]:
         r = held.resolution
-        key = r.workload, ELSEWHERE, None, r.reason, r.hw_id
+        key = r.workload, ELSEWHERE, None, f"kept: {r.reason}" if r.served else r.reason, r.hw_id
         total[key] = total.get(key, 0) + held.elsewhere[0]
 
 
@@ -507,7 +542,7 @@ def _replace(op: Op, watch: Watch | None, error: Exception, values: Sequence[Any
 
 def _at_home(op: Op, hw_id: str, args: Sequence[Any]) -> bool:
     place = place_of(op, {a.name: value for a, value in zip(op.args, args, strict=True)})
-    return device_at(place)[0].hw_id == hw_id
+    return hw_id in ids_of(device_at(place)[0])
 
 
 def _spot(resolution: Resolution) -> spot.Spot | None:

@@ -15,8 +15,6 @@ from autosel.guard import NEVER, Watch
 from autosel.ops.contract import Op
 from autosel.values import Decision
 
-ELSEWHERE = "engine:own"  # in counts: an engine ran its own kernel instead of the baseline
-
 
 class Bound(Protocol):
     """Call the op like its function. `decision` is None if nothing is decided: the baseline runs.

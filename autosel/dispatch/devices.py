@@ -12,7 +12,7 @@ from typing import Any
 
 from autosel.errors import AutoselError
 from autosel.fingerprint import gpu, machine
-from autosel.values import DeviceKind, Fingerprint
+from autosel.values import DeviceKind, Fingerprint, digest
 
 CPU = "cpu"
 
@@ -32,8 +32,20 @@ def kind_of(place: str) -> str:
 @cache
 def this_device() -> Fingerprint:
     """Return this host's CPU: the identity alone, in a few milliseconds, without measuring."""
-    identity = machine.identity()
-    return Fingerprint(kind="cpu", name=identity["model"], identity=identity, environment={}, rates={})
+    hardware, usable = machine.hardware(), machine.identity()["cpus"]
+    fewer = usable if usable < hardware["cpus"] else 0
+    return Fingerprint(kind="cpu", name=hardware["model"], identity=hardware, environment={}, rates={}, threads=fewer)
+
+
+@cache
+def _former_id() -> str:
+    return digest({"kind": "cpu", **machine.identity()})
+
+
+def ids_of(device: Fingerprint) -> tuple[str, ...]:
+    """Return the hw_ids whose decisions serve on a device: its own, and for this CPU the id that earlier versions gave
+    a process bound to some of its cores."""
+    return (device.hw_id,) if device.hw_id != this_device().hw_id else tuple({device.hw_id: 0, _former_id(): 0})
 
 
 def device_at(place: str) -> tuple[Fingerprint, str]:

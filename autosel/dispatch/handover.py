@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from autosel.client import Client, Refused, Unreachable, socket_path
+from autosel.dispatch.served import Coverage, document
 from autosel.errors import AutoselError
 from autosel.ledger.faults import Fault, plain
 from autosel.values import Workload, to_json
@@ -28,6 +29,7 @@ AGAIN_S = 5.0  # after a daemon did not answer
 USES_EVERY_S = 2.0
 LAST_S = 1.0  # time that the end of a process waits for a running delivery
 MOST_USES = 512  # rows in one report
+MOST_PARTS = 96  # rows of coverage in one report
 
 # (op, candidate, decision); without a decision, the conditions of another one
 UseKey = tuple[str, str, int | None, str]
@@ -69,13 +71,14 @@ class Handover:
         mode: Callable[[], str],
         calls: Callable[[], Mapping[str, int]],
         uses: Callable[[], Mapping[UseKey, int]],
+        coverage: Callable[[], Coverage],
         *,
         last: bool = False,
     ) -> None:
         """Send the daemon everything new; do nothing without a daemon.
 
-        `mode`: the mode to measure in. `calls`: numbers of calls by bucket; `uses`: all calls of this process so far.
-        `last`: the process ends.
+        `mode`: the mode to measure in. `calls`: numbers of calls by bucket; `uses`, `coverage`: of all calls of this
+        process so far. `last`: the process ends.
         """
         try:
             info = self._client.path.stat()
@@ -84,7 +87,7 @@ class Handover:
         if not self._turn.acquire(timeout=LAST_S if last else -1):
             return
         try:
-            self._deliver((info.st_ino, info.st_mtime_ns), mode, calls, uses, last=last)
+            self._deliver((info.st_ino, info.st_mtime_ns), mode, calls, uses, coverage, last=last)
         finally:
             self._turn.release()
 
@@ -94,6 +97,7 @@ class Handover:
         mode: Callable[[], str],
         calls: Callable[[], Mapping[str, int]],
         uses: Callable[[], Mapping[UseKey, int]],
+        coverage: Callable[[], Coverage],
         *,
         last: bool,
     ) -> None:
@@ -110,15 +114,15 @@ class Handover:
                 self._tell_misses(mode, calls)
             if last or now >= self._next_uses:
                 self._next_uses = now + USES_EVERY_S
-                self._tell_uses(uses())
+                self._tell_uses(uses(), coverage)
         except Unreachable as error:
             log.info("the report to the daemon is postponed: %s", error.why)
             self._not_before = time.monotonic() + AGAIN_S
         finally:
             self._client.close()
 
-    def _tell_uses(self, uses: Mapping[UseKey, int]) -> None:
-        """Report the calls since the last report."""
+    def _tell_uses(self, uses: Mapping[UseKey, int], coverage: Callable[[], Coverage]) -> None:
+        """Report the calls since the last report, and the coverage of all of them."""
         if self._unsure:
             self._report(self._unsure)
         fresh = [(key, n - self._told_uses.get(key, 0)) for key, n in uses.items()]
@@ -126,6 +130,17 @@ class Handover:
         for start in range(0, len(fresh), MOST_USES):
             self._serial += 1
             self._report(fresh[start : start + MOST_USES])
+        if fresh:
+            self._tell_coverage(coverage())
+
+    def _tell_coverage(self, found: Coverage) -> None:
+        body = {"client": self._client_name, "process": os.getpid(), **document(found, most=MOST_PARTS)}
+        try:
+            self._client.post("/v1/coverage", body)
+        except Unreachable:
+            raise
+        except AutoselError as error:  # of an earlier version, or busy: the next report holds these calls too
+            log.info("the daemon does not take the coverage: %s", error)
 
     def _report(self, rows: list[tuple[UseKey, int]]) -> None:
         self._unsure = rows

@@ -13,13 +13,14 @@ from autosel import settings
 from autosel.candidates import registry
 from autosel.candidates.load import load
 from autosel.candidates.validity import staleness
+from autosel.dispatch.devices import ids_of
 from autosel.dispatch.signature import generate, signature
 from autosel.errors import AutoselError
 from autosel.fingerprint.store import of_hardware
 from autosel.guard import Held
 from autosel.ledger.conditions import other_conditions
 from autosel.ledger.describe import contended
-from autosel.ledger.key import current_mode, matters
+from autosel.ledger.key import current_mode, matters, threads_of
 from autosel.ledger.snapshot import Row
 from autosel.ops.contract import Op
 from autosel.values import SERVING, Decision, Fingerprint, Knobs, Recipe, Workload, length_bucket
@@ -85,16 +86,16 @@ class Serving:
 
 
 def index(rows: Sequence[Row], device: Fingerprint, held: Held, trouble: str = "") -> Serving:
-    hw_id = device.hw_id
-    mine: dict[tuple[str, str], list[Row]] = {}
+    own, *former = ids_of(device)
+    found: dict[str, dict[tuple[str, str], list[Row]]] = {hw_id: {} for hw_id in (own, *former)}
     foreign: dict[str, set[str]] = {}
     for row in rows:
-        d = row.document
-        if d.get("hw_id") == hw_id:
-            bucket = str(d.get("bucket"))
-            mine.setdefault((matters(str(d.get("mode")), device.kind, bucket), bucket), []).append(row)
+        hw_id, mode, bucket = (str(row.document.get(name)) for name in ("hw_id", "mode", "bucket"))
+        if hw_id in found:
+            found[hw_id].setdefault((matters(mode, device.kind, bucket), bucket), []).append(row)
         else:
-            foreign.setdefault(str(d.get("bucket")), set()).add(str(d.get("hw_id")))
+            foreign.setdefault(bucket, set()).add(hw_id)
+    mine = {key: rows for hw_id in reversed(found) for key, rows in found[hw_id].items()}  # its own id comes first
     return Serving(device=device, rows=mine, foreign=foreign, held=held, trouble=trouble)
 
 
@@ -120,6 +121,8 @@ def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded,
     if serving.trouble:
         return standin(None, serving.trouble)
     mode = current_mode()
+    if crowded := _crowded(serving.device, mode):
+        return standin(None, crowded)
     try:
         decisions = _of_one_mode([row.decision for row in _rows(w, serving, mode)], mode)
     except AutoselError as error:
@@ -129,6 +132,14 @@ def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded,
     if decisions[0].length_range is None:
         return _serve(op, w, decisions[0], serving)
     return _split(op, w, decisions, serving, guarded)
+
+
+def _crowded(device: Fingerprint, mode: str) -> str:
+    """Return why nothing serves a process with more threads than cores: its kernels would wait for each other."""
+    threads = min(threads_of(mode), int(device.identity.get("cpus", 0)))
+    if not device.threads or threads <= device.threads:
+        return ""
+    return f"{threads} threads on {device.threads} of {device.identity['cpus']} cores: set as many threads as cores"
 
 
 def _rows(w: Workload, serving: Serving, mode: str) -> Sequence[Row]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autosel.fingerprint.device import present, take, unit
+from autosel.fingerprint.device import at, present, take, unit
 from autosel.fingerprint.drift import Drift, drifted
 from autosel.fingerprint.known import load, names
 
-__all__ = ["Drift", "drifted", "load", "names", "present", "take", "unit"]
+__all__ = ["Drift", "at", "drifted", "load", "names", "present", "take", "unit"]

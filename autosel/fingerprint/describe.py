@@ -36,6 +36,7 @@ CPU_FIELDS = (
 def describe(fp: Fingerprint) -> list[Row]:
     """Return identity, environment, then rates: (field, value, spread, source). Only a measured rate has a spread."""
     rows = [_fact(label, key, fp.identity[key], _origin(fp)) for label, key in _fields(fp) if key in fp.identity]
+    rows += [("usable by this process", str(fp.threads), "", _origin(fp))] if fp.threads else []
     rows += [(name, _plain(value), "", "") for name, value in fp.environment.items()]
     rows += [(name.replace("_", " "), f"{value:g}", "", "rates hold for this") for name, value in fp.validity.items()]
     return rows + [(rate_label(name), quantity(r), _spread(r), r.source) for name, r in fp.rates.items()]
@@ -47,8 +48,9 @@ def headline(fp: Fingerprint) -> str:
         read = next((r for n, r in fp.rates.items() if n.startswith(("read_bytes_per_s", "bw_read"))), None)
         return fp.name + (f"   read {quantity(read)}" if read else "")
     cpus = int(fp.identity["cpus"])
-    read = fp.rates.get(f"read_bytes_per_s@{cpus}")
-    parts = [f"{fp.name} {cpus} core{'s' if cpus > 1 else ''} {isa_word(fp)}"]
+    read = fp.rates.get(f"read_bytes_per_s@{fp.cpus}")
+    usable = f"{fp.threads} of " if fp.threads else ""
+    parts = [f"{fp.name} {usable}{cpus} core{'s' if cpus > 1 else ''} {isa_word(fp)}"]
     parts += [f"read {quantity(read)}"] if read else []
     parts += [f"L3 {binary(fp.identity['l3_bytes'])}"] if fp.identity["l3_bytes"] else []
     parts += ["contended"] if fp.contended else []

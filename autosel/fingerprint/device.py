@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 
 from autosel.errors import BuildError, UnknownName
 from autosel.fingerprint import gpu, machine, neighbours, noise, nvml, probe, stack, store
-from autosel.values import CONTENDED_CORES, Fingerprint
+from autosel.values import CONTENDED_CORES, Fingerprint, Rate
 
 DEVICES = ("cpu", "cuda")
 LOOK_S = 0.2  # duration at which other work is ten times the resolution of the counters
@@ -27,8 +28,17 @@ def take(device: str = "cpu", *, refresh: bool = False) -> Fingerprint:
     if kind == "cuda":
         return gpu.take(int(number or 0), refresh=refresh)
     known = _identified()
-    stored = None if refresh else store.read(known.env_id)
-    return _measured(known) if stored is None or (stored.contended and _quiet()) else stored
+    stored = store.read(known.env_id)
+    usable = stored is not None and not refresh and f"read_bytes_per_s@{known.cpus}" in stored.rates
+    if stored is None or not usable or (stored.contended and _quiet()):
+        return _measured(known, {} if stored is None or stored.contended else stored.rates)
+    return dataclasses.replace(stored, threads=known.threads)
+
+
+def at(fp: Fingerprint, threads: int) -> Fingerprint:
+    """Return a CPU's fingerprint for at most so many threads; 0: as it is."""
+    fewer = fp.kind == "cpu" and 0 < threads < fp.cpus
+    return dataclasses.replace(fp, threads=threads) if fewer else fp
 
 
 def present() -> tuple[str, ...]:
@@ -43,8 +53,15 @@ def unit(device: str) -> str:
 
 
 def _identified() -> Fingerprint:
-    identity = machine.identity()
-    return Fingerprint(kind="cpu", name=identity["model"], identity=identity, environment=stack.environment(), rates={})
+    hardware, usable = machine.hardware(), machine.identity()["cpus"]
+    return Fingerprint(
+        kind="cpu",
+        name=hardware["model"],
+        identity=hardware,
+        environment=stack.environment(),
+        rates={},
+        threads=usable if usable < hardware["cpus"] else 0,
+    )
 
 
 def _quiet() -> bool:
@@ -54,15 +71,16 @@ def _quiet() -> bool:
     return neighbours.between(before, neighbours.read()).cores <= CONTENDED_CORES
 
 
-def _measured(known: Fingerprint) -> Fingerprint:
+def _measured(known: Fingerprint, before_it: Mapping[str, Rate]) -> Fingerprint:
+    """Measure and store the rates; those of other numbers of threads stay."""
     before = neighbours.read()
     notes: tuple[str, ...] = ()
     try:
         rates = probe.measure()
     except (BuildError, MemoryError) as error:
-        rates = probe.measure_without_compiler(known.identity)
+        rates = probe.measure_without_compiler(machine.identity())
         notes = (f"rates by numpy: {str(error).splitlines()[0]}",)
     noisy = noise.reasons(neighbours.between(before, neighbours.read()), rates)
-    fp = dataclasses.replace(known, rates=rates, contended=bool(noisy), notes=(*notes, *noisy))
+    fp = dataclasses.replace(known, rates={**before_it, **rates}, contended=bool(noisy), notes=(*notes, *noisy))
     trouble = store.write(fp)
     return dataclasses.replace(fp, notes=(*fp.notes, trouble)) if trouble else fp

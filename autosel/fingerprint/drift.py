@@ -46,7 +46,7 @@ def drifted(fp: Fingerprint, device: str = "cpu", *, seconds: float = 0.1) -> Dr
 
 def _cpu(fp: Fingerprint, seconds: float) -> Drift:
     started = time.monotonic()
-    cpus = int(fp.identity["cpus"])
+    cpus = fp.cpus
     read, join = fp.rates.get(f"read_bytes_per_s@{cpus}"), fp.rates.get(f"fork_join_s@{cpus}")
     reads, joins = [], []
     for _ in range(LOOKS):
@@ -86,7 +86,7 @@ def _quantile(figures: list[float], unit: str) -> float:
 def is_shared(fp: Fingerprint) -> bool:
     """Return True for a virtual machine, a quota, or an affinity that leaves cores to others."""
     identity = fp.identity
-    whole = identity["cpus"] + identity.get("slow_cores", 0) >= identity["cores"]
+    whole = fp.cpus + identity.get("slow_cores", 0) >= identity["cores"]
     return machine.is_virtual() or identity["quota_cpus"] is not None or not whole
 
 

@@ -80,6 +80,19 @@ def identity(root: Path = ROOT, affinity: frozenset[int] | None = None) -> dict[
     }
 
 
+def hardware(root: Path = ROOT, affinity: frozenset[int] | None = None) -> dict[str, Any]:
+    """Return the identity that decisions hold for: `identity` with all cores of the kind that this process uses,
+    whichever of them it is bound to."""
+    info = _cpuinfo(root)
+    online = _online(root, info)
+    allowed = (_affinity(root) if affinity is None else affinity) & online or online
+    if allowed == online:
+        return identity(root, online)
+    used = usable_cpus(root, allowed)[0]
+    alike = used in _fastest(root, sorted({used, *usable_cpus(root, online)}))
+    return identity(root, online if alike else allowed)
+
+
 def usable_cpus(root: Path = ROOT, affinity: frozenset[int] | None = None) -> list[int]:
     """Return one CPU of each core of the fastest kind that affinity leaves."""
     return _fastest(root, _cores(root, _cpuinfo(root), affinity)[1])
@@ -140,11 +153,20 @@ def _online(root: Path, info: list[dict[str, str]]) -> frozenset[int]:
 
 
 def _affinity(root: Path) -> frozenset[int]:
-    """Return the CPUs that this process may run on; for a test's tree, those that its /proc/self/status lists."""
-    if root == ROOT and hasattr(os, "sched_getaffinity"):
+    """Return the CPUs that the threads of this process may run on: an engine binds each of its threads to one.
+
+    Without a list of threads (a test's tree, another system) those of the process.
+    """
+    tasks = [_text(path / "status") for path in (root / "proc/self/task").glob("*")]
+    found = [_allowed(text) for text in tasks or [_text(root / "proc/self/status")]]
+    if not any(found) and root == ROOT and hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
-    match = re.search(r"^Cpus_allowed_list:\s*(.+)$", _text(root / "proc/self/status"), flags=re.MULTILINE)
-    return cpu_list(match[1]) if match else _online(root, _cpuinfo(root))
+    return frozenset().union(*found) or _online(root, _cpuinfo(root))
+
+
+def _allowed(status: str) -> frozenset[int]:
+    match = re.search(r"^Cpus_allowed_list:\s*(.+)$", status, flags=re.MULTILINE)
+    return cpu_list(match[1]) if match else frozenset()
 
 
 # --- cores -----------------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def hw_id_of(device: str) -> str:
     from autosel.values import digest
 
     if device == "cpu":
-        return digest({"kind": "cpu", **machine.identity()})
+        return digest({"kind": "cpu", **machine.hardware()})
     return digest({"kind": "cuda", **nvml.identity_of(nvml.read(0))})
 
 

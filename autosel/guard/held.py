@@ -15,8 +15,8 @@ class Held:
     A decision made after the fault is not held by it: whoever made it knew.
     """
 
-    def __init__(self, faults: Iterable[Fault] = (), hw_id: str = "") -> None:
-        self.faults = {fault.id: fault for fault in faults if fault.decision.hw_id == hw_id}
+    def __init__(self, faults: Iterable[Fault] = (), *hw_ids: str) -> None:
+        self.faults = {fault.id: fault for fault in faults if fault.decision.hw_id in hw_ids}
 
     def why(self, d: Decision) -> str:
         """Why this decision's arm may not serve, or ""."""

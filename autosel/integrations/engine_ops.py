@@ -3,9 +3,9 @@ kernel runs.
 
 An engine's own kernels are faster than autosel's baseline, which is eager PyTorch. So autosel runs only if another arm
 than the baseline was decided for a shape and serves: not if it was demoted, is stale or cannot be loaded. Calls left to
-the engine are counted, so that `record`, `status` and the daemon see them. Inside torch.compile the engine's own code
-is compiled. Tensors that no workload describes have no decision. After an exception here the engine's kernel runs from
-then on, with one warning.
+the engine are counted with the reason, so that `record`, `status` and the daemon see them. Inside torch.compile the
+engine's own code is compiled, and nothing is counted. Tensors that no workload describes have no decision. After an
+exception here the engine's kernel runs from then on, with one warning.
 
 A CUDA graph contains the kernels that ran before the capture, in the engine's warm-up: loading a kernel may not be
 captured.
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosel import dispatch, settings
-from autosel.dispatch import Bound
+from autosel import dispatch, ops, settings
+from autosel.dispatch.left import Left
 from autosel.errors import BadArguments
 from autosel.files import read_named
 from autosel.guard.call import captured
@@ -42,15 +42,14 @@ class Decided:
     def __init__(self, op: str) -> None:
         self.op = op
         self.board: Any = None
-        self.bound: dict[Any, Bound | None] = {}
+        self.bound: dict[Any, Any] = {}  # Bound, or Left where the engine runs in any case
+        self.left: dict[str, Left] = {}  # by reason
         self.said: set[str] = set()
 
     def __call__(self, key: Any, *arguments: Any, length: int | None = None, out: Tensor | None = None) -> Any:
         """Return the op's result, or None. `key` holds all other properties that distinguish workloads, `length` the
         longest context, by which the arm may change within a key."""
         found = self._found(key, arguments)
-        if found is None:
-            return None
         if not found.beyond_baseline(length):
             found.elsewhere[0] += 1
             return None
@@ -59,32 +58,48 @@ class Decided:
                 return found(*arguments)
             found(*arguments, out)
         except Exception as error:
-            self._leave(key, error)
+            self._failed(key, arguments, error).elsewhere[0] += 1
             return None
         return out
+
+    def leave(self, reason: str) -> None:
+        """Count a call that the engine runs itself, before its tensors are looked at."""
+        board = dispatch.board()
+        if board is not self.board:
+            self.board, self.bound, self.left = board, {}, {}
+        if reason not in self.left:
+            self.left[reason] = board.leave(ops.find(self.op), reason)
+        self.left[reason].elsewhere[0] += 1
 
     def is_new(self, key: Any) -> bool:
         return dispatch.board() is not self.board or key not in self.bound
 
-    def _found(self, key: Any, arguments: tuple[Any, ...]) -> Bound | None:
+    def _found(self, key: Any, arguments: tuple[Any, ...]) -> Any:
         board = dispatch.board()
         if board is not self.board or len(self.bound) >= MOST_SHAPES:
-            self.board, self.bound = board, {}
+            self.board, self.bound, self.left = board, {}, {}
         if key not in self.bound:
             if captured(arguments):
                 self._say("a CUDA graph was captured before autosel saw its shapes: it holds the engine's own")
-                return None
+                return self._left("captured in a CUDA graph before its shapes ran", arguments)
             try:
                 self.bound[key] = dispatch.best(self.op, like=arguments)
-            except BadArguments:
-                self.bound[key] = None
+            except BadArguments as error:
+                self.bound[key] = self._left(f"no workload describes these tensors: {error.what}", arguments)
             except Exception as error:
-                self._leave(key, error)
+                self._failed(key, arguments, error)
         return self.bound[key]
 
-    def _leave(self, key: Any, error: Exception) -> None:
-        self.bound[key] = None
-        self._say(f"the engine's own runs after {type(error).__name__}: {str(error)[:500]}")
+    def _failed(self, key: Any, arguments: tuple[Any, ...], error: Exception) -> Left:
+        """Leave this key to the engine from now on."""
+        why = f"{type(error).__name__}: {str(error)[:500]}"
+        self.bound[key] = left = self._left(f"the engine's own runs after {why}", arguments)
+        self._say(left.reason)
+        return left
+
+    def _left(self, reason: str, arguments: tuple[Any, ...]) -> Left:
+        found: Left = self.board.leave(ops.find(self.op), reason, arguments)
+        return found
 
     def _say(self, what: str) -> None:
         if what not in self.said and len(self.said) < MOST_SAID:
@@ -118,13 +133,18 @@ def lacking(thing: Any, *names: str) -> str:
 NORM, ADD_NORM = Decided("rmsnorm"), Decided("add_rmsnorm")
 GATED = {"swiglu": Decided("swiglu"), "geglu": Decided("geglu")}
 PAGED = Decided("paged_attn")
+AUTOGRAD = "its tensors require gradients"
+INVARIANT = "the engine wants the same rounding for every batch"
 
 
 def norm(
     x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """Return y of x[..., d], or (y, x + residual)."""
-    if torch.compiler.is_compiling() or not x.numel() or not _inference(x, weight):
+    if torch.compiler.is_compiling() or not x.numel():
+        return None
+    if not _inference(x, weight):
+        (NORM if residual is None else ADD_NORM).leave(AUTOGRAD)
         return None
     rows = x.reshape(-1, x.shape[-1])
     key = (count_bucket(len(rows)), rows.shape[1], x.dtype, weight.dtype, x.device, rows.stride(0), eps, offset)
@@ -141,7 +161,10 @@ def norm(
 
 def gated(op: str, x: Tensor, *more: int) -> Tensor | None:
     """Return swiglu or geglu of x[..., 2 I], with gate before up."""
-    if torch.compiler.is_compiling() or not x.numel() or not _inference(x):
+    if torch.compiler.is_compiling() or not x.numel():
+        return None
+    if not _inference(x):
+        GATED[op].leave(AUTOGRAD)
         return None
     gate, up = x.reshape(-1, x.shape[-1]).chunk(2, dim=-1)
     key = (count_bucket(len(gate)), gate.shape[1], gate.stride(0), x.dtype, x.device, *more)
@@ -168,7 +191,10 @@ def paged(
     `longest`: the context for which the engine will capture this step. The step also runs once with that context first,
     because an engine's warm-up has short contexts; the result is equally correct.
     """
-    if torch.compiler.is_compiling() or not _inference(q):
+    if torch.compiler.is_compiling():
+        return False
+    if not _inference(q):
+        PAGED.leave(AUTOGRAD)
         return False
     shapes = (count_bucket(q.shape[0]), q.shape[1:], k.shape[1:], q.dtype, k.dtype, q.device)
     layout = (k.stride(), v.stride(), q.stride(0), window, softcap)

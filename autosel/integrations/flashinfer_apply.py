@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autosel import settings
-from autosel.dispatch.devices import device_at, kind_of, places_here
+from autosel.dispatch.devices import device_at, ids_of, kind_of, places_here
 from autosel.errors import UsageError
 from autosel.integrations import engine_ops
 from autosel.ledger import snapshot
@@ -110,7 +110,7 @@ def serving(decided: Iterable[Decision]) -> list[Decision]:
     Routing other definitions would only delay FlashInfer's own kernel.
     """
     first, *gpus = places_here()
-    kinds = {device_at(place)[0].hw_id: kind_of(place) for place in gpus or (first,)}
+    kinds = {hw_id: kind_of(place) for place in gpus or (first,) for hw_id in ids_of(device_at(place)[0])}
     mode = current_mode()
     mine = [d for d in decided if d.hw_id in kinds and d.state in SERVING]
     return [d for d in mine if len({matters(m, kinds[d.hw_id], d.bucket) for m in (d.mode, mode)}) == 1]

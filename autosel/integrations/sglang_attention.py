@@ -115,6 +115,8 @@ class DecodeSteps:
             out = torch.empty_like(rows)
             if self._decided(step, rows, layer, out):
                 return out.view(len(rows), -1)
+        else:
+            engine_ops.PAGED.leave("speculation, a quantised cache or another layout of it")
         made: Tensor = super().forward_decode(  # type: ignore[misc]
             q, k, v, layer, forward_batch, save_kv_cache, **named
         )

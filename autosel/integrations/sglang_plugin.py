@@ -37,6 +37,7 @@ def register() -> None:
                 hook._autosel = True  # type: ignore[attr-defined]
                 registry.register(target, hook, kind)
         register_attention()
+        plugged.announce("SGLang", __name__)
     except Exception as error:
         plugged.leave("SGLang", WRITTEN_FOR, error)
 
@@ -94,7 +95,11 @@ def _norm(offset: float, alike: Callable[[], bool]) -> Callable[..., Any]:
         odd = any(m is not None for m in (*more, *named.values())) or any(
             getattr(layer, n, None) for n in ("variance_size_override", "cast_x_before_out_mul", "fp32_residual")
         )
-        if not odd and getattr(layer, "_quant_linear", None) is None and not alike():
+        if odd or getattr(layer, "_quant_linear", None) is not None:
+            (engine_ops.NORM if residual is None else engine_ops.ADD_NORM).leave("another norm than the op")
+        elif alike():
+            (engine_ops.NORM if residual is None else engine_ops.ADD_NORM).leave(engine_ops.INVARIANT)
+        else:
             made = engine_ops.norm(x, layer.weight.data, layer.variance_epsilon, offset, residual)
             if made is not None:
                 return made
@@ -107,7 +112,9 @@ def _gate(op: str, alike: Callable[[], bool]) -> Callable[..., Any]:
     def around(own: Callable[..., Any], layer: Any, x: Any, *more: Any, **named: Any) -> Any:
         from autosel.integrations import engine_ops
 
-        if not more and not named and not alike():
+        if alike():
+            engine_ops.GATED[op].leave(engine_ops.INVARIANT)
+        elif not more and not named:
             extra = (int(getattr(layer, "approximate", "tanh") == "tanh"),) if op == "geglu" else ()
             made = engine_ops.gated(op, x, *extra)
             if made is not None:

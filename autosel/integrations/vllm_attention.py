@@ -58,13 +58,15 @@ class AutoselAttentionImpl(TritonAttentionImpl):  # type: ignore[misc]
 
     def _decode(self, query: Tensor, kv_cache: Tensor, m: Any, output: Tensor) -> bool:
         """Run one token per sequence. kv_cache [blocks, Hkv, block, 2 D]: keys, then values."""
-        if m is None or not FITS(lambda: self._other(kv_cache, m)):
+        if m is None:  # a profiling run
             return False
-        if m.max_query_len != 1 or not self._plain(m) or kv_cache.dtype != query.dtype:
-            return False
+        if not FITS(lambda: self._other(kv_cache, m)):
+            return self._left(f"another interface: {FITS.why}")
         n = m.num_actual_tokens
-        if m.seq_lens.shape[0] < n:
-            return False
+        if m.max_query_len != 1 or m.seq_lens.shape[0] < n:
+            return self._left("a prompt, or a batch with one")
+        if not self._plain(m) or kv_cache.dtype != query.dtype:
+            return self._left("quantised cache, sinks, ALiBi or batch invariance")
         k, v = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return engine_ops.paged(
             query[:n].view(n, self.num_heads, 1, self.head_size),
@@ -79,6 +81,10 @@ class AutoselAttentionImpl(TritonAttentionImpl):  # type: ignore[misc]
             out=output[:n].view(n, self.num_heads, 1, self.head_size),
             longest=self.model.max_model_len if self.model is not None else 0,  # the maximum for which vLLM captures
         )
+
+    def _left(self, reason: str) -> bool:
+        engine_ops.PAGED.leave(reason)
+        return False
 
     def _other(self, kv_cache: Tensor, m: Any) -> str:
         """Return how this vLLM differs from the interface that a step is read from here."""

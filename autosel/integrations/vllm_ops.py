@@ -15,15 +15,21 @@ from autosel.integrations import engine_ops
 def _normed(layer: Any, x: Tensor, residual: Tensor | None, offset: float) -> Any:
     """Leave to vLLM what is not the op: half of a row's elements for its mean, no weight, or one rounding for all
     batches."""
+    norm = engine_ops.NORM if residual is None else engine_ops.ADD_NORM
     if envs.VLLM_BATCH_INVARIANT:
+        norm.leave(engine_ops.INVARIANT)
         return None
     if getattr(layer, "variance_size_override", None) is not None or not getattr(layer, "has_weight", True):
+        norm.leave("a mean over part of the row, or no weight")
         return None
     return engine_ops.norm(x, layer.weight.data, layer.variance_epsilon, offset, residual)
 
 
 def _gated(op: str, x: Tensor, *more: int) -> Any:
-    return None if envs.VLLM_BATCH_INVARIANT else engine_ops.gated(op, x, *more)
+    if envs.VLLM_BATCH_INVARIANT:
+        engine_ops.GATED[op].leave(engine_ops.INVARIANT)
+        return None
+    return engine_ops.gated(op, x, *more)
 
 
 class AutoselRMSNorm(RMSNorm):  # type: ignore[misc]

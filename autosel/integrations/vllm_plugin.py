@@ -32,6 +32,7 @@ def register() -> None:
     try:
         for part in _parts():
             part()
+        plugged.announce("vLLM", "vllm.autosel")  # a child of vLLM's logger, which shows INFO
     except Exception as error:
         plugged.leave("vLLM", WRITTEN_FOR, error)
 

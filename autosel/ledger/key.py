@@ -27,7 +27,7 @@ def overlap(a: LengthRange, b: LengthRange) -> bool:
 
 def current_mode(kind: str = "eager") -> str:
     """Return the mode of this process, such as `eager.t2.highest`: threads and torch's numeric flags change speed and
-    correctness. Affinity and quota belong to the device's identity."""
+    correctness. The quota belongs to the device's identity; which cores the process is bound to, to neither."""
     import torch
 
     from autosel.ops.precision import matmul_precision
@@ -46,6 +46,17 @@ def matters(mode: str, kind: str, bucket: str = "") -> str:
         return mode
     exact = _dtype_of(bucket) in ("bf16", "fp16", "fp8_e4m3")
     return ".".join(p for p in mode.split(".") if not (_THREADS.fullmatch(p) or (exact and _PRECISION.fullmatch(p))))
+
+
+def at_threads(mode: str, threads: int) -> str:
+    """Return the mode with another number of threads; 0 leaves it as it is."""
+    return ".".join(f"t{threads}" if threads and _THREADS.fullmatch(part) else part for part in mode.split("."))
+
+
+def threads_of(mode: str) -> int:
+    """Return 2 of `eager.t2.highest`; 0 if the mode names no number of threads."""
+    named = next((part for part in mode.split(".") if _THREADS.fullmatch(part)), "t0")
+    return int(named[1:])
 
 
 _THREADS = re.compile(r"t\d+")

@@ -132,9 +132,9 @@ class Tuning:
 
     @property
     def threads(self) -> int:
-        """How many threads every arm may use: all usable cores, for baseline and challengers alike; 0 on a GPU, where
-        the host only launches: torch's default."""
-        return int(self.fp.identity.get("cpus", 0))
+        """Return the threads that every arm may use, baseline and challengers alike; 0 on a GPU, where the host only
+        launches: torch's default."""
+        return self.fp.cpus
 
 
 class Tally:

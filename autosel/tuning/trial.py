@@ -107,8 +107,7 @@ def _race(
 
     contests = [e.contest for e in entered.values()]
     fallen: dict[str, str] = {}
-    threads = int(fp.identity.get("cpus", 0))  # 0 on a GPU, where the host only launches: torch's default
-    workers = Workers(threads=threads, rng=rng, device=device)
+    workers = Workers(threads=fp.cpus, rng=rng, device=device)
     for found in run(contests, Terms(rng=rng, progress=tell), workers):
         if isinstance(found, Disqualified):
             fallen[found.contest.workload.key] = f"{found.check}: {found.reason}"

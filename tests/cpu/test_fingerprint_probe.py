@@ -134,10 +134,10 @@ def test_identity_here_agrees_with_the_scheduler() -> None:
     assert facts["memory_bytes"] > 0
 
 
-def test_affinity_of_one_cpu_makes_one_thread_and_another_device(tmp_path: Path) -> None:
+def test_affinity_of_one_cpu_makes_one_thread_and_the_same_device(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one CPU here")
-    code = "import os; from autosel.fingerprint.machine import identity as i; from autosel.values import digest\n"
-    code += "a = i(); os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); b = i()\n"
-    code += "print(b['cpus'], digest(a) == digest(b))"
-    assert run(code, tmp_path) == "1 False"
+    code = "import os; from autosel.fingerprint.machine import hardware, identity\n"
+    code += "a = hardware(); os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); b = hardware()\n"
+    code += "print(identity()['cpus'], a == b)"
+    assert run(code, tmp_path) == "1 True"

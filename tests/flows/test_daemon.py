@@ -527,6 +527,11 @@ _JSON = st.recursive(
 _USE = {"op": "rmsnorm", "candidate": "cpp:rmsnorm", "decision_id": 1, "calls": 3}
 
 
+_PART = {"op": "rmsnorm", "bucket": "b", "candidate": "cpp:rmsnorm", "why": "", "calls": 3}
+_PART |= {"us_per_call": 1.5, "origin": "raced"}
+_COVERED = {"client": "1-a", "process": 7, "engine": "", "mode": "m", "share": 1.0, "left_out": 0, "parts": [_PART]}
+
+
 def _valid() -> dict[str, Any]:
     """A body of each address that takes one, as a client of ours would send it."""
     w = to_json(ATTN)
@@ -539,6 +544,7 @@ def _valid() -> dict[str, Any]:
         "/v1/jobs": {"workloads": [w], "reason": "odd"},
         "/v1/misses": {"hw_id": HERE, "mode": "m", "misses": [{"workload": w, "calls": 3}]},
         "/v1/uses": {"client": "1-a", "serial": 1, "uses": [_USE]},
+        "/v1/coverage": _COVERED,
         "/v1/faults": {"cause": "kernel", "reason": "", "workload": "", "evidence": {}, "seen_at": "", "decision": {}},
         "/v1/ledger": commands.encode(spend, {}),
     }

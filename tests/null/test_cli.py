@@ -22,7 +22,7 @@ from autosel.cli.main import VERBS, cli, run
 from autosel.cli.options import VerbGroup, given_options
 from autosel.cli.output import emit_json, paragraph, report, table
 from autosel.cli.progress import QUIET_S, Progress
-from autosel.cli.tune import parse_budget
+from autosel.cli.tune import parse_budget, parse_threads
 from autosel.errors import AutoselError, BadConfig, TooNoisy, UsageError
 from autosel.models.workloads import Named
 from autosel.tuning.job import Rejection
@@ -638,6 +638,26 @@ def test_a_dumb_terminal_gets_lines_and_no_escapes(clock: Any, monkeypatch: pyte
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("1h30m", 5400), ("45", 45), ("1.5s", 1.5)])
 def test_a_budget_is_read_as_people_write_it(text: str, seconds: float) -> None:
     assert parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize(("text", "counts"), [("1", (1,)), ("2,1", (1, 2)), ("1-2", (1, 2)), ("1, 1-2", (1, 2))])
+def test_numbers_of_threads_are_a_list_or_a_range(
+    text: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    assert parse_threads(text, "cpu", "") == counts
+
+
+@pytest.mark.parametrize("text", ["0", "x", "1,", "1-", "-1", "3-1", "99999", "1;2"])
+def test_invalid_numbers_of_threads_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="numbers from 1 to"):
+        parse_threads(text, "cpu", "")
+
+
+@pytest.mark.parametrize(("device", "ray"), [("cuda", ""), ("cpu", "local")])
+def test_numbers_of_threads_are_for_this_cpu(device: str, ray: str) -> None:
+    with pytest.raises(UsageError, match="mutually exclusive"):
+        parse_threads("1", device, ray)
 
 
 @pytest.mark.parametrize("text", ["", " ", "0", "0s", "-5", "5x", "m", "1e3", "nan", "5m 3"])

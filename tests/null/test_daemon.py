@@ -67,6 +67,13 @@ def test_a_workload_is_queued_once_however_many_miss_it(queue: Jobs) -> None:
     assert other.id != first.id
 
 
+def test_other_numbers_of_threads_are_other_jobs(queue: Jobs) -> None:
+    own, other = (queue.add(ATTN, "miss", "", calls=3, threads=threads) for threads in (0, 1))
+    assert own is not None and other is not None and own.id != other.id
+    again = queue.add(ATTN, "miss", "", calls=4, threads=1)
+    assert again is not None and (again.id, again.calls, again.threads) == (other.id, 7, 1)
+
+
 def test_requests_go_first_then_stale_then_the_most_missed(queue: Jobs) -> None:
     rare = queue.add(ATTN.at(L=64), "miss", "", calls=1)
     often = queue.add(ATTN, "miss", "", calls=9)
@@ -207,7 +214,8 @@ def test_decisions_with_other_knobs_after_drift_are_raced_again_and_keep_serving
             asked.append(rates)
             return [found]
 
-        def add(self, w: Workload, source: str, why: str, *, device: str) -> None:
+        def add(self, w: Workload, source: str, why: str, *, device: str, threads: int) -> None:
+            assert threads == 0
             queued.append((w.bucket, why))
 
     hub: Any = SimpleNamespace(jobs=Child(), options=Options(), view=View(hw_id=FP.hw_id, served=ledger.serving()))

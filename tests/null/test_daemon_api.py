@@ -341,6 +341,34 @@ def test_a_repeated_report_of_uses_counts_once_and_callers_names_are_not_labels(
     assert told("c", 1, *[use("x", 1)] * 513) == 422
 
 
+PART: dict[str, Any] = {
+    "op": "rmsnorm",
+    "bucket": "rmsnorm/M1.d64/bf16",
+    "candidate": "cpp:rmsnorm",
+    "why": "",
+    "calls": 6,
+}
+PART |= {"us_per_call": 2.0, "origin": "raced"}
+COVERED: dict[str, Any] = {"client": "9-a", "process": 9, "engine": "vLLM 1", "mode": MODE, "share": 0.5}
+COVERED |= {"left_out": 0, "parts": [PART]}
+
+
+def test_coverage_is_the_last_report_of_each_process(local: TestClient) -> None:
+    for share, client in ((0.5, "9-a"), (0.75, "9-a"), (None, "8-a")):
+        assert local.post("/v1/coverage", json={**COVERED, "share": share, "client": client}).status_code == 202
+    found = local.get("/v1/coverage").json()["processes"]
+    assert [(p["client"], p["share"], p["parts"]) for p in found] == [("8-a", None, [PART]), ("9-a", 0.75, [PART])]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"share": 1.5}, {"engine": "a\x1b[2J"}, {"left_out": -1}, {"parts": [PART] * 129}]
+    + [{"parts": [PART | {n: v}]} for n, v in (("op", "nosuch"), ("us_per_call", -1.0), ("origin", "guessed"))],
+)
+def test_odd_coverage_is_refused(local: TestClient, odd: dict[str, Any]) -> None:
+    assert local.post("/v1/coverage", json=COVERED | odd).status_code == 422
+
+
 def test_another_process_writes_through_the_daemon(local: TestClient) -> None:
     w = ATTN.at(L=20_000)
     command = commands.Record(

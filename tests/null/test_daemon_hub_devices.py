@@ -23,6 +23,7 @@ from autosel.daemon.hub import Facts, this_device
 from autosel.daemon.idle import GpuMeter, Utilisation
 from autosel.daemon.jobs import Jobs
 from autosel.dispatch.handover import Handover
+from autosel.dispatch.served import Coverage
 from autosel.errors import LedgerError
 from autosel.fingerprint import known
 from autosel.ledger.locks import InUseError
@@ -295,6 +296,18 @@ def test_each_device_has_its_identity_decisions_and_misses(app: App) -> None:
         assert client.get("/op/attn").status_code == 200
 
 
+def test_misses_of_a_process_with_fewer_threads_are_tuned_for_so_many(app: App) -> None:
+    four = dataclasses.replace(this_machine(), identity={**this_machine().identity, "cpus": 4})
+    with over_socket(app) as client:
+        learned(client, app, dataclasses.replace(cpu(), hw_id=four.hw_id, fingerprint=to_json(four), mode="eager.t4"))
+        miss = {"hw_id": four.hw_id, "misses": [{"workload": to_json(ATTN), "calls": 3}]}
+        told = {n: client.post("/v1/misses", json={**miss, "mode": f"eager.t{n}"}).json() for n in (1, 4, 5)}
+        assert [bool(told[n]["queued"]) for n in (1, 4, 5)] == [True, True, False]
+        assert "a process that runs eager.t5 is not served by it" in told[5]["refused"]
+        jobs = client.get("/v1/jobs").json()["jobs"]
+        assert sorted(job["threads"] for job in jobs) == [0, 1]
+
+
 def test_a_process_tells_of_which_device_it_missed_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, int]] = []
     run = tmp_path / "run"
@@ -308,7 +321,7 @@ def test_a_process_tells_of_which_device_it_missed_what(tmp_path: Path, monkeypa
         handover.missed(ATTN, hw_id)
     handover.missed(ATTN.at(B=2), "two")
     for _ in range(2):
-        handover.deliver(lambda: MODE, dict, dict)
+        handover.deliver(lambda: MODE, dict, dict, lambda: Coverage(engine="", mode=MODE, parts=()))
     assert sent == [("one", 1), ("two", 2)]
 
 

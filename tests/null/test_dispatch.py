@@ -349,6 +349,56 @@ def test_the_precision_of_fp32_products_is_a_mode_of_fp32_alone_on_a_gpu(
         assert [r.document["bucket"] for r in pinned] == [bf16.bucket]
 
 
+BOUND_TO_ONE_CORE = """
+import os
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+import torch
+from autosel import dispatch
+from autosel.dispatch.devices import ids_of, this_device
+
+X, WEIGHT = torch.ones(2, 64), torch.ones(64)
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    found = dispatch.best("rmsnorm", like=(X, WEIGHT))
+    print(found.candidate, found.reason, sep=": ")
+print(*ids_of(this_device()))
+"""
+
+
+def bound_to_one_core(home: Path) -> list[str]:
+    """Return what serves in a process on one core, with one thread and with two; and the ids of its device."""
+    environment = {**os.environ, "AUTOSEL_HOME": str(home)}
+    words = [sys.executable, "-c", BOUND_TO_ONE_CORE]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_a_decision_serves_any_binding_of_the_same_cores_with_as_many_threads(
+    home: Path, user: Callable[[str], Arm]
+) -> None:
+    mode = current_mode().replace(f".t{torch.get_num_threads()}.", ".t{}.")
+    publish(home, [decision(W, user("sevens"), mode=mode.format(n), id=n) for n in (1, 2)])
+    one, two, ids = bound_to_one_core(home)
+    assert one.startswith("user:sevens: ") and ids.split()[0] == this_device().hw_id
+    cpus = this_device().identity["cpus"]
+    assert two == f"torch:rmsnorm: 2 threads on 1 of {cpus} cores: set as many threads as cores"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_decisions_of_a_bound_process_by_an_earlier_version_serve(home: Path, user: Callable[[str], Arm]) -> None:
+    """It told such a process apart, as another device."""
+    publish(home, [])
+    former = bound_to_one_core(home)[2].split()[1]
+    mode = current_mode().replace(f".t{torch.get_num_threads()}.", ".t1.")
+    publish(home, [decision(W, user("sevens"), mode=mode, hw_id=former)])
+    assert bound_to_one_core(home)[0].startswith("user:sevens: ")
+    own = decision(W, user("eights"), mode=mode, id=42)
+    publish(home, [own, decision(W, user("sevens"), mode=mode, hw_id=former)])
+    assert bound_to_one_core(home)[0].startswith("user:eights: ")
+
+
 PRECISION_SET = """
 import torch
 from autosel import dispatch

@@ -14,7 +14,7 @@ from autosel.cli import doctor
 from autosel.errors import UnknownName
 from autosel.fingerprint import device, drift, noise, probe, stack, store
 from autosel.fingerprint.describe import describe, headline, quantity, rate_label
-from autosel.fingerprint.machine import cpu_list, cpu_quota, identity, is_virtual, memory_left
+from autosel.fingerprint.machine import cpu_list, cpu_quota, hardware, identity, is_virtual, memory_left
 from autosel.fingerprint.neighbours import Neighbours
 from autosel.values import Fingerprint, Rate
 
@@ -119,15 +119,37 @@ def test_only_what_affinity_reaches_counts(tree: Tree) -> None:
     assert found["cores"] == 32
 
 
+@pytest.mark.parametrize("bound", [{0, 1, 4}, {31}, set(range(16, 32))])
+def test_the_hardware_is_the_same_whichever_of_its_cores_a_process_is_bound_to(tree: Tree, bound: set[int]) -> None:
+    root = epyc(tree).root
+    assert hardware(root, frozenset(bound)) == hardware(root) == identity(root)
+
+
+def test_a_process_may_use_the_cores_that_its_threads_are_bound_to(tree: Tree) -> None:
+    epyc(tree).put("proc/self/task/7/status", "Name:\tx\nCpus_allowed_list:\t3\n")
+    tree.put("proc/self/task/8/status", "Name:\tx\nCpus_allowed_list:\t4\n")
+    assert (identity(tree.root)["cpus"], hardware(tree.root)["cpus"]) == (2, 32)
+
+
+def test_slow_cores_of_a_hybrid_cpu_are_other_hardware(tree: Tree) -> None:
+    root = hybrid(tree).root
+    assert hardware(root, frozenset({3})) == identity(root)  # the second thread of a performance core
+    assert hardware(root, frozenset({4, 5})) == identity(root, frozenset({4, 5})) != identity(root)
+
+
 def test_a_hybrid_cpu_offers_its_performance_cores(tree: Tree) -> None:
+    found = identity(hybrid(tree).root)
+    assert (found["cpus"], found["slow_cores"], found["cores"]) == (2, 4, 6)
+    assert found["l2_bytes"] == 2 << 20
+
+
+def hybrid(tree: Tree) -> Tree:
     tree.x86(8, model="13th Gen Intel(R) Core(TM) i5").put("sys/devices/cpu_core/cpus", "0-3")
     for cpu in range(4):
         tree.core(cpu, f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}", l2="2048K")
     for cpu in range(4, 8):
         tree.core(cpu, str(cpu), l2="4096K")
-    found = identity(tree.root)
-    assert (found["cpus"], found["slow_cores"], found["cores"]) == (2, 4, 6)
-    assert found["l2_bytes"] == 2 << 20
+    return tree
 
 
 def arm(tree: Tree, cpus: int = 2, part: str = "0xd4f") -> Tree:
@@ -436,7 +458,8 @@ def measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append("measured")
         return {"read_bytes_per_s@2": rate(4e10 + len(done))}
 
-    monkeypatch.setattr(device.machine, "identity", lambda: dict(fingerprint().identity))
+    for name in ("identity", "hardware"):
+        monkeypatch.setattr(device.machine, name, lambda: dict(fingerprint().identity))
     monkeypatch.setattr(device.neighbours, "between", lambda before, now: Neighbours())
     monkeypatch.setattr(device.probe, "measure", measure)
     return done
@@ -460,6 +483,24 @@ def test_rates_measured_beside_other_work_are_measured_again_once_the_machine_is
     assert not device.take().contended
     assert not device.take().contended
     assert len(measured) == 2
+
+
+def test_a_process_on_fewer_cores_measures_what_is_missing_and_keeps_the_rest(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = device.take()
+    monkeypatch.setattr(device.machine, "identity", lambda: {**fingerprint().identity, "cpus": 1})
+    monkeypatch.setattr(device.probe, "measure", lambda: {"read_bytes_per_s@1": rate(2e10)})
+    bound = device.take()
+    assert (bound.hw_id, bound.env_id, bound.cpus, whole.cpus) == (whole.hw_id, whole.env_id, 1, 2)
+    assert set(bound.rates) == {"read_bytes_per_s@1", "read_bytes_per_s@2"}
+    assert device.take() == bound and measured == ["measured"]
+
+
+def test_a_fingerprint_for_fewer_threads_is_of_the_same_device() -> None:
+    whole = fingerprint()
+    assert [device.at(whole, n).cpus for n in (1, 2, 3)] == [1, 2, 2]
+    assert device.at(whole, 1).hw_id == whole.hw_id and device.at(whole, 2) == whole
 
 
 def test_refresh_measures_again_and_replaces(measured: list[str]) -> None:

@@ -89,6 +89,46 @@ def test_calls_left_to_the_engine_are_counted_as_its_own_and_asked_for(home: Pat
         assert sum(use.calls for use in board.uses()) == 4
 
 
+def test_calls_that_no_workload_describes_are_counted_with_the_reason(home: Path) -> None:
+    publish(home, [])
+    with dispatch.use(home) as board, torch.inference_mode():
+        assert [engine_ops.norm(X.double(), WEIGHT.double(), 1e-6) for _ in range(3)] == [None] * 3
+        (use,) = (use for use in board.uses() if use.calls)
+        assert (use.op, use.bucket, use.candidate, use.calls) == ("rmsnorm", "", "engine:own", 3)
+        assert use.reason.startswith("no workload describes these tensors: ")
+        assert board.asked() == {}
+
+
+def test_calls_with_gradients_are_counted(home: Path) -> None:
+    publish(home, [])
+    with dispatch.use(home) as board:
+        assert engine_ops.norm(X.clone().requires_grad_(), WEIGHT, 1e-6) is None
+        assert [(use.reason, use.calls) for use in board.uses()] == [(engine_ops.AUTOGRAD, 1)]
+
+
+def test_calls_after_an_exception_are_counted_as_the_engines_and_asked_for(
+    home: Path, arm: Callable[[str], Arm]
+) -> None:
+    publish(home, [decision(W, arm("raises"))])
+    with dispatch.use(home) as board:
+        assert [norm() for _ in range(3)] == [None] * 3
+        (use,) = (use for use in board.uses() if use.candidate == "engine:own")
+        assert use.calls == 3 and "no such kernel image" in use.reason
+        assert board.asked()[W] >= 3
+
+
+def test_calls_of_a_capture_are_counted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(home, [])
+    with dispatch.use(home) as board:
+        monkeypatch.setattr(engine_ops, "captured", lambda values: True)
+        decided = engine_ops.Decided("rmsnorm")
+        assert [decided("key", X, WEIGHT, 1e-6, 0.0) for _ in range(2)] == [None] * 2
+        assert [(use.reason, use.calls) for use in board.uses() if use.calls] == [
+            ("captured in a CUDA graph before its shapes ran", 2)
+        ]
+        assert board.asked() == {W: 2}
+
+
 def test_after_an_exception_the_engines_kernel_runs_with_one_warning(
     home: Path, arm: Callable[[str], Arm], caplog: pytest.LogCaptureFixture
 ) -> None:

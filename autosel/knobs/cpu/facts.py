@@ -28,7 +28,7 @@ class CpuFacts:
     """Hold the inputs of CPU formulas. Rates in SI units; `read_bytes_per_s[t-1]` is the rate of t threads."""
 
     isa: Isa
-    cpus: int  # usable: affinity and quota applied, one a physical core
+    cpus: int  # that this process may use: affinity and quota applied, one a physical core
     l1d_bytes: int
     l2_bytes: int
     l3_bytes: int
@@ -46,7 +46,7 @@ class CpuFacts:
 
 def facts(fp: Fingerprint) -> CpuFacts:
     """Return the facts of a CPU fingerprint; a missing rate gets a documented conservative default."""
-    identity, cpus = fp.identity, int(fp.identity["cpus"])
+    identity, cpus = fp.identity, fp.cpus
 
     def rate(name: str, default: float) -> float:
         return fp.rates[name].value if name in fp.rates else default
