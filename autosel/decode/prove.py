@@ -42,6 +42,8 @@ def prove(scene: Scene, ledger: Ledger | None, chain: Chain, question: Question)
     """
     unpacked = question.form == "whole"
     forms = [form for form in question.forms if not (unpacked and form == "packed")]
+    if question.known is not None:  # a whole step: nothing else is asked of the decision
+        forms = [form for form in forms if form in WHOLE]
     notes = [_refusal(scene, form, why) for form, why in question.refused.items() if not unpacked]
     if not forms:
         return Proven(note="; ".join(notes))

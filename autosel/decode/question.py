@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from autosel.candidates.arms import python_digest
-from autosel.decode import graph, torch_step
+from autosel.decode import graph
 from autosel.decode.run import FORMS, WHOLE, Chain, Form, Offer, StepForm
 from autosel.decode.scene import Scene
 from autosel.decode.step import Step, write_step
@@ -77,8 +77,8 @@ def ask(scene: Scene, ledger: Ledger | None) -> Question:
     """Return what there is to choose from, and what is decided about it."""
     plan, hw_id = scene.plan, scene.fp.hw_id
     chains = _chains(scene) if plan.step == "auto" and plan.listed else {}
-    pytorch = isinstance(torch_step.supports(plan), Accepted) and _ours(chains.values())
-    graphs = plan.step != "ops" and isinstance(graph.supports(plan), Accepted)
+    pytorch = plan.cache == "contiguous" and _ours(chains.values())
+    graphs = plan.device != "cpu" and plan.step != "ops" and isinstance(graph.supports(plan), Accepted)
     offer = scene.kind.offer(plan, scene.decoder.weights, scene.fp) if plan.step in ("auto", "whole") else Offer()
     able: tuple[StepForm, ...] = (*(("torch",) if pytorch else ()), *(("graph",) if graphs else ()), *offer.forms)
     plain = plan.layout == "plain" and "packed" in able

@@ -10,18 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autosel.decode.eager import Eager
-from autosel.decode.run import Chain, Plan
+from autosel.decode.run import Chain
 from autosel.decode.step import Call, Rewritten, Step
-from autosel.values import Accepted, Rejected, Support
 
 AS_PYTORCH = Chain(attn="normed", mlp="normed")  # the ops that PyTorch's step is made of
-
-
-def supports(plan: Plan) -> Support:
-    """Return Accepted if PyTorch's step can stand for the plan's own; asked before weights are loaded."""
-    if plan.cache == "paged":
-        return Rejected(reason="--paged: PyTorch's step reads a contiguous cache")
-    return Accepted() if plan.listed else Rejected(reason=plan.untimed)
 
 
 @dataclass(slots=True, kw_only=True)
