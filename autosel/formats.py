@@ -48,6 +48,11 @@ class Part:
         return math.prod(self.shape(n, k)) * PART_BYTES[self.dtype or dtype]
 
 
+# Bits of a plain weight in the smallest lossless layout (kernels/cpu/packed.h). A race assumes that every arm with a
+# layout reads so much: an arm that claims less is not believed.
+LEAST_BITS: Mapping[str, int] = {"bf16": 12}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
     """How a matrix w[N, K] is stored.
@@ -71,6 +76,11 @@ class WeightFormat:
     def nbytes(self, dtype: str, n: int, k: int) -> int:
         """Bytes of a stored matrix [n, k]; `dtype` is the workload's."""
         return sum(part.nbytes(dtype, n, k) for part in self.parts)
+
+    def least_share(self, dtype: str) -> Fraction:
+        """Bytes of a stored matrix in the smallest lossless layout that autosel knows, relative to `nbytes`."""
+        own = PART_BYTES[self.parts[0].dtype or dtype] * 8
+        return Fraction(LEAST_BITS.get(dtype, own), own) if self.plain else Fraction(1)
 
     def bytes_per_weight(self, dtype: str, k: int) -> Fraction:
         """Bytes a weight of a matrix with rows of k: codes and its share of scales and zeros."""

@@ -65,6 +65,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         name="place_workers", kind=bool, default=True, help="keep the CPU pool's worker threads on cores of their own"
     ),
+    Setting(
+        name="layout_gb",
+        kind=float,
+        default=None,
+        help="GB of prepared weights that a process keeps (default: as much as leaves 1 GiB of memory free; 0: none)",
+    ),
     Setting(name="cxx", kind=str, default="", help="C++ compiler (default: $CXX, g++, c++)"),
     Setting(name="log", kind=str, default="warning", help="log level", choices=("debug", "info", "warning", "error")),
 )

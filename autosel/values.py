@@ -241,10 +241,48 @@ LATER: Mapping[str, bool] = {"later": True}  # of a field that older values lack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A form of weights that a candidate makes for itself, once for each weight, and reads besides the weight itself.
+
+    `weights`: the op's arguments that are prepared. `prepare` makes the bytes, `compare` checks them: entries of the
+    native artefact; of a Python candidate, functions of its module (`compare` may be empty). `share`: bytes of the
+    prepared weight, relative to the weight's, at best. `worth`: the share above which the weight itself is read.
+    """
+
+    name: str
+    version: int
+    weights: tuple[str, ...]
+    prepare: str
+    compare: str = ""
+    share: float = 1.0
+    worth: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What preparing the weights of one call took: `bytes` are kept besides the `plain_bytes` of the weights."""
+
+    layout: str
+    version: int
+    bytes: int
+    plain_bytes: int
+    seconds: float
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.plain_bytes - self.bytes
+
+    @property
+    def told(self) -> str:
+        sizes = f"{self.bytes / 1e6:.3g} MB besides {self.plain_bytes / 1e6:.3g}"
+        return f"{self.layout}, version {self.version}: {sizes}, made in {self.seconds:.2g} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NativeRecipe:
     """Compile `source` (a path below kernels/) with `flags`; call `entry` with the op's arguments, then `knob_args`.
 
-    `operands`, where given, are passed in place of the arguments: `x`, `w.codes`, `w.scales` ...
+    `operands`, where given, are passed in place of the arguments: `x`, `w.codes`, `w.scales`, `w.packed` ...
     """
 
     source: str
@@ -252,6 +290,7 @@ class NativeRecipe:
     flags: tuple[str, ...] = ()
     knob_args: tuple[str, ...] = ()
     operands: tuple[str, ...] = field(default=(), metadata=LATER)
+    layout: Layout | None = field(default=None, metadata=LATER)
     kind: Literal["native"] = "native"
 
 
@@ -262,6 +301,7 @@ class PythonRecipe:
     target: str
     path: str = ""  # a folder to put on sys.path first, for a user's module outside site-packages
     operands: tuple[str, ...] = field(default=(), metadata=LATER)
+    layout: Layout | None = field(default=None, metadata=LATER)
     kind: Literal["python"] = "python"
 
 
@@ -344,6 +384,7 @@ class Session:
     dropped_pairs: int = 0
     voided: str = ""
     conditions: Conditions | None = field(default=None, metadata=LATER)  # None: nobody looked
+    prepared: Mapping[str, Prepared] | None = field(default=None, metadata=LATER)  # by arm: what its layout took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,6 +445,7 @@ class Verdict:
     read_bytes_per_s: float = 0.0
     roofline: float | None = None  # fraction of what the read rate of this very race allows
     conditions: Conditions | None = field(default=None, metadata=LATER)  # None: nobody looked
+    prepared: Prepared | None = field(default=None, metadata=LATER)  # what the winner's layout took
 
 
 State = Literal["promoted", "kept", "demoted", "quarantined", "pinned"]

@@ -54,6 +54,12 @@ def python_digest(recipe: PythonRecipe) -> str:
         source = function_digest(module, name)
     else:
         source = module_digest(module, recipe.path)
+    if recipe.layout is not None:
+        source += digest(recipe.layout) + "".join(
+            module_digest(target.partition(":")[0], recipe.path)
+            for target in (recipe.layout.prepare, recipe.layout.compare)
+            if target
+        )
     compiler = {"triton": triton_version()} if module.startswith(TRITON_KERNELS) else {}
     return digest({"target": recipe.target, "source": source, **compiler, **_library(module), **torch_identity()})
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Literal
 
 from autosel.formats import PLAIN
-from autosel.values import Accepted, Backend, Fingerprint, Knobs, Recipe, Rejected, Support, Workload
+from autosel.values import Accepted, Backend, Fingerprint, Knobs, Layout, Recipe, Rejected, Support, Workload
 
 
 class Candidate(ABC):
@@ -22,6 +22,7 @@ class Candidate(ABC):
     effort: Literal["quick", "full"] = "quick"  # raced always, or only with `--effort full`
     formats: frozenset[str] = frozenset({PLAIN})  # of weights that it reads
     cache_formats: frozenset[str] = frozenset({PLAIN})  # of keys and values
+    layout: Layout | None = None  # that it reads weights in; its recipe names it too (candidates/layouts.py)
 
     @abstractmethod
     def supports(self, w: Workload, fp: Fingerprint) -> Support:

@@ -101,20 +101,34 @@ def pure_outputs(op: Op) -> tuple[str, ...]:
 
 def checked_operands(op: Op, operands: Sequence[str]) -> list[str]:
     """Names of arguments, or of their parts (`w.codes`): what may stand in generated text. Raises BadArguments."""
-    known, parts = {a.name for a in op.args}, ("codes", "scales", "zeros")
+    known, parts = {a.name for a in op.args}, ("codes", "scales", "zeros", "packed")
     for name in operands:
         argument, dot, part = name.partition(".")
         if argument not in known or (dot and part not in parts):
             raise BadArguments(f"{op.name} has no operand {name!r:.40}", why=f"it takes {', '.join(sorted(known))}")
-    return list(operands)
+    return [_passed(name) for name in operands]
 
 
-def with_operands(op: Op, function: Callable[..., Any], operands: Sequence[str], *, fills: bool) -> Callable[..., Any]:
-    """A function of the op's arguments for one of `operands`; `fills`: both take the outputs too."""
+def _passed(operand: str) -> str:
+    """An operand as an expression; a prepared weight is looked up by the function `packed` (candidates/layouts.py)."""
+    argument, _, part = operand.partition(".")
+    return f"packed({argument})" if part == "packed" else operand
+
+
+def with_operands(
+    op: Op,
+    function: Callable[..., Any],
+    operands: Sequence[str],
+    *,
+    fills: bool,
+    packed: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """A function of the op's arguments for one of `operands`; `fills`: both take the outputs too. `packed` looks up a
+    prepared weight."""
     outputs = list(pure_outputs(op)) if fills else []
     arguments = ", ".join([*(a.name for a in op.args), *(f"{o}=None" for o in outputs)])
     passed = ", ".join([*checked_operands(op, operands), *outputs])
-    scope: dict[str, Any] = {"function": function}
+    scope: dict[str, Any] = {"function": function, "packed": packed}
     text = f"def {op.name}({arguments}):\n    return function({passed})"
     exec(text, scope)  # noqa: S102  (the text above, of names that the op's table has: no outside data reaches it)
     made: Callable[..., Any] = scope[op.name]

@@ -6,6 +6,8 @@ an output is None, allocates it. A Python function takes its knobs, if it has an
 A kernel with the knob `pdl` has a second closure, the first one's attribute `chained`: for a chain of calls whose
 weights nobody writes meanwhile (decode.graph). It takes all arguments and outputs, and launches as a programmatic
 dependent of the kernel ahead.
+
+A candidate with a layout has the attribute `reader`, which looks up its prepared weights (candidates/layouts.py).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from autosel.candidates.convention import (
     with_operands,
     with_outputs,
 )
+from autosel.candidates.layouts import Reader, reader
 from autosel.errors import BuildError, UnknownName
 from autosel.native.load import load_entry
 from autosel.ops.contract import Op
@@ -37,17 +40,33 @@ CHAINED = "pdl"  # of a CUDA kernel: 1 where it may be launched before the one a
 
 def load(op: Op, recipe: Recipe, digest: str, knobs: Mapping[str, Scalar]) -> Callable[..., Any]:
     """The loaded candidate. Raises BuildError or whatever the candidate's own module raises at import."""
+    threads = int(knobs.get("threads", 0)) or torch.get_num_threads()
+    found = reader(op, recipe, digest, threads, load_python)
+    function = _load(op, recipe, digest, knobs, found.of if found else None)
+    if found is not None:
+        function.reader = found  # type: ignore[attr-defined]
+    return function
+
+
+def reader_of(function: Callable[..., Any]) -> Reader | None:
+    """Return what looks up the prepared weights of a loaded candidate; None if it reads weights as they are."""
+    return getattr(function, "reader", None)
+
+
+def _load(
+    op: Op, recipe: Recipe, digest: str, knobs: Mapping[str, Scalar], packed: Callable[..., Any] | None
+) -> Callable[..., Any]:
     if isinstance(recipe, NativeRecipe):
         entry, names, operands = load_entry(digest, recipe.entry), recipe.knob_args, recipe.operands
-        function = _native(op, entry, operands, tuple(knobs[name] for name in names))
+        function = _native(op, entry, operands, tuple(knobs[name] for name in names), packed)
         if CHAINED in names:
             chained = tuple(1 if name == CHAINED else knobs[name] for name in names)
-            function.chained = _native(op, entry, operands, chained)  # type: ignore[attr-defined]
+            function.chained = _native(op, entry, operands, chained, packed)  # type: ignore[attr-defined]
         return function
     function = _with_knobs(load_python(recipe), knobs)
     fills = takes_outputs(op, parameters_of(function), recipe.target, recipe.operands)
     if recipe.operands:
-        function = with_operands(op, function, recipe.operands, fills=fills)
+        function = with_operands(op, function, recipe.operands, fills=fills, packed=packed)
     if not fills:
         function = with_outputs(op, function, recipe.target)
     return _where_operands_are(op, function) if torch.cuda.device_count() > 1 else function
@@ -110,7 +129,11 @@ def _refuse_namesake(recipe: PythonRecipe, module: str) -> None:
 
 
 def _native(
-    op: Op, entry: Callable[..., Any], operands: Sequence[str], knob_values: tuple[Scalar, ...]
+    op: Op,
+    entry: Callable[..., Any],
+    operands: Sequence[str],
+    knob_values: tuple[Scalar, ...],
+    packed: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Generated with a fixed number of arguments: a starred call costs several times the lookup it follows."""
     arguments = [a.name for a in op.args]
@@ -127,7 +150,7 @@ def _native(
         lines += [f"        {o} = {place}.new_empty(specs[{i}][0], dtype=specs[{i}][1])" for i, o in enumerate(outputs)]
     lines += [f"    entry({call})", f"    return {returned}"]
     known: dict[Any, _Specs] = {}
-    scope: dict[str, Any] = {"entry": entry, "known": known, "describe": _describer(op, known)}
+    scope: dict[str, Any] = {"entry": entry, "known": known, "describe": _describer(op, known), "packed": packed}
     exec("\n".join(lines), scope)  # noqa: S102  (the text above, from our own op table: no outside data reaches it)
     function: Callable[..., Any] = scope[op.name]
     return function

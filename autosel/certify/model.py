@@ -14,8 +14,10 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+from autosel.candidates import registry
 from autosel.certify.certificate import SINCE, Certificate, OpFigures
 from autosel.certify.derive import made_tokens
 from autosel.decode.run import EXECUTION, LARGEST, Plan
@@ -202,8 +204,10 @@ def _other_sizes(made: Certificate, plan: Plan) -> str:
 
 def _other_form(made: Certificate, plan: Plan) -> str:
     """A step in another form than was asked for, or weights packed where nobody reads them so."""
-    if made.options.get("saved_bytes") and (not made.mode.startswith("team.") or plan.layout == "plain"):
+    packs = made.mode.startswith("team.") or any(o.candidate in _packers() for o in made.per_op.values())
+    if made.options.get("saved_bytes") and (not packs or plan.layout == "plain"):
         why = "layout plain packs no weights" if plan.layout == "plain" else "only a team reads packed weights"
+        why = why if made.mode.startswith("team.") else f"{why}, or an op with a layout, and none is in per_op"
         return f"options: saved_bytes of a step in mode {made.mode!r:.40}: {why}"
     execution = made.mode.partition(".")[0]
     if execution == "torch" and (claimed := [label for label, o in made.per_op.items() if _decided(o)]):
@@ -216,6 +220,12 @@ def _other_form(made: Certificate, plan: Plan) -> str:
 def _decided(o: OpFigures) -> bool:
     """Does a decision stand behind an op that is part of PyTorch's step? It chooses no tokens."""
     return o.op != "sample" and (o.decision_id is not None or o.candidate.partition(":")[0] != "torch")
+
+
+@cache
+def _packers() -> frozenset[str]:
+    """The candidates that read weights in a layout."""
+    return frozenset(c.name for c in registry.own_candidates() if c.layout is not None)
 
 
 def _other_limits(made: Certificate, plan: Plan) -> str:

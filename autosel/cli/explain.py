@@ -141,6 +141,8 @@ def _effect_lines(d: Decision, v: Verdict) -> Iterator[Line]:
     other = base if base is not None and base is not own else None
     yield "median", f"{microseconds(own.median_us)} us" + (f" against {microseconds(other.median_us)}" if other else "")
     yield "tail", f"p95 {microseconds(own.p95_us)} us" + (f" against {microseconds(other.p95_us)}" if other else "")
+    if v.prepared is not None:
+        yield "layout", f"{v.prepared.told}; in service at the second call with a weight"
     if v.roofline is not None:
         floor = v.roofline * own.median_us
         moved = floor / 1e6 * v.read_bytes_per_s
@@ -184,7 +186,7 @@ def _how_to_reproduce(evidence: Evidence) -> str:
     d, fp = evidence.decision, evidence.fingerprint
     if d.op == WHOLE_STEP:
         return f"{settings.spelling()} demote {d.id}, then run that model again: it is measured in whole steps"
-    if fp is not None and fp.kind == "cuda":
+    if d.arm.recipe.layout is not None or (fp is not None and fp.kind == "cuda"):
         return again(d)
     return f"{settings.spelling()} export --repro {d.id}      one file that needs only torch"
 

@@ -57,7 +57,9 @@ def history_command(op: str | None, limit: int, as_json: bool) -> None:
     click.echo(text[0])
     for line, decision in zip(text[1:], found, strict=True):
         about = f"{decision.bucket}{_lengths(decision)}{where[decision.hw_id]}"
-        told = "; ".join(filter(None, (decision.reason, contended(decision))))
+        standing = decision.standing
+        layout = standing.prepared.told if standing is not None and standing.prepared is not None else ""
+        told = "; ".join(filter(None, (decision.reason, layout, contended(decision))))
         click.echo(f"{line}\n      {about}\n{paragraph(told, indent='      ')}")
 
 

@@ -49,6 +49,12 @@ def script(evidence: Evidence) -> str:
             why="the script draws plain operands only",
             todo=f"race it again: {again(d)}",
         )
+    if d.arm.recipe.layout is not None:
+        raise UsageError(
+            f"decision {d.id} serves {d.arm.candidate}, which reads weights in the layout {d.arm.recipe.layout.name}",
+            why="the script calls kernels on plain operands only",
+            todo=f"race it again: {again(d)}",
+        )
     if not isinstance(d.arm.recipe, NativeRecipe) and not d.arm.recipe.target.startswith("autosel.ops.eager:"):
         raise UsageError(
             f"decision {d.id} serves {d.arm.candidate}, which is not autosel's own code",
@@ -80,11 +86,13 @@ def script(evidence: Evidence) -> str:
 
 
 def again(d: Decision) -> str:
-    """The command that races the decision's winner once more at its workload, on the first GPU."""
+    """The command that races the decision's winner once more at its workload, on the CPU or the first GPU."""
     w = d.workload
     dims = ".".join(f"{name}{size}" for name, size in w.dims)
-    words = f"race {w.op} --candidate {d.arm.candidate} --shape {dims} --dtype {w.dtype} --device cuda"
-    return f"{settings.spelling()} {words}"
+    words = f"race {w.op} --candidate {d.arm.candidate} --shape {dims} --dtype {w.dtype}"
+    recipe = d.arm.recipe
+    on_cpu = isinstance(recipe, NativeRecipe) and recipe.source.startswith("cpu/")
+    return f"{settings.spelling()} {words}{'' if on_cpu else ' --device cuda'}"
 
 
 def _measured(evidence: Evidence) -> str:

@@ -28,8 +28,16 @@ AS_IT_WAS = "PyTorch takes the whole step"  # the reason of a baseline that no d
 
 
 def saved_bytes(step: object) -> int:
-    """What the step reads less than its ops would: of packed weights (decode.packed)."""
+    """What the step reads less than its ops with plain weights would: of prepared weights (candidates.layouts)."""
+    if isinstance(step, Step):
+        return sum(_saved_by(call) for call in step.calls)
     return sum(saved_bytes_of(task) for task in getattr(step, "tasks", ()))
+
+
+def _saved_by(call: Call) -> int:
+    """Of one call: by the layout of the kernel that serves it."""
+    reader = getattr(call.function, "reader", None)
+    return 0 if reader is None else reader.saved_bytes({a.name: call[a.name] for a in reader.op.args})
 
 
 def saved_bytes_of(task: object) -> int:
@@ -207,7 +215,8 @@ def _bytes_moved(call: Call, plan: Plan) -> int:
     if call.workload is None:
         return _glue_bytes(call, plan)
     contract = ops.find(call.op)
-    return contract.bytes_moved(call.workload, {a.name: call[a.name] for a in contract.args})
+    moved = contract.bytes_moved(call.workload, {a.name: call[a.name] for a in contract.args})
+    return moved - _saved_by(call)
 
 
 def _glue_bytes(call: Call, plan: Plan) -> int:

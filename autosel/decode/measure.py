@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autosel import fingerprint
+from autosel.candidates.layouts import STORE
 from autosel.decode import graph
 from autosel.decode.account import (
     Uses,
@@ -68,7 +69,8 @@ def measure(
     assert weights.shape == plan.shape and weights.dtype == plan.dtype, "the weights were loaded for another plan"
     listener, fp = listener or Silent(), fingerprint.take(plan.device)
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-    with torch.inference_mode(), current(plan.device):
+    plain = plan.layout == "plain" or not plan.listed  # of other steps it is not known beforehand what they read
+    with torch.inference_mode(), current(plan.device), STORE.paused(plain):
         make_room(weights, plan)
         scene = set_scene(plan, weights, fp, listener, clock)
         earlier = chosen is not None

@@ -85,7 +85,7 @@ def write(
     fp: Fingerprint | None = None,
 ) -> AnyStep:
     """Write the step in one form: op by op or as a graph with the ops of the chain; by PyTorch alone; or whole, which
-    is always fused.
+    is always fused. Weights are in the layouts of the kernels that read them when this returns.
 
     `fp` is the device that takes it whole; None: that of the weights.
     """
@@ -95,6 +95,10 @@ def write(
     if form == "torch":
         return TorchStep.of(write_step(decoder, cache, place, AS_PYTORCH, sampler))
     step = write_step(decoder, cache, place, chain, sampler)
+    for call in step.calls:
+        reader = getattr(call.function, "reader", None)
+        if reader is not None:
+            reader.ready(call.arguments)
     return GraphStep.of(step) if form == "graph" else step
 
 

@@ -35,7 +35,7 @@ from autosel.race.run import Disqualified, Terms, Tick, run
 from autosel.race.session import BUSY
 from autosel.race.waits import Watch, watch
 from autosel.tuning.contend import TIME_CLASSES, last_level_bytes
-from autosel.values import WHOLE_STEP, Arm, Race
+from autosel.values import WHOLE_STEP, Arm, Prepared, Race
 
 # The smallest gain that can be promoted; below an op's own (2 %), for the arms of a step differ in little of what gives
 # a process its luck. Of 49 A/A sessions (llama-1b, 4 layers and 1, the step written twice; 24 pairs; 30 of them beside
@@ -183,6 +183,11 @@ class StepSeat:
     @property
     def watched(self) -> bool:
         return self.watch is None or self.watch.waits.watched
+
+    @property
+    def prepared(self) -> dict[str, Prepared]:
+        found = {arm: getattr(step, "prepared", None) for arm, step in self.written.items()}
+        return {arm: took for arm, took in found.items() if took is not None}
 
     def probe(self) -> float:
         self.runs = OPS

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autosel.candidates import registry
 from autosel.decode import packed as packing
-from autosel.decode.packed import MOST_THREADS, Packed
+from autosel.decode.packed import MOST_THREADS, PackedWeights
 from autosel.decode.program import Attend, Embed, Norm, Program, Project, Rotate, lower
 from autosel.decode.run import Offer, Plan, StepForm
 from autosel.decode.spot import checks_of
@@ -39,6 +39,7 @@ from autosel.values import (
     Arm,
     Fingerprint,
     NativeRecipe,
+    Prepared,
     Rejected,
     Scalar,
     Support,
@@ -71,6 +72,11 @@ def kernel_of(call: Call) -> str:
     """The single-op kernel whose arithmetic and knobs an op's task has: that of its weights' format."""
     plain = call.workload is None or call.workload.weight_format.plain
     return KERNELS[call.op] if plain else f"{KERNELS[call.op]}_int8"
+
+
+def is_of(call: Call, candidate: str) -> bool:
+    """Is the candidate the kernel of the op's task? The same kernel on packed weights is: it has its knobs and bits."""
+    return candidate.removesuffix("_packed") == kernel_of(call)
 
 
 def supports(plan: Plan) -> Support:
@@ -117,7 +123,7 @@ class ThreadTeam:
         lost its own race, or was left undecided, may win as a part of the whole."""
         for call in (c for c in ops.calls if c.op in DECIDED):
             candidate, kernel = getattr(call.function, "candidate", ""), kernel_of(call)
-            if kernel not in (candidate, *raced(getattr(call.function, "decision", None))):
+            if not any(is_of(call, name) for name in (candidate, *raced(getattr(call.function, "decision", None)))):
                 return f"{call.op} is served by {candidate}, not by {kernel}"
         return ""
 
@@ -151,13 +157,18 @@ class TeamStep(Rewritten):
     times: Tensor
     build: str = ""  # the digest of what was compiled
     kept: list[Tensor] = field(default_factory=list)  # what the program points to beside the list's tensors
-    packed: Packed | None = None
+    packed: PackedWeights | None = None
     watch: StepWatch | None = None  # of the step that serves
     checks: tuple[Check | None, ...] = ()  # for it
 
     @property
     def weights_told(self) -> str:
         return self.packed.told if self.packed else ""
+
+    @property
+    def prepared(self) -> Prepared | None:
+        """What packing its weights took, for the record of a race."""
+        return self.packed.prepared if self.packed else None
 
     @property
     def kernels(self) -> Mapping[str, str]:
@@ -239,7 +250,7 @@ def arm_of(step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm:
     flags = (*ISA_FLAGS[facts(fp).isa], f"-DAUTOSEL_{step.decoder.weights.dtype.upper()}")
     threads = max(int(k.get("threads", 1)) for k in knobs.values())
     settings: dict[str, Scalar] = {"threads": threads, "knobs": digest(knobs)[:12]}
-    settings |= {"weights": packing.FORMAT} if form == "packed" else {}
+    settings |= {"weights": packing.layout_format()} if form == "packed" else {}
     build = source_digest(SOURCE, flags)
     return Arm(
         candidate=PACKED if form == "packed" else CANDIDATE,
@@ -284,7 +295,9 @@ def _word(w: Word) -> bytes:
 class _Encoder:
     """Goes through the program once and keeps what a projection or attention does itself until that comes."""
 
-    def __init__(self, program: Program, fp: Fingerprint, chosen: Tensor | None, packed: Packed | None = None) -> None:
+    def __init__(
+        self, program: Program, fp: Fingerprint, chosen: Tensor | None, packed: PackedWeights | None = None
+    ) -> None:
         self.program, self.fp, self.chosen, self.packed = program, fp, chosen, packed
         self.norm = (program.eps, program.offset)
         self.threads = 1
@@ -386,7 +399,7 @@ def _parts(w: Any) -> tuple[Any, Any]:
 def knobs_of(call: Call, fp: Fingerprint) -> dict[str, Any]:
     """Of the decision that serves the op, where that is the kernel the task is made of; else derived."""
     decision = getattr(call.function, "decision", None)
-    if decision is not None and decision.arm.candidate == kernel_of(call):
+    if decision is not None and is_of(call, decision.arm.candidate):
         return dict(decision.arm.knobs)
     assert call.workload is not None
     return registry.find(call.op, kernel_of(call)).knobs(call.workload, fp).values

@@ -188,10 +188,7 @@ def free_memory(device: str) -> int:
     """Bytes that can be had now without driving anyone out."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
-    import psutil
-
-    left, free = machine.memory_left(), int(psutil.virtual_memory().available)
-    return free if left is None else min(free, left)
+    return machine.free_memory()
 
 
 def refuse_without_memory(plan: Plan) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autosel import settings
+from autosel.candidates.layouts import STORE
 from autosel.dispatch import lock, recorded, served
 from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
 from autosel.dispatch.devices import CPU, device_at, gpus_unasked, ids_of, kind_of, places_here, this_device
@@ -391,6 +392,7 @@ class Board:
                     return
                 try:
                     board.refresh()
+                    STORE.sweep()
                     board.hand_over()
                     recorded.note(board.asked_where)
                 except Exception:  # a watcher that dies would hide every later demotion

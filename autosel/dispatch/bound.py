@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from autosel.candidates.layouts import Reader
+from autosel.candidates.load import reader_of
 from autosel.dispatch.resolve import Resolution
 from autosel.dispatch.signature import generate, signature
 from autosel.guard import NEVER, Watch
@@ -26,6 +28,7 @@ class Bound(Protocol):
     candidate: str
     reason: str
     chained: Callable[..., Any] | None  # the same kernel, for use in a chain (candidates.load)
+    reader: Reader | None  # what looks up its prepared weights (candidates.layouts); None: it reads them as they are
     elsewhere: list[int]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -95,7 +98,7 @@ def put(bound: Bound, cell: Cell, resolution: Resolution, watch: Watch | None) -
     cell.swap(resolution.run)
     cell.grant(watch.gap() if watch else NEVER)
     bound.decision, bound.candidate, bound.reason = resolution.decision, resolution.candidate, resolution.reason
-    bound.chained = getattr(resolution.run, "chained", None)
+    bound.chained, bound.reader = getattr(resolution.run, "chained", None), reader_of(resolution.run)
     bound.beyond_baseline = resolution.beyond_baseline  # type: ignore[method-assign]  # a function's attribute
 
     def explain() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from autosel import settings
 from autosel.candidates import registry
-from autosel.candidates.load import load
+from autosel.candidates.load import load, reader_of
 from autosel.candidates.validity import staleness
 from autosel.dispatch.devices import ids_of
 from autosel.dispatch.signature import generate, signature
@@ -69,6 +69,8 @@ class Resolution:
                 e = d.effect
                 lines.append(f"  effect    {e.median:.2f}x ({e.lo:.2f} .. {e.hi:.2f}) over {d.baseline.candidate}")
                 lines += [f"  beside    {contended(d)}"] if contended(d) else []
+        reader = reader_of(self.run)
+        lines += [f"  layout    {reader.told()}"] if reader is not None else []
         lines += [f"  lengths   to {p.workload['L']}: {p.candidate}" for p in self.parts]
         return "\n".join([*lines, f"  reason    {self.reason}"])
 

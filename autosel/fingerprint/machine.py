@@ -292,6 +292,14 @@ def _quota_of(folder: Path) -> float | None:
     return int(limit) / int(period)
 
 
+def free_memory() -> int:
+    """Return the bytes of memory that can be had now without driving anyone out."""
+    import psutil
+
+    left, free = memory_left(), int(psutil.virtual_memory().available)
+    return free if left is None else min(free, left)
+
+
 def memory_left(root: Path = ROOT) -> int | None:
     """Return the bytes that the cgroups still grant this process (the least along its path), counting reclaimable file
     cache as free; None if unlimited."""

@@ -16,7 +16,7 @@ def decision_json(decision: Decision) -> dict[str, Any]:
     verdict, standing = decision.verdict, decision.standing
     timing = verdict.timings.get(decision.arm.candidate) if verdict else None
     base = verdict.timings.get(decision.baseline.candidate) if verdict else None
-    return {
+    found = {
         "op": decision.op,
         "workload": decision.workload.key,
         "bucket": decision.bucket,
@@ -40,6 +40,7 @@ def decision_json(decision: Decision) -> dict[str, Any]:
         "knobs": dict(decision.arm.knobs),
         "created_at": decision.created_at,
     }
+    return found if standing is None or standing.prepared is None else found | {"prepared": to_json(standing.prepared)}
 
 
 def held_text(held: Mapping[int, str]) -> str:

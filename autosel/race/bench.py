@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autosel.candidates.load import load
+from autosel.candidates.load import load, reader_of
 from autosel.native import threads
 from autosel.ops import find
 from autosel.ops.contract import Op
@@ -27,7 +27,7 @@ from autosel.race.device import Place, Timed, place
 from autosel.race.judge import CLONE
 from autosel.race.session import BUSY
 from autosel.race.waits import Watch, watch
-from autosel.values import Workload
+from autosel.values import Prepared, Workload
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +47,7 @@ class Seat:
     timed: Timed
     outputs: tuple[Tensor, ...]
     resident: Mapping[str, Tensor]
+    prepared: Prepared | None  # the weights of one call, where the arm has a layout for them
 
 
 class Bench:
@@ -76,7 +77,8 @@ class Bench:
     def prepare(self, w: Workload, inputs: Mapping[str, Any], arms: Mapping[str, str], copies: int) -> None:
         """Copy the operands privately and seat each arm: `arms` maps the race's arm name to a loaded one's.
 
-        The baseline's clone gets operands of its own: placement is part of the luck that A/A sessions calibrate.
+        The baseline's clone gets operands of its own: placement is part of the luck that A/A sessions calibrate. An arm
+        with a layout prepares each copy of its weights here, before anything is timed.
         """
         self.release()
         self.op = op = find(w.op)
@@ -89,7 +91,20 @@ class Bench:
         outputs = tuple(self.place.output(t) for t in op.allocate(w, fill=0.0) if t is not None)
         passed: tuple[Any, ...] = outputs if arm.writes_out else (None,) * len(outputs)
         calls = [(*op.arguments(operands), *passed) for operands in private.copies]
-        return Seat(arm=arm, timed=self.place.timed(arm.call, calls), outputs=outputs, resident=private.resident)
+        reader = reader_of(arm.call)
+        took = [reader.prepare(call) for call in calls] if reader is not None else []
+        return Seat(
+            arm=arm,
+            timed=self.place.timed(arm.call, calls),
+            outputs=outputs,
+            resident=private.resident,
+            prepared=took[0] if took else None,
+        )
+
+    @property
+    def prepared(self) -> dict[str, Prepared]:
+        """What the weights of one call took, by arm, of the arms that have a layout."""
+        return {name: seat.prepared for name, seat in self.seats.items() if seat.prepared is not None}
 
     def release(self) -> None:
         self.seats.clear()

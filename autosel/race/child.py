@@ -11,7 +11,7 @@ import torch
 from autosel.ops.stored import received
 from autosel.race.bench import Bench
 from autosel.race.contest import Entrant
-from autosel.values import Workload, from_json
+from autosel.values import Workload, from_json, to_json
 from autosel.workers.arena import Arenas
 
 _BENCHES: dict[str, Bench] = {}  # the one of this process, under ""
@@ -28,6 +28,7 @@ def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
             torch.set_grad_enabled(False)
             inputs = _resolve(request["inputs"], arenas)
             bench.prepare(from_json(Workload, request["workload"]), inputs, request["arms"], int(request["copies"]))
+            return {"prepared": to_json(bench.prepared)}
         case "warm":
             return {"ns": bench.warm(int(request["limit_ns"]))}
         case "pair":

@@ -17,7 +17,7 @@ from autosel.ops.expected import Expected
 from autosel.ops.one_thread import one_thread
 from autosel.ops.stored import leaves, received, sent, tensors
 from autosel.race.plan import Margin, TimeClass
-from autosel.values import NativeRecipe, Recipe, Scalar, Workload, from_json, to_json
+from autosel.values import Layout, NativeRecipe, Recipe, Scalar, Workload, from_json, to_json
 from autosel.workers.arena import Arena, Ref
 
 CHECKED_ROWS = 16
@@ -66,6 +66,11 @@ class Contest:
         return find(self.workload.op)
 
     @property
+    def least_share(self) -> float:
+        """Of the bytes of a weight, those that the smallest layout among the entrants reads."""
+        return min((e.recipe.layout.share for e in self.entrants.values() if e.recipe.layout), default=1.0)
+
+    @property
     def entrants(self) -> dict[str, Entrant]:
         return {e.candidate: e for e in (self.baseline, self.incumbent, *self.challengers)}
 
@@ -73,7 +78,8 @@ class Contest:
 class Operands:
     """A workload's operands in shared memory: drawn once, copied privately by each session's process."""
 
-    def __init__(self, w: Workload, seed: int, llc_bytes: int) -> None:
+    def __init__(self, w: Workload, seed: int, llc_bytes: int, *, least_share: float = 1.0) -> None:
+        """`least_share`: of the bytes of the streamed operands, what an entrant reads at least."""
         self.workload, self.op = w, find(w.op)
         self.inputs = self.op.inputs(w, seed)
         sizes = [tensor.nbytes for tensor in leaves(self.inputs).values()]
@@ -89,13 +95,21 @@ class Operands:
         self.streamed_bytes = self._bytes_of("streamed")
         rotated = self.streamed_bytes + self._bytes_of("inout")
         # More than three last-level caches of other data pass before a copy comes round again.
-        self.copies = min(MAX_COPIES, 1 + 3 * llc_bytes // rotated) if rotated else 1
+        passed = int(rotated * least_share)
+        self.copies = min(MAX_COPIES, 1 + 3 * llc_bytes // passed) if passed else 1
 
     def _tensor(self, ref: Mapping[str, Any]) -> Tensor:
         return self.arena.tensor(from_json(Ref, ref))
 
     def _bytes_of(self, role: str) -> int:
         return sum(t.nbytes for a in self.op.args if a.role == role for t in tensors(self.inputs[a.name]))
+
+    def least_saved(self, layout: Layout) -> int:
+        """What an arm with this layout reads less than the weights that it prepares, at most: by the smallest lossless
+        layout of their format."""
+        share = self.workload.weight_format.least_share(self.workload.dtype)
+        weights = [t.nbytes for name in layout.weights for t in tensors(self.inputs[name])]
+        return int(sum(weights) * (1 - share))
 
     def refresh(self, seed: int) -> dict[str, Any]:
         """New contents for the resident operands, in place; their references.

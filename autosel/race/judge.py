@@ -289,6 +289,7 @@ def _settle(race: Race, outcome: Outcome, winner: str, reason: str, told: _Told)
         false_promotion_bound=max(race.pi, race.alpha_session) ** SESSIONS if outcome == "promote" else None,
         read_bytes_per_s=max((s.read_bytes_per_s for s in told.all), default=0.0),
         conditions=conditions_of(told.all),
+        prepared=next((s.prepared[winner] for s in told.all if s.prepared and winner in s.prepared), None),
     )
 
 

@@ -24,7 +24,7 @@ from autosel.race.evidence import median
 from autosel.race.judge import CLONE, has_lost, nominees, pair_medians
 from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, Plan
 from autosel.race.session import BUSY, Duel, Instrument, Kind, Trial, confirm, screen
-from autosel.values import Conditions, Race, Session
+from autosel.values import Conditions, Prepared, Race, Session
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,10 @@ class Seat(Instrument, Protocol):
     @property
     def watched(self) -> bool:
         """True if the system tells when a thread waits for a core, or it does not matter."""
+
+    @property
+    def prepared(self) -> Mapping[str, Prepared]:
+        """What the weights of one call took, by arm, of the arms that have a layout."""
 
     def sit(self) -> None:
         """Load the arms and time the baseline."""
@@ -334,7 +338,8 @@ def _with_conditions(session: Session, seat: Seat, before: Reading, after: Readi
         watched=seat.watched, again=seat.again, busy_cores=found.cores, stolen=found.stolen, by=found.by
     )
     busy = session.voided == BUSY and found.text
-    return replace(session, conditions=conditions, voided=f"{BUSY}: {found.text}" if busy else session.voided)
+    voided = f"{BUSY}: {found.text}" if busy else session.voided
+    return replace(session, conditions=conditions, prepared=seat.prepared or None, voided=voided)
 
 
 def _void(kind: Kind, arms: Sequence[str], why: str) -> Session:

@@ -18,7 +18,7 @@ from autosel.ops.contract import Mismatch
 from autosel.race.contest import Contest, Entrant, Operands, empty_entrant
 from autosel.race.judge import CLONE
 from autosel.race.plan import Plan, TimeClass, plan
-from autosel.values import to_json
+from autosel.values import Prepared, to_json
 from autosel.workers.environment import control_fault
 from autosel.workers.process import Worker
 
@@ -34,6 +34,13 @@ CHECK_SHARE = 0.1  # of the pairs after the first, by coin: any sample's output 
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seated:
+    """A worker's reply to `prepare`: what the weights of one call took, by arm, of the arms that have a layout."""
+
+    prepared: Mapping[str, Prepared]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +90,8 @@ class Workers:
         """The contest's operands, kept until the race is over."""
         key = contest.workload.key
         if key not in self.shelf:
-            self.shelf[key] = Operands(contest.workload, self.rng.getrandbits(31), contest.llc_bytes)
+            seed, least = self.rng.getrandbits(31), contest.least_share
+            self.shelf[key] = Operands(contest.workload, seed, contest.llc_bytes, least_share=least)
         return self.shelf[key]
 
     def close(self) -> None:
@@ -186,6 +194,7 @@ class WorkerSeat:
         self.pairs = 0
         self.base_ns = 0.0  # a call of the baseline
         self.again, self.watched = 0, False
+        self.prepared: Mapping[str, Prepared] = {}
 
     def sit(self) -> None:
         """Load, copy the operands, warm up; plan from the baseline's time."""
@@ -226,7 +235,7 @@ class WorkerSeat:
             "arms": names,
             "copies": operands.copies,
         }
-        worker.request(request, deadline_s=PREPARE_S)
+        self.prepared = worker.told(Seated, request, PREPARE_S).prepared
 
     def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[Mapping[str, Sequence[float]], str]:
         """One pair on fresh resident operands; now and then its outputs are checked here. Raises _WrongOutputError."""
@@ -280,7 +289,12 @@ class WorkerSeat:
         return self.process.get().told(Probed, {"do": "probe"}, PREPARE_S).bytes_per_s
 
     def moved_bytes(self, arm: str) -> int:
-        return self.operands.streamed_bytes if self.operands is not None else 0
+        """An arm that has a layout is held to the smallest one there is, not to what its own process says."""
+        if self.operands is None:
+            return 0
+        entrant = self.contest.entrants.get(self.arms[0] if arm == CLONE else arm)
+        layout = entrant.recipe.layout if entrant is not None else None
+        return self.operands.streamed_bytes - (self.operands.least_saved(layout) if layout else 0)
 
     def blame(self, error: Exception) -> dict[str, Mismatch]:
         """Whoever gave a wrong result; of a fallen worker, who brings it down alone."""

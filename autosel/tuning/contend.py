@@ -128,10 +128,12 @@ def _disqualify(tuning: Tuning, job: Job, found: Disqualified) -> None:
 
 
 def with_roofline(verdict: Verdict, w: Workload) -> Verdict:
-    """Fraction of what the read rate of this very race allows; only for workloads that read memory."""
+    """Fraction of what the read rate of this very race allows, by the bytes that the winner reads; only for workloads
+    that read memory."""
     if not verdict.read_bytes_per_s or verdict.winner not in verdict.timings:
         return verdict
-    floor_us = ops.find(w.op).bytes_moved(w) / verdict.read_bytes_per_s * 1e6
+    moved = ops.find(w.op).bytes_moved(w) - (verdict.prepared.saved_bytes if verdict.prepared else 0)
+    floor_us = moved / verdict.read_bytes_per_s * 1e6
     return replace(verdict, roofline=floor_us / verdict.timings[verdict.winner].median_us)
 
 
@@ -142,7 +144,7 @@ def refuse_without_memory(contests: Sequence[Contest], device: str = "cpu") -> N
     if not contests:
         return
     sizes = {c.workload.key: c.op.bytes_moved(c.workload) for c in contests}
-    private = max(size + 4 * c.llc_bytes for c, size in zip(contests, sizes.values(), strict=True))
+    private = max(_private_bytes(c, size) for c, size in zip(contests, sizes.values(), strict=True))
     here, there = sum(sizes.values()) + OTHERS_BYTES, 0
     if device == "cpu":
         here += private
@@ -152,6 +154,12 @@ def refuse_without_memory(contests: Sequence[Contest], device: str = "cpu") -> N
     on_device = nvml.free_bytes(int(device.partition(":")[2] or 0)) if there else None
     if on_device is not None:
         _refuse(there, on_device, f"{device}'s memory", sizes)
+
+
+def _private_bytes(contest: Contest, size: int) -> int:
+    """Copies of the operands, and the prepared weights of each arm that has a layout."""
+    layouts = [e.recipe.layout for e in contest.entrants.values() if e.recipe.layout]
+    return int((size + 4 * contest.llc_bytes) * (1 + sum(layout.share for layout in layouts)))
 
 
 def _refuse(need: int, free: int, what: str, sizes: Mapping[str, int]) -> None:

@@ -45,18 +45,24 @@ namespace autosel {
 constexpr int64_t kUnit = 128;  // weights
 constexpr int64_t kUnitBytes = 192;
 constexpr int64_t kRowsTogether = 4;
-constexpr int64_t kPackedVersion = 2;  // of the layout
+constexpr int64_t kPackedVersion = 3;  // of the layout; also LOSSLESS_12 in candidates/cpp/linear.py
 constexpr int64_t kAheadOfPacked = (kLanes == 16 ? 24 : 36) * 64;  // bytes from the unit in use to the line asked for
 constexpr int64_t kAheadIntoL1 = 24 * 64;  // the same, where it is asked for again
 
-// At the beginning of a packed matrix; offsets are in bytes from there.
+// At the beginning of a packed matrix; offsets are in bytes from there. Rows are filled up to whole kRowsTogether, columns
+// to whole units, with finite numbers that are multiplied by zeros or whose products are dropped.
 struct PackedHead {
-  int64_t version, rows, columns, bytes;
+  int64_t version, lanes, rows, columns, bytes;
   int64_t units;   // [rows / kRowsTogether][columns / kUnit][kRowsTogether][kUnitBytes]
   int64_t starts;  // int32 [rows + 1]: where a row's weights without a code begin in others
   int64_t others;  // uint32: k << 8 | upper byte, ascending within a row
   uint8_t table[16];
+  int64_t looks;    // of `unchanged`
+  int64_t changed;  // 1 from when the matrix was found to have been written to
 };
+
+static inline int64_t units_in(int64_t columns) { return (columns + kUnit - 1) / kUnit; }
+static inline int64_t whole_rows(int64_t rows) { return (rows + kRowsTogether - 1) / kRowsTogether * kRowsTogether; }
 
 // Where weight i < 64 of half a unit has its byte: a register's lanes of 16 hold 8 weights of its first half, then 8 of
 // its second.
@@ -82,7 +88,7 @@ struct PackedMatrix {
   }
   // The first unit of a row; the next one lies kRowsTogether * kUnitBytes behind it.
   const uint8_t* row(int64_t i) const {
-    return units + (i / kRowsTogether * (head->columns / kUnit) * kRowsTogether + i % kRowsTogether) * kUnitBytes;
+    return units + (i / kRowsTogether * units_in(head->columns) * kRowsTogether + i % kRowsTogether) * kUnitBytes;
   }
 };
 
@@ -171,7 +177,7 @@ static void packed_block(const PackedMatrix& w, int64_t row, const Wide<bf16>* x
   static_assert((M * R * Chains <= kAccumulators || Chains == 4) && kRowsTogether % R == 0);
   constexpr int W = Step<bf16>::kWidth;
   const Bytes table = packed_table(w);
-  const int64_t units = w.head->columns / kUnit;
+  const int64_t units = units_in(w.head->columns);
   const uint8_t* p = w.row(row);
   Others others[R];
   for (int r = 0; r < R; ++r) others[r] = Others(w, row + r);
@@ -256,6 +262,19 @@ static PackedBlock packed_block_for(int64_t m, int64_t k, int64_t together, int6
   return nullptr;
 }
 
+// Rows of x as pack_for_dot lays them out, with zeros to the end of the last unit.
+static inline int64_t packed_panel_elements(int64_t m, int64_t k) { return units_in(k) * kUnit * m; }
+
+template <class S> static void pack_for_units(const Matrix<const S>& x, Wide<bf16>* out) {
+  Groups groups(x.rows);
+  for (int64_t g = 0, i = 0; g < groups.count; i += groups.of(g++)) {
+    int64_t m = groups.of(g), taken = dot_panel_elements<bf16>(m, x.columns);
+    Wide<bf16>* to = out + packed_panel_elements(i, x.columns);
+    pack_group<bf16>(x(i, m), to);
+    memset(static_cast<void*>(to + taken), 0, size_t(packed_panel_elements(m, x.columns) - taken) * sizeof *to);
+  }
+}
+
 // What stream_runs asks for columns of.
 struct PackedColumns {
   PackedMatrix w;
@@ -273,14 +292,14 @@ struct PackedColumns {
   const void* at(int64_t n) const { return w.row(n); }
   // Columns of a matrix in a row, before the next matrix has its turn.
   int64_t run() const {
-    int64_t fit = kRunBytes / (w.head->columns / kUnit * kUnitBytes) / 8 * 8;
+    int64_t fit = kRunBytes / (units_in(w.head->columns) * kUnitBytes) / 8 * 8;
     return fit < 8 ? 8 : fit < kMostRun ? fit : kMostRun;
   }
   int64_t dots(int64_t n, int64_t to, const void* then, float* out) const {
     if (n + rows >= to)  // elsewhere the stream goes on by itself
       for (int64_t line = 0; line < kAheadOfPacked; line += 64) prefetch_l2(static_cast<const char*>(then) + line);
     for (int64_t g = 0, i = 0; g < groups.count; i += groups.of(g++))
-      block[g >= groups.larger](w, n, panel + dot_panel_elements<bf16>(i, w.head->columns), out + i * rows);
+      block[g >= groups.larger](w, n, panel + packed_panel_elements(i, w.head->columns), out + i * rows);
     return rows;
   }
 };

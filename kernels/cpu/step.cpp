@@ -503,7 +503,8 @@ template <class T> void check_packed(const Project<T>& p, const void* packed) {
   if (!packed) return;
   const PackedHead& w = *static_cast<const PackedHead*>(packed);
   AUTOSEL_CHECK(kUnpacks<T>, "step: this build multiplies no packed weights");
-  AUTOSEL_CHECK(w.version == kPackedVersion && w.rows == p.n && w.columns == p.k,
+  AUTOSEL_CHECK(w.version == kPackedVersion && w.lanes == kLanes && w.rows == p.n && w.columns == p.k &&
+                    p.k % kUnit == 0,
                 "step: packed weights are " << w.rows << " x " << w.columns << " in layout " << w.version);
 }
 

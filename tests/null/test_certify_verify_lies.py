@@ -153,6 +153,15 @@ def test_packed_weights_are_read_by_a_team_alone() -> None:
     assert wrong(rewritten(**fields, mode="team.t2.highest")) == ""
 
 
+def test_packed_weights_are_read_op_by_op_where_a_kernel_has_a_layout_for_them() -> None:
+    saved = HONEST.bytes_per_step // 5
+    fields = {"options": {**HONEST.options, "saved_bytes": saved}, "bytes_per_step": HONEST.bytes_per_step - saved}
+    packed = op("gate_up", candidate="cpp:gate_up_packed", served={"cpp:gate_up_packed": 48})
+    assert not wrong(rewritten(**fields, **packed)).startswith("options: saved_bytes")
+    plain = {**fields, "options": {**fields["options"], "layout": "plain"}}
+    assert wrong(rewritten(**plain, **packed)).startswith("options: saved_bytes")
+
+
 def test_the_form_of_the_step_that_was_asked_for_is_the_one_that_ran() -> None:
     older = {k: v for k, v in HONEST.options.items() if k not in ("step", "layout")}
     assert wrong(rewritten(options=older)) == "", "before they were stated the command alone has them"

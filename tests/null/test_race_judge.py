@@ -11,7 +11,7 @@ import pytest
 from autosel.race.judge import CLONE, has_won, judge, nominees
 from autosel.race.plan import DELTA_UNCALIBRATED, Plan, plan
 from autosel.race.session import BUSY, MOST_BUSY, Duel, Trial, confirm, screen
-from autosel.values import Conditions, Pair, Race, Session, Verdict, Workload, from_json, to_json
+from autosel.values import Conditions, Pair, Prepared, Race, Session, Verdict, Workload, from_json, to_json
 from tests.null.synthetic import NOISES, Bench, Noise, iid
 
 WORK = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
@@ -225,6 +225,19 @@ def test_an_effect_carries_the_worst_conditions_of_its_sessions() -> None:
     found = judge(replace(race, sessions=sessions)).conditions
     assert found == Conditions(watched=True, again=46, busy_cores=1.2, stolen=0.1, by=("make 1.2 cores",))
     assert found.contended and not quiet.contended
+
+
+def test_a_verdict_says_what_the_winners_layout_took_and_only_then() -> None:
+    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
+    took = Prepared(layout="lossless-12", version=3, bytes=75, plain_bytes=100, seconds=0.5)
+    sessions = tuple(replace(s, prepared={"fast": took, "other": took}) for s in race.sessions)
+    packed = replace(race, sessions=sessions)
+    assert judge(packed).prepared == took and judge(race).prepared is None
+    assert from_json(Race, to_json(packed)) == packed
+    assert "prepared" not in to_json(judge(race)) and "prepared" not in to_json(race.sessions[0])
+    slower = run_race({"base": 1e6, "fast": 2e6}, iid(), 7)
+    kept = replace(slower, sessions=tuple(replace(s, prepared={"fast": took}) for s in slower.sessions))
+    assert judge(kept).winner == "base" and judge(kept).prepared is None
 
 
 def test_conditions_of_an_unwatched_race_are_unknown() -> None:

@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 def contest(size: int) -> Any:
     op = SimpleNamespace(bytes_moved=lambda w: size)
-    return SimpleNamespace(workload=SimpleNamespace(key=f"linear/{size}"), op=op, llc_bytes=GIB // 16)
+    return SimpleNamespace(workload=SimpleNamespace(key=f"linear/{size}"), op=op, llc_bytes=GIB // 16, entrants={})
 
 
 @pytest.fixture

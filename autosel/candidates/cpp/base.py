@@ -14,6 +14,7 @@ from autosel.values import (
     Backend,
     Fingerprint,
     Knobs,
+    Layout,
     NativeRecipe,
     Recipe,
     Rejected,
@@ -27,7 +28,7 @@ Limits = Callable[[Workload], str]
 
 class CppKernel(Candidate):
     """A kernel `kernels/cpu/<source>.cpp` whose entry takes the op's arguments, or `operands` (`w.codes`, ...) in their
-    place, then outputs and `knob_args`.
+    place, then outputs and `knob_args`. With a `layout`, the source also has the entries that it names.
 
     `formula` gives the knobs (at least those in `knob_args`); `limits(w)` returns why it cannot run w, or "".
     """
@@ -46,6 +47,7 @@ class CppKernel(Candidate):
         entry: str = "",
         formats: tuple[str, ...] = (PLAIN,),
         operands: tuple[str, ...] = (),
+        layout: Layout | None = None,
         isa: Isa | None = None,
         extra_flags: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
@@ -53,6 +55,7 @@ class CppKernel(Candidate):
         self.name = f"cpp:{source}" + (f"@{isa}" if isa else "")
         self.limits, self.dtypes, self.entry, self.isa = limits, dtypes, entry or source, isa
         self.formats, self.operands, self.extra_flags = frozenset(formats), operands, extra_flags or {}
+        self.layout = layout
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
         if fp.kind != "cpu":
@@ -78,4 +81,5 @@ class CppKernel(Candidate):
             flags=(*ISA_FLAGS[isa], f"-DAUTOSEL_{w.dtype.upper()}", *self.extra_flags.get(isa, ())),
             knob_args=self.knob_args,
             operands=self.operands,
+            layout=self.layout,
         )

@@ -1,18 +1,57 @@
 """The projections: linear by two kernels (few rows of x, many), and the fused ones, which hold both ways; and each of
-them for weights in int8, few rows of x alone."""
+them for weights in int8, and for plain ones in a lossless layout of 12 bits, few rows of x alone."""
 
 from __future__ import annotations
 
 from autosel.candidates.cpp.base import CppKernel
 from autosel.knobs.cpu import linear
-from autosel.values import Workload
+from autosel.knobs.cpu.facts import facts
+from autosel.values import Fingerprint, Layout, Rejected, Support, Workload
 
 WALK = ("k_block", "k_ahead", "m_block")
 GATE_UP = (
     "x", "norm_weight", "w_gate.codes", "w_gate.scales", "w_up.codes", "w_up.scales", "eps", "offset", "activation",
 )  # fmt: skip
+GATE_UP_PACKED = (
+    "x", "norm_weight", "w_gate", "w_gate.packed", "w_up", "w_up.packed", "eps", "offset", "activation",
+)  # fmt: skip
 MOST_INT8 = 4 * linear.MAX_ROWS  # walks over the weights
 FEWEST_FOR_GEMM = 5  # below, turning the weights costs more than the multiplies: never seen to win
+
+
+def lossless_12(*weights: str) -> Layout:
+    """Return the layout of kernels/cpu/packed.h: each bf16 weight in 12 bits, without loss."""
+    return Layout(
+        name="lossless-12",
+        version=3,  # kPackedVersion
+        weights=weights,
+        prepare="pack",
+        compare="compare",
+        share=0.75,
+        worth=0.9,
+    )
+
+
+class PackedKernel(CppKernel):
+    """A kernel for bf16 weights in 12 bits; without prepared weights it does what the plain kernel does."""
+
+    def __init__(self, op: str, source: str, operands: tuple[str, ...], *weights: str) -> None:
+        super().__init__(
+            op,
+            f"{source}_packed",
+            formula=linear.gemv,
+            knob_args=("threads", "rows"),
+            limits=_few,
+            dtypes=("bf16",),
+            operands=operands,
+            layout=lossless_12(*weights),
+        )
+
+    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+        found = super().supports(w, fp)
+        if not isinstance(found, Rejected) and facts(fp).isa == "portable":
+            return Rejected(reason="the kernel needs AVX2, which this CPU lacks")
+        return found
 
 
 def _few(w: Workload) -> str:
@@ -54,4 +93,8 @@ KERNELS = (
             ("lm_head", "lm_head", ("x", "w.codes", "w.scales", "greedy")),
         )
     ),
+    PackedKernel("linear", "gemv", ("x", "w", "w.packed", "bias", "residual"), "w"),
+    PackedKernel("norm_qkv", "norm_qkv", ("x", "norm_weight", "w", "w.packed", "eps", "offset"), "w"),
+    PackedKernel("gate_up", "gate_up", GATE_UP_PACKED, "w_gate", "w_up"),
+    PackedKernel("lm_head", "lm_head", ("x", "w", "w.packed", "greedy"), "w"),
 )

@@ -1,12 +1,14 @@
-// pack   weights in 12 bits an element, without loss   w[N,K] bf16 <-> bytes (packed.h); N in eights, K in units of 128
+// pack   weights in 12 bits an element, without loss   w[N,K] bf16 <-> bytes (packed.h), and what a kernel needs to know
+//        before it reads them
 //
 // bytes   with no output 2 N K read twice (which values are frequent; which weights have none of them), else three
-//         times, and 1.5 N K and some written; `compare` 3.5 N K read      once a matrix, when a step is written
+//         times, and 1.5 N K and some written; `compare` 3.5 N K read      once a matrix
 // roofline of all that for llama-1b's 1.24e9 weights at 35 GB/s: 0.5 s; it takes some 2 s, in bytes and counters
 // knobs   threads
-// `pack` with no output says what is needed. A weight without a code costs 4 bytes more: a matrix an eighth of whose
-// weights have none gains nothing, which is for the caller to see from the size. `compare` unpacks with the
-// instructions of the step's own kernel: what it finds equal, no step reads otherwise.
+// A source that includes this exports `pack`, `unpack` and `compare`. `pack` with no output says what is needed. A weight
+// without a code costs 4 bytes more: a matrix an eighth of whose weights have none gains nothing, which is for the caller
+// to see from the size. `compare` unpacks with the instructions of the kernels: what it finds equal, none reads otherwise.
+#pragma once
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -68,34 +70,43 @@ void pack_unit(const bf16* from, int64_t k, const Codes& codes, uint8_t* to, uin
   }
 }
 
+// A unit of a row; the last one of a row is filled up in `room` with a weight that has a code and is finite.
+const bf16* unit_of(const Matrix<const bf16>& w, int64_t n, int64_t u, const Codes& codes, bf16* room) {
+  int64_t left = w.columns - u * kUnit;
+  if (left >= kUnit) return w.row(n) + u * kUnit;
+  std::copy_n(w.row(n) + u * kUnit, left, room);
+  std::fill(room + left, room + kUnit, bf16{uint16_t(codes.value[0] << 8)});
+  return room;
+}
+
 int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // w -> its bytes in `out`, or none: then only size[0], what they take.
 void pack(TensorView w, Optional<TensorView> out, TensorView size, int64_t threads) {
   AUTOSEL_CHECK(w.dtype().code == kDLBfloat && w.dtype().bits == 16, "pack: w must be bfloat16");
   Matrix<const bf16> from = matrix<const bf16>(w, "w", w);
-  AUTOSEL_CHECK(from.rows % 8 == 0 && from.columns % kUnit == 0 && from.rows > 0 && from.columns > 0,
-                "pack: w is " << from.rows << " x " << from.columns << ", not eights of rows of " << kUnit
-                              << " columns");
+  AUTOSEL_CHECK(from.rows > 0 && from.columns > 0, "pack: w is " << from.rows << " x " << from.columns);
   AUTOSEL_CHECK(from.columns < 1 << 24, "pack: w has " << from.columns << " columns, of at most 2^24 - 1");
   AUTOSEL_CHECK(threads >= 1 && threads <= 255, "pack: 1 to 255 threads");
-  int64_t units = from.columns / kUnit;
+  int64_t units = units_in(from.columns), rows = whole_rows(from.rows);
   Codes codes = codes_of(from, threads);
-  std::vector<int32_t> starts(size_t(from.rows + 1));
+  std::vector<int32_t> starts(size_t(rows + 1));
   parallel(threads, from.rows, 1, [&](int64_t begin, int64_t end, int) {
     uint8_t upper[kUnit], code[kUnit];
+    bf16 room[kUnit];
     for (int64_t n = begin; n < end; ++n)
-      for (int64_t u = 0; u < units; ++u) starts[size_t(n + 1)] += encode(from.row(n) + u * kUnit, codes, upper, code);
+      for (int64_t u = 0; u < units; ++u)
+        starts[size_t(n + 1)] += encode(unit_of(from, n, u, codes, room), codes, upper, code);
   });
-  for (int64_t n = 0; n < from.rows; ++n) {
+  for (int64_t n = 0; n < rows; ++n) {
     AUTOSEL_CHECK(int64_t(starts[size_t(n)]) + from.columns < INT32_MAX, "pack: too many weights without a code");
     starts[size_t(n + 1)] += starts[size_t(n)];
   }
   PackedHead head{};
-  head.version = kPackedVersion, head.rows = from.rows, head.columns = from.columns;
+  head.version = kPackedVersion, head.lanes = kLanes, head.rows = from.rows, head.columns = from.columns;
   head.units = whole_lines(sizeof head);
-  head.starts = head.units + from.rows * units * kUnitBytes;
-  head.others = head.starts + whole_lines((from.rows + 1) * 4);
+  head.starts = head.units + rows * units * kUnitBytes;
+  head.others = head.starts + whole_lines((rows + 1) * 4);
   head.bytes = head.others + whole_lines(int64_t(starts.back()) * 4);
   for (int i = 0; i < 16; ++i) head.table[i] = uint8_t(codes.value[i % kValues] | i / kValues << 7);
   *vector<int64_t>(size, "size", size, 1) = head.bytes;
@@ -107,12 +118,15 @@ void pack(TensorView w, Optional<TensorView> out, TensorView size, int64_t threa
   memcpy(to, &head, sizeof head);
   memcpy(to + head.starts, starts.data(), starts.size() * 4);
   PackedMatrix made(to);
-  parallel(threads, from.rows, kRowsTogether, [&](int64_t begin, int64_t end, int) {
+  parallel(threads, rows, kRowsTogether, [&](int64_t begin, int64_t end, int) {
+    bf16 room[kUnit];
     for (int64_t n = begin; n < end; ++n) {
       uint8_t* unit = to + (made.row(n) - to);
       uint32_t* others = reinterpret_cast<uint32_t*>(to + head.others) + starts[size_t(n)];
-      for (int64_t u = 0; u < units; ++u, unit += kRowsTogether * kUnitBytes)
-        pack_unit(from.row(n) + u * kUnit, u * kUnit, codes, unit, others);
+      for (int64_t u = 0; u < units; ++u, unit += kRowsTogether * kUnitBytes) {
+        if (n < from.rows) pack_unit(unit_of(from, n, u, codes, room), u * kUnit, codes, unit, others);
+        else memset(unit, 0, kUnitBytes);
+      }
     }
   });
 }
@@ -133,22 +147,29 @@ void read_unit(const uint8_t* unit, const PackedMatrix& w, bf16* to) {
 #endif
 }
 
-// unit(n, u, weights) for all units of w.
+// Are these the bytes of a matrix of that size?
+bool holds(const TensorView& packed, int64_t rows, int64_t columns) {
+  if (packed.numel() < int64_t(sizeof(PackedHead))) return false;
+  const PackedHead& head = *data<const PackedHead>(packed);
+  return head.version == kPackedVersion && head.lanes == kLanes && head.bytes == packed.numel() && head.rows == rows &&
+         head.columns == columns;
+}
+
+// unit(n, u, weights, count) for all units of w.
 template <class Unit>
 void each_unit(const TensorView& packed, int64_t rows, int64_t columns, int64_t threads, const Unit& unit) {
   PackedMatrix from(data<uint8_t>(packed));
-  AUTOSEL_CHECK(packed.numel() >= int64_t(sizeof(PackedHead)) && from.head->version == kPackedVersion &&
-                    from.head->bytes == packed.numel() && from.head->rows == rows && from.head->columns == columns,
+  AUTOSEL_CHECK(holds(packed, rows, columns),
                 "unpack: these are not the bytes of a " << rows << " x " << columns << " matrix");
   parallel(threads, rows, 1, [&](int64_t begin, int64_t end, int) {
     bf16 weights[kUnit];
     for (int64_t n = begin; n < end; ++n) {
       const uint8_t* at = from.row(n);
       Others others(from, n);
-      for (int64_t u = 0; u < columns / kUnit; ++u, at += kRowsTogether * kUnitBytes) {
+      for (int64_t u = 0; u < units_in(columns); ++u, at += kRowsTogether * kUnitBytes) {
         read_unit(at, from, weights);
         others.put(u, weights);
-        unit(n, u, weights);
+        unit(n, u, weights, std::min(kUnit, columns - u * kUnit));
       }
     }
   });
@@ -157,8 +178,8 @@ void each_unit(const TensorView& packed, int64_t rows, int64_t columns, int64_t 
 // The bytes -> w[N,K].
 void unpack_all(TensorView packed, TensorView w, int64_t threads) {
   Matrix<bf16> to = matrix<bf16>(w, "w", w);
-  each_unit(packed, to.rows, to.columns, threads, [&](int64_t n, int64_t u, const bf16* weights) {
-    memcpy(to.row(n) + u * kUnit, weights, sizeof(bf16) * kUnit);
+  each_unit(packed, to.rows, to.columns, threads, [&](int64_t n, int64_t u, const bf16* weights, int64_t count) {
+    std::copy_n(weights, count, to.row(n) + u * kUnit);
   });
 }
 
@@ -166,13 +187,78 @@ void unpack_all(TensorView packed, TensorView w, int64_t threads) {
 void compare(TensorView packed, TensorView w, TensorView different, int64_t threads) {
   Matrix<const bf16> expected = matrix<const bf16>(w, "w", w);
   std::atomic<int64_t> count{0};
-  each_unit(packed, expected.rows, expected.columns, threads, [&](int64_t n, int64_t u, const bf16* weights) {
-    if (memcmp(expected.row(n) + u * kUnit, weights, sizeof(bf16) * kUnit) != 0) ++count;
+  each_unit(packed, expected.rows, expected.columns, threads, [&](int64_t n, int64_t u, const bf16* weights, int64_t some) {
+    if (memcmp(expected.row(n) + u * kUnit, weights, sizeof(bf16) * size_t(some)) != 0) ++count;
   });
   *vector<int64_t>(different, "different", different, 1) = count;
 }
 
+// --- before a kernel reads them --------------------------------------------------------------------------------------
+
+constexpr int64_t kLooks = 8;  // units that are looked at before each call, others each time
+
+// Is the matrix still what it was packed from, as far as some of its units show? A matrix that is written as a whole is
+// found out at once, a single other weight after so many calls as it has eights of units; once found, always.
+bool unchanged(const PackedMatrix& packed, const Matrix<const bf16>& w) {
+  PackedHead& head = const_cast<PackedHead&>(*packed.head);
+  if (__atomic_load_n(&head.changed, __ATOMIC_RELAXED)) return false;
+  int64_t units = units_in(w.columns), all = w.rows * units, apart = (all + kLooks - 1) / kLooks;
+  int64_t first = __atomic_fetch_add(&head.looks, 1, __ATOMIC_RELAXED) % apart;
+  for (int64_t at = first; at < all; at += apart) {
+    bf16 weights[kUnit];
+    int64_t n = at / units, u = at % units;
+    read_unit(packed.row(n) + u * kRowsTogether * kUnitBytes, packed, weights);
+    Others others(packed, n);
+    while (others.unit() < u) ++others.next;
+    others.put(u, weights);
+    size_t bytes = sizeof(bf16) * size_t(std::min(kUnit, w.columns - u * kUnit));
+    if (memcmp(w.row(n) + u * kUnit, weights, bytes) == 0) continue;
+    __atomic_store_n(&head.changed, 1, __ATOMIC_RELAXED);
+    return false;
+  }
+  return true;
+}
+
 }  // namespace
+
+// As `stream` in dot.h: from packed matrices where each of them is there and still its matrix, else from these. The bits
+// are the same where K is whole units.
+template <class T, int Parts, class X, class Done>
+static void stream_packed(const X& x, int64_t m, const Matrix<const T>* w,
+                          [[maybe_unused]] const Optional<TensorView>* packed, int64_t threads, int64_t rows,
+                          const Done& done) {
+#if defined(AUTOSEL_UNPACKS)
+  if constexpr (kUnpacks<T>) {
+    PackedMatrix from[Parts];
+    bool all = w->rows > 0 && w->columns > 0;
+    for (int p = 0; p < Parts && all; ++p) {
+      all = packed[p] && holds(*packed[p], w[p].rows, w[p].columns);
+      if (all) from[p] = PackedMatrix(data<uint8_t>(*packed[p]));
+      all = all && unchanged(from[p], w[p]);
+    }
+    if (all) {
+      AUTOSEL_CHECK(rows >= 1, "rows is " << rows << ", expected at least 1");
+      parallel(threads, w->rows, 8, [&](int64_t begin, int64_t end, int rank) {
+        static thread_local Scratch scratch;
+        for (int64_t m0 = 0; m0 < m; m0 += kMaxRows) {
+          int64_t some = m - m0 < kMaxRows ? m - m0 : kMaxRows;
+          auto panel = scratch.get<Wide<T>>(packed_panel_elements(some, w->columns));
+          pack_for_units(x(m0, some), panel);
+          PackedColumns columns[Parts];
+          for (int p = 0; p < Parts; ++p) columns[p] = PackedColumns(from[p].head, panel, some, rows);
+          stream_runs<Parts>(columns, some, begin, end, columns->at(end),
+                             [&](int64_t i, int64_t n, int64_t count, const float* const* v) {
+                               done(rank, m0 + i, n, count, v);
+                             });
+        }
+      });
+      return;
+    }
+  }
+#endif
+  stream<T, Parts>(x, m, w, threads, rows, done);
+}
+
 }  // namespace autosel
 
 AUTOSEL_EXPORT(pack, autosel::pack);

@@ -1,0 +1,399 @@
+"""Weights in the layout of a candidate: made once for each weight, found again by its identity, freed with it.
+
+    prepare = Prepare(recipe, digest, threads)
+    packed = prepare(w)                    # Packed: what the candidate reads, with bytes, seconds and version
+    STORE.of(prepare, w)                   # Packed, or None: the candidate reads the weight itself
+
+A candidate declares a `Layout`. `candidates.load` gives its function a `Reader`, which looks a weight up at each call.
+Serving prepares a weight at its second call: a weight that is made for one call costs nothing. Races, proofs and decode
+steps prepare their weights before, by `Reader.prepare`.
+
+A prepared weight stands for a weight only while that is the same memory with the same version counter (PyTorch counts
+what it writes in place). What PyTorch does not count (a write through `.data`, or by another process), a native
+candidate finds by itself: it compares some units of the weight with the prepared ones before each call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autosel import settings
+from autosel.errors import AutoselError, BuildError, ParityError
+from autosel.fingerprint import machine
+from autosel.native.load import load_entry
+from autosel.ops.contract import Op
+from autosel.ops.stored import tensors
+from autosel.values import Layout, NativeRecipe, Prepared, PythonRecipe, Recipe
+from autosel.workers import pages
+
+log = logging.getLogger(__name__)
+
+RESERVE_BYTES = 1 << 30  # of memory that stay free
+MOST_CHANGES = 3  # of a weight in place; then it is read as it is: it is being trained
+MOST_KNOWN = 4096  # weights that a reader remembers by their Python object
+
+Key = tuple[Any, ...]
+Versions = tuple[int, ...] | None  # None: PyTorch does not count writes to them
+Allocate = Callable[[int], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packed:
+    """One weight as a candidate reads it. `operand`: bytes for a native candidate, else what its function returned."""
+
+    operand: Any
+    layout: Layout
+    bytes: int
+    plain_bytes: int
+    seconds: float
+
+    @property
+    def version(self) -> int:
+        return self.layout.version
+
+    @property
+    def pays(self) -> bool:
+        return self.bytes <= self.layout.worth * self.plain_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.plain_bytes - self.bytes
+
+
+def total(packed: Sequence[Packed]) -> Prepared | None:
+    """Return what several weights took together; None for none."""
+    if not packed:
+        return None
+    return Prepared(
+        layout=packed[0].layout.name,
+        version=packed[0].version,
+        bytes=sum(p.bytes for p in packed),
+        plain_bytes=sum(p.plain_bytes for p in packed),
+        seconds=sum(p.seconds for p in packed),
+    )
+
+
+class Prepare:
+    """Makes weights of one candidate's layout, by the functions that its layout names."""
+
+    def __init__(self, layout: Layout, form: Key, threads: int, make: Any, compare: Any, *, native: bool) -> None:
+        """`form`: what else decides how the bytes lie, besides the layout: the flags of the build."""
+        self.layout, self.threads, self.make, self.compare, self.native = layout, threads, make, compare, native
+        self.name: Key = (layout.name, layout.version, *form)
+
+    @classmethod
+    def of_artefact(cls, layout: Layout, flags: Sequence[str], digest: str, threads: int) -> Prepare:
+        """Raises BuildError."""
+        make, compare = (load_entry(digest, name) for name in (layout.prepare, layout.compare))
+        return cls(layout, tuple(flags), min(threads, 255), make, compare, native=True)
+
+    def size(self, w: Any) -> int:
+        """Bytes that the prepared weight takes; of a Python candidate as its layout says."""
+        if not self.native:
+            return round(self.layout.share * _nbytes(w))
+        size = torch.zeros(1, dtype=torch.int64)
+        self.make(*tensors(w), None, size, self.threads)
+        return int(size)
+
+    def __call__(self, w: Any, size: int = 0, allocate: Allocate | None = None) -> Packed:
+        """Prepare a weight and compare the result with it. `size`: that of the result, where it is known. Raises
+        ParityError if they differ."""
+        began = time.monotonic()
+        operand = self._native(w, size, allocate or _on_large_pages) if self.native else self.make(w)
+        if not self.native and self.compare is not None and not self.compare(operand, w):
+            raise _other_weights(self.layout, "", w)
+        return Packed(
+            operand=operand,
+            layout=self.layout,
+            bytes=operand.nbytes if isinstance(operand, Tensor) else sum(t.nbytes for t in operand),
+            plain_bytes=_nbytes(w),
+            seconds=time.monotonic() - began,
+        )
+
+    def _native(self, w: Any, size: int, allocate: Allocate) -> Tensor:
+        made, told = allocate(size or self.size(w)), torch.zeros(1, dtype=torch.int64)
+        self.make(*tensors(w), made, told, self.threads)
+        self.compare(made, *tensors(w), told, self.threads)
+        if int(told):
+            raise _other_weights(self.layout, f"{int(told)} units ", w)
+        return made
+
+
+def _other_weights(layout: Layout, what: str, w: Any) -> ParityError:
+    return ParityError(
+        "prepared weights are not the weights",
+        why=f"{what}of a matrix {tuple(w.shape)} differ in {layout.name}, version {layout.version}",
+        todo="report this; until then serve another candidate: autosel demote N",
+    )
+
+
+def _on_large_pages(size: int) -> Tensor:
+    if size >= pages.LARGE_PAGE_BYTES:
+        return pages.empty((size,), torch.uint8)
+    made = torch.empty(size + 64, dtype=torch.uint8)
+    start = -made.data_ptr() % 64
+    return made[start : start + size]
+
+
+# --- the store -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is known of one weight. `why`: it is read as it is, and why."""
+
+    memory: tuple[StorageWeakRef, ...]
+    versions: Versions
+    packed: Packed | None = None
+    why: str = ""
+    changes: int = 0
+
+    @property
+    def dead(self) -> bool:
+        return any(ref.expired() for ref in self.memory)
+
+
+class Store:
+    """All prepared weights of this process. Threads share it.
+
+    It never replaces one weight by another: a decode step reads all weights in turn, and each would be gone before its
+    next call. Once memory or the limit is used up, further weights are read as they are.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[Key, _Kept] = {}
+        self.epoch = 0  # changes when something was taken away
+        self._paused = False
+        self._lock = threading.RLock()
+
+    def of(self, prepare: Prepare, w: Any, *, now: bool = False) -> Packed | None:
+        """Return the prepared weight; None at the first call with it unless `now`, and for one that does not pay."""
+        versions = _versions(w)
+        with self._lock:
+            kept = self._found(prepare, w)
+            if kept is None:
+                self.sweep()
+                why = "" if versions is not None else "PyTorch counts no writes to tensors of its inference mode"
+                kept = _Kept(memory=_memory(w), versions=versions, why=why)
+                self._keep(prepare, w, kept)
+                if not now:
+                    return None
+            if kept.versions != versions:
+                self._changed(kept, versions)
+            elif kept.packed is None and not kept.why and not self._paused:
+                self._prepare(prepare, w, kept)
+            pays = kept.packed is not None and kept.packed.pays and not self._paused
+            return kept.packed if pays else None
+
+    def prepare(self, prepare: Prepare, w: Any, size: int = 0, allocate: Allocate | None = None) -> Packed:
+        """Prepare a weight now, whether that pays or not; the caller sees to memory. Raises ParityError."""
+        versions = _versions(w)
+        with self._lock:
+            self.sweep()
+            kept = self._found(prepare, w)
+            if kept is None or kept.packed is None or kept.versions != versions:
+                kept = _Kept(memory=_memory(w), versions=versions, packed=prepare(w, size, allocate))
+                self._keep(prepare, w, kept)
+            assert kept.packed is not None
+            return kept.packed
+
+    def peek(self, prepare: Prepare, w: Any) -> Packed | None:
+        """Return what the next call with this weight reads, without preparing it."""
+        with self._lock:
+            kept = self._found(prepare, w)
+            good = kept is not None and kept.packed is not None and kept.packed.pays and kept.versions == _versions(w)
+            return kept.packed if kept is not None and good and not self._paused else None
+
+    @contextmanager
+    def paused(self, on: bool = True) -> Iterator[None]:
+        """While it lasts, every candidate reads weights as they are, but for those that `prepare` was asked for."""
+        before, self._paused = self._paused, on or self._paused
+        self.epoch += 1
+        try:
+            yield
+        finally:
+            self._paused = before
+            self.epoch += 1
+
+    def forget(self, weights: Sequence[Any]) -> None:
+        """Drop these weights in every layout; who reads one now keeps its bytes until then."""
+        own = {_identity(w) for w in weights}
+        with self._lock:
+            self._drop([key for key in self.kept if key[1] in own])
+
+    def sweep(self) -> None:
+        """Drop what weights that are gone have left."""
+        with self._lock:
+            self._drop([key for key, kept in self.kept.items() if kept.dead])
+
+    @property
+    def bytes(self) -> int:
+        with self._lock:
+            return sum(k.packed.bytes for k in self.kept.values() if k.packed is not None)
+
+    def told(self, prepare: Prepare) -> str:
+        """Say what is prepared in this layout, and why the rest is not."""
+        with self._lock:
+            mine = [kept for key, kept in self.kept.items() if key[0] == prepare.name]
+        made = total([k.packed for k in mine if k.packed is not None and k.packed.pays])
+        left: dict[str, int] = {}
+        for kept in mine:
+            if why := kept.why:
+                left[why] = left.get(why, 0) + 1
+        layout = f"{prepare.layout.name}, version {prepare.layout.version}"
+        text = made.told if made else f"{layout}: made at the second call with a weight; none yet"
+        return "; ".join([text, *(f"{count} as they are: {why}" for why, count in left.items())])
+
+    def _found(self, prepare: Prepare, w: Any) -> _Kept | None:
+        kept = self.kept.get((prepare.name, _identity(w)))
+        return None if kept is None or kept.dead else kept
+
+    def _keep(self, prepare: Prepare, w: Any, kept: _Kept) -> None:
+        self.kept[prepare.name, _identity(w)] = kept
+
+    def _changed(self, kept: _Kept, versions: Versions) -> None:
+        """It was written to: what is prepared is not the weight any more."""
+        kept.packed, kept.versions, kept.changes = None, versions, kept.changes + 1
+        self.epoch += 1
+        if kept.changes >= MOST_CHANGES:
+            kept.why = f"written to {kept.changes} times"
+
+    def _prepare(self, prepare: Prepare, w: Any, kept: _Kept) -> None:
+        try:
+            size = prepare.size(w)
+            kept.why = self._refusal(prepare.layout, size, _nbytes(w))
+            if not kept.why:
+                kept.packed = prepare(w, size)
+        except (AutoselError, ValueError, RuntimeError, MemoryError, OSError) as error:
+            kept.why = (str(error) or type(error).__name__).splitlines()[0]
+            log.warning("a weight cannot be prepared: %s", kept.why)
+
+    def _refusal(self, layout: Layout, size: int, plain: int) -> str:
+        if size > layout.worth * plain:
+            return f"{layout.name} would take {size / plain:.0%} of the weight, of at most {layout.worth:.0%}"
+        limit = settings.get("layout_gb")
+        if limit is not None and self.bytes + size > limit * 1e9:
+            return f"AUTOSEL_LAYOUT_GB is {limit:g}, and is used up"
+        free = machine.free_memory() - RESERVE_BYTES
+        return "" if size <= free else f"{size / 2**30:.2f} GiB more would leave less than 1 GiB of memory"
+
+    def _drop(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            del self.kept[key]
+        self.epoch += bool(keys)
+
+
+STORE = Store()
+
+
+def _identity(w: Any) -> Key:
+    """The memory of a weight and how it lies there."""
+    return tuple(
+        (t.untyped_storage()._cdata, t.data_ptr(), tuple(t.shape), t.stride(), t.dtype) for t in tensors(w)
+    )  # fmt: skip
+
+
+def _memory(w: Any) -> tuple[StorageWeakRef, ...]:
+    """While these are held, no other memory has the same identity."""
+    return tuple(StorageWeakRef(t.untyped_storage()) for t in tensors(w))
+
+
+def _versions(w: Any) -> Versions:
+    found = tensors(w)
+    return None if any(t.is_inference() for t in found) else tuple(t._version for t in found)
+
+
+def _nbytes(w: Any) -> int:
+    return sum(t.nbytes for t in tensors(w))
+
+
+# --- readers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Reader:
+    """Looks up prepared weights for one loaded candidate. `of` is called at each call of it."""
+
+    op: Op
+    prepare_one: Prepare
+    store: Store = field(default_factory=lambda: STORE)  # looked up when it is made
+    _known: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        return self.prepare_one.layout
+
+    def of(self, w: Any) -> Any:
+        """Return what the candidate reads in place of a weight, or None."""
+        known = self._known.get(id(w))
+        if known is not None:
+            ref, version, pointer, epoch, operand = known
+            if ref() is w and w._version == version and w.data_ptr() == pointer and epoch == self.store.epoch:
+                return operand
+        packed = self.store.of(self.prepare_one, w)
+        operand = None if packed is None else packed.operand
+        if packed is not None and isinstance(w, Tensor) and not w.is_inference():
+            self._remember(w, operand)
+        return operand
+
+    def prepare(self, arguments: Sequence[Any]) -> Prepared | None:
+        """Prepare the weights of a call now, whether that pays or not."""
+        named = {a.name: value for a, value in zip(self.op.args, arguments, strict=False)}
+        packed = [self.store.prepare(self.prepare_one, named[name]) for name in self.layout.weights]
+        for name, made in zip(self.layout.weights, packed, strict=True):
+            self._remember(named[name], made.operand)
+        return total(packed)
+
+    def ready(self, arguments: Sequence[Any]) -> None:
+        """Prepare the weights of a call now, where that pays, instead of at its second call."""
+        for a, value in zip(self.op.args, arguments, strict=False):
+            if a.name in self.layout.weights:
+                self.store.of(self.prepare_one, value, now=True)
+
+    def saved_bytes(self, arguments: Mapping[str, Any]) -> int:
+        """Return what a call with these arguments reads less than the weights themselves."""
+        found = [self.store.peek(self.prepare_one, arguments[name]) for name in self.layout.weights]
+        return sum(p.saved_bytes for p in found if p is not None) if all(found) else 0
+
+    def told(self) -> str:
+        return self.store.told(self.prepare_one)
+
+    def _remember(self, w: Any, operand: Any) -> None:
+        if not isinstance(w, Tensor) or w.is_inference():
+            return
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        at, known = id(w), self._known
+        ref = weakref.ref(w, lambda _: known.pop(at, None))
+        known[at] = (ref, w._version, w.data_ptr(), self.store.epoch, operand)
+
+
+def reader(
+    op: Op, recipe: Recipe, digest: str, threads: int, load_python: Callable[[PythonRecipe], Any]
+) -> Reader | None:
+    """Return the reader of a recipe's layout; None if it has none. Raises BuildError."""
+    layout = recipe.layout
+    if layout is None:
+        return None
+    unknown = set(layout.weights) - {a.name for a in op.args if a.kind == "weight"}
+    if unknown or not layout.weights:
+        raise BuildError(f"layout {layout.name} is of {', '.join(layout.weights)}", why=f"{op.name} has other weights")
+    if isinstance(recipe, NativeRecipe):
+        return Reader(op, Prepare.of_artefact(layout, recipe.flags, digest, threads))
+    make = load_python(replace(recipe, target=layout.prepare))
+    compare = load_python(replace(recipe, target=layout.compare)) if layout.compare else None
+    return Reader(op, Prepare(layout, (recipe.target,), threads, make, compare, native=False))
+
+
+__all__ = ["RESERVE_BYTES", "STORE", "Packed", "Prepare", "Reader", "Store", "reader", "total"]

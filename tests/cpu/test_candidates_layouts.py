@@ -1,0 +1,332 @@
+"""Test weights in a candidate's layout: found by identity, never served after the weight has changed, freed with it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autosel.candidates import layouts, registry
+from autosel.candidates.layouts import Packed, Prepare, Reader, Store
+from autosel.candidates.load import load, reader_of
+from autosel.errors import BuildError, ParityError
+from autosel.fingerprint import machine
+from autosel.native.compile import compile_source, find_compiler
+from autosel.ops import OPS
+from autosel.values import Accepted, Fingerprint, Layout, NativeRecipe, PythonRecipe
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+OP = OPS["linear"]
+KNOBS = {"threads": 2, "rows": 8}
+
+
+@pytest.fixture(scope="module")
+def built() -> tuple[NativeRecipe, str]:
+    fp = Fingerprint(kind="cpu", name="test", identity=machine.identity(), environment={}, rates={})
+    w = OP.workload("bf16", {"M": 1, "N": 64, "K": 256})
+    candidate = registry.find("linear", "cpp:gemv_packed")
+    support = candidate.supports(w, fp)
+    if not isinstance(support, Accepted):
+        pytest.skip(support.reason)
+    recipe = candidate.recipe(w, fp, None)  # type: ignore[arg-type]
+    assert isinstance(recipe, NativeRecipe)
+    return recipe, compile_source(recipe.source, recipe.flags).digest
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    made = Store()
+    monkeypatch.setattr(layouts, "STORE", made)
+    return made
+
+
+@pytest.fixture
+def function(built: tuple[NativeRecipe, str], store: Store) -> Callable[..., Any]:
+    return load(OP, *built, KNOBS)
+
+
+@pytest.fixture
+def reader(function: Callable[..., Any]) -> Reader:
+    found = reader_of(function)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def weight(n: int = 64, k: int = 512, seed: int = 0) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).mul(0.02).bfloat16()
+
+
+def vector(k: int = 512) -> Tensor:
+    return torch.randn(1, k, generator=torch.Generator().manual_seed(9)).bfloat16()
+
+
+def exact(x: Tensor, w: Tensor) -> Tensor:
+    return x.double() @ w.double().T
+
+
+def served(function: Callable[..., Any], x: Tensor, w: Tensor) -> Tensor:
+    got: Tensor = function(x, w, None, None)
+    return got.double()
+
+
+def right(function: Callable[..., Any], x: Tensor, w: Tensor) -> bool:
+    return torch.allclose(served(function, x, w), exact(x, w), rtol=0.02, atol=0.02)
+
+
+# --- when a weight is prepared ---------------------------------------------------------------------------------------
+
+
+def test_a_weight_is_prepared_at_its_second_call(function: Callable[..., Any], store: Store) -> None:
+    x, w = vector(), weight()
+    first = served(function, x, w)
+    assert store.bytes == 0
+    again = served(function, x, w)
+    assert 0.75 * w.nbytes < store.bytes < 0.9 * w.nbytes
+    assert torch.equal(first, again) and right(function, x, w)
+
+
+def test_weights_made_for_one_call_are_never_prepared(function: Callable[..., Any], store: Store) -> None:
+    for seed in range(5):
+        assert right(function, vector(), weight(seed=seed))
+    assert store.bytes == 0
+
+
+def test_another_tensor_of_the_same_memory_reads_the_same_prepared_weight(
+    function: Callable[..., Any], reader: Reader, store: Store
+) -> None:
+    x, w = vector(), weight()
+    for _ in range(2):
+        served(function, x, w)
+    made = store.peek(reader.prepare_one, w)
+    assert made is not None and store.peek(reader.prepare_one, w.view(64, 512)) is made
+    assert store.peek(reader.prepare_one, w[:32]) is None
+
+
+def test_weights_whose_exponents_have_no_codes_are_read_as_they_are(
+    function: Callable[..., Any], reader: Reader, store: Store
+) -> None:
+    x, w = torch.ones(1, 512).bfloat16(), torch.exp2(torch.rand(64, 512) * 60 - 60).bfloat16()
+    for _ in range(3):
+        assert right(function, x, w)
+    assert store.bytes == 0
+    assert "1 as they are: lossless-12 would take" in reader.told() and "at most 90%" in reader.told()
+
+
+def test_the_limit_of_memory_is_kept_and_no_weight_replaces_another(
+    function: Callable[..., Any], reader: Reader, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, x = weight(seed=1), weight(seed=2), vector()
+    monkeypatch.setattr(layouts.settings, "get", lambda name: 1.2 * one.nbytes / 1e9 if name == "layout_gb" else None)
+    for w in (one, other, one, other, one, other):
+        assert right(function, x, w)
+    assert store.peek(reader.prepare_one, one) is not None and store.peek(reader.prepare_one, other) is None
+    assert "AUTOSEL_LAYOUT_GB" in reader.told()
+
+
+def test_a_weight_that_would_take_the_last_memory_is_read_as_it_is(
+    function: Callable[..., Any], reader: Reader, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "free_memory", lambda: layouts.RESERVE_BYTES + 100)
+    x, w = vector(), weight()
+    for _ in range(3):
+        assert right(function, x, w)
+    assert store.bytes == 0 and "less than 1 GiB" in reader.told()
+
+
+def test_nothing_is_prepared_while_the_store_is_paused(function: Callable[..., Any], store: Store) -> None:
+    x, w = vector(), weight()
+    with store.paused():
+        for _ in range(3):
+            assert right(function, x, w)
+        assert store.bytes == 0
+    served(function, x, w)
+    assert store.bytes > 0
+
+
+# --- changed weights -------------------------------------------------------------------------------------------------
+
+
+def prepared(function: Callable[..., Any], w: Tensor) -> Tensor:
+    for _ in range(2):
+        served(function, vector(), w)
+    return w
+
+
+def test_a_weight_written_in_place_is_never_served_as_it_was(function: Callable[..., Any], store: Store) -> None:
+    x, w = vector(), prepared(function, weight())
+    assert store.bytes > 0
+    with torch.no_grad():
+        w[3, 5] = 100.0  # a single one, which no sample would find
+    assert right(function, x, w)
+    assert right(function, x, w) and store.bytes > 0  # and what it is now is prepared
+
+
+def test_a_whole_weight_written_behind_the_version_counter_is_never_served_as_it_was(
+    function: Callable[..., Any],
+) -> None:
+    x, w = vector(), prepared(function, weight())
+    version = w._version
+    w.data.copy_(weight(seed=5))
+    assert w._version == version
+    assert right(function, x, w)
+    w.view(torch.int16).numpy()[:] = weight(seed=6).view(torch.int16).numpy()
+    assert right(function, x, w)
+
+
+def test_one_weight_written_behind_the_version_counter_is_found_within_a_round_of_looks(
+    function: Callable[..., Any],
+) -> None:
+    x, w = torch.ones(1, 512).bfloat16(), prepared(function, weight())
+    w.data[40, 300] = 1000.0
+    units = 64 * 512 // 128
+    assert any(right(function, x, w) for _ in range(-(-units // 8)))
+    assert all(right(function, x, w) for _ in range(50))  # and never again
+
+
+def test_a_new_weight_at_the_same_address_is_not_taken_for_the_old_one(function: Callable[..., Any]) -> None:
+    memory = bytearray(64 * 512 * 2)
+
+    def there(seed: int) -> Tensor:
+        made = torch.frombuffer(memory, dtype=torch.bfloat16).view(64, 512)
+        made.copy_(weight(seed=seed))
+        return made
+
+    one = prepared(function, there(1))
+    at = one.data_ptr()
+    del one
+    gc.collect()
+    other = there(2)
+    assert other.data_ptr() == at
+    assert right(function, vector(), other) and right(function, vector(), other)
+
+
+def test_memory_that_is_exchanged_under_a_parameter_is_seen(function: Callable[..., Any]) -> None:
+    x, w = vector(), torch.nn.Parameter(prepared(function, weight()), requires_grad=False)
+    prepared(function, w)
+    w.data = weight(seed=4)
+    assert right(function, x, w)
+
+
+def test_a_weight_that_is_written_again_and_again_is_read_as_it_is(
+    function: Callable[..., Any], reader: Reader, store: Store
+) -> None:
+    x, w = vector(), weight()
+    for _ in range(layouts.MOST_CHANGES):
+        prepared(function, w)
+        w.mul_(1.5)
+        assert right(function, x, w)
+    prepared(function, w)
+    assert store.bytes == 0 and "written to 3 times" in reader.told()
+
+
+def test_tensors_of_inference_mode_have_no_version_and_are_read_as_they_are(
+    function: Callable[..., Any], store: Store
+) -> None:
+    with torch.inference_mode():
+        x, w = vector(), weight()
+        for _ in range(3):
+            assert right(function, x, w)
+        w.mul_(2)
+        assert right(function, x, w)
+    assert store.bytes == 0
+
+
+def test_what_is_prepared_goes_with_its_weight(function: Callable[..., Any], store: Store) -> None:
+    w = prepared(function, weight())
+    assert store.bytes > 0
+    del w
+    gc.collect()
+    store.sweep()
+    assert store.bytes == 0 and not store.kept
+
+
+# --- before races, proofs and steps ----------------------------------------------------------------------------------
+
+
+def test_prepare_tells_bytes_seconds_and_version(reader: Reader) -> None:
+    w = weight()
+    took = reader.prepare((vector(), w, None, None))
+    assert took is not None and took.layout == "lossless-12" and took.version == reader.layout.version
+    assert took.plain_bytes == w.nbytes and 0.75 * w.nbytes < took.bytes < 0.8 * w.nbytes and took.seconds > 0
+    assert reader.saved_bytes({"w": w}) == took.saved_bytes == w.nbytes - took.bytes
+
+
+def test_forgotten_weights_are_prepared_again_only_when_they_are_called(
+    function: Callable[..., Any], reader: Reader, store: Store
+) -> None:
+    w = prepared(function, weight())
+    store.forget([w])
+    assert store.bytes == 0 and reader.saved_bytes({"w": w}) == 0
+    prepared(function, w)
+    assert store.bytes > 0
+
+
+def test_prepared_weights_that_differ_from_the_weight_are_refused(
+    built: tuple[NativeRecipe, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, digest = built
+    assert recipe.layout is not None
+    prepare = Prepare.of_artefact(recipe.layout, recipe.flags, digest, 1)
+    monkeypatch.setattr(prepare, "compare", lambda made, w, told, threads: told.fill_(3))
+    with pytest.raises(ParityError, match="prepared weights are not the weights") as refused:
+        prepare(weight())
+    assert "3 units of a matrix (64, 512)" in refused.value.why
+
+
+# --- Python candidates -----------------------------------------------------------------------------------------------
+
+
+def doubled(w: Tensor) -> Tensor:
+    """A layout for tests: the weight in fp32."""
+    return w.float()
+
+
+def same(made: Tensor, w: Tensor) -> bool:
+    return torch.equal(made, w.float())
+
+
+def multiply(x: Tensor, w: Tensor, packed: Tensor | None, bias: Any, residual: Any) -> Tensor:
+    CALLS.append(packed is not None)
+    return (x.float() @ (w.float() if packed is None else packed).T).to(x.dtype)
+
+
+CALLS: list[bool] = []
+WIDE = Layout(
+    name="wide", version=1, weights=("w",), prepare=f"{__name__}:doubled", compare=f"{__name__}:same", worth=2.0
+)  # fmt: skip
+RECIPE = PythonRecipe(
+    target=f"{__name__}:multiply", operands=("x", "w", "w.packed", "bias", "residual"), layout=WIDE
+)  # fmt: skip
+
+
+def test_a_python_function_takes_what_its_own_prepare_made(store: Store) -> None:
+    function, w = load(OP, RECIPE, "", {}), weight()
+    CALLS.clear()
+    for _ in range(3):
+        assert right(function, vector(), w)
+    w.mul_(2)
+    assert right(function, vector(), w)
+    assert CALLS == [False, True, True, False]
+
+
+def test_a_layout_of_an_argument_that_is_no_weight_is_refused() -> None:
+    with pytest.raises(BuildError, match="layout wide is of x"):
+        load(OP, replace(RECIPE, layout=replace(WIDE, weights=("x",))), "", {})
+
+
+def test_a_packed_weight_that_does_not_pay_says_so() -> None:
+    made = Packed(operand=torch.zeros(1), layout=replace(WIDE, worth=0.9), bytes=95, plain_bytes=100, seconds=0.0)
+    assert not made.pays and replace(made, bytes=90).pays

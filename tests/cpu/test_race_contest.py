@@ -1,0 +1,76 @@
+"""Test what a contest between arms with and without a layout allows: cold copies, bytes and memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from autosel.candidates.cpp.linear import lossless_12
+from autosel.ops import OPS
+from autosel.race.contest import Contest, Entrant, Operands
+from autosel.race.judge import CLONE
+from autosel.race.worker import Process, Workers, WorkerSeat
+from autosel.tuning.contend import refuse_without_memory, with_roofline
+from autosel.values import Layout, NativeRecipe, Prepared, Timing, Verdict
+
+W = OPS["linear"].workload("bf16", {"M": 1, "N": 256, "K": 1024})
+BYTES = 256 * 1024 * 2
+
+
+def entrant(name: str, layout: Layout | None = None) -> Entrant:
+    recipe = NativeRecipe(source="cpu/gemv.cpp", entry="gemv", layout=layout)
+    return Entrant(candidate=name, op="linear", recipe=recipe, digest=name, knobs={}, writes_out=True)
+
+
+def contest(*layouts: Layout | None) -> Contest:
+    base = entrant("base")
+    challengers = tuple(entrant(f"arm{i}", layout) for i, layout in enumerate(layouts))
+    return Contest(
+        workload=W, baseline=base, incumbent=base, challengers=challengers, margins={}, llc_bytes=10 * BYTES
+    )  # fmt: skip
+
+
+def test_copies_are_so_many_that_prepared_ones_come_cold_too() -> None:
+    plain, packed = contest(None), contest(None, lossless_12("w"))
+    assert (plain.least_share, packed.least_share) == (1.0, 0.75)
+    for c, copies in ((plain, 31), (packed, 41)):
+        operands = Operands(W, 1, c.llc_bytes, least_share=c.least_share)
+        assert operands.copies == copies
+        operands.close()
+
+
+@pytest.mark.parametrize("claimed", [0.75, 0.1])
+def test_an_arm_with_a_layout_is_held_to_the_smallest_lossless_one_whatever_it_claims(claimed: float) -> None:
+    """Read as 12 bits a weight, a rate of 1.33 times the probe's is possible; without a layout it is not."""
+    c = contest(None, replace(lossless_12("w"), share=claimed))
+    workers = Workers(threads=1, rng=Random(1))
+    seat = WorkerSeat(Process(workers), c, ["base", "arm0", "arm1", CLONE], None)
+    seat.operands = workers.operands(c)
+    assert [seat.moved_bytes(arm) for arm in seat.arms] == [BYTES, BYTES, BYTES * 3 // 4, BYTES]
+    workers.close()
+
+
+def test_prepared_weights_count_as_memory_that_a_race_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("autosel.tuning.contend._refuse", lambda need, *_: asked.append(need))
+    for c in (contest(None), contest(lossless_12("w"))):
+        refuse_without_memory([c])
+    assert asked[1] - asked[0] == pytest.approx(0.75 * (BYTES + 4 * 10 * BYTES), rel=0.01)
+
+
+def test_the_roofline_of_a_winner_with_a_layout_is_of_the_bytes_that_it_reads() -> None:
+    moved = OPS["linear"].bytes_moved(W)
+    took = Timing(median_us=100.0, lo_us=99.0, hi_us=101.0, p95_us=120.0, min_us=98.0, samples=9)
+    verdict = Verdict(
+        outcome="promote",
+        winner="arm0",
+        reason="",
+        effect=None,
+        timings={"arm0": took},
+        read_bytes_per_s=moved / 100e-6,
+    )
+    packed = Prepared(layout="lossless-12", version=3, bytes=BYTES * 3 // 4, plain_bytes=BYTES, seconds=0.1)
+    assert with_roofline(verdict, W).roofline == pytest.approx(1.0)
+    assert with_roofline(replace(verdict, prepared=packed), W).roofline == pytest.approx(0.75, rel=0.01)
