@@ -63,7 +63,7 @@ template <class T> struct Project {
   int64_t rounded;
   const T *w, *up;  // [n, k]; where scales are given, codes of eight bits
   int64_t w_stride, up_stride;
-  const void *packed, *packed_up;  // the same matrices as pack.cpp makes them, or null
+  const void *packed, *packed_up;  // the same matrices as pack.h makes them, or null
   int64_t epilogue, activation;
   const T* add;    // [rows, n]: kAdd's residual, or null
   T* y;            // [rows, n]

@@ -193,7 +193,7 @@ def test_packed_weights_are_a_way_of_their_own_that_the_ledger_tells_of(
         (decision,) = ledger.history("step")
         raced = ledger.evidence(decision.id).race
         assert {OPS, TORCH, CANDIDATE, PACKED} == set(asked) and decision.arm.candidate == PACKED
-        assert decision.arm.knobs["weights"] == packed.FORMAT
+        assert decision.arm.knobs["weights"] == packed.layout_format()
         assert raced is not None and any("weights in 12 bits, without loss" in note for note in raced.notes)
         assert [w.form for w in first.ways] == ["ops", "torch", "team", "packed"]
         assert [w.form for w in first.ways if w.taken] == ["packed"]
