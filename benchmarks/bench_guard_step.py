@@ -5,7 +5,7 @@
 
 Weights and cache are random; every op is served as this home decides. Steps with and without a stop after a random task
 take turns: the difference of their medians is what stopping costs, the check is timed by itself. Steps during which a
-thread waited for a core do not count. Checks a step follow from the guard's allowance (0.25 % of the time).
+thread waited for a core do not count. Checks a step follow from the guard's allowance (0.27 % of the time).
 
 For each kind of task a fault is planted in the program that the native step runs, in all layers or in the last one, and
 the chance that a check of a random task sees it is measured. Steps until the team is given up follow by the geometric
@@ -39,12 +39,13 @@ from autosel.decode.arms import Written
 from autosel.decode.run import Chosen, Plan, Silent
 from autosel.decode.scene import Scene, set_scene
 from autosel.decode.team import ATTEND, EMBED, PROJECT, TeamStep
-from autosel.decode.watch import STOP_NS, StepWatch
+from autosel.decode.watch import SHARE, STOP_NS, StepWatch
 from autosel.decode.weights import load_weights
-from autosel.guard import Allowance, Policy, spot
-from autosel.race.waits import TOLERATED, Waits
+from autosel.guard import Allowance, Policy
+from autosel.race.waits import Watch, watch
 
 RATES = (1.0, 0.1, 0.01)
+TIMED = 60  # checks of random tasks
 LOOKS = 60  # checks of each task with a planted fault
 DOUBLED = struct.unpack("q", struct.pack("d", 2.0))[0]
 
@@ -72,8 +73,8 @@ def main() -> int:
 
 
 def measured(scene: Scene, step: TeamStep, options: argparse.Namespace) -> dict[str, Any]:
-    rng, waits = Random(1), Waits()
-    through, stopped = Samples(waits), Samples(waits)
+    rng, watching = Random(1), watch()
+    through, stopped = Samples(watching), Samples(watching)
     for _ in range(options.rounds):
         for stops in rng.sample([False, True], 2):
             task = rng.randrange(len(step.tasks))
@@ -81,10 +82,10 @@ def measured(scene: Scene, step: TeamStep, options: argparse.Namespace) -> dict[
                 stopped.take(partial(in_two, step, task))
             else:
                 through.take(step.through)
-    checks_us = [check_us(step, task, rng, waits) for task in range(len(step.tasks))]
+    checks_us = [check_us(step, rng.randrange(len(step.tasks)), rng, watching) for _ in range(TIMED)]
     step_us, stop_us = statistics.median(through.us), statistics.median(stopped.us) - statistics.median(through.us)
     a_check_us = statistics.fmean(checks_us)
-    checks = min(1.0, Policy().spot_rate * len(step.tasks), spot.SHARE * step_us / (a_check_us + STOP_NS / 1e3))
+    checks = min(Policy().spot_rate * len(step.tasks), SHARE * step_us / (a_check_us + STOP_NS / 1e3))
     return {
         "step_us": step_us,
         "steps": {"clean": len(through.us), "stopped and clean": len(stopped.us), "of": options.rounds},
@@ -104,28 +105,31 @@ def in_two(step: TeamStep, task: int) -> None:
 
 @dataclass(slots=True)
 class Samples:
-    """Times of calls during which no thread waited for a core."""
+    """Times of calls during which no thread waited for a core that another process used."""
 
-    waits: Waits
+    watch: Watch
     us: list[float] = field(default_factory=list)
 
     def take(self, call: Callable[[], object]) -> None:
-        self.waits.renew()
-        waited, begin = self.waits.total_ns(), time.perf_counter_ns()
-        call()
-        took = time.perf_counter_ns() - begin
-        if self.waits.total_ns() - waited <= TOLERATED * took:
-            self.us.append(took / 1e3)
+        """Adds none if every sample was disturbed for two seconds."""
+
+        def timed() -> float:
+            begin = time.perf_counter_ns()
+            call()
+            return (time.perf_counter_ns() - begin) / 1e3
+
+        self.watch.begin()
+        self.us += self.watch.samples(timed, 1, lambda: None)
 
 
-def check_us(step: TeamStep, task: int, rng: Random, waits: Waits) -> float:
-    """The median time of one task's check, each after the task."""
-    found, check = Samples(waits), step.checks[task]
+def check_us(step: TeamStep, task: int, rng: Random, watching: Watch) -> float:
+    """The time of a check of a task that has just run."""
+    found, check = Samples(watching), step.checks[task]
     assert check is not None
-    while len(found.us) < LOOKS // 10:
-        step.part(0, task + 1)
+    step.part(0, task + 1)
+    while not found.us:
         found.take(lambda: check(rng.getrandbits(60)))
-    return statistics.median(found.us)
+    return found.us[0]
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -197,7 +201,7 @@ def right_steps(step: TeamStep, count: int) -> dict[str, Any]:
 
     step.checks = tuple(heard(check) if check is not None else None for check in step.checks)
     step.watch = StepWatch(
-        policy=dispatch.board().policy, allowance=Allowance(), decision=None, report=lambda fault: None
+        policy=dispatch.board().policy, allowance=Allowance(share=SHARE), decision=None, report=lambda fault: None
     )
     begin = time.monotonic()
     for _ in range(count):

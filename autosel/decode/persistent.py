@@ -24,9 +24,10 @@ from autosel.decode.sample import Sampler
 from autosel.decode.step import Place, Raced, Step, WholeStep, write_step
 from autosel.decode.team import TeamStep
 from autosel.decode.torch_step import AS_PYTORCH, TorchStep
-from autosel.decode.watch import StepWatch
+from autosel.decode.watch import SHARE, StepWatch
 from autosel.decode.weights import Weights
 from autosel.errors import UsageError
+from autosel.guard import Allowance
 from autosel.values import Arm, Decision, Fingerprint, Rejected, Support
 
 AnyStep = Step | TorchStep | GraphStep | WholeStep
@@ -119,7 +120,7 @@ def serve(
     step, board = write(decoder, cache, place, chain, sampler, form=form, fp=found), dispatch.board()
     if not isinstance(step, TeamStep) or not board.policy.on or not board.policy.spot_rate:
         return step
-    watch = StepWatch(policy=board.policy, allowance=board.allowance, decision=decision, report=board.report)
+    watch = StepWatch(policy=board.policy, allowance=Allowance(share=SHARE), decision=decision, report=board.report)
     return step.guarded(watch, found)
 
 

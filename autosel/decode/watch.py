@@ -1,9 +1,9 @@
-"""The guard of a thread team's steps: now and then a step stops after a task, and what that task made is looked at.
+"""The guard of a thread team's steps: a step stops after a few of its tasks, and what they made is looked at.
 
     watch = StepWatch(policy=..., allowance=..., decision=decision, report=board.report)
     watch.run(step)          # in the place of step.through()
 
-The task is drawn anew for each step, so that every layer has its turn. A check that suspects it (spot.py) is judged by
+The tasks are drawn anew for each step, so that every layer has its turn. What a check suspects (spot.py) is judged by
 the step op by op up to the same task, on the same inputs: if that passes, the team runs again three times, gives way,
 and the step is served op by op, now and from then on.
 """
@@ -30,6 +30,7 @@ SUSPECT = 2.0  # a check's tolerance is an estimate of the first order
 REPLAYS = 3
 # What stopping costs: a second wake-up of the team, and weights that nobody asked for ahead (bench_guard_faults.py).
 STOP_NS = 20_000
+SHARE = 0.0027  # of the time, for the checks of steps: no other guard runs beside them
 
 
 class Stopping(Protocol):
@@ -64,6 +65,7 @@ class StepWatch:
     random: Random = field(default_factory=SystemRandom)
     clock: Callable[[], int] = time.perf_counter_ns
     checks: int = 0
+    typical_ns: float = 2 * STOP_NS  # of a check and the stop for it
     limit: float = SUSPECT  # grows with each suspicion that was not confirmed
     fault: str = ""  # why the step is run op by op
 
@@ -72,25 +74,40 @@ class StepWatch:
         if self.fault:
             step.ops.run()
             return False
-        task = self._drawn(step)
-        if task is None:
+        begin = 0
+        for task in self._drawn(step):
+            step.part(begin, task + 1)
+            begin = task + 1
+            if not self._right(step, task):
+                step.ops.run()
+                return False
+        if begin:
+            step.part(begin, len(step.checks))
+        else:
             step.through()
-            return True
-        step.part(0, task + 1)
-        if not self._right(step, task):
-            step.ops.run()
-            return False
-        step.part(task + 1, len(step.checks))
         return True
 
-    def _drawn(self, step: Stopping) -> int | None:
-        """Return the task after which this step stops. Each task of each step is checked at the guard's spot rate, but
-        one a step at most, and as long as the allowance lasts."""
-        count = len(step.checks)
-        if self.random.random() >= self.policy.spot_rate * count or not self.allowance.may():
-            return None
-        task = self.random.randrange(count)
-        return task if step.checks[task] is not None else None
+    def _drawn(self, step: Stopping) -> list[int]:
+        """Return the tasks after which this step stops: each with the probability of the guard's spot checks, as far as
+        the allowance goes. It is asked for them in an order drawn anew, so that none is left out where it is short."""
+        due = [task for task in self._due(len(step.checks)) if step.checks[task] is not None]
+        self.random.shuffle(due)
+        granted = []
+        for task in due:
+            if not self.allowance.may():
+                break
+            self.allowance.spend(self.typical_ns)
+            granted.append(task)
+        return sorted(granted)
+
+    def _due(self, count: int) -> list[int]:
+        rate = self.policy.spot_rate
+        if rate >= 1.0:
+            return list(range(count))
+        found, task = [], -1
+        while rate > 0.0 and (task := task + 1 + int(math.log(1.0 - self.random.random()) / math.log1p(-rate))) < count:
+            found.append(task)
+        return found
 
     def _right(self, step: Stopping, task: int) -> bool:
         """Return False if what the task has made is wrong."""
@@ -99,7 +116,9 @@ class StepWatch:
         ratio = check(seed)
         right = ratio <= self.limit or self._cleared(step, task, check, seed, ratio)
         self.checks += 1
-        self.allowance.spend(self.clock() - start + STOP_NS)
+        took_ns = self.clock() - start + STOP_NS
+        self.allowance.spend(took_ns - self.typical_ns)
+        self.typical_ns += (took_ns - self.typical_ns) / 16
         return right
 
     def _cleared(self, step: Stopping, task: int, check: Check, seed: int, ratio: float) -> bool:

@@ -98,7 +98,7 @@ class Board:
         self.policy = policy or Policy.from_settings()
         self.epoch = 0
         self._watches: dict[tuple[Any, ...], Watch] = {}
-        self.allowance = Allowance()
+        self._allowance = Allowance()
         self._seen: dict[str, Fault] = {}  # by this process
         self._lock = threading.RLock()
         self._bound: list[_Bound] = []
@@ -264,7 +264,7 @@ class Board:
                 at_home=partial(_at_home, op, d.hw_id),
                 spot=_spot(resolution) if self.policy.spot_rate else None,
             )
-            watch = Watch(subject=subject, policy=self.policy, report=self.report, allowance=self.allowance)
+            watch = Watch(subject=subject, policy=self.policy, report=self.report, allowance=self._allowance)
             self._watches[key] = watch
         return self._watches[key]
 

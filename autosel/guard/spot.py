@@ -26,7 +26,7 @@ OPS = (
     "linear", "norm_qkv", "gate_up", "lm_head", "rmsnorm", "add_rmsnorm", "swiglu", "geglu", "rope", "kv_append",
     "attn", "prefill_attn", "paged_attn", "sample",
 )  # fmt: skip
-SHARE = 0.0025  # of the time that passes; with the countdown and the shadow checks a step pays at most 0.3 %
+SHARE = 0.0009  # of the time that passes; with the shadow checks a step pays at most 0.3 % (rate.py)
 MOST_NS = 10_000_000  # saved up at most, and at the start
 
 Spot = Callable[[Sequence[Any], Sequence[Any], int], float]
@@ -91,5 +91,5 @@ class Allowance:
         self.at_ns = now
         return self.saved_ns >= 0
 
-    def spend(self, ns: int) -> None:
+    def spend(self, ns: float) -> None:
         self.saved_ns -= ns

@@ -37,13 +37,13 @@ def fp() -> Fingerprint:
 
 
 def watched(oracle: Oracle, fp: Fingerprint, *, dtype: DTypeName = "bf16", rows: int = 1, **given: Any) -> TeamStep:
-    """The step after the prompts, under a watch that checks a task of every step."""
+    """The step after the prompts, under a watch that checks one task in ten."""
     decoder = oracle.decoder(dtype)
     cache = make_cache(decoder.shape, dtype, rows=rows, room=ROOM)
     prompts = oracle.prompts[:rows]
     prefill(decoder, cache, prompts)
     place = Place.at(torch.arange(rows) + 3, [len(p) for p in prompts])
-    asked = {"policy": Policy(spot_rate=1.0), "allowance": Allowance(share=1.0), "decision": None, "random": Random(1)}
+    asked = {"policy": Policy(spot_rate=0.1), "allowance": Allowance(share=1.0), "decision": None, "random": Random(1)}
     watch = StepWatch(**{"report": lambda fault: None, **asked, **given})
     return write_team(write_step(decoder, cache, place), fp).guarded(watch, fp)
 
@@ -73,11 +73,11 @@ def test_a_step_that_stops_leaves_the_bits_of_one_that_does_not(oracle: Oracle, 
     step = watched(oracle, fp)
     step.through()
     expected = step.logits.clone(), step.kept[-1].clone()
-    for _ in range(2 * len(step.tasks)):
+    for _ in range(20):
         step.logits.fill_(torch.nan)
         step.run()
         assert torch.equal(step.logits, expected[0]) and torch.equal(step.kept[-1], expected[1])
-    assert step.watch is not None and step.watch.checks == 2 * len(step.tasks)
+    assert step.watch is not None and step.watch.checks > 20
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ WORDS = {  # kind of a task, a word of it (kernels/cpu/step.cpp), another value
     "another row of the table": (EMBED, 5, lambda words: words[5] + 2 * words[6]),
     "the weights one row off": (PROJECT, 14, lambda words: words[14] + 2 * words[16]),
     "another scale of the scores": (ATTEND, 23, lambda words: DOUBLED),
-    "positions counted in slots' numbers": (ATTEND, 11, lambda words: words[12]),
+    "the other style of rotation": (ATTEND, 16, lambda words: 1 - words[16]),
     "keys of one head for all": (ATTEND, 21, lambda words: 0),
 }
 
@@ -114,11 +114,12 @@ def test_a_planted_fault_of_a_task_is_found_and_the_step_is_served_op_by_op(
     while not step.watch.fault and number < 1000:
         step.run()
         number += 1
-    assert number <= 20 * len(step.tasks) / len(tasks), "a check sees it with a chance of more than a fourth"
+    assert number <= 200 / len(tasks), "a check of one step in ten sees it with a chance of more than a fourth"
     assert "wrong in 3 of 3 replays" in step.watch.fault
     assert torch.equal(step.logits, right.logits), "the step in which it was found"
+    checks = step.watch.checks
     step.run()
-    assert torch.equal(step.logits, right.logits) and step.watch.checks == number, "those after it"
+    assert torch.equal(step.logits, right.logits) and step.watch.checks == checks, "those after it"
 
 
 @one_family
