@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 RESERVE_BYTES = 1 << 30  # of memory that stay free
 MOST_CHANGES = 3  # of a weight in place; then it is read as it is: it is being trained
+UNCOUNTED = "PyTorch counts no writes to tensors of its inference mode"
 MOST_KNOWN = 4096  # weights that a reader remembers by their Python object
 
 Key = tuple[Any, ...]
@@ -178,17 +179,20 @@ class Store:
         self._lock = threading.RLock()
 
     def of(self, prepare: Prepare, w: Any, *, now: bool = False) -> Packed | None:
-        """Return the prepared weight; None at the first call with it unless `now`, and for one that does not pay."""
+        """Return the prepared weight; None at the first call with it, and for one that does not pay. `now`: not only at
+        the second call; and who asks vouches that it is not written to where PyTorch does not count that."""
         versions = _versions(w)
         with self._lock:
             kept = self._found(prepare, w)
             if kept is None:
                 self.sweep()
-                why = "" if versions is not None else "PyTorch counts no writes to tensors of its inference mode"
+                why = "" if versions is not None or now else UNCOUNTED
                 kept = _Kept(memory=_memory(w), versions=versions, why=why)
                 self._keep(prepare, w, kept)
                 if not now:
                     return None
+            elif now and kept.why == UNCOUNTED:
+                kept.why = ""
             if kept.versions != versions:
                 self._changed(kept, versions)
             elif kept.packed is None and not kept.why and not self._paused:
@@ -339,13 +343,14 @@ class Reader:
         known = self._known.get(id(w))
         if known is not None:
             ref, version, pointer, epoch, operand = known
-            if ref() is w and w._version == version and w.data_ptr() == pointer and epoch == self.store.epoch:
+            same = ref() is w and (version is None or w._version == version)
+            if same and w.data_ptr() == pointer and epoch == self.store.epoch:
                 return operand
         packed = self.store.of(self.prepare_one, w)
-        operand = None if packed is None else packed.operand
-        if packed is not None and isinstance(w, Tensor) and not w.is_inference():
-            self._remember(w, operand)
-        return operand
+        if packed is None:
+            return None
+        self._remember(w, packed.operand)
+        return packed.operand
 
     def prepare(self, arguments: Sequence[Any]) -> Prepared | None:
         """Prepare the weights of a call now, whether that pays or not."""
@@ -370,13 +375,14 @@ class Reader:
         return self.store.told(self.prepare_one)
 
     def _remember(self, w: Any, operand: Any) -> None:
-        if not isinstance(w, Tensor) or w.is_inference():
+        if not isinstance(w, Tensor):
             return
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         at, known = id(w), self._known
         ref = weakref.ref(w, lambda _: known.pop(at, None))
-        known[at] = (ref, w._version, w.data_ptr(), self.store.epoch, operand)
+        version = None if w.is_inference() else w._version
+        known[at] = (ref, version, w.data_ptr(), self.store.epoch, operand)
 
 
 def reader(

@@ -175,7 +175,10 @@ def time_ops(step: AnyStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTim
     by_key: dict[str, list[int]] = {}
     for took, call in zip(samples, step.calls, strict=True):
         by_key.setdefault(call.workload.key if call.workload else call.site, []).extend(took)
-    return tuple(_op_time(calls, by_key[key], plan) for key, calls in _by_workload(step.calls).items())
+    groups = _by_workload(step.calls)
+    times = {key: _op_time(calls, by_key[key], plan) for key, calls in groups.items()}
+    saved = {key: sum(map(_saved_by, calls)) // len(calls) for key, calls in groups.items()}
+    return tuple(replace(t, bytes_moved=t.bytes_moved - saved[key]) for key, t in times.items())
 
 
 def _time_tasks(step: WholeStep, plan: Plan) -> tuple[OpTime, ...]:
@@ -215,8 +218,7 @@ def _bytes_moved(call: Call, plan: Plan) -> int:
     if call.workload is None:
         return _glue_bytes(call, plan)
     contract = ops.find(call.op)
-    moved = contract.bytes_moved(call.workload, {a.name: call[a.name] for a in contract.args})
-    return moved - _saved_by(call)
+    return contract.bytes_moved(call.workload, {a.name: call[a.name] for a in contract.args})
 
 
 def _glue_bytes(call: Call, plan: Plan) -> int:

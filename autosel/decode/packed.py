@@ -116,10 +116,11 @@ def offer(plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
 
 
 def make_room(weights: Weights, plan: Plan) -> None:
-    """For a run on these weights that needs what an earlier one packed."""
+    """For a run on these weights that needs the room of what an earlier one packed, for a team or for single ops."""
     STORE.sweep()
-    if _key(weights) in _KEPT and free_memory("cpu") < memory_need(plan) - arena_bytes(plan.shape, plan.dtype):
-        forget(weights)
+    if weights.device.type == "cpu" and free_memory("cpu") < memory_need(plan) - arena_bytes(plan.shape, plan.dtype):
+        STORE.forget([w for _, w in weights.matrices()])
+        _KEPT.pop(_key(weights), None)
 
 
 def forget(weights: Weights) -> None:

@@ -244,6 +244,18 @@ def test_tensors_of_inference_mode_have_no_version_and_are_read_as_they_are(
     assert store.bytes == 0
 
 
+def test_an_owner_may_vouch_for_tensors_of_inference_mode(
+    function: Callable[..., Any], reader: Reader, store: Store
+) -> None:
+    with torch.inference_mode():
+        x, w = vector(), weight()
+        served(function, x, w)
+        reader.ready((x, w, None, None))
+        assert store.bytes > 0 and reader.of(w) is not None and right(function, x, w)
+        w.copy_(weight(seed=3))  # against its word: a whole matrix is found nevertheless
+        assert right(function, x, w)
+
+
 def test_what_is_prepared_goes_with_its_weight(function: Callable[..., Any], store: Store) -> None:
     w = prepared(function, weight())
     assert store.bytes > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,21 +16,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autosel import fingerprint, models, resources
+from autosel import dispatch, fingerprint, models, resources
 from autosel.candidates import layouts
 from autosel.decode import packed, team
+from autosel.decode.account import saved_bytes, time_ops
 from autosel.decode.cache import make_cache
 from autosel.decode.model import Decoder
+from autosel.decode.persistent import write
 from autosel.decode.run import Plan
-from autosel.decode.step import Place, write_step
+from autosel.decode.step import Place, Step, write_step
 from autosel.decode.team import TeamStep, write_team
 from autosel.decode.weights import Weights, load_weights
 from autosel.errors import ParityError, UsageError
+from autosel.guard import Policy
 from autosel.knobs.cpu.facts import ISA_FLAGS, facts
 from autosel.native.compile import BASE_FLAGS, compile_source, find_compiler
 from autosel.native.isa import ISA_NEEDS, Isa
 from autosel.native.load import load_entry
 from autosel.values import Accepted, Fingerprint, Rejected
+from tests.cpu.serving import serve
 
 PACKER = "cpu/gemv_packed.cpp"  # has the entries that pack
 
@@ -316,3 +321,37 @@ def test_only_bf16_on_a_cpu_with_the_instruction_is_packed(fp: Fingerprint) -> N
     assert "AVX2" in packed.supports("bf16", older).reason  # type: ignore[union-attr]
     assert isinstance(packed.supports("bf16", replace(fp, kind="cuda")), Rejected)
     assert isinstance(packed.supports("bf16", fp), (Accepted, Rejected))
+
+
+# --- op by op --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_single_ops_on_packed_weights_give_the_bits_of_plain_ones_and_say_what_they_save(
+    fp: Fingerprint, batch: int, tmp_path: Path
+) -> None:
+    has_kernel(fp)
+    plan = plan_of("llama-1b", batch)
+    weights = with_strange_values(load_weights(plan))
+    kernels = {"linear": "gemv", "norm_qkv": "norm_qkv", "gate_up": "gate_up", "lm_head": "lm_head"}
+    logits, saved, moved = [], [], []
+    for end in ("", "_packed"):
+        named = models.step(plan.shape, batch=batch, context=plan.seq, dtype="bf16")
+        chosen = [(n.workload, f"cpp:{kernels[n.workload.op]}{end}") for n in named if n.workload.op in kernels]
+        with dispatch.use(serve(tmp_path / f"home{end}", chosen), Policy(on=False)), torch.inference_mode():
+            cache = make_cache(plan.shape, "bf16", rows=batch, room=plan.seq)
+            for t in (*cache.k, *cache.v):
+                t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(4)))
+            step = write(Decoder(weights), cache, Place.at(torch.arange(batch) * 5, [20] * batch), fp=fp)
+            assert isinstance(step, Step)
+            step.run()
+            logits.append(step.logits.clone())
+            saved.append(saved_bytes(step))
+            moved.append(sum(t.bytes_moved * t.count_per_step for t in time_ops(step, plan, time.perf_counter_ns)))
+    assert torch.equal(*logits) and logits[0].isfinite().all()
+    packed_bytes = sum(w.nbytes for name, w in weights.matrices())
+    assert saved[0] == 0 and 0.2 * packed_bytes < saved[1] < 0.25 * packed_bytes
+    assert moved[0] - moved[1] == pytest.approx(saved[1], abs=100)  # rows of few calls differ by some bytes
+    packed.make_room(weights, plan)
+    layouts.STORE.forget([w for _, w in weights.matrices()])
+    assert saved_bytes(step) == 0
