@@ -45,7 +45,7 @@ SETTINGS: tuple[Setting, ...] = (
         name="spot_rate",
         kind=float,
         default=0.04,
-        help="share of calls of which the guard recomputes a few elements; at most 0.09 % of the time",
+        help="share of calls of which the guard recomputes a few elements; at most 0.11 % of the time",
     ),
     Setting(name="disable", kind=bool, default=False, help="1: best() serves the baseline everywhere"),
     Setting(

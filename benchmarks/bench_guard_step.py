@@ -4,7 +4,7 @@
     python benchmarks/bench_guard_step.py --model smollm2-135m --right 100000      # right steps: none may be given up
 
 Weights and cache are random; every op is served as this home decides. Steps with and without a stop after a random task
-take turns: the difference of their medians is what stopping costs, the check is timed by itself. Steps during which a
+take turns: the median of their differences is what stopping costs, the check is timed by itself. Steps during which a
 thread waited for a core do not count. Checks a step follow from the guard's allowance (0.27 % of the time).
 
 For each kind of task a fault is planted in the program that the native step runs, in all layers or in the last one, and
@@ -26,7 +26,6 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import Any
@@ -35,6 +34,7 @@ import command_line
 import torch
 
 from autosel import dispatch, fingerprint, models
+from autosel.certify.statistics import median_interval
 from autosel.decode.arms import Written
 from autosel.decode.run import Chosen, Plan, Silent
 from autosel.decode.scene import Scene, set_scene
@@ -74,26 +74,26 @@ def main() -> int:
 
 def measured(scene: Scene, step: TeamStep, options: argparse.Namespace) -> dict[str, Any]:
     rng, watching = Random(1), watch()
-    through, stopped = Samples(watching), Samples(watching)
+    through_us, stop_us = [], []
     for _ in range(options.rounds):
+        task, took = rng.randrange(len(step.tasks)), {}
         for stops in rng.sample([False, True], 2):
-            task = rng.randrange(len(step.tasks))
-            if stops:
-                stopped.take(partial(in_two, step, task))
-            else:
-                through.take(step.through)
+            took[stops] = sample_us(watching, partial(in_two, step, task) if stops else step.through)
+        if (through := took[False]) is not None and (stopped := took[True]) is not None:
+            through_us.append(through)
+            stop_us.append(stopped - through)
     checks_us = [check_us(step, rng.randrange(len(step.tasks)), rng, watching) for _ in range(TIMED)]
-    step_us, stop_us = statistics.median(through.us), statistics.median(stopped.us) - statistics.median(through.us)
+    step_us, stop = statistics.median(through_us), median_interval(stop_us)
     a_check_us = statistics.fmean(checks_us)
     checks = min(Policy().spot_rate * len(step.tasks), SHARE * step_us / (a_check_us + STOP_NS / 1e3))
     return {
         "step_us": step_us,
-        "steps": {"clean": len(through.us), "stopped and clean": len(stopped.us), "of": options.rounds},
+        "pairs of clean steps": len(stop_us),
         "tasks": len(step.tasks),
         "check_us": {"mean": a_check_us, "median": statistics.median(checks_us), "largest": max(checks_us)},
-        "stop_us": stop_us,
+        "stop_us": [statistics.median(stop_us), stop.lo, stop.hi],
         "checks a step": checks,
-        "share of the step": checks * (a_check_us + max(0.0, stop_us)) / step_us,
+        "share of the step": checks * (a_check_us + STOP_NS / 1e3) / step_us,
         "faults": [fault(step, name, everywhere, checks) for name in FAULTS for everywhere in (True, False)],
     }
 
@@ -103,33 +103,29 @@ def in_two(step: TeamStep, task: int) -> None:
     step.part(task + 1, len(step.tasks))
 
 
-@dataclass(slots=True)
-class Samples:
-    """Times of calls during which no thread waited for a core that another process used."""
+def sample_us(watching: Watch, call: Callable[[], object]) -> float | None:
+    """The time of a call during which no thread waited for a core that another process used; None if there was none in
+    two seconds."""
 
-    watch: Watch
-    us: list[float] = field(default_factory=list)
+    def timed() -> float:
+        begin = time.perf_counter_ns()
+        call()
+        return (time.perf_counter_ns() - begin) / 1e3
 
-    def take(self, call: Callable[[], object]) -> None:
-        """Adds none if every sample was disturbed for two seconds."""
-
-        def timed() -> float:
-            begin = time.perf_counter_ns()
-            call()
-            return (time.perf_counter_ns() - begin) / 1e3
-
-        self.watch.begin()
-        self.us += self.watch.samples(timed, 1, lambda: None)
+    watching.begin()
+    found = watching.samples(timed, 1, lambda: None)
+    return found[0] if found else None
 
 
 def check_us(step: TeamStep, task: int, rng: Random, watching: Watch) -> float:
     """The time of a check of a task that has just run."""
-    found, check = Samples(watching), step.checks[task]
+    check = step.checks[task]
     assert check is not None
     step.part(0, task + 1)
-    while not found.us:
-        found.take(lambda: check(rng.getrandbits(60)))
-    return found.us[0]
+    found = None
+    while found is None:
+        found = sample_us(watching, lambda: check(rng.getrandbits(60)))
+    return found
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -223,11 +219,12 @@ def right_steps(step: TeamStep, count: int) -> dict[str, Any]:
 def told(found: dict[str, Any]) -> str:
     if "faults" not in found:
         return ", ".join(f"{name} {value}" for name, value in found.items())
-    check = found["check_us"]
+    check, (stop, low, high) = found["check_us"], found["stop_us"]
     lines = [
         (
             f"step {found['step_us'] / 1e3:.2f} ms, {found['tasks']} tasks; a check {check['mean']:.1f} us"
-            f" (median {check['median']:.1f}, largest {check['largest']:.1f}), a stop {found['stop_us']:.1f} us;"
+            f" (median {check['median']:.1f}, largest {check['largest']:.1f}), a stop {stop:.1f} us"
+            f" ({low:.1f} .. {high:.1f});"
             f" {found['checks a step']:.2f} checks a step, {found['share of the step']:.2%} of it"
         ),
         "",

@@ -33,7 +33,7 @@ FRESH_FACTOR = 10
 # By the guard's own clock, which sees the check alone. What checks add to their step and the one after it was measured
 # as 2.2 to 2.6 times that (bench_guard.py: some 10 ms more each): of a step of 4.4 ms 0.73 % with a share of 0.2 %, and
 # 0.31 % with 0.06 %; by that line 0.2 % with this one. A decode step is to pay at most 0.3 %, spot checks included.
-MAX_SHARE = 0.00025
+MAX_SHARE = 0.0002
 NEVER = (1 << 30) - 1  # the largest countdown that Python keeps in one digit; it is then granted again
 
 

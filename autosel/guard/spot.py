@@ -26,7 +26,7 @@ OPS = (
     "linear", "norm_qkv", "gate_up", "lm_head", "rmsnorm", "add_rmsnorm", "swiglu", "geglu", "rope", "kv_append",
     "attn", "prefill_attn", "paged_attn", "sample",
 )  # fmt: skip
-SHARE = 0.0009  # of the time that passes; with the shadow checks a step pays at most 0.3 % (rate.py)
+SHARE = 0.0011  # of the time that passes; with the shadow checks a step pays at most 0.3 % (rate.py)
 MOST_NS = 10_000_000  # saved up at most, and at the start
 
 Spot = Callable[[Sequence[Any], Sequence[Any], int], float]

