@@ -169,16 +169,16 @@ class OneLaunch:
             why = why or f"a launch reads plain weights; these are {plan.shape.weight}"
         return Rejected(reason=why) if why else Accepted()
 
-    def offer(self, plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
+    def offer(self, plan: Plan, weights: Weights, fp: Fingerprint, fused: Step | None) -> Offer:
         answer = self.supports(plan)
-        return Offer(refused={"whole": answer.reason}) if isinstance(answer, Rejected) else Offer(forms=("whole",))
+        if isinstance(answer, Rejected):
+            return Offer(refused={"whole": answer.reason})
+        arm = arm_of(fused, fp) if fused is not None else None
+        return Offer(forms=("whole",), arms={} if arm is None else {"whole": arm})
 
     def write(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> LaunchStep:
         assert form == "whole", "no launch reads packed weights"
         return write_launch(step, fp)
-
-    def arm(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm | None:
-        return arm_of(step, fp)
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint, raced: Raced) -> str:
         """Where it cannot be, or the rates that were measured say that it gains too little."""

@@ -28,7 +28,7 @@ from autosel.decode.watch import SHARE, StepWatch
 from autosel.decode.weights import Weights
 from autosel.errors import UsageError
 from autosel.guard import Allowance
-from autosel.values import Arm, Decision, Fingerprint, Rejected, Support
+from autosel.values import Decision, Fingerprint, Rejected, Support
 
 AnyStep = Step | TorchStep | GraphStep | WholeStep
 
@@ -43,17 +43,15 @@ class Kind(Protocol):
     def supports(self, plan: Plan) -> Support:
         """Asked before weights are loaded; `write` refuses what depends on the device's limits."""
 
-    def offer(self, plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
-        """Return the whole forms that it has for the plan's steps, on these weights just now."""
+    def offer(self, plan: Plan, weights: Weights, fp: Fingerprint, fused: Step | None) -> Offer:
+        """Return the whole forms that it has for the plan's steps, on these weights just now. With the step `fused`,
+        `arms` are what `write` would make of that in each form, as it would be compiled."""
 
     def write(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> WholeStep:
         """Return the step, written with the fused chain, as a whole step in this form.
 
         Raises UsageError, BuildError; ParityError where weights do not unpack to the same bits.
         """
-
-    def arm(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm | None:
-        """Return what `write` would make of the step, as it would be compiled; None where it would refuse."""
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint, raced: Raced) -> str:
         """Return why it should not be compiled unasked, or ""; `ops` is the step that serves now."""

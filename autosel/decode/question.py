@@ -18,7 +18,7 @@ from typing import Any
 
 from autosel.candidates.arms import python_digest
 from autosel.decode import graph
-from autosel.decode.run import FORMS, WHOLE, Chain, Form, Offer, StepForm
+from autosel.decode.run import FORMS, Chain, Form, Offer, StepForm
 from autosel.decode.scene import Scene
 from autosel.decode.step import Step, write_step
 from autosel.decode.team import PACKED
@@ -78,14 +78,14 @@ def ask(scene: Scene, ledger: Ledger | None) -> Question:
     plan, hw_id = scene.plan, scene.fp.hw_id
     chains = _chains(scene) if plan.step == "auto" and plan.listed else {}
     pytorch = plan.cache == "contiguous" and _ours(chains.values())
-    graphs = plan.device != "cpu" and plan.step != "ops" and isinstance(graph.supports(plan), Accepted)
-    offer = scene.kind.offer(plan, scene.decoder.weights, scene.fp) if plan.step in ("auto", "whole") else Offer()
+    graphs = scene.fp.kind != "cpu" and plan.step != "ops" and isinstance(graph.supports(plan), Accepted)
+    offer = _offered(scene, chains.get("fused") if ledger is not None else None)
     able: tuple[StepForm, ...] = (*(("torch",) if pytorch else ()), *(("graph",) if graphs else ()), *offer.forms)
     plain = plan.layout == "plain" and "packed" in able
     forms = tuple(form for form in able if form not in offer.refused and not (plain and form == "packed"))
     w, mode = workload_of(plan.shape, plan.dtype, plan.batch, plan.seq), current_mode("team")
     asks = ledger is not None and plan.step == "auto" and plan.listed and not plain
-    arms = arms_of(scene, able, chains) if asks else {}
+    arms = arms_of(scene, able, chains) | dict(offer.arms) if asks else {}
     contested = {form: arm for form, arm in arms.items() if form in ("ops", *forms)}
     known = None
     if ledger is not None and len(arms) > 1:
@@ -101,6 +101,12 @@ def ask(scene: Scene, ledger: Ledger | None) -> Question:
         known=known,
         form=form_of(known.arm.candidate) if known is not None else None,
     )
+
+
+def _offered(scene: Scene, fused: Step | None) -> Offer:
+    if scene.plan.step not in ("auto", "whole"):
+        return Offer()
+    return scene.kind.offer(scene.plan, scene.decoder.weights, scene.fp, fused)
 
 
 def _known(ledger: Ledger, hw_id: str, bucket: str, mode: str, arms: Mapping[StepForm, Arm]) -> Decision | None:
@@ -151,7 +157,8 @@ def _ours(steps: Iterable[Step]) -> bool:
 
 
 def arms_of(scene: Scene, able: Sequence[StepForm], steps: Mapping[Form, Step]) -> dict[StepForm, Arm]:
-    """Return every form of the scene's step, as it would be written now; the baseline first. `steps`: its chains."""
+    """Return the forms of the step that Python runs, as they would be written now; the baseline first. `steps`: its
+    chains."""
     served = _served(list(steps.values()))
     backend: Backend = "CPP" if scene.fp.kind == "cpu" else "CUDA_EXT"
     found: dict[StepForm, Arm] = {"ops": _python_arm(OPS, backend, WRITER, served)}
@@ -159,8 +166,7 @@ def arms_of(scene: Scene, able: Sequence[StepForm], steps: Mapping[Form, Step]) 
         found["torch"] = _python_arm(TORCH, "TORCH", EAGER, "")
     if "graph" in able:
         found["graph"] = _python_arm(GRAPH, backend, CAPTURER, served)
-    whole = {form: scene.kind.arm(steps["fused"], scene.fp, form) for form in able if form in WHOLE}
-    return found | {form: arm for form, arm in whole.items() if arm is not None}
+    return found
 
 
 def _served(steps: Sequence[Step]) -> str:

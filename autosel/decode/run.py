@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from autosel.errors import UsageError
 from autosel.models.shape import ModelShape
-from autosel.values import Backend, Decision, DTypeName, Fingerprint, State
+from autosel.values import Arm, Backend, Decision, DTypeName, Fingerprint, State
 
 Layout = Literal["contiguous", "paged"]
 # How a step is run: op by op; by PyTorch alone, as the baseline is; the list of ops replayed as a CUDA graph; by one
@@ -283,10 +283,12 @@ FUSED = Chain()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """The whole forms that a device has for the steps of a plan. `refused`: why others cannot be taken, or not now."""
+    """The whole forms that a device has for the steps of a plan. `refused`: why others cannot be taken, or not now.
+    `arms`: what the ledger calls the forms, where it is asked about a step."""
 
     forms: tuple[StepForm, ...] = ()
     refused: Mapping[StepForm, str] = field(default_factory=dict)
+    arms: Mapping[StepForm, Arm] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,19 +104,18 @@ class ThreadTeam:
     def supports(self, plan: Plan) -> Support:
         return supports(plan)
 
-    def offer(self, plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
+    def offer(self, plan: Plan, weights: Weights, fp: Fingerprint, fused: Step | None) -> Offer:
         """Packed weights are one of its forms where it has a kernel for them; refused where there is no room."""
         answer = supports(plan)
         if isinstance(answer, Rejected):
             return Offer(refused={"whole": answer.reason})
         packed = packing.offer(plan, weights, fp)
-        return Offer(forms=("whole", *packed.forms), refused=packed.refused)
+        forms: tuple[StepForm, ...] = ("whole", *packed.forms)
+        arms = {form: arm_of(fused, fp, form) for form in forms} if fused is not None else {}
+        return Offer(forms=forms, refused=packed.refused, arms=arms)
 
     def write(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> TeamStep:
         return write_team(step, fp, form)
-
-    def arm(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm | None:
-        return arm_of(step, fp, form)
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint, raced: Raced) -> str:
         """Return an op that moves most of the bytes, and whose kernel here is neither served nor proven: a kernel that
