@@ -16,6 +16,7 @@ candidate finds by itself: it compares some units of the weight with the prepare
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -299,6 +300,14 @@ class Store:
 
 
 STORE = Store()
+
+
+def _fresh_lock() -> None:
+    """Replace the lock after a fork: it may be held by a thread that the child does not have."""
+    STORE._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_fresh_lock)
 
 
 def _identity(w: Any) -> Key:
