@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,12 +35,14 @@ class Baked:
     left: tuple[tuple[str, str], ...]
 
 
-def bake(folder: Path) -> Baked:
-    """Write the folder completely or not at all. Raises BadConfig if it is not empty, AutoselError for
-    no decision."""
+def bake(folder: Path, ops: Collection[str] = ()) -> Baked:
+    """Write the folder completely or not at all; `ops`: decisions of these alone.
+
+    Raises BadConfig if the folder is not empty, AutoselError if no decision can be baked.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadConfig(f"{folder} is not empty", todo="name a folder that does not exist yet")
-    rows, left = _portable(_here())
+    rows, left = _portable([row for row in here() if not ops or row.document.get("op") in ops])
     if not rows:
         why = "; ".join(f"{key}: {reason}" for key, reason in left[:3]) or "no decision of this device"
         raise AutoselError("nothing can be baked", why=why, todo=f"{settings.spelling()} tune")
@@ -56,7 +58,7 @@ def bake(folder: Path) -> Baked:
     return Baked(folder=str(folder), decisions=len(rows), builds=builds, left=left)
 
 
-def _here() -> Sequence[Row]:
+def here() -> Sequence[Row]:
     """Return what serves on this machine's devices, for every number of threads."""
     from autosel.dispatch.devices import device_at, ids_of, places_here
     from autosel.ledger import snapshot

@@ -295,6 +295,33 @@ def _plugins(what: str) -> Iterator[Finding]:
             yield Finding(what=what, level="note", text=f"{text}: installed, not imported", todo=todo)
 
 
+def _engines(what: str) -> Iterator[Finding]:
+    """Each serving engine of this environment, and whether it finds autosel's plug-in."""
+    from autosel.integrations.engines.installed import installed
+
+    found = tuple(installed())
+    if not found:
+        yield Finding(what=what, level="ok", text="none installed in this environment")
+    for one in found:
+        text = f"{one.engine} {one.version} ({one.distribution})"
+        if one.plugged:
+            near = "" if one.version == one.written_for else f", written for {one.written_for}"
+            yield Finding(what=what, level="ok", text=f"{text}: it loads autosel's plug-in{near}; {_outlook()}")
+        else:
+            todo = "install autosel in this environment again: its entry point is missing"
+            yield Finding(what=what, level="note", text=f"{text}: it does not find autosel's plug-in", todo=todo)
+
+
+def _outlook() -> str:
+    from autosel.dispatch import served
+    from autosel.dispatch.devices import ids_of, this_device
+    from autosel.ledger import snapshot
+    from autosel.ledger.key import current_mode
+
+    found = snapshot.read(settings.home() / snapshot.FILE)
+    return served.outlook(found.rows if found else (), ids_of(this_device()), current_mode())
+
+
 CHECKS: dict[str, Callable[[str], Iterator[Finding]]] = {
     "settings": _settings,
     "compiler": _compiler,
@@ -305,4 +332,5 @@ CHECKS: dict[str, Callable[[str], Iterator[Finding]]] = {
     "ledger": _ledger,
     "snapshot": _snapshot,
     "plug-ins": _plugins,
+    "engines": _engines,
 }

